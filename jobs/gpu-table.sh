@@ -10,7 +10,7 @@
 # `python3 jobs/gpu/table.py FOLDER/results.jsonl` prints the table again. TILES=FILE takes tiles from a table of `--tune`.
 #
 # The machine needs python3 with CuPy, PyTorch and pip. What else is missing comes from the wheels in $WHEELS, else runs/wheels,
-# which jobs/gpu-wheels.sh collects where there is a package index; they go to a folder of their own, which is removed at the end.
+# which jobs/gpu/wheels.sh collects where there is a package index; they go to a folder of their own, which is removed at the end.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 since=$(date +%s) mode=table

@@ -145,7 +145,7 @@ def install(folder: Path, prefix: Path) -> None:
     chosen, missing = lacking(wanted(), wheels(folder))
     if missing:
         print(
-            f"no wheel of {', '.join(missing)} in {folder}: collect them with jobs/gpu-wheels.sh",
+            f"no wheel of {', '.join(missing)} in {folder}: collect them with jobs/gpu/wheels.sh",
             file=sys.stderr,
         )
     if chosen:

@@ -1,4 +1,4 @@
-"""What bench-hosts.sh measured, against what the links allow: `compare.py FOLDER HOSTS ...` prints a table and
+"""What jobs/hosts/bench.sh measured, against what the links allow: `compare.py FOLDER HOSTS ...` prints a table and
 draws hosts.png.
 
 S bytes, n hosts, B bytes per second of a one-way stream: no all-reduce takes less than 2(n-1)/n S/B. A star takes

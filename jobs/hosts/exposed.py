@@ -2,7 +2,8 @@
 
     exposed.py UNITS ELEMENTS MILLISECONDS BLOCKS STEPS
 
-Started by prove-overlap.sh on one rank per host. A model of UNITS units, each of ELEMENTS float32 parameters, which computes by
+Started by jobs/prove/overlap.sh on one rank per host.
+A model of UNITS units, each of ELEMENTS float32 parameters, which computes by
 sleeping: MILLISECONDS for a unit's forward, twice as long for its backward. In turns, BLOCKS times STEPS steps of each mode, with
 overlap and without. Exposed is what a step takes longer than one rank alone.
 exit code 1 if in a mode more than 30 % of what is exposed without overlap still is with it

@@ -2,7 +2,8 @@
 
     overlap.py ROWS BLOCKS STEPS [SECTION.KEY=VALUE ...]
 
-Started by prove-overlap.sh on one rank per host. In turns, BLOCKS times STEPS training steps of the GPT of `mpitrain bench train`
+Started by jobs/prove/overlap.sh on one rank per host.
+In turns, BLOCKS times STEPS training steps of the GPT of `mpitrain bench train`
 with ROWS sequences per rank: of each rank alone, of the reductions alone, of both in the ways there are to overlap them, and of
 PyTorch DDP over gloo if it is installed. Exposed is what a step takes longer than it does alone, over what the reductions take.
 """

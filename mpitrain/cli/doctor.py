@@ -21,15 +21,7 @@ from mpitrain.machine.kinds import KINDS
 SMALL_SHM = 64 << 20
 """Bytes of /dev/shm in a container by default: too few for ranks that share memory."""
 MKL = "mkl"
-"""A name in EXTRAS that is a library, not a Python module."""
-EXTRAS = {
-    "matplotlib": "pictures",
-    "sklearn": "data.source=digits",
-    "torch": "bench train --peer torch",
-    MKL: "faster products on Intel processors",
-    "cupy": "--device cuda",
-}
-"""{optional module: its use}."""
+"""An optional library of `uses` that is not a Python module."""
 
 
 @click.command()
@@ -112,12 +104,12 @@ def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
     usable = extras()
     yield (
         "extras",
-        ", ".join(f"{module} ({use})" for module, use in EXTRAS.items() if module in usable)
+        ", ".join(f"{module} ({use})" for module, use in uses().items() if module in usable)
         or "none",
     )
     yield (
         "not here",
-        ", ".join(f"{module} ({use})" for module, use in EXTRAS.items() if module not in usable)
+        ", ".join(f"{module} ({use})" for module, use in uses().items() if module not in usable)
         or "nothing",
     )
     yield (
@@ -139,11 +131,24 @@ def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
         )
 
 
+def uses() -> dict[str, str]:
+    """Return {optional module: its use}."""
+    from mpitrain.data import SOURCES
+
+    return {
+        "matplotlib": "pictures",
+        **{row.module: f"data.source={name}" for name, row in SOURCES.items() if row.module},
+        "torch": "bench train --peer torch",
+        MKL: "faster products on Intel processors",
+        "cupy": "--device cuda",
+    }
+
+
 def extras() -> set[str]:
-    """Return the usable modules of EXTRAS. MKL is usable if matrix products use it."""
+    """Return the usable modules of `uses`. MKL is usable if matrix products use it."""
     from mpitrain.ops.host.product import mkl
 
-    return {module for module in EXTRAS if (mkl() if module == MKL else find_spec(module))}
+    return {module for module in uses() if (mkl() if module == MKL else find_spec(module))}
 
 
 def share_of_cores(sets: list[list[int]]) -> str:

@@ -43,7 +43,7 @@ def command(run: Path, **options: Any) -> None:
             click.echo(
                 f"{visible(str(run))} at step {job.step} on {visible(where)}: "
                 f"validation loss {loss:.4f} nats, {accuracy:.1%} of predictions right "
-                f"({evaluated_rows(job.trainer.config, job.data)} of {job.data.held_out} held-out rows)"
+                f"({evaluated_rows(job.trainer.config.run, job.data)} of {job.data.held_out} held-out rows)"
             )
         if not math.isfinite(loss):
             raise on_every_rank(

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -15,9 +15,6 @@ from mpitrain.cli.job_options import OWN_DEVICE, PLUGINS, PP, TP, changes
 from mpitrain.cli.numbers import finite
 from mpitrain.cli.session import MOST, configured_of, mpi_session
 from mpitrain.errors import visible
-
-if TYPE_CHECKING:
-    from mpitrain.data import Source, Unopened
 
 
 @click.command()
@@ -77,16 +74,20 @@ def command(
     settings = changes((), **options)
     configured = configured_of(run, settings)
     with mpi_session(kind=lambda: configured().device.kind) as transport:
+        from mpitrain.data import source_kind
         from mpitrain.run.generate import tokens
         from mpitrain.run.open_run import open_run
         from mpitrain.transport.agreement import on_all_ranks
 
         trainer, source, _ = open_run(transport, run, configured, needs_data=False)
-        is_text = not trainer.config.data.source.startswith("tokens:")
-        start = on_all_ranks(transport, lambda: _prompt(prompt, is_text, source))
+        config = trainer.config
+        writes_text = source_kind(config.data.source).is_text
+        start = on_all_ranks(
+            transport, lambda: _prompt(prompt, writes_text, config.model.kind, source.inputs)
+        )
 
         drawn = islice(tokens(trainer, start, temperature, top_k, seed), count)
-        written = (bytes([token]) if is_text else f" {token}".encode() for token in drawn)
+        written = (bytes([token]) if writes_text else f" {token}".encode() for token in drawn)
         parts = chain([os.fsencode(prompt)], written, [b"\n"])
         for part in parts if raw else readable(parts):
             if transport.rank == 0:
@@ -109,13 +110,14 @@ def readable(parts: Iterable[bytes]) -> Iterator[bytes]:
         yield visible(text).encode(encoding, "backslashreplace")
 
 
-def _prompt(prompt: str, is_text: bool, source: "Source | Unopened") -> list[int]:
-    """Return the prompt as tokens of this model; ConfigError if it has others."""
+def _prompt(prompt: str, is_text: bool, kind: str, vocabulary: int) -> list[int]:
+    """Return the prompt as tokens of a model of this kind; ConfigError if it has others."""
     from mpitrain.errors import ConfigError
+    from mpitrain.models.table import MODELS, kinds
 
-    if source.model != "gpt":
+    if not MODELS[kind].writes:
         raise ConfigError(
-            "Only a gpt writes text, but this run trained a " + source.model + ".",
+            f"Only a {' or '.join(kinds(lambda row: row.writes))} writes text, but this run trained a {kind}.",
             "Name another run.",
         )
     if not prompt:
@@ -133,9 +135,9 @@ def _prompt(prompt: str, is_text: bool, source: "Source | Unopened") -> list[int
             f"A model of token numbers takes numbers as its prompt, but got {prompt!r}.",
             'For example: --prompt "17 4 120"',
         ) from None
-    if not all(0 <= number < source.inputs for number in numbers):
+    if not all(0 <= number < vocabulary for number in numbers):
         raise ConfigError(
-            f"Tokens must lie in 0..{source.inputs - 1}, but the prompt is {prompt!r}.",
+            f"Tokens must lie in 0..{vocabulary - 1}, but the prompt is {prompt!r}.",
             "Use known tokens.",
         )
     return numbers

@@ -44,12 +44,10 @@ def mpi_session(
     """
     process.limit_blas_threads()
     seconds = STALL_SECONDS
-    with suppress(MpitrainError, OSError):
-        seconds = patience()
-    with suppress(MpitrainError, OSError):
-        process.choose_gpu(kind())
     recorder = None
     with suppress(MpitrainError, OSError):
+        seconds = patience()
+        process.choose_gpu(kind())
         if does_trace():
             from mpitrain.trace.startup import begun
 

@@ -2,7 +2,6 @@
 
 import math
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -115,6 +114,8 @@ def command(
     tenth, betas 0.8 and 0.95, weight decay 0.1 of matrices, gradients clipped to norm 1.
     """
     if described is not None:
+        from mpitrain.cli.config_help import print_keys
+
         print_keys(described)
         return
     be_courtesy()
@@ -207,6 +208,7 @@ class Stop:
 
 def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Stop) -> Any:
     from mpitrain.cli.terminal.progress import Progress, Silent
+    from mpitrain.models.table import MODELS
     from mpitrain.run.loop import train
 
     stop.connected(transport.rank)
@@ -216,7 +218,7 @@ def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Sto
     if (
         finished.job.step < config.run.steps
         and config.run.sample
-        and finished.job.source.model == "gpt"
+        and MODELS[config.model.kind].writes
         and not finished.stopped
     ):
         _print_sample(finished, stop.asked)
@@ -230,21 +232,21 @@ def _configured(config_file: Path | None, settings: list[str], resume: str) -> A
     from mpitrain.run.choices import parse
     from mpitrain.run.run_dir import configuration, held_out_as_before, is_run
 
-    if config_file:
-        return parse(with_settings(read_toml(config_file), settings), config_file)
     out = with_settings({}, settings).get("run", {}).get("out")
-    if resume == "no" or not isinstance(out, str) or not is_run(Path(out)):
-        return parse(with_settings({}, settings))
-    load(with_settings({}, settings))  # `configuration` asks for the plugins of the run.
-    then = configuration(Path(out))
-    # A resumed run may have another number of ranks, so the layout is not taken over.
-    stored = {**then.model_dump(), "layout": {}, "pipeline": {}}
-    stored["data"] = held_out_as_before(then, settings)
-    stages = with_settings(stored, settings)["layout"].get("pp", 1)
-    if isinstance(stages, int) and stages > then.batch.micro_batches:
-        # More stages than before may need more micro-batches: 0 chooses their number.
-        settings = ["batch.micro_batches=0", *settings]
-    return parse(with_settings(stored, settings))
+    tables: dict[str, Any] = {}
+    if config_file:
+        tables = read_toml(config_file)
+    elif resume != "no" and isinstance(out, str) and is_run(Path(out)):
+        load(with_settings({}, settings))  # `configuration` asks for the plugins of the run.
+        then = configuration(Path(out))
+        # A resumed run may have another number of ranks, so the layout is not taken over.
+        tables = {**then.model_dump(), "layout": {}, "pipeline": {}}
+        tables["data"] = held_out_as_before(then.data, settings)
+        stages = with_settings(tables, settings)["layout"].get("pp", 1)
+        if isinstance(stages, int) and stages > then.batch.micro_batches:
+            # More stages than before may need more micro-batches: 0 chooses their number.
+            tables["batch"]["micro_batches"] = 0
+    return parse(with_settings(tables, settings), config_file)
 
 
 def _print_sample(finished: Any, stop_requested: Callable[[], bool]) -> None:
@@ -252,18 +254,19 @@ def _print_sample(finished: Any, stop_requested: Callable[[], bool]) -> None:
     from itertools import islice
 
     from mpitrain.cli.generate import readable
+    from mpitrain.data import source_kind
     from mpitrain.errors import TrainingError
     from mpitrain.run.generate import tokens
 
     trainer = finished.job.trainer
-    is_text, until = (
-        not trainer.config.data.source.startswith("tokens:"),
+    writes_text, until = (
+        source_kind(trainer.config.data.source).is_text,
         time.monotonic() + SAMPLE_SECONDS,
     )
     try:
         drawn = tokens(
             trainer,
-            [ord("\n") if is_text else 0],
+            [ord("\n") if writes_text else 0],
             temperature=0.8,
             top_k=40,
             seed=0,
@@ -271,7 +274,9 @@ def _print_sample(finished: Any, stop_requested: Callable[[], bool]) -> None:
         )
         sample = list(islice(drawn, trainer.config.run.sample))
         text = (
-            b"".join(readable([bytes(sample)])) if is_text else " ".join(map(str, sample)).encode()
+            b"".join(readable([bytes(sample)]))
+            if writes_text
+            else " ".join(map(str, sample)).encode()
         )
         said = b"a sample of what it writes:\n" + text + b"\n"
     except TrainingError as error:
@@ -279,48 +284,3 @@ def _print_sample(finished: Any, stop_requested: Callable[[], bool]) -> None:
     if trainer.transport.rank == 0:
         sys.stdout.buffer.write(said)
         sys.stdout.buffer.flush()
-
-
-def print_keys(section: str) -> None:
-    """Print the keys of a section, or of "all", with default, type, range and help."""
-    import json
-    from itertools import groupby
-    from textwrap import fill
-
-    from mpitrain.run.choices import keys
-
-    sections = {
-        name: list(rows) for name, rows in groupby(keys(), lambda key: key.name.partition(".")[0])
-    }
-    if section != "all" and section not in sections:
-        raise click.BadParameter(
-            f"{section!r} is no section; there are {', '.join(sections)}.",
-            param_hint="--help-config",
-        )
-    width = min(130, shutil.get_terminal_size((100, 24)).columns)
-    click.echo(
-        fill(
-            "Every path in a configuration file counts from the folder of that file; behind --set, from the current "
-            "directory.",
-            width,
-        )
-    )
-    for name in sections if section == "all" else [section]:
-        click.echo(f"\n[{name}]")
-        for key in sections[name]:
-            law = f"{key.type}, {key.range}" if key.range else key.type
-            head = f"{key.name} = {json.dumps(key.default)}"
-            click.echo(
-                fill(
-                    f"  {head:<40} {law}", width, subsequent_indent=" " * 43, break_on_hyphens=False
-                )
-            )
-            click.echo(
-                fill(
-                    key.help,
-                    width,
-                    initial_indent="      ",
-                    subsequent_indent="      ",
-                    break_on_hyphens=False,
-                )
-            )

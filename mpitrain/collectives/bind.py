@@ -108,17 +108,16 @@ def _bind(
     own, choice = None, {}
     if unfit(array) is None:
         own = offer(transport, array)
-        if algorithm == "auto":
-            choice = {
-                f"choice of {memory} memory": chosen_by_model(
-                    transport, array, tuning, operation, memory
-                )
-                for memory in ("window", "plain")
-            }
-    agreed = agree(transport, name, array, choices(operation), algorithm, own, op=op, **choice)
+        topology = situation(transport, array)
+        choice = {
+            memory: choose(tuning, topology, array.size, array.itemsize, memory, operation)
+            for memory in ("window", "plain")
+            if algorithm == "auto"
+        }
+    agreed = agree(transport, name, array, choices(operation), algorithm, own, op=op, choice=choice)
     if choice:
         is_window = all(location for location, _ in agreed.owns)
-        algorithm = choice[f"choice of {'window' if is_window else 'plain'} memory"]
+        algorithm = choice["window" if is_window else "plain"]
     if refusal := table[algorithm].refusal(situation(transport, array)):
         raise on_every_rank(refusal)
     reduction = table[algorithm].bind(transport, array, op, agreed, arithmetic)
@@ -136,18 +135,6 @@ def situation(transport: Transport, array: np.ndarray) -> Topology:
     """Return the Topology of these ranks and this array, on which the algorithms depend."""
     dtype = array.dtype.name
     return Topology(transport.hosts, dtype, dtype in transport.native_dtypes, on_device(array))
-
-
-def chosen_by_model(
-    transport: Transport,
-    array: np.ndarray,
-    tuning: Tuning,
-    operation: str = "allreduce",
-    memory: str = "window",
-) -> str:
-    """Return the algorithm that "auto" chooses for this array, in this class of memory."""
-    topology = situation(transport, array)
-    return choose(tuning, topology, array.size, array.itemsize, memory, operation)
 
 
 def memory_of(transport: Transport, array: np.ndarray) -> str:

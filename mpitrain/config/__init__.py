@@ -11,6 +11,7 @@ from mpitrain.config.reading import (
     nearest,
     parse,
     read_toml,
+    refusal,
     with_settings,
 )
 from mpitrain.config.sections import (
@@ -27,7 +28,7 @@ from mpitrain.config.sections import (
     Replication,
     Run,
 )
-from mpitrain.config.whole import Config, keys
+from mpitrain.config.whole import Config, Key, keys
 
 __all__ = [
     "KEPT_ON_HOST",
@@ -37,6 +38,7 @@ __all__ = [
     "Config",
     "Data",
     "Device",
+    "Key",
     "Layout",
     "Model",
     "Optimizer",
@@ -50,5 +52,6 @@ __all__ = [
     "nearest",
     "parse",
     "read_toml",
+    "refusal",
     "with_settings",
 ]

@@ -17,8 +17,6 @@ from mpitrain.config.whole import Config, keys
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents
 
-# The beginnings of the names of labelled sources, which need model.kind mlp.
-LABELLED = ("digits", "idx:")
 # These keys hold paths, which in a configuration file are relative to its folder.
 PATHS = (
     ("data", "source"),
@@ -33,7 +31,6 @@ LISTED = "`mpitrain train --help-config` lists every key with its type and range
 
 NOT_YET = {"model.kind": "cnn"}  # These values are planned.
 PATTERNS = {  # The patterns of `sections` in words, for messages.
-    "data.validation": "must be tokens:FILE or tenth, or empty",
     "run.delay": "must be RANK:MS or random:MS:P with P from 0 to 1, or several of these with commas between",
     "replication.wire": "must be none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK]",
     "pipeline.partition": "must be time, or numbers and commas, as in 4,4,3,5",
@@ -138,47 +135,37 @@ def parse(
     path: Path | None = None,
     names: Mapping[str, Collection[Any]] | None = None,
 ) -> Config:
-    """Make a `Config` of tables such as {"run": {"steps": 100}}; `run.choices.parse` calls it.
+    """Make a `Config` of tables, checked by types, ranges and the rules between keys.
 
-    Tables without model.kind get the kind that fits data.source.
+    It does not know the tables of other rooms; `run.choices.parse` checks their names as well.
 
     path    the file that the tables were read from, for messages
     names   {key: the names that it allows}, for keys that name a row of a table of a higher room;
             without it such a key may have any value, as in the file of a run whose plugins are
             not loaded
-    raises  ConfigError, one that lists all invalid keys and values
+    raises  ConfigError that lists all invalid keys and values
     """
     try:
-        return Config.model_validate(_with_kind(tables), context=names)
+        return Config.model_validate(tables, context=names)
     except ValidationError as error:
         said = "\n".join(_complaint(item, names or {}) for item in error.errors())
-        raise ConfigError(
-            said, f"The configuration file is {path}.\n{LISTED}" if path else LISTED
-        ) from None
+        raise refusal(said, path) from None
 
 
-def _with_kind(tables: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Add model.kind mlp to tables with a labelled data.source and no model.kind."""
-    data, model = tables.get("data", {}), tables.get("model", {})
-    source = data.get("source") if isinstance(data, Mapping) else None
-    if (
-        isinstance(source, str)
-        and source.startswith(LABELLED)
-        and isinstance(model, Mapping)
-        and "kind" not in model
-    ):
-        return {**tables, "model": {**model, "kind": "mlp"}}
-    return tables
+def refusal(said: str, path: Path | None) -> ConfigError:
+    """Return the error for invalid keys and values; path: the file that they were read from."""
+    return ConfigError(said, f"The configuration file is {path}.\n{LISTED}" if path else LISTED)
 
 
-def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
+def check_choice(name: str, value: Any, choices: Collection[Any], path: Path | None = None) -> None:
     """Raise ConfigError, with the message of `parse`, unless the value is one of the choices.
 
     choices  of a key that names an entry of a table outside of this package
+    path     the file that the value was read from
     """
     if value not in choices:
         law = f"must be {listed(choices)}"
-        raise ConfigError(_no_choice(name, law, value, [*map(str, choices)]), LISTED)
+        raise refusal(_no_choice(name, law, value, [*map(str, choices)]), path)
 
 
 def check_text(name: str, value: str | list[str]) -> None:

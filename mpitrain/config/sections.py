@@ -1,8 +1,8 @@
 """The keys of the configuration: type, range, default and help of each; as pydantic models."""
 
 import os
-from collections.abc import Collection
-from typing import Any, Literal
+from collections.abc import Collection, Sequence
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError
@@ -12,7 +12,6 @@ from mpitrain.machine.kinds import Kind
 
 WIRE = r"^(none|fp16|bf16|int8|topk(:.+)?|powersgd(:.+)?)$"
 ASYNC_LR = r"^(1/workers|staleness|[0-9]{1,9}(\.[0-9]{0,20})?(e-?[0-9]{1,2})?)$"
-VALIDATION = r"^(tenth|tokens:.+)?$"
 PARTITION = r"^time$|^( *[0-9]{1,9} *(, *[0-9]{1,9} *)*)?$"
 HALVES = ("bfloat16", "float16")
 KEPT_ON_HOST = ("topk", "powersgd")
@@ -37,6 +36,8 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    basic: ClassVar[Sequence[str]] = ()
+    """The keys that a first run of one's own needs; the others are advanced."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -79,6 +80,8 @@ class Section(BaseModel):
 
 
 class Run(Section):
+    basic = ("seed", "steps", "out", "eval_every")
+
     seed: int = Field(0, ge=0, description="seed of the initial parameters and of the data order")
     steps: int = Field(
         400,
@@ -107,7 +110,7 @@ class Run(Section):
     sample: int = Field(
         400,
         ge=0,
-        description="number of tokens that a gpt generates after training, for at most 10 s; 0: "
+        description="number of tokens that a {rows} generates after training, for at most 10 s; 0: "
         "none",
     )
     delay: str = Field(
@@ -137,39 +140,37 @@ class Run(Section):
 
 
 class Data(Section):
+    basic = ("source", "validation")
+
     source: str = Field(
         "pydocs",
-        description="data to train on: pydocs, digits, text:FILE, tokens:FILE (flat uint16) or "
-        "idx:DIR (MNIST files)",
+        description="data to train on: {rows}",
     )
     validation: str = Field(
         "",
-        pattern=VALIDATION,
-        description="held-out tokens for a data.source tokens:FILE: another tokens:FILE, or tenth "
+        description="held-out tokens for a data.source {rows}: another {rows}, or tenth "
         "for the last tenth of the source. Empty: the file val.bin in the folder of a "
         "train.bin, if there is one, else tenth",
     )
     vocabulary: int = Field(
         0,
         ge=0,
-        description="vocabulary size for tokens:FILE; 0: the largest token in the file + 1. Text "
+        description="vocabulary size for {rows}; 0: the largest token in the file + 1. Text "
         "always has 256",
     )
 
 
 class Model(Section):
-    kind: Literal["gpt", "mlp"] = Field(
-        "gpt",
-        description="gpt for tokens, mlp for labelled samples; if the key is not set, the kind "
-        "that fits data.source",
+    basic = ("kind", "layers", "width", "heads", "context")
+
+    kind: str = Field(
+        "gpt", description="{rows}; if the key is not set, the kind that fits data.source"
     )
-    layers: int = Field(
-        4, ge=1, description="number of transformer blocks, or of hidden layers of the mlp"
-    )
+    layers: int = Field(4, ge=1, description="number of {rows}")
     width: int = Field(
         128,
         ge=1,
-        description="channels of the residual stream, or units of each hidden layer of the mlp",
+        description="{rows}",
     )
     heads: int = Field(4, ge=1, description="number of attention heads; must divide model.width")
     context: int = Field(128, ge=1, description="tokens in one sequence")
@@ -179,6 +180,8 @@ class Model(Section):
 
 
 class Batch(Section):
+    basic = ("size", "micro_batches")
+
     size: int = Field(
         32,
         ge=1,
@@ -194,6 +197,8 @@ class Batch(Section):
 
 
 class Layout(Section):
+    basic = ("dp", "tp", "pp")
+
     dp: int = Field(
         0, ge=0, description="number of data-parallel replicas; 0: as many as the ranks allow"
     )
@@ -222,6 +227,8 @@ class Layout(Section):
 
 
 class Pipeline(Section):
+    basic = ("schedule",)
+
     schedule: str = Field(
         "1f1b",
         description="pipeline schedule: {rows}, or a file of `mpitrain plan schedule --json`. "
@@ -236,13 +243,15 @@ class Pipeline(Section):
     partition: str = Field(
         "",
         pattern=PARTITION,
-        description="number of units in each model chunk, as in 4,4,3,5. The units of a gpt are "
-        "the embedding, 2 per block, and the head. Empty: balanced by parameters. "
+        description="number of units in each model chunk, as in 4,4,3,5. {rows} "
+        "Empty: balanced by parameters. "
         "time: balanced by times that all ranks measure at the start",
     )
 
 
 class Replication(Section):
+    basic = ("mode", "zero", "algorithm")
+
     mode: str = Field("all-reduce", description="how replicas are synchronised. {rows}")
     servers: int = Field(
         1,
@@ -359,6 +368,8 @@ class Replication(Section):
 
 
 class Precision(Section):
+    basic = ("compute",)
+
     compute: Literal["float32", "float64", "bfloat16", "float16"] = Field(
         "float32",
         description="dtype of parameters, activations and gradients. bfloat16 and float16 are "
@@ -382,7 +393,12 @@ class Precision(Section):
 
 
 class Optimizer(Section):
-    name: str = Field("adamw", description="update rule")
+    basic = ("name", "lr")
+
+    name: str = Field(
+        "adamw",
+        description="update rule; keys that the rule does not read must have their defaults",
+    )
     lr: float = Field(2e-3, gt=0, description="peak learning rate")
     weight_decay: float = Field(
         0.1,
@@ -421,6 +437,8 @@ class Optimizer(Section):
 
 
 class Checkpoint(Section):
+    basic = ("every",)
+
     every: int = Field(
         100, ge=0, description="steps between checkpoints; 0: only when the run ends or is stopped"
     )
@@ -430,6 +448,8 @@ class Checkpoint(Section):
 
 
 class Device(Section):
+    basic = ("kind",)
+
     kind: Literal["auto", Kind] = Field(
         "auto",
         description="device to compute on; auto: cuda if every rank finds a GPU, else cpu; "

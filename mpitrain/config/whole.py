@@ -64,27 +64,10 @@ class Config(Section):
                 f"Wire format {self.replication.wire} keeps its residuals in host memory, but device.kind is cuda.",
                 "Set replication.wire to fp16, bf16, int8 or none, or device.kind to cpu.",
             )
-        self._check_shared()
-        width, heads = self.model.width, self.model.heads
-        if self.model.kind == "gpt" and width % heads:
-            near = sorted((width // heads * heads or heads, -(-width // heads) * heads))
-            raise ConfigError(
-                f"model.heads must divide model.width, but {heads} does not divide {width}.",
-                f"Set model.width to {' or '.join(map(str, dict.fromkeys(near)))}, or model.heads to a divisor of {width}.",
-            )
-
-    def _check_shared(self) -> None:
-        """Raise ConfigError for a model that layout.tp ranks cannot divide."""
-        tp, model = self.layout.tp, self.model
-        if self.layout.sequence_parallel and model.kind != "gpt":
-            raise ConfigError(
-                f"layout.sequence_parallel divides rows of tokens, but model.kind is {model.kind}.",
-                "Set layout.sequence_parallel to false.",
-            )
         if (
             self.device.kind in ("cuda", "cuda-sim")
             and self.precision.is_half
-            and tp > 1
+            and self.layout.tp > 1
             and self.layout.algorithm == "native"
             and not self.layout.sequence_parallel
         ):
@@ -93,24 +76,6 @@ class Config(Section):
                 "which MPI has no type for.",
                 "Set layout.algorithm to auto, or precision.compute to float32.",
             )
-        key, count = (
-            ("model.heads", model.heads) if model.kind == "gpt" else ("model.width", model.width)
-        )
-        if count % tp == 0:
-            return
-        near = sorted({max(tp, count // tp * tp), count // tp * tp + tp})
-        if model.kind == "gpt":  # The number of heads must divide the width as well.
-            near = [heads for heads in range(tp, model.width + 1, tp) if model.width % heads == 0]
-            near = sorted(sorted(near, key=lambda heads: abs(heads - count))[:2])
-        divisors = [ranks for ranks in range(1, count + 1) if count % ranks == 0]
-        ways = [f"{key} to {' or '.join(map(str, near))}"] if near else []
-        ways.append(
-            f"layout.tp to {' or '.join(map(str, sorted(sorted(divisors, key=lambda ranks: abs(ranks - tp))[:2])))}"
-        )
-        raise ConfigError(
-            f"layout.tp must divide {key}, but {tp} does not divide {count}.",
-            f"Set {', or '.join(ways)}.",
-        )
 
     def next_pause(self, step: int) -> int:
         """Return the next step with a checkpoint or an evaluation, or the last step."""
@@ -141,6 +106,7 @@ class Key(NamedTuple):
     default: Any
     range: str
     help: str
+    is_basic: bool
 
 
 def keys() -> Iterator[Key]:
@@ -157,4 +123,5 @@ def keys() -> Iterator[Key]:
             ]
             kind = type(choices[0]).__name__ if choices else key.annotation.__name__
             allowed = " | ".join(map(str, choices)) if choices else ", ".join(bounds)
-            yield Key(f"{section}.{name}", kind, key.default, allowed, key.description)
+            is_basic = name in field.annotation.basic
+            yield Key(f"{section}.{name}", kind, key.default, allowed, key.description, is_basic)

@@ -258,8 +258,20 @@ class Plain:
         The step and rows that the layers compute; for layers that draw random numbers.
     """
 
+    _embedding: type[Embedding] = Embedding
+    _norm: type[LayerNorm] = LayerNorm
+    _attention: type[Attention] = Attention
+    _column: type[Linear] = FusedLinear
+    _row: type[Linear] = FusedLinear
+    _linear: type[Linear] = FusedLinear
+
     def __init__(self, ops: Ops):
         self.ops, self.now = ops, Now()
+
+    @property
+    def _source(self) -> Any:
+        """The first argument of the layers' classes."""
+        return self.ops
 
     def row_numbers(self, shape: Sequence[int]) -> range:
         """Return the numbers within the global batch of the rows of an activation (..., C).
@@ -273,11 +285,11 @@ class Plain:
 
         Both tables are drawn with deviation 0.02.
         """
-        return Embedding(self.ops, vocab, context, width, normal(0.02))
+        return self._embedding(self._source, vocab, context, width, normal(0.02))
 
     def norm(self, width: int) -> LayerNorm:
         """Return a LayerNorm over the last dim, of length `width`, with gain 1 and bias 0."""
-        return LayerNorm(self.ops, width)
+        return self._norm(self._source, width)
 
     def joined_linear(
         self, inputs: int, counts: Sequence[int], each: int, draw: Draw, noun: str = "outputs"
@@ -320,7 +332,7 @@ class Plain:
                 f"there are {kv_heads}.",
                 "Leave kv_heads out, or use an attention layer of your own after `qkv`.",
             )
-        return Attention(self.ops, heads)
+        return self._attention(self._source, heads)
 
     def column_linear(
         self, inputs: int, outputs: int, draw: Draw, activation: str | None = None
@@ -328,19 +340,19 @@ class Plain:
         """Return a linear layer; layout.tp splits its outputs. activation: "gelu", "relu" or
         None.
         """
-        return FusedLinear(self.ops, inputs, outputs, draw, activation)
+        return self._column(self._source, inputs, outputs, draw, activation)
 
     def row_linear(
         self, inputs: int, outputs: int, draw: Draw, activation: str | None = None
     ) -> Linear:
         """Return a linear layer; layout.tp splits its inputs."""
-        return FusedLinear(self.ops, inputs, outputs, draw, activation)
+        return self._row(self._source, inputs, outputs, draw, activation)
 
     def linear(
         self, inputs: int, outputs: int, draw: Draw, activation: str | None = None
     ) -> Linear:
         """Return a linear layer that layout.tp does not split."""
-        return FusedLinear(self.ops, inputs, outputs, draw, activation)
+        return self._linear(self._source, inputs, outputs, draw, activation)
 
     def head(self, width: int, vocab: int, draw: Draw) -> Linear:
         """Return a linear layer without bias, from rows (..., width) to logits (..., vocab)."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from mpitrain.config import Config
 from mpitrain.parallel.data.weight_stashing import WeightStashing
 from mpitrain.pipeline.execute import execute
 from mpitrain.pipeline.instructions import (
@@ -22,7 +21,7 @@ from mpitrain.pipeline.instructions import (
     fused_at_the_input,
     with_messages,
 )
-from mpitrain.pipeline.pipeline import Pipeline, Shape, rows_of, shape_in
+from mpitrain.pipeline.pipeline import Pipeline, Rows, Shape, shape_in
 from mpitrain.pipeline.schedules import STREAMS, plan_of
 from mpitrain.pipeline.stage import Stage
 
@@ -121,8 +120,7 @@ class AsyncPipeline(Pipeline):
 
     def train(
         self,
-        step: int,
-        row: int,
+        rows: Sequence[Rows],
         shapes: Sequence[Shape],
         first: Callable[[int], Any],
         loss: Callable[[int, Any], Any],
@@ -130,8 +128,8 @@ class AsyncPipeline(Pipeline):
         """Run a step's forwards and the backwards between them; drain if the replication `ends`."""
         m = self._micro_batches
         self.channel.begin(partial(shape_in, self.input_shape, shapes))
-        for micro, rows in enumerate(rows_of(step, row, shapes), self._steps * m):
-            self._rows[micro % (2 * m)] = rows
+        for micro, own in enumerate(rows, self._steps * m):
+            self._rows[micro % (2 * m)] = own
         self._run(
             self._pieces.next if self._steps else self._pieces.first,
             lambda micro: first(micro % m),
@@ -183,6 +181,6 @@ def _nothing(*arguments: Any) -> None:
     raise AssertionError(arguments)
 
 
-def pipeline_for(config: Config) -> type[Pipeline]:
-    """Return the class of pipeline for the configured schedule."""
-    return AsyncPipeline if config.pipeline.schedule in STREAMS else Pipeline
+def pipeline_for(schedule: str) -> type[Pipeline]:
+    """Return the class of pipeline for a schedule."""
+    return AsyncPipeline if schedule in STREAMS else Pipeline

@@ -67,12 +67,8 @@ class Pipeline:
 
         self.stages, self._asked, first = dict[int, Stage](), {}, 0
         for part in own(plan.place, here):
-            self.stages[part] = self._stage(
-                parts[part], replication, arena, first, poll, transport.recorder
-            )
-            self._asked[part] = ForwardOnly(
-                parts[part], replication, arena, first, poll, transport.recorder
-            )
+            common = parts[part], replication, arena, first, poll, transport.recorder
+            self.stages[part], self._asked[part] = self._stage(*common), ForwardOnly(*common)
             first += len(parts[part])
         transport.recorder.facts(
             parts={part: [unit.name for unit in parts[part]] for part in self.stages}
@@ -87,16 +83,14 @@ class Pipeline:
 
     def train(
         self,
-        step: int,
-        row: int,
+        rows: Sequence[Rows],
         shapes: Sequence[Shape],
         first: Callable[[int], Any],
         loss: Callable[[int, Any], Any],
     ) -> None:
         """Run the forwards and backwards of one step.
 
-        step    number of the step
-        row     first row of this replica within the global batch
+        rows    the arguments of `Now.set` in each micro-batch
         shapes  shape of the model's input in each micro-batch
         first   (micro-batch) -> that input; called only on the stage of the first chunk
         loss    (micro-batch, output of the model) -> the gradient of that output; called only on
@@ -105,7 +99,7 @@ class Pipeline:
         for stage in self.stages.values():
             stage.begin(len(shapes))
         self.channel.begin(partial(shape_in, self.input_shape, shapes))
-        self._rows = dict(enumerate(rows_of(step, row, shapes)))
+        self._rows = dict(enumerate(rows))
         arena, before = self._arena, self._arena.peak
         arena.peak = arena.live
         execute(
@@ -180,15 +174,6 @@ def shape_in(
     shapes  of the model's input, by micro-batch of a step
     """
     return input_shape(part, shapes[micro % len(shapes)])
-
-
-def rows_of(step: int, row: int, shapes: Iterable[Shape]) -> list[Rows]:
-    """Return the arguments of `Now.set` for each micro-batch of a training step."""
-    found = []
-    for rows, *_ in shapes:
-        found.append((step, row, rows, True))
-        row += rows
-    return found
 
 
 def own(place: Sequence[int], stage: int) -> list[int]:

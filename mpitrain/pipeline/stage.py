@@ -1,6 +1,7 @@
 """A stage: one chunk of the model on its rank, with the activations saved for each micro-batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from mpitrain.layers.base import Unit, backward
@@ -50,16 +51,26 @@ class Stage:
 
     def forward(self, micro: int, x: Any) -> Any:
         """Run the forward of a micro-batch; return the output of the last unit."""
-        replication, saved = self._replication, []
+        saved = self._saved[micro] = []
+        return self._forward(micro, x, saved.append)
+
+    def _forward(self, micro: int, x: Any, save: Callable[[Any], Any]) -> Any:
+        """Run the forward, and call `save` with the saved state of each unit."""
+        replication = self._replication
         for number, layer in self._layers:
-            span = self._recorder.compute(self._names[number], FORWARD, number, micro)
-            x, kept = layer.forward(replication.open(number, micro), x, self._arena)
-            replication.close(number, micro)
-            self._poll()
-            saved.append(kept)
-            self._recorder.end(span)
-        self._saved[micro] = saved
+            with self._running(FORWARD, number, micro):
+                x, saved = layer.forward(replication.open(number, micro), x, self._arena)
+                replication.close(number, micro)
+            save(saved)
         return x
+
+    @contextmanager
+    def _running(self, phase: int, number: int, micro: int) -> Iterator[None]:
+        """Record a pass of a unit, and poll messages at its end."""
+        span = self._recorder.compute(self._names[number], phase, number, micro)
+        yield
+        self._poll()
+        self._recorder.end(span)
 
     def backward_input(self, micro: int, dy: Any) -> Any:
         """Run the half of the backward pass that computes input gradients.
@@ -68,14 +79,12 @@ class Stage:
         """
         replication, saved, pending = self._replication, self._saved.pop(micro), []
         for number, layer in reversed(self._layers):
-            span = self._recorder.compute(self._names[number], BACKWARD_INPUT, number, micro)
-            dy, kept = layer.backward_input(
-                replication.open(number, micro), dy, saved.pop(), self._arena
-            )
-            replication.close(number, micro)
-            self._poll()
-            pending.append(kept)
-            self._recorder.end(span)
+            with self._running(BACKWARD_INPUT, number, micro):
+                dy, state = layer.backward_input(
+                    replication.open(number, micro), dy, saved.pop(), self._arena
+                )
+                replication.close(number, micro)
+            pending.append(state)
         self._pending[micro] = pending[::-1]
         return dy
 
@@ -84,30 +93,28 @@ class Stage:
         replication, pending = self._replication, self._pending.pop(micro)
         self._left -= 1
         for number, layer in reversed(self._layers):
-            span = self._recorder.compute(self._names[number], BACKWARD_WEIGHT, number, micro)
-            layer.backward_weight(pending.pop(), replication.gradients(number, micro), self._arena)
-            replication.gradient_ready(number, self._left == 0)
-            self._poll()
-            self._recorder.end(span)
+            with self._running(BACKWARD_WEIGHT, number, micro):
+                layer.backward_weight(
+                    pending.pop(), replication.gradients(number, micro), self._arena
+                )
+                replication.gradient_ready(number, self._left == 0)
 
     def backward(self, micro: int, dy: Any) -> Any:
         """Run both halves, unit by unit; return the input gradient as `backward_input`."""
         replication, saved = self._replication, self._saved.pop(micro)
         self._left -= 1
         for number, layer in reversed(self._layers):
-            span = self._recorder.compute(self._names[number], BACKWARD, number, micro)
-            dy = backward(
-                layer,
-                replication.open(number, micro),
-                dy,
-                saved.pop(),
-                replication.gradients(number, micro),
-                self._arena,
-            )
-            replication.close(number, micro)
-            replication.gradient_ready(number, self._left == 0)
-            self._poll()
-            self._recorder.end(span)
+            with self._running(BACKWARD, number, micro):
+                dy = backward(
+                    layer,
+                    replication.open(number, micro),
+                    dy,
+                    saved.pop(),
+                    replication.gradients(number, micro),
+                    self._arena,
+                )
+                replication.close(number, micro)
+                replication.gradient_ready(number, self._left == 0)
         return dy
 
 
@@ -116,10 +123,4 @@ class ForwardOnly(Stage):
 
     def forward(self, micro: int, x: Any) -> Any:
         """Run the forward of a micro-batch; return the output of the last unit."""
-        for number, layer in self._layers:
-            span = self._recorder.compute(self._names[number], FORWARD, number, micro)
-            x, _ = layer.forward(self._replication.open(number, micro), x, self._arena)
-            self._replication.close(number, micro)
-            self._poll()
-            self._recorder.end(span)
-        return x
+        return self._forward(micro, x, lambda saved: None)

@@ -2,26 +2,29 @@
 
 from __future__ import annotations  # help() prints signatures as they are written here.
 
-import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from mpitrain.config import Config
-from mpitrain.data import Source, Unopened, as_it_is, has_tokens, largest_token, open_source
-from mpitrain.errors import ConfigError
+from mpitrain.data import (
+    Source,
+    Unopened,
+    as_it_is,
+    largest_token,
+    open_source,
+    source_kind,
+    zeros,
+)
 from mpitrain.layers.base import Unit
 from mpitrain.layers.plain import Plain
-from mpitrain.models.gpt import gpt
-from mpitrain.models.mlp import mlp
+from mpitrain.models.table import MODELS, check_data
+from mpitrain.parallel.memory import check_memory
 from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.pipeline.partition import TIME
 from mpitrain.pipeline.profile_units import by_time, unit_seconds
 from mpitrain.run.checkpoint import save_load
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.given import Given, agree_on
-from mpitrain.run.memory import check_memory
 from mpitrain.run.resolve import Resolved, resolve, resolve_here
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
@@ -86,17 +89,21 @@ def build(
         On every rank, if configuration, data, checkpoint and ranks do not fit together.
     """
     given = config if isinstance(config, Given) else agree_on(transport, lambda: config)
+    name = "this data source" if source else given.config.data.source
     largest = None if source else _largest(transport, given)
     opened: list[Source | Unopened] = []
 
     def facts(resolved: Resolved) -> dict[str, Any]:
         opened.append(found := source or _source(resolved.config, largest))
-        check_memory(transport, resolved, found, model)
+        check_data(resolved.config.model.kind, found.form, name)
+        config, axes, plan, *_, device = resolved
+        check_memory(transport, config, found, axes, len(plan.place), device)
         return {"inputs": found.inputs, "classes": found.classes, "held_out": found.held_out}
 
     resolved = resolve(transport, given, facts)
     (source,) = opened
-    found = save_load.read_beside(transport, saved) if saved else None
+    checkpoint = saved or given.place.saved
+    found = save_load.read_beside(transport, Path(checkpoint)) if checkpoint else None
     done = found.done if found else Done(0, 0, given.run)
     if resolved.config.pipeline.partition == TIME:
         resolved = _cut_by_time(transport, resolved, source)
@@ -117,18 +124,7 @@ def build(
 
 def model(config: Config, source: Source | Unopened, layers: Plain) -> list[Unit]:
     """Make the units of the configured network for this data source, with a layer factory."""
-    m = config.model
-    if m.kind == "gpt":
-        return gpt(
-            layers,
-            vocab=source.inputs,
-            context=m.context,
-            width=m.width,
-            heads=m.heads,
-            depth=m.layers,
-            tied=m.tied,
-        )
-    return mlp(layers, features=source.inputs, hidden=[m.width] * m.layers, classes=source.classes)
+    return list(MODELS[config.model.kind].build(layers, config.model, source))
 
 
 def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unopened) -> Resolved:
@@ -141,12 +137,9 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
     rows = max(1, batch.size // (axes.dp * batch.micro_batches))
     layers = described(device.ops, config.layout.model_copy(update={"tp": 1}))
     layers.now.set(0, 0, rows, True)
-    shape = (rows, config.model.context) if source.model == "gpt" else (rows, source.inputs)
     computed = device.half or config.precision.stored
-    inputs = np.zeros(shape, np.int64 if source.model == "gpt" else computed)
-    right = backend.from_host(
-        np.zeros(math.prod(shape[:2]) if source.model == "gpt" else rows, np.int64)
-    )
+    inputs, targets = zeros(source, rows, computed)
+    right = backend.from_host(targets.reshape(-1))
     arena = device.arena()
 
     def loss(logits: Any) -> Any:
@@ -177,7 +170,7 @@ def _largest(transport: Transport, given: Given) -> int | None:
     A file without a valid scan is scanned by all ranks, each an equal slice.
     """
     name = given.config.data.source
-    if not has_tokens(name) or given.place.largest is not None:
+    if not source_kind(name).is_token_file or given.place.largest is not None:
         return given.place.largest
     # A wrong configuration is refused before the scan.
     on_all_ranks(transport, lambda: resolve_here(given, transport.hosts))
@@ -192,7 +185,7 @@ def _source(config: Config, largest: int | None) -> Source:
     largest  the largest token of a token file; None for any other source
     """
     data = config.data
-    source = open_source(
+    return open_source(
         data.source,
         config.model.context,
         config.precision.stored,
@@ -200,9 +193,3 @@ def _source(config: Config, largest: int | None) -> Source:
         None if largest is None else as_it_is(data.source)._replace(largest=largest),
         data.validation,
     )
-    if source.model != config.model.kind:
-        raise ConfigError(
-            f"The model.kind for {config.data.source} is {source.model}, but the configuration says {config.model.kind}.",
-            f"Train with --set model.kind={source.model}, or choose another data source.",
-        )
-    return source

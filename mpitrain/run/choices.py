@@ -1,4 +1,4 @@
-"""The keys that name a row of a table: their allowed names, and the check of a configuration."""
+"""`parse` and the keys whose values name rows of tables: their choices, checks and help."""
 
 from __future__ import annotations  # help() prints signatures as they are written here.
 
@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.collectives.selection import table as algorithm_table
-from mpitrain.config import Config, check_choice
+from mpitrain.config import Config, Key, check_choice, refusal
 from mpitrain.config import keys as keys_of_sections
 from mpitrain.config import parse as parse_sections
 from mpitrain.config.plugins import load
-from mpitrain.config.whole import Key
+from mpitrain.data import TENTH, source_kind, token_files
+from mpitrain.data import names as names_of_sources
+from mpitrain.models.table import MODELS, check_model, kinds
 from mpitrain.optim import RULES
 from mpitrain.parallel.modes import MODES, STREAMS, ZERO, refusal_of
 from mpitrain.pipeline.schedules import SCHEDULES
@@ -20,6 +22,7 @@ from mpitrain.pipeline.schedules import SCHEDULES
 def choices() -> dict[str, tuple[Any, ...]]:
     """Return {key: allowed names} for the keys that name a row of a table."""
     return {
+        "model.kind": (*MODELS,),
         "optimizer.name": (*RULES,),
         "replication.mode": (*MODES,),
         "replication.zero": (0, *ZERO),
@@ -34,6 +37,14 @@ def keys() -> Iterator[Key]:
     """
     names = choices()
     rows = {
+        "data.source": names_of_sources(with_help=True),
+        "data.validation": token_files(),
+        "data.vocabulary": token_files(),
+        "run.sample": " or ".join(kinds(lambda row: row.writes)),
+        "model.kind": ", ".join(f"{kind} {row.help}" for kind, row in MODELS.items()),
+        "model.layers": _phrases("model.layers", ", or of "),
+        "model.width": _phrases("model.width", ", or "),
+        "pipeline.partition": _phrases("pipeline.partition", " "),
         "replication.mode": ". ".join(f"{name}: {mode.help}" for name, mode in MODES.items()),
         "replication.zero": ", ".join(f"{stage} {mode.help}" for stage, mode in ZERO.items()),
         "pipeline.schedule": ", ".join(SCHEDULES),
@@ -49,6 +60,10 @@ def keys() -> Iterator[Key]:
             range=" | ".join(map(str, names.get(key.name, ()))) or key.range,
             help=key.help.format(rows=rows.get(key.name), streams=streams),
         )
+
+
+def _phrases(key: str, between: str) -> str:
+    return between.join(row.phrases[key] for row in MODELS.values() if key in row.phrases)
 
 
 def parse(tables: Mapping[str, Any], path: Path | None = None) -> Config:
@@ -79,9 +94,19 @@ def parse(tables: Mapping[str, Any], path: Path | None = None) -> Config:
 
 def without_plugins(tables: Mapping[str, Any], path: Path | None = None) -> Config:
     """Make a `Config` as `parse`, but import no plugins: the tables may be another person's."""
-    config = parse_sections(tables, path, choices())
-    _check_rules(config)
+    config = parse_sections(_with_kind(tables), path, choices())
+    _check_rules(config, path)
     return config
+
+
+def _with_kind(tables: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Add the kind of the first model that takes the data, to tables without model.kind."""
+    data, model = tables.get("data", {}), tables.get("model", {})
+    source = data.get("source") if isinstance(data, Mapping) else None
+    if not isinstance(source, str) or not isinstance(model, Mapping) or "kind" in model:
+        return tables
+    fitting = kinds(lambda row: row.takes == source_kind(source).form)
+    return {**tables, "model": {**model, "kind": fitting[0]}} if fitting else tables
 
 
 def check(config: Config) -> None:
@@ -93,6 +118,17 @@ def check(config: Config) -> None:
     _check_rules(config)
 
 
-def _check_rules(config: Config) -> None:
-    if refusal := refusal_of(config):
-        raise refusal
+def _check_rules(config: Config, path: Path | None = None) -> None:
+    """Raise ConfigError for keys that exclude each other by the rules of rows.
+
+    path  the file that the configuration was read from, for messages
+    """
+    validation = config.data.validation
+    if validation not in ("", TENTH) and not source_kind(validation).is_token_file:
+        raise refusal(
+            f"data.validation must be {token_files()} or tenth, or empty, but is {validation!r}.",
+            path,
+        )
+    if error := refusal_of(config):
+        raise error
+    check_model(config)

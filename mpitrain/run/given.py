@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from mpitrain.config import Config
-from mpitrain.data import beside, has_tokens
+from mpitrain.data import beside, source_kind
 from mpitrain.machine import process
 from mpitrain.transport.agreement import check_same, from_all_ranks
 from mpitrain.transport.base import Transport
@@ -69,7 +69,7 @@ def agree_on(
             process.gpus() if config.device.kind in ("auto", "cuda") else 0,
             uuid4().hex,
             look(config),
-            beside(source) if has_tokens(source) else "",
+            beside(source) if source_kind(source).is_token_file else "",
         ]
 
     everyone = from_all_ranks(transport, record)

@@ -102,45 +102,24 @@ def train(
             watcher.agreed(given.config, transport.hosts)
         if given.config.run.trace and not transport.recorder.is_on:
             transport = Recorded(transport, Recorder())
-        return _train(transport, given, stop_requested, watcher, begins, watchdog)
-
-
-def _train(
-    transport: Transport,
-    given: Given,
-    stop_requested: Callable[[], bool],
-    watcher: Watcher,
-    begins: Callable[[], None],
-    watchdog: Watchdog,
-) -> Finished:
-    watchdog.alive("building the model")
-    saved = given.place.saved
-    with transport.recorder.pausing("building the model"):
-        job = build(transport, given, Path(saved) if saved else None)
-    watchdog.alive("claiming the run directory")
-    begins()
-    locks: list[int] = []
-    try:
-        folder, before = from_all_ranks(
-            transport, lambda: _claimed(transport.rank, given, job, locks)
-        )[0]
-        run = _Run(
-            job,
-            given.place,
-            Path(folder),
-            ResumeInfo(*before),
-            stop_requested,
-            watchdog,
-            watcher,
-            Traced(transport, job, Path(folder)),
-        )
-        if transport.recorder.is_on:
-            watchdog.traces(Path(folder))
-        with closing(run):
-            return Finished(run.loop(), job)
-    finally:
-        for lock in locks:
-            os.close(lock)
+        watchdog.alive("building the model")
+        with transport.recorder.pausing("building the model"):
+            job = build(transport, given)
+        watchdog.alive("claiming the run directory")
+        begins()
+        locks: list[int] = []
+        try:
+            claimed = from_all_ranks(transport, lambda: _claimed(transport.rank, given, job, locks))
+            folder, before = Path(claimed[0][0]), ResumeInfo(*claimed[0][1])
+            traced = Traced(transport, job, folder)
+            run = _Run(job, given.place, folder, before, stop_requested, watchdog, watcher, traced)
+            if transport.recorder.is_on:
+                watchdog.traces(folder)
+            with closing(run):
+                return Finished(run.loop(), job)
+        finally:
+            for lock in locks:
+                os.close(lock)
 
 
 def _claimed(rank: int, given: Given, job: Job, locks: list[int]) -> tuple[str, ResumeInfo] | None:
@@ -361,7 +340,7 @@ class _Run:
         step_s, comm_s = (now - self._since) / steps, self._comm_s / steps
         self._since, self._logged_at, self._comm_s = now, step, 0.0
         rates = {"samples_per_s": size / step_s, "samples_seen": self._after(step).samples}
-        if self._source.model == "gpt":
+        if self._source.form == "tokens":
             context = self._config.model.context
             rates |= {
                 "tokens_per_s": size * context / step_s,

@@ -7,6 +7,7 @@ from mpitrain.config import Config, with_settings
 from mpitrain.config.plugins import load
 from mpitrain.data import Unopened
 from mpitrain.errors import ConfigError
+from mpitrain.models.table import MODELS
 from mpitrain.run.build import Job, build
 from mpitrain.run.checkpoint.directories import newest
 from mpitrain.run.choices import parse
@@ -41,7 +42,7 @@ def configured(folder: Path, settings: list[str]) -> Config:
     anew = ["run.delay=", "batch.micro_batches=0", f"batch.size={rows}"]
     # The layout of the training run does not matter here, nor how it reduced gradients.
     alone = {**then.model_dump(), "replication": {}, "layout": {}, "pipeline": {}}
-    alone["data"] = held_out_as_before(then, settings)
+    alone["data"] = held_out_as_before(then.data, settings)
     return parse(with_settings(alone, [*anew, *settings]))
 
 
@@ -68,10 +69,7 @@ def open_run(
 
     given = agree_on(transport, on_these_ranks, look)
     vocabulary = given.config.data.vocabulary or 256
-    is_enough = not needs_data and given.config.model.kind == "gpt"
-    return build(
-        transport,
-        given,
-        Path(given.place.saved),
-        Unopened("gpt", vocabulary, vocabulary) if is_enough else None,
-    )
+    context = given.config.model.context
+    is_enough = not needs_data and MODELS[given.config.model.kind].takes == "tokens"
+    source = Unopened("tokens", (context,), vocabulary, vocabulary) if is_enough else None
+    return build(transport, given, source=source)

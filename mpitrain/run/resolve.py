@@ -23,7 +23,7 @@ from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import NAMED, SCHEDULES, plan_of
 from mpitrain.run.choices import check
 from mpitrain.run.given import Given, agree_on
-from mpitrain.transport.agreement import alike_on_all_ranks
+from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
 
@@ -61,10 +61,10 @@ def resolve(
             read different files; any MpitrainError of `facts`
     """
     given = config if isinstance(config, Given) else agree_on(transport, lambda: config)
-    resolved = alike_on_all_ranks(
+    resolved = on_all_ranks(
         transport,
-        "data source and checkpoint",
         partial(resolve_here, given, transport.hosts),
+        "data source and checkpoint",
         lambda found: {
             "replication.tuning": crc32(repr(found.tuning).encode()),
             "pipeline.schedule": crc32(repr(found.plan).encode()),

@@ -27,7 +27,7 @@ from typing import Any
 import tomli_w
 
 from mpitrain.collectives.selection.tuning import tuning_text
-from mpitrain.config import PATHS, Config, check_text, keys, read_toml
+from mpitrain.config import PATHS, Config, Data, check_text, keys, read_toml
 from mpitrain.config.plugins import check_named, digests, entries, imported, load
 from mpitrain.data import (
     TENTH,
@@ -37,7 +37,7 @@ from mpitrain.data import (
     Unopened,
     absolute,
     as_it_is,
-    has_tokens,
+    source_kind,
 )
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.files import Directory, cannot_write, contents, opened
@@ -119,7 +119,7 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
         str(saved[-1]),
         has_run,
         changed,
-        held_out_as_before(then, ())["validation"] if is_same else "",
+        held_out_as_before(then.data, ())["validation"] if is_same else "",
         noted_largest(folder, config.data.source),
     )
 
@@ -179,19 +179,19 @@ def configuration(folder: Path) -> Config:
     return then
 
 
-def held_out_as_before(then: Config, settings: Sequence[str]) -> dict[str, Any]:
+def held_out_as_before(then: Data, settings: Sequence[str]) -> dict[str, Any]:
     """Return the table `data` of an earlier run, to open it again with the same held-out tokens.
 
     If the settings name another data.source, the default of data.validation applies to that.
     A run of a version without data.validation held out the last tenth.
     """
     names = [setting.partition("=")[0].strip() for setting in settings]
-    data = then.model_dump()["data"]
+    data = then.model_dump()
     if "data.source" in names:
         return {**data, "validation": ""}
     return (
         {**data, "validation": TENTH}
-        if has_tokens(then.data.source) and not then.data.validation
+        if source_kind(then.source).is_token_file and not then.validation
         else data
     )
 
@@ -208,7 +208,7 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     new["pipeline.schedule"] = _schedule(new["pipeline.schedule"])
     for values in (old, new):  # The files may have moved.
         values["run.plugins"] = digests(values["run.plugins"])
-    if has_tokens(old["data.source"]):
+    if source_kind(old["data.source"]).is_token_file:
         old["data.validation"] = old["data.validation"] or TENTH
     if new["device.kind"] == "auto":
         ignored += ("device.kind",)
@@ -369,7 +369,7 @@ def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict
         absolute(config.data.source),
         absolute(config.data.validation),
     )
-    if config.data.source.startswith("tokens:"):
+    if source.form == "tokens" and not source_kind(config.data.source).is_text:
         tables["data"]["vocabulary"] = source.inputs
     tables["pipeline"]["schedule"] = _schedule(config.pipeline.schedule)
     if config.replication.tuning:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.collectives.engine.device_arithmetic import arithmetic_of
-from mpitrain.config import Config
+from mpitrain.config import Config, Run
 from mpitrain.config.delays import delay_s, delays
 from mpitrain.data import Source
 from mpitrain.errors import MpitrainError
@@ -123,7 +123,7 @@ class Trainer:
         self._layers = layers = layers_for(resolved.device.ops, grid.tp, self.config.layout)
         place = resolved.plan.place
 
-        def assigned() -> tuple[list[Unit], list[list[Unit]], dict[str, list[int]]]:
+        def assigned() -> tuple[list[Unit], *tuple[Any, ...]]:
             model = list(units(layers) if callable(units) else units)
             check_units(model, layers.rows)
             counts = cut(model, len(place), self.config.pipeline.partition)
@@ -154,7 +154,7 @@ class Trainer:
         )
         micro_batches = self.config.batch.micro_batches
         dtype = resolved.device.half or self.storage.dtype
-        self.pipe = pipeline_for(self.config)(
+        self.pipe = pipeline_for(self.config.pipeline.schedule)(
             resolved.plan,
             parts,
             grid.pp.transport,
@@ -288,9 +288,9 @@ class Trainer:
         self.replication.begin(index)
         if rows:  # A parameter server has no rows.
             self._straggle(index)
+            start = self.share().start
             self.pipe.train(
-                index,
-                self.share().start,
+                [(index, start + mine.start, len(mine), True) for mine in shares],
                 [(len(mine), *inputs.shape[1:]) for mine in shares],
                 lambda micro: of(micro, inputs),
                 loss,
@@ -401,7 +401,7 @@ class Trainer:
         # On each rank a batch has at most the rows of a micro-batch of training. All ranks compute
         # the same number of batches. A rank without rows computes one row that does not count.
         self.sync_parameters()
-        rows, replicas = evaluated_rows(self.config, source), self.grid.axes.dp
+        rows, replicas = evaluated_rows(self.config.run, source), self.grid.axes.dp
         together = replicas * max(
             1, self.config.batch.size // (replicas * self.config.batch.micro_batches)
         )
@@ -444,9 +444,9 @@ def parameter_count(units: Sequence[Unit]) -> int:
     )
 
 
-def evaluated_rows(config: Config, source: Source) -> int:
+def evaluated_rows(run: Run, source: Source) -> int:
     """Return the number of held-out rows in an evaluation."""
-    return min(source.held_out, config.run.eval_rows or source.held_out)
+    return min(source.held_out, run.eval_rows or source.held_out)
 
 
 def replicas_equal(trainer: Trainer) -> bool:

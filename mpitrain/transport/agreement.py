@@ -12,31 +12,18 @@ from mpitrain.transport.base import Transport
 Result = TypeVar("Result")
 
 
-def on_all_ranks(transport: Transport, function: Callable[[], Result]) -> Result:
+def on_all_ranks(
+    transport: Transport,
+    function: Callable[[], Result],
+    subject: str = "",
+    facts: Callable[[Result], dict[str, Any]] = lambda result: {},
+) -> Result:
     """Call `function` on every rank; if any rank raises an MpitrainError, raise it on all ranks.
 
-    Collective; errors as `from_all_ranks`.
-    """
-    results: list[Result] = []
-    try:
-        from_all_ranks(transport, lambda: results.append(function()))
-        return results[0]
-    finally:
-        results.clear()  # The traceback of an error has this frame: it must not keep a result alive.
+    Collective; errors as `from_all_ranks`. Results with different facts are refused.
 
-
-def alike_on_all_ranks(
-    transport: Transport,
-    what: str,
-    function: Callable[[], Result],
-    facts: Callable[[Result], dict[str, Any]],
-) -> Result:
-    """Call `function` on every rank; ConfigError on all ranks unless all results have equal facts.
-
-    Collective; other errors as `from_all_ranks`.
-
-    what   the subject of the facts, for the message
-    facts  returns {name: value} of a result, serialisable as JSON
+    subject  the subject of the facts, for the message
+    facts    returns {name: value} of a result, serialisable as JSON
     """
     results: list[Result] = []
 
@@ -44,18 +31,20 @@ def alike_on_all_ranks(
         results.append(function())
         return facts(results[0])
 
-    check_same(what, from_all_ranks(transport, found), transport.hosts)
-    return results[0]
+    try:
+        check_same(subject, from_all_ranks(transport, found), transport.hosts)
+        return results[0]
+    finally:
+        results.clear()  # The traceback of an error must not keep a result alive.
 
 
 def from_all_ranks(transport: Transport, function: Callable[[], Any]) -> list[Any]:
     """Call `function` on every rank, and return the results of all ranks, by rank.
 
     Collective: one `gather_text`. The results must be serialisable as JSON. The function must not
-    communicate. Of several errors, the one of the lowest rank is raised on all ranks. It has its
-    attribute `agreed` set, because every rank has it. So one rank may print it, and all ranks may
-    exit together. If only some ranks failed, the message names them. An OSError that the function
-    does not catch becomes a ConfigError: the system refused a path.
+    communicate. All ranks raise the error of the lowest rank that failed. The attribute `agreed`
+    of the error is set: one rank may print it, and all ranks may exit together. If only some ranks
+    failed, the message names them. An OSError becomes a ConfigError: the system refused a path.
     """
     result: Any = None
     failure = None
@@ -90,10 +79,10 @@ def from_all_ranks(transport: Transport, function: Callable[[], Any]) -> list[An
         del agreed_on, result
 
 
-def check_same(what: str, everyone: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None:
+def check_same(subject: str, everyone: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None:
     """Raise an agreed ConfigError unless every rank has the same facts.
 
-    what      the subject of the facts, for the message
+    subject   the subject of the facts, for the message
     everyone  by rank, as `from_all_ranks` returns them: {name: value}
     """
     for rank, others in enumerate(everyone):
@@ -101,7 +90,7 @@ def check_same(what: str, everyone: Sequence[Mapping[str, Any]], hosts: Sequence
             if others[name] != everyone[0][name]:
                 raise errors.on_every_rank(
                     errors.ConfigError(
-                        f"All ranks need one {what}, but {name} is {everyone[0][name]!r} on rank 0 ({hosts[0]}) and "
+                        f"All ranks need one {subject}, but {name} is {everyone[0][name]!r} on rank 0 ({hosts[0]}) and "
                         f"{others[name]!r} on rank {rank} ({hosts[rank]}).",
                         "Start all ranks with the same arguments, and let them read the same files.",
                     )

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpitrain.errors import CommError
-from mpitrain.trace.recorder import Recorder
+from mpitrain.trace.recorder import SILENT, Recorder
 from mpitrain.transport.requests import AnyOf, Request, Traffic
 from mpitrain.transport.windows import Tenants, Windows
 
@@ -59,11 +59,11 @@ class Transport(Protocol):
     """The objects that were built on this transport and that `close` closes first."""
     native_dtypes: frozenset[str]
     """The names of the dtypes that `native_all_reduce` accepts."""
-    recorder: Recorder
+    recorder: Recorder = SILENT
     """The recorder of this rank's messages and waits: SILENT, except on a traced transport."""
     admits_threads: bool
     """True if a second thread may send and receive at the same time as the main thread."""
-    allocates_on_device: bool
+    allocates_on_device: bool = False
     """Whether `allocate` returns memory of a GPU, which is no shared window of host memory."""
 
     def aside(self, array: Any) -> Any:
@@ -83,6 +83,7 @@ class Transport(Protocol):
             The stream (`transport.device.messages.Aside`) if the array lies in device memory. None
             in host memory, where all work is already in order.
         """
+        return None
 
     def claim_tag(self) -> int:
         """Return a tag that no other caller on this transport uses.

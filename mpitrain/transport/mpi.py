@@ -15,7 +15,6 @@ import numpy as np
 
 from mpitrain.errors import CommError
 from mpitrain.machine import process
-from mpitrain.trace.recorder import SILENT, Recorder
 from mpitrain.transport.base import FIRST_CLAIMED_TAG, Transport, aligned_zeros
 from mpitrain.transport.mpi_requests import Receive, Send, Turns
 from mpitrain.transport.native import library_call
@@ -61,8 +60,6 @@ class MpiTransport(Transport):
     than 2^31 elements.
     """
 
-    recorder: Recorder = SILENT
-    allocates_on_device = False
     native_dtypes = frozenset(
         (
             "float32",
@@ -115,9 +112,6 @@ class MpiTransport(Transport):
         self._made: list[int] = []
         self._inherited: list[Any] = []
 
-    def aside(self, array: Any) -> None:
-        return None
-
     def claim_tag(self) -> int:
         tag = self._next_tag
         self._next_tag = tag + 1 if tag < self._last_tag else FIRST_CLAIMED_TAG
@@ -157,19 +151,17 @@ class MpiTransport(Transport):
 
     def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> Receive:
         check_message(array, self.rank, (source,), self.size)
-        with self.turns.lock:
-            message, unit = self._message(array)
-            request = self.comm.Irecv(message, source, tag)
-            return Receive(
-                self, request, array, unit, f"recv from {self._names[source]}, tag {tag}"
-            )
+        return self._receive(array, source, tag, self._names[source])
 
     def start_recv_any(self, array: np.ndarray, tag: int = 0) -> Receive:
         check_message(array, self.rank, (), self.size)
+        return self._receive(array, self.MPI.ANY_SOURCE, tag, "any rank")
+
+    def _receive(self, array: np.ndarray, source: int, tag: int, name: str) -> Receive:
         with self.turns.lock:
             message, unit = self._message(array)
-            request = self.comm.Irecv(message, self.MPI.ANY_SOURCE, tag)
-            return Receive(self, request, array, unit, f"recv from any rank, tag {tag}")
+            request = self.comm.Irecv(message, source, tag)
+            return Receive(self, request, array, unit, f"recv from {name}, tag {tag}")
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
         poll_until(done, self.traffic, pause, what)

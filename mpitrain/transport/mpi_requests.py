@@ -44,30 +44,26 @@ class MpiCalls(Protocol):
     ) -> None: ...
 
 
-class Receive:
-    """A receive in progress; `what` is its name in messages."""
+class Send:
+    """A send, or a non-blocking collective of the library, in progress; `what` is its name in
+    messages.
+    """
 
-    def __init__(self, transport: MpiCalls, request: Any, array: np.ndarray, unit: Any, what: str):
-        self._transport, self._request, self._unit, self._what = transport, request, unit, what
-        self._turns, self._count = transport.turns, array.size
-        self._status = transport.MPI.Status()
-        self.source = -1
-        self._done = False
+    source: int = -1
+    _status: Any = None
+
+    def __init__(self, transport: MpiCalls, request: Any, what: str):
+        self._transport, self._turns = transport, transport.turns
+        self._request, self._what = request, what
 
     def test(self) -> bool:
-        if self._done:
-            return True
         try:
             with self._turns.lock:
-                if self._request.Test(self._status):
-                    self._finish()
+                return self._request.Test(self._status) and self._finish()
         except self._transport.MPI.Exception as error:
             self._fail(error)
-        return self._done
 
     def wait(self) -> None:
-        if self._done:
-            return
         if self._turns.guests:
             self._transport.wait_until(self.test, what=self)
             return
@@ -79,65 +75,47 @@ class Receive:
         self._transport.traffic.waits_for = None
         self._finish()
 
-    def _finish(self) -> None:
+    def _finish(self) -> bool:
+        """Return True: the request is complete."""
+        return True
+
+    def __str__(self) -> str:
+        return self._what
+
+    def _in_full(self) -> str:
+        """Return the name for an error."""
+        return f"rank {self._transport.rank}: {self._what}"
+
+    def _fail(self, error: Any) -> NoReturn:
+        raise CommError(f"{self._in_full()} failed: {error.Get_error_string()}") from error
+
+
+class Receive(Send):
+    """A receive in progress."""
+
+    def __init__(self, transport: MpiCalls, request: Any, array: np.ndarray, unit: Any, what: str):
+        super().__init__(transport, request, what)
+        self._unit, self._count, self._status = unit, array.size, transport.MPI.Status()
+        self._done = False
+
+    def test(self) -> bool:
+        return self._done or super().test()
+
+    def wait(self) -> None:
+        if not self._done:
+            super().wait()
+
+    def _finish(self) -> bool:
         """Check the size of the message that has arrived, and set `source`. Calls MPI."""
         arrived = self._status.Get_elements(self._unit)
         self.source = self._status.source
         if arrived != self._count:
             raise CommError(
-                f"rank {self._transport.rank}: {self._what} of {self._count} elements met a message of "
-                f"{arrived} from rank {self.source}.",
+                f"{self._in_full()} met a message of {arrived} from rank {self.source}.",
                 "Make both arrays of one length and dtype.",
             )
         self._done = True
+        return True
 
-    def __str__(self) -> str:
-        return self._what
-
-    def _fail(self, error: Any) -> NoReturn:
-        raise CommError(
-            f"rank {self._transport.rank}: {self._what} of {self._count} elements failed: "
-            f"{error.Get_error_string()}"
-        ) from error
-
-
-class Send:
-    """A send, or a non-blocking collective of the library, in progress; `what` is its name in
-    messages.
-    """
-
-    source = -1
-
-    def __init__(self, transport: MpiCalls, request: Any, what: str):
-        self._transport, self._turns, self._request, self._what = (
-            transport,
-            transport.turns,
-            request,
-            what,
-        )
-
-    def test(self) -> bool:
-        try:
-            with self._turns.lock:
-                return self._request.Test()
-        except self._transport.MPI.Exception as error:
-            self._fail(error)
-
-    def wait(self) -> None:
-        if self._turns.guests:
-            self._transport.wait_until(self.test, what=self)
-            return
-        self._transport.traffic.waits_for = self
-        try:
-            self._request.Wait()
-        except self._transport.MPI.Exception as error:
-            self._fail(error)
-        self._transport.traffic.waits_for = None
-
-    def __str__(self) -> str:
-        return self._what
-
-    def _fail(self, error: Any) -> NoReturn:
-        raise CommError(
-            f"rank {self._transport.rank}: {self._what} failed: {error.Get_error_string()}"
-        ) from error
+    def _in_full(self) -> str:
+        return f"{super()._in_full()} of {self._count} elements"

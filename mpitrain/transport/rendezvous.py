@@ -151,7 +151,37 @@ class Unmet:
         return named(mine) or "no message"
 
 
-class Message:
+class Meets:
+    """A request that other ranks complete: the base of `Message` and `Arrival`."""
+
+    transport: Any
+
+    def is_ready(self) -> bool:
+        """Return whether `complete` can finish the request."""
+        raise NotImplementedError
+
+    def complete(self) -> None:
+        """Finish the request; a second call does nothing. The caller holds the lock."""
+        raise NotImplementedError
+
+    def test(self) -> bool:
+        world = self.transport.world
+        with world.lock:
+            if self.is_ready():
+                self.complete()
+                return True
+            world.check(self.transport.me, str(self))
+        time.sleep(0)  # a polling loop must let the other threads run
+        return False
+
+    def wait(self) -> None:
+        world = self.transport.world
+        with world.lock:
+            world.wait(self.transport.me, self.is_ready, str(self))
+            self.complete()
+
+
+class Message(Meets):
     """One side of a message: complete when it has met the other side and the bytes are copied."""
 
     def __init__(self, transport: Any, array: np.ndarray, peer: int | None, tag: int, sends: bool):
@@ -215,25 +245,9 @@ class Message:
         send.other = receive.other = None
         send.bytes = receive.bytes = NOTHING
 
-    def has_met(self) -> bool:
-        """Return whether the message has met its other side, so that `complete` can finish it."""
+    def is_ready(self) -> bool:
+        """Return whether the message has met its other side."""
         return self.moved or self.other is not None
-
-    def test(self) -> bool:
-        world = self.transport.world
-        with world.lock:
-            if self.has_met():
-                self.complete()
-                return True
-            world.check(self.transport.me, str(self))
-        time.sleep(0)  # a polling loop must let the other threads run
-        return False
-
-    def wait(self) -> None:
-        world = self.transport.world
-        with world.lock:
-            world.wait(self.transport.me, self.has_met, str(self))
-            self.complete()
 
 
 class Meeting:
@@ -257,7 +271,7 @@ class Meeting:
         return self.result
 
 
-class Arrival:
+class Arrival(Meets):
     """One rank's participation in a meeting, as a Request; `deliver(result)` runs at its
     completion.
     """
@@ -278,33 +292,17 @@ class Arrival:
                     "Every rank must make the same collective calls in the same order.",
                 )
             self.meeting.brought[transport.rank] = bring
-            if self.all_here():
+            if self.is_ready():
                 del world.meetings[key]
                 world.post()
 
-    def all_here(self) -> bool:
+    def is_ready(self) -> bool:
         return self.meeting.combined or len(self.meeting.brought) == self.meeting.size
 
-    def finish(self) -> None:
+    def complete(self) -> None:
         if not self.done:
             self.done = True
             self.deliver(self.meeting.complete())
 
-    def test(self) -> bool:
-        world = self.transport.world
-        with world.lock:
-            if self.all_here():
-                self.finish()
-                return True
-            world.check(self.transport.me, self.what)
-        time.sleep(0)
-        return False
-
     def __str__(self) -> str:
         return self.what
-
-    def wait(self) -> None:
-        world = self.transport.world
-        with world.lock:
-            world.wait(self.transport.me, self.all_here, self.what)
-            self.finish()

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from mpitrain.errors import CommError
-from mpitrain.trace.recorder import SILENT, Recorder
 from mpitrain.transport.base import FIRST_CLAIMED_TAG, Transport, aligned_zeros
 from mpitrain.transport.native import expected
 from mpitrain.transport.rendezvous import Arrival, Message, World
@@ -30,10 +29,8 @@ OPS = {"add": np.add, "maximum": np.maximum}
 class ThreadTransport(Transport):
     """The transport of one rank that is a thread; `run_ranks` makes them."""
 
-    recorder: Recorder = SILENT
     native_dtypes = frozenset({"float32", "float64", "int32", "int64"})
     admits_threads = True
-    allocates_on_device = False
 
     def __init__(
         self,
@@ -53,9 +50,6 @@ class ThreadTransport(Transport):
         self.next_meeting = 0
         self._next_tag = FIRST_CLAIMED_TAG
 
-    def aside(self, array: Any) -> None:
-        return None
-
     def claim_tag(self) -> int:
         self._next_tag += 1
         return self._next_tag - 1
@@ -69,13 +63,14 @@ class ThreadTransport(Transport):
 
     def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> Message:
         check_message(array, self.me, [source], self.size)
-        message = Message(self, array, source, tag, sends=False)
-        message.bytes.fill(0xFF)
-        return message.post()
+        return self._receive(array, source, tag)
 
     def start_recv_any(self, array: np.ndarray, tag: int = 0) -> Message:
         check_message(array, self.me, [], self.size)
-        message = Message(self, array, None, tag, sends=False)
+        return self._receive(array, None, tag)
+
+    def _receive(self, array: np.ndarray, source: int | None, tag: int) -> Message:
+        message = Message(self, array, source, tag, sends=False)
         message.bytes.fill(0xFF)
         return message.post()
 

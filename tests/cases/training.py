@@ -1,5 +1,6 @@
 """Losses, optimizer steps, totals, casts, and what an all-reduce does to its chunks."""
 
+from ast import literal_eval
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -8,7 +9,7 @@ import numpy as np
 
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
-from mpitrain.ops import bodies
+from mpitrain.ops import OPERATIONS, bodies
 from mpitrain.ops.cuda.sums import sum_all, total
 from mpitrain.ops.cuda.top_k import top_k
 from mpitrain.ops.cuda.wire import (
@@ -20,6 +21,7 @@ from mpitrain.ops.cuda.wire import (
     encode_int8,
     maximum_into,
 )
+from mpitrain.ops.operands import operands
 from tests.cases.numbers import assert_close, numbers, stored, values
 
 reference = bodies.reference()
@@ -112,31 +114,43 @@ def check_split_vocabulary(
     assert_close(np.concatenate([dlogits for _, dlogits in losses], 1), truth, dtype)
 
 
-def check_step(
-    kernels: Kernels, name: str, count: int, dtype: str, shifted: bool, **scalars: float
-) -> None:
-    """One optimizer step against the reference."""
-    buffers = {"sgd": 2, "momentum": 3, "adamw": 4}[name]
-    mine = [stored(np.abs(numbers(seed, count)) + 0.5, dtype, shifted) for seed in range(buffers)]
-    truth = [values(buffer) for buffer in mine]
-    getattr(reference, name)(*truth, scale=0.7, arena=None, **scalars)
-    getattr(bodies.cuda(kernels), name)(*mine, scale=0.7, arena=Arena(), **scalars)
-    for a, b in zip(mine, truth, strict=True):
-        assert_close(a, b, dtype, name)
+STEPS = [name for name, row in OPERATIONS.items() if row.rounds == "mirror"]
+
+
+def step_of(
+    name: str, count: int, dtype: str, shifted: bool = False
+) -> tuple[list[np.ndarray], dict[str, float]]:
+    """Buffers of positive numbers, and the numbers of the example in the step's row."""
+    takes = operands(OPERATIONS[name].operands).takes
+    buffers = [
+        stored(np.abs(numbers(seed, count)) + 0.5, dtype, shifted)
+        for seed in range(sum(one.shape is not None for one in takes))
+    ]
+    return buffers, {one.name: literal_eval(one.number) for one in takes if one.number}
+
+
+def check_step(kernels: Kernels, name: str, count: int, dtype: str, shifted: bool) -> None:
+    """One optimizer step against the reference; the first step too, if it depends on their count."""
+    mine, scalars = step_of(name, count, dtype, shifted)
+    for first in ({}, {"step": 1} if "step" in scalars else {}):
+        truth = [values(buffer) for buffer in mine]
+        getattr(reference, name)(*truth, arena=None, **(scalars | first))
+        getattr(bodies.cuda(kernels), name)(*mine, arena=Arena(), **(scalars | first))
+        for a, b in zip(mine, truth, strict=True):
+            assert_close(a, b, dtype, name)
 
 
 def check_mirrored_step(
-    kernels: Kernels, name: str, count: int, mirror: str, shifted: bool, **scalars: float
+    kernels: Kernels, name: str, count: int, mirror: str, shifted: bool
 ) -> None:
-    """The same step, twice, with a mirror: what it would be without one, and the parameters rounded to nearest even."""
-    ops, buffers = bodies.cuda(kernels), {"sgd": 2, "momentum": 3, "adamw": 4}[name]
-    mine = [
-        stored(np.abs(numbers(seed, count)) + 0.5, "float32", shifted) for seed in range(buffers)
-    ]
+    """The same step, twice, with a mirror: the same as without one, and parameters rounded to nearest even."""
+    ops = bodies.cuda(kernels)
+    mine, scalars = step_of(name, count, "float32", shifted)
     alone, rounded = [array.copy() for array in mine], stored(np.zeros(count), mirror, shifted)
     for scale in (0.7, 0.3):  # numbers in device memory are written anew
-        getattr(ops, name)(*alone, scale=scale, arena=Arena(), **scalars)
-        getattr(ops, name)(*mine, scale=scale, arena=Arena(), mirror=rounded, **scalars)
+        numbers_of = scalars | {"scale": scale, "arena": Arena()}
+        getattr(ops, name)(*alone, **numbers_of)
+        getattr(ops, name)(*mine, mirror=rounded, **numbers_of)
     for one, other in zip(mine, alone, strict=True):
         np.testing.assert_array_equal(one, other)
     np.testing.assert_array_equal(rounded, mine[0].astype(rounded.dtype))
@@ -290,43 +304,15 @@ def losses() -> Iterator[Callable]:
 
 def steps() -> Iterator[Callable]:
     """steps."""
-    for count in COUNTS:
-        buffers = {
-            "count": count,
-            "dtype": "float64" if count == 1023 else "float32",
-            "shifted": count == 1025,
-        }
-        yield partial(check_step, name="sgd", **buffers, lr=0.1, weight_decay=0.01)
-        yield partial(check_step, name="momentum", **buffers, lr=0.1, beta=0.9, weight_decay=0.01)
-        for step in (1, 3):
+    for name in STEPS:
+        for count in COUNTS:
+            dtype = "float64" if count == 1023 else "float32"
+            yield partial(check_step, name=name, count=count, dtype=dtype, shifted=count == 1025)
+        for count, mirror in ((1023, "float16"), (1025, "bfloat16")):
+            shifted = mirror == "bfloat16"
             yield partial(
-                check_step,
-                name="adamw",
-                **buffers,
-                lr=0.1,
-                beta1=0.9,
-                beta2=0.95,
-                eps=1e-8,
-                weight_decay=0.1,
-                step=step,
+                check_mirrored_step, name=name, count=count, mirror=mirror, shifted=shifted
             )
-    for count, mirror in ((1023, "float16"), (1025, "bfloat16")):
-        shape = {"count": count, "mirror": mirror, "shifted": mirror == "bfloat16"}
-        yield partial(check_mirrored_step, name="sgd", **shape, lr=0.1, weight_decay=0.01)
-        yield partial(
-            check_mirrored_step, name="momentum", **shape, lr=0.1, beta=0.9, weight_decay=0.01
-        )
-        yield partial(
-            check_mirrored_step,
-            name="adamw",
-            **shape,
-            lr=0.1,
-            beta1=0.9,
-            beta2=0.95,
-            eps=1e-8,
-            weight_decay=0.1,
-            step=3,
-        )
 
 
 def totals() -> Iterator[Callable]:

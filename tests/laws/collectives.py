@@ -6,11 +6,13 @@ import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 
 from mpitrain.collectives import bind as binding
-from mpitrain.collectives.bind import bind, chosen_by_model, memory_of
+from mpitrain.collectives.bind import bind, memory_of, situation
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.collectives.selection import table as algorithm_table
+from mpitrain.collectives.selection.choose import choose
 from mpitrain.collectives.selection.table import choices
+from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.errors import ConfigError
 from tests.laws.transport import coded, raises_comm_error
 
@@ -35,6 +37,13 @@ def measured(transport, call) -> tuple[int, int]:
     messages, nbytes = transport.traffic.messages, transport.traffic.nbytes
     call()
     return transport.traffic.messages - messages, transport.traffic.nbytes - nbytes
+
+
+def chosen(transport, array, operation="allreduce"):
+    """The algorithm that "auto" chooses for an array; collective."""
+    memory = memory_of(transport, array)
+    topology = situation(transport, array)
+    return choose(DEFAULT, topology, array.size, array.itemsize, memory, operation)
 
 
 class CollectiveLaws:
@@ -190,24 +199,17 @@ class CollectiveLaws:
                 ("all-gather", group.bind_all_gather(array)),
             ):
                 wanted = algorithm if algorithm in algorithm_table.TABLES[operation] else "auto"
-                chosen = {
-                    "auto": chosen_by_model(
-                        transport, array, group.tuning, operation, memory_of(transport, array)
-                    )
-                }.get(wanted, wanted)
-                assert reduction.algorithm == chosen or transport.size == 1, (algorithm, operation)
+                by_auto = chosen(transport, array, operation)
+                named = by_auto if wanted == "auto" else wanted
+                assert reduction.algorithm == named or transport.size == 1, (algorithm, operation)
 
     def law_a_group_reduces_by_what_auto_chooses_where_no_algorithm_is_named(self, transport):
         group = Group(transport)
         for count in (3, 1001, LONG):
             array = transport.allocate(count, "float64")
-            assert (
-                group.bind(array).algorithm
-                == chosen_by_model(
-                    transport, array, group.tuning, memory=memory_of(transport, array)
-                )
-                or transport.size == 1
-            ), count
+            assert group.bind(array).algorithm == chosen(transport, array) or transport.size == 1, (
+                count
+            )
 
     def law_broadcast_reaches_all_from_any_root(self, transport):
         for algorithm in choices("broadcast"):

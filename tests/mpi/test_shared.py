@@ -35,7 +35,7 @@ def test_without_room_memory_is_plain_and_one_line_says_so(mpi_ranks, monkeypatc
     ) as raised:
         bind(transport, array, algorithm="shared")
     assert raised.value.agreed
-    monkeypatch.setattr("mpitrain.collectives.bind.chosen_by_model", lambda *facts: "shared")
+    monkeypatch.setattr("mpitrain.collectives.bind.choose", lambda *facts: "shared")
     reduction = bind(transport, array, algorithm="auto")
     reduction.run()
     assert reduction.algorithm == "ring"

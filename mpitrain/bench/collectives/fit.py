@@ -6,8 +6,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.optimize import linprog
 
+from mpitrain.bench.collectives.least_absolute import least_absolute
 from mpitrain.bench.collectives.sweep import Row
 from mpitrain.bench.collectives.table import FAR, is_spoilt
 from mpitrain.collectives.plans.topology import Topology
@@ -104,24 +104,6 @@ def constants(
         elif defaults:
             found[knot, term] = defaults[KNOTS[knot]][term]
     return {knot: tuple(map(float, values)) for knot, values in zip(KNOTS, found, strict=True)}
-
-
-def least_absolute(matrix: np.ndarray) -> np.ndarray:
-    """Return the x >= 0 that minimises the sum of |matrix @ x - 1|, by linear programming.
-
-    Absolute instead of squared distances let outliers count little.
-    """
-    rows, terms = matrix.shape
-    scale = np.linalg.norm(matrix, axis=0)
-    scale[scale == 0] = 1
-    matrix = matrix / scale
-    distances = np.eye(rows)
-    found = linprog(
-        np.repeat((0, 1), (terms, rows)),
-        np.block([[matrix, -distances], [-matrix, -distances]]),
-        np.repeat((1, -1), rows),
-    )
-    return found.x[:terms] / scale
 
 
 def check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row]) -> dict[str, Check]:

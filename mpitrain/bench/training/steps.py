@@ -17,6 +17,7 @@ from mpitrain.bench.collectives.table import FAR
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError
 from mpitrain.files import write_whole
+from mpitrain.models.table import MODELS, kinds
 from mpitrain.optim import RULES
 from mpitrain.parallel.modes import MODES, mode_of
 from mpitrain.pipeline.schedules import STREAMS
@@ -124,14 +125,14 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
     stages, micro_batches = config.layout.pp, config.batch.micro_batches
     peers = {name: rule.torch.name for name, rule in RULES.items() if rule.torch}
     if (
-        config.model.kind != "gpt"
+        not MODELS[config.model.kind].has_peer
         or config.optimizer.name not in peers
         or (micro_batches > 1 and stages == 1)
     ):
         raise ConfigError(
             f"The peer trains a GPT with {' or '.join(peers.values())} in one micro-batch.",
-            f"Leave out --peer, or set model.kind=gpt, optimizer.name={' or '.join(peers)} and "
-            "batch.micro_batches=1.",
+            f"Leave out --peer, or set model.kind={' or '.join(kinds(lambda row: row.has_peer))}, "
+            f"optimizer.name={' or '.join(peers)} and batch.micro_batches=1.",
         )
     if stages > 1 and (
         config.pipeline.schedule not in ("gpipe", "1f1b")

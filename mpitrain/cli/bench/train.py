@@ -174,7 +174,7 @@ def _measure(
             advice := foreign(job.trainer.resolved.tuning, transport.hosts)
         ):
             click.echo(f"{advice} in replication.tuning")
-        tokens = config.batch.size * config.model.context if config.model.kind == "gpt" else 0
+        tokens = config.batch.size * config.model.context if job.source.form == "tokens" else 0
         click.echo(
             f"{transport.size} ranks, {config.batch.size} rows per step, "
             f"{job.trainer.parameter_count} parameters, "

@@ -10,7 +10,7 @@ from mpitrain.collectives.group import Group
 from mpitrain.config import Layout
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Loss, Unit
-from mpitrain.layers.initial import Draw, normal
+from mpitrain.layers.initial import Draw
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
@@ -61,20 +61,18 @@ class ShardedLayerFactory(LayerFactory):
     raises  ConfigError, by each constructor with a number that the ranks do not divide
     """
 
+    _embedding, _norm, _attention = VocabParallelEmbedding, ReplicatedNorm, HeadAttention
+    _column, _row, _linear = ColumnParallelLinear, RowParallelLinear, ReplicatedLinear
     _split: VocabParallelCrossEntropy | None = None
+
+    @property
+    def _source(self) -> Any:
+        return self
 
     def row_numbers(self, shape: Sequence[int]) -> range:
         """Return the numbers of this rank's rows within the global batch."""
         own, every = (math.prod(rows[:-1]) for rows in (shape, self.rows.entered(shape)))
         return self.now.numbers(every)[self.rows.group.rank * own % max(1, every) :][:own]
-
-    def embedding(self, vocab: int, context: int, width: int) -> VocabParallelEmbedding:
-        """Return an embedding with split rows of tokens and replicated positions."""
-        return VocabParallelEmbedding(self, vocab, context, width, normal(0.02))
-
-    def norm(self, width: int) -> ReplicatedNorm:
-        """Return a replicated LayerNorm."""
-        return ReplicatedNorm(self, width)
 
     def joined_linear(
         self, inputs: int, counts: Sequence[int], each: int, draw: Draw, noun: str = "outputs"
@@ -86,29 +84,6 @@ class ShardedLayerFactory(LayerFactory):
             runs.append(range(first + mine.start * each, first + mine.stop * each))
             first += count * each
         return Column(self, runs, inputs, first, draw)
-
-    def attention(self, width: int, heads: int, kv_heads: int | None = None) -> HeadAttention:
-        """Return the attention of this rank's heads."""
-        super().attention(width, heads, kv_heads)
-        return HeadAttention(self, heads)
-
-    def column_linear(
-        self, inputs: int, outputs: int, draw: Draw, activation: str | None = None
-    ) -> ColumnParallelLinear:
-        """Return a linear layer with split outputs."""
-        return ColumnParallelLinear(self, inputs, outputs, draw, activation)
-
-    def row_linear(
-        self, inputs: int, outputs: int, draw: Draw, activation: str | None = None
-    ) -> RowParallelLinear:
-        """Return a linear layer with split inputs."""
-        return RowParallelLinear(self, inputs, outputs, draw, activation)
-
-    def linear(
-        self, inputs: int, outputs: int, draw: Draw, activation: str | None = None
-    ) -> ReplicatedLinear:
-        """Return a replicated linear layer."""
-        return ReplicatedLinear(self.ops, inputs, outputs, draw, activation)
 
     def head(self, width: int, vocab: int, draw: Draw) -> Head:
         """Return the logits of this rank's run of the vocabulary; `loss` and `whole` then expect

@@ -321,6 +321,9 @@ class HeadAttention(Attention):
 class ReplicatedLinear(FusedLinear):
     """A linear layer that is replicated: every rank of the group computes the same product."""
 
+    def __init__(self, layers: Layers, *arguments: Any):
+        super().__init__(layers.ops, *arguments)
+
     def parameters(self):
         """Return the parameters, marked as replicated in the tensor-parallel group."""
         return [p._replace(holders="tp") for p in super().parameters()]

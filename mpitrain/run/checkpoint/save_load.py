@@ -45,7 +45,7 @@ from mpitrain.run.checkpoint.manifest import (
 from mpitrain.run.checkpoint.regions import HeldRegion, described, holdings
 from mpitrain.run.checkpoint.safetensors_files import MOVED, Writing, WritingTensors
 from mpitrain.run.checkpoint.writers import Shares, join, shared_out
-from mpitrain.transport.agreement import alike_on_all_ranks, from_all_ranks, on_all_ranks
+from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport
 
 
@@ -205,10 +205,10 @@ def read_beside(transport: Transport, path: Path) -> Checkpoint:
     """
     while True:
         try:
-            manifest = alike_on_all_ranks(
+            manifest = on_all_ranks(
                 transport,
-                "checkpoint",
                 partial(_verified, path, transport.rank, transport.size),
+                "checkpoint",
                 lambda manifest: manifest.done._asdict(),
             )
         except CheckpointError:

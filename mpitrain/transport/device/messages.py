@@ -19,40 +19,13 @@ for computation that runs meanwhile:
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from copy import copy
+from typing import Any, Self
 
 from mpitrain.machine.backend import Copy, DeviceBackend, on_device
 from mpitrain.transport.base import Transport
 from mpitrain.transport.forwarding import Forwarding
-from mpitrain.transport.requests import Request
-
-
-class Carrier(Protocol):
-    """A strategy for messages between arrays in device memory."""
-
-    under_way: "UnderWay"
-    """The work that the device has in progress for these messages; all results of `over` share it.
-    """
-
-    def over(self, host: Transport) -> "Carrier":
-        """Return the same strategy over another transport."""
-
-    def start_send(self, array: Any, to: int, tag: int) -> Request:
-        """Begin a send; see `Transport.start_send`."""
-
-    def start_recv(self, array: Any, source: int, tag: int) -> Request:
-        """Begin a receive; see `Transport.start_recv`."""
-
-    def start_recv_any(self, array: Any, tag: int) -> Request:
-        """Begin a receive from any rank; see `Transport.start_recv_any`."""
-
-    def wait_until(self, done: Callable[[], bool], pause: float, what: Any) -> None:
-        """Poll until `done`; see `Transport.wait_until`. `done` may poll messages of host memory,
-        too.
-        """
-
-    def native_all_reduce(self, array: Any, op: str) -> None:
-        """Run the library's all-reduce; see `Transport.native_all_reduce`."""
+from mpitrain.transport.requests import Request, Several
 
 
 class UnderWay:
@@ -123,35 +96,46 @@ class Aside:
         self._backend.follow(after)
 
 
-class Direct:
-    """The strategy that passes device pointers to a CUDA-aware transport."""
+class Carrier(Forwarding):
+    """A transport of arrays in device memory: the base of both strategies.
+
+    under_way  the work that the device has in progress for messages
+
+    All results of `over` share it, and a strategy's staging memory.
+    """
 
     def __init__(self, host: Transport, backend: DeviceBackend):
-        self._host, self._backend, self.under_way = host, backend, UnderWay()
+        super().__init__(host)
+        self._backend, self.under_way = backend, UnderWay()
 
-    def over(self, host: Transport) -> "Direct":
-        part = Direct(host, self._backend)
-        part.under_way = self.under_way
-        return part
+    def over(self, inner: Transport) -> Self:
+        other = copy(self)
+        Forwarding.__init__(other, inner)
+        return other
 
-    def start_send(self, array: Any, to: int, tag: int) -> Request:
+    def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
+        """Poll until `done`, which may poll messages of host memory, too."""
+        self.under_way.wait_until(self._inner, done, pause, what)
+
+
+class Direct(Carrier):
+    """The strategy that passes device pointers to a CUDA-aware transport."""
+
+    def start_send(self, array: Any, to: int, tag: int = 0) -> Request:
         self._backend.synchronize()
-        return self._host.start_send(array, to, tag)
+        return self._inner.start_send(array, to, tag)
 
-    def start_recv(self, array: Any, source: int, tag: int) -> Request:
+    def start_recv(self, array: Any, source: int, tag: int = 0) -> Request:
         self._backend.synchronize()
-        return self._host.start_recv(array, source, tag)
+        return self._inner.start_recv(array, source, tag)
 
-    def start_recv_any(self, array: Any, tag: int) -> Request:
+    def start_recv_any(self, array: Any, tag: int = 0) -> Request:
         self._backend.synchronize()
-        return self._host.start_recv_any(array, tag)
+        return self._inner.start_recv_any(array, tag)
 
-    def wait_until(self, done: Callable[[], bool], pause: float, what: Any) -> None:
-        self.under_way.wait_until(self._host, done, pause, what)
-
-    def native_all_reduce(self, array: Any, op: str) -> None:
+    def native_all_reduce(self, array: Any, op: str = "add") -> None:
         self._backend.synchronize()
-        self._host.native_all_reduce(array, op)
+        self._inner.native_all_reduce(array, op)
 
 
 class DeviceTransport(Forwarding):
@@ -199,19 +183,7 @@ class DeviceTransport(Forwarding):
             return self._inner.start_native_all_reduce(array, op)
         # The call blocks: Open MPI cannot begin an all-reduce on GPU memory (open-mpi/ompi#12045).
         self._carrier.native_all_reduce(array, op)
-        return _Ended()
+        return Several([])  # complete from the start
 
-    def _way(self, array: Any) -> Any:
+    def _way(self, array: Any) -> Transport:
         return self._carrier if on_device(array) else self._inner
-
-
-class _Ended:
-    """A request that is complete from the start."""
-
-    source = -1
-
-    def test(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass

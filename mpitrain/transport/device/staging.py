@@ -7,7 +7,6 @@ as with MPI's own messages, the rank may wait for anything else. Staging memory 
 number of bytes ever in progress. It is reused, and never freed.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from mpitrain.errors import CommError
 from mpitrain.machine.arena import Arena, HostMemory
 from mpitrain.machine.backend import Copy, DeviceBackend
 from mpitrain.transport.base import Transport
-from mpitrain.transport.device.messages import UnderWay
+from mpitrain.transport.device.messages import Carrier, UnderWay
 from mpitrain.transport.requests import Request, Several, check_message, named
 
 PIECE = 1 << 20
@@ -35,7 +34,7 @@ class _StagingMemory(HostMemory):
         return self._backend.staging(nbytes)
 
 
-class Staged:
+class Staged(Carrier):
     """The strategy that copies device arrays through host memory.
 
     piece   bytes; the same on all ranks
@@ -44,16 +43,11 @@ class Staged:
     """
 
     def __init__(self, host: Transport, backend: DeviceBackend, piece: int = PIECE):
-        self._host, self._backend, self._piece = host, backend, piece
-        self._buffers, self.under_way = Arena(_StagingMemory(backend)), UnderWay()
+        super().__init__(host, backend)
+        self._piece, self._buffers = piece, Arena(_StagingMemory(backend))
 
-    def over(self, host: Transport) -> "Staged":
-        part = Staged(host, self._backend, self._piece)
-        part._buffers, part.under_way = self._buffers, self.under_way
-        return part
-
-    def start_send(self, array: Any, to: int, tag: int) -> Request:
-        check_message(array, self._host.rank, (to,), self._host.size)
+    def start_send(self, array: Any, to: int, tag: int = 0) -> Request:
+        check_message(array, self.rank, (to,), self.size)
         flat, buffer = self._staged(array)
         pieces, so_far = self._pieces(flat), self._backend.so_far()
         copies = [self._backend.start_copy(buffer[piece], flat[piece], so_far) for piece in pieces]
@@ -62,14 +56,14 @@ class Staged:
             while not copy.test():
                 for send in sends:
                     send.test()  # lets MPI make progress on earlier pieces
-            sends.append(self._host.start_send(buffer[piece], to, tag))
+            sends.append(self._inner.start_send(buffer[piece], to, tag))
         return Several(sends)
 
-    def start_recv(self, array: Any, source: int, tag: int) -> Request:
-        check_message(array, self._host.rank, (source,), self._host.size)
+    def start_recv(self, array: Any, source: int, tag: int = 0) -> Request:
+        check_message(array, self.rank, (source,), self.size)
         flat, buffer = self._staged(array)
         pieces = self._pieces(flat)
-        receives = [self._host.start_recv(buffer[piece], source, tag) for piece in pieces]
+        receives = [self._inner.start_recv(buffer[piece], source, tag) for piece in pieces]
         return _Receive(
             self._backend,
             self.under_way,
@@ -77,30 +71,27 @@ class Staged:
             [(flat[piece], buffer[piece]) for piece in pieces],
         )
 
-    def start_recv_any(self, array: Any, tag: int) -> Request:
-        check_message(array, self._host.rank, (), self._host.size)
+    def start_recv_any(self, array: Any, tag: int = 0) -> Request:
+        check_message(array, self.rank, (), self.size)
         flat, buffer = self._staged(array)
         if len(self._pieces(flat)) > 1:  # several pieces could come from different ranks
             raise CommError(
-                f"rank {self._host.rank}: a receive from any rank holds at most {self._piece} bytes where GPU memory is staged, "
+                f"rank {self.rank}: a receive from any rank holds at most {self._piece} bytes where GPU memory is staged, "
                 f"but this array has {array.nbytes}.",
                 "Let the sender announce itself first and receive from that rank, or use an MPI that takes GPU memory.",
             )
         return _Receive(
             self._backend,
             self.under_way,
-            [self._host.start_recv_any(buffer, tag)],
+            [self._inner.start_recv_any(buffer, tag)],
             [(flat, buffer)],
         )
 
-    def wait_until(self, done: Callable[[], bool], pause: float, what: Any) -> None:
-        self.under_way.wait_until(self._host, done, pause, what)
-
-    def native_all_reduce(self, array: Any, op: str) -> None:
+    def native_all_reduce(self, array: Any, op: str = "add") -> None:
         flat, buffer = self._staged(array)
         so_far = self._backend.so_far()
         self._backend.start_copy(buffer, flat, so_far).wait()
-        self._host.native_all_reduce(buffer, op)
+        self._inner.native_all_reduce(buffer, op)
         self._backend.start_copy(flat, buffer, so_far).wait()
 
     def _staged(self, array: Any) -> tuple[Any, np.ndarray]:

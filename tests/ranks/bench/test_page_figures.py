@@ -51,7 +51,7 @@ def by_formula(hosts, settings):
     [
         ("mpitrain launch -n 4 -- compare", "aaaa", ["run.steps=12", "model.context=64"]),
         (
-            "bash jobs/compare-hosts.sh",
+            "bash jobs/hosts/compare.sh",
             "aabbccdd",
             ["run.steps=8", "model.context=32", "replication.period=4"],
         ),

@@ -100,7 +100,7 @@ def test_what_was_bound_says_what_it_became(monkeypatch):
     with replaced(algorithm_table.ALL_REDUCE, "shared", Algorithm(lambda *bound: None)):
         with pytest.raises(ConfigError, match="algorithm shared needs 2 x 4,000 bytes in /dev/shm"):
             run_ranks(2, became, "shared")
-        monkeypatch.setattr("mpitrain.collectives.bind.chosen_by_model", lambda *facts: "shared")
+        monkeypatch.setattr("mpitrain.collectives.bind.choose", lambda *facts: "shared")
         assert run_ranks(2, became, "auto") == ["ring"] * 2, "where it cannot be had"
 
 

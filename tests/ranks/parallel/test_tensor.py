@@ -45,7 +45,7 @@ class Tokens:
     def __init__(self, vocabulary, context):
         self.inputs = self.classes = vocabulary
         self.context, self.held_out = context, 9
-        self.model = "gpt"
+        self.form, self.shape = "tokens", (context,)
 
     def batch(self, seed, step, size, rows, before=None):
         tokens = np.random.default_rng([seed, step]).integers(
@@ -64,6 +64,10 @@ class Tokens:
 class Points(Tokens):
     """Points of some dims, with a class each."""
 
+    def __init__(self, dims):
+        super().__init__(dims, 0)
+        self.form, self.shape = "samples", (dims,)
+
     def batch(self, seed, step, size, rows, before=None):
         generator = np.random.default_rng([seed, step])
         points, classes = (
@@ -78,7 +82,7 @@ class Points(Tokens):
 
 def source_of(config):
     if config.model.kind == "mlp":
-        return Points(10, 0)
+        return Points(10)
     return Tokens(config.data.vocabulary, config.model.context)
 
 
@@ -348,7 +352,7 @@ def test_layers_in_a_list_of_one_s_own_gather_and_split_where_they_are_told_to()
             "precision.compute=float64",
             f"layout.tp={tp}",
         )
-        trainer, source = Trainer(transport, units, config), Points(10, 0)
+        trainer, source = Trainer(transport, units, config), Points(10)
         told = [
             trainer.step(step, *trainer.replication.batch(source, step))[:2]
             for step in range(STEPS)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpitrain.optim import STATE
+from mpitrain.optim import RULES
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests.training import TINY, configured, curve, curves
@@ -21,7 +21,7 @@ ONE = "replication.zero=1"
     ],
     ids=["few", "many"],
 )
-@pytest.mark.parametrize("optimizer", STATE)
+@pytest.mark.parametrize("optimizer", RULES)
 def test_in_float64_every_number_of_ranks_has_the_curve_and_the_parameters_of_one(
     optimizer, layouts
 ):

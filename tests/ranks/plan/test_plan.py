@@ -152,7 +152,7 @@ def test_it_is_a_command_with_the_options_of_training():
 )
 def test_the_jobs_that_prove_pipelines_run(job, smaller, words, lines, monkeypatch, capsys):
     """On threads, shortened; whether they find what they claim is asked where times may be."""
-    folder = Path(__file__).parents[3] / "jobs/pipelines"
+    folder = Path(__file__).parents[3] / "jobs/prove"
     monkeypatch.syspath_prepend(str(folder))
     module = importlib.import_module(job)
     for name, value in smaller.items():

@@ -32,7 +32,7 @@ class Tokens:
     `wrong`.
     """
 
-    model, inputs, classes, held_out = "gpt", V, V, 4
+    form, shape, inputs, classes, held_out = "tokens", (4,), V, V, 4
 
     def __init__(self, what="", wrong=0, at=(2, 3), step=0, dtype=np.int64):
         self.what, self.wrong, self.at, self.step, self.dtype = what, wrong, at, step, dtype

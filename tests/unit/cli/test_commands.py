@@ -15,12 +15,12 @@ from mpitrain.cli.job_options import changes
 from mpitrain.cli.launch import command as launch_command
 from mpitrain.cli.terminal.progress import way
 from mpitrain.collectives.engine.codecs import parse_wire
-from mpitrain.config import parse, with_settings
+from mpitrain.config import Config, with_settings
 from mpitrain.errors import ConfigError, TrainingError
 from mpitrain.machine import process
 from mpitrain.optim import learning_rate
 from mpitrain.run.build import Job
-from mpitrain.run.choices import keys
+from mpitrain.run.choices import keys, parse
 from mpitrain.run.generate import _draw
 from tests.processes import mpitrain
 
@@ -59,6 +59,19 @@ def test_help_config_lists_every_key():
     said = " ".join(shown.output.split())
     for key in keys():
         assert f"{key.name} = " in said and key.help in said and key.range in said
+
+
+def test_help_config_lists_the_keys_of_a_first_run_before_the_advanced_ones():
+    for section in Config.model_fields.values():
+        assert set(section.annotation.basic) <= set(section.annotation.model_fields)
+    shown = CliRunner().invoke(commands, ["train", "--help-config"]).output.splitlines()
+    listed = [line.split()[0] for line in shown if " = " in line and line[2:3].strip()]
+    basic = [key.name for key in keys() if key.is_basic]
+    assert len(basic) == 25
+    assert listed == [*basic, *(key.name for key in keys() if not key.is_basic)]
+    assert shown.index("advanced") < next(
+        at for at, line in enumerate(shown) if line.startswith("  run.log_every = ")
+    )
 
 
 def test_help_config_of_a_section_lists_its_keys_alone_in_lines_that_fit():

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.config import Config, keys, read_toml, with_settings
+from mpitrain.config import Config, read_toml, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.grid import axes, share
 from mpitrain.parallel.modes import servers_of
-from mpitrain.run.choices import parse
+from mpitrain.run.choices import keys, parse
 from tests.processes import mpitrain
 
 README = Path(__file__).parents[3] / "README.md"

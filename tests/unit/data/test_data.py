@@ -7,9 +7,10 @@ import struct
 import numpy as np
 import pytest
 
-from mpitrain.config import parse
 from mpitrain.data import TENTH, beside, largest_token, open_source
 from mpitrain.errors import ConfigError, DataError
+from mpitrain.models.table import MODELS
+from mpitrain.run.choices import parse
 
 
 @pytest.fixture(params=["pydocs", "text", "tokens", "digits", "idx"])
@@ -277,9 +278,10 @@ def test_a_validation_that_cannot_be_held_out_is_refused(
 def test_the_kind_of_the_model_follows_the_source_where_nobody_sets_it(source, request):
     name = request.node.callspec.params["source"]
     name = f"{name}:some" if name in ("text", "tokens", "idx") else name
-    assert parse({"data": {"source": name}}).model.kind == source.model
-    assert parse({"data": {"source": name}, "model": {"layers": 2}}).model.kind == source.model
-    for kind in ("gpt", "mlp"):
+    found = parse({"data": {"source": name}}).model.kind
+    assert MODELS[found].takes == source.form
+    assert parse({"data": {"source": name}, "model": {"layers": 2}}).model.kind == found
+    for kind in MODELS:
         assert parse({"data": {"source": name}, "model": {"kind": kind}}).model.kind == kind, (
             "as it was typed"
         )

@@ -11,6 +11,7 @@ from mpitrain.ops import bodies
 from mpitrain.ops.host.rounded import TYPES, rounded
 from mpitrain.parallel.replication.loss_scale import DynamicLossScale
 from mpitrain.parallel.replication.records import StepResult
+from tests.cases.training import STEPS, step_of
 
 SHORT = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -88,23 +89,16 @@ def test_outputs_are_rounded_and_gradients_of_parameters_are_not(dtype):
     assert is_short(x_of_tokens, dlogits, total) and not is_short(np.float32(loss))
 
 
-@pytest.mark.parametrize(
-    "name, buffers, numbers",
-    [
-        ("sgd", 0, {}),
-        ("momentum", 1, {"beta": 0.9}),
-        ("adamw", 2, {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "step": 3}),
-    ],
-)
-def test_a_step_is_the_host_s_and_writes_the_mirror_rounded(name, buffers, numbers):
-    ops, rng, count = rounded("bfloat16").ops, np.random.default_rng(2), 200_003
-    p, g, *state = np.abs(rng.standard_normal((2 + buffers, count))).astype(np.float32)
-    mine, mirror = [array.copy() for array in (p, g, *state)], np.empty_like(p)
-    common = {"scale": 0.5, "lr": 0.1, "weight_decay": 0.1, "arena": Arena(), **numbers}
-    getattr(bodies.host(), name)(p, g, *state, **common)
-    getattr(ops, name)(*mine, mirror=mirror, **common)
-    for one, other in zip((p, g, *state), mine, strict=True):
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_is_the_host_s_and_writes_the_mirror_rounded(name):
+    ops = rounded("bfloat16").ops
+    alone, numbers = step_of(name, 200_003, "float32")
+    mine, mirror = [array.copy() for array in alone], np.empty_like(alone[0])
+    getattr(bodies.host(), name)(*alone, arena=Arena(), **numbers)
+    getattr(ops, name)(*mine, arena=Arena(), mirror=mirror, **numbers)
+    for one, other in zip(alone, mine, strict=True):
         assert np.array_equal(one, other)
+    p = alone[0]
     assert np.array_equal(mirror, cast(p, "bfloat16")) and not np.array_equal(mirror, p)
 
 

@@ -119,16 +119,17 @@ def test_a_row_that_rounds_no_operand_is_refused_in_words():
     row = OPERATIONS["gelu"]._replace(rounds="second")
     with replaced(OPERATIONS, "gelu", row), pytest.raises(ConfigError) as caught:
         rounded("bfloat16")
-    assert str(caught.value) == (
+    message = (
         "ConfigError: In half precision an operation rounds one of its operands or nothing, but "
         "`gelu` rounds 'second'.\n"
         "             Its row in OPERATIONS may name z, arena, y, saved or nothing."
     )
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("line", ["x:M,K", "x:M y -> z: -> w", "x:m/2 -> y:M"])
 def test_operands_that_cannot_be_read_are_refused_in_words(line):
-    with pytest.raises(KernelError, match=r"as x:M,K -> y:M, but a row has") as caught:
+    with pytest.raises(KernelError, match="but a row has") as caught:
         operands(line)
     assert line in str(caught.value)
 
@@ -185,10 +186,11 @@ def test_a_row_without_kernels_is_refused_on_a_device_in_words(monkeypatch):
     )
     with pytest.raises(ConfigError) as caught:
         bodies.cuda(KERNELS).halve(np.zeros(3), Arena())
-    assert str(caught.value) == (
+    message = (
         "ConfigError: Devices compute with kernels, but the operation `halve` has none.\n"
         "             Use --device cpu, or give its row in OPERATIONS a body for cuda."
     )
+    assert str(caught.value) == message
     assert "halve" not in launch_overhead.operations(KERNELS)
 
 

@@ -21,7 +21,7 @@ SOURCES = {
     "tiles": ("ops/cuda/tiles.py",),
     "traces": ("trace/read.py", "report/schedule_comparison.py"),
     "metrics": ("run/metrics.py", "bench/plot_loss.py"),
-    "tokens": ("data.py",),
+    "tokens": ("data/token_files.py",),
 }
 LIMITS = {
     "ge",

@@ -118,11 +118,10 @@ def started(main: Callable[..., bool], ranks: int, *words: str) -> int:
     from mpitrain.machine import process
 
     if process.launched().size == 1:
-        line, settings = command_line(ranks, [], [])  # which ends in python -m mpitrain
+        line, settings = command_line(ranks, [], [sys.executable, sys.argv[0], *words])
         one = dict.fromkeys(process.BLAS_VARIABLES, "1")
-        program = [*line[:-2], sys.argv[0], *words]
         return subprocess.run(
-            program, env={**os.environ, **settings, **one}, stdin=subprocess.DEVNULL
+            line, env={**os.environ, **settings, **one}, stdin=subprocess.DEVNULL
         ).returncode
     with connected() as transport:
         is_right = main(transport, *words)

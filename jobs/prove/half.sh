@@ -2,7 +2,7 @@
 # Claim: the default GPT (400 steps, 2 ranks, mean validation loss of three seeds) ends within 0.02 nats per byte of float32 in
 # bfloat16 and in float16.
 # 9 runs, about 20 minutes on two free cores; a run that has ended is not repeated.
-#     bash jobs/prove-half.sh [PYTHON] [FOLDER] [SEEDS]
+#     bash jobs/prove/half.sh [PYTHON] [FOLDER] [SEEDS]
 set -euo pipefail
 python=${1:-python3} folder=${2:-runs/prove-half} seeds=${3:-"1 2 3"}
 mkdir -p "$folder"

@@ -3,9 +3,9 @@
 # evaluation and all parameters of 20 steps in float64 within 1e-9. all-reduce, ZeRO 1, 2, 3 and master on 1 to 5 ranks, synchronous
 # servers with 1 to 3 workers and 1 or 2 servers; of a GPT, untied and tied, in one micro-batch and in 3, shares uneven (32 rows
 # over 3 ranks). 372 runs of a second or two; ranks are threads. OPTIMIZERS and MODES choose some of them.
-#     bash jobs/prove-modes.sh [PYTHON] ["OPTIMIZERS ..."] ["MODES ..."]
+#     bash jobs/prove/modes.sh [PYTHON] ["OPTIMIZERS ..."] ["MODES ..."]
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 "${1:-python3}" - "${2:-sgd momentum adamw}" "${3:-all-reduce zero1 zero2 zero3 master server}" <<'PY'
 import sys
 import time

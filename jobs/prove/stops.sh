@@ -2,9 +2,9 @@
 # Claim: of runs that plain mpirun (Open MPI 5) ends after INT, as after Ctrl-C, 20 of 20 keep a checkpoint of the very end and say
 # "stopped at step" before mpirun ends, where step and save take less than half of the 0.25 s between TERM and KILL; and runs that
 # `mpitrain launch` ends do so however long that takes. It wants the cores for itself. About a minute and a half.
-#     bash jobs/prove-stops.sh [FOLDER OF mpirun AND mpitrain] [TRIES]
+#     bash jobs/prove/stops.sh [FOLDER OF mpirun AND mpitrain] [TRIES]
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 programs=${1:-$(dirname "$(command -v mpitrain)")} tries=${2:-20} missed=0
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

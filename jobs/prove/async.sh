@@ -4,9 +4,9 @@
 # loss of at most 0.1 above that of 1f1b. Beside them stand synchronous schedules, whose losses are all that of 1f1b, and the loss
 # of async-2bw, for which nothing is claimed. Each of a stage's two units sleeps MS in its forward and each half of its backward:
 # on a busy machine take more, for sleepers wake late there. About 8 minutes on two free cores; "rate" or "loss" alone is a part.
-#     bash jobs/prove-async.sh [PYTHON] ["rate loss"] [STEPS] [MS] ["SCHEDULES ..."]
+#     bash jobs/prove/async.sh [PYTHON] ["rate loss"] [STEPS] [MS] ["SCHEDULES ..."]
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 python=${1:-python3} what=${2:-rate loss} steps=${3:-200} ms=${4:-25} schedules=${5:-gpipe 1f1b zero-bubble async async-2bw}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -3,9 +3,9 @@
 # all-reduce (2 ranks, the `auto` algorithm). Both trees run in this environment, in neighbouring pairs, of which every second one
 # begins with the other tree; a ratio is taken within each pair. A middle half wider than 0.1 says that other work ran meanwhile:
 # measure again. About 3 minutes on two free cores; at least 2 pairs.
-#     bash jobs/prove-same-speed.sh OLD_COMMIT [PAIRS] [STEPS] [PYTHON]
+#     bash jobs/prove/same-speed.sh OLD_COMMIT [PAIRS] [STEPS] [PYTHON]
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 commit=$1 pairs=${2:-9} steps=${3:-10} python=${4:-python3}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

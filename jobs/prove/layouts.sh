@@ -4,9 +4,9 @@
 # all-reduce and ZeRO 0 and 1 in turns, and ZeRO 2 and 3 where the schedule allows it. Losses, gradient norms, an evaluation and all
 # parameters of 5 steps in float64, within 1e-9. Ranks are threads.
 # 768 runs of 1 to 10 s each. Those that are written in FILE are not run again: what was interrupted goes on, in pieces of MINUTES.
-#     bash jobs/prove-layouts.sh [PYTHON] [FILE] [MINUTES] ["RANKS ..."] ["SCHEDULES ..."]
+#     bash jobs/prove/layouts.sh [PYTHON] [FILE] [MINUTES] ["RANKS ..."] ["SCHEDULES ..."]
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 "${1:-python3}" - "${2:-/dev/null}" "${3:-inf}" "${4:-1 2 3 4 6 8}" "${5:-}" <<'PY'
 import sys
 import time

@@ -2,7 +2,7 @@
 # All-reduce between hosts that this script makes out of network namespaces: ring, halving-doubling, star, MPI's own, and wire
 # formats, 8 MiB. Needs root.
 #
-#   jobs/bench-hosts.sh [FOLDER [HOSTS:MBIT ...]]
+#   jobs/hosts/bench.sh [FOLDER [HOSTS:MBIT ...]]
 #
 # with the MPI of the environment in use; results in FOLDER (default runs/bench-hosts). HOSTS:MBIT are the number of hosts and
 # the rate of their links in Mbit/s, each number once (default 2:200 4:200 8:50: about 5 minutes). DELAY_US is the time of one
@@ -11,7 +11,7 @@
 # Then a table against the bound 2(n-1)/n S/B, B being the payload rate of a one-way stream measured in the same run, and
 # FOLDER/hosts.png, the time against the number of hosts.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 folder=$(realpath -m "${1:-runs/bench-hosts}")
 settings=("${@:2}")
 ((${#settings[@]})) || settings=(2:200 4:200 8:50)

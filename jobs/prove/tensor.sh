@@ -5,9 +5,9 @@
 # With fp16 and int8 between replicas no step's sum of gradients is further from the sum of what the replicas have computed than
 # these formats round (tests/ranks/parallel/test_tensor.py, `rounded`), and what several ranks hold has equal bits. Ranks are threads.
 # 568 runs of 4 to 20 s each. Those that are written in FILE are not run again: what was interrupted goes on, in pieces of MINUTES.
-#     bash jobs/prove-tensor.sh [PYTHON] [FILE] [MINUTES] ["RANKS ..."] ["MODELS ..."] ["KINDS ..."]
+#     bash jobs/prove/tensor.sh [PYTHON] [FILE] [MINUTES] ["RANKS ..."] ["MODELS ..."] ["KINDS ..."]
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 export OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1    # threads are ranks here
 "${1:-python3}" - "${2:-/dev/null}" "${3:-inf}" "${4:-1 2 3 4 6 8}" "${5:-tied untied wide mlp}" \
     "${6:-float64 float32 fp16 int8}" <<'PY'

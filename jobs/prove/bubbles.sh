@@ -5,13 +5,13 @@
 # micro-batches `plan micro-batches` names one whose measured step takes at most 1.05 times as long as that of the best one. And a
 # partition by time gives a stage that is half as fast half as many units, and steps that take at most 0.85 times as long.
 # Stages sleep, so that two cores are enough for four, but want these for themselves. About 5 minutes; over MPI.
-#     bash jobs/prove-bubbles.sh [PYTHON] ["STAGES ..."] ["SCHEDULES ..."]
+#     bash jobs/prove/bubbles.sh [PYTHON] ["STAGES ..."] ["SCHEDULES ..."]
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 python=${1:-python3} missed=0
 for stages in ${2:-2 4}; do
-    "$python" jobs/pipelines/bubbles.py "$stages" "${3:-}" || missed=1
-    "$python" jobs/pipelines/counts.py "$stages" || missed=1
-    "$python" jobs/pipelines/unequal.py "$stages" || missed=1
+    "$python" jobs/prove/bubbles.py "$stages" "${3:-}" || missed=1
+    "$python" jobs/prove/counts.py "$stages" || missed=1
+    "$python" jobs/prove/unequal.py "$stages" || missed=1
 done
 [ $missed = 0 ] && echo "as claimed" || { echo "missed"; exit 1; }

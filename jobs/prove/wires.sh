@@ -3,7 +3,7 @@
 # that travel as fp16 or bf16, 0.03 as int8, 0.15 as topk:0.1 or powersgd:4, the last after a quarter of dense steps, its
 # default. Reported beside them: powersgd:4 without those, topk:0.01 after 50.
 # 24 runs, about 20 minutes on two free cores; a run that has ended is not repeated.
-#     bash jobs/prove-wires.sh [PYTHON] [FOLDER] [SEEDS]
+#     bash jobs/prove/wires.sh [PYTHON] [FOLDER] [SEEDS]
 set -euo pipefail
 python=${1:-python3} folder=${2:-runs/prove-wires} seeds=${3:-"1 2 3"}
 mkdir -p "$folder"

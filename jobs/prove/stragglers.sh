@@ -3,9 +3,9 @@
 # 1.2 times as many steps per second as synchronous ones, and a bound lies between; with one worker that always takes twice as
 # long, a bound buys nothing and none much. Leads are at most s steps, and staleness (workers-1)(2s+1) updates, with bound s.
 # The workers sleep, so that two cores are enough. About 2 minutes.
-#     bash jobs/prove-stragglers.sh [PYTHON] [STEPS] [MS]
+#     bash jobs/prove/stragglers.sh [PYTHON] [STEPS] [MS]
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 python=${1:-python3} steps=${2:-80} ms=${3:-40}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

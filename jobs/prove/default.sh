@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Claim: the main job (2 ranks, defaults) ends in under two minutes on two free cores with a validation loss of at most
-# 1.60 nats per byte.     bash jobs/prove-default.sh [PYTHON]
+# 1.60 nats per byte.     bash jobs/prove/default.sh [PYTHON]
 set -euo pipefail
 python=${1:-python3}
 folder=$(mktemp -d)

@@ -2,7 +2,8 @@
 
     hidden.py ROWS
 
-Started by prove-overlap.sh on one rank per host. Backward passes of LAYERS layers, each with a sum of ROWS x WIDTH float32, in
+Started by jobs/prove/overlap.sh on one rank per host.
+Backward passes of LAYERS layers, each with a sum of ROWS x WIDTH float32, in
 turns: the sum first and then the weight half, and both at once. Exposed is what they take longer than their weight halves.
 exit code 1 if more than 30 % of what is exposed one after the other still is at once
 """

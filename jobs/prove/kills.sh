@@ -3,9 +3,9 @@
 # checkpoint, as a worker of an asynchronous server), the job ends and is not waited for; the traces can be read, and
 # `mpitrain report` says of each rank what it did last. After a kill during a checkpoint the run goes on from the one before, and
 # its losses are bitwise those of a run that nobody disturbed. About half a minute.
-#     bash jobs/prove-kills.sh [PYTHON]
+#     bash jobs/prove/kills.sh [PYTHON]
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 "${1:-python3}" - "$folder" <<'PY'

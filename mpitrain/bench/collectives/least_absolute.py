@@ -1,0 +1,62 @@
+"""Least absolute deviations with nonnegative unknowns: a linear program, solved by the simplex method.
+
+Barrodale and Roberts, SIAM J. Numer. Anal. 10(5), 1973: over and under, the two signed parts of a
+residual, have opposite columns, so the tableau has only one of them.
+"""
+
+import numpy as np
+
+ZERO = 1e-9
+"""Costs and pivots closer to 0 are rounding errors; all columns have norm 1."""
+RAISED = 1e-10
+"""Upper bound of the raise of a target."""
+
+
+def least_absolute(matrix: np.ndarray) -> np.ndarray:
+    """Return the x >= 0 that minimises the sum of |matrix @ x - 1|.
+
+    Absolute instead of squared distances let outliers count little.
+
+    matrix  (rows, terms)
+    """
+    rows, terms = matrix.shape
+    scale = np.linalg.norm(matrix, axis=0)
+    scale[scale == 0] = 1
+    matrix = matrix / scale
+    basis = _optimal_basis(matrix)
+    chosen = [index for index in basis if index < terms]
+    # Rows whose residual is not in the basis are met exactly. They determine x without the rounding
+    # errors of the pivots.
+    missed = {(index - terms) % rows for index in basis if index >= terms}
+    met = [row for row in range(rows) if row not in missed]
+    found = np.zeros(terms)
+    found[chosen] = np.linalg.lstsq(matrix[np.ix_(met, chosen)], np.ones(len(met)))[0]
+    return found.clip(0) / scale
+
+
+def _optimal_basis(matrix: np.ndarray) -> list[int]:
+    """Return the basic variables: unknowns 0.., then residuals below 1, then residuals above 1.
+
+    The first basis has all residuals below 1: x = 0. Each target of 1 is raised a little, each by
+    another amount, because pivots among equal targets can cycle.
+    """
+    rows, terms = matrix.shape
+    basis = list(range(terms, terms + rows))
+    targets = 1 + RAISED * np.random.default_rng(0).random((rows, 1))
+    # The last row has reduced costs, the last column values.
+    tableau = np.block([[matrix, np.eye(rows), targets], [-matrix.sum(0), np.zeros(rows + 1)]])
+    while True:
+        costs = np.concatenate([tableau[-1, :-1], 2 - tableau[-1, terms:-1]])
+        entering = int(costs.argmin())
+        if costs[entering] > -ZERO:
+            return basis
+        column = (
+            tableau[:-1, entering] if entering < terms + rows else -tableau[:-1, entering - rows]
+        )
+        able = np.flatnonzero(column > ZERO)
+        leaving = able[(tableau[able, -1] / column[able]).argmin()]
+        tableau[leaving] /= column[leaving]
+        factors = np.append(column, costs[entering])
+        factors[leaving] = 0
+        tableau -= np.outer(factors, tableau[leaving])
+        basis[leaving] = entering

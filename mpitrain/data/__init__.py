@@ -1,0 +1,45 @@
+"""Data sources: deterministic samplers of a global batch, where each rank reads its own rows.
+
+The global batch of step k depends on the seed, on k, and for samples also on the number of
+samples before it. It does not depend on the number of ranks. Token sources hold out a second
+file or their last tenth. Sample sources have a test set.
+"""
+
+from mpitrain.data.samples import SampleSource
+from mpitrain.data.source import Form, Request, Scan, Source, Unopened, zeros
+from mpitrain.data.table import (
+    SOURCES,
+    SourceKind,
+    absolute,
+    amounts,
+    names,
+    open_source,
+    source_kind,
+    token_files,
+)
+from mpitrain.data.token_files import LLM_C_MAGIC, TENTH, as_it_is, beside, largest_token
+from mpitrain.data.tokens import TokenSource
+
+__all__ = [
+    "LLM_C_MAGIC",
+    "SOURCES",
+    "TENTH",
+    "Form",
+    "Request",
+    "SampleSource",
+    "Scan",
+    "Source",
+    "SourceKind",
+    "TokenSource",
+    "Unopened",
+    "absolute",
+    "amounts",
+    "as_it_is",
+    "beside",
+    "largest_token",
+    "names",
+    "open_source",
+    "source_kind",
+    "token_files",
+    "zeros",
+]

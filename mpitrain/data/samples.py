@@ -1,0 +1,131 @@
+"""Sample sources: labelled features, shuffled anew in each epoch; digits and MNIST files."""
+
+import gzip
+import math
+import struct
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mpitrain.data.source import Form, Request
+from mpitrain.errors import DataError
+from mpitrain.files import contents
+
+
+class SampleSource:
+    """A data source of labelled samples, shuffled anew in each epoch by (seed, epoch).
+
+    inputs are (B, F), targets (B,) int64; each sample comes once per epoch.
+    """
+
+    form: Form = "samples"
+
+    def __init__(self, train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray]):
+        self._train, self._test = train, test
+        # The last (seed, epoch) that was shuffled, and the order of its samples.
+        self._shuffled: tuple[tuple[int, int], np.ndarray] | None = None
+        self.samples, self.inputs = train[0].shape
+        self.shape: tuple[int, ...] = (self.inputs,)
+        self.classes = int(max(train[1].max(), test[1].max())) + 1
+        self.held_out = len(test[1])
+
+    def batch(
+        self, seed: int, step: int, size: int, rows: range, before: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        samples, labels = self._train
+        position = (step * size if before is None else before) + np.arange(rows.start, rows.stop)
+        chosen = np.empty(len(position), np.int64)
+        for epoch in np.unique(position // len(labels)):
+            here = position // len(labels) == epoch
+            chosen[here] = self._order(seed, int(epoch))[position[here] % len(labels)]
+        return samples[chosen], labels[chosen]
+
+    def _order(self, seed: int, epoch: int) -> np.ndarray:
+        """Return the numbers of all samples in the order of an epoch: (samples,) int64.
+
+        A permutation costs time in proportion to all samples, so the last one is cached.
+        """
+        if self._shuffled is None or self._shuffled[0] != (seed, epoch):
+            order = np.random.default_rng([seed, epoch]).permutation(len(self._train[1]))
+            self._shuffled = (seed, epoch), order
+        return self._shuffled[1]
+
+    def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        samples, labels = self._test
+        chosen = np.asarray(rows, np.int64)
+        return samples[chosen], labels[chosen]
+
+
+def open_digits(request: Request) -> SampleSource:
+    """Return the 1797 handwritten 8 x 8 digits of scikit-learn, scaled to 0..1.
+
+    Every fifth is a test image.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise DataError(
+            "data.source digits needs scikit-learn, which is not installed.",
+            "pip install scikit-learn",
+        ) from None
+    images, labels = load_digits(return_X_y=True)
+    images, labels = (images / 16).astype(request.dtype), labels.astype(np.int64)
+    test = np.arange(len(labels)) % 5 == 4
+    return SampleSource((images[~test], labels[~test]), (images[test], labels[test]))
+
+
+def open_idx(request: Request) -> SampleSource:
+    """Return the images of four MNIST-format files, gzipped or not, with pixels scaled to 0..1.
+
+    request.place  the folder of train-images-idx3-ubyte and its three companions
+    """
+    folder, parts = Path(request.place), {}
+    for part in ("train", "t10k"):
+        images = _idx_array(folder, f"{part}-images-idx3-ubyte", 3)
+        labels = _idx_array(folder, f"{part}-labels-idx1-ubyte", 1)
+        if len(images) != len(labels) or images.size == 0:
+            raise DataError(
+                f"{folder} has {len(images)} {part} images of {images[0].size if len(images) else 0} pixels but "
+                f"{len(labels)} labels.",
+                "Every image needs pixels and a label.",
+            )
+        parts[part] = (
+            images.reshape(len(images), -1).astype(request.dtype) / 255,
+            labels.astype(np.int64),
+        )
+    if parts["train"][0].shape[1] != parts["t10k"][0].shape[1]:
+        raise DataError(
+            f"Train and test images in {folder} differ in size.", "Use files of one data set."
+        )
+    return SampleSource(parts["train"], parts["t10k"])
+
+
+def _idx_array(folder: Path, name: str, dims: int) -> np.ndarray:
+    """Read one idx file: two zero bytes, type 8 (uint8), the number of dims, sizes, data.
+
+    The sizes are big-endian uint32.
+    """
+    path = next((p for p in (folder / name, folder / f"{name}.gz") if p.exists()), None)
+    if path is None:
+        raise DataError(
+            f"{folder} holds neither {name} nor {name}.gz.",
+            "Name a folder with the four MNIST-format files.",
+        )
+    try:
+        raw = gzip.decompress(contents(path)) if path.suffix == ".gz" else contents(path)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {error}.", "Copy the file again.") from None
+    head = 4 + 4 * dims
+    if len(raw) < head or raw[:4] != bytes((0, 0, 8, dims)):
+        raise DataError(
+            f"{path} is not an idx file of {dims} dims of bytes.", "Use files in the MNIST format."
+        )
+    shape = struct.unpack(f">{dims}I", raw[4:head])
+    if len(raw) - head != math.prod(shape):  # NumPy's product would wrap around at 64 bits.
+        raise DataError(
+            f"{path} should hold {math.prod(shape)} bytes after its header, but holds {len(raw) - head}.",
+            "Copy the file again.",
+        )
+    return np.frombuffer(raw, np.uint8, offset=head).reshape(shape)

@@ -1,0 +1,136 @@
+"""The protocol of a data source, and a stand-in with its sizes alone.
+
+B batch, T tokens of a context, F features, C channels, H height, W width of an image.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+Form = Literal["tokens", "samples", "images"]
+"""The form of the data: rows of tokens, labelled features, or labelled images."""
+
+
+class Source(Protocol):
+    """The protocol of a data source: rows to train on, and held-out rows to evaluate on.
+
+    Attributes
+    ----------
+    form : {"tokens", "samples", "images"}
+        The form of the data. A model says which one it takes.
+    shape : tuple of int
+        Shape of the inputs of one row: (T,) tokens, (F,) features, or (C, H, W) pixels.
+    inputs : int
+        Vocabulary size of tokens, or the number of features or pixel values of a sample.
+    classes : int
+        Number of classes that a prediction chooses from.
+    held_out : int
+        Number of held-out rows.
+    """
+
+    form: Form
+    shape: tuple[int, ...]
+    inputs: int
+    classes: int
+    held_out: int
+
+    def batch(
+        self, seed: int, step: int, size: int, rows: range, before: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return some rows of the global batch of a step.
+
+        Parameters
+        ----------
+        seed : int
+            Seed of the data order.
+        step : int
+            Number of the step, from 0.
+        size : int
+            Number of rows in the global batch, over all ranks.
+        rows : range
+            The rows of the global batch to return; each rank passes its own.
+        before : int, optional
+            Number of samples in all earlier global batches. None: `step` x `size`.
+
+        Returns
+        -------
+        inputs : ndarray
+            (len(rows), T) int64 tokens, (len(rows), F) features, or (len(rows), C, H, W) pixels.
+        targets : ndarray
+            (len(rows), T) int64 classes of tokens, else (len(rows),).
+        """
+
+    def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return held-out rows by number.
+
+        Parameters
+        ----------
+        rows : sequence of int
+            Numbers from 0 to held_out - 1.
+
+        Returns
+        -------
+        inputs, targets : ndarray
+            In the shapes and dtypes of `batch`.
+        """
+
+
+class Unopened(NamedTuple):
+    """The sizes of a data source without its data: enough to build a model and generate text."""
+
+    form: Form
+    shape: tuple[int, ...]
+    inputs: int
+    classes: int
+    held_out: int = 0
+
+
+class Scan(NamedTuple):
+    """The result of a scan of a token file, with the state of the file at that time.
+
+    path        absolute path of the file
+    nbytes      its size
+    changed_ns  time of its last change, in ns
+    largest     the largest token in it; -1 before the scan
+    """
+
+    path: str
+    nbytes: int
+    changed_ns: int
+    largest: int
+
+
+class Request(NamedTuple):
+    """The arguments with which a data source is opened, for a row of SOURCES.
+
+    name        of the source, as configured
+    context     tokens per row of a token source
+    dtype       of features and pixels
+    vocabulary  of a token source, as configured; 0: from the data
+    validation  held-out tokens of a token file: a source name, or a word; empty: the default
+    scan        the scan of a token file; None for other sources
+    """
+
+    name: str
+    context: int
+    dtype: str
+    vocabulary: int
+    validation: str
+    scan: Scan | None
+
+    @property
+    def place(self) -> str:
+        """The path in the name, behind the colon; empty without one."""
+        return self.name.partition(":")[2]
+
+
+def zeros(source: Source | Unopened, rows: int, dtype: DTypeLike) -> tuple[np.ndarray, np.ndarray]:
+    """Return inputs and targets of zeros, in the shapes of a batch of this source.
+
+    dtype  of features and pixels
+    """
+    if source.form == "tokens":
+        return np.zeros((rows, *source.shape), np.int64), np.zeros((rows, *source.shape), np.int64)
+    return np.zeros((rows, *source.shape), dtype), np.zeros(rows, np.int64)

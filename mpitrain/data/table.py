@@ -1,0 +1,141 @@
+"""The table of data sources by the prefix of their names, and its readers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from mpitrain.data.samples import SampleSource, open_digits, open_idx
+from mpitrain.data.source import Form, Request, Scan, Source, Unopened
+from mpitrain.data.token_files import as_it_is, largest_token
+from mpitrain.data.tokens import BYTES, TokenSource, open_pydocs, open_text, open_tokens
+from mpitrain.errors import ConfigError
+from mpitrain.tables import Table
+
+
+class SourceKind(NamedTuple):
+    """A kind of data source.
+
+    open           makes the source; raises DataError if its data is missing or wrong
+    form           of the data: a model must take it
+    argument       the path behind the prefix as help texts write it, :FILE; empty: there is none
+    help           a remark for the help of data.source, in brackets; may be empty
+    is_text        its tokens are the bytes of text
+    is_token_file  it is a file of uint16 tokens. All ranks scan it for its largest token, and
+                   data.validation may name another one.
+    module         optional Python module that it needs; empty: none
+    """
+
+    open: Callable[[Request], Source]
+    form: Form
+    argument: str = ""
+    help: str = ""
+    is_text: bool = False
+    is_token_file: bool = False
+    module: str = ""
+
+
+def _refuse(request: Request) -> Source:
+    raise ConfigError(
+        f"data.source must be {names()}, but is {request.name!r}.",
+        "For example: --set data.source=text:book.txt",
+    )
+
+
+SOURCES: Table[str, SourceKind] = Table(
+    pydocs=SourceKind(open_pydocs, "tokens", is_text=True),
+    digits=SourceKind(open_digits, "samples", module="sklearn"),
+    text=SourceKind(open_text, "tokens", ":FILE", is_text=True),
+    tokens=SourceKind(open_tokens, "tokens", ":FILE", "flat uint16", is_token_file=True),
+    idx=SourceKind(open_idx, "samples", ":DIR", "MNIST files"),
+)
+"""Data sources by prefix: a name is PREFIX, or PREFIX:PATH where the row has an argument.
+
+Configuration, help texts and commands read this table, so a new source needs only one entry.
+"""
+
+
+UNKNOWN = SourceKind(_refuse, "tokens")
+"""The row of every name that is no source."""
+
+
+def source_kind(name: str) -> SourceKind:
+    """Return the row of a source by the source's name, or UNKNOWN."""
+    prefix, _, place = name.partition(":")
+    row = SOURCES.get(prefix, UNKNOWN)
+    return row if bool(place) == bool(row.argument) else UNKNOWN
+
+
+def names(with_help: bool = False) -> str:
+    """Return the spellings of all sources: pydocs, digits, text:FILE, tokens:FILE or idx:DIR."""
+    words = [
+        prefix + row.argument + (f" ({row.help})" if with_help and row.help else "")
+        for prefix, row in SOURCES.items()
+    ]
+    return f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def token_files() -> str:
+    """Return the spellings of the sources that are files of tokens: tokens:FILE."""
+    return " or ".join(
+        prefix + row.argument for prefix, row in SOURCES.items() if row.is_token_file
+    )
+
+
+def open_source(
+    name: str,
+    context: int,
+    dtype: str,
+    vocabulary: int = 0,
+    scan: Scan | None = None,
+    validation: str = "",
+) -> Source:
+    """Open a source by its configuration name.
+
+    context     tokens per row of a token source
+    dtype       of the features of a sample source
+    vocabulary  of a token source; 0: 256 for text, largest token + 1 for tokens:FILE
+    scan        the scan of a tokens:FILE if it is known; None costs a pass over the file
+    validation  held-out tokens of a tokens:FILE: another one; tenth or empty: the last tenth
+    raises      ConfigError for a name that is no source or has options of another kind;
+                DataError if it is missing, unreadable, too small, or exceeds the vocabulary
+    """
+    row = source_kind(name)
+    if validation and not row.is_token_file:
+        raise ConfigError(
+            f"data.validation is of data.source {token_files()}, but that is {name}.",
+            "Leave out data.validation.",
+        )
+    if row.is_text and vocabulary not in (0, BYTES):
+        raise ConfigError(
+            f"Text has {BYTES} tokens, one for each byte, but data.vocabulary is {vocabulary}.",
+            f"Leave out data.vocabulary, or name a {token_files()}.",
+        )
+    if row.is_token_file and scan is None:
+        scan = as_it_is(name)._replace(largest=largest_token(name, 0, 1))
+    return row.open(Request(name, context, dtype, vocabulary, validation, scan))
+
+
+def amounts(source: Source | Unopened) -> dict[str, int]:
+    """Return {name: count} of the data, for example of its training and held-out tokens.
+
+    The result is {} unless the source is a TokenSource or a SampleSource.
+    """
+    if isinstance(source, TokenSource):
+        return {
+            "tokens": source.tokens,
+            "held_out_tokens": source.held_out_tokens,
+            "vocabulary": source.inputs,
+        }
+    if isinstance(source, SampleSource):
+        return {
+            "samples": source.samples,
+            "held_out_samples": source.held_out,
+            "classes": source.classes,
+        }
+    return {}
+
+
+def absolute(name: str) -> str:
+    """Return the source's name with its path, if it has one, made absolute."""
+    kind, _, place = name.partition(":")
+    return f"{kind}:{Path(place).resolve()}" if place else name

@@ -1,0 +1,149 @@
+"""The table of models by kind, and the rules that a configuration must obey for its model."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from mpitrain.config import Config
+from mpitrain.config import Model as Keys
+from mpitrain.data import Form, Source, Unopened
+from mpitrain.errors import ConfigError
+from mpitrain.layers.base import Unit
+from mpitrain.layers.plain import Plain
+from mpitrain.models.gpt import gpt
+from mpitrain.models.mlp import mlp
+from mpitrain.tables import Table
+
+
+class Model(NamedTuple):
+    """A kind of model.
+
+    build     (layer factory, section [model], source or its sizes) -> the units of the model.
+              From one layer on, model.layers adds the same number of parameters each time.
+    takes     the form of the data
+    help      words about the kind for the help of model.kind
+    split     the key of [model] that layout.tp must divide
+    divides   (key, other key) of [model]: the first value must divide the second
+    check     raises ConfigError for keys that break another rule of this kind
+    writes    whether it predicts the next token, so that text can be drawn from it
+    has_peer  whether `bench train --peer torch` has the same network
+    phrases   {key: words about the kind for the help of another key}
+    """
+
+    build: Callable[[Plain, Keys, Source | Unopened], Sequence[Unit]]
+    takes: Form
+    help: str
+    split: str
+    divides: tuple[tuple[str, str], ...] = ()
+    check: Callable[[Config], None] = lambda config: None
+    writes: bool = False
+    has_peer: bool = False
+    phrases: Mapping[str, str] = {}
+
+
+MODELS: Table[str, Model] = Table(
+    gpt=Model(
+        lambda layers, keys, source: gpt(
+            layers,
+            vocab=source.inputs,
+            context=keys.context,
+            width=keys.width,
+            heads=keys.heads,
+            depth=keys.layers,
+            tied=keys.tied,
+        ),
+        takes="tokens",
+        help="for tokens",
+        split="heads",
+        divides=(("heads", "width"),),
+        writes=True,
+        has_peer=True,
+        phrases={
+            "model.layers": "transformer blocks",
+            "model.width": "channels of the residual stream",
+            "pipeline.partition": "The units of a gpt are the embedding, 2 per block, and the head.",
+        },
+    ),
+    mlp=Model(
+        lambda layers, keys, source: mlp(
+            layers,
+            features=source.inputs,
+            hidden=[keys.width] * keys.layers,
+            classes=source.classes,
+        ),
+        takes="samples",
+        help="for labelled samples",
+        split="width",
+        phrases={
+            "model.layers": "hidden layers of the mlp",
+            "model.width": "units of each hidden layer of the mlp",
+        },
+    ),
+)
+"""Models by kind.
+
+Configuration, help texts and commands read this table, so a new model needs only one entry.
+"""
+
+
+def kinds(does_count: Callable[[Model], bool]) -> list[str]:
+    """Return the kinds of models whose rows count."""
+    return [kind for kind, row in MODELS.items() if does_count(row)]
+
+
+def check_model(config: Config) -> None:
+    """Raise ConfigError for keys that the model, or layout.tp ranks of the model, cannot have."""
+    model, tp, row = config.model, config.layout.tp, MODELS[config.model.kind]
+    if config.layout.sequence_parallel and row.takes != "tokens":
+        raise ConfigError(
+            f"layout.sequence_parallel divides rows of tokens, but model.kind is {model.kind}.",
+            "Set layout.sequence_parallel to false.",
+        )
+    _check_split(row, model, tp)
+    for key, other in row.divides:
+        count, of = getattr(model, key), getattr(model, other)
+        if of % count:
+            near = sorted((of // count * count or count, -(-of // count) * count))
+            raise ConfigError(
+                f"model.{key} must divide model.{other}, but {count} does not divide {of}.",
+                f"Set model.{other} to {' or '.join(map(str, dict.fromkeys(near)))}, or model.{key} to a divisor of {of}.",
+            )
+    row.check(config)
+
+
+def _check_split(row: Model, model: Keys, tp: int) -> None:
+    """Raise ConfigError unless layout.tp divides the model, with the nearest numbers that do."""
+    key, count = f"model.{row.split}", getattr(model, row.split)
+    if count % tp == 0:
+        return
+    bounds = [getattr(model, other) for own, other in row.divides if own == row.split]
+    most = min(bounds, default=count + tp)
+    fitting = [n for n in range(tp, most + 1, tp) if all(bound % n == 0 for bound in bounds)]
+    divisors = [ranks for ranks in range(1, count + 1) if count % ranks == 0]
+    ways = [
+        f"{name} to {' or '.join(map(str, sorted(sorted(numbers, key=lambda n: abs(n - now))[:2])))}"
+        for name, numbers, now in ((key, fitting, count), ("layout.tp", divisors, tp))
+        if numbers
+    ]
+    raise ConfigError(
+        f"layout.tp must divide {key}, but {tp} does not divide {count}.",
+        f"Set {', or '.join(ways)}.",
+    )
+
+
+def check_data(kind: str, form: Form, name: str) -> None:
+    """Raise ConfigError unless a model takes data of this form.
+
+    name  of the data, for the message
+    """
+    if MODELS[kind].takes == form:
+        return
+    fitting = kinds(lambda row: row.takes == form)
+    if not fitting:
+        raise ConfigError(
+            f"model.kind {kind} takes {MODELS[kind].takes}, but {name} has {form}, which no model takes.",
+            "Choose another data source.",
+        )
+    raise ConfigError(
+        f"The model.kind for {name} is {' or '.join(fitting)}, but the configuration says {kind}.",
+        f"Train with --set model.kind={fitting[0]}, or choose another data source.",
+    )
