@@ -18,13 +18,13 @@ from mpitrain.data import (
 from mpitrain.layers.base import Unit
 from mpitrain.layers.plain import Plain
 from mpitrain.models.table import MODELS, check_data
+from mpitrain.parallel.memory import check_memory
 from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.pipeline.partition import TIME
 from mpitrain.pipeline.profile_units import by_time, unit_seconds
 from mpitrain.run.checkpoint import save_load
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.given import Given, agree_on
-from mpitrain.run.memory import check_memory
 from mpitrain.run.resolve import Resolved, resolve, resolve_here
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
@@ -96,7 +96,8 @@ def build(
     def facts(resolved: Resolved) -> dict[str, Any]:
         opened.append(found := source or _source(resolved.config, largest))
         check_data(resolved.config.model.kind, found.form, name)
-        check_memory(transport, resolved, found, model)
+        config, axes, plan, *_, device = resolved
+        check_memory(transport, config, found, axes, len(plan.place), device)
         return {"inputs": found.inputs, "classes": found.classes, "held_out": found.held_out}
 
     resolved = resolve(transport, given, facts)

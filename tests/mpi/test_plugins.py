@@ -13,7 +13,8 @@ def test_a_run_with_a_plugin_trains_resumes_and_is_evaluated_with_the_same_file_
     plugin = shutil.copy(TOYS, tmp_path)
     (tmp_path / "run.toml").write_text(
         'run = {plugins = ["toys.py"], sample = 0, eval_rows = 8}\n'
-        "model = {layers = 1, width = 16, heads = 2, context = 16}\n"
+        'data = {source = "toy"}\n'
+        'model = {kind = "toy-bigrams", layers = 1, width = 16, context = 16}\n'
         'replication = {mode = "toy", algorithm = "toy-ring"}\n'
         'pipeline = {schedule = "toy-gpipe"}\n'
         'optimizer = {name = "toy-sgd"}\n'

@@ -64,6 +64,12 @@ def test_training_has_the_curve_of_one_rank(settings):
             assert np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one))
 
 
+def test_a_model_learns_from_a_source():
+    names = ["data.source=toy", "model.kind=toy-bigrams", "optimizer.lr=0.03"]
+    losses, *_ = curves(2, *TINY, *names)
+    assert losses[-1] < 0.5 * losses[0]
+
+
 def test_an_operation_is_the_base_of_an_optimizer():
     """Its step at twice the learning rate is that of gradient descent without decay."""
     for law in laws_of(OperationLaws):

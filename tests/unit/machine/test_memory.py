@@ -17,15 +17,17 @@ from mpitrain.machine import process
 from mpitrain.models.table import MODELS
 from mpitrain.ops.device import device_for, ops_for
 from mpitrain.optim import RULES
+from mpitrain.parallel import memory
 from mpitrain.parallel.grid import axes
 from mpitrain.parallel.modes import MODES, STREAMS, mode_of, servers_of
 from mpitrain.pipeline.schedules import plan_of
-from mpitrain.run import build, memory
+from mpitrain.run import build
 from mpitrain.run.build import Job
 from mpitrain.run.choices import parse
 from mpitrain.run.resolve import Resolved
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy
+from tests.rows import replaced
 
 SIZES = {"tokens": Unopened("tokens", (8,), 50, 50), "samples": Unopened("samples", (20,), 20, 10)}
 SOURCES = {kind: SIZES[row.takes] for kind, row in MODELS.items()}
@@ -53,12 +55,22 @@ def resolved(config, ranks=1):
     )
 
 
+def check(transport, found, source=SOURCES["gpt"]):
+    config, axes, plan, *_, device = found
+    memory.check_memory(transport, config, source, axes, len(plan.place), device)
+
+
+def sizes_of(found, shards, source=SOURCES["gpt"]):
+    config, axes, plan, *_, device = found
+    return memory.sizes(config, source, axes, len(plan.place), device, shards)
+
+
 @pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("layers", (1, 2, 3, 7))
 def test_the_size_of_a_model_is_known_before_it_is_built(kind, layers):
     config = config_of(kind, layers)
     storage = Storage(build.model(config, SOURCES[kind], Plain(ops_for("cpu"))), "float32")
-    found, count = memory.sizes(resolved(config), SOURCES[kind], 1, build.model)
+    found, count = sizes_of(resolved(config), 1, SOURCES[kind])
     assert (found.length, count) == (storage.length, storage.parameter_count)
 
 
@@ -68,13 +80,13 @@ def test_a_model_larger_than_what_is_free_on_its_host_is_refused_with_the_number
     ranks, hosts, sharing, optimizer, monkeypatch
 ):
     config = config_of(layers=1000, optimizer={"name": optimizer})
-    found, count = memory.sizes(resolved(config, ranks), SOURCES["gpt"], 1, build.model)
+    found, count = sizes_of(resolved(config, ranks), 1)
     length = found.length
     needed = sharing * length * 4 * (2 + RULES[optimizer].per_parameter)
 
     def run(transport):
         if transport.hosts[transport.rank] == "a":
-            memory.check_memory(transport, resolved(config, ranks), SOURCES["gpt"], build.model)
+            check(transport, resolved(config, ranks))
 
     monkeypatch.setattr(process, "free_memory", lambda kind: needed)
     run_ranks(ranks, run, hosts=hosts)
@@ -94,7 +106,7 @@ def test_what_replicas_divide_counts_as_a_part_and_the_largest_unit_on_its_way(
     zero, shard, hosts, monkeypatch
 ):
     config, n = config_of(layers=1000, replication={"zero": zero, "shard": shard}), len(hosts)
-    length = memory.sizes(resolved(config, n), SOURCES["gpt"], n, build.model)[0].length
+    length = sizes_of(resolved(config, n), n)[0].length
     largest = (
         8 * 24**2 + 7 * 24
     )  # the mlp half of a block: its two matrices and biases, and its norm
@@ -108,18 +120,14 @@ def test_what_replicas_divide_counts_as_a_part_and_the_largest_unit_on_its_way(
     monkeypatch.setattr(process, "free_memory", lambda kind: needed)
     run_ranks(
         n,
-        lambda transport: memory.check_memory(
-            transport, resolved(config, n), SOURCES["gpt"], build.model
-        ),
+        lambda transport: check(transport, resolved(config, n)),
         hosts=hosts,
     )
     monkeypatch.setattr(process, "free_memory", lambda kind: needed - 1)
     with pytest.raises(ConfigError, match="parameters with gradients"):
         run_ranks(
             n,
-            lambda transport: memory.check_memory(
-                transport, resolved(config, n), SOURCES["gpt"], build.model
-            ),
+            lambda transport: check(transport, resolved(config, n)),
             hosts=hosts,
         )
 
@@ -146,7 +154,7 @@ def check_held(ranks, sections, rounding=1e-12):
     def held(transport):
         trainer = build.build(transport, config, source=SOURCES["gpt"]).trainer
         trainer.sync_parameters()
-        sizes, _ = memory.sizes(trainer.resolved, SOURCES["gpt"], trainer.grid.axes.dp, build.model)
+        sizes, _ = sizes_of(trainer.resolved, trainer.grid.axes.dp)
         row = mode_of(trainer.config)
         whole = row.memory(sizes._replace(largest=0))
         in_turns = row.memory(sizes) - whole
@@ -186,15 +194,14 @@ def test_an_outer_optimizer_counts(outer):
 
 def test_units_are_not_built_for_a_model_that_does_not_fit(monkeypatch):
     monkeypatch.setattr(process, "free_memory", lambda kind: 1 << 30)
-    built = []
-    monkeypatch.setattr(
-        build,
-        "model",
-        lambda config, source, layers, real=build.model: (
-            built.append(config.model.layers) or real(config, source, layers)
-        ),
-    )
-    with pytest.raises(ConfigError, match="parameters") as raised:
+    row, built = MODELS["gpt"], []
+
+    def counted(layers, keys, source):
+        built.append(keys.layers)
+        return row.build(layers, keys, source)
+
+    noted = replaced(MODELS, "gpt", row._replace(build=counted))
+    with noted, pytest.raises(ConfigError, match="parameters") as raised:
         run_ranks(
             2,
             lambda transport: build.build(
@@ -219,16 +226,12 @@ def test_on_a_gpu_its_own_memory_counts(monkeypatch):
     ):
         run_ranks(
             3,
-            lambda transport: memory.check_memory(
-                transport, resolved(config, 3), SOURCES["gpt"], build.model
-            ),
+            lambda transport: check(transport, resolved(config, 3)),
         )
     monkeypatch.setattr(cupy.devices, "memory", (8 << 30, 8 << 30))
     run_ranks(
         3,
-        lambda transport: memory.check_memory(
-            transport, resolved(config, 3), SOURCES["gpt"], build.model
-        ),
+        lambda transport: check(transport, resolved(config, 3)),
     )
 
 
@@ -287,7 +290,5 @@ def test_no_width_is_so_large_that_its_number_of_parameters_looks_small(kind, wi
     with pytest.raises(ConfigError, match=r"parameters with gradients .* are free"):
         run_ranks(
             1,
-            lambda transport: memory.check_memory(
-                transport, resolved(config), SOURCES[kind], build.model
-            ),
+            lambda transport: check(transport, resolved(config), SOURCES[kind]),
         )

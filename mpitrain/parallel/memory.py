@@ -1,41 +1,41 @@
-"""Checks before a model is built that parameters, gradients and optimizer state fit in memory."""
-
-from collections.abc import Callable
+"""The check that parameters, gradients and optimizer state fit in memory, before a model exists."""
 
 import numpy as np
 
 from mpitrain.config import Config
 from mpitrain.data import Source, Unopened
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Unit
 from mpitrain.layers.flat import Storage
-from mpitrain.layers.plain import Plain
 from mpitrain.machine import process
+from mpitrain.models.table import MODELS
+from mpitrain.ops.device import Device
 from mpitrain.optim import RULES
-from mpitrain.parallel.grid import divisor
+from mpitrain.parallel.grid import Axes, divisor
 from mpitrain.parallel.mode import Sizes
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.tensor.layer_factory import described
-from mpitrain.run.resolve import Resolved
 from mpitrain.transport.base import Transport
-
-Model = Callable[[Config, Source | Unopened, Plain], list[Unit]]
-"""(configuration, source, layer factory) -> units of the configured network."""
 
 
 def check_memory(
-    transport: Transport, resolved: Resolved, source: Source | Unopened, model: Model
+    transport: Transport,
+    config: Config,
+    source: Source | Unopened,
+    axes: Axes,
+    chunks: int,
+    device: Device,
 ) -> None:
     """Raise ConfigError if parameters, gradients and optimizer state exceed the free memory.
 
-    It is called before the model is built; activations are not counted.
+    Activations are not counted.
+
+    chunks  of the model, over all stages
     """
-    config = resolved.config
     ranks, where = transport.hosts.count(transport.hosts[transport.rank]), "on this host"
     if config.device.kind == "cuda":
         ranks, where = -(-ranks // process.gpus()), "on this GPU"
-    shards = divisor(resolved.axes, transport.hosts, config.replication.shard)
-    found, count = sizes(resolved, source, shards, model)
+    shards = divisor(axes, transport.hosts, config.replication.shard)
+    found, count = sizes(config, source, axes, chunks, device, shards)
     needed = ranks * mode_of(config).memory(found)
     free = process.free_memory(config.device.kind)
     if needed > free:
@@ -48,19 +48,24 @@ def check_memory(
 
 
 def sizes(
-    resolved: Resolved, source: Source | Unopened, shards: int, model: Model
+    config: Config,
+    source: Source | Unopened,
+    axes: Axes,
+    chunks: int,
+    device: Device,
+    shards: int,
 ) -> tuple[Sizes, int]:
     """Return the arguments of a mode's memory formula, and the number of parameters.
 
     They are extrapolated from networks of one and two layers, which are quick to describe.
+
+    shards  ranks of ZeRO's sharding group
     """
-    config, axes, chunks = resolved.config, resolved.axes, len(resolved.plan.place)
-    layers = described(resolved.device.ops, config.layout)
+    layers, model = described(device.ops, config.layout), MODELS[config.model.kind]
 
     def storage(depth: int) -> Storage:
         shallow = config.model.model_copy(update={"layers": depth})
-        units = model(config.model_copy(update={"model": shallow}), source, layers)
-        return Storage(units, config.precision.stored, axes.dp)
+        return Storage(model.build(layers, shallow, source), config.precision.stored, axes.dp)
 
     one, two = storage(1), storage(2)
     others = config.model.layers - 1
@@ -69,7 +74,7 @@ def sizes(
     spans = (two if others else one).spans
     largest = max((span.stop - span.start for span in spans), default=0)
     master = np.dtype(config.precision.stored).itemsize
-    half = resolved.device.half.itemsize if resolved.device.half else master
+    half = device.half.itemsize if device.half else master
     return Sizes(
         config.replication,
         axes,
