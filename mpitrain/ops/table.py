@@ -220,7 +220,7 @@ OPERATIONS: dict[str, Operation] = {
         {
             "layer_norm": (
                 "layer normalisation",
-                "x:M,C gain:C bias:C epsilon=1e-05 -> y:M,C saved",
+                "x:M,C gain:C bias:C epsilon=0.25 -> y:M,C saved",
                 "y",
                 1,
             ),
