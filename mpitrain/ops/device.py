@@ -3,7 +3,6 @@
 from __future__ import annotations  # so that help() prints signatures as they are written here
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -17,6 +16,7 @@ from mpitrain.machine.backend import Backend
 from mpitrain.machine.devices import backend_for
 from mpitrain.machine.kinds import Kind
 from mpitrain.ops import Ops, bodies, cuda
+from mpitrain.ops.cuda import wire
 from mpitrain.ops.cuda.linear import Multiply
 from mpitrain.ops.host.rounded import TYPES, rounded
 
@@ -86,10 +86,11 @@ def device_for(
     multiply = cuda.multiply(gemm, tiles)
     kernels = simulated(checked=True) if checked else KERNELS[backend.kind]()
     device = Device(backend, bodies.cuda(kernels, multiply, backend), kernels, multiply)
-    return (
-        device._replace(mirror=partial(cuda.mirror, kernels), half=HALVES[compute])
-        if compute in HALVES
-        else device
+    if compute not in HALVES:
+        return device
+    return device._replace(
+        mirror=lambda parameters, mirror, arena: wire.convert(kernels, parameters, mirror),
+        half=HALVES[compute],
     )
 
 

@@ -12,31 +12,29 @@ Draw = Callable[[Operand, tuple[int, ...]], Any]
 """(operand, shape) -> an array in the memory of the operations."""
 
 
-def examples(ops: Ops, sizes: Sizes, draw: Draw, arena: Any) -> Callable[[str], list[Any]]:
-    """Return a function of an operation's name: the positional arguments, up to the arena.
+def examples(ops: Ops, sizes: Sizes, draw: Draw, arena: Any) -> Callable[[str], dict[str, Any]]:
+    """Return a function of an operation's name: its arguments by name, in order, up to the arena.
 
-    Operations share their operands: there is one array for each name and shape. So an operation may
-    overwrite the operand of another, as `row_exponentials` does for `cross_entropy_split`.
+    Operations share the arrays of equal operands. So an operation may overwrite the array of
+    another, as `row_exponentials` does for `cross_entropy_split`.
     """
-    drawn: dict[tuple, Any] = {}
 
+    @cache
     def value(one: Operand) -> Any:
         if one.after:
             return last(one.after)
         if one.number:
             return sizes[one.number] if one.number in sizes else literal_eval(one.number)
-        key = one.name, one.shape
-        if key not in drawn:
-            drawn[key] = draw(one, dims(one.shape or "", sizes))
-        return drawn[key]
+        return draw(one, dims(one.shape or "", sizes))
 
-    def arguments(name: str) -> list[Any]:
-        return [*map(value, operands(OPERATIONS[name].operands).takes), arena]
+    def arguments(name: str) -> dict[str, Any]:
+        takes = operands(OPERATIONS[name].operands).takes
+        return {one.name: value(one) for one in takes} | {"arena": arena}
 
     @cache
     def last(name: str) -> Any:
         """Return the last result of an operation."""
-        result = getattr(ops, name)(*arguments(name))
+        result = getattr(ops, name)(**arguments(name))
         return result[1] if len(operands(OPERATIONS[name].operands).results) > 1 else result
 
     return arguments

@@ -121,10 +121,10 @@ def _built_in(
             help,
             line,
             rounds,
-            getattr(tuned, name, getattr(definitions, name)),
+            getattr(tuned, name, definition := getattr(definitions, name)),
             launches,
             getattr(kernels, name),
-            getattr(definitions, name),
+            definition,
             products,
         )
         for name, (help, line, rounds, launches) in rows.items()
@@ -136,8 +136,7 @@ OPERATIONS: Table[str, Operation] = Table(
         reference.layers,
         host.linear,
         cuda.linear,
-        products=True,
-        rows={
+        {
             "linear": (
                 "a matrix product with a bias and a residual",
                 "x:M,K w:N,K b:N -> y:M,N saved",
@@ -183,12 +182,13 @@ OPERATIONS: Table[str, Operation] = Table(
                 1,
             ),
         },
+        products=True,
     ),
     **_built_in(
         reference.layers,
         host.linear,
         cuda.linear,
-        rows={
+        {
             "linear_backward_bias": (
                 "bias gradient of a linear layer",
                 "pending@linear_backward_input|N db:N accumulate=1 -> db",
@@ -218,10 +218,10 @@ OPERATIONS: Table[str, Operation] = Table(
         reference.layers,
         host.norm,
         cuda.norm,
-        rows={
+        {
             "layer_norm": (
                 "layer normalisation",
-                "x:M,C gain:C bias:C epsilon=1e-05 -> y:M,C saved",
+                "x:M,C gain:C bias:C epsilon=0.25 -> y:M,C saved",
                 "y",
                 1,
             ),
@@ -249,7 +249,7 @@ OPERATIONS: Table[str, Operation] = Table(
         reference.layers,
         host.embedding,
         cuda.embedding,
-        rows={
+        {
             "embedding": (
                 "rows of a table, plus positions",
                 "tokens<V:B,T table:V,C|B,T,C positions:T,C -> x:B,T,C saved",
@@ -274,8 +274,7 @@ OPERATIONS: Table[str, Operation] = Table(
         reference.layers,
         host.attention,
         cuda.attention,
-        products=True,
-        rows={
+        {
             "attention": ("causal attention", "qkv:B,T,3HD heads=H -> y:B,T,HD saved", "y", 1),
             "attention_backward": (
                 "gradient of attention",
@@ -284,12 +283,13 @@ OPERATIONS: Table[str, Operation] = Table(
                 3,
             ),
         },
+        products=True,
     ),
     **_built_in(
         reference.loss,
         host.loss,
         cuda.loss,
-        rows={
+        {
             "cross_entropy": (
                 "loss and gradient of logits",
                 "logits:M,V targets<V:M scale=0.125 -> loss dlogits:M,V",
@@ -344,7 +344,7 @@ OPERATIONS: Table[str, Operation] = Table(
         reference.steps,
         host.steps,
         cuda.steps,
-        rows={
+        {
             "gradient_facts": (
                 "sum of squares, and number of elements that are not finite",
                 "x:L -> squares nonfinite",

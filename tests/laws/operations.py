@@ -44,14 +44,10 @@ def computed(ops: Ops, backend: Backend, name: str, sizes: Sizes, dtype: str) ->
         array = drawn(one, shape, sizes)
         return backend.from_host(array if one.below else array.astype("f4").astype(dtype))
 
-    arguments, line = (
-        examples(ops, sizes, draw, backend.arena())(name),
-        operands(OPERATIONS[name].operands),
-    )
-    result = getattr(ops, name)(*arguments)
+    given = examples(ops, sizes, draw, backend.arena())(name)
+    line, result = operands(OPERATIONS[name].operands), getattr(ops, name)(**given)
     values = [result] if len(line.results) == 1 else [] if result is None else list(result)
     assert len(values) == len(line.results), f"{name} returns other results than {line.results}"
-    given = {one.name: array for one, array in zip(line.takes, arguments, strict=False)}
     found = given | dict(zip(line.results, values, strict=True))
     public = [one for one in line.gives if one.name not in PRIVATE]
     for one in public:

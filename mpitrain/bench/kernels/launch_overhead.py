@@ -89,16 +89,16 @@ def operations(kernels: Kernels) -> dict[str, Callable[[], Any]]:
     arguments = examples(ops, SIZES, drawn, arena)
     p, g, half = np.zeros(SIZE, np.float32), np.zeros(SIZE, np.float32), np.zeros(SIZE, np.float16)
     coded, scales = np.zeros(SIZE, np.int8), np.zeros(1, np.float32)
-    listed: dict[str, Callable[[], Any]] = {
-        name: partial(
-            getattr(ops, name),
-            *arguments(name),
-            **({"mirror": half} if row.rounds == "mirror" else {}),
-        )
-        for name, row in OPERATIONS.items()
-        if row.cuda
-    }
-    return listed | {
+    return {
+        **{
+            name: partial(
+                getattr(ops, name),
+                *arguments(name).values(),
+                **({"mirror": half} if row.rounds == "mirror" else {}),
+            )
+            for name, row in OPERATIONS.items()
+            if row.cuda
+        },
         "add_into": partial(wire.add_into, kernels, p, half),
         "maximum_into": partial(wire.maximum_into, kernels, p, g),
         "convert": partial(wire.convert, kernels, p, half),

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mpitrain.bench.kernels.timing import seconds
-from mpitrain.ops import OPERATIONS, bodies
+from mpitrain.ops import OPERATIONS, Ops, bodies
 from mpitrain.ops.cuda import wire
 from mpitrain.ops.cuda.sums import sum_rows
 from mpitrain.ops.device import Device
+from mpitrain.ops.example import examples
+from mpitrain.ops.operands import Operand, operands
 
 WRONG = 1e-4
 """Upper bound of the error of a right element, relative to the reference's largest element."""
-EPSILON = 1e-5
-"""Added to the variance in LayerNorm."""
 SHAPES = {
     "cpu": (8, 128, 256, 4, 512),
     "cuda-sim": (2, 24, 32, 2, 40),
@@ -142,160 +142,121 @@ def values(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float32)
 
 
+class Calls:
+    """Example calls of operations at given sizes: on a device, and by their definitions.
+
+    device     made the operations
+    sizes      as in `mpitrain.ops.table`
+    """
+
+    def __init__(self, device: Device, **sizes: int):
+        def draw(one: Operand, shape: tuple[int, ...]) -> np.ndarray:
+            rng = np.random.default_rng([*one.name.encode()])
+            if one.below:
+                return rng.integers(sizes[one.below], size=shape)
+            numbers = rng.standard_normal(shape, np.float32)
+            return np.abs(numbers) if one.positive else numbers
+
+        self._sizes, self._ops, self._put = sizes, device.ops, device.backend.from_host
+        self._given = examples(
+            self._ops, sizes, lambda *drawn: self._put(draw(*drawn)), device.arena()
+        )
+        self._reference = bodies.reference()
+        self._true = examples(self._reference, sizes, draw, None)
+
+    def work(
+        self,
+        label: str,
+        name: str,
+        flops: float = 0.0,
+        peer: Callable[[dict[str, Any]], Any] | None = None,
+        **changed: Any,
+    ) -> Work:
+        """Return an operation's work, whose first result is compared.
+
+        flops    floating-point operations; 0: bytes matter
+        peer     takes the arguments, by name
+        changed  numbers and arrays of the host in place of the example's arguments, or besides
+        """
+        row, found = OPERATIONS[name], list[Any]()
+        line = operands(row.operands)
+        given = self._given(name) | {
+            key: self._put(value) if hasattr(value, "nbytes") else value
+            for key, value in changed.items()
+        }
+
+        def call(ops: Ops, given: dict[str, Any]) -> Any:
+            result, output = getattr(ops, name)(**given), line.gives[0].name
+            first = result[0] if len(line.results) > 1 else result
+            return given.get(output, first)
+
+        def run() -> None:
+            found[:] = [call(self._ops, given)]
+
+        return Work(
+            label,
+            run,
+            lambda: found[0],
+            lambda: call(self._reference, self._true(name) | changed),
+            flops
+            or row.nbytes(**self._sizes)
+            + sum(getattr(value, "nbytes", 0) for value in changed.values()),
+            "GFLOP/s" if row.products else "GB/s",
+            peer=partial(peer, given) if peer else None,
+        )
+
+
 def works(device: Device, peer: Peer | None) -> Iterator[Work]:
     """Yield the operations of a GPT's training step, at sizes that suit the device."""
-    ops, reference, arena = device.ops, bodies.reference(), device.arena()
-    put, get = device.backend.from_host, device.backend.to_host
+    ops, rng = device.ops, np.random.default_rng(0)
     batch, tokens, width, _, vocab = SHAPES[device.kind]
-    rows, rng = batch * tokens, np.random.default_rng(0)
+    rows, wide, many_rows = batch * tokens, 4 * width, MOVED[device.kind]
 
     def numbers(*shape: int) -> np.ndarray:
-        return rng.standard_normal(shape).astype(np.float32)
+        return rng.standard_normal(shape, np.float32)
 
-    x, dy, w = numbers(rows, width), numbers(rows, 4 * width), numbers(4 * width, width)
-    b, gain = numbers(4 * width), numbers(width)
-    w *= width**-0.5
-    dx, dw, db, dw_bias = put(x), put(w), put(b), put(dy)
-    kept: dict[str, Any] = {}
+    size, calls = 2.0 * rows * width * wide, Calls(device, M=rows, K=width, N=wide)
+    yield calls.work("linear", "linear", size)
+    yield calls.work("linear_gelu", "linear_gelu", size)
+    yield calls.work("linear input", "linear_backward_input", size)
+    yield calls.work("linear weight", "linear_backward_weight", size, accumulate=False)
 
-    def keep(name: str, compute: Callable[[], Any]) -> Callable[[], None]:
-        def run() -> None:
-            kept[name] = compute()
+    def product_then_sum(of: dict[str, Any]) -> None:
+        y, _ = ops.linear(of["x"], of["w"], of["b"], of["arena"])
+        ops.add(y, of["residual"], y, of["arena"])
 
-        return run
-
-    def first(name: str) -> Callable[[], Any]:
-        return lambda: kept[name][0] if isinstance(kept[name], tuple) else kept[name]
-
-    size, many_rows = 2.0 * rows * width * 4 * width, MOVED[device.kind]
-    yield Work(
-        "linear",
-        keep("linear", lambda: ops.linear(dx, dw, db, arena)),
-        first("linear"),
-        lambda: reference.linear(x, w, b, None)[0],
-        size,
-        "GFLOP/s",
-    )
-    yield Work(
-        "linear_gelu",
-        keep("gelu", lambda: ops.linear_gelu(dx, dw, db, arena)),
-        first("gelu"),
-        lambda: reference.linear_gelu(x, w, b, None)[0],
-        size,
-        "GFLOP/s",
-    )
-    yield Work(
-        "linear input",
-        keep("input", lambda: ops.linear_backward_input(dw_bias, dw, kept["linear"][1], arena)),
-        first("input"),
-        lambda: dy @ w,
-        size,
-        "GFLOP/s",
-    )
-    out = put(np.empty_like(w))
-    yield Work(
-        "linear weight",
-        lambda: ops.linear_backward_weight(kept["input"][1], out, False, arena),
-        lambda: out,
-        lambda: dy.T @ x,
-        size,
-        "GFLOP/s",
-    )
-    yield Work(
-        "linear + residual",
-        keep("sum", lambda: ops.linear(dx, dw, db, arena, residual=dw_bias)),
-        first("sum"),
-        lambda: reference.linear(x, w, b, None, residual=dy)[0],
-        size,
-        "GFLOP/s",
-        peer=lambda: ops.add(y := ops.linear(dx, dw, db, arena)[0], dw_bias, y, arena),
-    )
+    residual = numbers(rows, wide)
+    yield calls.work("linear + residual", "linear", size, product_then_sum, residual=residual)
     # The host backend multiplies its saved factors in place, so repeated runs would let them grow.
     if device.kernels is not None:
-        z, saved = numbers(rows, width), kept["linear"][1]
-        mine, theirs = put(z.copy()), put(z.copy())
-        yield Work(
+        z = device.backend.from_host(numbers(rows, width))
+        yield calls.work(
             "linear input x gelu'",
-            keep("back", lambda: ops.gelu_linear_backward_input(dw_bias, dw, saved, mine, arena)),
-            first("back"),
-            lambda: reference.gelu_linear_backward_input(dy, w, x, z, None)[0],
+            "gelu_linear_backward_input",
             size,
-            "GFLOP/s",
-            peer=lambda: ops.gelu_backward(
-                ops.linear_backward_input(dw_bias, dw, saved, arena)[0], theirs, arena
+            lambda of: ops.gelu_backward(
+                ops.linear_backward_input(of["dy"], of["w"], of["saved"], of["arena"])[0],
+                z,
+                of["arena"],
             ),
         )
-    kept.clear()
-    many, g = numbers(many_rows, width), put(gain)
-    dmany = put(many)
-    yield Work(
-        "layer_norm",
-        keep("norm", lambda: ops.layer_norm(dmany, g, g, EPSILON, arena)),
-        first("norm"),
-        lambda: reference.layer_norm(many, gain, gain, EPSILON, None)[0],
-        OPERATIONS["layer_norm"].nbytes(M=many_rows, C=width),
-    )
-    yield Work(
-        "layer_norm input",
-        keep("back", lambda: ops.layer_norm_backward_input(dmany, g, kept["norm"][1], arena)),
-        first("back"),
-        lambda: reference.layer_norm_backward_input(
-            many, gain, reference.layer_norm(many, gain, gain, EPSILON, None)[1], None
-        )[0],
-        OPERATIONS["layer_norm_backward_input"].nbytes(M=many_rows, C=width),
-    )
-    kept.clear()
-    total = put(np.empty_like(many))
+    calls = Calls(device, M=many_rows, C=width, N=width, L=many_rows * width)
+    yield calls.work("layer_norm", "layer_norm")
+    yield calls.work("layer_norm input", "layer_norm_backward_input")
 
-    def in_two_passes() -> None:
-        ops.add_bias(dmany, g, total, arena)
-        ops.add(total, dmany, total, arena)
+    def in_two_passes(of: dict[str, Any]) -> None:
+        ops.add_bias(of["x"], of["b"], of["out"], of["arena"])
+        ops.add(of["out"], of["residual"], of["out"], of["arena"])
 
-    yield Work(
-        "bias + residual",
-        lambda: ops.add_bias(dmany, g, total, arena, dmany),
-        lambda: total,
-        lambda: many + gain + many,
-        OPERATIONS["add_bias"].nbytes(M=many_rows, N=width) + many.nbytes,
-        peer=in_two_passes,
-    )
+    residual = numbers(many_rows, width)
+    yield calls.work("bias + residual", "add_bias", 0.0, in_two_passes, residual=residual)
     yield from attentions(device, peer)
-    logits, targets = numbers(min(rows, 1024), vocab), rng.integers(vocab, size=min(rows, 1024))
-    on_device, right = put(logits), put(targets)
-    yield Work(
-        "cross_entropy_loss",
-        keep("loss", lambda: ops.cross_entropy_loss(on_device, right, arena)),
-        lambda: np.asarray(get(kept["loss"])),
-        lambda: reference.cross_entropy_loss(logits, targets, None),
-        OPERATIONS["cross_entropy_loss"].nbytes(M=len(targets), V=vocab),
-    )
-    flat = [np.abs(numbers(many.size)) for _ in range(4)]
-    p, grad, m, v = (put(a.copy()) for a in flat)
-    scalars = {
-        "scale": 1.0,
-        "lr": 0.0,
-        "beta1": 0.9,
-        "beta2": 0.95,
-        "eps": 1e-8,
-        "weight_decay": 0.0,
-        "step": 1,
-    }
-    yield Work(
-        "adamw",
-        lambda: ops.adamw(p, grad, m, v, arena=arena, **scalars),
-        lambda: p,
-        lambda: flat[0],
-        OPERATIONS["adamw"].nbytes(L=many.size),
-    )
-    yield Work(
-        "gradient_facts",
-        keep("facts", lambda: ops.gradient_facts(grad, arena)),
-        lambda: np.asarray(get(kept["facts"])),
-        lambda: np.array(reference.gradient_facts(flat[1], None)),
-        OPERATIONS["gradient_facts"].nbytes(L=many.size),
-    )
+    few = Calls(device, M=min(rows, 1024), V=vocab)
+    yield few.work("cross_entropy_loss", "cross_entropy_loss")
+    yield calls.work("adamw", "adamw", lr=0.0, weight_decay=0.0)
+    yield calls.work("gradient_facts", "gradient_facts")
     if device.kernels is not None:
-        yield from reductions(device, flat[0], flat[1])
+        yield from reductions(device, *np.abs(numbers(2, many_rows * width)))
 
 
 def attentions(device: Device, peer: Peer | None) -> Iterator[Work]:

@@ -7,19 +7,11 @@ dims or of two elements.
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from mpitrain.kernels.loader import Kernels
-from mpitrain.machine.arena import Arena
-from mpitrain.ops.cuda import attention, embedding, linear, loss, norm, product, steps, wire
+from mpitrain.ops.cuda import attention, embedding, linear, loss, norm, product, steps
 from mpitrain.ops.cuda.tiles import DEFAULT, read_tiles
 
-__all__ = ["attention", "embedding", "linear", "loss", "mirror", "multiply", "norm", "steps"]
-
-
-def mirror(kernels: Kernels, parameters: Any, mirror: Any, arena: Arena) -> None:
-    """Write the parameters, rounded to the mirror's type, to the mirror."""
-    wire.convert(kernels, parameters, mirror)
+__all__ = ["attention", "embedding", "linear", "loss", "multiply", "norm", "steps"]
 
 
 def multiply(gemm: str, tiles: str = "") -> linear.Multiply:

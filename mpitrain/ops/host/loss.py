@@ -7,6 +7,7 @@ defines maxima, facts and places, the numbers of a split vocabulary.
 import numpy as np
 
 from mpitrain.ops.host.blocks import row_blocks
+from mpitrain.ops.reference.loss import columns_of
 
 
 def cross_entropy(logits, targets, scale, arena):
@@ -47,7 +48,7 @@ def row_exponentials(logits, targets, first, maxima, arena, out=None):
 
     logits: (M, V); facts: (2, M)
     """
-    rows, columns = _held(targets, first, logits)
+    rows, columns = columns_of(targets, first, logits)
     facts = arena.take((2, len(logits)), logits.dtype) if out is None else out
     facts.fill(0)
     facts[1, rows] = logits[rows, columns] - maxima[rows]
@@ -64,7 +65,7 @@ def cross_entropy_split(logits, targets, first, maxima, facts, scale, arena):
 
     logits: (M, V), exponentials; facts: (2, M)
     """
-    rows, columns = _held(targets, first, logits)
+    rows, columns = columns_of(targets, first, logits)
     total, at_target = facts
     logits *= np.divide(scale, total)[:, None]
     logits[rows, columns] -= scale
@@ -81,13 +82,6 @@ def row_argmax(logits, first, maxima, arena, out=None):
     largest = logits[np.arange(len(logits)), columns]
     places[...] = np.where((largest == maxima) | np.isnan(largest), -(first + columns), -np.inf)
     return places
-
-
-def _held(targets, first, logits):
-    """Return (rows, columns) of the targets that lie in these columns."""
-    columns = targets - first
-    rows = np.flatnonzero((columns >= 0) & (columns < logits.shape[1]))
-    return rows, columns[rows]
 
 
 def _exponentiate(block, target):

@@ -8,6 +8,7 @@ cache. `pending` is the pair of them.
 import numpy as np
 
 from mpitrain.ops.host.blocks import block_shape, row_blocks
+from mpitrain.ops.reference.layers import put
 
 
 def layer_norm(x, gain, bias, epsilon, arena):
@@ -60,16 +61,9 @@ def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
 
 def layer_norm_backward_gain(pending, dgain, accumulate, arena):
     """Write or add dgain.    dgain: (C,)"""
-    _put(pending[0], dgain, accumulate)
+    put(pending[0], dgain, accumulate)
 
 
 def layer_norm_backward_bias(pending, dbias, accumulate, arena):
     """Write or add dbias.    dbias: (C,)"""
-    _put(pending[1], dbias, accumulate)
-
-
-def _put(total, out, accumulate):
-    if accumulate:
-        out += total
-    else:
-        out[...] = total
+    put(pending[1], dbias, accumulate)

@@ -73,12 +73,12 @@ def gelu_linear_backward_input(dy, w, saved, before, arena):
 def linear_backward_weight(pending, dw, accumulate, arena):
     """Write or add dw = dy^T x.    dw: (N, K)"""
     dy, x = pending
-    _put(dy.T @ x, dw, accumulate)
+    put(dy.T @ x, dw, accumulate)
 
 
 def linear_backward_bias(pending, db, accumulate, arena):
     """Write or add db, the sum of dy over rows.    db: (N,)"""
-    _put(pending[0].sum(0), db, accumulate)
+    put(pending[0].sum(0), db, accumulate)
 
 
 def linear_gelu(x, w, b, arena):
@@ -168,12 +168,12 @@ def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
 def layer_norm_backward_gain(pending, dgain, accumulate, arena):
     """Write or add the sum over rows of dy times the normalised x.    dgain: (C,)"""
     dy, normal = pending
-    _put((dy * normal).sum(0), dgain, accumulate)
+    put((dy * normal).sum(0), dgain, accumulate)
 
 
 def layer_norm_backward_bias(pending, dbias, accumulate, arena):
     """Write or add the sum over rows of dy.    dbias: (C,)"""
-    _put(pending[0].sum(0), dbias, accumulate)
+    put(pending[0].sum(0), dbias, accumulate)
 
 
 def embedding(tokens, table, positions, arena, first=0, out=None):
@@ -269,7 +269,8 @@ def _gelu_slope(z):
     return 0.5 * (1 + t) + 0.5 * z * (1 - t**2) * GELU_SCALE * (1 + 3 * GELU_CUBIC * z**2)
 
 
-def _put(value, out, accumulate):
+def put(value, out, accumulate):
+    """Write the value to out, or add it."""
     if accumulate:
         out += value
     else:

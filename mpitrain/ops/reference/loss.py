@@ -60,7 +60,7 @@ def row_exponentials(logits, targets, first, maxima, arena, out=None):
     facts    (2, M): each row's sum of exp(logit - maximum); its target's logit - maximum, or 0 if
              the target is in another slice
     """
-    rows, columns = _held(targets, first, logits)
+    rows, columns = columns_of(targets, first, logits)
     logits -= maxima[:, None]
     facts = np.zeros((2, len(logits)), logits.dtype)
     facts[1, rows] = logits[rows, columns]
@@ -77,7 +77,7 @@ def cross_entropy_split(logits, targets, first, maxima, facts, scale, arena):
     logits: (M, V), as `row_exponentials` left them; maxima: (M,); facts: (2, M), summed over the
     slices
     """
-    rows, columns = _held(targets, first, logits)
+    rows, columns = columns_of(targets, first, logits)
     total, at_target = facts
     logits /= total[:, None]
     logits[rows, columns] -= 1
@@ -108,7 +108,7 @@ def count_correct_split(places, targets, arena):
     return int((-places == targets).sum())
 
 
-def _held(targets, first, logits):
+def columns_of(targets, first, logits):
     """Return (rows, columns) of the targets that lie in these columns."""
     rows = np.flatnonzero((targets >= first) & (targets < first + logits.shape[-1]))
     return rows, targets[rows] - first

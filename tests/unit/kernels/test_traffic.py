@@ -317,7 +317,7 @@ def test_each_operation_moves_the_bytes_of_its_row():
     for name, row in OPERATIONS.items():
         given, line = arguments(name), operands(row.operands)
         launches.clear()
-        getattr(ops, name)(*given)
+        getattr(ops, name)(**given)
         moved = sum(
             nbytes
             for launch in launches
