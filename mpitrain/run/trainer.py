@@ -33,7 +33,7 @@ from mpitrain.run.resolve import Resolved, resolve
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device.cuda_aware import over_device
-from mpitrain.transport.polled import Polled
+from mpitrain.transport.forwarding import Polled
 
 
 class Trainer:

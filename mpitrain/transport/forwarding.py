@@ -82,3 +82,14 @@ class Forwarding(Transport):
 
     def abort(self, message: str) -> None:
         self._inner.abort(message)
+
+
+class Polled(Forwarding):
+    """A Transport that admits no second thread, nor do the transports split from it."""
+
+    def __init__(self, inner: Transport):
+        super().__init__(inner)
+        self.admits_threads = False
+
+    def over(self, inner: Transport) -> "Polled":
+        return Polled(inner)

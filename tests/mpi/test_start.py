@@ -11,6 +11,8 @@ from mpitrain.trace.ring_buffer import STEP, WAIT
 from tests.mpi.test_commands import TINY
 from tests.processes import python_ranks
 
+WORDS = "words of all ranks"
+"""The name of a gather of JSON in a trace."""
 EVERYONE = (0, 1, 2, 3)
 GIVEN, RESOLVED, UNITS, CONTROL, RUN = [EVERYONE] * 5
 """Agreements of all ranks:
@@ -91,6 +93,6 @@ def test_ranks_agree_at_most_eight_times_before_the_first_step(layout, start):
     first = trace.records[trace.records["kind"] == STEP][0]["number"]
     waits = trace.records[(trace.records["kind"] == WAIT) & (trace.records["number"] < first)]
     found = [trace.names[name] for name in waits["what"]]
-    assert {what for what, _ in found} == {"words of all ranks"}, "no barrier, no message"
+    assert {what for what, _ in found} == {WORDS}, "no barrier, no message"
     assert [tuple(ranks) for _, ranks in found if len(ranks) > 1] == AGREED[layout]
     assert len(AGREED[layout]) <= 8

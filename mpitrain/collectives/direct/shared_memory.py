@@ -197,8 +197,8 @@ class Small(Shared):
 def offer(transport: Transport, array: np.ndarray) -> list[Any]:
     """Return the facts that a binding through shared memory needs of each rank.
 
-    They are the location of the array in a window, or None, and the windows that this rank could
-    borrow for the array.
+    The first is the location of the array in a window, or None. The second is a list of windows
+    that this rank could borrow for a copy.
     """
     windows, members = transport.windows, transport.members
     location = windows.locate(array, members[transport.rank])

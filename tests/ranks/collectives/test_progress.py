@@ -17,8 +17,8 @@ from mpitrain.layers.initial import normal
 from mpitrain.ops.device import ops_for
 from mpitrain.parallel.tensor.layer_factory import layers_for
 from mpitrain.parallel.tensor.linear import ColumnParallelLinear
+from mpitrain.transport.forwarding import Polled
 from mpitrain.transport.mpi_requests import Receive, Turns
-from mpitrain.transport.polled import Polled
 from mpitrain.transport.threads import run_ranks
 from tests.processes import SECONDS, run
 

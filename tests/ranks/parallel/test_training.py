@@ -272,9 +272,7 @@ def test_ranks_with_different_configurations_or_data_are_refused():
         ):
             build(transport, config)
         source = Unopened("gpt", 256, 256, 7 + transport.rank)
-        with pytest.raises(
-            ConfigError, match="All ranks need one data source and checkpoint, but held_out is 7"
-        ):
+        with pytest.raises(ConfigError, match="held_out is 7"):
             build(transport, configured(*TINY), source=source)
 
     run_ranks(2, run)
