@@ -9,7 +9,8 @@ import click
 from mpitrain.cli import Group
 from mpitrain.cli.bench.bandwidth import command as bandwidth
 from mpitrain.cli.bench.fit import fit
-from mpitrain.cli.bench.kernels import gemm, kernels, launch
+from mpitrain.cli.bench.gemm import gemm
+from mpitrain.cli.bench.kernels import kernels, launch
 from mpitrain.cli.bench.options import Bytes, table_options
 from mpitrain.cli.bench.pairs import command as pairs
 from mpitrain.cli.bench.rows import conclude, printed_sweep
