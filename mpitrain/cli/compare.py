@@ -122,9 +122,6 @@ def _compare(
                 if json_file:
                     with outputs.to(json_file):
                         write_json(json_file, facts, rows)
-    if is_root:
-        click.echo("\n" + "\n".join(footer(rows)))
-        if plot_file:
-            with outputs.to(plot_file):
-                plot(rows, title, plot_file)
-    on_all_ranks(transport, outputs.settle)
+    outputs.conclude(
+        transport, lambda: ["", *footer(rows)], plot_file, lambda path: plot(rows, title, path)
+    )

@@ -3,11 +3,16 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from mpitrain.errors import ConfigError
 from mpitrain.files import cannot_write
+
+if TYPE_CHECKING:
+    # `plan schedule` uses this module without NumPy.
+    from mpitrain.transport.base import Transport
 
 
 def output_option(name: str, text: str) -> Callable[[Callable], Callable]:
@@ -50,6 +55,23 @@ class Outputs:
             self._refusals[path] = cannot_write(path, error)
         else:
             self._refusals.pop(path, None)
+
+    def conclude(
+        self,
+        transport: "Transport",
+        lines: Callable[[], list[str]],
+        plot_file: Path | None,
+        draw: Callable[[Path], None],
+    ) -> None:
+        """Print the last lines and draw the picture on rank 0, then `settle` on all ranks."""
+        from mpitrain.transport.agreement import on_all_ranks
+
+        if transport.rank == 0:
+            click.echo("\n".join(lines()))
+            if plot_file:
+                with self.to(plot_file):
+                    draw(plot_file)
+        on_all_ranks(transport, self.settle)
 
     def settle(self) -> None:
         """Raise ConfigError if a file could not be written. Call it after all output is printed."""

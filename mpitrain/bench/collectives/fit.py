@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.bench.collectives.least_absolute import least_absolute
-from mpitrain.bench.collectives.sweep import Row
+from mpitrain.bench.collectives.row import Row
 from mpitrain.bench.collectives.table import FAR, is_spoilt
 from mpitrain.collectives.plans.topology import Topology
 from mpitrain.collectives.selection.choose import choose

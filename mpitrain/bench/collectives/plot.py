@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from mpitrain.bench.collectives.sweep import Row
+from mpitrain.bench.collectives.row import Row
 from mpitrain.plots import painter, save
 
 COLOURS = (

@@ -10,7 +10,7 @@ from statistics import geometric_mean, median
 from typing import Any
 
 from mpitrain.bench.collectives.columns import Column, figure
-from mpitrain.bench.collectives.sweep import Row
+from mpitrain.bench.collectives.row import Row
 from mpitrain.files import write_whole
 
 FAR = 2.0

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from mpitrain.cli.bench.options import Bytes, table_options
-from mpitrain.cli.bench.rows import Printed, between_ranks, conclude
+from mpitrain.cli.bench.rows import Printed, between_ranks
 from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.session import MOST, mpi_session
 
@@ -87,9 +87,8 @@ def _measure(transport: Any, options: dict[str, Any]) -> int:
     measured, total = measure(transport, request), len(request.sizes) * len(request.ways)
     table, outputs = Table(COLUMNS, 0 if options["wide"] else output_columns()), Outputs()
     rows = list(Printed(transport, measured, total, table, facts, outputs, *files))
-    conclude(
+    outputs.conclude(
         transport,
-        outputs,
         lambda: ["", *footer(rows)],
         options["plot_file"],
         lambda path: plot_bandwidth(rows, facts, path),

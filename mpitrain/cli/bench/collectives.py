@@ -9,10 +9,11 @@ import click
 from mpitrain.cli import Group
 from mpitrain.cli.bench.bandwidth import command as bandwidth
 from mpitrain.cli.bench.fit import fit
-from mpitrain.cli.bench.kernels import gemm, kernels, launch
+from mpitrain.cli.bench.gemm import gemm
+from mpitrain.cli.bench.kernels import kernels, launch
 from mpitrain.cli.bench.options import Bytes, table_options
 from mpitrain.cli.bench.pairs import command as pairs
-from mpitrain.cli.bench.rows import conclude, printed_sweep
+from mpitrain.cli.bench.rows import printed_sweep
 from mpitrain.cli.bench.train import command as train
 from mpitrain.cli.numbers import finite
 from mpitrain.cli.output_checks import Outputs, check_files, output_option
@@ -172,9 +173,8 @@ def _measure(transport: Any, name: str, options: dict[str, Any]) -> int:
     outputs = Outputs()
     rows = list(printed_sweep(transport, request, tuning, facts, options["wide"], outputs, **files))
     slow = too_slow(rows, options["fail_below"]) if options["fail_below"] is not None else []
-    conclude(
+    outputs.conclude(
         transport,
-        outputs,
         lambda: ["", *footer(rows), *slow],
         options["plot_file"],
         lambda path: plot(rows, facts, path),

@@ -62,7 +62,7 @@ def _fit(
     )
     from mpitrain.bench.collectives.header import header, machine
     from mpitrain.bench.collectives.request import SweepRequest, sizes
-    from mpitrain.bench.collectives.sweep import Row
+    from mpitrain.bench.collectives.row import Row
     from mpitrain.collectives.plans.topology import Topology
     from mpitrain.collectives.selection.choose import candidates
     from mpitrain.collectives.selection.cost_model import MEMORY

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from mpitrain.cli.bench.options import Bytes, table_options, write_rows
-from mpitrain.cli.bench.rows import between_ranks, conclude
+from mpitrain.cli.bench.rows import between_ranks
 from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.session import MOST, mpi_session
 
@@ -86,9 +86,8 @@ def _measure(transport: Any, options: dict[str, Any]) -> int:
         shown.close()
     else:
         pairs = [pair for one_round in measured for pair in one_round]
-    conclude(
+    outputs.conclude(
         transport,
-        outputs,
         lambda: report(pairs, 0 if options["wide"] else output_columns(), places),
         options["plot_file"],
         lambda path: plot_pairs(pairs, places, facts, path),

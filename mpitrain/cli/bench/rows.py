@@ -1,10 +1,8 @@
-"""Rows of a benchmark: printed and written while they are measured, drawn at the end."""
+"""Rows of a benchmark, printed and written while they are measured."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import click
 
 from mpitrain.cli.bench.options import write_rows
 from mpitrain.cli.output_checks import Outputs
@@ -100,21 +98,3 @@ def printed_sweep(
     measured = sweep(transport, request, tuning)
     table = Table(columns(request.buffers, bool(request.wires)), 0 if wide else output_columns())
     return Printed(transport, measured, measured.total, table, facts, outputs, **files)
-
-
-def conclude(
-    transport: "Transport",
-    outputs: Outputs,
-    lines: Callable[[], list[str]],
-    plot_file: Path | None,
-    draw: Callable[[Path], None],
-) -> None:
-    """Print the last lines and draw the picture on rank 0; raise its refusals on all ranks."""
-    from mpitrain.transport.agreement import on_all_ranks
-
-    if transport.rank == 0:
-        click.echo("\n".join(lines()))
-        if plot_file:
-            with outputs.to(plot_file):
-                draw(plot_file)
-    on_all_ranks(transport, outputs.settle)

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from mpitrain.cli import commands, compare
 from mpitrain.cli.bench import collectives as bench_collectives
-from mpitrain.cli.bench import fit, kernels, train
+from mpitrain.cli.bench import fit, one_device, train
 from mpitrain.errors import ConfigError
 from mpitrain.files import check_writable
 from mpitrain.transport.threads import run_ranks
@@ -135,7 +135,7 @@ def test_products_are_printed_although_they_cannot_be_written(fills, tmp_path, c
     fills(1)
     row = type("Row", (), {"wrong": 0, "_asdict": lambda self: {"a": 1.0}})()
     with pytest.raises(ConfigError, match="No space left"):
-        kernels._printed([row], (tmp_path / "a.json", None), {}, lambda row: "a row")
+        one_device.printed_rows([row], (tmp_path / "a.json", None), {}, lambda row: "a row")
     assert capsys.readouterr().out == "a row\n" and not list(tmp_path.iterdir())
 
 

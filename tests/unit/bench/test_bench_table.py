@@ -7,7 +7,7 @@ import pytest
 
 from mpitrain.bench.collectives.columns import Table, figure
 from mpitrain.bench.collectives.plot import plot, readable
-from mpitrain.bench.collectives.sweep import Row
+from mpitrain.bench.collectives.row import Row
 from mpitrain.bench.collectives.table import columns, footer, too_slow, write_csv
 
 FACTS = {

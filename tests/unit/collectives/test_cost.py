@@ -7,7 +7,7 @@ import pytest
 
 from mpitrain.bench.collectives.fit import check, described, fit
 from mpitrain.bench.collectives.request import sizes
-from mpitrain.bench.collectives.sweep import Row
+from mpitrain.bench.collectives.row import Row
 from mpitrain.collectives.plans.topology import Topology
 from mpitrain.collectives.selection import cost_model
 from mpitrain.collectives.selection.choose import candidates, choose, part_bytes

@@ -1,0 +1,107 @@
+"""The commands that measure one device without MPI: options, printing, exit code."""
+
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mpitrain.cli.bench.options import CSV, JSON, write_rows
+from mpitrain.cli.output_checks import Outputs, check_files
+from mpitrain.machine import process
+from mpitrain.machine.kinds import KINDS
+
+if TYPE_CHECKING:
+    # This module must not import NumPy before the BLAS threads are limited.
+    from mpitrain.ops.device import Device
+
+
+def on_a_device(command: Callable) -> Callable:
+    """Add the options of `bench kernels` and `bench gemm` to a command."""
+    for option in (
+        CSV,
+        JSON,
+        click.option(
+            "--tiles",
+            type=click.Path(),
+            default="",
+            help="Table of tiles, as written by bench gemm --tune.",
+        ),
+        click.option(
+            "--gemm",
+            type=click.Choice(["tiled", "library"]),
+            default="tiled",
+            show_default=True,
+            help="Matrix products: tiled (our kernels) or library (cuBLAS, then kernels for the epilogue).",
+        ),
+        click.option(
+            "--checked",
+            is_flag=True,
+            help="On cuda-sim: check for races, wrong addresses and uninitialised reads.",
+        ),
+        click.option(
+            "--device",
+            "kind",
+            type=click.Choice(KINDS),
+            default="cpu",
+            show_default=True,
+            help="Kind of device.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def device_of(kind: str, gemm: str, tiles: str, checked: bool) -> "tuple[Device, str]":
+    """Return the device and its name for a header; ConfigError if it is missing or unsuitable."""
+    from mpitrain.bench.collectives.header import processor
+    from mpitrain.errors import ConfigError
+    from mpitrain.ops.device import device_for
+
+    if kind == "cpu" and (gemm != "tiled" or tiles):
+        raise ConfigError(
+            "--gemm and --tiles are about products on a GPU, but --device is cpu.",
+            "Leave them out.",
+        )
+    device = device_for(kind, gemm, tiles, checked)
+    return device, device.kernels.engine.name if device.kernels else processor()
+
+
+def printed_rows(
+    rows: Iterable[Any],
+    files: tuple[Path | None, Path | None],
+    facts: dict[str, Any],
+    line: Callable[[Any], str],
+) -> list[Any]:
+    """Print and write rows as they come, and return them.
+
+    files  JSON and CSV
+    facts  about the device, for the JSON file
+    """
+    check_files(0, files)
+    seen, outputs = list[Any](), Outputs()
+    for row in rows:
+        seen.append(row)
+        click.echo(line(row))
+        write_rows(outputs, *files, {**facts, "arguments": sys.argv[1:]}, seen)
+    outputs.settle()
+    return seen
+
+
+def exit_after(run: Callable[[], int]) -> None:
+    """Run a benchmark without MPI and exit: with the error's code, or 1 if any element is wrong."""
+    process.limit_blas_threads()
+    from mpitrain.errors import MpitrainError
+
+    try:
+        wrong = run()
+    except MpitrainError as error:
+        click.echo(str(error), err=True)
+        sys.exit(error.exit_code)
+    except MemoryError as error:
+        click.echo(f"out of memory: {error}. Name smaller shapes.", err=True)
+        sys.exit(MpitrainError.exit_code)
+    except BrokenPipeError:
+        sys.exit(MpitrainError.exit_code)
+    sys.exit(1 if wrong else 0)
