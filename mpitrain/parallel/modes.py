@@ -1,44 +1,42 @@
 """The table of all replication modes."""
 
 from collections.abc import Callable
+from functools import partial
 
-from mpitrain.parallel.averaging.gossip import Gossip
-from mpitrain.parallel.averaging.local_sgd import LocalSGD
-from mpitrain.parallel.data.allreduce import AllReduce
-from mpitrain.parallel.data.weight_stashing import PipeDream, PipeDream2BW
-from mpitrain.parallel.data.zero import ZeroOne, ZeroTwo
-from mpitrain.parallel.data.zero_three import ZeroThree
+from mpitrain.parallel.averaging.gossip import gossip
+from mpitrain.parallel.averaging.local_sgd import local_sgd
+from mpitrain.parallel.data.allreduce import all_reduce
+from mpitrain.parallel.data.weight_stashing import pipedream, pipedream_2bw
+from mpitrain.parallel.data.zero import STAGES, zero
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
-from mpitrain.parallel.servers.asynchronous import AsyncServer, AsyncWorker
-from mpitrain.parallel.servers.master import Master
-from mpitrain.parallel.servers.synchronous import Server, Worker
+from mpitrain.parallel.servers.asynchronous import asynchronous
+from mpitrain.parallel.servers.master import master
+from mpitrain.parallel.servers.synchronous import synchronous
 
 
 def server_or_worker(replica: ReplicationContext) -> Replication:
     """Return this rank's role in parameter-server training, a server or a worker; collective."""
-    settings, is_server = replica.config.replication, replica.grid.is_server
-    if settings.has_common_step:
-        return Server(replica) if is_server else Worker(replica)
-    return AsyncServer(replica) if is_server else AsyncWorker(replica)
+    has_common_step = replica.config.replication.has_common_step
+    return synchronous(replica) if has_common_step else asynchronous(replica)
 
 
 MODES: dict[tuple[str, int], Callable[[ReplicationContext], Replication]] = {
-    ("all-reduce", 0): AllReduce,
-    ("all-reduce", 1): ZeroOne,
-    ("all-reduce", 2): ZeroTwo,
-    ("all-reduce", 3): ZeroThree,
+    ("all-reduce", 0): all_reduce,
+    ("all-reduce", 1): partial(zero, STAGES[1]),
+    ("all-reduce", 2): partial(zero, STAGES[2]),
+    ("all-reduce", 3): partial(zero, STAGES[3]),
     ("server", 0): server_or_worker,
-    ("master", 0): Master,
-    ("local", 0): LocalSGD,
-    ("gossip", 0): Gossip,
+    ("master", 0): master,
+    ("local", 0): local_sgd,
+    ("gossip", 0): gossip,
 }
 """Constructors by (replication.mode, replication.zero). A new mode needs no more than a line here.
 """
 
 
 STREAMS: dict[str, Callable[[ReplicationContext], Replication]] = {
-    "async": PipeDream,
-    "async-2bw": PipeDream2BW,
+    "async": pipedream,
+    "async-2bw": pipedream_2bw,
 }
 """Constructors by pipeline.schedule, for asynchronous pipelines. Their replicas use an all-reduce.
 """

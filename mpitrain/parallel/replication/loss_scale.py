@@ -1,4 +1,7 @@
-"""The loss scale: a factor against underflow of float16 gradients (as torch.amp.GradScaler)."""
+"""The loss scale: a factor against underflow of float16 gradients (as torch.amp.GradScaler).
+
+`SkippedUpdates` counts the updates that overflows and other non-finite gradients prevent.
+"""
 
 import math
 from collections.abc import Mapping
@@ -77,3 +80,27 @@ class DynamicLossScale(LossScale):
 def loss_scale_for(compute: str) -> LossScale:
     """Return the loss scale that the setting precision.compute needs."""
     return DynamicLossScale() if compute == "float16" else LossScale()
+
+
+class SkippedUpdates:
+    """The count of skipped updates, and the loss scale, which adapts to them.
+
+    number  skipped updates so far; AdamW's step count leaves them out
+    """
+
+    def __init__(self, compute: str):
+        self.number, self.scale = 0, loss_scale_for(compute)
+
+    def conclude(self, outcome: StepResult) -> StepResult:
+        """Count a skipped update, and adapt the scale. All ranks must pass the same result."""
+        self.number += not outcome.updated
+        return self.scale.after(outcome)
+
+    def scalars(self) -> dict[str, float]:
+        """Return the numbers that a checkpoint saves; collective."""
+        return {"skipped_updates": self.number, **self.scale.numbers()}
+
+    def restore(self, scalars: Mapping[str, float]) -> None:
+        """Continue from the numbers of a checkpoint; collective."""
+        self.number = int(scalars.get("skipped_updates", 0))
+        self.scale.restore(scalars)

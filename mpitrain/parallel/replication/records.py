@@ -1,6 +1,7 @@
 """The input and the result at the end of a training step."""
 
 import math
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -69,7 +70,24 @@ class StepResult(NamedTuple):
     ended: float | None = None
 
 
-def outcome_of(mine: StepInput, totals: Sequence[float], comm_s: float) -> StepResult:
+class ExposedTime:
+    """The seconds that a rank is blocked on communication; as a context, it adds its duration."""
+
+    seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds += time.perf_counter() - self._began
+
+    def take(self) -> float:
+        """Return the seconds since the last call of this method."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+def outcome_of(mine: StepInput, totals: Sequence[float], comm_s: float = 0.0) -> StepResult:
     """Return the result of a step; its `updated` is true if loss and norm are finite.
 
     totals  over all ranks: loss, sum of squares, non-finite elements, requests to stop

@@ -1,4 +1,4 @@
-"""The items of the training state that checkpoints save, as each rank stores them."""
+"""The items of the training state that checkpoints save, and views of pieces of flat buffers."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -29,3 +29,13 @@ class StateBuffer(NamedTuple):
     kind: Literal["agreed", "own", "mean", "bound"] = "agreed"
     needed: bool = True
     like: str = ""
+
+
+def spread(flat: Any, pieces: Sequence[Piece]) -> list[Any]:
+    """Return views of the pieces in a full-size flat buffer, at their offsets `start`."""
+    return [flat[piece.start : piece.stop] for piece in pieces]
+
+
+def compact(flat: Any, pieces: Sequence[Piece]) -> list[Any]:
+    """Return views of the pieces in their owner's compact buffer, at their offsets `place`."""
+    return [flat[piece.place : piece.place + piece.stop - piece.start] for piece in pieces]

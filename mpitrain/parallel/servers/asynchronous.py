@@ -10,16 +10,21 @@ source  Recht et al. 2011, Hogwild, NIPS 24; Ho et al. 2013, More Effective Dist
         Stale Synchronous Parallel Parameter Server, NIPS 26
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from mpitrain.parallel.grid import share
-from mpitrain.parallel.replication.protocol import ReplicationContext
+from mpitrain.parallel.replication.components import ControlMessage, StepEnd
+from mpitrain.parallel.replication.loss_scale import SkippedUpdates
+from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
 from mpitrain.parallel.replication.records import StepInput, StepResult, clipping, outcome_of
-from mpitrain.parallel.servers.messages import header, spread
-from mpitrain.parallel.servers.synchronous import ServerBase, WorkerBase
+from mpitrain.parallel.replication.rows import ReplicaRows
+from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.parallel.replication.step_end import OptimizerStep
+from mpitrain.parallel.replication.whole import LocalGradients, WholeParameters, whole
+from mpitrain.parallel.servers.messages import header
+from mpitrain.parallel.servers.synchronous import NoRows, Roles, ServedGradients, ServedParameters
 from mpitrain.parallel.servers.work_queue import Report, WorkQueue
 from mpitrain.transport.base import Request
 
@@ -59,70 +64,90 @@ def _outcome(numbers: Sequence[float]) -> tuple[int, StepResult]:
     )
 
 
-class AsyncWorker(WorkerBase):
-    """An asynchronous worker: it computes the rows of each ticket that it receives."""
+class TicketRows(ReplicaRows):
+    """The rows of a worker's ticket.
 
-    def __init__(self, replica: ReplicationContext):
+    ticket  None: between tickets
+    """
+
+    ticket: int | None = None
+
+    def __init__(self, replica: ReplicationContext, workers: int):
         super().__init__(replica)
-        self._push = {
-            server: spread(self.gradient_buffer, self._pieces[server]) for server in self._servers
-        }
-        self._ticket: int | None = None
-        self._report = header()
-        self._report[:2] = DRAW, NO_TICKET
-        self._versions = dict.fromkeys(self._servers, 0)
-        self._known: dict[int, StepResult] = {}
-        self._is_current, self._waited_s = True, 0.0
+        self._workers = workers
 
     def share(self, rows: int) -> range:
-        return (
-            super().share(rows)
-            if self._ticket is None
-            else share(rows, self._ticket % len(self._workers), len(self._workers))
-        )
+        if self.ticket is None:
+            return super().share(rows)
+        return share(rows, self.ticket % self._workers, self._workers)
 
-    def scale(self, predictions: int, part: int) -> float:
-        return 1 / (len(self.share(self.replica.config.batch.size)) * predictions)
+    def of_update(self, part: int) -> int:
+        return len(self.share(self._size))
+
+
+class AsyncWork(StepEnd):
+    """An asynchronous worker's step end: it computes the rows of each ticket that it receives."""
+
+    def __init__(
+        self,
+        replica: ReplicationContext,
+        roles: Roles,
+        store: WholeParameters,
+        reducer: LocalGradients,
+        rows: TicketRows,
+    ):
+        self._replica, self._roles, self._store, self._reducer = replica, roles, store, reducer
+        self._rows, self._exposed, self._line = rows, replica.exposed, roles.line
+        self.skips = SkippedUpdates(replica.config.precision.compute)
+        self.control = ControlMessage(replica.grid.world)
+        self._pull, self._push = roles.views(store.parameters), roles.views(reducer.buffer)
+        self._report = header()
+        self._report[:2] = DRAW, NO_TICKET
+        self._versions = dict.fromkeys(roles.servers, 0)
+        self._known: dict[int, StepResult] = {}
+        self._is_current = True
+
+    def begin(self, step: int) -> None:
+        self._reducer.begin(step)
 
     def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
         self._is_current = False
         while step not in self._known:
-            if self._ticket is None:
-                self._ticket = self._draw()  # this also receives results, perhaps of this step
+            if self._rows.ticket is None:
+                self._rows.ticket = self._draw()  # this also receives results, perhaps of this step
                 continue
             self._pull_as(PULL)
-            yield self._ticket // len(self._workers)
+            yield self._rows.ticket // len(self._roles.workers)
 
     def outcome(self, step: int, own: StepResult | None) -> StepResult:
-        waited, self._waited_s = self._waited_s, 0.0
-        return self._known.pop(step)._replace(comm_s=waited)
+        return self._known.pop(step)._replace(comm_s=self._exposed.take())
 
     def finish(self, mine: StepInput) -> StepResult:
         """Push the gradient, and wait until all servers have applied it."""
-        assert self._ticket is not None
-        loss, squares, nonfinite = self.replica.gradient_stats(mine, [self.gradient_buffer])
-        own = outcome_of(mine, (loss, squares, nonfinite, mine.stop), 0.0)
-        scale = clipping(self.replica.config.optimizer.clip, own.grad_norm)
+        assert self._rows.ticket is not None
+        loss, squares, nonfinite = self._replica.gradient_stats(mine, self._reducer.squared)
+        own = outcome_of(mine, (loss, squares, nonfinite, mine.stop))
+        scale = clipping(self._replica.config.optimizer.clip, own.grad_norm)
         requests = []
-        for server in self._servers:
+        for server in self._roles.servers:
             said = _filled(
                 PUSH if own.updated else LEAVE_OUT,
-                self._ticket,
+                self._rows.ticket,
                 scale,
                 mine.lr,
                 self._versions[server],
             )
-            requests += self._line.start_recv(self._told[server], [], server)
+            requests += self._line.start_recv(self._roles.told[server], [], server)
             requests += self._line.start_send(
                 said, self._push[server] if own.updated else [], server
             )
         self._wait(requests)
         staleness, servers_stop = (
-            max(float(told[number]) for told in self._told.values()) for number in (0, 1)
+            max(float(told[number]) for told in self._roles.told.values()) for number in (0, 1)
         )
         report = Report(
-            self._ticket,
-            len(self.share(self.replica.config.batch.size)),
+            self._rows.ticket,
+            self._rows.of_update(0),
             own.loss,
             own.grad_norm,
             own.lr,
@@ -132,7 +157,7 @@ class AsyncWorker(WorkerBase):
             int(staleness),
         )
         self._report = _filled(DRAW, *report)
-        self._ticket = None
+        self._rows.ticket = None
         return own
 
     def _draw(self) -> int | None:
@@ -140,7 +165,7 @@ class AsyncWorker(WorkerBase):
 
         returns  None at a pause; all steps that had begun are then finished
         """
-        first = self._servers[0]
+        first = self._roles.servers[0]
         self._wait(self._line.start_send(self._report, [], first))
         self._report = _filled(DRAW, NO_TICKET)
         told = header()
@@ -155,36 +180,49 @@ class AsyncWorker(WorkerBase):
         """Pull the parameters of all servers. Each server sends its current version."""
         asked = _filled(kind)
         requests = []
-        for server in self._servers:
-            requests += self._line.start_recv(self._told[server], self._pull[server], server)
+        for server in self._roles.servers:
+            requests += self._line.start_recv(self._roles.told[server], self._pull[server], server)
             requests += self._line.start_send(asked, [], server)
         self._wait(requests)
-        self._write_mirror()
-        self._versions = {server: int(told[0]) for server, told in self._told.items()}
+        self._store.loaded()
+        self._versions = {server: int(told[0]) for server, told in self._roles.told.items()}
         # After `sync_parameters` this number is equal on all servers.
-        self._skipped = int(self._told[self._servers[0]][1])
+        self.skips.number = int(self._roles.told[self._roles.servers[0]][1])
 
     def _wait(self, requests: Sequence[Request]) -> None:
-        began = time.perf_counter()
-        for request in requests:
-            request.wait()
-        self._waited_s += time.perf_counter() - began
+        with self._exposed:
+            for request in requests:
+                request.wait()
 
-    def sync_parameters(self) -> None:
+    def sync(self) -> None:
         if not self._is_current:
             self._pull_as(SETTLE)
             self._is_current = True
 
+    def state(self) -> list[StateBuffer]:
+        return []
 
-class AsyncServer(ServerBase):
-    """An asynchronous server: it applies each gradient on arrival. The first server also has the
-    work queue.
+
+class AsyncServing(StepEnd):
+    """An asynchronous server's step end: it applies each gradient on arrival.
+
+    The first server also has the work queue.
     """
 
-    def __init__(self, replica: ReplicationContext):
-        super().__init__(replica)
+    def __init__(
+        self,
+        replica: ReplicationContext,
+        roles: Roles,
+        store: ServedParameters,
+        reducer: ServedGradients,
+    ):
         settings, servers = replica.config.replication, replica.grid.servers
         assert servers is not None
+        self._replica, self._roles, self._store, self._reducer = replica, roles, store, reducer
+        self._step, self._line = OptimizerStep(replica, store, reducer), roles.line
+        self.skips, self.optimizer = self._step.skips, self._step.optimizer
+        self.control = ControlMessage(replica.grid.world)
+        self._gradients, self._heard = [*reducer.summed.values()], header()
         self._number, self._bound = (
             servers.rank,
             settings.staleness if settings.update == "bounded" else None,
@@ -196,7 +234,7 @@ class AsyncServer(ServerBase):
         self._tickets: WorkQueue | None = None  # only the first server has one
         self._waiting: list[int] = []
         self._untold: dict[int, list[tuple[int, StepResult]]] = {
-            worker: [] for worker in self._workers
+            worker: [] for worker in roles.workers
         }
         self._known: dict[int, StepResult] = {}
         self._pulls: list[Request] = []
@@ -205,14 +243,21 @@ class AsyncServer(ServerBase):
         # This counts workers. One may settle before this server learns that a pause has begun.
         self._settled = 0
 
+    def begin(self, step: int) -> None:
+        """Do nothing: a server computes no steps."""
+
+    def finish(self, mine: StepInput) -> StepResult:
+        """Raise an error: a server computes no steps."""
+        raise AssertionError(mine)
+
     def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
         """Serve until the step is finished. The iterator is empty: a server computes no rows."""
         self._is_current = False
         if self._applied_before < 0:
-            self._applied_before = step * len(self._workers) - self._skipped
+            self._applied_before = step * len(self._roles.workers) - self.skips.number
         if self._tickets is None and self._number == 0:
             self._tickets = WorkQueue(
-                len(self._workers), step, self._bound, self.replica.config.next_pause
+                len(self._roles.workers), step, self._bound, self._replica.config.next_pause
             )
         if self._tickets and self._tickets.is_pause:
             self._tickets.go_on()
@@ -232,7 +277,7 @@ class AsyncServer(ServerBase):
         if asked in (PULL, SETTLE):
             self._settled += asked == SETTLE
             self._pulls += self._line.start_send(
-                _filled(self._updates, self._skipped), self._held, source
+                _filled(self._updates, self.skips.number), self._store.views, source
             )
         elif asked == DRAW:
             self._take(source, numbers)
@@ -241,7 +286,7 @@ class AsyncServer(ServerBase):
             self._known[step] = outcome
         else:
             staleness = self._apply(source, numbers) if asked == PUSH else 0
-            self._skipped += asked == LEAVE_OUT
+            self.skips.number += asked == LEAVE_OUT
             self._answer(source, staleness, self._stops)
 
     def _answer(self, to: int, *numbers: float) -> None:
@@ -250,21 +295,21 @@ class AsyncServer(ServerBase):
     def _apply(self, worker: int, numbers: Sequence[float]) -> int:
         """Update from the gradient that a worker pushes, and return its staleness."""
         _, scale, lr, version = numbers[:4]  # the first number is the ticket
-        for request in self._line.start_recv_pieces(self._gradients_held, worker):
+        for request in self._line.start_recv_pieces(self._gradients, worker):
             request.wait()
         for request in self._pulls:
             request.wait()  # the update must not overwrite parameters that are still being sent
         self._pulls = []
         staleness = self._updates - int(version)
         # AdamW's step count is the number of updates made.
-        self._update(scale, lr * self._factor(staleness), self._applied_before + self._updates)
+        self._step.apply(scale, lr * self._factor(staleness), self._applied_before + self._updates)
         self._updates += 1
         return staleness
 
     def _factor(self, staleness: int) -> float:
         """Return the factor of the learning rate for a gradient of this staleness."""
-        chosen = self.replica.config.replication.async_lr
-        named = {"1/workers": 1 / len(self._workers), "staleness": 1 / (1 + staleness)}
+        chosen = self._replica.config.replication.async_lr
+        named = {"1/workers": 1 / len(self._roles.workers), "staleness": 1 / (1 + staleness)}
         return named[chosen] if chosen in named else float(chosen)
 
     def _take(self, worker: int, numbers: Sequence[float]) -> None:
@@ -290,7 +335,7 @@ class AsyncServer(ServerBase):
             self._tickets.stop()
         self._waiting.append(worker)
         is_pause = self._tickets.is_pause
-        if is_pause and len(self._waiting) < len(self._workers):
+        if is_pause and len(self._waiting) < len(self._roles.workers):
             return
         self._tell()
         for waiting in [*self._waiting]:
@@ -308,17 +353,34 @@ class AsyncServer(ServerBase):
         assert self._tickets is not None
         for step, outcome in self._tickets.outcomes():
             self._known[step] = outcome
-            for server in self._servers[1:]:
+            for server in self._roles.servers[1:]:
                 self._answer(server, TELL, *_numbers(step, outcome))
             for untold in self._untold.values():
                 untold.append((step, outcome))
 
-    def sync_parameters(self) -> None:
+    def sync(self) -> None:
         if not self._is_current:
-            while self._settled < len(self._workers):
+            while self._settled < len(self._roles.workers):
                 self._serve()
             self._settled = 0
             for request in (*self._pulls, *self._answers):
                 request.wait()
             self._pulls, self._answers = [], []
             self._is_current = True
+
+    def state(self) -> list[StateBuffer]:
+        return self._step.state()
+
+
+def asynchronous(replica: ReplicationContext) -> Replication:
+    """Return this rank's role with asynchronous servers; collective."""
+    roles = Roles(replica)
+    if not replica.grid.is_server:
+        parameters, rows = WholeParameters(replica, ()), TicketRows(replica, len(roles.workers))
+        gradients = LocalGradients(replica, (), whole(replica.storage))
+        work = AsyncWork(replica, roles, parameters, gradients, rows)
+        return Replication(replica, parameters, gradients, work, rows)
+    pieces = roles.pieces[replica.grid.world.rank]
+    store, reducer = ServedParameters(replica, pieces), ServedGradients(replica, pieces)
+    serving = AsyncServing(replica, roles, store, reducer)
+    return Replication(replica, store, reducer, serving, NoRows(replica))

@@ -12,223 +12,224 @@ source      Li et al. 2014, Scaling Distributed Machine Learning with the Parame
 """
 
 import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 
-from mpitrain.layers.flat import dealt
-from mpitrain.optim import Optimizer
+from mpitrain.layers.base import Gradients
+from mpitrain.layers.flat import Piece, dealt
+from mpitrain.parallel.replication.components import ControlMessage, StepEnd
+from mpitrain.parallel.replication.loss_scale import SkippedUpdates
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
-from mpitrain.parallel.replication.records import StepInput, StepResult, clipping, outcome_of
-from mpitrain.parallel.replication.state import StateBuffer
-from mpitrain.parallel.servers.messages import PushPull, by_span, compact, header, spread
+from mpitrain.parallel.replication.records import StepInput, StepResult, outcome_of
+from mpitrain.parallel.replication.rows import ReplicaRows
+from mpitrain.parallel.replication.state import StateBuffer, compact, spread
+from mpitrain.parallel.replication.step_end import OptimizerStep
+from mpitrain.parallel.replication.whole import LocalGradients, WholeParameters
+from mpitrain.parallel.servers.messages import PushPull, by_span, header
 from mpitrain.transport.base import Request
 
 
-class _Member(Replication):
-    """The common base of workers and servers."""
+class Roles:
+    """The ranks that are workers, those that are servers, and the messages between them.
 
-    def _join(self) -> None:
-        """Bind the all-reduce of evaluations; collective. The caller must have allocated the
-        buffers.
-        """
-        world, axes = self.replica.grid.world, self.replica.grid.axes
-        self._workers, self._servers = (
-            range(axes.ranks - axes.servers),
-            range(axes.ranks - axes.servers, axes.ranks),
-        )
-        self._line = PushPull(world.transport)
-        self._control = np.zeros(4)
-        self._agree = world.bind(self._control)
-
-    def total(self, *numbers: float) -> list[float]:
-        self._control[:] = numbers
-        self._agree.run()
-        return self._control.tolist()
-
-
-class WorkerBase(_Member):
-    """The base of workers: ranks that compute gradients.
-
-    A worker stores whole parameters and gradients, but no optimizer state.
+    pieces  {server: the pieces of the flat buffer that it stores}
     """
 
     def __init__(self, replica: ReplicationContext):
-        super().__init__(replica)
-        self._join()
-        self._pieces = dict(
-            zip(self._servers, dealt(replica.storage.spans, len(self._servers)), strict=True)
+        """Claim the tags of the messages. All ranks must claim tags in the same order."""
+        axes = replica.grid.axes
+        first = axes.ranks - axes.servers
+        self.workers, self.servers = range(first), range(first, axes.ranks)
+        self.pieces = dict(
+            zip(self.servers, dealt(replica.storage.spans, axes.servers), strict=True)
         )
-        self._pull = {
-            server: spread(self.parameters, self._pieces[server]) for server in self._servers
-        }
-        self._told = {server: header() for server in self._servers}
+        self.line = PushPull(replica.grid.world.transport)
+        self.told = {server: header() for server in self.servers}
+
+    def views(self, flat: Any) -> dict[int, list[Any]]:
+        """Return {server: views of its pieces in a full-size flat buffer}."""
+        return {server: spread(flat, pieces) for server, pieces in self.pieces.items()}
 
 
-class Worker(WorkerBase):
-    """A synchronous worker: it pushes a unit's gradient as soon as it is complete, and its loss at
-    the end.
-    """
+class PushedGradients(LocalGradients):
+    """Gradients of a worker, each sent to its server as soon as it is complete."""
 
-    def __init__(self, replica: ReplicationContext):
-        super().__init__(replica)
-        spans = replica.storage.spans
+    def __init__(self, replica: ReplicationContext, roles: Roles):
+        super().__init__(replica, (), ())
+        self._line, self._overlap = roles.line, replica.config.replication.overlap
+        self._spans = spans = replica.storage.spans
         self._push = [
             [
                 (server, view)
-                for server in self._servers
-                for view in spread(self.gradient_buffer, by_span([span], self._pieces[server]))
+                for server, pieces in roles.pieces.items()
+                for view in spread(self.buffer, by_span([span], pieces))
             ]
             for span in spans
         ]
         self._unpushed, self._pushes = [*range(len(spans))], list[Request]()
-        self._said = header()
 
-    def gradient_ready(self, unit: int, is_last: bool) -> None:
-        super().gradient_ready(unit, is_last)
-        if is_last and self.replica.config.replication.overlap:
-            self._push_from(unit)
+    def ready(self, unit: int, is_last: bool) -> None:
+        super().ready(unit, is_last)
+        if is_last and self._overlap:
+            self.push(unit)
 
-    def _push_from(self, unit: int) -> None:
+    def push(self, unit: int = 0) -> None:
         """Start to send the gradients of this unit and of all later unsent ones, the last unit
         first.
         """
-        while self._unpushed and self.replica.storage.spans[self._unpushed[-1]].unit >= unit:
+        while self._unpushed and self._spans[self._unpushed[-1]].unit >= unit:
             for server, view in self._push[self._unpushed.pop()]:
                 self._pushes += self._line.start_send_pieces([view], server)
 
     def poll(self) -> None:
         self._pushes = [push for push in self._pushes if not push.test()]
 
-    def finish(self, mine: StepInput) -> StepResult:
-        began = time.perf_counter()
-        self._push_from(0)
-        self._said[:2] = self.replica.gradient_stats(mine, ())[0], mine.stop
-        pulls = [
-            self._line.start_recv(self._told[server], self._pull[server], server)
-            for server in self._servers
-        ]
-        ends = [self._line.start_send(self._said, [], server) for server in self._servers]
-        for request in [
-            *self._pushes,
-            *(request for requests in (*ends, *pulls) for request in requests),
-        ]:
-            request.wait()
+    def wait(self) -> None:
+        """Block until the gradients are sent."""
+        self.push()
+        for push in self._pushes:
+            push.wait()
         self._unpushed, self._pushes = [*range(len(self._push))], []
-        self._write_mirror()
-        first = self._told[self._servers[0]]  # all servers send the same numbers
-        return self._concluded(outcome_of(mine, first[:4].tolist(), time.perf_counter() - began))
 
 
-class ServerBase(_Member):
-    """The base of servers: ranks that store a shard of parameters, gradients and optimizer state,
-    and compute no rows.
+class PushAndPull(StepEnd):
+    """A synchronous worker's step end: it pushes its loss, and pulls result and parameters."""
 
-    parameters, gradient_buffer  compact: the pieces of `optimizer.pieces`, concatenated
-    """
-
-    def __init__(self, replica: ReplicationContext):
-        self.replica = replica  # Replication's constructor would allocate whole buffers
-        config, grid, storage, _, device, arena, *_ = replica
-        assert grid.servers is not None
-        self._count_from_zero()
-        pieces = dealt(storage.spans, grid.servers.size)[grid.servers.rank]
-        length = sum(piece.stop - piece.start for piece in pieces)
-        self.parameters = grid.world.transport.allocate(length, storage.dtype)
-        if device.mirror:
-            # Allocation is collective, and the workers allocate their mirrors here.
-            grid.world.transport.allocate(0, replica.computed)
-        self.gradient_buffer = grid.world.transport.allocate(length, storage.dtype)
-        self._join()
-        self.optimizer = Optimizer(
-            config.optimizer, storage, pieces, device.ops, device.backend, arena
-        )
-        self._held, self._gradients_held = (
-            compact(flat, pieces) for flat in (self.parameters, self.gradient_buffer)
-        )
-        storage.initialize(self.parameters, config.run.seed, device.backend, pieces)
-        self._heard = header()
-
-    def share(self, rows: int) -> range:
-        return range(0)
+    def __init__(
+        self,
+        replica: ReplicationContext,
+        roles: Roles,
+        store: WholeParameters,
+        reducer: PushedGradients,
+    ):
+        self._replica, self._roles, self._store, self._reducer = replica, roles, store, reducer
+        self.skips = SkippedUpdates(replica.config.precision.compute)
+        self.control = ControlMessage(replica.grid.world)
+        self._pull, self._said = roles.views(store.parameters), header()
 
     def begin(self, step: int) -> None:
-        pass
-
-    def _update(self, scale: float, lr: float, number: int) -> None:
-        """Update the parameters from `scale` times the gradient buffer."""
-        for piece, held, gradients in zip(
-            self.optimizer.pieces, self._held, self._gradients_held, strict=True
-        ):
-            self.optimizer.update(piece, held, gradients, scale, lr, number)
-
-    def kept(self) -> list[StateBuffer]:
-        pieces = self.optimizer.pieces
-        return [
-            StateBuffer("parameters", self.parameters, pieces),
-            *(StateBuffer(name, buffer, pieces) for name, buffer in self.optimizer.state.items()),
-        ]
-
-
-class Server(ServerBase):
-    """A synchronous server: one update a step, from the sum of all workers' gradients."""
-
-    def __init__(self, replica: ReplicationContext):
-        super().__init__(replica)
-        servers = replica.grid.servers
-        assert servers is not None
-        self._arrived = replica.device.backend.zeros(
-            len(self.gradient_buffer), replica.storage.dtype
-        )
-        parts = by_span(replica.storage.spans, self.optimizer.pieces)
-        self._summed, self._arriving = (
-            compact(flat, parts) for flat in (self.gradient_buffer, self._arrived)
-        )
-        self._add = servers.arithmetic.combining(self.gradient_buffer, "add")
-        # The three numbers are squares, non-finite elements, and stop requests of servers.
-        self._squares = np.zeros(3)
-        self._agree_on_squares = servers.bind(self._squares)
-        self._said, self._told = {worker: header() for worker in self._workers}, header()
-
-    def held(self) -> int:
-        """Return the bytes as in all modes, plus the receive buffer for a worker's gradient."""
-        return super().held() + self._arrived.nbytes
+        self._reducer.begin(step)
 
     def finish(self, mine: StepInput) -> StepResult:
-        """Sum the gradients, agree on the result, update, and answer all workers with the
-        parameters.
-        """
         began = time.perf_counter()
-        self._sum()
-        for _ in self._workers:
-            source = self._line.wait_for_header(self._heard)
-            self._said[source][:] = self._heard
-        comm_s = time.perf_counter() - began
-        loss, stop = (sum(float(said[number]) for said in self._said.values()) for number in (0, 1))
-        _, squares, nonfinite = self.replica.gradient_stats(None, [self.gradient_buffer])
-        self._squares[:] = squares / self.loss_scale**2, nonfinite, mine.stop
-        self._agree_on_squares.run()
-        *found, servers_stop = self._squares.tolist()
-        totals = self._told[:4] = (loss, *found, stop + servers_stop)
-        outcome = outcome_of(mine, totals, comm_s)
-        if outcome.updated:
-            scale = (
-                clipping(self.replica.config.optimizer.clip, outcome.grad_norm) / self.loss_scale
-            )
-            self._update(scale, mine.lr, mine.number - self._skipped)
-        answers = [
-            self._line.start_send(self._told, self._held, worker) for worker in self._workers
-        ]
-        for request in [request for requests in answers for request in requests]:
-            request.wait()  # the next update must not overwrite parameters still being sent
-        return self._concluded(outcome)
+        line, told, servers = self._roles.line, self._roles.told, self._roles.servers
+        self._reducer.push()
+        self._said[:2] = self._replica.gradient_stats(mine, ())[0], mine.stop
+        pulls = [line.start_recv(told[server], self._pull[server], server) for server in servers]
+        ends = [line.start_send(self._said, [], server) for server in servers]
+        self._reducer.wait()
+        for request in [request for requests in (*ends, *pulls) for request in requests]:
+            request.wait()
+        self._store.loaded()
+        first = told[servers[0]]  # all servers send the same numbers
+        outcome = outcome_of(mine, first[:4].tolist(), time.perf_counter() - began)
+        return self.skips.conclude(outcome)
 
-    def _sum(self) -> None:
+    def sync(self) -> None:
+        """Do nothing: `finish` pulls the parameters."""
+
+    def state(self) -> list[StateBuffer]:
+        return []
+
+
+class ServedParameters:
+    """A server's pieces of the parameters, concatenated; a server computes no rows.
+
+    views  of the pieces, in their order
+    """
+
+    mirror: Any = None
+
+    def __init__(self, replica: ReplicationContext, pieces: Sequence[Piece]):
+        storage, allocate = replica.storage, replica.grid.world.transport.allocate
+        length = sum(piece.stop - piece.start for piece in pieces)
+        self._pieces, self.parameters = pieces, allocate(length, storage.dtype)
+        if replica.device.mirror:
+            allocate(0, replica.computed)  # it is collective: workers allocate their mirrors here
+        storage.initialize(self.parameters, replica.config.run.seed, replica.device.backend, pieces)
+        self.arrays, self.views = [self.parameters], compact(self.parameters, pieces)
+
+    def open(self, unit: int, part: int) -> NoReturn:
+        """Raise an error: a server computes no rows."""
+        raise AssertionError(unit)
+
+    def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
+        for piece, view in zip(self._pieces, self.views, strict=True):
+            apply(piece, view, None)
+
+    def poll(self) -> None:
+        """Do nothing: a server's step end sends the parameters."""
+
+    def sync(self) -> None:
+        """Do nothing: the parameters are always current."""
+
+    def loaded(self) -> None:
+        """Do nothing: there is no mirror."""
+
+    def state(self) -> list[StateBuffer]:
+        return [StateBuffer("parameters", self.parameters, self._pieces)]
+
+
+class ServedGradients:
+    """The gradients that a server receives for its pieces, concatenated."""
+
+    delayed = False
+
+    def __init__(self, replica: ReplicationContext, pieces: Sequence[Piece]):
+        """Allocate the buffer; collective."""
+        storage, servers = replica.storage, replica.grid.servers
+        assert servers is not None
+        length = sum(piece.stop - piece.start for piece in pieces)
+        self.buffer = replica.grid.world.transport.allocate(length, storage.dtype)
+        self.arrays = [self.buffer]
+        self.members: Sequence[int] = servers.transport.members
+        self.summed = dict(zip(pieces, compact(self.buffer, pieces), strict=True))
+        self.squared = [self.buffer]
+
+    def begin(self, step: int) -> None:
+        """Do nothing: received gradients overwrite those of the step before."""
+
+    def gradients(self, unit: int) -> Gradients:
+        """Raise an error: a server computes no rows."""
+        raise AssertionError(unit)
+
+    def ready(self, unit: int, is_last: bool) -> None:
+        """Raise an error: a server computes no rows."""
+        raise AssertionError(unit)
+
+    def poll(self) -> None:
+        """Do nothing: a server receives at the end of its step."""
+
+    def wait(self) -> None:
+        """Do nothing: an asynchronous server's step end receives each gradient."""
+
+    def state(self) -> list[StateBuffer]:
+        return []
+
+
+class CollectedGradients(ServedGradients):
+    """The sum of the gradients that all workers push to a server, in the order of the workers."""
+
+    def __init__(self, replica: ReplicationContext, roles: Roles, pieces: Sequence[Piece]):
+        super().__init__(replica, pieces)
+        servers = replica.grid.servers
+        assert servers is not None
+        arrived = replica.device.backend.zeros(len(self.buffer), replica.storage.dtype)
+        self.arrays.append(arrived)
+        parts = by_span(replica.storage.spans, pieces)
+        self._sums, self._arriving = (compact(flat, parts) for flat in (self.buffer, arrived))
+        self._add = servers.arithmetic.combining(self.buffer, "add")
+        self._workers, self._line = roles.workers, roles.line
+
+    def wait(self) -> None:
         """Receive the gradients and sum them in the order of the workers.
 
         The gradient of the next worker arrives while the previous one is added.
         """
         first, second = self._workers[0], self._workers[1:2]
-        begun = self._line.start_recv_pieces(self._summed, first)
+        begun = self._line.start_recv_pieces(self._sums, first)
         arriving = [
             request
             for worker in second
@@ -238,11 +239,87 @@ class Server(ServerBase):
             self._line.wait(request)
         for worker in self._workers[1:]:
             following: list[Request] = []
-            for request, summed, arrived in zip(
-                arriving, self._summed, self._arriving, strict=True
-            ):
+            for request, summed, arrived in zip(arriving, self._sums, self._arriving, strict=True):
                 self._line.wait(request)
                 self._add(summed, arrived)
                 if worker + 1 in self._workers:
                     following += self._line.start_recv_pieces([arrived], worker + 1)
             arriving = following
+
+
+class ServedUpdate(StepEnd):
+    """A synchronous server's step end: one update, from the sum of all workers' gradients."""
+
+    def __init__(
+        self,
+        replica: ReplicationContext,
+        roles: Roles,
+        store: ServedParameters,
+        reducer: CollectedGradients,
+    ):
+        servers = replica.grid.servers
+        assert servers is not None
+        self._replica, self._roles, self._store, self._reducer = replica, roles, store, reducer
+        self._step = OptimizerStep(replica, store, reducer)
+        self.skips, self.optimizer = self._step.skips, self._step.optimizer
+        self.control = ControlMessage(replica.grid.world)
+        # The three numbers are squares, non-finite elements, and stop requests of servers.
+        self._squares = np.zeros(3)
+        self._agree_on_squares = servers.bind(self._squares)
+        self._said, self._told = {worker: header() for worker in roles.workers}, header()
+        self._heard = header()
+
+    def begin(self, step: int) -> None:
+        """Do nothing: workers begin a step by their first push."""
+
+    def finish(self, mine: StepInput) -> StepResult:
+        """Sum the gradients, agree on the result, update, and answer all workers with the
+        parameters.
+        """
+        began = time.perf_counter()
+        line, workers = self._roles.line, self._roles.workers
+        self._reducer.wait()
+        for _ in workers:
+            source = line.wait_for_header(self._heard)
+            self._said[source][:] = self._heard
+        comm_s = time.perf_counter() - began
+        loss, stop = (sum(float(said[number]) for said in self._said.values()) for number in (0, 1))
+        _, squares, nonfinite = self._replica.gradient_stats(None, self._reducer.squared)
+        self._squares[:] = squares / self.skips.scale.value**2, nonfinite, mine.stop
+        self._agree_on_squares.run()
+        *found, servers_stop = self._squares.tolist()
+        totals = self._told[:4] = (loss, *found, stop + servers_stop)
+        outcome = outcome_of(mine, totals, comm_s)
+        if outcome.updated:
+            number = mine.number - self.skips.number
+            self._step.apply(self._step.factor(outcome.grad_norm), mine.lr, number)
+        answers = [line.start_send(self._told, self._store.views, worker) for worker in workers]
+        for request in [request for requests in answers for request in requests]:
+            request.wait()  # the next update must not overwrite parameters still being sent
+        return self.skips.conclude(outcome)
+
+    def sync(self) -> None:
+        """Do nothing: all workers have the parameters after `finish`."""
+
+    def state(self) -> list[StateBuffer]:
+        return self._step.state()
+
+
+class NoRows(ReplicaRows):
+    """No rows: those of a server."""
+
+    def share(self, rows: int) -> range:
+        return range(0)
+
+
+def synchronous(replica: ReplicationContext) -> Replication:
+    """Return this rank's role with synchronous servers; collective."""
+    roles = Roles(replica)
+    if not replica.grid.is_server:
+        whole, pushed = WholeParameters(replica, ()), PushedGradients(replica, roles)
+        step_end = PushAndPull(replica, roles, whole, pushed)
+        return Replication(replica, whole, pushed, step_end, ReplicaRows(replica))
+    pieces = roles.pieces[replica.grid.world.rank]
+    store, reducer = ServedParameters(replica, pieces), CollectedGradients(replica, roles, pieces)
+    update = ServedUpdate(replica, roles, store, reducer)
+    return Replication(replica, store, reducer, update, NoRows(replica))

@@ -1,0 +1,109 @@
+"""Parameters and gradients of a rank that stores all of its units, without any message."""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+from mpitrain.layers.base import Gradients, Weights
+from mpitrain.layers.flat import Piece, Storage
+from mpitrain.parallel.replication.protocol import ReplicationContext
+from mpitrain.parallel.replication.state import StateBuffer, spread
+
+
+def whole(storage: Storage) -> list[Piece]:
+    """Return the one piece that is the whole flat buffer."""
+    return [Piece(0, storage.length, 0)]
+
+
+class WholeParameters:
+    """Parameters of all units of this rank (as DDP), in half precision with their mirror.
+
+    owned     the pieces that this rank updates
+    computed  the flat buffer with which layers compute: the mirror if there is one
+    weights   views of `computed` for each unit
+    """
+
+    mirror: Any = None
+
+    def __init__(self, replica: ReplicationContext, owned: Sequence[Piece]):
+        """Allocate and initialise the parameters, and their mirror in half precision."""
+        storage, allocate = replica.storage, replica.grid.world.transport.allocate
+        self._replica, self._owned = replica, owned
+        self.parameters = self.computed = allocate(storage.length, storage.dtype)
+        storage.initialize(self.parameters, replica.config.run.seed, replica.device.backend)
+        if replica.device.mirror:
+            self.mirror = self.computed = allocate(storage.length, replica.computed)
+            replica.device.mirror(self.parameters, self.mirror, replica.arena)
+        self.weights = storage.weights(self.computed)
+        self.arrays: list[Any] = [self.parameters, self.computed]
+
+    def open(self, unit: int, part: int) -> Weights:
+        return self.weights[unit]
+
+    def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
+        for piece in self._owned:
+            here = slice(piece.start, piece.stop)
+            apply(piece, self.parameters[here], None if self.mirror is None else self.mirror[here])
+
+    def poll(self) -> None:
+        """Do nothing: no parameters travel."""
+
+    def sync(self) -> None:
+        """Do nothing: the parameters are always current."""
+
+    def loaded(self) -> None:
+        if self._replica.device.mirror:
+            self._replica.device.mirror(self.parameters, self.mirror, self._replica.arena)
+
+    def state(self) -> list[StateBuffer]:
+        return [StateBuffer("parameters", self.parameters, whole(self._replica.storage))]
+
+
+class LocalGradients:
+    """Gradients of all units of this rank, which no other rank adds to."""
+
+    def __init__(
+        self, replica: ReplicationContext, owned: Sequence[Piece], counted: Sequence[Piece]
+    ):
+        """Allocate the gradients; collective.
+
+        owned    the pieces that this rank updates
+        counted  the pieces that this rank squares for the norm
+        """
+        storage = replica.storage
+        self.buffer = replica.grid.world.transport.allocate(storage.length, storage.dtype)
+        self._gradients, self._leaves = storage.gradients(self.buffer)
+        self.arrays = [self.buffer]
+        self.members: Sequence[int] = replica.grid.tp.transport.members
+        self.summed = dict(zip(owned, spread(self.buffer, owned), strict=True))
+        self.squared = spread(self.buffer, counted)
+
+    @property
+    def delayed(self) -> bool:
+        return False
+
+    def begin(self, step: int) -> None:
+        for leaf in chain.from_iterable(self._leaves):
+            leaf.filled = False
+
+    def gradients(self, unit: int) -> Gradients:
+        return self._gradients[unit]
+
+    def ready(self, unit: int, is_last: bool) -> None:
+        """Set tensors to zero that no layer has written, with the last micro-batch of the step.
+
+        Otherwise the gradient of the previous step would remain there.
+        """
+        if is_last:
+            for leaf in self._leaves[unit]:
+                if not leaf.filled:
+                    leaf.array.fill(0)
+
+    def poll(self) -> None:
+        """Do nothing: no gradients travel."""
+
+    def wait(self) -> None:
+        """Do nothing: the gradients are complete."""
+
+    def state(self) -> list[StateBuffer]:
+        return []
