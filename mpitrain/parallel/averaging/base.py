@@ -8,13 +8,11 @@ import numpy as np
 
 from mpitrain.collectives.group import Group
 from mpitrain.layers.flat import Piece
-from mpitrain.parallel.replication.components import ControlMessage, StepEnd
-from mpitrain.parallel.replication.loss_scale import SkippedUpdates
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
-from mpitrain.parallel.replication.records import StepInput, StepResult
+from mpitrain.parallel.replication.records import SkippedUpdates, StepInput, StepResult
 from mpitrain.parallel.replication.rows import OwnRows
 from mpitrain.parallel.replication.state import StateBuffer
-from mpitrain.parallel.replication.step_end import OptimizerStep
+from mpitrain.parallel.replication.step_end import AgreeAndUpdate
 from mpitrain.parallel.replication.whole import LocalGradients, WholeParameters, whole
 
 
@@ -60,6 +58,7 @@ class AveragedParameters(WholeParameters):
         """Update this worker's own parameters; `resume` writes the mirror, as they change again."""
         for piece in self._owned:
             apply(piece, self.own, None)
+        self.is_current = False
 
     def sync(self) -> None:
         if not self.is_current:
@@ -120,7 +119,7 @@ class Mixer(Protocol):
         """Return state for checkpoints."""
 
 
-class LocalUpdate(StepEnd):
+class LocalUpdate(AgreeAndUpdate):
     """Each worker updates from its own rows; then a `Mixer` combines the workers' parameters.
 
     Each worker updates from the mean gradient of its own rows, clipped by its own norm. It skips an
@@ -132,44 +131,43 @@ class LocalUpdate(StepEnd):
     In all other steps loss and norm are this worker's own.
     """
 
+    store: AveragedParameters
+
     def __init__(
         self,
         replica: ReplicationContext,
-        store: AveragedParameters,
-        reducer: LocalGradients,
-        mixer: Mixer,
+        mixer: Callable[[ReplicationContext, AveragedParameters], Mixer],
         weight: float,
+        weight_in_average: float,
     ):
         """Bind the exchange of results; collective.
 
         weight  of this worker in a mean over the rows of the global batch
         """
-        self._replica, self._store, self._mixer, self._weight = replica, store, mixer, weight
-        self._step = OptimizerStep(replica, store, reducer, SkippedByWorker(replica))
-        self.skips, self.optimizer = self._step.skips, self._step.optimizer
-        with replica.grid.transport.recorder.called("the control message"):
-            self.control = ControlMessage(replica.grid.world)
+        owned, store = whole(replica.storage), AveragedParameters(replica, weight_in_average)
+        super().__init__(replica, store, LocalGradients(replica, owned, owned))
+        self.skips, self._weight = SkippedByWorker(replica), weight
+        self._mixer = mixer(replica, store)
         # The first two of five numbers are the loss and squared norm of this step. The others are
         # sums since the last exchange: non-finite elements, skipped updates and stop requests.
         self._news = np.zeros(5)
         self._tell = replica.grid.world.bind(self._news)
 
     def begin(self, step: int) -> None:
-        self._step.begin(step)
-        self._store.resume()
+        super().begin(step)
+        self.store.resume()
 
     def finish(self, mine: StepInput) -> StepResult:
-        own = self._step.finish(mine, _alone)
-        with self._replica.exposed:
-            run = self._replica.config
-            is_end_of_period = (mine.number + 1) % run.replication.period == 0
-            self._store.is_current = False
+        own, config = self.update(mine, _alone), self.replica.config
+        with self.replica.exposed:
+            is_end_of_period = (mine.number + 1) % config.replication.period == 0
+            self.store.is_current = False
             self._mixer.mix(mine.number, is_end_of_period)
             self._news[2:] += own.nonfinite, not own.updated, own.stop
             told = own._replace(nonfinite=0, updated=True, stop=False)
-            if is_end_of_period or mine.number + 1 == run.run.steps:
+            if is_end_of_period or mine.number + 1 == config.run.steps:
                 told = self._told(own)
-        return told._replace(comm_s=own.comm_s + self._replica.exposed.take())
+        return told._replace(comm_s=own.comm_s + self.replica.exposed.take())
 
     def _told(self, own: StepResult) -> StepResult:
         """Sum this step's loss and the counts since the last exchange over all ranks; collective.
@@ -184,12 +182,9 @@ class LocalUpdate(StepEnd):
         norm = math.sqrt(squares) if squares >= 0 else math.nan
         return StepResult(loss, norm, int(nonfinite), own.lr, left_out == 0, stops > 0)
 
-    def sync(self) -> None:
-        self._store.sync()
-
     def state(self) -> list[StateBuffer]:
         """Return each worker's optimizer state, and that of the mixer."""
-        own = [buffer._replace(kind="mean") for buffer in self._step.state()]
+        own = [buffer._replace(kind="mean") for buffer in super().state()]
         return [*own, *self._mixer.state()]
 
 
@@ -207,9 +202,7 @@ def averaging(
 
     weight_in_average  of this worker's parameters; None: in proportion to its rows
     """
-    rows, size, owned = OwnRows(replica), replica.config.batch.size, whole(replica.storage)
+    rows, size = OwnRows(replica), replica.config.batch.size
     weight = len(rows.share(size)) / size
-    store = AveragedParameters(replica, weight if weight_in_average is None else weight_in_average)
-    reducer = LocalGradients(replica, owned, owned)
-    step_end = LocalUpdate(replica, store, reducer, mixer(replica, store), weight)
-    return Replication(replica, store, reducer, step_end, rows)
+    step_end = LocalUpdate(replica, mixer, weight, weight_in_average or weight)
+    return Replication(replica, step_end, rows)

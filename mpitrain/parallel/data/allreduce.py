@@ -1,7 +1,7 @@
 """Data parallelism by bucketed all-reduce (as DDP)."""
 
 from mpitrain.layers.flat import Piece
-from mpitrain.parallel.data.buckets import Buckets, common_bucket_bytes
+from mpitrain.parallel.data.buckets import Buckets, common_buckets
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
 from mpitrain.parallel.replication.rows import ReplicaRows
@@ -26,10 +26,8 @@ def all_reduce(replica: ReplicationContext) -> Replication:
     ]
     counted = [Piece(start + own.start, start + own.stop, 0) for start, own in shares]
     store = WholeParameters(replica, owned)
-    buckets = replica.storage.buckets(common_bucket_bytes(replica))
-    reducer = Buckets(replica, buckets, grid.dp.bind, owned, counted)
-    step_end = AgreeAndUpdate(replica, store, reducer)
-    return Replication(replica, store, reducer, step_end, ReplicaRows(replica))
+    reducer = Buckets(replica, common_buckets(replica), grid.dp.bind, owned, counted)
+    return Replication(replica, AgreeAndUpdate(replica, store, reducer), ReplicaRows(replica))
 
 
 def counted_runs(replica: ReplicationContext) -> list[Piece]:

@@ -54,13 +54,16 @@ def bucket_bytes(replica: ReplicationContext) -> float:
     return part_bytes(group.tuning, group.algorithm, hosts, storage.length, storage.dtype.itemsize)
 
 
-def common_bucket_bytes(replica: ReplicationContext) -> float:
-    """Return the same bytes of a bucket for all ranks of a tensor-parallel group; collective.
+def common_buckets(replica: ReplicationContext, firsts: Sequence[int] = ()) -> list[Bucket]:
+    """Return the buckets of the flat buffer, in the order of their reduction; collective.
 
-    Their replicated tensors must lie in the same buckets. Otherwise the ranks would sum these
-    tensors in different orders.
+    A tensor-parallel group agrees on their bytes. Its replicated tensors must lie in the same
+    buckets. Otherwise its ranks would sum these tensors in different orders.
+
+    firsts  units at which a bucket must start
     """
-    return max(replica.grid.tp.transport.gather_text(bucket_bytes(replica)))
+    sizes = replica.grid.tp.transport.gather_text(bucket_bytes(replica))
+    return replica.storage.buckets(max(sizes), firsts)
 
 
 def tied_sums(grid: Grid, flat: Any, runs: Iterable[tuple[str, bool, int, int]]) -> list[Reduction]:

@@ -29,14 +29,12 @@ from mpitrain.layers.base import Weights
 from mpitrain.layers.flat import Piece
 from mpitrain.optim import learning_rate
 from mpitrain.parallel.data.allreduce import counted_runs
-from mpitrain.parallel.data.buckets import Buckets, common_bucket_bytes
+from mpitrain.parallel.data.buckets import Buckets, common_buckets
 from mpitrain.parallel.grid import share
-from mpitrain.parallel.replication.components import ControlMessage, StepEnd
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
 from mpitrain.parallel.replication.records import StepInput, StepResult
 from mpitrain.parallel.replication.rows import ReplicaRows
-from mpitrain.parallel.replication.state import StateBuffer
-from mpitrain.parallel.replication.step_end import OptimizerStep
+from mpitrain.parallel.replication.step_end import AgreeAndUpdate
 from mpitrain.parallel.replication.whole import WholeParameters, whole
 from mpitrain.trace.ring_buffer import UPDATE
 
@@ -98,27 +96,23 @@ class StashedParameters(WholeParameters):
         self.steps = self._made = 0
 
 
-class StageUpdate(StepEnd):
+class StageUpdate(AgreeAndUpdate):
     """The end of each update on one pipeline stage, and of each step when all ranks know its result.
 
     bytes sent  for each micro-batch an all-reduce of 32 bytes over all ranks
     every       micro-batches of one update
     """
 
-    def __init__(
-        self,
-        replica: ReplicationContext,
-        store: StashedParameters,
-        reducer: Buckets,
-        every: int,
-    ):
-        """Bind the control messages; collective."""
-        grid, backend = replica.grid, replica.device.backend
-        world, stages = grid.world, grid.axes.pp
-        self._replica, self._store, self.every, self._stages = replica, store, every, stages
-        self._step = OptimizerStep(replica, store, reducer)
-        self.skips, self.optimizer = self._step.skips, self._step.optimizer
-        self._recorder = recorder = self._step.recorder
+    store: StashedParameters
+
+    def __init__(self, replica: ReplicationContext, every: int, versions: int):
+        """Allocate the versions, and bind the control messages; collective."""
+        grid, backend, owned = replica.grid, replica.device.backend, whole(replica.storage)
+        buckets, counted = common_buckets(replica), counted_runs(replica)
+        store = StashedParameters(replica, every, versions)
+        super().__init__(replica, store, Buckets(replica, buckets, grid.dp.bind, owned, counted))
+        world, self.every, self._stages = grid.world, every, grid.axes.pp
+        stages, recorder = self._stages, self.recorder
         self._micro_batches = m = replica.config.batch.micro_batches
         # All ranks have computed this number of steps before they know the result of a step.
         self._late = -(-(2 * stages - 1) // m)
@@ -126,7 +120,6 @@ class StageUpdate(StepEnd):
         self._of_stage = np.zeros(2)
         self._sum_of_stage = grid.tp.bind(self._of_stage)
         with recorder.called("the control message"):
-            self.control = ControlMessage(world)
             self._messages = [np.zeros(4) for _ in range(stages)]
             self._telling = [world.bind(message) for message in self._messages]
         self._control_name = recorder.name("what all are told", world.transport.members)
@@ -161,7 +154,7 @@ class StageUpdate(StepEnd):
 
     def begin(self, step: int) -> None:
         self._numbers.append(step)
-        self._store.steps = len(self._numbers)
+        self.store.steps = len(self._numbers)
 
     @property
     def ends(self) -> bool:
@@ -169,7 +162,7 @@ class StageUpdate(StepEnd):
         the end or a stop request.
         """
         here, asked = len(self._numbers) - 1, self._stop_after
-        return self._numbers[-1] + 1 >= self._replica.config.next_pause(self._numbers[0]) or (
+        return self._numbers[-1] + 1 >= self.replica.config.next_pause(self._numbers[0]) or (
             asked is not None and here >= asked
         )
 
@@ -180,7 +173,7 @@ class StageUpdate(StepEnd):
         rows     of the global batch that this rank computes
         """
         # The last stage runs backward right after forward, so `_turns` numbers this micro-batch.
-        at, size = self._turns % self._micro_batches, self._replica.config.batch.size
+        at, size = self._turns % self._micro_batches, self.replica.config.batch.size
         self._losses[at : at + 1] = loss
         self._parts_of_mean[at] = len(share(rows, at, self._micro_batches)) / (size * targets)
 
@@ -193,7 +186,7 @@ class StageUpdate(StepEnd):
             self._read()
         is_new = self._turns % self.every == 0
         if is_new:
-            self._step.begin(self._numbers[self._turns // self._micro_batches])
+            super().begin(self._numbers[self._turns // self._micro_batches])
         return is_new
 
     def turned(self) -> None:
@@ -201,7 +194,7 @@ class StageUpdate(StepEnd):
         control message.
         """
         micro, self._turns = self._turns, self._turns + 1
-        grid, at, squares, nonfinite = self._replica.grid, micro % self._micro_batches, 0.0, 0.0
+        grid, at, squares, nonfinite = self.replica.grid, micro % self._micro_batches, 0.0, 0.0
         mine = StepInput(
             micro,
             self._losses[at : at + 1] if grid.reports_loss else (),
@@ -211,7 +204,7 @@ class StageUpdate(StepEnd):
         if self._turns % self.every == 0:
             loss, squares, nonfinite = self._make(micro, mine)
         else:
-            loss = self._replica.gradient_stats(mine, ())[0]
+            loss = self.replica.gradient_stats(mine, ())[0]
         message = self._messages[micro % self._stages]
         message[:] = loss, 0, 0, 0
         if grid.place.tp == grid.place.dp == 0:
@@ -227,27 +220,27 @@ class StageUpdate(StepEnd):
 
         returns  this rank's loss, and the squares and non-finite elements of the stage's gradient
         """
-        step, config = self._numbers[micro // self._micro_batches], self._replica.config
-        loss, *of_stage = self._step.sum(mine)
+        step, config = self._numbers[micro // self._micro_batches], self.replica.config
+        loss, *of_stage = self.sum(mine)
         self._of_stage[:] = of_stage
         self._sum_of_stage.run()
         found = self._of_stage.tolist()  # these are sums over the stage's tensor-parallel group
-        span = self._recorder.compute(self._step.update_name, UPDATE)
-        self._store.advance()
+        span = self.recorder.compute(self.update_name, UPDATE)
+        self.store.advance()
         if math.isfinite(found[0]):
             count = step * self._updates() + micro % self._micro_batches // self.every
             lr = learning_rate(config.optimizer, step, config.run.steps)
-            self._step.apply(self._step.factor(math.sqrt(found[0])), lr, count)
-        self._recorder.end(span)
+            self.apply(self.factor(math.sqrt(found[0])), lr, count)
+        self.recorder.end(span)
         return loss, found[0], found[1]
 
     def _read(self) -> None:
         """Wait for the oldest running control message."""
         micro = self._unread.popleft()
-        wait = self._recorder.wait(self._control_name)
-        with self._replica.exposed:
+        wait = self.recorder.wait(self._control_name)
+        with self.replica.exposed:
             self._telling[micro % self._stages].wait()
-        self._recorder.go_on(wait)
+        self.recorder.go_on(wait)
         self._told.append(self._messages[micro % self._stages].tolist())
         if self._told[-1][3] and self._stop_after is None:
             self._stop_after = (micro + 2 * self._stages - 1) // self._micro_batches
@@ -273,7 +266,7 @@ class StageUpdate(StepEnd):
 
         is_end  whether the pipeline is drained after these steps; the last one then reports a stop
         """
-        config, m = self._replica.config, self._micro_batches
+        config, m = self.replica.config, self._micro_batches
         for at in range(self._released, steps):
             step = self._numbers[at]
             told = [self._told.popleft() for _ in range(m)]
@@ -291,7 +284,7 @@ class StageUpdate(StepEnd):
         self._released = max(self._released, steps)
 
     def outcome(self, step: int, own: StepResult | None) -> StepResult:
-        waited = self._replica.exposed.take()
+        waited = self.replica.exposed.take()
         return self._known.pop(step)._replace(comm_s=waited, ended=self._ended.pop(step))
 
     def sync(self) -> None:
@@ -303,11 +296,8 @@ class StageUpdate(StepEnd):
         while self._unread:
             self._read()
         self._release(len(self._numbers), is_end=True)
-        self._store.drain()
+        self.store.drain()
         self._empty()
-
-    def state(self) -> list[StateBuffer]:
-        return self._step.state()
 
 
 class StashedRows(ReplicaRows):
@@ -333,45 +323,29 @@ class StashedRows(ReplicaRows):
 
 
 class WeightStashing(Replication):
-    """Weight stashing, and the further calls of an asynchronous pipeline.
+    """Replication by a `StageUpdate`, which an asynchronous pipeline also calls.
 
     bytes sent  for each update as all-reduce
-    every       micro-batches of one update
     """
 
-    def __init__(self, replica: ReplicationContext, every: int, versions: int):
-        """Allocate and bind all components; collective."""
-        store = StashedParameters(replica, every, versions)
-        buckets = replica.storage.buckets(common_bucket_bytes(replica))
-        owned, counted = whole(replica.storage), counted_runs(replica)
-        reducer = Buckets(replica, buckets, replica.grid.dp.bind, owned, counted)
-        self._stage = step_end = StageUpdate(replica, store, reducer, every)
-        super().__init__(replica, store, reducer, step_end, StashedRows(replica, step_end))
-        self.every = every
-
-    @property
-    def ends(self) -> bool:
-        """Whether the current step ends with an empty pipeline, as `StageUpdate.ends`."""
-        return self._stage.ends
-
-    def turn(self) -> bool:
-        """Begin the backward of the next micro-batch, as `StageUpdate.turn`."""
-        return self._stage.turn()
-
-    def turned(self) -> None:
-        """End the backward of a micro-batch, as `StageUpdate.turned`."""
-        self._stage.turned()
+    step_end: StageUpdate
 
     def poll(self) -> None:
         super().poll()
-        self._stage.poll()
+        self.step_end.poll()
+
+
+def stashing(replica: ReplicationContext, every: int, versions: int) -> Replication:
+    """Return weight stashing with one update for each `every` micro-batches; collective."""
+    step_end = StageUpdate(replica, every, versions)
+    return WeightStashing(replica, step_end, StashedRows(replica, step_end))
 
 
 def pipedream(replica: ReplicationContext) -> Replication:
     """Return PipeDream (Narayanan et al. 2019): one update for each micro-batch; stage s of p has
     p - s versions.
     """
-    return WeightStashing(replica, 1, replica.grid.axes.pp - replica.grid.place.pp)
+    return stashing(replica, 1, replica.grid.axes.pp - replica.grid.place.pp)
 
 
 def pipedream_2bw(replica: ReplicationContext) -> Replication:
@@ -380,4 +354,4 @@ def pipedream_2bw(replica: ReplicationContext) -> Replication:
 
     Every stage has two versions. After a drained pipeline, the first two batches both use W(0).
     """
-    return WeightStashing(replica, replica.config.batch.micro_batches, 2)
+    return stashing(replica, replica.config.batch.micro_batches, 2)

@@ -33,9 +33,8 @@ from mpitrain.collectives.engine.progress import mover
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.layers.base import Weights
 from mpitrain.layers.flat import Bucket, Piece
-from mpitrain.parallel.data.buckets import Buckets, common_bucket_bytes
-from mpitrain.parallel.data.sharded_gradients import ShardedGradients
-from mpitrain.parallel.data.shards import Shards
+from mpitrain.parallel.data.buckets import Buckets, common_buckets
+from mpitrain.parallel.data.sharded_gradients import ShardedGradients, Shards
 from mpitrain.parallel.data.zero_three import GatheredOnUse
 from mpitrain.parallel.replication.components import GradientReducer, ParameterStore, StepEnd
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
@@ -45,7 +44,7 @@ from mpitrain.parallel.replication.step_end import AgreeAndUpdate
 from mpitrain.parallel.replication.whole import whole
 
 
-class GatheredAfterUpdate:
+class GatheredAfterUpdate(ParameterStore):
     """Parameters of ZeRO stages 1 and 2: whole on each rank, all-gathered after each update.
 
     The all-gather overlaps with the next forward: `open` waits for the buckets of its unit. In half
@@ -200,15 +199,13 @@ class Stage(NamedTuple):
 
 STAGES = {
     1: Stage(
-        lambda replica: replica.storage.buckets(common_bucket_bytes(replica)),
+        common_buckets,
         GatheredAfterUpdate,
         scattered_once,
         AgreeAndUpdate,
     ),
     2: Stage(
-        lambda replica: replica.storage.buckets(
-            common_bucket_bytes(replica), [part.start for part in replica.parts]
-        ),
+        lambda replica: common_buckets(replica, [part.start for part in replica.parts]),
         GatheredAfterUpdate,
         scattered_each_micro_batch,
         AgreeAndUpdate,
@@ -228,5 +225,4 @@ def zero(stage: Stage, replica: ReplicationContext) -> Replication:
     shards = Shards(replica, stage.buckets(replica))
     store = stage.store(replica, shards)
     reducer = stage.reducer(replica, shards, store)
-    step_end = stage.step_end(replica, store, reducer)
-    return Replication(replica, store, reducer, step_end, ReplicaRows(replica))
+    return Replication(replica, stage.step_end(replica, store, reducer), ReplicaRows(replica))

@@ -24,13 +24,14 @@ from mpitrain.collectives.engine.codecs import parse_wire
 from mpitrain.collectives.engine.progress import ProgressEngine
 from mpitrain.layers.base import Weights
 from mpitrain.layers.flat import Bucket, Piece
-from mpitrain.parallel.data.shards import Shards
+from mpitrain.parallel.data.sharded_gradients import Shards
 from mpitrain.parallel.data.unsharded_buffers import UnshardedBuffers, buckets_used, shared_by_ties
+from mpitrain.parallel.replication.components import ParameterStore
 from mpitrain.parallel.replication.protocol import ReplicationContext
 from mpitrain.parallel.replication.state import StateBuffer, compact
 
 
-class GatheredOnUse:
+class GatheredOnUse(ParameterStore):
     """Parameters of ZeRO stage 3: each bucket is a unit, gathered while the previous unit computes,
     forward and backward.
 
@@ -54,7 +55,7 @@ class GatheredOnUse:
     gathers     the bound all-gathers; `engine` drives them
     """
 
-    mirror: Any = None
+    mirror: Any = None  # `_gather` rounds the parameters of each unit
     engine: ProgressEngine
 
     def __init__(self, replica: ReplicationContext, shards: Shards):
@@ -149,15 +150,9 @@ class GatheredOnUse:
             apply(piece, master, None)
         self._there.clear()
 
-    def poll(self) -> None:
-        """Do nothing: the reducer polls the common progress engine."""
-
     def sync(self) -> None:
         for bucket in [*self._under_way]:
             self._wait(bucket)
-
-    def loaded(self) -> None:
-        """Do nothing: `_gather` rounds the parameters of each unit."""
 
     def state(self) -> list[StateBuffer]:
         self._there.clear()  # a checkpoint may be loaded into this rank's shards

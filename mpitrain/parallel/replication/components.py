@@ -31,17 +31,22 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpitrain.collectives.group import Group
 from mpitrain.data import Source
 from mpitrain.layers.base import Gradients, Weights
 from mpitrain.layers.flat import Piece
-from mpitrain.parallel.replication.loss_scale import SkippedUpdates
-from mpitrain.parallel.replication.records import StepInput, StepResult
+from mpitrain.parallel.replication.records import (
+    ControlMessage,
+    SkippedUpdates,
+    StepInput,
+    StepResult,
+)
 from mpitrain.parallel.replication.state import StateBuffer
 
 
 class ParameterStore(Protocol):
     """Where the parameters of a rank lie, and how those of other ranks reach it.
+
+    Methods that return None do nothing by default.
 
     Attributes
     ----------
@@ -59,7 +64,9 @@ class ParameterStore(Protocol):
 
     def open(self, unit: int, part: int) -> Weights:
         """Return a unit's parameters for micro-batch `part`, as `Replication.open`."""
+        raise AssertionError("a server computes no rows")
 
+    @abstractmethod
     def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
         """Update the pieces that this rank owns, and start to send them to other ranks.
 
@@ -72,19 +79,25 @@ class ParameterStore(Protocol):
 
     def poll(self) -> None:
         """Progress gathers in flight."""
+        return
 
     def sync(self) -> None:
         """Make the parameters current on all ranks; collective."""
+        return
 
     def loaded(self) -> None:
         """Continue from the contents of `parameters`, which a caller has replaced; collective."""
+        return
 
+    @abstractmethod
     def state(self) -> list[StateBuffer]:
         """Return the parameters for checkpoints, current on all ranks; collective."""
 
 
 class GradientReducer(Protocol):
     """Where the gradients of a rank lie, and how they are summed over replicas.
+
+    Methods that return None do nothing by default.
 
     Attributes
     ----------
@@ -110,40 +123,32 @@ class GradientReducer(Protocol):
     squared: list[Any]
 
     @property
-    def delayed(self) -> bool: ...
+    def delayed(self) -> bool:
+        return False
 
     def begin(self, step: int) -> None:
         """Begin a step, counted from 0: mark all gradients as empty."""
+        return
 
     def gradients(self, unit: int) -> Gradients:
         """Return the leaves in which a unit's gradients of one micro-batch are summed."""
+        raise AssertionError("a server computes no rows")
 
     def ready(self, unit: int, is_last: bool) -> None:
         """Report a unit's gradient of one micro-batch, as `Replication.gradient_ready`."""
+        return
 
     def poll(self) -> None:
         """Progress the started reductions."""
+        return
 
     def wait(self) -> None:
         """Block until all gradients are reduced; all units must have been reported as ready."""
+        return
 
     def state(self) -> list[StateBuffer]:
-        """Return the state that reductions keep between steps, for checkpoints."""
-
-
-class ControlMessage:
-    """The sum of four numbers over all ranks, by a small all-reduce in host memory."""
-
-    def __init__(self, world: Group):
-        """Bind the all-reduce; collective."""
-        self._numbers = np.zeros(4)
-        self._sum = world.bind(self._numbers)
-
-    def total(self, *numbers: float) -> list[float]:
-        """Return the four sums; collective."""
-        self._numbers[:] = numbers
-        self._sum.run()
-        return self._numbers.tolist()
+        """Return the state that reductions keep between steps, for checkpoints; by default none."""
+        return []
 
 
 class StepEnd(Protocol):
@@ -151,12 +156,18 @@ class StepEnd(Protocol):
 
     Attributes
     ----------
+    store : ParameterStore
+        The parameters that it updates.
+    reducer : GradientReducer
+        The gradients from which it updates.
     skips : SkippedUpdates
         The count of skipped updates, and the loss scale.
     control : ControlMessage
         Sums four numbers over all ranks.
     """
 
+    store: ParameterStore
+    reducer: GradientReducer
     skips: SkippedUpdates
     control: ControlMessage
 

@@ -17,7 +17,7 @@ from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
 from mpitrain.ops.device import Device
 from mpitrain.parallel.grid import Grid
-from mpitrain.parallel.replication.components import GradientReducer, ParameterStore, Rows, StepEnd
+from mpitrain.parallel.replication.components import Rows, StepEnd
 from mpitrain.parallel.replication.records import ExposedTime, StepInput, StepResult
 from mpitrain.parallel.replication.state import StateBuffer
 
@@ -87,12 +87,9 @@ class Replication:
     ----------
     replica : ReplicationContext
         The context of this rank.
-    store : ParameterStore
-        Stores the parameters and returns those of a unit.
-    reducer : GradientReducer
-        Stores the gradients and sums them over replicas.
     step_end : StepEnd
-        Ends a step: agrees on its result and updates the parameters.
+        Ends a step: agrees on its result and updates the parameters. Its `store` has the
+        parameters, its `reducer` sums the gradients.
     rows : Rows
         Chooses the rows of this rank, and computes their loss.
 
@@ -107,16 +104,9 @@ class Replication:
         finish
     """
 
-    def __init__(
-        self,
-        replica: ReplicationContext,
-        store: ParameterStore,
-        reducer: GradientReducer,
-        step_end: StepEnd,
-        rows: Rows,
-    ):
-        self.replica, self.store, self.reducer = replica, store, reducer
-        self.step_end, self.rows = step_end, rows
+    def __init__(self, replica: ReplicationContext, step_end: StepEnd, rows: Rows):
+        self.replica, self.step_end, self.rows = replica, step_end, rows
+        self.store, self.reducer = step_end.store, step_end.reducer
 
     @property
     def parameters(self) -> Any:

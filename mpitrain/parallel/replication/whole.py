@@ -6,6 +6,7 @@ from typing import Any
 
 from mpitrain.layers.base import Gradients, Weights
 from mpitrain.layers.flat import Piece, Storage
+from mpitrain.parallel.replication.components import GradientReducer, ParameterStore
 from mpitrain.parallel.replication.protocol import ReplicationContext
 from mpitrain.parallel.replication.state import StateBuffer, spread
 
@@ -15,7 +16,7 @@ def whole(storage: Storage) -> list[Piece]:
     return [Piece(0, storage.length, 0)]
 
 
-class WholeParameters:
+class WholeParameters(ParameterStore):
     """Parameters of all units of this rank (as DDP), in half precision with their mirror.
 
     owned     the pieces that this rank updates
@@ -45,12 +46,6 @@ class WholeParameters:
             here = slice(piece.start, piece.stop)
             apply(piece, self.parameters[here], None if self.mirror is None else self.mirror[here])
 
-    def poll(self) -> None:
-        """Do nothing: no parameters travel."""
-
-    def sync(self) -> None:
-        """Do nothing: the parameters are always current."""
-
     def loaded(self) -> None:
         if self._replica.device.mirror:
             self._replica.device.mirror(self.parameters, self.mirror, self._replica.arena)
@@ -59,7 +54,7 @@ class WholeParameters:
         return [StateBuffer("parameters", self.parameters, whole(self._replica.storage))]
 
 
-class LocalGradients:
+class LocalGradients(GradientReducer):
     """Gradients of all units of this rank, which no other rank adds to."""
 
     def __init__(
@@ -78,10 +73,6 @@ class LocalGradients:
         self.summed = dict(zip(owned, spread(self.buffer, owned), strict=True))
         self.squared = spread(self.buffer, counted)
 
-    @property
-    def delayed(self) -> bool:
-        return False
-
     def begin(self, step: int) -> None:
         for leaf in chain.from_iterable(self._leaves):
             leaf.filled = False
@@ -98,12 +89,3 @@ class LocalGradients:
             for leaf in self._leaves[unit]:
                 if not leaf.filled:
                     leaf.array.fill(0)
-
-    def poll(self) -> None:
-        """Do nothing: no gradients travel."""
-
-    def wait(self) -> None:
-        """Do nothing: the gradients are complete."""
-
-    def state(self) -> list[StateBuffer]:
-        return []

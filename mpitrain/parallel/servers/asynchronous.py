@@ -15,13 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from mpitrain.parallel.grid import share
-from mpitrain.parallel.replication.components import ControlMessage, StepEnd
-from mpitrain.parallel.replication.loss_scale import SkippedUpdates
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
-from mpitrain.parallel.replication.records import StepInput, StepResult, clipping, outcome_of
+from mpitrain.parallel.replication.records import StepInput, StepResult, outcome_of
 from mpitrain.parallel.replication.rows import ReplicaRows
-from mpitrain.parallel.replication.state import StateBuffer
-from mpitrain.parallel.replication.step_end import OptimizerStep
+from mpitrain.parallel.replication.step_end import AgreeAndUpdate
 from mpitrain.parallel.replication.whole import LocalGradients, WholeParameters, whole
 from mpitrain.parallel.servers.messages import header
 from mpitrain.parallel.servers.synchronous import NoRows, Roles, ServedGradients, ServedParameters
@@ -85,30 +82,21 @@ class TicketRows(ReplicaRows):
         return len(self.share(self._size))
 
 
-class AsyncWork(StepEnd):
+class AsyncWork(AgreeAndUpdate):
     """An asynchronous worker's step end: it computes the rows of each ticket that it receives."""
 
-    def __init__(
-        self,
-        replica: ReplicationContext,
-        roles: Roles,
-        store: WholeParameters,
-        reducer: LocalGradients,
-        rows: TicketRows,
-    ):
-        self._replica, self._roles, self._store, self._reducer = replica, roles, store, reducer
-        self._rows, self._exposed, self._line = rows, replica.exposed, roles.line
-        self.skips = SkippedUpdates(replica.config.precision.compute)
-        self.control = ControlMessage(replica.grid.world)
+    def __init__(self, replica: ReplicationContext, roles: Roles, rows: TicketRows):
+        store = WholeParameters(replica, ())
+        reducer = LocalGradients(replica, (), whole(replica.storage))
+        super().__init__(replica, store, reducer)
+        self._rows, self._line, self._told = rows, roles.line, roles.told
+        self._workers, self._servers = roles.workers, roles.servers
         self._pull, self._push = roles.views(store.parameters), roles.views(reducer.buffer)
         self._report = header()
         self._report[:2] = DRAW, NO_TICKET
         self._versions = dict.fromkeys(roles.servers, 0)
         self._known: dict[int, StepResult] = {}
         self._is_current = True
-
-    def begin(self, step: int) -> None:
-        self._reducer.begin(step)
 
     def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
         self._is_current = False
@@ -117,19 +105,19 @@ class AsyncWork(StepEnd):
                 self._rows.ticket = self._draw()  # this also receives results, perhaps of this step
                 continue
             self._pull_as(PULL)
-            yield self._rows.ticket // len(self._roles.workers)
+            yield self._rows.ticket // len(self._workers)
 
     def outcome(self, step: int, own: StepResult | None) -> StepResult:
-        return self._known.pop(step)._replace(comm_s=self._exposed.take())
+        return self._known.pop(step)._replace(comm_s=self.replica.exposed.take())
 
     def finish(self, mine: StepInput) -> StepResult:
         """Push the gradient, and wait until all servers have applied it."""
         assert self._rows.ticket is not None
-        loss, squares, nonfinite = self._replica.gradient_stats(mine, self._reducer.squared)
+        loss, squares, nonfinite = self.replica.gradient_stats(mine, self.reducer.squared)
         own = outcome_of(mine, (loss, squares, nonfinite, mine.stop))
-        scale = clipping(self._replica.config.optimizer.clip, own.grad_norm)
+        scale = self.factor(own.grad_norm)
         requests = []
-        for server in self._roles.servers:
+        for server in self._servers:
             said = _filled(
                 PUSH if own.updated else LEAVE_OUT,
                 self._rows.ticket,
@@ -137,13 +125,13 @@ class AsyncWork(StepEnd):
                 mine.lr,
                 self._versions[server],
             )
-            requests += self._line.start_recv(self._roles.told[server], [], server)
+            requests += self._line.start_recv(self._told[server], [], server)
             requests += self._line.start_send(
                 said, self._push[server] if own.updated else [], server
             )
         self._wait(requests)
         staleness, servers_stop = (
-            max(float(told[number]) for told in self._roles.told.values()) for number in (0, 1)
+            max(float(told[number]) for told in self._told.values()) for number in (0, 1)
         )
         report = Report(
             self._rows.ticket,
@@ -165,7 +153,7 @@ class AsyncWork(StepEnd):
 
         returns  None at a pause; all steps that had begun are then finished
         """
-        first = self._roles.servers[0]
+        first = self._servers[0]
         self._wait(self._line.start_send(self._report, [], first))
         self._report = _filled(DRAW, NO_TICKET)
         told = header()
@@ -180,17 +168,17 @@ class AsyncWork(StepEnd):
         """Pull the parameters of all servers. Each server sends its current version."""
         asked = _filled(kind)
         requests = []
-        for server in self._roles.servers:
-            requests += self._line.start_recv(self._roles.told[server], self._pull[server], server)
+        for server in self._servers:
+            requests += self._line.start_recv(self._told[server], self._pull[server], server)
             requests += self._line.start_send(asked, [], server)
         self._wait(requests)
-        self._store.loaded()
-        self._versions = {server: int(told[0]) for server, told in self._roles.told.items()}
+        self.store.loaded()
+        self._versions = {server: int(told[0]) for server, told in self._told.items()}
         # After `sync_parameters` this number is equal on all servers.
-        self.skips.number = int(self._roles.told[self._roles.servers[0]][1])
+        self.skips.number = int(self._told[self._servers[0]][1])
 
     def _wait(self, requests: Sequence[Request]) -> None:
-        with self._exposed:
+        with self.replica.exposed:
             for request in requests:
                 request.wait()
 
@@ -199,29 +187,22 @@ class AsyncWork(StepEnd):
             self._pull_as(SETTLE)
             self._is_current = True
 
-    def state(self) -> list[StateBuffer]:
-        return []
 
-
-class AsyncServing(StepEnd):
+class AsyncServing(AgreeAndUpdate):
     """An asynchronous server's step end: it applies each gradient on arrival.
 
     The first server also has the work queue.
     """
 
-    def __init__(
-        self,
-        replica: ReplicationContext,
-        roles: Roles,
-        store: ServedParameters,
-        reducer: ServedGradients,
-    ):
+    store: ServedParameters
+
+    def __init__(self, replica: ReplicationContext, roles: Roles):
         settings, servers = replica.config.replication, replica.grid.servers
         assert servers is not None
-        self._replica, self._roles, self._store, self._reducer = replica, roles, store, reducer
-        self._step, self._line = OptimizerStep(replica, store, reducer), roles.line
-        self.skips, self.optimizer = self._step.skips, self._step.optimizer
-        self.control = ControlMessage(replica.grid.world)
+        pieces = roles.pieces[replica.grid.world.rank]
+        store, reducer = ServedParameters(replica, pieces), ServedGradients(replica, pieces)
+        super().__init__(replica, store, reducer)
+        self._workers, self._servers, self._line = roles.workers, roles.servers, roles.line
         self._gradients, self._heard = [*reducer.summed.values()], header()
         self._number, self._bound = (
             servers.rank,
@@ -243,21 +224,14 @@ class AsyncServing(StepEnd):
         # This counts workers. One may settle before this server learns that a pause has begun.
         self._settled = 0
 
-    def begin(self, step: int) -> None:
-        """Do nothing: a server computes no steps."""
-
-    def finish(self, mine: StepInput) -> StepResult:
-        """Raise an error: a server computes no steps."""
-        raise AssertionError(mine)
-
     def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
         """Serve until the step is finished. The iterator is empty: a server computes no rows."""
         self._is_current = False
         if self._applied_before < 0:
-            self._applied_before = step * len(self._roles.workers) - self.skips.number
+            self._applied_before = step * len(self._workers) - self.skips.number
         if self._tickets is None and self._number == 0:
             self._tickets = WorkQueue(
-                len(self._roles.workers), step, self._bound, self._replica.config.next_pause
+                len(self._workers), step, self._bound, self.replica.config.next_pause
             )
         if self._tickets and self._tickets.is_pause:
             self._tickets.go_on()
@@ -277,7 +251,7 @@ class AsyncServing(StepEnd):
         if asked in (PULL, SETTLE):
             self._settled += asked == SETTLE
             self._pulls += self._line.start_send(
-                _filled(self._updates, self.skips.number), self._store.views, source
+                _filled(self._updates, self.skips.number), self.store.views, source
             )
         elif asked == DRAW:
             self._take(source, numbers)
@@ -302,14 +276,14 @@ class AsyncServing(StepEnd):
         self._pulls = []
         staleness = self._updates - int(version)
         # AdamW's step count is the number of updates made.
-        self._step.apply(scale, lr * self._factor(staleness), self._applied_before + self._updates)
+        self.apply(scale, lr * self._factor(staleness), self._applied_before + self._updates)
         self._updates += 1
         return staleness
 
     def _factor(self, staleness: int) -> float:
         """Return the factor of the learning rate for a gradient of this staleness."""
-        chosen = self._replica.config.replication.async_lr
-        named = {"1/workers": 1 / len(self._roles.workers), "staleness": 1 / (1 + staleness)}
+        chosen = self.replica.config.replication.async_lr
+        named = {"1/workers": 1 / len(self._workers), "staleness": 1 / (1 + staleness)}
         return named[chosen] if chosen in named else float(chosen)
 
     def _take(self, worker: int, numbers: Sequence[float]) -> None:
@@ -335,7 +309,7 @@ class AsyncServing(StepEnd):
             self._tickets.stop()
         self._waiting.append(worker)
         is_pause = self._tickets.is_pause
-        if is_pause and len(self._waiting) < len(self._roles.workers):
+        if is_pause and len(self._waiting) < len(self._workers):
             return
         self._tell()
         for waiting in [*self._waiting]:
@@ -353,14 +327,14 @@ class AsyncServing(StepEnd):
         assert self._tickets is not None
         for step, outcome in self._tickets.outcomes():
             self._known[step] = outcome
-            for server in self._roles.servers[1:]:
+            for server in self._servers[1:]:
                 self._answer(server, TELL, *_numbers(step, outcome))
             for untold in self._untold.values():
                 untold.append((step, outcome))
 
     def sync(self) -> None:
         if not self._is_current:
-            while self._settled < len(self._roles.workers):
+            while self._settled < len(self._workers):
                 self._serve()
             self._settled = 0
             for request in (*self._pulls, *self._answers):
@@ -368,19 +342,11 @@ class AsyncServing(StepEnd):
             self._pulls, self._answers = [], []
             self._is_current = True
 
-    def state(self) -> list[StateBuffer]:
-        return self._step.state()
-
 
 def asynchronous(replica: ReplicationContext) -> Replication:
     """Return this rank's role with asynchronous servers; collective."""
     roles = Roles(replica)
-    if not replica.grid.is_server:
-        parameters, rows = WholeParameters(replica, ()), TicketRows(replica, len(roles.workers))
-        gradients = LocalGradients(replica, (), whole(replica.storage))
-        work = AsyncWork(replica, roles, parameters, gradients, rows)
-        return Replication(replica, parameters, gradients, work, rows)
-    pieces = roles.pieces[replica.grid.world.rank]
-    store, reducer = ServedParameters(replica, pieces), ServedGradients(replica, pieces)
-    serving = AsyncServing(replica, roles, store, reducer)
-    return Replication(replica, store, reducer, serving, NoRows(replica))
+    if replica.grid.is_server:
+        return Replication(replica, AsyncServing(replica, roles), NoRows(replica))
+    rows = TicketRows(replica, len(roles.workers))
+    return Replication(replica, AsyncWork(replica, roles, rows), rows)

@@ -1,6 +1,7 @@
 """Data parallelism by a master: rank 0 owns the model, the other ranks compute for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from mpitrain.data import Source
 from mpitrain.layers.base import Weights
 from mpitrain.layers.flat import Piece
-from mpitrain.parallel.data.buckets import Buckets, common_bucket_bytes
+from mpitrain.parallel.data.buckets import Buckets, common_buckets
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
 from mpitrain.parallel.replication.rows import ReplicaRows
@@ -27,9 +28,8 @@ class BroadcastParameters(WholeParameters):
 
     opened = 0
 
-    def __init__(self, replica: ReplicationContext):
-        self._is_root = replica.grid.dp.rank == ROOT
-        super().__init__(replica, whole(replica.storage) if self._is_root else [])
+    def __init__(self, replica: ReplicationContext, owned: Sequence[Piece]):
+        super().__init__(replica, owned)
         self._broadcast = replica.grid.dp.bind_broadcast(self.parameters, ROOT)
         self._is_current = True  # all ranks have the parameters of rank 0
 
@@ -45,7 +45,7 @@ class BroadcastParameters(WholeParameters):
         if not self._is_current:
             self._broadcast.run()
             self._is_current = True
-            if not self._is_root:
+            if not self._owned:
                 self.loaded()  # the update has already written rank 0's mirror
 
     def state(self) -> list[StateBuffer]:
@@ -187,10 +187,7 @@ def master(replica: ReplicationContext) -> Replication:
     """
     dp, storage = replica.grid.dp, replica.storage
     owned = whole(storage) if dp.rank == ROOT else []
-    store = BroadcastParameters(replica)
-    buckets = storage.buckets(common_bucket_bytes(replica))
-    reducer = Buckets(
-        replica, buckets, lambda gradients: dp.bind_reduce(gradients, root=ROOT), owned, owned
-    )
-    rows = MasterRows(replica, store)
-    return Replication(replica, store, reducer, BroadcastAndUpdate(replica, store, reducer), rows)
+    store, bind = BroadcastParameters(replica, owned), partial(dp.bind_reduce, root=ROOT)
+    reducer = Buckets(replica, common_buckets(replica), bind, owned, owned)
+    step_end = BroadcastAndUpdate(replica, store, reducer)
+    return Replication(replica, step_end, MasterRows(replica, store))

@@ -13,19 +13,17 @@ source      Li et al. 2014, Scaling Distributed Machine Learning with the Parame
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from mpitrain.layers.base import Gradients
 from mpitrain.layers.flat import Piece, dealt
-from mpitrain.parallel.replication.components import ControlMessage, StepEnd
-from mpitrain.parallel.replication.loss_scale import SkippedUpdates
+from mpitrain.parallel.replication.components import GradientReducer, ParameterStore
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
 from mpitrain.parallel.replication.records import StepInput, StepResult, outcome_of
 from mpitrain.parallel.replication.rows import ReplicaRows
 from mpitrain.parallel.replication.state import StateBuffer, compact, spread
-from mpitrain.parallel.replication.step_end import OptimizerStep
+from mpitrain.parallel.replication.step_end import AgreeAndUpdate
 from mpitrain.parallel.replication.whole import LocalGradients, WholeParameters
 from mpitrain.parallel.servers.messages import PushPull, by_span, header
 from mpitrain.transport.base import Request
@@ -94,47 +92,34 @@ class PushedGradients(LocalGradients):
         self._unpushed, self._pushes = [*range(len(self._push))], []
 
 
-class PushAndPull(StepEnd):
+class PushAndPull(AgreeAndUpdate):
     """A synchronous worker's step end: it pushes its loss, and pulls result and parameters."""
 
-    def __init__(
-        self,
-        replica: ReplicationContext,
-        roles: Roles,
-        store: WholeParameters,
-        reducer: PushedGradients,
-    ):
-        self._replica, self._roles, self._store, self._reducer = replica, roles, store, reducer
-        self.skips = SkippedUpdates(replica.config.precision.compute)
-        self.control = ControlMessage(replica.grid.world)
-        self._pull, self._said = roles.views(store.parameters), header()
+    reducer: PushedGradients
 
-    def begin(self, step: int) -> None:
-        self._reducer.begin(step)
+    def __init__(self, replica: ReplicationContext, roles: Roles):
+        store, reducer = WholeParameters(replica, ()), PushedGradients(replica, roles)
+        super().__init__(replica, store, reducer)
+        self._line, self._told = roles.line, roles.told
+        self._pull, self._said = roles.views(store.parameters), header()
 
     def finish(self, mine: StepInput) -> StepResult:
         began = time.perf_counter()
-        line, told, servers = self._roles.line, self._roles.told, self._roles.servers
-        self._reducer.push()
-        self._said[:2] = self._replica.gradient_stats(mine, ())[0], mine.stop
-        pulls = [line.start_recv(told[server], self._pull[server], server) for server in servers]
-        ends = [line.start_send(self._said, [], server) for server in servers]
-        self._reducer.wait()
+        line, told = self._line, self._told
+        self.reducer.push()
+        self._said[:2] = self.replica.gradient_stats(mine, ())[0], mine.stop
+        pulls = [line.start_recv(told[server], self._pull[server], server) for server in told]
+        ends = [line.start_send(self._said, [], server) for server in told]
+        self.reducer.wait()
         for request in [request for requests in (*ends, *pulls) for request in requests]:
             request.wait()
-        self._store.loaded()
-        first = told[servers[0]]  # all servers send the same numbers
+        self.store.loaded()
+        first, *_ = told.values()  # all servers send the same numbers
         outcome = outcome_of(mine, first[:4].tolist(), time.perf_counter() - began)
         return self.skips.conclude(outcome)
 
-    def sync(self) -> None:
-        """Do nothing: `finish` pulls the parameters."""
 
-    def state(self) -> list[StateBuffer]:
-        return []
-
-
-class ServedParameters:
+class ServedParameters(ParameterStore):
     """A server's pieces of the parameters, concatenated; a server computes no rows.
 
     views  of the pieces, in their order
@@ -151,31 +136,16 @@ class ServedParameters:
         storage.initialize(self.parameters, replica.config.run.seed, replica.device.backend, pieces)
         self.arrays, self.views = [self.parameters], compact(self.parameters, pieces)
 
-    def open(self, unit: int, part: int) -> NoReturn:
-        """Raise an error: a server computes no rows."""
-        raise AssertionError(unit)
-
     def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
         for piece, view in zip(self._pieces, self.views, strict=True):
             apply(piece, view, None)
-
-    def poll(self) -> None:
-        """Do nothing: a server's step end sends the parameters."""
-
-    def sync(self) -> None:
-        """Do nothing: the parameters are always current."""
-
-    def loaded(self) -> None:
-        """Do nothing: there is no mirror."""
 
     def state(self) -> list[StateBuffer]:
         return [StateBuffer("parameters", self.parameters, self._pieces)]
 
 
-class ServedGradients:
+class ServedGradients(GradientReducer):
     """The gradients that a server receives for its pieces, concatenated."""
-
-    delayed = False
 
     def __init__(self, replica: ReplicationContext, pieces: Sequence[Piece]):
         """Allocate the buffer; collective."""
@@ -187,26 +157,6 @@ class ServedGradients:
         self.members: Sequence[int] = servers.transport.members
         self.summed = dict(zip(pieces, compact(self.buffer, pieces), strict=True))
         self.squared = [self.buffer]
-
-    def begin(self, step: int) -> None:
-        """Do nothing: received gradients overwrite those of the step before."""
-
-    def gradients(self, unit: int) -> Gradients:
-        """Raise an error: a server computes no rows."""
-        raise AssertionError(unit)
-
-    def ready(self, unit: int, is_last: bool) -> None:
-        """Raise an error: a server computes no rows."""
-        raise AssertionError(unit)
-
-    def poll(self) -> None:
-        """Do nothing: a server receives at the end of its step."""
-
-    def wait(self) -> None:
-        """Do nothing: an asynchronous server's step end receives each gradient."""
-
-    def state(self) -> list[StateBuffer]:
-        return []
 
 
 class CollectedGradients(ServedGradients):
@@ -247,44 +197,35 @@ class CollectedGradients(ServedGradients):
             arriving = following
 
 
-class ServedUpdate(StepEnd):
+class ServedUpdate(AgreeAndUpdate):
     """A synchronous server's step end: one update, from the sum of all workers' gradients."""
 
-    def __init__(
-        self,
-        replica: ReplicationContext,
-        roles: Roles,
-        store: ServedParameters,
-        reducer: CollectedGradients,
-    ):
-        servers = replica.grid.servers
+    store: ServedParameters
+
+    def __init__(self, replica: ReplicationContext, roles: Roles):
+        pieces, servers = roles.pieces[replica.grid.world.rank], replica.grid.servers
         assert servers is not None
-        self._replica, self._roles, self._store, self._reducer = replica, roles, store, reducer
-        self._step = OptimizerStep(replica, store, reducer)
-        self.skips, self.optimizer = self._step.skips, self._step.optimizer
-        self.control = ControlMessage(replica.grid.world)
+        store = ServedParameters(replica, pieces)
+        super().__init__(replica, store, CollectedGradients(replica, roles, pieces))
         # The three numbers are squares, non-finite elements, and stop requests of servers.
         self._squares = np.zeros(3)
         self._agree_on_squares = servers.bind(self._squares)
+        self._line, self._heard = roles.line, header()
         self._said, self._told = {worker: header() for worker in roles.workers}, header()
-        self._heard = header()
-
-    def begin(self, step: int) -> None:
-        """Do nothing: workers begin a step by their first push."""
 
     def finish(self, mine: StepInput) -> StepResult:
         """Sum the gradients, agree on the result, update, and answer all workers with the
         parameters.
         """
         began = time.perf_counter()
-        line, workers = self._roles.line, self._roles.workers
-        self._reducer.wait()
+        line, workers = self._line, self._said
+        self.reducer.wait()
         for _ in workers:
             source = line.wait_for_header(self._heard)
             self._said[source][:] = self._heard
         comm_s = time.perf_counter() - began
         loss, stop = (sum(float(said[number]) for said in self._said.values()) for number in (0, 1))
-        _, squares, nonfinite = self._replica.gradient_stats(None, self._reducer.squared)
+        _, squares, nonfinite = self.replica.gradient_stats(None, self.reducer.squared)
         self._squares[:] = squares / self.skips.scale.value**2, nonfinite, mine.stop
         self._agree_on_squares.run()
         *found, servers_stop = self._squares.tolist()
@@ -292,17 +233,11 @@ class ServedUpdate(StepEnd):
         outcome = outcome_of(mine, totals, comm_s)
         if outcome.updated:
             number = mine.number - self.skips.number
-            self._step.apply(self._step.factor(outcome.grad_norm), mine.lr, number)
-        answers = [line.start_send(self._told, self._store.views, worker) for worker in workers]
+            self.apply(self.factor(outcome.grad_norm), mine.lr, number)
+        answers = [line.start_send(self._told, self.store.views, worker) for worker in workers]
         for request in [request for requests in answers for request in requests]:
             request.wait()  # the next update must not overwrite parameters still being sent
         return self.skips.conclude(outcome)
-
-    def sync(self) -> None:
-        """Do nothing: all workers have the parameters after `finish`."""
-
-    def state(self) -> list[StateBuffer]:
-        return self._step.state()
 
 
 class NoRows(ReplicaRows):
@@ -315,11 +250,6 @@ class NoRows(ReplicaRows):
 def synchronous(replica: ReplicationContext) -> Replication:
     """Return this rank's role with synchronous servers; collective."""
     roles = Roles(replica)
-    if not replica.grid.is_server:
-        whole, pushed = WholeParameters(replica, ()), PushedGradients(replica, roles)
-        step_end = PushAndPull(replica, roles, whole, pushed)
-        return Replication(replica, whole, pushed, step_end, ReplicaRows(replica))
-    pieces = roles.pieces[replica.grid.world.rank]
-    store, reducer = ServedParameters(replica, pieces), CollectedGradients(replica, roles, pieces)
-    update = ServedUpdate(replica, roles, store, reducer)
-    return Replication(replica, store, reducer, update, NoRows(replica))
+    if replica.grid.is_server:
+        return Replication(replica, ServedUpdate(replica, roles), NoRows(replica))
+    return Replication(replica, PushAndPull(replica, roles), ReplicaRows(replica))

@@ -29,7 +29,7 @@ class Slots(Replication):
         owned = whole(replica.storage)
         store, reducer = WholeParameters(replica, owned), LocalGradients(replica, owned, owned)
         step_end = AgreeAndUpdate(replica, store, reducer)
-        super().__init__(replica, store, reducer, step_end, ReplicaRows(replica))
+        super().__init__(replica, step_end, ReplicaRows(replica))
         storage = replica.storage
         self.shown, self.slot = (np.full(storage.length, np.nan, storage.dtype) for _ in range(2))
         self.views, (self.leaves, _) = storage.weights(self.shown), storage.gradients(self.slot)
