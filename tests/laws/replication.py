@@ -83,6 +83,8 @@ class ParameterStoreLaws:
 
     def law_what_is_loaded_into_the_state_shows(self, trainer):
         trainer.replication.sync_parameters()
+        if not trainer.grid.is_server:
+            trainer.tensors()  # units that were gathered are gathered again
         flat = coded(trainer, 1)
         buffer, *_ = trainer.replication.store.state()
         for start, stop, place in buffer.pieces:

@@ -10,10 +10,9 @@ from mpitrain.collectives.group import Group
 from mpitrain.layers.flat import Piece
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
 from mpitrain.parallel.replication.records import SkippedUpdates, StepInput, StepResult
-from mpitrain.parallel.replication.rows import OwnRows
 from mpitrain.parallel.replication.state import StateBuffer
 from mpitrain.parallel.replication.step_end import AgreeAndUpdate
-from mpitrain.parallel.replication.whole import LocalGradients, WholeParameters, whole
+from mpitrain.parallel.replication.whole import LocalGradients, OwnRows, WholeParameters, whole
 
 
 class AveragedParameters(WholeParameters):

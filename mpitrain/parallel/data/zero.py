@@ -38,10 +38,9 @@ from mpitrain.parallel.data.sharded_gradients import ShardedGradients, Shards
 from mpitrain.parallel.data.zero_three import GatheredOnUse
 from mpitrain.parallel.replication.components import GradientReducer, ParameterStore, StepEnd
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
-from mpitrain.parallel.replication.rows import ReplicaRows
 from mpitrain.parallel.replication.state import StateBuffer, compact, spread
 from mpitrain.parallel.replication.step_end import AgreeAndUpdate
-from mpitrain.parallel.replication.whole import whole
+from mpitrain.parallel.replication.whole import ReplicaRows, whole
 
 
 class GatheredAfterUpdate(ParameterStore):

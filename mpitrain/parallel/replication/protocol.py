@@ -114,14 +114,6 @@ class Replication:
         return self.store.parameters
 
     @property
-    def mirror(self) -> Any:
-        """The flat rounded parameters with which layers compute.
-
-        None in full precision, and in ZeRO stage 3, where units are gathered before each use.
-        """
-        return self.store.mirror
-
-    @property
     def gradient_buffer(self) -> Any:
         """The flat gradients of this rank, 1-D; if sharded, this rank's pieces concatenated."""
         return self.reducer.buffer

@@ -1,11 +1,15 @@
-"""Parameters and gradients of a rank that stores all of its units, without any message."""
+"""One replica by itself: parameters and gradients of all units of a rank, and its rows."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
+import numpy as np
+
+from mpitrain.data import Source
 from mpitrain.layers.base import Gradients, Weights
 from mpitrain.layers.flat import Piece, Storage
+from mpitrain.parallel.grid import share
 from mpitrain.parallel.replication.components import GradientReducer, ParameterStore
 from mpitrain.parallel.replication.protocol import ReplicationContext
 from mpitrain.parallel.replication.state import StateBuffer, spread
@@ -89,3 +93,32 @@ class LocalGradients(GradientReducer):
             for leaf in self._leaves[unit]:
                 if not leaf.filled:
                     leaf.array.fill(0)
+
+
+class ReplicaRows:
+    """The dp-th of nearly equal runs of the global batch, for an update from all of its rows."""
+
+    def __init__(self, replica: ReplicationContext):
+        self._replica = replica
+        self._size = replica.config.batch.size
+
+    def share(self, rows: int) -> range:
+        grid = self._replica.grid
+        return share(rows, grid.place.dp, grid.axes.dp)
+
+    def batch(self, source: Source, step: int, before: int | None) -> tuple[np.ndarray, np.ndarray]:
+        seed = self._replica.config.run.seed
+        return source.batch(seed, step, self._size, self.share(self._size), before)
+
+    def of_update(self, part: int) -> int:
+        return self._size
+
+    def loss(self, logits: Any, targets: Any, scale: float) -> tuple[Any, Any]:
+        return self._replica.loss.gradient(logits, targets, scale, self._replica.arena)
+
+
+class OwnRows(ReplicaRows):
+    """The same rows, for an update from them alone."""
+
+    def of_update(self, part: int) -> int:
+        return len(self.share(self._size))

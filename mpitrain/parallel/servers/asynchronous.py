@@ -17,9 +17,8 @@ import numpy as np
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
 from mpitrain.parallel.replication.records import StepInput, StepResult, outcome_of
-from mpitrain.parallel.replication.rows import ReplicaRows
 from mpitrain.parallel.replication.step_end import AgreeAndUpdate
-from mpitrain.parallel.replication.whole import LocalGradients, WholeParameters, whole
+from mpitrain.parallel.replication.whole import LocalGradients, ReplicaRows, WholeParameters, whole
 from mpitrain.parallel.servers.messages import header
 from mpitrain.parallel.servers.synchronous import NoRows, Roles, ServedGradients, ServedParameters
 from mpitrain.parallel.servers.work_queue import Report, WorkQueue

@@ -12,10 +12,9 @@ from mpitrain.layers.flat import Piece
 from mpitrain.parallel.data.buckets import Buckets, common_buckets
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
-from mpitrain.parallel.replication.rows import ReplicaRows
 from mpitrain.parallel.replication.state import StateBuffer
 from mpitrain.parallel.replication.step_end import AgreeAndUpdate
-from mpitrain.parallel.replication.whole import WholeParameters, whole
+from mpitrain.parallel.replication.whole import ReplicaRows, WholeParameters, whole
 
 ROOT = 0
 

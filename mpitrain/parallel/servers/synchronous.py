@@ -21,10 +21,9 @@ from mpitrain.layers.flat import Piece, dealt
 from mpitrain.parallel.replication.components import GradientReducer, ParameterStore
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
 from mpitrain.parallel.replication.records import StepInput, StepResult, outcome_of
-from mpitrain.parallel.replication.rows import ReplicaRows
 from mpitrain.parallel.replication.state import StateBuffer, compact, spread
 from mpitrain.parallel.replication.step_end import AgreeAndUpdate
-from mpitrain.parallel.replication.whole import LocalGradients, WholeParameters
+from mpitrain.parallel.replication.whole import LocalGradients, ReplicaRows, WholeParameters
 from mpitrain.parallel.servers.messages import PushPull, by_span, header
 from mpitrain.transport.base import Request
 

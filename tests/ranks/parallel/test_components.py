@@ -142,7 +142,7 @@ IMPORTED = {
     "replication/records.py",
     "replication/step_end.py",
 }
-"""The files of parallel/ that a step of ZeRO-2 executes, besides those that divide rows (grid.py, rows.py)."""
+"""The files of parallel/ that a step of ZeRO-2 executes, besides those that divide rows (grid.py, whole.py)."""
 
 
 def test_a_step_of_zero_2_executes_five_files_of_parallel():
@@ -167,4 +167,4 @@ def test_a_step_of_zero_2_executes_five_files_of_parallel():
         return files
 
     for files in run_ranks(2, follow):
-        assert files - {"grid.py", "replication/rows.py"} == IMPORTED
+        assert files - {"grid.py", "replication/whole.py"} == IMPORTED

@@ -11,9 +11,8 @@ from mpitrain.optim import Optimizer
 from mpitrain.parallel.modes import MODES
 from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.parallel.replication.records import StepResult
-from mpitrain.parallel.replication.rows import ReplicaRows
 from mpitrain.parallel.replication.step_end import AgreeAndUpdate
-from mpitrain.parallel.replication.whole import LocalGradients, WholeParameters, whole
+from mpitrain.parallel.replication.whole import LocalGradients, ReplicaRows, WholeParameters, whole
 from mpitrain.run.build import build
 from mpitrain.run.generate import tokens
 from mpitrain.transport.threads import run_ranks
