@@ -17,7 +17,7 @@ from mpitrain.bench.training.steps import Ours, alternate, peer_class
 from mpitrain.cli.bench.train import SHAPE
 from mpitrain.cli.session import mpi_session
 from mpitrain.config import parse, with_settings
-from mpitrain.parallel.data.allreduce import AllReduce
+from mpitrain.parallel.data.buckets import Buckets
 from mpitrain.run.build import build
 
 WAYS = {
@@ -32,9 +32,9 @@ class Reductions(Ours):
     """The reductions of a step, and nothing else."""
 
     def step(self, index, inputs, targets):
-        replication = self.job.trainer.replication
-        assert isinstance(replication, AllReduce)
-        replication.buckets.run()
+        reducer = self.job.trainer.replication.reducer
+        assert isinstance(reducer, Buckets)
+        reducer.run()
         return 0.0
 
 
@@ -82,7 +82,7 @@ def measure(transport, rows, blocks, steps, changes):
     megabytes = 1e-6 * trainer.storage.length * trainer.storage.dtype.itemsize
     print(
         f"{transport.size} hosts, {rows} rows per rank, {megabytes:.1f} MB of gradients, "
-        f"{len(jobs[-1].trainer.replication.buckets)} buckets chosen; median of {blocks} blocks of {steps} steps, least, most"
+        f"{len(jobs[-1].trainer.replication.reducer)} buckets chosen; median of {blocks} blocks of {steps} steps, least, most"
     )
     for name, result in results.items():
         exposed = [(s - c) / b for s, c, b in zip(result.blocks, compute, bare, strict=True)]

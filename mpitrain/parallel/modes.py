@@ -1,15 +1,16 @@
 """The table of all replication modes."""
 
+from functools import partial
+
 from mpitrain.config import Config
 from mpitrain.config import Replication as Settings
 from mpitrain.errors import ConfigError
 from mpitrain.parallel import traffic
-from mpitrain.parallel.averaging.gossip import Gossip
-from mpitrain.parallel.averaging.local_sgd import LocalSGD, has_outer
-from mpitrain.parallel.data.allreduce import AllReduce
-from mpitrain.parallel.data.weight_stashing import PipeDream, PipeDream2BW
-from mpitrain.parallel.data.zero import ZeroOne, ZeroTwo
-from mpitrain.parallel.data.zero_three import ZeroThree
+from mpitrain.parallel.averaging.gossip import gossip
+from mpitrain.parallel.averaging.local_sgd import has_outer, local_sgd
+from mpitrain.parallel.data.allreduce import all_reduce
+from mpitrain.parallel.data.weight_stashing import pipedream, pipedream_2bw
+from mpitrain.parallel.data.zero import STAGES, zero
 from mpitrain.parallel.mode import (
     Mode,
     Sizes,
@@ -20,9 +21,9 @@ from mpitrain.parallel.mode import (
     unknown,
 )
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
-from mpitrain.parallel.servers.asynchronous import AsyncServer, AsyncWorker
-from mpitrain.parallel.servers.master import Master
-from mpitrain.parallel.servers.synchronous import Server, Worker
+from mpitrain.parallel.servers.asynchronous import asynchronous
+from mpitrain.parallel.servers.master import master
+from mpitrain.parallel.servers.synchronous import synchronous
 from mpitrain.tables import Table
 
 
@@ -33,10 +34,7 @@ def _is_late(settings: Settings) -> bool:
 
 def _server_or_worker(replica: ReplicationContext) -> Replication:
     """Return this rank's role in parameter-server training, a server or a worker; collective."""
-    is_server = replica.grid.is_server
-    if _is_late(replica.config.replication):
-        return AsyncServer(replica) if is_server else AsyncWorker(replica)
-    return Server(replica) if is_server else Worker(replica)
+    return (asynchronous if _is_late(replica.config.replication) else synchronous)(replica)
 
 
 def _memory_of_servers(sizes: Sizes) -> float:
@@ -104,7 +102,7 @@ ZERO: Table[int, Mode] = Table(
     {
         1: Mode(
             help="the optimizer state",
-            make=ZeroOne,
+            make=partial(zero, STAGES[1]),
             # In half precision the float32 parameters are sharded from stage 1 on.
             memory=lambda of: (
                 (
@@ -118,7 +116,7 @@ ZERO: Table[int, Mode] = Table(
         ),
         2: Mode(
             help="also gradients",
-            make=ZeroTwo,
+            make=partial(zero, STAGES[2]),
             memory=lambda of: (
                 (
                     (of.master / (of.shards if of.mirror else 1) + of.mirror)
@@ -132,7 +130,7 @@ ZERO: Table[int, Mode] = Table(
         ),
         3: Mode(
             help="also parameters",
-            make=ZeroThree,
+            make=partial(zero, STAGES[3]),
             memory=lambda of: (
                 (2 * of.master + of.state) / of.shards * of.length
                 + (of.master + of.computed) * of.largest
@@ -151,7 +149,7 @@ MODES: Table[str, Mode] = Table(
     {
         "all-reduce": Mode(
             help="each rank updates from the sum of all gradients",
-            make=AllReduce,
+            make=all_reduce,
             memory=lambda of: of.replica,
             traffic=lambda settings: traffic.ALL_REDUCE.get(settings.algorithm),
             refusal=nothing,
@@ -159,7 +157,7 @@ MODES: Table[str, Mode] = Table(
         ),
         "master": Mode(
             help="rank 0 alone updates",
-            make=Master,
+            make=master,
             memory=lambda of: of.replica - of.state * of.length * (1 - 1 / of.axes.ranks),
             traffic=lambda settings: traffic.MASTER,
             refusal=_WITHOUT_LAYOUTS,
@@ -182,7 +180,7 @@ MODES: Table[str, Mode] = Table(
         "local": Mode(
             help="local SGD; workers update by themselves and average parameters every "
             "replication.period steps",
-            make=LocalSGD,
+            make=local_sgd,
             memory=lambda of: (
                 of.replica + (3 if has_outer(of.settings) else 1) * of.master * of.length
             ),
@@ -191,7 +189,7 @@ MODES: Table[str, Mode] = Table(
         ),
         "gossip": Mode(
             help="workers update by themselves and average with one neighbour after each step",
-            make=Gossip,
+            make=gossip,
             memory=lambda of: of.replica + of.master * of.length,
             traffic=lambda settings: traffic.GOSSIP,
             refusal=first(_has_common_step, _WITHOUT_LAYOUTS),
@@ -205,7 +203,7 @@ STREAMS: Table[str, Mode] = Table(
     {
         "async": Mode(
             help="(PipeDream) updates after every micro-batch",
-            make=PipeDream,
+            make=pipedream,
             # Stage s of p stores p - s versions of the parameters with which layers compute.
             memory=lambda of: of.replica + (of.axes.pp - 1) / 2 * of.computed * of.length,
             traffic=unknown,
@@ -214,7 +212,7 @@ STREAMS: Table[str, Mode] = Table(
         "async-2bw": Mode(
             help="(PipeDream-2BW) updates once a step, with gradients at the parameters of the "
             "step before",
-            make=PipeDream2BW,
+            make=pipedream_2bw,
             memory=lambda of: of.replica + of.computed * of.length,
             traffic=unknown,
             refusal=_OF_STREAMS,

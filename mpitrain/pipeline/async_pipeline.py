@@ -90,7 +90,7 @@ class Updating(Stage):
 
     def __init__(self, units: Any, replication: WeightStashing, *rest: Any):
         super().__init__(units, replication, *rest)
-        self._stashed = replication
+        self._stashed = replication.step_end
 
     def backward_weight(self, micro: int) -> None:
         super().backward_weight(micro)
@@ -111,7 +111,7 @@ class AsyncPipeline(Pipeline):
     def __init__(self, plan: Any, parts: Any, transport: Any, replication: Any, *rest: Any):
         super().__init__(plan, parts, transport, replication, *rest)
         assert isinstance(replication, WeightStashing)
-        self._stashed, self._micro_batches = replication, plan.micro_batches
+        self._stashed, self._micro_batches = replication.step_end, plan.micro_batches
         self._pieces = pieces(transport.rank, transport.size, plan.micro_batches)
         self._steps = 0  # counts the steps since the pipeline was empty
 
@@ -145,7 +145,7 @@ class AsyncPipeline(Pipeline):
             self._steps -= 1
             self._run(self._pieces.last, _nothing, _nothing)
             self._steps = 0
-            self._stashed.sync_parameters()
+            self._stashed.sync()
 
     def _run(
         self,

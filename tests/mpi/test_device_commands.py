@@ -145,7 +145,7 @@ def test_it_is_our_kernels_that_reduce_the_gradients(wire, adds, encodes, mpi_ra
         lambda name, *rest, **more: launched.append(name) or launch_one(name, *rest, **more),
     )
     trainer.gradients[:] = 1 + trainer.grid.dp.rank
-    trainer.replication.buckets.run()
+    trainer.replication.reducer.run()
     assert np.all(trainer.gradients == 6)
     assert set(launched) == {adds, *encodes}
     assert launched.count(adds) >= 2, "what comes in each of two steps of a ring is added"

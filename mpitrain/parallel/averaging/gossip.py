@@ -2,8 +2,9 @@
 
 from mpitrain.collectives.engine.executor import Execution
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer
-from mpitrain.parallel.averaging.base import ModelAveraging
-from mpitrain.parallel.replication.protocol import ReplicationContext
+from mpitrain.parallel.averaging.base import AveragedParameters, averaging
+from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
+from mpitrain.parallel.replication.state import StateBuffer
 
 
 def distances(n: int) -> list[int]:
@@ -16,7 +17,7 @@ def distances(n: int) -> list[int]:
     return [1 << bit for bit in range(max(1, (n - 1).bit_length()))]
 
 
-class Gossip(ModelAveraging):
+class NeighbourAverage:
     """Gossip averaging over an exponential graph: worker r averages with worker r - d in each step.
 
     In step k the distance d is 2^(k mod ceil(lg n)); worker r sends to worker r + d. All workers
@@ -29,15 +30,16 @@ class Gossip(ModelAveraging):
                 Training, NeurIPS 34
     """
 
-    def __init__(self, replica: ReplicationContext):
-        super().__init__(replica)
+    def __init__(self, replica: ReplicationContext, store: AveragedParameters):
+        """Bind the messages of each distance; collective."""
+        self._store = store
         transport, length = replica.grid.dp.transport, replica.storage.length
         n, rank = transport.size, transport.rank
         with transport.recorder.called("parameters of a neighbour"):
             self._shifts = [
                 Execution(
                     transport,
-                    self._average,
+                    store.average,
                     "add",
                     Plan(
                         (
@@ -48,15 +50,21 @@ class Gossip(ModelAveraging):
                         )
                     ),
                     transport.claim_tag(),
-                    outgoing=self._own,
+                    outgoing=store.own,
                 )
                 for distance in distances(n)
             ]
 
-    def _weight_in_average(self) -> float:
-        return 1 / self.replica.grid.dp.size
-
-    def _mix(self, step: int) -> None:
+    def mix(self, step: int, is_end_of_period: bool) -> None:
         # The second buffer receives the neighbour's parameters.
         self._shifts[step % len(self._shifts)].run()
-        self._add(self._own, 0.5, self._average, 0.5, self._own)
+        own = self._store.own
+        self._store.add(own, 0.5, self._store.average, 0.5, own)
+
+    def state(self) -> list[StateBuffer]:
+        return []
+
+
+def gossip(replica: ReplicationContext) -> Replication:
+    """Return gossip averaging; collective."""
+    return averaging(replica, NeighbourAverage, 1 / replica.grid.dp.size)

@@ -2,12 +2,15 @@
 parameters.
 """
 
+from typing import Any
+
 import numpy as np
 
 from mpitrain.config import Replication as Settings
-from mpitrain.parallel.averaging.base import ModelAveraging
-from mpitrain.parallel.replication.protocol import ReplicationContext
+from mpitrain.parallel.averaging.base import AveragedParameters, averaging
+from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
 from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.parallel.replication.whole import whole
 
 
 def has_outer(settings: Settings) -> bool:
@@ -17,7 +20,7 @@ def has_outer(settings: Settings) -> bool:
     return settings.outer_lr != 1 or settings.outer_momentum != 0
 
 
-class LocalSGD(ModelAveraging):
+class PeriodicAverage:
     """Local SGD, or DiLoCo with an outer momentum: a full period ends with the average of all
     parameters.
 
@@ -41,38 +44,34 @@ class LocalSGD(ModelAveraging):
                 Nesterov momentum Douillard et al. 2023, DiLoCo, arXiv:2311.08105
     """
 
-    def __init__(self, replica: ReplicationContext):
-        super().__init__(replica)
-        settings, backend, length = (
-            replica.config.replication,
-            replica.device.backend,
-            replica.storage.length,
-        )
-        self._outer = {}
-        if has_outer(settings):
+    def __init__(self, replica: ReplicationContext, store: AveragedParameters):
+        """Allocate the buffers of the outer optimizer, if there is one."""
+        self._replica, self._store = replica, store
+        storage, self._outer = replica.storage, dict[str, Any]()
+        if has_outer(replica.config.replication):
             self._outer = {
-                name: backend.zeros(length, replica.storage.dtype)
+                name: replica.device.backend.zeros(storage.length, storage.dtype)
                 for name in ("outer_start", "outer_momentum")
             }
-            self._outer["outer_start"][:] = self._own
+            self._outer["outer_start"][:] = store.own
 
-    def _mix(self, step: int) -> None:
-        if self._is_end_of_period(step):
-            self.sync_parameters()
+    def mix(self, step: int, is_end_of_period: bool) -> None:
+        if is_end_of_period:
+            self._store.sync()
             if self._outer:
-                self._propose(self._average)
-            self._own[:] = self._average
+                self._propose(self._store.average)
+            self._store.own[:] = self._store.average
 
     def _propose(self, average: np.ndarray) -> None:
         """Apply the outer optimizer to an average, in place."""
         settings, ops, arena = (
-            self.replica.config.replication,
-            self.replica.device.ops,
-            self.replica.arena,
+            self._replica.config.replication,
+            self._replica.device.ops,
+            self._replica.arena,
         )
         start, momentum = self._outer.values()
         lr, beta, delta = settings.outer_lr, settings.outer_momentum, average
-        self._add(start, 1.0, average, -1.0, delta)
+        self._store.add(start, 1.0, average, -1.0, delta)
         ops.momentum(
             start,
             delta,
@@ -86,16 +85,14 @@ class LocalSGD(ModelAveraging):
         ops.sgd(start, delta, scale=1.0, lr=lr, weight_decay=0.0, arena=arena)
         average[:] = start
 
-    def kept(self) -> list[StateBuffer]:
-        average, *others = super().kept()
-        outer = [
-            StateBuffer(
-                name,
-                buffer,
-                average.pieces,
-                needed=False,
-                like=average.name if name == "outer_start" else "",
-            )
+    def state(self) -> list[StateBuffer]:
+        pieces, like = whole(self._replica.storage), {"outer_start": "parameters"}
+        return [
+            StateBuffer(name, buffer, pieces, needed=False, like=like.get(name, ""))
             for name, buffer in self._outer.items()
         ]
-        return [average, *others, *outer]
+
+
+def local_sgd(replica: ReplicationContext) -> Replication:
+    """Return local SGD, or DiLoCo; collective."""
+    return averaging(replica, PeriodicAverage)

@@ -17,20 +17,22 @@ Gradients of earlier micro-batches are added to the buffer; the last micro-batch
 reductions. A bucket with a tied tensor also waits for the other units that use this tensor.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 
 from mpitrain.collectives.compression.matrices import Matrix, tiles
-from mpitrain.collectives.engine.codecs import Wire
 from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.collectives.engine.progress import mover
-from mpitrain.collectives.group import Group
 from mpitrain.collectives.selection.choose import part_bytes
-from mpitrain.config import Config
-from mpitrain.layers.flat import Bucket, Piece, Storage
+from mpitrain.layers.flat import Bucket, Piece
 from mpitrain.parallel.data.unsharded_buffers import users
+from mpitrain.parallel.grid import Grid
+from mpitrain.parallel.replication.protocol import ReplicationContext
 from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.parallel.replication.whole import LocalGradients
 
 SUMMED = -1
 """An entry of `Buckets._missing` in place of a unit: the pending sum over a tied group."""
@@ -41,60 +43,89 @@ its units.
 """
 
 
-def bucket_bytes(config: Config, group: Group, storage: Storage) -> float:
-    """Return the bytes of a bucket: as configured, or the best size for the hosts of the group."""
-    if config.replication.bucket_mb:
-        return 1e6 * config.replication.bucket_mb
+def bucket_bytes(replica: ReplicationContext) -> float:
+    """Return the bytes of a bucket: as configured, or the best size for the replicas' hosts."""
+    if replica.config.replication.bucket_mb:
+        return 1e6 * replica.config.replication.bucket_mb
+    group, storage = replica.grid.dp, replica.storage
     hosts = group.transport.hosts
     if len(set(hosts)) == 1:
         return WITHIN_A_HOST
     return part_bytes(group.tuning, group.algorithm, hosts, storage.length, storage.dtype.itemsize)
 
 
-class Buckets:
+def common_buckets(replica: ReplicationContext, firsts: Sequence[int] = ()) -> list[Bucket]:
+    """Return the buckets of the flat buffer, in the order of their reduction; collective.
+
+    A tensor-parallel group agrees on their bytes. Its replicated tensors must lie in the same
+    buckets. Otherwise its ranks would sum these tensors in different orders.
+
+    firsts  units at which a bucket must start
+    """
+    sizes = replica.grid.tp.transport.gather_text(bucket_bytes(replica))
+    return replica.storage.buckets(max(sizes), firsts)
+
+
+def tied_sums(grid: Grid, flat: Any, runs: Iterable[tuple[str, bool, int, int]]) -> list[Reduction]:
+    """Bind the sums of partial gradients over their tied groups, one for each group; collective.
+
+    They run once a step.
+
+    runs  (holders, partial, start, stop): adjacent runs of `flat`, as in `Span`
+    """
+    found = []
+    for (holders, partial), group in groupby(runs, lambda run: run[:2]):
+        if partial:
+            spans = list(group)
+            found.append(grid.holders[holders].bind(flat[spans[0][2] : spans[-1][3]]))
+    return found
+
+
+class Buckets(LocalGradients):
     """The in-place reductions of all buckets, each started when its gradients are ready (as DDP's
     reducer).
 
     A bucket is ready when all units with tensors in it, and all units that use these tensors, are
-    ready. The units must become ready in the same order on all ranks of the group.
+    ready. The units must become ready in the same order on all ranks of the group. Without
+    `replication.overlap` all buckets are reduced at the end.
 
+    buckets     in the order of their reduction
     bytes sent  as stated by the bound reductions; in a wire format, by the formula of the format
     """
 
     def __init__(
         self,
-        group: Group,
-        storage: Storage,
+        replica: ReplicationContext,
         buckets: Sequence[Bucket],
-        gradients: np.ndarray,
-        config: Config,
-        wire: Wire,
         bind: Callable[[np.ndarray], Reduction],
-        parts: Sequence[Reduction] = (),
+        owned: Sequence[Piece],
+        counted: Sequence[Piece],
     ):
-        """Bind all reductions; collective.
+        """Bind all reductions over the replicas; collective.
 
-        bind   binds the reduction of a bucket that has no wire format
-        parts  sums over tied groups, which precede the reduction of `partial` buckets
+        bind            binds the reduction of a bucket that has no wire format
+        owned, counted  as in `LocalGradients`
         """
-        self._parts = parts
-        self._storage, self._buckets, self._dense_steps = storage, buckets, config.dense_steps
+        super().__init__(replica, owned, counted)
+        config, wire, group = replica.config, replica.wire, replica.grid.dp
+        self._storage = storage = replica.storage
+        self.members = group.transport.members
+        self._overlap, self._dense_steps = config.replication.overlap, config.dense_steps
+        runs = [(span.holders, span.partial, span.start, span.stop) for span in storage.spans]
+        self._tied = tied_sums(replica.grid, self.buffer, runs)
+        self.buckets = buckets
         self._writers = [
             {*bucket.units, *others, *((SUMMED,) if bucket.partial else ())}
             for bucket, others in users(storage, buckets).items()
         ]
-        self._views = views = [gradients[b.start : b.stop] for b in buckets]
-        needs_dense = [
-            wire.name == "none" or config.dense_steps > 0 or bool(b.holders) for b in buckets
-        ]
+        self._views = [self.buffer[b.start : b.stop] for b in buckets]
         self._dense: list[Reduction | None] = []
         self._lossy: list[Reduction | None] = []
-        for number, (bucket, view, needed) in enumerate(
-            zip(buckets, views, needs_dense, strict=True)
-        ):
+        for number, (bucket, view) in enumerate(zip(buckets, self._views, strict=True)):
+            is_lossy = wire.name != "none" and not bucket.holders
+            needs_dense = not is_lossy or config.dense_steps > 0
             with group.transport.recorder.called(f"bucket {number}"):
-                self._dense.append(bind(view) if needed else None)
-                is_lossy = wire.name != "none" and not bucket.holders
+                self._dense.append(bind(view) if needs_dense else None)
                 self._lossy.append(
                     group.bind_lossy(view, wire, self._matrices(bucket)) if is_lossy else None
                 )
@@ -111,12 +142,11 @@ class Buckets:
         ]
 
     def __len__(self) -> int:
-        return len(self._buckets)
+        return len(self.buckets)
 
     def begin(self, step: int) -> None:
-        """Choose exact or lossy reductions for step `step`, from 0, and mark all units as not
-        ready.
-        """
+        """Choose exact or lossy reductions for step `step`, and mark all gradients as empty."""
+        super().begin(step)
         first, second = (
             (self._dense, self._lossy) if step < self._dense_steps else (self._lossy, self._dense)
         )
@@ -125,18 +155,18 @@ class Buckets:
         self._missing = [*map(set, self._writers)]
 
     @property
-    def delay(self) -> bool:
-        """Whether this step's reductions leave state for later steps, such as the residual of error
-        feedback.
-        """
+    def delayed(self) -> bool:
         return any(reduction.state for reduction in self._active)
 
     def ready(self, unit: int, is_last: bool) -> None:
-        """Report a unit's gradient of one micro-batch; the last one starts each bucket that it
-        completes.
-        """
+        super().ready(unit, is_last)
+        if self._overlap and is_last:
+            self._start(unit)
+
+    def _start(self, unit: int) -> None:
+        """Start each bucket that this unit's gradient completes."""
         for missing, reduction in zip(self._missing, self._active, strict=True):
-            if is_last and unit in missing:
+            if unit in missing:
                 missing.remove(unit)
                 if not missing:
                     self._mover.start(reduction)
@@ -146,22 +176,20 @@ class Buckets:
         self._mover.poll()
 
     def wait(self) -> None:
-        """Block until all buckets are reduced. The caller must have reported all units as ready."""
-        self._sum_parts()
-        self.ready(SUMMED, True)
+        if not self._overlap:
+            self.run()
+            return
+        for reduction in self._tied:
+            reduction.run()
+        self._start(SUMMED)
         self._mover.wait()
         self._learn()
 
     def run(self) -> None:
         """Reduce all buckets now, without overlap."""
-        self._sum_parts()
-        for reduction in self._active:
+        for reduction in (*self._tied, *self._active):
             reduction.run()
         self._learn()
-
-    def _sum_parts(self) -> None:
-        for reduction in self._parts:
-            reduction.run()
 
     def _learn(self) -> None:
         """Pass the sums of exact steps to the wire format, before its lossy reductions begin.
@@ -172,10 +200,10 @@ class Buckets:
             if lossy and used is not lossy and lossy.learn:
                 lossy.learn(view)
 
-    def kept(self) -> list[StateBuffer]:
+    def state(self) -> list[StateBuffer]:
         """Return the state of the wire format: residuals, predictions, low-rank factors."""
         found = []
-        for number, (bucket, reduction) in enumerate(zip(self._buckets, self._lossy, strict=True)):
+        for number, (bucket, reduction) in enumerate(zip(self.buckets, self._lossy, strict=True)):
             whole = [Piece(bucket.start, bucket.stop, 0)]
             for name, array in ((reduction.state or {}) if reduction else {}).items():
                 if name == "factors":

@@ -19,9 +19,8 @@ source  Narayanan et al. 2019, PipeDream, SOSP; Narayanan et al. 2021, Memory-Ef
 
 import math
 import time
-from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -29,95 +28,127 @@ import numpy as np
 from mpitrain.layers.base import Weights
 from mpitrain.layers.flat import Piece
 from mpitrain.optim import learning_rate
-from mpitrain.parallel.data.allreduce import AllReduce
+from mpitrain.parallel.data.allreduce import counted_runs
+from mpitrain.parallel.data.buckets import Buckets, common_buckets
 from mpitrain.parallel.grid import share
-from mpitrain.parallel.replication.protocol import ReplicationContext
-from mpitrain.parallel.replication.records import StepInput, StepResult, clipping
+from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
+from mpitrain.parallel.replication.records import StepInput, StepResult
+from mpitrain.parallel.replication.step_end import AgreeAndUpdate
+from mpitrain.parallel.replication.whole import ReplicaRows, WholeParameters, whole
 from mpitrain.trace.ring_buffer import UPDATE
 
 
-class WeightStashing(AllReduce):
-    """The base of PipeDream and PipeDream-2BW. Micro-batches and versions are counted from the last
-    drained pipeline.
+class StashedParameters(WholeParameters):
+    """Several versions of the parameters: micro-batches between forward and backward use old ones.
 
-    bytes sent  for each update as all-reduce; for each micro-batch an all-reduce of 32 bytes over
-                all ranks
-    memory      `versions` times the parameters, in half precision the rounded ones
+    Micro-batches and versions are counted from the last drained pipeline. With one update for each
+    `every` micro-batches, micro-batch i uses version i // every - (versions - 1), at least 0.
+
+    steps   the steps begun since then
+    memory  `versions` times the parameters, in half precision the rounded ones
     """
 
-    @property
-    @abstractmethod
-    def every(self) -> int:
-        """Micro-batches of one update."""
-
-    @property
-    @abstractmethod
-    def versions(self) -> int:
-        """Versions of the parameters in memory: micro-batches between forward and backward use old
-        ones.
-        """
-
-    @abstractmethod
-    def _version_of(self, micro: int) -> int:
-        """Return the version of the parameters that a micro-batch uses."""
-
-    def __init__(self, replica: ReplicationContext):
-        super().__init__(replica)
-        config, grid, storage, *_ = replica
-        world, backend, self._stages = grid.world, replica.device.backend, grid.axes.pp
-        self._micro_batches = m = config.batch.micro_batches
-        # All ranks have computed this number of steps before they know the result of a step.
-        self._late = -(-(2 * self._stages - 1) // m)
-        self._held = [
-            self._computed,
-            *(backend.zeros(storage.length, replica.computed) for _ in range(self.versions - 1)),
+    def __init__(self, replica: ReplicationContext, every: int, versions: int):
+        super().__init__(replica, whole(replica.storage))
+        storage, zeros = replica.storage, replica.device.backend.zeros
+        self._every, self._micro_batches = every, replica.config.batch.micro_batches
+        self._versions = [
+            self.computed,
+            *(zeros(storage.length, replica.computed) for _ in range(versions - 1)),
         ]
-        self._views = [storage.weights(version) for version in self._held]
+        self.arrays += self._versions[1:]
+        self._views = [storage.weights(version) for version in self._versions]
+        self.steps = self._made = 0
+
+    def _newest(self) -> Any:
+        return self._versions[self._made % len(self._versions)]
+
+    def open(self, unit: int, part: int) -> Weights:
+        """Return the parameters of a micro-batch, for its forward and its backward.
+
+        part  the micro-batch, modulo twice the micro-batches of a step (as in
+              pipeline/async_pipeline.py)
+        """
+        last = max(1, self.steps) * self._micro_batches - 1
+        micro = last - (last - part) % (2 * self._micro_batches)
+        version = max(0, micro // self._every - (len(self._versions) - 1))
+        return self._views[version % len(self._versions)][unit]
+
+    def advance(self) -> None:
+        """Make the next version, a copy of the newest one."""
+        source = self._newest()
+        self._made += 1
+        if self._newest() is not source:
+            self._newest()[...] = source
+
+    def views(self) -> dict[Piece, Any]:
+        masters = self._newest() if self.mirror is None else self.parameters
+        return dict.fromkeys(self._owned, masters)  # there is one piece
+
+    def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
+        """Update the newest version."""
+        mirror = None if self.mirror is None else self._newest()
+        for piece, masters in self.views().items():
+            apply(piece, masters, mirror)
+
+    def drain(self) -> None:
+        """Make the newest version the first; the pipeline is empty."""
+        if self._newest() is not self.computed:
+            self.computed[...] = self._newest()
+        self.steps = self._made = 0
+
+
+class StageUpdate(AgreeAndUpdate):
+    """The end of each update on one pipeline stage, and of each step when all ranks know its result.
+
+    bytes sent  for each micro-batch an all-reduce of 32 bytes over all ranks
+    every       micro-batches of one update
+    """
+
+    store: StashedParameters
+
+    def __init__(self, replica: ReplicationContext, every: int, versions: int):
+        """Allocate the versions, and bind the control messages; collective."""
+        grid, backend, owned = replica.grid, replica.device.backend, whole(replica.storage)
+        buckets, counted = common_buckets(replica), counted_runs(replica)
+        store = StashedParameters(replica, every, versions)
+        super().__init__(replica, store, Buckets(replica, buckets, grid.dp.bind, owned, counted))
+        world, self.every, self._stages = grid.world, every, grid.axes.pp
+        stages, recorder = self._stages, self.recorder
+        self._micro_batches = m = replica.config.batch.micro_batches
+        # All ranks have computed this number of steps before they know the result of a step.
+        self._late = -(-(2 * stages - 1) // m)
         # The two numbers are the stage's squares and its non-finite elements.
         self._of_stage = np.zeros(2)
         self._sum_of_stage = grid.tp.bind(self._of_stage)
-        with self._recorder.called("the control message"):
-            self._messages = [np.zeros(4) for _ in range(self._stages)]
+        with recorder.called("the control message"):
+            self._messages = [np.zeros(4) for _ in range(stages)]
             self._telling = [world.bind(message) for message in self._messages]
-        self._control_name = self._recorder.name("what all are told", world.transport.members)
+        self._control_name = recorder.name("what all are told", world.transport.members)
         self._losses, self._parts_of_mean = backend.zeros(m, np.float64), [0.0] * m
         self._newest = StepResult(math.nan, math.nan, 0, 0.0, True, False)
         self._known: dict[int, StepResult] = {}
         # The value is the time at which the last backward of a step had ended.
         self._ended: dict[int, float] = {}
-        self._waited_s, self._wish = 0.0, False
+        self._wish = False
         self._empty()
 
     def _empty(self) -> None:
         """Restart all counts; the pipeline is empty."""
         # `_numbers` lists the steps begun; `_stop_after` is the index of the last one, if known.
-        # `_turns` counts the backwards begun, `_made` the versions, `_released` the known results.
+        # `_turns` counts the backwards begun, `_released` the known results.
         # `_told` contains the control messages of all steps that have no known result yet.
         # `_unread` lists the micro-batches that have a running control message.
         self._numbers: list[int] = []
         self._turns = 0
-        self._made = 0
         self._told: deque[list[float]] = deque()
         self._released = 0
         self._unread: deque[int] = deque()
         self._stop_after: int | None = None
 
-    def _counted(self) -> Sequence[Piece]:
-        return self._runs()
-
-    def _rows(self, part: int) -> int:
-        """Return the rows of a micro-batch, over all replicas."""
-        size, n = self.replica.config.batch.size, self.replica.grid.axes.dp
-        return sum(
-            len(share(len(share(size, replica, n)), part, self._micro_batches))
-            for replica in range(n)
-        )
-
     def _updates(self) -> int:
         """Return the updates of a step."""
         return self._micro_batches // self.every
-
-    # The training step calls the following methods.
 
     def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
         while step not in self._known:
@@ -125,6 +156,7 @@ class WeightStashing(AllReduce):
 
     def begin(self, step: int) -> None:
         self._numbers.append(step)
+        self.store.steps = len(self._numbers)
 
     @property
     def ends(self) -> bool:
@@ -136,26 +168,16 @@ class WeightStashing(AllReduce):
             asked is not None and here >= asked
         )
 
-    def open(self, unit: int, part: int) -> Weights:
-        """Return the parameters of a micro-batch, for its forward and its backward.
+    def lost(self, loss: Any, targets: int, rows: int) -> None:
+        """Record the summed loss of the micro-batch whose backward has begun.
 
-        part  the micro-batch, modulo twice the micro-batches of a step (as in
-              pipeline/async_pipeline.py)
+        targets  in the micro-batch
+        rows     of the global batch that this rank computes
         """
-        last = max(1, len(self._numbers)) * self._micro_batches - 1
-        return self._views[
-            self._version_of(last - (last - part) % (2 * self._micro_batches)) % self.versions
-        ][unit]
-
-    def loss(self, logits: Any, targets: Any, scale: float) -> tuple[Any, Any]:
-        value, gradient = super().loss(logits, targets, scale)
         # The last stage runs backward right after forward, so `_turns` numbers this micro-batch.
         at, size = self._turns % self._micro_batches, self.replica.config.batch.size
-        self._losses[at : at + 1] = value
-        self._parts_of_mean[at] = len(share(len(self.share(size)), at, self._micro_batches)) / (
-            size * len(targets)
-        )
-        return value, gradient
+        self._losses[at : at + 1] = loss
+        self._parts_of_mean[at] = len(share(rows, at, self._micro_batches)) / (size * targets)
 
     def turn(self) -> bool:
         """Begin the backward of the next micro-batch, and read the control message that is due.
@@ -201,51 +223,32 @@ class WeightStashing(AllReduce):
         returns  this rank's loss, and the squares and non-finite elements of the stage's gradient
         """
         step, config = self._numbers[micro // self._micro_batches], self.replica.config
-        loss, squares, nonfinite, waited = self._sum_gradients(mine)
-        self._of_stage[:] = squares, nonfinite
-        self._waited_s += waited
+        loss, *of_stage = self.sum(mine)
+        self._of_stage[:] = of_stage
         self._sum_of_stage.run()
         found = self._of_stage.tolist()  # these are sums over the stage's tensor-parallel group
-        span = self._recorder.compute(self._update_name, UPDATE)
-        source, target = (
-            self._held[version % self.versions] for version in (self._made, self._made + 1)
-        )
-        if source is not target:
-            target[...] = source
-        self._made += 1
+        span = self.recorder.compute(self.update_name, UPDATE)
+        self.store.advance()
         if math.isfinite(found[0]):
             count = step * self._updates() + micro % self._micro_batches // self.every
             lr = learning_rate(config.optimizer, step, config.run.steps)
-            self._update(clipping(self._clip, math.sqrt(found[0])), StepInput(count, (), lr))
-        self._recorder.end(span)
+            self.apply(self.factor(math.sqrt(found[0])), lr, count)
+        self.recorder.end(span)
         return loss, found[0], found[1]
-
-    def _parameters_of(self, piece: Piece) -> Any:
-        newest = (
-            self.parameters if self.mirror is not None else self._held[self._made % self.versions]
-        )
-        return newest[piece.start : piece.stop]
-
-    def _mirror_of(self, piece: Piece) -> Any:
-        return (
-            None
-            if self.mirror is None
-            else self._held[self._made % self.versions][piece.start : piece.stop]
-        )
 
     def _read(self) -> None:
         """Wait for the oldest running control message."""
         micro = self._unread.popleft()
-        began, wait = time.perf_counter(), self._recorder.wait(self._control_name)
-        self._telling[micro % self._stages].wait()
-        self._recorder.go_on(wait)
-        self._waited_s += time.perf_counter() - began
+        wait = self.recorder.wait(self._control_name)
+        with self.replica.exposed:
+            self._telling[micro % self._stages].wait()
+        self.recorder.go_on(wait)
         self._told.append(self._messages[micro % self._stages].tolist())
         if self._told[-1][3] and self._stop_after is None:
             self._stop_after = (micro + 2 * self._stages - 1) // self._micro_batches
 
     def poll(self) -> None:
-        super().poll()
+        """Progress the control messages."""
         for micro in self._unread:
             self._telling[micro % self._stages].poll()
 
@@ -283,10 +286,10 @@ class WeightStashing(AllReduce):
         self._released = max(self._released, steps)
 
     def outcome(self, step: int, own: StepResult | None) -> StepResult:
-        waited, self._waited_s = self._waited_s, 0.0
+        waited = self.replica.exposed.take()
         return self._known.pop(step)._replace(comm_s=waited, ended=self._ended.pop(step))
 
-    def sync_parameters(self) -> None:
+    def sync(self) -> None:
         """Read all remaining control messages, and make the newest version the first; the pipeline
         is empty.
         """
@@ -295,48 +298,62 @@ class WeightStashing(AllReduce):
         while self._unread:
             self._read()
         self._release(len(self._numbers), is_end=True)
-        if self._made % self.versions:
-            self._held[0][...] = self._held[self._made % self.versions]
+        self.store.drain()
         self._empty()
 
-    def held(self) -> int:
-        return super().held() + sum(version.nbytes for version in self._held[1:])
+
+class StashedRows(ReplicaRows):
+    """Rows of a replica, for updates from `every` micro-batches of all replicas."""
+
+    def __init__(self, replica: ReplicationContext, step_end: StageUpdate):
+        super().__init__(replica)
+        self._step_end, self._micro_batches = step_end, replica.config.batch.micro_batches
+
+    def of_update(self, part: int) -> int:
+        n, every = self._replica.grid.axes.dp, self._step_end.every
+        first = part // every * every
+        return sum(
+            len(share(len(share(self._size, replica, n)), micro, self._micro_batches))
+            for replica in range(n)
+            for micro in range(first, first + every)
+        )
+
+    def loss(self, logits: Any, targets: Any, scale: float) -> tuple[Any, Any]:
+        value, gradient = super().loss(logits, targets, scale)
+        self._step_end.lost(value, len(targets), len(self.share(self._size)))
+        return value, gradient
 
 
-class PipeDream(WeightStashing):
-    """PipeDream (Narayanan et al. 2019): one update for each micro-batch; stage s of p has p - s
-    versions.
+class WeightStashing(Replication):
+    """Replication by a `StageUpdate`, which an asynchronous pipeline also calls.
+
+    bytes sent  for each update as all-reduce
     """
 
-    @property
-    def every(self) -> int:
-        return 1
+    step_end: StageUpdate
 
-    @property
-    def versions(self) -> int:
-        return self.replica.grid.axes.pp - self.replica.grid.place.pp
-
-    def scale(self, predictions: int, part: int) -> float:
-        return 1 / (self._rows(part) * predictions)
-
-    def _version_of(self, micro: int) -> int:
-        return max(0, micro - (self.versions - 1))
+    def poll(self) -> None:
+        super().poll()
+        self.step_end.poll()
 
 
-class PipeDream2BW(WeightStashing):
-    """PipeDream-2BW (Narayanan et al. 2021): one update for each batch, W(t+1) = W(t) - lr
+def stashing(replica: ReplicationContext, every: int, versions: int) -> Replication:
+    """Return weight stashing with one update for each `every` micro-batches; collective."""
+    step_end = StageUpdate(replica, every, versions)
+    return WeightStashing(replica, step_end, StashedRows(replica, step_end))
+
+
+def pipedream(replica: ReplicationContext) -> Replication:
+    """Return PipeDream (Narayanan et al. 2019): one update for each micro-batch; stage s of p has
+    p - s versions.
+    """
+    return stashing(replica, 1, replica.grid.axes.pp - replica.grid.place.pp)
+
+
+def pipedream_2bw(replica: ReplicationContext) -> Replication:
+    """Return PipeDream-2BW (Narayanan et al. 2021): one update for each batch, W(t+1) = W(t) - lr
     g(W(t-1)).
 
     Every stage has two versions. After a drained pipeline, the first two batches both use W(0).
     """
-
-    @property
-    def every(self) -> int:
-        return self.replica.config.batch.micro_batches
-
-    @property
-    def versions(self) -> int:
-        return 2
-
-    def _version_of(self, micro: int) -> int:
-        return max(0, micro // self.every - 1)
+    return stashing(replica, replica.config.batch.micro_batches, 2)

@@ -14,27 +14,26 @@ This is the memory of rank r of s. Consecutive units alternate between two full-
     slot 1       |          | gather 1 | unit 1   | gather 3 | unit 3   |
 
 Backward runs in the opposite direction. Its full-size gradients have two more slots
-(unsharded_buffers.py).
+(sharded_gradients.py).
 """
 
-import time
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpitrain.collectives.engine.codecs import parse_wire
-from mpitrain.collectives.engine.executor import Reduction
+from mpitrain.collectives.engine.progress import ProgressEngine
 from mpitrain.layers.base import Weights
 from mpitrain.layers.flat import Bucket, Piece
+from mpitrain.parallel.data.sharded_gradients import Shards
 from mpitrain.parallel.data.unsharded_buffers import UnshardedBuffers, buckets_used, shared_by_ties
-from mpitrain.parallel.data.zero import ZeroShardedGradients
-from mpitrain.parallel.replication.records import StepInput
-from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.parallel.replication.components import ParameterStore
+from mpitrain.parallel.replication.protocol import ReplicationContext
+from mpitrain.parallel.replication.state import StateBuffer, compact
 
 
-class ZeroThree(ZeroShardedGradients):
-    """ZeRO stage 3: each bucket is a unit, gathered while the previous unit computes, forward and
-    backward.
+class GatheredOnUse(ParameterStore):
+    """Parameters of ZeRO stage 3: each bucket is a unit, gathered while the previous unit computes,
+    forward and backward.
 
     A unit stays in its slot until another unit needs the slot, or until it is updated. So backward
     does not gather the last two units again. The next micro-batch does not gather the first two
@@ -49,61 +48,54 @@ class ZeroThree(ZeroShardedGradients):
     values, also the owner of a shard. The owner updates its exact float32 shard, so rounding errors
     do not accumulate.
 
-    bytes sent  with m micro-batches at most 2 m all-gathers and m reduce-scatters by s ranks, and
-                an all-reduce of 1/s of the gradient by h; with several model chunks at most 2
-                all-gathers, 1 of this rank's last chunk, and 1 reduce-scatter
-    parameters  1/s of them up to padding, two units or one chunk in full size, and all units with a
-                slot of their own
+    bytes sent  with m micro-batches at most 2 m all-gathers by s ranks; with several model chunks
+                at most 2, and 1 of this rank's last chunk
+    memory      1/s of the parameters up to padding, two units or one chunk in full size, and all
+                units with a slot of their own
+    gathers     the bound all-gathers; `engine` drives them
     """
 
-    @cached_property
-    def _cut(self) -> Sequence[Bucket]:
-        return self.replica.storage.buckets(0)
+    mirror: Any = None  # `_gather` rounds the parameters of each unit
+    engine: ProgressEngine
 
-    def _hold_parameters(self) -> None:
-        config, _, storage, *_ = self.replica
-        buckets = list(self._pieces)
-        self._divide_parameters()
+    def __init__(self, replica: ReplicationContext, shards: Shards):
+        """Allocate and initialise the shards, allocate the slots, bind the gathers; collective."""
+        config, storage, buckets = replica.config.replication, replica.storage, list(shards.pieces)
+        self._replica, self._owned, self.sharding = replica, shards.owned, [shards.dividing]
+        self.parameters = shards.parameters(replica)
         tied = shared_by_ties(storage, buckets)
         alone = [
-            b
-            for b in buckets
-            if b in tied or _elements(storage.entries, b) <= config.replication.zero_keep
+            b for b in buckets if b in tied or _elements(storage.entries, b) <= config.zero_keep
         ]
+        dividing = shards.dividing
         self.slots = UnshardedBuffers(
-            storage,
-            buckets,
-            alone,
-            self.dividing.transport,
-            self.replica.parts,
-            self.replica.computed,
+            storage, buckets, alone, dividing.transport, replica.parts, replica.computed
         )
+        self.arrays = [self.parameters, self.slots.flat]
         self._weights = storage.nested(self.slots.tensors)
         self._needed = buckets_used(storage, buckets)
-        wire = parse_wire(config.replication.gather)
+        wire = parse_wire(config.gather)
         self._gathers = self.slots.bind(
-            self.dividing.bind_all_gather
+            dividing.bind_all_gather
             if wire.name == "none"
-            else lambda unit: self.dividing.bind_coded_all_gather(unit, wire)
+            else lambda unit: dividing.bind_coded_all_gather(unit, wire)
         )
+        self.gathers = list(self._gathers.values())
+        self._masters = compact(self.parameters, shards.owned)
+        self._master = dict(zip(buckets, self._masters, strict=True))
+        self._mine = shards.within(self.slots.views)
+        # The key is the slot. `_there` has the bucket that it contains or will contain.
         self._there: dict[int, Bucket] = {}
         self._under_way: list[Bucket] = []
         self._opened = 0
 
-    def _beside(self) -> Sequence[Reduction]:
-        return list(self._gathers.values())
-
-    def _parameters_of(self, piece: Piece) -> Any:
-        return self.parameters[piece.place : piece.place + piece.stop - piece.start]
-
     def open(self, unit: int, part: int) -> Weights:
-        began = time.perf_counter()
-        for bucket in self._needed[unit]:
-            self._gather(bucket)
-        for bucket in self._needed[unit]:
-            self._wait(bucket)
-        self._waited_s += time.perf_counter() - began
-        if self._overlap:
+        with self._replica.exposed:
+            for bucket in self._needed[unit]:
+                self._gather(bucket)
+            for bucket in self._needed[unit]:
+                self._wait(bucket)
+        if self._replica.config.replication.overlap:
             in_use = {self.slots.slot[bucket] for bucket in self._needed[unit]}
             for following in self._following(unit):
                 for bucket in self._needed[following]:
@@ -117,7 +109,7 @@ class ZeroThree(ZeroShardedGradients):
 
         They are the next unit, or with several model chunks the rest of its chunk.
         """
-        part = next((units for units in self.replica.parts if unit in units), None)
+        part = next((units for units in self._replica.parts if unit in units), None)
         if part is None:
             return [self._next(unit)]
         return part if unit == part.start else part[::-1]
@@ -134,46 +126,41 @@ class ZeroThree(ZeroShardedGradients):
 
     def _gather(self, bucket: Bucket) -> None:
         """Start to gather a bucket, unless its slot already contains it."""
-        slot, piece = self.slots.slot[bucket], self._pieces[bucket]
+        slot = self.slots.slot[bucket]
         if self._there.get(slot) == bucket:
             return
         if slot in self._there:
             self._wait(self._there[slot])
         self._there[slot] = bucket
-        start = piece.start - bucket.start
-        mine = self.slots.views[bucket][start : start + piece.stop - piece.start]
-        if self.replica.device.mirror:
-            self.replica.device.mirror(self._parameters_of(piece), mine, self.replica.arena)
+        master, mine = self._master[bucket], self._mine[bucket]
+        if self._replica.device.mirror:
+            self._replica.device.mirror(master, mine, self._replica.arena)
         else:
-            mine[...] = self._parameters_of(piece)
-        self.buckets.mover.start(self._gathers[bucket])
+            mine[...] = master
+        self.engine.start(self._gathers[bucket])
         self._under_way.append(bucket)
 
     def _wait(self, bucket: Bucket) -> None:
         if bucket in self._under_way:
-            self.buckets.mover.wait(self._gathers[bucket])
+            self.engine.wait(self._gathers[bucket])
             self._under_way.remove(bucket)
 
-    def sync_parameters(self) -> None:
+    def views(self) -> dict[Piece, Any]:
+        return dict(zip(self._owned, self._masters, strict=True))
+
+    def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
+        for piece, master in self.views().items():
+            apply(piece, master, None)
+        self._there.clear()
+
+    def sync(self) -> None:
         for bucket in [*self._under_way]:
             self._wait(bucket)
 
-    def _update(self, scale: float, mine: StepInput) -> None:
-        super()._update(scale, mine)
-        self._there.clear()
-
-    def held(self) -> int:
-        return super().held() + self.slots.nbytes
-
-    def kept(self) -> list[StateBuffer]:
+    def state(self) -> list[StateBuffer]:
         self._there.clear()  # a checkpoint may be loaded into this rank's shards
-        return super().kept()
-
-    def _places(self) -> Sequence[Piece]:
-        return self._owned()
-
-    def _write_mirror(self) -> None:
-        """Do nothing: `_gather` rounds the parameters of each unit."""
+        self.sync()
+        return [StateBuffer("parameters", self.parameters, self._owned)]
 
 
 def _elements(entries: Sequence[Any], bucket: Bucket) -> int:

@@ -1,12 +1,11 @@
-"""The Replication protocol: how data-parallel replicas of one model stay equal.
+"""The Replication face: the calls by which the training step drives a mode of replication.
 
-`ReplicationContext` is the argument from which every mode is constructed. `Replication` lists the
-calls of the training step.
+`ReplicationContext` is the argument from which every mode is constructed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -14,16 +13,17 @@ from mpitrain.collectives.engine.codecs import Wire
 from mpitrain.config import Config
 from mpitrain.data import Source
 from mpitrain.layers.base import Gradients, Loss, Weights
-from mpitrain.layers.flat import Piece, Storage
+from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
 from mpitrain.ops.device import Device
-from mpitrain.parallel.grid import Grid, share
-from mpitrain.parallel.replication.loss_scale import LossScale, loss_scale_for
-from mpitrain.parallel.replication.records import StepInput, StepResult
+from mpitrain.parallel.grid import Grid
+from mpitrain.parallel.replication.components import Rows, StepEnd
+from mpitrain.parallel.replication.records import ExposedTime, StepInput, StepResult
 from mpitrain.parallel.replication.state import StateBuffer
 
 
-class ReplicationContext(NamedTuple):
+@dataclass(frozen=True)
+class ReplicationContext:
     """The constructor argument of every replication mode: the context of one rank.
 
     storage  layout of this rank's tensors in a flat buffer
@@ -31,6 +31,7 @@ class ReplicationContext(NamedTuple):
     loss     the loss of this rank's logits
     parts    with several model chunks on this stage: the units of each chunk, numbered as in
              `storage`; otherwise empty
+    exposed  the time that this rank has been blocked on communication in the current step
     """
 
     config: Config
@@ -41,6 +42,7 @@ class ReplicationContext(NamedTuple):
     arena: Arena
     loss: Loss
     parts: Sequence[range] = ()
+    exposed: ExposedTime = field(default_factory=ExposedTime)
 
     @property
     def computed(self) -> np.dtype:
@@ -75,19 +77,21 @@ class ReplicationContext(NamedTuple):
 
 
 class Replication:
-    """The strategy that keeps replicas equal (as DDP's reducer, or FSDP's runtime).
+    """A mode of replication (as DDP, or FSDP's runtime): a store, a reducer, a step end and rows.
 
     The training step calls it unit by unit. Units are numbered within this rank's list. The
-    argument `part` is the index of the micro-batch. The default methods serve one replica, with all
-    parameters on each of its ranks; they never update it.
+    argument `part` is the index of the micro-batch. A mode is a choice of four components; their
+    protocols are in `components.py`. Every method delegates to one of them.
 
-    Attributes
+    Parameters
     ----------
-    parameters, gradient_buffer : array
-        Flat, 1-D. A mode that shards them stores this rank's pieces concatenated.
-    mirror : array or None
-        Flat. In half precision: the rounded parameters, with which layers compute. None in full
-        precision, and in ZeRO stage 3, where units are gathered before each use.
+    replica : ReplicationContext
+        The context of this rank.
+    step_end : StepEnd
+        Ends a step: agrees on its result and updates the parameters. Its `store` has the
+        parameters, its `reducer` sums the gradients.
+    rows : Rows
+        Chooses the rows of this rank, and computes their loss.
 
     Notes
     -----
@@ -100,53 +104,19 @@ class Replication:
         finish
     """
 
-    mirror: Any = None
-
-    _scale: LossScale
-    _skipped: int
-
-    def __init__(self, replica: ReplicationContext):
-        self.replica = replica
-        self._count_from_zero()
-        self._hold_parameters()
-        self._hold_gradients()
-
-    def _count_from_zero(self) -> None:
-        """Reset the loss scale and the number of skipped updates."""
-        self._scale = loss_scale_for(self.replica.config.precision.compute)
-        self._skipped = 0  # AdamW's step count leaves skipped updates out
-
-    def _hold_parameters(self) -> None:
-        """Allocate and initialise the parameters, and their mirror in half precision."""
-        storage = self.replica.storage
-        self.parameters = self.replica.grid.world.transport.allocate(storage.length, storage.dtype)
-        storage.initialize(
-            self.parameters, self.replica.config.run.seed, self.replica.device.backend
-        )
-        if self.replica.device.mirror:
-            self.mirror = self.replica.grid.world.transport.allocate(
-                storage.length, self.replica.computed
-            )
-            self._write_mirror()
-        self._weights = storage.weights(self._computed)
+    def __init__(self, replica: ReplicationContext, step_end: StepEnd, rows: Rows):
+        self.replica, self.step_end, self.rows = replica, step_end, rows
+        self.store, self.reducer = step_end.store, step_end.reducer
 
     @property
-    def _computed(self) -> Any:
-        """The flat buffer with which layers compute: the mirror if there is one."""
-        return self.parameters if self.mirror is None else self.mirror
+    def parameters(self) -> Any:
+        """The flat parameters of this rank, 1-D; if sharded, this rank's pieces concatenated."""
+        return self.store.parameters
 
-    def _write_mirror(self) -> None:
-        """Round the parameters into the mirror, if there is one; collective."""
-        if self.replica.device.mirror and self.mirror is not None:
-            self.replica.device.mirror(self.parameters, self.mirror, self.replica.arena)
-
-    def _hold_gradients(self) -> None:
-        """Allocate the gradients."""
-        storage = self.replica.storage
-        self.gradient_buffer = self.replica.grid.world.transport.allocate(
-            storage.length, storage.dtype
-        )
-        self._gradients, self._leaves = storage.gradients(self.gradient_buffer)
+    @property
+    def gradient_buffer(self) -> Any:
+        """The flat gradients of this rank, 1-D; if sharded, this rank's pieces concatenated."""
+        return self.reducer.buffer
 
     def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
         """Yield the steps that this rank must compute until step `step` is finished.
@@ -165,7 +135,7 @@ class Replication:
             The caller computes each step before it takes the next one. By default `step` alone.
             Asynchronous workers may compute several other steps first; servers compute none.
         """
-        return iter((step,))
+        return self.step_end.steps(step, stop_requested)
 
     def outcome(self, step: int, own: StepResult | None) -> StepResult:
         """Return the result of a finished step.
@@ -182,8 +152,7 @@ class Replication:
         -------
         StepResult
         """
-        assert own is not None
-        return own
+        return self.step_end.outcome(step, own)
 
     def share(self, rows: int) -> range:
         """Return this rank's rows of a batch.
@@ -198,8 +167,7 @@ class Replication:
         range
             By default the dp-th of nearly equal runs; empty on a server.
         """
-        grid = self.replica.grid
-        return share(rows, grid.place.dp, grid.axes.dp)
+        return self.rows.share(rows)
 
     def batch(
         self, source: Source, step: int, before: int | None = None
@@ -220,10 +188,7 @@ class Replication:
         inputs, targets : ndarray
             On the host; the first dim is the row.
         """
-        config = self.replica.config
-        return source.batch(
-            config.run.seed, step, config.batch.size, self.share(config.batch.size), before
-        )
+        return self.rows.batch(source, step, before)
 
     def scale(self, predictions: int, part: int) -> float:
         """Return the factor of a micro-batch's summed loss, which makes the gradient that of a
@@ -243,7 +208,7 @@ class Replication:
         float
             1 / (rows of one update x predictions). By default the rows are the global batch.
         """
-        return 1 / (self.replica.config.batch.size * predictions)
+        return 1 / (self.rows.of_update(part) * predictions)
 
     def begin(self, step: int) -> None:
         """Begin a step: mark all gradients as empty.
@@ -253,8 +218,7 @@ class Replication:
         step : int
             From 0.
         """
-        for leaf in chain.from_iterable(self._leaves):
-            leaf.filled = False
+        self.step_end.begin(step)
 
     def open(self, unit: int, part: int) -> Weights:
         """Return a unit's parameters, and wait for them if they are still being gathered.
@@ -271,7 +235,7 @@ class Replication:
         Weights
             Views, valid until `close`.
         """
-        return self._weights[unit]
+        return self.store.open(unit, part)
 
     def close(self, unit: int, part: int) -> None:
         """End the use of a unit's parameters that `open` returned.
@@ -302,19 +266,12 @@ class Replication:
         gradient : array
             (N, V)
         """
-        return self.replica.loss.gradient(
-            logits, targets, scale * self.loss_scale, self.replica.arena
-        )
+        return self.rows.loss(logits, targets, scale * self.loss_scale)
 
     @property
     def loss_scale(self) -> float:
         """The factor of all gradients until the update divides by it."""
-        return self._scale.value
-
-    def _concluded(self, outcome: StepResult) -> StepResult:
-        """Count a skipped update, and adapt the loss scale. All ranks must pass the same result."""
-        self._skipped += not outcome.updated
-        return self._scale.after(outcome)
+        return self.step_end.skips.scale.value
 
     def gradients(self, unit: int, part: int) -> Gradients:
         """Return the buffers in which a unit's gradients are summed.
@@ -331,7 +288,7 @@ class Replication:
         Gradients
             Nested as the weights of `open`; each leaf is a `Gradient`.
         """
-        return self._gradients[unit]
+        return self.reducer.gradients(unit)
 
     def gradient_ready(self, unit: int, is_last: bool) -> None:
         """Report a unit's gradient of one micro-batch as complete on this rank (as DDP's autograd
@@ -349,13 +306,12 @@ class Replication:
         With the last micro-batch, tensors that no layer has written in this step are set to zero.
         Otherwise the gradient of the previous step would remain there.
         """
-        if is_last:
-            for leaf in self._leaves[unit]:
-                if not leaf.filled:
-                    leaf.array.fill(0)
+        self.reducer.ready(unit, is_last)
 
     def poll(self) -> None:
         """Progress the non-blocking communication; called between layers."""
+        self.store.poll()
+        self.reducer.poll()
 
     def total(self, *numbers: float) -> list[float]:
         """Sum four numbers over all ranks, in one small all-reduce; collective.
@@ -370,7 +326,7 @@ class Replication:
         list of float
             The four sums, equal on all ranks.
         """
-        return list(numbers)
+        return self.step_end.control.total(*numbers)
 
     def finish(self, mine: StepInput) -> StepResult:
         """Wait for the gradients, agree on the result, and update the parameters; collective.
@@ -385,13 +341,14 @@ class Replication:
         StepResult
             Equal on all ranks, but for the fields that `StepResult` excepts.
         """
-        return StepResult(mine.loss, 0.0, 0, mine.lr, False, mine.stop)
+        return self.step_end.finish(mine)
 
     def sync_parameters(self) -> None:
         """Make the parameters current on all ranks; collective.
 
         Evaluations, checkpoints and comparisons of replicas call this first.
         """
+        self.step_end.sync()
 
     def kept(self) -> list[StateBuffer]:
         """Return the state that checkpoints save. The caller must call `sync_parameters` first.
@@ -401,11 +358,7 @@ class Replication:
         list of StateBuffer
             Loading a checkpoint writes into their arrays.
         """
-        return [StateBuffer("parameters", self.parameters, self._places())]
-
-    def _places(self) -> Sequence[Piece]:
-        """Return the pieces of the flat buffer in `parameters`, with their offsets there."""
-        return [Piece(0, self.replica.storage.length, 0)]
+        return [*self.store.state(), *self.step_end.state(), *self.reducer.state()]
 
     def scalars(self) -> dict[str, float]:
         """Return the numbers that checkpoints save besides arrays; collective.
@@ -415,7 +368,7 @@ class Replication:
         dict
             {name: number}, equal on all ranks.
         """
-        return {"skipped_updates": self._skipped, **self._scale.numbers()}
+        return self.step_end.skips.scalars()
 
     def restore(self, scalars: Mapping[str, float]) -> None:
         """Continue from a checkpoint; collective.
@@ -427,9 +380,8 @@ class Replication:
         scalars : mapping
             The result of `scalars` when the checkpoint was saved.
         """
-        self._skipped = int(scalars.get("skipped_updates", 0))
-        self._scale.restore(scalars)
-        self._write_mirror()
+        self.step_end.skips.restore(scalars)
+        self.store.loaded()
 
     def held(self) -> int:
         """Return this rank's bytes of parameters, gradients, optimizer state and reduction scratch.
@@ -441,10 +393,9 @@ class Replication:
             `sync_parameters` first.
         """
         arrays = [
-            self.parameters,
-            self._computed,
-            self.gradient_buffer,
-            *(kept.array for kept in self.kept()),
+            *self.store.arrays,
+            *self.reducer.arrays,
+            *(buffer.array for buffer in self.kept()),
         ]
         return (
             sum({id(array): array.nbytes for array in arrays}.values())

@@ -1,8 +1,13 @@
-"""The input and the result at the end of a training step."""
+"""The input and the result of a training step, its control message, and the loss scale."""
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain.collectives.group import Group
 
 
 class StepInput(NamedTuple):
@@ -69,7 +74,24 @@ class StepResult(NamedTuple):
     ended: float | None = None
 
 
-def outcome_of(mine: StepInput, totals: Sequence[float], comm_s: float) -> StepResult:
+class ExposedTime:
+    """The seconds that a rank is blocked on communication; as a context, it adds its duration."""
+
+    seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds += time.perf_counter() - self._began
+
+    def take(self) -> float:
+        """Return the seconds since the last call of this method."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+def outcome_of(mine: StepInput, totals: Sequence[float], comm_s: float = 0.0) -> StepResult:
     """Return the result of a step; its `updated` is true if loss and norm are finite.
 
     totals  over all ranks: loss, sum of squares, non-finite elements, requests to stop
@@ -94,3 +116,115 @@ def clipping(clip: float, norm: float) -> float:
     clip  largest norm; 0: do not clip, the factor is 1
     """
     return clip / norm if 0 < clip < norm else 1.0
+
+
+class ControlMessage:
+    """The sum of four numbers over all ranks, by a small all-reduce in host memory."""
+
+    def __init__(self, world: Group):
+        """Bind the all-reduce; collective."""
+        self._numbers = np.zeros(4)
+        self._sum = world.bind(self._numbers)
+
+    def total(self, *numbers: float) -> list[float]:
+        """Return the four sums; collective."""
+        self._numbers[:] = numbers
+        self._sum.run()
+        return self._numbers.tolist()
+
+
+class LossScale:
+    """The constant loss scale 1, for dtypes with the range of float32."""
+
+    value = 1.0
+
+    def after(self, outcome: StepResult) -> StepResult:
+        """Adapt the scale to a step's result, and return the result with the scale's fields filled.
+
+        All ranks pass the same result and so end with the same scale.
+        """
+        return outcome
+
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers that a checkpoint saves."""
+        return {}
+
+    def restore(self, numbers: Mapping[str, float]) -> None:
+        """Continue from the numbers of a checkpoint; from the initial scale if there are none."""
+
+
+class DynamicLossScale(LossScale):
+    """The dynamic loss scale of float16: it doubles after GOOD steps without overflow, and halves
+    on overflow.
+
+    An overflow is a gradient that is not finite although its loss is. The step is skipped, and the
+    run continues.
+
+    value      current factor of the loss
+    good       steps without overflow since the value changed
+    overflows  consecutive steps with an overflow
+    source     Micikevicius et al. 2018, Mixed Precision Training, ICLR, section 3.2
+    """
+
+    FIRST, LEAST, MOST, GOOD = 2.0**16, 1.0, 2.0**24, 200
+
+    def __init__(self) -> None:
+        self.value, self.good, self.overflows = self.FIRST, 0, 0
+
+    def after(self, outcome: StepResult) -> StepResult:
+        value = self.value
+        if not math.isfinite(outcome.loss):
+            return outcome._replace(loss_scale=value)
+        if outcome.updated:
+            self.good, self.overflows = self.good + 1, 0
+            if self.good == self.GOOD:
+                self.value, self.good = min(2 * value, self.MOST), 0
+        else:
+            self.value, self.good, self.overflows = (
+                max(value / 2, self.LEAST),
+                0,
+                self.overflows + 1,
+            )
+        return outcome._replace(loss_scale=value, overflows=self.overflows)
+
+    def numbers(self) -> dict[str, float]:
+        return {
+            "loss_scale": self.value,
+            "loss_scale_good": self.good,
+            "loss_scale_overflows": self.overflows,
+        }
+
+    def restore(self, numbers: Mapping[str, float]) -> None:
+        self.value = numbers.get("loss_scale", self.FIRST)
+        self.good, self.overflows = (
+            int(numbers.get(f"loss_scale_{name}", 0)) for name in ("good", "overflows")
+        )
+
+
+def loss_scale_for(compute: str) -> LossScale:
+    """Return the loss scale that the setting precision.compute needs."""
+    return DynamicLossScale() if compute == "float16" else LossScale()
+
+
+class SkippedUpdates:
+    """The count of skipped updates, and the loss scale, which adapts to them.
+
+    number  skipped updates so far; AdamW's step count leaves them out
+    """
+
+    def __init__(self, compute: str):
+        self.number, self.scale = 0, loss_scale_for(compute)
+
+    def conclude(self, outcome: StepResult) -> StepResult:
+        """Count a skipped update, and adapt the scale. All ranks must pass the same result."""
+        self.number += not outcome.updated
+        return self.scale.after(outcome)
+
+    def scalars(self) -> dict[str, float]:
+        """Return the numbers that a checkpoint saves; collective."""
+        return {"skipped_updates": self.number, **self.scale.numbers()}
+
+    def restore(self, scalars: Mapping[str, float]) -> None:
+        """Continue from the numbers of a checkpoint; collective."""
+        self.number = int(scalars.get("skipped_updates", 0))
+        self.scale.restore(scalars)

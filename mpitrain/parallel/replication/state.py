@@ -1,4 +1,4 @@
-"""The items of the training state that checkpoints save, as each rank stores them."""
+"""The items of the training state that checkpoints save, and views of pieces of flat buffers."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -38,3 +38,13 @@ class StateBuffer(NamedTuple):
     def of(cls, state: StateArray) -> "StateBuffer":
         """Return a buffer of an optimizer's state."""
         return cls(state.name, state.array, state.pieces, entries=state.entries)
+
+
+def spread(flat: Any, pieces: Sequence[Piece]) -> list[Any]:
+    """Return views of the pieces in a full-size flat buffer, at their offsets `start`."""
+    return [flat[piece.start : piece.stop] for piece in pieces]
+
+
+def compact(flat: Any, pieces: Sequence[Piece]) -> list[Any]:
+    """Return views of the pieces in their owner's compact buffer, at their offsets `place`."""
+    return [flat[piece.place : piece.place + piece.stop - piece.start] for piece in pieces]

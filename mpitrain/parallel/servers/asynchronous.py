@@ -10,16 +10,17 @@ source  Recht et al. 2011, Hogwild, NIPS 24; Ho et al. 2013, More Effective Dist
         Stale Synchronous Parallel Parameter Server, NIPS 26
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from mpitrain.parallel.grid import share
-from mpitrain.parallel.replication.protocol import ReplicationContext
-from mpitrain.parallel.replication.records import StepInput, StepResult, clipping, outcome_of
-from mpitrain.parallel.servers.messages import header, spread
-from mpitrain.parallel.servers.synchronous import ServerBase, WorkerBase
+from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
+from mpitrain.parallel.replication.records import StepInput, StepResult, outcome_of
+from mpitrain.parallel.replication.step_end import AgreeAndUpdate
+from mpitrain.parallel.replication.whole import LocalGradients, ReplicaRows, WholeParameters, whole
+from mpitrain.parallel.servers.messages import header
+from mpitrain.parallel.servers.synchronous import NoRows, Roles, ServedGradients, ServedParameters
 from mpitrain.parallel.servers.work_queue import Report, WorkQueue
 from mpitrain.transport.requests import Request
 
@@ -59,55 +60,66 @@ def _outcome(numbers: Sequence[float]) -> tuple[int, StepResult]:
     )
 
 
-class AsyncWorker(WorkerBase):
-    """An asynchronous worker: it computes the rows of each ticket that it receives."""
+class TicketRows(ReplicaRows):
+    """The rows of a worker's ticket.
 
-    def __init__(self, replica: ReplicationContext):
+    ticket  None: between tickets
+    """
+
+    ticket: int | None = None
+
+    def __init__(self, replica: ReplicationContext, workers: int):
         super().__init__(replica)
-        self._push = {
-            server: spread(self.gradient_buffer, self._pieces[server]) for server in self._servers
-        }
-        self._ticket: int | None = None
-        self._report = header()
-        self._report[:2] = DRAW, NO_TICKET
-        self._versions = dict.fromkeys(self._servers, 0)
-        self._known: dict[int, StepResult] = {}
-        self._is_current, self._waited_s = True, 0.0
+        self._workers = workers
 
     def share(self, rows: int) -> range:
-        return (
-            super().share(rows)
-            if self._ticket is None
-            else share(rows, self._ticket % len(self._workers), len(self._workers))
-        )
+        if self.ticket is None:
+            return super().share(rows)
+        return share(rows, self.ticket % self._workers, self._workers)
 
-    def scale(self, predictions: int, part: int) -> float:
-        return 1 / (len(self.share(self.replica.config.batch.size)) * predictions)
+    def of_update(self, part: int) -> int:
+        return len(self.share(self._size))
+
+
+class AsyncWork(AgreeAndUpdate):
+    """An asynchronous worker's step end: it computes the rows of each ticket that it receives."""
+
+    def __init__(self, replica: ReplicationContext, roles: Roles, rows: TicketRows):
+        store = WholeParameters(replica, ())
+        reducer = LocalGradients(replica, (), whole(replica.storage))
+        super().__init__(replica, store, reducer)
+        self._rows, self._line, self._told = rows, roles.line, roles.told
+        self._workers, self._servers = roles.workers, roles.servers
+        self._pull, self._push = roles.views(store.parameters), roles.views(reducer.buffer)
+        self._report = header()
+        self._report[:2] = DRAW, NO_TICKET
+        self._versions = dict.fromkeys(roles.servers, 0)
+        self._known: dict[int, StepResult] = {}
+        self._is_current = True
 
     def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
         self._is_current = False
         while step not in self._known:
-            if self._ticket is None:
-                self._ticket = self._draw()  # this also receives results, perhaps of this step
+            if self._rows.ticket is None:
+                self._rows.ticket = self._draw()  # this also receives results, perhaps of this step
                 continue
             self._pull_as(PULL)
-            yield self._ticket // len(self._workers)
+            yield self._rows.ticket // len(self._workers)
 
     def outcome(self, step: int, own: StepResult | None) -> StepResult:
-        waited, self._waited_s = self._waited_s, 0.0
-        return self._known.pop(step)._replace(comm_s=waited)
+        return self._known.pop(step)._replace(comm_s=self.replica.exposed.take())
 
     def finish(self, mine: StepInput) -> StepResult:
         """Push the gradient, and wait until all servers have applied it."""
-        assert self._ticket is not None
-        loss, squares, nonfinite = self.replica.gradient_stats(mine, [self.gradient_buffer])
-        own = outcome_of(mine, (loss, squares, nonfinite, mine.stop), 0.0)
-        scale = clipping(self.replica.config.optimizer.clip, own.grad_norm)
+        assert self._rows.ticket is not None
+        loss, squares, nonfinite = self.replica.gradient_stats(mine, self.reducer.squared)
+        own = outcome_of(mine, (loss, squares, nonfinite, mine.stop))
+        scale = self.factor(own.grad_norm)
         requests = []
         for server in self._servers:
             said = _filled(
                 PUSH if own.updated else LEAVE_OUT,
-                self._ticket,
+                self._rows.ticket,
                 scale,
                 mine.lr,
                 self._versions[server],
@@ -121,8 +133,8 @@ class AsyncWorker(WorkerBase):
             max(float(told[number]) for told in self._told.values()) for number in (0, 1)
         )
         report = Report(
-            self._ticket,
-            len(self.share(self.replica.config.batch.size)),
+            self._rows.ticket,
+            self._rows.of_update(0),
             own.loss,
             own.grad_norm,
             own.lr,
@@ -132,7 +144,7 @@ class AsyncWorker(WorkerBase):
             int(staleness),
         )
         self._report = _filled(DRAW, *report)
-        self._ticket = None
+        self._rows.ticket = None
         return own
 
     def _draw(self) -> int | None:
@@ -159,32 +171,38 @@ class AsyncWorker(WorkerBase):
             requests += self._line.start_recv(self._told[server], self._pull[server], server)
             requests += self._line.start_send(asked, [], server)
         self._wait(requests)
-        self._write_mirror()
+        self.store.loaded()
         self._versions = {server: int(told[0]) for server, told in self._told.items()}
         # After `sync_parameters` this number is equal on all servers.
-        self._skipped = int(self._told[self._servers[0]][1])
+        self.skips.number = int(self._told[self._servers[0]][1])
 
     def _wait(self, requests: Sequence[Request]) -> None:
-        began = time.perf_counter()
-        for request in requests:
-            request.wait()
-        self._waited_s += time.perf_counter() - began
+        with self.replica.exposed:
+            for request in requests:
+                request.wait()
 
-    def sync_parameters(self) -> None:
+    def sync(self) -> None:
         if not self._is_current:
             self._pull_as(SETTLE)
             self._is_current = True
 
 
-class AsyncServer(ServerBase):
-    """An asynchronous server: it applies each gradient on arrival. The first server also has the
-    work queue.
+class AsyncServing(AgreeAndUpdate):
+    """An asynchronous server's step end: it applies each gradient on arrival.
+
+    The first server also has the work queue.
     """
 
-    def __init__(self, replica: ReplicationContext):
-        super().__init__(replica)
+    store: ServedParameters
+
+    def __init__(self, replica: ReplicationContext, roles: Roles):
         settings, servers = replica.config.replication, replica.grid.servers
         assert servers is not None
+        pieces = roles.pieces[replica.grid.world.rank]
+        store, reducer = ServedParameters(replica, pieces), ServedGradients(replica, pieces)
+        super().__init__(replica, store, reducer)
+        self._workers, self._servers, self._line = roles.workers, roles.servers, roles.line
+        self._gradients, self._heard = [*reducer.summed.values()], header()
         self._number, self._bound = (
             servers.rank,
             settings.staleness if settings.update == "bounded" else None,
@@ -196,7 +214,7 @@ class AsyncServer(ServerBase):
         self._tickets: WorkQueue | None = None  # only the first server has one
         self._waiting: list[int] = []
         self._untold: dict[int, list[tuple[int, StepResult]]] = {
-            worker: [] for worker in self._workers
+            worker: [] for worker in roles.workers
         }
         self._known: dict[int, StepResult] = {}
         self._pulls: list[Request] = []
@@ -209,7 +227,7 @@ class AsyncServer(ServerBase):
         """Serve until the step is finished. The iterator is empty: a server computes no rows."""
         self._is_current = False
         if self._applied_before < 0:
-            self._applied_before = step * len(self._workers) - self._skipped
+            self._applied_before = step * len(self._workers) - self.skips.number
         if self._tickets is None and self._number == 0:
             self._tickets = WorkQueue(
                 len(self._workers), step, self._bound, self.replica.config.next_pause
@@ -232,7 +250,7 @@ class AsyncServer(ServerBase):
         if asked in (PULL, SETTLE):
             self._settled += asked == SETTLE
             self._pulls += self._line.start_send(
-                _filled(self._updates, self._skipped), self._held, source
+                _filled(self._updates, self.skips.number), [*self.store.views().values()], source
             )
         elif asked == DRAW:
             self._take(source, numbers)
@@ -241,7 +259,7 @@ class AsyncServer(ServerBase):
             self._known[step] = outcome
         else:
             staleness = self._apply(source, numbers) if asked == PUSH else 0
-            self._skipped += asked == LEAVE_OUT
+            self.skips.number += asked == LEAVE_OUT
             self._answer(source, staleness, self._stops)
 
     def _answer(self, to: int, *numbers: float) -> None:
@@ -250,14 +268,14 @@ class AsyncServer(ServerBase):
     def _apply(self, worker: int, numbers: Sequence[float]) -> int:
         """Update from the gradient that a worker pushes, and return its staleness."""
         _, scale, lr, version = numbers[:4]  # the first number is the ticket
-        for request in self._line.start_recv_pieces(self._gradients_held, worker):
+        for request in self._line.start_recv_pieces(self._gradients, worker):
             request.wait()
         for request in self._pulls:
             request.wait()  # the update must not overwrite parameters that are still being sent
         self._pulls = []
         staleness = self._updates - int(version)
         # AdamW's step count is the number of updates made.
-        self._update(scale, lr * self._factor(staleness), self._applied_before + self._updates)
+        self.apply(scale, lr * self._factor(staleness), self._applied_before + self._updates)
         self._updates += 1
         return staleness
 
@@ -313,7 +331,7 @@ class AsyncServer(ServerBase):
             for untold in self._untold.values():
                 untold.append((step, outcome))
 
-    def sync_parameters(self) -> None:
+    def sync(self) -> None:
         if not self._is_current:
             while self._settled < len(self._workers):
                 self._serve()
@@ -322,3 +340,12 @@ class AsyncServer(ServerBase):
                 request.wait()
             self._pulls, self._answers = [], []
             self._is_current = True
+
+
+def asynchronous(replica: ReplicationContext) -> Replication:
+    """Return this rank's role with asynchronous servers; collective."""
+    roles = Roles(replica)
+    if replica.grid.is_server:
+        return Replication(replica, AsyncServing(replica, roles), NoRows(replica))
+    rows = TicketRows(replica, len(roles.workers))
+    return Replication(replica, AsyncWork(replica, roles, rows), rows)

@@ -22,16 +22,6 @@ def header() -> np.ndarray:
     return np.zeros(NUMBERS)
 
 
-def spread(flat: Any, pieces: Sequence[Piece]) -> list[Any]:
-    """Return views of the pieces in a full-size flat buffer, at their offsets `start`."""
-    return [flat[piece.start : piece.stop] for piece in pieces]
-
-
-def compact(flat: Any, pieces: Sequence[Piece]) -> list[Any]:
-    """Return views of the pieces in their owner's compact buffer, at their offsets `place`."""
-    return [flat[piece.place : piece.place + piece.stop - piece.start] for piece in pieces]
-
-
 def by_span(spans: Sequence[Span], pieces: Sequence[Piece]) -> list[Piece]:
     """Split pieces at the boundaries of spans, into one piece per span.
 

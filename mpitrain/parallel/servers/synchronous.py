@@ -12,228 +12,174 @@ source      Li et al. 2014, Scaling Distributed Machine Learning with the Parame
 """
 
 import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from mpitrain.layers.flat import dealt
-from mpitrain.optim import Optimizer
+from mpitrain.layers.flat import Piece, dealt
+from mpitrain.parallel.replication.components import GradientReducer, ParameterStore
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
-from mpitrain.parallel.replication.records import StepInput, StepResult, clipping, outcome_of
-from mpitrain.parallel.replication.state import StateBuffer
-from mpitrain.parallel.servers.messages import PushPull, by_span, compact, header, spread
+from mpitrain.parallel.replication.records import StepInput, StepResult, outcome_of
+from mpitrain.parallel.replication.state import StateBuffer, compact, spread
+from mpitrain.parallel.replication.step_end import AgreeAndUpdate
+from mpitrain.parallel.replication.whole import LocalGradients, ReplicaRows, WholeParameters
+from mpitrain.parallel.servers.messages import PushPull, by_span, header
 from mpitrain.transport.requests import Request
 
 
-class _Member(Replication):
-    """The common base of workers and servers."""
+class Roles:
+    """The ranks that are workers, those that are servers, and the messages between them.
 
-    def _join(self) -> None:
-        """Bind the all-reduce of evaluations; collective. The caller must have allocated the
-        buffers.
-        """
-        world, axes = self.replica.grid.world, self.replica.grid.axes
-        self._workers, self._servers = (
-            range(axes.ranks - axes.servers),
-            range(axes.ranks - axes.servers, axes.ranks),
-        )
-        self._line = PushPull(world.transport)
-        self._control = np.zeros(4)
-        self._agree = world.bind(self._control)
-
-    def total(self, *numbers: float) -> list[float]:
-        self._control[:] = numbers
-        self._agree.run()
-        return self._control.tolist()
-
-
-class WorkerBase(_Member):
-    """The base of workers: ranks that compute gradients.
-
-    A worker stores whole parameters and gradients, but no optimizer state.
+    pieces  {server: the pieces of the flat buffer that it stores}
     """
 
     def __init__(self, replica: ReplicationContext):
-        super().__init__(replica)
-        self._join()
-        self._pieces = dict(
-            zip(self._servers, dealt(replica.storage.spans, len(self._servers)), strict=True)
+        """Claim the tags of the messages. All ranks must claim tags in the same order."""
+        axes = replica.grid.axes
+        first = axes.ranks - axes.servers
+        self.workers, self.servers = range(first), range(first, axes.ranks)
+        self.pieces = dict(
+            zip(self.servers, dealt(replica.storage.spans, axes.servers), strict=True)
         )
-        self._pull = {
-            server: spread(self.parameters, self._pieces[server]) for server in self._servers
-        }
-        self._told = {server: header() for server in self._servers}
+        self.line = PushPull(replica.grid.world.transport)
+        self.told = {server: header() for server in self.servers}
+
+    def views(self, flat: Any) -> dict[int, list[Any]]:
+        """Return {server: views of its pieces in a full-size flat buffer}."""
+        return {server: spread(flat, pieces) for server, pieces in self.pieces.items()}
 
 
-class Worker(WorkerBase):
-    """A synchronous worker: it pushes a unit's gradient as soon as it is complete, and its loss at
-    the end.
-    """
+class PushedGradients(LocalGradients):
+    """Gradients of a worker, each sent to its server as soon as it is complete."""
 
-    def __init__(self, replica: ReplicationContext):
-        super().__init__(replica)
-        spans = replica.storage.spans
+    def __init__(self, replica: ReplicationContext, roles: Roles):
+        super().__init__(replica, (), ())
+        self._line, self._overlap = roles.line, replica.config.replication.overlap
+        self._spans = spans = replica.storage.spans
         self._push = [
             [
                 (server, view)
-                for server in self._servers
-                for view in spread(self.gradient_buffer, by_span([span], self._pieces[server]))
+                for server, pieces in roles.pieces.items()
+                for view in spread(self.buffer, by_span([span], pieces))
             ]
             for span in spans
         ]
         self._unpushed, self._pushes = [*range(len(spans))], list[Request]()
-        self._said = header()
 
-    def gradient_ready(self, unit: int, is_last: bool) -> None:
-        super().gradient_ready(unit, is_last)
-        if is_last and self.replica.config.replication.overlap:
-            self._push_from(unit)
+    def ready(self, unit: int, is_last: bool) -> None:
+        super().ready(unit, is_last)
+        if is_last and self._overlap:
+            self.push(unit)
 
-    def _push_from(self, unit: int) -> None:
+    def push(self, unit: int = 0) -> None:
         """Start to send the gradients of this unit and of all later unsent ones, the last unit
         first.
         """
-        while self._unpushed and self.replica.storage.spans[self._unpushed[-1]].unit >= unit:
+        while self._unpushed and self._spans[self._unpushed[-1]].unit >= unit:
             for server, view in self._push[self._unpushed.pop()]:
                 self._pushes += self._line.start_send_pieces([view], server)
 
     def poll(self) -> None:
         self._pushes = [push for push in self._pushes if not push.test()]
 
+    def wait(self) -> None:
+        """Block until the gradients are sent."""
+        self.push()
+        for push in self._pushes:
+            push.wait()
+        self._unpushed, self._pushes = [*range(len(self._push))], []
+
+
+class PushAndPull(AgreeAndUpdate):
+    """A synchronous worker's step end: it pushes its loss, and pulls result and parameters."""
+
+    reducer: PushedGradients
+
+    def __init__(self, replica: ReplicationContext, roles: Roles):
+        store, reducer = WholeParameters(replica, ()), PushedGradients(replica, roles)
+        super().__init__(replica, store, reducer)
+        self._line, self._told = roles.line, roles.told
+        self._pull, self._said = roles.views(store.parameters), header()
+
     def finish(self, mine: StepInput) -> StepResult:
         began = time.perf_counter()
-        self._push_from(0)
+        line, told = self._line, self._told
+        self.reducer.push()
         self._said[:2] = self.replica.gradient_stats(mine, ())[0], mine.stop
-        pulls = [
-            self._line.start_recv(self._told[server], self._pull[server], server)
-            for server in self._servers
-        ]
-        ends = [self._line.start_send(self._said, [], server) for server in self._servers]
-        for request in [
-            *self._pushes,
-            *(request for requests in (*ends, *pulls) for request in requests),
-        ]:
+        pulls = [line.start_recv(told[server], self._pull[server], server) for server in told]
+        ends = [line.start_send(self._said, [], server) for server in told]
+        self.reducer.wait()
+        for request in [request for requests in (*ends, *pulls) for request in requests]:
             request.wait()
-        self._unpushed, self._pushes = [*range(len(self._push))], []
-        self._write_mirror()
-        first = self._told[self._servers[0]]  # all servers send the same numbers
-        return self._concluded(outcome_of(mine, first[:4].tolist(), time.perf_counter() - began))
+        self.store.loaded()
+        first, *_ = told.values()  # all servers send the same numbers
+        outcome = outcome_of(mine, first[:4].tolist(), time.perf_counter() - began)
+        return self.skips.conclude(outcome)
 
 
-class ServerBase(_Member):
-    """The base of servers: ranks that store a shard of parameters, gradients and optimizer state,
-    and compute no rows.
+class ServedParameters(ParameterStore):
+    """A server's pieces of the parameters, concatenated; a server computes no rows."""
 
-    parameters, gradient_buffer  compact: the pieces of `optimizer.pieces`, concatenated
-    """
+    mirror: Any = None
 
-    def __init__(self, replica: ReplicationContext):
-        self.replica = replica  # Replication's constructor would allocate whole buffers
-        config, grid, storage, _, device, arena, *_ = replica
-        assert grid.servers is not None
-        self._count_from_zero()
-        pieces = dealt(storage.spans, grid.servers.size)[grid.servers.rank]
+    def __init__(self, replica: ReplicationContext, pieces: Sequence[Piece]):
+        storage, allocate = replica.storage, replica.grid.world.transport.allocate
         length = sum(piece.stop - piece.start for piece in pieces)
-        self.parameters = grid.world.transport.allocate(length, storage.dtype)
-        if device.mirror:
-            # Allocation is collective, and the workers allocate their mirrors here.
-            grid.world.transport.allocate(0, replica.computed)
-        self.gradient_buffer = grid.world.transport.allocate(length, storage.dtype)
-        self._join()
-        self.optimizer = Optimizer(
-            config.optimizer, storage, pieces, device.ops, device.backend, arena
-        )
-        self._held, self._gradients_held = (
-            compact(flat, pieces) for flat in (self.parameters, self.gradient_buffer)
-        )
-        storage.initialize(self.parameters, config.run.seed, device.backend, pieces)
-        self._heard = header()
+        self._pieces, self.parameters = pieces, allocate(length, storage.dtype)
+        if replica.device.mirror:
+            allocate(0, replica.computed)  # it is collective: workers allocate their mirrors here
+        storage.initialize(self.parameters, replica.config.run.seed, replica.device.backend, pieces)
+        self.arrays = [self.parameters]
+        self._views = dict(zip(pieces, compact(self.parameters, pieces), strict=True))
 
-    def share(self, rows: int) -> range:
-        return range(0)
+    def views(self) -> dict[Piece, Any]:
+        return self._views
 
-    def begin(self, step: int) -> None:
-        pass
+    def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
+        for piece, view in self._views.items():
+            apply(piece, view, None)
 
-    def _update(self, scale: float, lr: float, number: int) -> None:
-        """Update the parameters from `scale` times the gradient buffer."""
-        views = dict(
-            zip(
-                self.optimizer.pieces,
-                zip(self._held, self._gradients_held, strict=True),
-                strict=True,
-            )
-        )
-        self.optimizer.sum_facts(views.__getitem__, scale, lr, number)
-        for piece, (held, gradients) in views.items():
-            self.optimizer.update(piece, held, gradients, scale, lr, number)
-
-    def kept(self) -> list[StateBuffer]:
-        return [
-            StateBuffer("parameters", self.parameters, self.optimizer.pieces),
-            *(StateBuffer.of(array) for array in self.optimizer.arrays()),
-        ]
+    def state(self) -> list[StateBuffer]:
+        return [StateBuffer("parameters", self.parameters, self._pieces)]
 
 
-class Server(ServerBase):
-    """A synchronous server: one update a step, from the sum of all workers' gradients."""
+class ServedGradients(GradientReducer):
+    """The gradients that a server receives for its pieces, concatenated."""
 
-    def __init__(self, replica: ReplicationContext):
-        super().__init__(replica)
+    def __init__(self, replica: ReplicationContext, pieces: Sequence[Piece]):
+        """Allocate the buffer; collective."""
+        storage, servers = replica.storage, replica.grid.servers
+        assert servers is not None
+        length = sum(piece.stop - piece.start for piece in pieces)
+        self.buffer = replica.grid.world.transport.allocate(length, storage.dtype)
+        self.arrays = [self.buffer]
+        self.members: Sequence[int] = servers.transport.members
+        self.summed = dict(zip(pieces, compact(self.buffer, pieces), strict=True))
+        self.squared = [self.buffer]
+
+
+class CollectedGradients(ServedGradients):
+    """The sum of the gradients that all workers push to a server, in the order of the workers."""
+
+    def __init__(self, replica: ReplicationContext, roles: Roles, pieces: Sequence[Piece]):
+        super().__init__(replica, pieces)
         servers = replica.grid.servers
         assert servers is not None
-        self._arrived = replica.device.backend.zeros(
-            len(self.gradient_buffer), replica.storage.dtype
-        )
-        parts = by_span(replica.storage.spans, self.optimizer.pieces)
-        self._summed, self._arriving = (
-            compact(flat, parts) for flat in (self.gradient_buffer, self._arrived)
-        )
-        self._add = servers.arithmetic.combining(self.gradient_buffer, "add")
-        # The three numbers are squares, non-finite elements, and stop requests of servers.
-        self._squares = np.zeros(3)
-        self._agree_on_squares = servers.bind(self._squares)
-        self._said, self._told = {worker: header() for worker in self._workers}, header()
+        arrived = replica.device.backend.zeros(len(self.buffer), replica.storage.dtype)
+        self.arrays.append(arrived)
+        parts = by_span(replica.storage.spans, pieces)
+        self._sums, self._arriving = (compact(flat, parts) for flat in (self.buffer, arrived))
+        self._add = servers.arithmetic.combining(self.buffer, "add")
+        self._workers, self._line = roles.workers, roles.line
 
-    def held(self) -> int:
-        """Return the bytes as in all modes, plus the receive buffer for a worker's gradient."""
-        return super().held() + self._arrived.nbytes
-
-    def finish(self, mine: StepInput) -> StepResult:
-        """Sum the gradients, agree on the result, update, and answer all workers with the
-        parameters.
-        """
-        began = time.perf_counter()
-        self._sum()
-        for _ in self._workers:
-            source = self._line.wait_for_header(self._heard)
-            self._said[source][:] = self._heard
-        comm_s = time.perf_counter() - began
-        loss, stop = (sum(float(said[number]) for said in self._said.values()) for number in (0, 1))
-        _, squares, nonfinite = self.replica.gradient_stats(None, [self.gradient_buffer])
-        self._squares[:] = squares / self.loss_scale**2, nonfinite, mine.stop
-        self._agree_on_squares.run()
-        *found, servers_stop = self._squares.tolist()
-        totals = self._told[:4] = (loss, *found, stop + servers_stop)
-        outcome = outcome_of(mine, totals, comm_s)
-        if outcome.updated:
-            scale = (
-                clipping(self.replica.config.optimizer.clip, outcome.grad_norm) / self.loss_scale
-            )
-            self._update(scale, mine.lr, mine.number - self._skipped)
-        answers = [
-            self._line.start_send(self._told, self._held, worker) for worker in self._workers
-        ]
-        for request in [request for requests in answers for request in requests]:
-            request.wait()  # the next update must not overwrite parameters still being sent
-        return self._concluded(outcome)
-
-    def _sum(self) -> None:
+    def wait(self) -> None:
         """Receive the gradients and sum them in the order of the workers.
 
         The gradient of the next worker arrives while the previous one is added.
         """
         first, second = self._workers[0], self._workers[1:2]
-        begun = self._line.start_recv_pieces(self._summed, first)
+        begun = self._line.start_recv_pieces(self._sums, first)
         arriving = [
             request
             for worker in second
@@ -243,11 +189,68 @@ class Server(ServerBase):
             self._line.wait(request)
         for worker in self._workers[1:]:
             following: list[Request] = []
-            for request, summed, arrived in zip(
-                arriving, self._summed, self._arriving, strict=True
-            ):
+            for request, summed, arrived in zip(arriving, self._sums, self._arriving, strict=True):
                 self._line.wait(request)
                 self._add(summed, arrived)
                 if worker + 1 in self._workers:
                     following += self._line.start_recv_pieces([arrived], worker + 1)
             arriving = following
+
+
+class ServedUpdate(AgreeAndUpdate):
+    """A synchronous server's step end: one update, from the sum of all workers' gradients."""
+
+    store: ServedParameters
+
+    def __init__(self, replica: ReplicationContext, roles: Roles):
+        pieces, servers = roles.pieces[replica.grid.world.rank], replica.grid.servers
+        assert servers is not None
+        store = ServedParameters(replica, pieces)
+        super().__init__(replica, store, CollectedGradients(replica, roles, pieces))
+        # The three numbers are squares, non-finite elements, and stop requests of servers.
+        self._squares = np.zeros(3)
+        self._agree_on_squares = servers.bind(self._squares)
+        self._line, self._heard = roles.line, header()
+        self._said, self._told = {worker: header() for worker in roles.workers}, header()
+
+    def finish(self, mine: StepInput) -> StepResult:
+        """Sum the gradients, agree on the result, update, and answer all workers with the
+        parameters.
+        """
+        began = time.perf_counter()
+        line, workers = self._line, self._said
+        self.reducer.wait()
+        for _ in workers:
+            source = line.wait_for_header(self._heard)
+            self._said[source][:] = self._heard
+        comm_s = time.perf_counter() - began
+        loss, stop = (sum(float(said[number]) for said in self._said.values()) for number in (0, 1))
+        _, squares, nonfinite = self.replica.gradient_stats(None, self.reducer.squared)
+        self._squares[:] = squares / self.skips.scale.value**2, nonfinite, mine.stop
+        self._agree_on_squares.run()
+        *found, servers_stop = self._squares.tolist()
+        totals = self._told[:4] = (loss, *found, stop + servers_stop)
+        outcome = outcome_of(mine, totals, comm_s)
+        if outcome.updated:
+            number = mine.number - self.skips.number
+            self.apply(self.factor(outcome.grad_norm), mine.lr, number)
+        views = [*self.store.views().values()]
+        answers = [line.start_send(self._told, views, worker) for worker in workers]
+        for request in [request for requests in answers for request in requests]:
+            request.wait()  # the next update must not overwrite parameters still being sent
+        return self.skips.conclude(outcome)
+
+
+class NoRows(ReplicaRows):
+    """No rows: those of a server."""
+
+    def share(self, rows: int) -> range:
+        return range(0)
+
+
+def synchronous(replica: ReplicationContext) -> Replication:
+    """Return this rank's role with synchronous servers; collective."""
+    roles = Roles(replica)
+    if replica.grid.is_server:
+        return Replication(replica, ServedUpdate(replica, roles), NoRows(replica))
+    return Replication(replica, PushAndPull(replica, roles), ReplicaRows(replica))

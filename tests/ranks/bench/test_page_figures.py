@@ -117,8 +117,8 @@ def test_the_five_levels_of_a_tensor_have_the_sizes_of_the_page():
             entry,
             [e for e in storage.entries if e.unit == entry.unit and e.parameter.holders == ""],
             next(span for span in storage.spans if span.start <= entry.start < span.stop),
-            next(b for b in trainer.replication._cut if b.start <= entry.start < b.stop),
-            trainer.replication.optimizer.pieces[0],
+            next(b for b in trainer.replication.reducer.buckets if b.start <= entry.start < b.stop),
+            trainer.replication.step_end.optimizer.pieces[0],
         )
         job.close()
         return found

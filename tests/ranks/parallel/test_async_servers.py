@@ -10,6 +10,7 @@ import pytest
 from mpitrain.layers.flat import Storage, dealt
 from mpitrain.optim import learning_rate
 from mpitrain.parallel.grid import share
+from mpitrain.parallel.servers.synchronous import PushAndPull, ServedUpdate
 from mpitrain.run.build import build
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
@@ -52,7 +53,7 @@ def late(transport, config, delay=0.0, step=None):
     """Every step's outcome, the settled parameters by name, and a server's log. step: in the place of the trainer's."""
     trainer, source, _ = build(transport, config)
     replication, chance = trainer.replication, random.Random(transport.rank)
-    outcomes, log = [], logged(replication) if trainer.grid.is_server else None
+    outcomes, log = [], logged(replication.step_end) if trainer.grid.is_server else None
     for index in range(config.run.steps):
         own = None
         for number in replication.steps(index, lambda: False):
@@ -122,7 +123,7 @@ def emulated(config, workers, servers, logs):
                 inputs, targets = source.batch(0, ticket // workers, config.batch.size, rows)
                 trainer.replication.scale = lambda predictions, part: 1 / (len(rows) * predictions)
                 trainer.replication.finish = lambda mine: (
-                    trainer.replication.buckets.wait()
+                    trainer.replication.reducer.wait()
                 )  # and update nothing
                 trainer.step(0, inputs, targets)
                 found = {name: entries[name].view(trainer.gradients).copy() for name in owner}
@@ -275,6 +276,6 @@ def test_bounded_by_nothing_is_the_synchronous_code():
         trainer, *_ = build(
             transport, configured(*SERVER, "replication.update=bounded", "replication.staleness=0")
         )
-        return type(trainer.replication).__name__
+        return type(trainer.replication.step_end)
 
-    assert run_ranks(3, kind) == ["Worker", "Worker", "Server"]
+    assert run_ranks(3, kind) == [PushAndPull, PushAndPull, ServedUpdate]

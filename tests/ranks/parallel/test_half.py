@@ -197,7 +197,10 @@ def test_frozen_tensors_get_their_mirror_once_and_others_with_each_update(zero, 
         def owned(entry):
             """What this rank has of a tensor's masters, and of its mirror."""
             return [
-                (masters.array[place : place + stop - start].copy(), replication.mirror[start:stop])
+                (
+                    masters.array[place : place + stop - start].copy(),
+                    replication.store.mirror[start:stop],
+                )
                 for start, stop, place in within(masters.pieces, entry.start, entry.stop)
             ]
 
@@ -206,7 +209,7 @@ def test_frozen_tensors_get_their_mirror_once_and_others_with_each_update(zero, 
         frozen = [entry.name.startswith("blocks.0.") for entry in entries]
         for entry, is_frozen in zip(entries, frozen, strict=True):
             if is_frozen:
-                entry.view(replication.mirror)[...] = 1 + first[entry.name]
+                entry.view(replication.store.mirror)[...] = 1 + first[entry.name]
         for index in range(3):
             trainer.step(index, *replication.batch(source, index))
         found = trainer.tensors()

@@ -114,10 +114,10 @@ def test_bytes_per_parameter_are_those_of_the_published_formulas(zero):
                 )
             ),
         ).trainer.replication
-        slots = [replication.buckets.slots] if zero > 1 else []
-        slots += [replication.slots] if zero > 2 else []
+        slots = [replication.reducer.slots] if zero > 1 else []
+        slots += [replication.store.slots] if zero > 2 else []
         replication.sync_parameters()
-        beside = sum(slot.nbytes for slot in slots) + replication.replica.grid.scratch_bytes
+        beside = sum(slot.flat.nbytes for slot in slots) + replication.replica.grid.scratch_bytes
         return (replication.held() - beside) / replication.replica.storage.length
 
     for n in (1, 2, 3):

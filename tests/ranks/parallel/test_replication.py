@@ -11,6 +11,8 @@ from mpitrain.optim import Optimizer
 from mpitrain.parallel.modes import MODES
 from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.parallel.replication.records import StepResult
+from mpitrain.parallel.replication.step_end import AgreeAndUpdate
+from mpitrain.parallel.replication.whole import LocalGradients, ReplicaRows, WholeParameters, whole
 from mpitrain.run.build import build
 from mpitrain.run.generate import tokens
 from mpitrain.transport.threads import run_ranks
@@ -24,7 +26,10 @@ class Slots(Replication):
     """Parameters are there between open and close alone, gradients until they are ready: anywhere else all is NaN."""
 
     def __init__(self, replica):
-        super().__init__(replica)
+        owned = whole(replica.storage)
+        store, reducer = WholeParameters(replica, owned), LocalGradients(replica, owned, owned)
+        step_end = AgreeAndUpdate(replica, store, reducer)
+        super().__init__(replica, step_end, ReplicaRows(replica))
         storage = replica.storage
         self.shown, self.slot = (np.full(storage.length, np.nan, storage.dtype) for _ in range(2))
         self.views, (self.leaves, _) = storage.weights(self.shown), storage.gradients(self.slot)

@@ -118,12 +118,12 @@ def rounded(transport, config, steps=STEPS):
     """
     source = source_of(config)
     trainer = build(transport, config, source=source).trainer
-    buckets, dp, n = trainer.replication.buckets, trainer.grid.dp.transport, trainer.grid.axes.dp
+    buckets, dp, n = trainer.replication.reducer, trainer.grid.dp.transport, trainer.grid.axes.dp
     of_one, of_largest = ROUNDED[config.replication.wire]
     start, total = buckets._mover.start, np.empty(len(trainer.gradients))
 
     def noted(reduction):
-        bucket = trainer.replication._cut[buckets._active.index(reduction)]
+        bucket = buckets.buckets[buckets._active.index(reduction)]
         total[bucket.start : bucket.stop] = trainer.gradients[bucket.start : bucket.stop]
         start(reduction)
 
@@ -132,7 +132,7 @@ def rounded(transport, config, steps=STEPS):
         total[:] = np.nan
         trainer.step(step, *trainer.replication.batch(source, step))
         sizes, limit = np.abs(total), np.zeros_like(total)
-        for bucket in trainer.replication._cut:
+        for bucket in buckets.buckets:
             if not bucket.holders:
                 part = sizes[bucket.start : bucket.stop]
                 largest = np.repeat(np.maximum.reduceat(part, range(0, len(part), BLOCK)), BLOCK)[

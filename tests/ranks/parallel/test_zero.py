@@ -63,7 +63,7 @@ def test_a_rank_keeps_the_state_of_its_part_alone(ranks):
     def run(transport):
         trainer = build(transport, configured(*TINY, ONE)).trainer
         return trainer.storage.length, [
-            buffer.size for buffer in trainer.replication.optimizer.state.values()
+            buffer.size for buffer in trainer.replication.step_end.optimizer.state.values()
         ]
 
     for length, state in run_ranks(ranks, run):

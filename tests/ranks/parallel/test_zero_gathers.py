@@ -83,7 +83,7 @@ def test_gradients_are_those_of_what_is_decoded_and_what_is_updated_was_never_co
             and abs(found.grad_norm - wanted.grad_norm) <= 1e-5 * wanted.grad_norm
         )
         coarser = 0
-        for start, stop, place in coded.replication.optimizer.pieces:
+        for start, stop, place in coded.replication.step_end.optimizer.pieces:
             mine = slice(place, place + stop - start)
             changes = coded.parameters[mine] - began[mine], (whole.parameters - before)[start:stop]
             assert np.abs(changes[0] - changes[1]).max() <= 1e-6

@@ -83,7 +83,7 @@ def test_between_hosts_a_rank_sends_gradients_of_its_part_once_a_step_and_nothin
             told.append((sent, crossed[transport.rank] - before))
             transport.barrier()
         (control, control_crossed), (sent, between) = told
-        state = sum(buffer.nbytes for buffer in mode.optimizer.state.values())
+        state = sum(buffer.nbytes for buffer in mode.step_end.optimizer.state.values())
         held = state, mode.gradient_buffer.nbytes, mode.parameters.nbytes
         between -= control_crossed
         return (

@@ -108,9 +108,10 @@ def test_each_part_is_gathered_once_a_pass_and_reduced_once_and_one_is_held_at_a
         place = (
             max(map(sum, units)) if zero == 2 else sum(map(max, *units) if chunks > 1 else units[0])
         )
-        assert {mode.buckets.slots.nbytes, (mode if zero == 3 else mode.buckets).slots.nbytes} == {
-            8 * (place + held)
-        }
+        assert {
+            mode.reducer.slots.flat.nbytes,
+            (mode.store if zero == 3 else mode.reducer).slots.flat.nbytes,
+        } == {8 * (place + held)}
         return sent - told, 8 * (dp - 1) * (gathered + whole) / dp, 8 * held / dp
 
     found = run_ranks(dp * pp, run)

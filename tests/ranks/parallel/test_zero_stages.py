@@ -7,8 +7,9 @@ import pytest
 
 from mpitrain.machine import cuda
 from mpitrain.optim import RULES
+from mpitrain.parallel.data import zero as stages
 from mpitrain.parallel.data.unsharded_buffers import TURNS
-from mpitrain.parallel.data.zero_three import ZeroThree
+from mpitrain.parallel.data.zero_three import GatheredOnUse
 from mpitrain.parallel.modes import MODES, ZERO
 from mpitrain.run.build import build
 from mpitrain.run.trainer import replicas_equal
@@ -72,27 +73,36 @@ def test_overlap_buckets_and_what_is_kept_do_not_change_the_curve(settings):
     )
 
 
-class Strict(ZeroThree):
-    """A unit is there between open and close alone, and what was summed in a slot is gone."""
+class Closing(GatheredOnUse):
+    """A unit is there between open and close alone."""
 
     def open(self, unit, part):
         found = super().open(unit, part)
-        self.sync_parameters()
+        self.sync()
         return found
 
-    def close(self, unit, part):
+    def close(self, unit):
         for bucket in self._needed[unit]:
             self.slots.views[bucket].fill(np.nan)
             self._there.pop(self.slots.slot[bucket], None)
 
-    def poll(self):
-        super().poll()
-        for slot, (bucket, _) in [*self.buckets._under_way.items()]:
-            self.buckets._end(slot)
-            self.buckets.slots.views[bucket].fill(np.nan)
+
+def strict(replica):
+    """ZeRO-3 with `Closing`, in which what was summed in a slot is gone."""
+    mode = stages.zero(stages.STAGES[3]._replace(store=Closing), replica)
+    reducer, poll = mode.reducer, mode.reducer.poll
+
+    def poll_and_spoil():
+        poll()
+        for slot, (bucket, _) in [*reducer._under_way.items()]:
+            reducer._end(slot)
+            reducer.slots.views[bucket].fill(np.nan)
+
+    reducer.poll, mode.close = poll_and_spoil, lambda unit, part: mode.store.close(unit)
+    return mode
 
 
-@pytest.mark.parametrize("mode", (ZERO[2].make, ZeroThree, Strict))
+@pytest.mark.parametrize("mode", (ZERO[2].make, ZERO[3].make, strict))
 def test_evaluation_logits_and_text_are_those_of_one_rank(mode):
     settings = [TIED, "batch.micro_batches=2", "run.eval_rows=20"]
     (one,) = run_ranks(1, everything, settings)
@@ -110,13 +120,13 @@ def test_a_rank_holds_its_part_and_what_is_on_its_way(settings, ranks, stage):
             transport, configured(*TINY, *settings, zero(stage), "replication.bucket_mb=0.000001")
         ).trainer
         mode, storage = trainer.replication, trainer.storage
-        state = sum(buffer.nbytes for buffer in mode.optimizer.state.values())
+        state = sum(buffer.nbytes for buffer in mode.step_end.optimizer.state.values())
         sizes = [4 * (span.stop - span.start) for span in storage.spans]
         turning = sizes[1:] if settings else sizes
         slots = sum(max(turning[turn::TURNS]) for turn in range(TURNS)) + sum(sizes) - sum(turning)
-        assert mode.buckets.slots.nbytes == slots
+        assert mode.reducer.slots.flat.nbytes == slots
         if stage == 3:
-            assert mode.slots.nbytes == slots
+            assert mode.store.slots.flat.nbytes == slots
         return storage.length, mode.parameters.nbytes + mode.gradient_buffer.nbytes + state
 
     for length, held in run_ranks(ranks, run):
@@ -172,7 +182,12 @@ def test_after_the_first_step_nothing_is_bound_or_allocated(stage):
         trainer = job.trainer
         trainer.step(0, *trainer.replication.batch(job.data, 0))
         held, mode = trainer.arena.allocations, trainer.replication
-        for transport in (trainer.grid.transport, mode.dividing.transport, mode.alike.transport):
+        shards = mode.reducer.shards
+        for transport in (
+            trainer.grid.transport,
+            shards.dividing.transport,
+            shards.alike.transport,
+        ):
             transport.claim_tag = transport.allocate = None
         for index in (1, 2):
             trainer.step(index, *trainer.replication.batch(job.data, index))

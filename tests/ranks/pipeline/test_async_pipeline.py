@@ -109,7 +109,7 @@ def emulated(settings, ends):
         storage, replication = trainer.storage, trainer.replication
         flat, gradients = replication.parameters, trainer.gradients
         held = {kept.name: kept.array for kept in replication.kept()}
-        replication.finish = lambda mine: (replication.buckets.wait(), mine.loss)[
+        replication.finish = lambda mine: (replication.reducer.wait(), mine.loss)[
             1
         ]  # and update nothing
         bounds = np.cumsum([0, *cut(trainer.units, stages, "")])

@@ -18,7 +18,6 @@ from mpitrain.layers.base import Unit
 from mpitrain.machine import process
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.cuda import CudaBackend
-from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.pipeline.stage import Stage
 from mpitrain.report.schedule_comparison import compare, what_was_predicted
 from mpitrain.report.time_breakdown import BUBBLE, shares
@@ -59,9 +58,15 @@ def test_sleeps_of_layers_appear_where_they_were_and_as_long_within_a_millisecon
             truth.append((started, time.perf_counter()))
             return x, None
 
-    class Alone(Replication):
-        def __init__(self):
-            self._weights = {0: None}
+    class Alone:
+        def open(self, unit, part):
+            return None
+
+        def close(self, unit, part):
+            pass
+
+        def poll(self):
+            pass
 
     recorder = Recorder()
     stage = Stage([Unit("sleepy", Sleepy())], Alone(), Arena(), recorder=recorder)

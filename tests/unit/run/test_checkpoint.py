@@ -66,8 +66,8 @@ def test_parameters_and_optimizer_state_come_back_bitwise(tmp_path, optimizer, p
     save(tmp_path, first, after(2), keep=1)
     assert load(newest(tmp_path), other).done == after(2)
     assert np.array_equal(first.parameters, other.parameters)
-    for name, buffer in first.replication.optimizer.state.items():
-        assert np.array_equal(buffer, other.replication.optimizer.state[name])
+    for name, buffer in first.replication.step_end.optimizer.state.items():
+        assert np.array_equal(buffer, other.replication.step_end.optimizer.state[name])
 
 
 def test_any_tool_can_read_the_parameters(tmp_path):

@@ -1,0 +1,134 @@
+"""The end of a step in which all ranks agree on a result, and update the pieces that they own."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpitrain.layers.flat import Piece
+from mpitrain.optim import Optimizer
+from mpitrain.parallel.replication.components import (
+    GradientReducer,
+    ParameterStore,
+    StepEnd,
+)
+from mpitrain.parallel.replication.protocol import ReplicationContext
+from mpitrain.parallel.replication.records import (
+    ControlMessage,
+    SkippedUpdates,
+    StepInput,
+    StepResult,
+    clipping,
+    outcome_of,
+)
+from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.trace.ring_buffer import UPDATE
+
+
+class AgreeAndUpdate(StepEnd):
+    """All ranks agree on loss, norm and stop requests; then each rank updates its own pieces.
+
+    The other step ends inherit from it and replace public methods. All modes call the optimizer in
+    `apply`, which also sums the facts of tensor-wise rules.
+
+    optimizer  of the pieces in `reducer.summed`; perhaps none
+    """
+
+    def __init__(
+        self, replica: ReplicationContext, store: ParameterStore, reducer: GradientReducer
+    ):
+        """Allocate the optimizer state, and bind the control message; collective."""
+        config, device = replica.config, replica.device
+        self.replica, self.store, self.reducer = replica, store, reducer
+        self.skips = SkippedUpdates(config.precision.compute)
+        self.optimizer = Optimizer(
+            config.optimizer,
+            replica.storage,
+            list(reducer.summed),
+            device.ops,
+            device.backend,
+            replica.arena,
+            replica.grid.fact_sums(*store.sharding, replica.grid.tp),
+        )
+        self.recorder = recorder = replica.grid.transport.recorder
+        with recorder.called("the control message"):
+            self.control = ControlMessage(replica.grid.world)
+        self._gradients_name = recorder.name("the sums of gradients", reducer.members)
+        self._norm_name = recorder.name("the norm")
+        self.update_name = recorder.name("the parameters")
+        self._exchanged_s = 0.0  # `begin` copies tp.exchanged_s to here
+        # Padding may contain non-finite numbers: blocks of wire formats include it.
+        self._is_spoiled = False
+
+    def begin(self, step: int) -> None:
+        self._exchanged_s = self.replica.grid.tp.exchanged_s
+        if self._is_spoiled:
+            self.reducer.buffer.fill(0)
+            self._is_spoiled = False
+        self.reducer.begin(step)
+
+    def sum(self, mine: StepInput) -> tuple[float, float, int]:
+        """Wait for the summed gradients; the exposed time includes that of activations.
+
+        returns  this rank's loss, its squares and its non-finite elements for the norm
+        """
+        exposed = self.replica.exposed
+        wait = self.recorder.wait(self._gradients_name)
+        with exposed:
+            self.reducer.wait()
+        self.recorder.go_on(wait)
+        exposed.seconds += self.replica.grid.tp.exchanged_s - self._exchanged_s
+        span = self.recorder.compute(self._norm_name)
+        found = self.replica.gradient_stats(mine, self.reducer.squared)
+        self.recorder.end(span)
+        return found
+
+    def factor(self, norm: float) -> float:
+        """Return the factor that clips a gradient of this norm and divides by the loss scale."""
+        return clipping(self.replica.config.optimizer.clip, norm) / self.skips.scale.value
+
+    def apply(self, scale: float, lr: float, number: int) -> None:
+        """Update this rank's pieces from `scale` times their gradients.
+
+        number  of earlier updates
+        """
+        gradients, delayed = self.reducer.summed, self.reducer.delayed
+        parameters_of = self.store.views()
+        self.optimizer.sum_facts(
+            lambda piece: (parameters_of[piece], gradients[piece]), scale, lr, number, delayed
+        )
+
+        def update(piece: Piece, parameters: Any, mirror: Any) -> None:
+            self.optimizer.update(
+                piece, parameters, gradients[piece], scale, lr, number, delayed, mirror
+            )
+
+        self.store.update(update)
+
+    def update(self, mine: StepInput, agree: Callable[..., Sequence[float]]) -> StepResult:
+        """Sum, agree, and update if the result is finite.
+
+        agree  (loss, squares, non-finite elements, stop requests) -> their sums over the ranks
+               that update alike
+        """
+        exposed, skips = self.replica.exposed, self.skips
+        loss, squares, nonfinite = self.sum(mine)
+        with exposed:
+            totals = agree(loss, squares / skips.scale.value**2, nonfinite, mine.stop)
+        outcome = outcome_of(mine, totals)
+        if outcome.updated:
+            span = self.recorder.compute(self.update_name, UPDATE)
+            self.apply(self.factor(outcome.grad_norm), mine.lr, mine.number - skips.number)
+            self.recorder.end(span)
+        self._is_spoiled = not outcome.updated
+        return skips.conclude(outcome._replace(comm_s=exposed.take()))
+
+    def finish(self, mine: StepInput) -> StepResult:
+        self.store.sync()
+        return self.update(mine, self.control.total)
+
+    def sync(self) -> None:
+        self.store.sync()
+
+    def state(self) -> list[StateBuffer]:
+        """Return the optimizer's buffers of the pieces that this rank updates, if there are any."""
+        arrays = self.optimizer.arrays() if self.optimizer.pieces else []
+        return [StateBuffer.of(array) for array in arrays]

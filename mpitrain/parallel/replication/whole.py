@@ -1,0 +1,127 @@
+"""One replica by itself: parameters and gradients of all units of a rank, and its rows."""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from mpitrain.data import Source
+from mpitrain.layers.base import Gradients, Weights
+from mpitrain.layers.flat import Piece, Storage
+from mpitrain.parallel.grid import share
+from mpitrain.parallel.replication.components import GradientReducer, ParameterStore
+from mpitrain.parallel.replication.protocol import ReplicationContext
+from mpitrain.parallel.replication.state import StateBuffer, spread
+
+
+def whole(storage: Storage) -> list[Piece]:
+    """Return the one piece that is the whole flat buffer."""
+    return [Piece(0, storage.length, 0)]
+
+
+class WholeParameters(ParameterStore):
+    """Parameters of all units of this rank (as DDP), in half precision with their mirror.
+
+    owned     the pieces that this rank updates
+    computed  the flat buffer with which layers compute: the mirror if there is one
+    weights   views of `computed` for each unit
+    """
+
+    mirror: Any = None
+
+    def __init__(self, replica: ReplicationContext, owned: Sequence[Piece]):
+        """Allocate and initialise the parameters, and their mirror in half precision."""
+        storage, allocate = replica.storage, replica.grid.world.transport.allocate
+        self._replica, self._owned = replica, owned
+        self.parameters = self.computed = allocate(storage.length, storage.dtype)
+        storage.initialize(self.parameters, replica.config.run.seed, replica.device.backend)
+        if replica.device.mirror:
+            self.mirror = self.computed = allocate(storage.length, replica.computed)
+            replica.device.mirror(self.parameters, self.mirror, replica.arena)
+        self.weights = storage.weights(self.computed)
+        self.arrays: list[Any] = [self.parameters, self.computed]
+
+    def open(self, unit: int, part: int) -> Weights:
+        return self.weights[unit]
+
+    def views(self) -> dict[Piece, Any]:
+        return dict(zip(self._owned, spread(self.parameters, self._owned), strict=True))
+
+    def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
+        for piece, parameters in self.views().items():
+            mirror = None if self.mirror is None else self.mirror[piece.start : piece.stop]
+            apply(piece, parameters, mirror)
+
+    def loaded(self) -> None:
+        if self._replica.device.mirror:
+            self._replica.device.mirror(self.parameters, self.mirror, self._replica.arena)
+
+    def state(self) -> list[StateBuffer]:
+        return [StateBuffer("parameters", self.parameters, whole(self._replica.storage))]
+
+
+class LocalGradients(GradientReducer):
+    """Gradients of all units of this rank, which no other rank adds to."""
+
+    def __init__(
+        self, replica: ReplicationContext, owned: Sequence[Piece], counted: Sequence[Piece]
+    ):
+        """Allocate the gradients; collective.
+
+        owned    the pieces that this rank updates
+        counted  the pieces that this rank squares for the norm
+        """
+        storage = replica.storage
+        self.buffer = replica.grid.world.transport.allocate(storage.length, storage.dtype)
+        self._gradients, self._leaves = storage.gradients(self.buffer)
+        self.arrays = [self.buffer]
+        self.members: Sequence[int] = replica.grid.tp.transport.members
+        self.summed = dict(zip(owned, spread(self.buffer, owned), strict=True))
+        self.squared = spread(self.buffer, counted)
+
+    def begin(self, step: int) -> None:
+        for leaf in chain.from_iterable(self._leaves):
+            leaf.filled = False
+
+    def gradients(self, unit: int) -> Gradients:
+        return self._gradients[unit]
+
+    def ready(self, unit: int, is_last: bool) -> None:
+        """Set tensors to zero that no layer has written, with the last micro-batch of the step.
+
+        Otherwise the gradient of the previous step would remain there.
+        """
+        if is_last:
+            for leaf in self._leaves[unit]:
+                if not leaf.filled:
+                    leaf.array.fill(0)
+
+
+class ReplicaRows:
+    """The dp-th of nearly equal runs of the global batch, for an update from all of its rows."""
+
+    def __init__(self, replica: ReplicationContext):
+        self._replica = replica
+        self._size = replica.config.batch.size
+
+    def share(self, rows: int) -> range:
+        grid = self._replica.grid
+        return share(rows, grid.place.dp, grid.axes.dp)
+
+    def batch(self, source: Source, step: int, before: int | None) -> tuple[np.ndarray, np.ndarray]:
+        seed = self._replica.config.run.seed
+        return source.batch(seed, step, self._size, self.share(self._size), before)
+
+    def of_update(self, part: int) -> int:
+        return self._size
+
+    def loss(self, logits: Any, targets: Any, scale: float) -> tuple[Any, Any]:
+        return self._replica.loss.gradient(logits, targets, scale, self._replica.arena)
+
+
+class OwnRows(ReplicaRows):
+    """The same rows, for an update from them alone."""
+
+    def of_update(self, part: int) -> int:
+        return len(self.share(self._size))

@@ -1,0 +1,170 @@
+"""The laws of replication components, over every mode; and what a ZeRO-2 step imports."""
+
+import importlib
+import pkgutil
+import sys
+from pathlib import Path
+
+import pytest
+
+import mpitrain.parallel
+from mpitrain.data import open_source
+from mpitrain.parallel.replication.components import (
+    GradientReducer,
+    ParameterStore,
+    Rows,
+    StepEnd,
+)
+from mpitrain.run.build import build
+from mpitrain.transport.threads import run_ranks
+from tests.laws.replication import (
+    GradientReducerLaws,
+    ParameterStoreLaws,
+    RowsLaws,
+    StepEndLaws,
+)
+from tests.laws.transport import laws_of
+from tests.training import TINY, configured
+
+pytest.importorskip("sklearn")
+MLP = [
+    "data.source=digits",
+    "model.kind=mlp",
+    "model.layers=2",
+    "model.width=8",
+    "batch.size=12",
+    "run.steps=4",
+    "optimizer.warmup=0",
+    "replication.bucket_mb=0.001",
+]
+DIGITS = open_source("digits", 0, "float32")
+SERVER = "replication.mode=server"
+MODES = {
+    "all-reduce": ([], (1, 3)),
+    "zero-1": (["replication.zero=1"], (3,)),
+    "zero-2": (["replication.zero=2"], (2,)),
+    "zero-3": (["replication.zero=3"], (1, 3)),
+    "master": (["replication.mode=master"], (3,)),
+    "servers": ([SERVER, "replication.servers=2"], (4,)),
+    "async": ([SERVER, "replication.update=async"], (2,)),
+    "local": (["replication.mode=local", "replication.period=1"], (3,)),
+    "gossip": (["replication.mode=gossip", "replication.period=1"], (2,)),
+    "stash": (["pipeline.schedule=async", "batch.micro_batches=1"], (2,)),
+}
+"""Settings and numbers of ranks."""
+
+ROOMS = ("replication", "data", "averaging", "servers")
+
+
+def classes():
+    """All classes of the rooms of replication."""
+    found = set()
+    for room in ROOMS:
+        package = importlib.import_module(f"mpitrain.parallel.{room}")
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            for thing in vars(importlib.import_module(module.name)).values():
+                if isinstance(thing, type) and thing.__module__ == module.name:
+                    found.add(thing)
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("laws", (ParameterStoreLaws, GradientReducerLaws))
+def test_stores_and_reducers_obey(laws, mode):
+    settings, sizes = MODES[mode]
+    micro = f"batch.micro_batches={1 if mode == 'stash' else 2}"
+
+    def run(transport, law, precision):
+        trainer = build(
+            transport, configured(*MLP, *settings, micro, precision), source=DIGITS
+        ).trainer
+        getattr(laws(), law)(trainer)
+
+    for law in laws_of(laws):
+        for n in sizes:
+            run_ranks(n, run, law, "precision.compute=float32")
+        if laws is ParameterStoreLaws:
+            run_ranks(sizes[-1], run, law, "precision.compute=bfloat16")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("laws", (StepEndLaws, RowsLaws))
+def test_step_ends_and_rows_obey(laws, mode):
+    settings, sizes = MODES[mode]
+
+    def run(transport, law):
+        trainer, source, _ = build(transport, configured(*MLP, *settings), source=DIGITS)
+        getattr(laws(), law)(trainer, source)
+
+    for law in laws_of(laws):
+        for n in sizes:
+            run_ranks(n, run, law)
+
+
+@pytest.mark.parametrize("protocol", (ParameterStore, GradientReducer, StepEnd, Rows))
+def test_every_component_is_met_by_the_laws_and_a_protocol_has_at_most_six_methods(protocol):
+    def run(transport, settings):
+        replication = build(
+            transport, configured(*MLP, *settings), source=DIGITS
+        ).trainer.replication
+        parts = (replication.store, replication.reducer, replication.step_end, replication.rows)
+        return {type(part) for part in parts}
+
+    met = set()
+    for settings, sizes in MODES.values():
+        met |= set().union(*run_ranks(sizes[-1], run, settings))
+    names = {name for name in vars(protocol) if not name.startswith("_")} - {"delayed"}
+    assert 4 <= len(names) <= 6, names
+    made = {kind for kind in classes() if protocol in kind.__mro__} - {protocol}
+    leaves = {kind for kind in made if not any(kind in other.__bases__ for other in made)}
+    assert protocol is Rows or made
+    assert leaves <= met, leaves - met
+
+
+def test_a_component_inherits_at_most_once_and_replaces_no_private_method():
+    protocols = {ParameterStore, GradientReducer, StepEnd, Rows}
+    found = classes()
+    assert len(found) > 30
+    for kind in found:
+        bases = [base for base in kind.__mro__[1:] if base in found - protocols]
+        assert len(bases) <= 1, (kind, bases)
+        for base in bases:
+            hooks = {
+                name for name in vars(kind) if name.startswith("_") and not name.startswith("__")
+            } & vars(base).keys()
+            assert not hooks - {"_abc_impl", "_is_protocol"}, (kind, hooks)
+
+
+IMPORTED = {
+    "data/sharded_gradients.py",
+    "data/zero.py",
+    "replication/protocol.py",
+    "replication/records.py",
+    "replication/step_end.py",
+}
+"""The files of parallel/ that a step of ZeRO-2 executes, besides those that divide rows (grid.py, whole.py)."""
+
+
+def test_a_step_of_zero_2_executes_five_files_of_parallel():
+    room = Path(mpitrain.parallel.__file__).parent
+
+    def follow(transport):
+        trainer, source, _ = build(transport, configured(*TINY, "replication.zero=2"))
+        batch = trainer.replication.batch(source, 0)
+        trainer.step(0, *batch)
+        files = set()
+
+        def note(frame, event, argument):
+            path = Path(frame.f_code.co_filename)
+            if event == "call" and path.is_relative_to(room):
+                files.add(path.relative_to(room).as_posix())
+
+        sys.setprofile(note)
+        try:
+            trainer.step(1, *batch)
+        finally:
+            sys.setprofile(None)
+        return files
+
+    for files in run_ranks(2, follow):
+        assert files - {"grid.py", "replication/whole.py"} == IMPORTED
