@@ -42,11 +42,13 @@ def _refuse(request: Request) -> Source:
 
 
 SOURCES: Table[str, SourceKind] = Table(
-    pydocs=SourceKind(open_pydocs, "tokens", is_text=True),
-    digits=SourceKind(open_digits, "samples", module="sklearn"),
-    text=SourceKind(open_text, "tokens", ":FILE", is_text=True),
-    tokens=SourceKind(open_tokens, "tokens", ":FILE", "flat uint16", is_token_file=True),
-    idx=SourceKind(open_idx, "samples", ":DIR", "MNIST files"),
+    {
+        "pydocs": SourceKind(open_pydocs, "tokens", is_text=True),
+        "digits": SourceKind(open_digits, "samples", module="sklearn"),
+        "text": SourceKind(open_text, "tokens", ":FILE", is_text=True),
+        "tokens": SourceKind(open_tokens, "tokens", ":FILE", "flat uint16", is_token_file=True),
+        "idx": SourceKind(open_idx, "samples", ":DIR", "MNIST files"),
+    }
 )
 """Data sources by prefix: a name is PREFIX, or PREFIX:PATH where the row has an argument.
 

@@ -41,43 +41,45 @@ class Model(NamedTuple):
 
 
 MODELS: Table[str, Model] = Table(
-    gpt=Model(
-        lambda layers, keys, source: gpt(
-            layers,
-            vocab=source.inputs,
-            context=keys.context,
-            width=keys.width,
-            heads=keys.heads,
-            depth=keys.layers,
-            tied=keys.tied,
+    {
+        "gpt": Model(
+            lambda layers, keys, source: gpt(
+                layers,
+                vocab=source.inputs,
+                context=keys.context,
+                width=keys.width,
+                heads=keys.heads,
+                depth=keys.layers,
+                tied=keys.tied,
+            ),
+            takes="tokens",
+            help="for tokens",
+            split="heads",
+            divides=(("heads", "width"),),
+            writes=True,
+            has_peer=True,
+            phrases={
+                "model.layers": "transformer blocks",
+                "model.width": "channels of the residual stream",
+                "pipeline.partition": "The units of a gpt are the embedding, 2 per block, and the head.",
+            },
         ),
-        takes="tokens",
-        help="for tokens",
-        split="heads",
-        divides=(("heads", "width"),),
-        writes=True,
-        has_peer=True,
-        phrases={
-            "model.layers": "transformer blocks",
-            "model.width": "channels of the residual stream",
-            "pipeline.partition": "The units of a gpt are the embedding, 2 per block, and the head.",
-        },
-    ),
-    mlp=Model(
-        lambda layers, keys, source: mlp(
-            layers,
-            features=source.inputs,
-            hidden=[keys.width] * keys.layers,
-            classes=source.classes,
+        "mlp": Model(
+            lambda layers, keys, source: mlp(
+                layers,
+                features=source.inputs,
+                hidden=[keys.width] * keys.layers,
+                classes=source.classes,
+            ),
+            takes="samples",
+            help="for labelled samples",
+            split="width",
+            phrases={
+                "model.layers": "hidden layers of the mlp",
+                "model.width": "units of each hidden layer of the mlp",
+            },
         ),
-        takes="samples",
-        help="for labelled samples",
-        split="width",
-        phrases={
-            "model.layers": "hidden layers of the mlp",
-            "model.width": "units of each hidden layer of the mlp",
-        },
-    ),
+    }
 )
 """Models by kind.
 

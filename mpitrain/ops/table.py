@@ -132,245 +132,258 @@ def _built_in(
 
 
 OPERATIONS: Table[str, Operation] = Table(
-    **_built_in(
-        reference.layers,
-        host.linear,
-        cuda.linear,
-        products=True,
-        rows={
-            "linear": (
-                "a matrix product with a bias and a residual",
-                "x:M,K w:N,K b:N -> y:M,N saved",
-                "y",
-                1,
-            ),
-            "logits": ("a linear layer before a loss", "x:M,K w:N,K b:N -> y:M,N saved", "y", 1),
-            "linear_gelu": (
-                "a linear layer with GELU",
-                "x:M,K w:N,K b:N -> y:M,N saved:M,N",
-                "y",
-                1,
-            ),
-            "linear_relu": ("a linear layer with ReLU", "x:M,K w:N,K b:N -> y:M,N saved", "y", 1),
-            "linear_backward_input": (
-                "input gradient of linear",
-                "dy:M,N w:N,K saved@linear -> dx:M,K pending",
-                "dx",
-                1,
-            ),
-            "gelu_linear_backward_input": (
-                "input gradient of linear and of the GELU before it",
-                "dy:M,N w:N,K saved@linear before@gelu|M,K -> dz:M,K pending",
-                "dz",
-                1,
-            ),
-            "linear_gelu_backward_input": (
-                "input gradient of linear_gelu",
-                "dy:M,N w:N,K saved@linear_gelu|M,N -> dx:M,K pending",
-                "dx",
-                2,
-            ),
-            "linear_relu_backward_input": (
-                "input gradient of linear_relu",
-                "dy:M,N w:N,K saved@linear_relu|M,N -> dx:M,K pending",
-                "dx",
-                2,
-            ),
-            "linear_backward_weight": (
-                "weight gradient of a linear layer",
-                "pending@linear_backward_input|M,N+M,K dw:N,K accumulate=1 -> dw",
-                "nothing",
-                1,
-            ),
-        },
-    ),
-    **_built_in(
-        reference.layers,
-        host.linear,
-        cuda.linear,
-        rows={
-            "linear_backward_bias": (
-                "bias gradient of a linear layer",
-                "pending@linear_backward_input|N db:N accumulate=1 -> db",
-                "nothing",
-                1,
-            ),
-            "add": ("a sum of two arrays", "a:L b:L out:L|0 -> out", "out", 1),
-            "weighted_sum": (
-                "a sum of two arrays, each times a number",
-                "a:L alpha=0.75 b:L beta=-0.5 out:L|0 -> out",
-                "nothing",
-                1,
-            ),
-            "add_bias": (
-                "a sum of rows, a bias and a residual",
-                "x:M,N b:N out:M,N|0 -> out",
-                "out",
-                1,
-            ),
-            "gelu": ("GELU alone", "z:M,K -> y:M,K saved", "y", 1),
-            "gelu_backward": ("gradient of gelu", "dy:M,K saved@gelu|M,K -> dz:M,K", "dz", 1),
-            "relu": ("ReLU alone", "z:M,K -> y:M,K saved", "y", 1),
-            "relu_backward": ("gradient of relu", "dy:M,K saved@relu|M,K -> dz:M,K", "dz", 1),
-        },
-    ),
-    **_built_in(
-        reference.layers,
-        host.norm,
-        cuda.norm,
-        rows={
-            "layer_norm": (
-                "layer normalisation",
-                "x:M,C gain:C bias:C epsilon=1e-05 -> y:M,C saved",
-                "y",
-                1,
-            ),
-            "layer_norm_backward_input": (
-                "input gradient of layer_norm",
-                "dy:M,C gain:C saved@layer_norm|M,C -> dx:M,C pending",
-                "dx",
-                1,
-            ),
-            "layer_norm_backward_gain": (
-                "gain gradient of layer_norm",
-                "pending@layer_norm_backward_input|C dgain:C accumulate=1 -> dgain",
-                "nothing",
-                1,
-            ),
-            "layer_norm_backward_bias": (
-                "bias gradient of layer_norm",
-                "pending@layer_norm_backward_input|C dbias:C accumulate=1 -> dbias",
-                "nothing",
-                1,
-            ),
-        },
-    ),
-    **_built_in(
-        reference.layers,
-        host.embedding,
-        cuda.embedding,
-        rows={
-            "embedding": (
-                "rows of a table, plus positions",
-                "tokens<V:B,T table:V,C|B,T,C positions:T,C -> x:B,T,C saved",
-                "x",
-                1,
-            ),
-            "embedding_backward_table": (
-                "gradient of an embedding's table",
-                "dx:B,T,C saved@embedding dtable:V,C accumulate=1 -> dtable",
-                "nothing",
-                1,
-            ),
-            "embedding_backward_positions": (
-                "gradient of an embedding's positions",
-                "dx:B,T,C dpositions:T,C accumulate=1 -> dpositions",
-                "nothing",
-                1,
-            ),
-        },
-    ),
-    **_built_in(
-        reference.layers,
-        host.attention,
-        cuda.attention,
-        products=True,
-        rows={
-            "attention": ("causal attention", "qkv:B,T,3HD heads=H -> y:B,T,HD saved", "y", 1),
-            "attention_backward": (
-                "gradient of attention",
-                "dy:B,T,HD saved@attention|B,T,4HD -> dqkv:B,T,3HD",
-                "dqkv",
-                3,
-            ),
-        },
-    ),
-    **_built_in(
-        reference.loss,
-        host.loss,
-        cuda.loss,
-        rows={
-            "cross_entropy": (
-                "loss and gradient of logits",
-                "logits:M,V targets<V:M scale=0.125 -> loss dlogits:M,V",
-                "dlogits",
-                3,
-            ),
-            "cross_entropy_loss": (
-                "loss of logits alone",
-                "logits:M,V targets<V:M -> loss",
-                "nothing",
-                3,
-            ),
-            "count_correct": (
-                "number of correct rows of logits",
-                "logits:M,V targets<V:M -> count",
-                "nothing",
-                3,
-            ),
-            "row_maximum": (
-                "largest logit of each row in a slice",
-                "logits:M,V -> maxima:M",
-                "nothing",
-                1,
-            ),
-            "row_exponentials": (
-                "sum of exponentials of each row in a slice",
-                "logits:M,V targets<V:M first=0 maxima@row_maximum|M -> facts:2,M",
-                "nothing",
-                1,
-            ),
-            "row_argmax": (
-                "index of the largest logit of each row in a slice",
-                "logits:M,V first=0 maxima@row_maximum|M -> places:M",
-                "nothing",
-                1,
-            ),
-            "cross_entropy_split": (
-                "cross_entropy of a slice of the vocabulary",
-                "logits:M,V targets<V:M first=0 maxima@row_maximum|M facts@row_exponentials|2,M scale=0.125 -> loss dlogits:M,V",
-                "dlogits",
-                3,
-            ),
-            "count_correct_split": (
-                "count_correct of a split vocabulary",
-                "places@row_argmax|M targets<V:M -> count",
-                "nothing",
-                3,
-            ),
-        },
-    ),
-    **_built_in(
-        reference.steps,
-        host.steps,
-        cuda.steps,
-        rows={
-            "gradient_facts": (
-                "sum of squares, and number of elements that are not finite",
-                "x:L -> squares nonfinite",
-                "nothing",
-                2,
-            ),
-            "sgd": (
-                "a step of stochastic gradient descent",
-                "p:L g:L scale=0.7 lr=0.1 weight_decay=0.01 -> p",
-                "mirror",
-                1,
-            ),
-            "momentum": (
-                "a step with momentum",
-                "p:L g:L m:L scale=0.7 lr=0.1 beta=0.9 weight_decay=0.01 -> p m",
-                "mirror",
-                1,
-            ),
-            "adamw": (
-                "a step of AdamW",
-                "p:L g:L m:L v>0:L scale=0.7 lr=0.1 beta1=0.9 beta2=0.95 eps=1e-08 weight_decay=0.1 step=3 -> p m v",
-                "mirror",
-                1,
-            ),
-        },
-    ),
+    {
+        **_built_in(
+            reference.layers,
+            host.linear,
+            cuda.linear,
+            products=True,
+            rows={
+                "linear": (
+                    "a matrix product with a bias and a residual",
+                    "x:M,K w:N,K b:N -> y:M,N saved",
+                    "y",
+                    1,
+                ),
+                "logits": (
+                    "a linear layer before a loss",
+                    "x:M,K w:N,K b:N -> y:M,N saved",
+                    "y",
+                    1,
+                ),
+                "linear_gelu": (
+                    "a linear layer with GELU",
+                    "x:M,K w:N,K b:N -> y:M,N saved:M,N",
+                    "y",
+                    1,
+                ),
+                "linear_relu": (
+                    "a linear layer with ReLU",
+                    "x:M,K w:N,K b:N -> y:M,N saved",
+                    "y",
+                    1,
+                ),
+                "linear_backward_input": (
+                    "input gradient of linear",
+                    "dy:M,N w:N,K saved@linear -> dx:M,K pending",
+                    "dx",
+                    1,
+                ),
+                "gelu_linear_backward_input": (
+                    "input gradient of linear and of the GELU before it",
+                    "dy:M,N w:N,K saved@linear before@gelu|M,K -> dz:M,K pending",
+                    "dz",
+                    1,
+                ),
+                "linear_gelu_backward_input": (
+                    "input gradient of linear_gelu",
+                    "dy:M,N w:N,K saved@linear_gelu|M,N -> dx:M,K pending",
+                    "dx",
+                    2,
+                ),
+                "linear_relu_backward_input": (
+                    "input gradient of linear_relu",
+                    "dy:M,N w:N,K saved@linear_relu|M,N -> dx:M,K pending",
+                    "dx",
+                    2,
+                ),
+                "linear_backward_weight": (
+                    "weight gradient of a linear layer",
+                    "pending@linear_backward_input|M,N+M,K dw:N,K accumulate=1 -> dw",
+                    "nothing",
+                    1,
+                ),
+            },
+        ),
+        **_built_in(
+            reference.layers,
+            host.linear,
+            cuda.linear,
+            rows={
+                "linear_backward_bias": (
+                    "bias gradient of a linear layer",
+                    "pending@linear_backward_input|N db:N accumulate=1 -> db",
+                    "nothing",
+                    1,
+                ),
+                "add": ("a sum of two arrays", "a:L b:L out:L|0 -> out", "out", 1),
+                "weighted_sum": (
+                    "a sum of two arrays, each times a number",
+                    "a:L alpha=0.75 b:L beta=-0.5 out:L|0 -> out",
+                    "nothing",
+                    1,
+                ),
+                "add_bias": (
+                    "a sum of rows, a bias and a residual",
+                    "x:M,N b:N out:M,N|0 -> out",
+                    "out",
+                    1,
+                ),
+                "gelu": ("GELU alone", "z:M,K -> y:M,K saved", "y", 1),
+                "gelu_backward": ("gradient of gelu", "dy:M,K saved@gelu|M,K -> dz:M,K", "dz", 1),
+                "relu": ("ReLU alone", "z:M,K -> y:M,K saved", "y", 1),
+                "relu_backward": ("gradient of relu", "dy:M,K saved@relu|M,K -> dz:M,K", "dz", 1),
+            },
+        ),
+        **_built_in(
+            reference.layers,
+            host.norm,
+            cuda.norm,
+            rows={
+                "layer_norm": (
+                    "layer normalisation",
+                    "x:M,C gain:C bias:C epsilon=1e-05 -> y:M,C saved",
+                    "y",
+                    1,
+                ),
+                "layer_norm_backward_input": (
+                    "input gradient of layer_norm",
+                    "dy:M,C gain:C saved@layer_norm|M,C -> dx:M,C pending",
+                    "dx",
+                    1,
+                ),
+                "layer_norm_backward_gain": (
+                    "gain gradient of layer_norm",
+                    "pending@layer_norm_backward_input|C dgain:C accumulate=1 -> dgain",
+                    "nothing",
+                    1,
+                ),
+                "layer_norm_backward_bias": (
+                    "bias gradient of layer_norm",
+                    "pending@layer_norm_backward_input|C dbias:C accumulate=1 -> dbias",
+                    "nothing",
+                    1,
+                ),
+            },
+        ),
+        **_built_in(
+            reference.layers,
+            host.embedding,
+            cuda.embedding,
+            rows={
+                "embedding": (
+                    "rows of a table, plus positions",
+                    "tokens<V:B,T table:V,C|B,T,C positions:T,C -> x:B,T,C saved",
+                    "x",
+                    1,
+                ),
+                "embedding_backward_table": (
+                    "gradient of an embedding's table",
+                    "dx:B,T,C saved@embedding dtable:V,C accumulate=1 -> dtable",
+                    "nothing",
+                    1,
+                ),
+                "embedding_backward_positions": (
+                    "gradient of an embedding's positions",
+                    "dx:B,T,C dpositions:T,C accumulate=1 -> dpositions",
+                    "nothing",
+                    1,
+                ),
+            },
+        ),
+        **_built_in(
+            reference.layers,
+            host.attention,
+            cuda.attention,
+            products=True,
+            rows={
+                "attention": ("causal attention", "qkv:B,T,3HD heads=H -> y:B,T,HD saved", "y", 1),
+                "attention_backward": (
+                    "gradient of attention",
+                    "dy:B,T,HD saved@attention|B,T,4HD -> dqkv:B,T,3HD",
+                    "dqkv",
+                    3,
+                ),
+            },
+        ),
+        **_built_in(
+            reference.loss,
+            host.loss,
+            cuda.loss,
+            rows={
+                "cross_entropy": (
+                    "loss and gradient of logits",
+                    "logits:M,V targets<V:M scale=0.125 -> loss dlogits:M,V",
+                    "dlogits",
+                    3,
+                ),
+                "cross_entropy_loss": (
+                    "loss of logits alone",
+                    "logits:M,V targets<V:M -> loss",
+                    "nothing",
+                    3,
+                ),
+                "count_correct": (
+                    "number of correct rows of logits",
+                    "logits:M,V targets<V:M -> count",
+                    "nothing",
+                    3,
+                ),
+                "row_maximum": (
+                    "largest logit of each row in a slice",
+                    "logits:M,V -> maxima:M",
+                    "nothing",
+                    1,
+                ),
+                "row_exponentials": (
+                    "sum of exponentials of each row in a slice",
+                    "logits:M,V targets<V:M first=0 maxima@row_maximum|M -> facts:2,M",
+                    "nothing",
+                    1,
+                ),
+                "row_argmax": (
+                    "index of the largest logit of each row in a slice",
+                    "logits:M,V first=0 maxima@row_maximum|M -> places:M",
+                    "nothing",
+                    1,
+                ),
+                "cross_entropy_split": (
+                    "cross_entropy of a slice of the vocabulary",
+                    "logits:M,V targets<V:M first=0 maxima@row_maximum|M facts@row_exponentials|2,M scale=0.125 "
+                    "-> loss dlogits:M,V",
+                    "dlogits",
+                    3,
+                ),
+                "count_correct_split": (
+                    "count_correct of a split vocabulary",
+                    "places@row_argmax|M targets<V:M -> count",
+                    "nothing",
+                    3,
+                ),
+            },
+        ),
+        **_built_in(
+            reference.steps,
+            host.steps,
+            cuda.steps,
+            rows={
+                "gradient_facts": (
+                    "sum of squares, and number of elements that are not finite",
+                    "x:L -> squares nonfinite",
+                    "nothing",
+                    2,
+                ),
+                "sgd": (
+                    "a step of stochastic gradient descent",
+                    "p:L g:L scale=0.7 lr=0.1 weight_decay=0.01 -> p",
+                    "mirror",
+                    1,
+                ),
+                "momentum": (
+                    "a step with momentum",
+                    "p:L g:L m:L scale=0.7 lr=0.1 beta=0.9 weight_decay=0.01 -> p m",
+                    "mirror",
+                    1,
+                ),
+                "adamw": (
+                    "a step of AdamW",
+                    "p:L g:L m:L v>0:L scale=0.7 lr=0.1 beta1=0.9 beta2=0.95 eps=1e-08 weight_decay=0.1 step=3 -> p m v",
+                    "mirror",
+                    1,
+                ),
+            },
+        ),
+    }
 )
 """Operations by name.
 
