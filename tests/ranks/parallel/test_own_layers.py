@@ -8,7 +8,7 @@ import pytest
 from mpitrain.errors import ConfigError
 from mpitrain.layers.now import Now
 from mpitrain.layers.plain import Plain
-from mpitrain.ops import host
+from mpitrain.ops.device import ops_for
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.trainer import Trainer, replicas_equal
 from mpitrain.transport.threads import run_ranks
@@ -138,7 +138,7 @@ def test_ranks_that_do_not_divide_the_shared_heads_are_refused():
 
 
 def test_as_many_shared_heads_as_heads_are_the_layer_without_them():
-    plain = Plain(host)
+    plain = Plain(ops_for("cpu"))
     draw = np.random.default_rng(0).standard_normal
     assert plain.qkv(12, 3, draw, 3).parameters() == plain.qkv(12, 3, draw).parameters()
     assert plain.qkv(12, 3, draw).parameters()[0].shape == (36, 12)
@@ -154,12 +154,12 @@ def test_as_many_shared_heads_as_heads_are_the_layer_without_them():
 )
 def test_shared_heads_that_cannot_be_are_refused(make, law):
     with pytest.raises(ConfigError, match=law):
-        make(Plain(host))
+        make(Plain(ops_for("cpu")))
 
 
 def test_rows_that_no_pipeline_has_set_are_refused():
     with pytest.raises(ConfigError, match=r"now\.step"):
-        _ = Plain(host).now.step
+        _ = Plain(ops_for("cpu")).now.step
     now = Now()
     now.set(4, 10, 2, True)
     assert now.numbers(6) == range(30, 36)

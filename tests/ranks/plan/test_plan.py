@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from mpitrain.bench.training import steps as training_steps
 from mpitrain.cli import commands
-from mpitrain.cli.plan.micro_batches import _configured as configured
+from mpitrain.cli.job_options import configured
 from mpitrain.cli.plan.micro_batches import _plan as plan
 from mpitrain.errors import ConfigError
 from mpitrain.plan import stages as measuring
