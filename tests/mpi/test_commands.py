@@ -654,7 +654,9 @@ def test_rank_0_alone_speaks(tmp_path):
     for words in (["--help"], ["--version"], ["train", "--help-config"], ["no-such-command"]):
         done = run(["mpirun", "-n", 3, *PROGRAM, *words])
         said = done.stdout + done.stderr
-        assert said.count("Usage:") + said.count("version 0") + said.count("[layout]") == 1, said
+        assert said.count("Usage:") + said.count("version 0") + said.count("layout.dp = ") == 1, (
+            said
+        )
 
 
 def test_a_picture_is_drawn_or_refused_once_however_many_ranks_are_started(tmp_path):

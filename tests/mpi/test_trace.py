@@ -10,11 +10,11 @@ def test_of_a_run_whose_rank_was_killed_report_says_what_each_rank_did_last(tmp_
     code = (
         "import os, signal; from mpi4py import MPI; from mpitrain.ops import host\n"
         "from mpitrain.parallel.replication import step_end\n"
-        "update = step_end.OptimizerStep.apply\n"
+        "update = step_end.AgreeAndUpdate.apply\n"
         "def apply(self, scale, lr, number):\n"
         "    if number == 4 and MPI.COMM_WORLD.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
         "    update(self, scale, lr, number)\n"
-        "step_end.OptimizerStep.apply = apply\n"
+        "step_end.AgreeAndUpdate.apply = apply\n"
         f"from mpitrain.cli import main; main(['train', '--out', 'run', *{TINY!r}])"
     )
     done = python_ranks(2, code, tmp_path)

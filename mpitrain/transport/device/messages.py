@@ -182,8 +182,9 @@ class DeviceTransport(Forwarding):
         if not on_device(array):
             return self._inner.start_native_all_reduce(array, op)
         # The call blocks: Open MPI cannot begin an all-reduce on GPU memory (open-mpi/ompi#12045).
+        # A request for no message is complete at once.
         self._carrier.native_all_reduce(array, op)
-        return Several([])  # complete from the start
+        return Several([])
 
     def _way(self, array: Any) -> Transport:
         return self._carrier if on_device(array) else self._inner
