@@ -110,21 +110,23 @@ def _built_in(
     kernels: ModuleType,
     rows: dict[str, tuple[str, str, str, int]],
     products: bool = False,
+    otherwise: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda definition: definition,
 ) -> dict[str, Operation]:
     """Return rows of operations of one name in three modules.
 
-    tuned  where NumPy can do no better than the definition, it has none of this name
-    rows   {name: (help, operands, rounds, launches)}
+    tuned      where NumPy can do no better than the definition, it has none of this name
+    rows       {name: (help, operands, rounds, launches)}
+    otherwise  (definition) -> the operation on the host, if `tuned` has none
     """
     return {
         name: Operation(
             help,
             line,
             rounds,
-            getattr(tuned, name, definition := getattr(definitions, name)),
+            getattr(tuned, name, None) or otherwise(getattr(definitions, name)),
             launches,
             getattr(kernels, name),
-            definition,
+            getattr(definitions, name),
             products,
         )
         for name, (help, line, rounds, launches) in rows.items()
@@ -344,6 +346,7 @@ OPERATIONS: Table[str, Operation] = Table(
         reference.steps,
         host.steps,
         cuda.steps,
+        otherwise=host.steps.in_blocks,
         {
             "gradient_facts": (
                 "sum of squares, and number of elements that are not finite",

@@ -3,10 +3,30 @@ cache.
 """
 
 import math
+from collections.abc import Callable
+from functools import wraps
 
 import numpy as np
 
 from mpitrain.ops.host.blocks import row_blocks
+
+
+def in_blocks(step: Callable[..., None]) -> Callable[..., None]:
+    """Return a step that runs a definition block by block, so its temporaries stay in the cache."""
+
+    @wraps(step)
+    def run(p, *arguments, **named):
+        for block in row_blocks(p):
+            step(
+                p[block],
+                *(one[block] if isinstance(one, np.ndarray) else one for one in arguments),
+                **{
+                    name: one[block] if isinstance(one, np.ndarray) else one
+                    for name, one in named.items()
+                },
+            )
+
+    return run
 
 
 def sgd(p, g, scale, lr, weight_decay, arena, mirror=None):

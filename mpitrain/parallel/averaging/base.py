@@ -53,12 +53,9 @@ class AveragedParameters(WholeParameters):
         self.parameters, self.weights = self.own, self._own_weights
         self.loaded()
 
-    def views(self) -> dict[Piece, Any]:
-        return dict.fromkeys(self._owned, self.own)  # there is one piece
-
     def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
         """Update this worker's own parameters; `resume` writes the mirror, as they change again."""
-        for piece, own in self.views().items():
+        for piece, own in self.owned.items():
             apply(piece, own, None)
         self.is_current = False
 

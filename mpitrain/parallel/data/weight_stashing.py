@@ -80,15 +80,13 @@ class StashedParameters(WholeParameters):
         self._made += 1
         if self._newest() is not source:
             self._newest()[...] = source
-
-    def views(self) -> dict[Piece, Any]:
-        masters = self._newest() if self.mirror is None else self.parameters
-        return dict.fromkeys(self._owned, masters)  # there is one piece
+        if self.mirror is None:
+            self.owned = dict.fromkeys(self.owned, self._newest())
 
     def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
         """Update the newest version."""
         mirror = None if self.mirror is None else self._newest()
-        for piece, masters in self.views().items():
+        for piece, masters in self.owned.items():
             apply(piece, masters, mirror)
 
     def drain(self) -> None:

@@ -58,7 +58,7 @@ class GatheredAfterUpdate(ParameterStore):
         """Allocate and initialise the parameters, and bind the gathers; collective."""
         device, storage, owned = replica.device, replica.storage, shards.owned
         config = replica.config
-        self._replica, self.sharding = replica, [shards.dividing]
+        self._replica = replica
         # Each rank initialises all that layers compute with, which saves an all-gather.
         self.parameters = computed = replica.grid.world.transport.allocate(
             storage.length, replica.computed
@@ -75,6 +75,8 @@ class GatheredAfterUpdate(ParameterStore):
             self._pieces = owned
             masters = compact(self.parameters, owned)
             self._updates = [*zip(owned, masters, views, strict=True)]
+        self.owned = {piece: parameters for piece, parameters, _ in self._updates}
+        self.sharing = [shards.dividing]
         self.arrays = [self.parameters, computed]
         self._weights = storage.weights(computed)
         self._gathers = [
@@ -106,9 +108,6 @@ class GatheredAfterUpdate(ParameterStore):
         if gather in self._open:
             self._engine.wait(gather)
             self._open.remove(gather)
-
-    def views(self) -> dict[Piece, Any]:
-        return {piece: parameters for piece, parameters, _ in self._updates}
 
     def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
         for (piece, parameters, mirror), gather in zip(self._updates, self._gathers, strict=True):

@@ -61,7 +61,7 @@ class GatheredOnUse(ParameterStore):
     def __init__(self, replica: ReplicationContext, shards: Shards):
         """Allocate and initialise the shards, allocate the slots, bind the gathers; collective."""
         config, storage, buckets = replica.config.replication, replica.storage, list(shards.pieces)
-        self._replica, self._owned, self.sharding = replica, shards.owned, [shards.dividing]
+        self._replica = replica
         self.parameters = shards.parameters(replica)
         tied = shared_by_ties(storage, buckets)
         alone = [
@@ -81,8 +81,10 @@ class GatheredOnUse(ParameterStore):
             else lambda unit: dividing.bind_coded_all_gather(unit, wire)
         )
         self.gathers = list(self._gathers.values())
-        self._masters = compact(self.parameters, shards.owned)
-        self._master = dict(zip(buckets, self._masters, strict=True))
+        masters = compact(self.parameters, shards.owned)
+        self.owned = dict(zip(shards.owned, masters, strict=True))
+        self.sharing = [shards.dividing]
+        self._master = dict(zip(buckets, masters, strict=True))
         self._mine = shards.within(self.slots.views)
         # The key is the slot. `_there` has the bucket that it contains or will contain.
         self._there: dict[int, Bucket] = {}
@@ -145,11 +147,8 @@ class GatheredOnUse(ParameterStore):
             self.engine.wait(self._gathers[bucket])
             self._under_way.remove(bucket)
 
-    def views(self) -> dict[Piece, Any]:
-        return dict(zip(self._owned, self._masters, strict=True))
-
     def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
-        for piece, master in self.views().items():
+        for piece, master in self.owned.items():
             apply(piece, master, None)
         self._there.clear()
 
@@ -160,7 +159,7 @@ class GatheredOnUse(ParameterStore):
     def state(self) -> list[StateBuffer]:
         self._there.clear()  # a checkpoint may be loaded into this rank's shards
         self.sync()
-        return [StateBuffer("parameters", self.parameters, self._owned)]
+        return [StateBuffer("parameters", self.parameters, list(self.owned))]
 
 
 def _elements(entries: Sequence[Any], bucket: Bucket) -> int:

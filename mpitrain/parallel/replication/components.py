@@ -1,6 +1,6 @@
 """The components of a replication mode: parameter store, gradient reducer, step end, and rows.
 
-A mode takes one of each. The step end owns the store and the reducer. These implementations exist:
+A mode takes one of each. These are the implementations; a table row beside MODES names each mode:
 
     parameter store   WholeParameters       each rank stores all of its units
                       BroadcastParameters   rank 0 updates and sends
@@ -57,23 +57,21 @@ class ParameterStore(Protocol):
         Flat. In half precision: the rounded parameters, with which layers compute.
     arrays : list of array
         All arrays that this store has allocated.
-    sharding : sequence of Group
-        The groups whose ranks update other elements of the same tensors, besides the
-        tensor-parallel group.
+    owned : dict
+        {piece: its parameters}, for the pieces that this rank updates.
+    sharing : sequence of Group
+        The groups over which the elements of a tensor are divided, besides tensor parallelism.
     """
 
     parameters: Any
     mirror: Any
     arrays: list[Any]
-    sharding: Sequence[Group] = ()
+    owned: dict[Piece, Any]
+    sharing: Sequence[Group]
 
     def open(self, unit: int, part: int) -> Weights:
         """Return a unit's parameters for micro-batch `part`, as `Replication.open`."""
         raise AssertionError("a server computes no rows")
-
-    @abstractmethod
-    def views(self) -> dict[Piece, Any]:
-        """Return {piece: flat view of its parameters}, for the pieces that `update` updates."""
 
     @abstractmethod
     def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:

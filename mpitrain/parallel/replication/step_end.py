@@ -27,7 +27,7 @@ class AgreeAndUpdate(StepEnd):
     """All ranks agree on loss, norm and stop requests; then each rank updates its own pieces.
 
     The other step ends inherit from it and replace public methods. All modes call the optimizer in
-    `apply`, which also sums the facts of tensor-wise rules.
+    `apply`. A rule that needs sums over a whole tensor reduces them there.
 
     optimizer  of the pieces in `reducer.summed`; perhaps none
     """
@@ -46,7 +46,7 @@ class AgreeAndUpdate(StepEnd):
             device.ops,
             device.backend,
             replica.arena,
-            replica.grid.fact_sums(*store.sharding, replica.grid.tp),
+            replica.grid.fact_sums(*store.sharing, replica.grid.tp),
         )
         self.recorder = recorder = replica.grid.transport.recorder
         with recorder.called("the control message"):
@@ -91,9 +91,9 @@ class AgreeAndUpdate(StepEnd):
         number  of earlier updates
         """
         gradients, delayed = self.reducer.summed, self.reducer.delayed
-        parameters_of = self.store.views()
+        owned = self.store.owned
         self.optimizer.sum_facts(
-            lambda piece: (parameters_of[piece], gradients[piece]), scale, lr, number, delayed
+            lambda piece: (owned[piece], gradients[piece]), scale, lr, number, delayed
         )
 
         def update(piece: Piece, parameters: Any, mirror: Any) -> None:

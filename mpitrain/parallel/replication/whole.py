@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from mpitrain.collectives.group import Group
 from mpitrain.data import Source
 from mpitrain.layers.base import Gradients, Weights
 from mpitrain.layers.flat import Piece, Storage
@@ -23,17 +24,18 @@ def whole(storage: Storage) -> list[Piece]:
 class WholeParameters(ParameterStore):
     """Parameters of all units of this rank (as DDP), in half precision with their mirror.
 
-    owned     the pieces that this rank updates
+    owned     {piece that this rank updates: its parameters}
     computed  the flat buffer with which layers compute: the mirror if there is one
     weights   views of `computed` for each unit
     """
 
     mirror: Any = None
+    sharing: Sequence[Group] = ()
 
     def __init__(self, replica: ReplicationContext, owned: Sequence[Piece]):
         """Allocate and initialise the parameters, and their mirror in half precision."""
         storage, allocate = replica.storage, replica.grid.world.transport.allocate
-        self._replica, self._owned = replica, owned
+        self._replica = replica
         self.parameters = self.computed = allocate(storage.length, storage.dtype)
         storage.initialize(self.parameters, replica.config.run.seed, replica.device.backend)
         if replica.device.mirror:
@@ -41,17 +43,15 @@ class WholeParameters(ParameterStore):
             replica.device.mirror(self.parameters, self.mirror, replica.arena)
         self.weights = storage.weights(self.computed)
         self.arrays: list[Any] = [self.parameters, self.computed]
+        self.owned = dict(zip(owned, spread(self.parameters, owned), strict=True))
 
     def open(self, unit: int, part: int) -> Weights:
         return self.weights[unit]
 
-    def views(self) -> dict[Piece, Any]:
-        return dict(zip(self._owned, spread(self.parameters, self._owned), strict=True))
-
     def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
-        for piece, parameters in self.views().items():
-            mirror = None if self.mirror is None else self.mirror[piece.start : piece.stop]
-            apply(piece, parameters, mirror)
+        for piece, parameters in self.owned.items():
+            here = slice(piece.start, piece.stop)
+            apply(piece, parameters, None if self.mirror is None else self.mirror[here])
 
     def loaded(self) -> None:
         if self._replica.device.mirror:

@@ -250,7 +250,7 @@ class AsyncServing(AgreeAndUpdate):
         if asked in (PULL, SETTLE):
             self._settled += asked == SETTLE
             self._pulls += self._line.start_send(
-                _filled(self._updates, self.skips.number), [*self.store.views().values()], source
+                _filled(self._updates, self.skips.number), self.store.views, source
             )
         elif asked == DRAW:
             self._take(source, numbers)

@@ -44,7 +44,7 @@ class BroadcastParameters(WholeParameters):
         if not self._is_current:
             self._broadcast.run()
             self._is_current = True
-            if not self._owned:
+            if not self.owned:
                 self.loaded()  # the update has already written rank 0's mirror
 
     def state(self) -> list[StateBuffer]:

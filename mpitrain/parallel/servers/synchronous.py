@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from mpitrain.collectives.group import Group
 from mpitrain.layers.flat import Piece, dealt
 from mpitrain.parallel.replication.components import GradientReducer, ParameterStore
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
@@ -119,9 +120,13 @@ class PushAndPull(AgreeAndUpdate):
 
 
 class ServedParameters(ParameterStore):
-    """A server's pieces of the parameters, concatenated; a server computes no rows."""
+    """A server's pieces of the parameters, concatenated; a server computes no rows.
+
+    views  of the pieces, in their order
+    """
 
     mirror: Any = None
+    sharing: Sequence[Group] = ()
 
     def __init__(self, replica: ReplicationContext, pieces: Sequence[Piece]):
         storage, allocate = replica.storage, replica.grid.world.transport.allocate
@@ -130,14 +135,11 @@ class ServedParameters(ParameterStore):
         if replica.device.mirror:
             allocate(0, replica.computed)  # it is collective: workers allocate their mirrors here
         storage.initialize(self.parameters, replica.config.run.seed, replica.device.backend, pieces)
-        self.arrays = [self.parameters]
-        self._views = dict(zip(pieces, compact(self.parameters, pieces), strict=True))
-
-    def views(self) -> dict[Piece, Any]:
-        return self._views
+        self.arrays, self.views = [self.parameters], compact(self.parameters, pieces)
+        self.owned = dict(zip(pieces, self.views, strict=True))
 
     def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
-        for piece, view in self._views.items():
+        for piece, view in self.owned.items():
             apply(piece, view, None)
 
     def state(self) -> list[StateBuffer]:
@@ -234,8 +236,7 @@ class ServedUpdate(AgreeAndUpdate):
         if outcome.updated:
             number = mine.number - self.skips.number
             self.apply(self.factor(outcome.grad_norm), mine.lr, number)
-        views = [*self.store.views().values()]
-        answers = [line.start_send(self._told, views, worker) for worker in workers]
+        answers = [line.start_send(self._told, self.store.views, worker) for worker in workers]
         for request in [request for requests in answers for request in requests]:
             request.wait()  # the next update must not overwrite parameters still being sent
         return self.skips.conclude(outcome)

@@ -11,11 +11,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from mpitrain.cli.terminal.progress import Silent
-from mpitrain.config import parse, with_settings
+from mpitrain.config import with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.directories import newest
 from mpitrain.run.checkpoint.manifest import Done
+from mpitrain.run.choices import parse
 from mpitrain.run.generate import tokens
 from mpitrain.run.loop import train
 from mpitrain.run.trainer import replicas_equal

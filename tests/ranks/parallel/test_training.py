@@ -271,7 +271,7 @@ def test_ranks_with_different_configurations_or_data_are_refused():
             match=r"All ranks need one configuration, but model\.context is 16 on rank 0",
         ):
             build(transport, config)
-        source = Unopened("gpt", 256, 256, 7 + transport.rank)
+        source = Unopened("tokens", (16,), 256, 256, 7 + transport.rank)
         with pytest.raises(ConfigError, match="held_out is 7"):
             build(transport, configured(*TINY), source=source)
 
