@@ -347,7 +347,7 @@ OPERATIONS: Table[str, Operation] = Table(
         host.steps,
         cuda.steps,
         otherwise=host.steps.in_blocks,
-        {
+        rows={
             "gradient_facts": (
                 "sum of squares, and number of elements that are not finite",
                 "x:L -> squares nonfinite",
