@@ -51,18 +51,18 @@ class Stage:
 
     def forward(self, micro: int, x: Any) -> Any:
         """Run the forward of a micro-batch; return the output of the last unit."""
-        saved = self._saved[micro] = []
-        return self._forward(micro, x, saved.append)
-
-    def _forward(self, micro: int, x: Any, save: Callable[[Any], Any]) -> Any:
-        """Run the forward, and call `save` with the saved state of each unit."""
-        replication = self._replication
+        replication, save = self._replication, self._saving(micro)
         for number, layer in self._layers:
             with self._running(FORWARD, number, micro):
                 x, saved = layer.forward(replication.open(number, micro), x, self._arena)
                 replication.close(number, micro)
             save(saved)
         return x
+
+    def _saving(self, micro: int) -> Callable[[Any], object]:
+        """Return the function that `forward` calls with the saved state of each unit."""
+        saved = self._saved[micro] = []
+        return saved.append
 
     @contextmanager
     def _running(self, phase: int, number: int, micro: int) -> Iterator[None]:
@@ -121,6 +121,5 @@ class Stage:
 class ForwardOnly(Stage):
     """Stage for evaluation: runs forwards only, and saves no activations."""
 
-    def forward(self, micro: int, x: Any) -> Any:
-        """Run the forward of a micro-batch; return the output of the last unit."""
-        return self._forward(micro, x, lambda saved: None)
+    def _saving(self, micro: int) -> Callable[[Any], object]:
+        return lambda saved: None
