@@ -1,6 +1,8 @@
 """Stages and their executor: any cut of a model, in any order a schedule gives, computes what the whole computes."""
 
+import weakref
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from mpitrain.pipeline.execute import execute
 from mpitrain.pipeline.instructions import with_messages
 from mpitrain.pipeline.partition import balanced
 from mpitrain.pipeline.schedules import SCHEDULES, plan_of
-from mpitrain.pipeline.stage import Stage
+from mpitrain.pipeline.stage import ForwardOnly, Stage
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
 from tests.ranks.parallel.test_replication import Slots
@@ -234,3 +236,31 @@ def test_a_step_holds_what_a_loop_over_units_written_by_hand_holds_to_the_byte(v
         == by_hand(backward, BATCH[0], BATCH[1].reshape(-1))
         <= by_hand(in_halves, BATCH[0], BATCH[1].reshape(-1))
     )
+
+
+class Forgetful:
+    """A layer that saves nothing; it notes whether the input of the first one is still alive."""
+
+    def __init__(self, alive):
+        self.alive = alive
+
+    def parameters(self):
+        return []
+
+    def forward(self, w, x, arena):
+        if not self.alive:
+            self.alive.append(weakref.ref(x))
+        else:
+            self.alive.append(self.alive[0]() is not None)
+        return x + 1, None
+
+
+@pytest.mark.parametrize("kind", (Stage, ForwardOnly))
+def test_a_stage_frees_an_input_that_no_layer_saves(kind):
+    alive = []
+    idle = SimpleNamespace(
+        open=lambda unit, micro: {}, close=lambda unit, micro: None, poll=lambda: None
+    )
+    layers = [Unit(str(number), Forgetful(alive)) for number in range(2)]
+    kind(layers, idle, Arena()).forward(0, np.zeros(3))
+    assert alive[1] is False
