@@ -44,7 +44,7 @@ REFUSED = [
 PROGRAM = """
 import os, sys; from mpi4py import MPI; from mpitrain.cli import main; from mpitrain.config import Config
 rank, validate, parsed = MPI.COMM_WORLD.rank, Config.model_validate, []
-Config.model_validate = lambda tables: parsed.append(1) or validate(tables)
+Config.model_validate = lambda tables, **names: parsed.append(1) or validate(tables, **names)
 if rank == 1: os.chdir('elsewhere')
 for words in {calls!r}:
     parsed.clear()
