@@ -19,7 +19,7 @@ from statistics import fmean, median
 
 import numpy as np
 
-from mpitrain.cli.session import ranks
+from mpitrain.cli.session import mpi_session
 from mpitrain.config import parse
 from mpitrain.layers.base import Parameter, Unit
 from mpitrain.layers.initial import normal
@@ -67,7 +67,7 @@ def seconds(transport, schedule, stages, units):
     return median(times[WARM:])
 
 
-with ranks() as transport:
+with mpi_session() as transport:
     n, found = transport.size, {}
     alone = transport.split(transport.rank)
     alone_s = fmean(transport.gather_text(seconds(alone, "1f1b", 1, UNITS)))
