@@ -12,10 +12,13 @@ from mpitrain.config import plugins
 from mpitrain.tables import Table
 
 
+@contextmanager
 def replaced(table, name, row):
     """A context in which the table has this row under a name that it has already."""
     assert name in table
-    return patch.dict(table, {name: row})
+    with patch.dict(table):
+        dict.__setitem__(table, name, row)
+        yield
 
 
 def tables():

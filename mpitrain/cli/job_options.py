@@ -39,13 +39,6 @@ DEVICE = click.option("--device", metavar="KIND", help=f"Kind of device: auto, {
 OWN_DEVICE = click.option(
     "--device", metavar="KIND", help="Kind of device (default: the run's own)."
 )
-PLUGINS = click.option(
-    "--plugin",
-    "plugins",
-    multiple=True,
-    metavar="FILE",
-    help="A plugin that the run was trained with (repeatable): its run.plugins.",
-)
 GEMM = click.option(
     "--gemm",
     metavar="WHO",

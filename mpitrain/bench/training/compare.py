@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from mpitrain.bench.plot_loss import draw
 from mpitrain.collectives.selection.table import choices
 from mpitrain.config import Config, with_settings
+from mpitrain.config.plugins import load
 from mpitrain.errors import ConfigError
 from mpitrain.optim import checked
 from mpitrain.parallel.grid import axes, divisor
@@ -102,13 +103,15 @@ def jobs(words: Sequence[str], settings: Sequence[str], hosts: Sequence[str]) ->
 
     settings  section.key=value for all modes; a mode's own settings take precedence
     hosts     host of every rank, by rank
-    raises    ConfigError if a mode does not exist or cannot run on these ranks
+    raises    ConfigError if a mode does not exist or cannot run on these ranks, or if a plugin
+              cannot be imported
     """
     if len(hosts) == 1:
         raise ConfigError(
             "compare measures what ranks send each other, and one rank sends nothing.",
             "mpitrain launch -n 2 -- compare",
         )
+    load(with_settings({}, [*settings]))  # Plugins add modes.
     known = settings_by_mode()
     found, refused = {}, {}
     for word in words:

@@ -19,7 +19,7 @@ LONGEST = 8192
 """Upper bound of the bytes of a status line."""
 
 MARK = b'\x1e{"mpitrain": '
-TAG = rb"(?:^(?:\[[^\]\n]*\](?:<\w+>)?: ?|\d+: ?))?"
+TAG = rb"(?:^(?:(?:\[[^\]\n]*\])+(?:<\w+>)?: ?|\d+: ?))?"
 """The start of a line, with the tag of its rank that some launchers add."""
 STATUS = re.compile(TAG + re.escape(MARK[:1]) + rb"(\{\"mpitrain\": .*)\n", re.MULTILINE)
 UNFINISHED = re.compile(TAG + re.escape(MARK[:1]) + rb"[^\x1e\n]*\Z", re.MULTILINE)

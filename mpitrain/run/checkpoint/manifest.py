@@ -100,6 +100,11 @@ def read_manifest(path: Path) -> Manifest:
         )
         found = body["format"]
     except FileNotFoundError:
+        if not path.is_dir():
+            raise CheckpointError(
+                f"The checkpoint {path} cannot be found.",
+                "Name the run directory by a full path in a folder that all ranks share.",
+            ) from None
         _refuse_earlier(path)
         raise CheckpointError(f"{file} is missing.", way_out(path)) from None
     except OSError as error:

@@ -73,6 +73,7 @@ def test_a_mode_is_stronger_than_a_setting_of_all_and_nothing_else_differs():
         (["ring"], ["layout.dp=4"], "aa", "needs 4 ranks, but 2 were started"),
         (["ring"], ["batch.size=2"], "aaa", "but batch.size is 2"),
         (["ring"], ["run.steps=1"], "aa", "run.steps is 1"),
+        (["of-a-plugin"], ["run.plugins=['no.py']"], "aa", "The plugin no.py cannot be read"),
         (
             ["ring", "local", "zero1"],
             ["precision.compute=float16"],

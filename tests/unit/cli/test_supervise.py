@@ -106,7 +106,13 @@ def test_a_lost_host_is_no_success_and_a_killed_launcher_is_its_signal():
 
 
 def test_a_tag_of_the_launcher_before_each_line_does_not_hide_the_end():
-    for tag in ("[1,0]<stdout>: ", "0: "):
+    tags = (
+        "[1,0]<stdout>: ",
+        "0: ",
+        "[Sun Nov 22 22:26:43 2026][1,0]<stdout>: ",
+        "[1,0][vm:63]<stdout>: ",
+    )
+    for tag in tags:
         lines = [f"{tag}{BEGAN}", f"{tag}step 1/1", f"{tag}{ENDED}", f"{tag}done"]
         code, out, errors = supervised(f"print(*{lines!r}, sep='\\n')")
         assert (code, out, errors) == (0, f"{tag}step 1/1\n{tag}done\n".encode(), b"")

@@ -48,6 +48,31 @@ def test_a_table_takes_a_new_name_once():
     table["two"] = 4
 
 
+def test_no_way_to_fill_a_dict_replaces_a_row():
+    table = Table({"one": 1})
+    ways = [
+        lambda rows: table.update(rows),
+        lambda rows: table.update(**rows),
+        lambda rows: table.update(rows.items()),
+        lambda rows: table.__ior__(rows),
+    ]
+    for way in ways:
+        with pytest.raises(ConfigError, match="'one' is there already"):
+            way({"one": 2})
+    assert table == {"one": 1} and table.setdefault("one", 2) == 1
+    table.update(two=2)
+    table |= {"three": 3}
+    assert table.setdefault("four", 4) == 4
+    assert type(table) is Table and [*table.values()] == [1, 2, 3, 4]
+
+
+def test_a_row_of_another_type_than_the_others_is_refused():
+    table = Table({"one": 1})
+    for add in (lambda: table.update(two="2"), lambda: table.setdefault("two", "2")):
+        with pytest.raises(ConfigError, match="type int, but that of 'two' is of the type str"):
+            add()
+
+
 def test_files_are_imported_in_order_once_in_a_process_and_noted_with_their_digest(tmp_path):
     log = tmp_path / "log"
     paths = [
@@ -89,7 +114,7 @@ def test_a_configuration_made_without_parse_is_checked_too(tmp_path):
             ", line 2: A name has one row in its table, but 'local' is there already",
         ),
         (
-            "from mpitrain.parallel.modes import MODES\nfor _ in 1, 2:\n    MODES['x'] = None\n",
+            "from mpitrain.parallel.modes import MODES\nfor _ in 1, 2:\n    MODES['x'] = MODES['local']\n",
             ", line 3: A name has one row in its table, but 'x' is there already",
         ),
         ("\0", ": "),

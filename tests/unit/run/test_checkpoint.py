@@ -196,6 +196,20 @@ def test_one_that_is_still_listed_and_cannot_be_read_is_called_damaged(tmp_path,
     assert run_ranks(2, run) == [True, True]
 
 
+def test_a_rank_that_does_not_see_the_run_directory_advises_no_removal(tmp_path):
+    """Another rank does see it, as where ranks start in different folders."""
+    saved = save(tmp_path, trained(), after(1), keep=1)
+
+    def run(transport):
+        path = saved if transport.rank == 0 else tmp_path / "elsewhere" / saved.name
+        with pytest.raises(CheckpointError) as raised:
+            save_load.read_beside(transport, path)
+        return str(raised.value)
+
+    for said in run_ranks(2, run, hosts="ab"):
+        assert "On rank 1 (b): " in said and "cannot be found" in said and "Remove" not in said
+
+
 @pytest.mark.parametrize("earlier", ("mpitrain-1", "mpitrain-2"))
 def test_a_checkpoint_of_an_earlier_format_is_refused_in_words(tmp_path, earlier):
     folder = tmp_path / "step-00000001"
