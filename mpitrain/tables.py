@@ -1,6 +1,7 @@
 """The dict of every kind of thing that a user can add: one row for each name."""
 
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, Self, TypeVar
 
 from mpitrain.errors import ConfigError
 
@@ -22,3 +23,11 @@ class Table(dict[Name, Row]):
                 "Choose another name.",
             )
         super().__setitem__(name, row)
+
+    def update(self, *rows: Any, **named: Row) -> None:
+        for name, row in dict(*rows, **named).items():
+            self[name] = row
+
+    def __ior__(self, rows: Mapping[Name, Row]) -> Self:  # type: ignore[override, misc]
+        self.update(rows)
+        return self

@@ -1,7 +1,7 @@
 """One table of all-reduces: a line in it is all that the configuration, help, auto, cost model and benchmarks need."""
 
+from contextlib import ExitStack
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -72,8 +72,9 @@ def test_an_added_algorithm_is_predicted_and_a_candidate_of_auto(hosts, added, m
         assert one == pytest.approx(other, rel=1e-9) and one > 0
     assert NAME in candidates(Topology(hosts))
     star = algorithm_table.ALL_REDUCE["star"]  # which is no rival
-    others = dict.fromkeys(set(algorithm_table.ALL_REDUCE) - {NAME}, star)
-    with patch.dict(algorithm_table.ALL_REDUCE, others):
+    with ExitStack() as others:
+        for name in {*algorithm_table.ALL_REDUCE} - {NAME}:
+            others.enter_context(replaced(algorithm_table.ALL_REDUCE, name, star))
         assert choose(DEFAULT, Topology(hosts), 100, 4) == NAME
 
 
