@@ -2,6 +2,7 @@
 
 from mpitrain import config
 from mpitrain.errors import ConfigError
+from mpitrain.ops import OPERATIONS
 from mpitrain.optim.rule import ElementWise, Rule, TorchClass, elements
 from mpitrain.tables import Table
 
@@ -87,6 +88,11 @@ def checked(whole: config.Config) -> config.Config:
             f"{', '.join(EVERY[1:])}, but optimizer.{key} is {getattr(settings, key)}.",
             f"Leave out optimizer.{key}"
             + (f", or set optimizer.name to {' or '.join(readers)}." if readers else "."),
+        )
+    if isinstance(rule.step, ElementWise) and rule.step.op not in OPERATIONS:
+        raise ConfigError(
+            f"An element-wise rule is an operation of the table OPERATIONS, but {settings.name} names {rule.step.op!r}.",
+            "Add the operation to the table, or choose another optimizer.name.",
         )
     if refused := rule.refusal(whole):
         raise refused

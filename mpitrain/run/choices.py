@@ -13,9 +13,11 @@ from mpitrain.config import parse as parse_sections
 from mpitrain.config.plugins import load
 from mpitrain.data import TENTH, source_kind, token_files
 from mpitrain.data import names as names_of_sources
+from mpitrain.errors import ConfigError
 from mpitrain.models.table import MODELS, check_model, kinds
 from mpitrain.optim import RULES
 from mpitrain.parallel.modes import MODES, STREAMS, ZERO, refusal_of
+from mpitrain.pipeline import schedules
 from mpitrain.pipeline.schedules import SCHEDULES
 
 
@@ -128,6 +130,13 @@ def _check_rules(config: Config, path: Path | None = None) -> None:
         raise refusal(
             f"data.validation must be {token_files()} or tenth, or empty, but is {validation!r}.",
             path,
+        )
+    name = config.pipeline.schedule
+    if (name in STREAMS) != (name in schedules.STREAMS):
+        raise ConfigError(
+            f"An asynchronous schedule has a row in STREAMS of pipeline/schedules.py and of parallel/modes.py, but {name} has "
+            "only one of them.",
+            "Add the other row, or choose another pipeline.schedule.",
         )
     if error := refusal_of(config):
         raise error

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from mpitrain.bench.training.compare import settings_by_mode
+from mpitrain.errors import ConfigError
 from mpitrain.machine.backend import HostBackend
 from mpitrain.ops import bodies
+from mpitrain.parallel import modes
+from mpitrain.pipeline import schedules as pipeline_schedules
 from mpitrain.run import choices
 from mpitrain.run.choices import keys as described_keys
 from mpitrain.transport.threads import run_ranks
@@ -93,3 +96,12 @@ def test_help_lists_rows_of_plugins():
     assert keys["replication.mode"].help.endswith(f". {phrase}")
     assert "toy-ring | auto" in keys["replication.algorithm"].range
     assert ", toy-gpipe, or a" in keys["pipeline.schedule"].help
+
+
+@pytest.mark.parametrize(
+    "table", (pipeline_schedules.STREAMS, modes.STREAMS), ids=("order", "mode")
+)
+def test_an_asynchronous_schedule_with_one_row_of_two_is_refused_in_words(table):
+    table["half-there"] = table["async-2bw"]
+    with pytest.raises(ConfigError, match="half-there"):
+        configured(*TINY, "pipeline.schedule=half-there")

@@ -43,7 +43,13 @@ def test_a_table_takes_a_new_name_once():
     for name in table:
         with pytest.raises(ConfigError, match=f"'{name}' is there already"):
             table[name] = 3
+    for add in (table.update, table.__ior__):
+        with pytest.raises(ConfigError, match="'one'"):
+            add({"one": 3})
     assert table == {"one": 1, "two": 2}
+    table.update(three=3)
+    table |= {"four": 4}
+    assert {*table} == {"one", "two", "three", "four"}
     del table["two"]
     table["two"] = 4
 

@@ -94,6 +94,13 @@ def test_a_name_that_is_no_rule_is_refused_with_the_nearest():
         optimizer_of("optimizer.name=adam")
 
 
+def test_a_rule_of_an_operation_that_is_not_there_is_refused(monkeypatch):
+    rule = RULES["sgd"]._replace(step=ElementWise("missing", lambda update: {}))
+    monkeypatch.setitem(RULES, "toy", rule)
+    with pytest.raises(ConfigError, match="missing"):
+        optimizer_of("optimizer.name=toy")
+
+
 def test_a_rule_refuses_in_its_own_words():
     assert optimizer_of("optimizer.name=whole").name == "whole"
     with pytest.raises(ConfigError, match="whole matrices"):
