@@ -115,7 +115,10 @@ def command(
     """
     if described is not None:
         from mpitrain.cli.config_help import print_keys
+        from mpitrain.config import read_toml, with_settings
+        from mpitrain.config.plugins import load
 
+        load(with_settings(read_toml(config_file) if config_file else {}, list(settings)))
         print_keys(described)
         return
     be_courtesy()

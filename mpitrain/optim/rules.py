@@ -81,12 +81,13 @@ def checked(whole: config.Config) -> config.Config:
     settings = whole.optimizer
     config.check_choice("optimizer.name", settings.name, RULES)
     rule = RULES[settings.name]
-    for key in _unread(settings):
-        readers = [name for name, other in RULES.items() if key in other.reads]
+    if keys := _unread(settings):
+        readers = [name for name, other in RULES.items() if {*keys} <= {*other.reads}]
+        found = " and ".join(f"optimizer.{key} is {getattr(settings, key)}" for key in keys)
         raise ConfigError(
             f"Update rule {settings.name} reads {', '.join(rule.reads)} of [optimizer] besides "
-            f"{', '.join(EVERY[1:])}, but optimizer.{key} is {getattr(settings, key)}.",
-            f"Leave out optimizer.{key}"
+            f"{', '.join(EVERY[1:])}, but {found}.",
+            f"Leave out {' and '.join(f'optimizer.{key}' for key in keys)}"
             + (f", or set optimizer.name to {' or '.join(readers)}." if readers else "."),
         )
     if isinstance(rule.step, ElementWise) and rule.step.op not in OPERATIONS:

@@ -4,7 +4,9 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from mpitrain.cli import commands
 from mpitrain.config import Config, Run, parse, plugins, read_toml
 from mpitrain.errors import ConfigError
 from mpitrain.run import choices
@@ -195,3 +197,10 @@ def test_sections_alone_know_no_names_of_rows():
     assert parse({"replication": {"mode": "of-a-plugin"}}).replication.mode == "of-a-plugin"
     with pytest.raises(ConfigError, match="mean master"):
         choices.parse({"replication": {"mode": "mastr"}})
+
+
+def test_help_config_imports_the_plugins_that_it_is_given(tmp_path):
+    path = written(tmp_path, "from mpitrain.optim import RULES\nRULES['mine'] = RULES['sgd']\n")
+    words = ["train", "--help-config", "optimizer", "--set", f'run.plugins=["{path}"]']
+    shown = CliRunner().invoke(commands, words)
+    assert shown.exit_code == 0 and "| mine" in shown.output

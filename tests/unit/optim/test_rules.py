@@ -75,6 +75,11 @@ def test_a_key_that_the_rule_does_not_read_is_refused_with_those_that_it_reads(
     assert read in raised.value.law and raised.value.way_out.endswith(f"optimizer.name to {ways}")
 
 
+def test_all_keys_that_the_rule_does_not_read_are_named_at_once():
+    with pytest.raises(ConfigError, match=r"momentum is 0\.3 and optimizer\.beta1 is 0\.5\."):
+        optimizer_of("optimizer.name=sgd", "optimizer.momentum=0.3", "optimizer.beta1=0.5")
+
+
 def test_a_key_at_its_default_is_not_set():
     everything = parse({}).model_dump()
     everything["optimizer"]["name"] = "sgd"
