@@ -43,7 +43,7 @@ def test_a_table_takes_a_new_name_once():
     table = Table({"one": 1})
     table["two"] = 2
     for name in table:
-        with pytest.raises(ConfigError, match=f"'{name}' is there already"):
+        with pytest.raises(ConfigError, match=f"'{name}' is there"):
             table[name] = 3
     for add in (table.update, table.__ior__):
         with pytest.raises(ConfigError, match="'one'"):
@@ -65,7 +65,7 @@ def test_no_way_to_fill_a_dict_replaces_a_row():
         lambda rows: table.__ior__(rows),
     ]
     for way in ways:
-        with pytest.raises(ConfigError, match="'one' is there already"):
+        with pytest.raises(ConfigError, match="'one' is there"):
             way({"one": 2})
     assert table == {"one": 1} and table.setdefault("one", 2) == 1
     table.update(two=2)
@@ -77,7 +77,7 @@ def test_no_way_to_fill_a_dict_replaces_a_row():
 def test_a_row_of_another_type_than_the_others_is_refused():
     table = Table({"one": 1})
     for add in (lambda: table.update(two="2"), lambda: table.setdefault("two", "2")):
-        with pytest.raises(ConfigError, match="type int, but that of 'two' is of the type str"):
+        with pytest.raises(ConfigError, match="int, .* type str"):
             add()
 
 
