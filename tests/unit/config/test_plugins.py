@@ -77,7 +77,7 @@ def test_no_way_to_fill_a_dict_replaces_a_row():
 def test_a_row_of_another_type_than_the_others_is_refused():
     table = Table({"one": 1})
     for add in (lambda: table.update(two="2"), lambda: table.setdefault("two", "2")):
-        with pytest.raises(ConfigError, match="int, .* type str"):
+        with pytest.raises(ConfigError, match=r"int, .* type str"):
             add()
 
 
