@@ -166,11 +166,7 @@ def verdict(everyone: list[Rank], started: process.Launched) -> Iterator[str]:
     if started.size > len(everyone):
         yield "verdict      this start does not work:"
     else:
-        wrong = (
-            f"{len(found)} thing(s) will go wrong:"
-            if found
-            else "nothing will go wrong that can be told."
-        )
+        wrong = f"{len(found)} thing(s) will go wrong:" if found else "no problem was found."
         yield f"verdict      {len(everyone)} rank(s) can train with --device {' or '.join(kinds)}; {wrong}"
     yield from (f"warning: {warning}" for warning in found)
 

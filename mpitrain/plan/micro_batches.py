@@ -59,7 +59,7 @@ def counts(config: Config, stages: int, rows: int) -> list[int]:
         )
     if name in STREAMS:
         raise ConfigError(
-            f"Steps of schedule {name} do not end one by one, so none has a time that could be told.",
+            f"Steps of schedule {name} do not end one by one, so no single step can be timed.",
             f"Set pipeline.schedule to one of {', '.join(SCHEDULES)}.",
         )
     if name not in SCHEDULES:

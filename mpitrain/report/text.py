@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.report.time_breakdown import COMPUTING, SHARES, Shares
-from mpitrain.report.timeline import Timeline, is_open, last_sign, told, told_steps, within
+from mpitrain.report.timeline import Timeline, described, is_open, last_sign, named_steps, within
 from mpitrain.run.metrics import CLOSING
 from mpitrain.trace.read import Trace
 from mpitrain.trace.recorder import Recorder
@@ -30,7 +30,7 @@ def where_the_time_went(found: Shares, timeline: Timeline) -> Iterator[str]:
     step_s = found.seconds[workers].sum() / len(workers) / len(steps)
     hosts = len({trace.facts["host"] for trace in timeline.traces})
     yield (
-        f"Where the time went in {told_steps(steps)}, {1e3 * step_s:.1f} ms each, on {ranks} rank(s) of "
+        f"Where the time went in {named_steps(steps)}, {1e3 * step_s:.1f} ms each, on {ranks} rank(s) of "
         f"{hosts} host(s), in %:"
     )
     shown = range(min(ranks, SHOWN))
@@ -86,11 +86,11 @@ def _per_mille(seconds: np.ndarray) -> list[int]:
 def _memory(timeline: Timeline) -> Iterator[str]:
     """Yield a line with the peak activations of each rank, if all traces have it."""
     peaks = [trace.facts.get("peak_activation_bytes") for trace in timeline.traces]
-    told = [peak for peak in peaks if isinstance(peak, int)]
-    if len(told) == len(peaks) > 0:
-        shown = told[:SHOWN]
+    known = [peak for peak in peaks if isinstance(peak, int)]
+    if len(known) == len(peaks) > 0:
+        shown = known[:SHOWN]
         yield (
-            f"  {'peak activations, MB':26}{max(told) / 1e6:7.1f}"
+            f"  {'peak activations, MB':26}{max(known) / 1e6:7.1f}"
             + "".join(f"{peak / 1e6:9.1f}" for peak in shown)
         )
 
@@ -146,23 +146,25 @@ def _last(trace: Trace) -> str:
     said = f"in step {steps[-1]['step'] + 1}, " if steps else ""
     inner = [record for record in spans if record["kind"] != STEP]
     said += "".join(
-        f"in {told(trace, record)}, " for record in inner[:-1] if record["kind"] == PAUSE
+        f"in {described(trace, record)}, " for record in inner[:-1] if record["kind"] == PAUSE
     )
     if inner:
-        said += ("waiting for " if inner[-1]["kind"] == WAIT else "") + told(trace, inner[-1])
+        said += ("waiting for " if inner[-1]["kind"] == WAIT else "") + described(trace, inner[-1])
         if inner[-1]["peer"] >= 0:
             said += f", from rank {inner[-1]['peer']}"
     elif len(records):
         ended = records[-1]
         said += (
-            f"after {told(trace, ended)}"
+            f"after {described(trace, ended)}"
             if ended["kind"] != STEP
             else f"after step {ended['step'] + 1}"
         )
     if under_way:
         more = f" and {len(under_way) - LISTED} more" if len(under_way) > LISTED else ""
         said += (
-            "; under way: " + "; ".join(told(trace, record) for record in under_way[:LISTED]) + more
+            "; under way: "
+            + "; ".join(described(trace, record) for record in under_way[:LISTED])
+            + more
         )
     return said or "nothing"
 

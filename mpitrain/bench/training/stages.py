@@ -61,9 +61,9 @@ def stage_rows(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> lis
         held,
         peak(plan.lists[stage], costs).nbytes,
     )
-    told = sorted(StageRow(*row) for row in trainer.transport.gather_text(mine))
+    rows = sorted(StageRow(*row) for row in trainer.transport.gather_text(mine))
     return [
-        max((row for row in told if row.stage == number), key=lambda row: row.peak_bytes)
+        max((row for row in rows if row.stage == number), key=lambda row: row.peak_bytes)
         for number in range(trainer.grid.axes.pp)
     ]
 

@@ -245,7 +245,7 @@ def _timed(
         if isinstance(side, Ours):
             waits.append(side.comm_s)
     # Ranks that only look on have no times.
-    gathered = [told for told in transport.gather_text([times, losses, waits]) if told[0]]
+    gathered = [each for each in transport.gather_text([times, losses, waits]) if each[0]]
     slowest, all_losses, longest = (
         list(zip(*each, strict=True)) for each in zip(*gathered, strict=True)
     )

@@ -1,6 +1,6 @@
 """Optimizer steps on flat buffers, in place, and gradient statistics.
 
-Numbers that change from step to step lie in device memory. So the arguments of a launch never
+Numbers that change from step to step are in device memory. So the arguments of a launch never
 change.
 """
 

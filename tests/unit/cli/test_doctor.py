@@ -18,13 +18,13 @@ def said(*everyone, size=0):
 
 def test_a_sound_machine_is_one_line():
     assert said(FINE, FINE) == [
-        "verdict      2 rank(s) can train with --device cpu or cuda-sim; nothing will go wrong that can be told."
+        "verdict      2 rank(s) can train with --device cpu or cuda-sim; no problem was found."
     ]
 
 
 def test_only_what_every_rank_can_do_works():
     assert (
-        "with --device cpu; nothing"
+        "with --device cpu; no problem"
         in said(FINE, FINE._replace(host="b", kinds=["cpu", "cuda"]))[0]
     )
 
