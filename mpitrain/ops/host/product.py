@@ -72,6 +72,11 @@ def mkl() -> dict[np.dtype, Callable]:
     return _products(library.cblas_sgemm, library.cblas_dgemm, ctypes.c_int)
 
 
+def multiplier() -> str:
+    """Return the name of the library that multiplies matrices: MKL or NumPy."""
+    return "MKL" if mkl() else "NumPy"
+
+
 @cache
 def numpy_blas() -> dict[np.dtype, Callable]:
     """Return the product of the OpenBLAS in NumPy's wheels for each dtype; empty for another BLAS.
