@@ -7,7 +7,7 @@ lease in the same order use the same addresses.
 """
 
 import math
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
@@ -22,7 +22,10 @@ class Memory(Protocol):
     def allocate(self, nbytes: int) -> Any:
         """Allocate a buffer that starts at a multiple of 64 bytes."""
 
-    def array(self, buffer: Any, lease: "Lease", shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    def location(self, buffer: Any) -> Any:
+        """Return the start of a buffer in the form that `array` takes."""
+
+    def array(self, location: Any, lease: "Lease", shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """Return the first bytes of a buffer as an array.
 
         lease  must live as long as the array or any view of it
@@ -48,18 +51,22 @@ class HostMemory:
         buffer, self._rest = self._rest[:nbytes], self._rest[nbytes:]
         return buffer
 
+    def location(self, buffer: np.ndarray) -> tuple[int, bool]:
+        return buffer.ctypes.data, False
+
     def array(
-        self, buffer: np.ndarray, lease: "Lease", shape: tuple[int, ...], dtype: np.dtype
+        self, location: tuple[int, bool], lease: "Lease", shape: tuple[int, ...], dtype: np.dtype
     ) -> np.ndarray:
         # bfloat16 has no typestr of its own, so it is declared as raw bytes.
-        typestr = f"|V{dtype.itemsize}" if dtype.kind == "V" else dtype.str
+        is_raw = dtype.kind == "V"
         lease.__array_interface__ = {
-            "data": (buffer.ctypes.data, False),
+            "data": location,
             "shape": shape,
-            "typestr": typestr,
+            "typestr": f"|V{dtype.itemsize}" if is_raw else dtype.str,
             "version": 3,
         }
-        return np.asarray(lease).view(dtype)
+        array = np.asarray(lease)
+        return array.view(dtype) if is_raw else array
 
 
 class Lease:
@@ -80,6 +87,32 @@ class Lease:
         self._free.append(self._leased)
 
 
+class Leased(NamedTuple):
+    """A buffer of an arena.
+
+    number    of its allocation, from 1
+    location  of its first byte, as `Memory.location` returns it
+    """
+
+    number: int
+    buffer: Any
+    location: Any
+
+
+class LeaseSize(NamedTuple):
+    """The size of every lease of one shape and dtype.
+
+    nbytes  bytes that a lease counts
+    size    bytes of the buffer that serves it
+    free    the free buffers of this size class
+    """
+
+    nbytes: int
+    size: int
+    dtype: np.dtype
+    free: list[Leased]
+
+
 class Arena:
     """Pool of buffers by size class; it also counts leases of buffers that other objects own.
 
@@ -91,8 +124,9 @@ class Arena:
     def __init__(self, memory: Memory | None = None) -> None:
         self.live = self.peak = self.held = self.allocations = 0
         self._memory = memory or HostMemory()
-        # For each size class, this lists the free buffers as (number, buffer).
-        self._free: dict[int, list[tuple[int, Any]]] = {}
+        self._free: dict[int, list[Leased]] = {}  # The free buffers of each size class.
+        # A step leases the same shapes in each micro-batch, so their sizes are computed once.
+        self._sizes: dict[tuple[tuple[int, ...], Any], LeaseSize] = {}
 
     def rewind(self) -> None:
         """Sort the free buffers, so that leases reuse them in the order of their allocation."""
@@ -104,12 +138,13 @@ class Arena:
 
         Its buffer returns when the array and all its views have died.
         """
-        dtype = np.dtype(dtype)
-        nbytes = padded(math.prod(shape) * dtype.itemsize)
-        size = size_class(nbytes)
-        free = self._free.setdefault(size, [])
+        shape = tuple(shape)
+        nbytes, size, exact, free = self._sizes.get((shape, dtype)) or self._size(shape, dtype)
         leased = free.pop() if free else self._allocated(size)
-        return self.lend(leased[1], shape, dtype, leased, free, nbytes)
+        self.live += nbytes
+        if self.live > self.peak:
+            self.peak = self.live
+        return self._memory.array(leased.location, Lease(self, nbytes, leased, free), shape, exact)
 
     def lend(
         self,
@@ -118,24 +153,32 @@ class Arena:
         dtype: np.dtype,
         leased: Any,
         free: list[Any],
-        nbytes: int = 0,
     ) -> Any:
         """Lease the first bytes of a buffer of any owner as an array.
 
         When the array and all its views have died, `leased` is appended to `free`.
 
-        buffer  contiguous bytes in this arena's memory; `leased` keeps it alive
-        nbytes  bytes that count as leased; 0: the size of the buffer
+        buffer  contiguous bytes in this arena's memory, all of which count as leased; `leased`
+                keeps it alive
         """
-        nbytes = nbytes or buffer.nbytes
-        self.live += nbytes
+        self.live += buffer.nbytes
         self.peak = max(self.peak, self.live)
-        return self._memory.array(buffer, Lease(self, nbytes, leased, free), tuple(shape), dtype)
+        lease = Lease(self, buffer.nbytes, leased, free)
+        return self._memory.array(self._memory.location(buffer), lease, tuple(shape), dtype)
 
-    def _allocated(self, size: int) -> tuple[int, Any]:
+    def _size(self, shape: tuple[int, ...], dtype: Any) -> LeaseSize:
+        exact = np.dtype(dtype)
+        nbytes = padded(math.prod(shape) * exact.itemsize)
+        size = size_class(nbytes)
+        found = LeaseSize(nbytes, size, exact, self._free.setdefault(size, []))
+        self._sizes[shape, dtype] = found
+        return found
+
+    def _allocated(self, size: int) -> Leased:
         self.allocations += 1
         self.held += size
-        return self.allocations, self._memory.allocate(size)
+        buffer = self._memory.allocate(size)
+        return Leased(self.allocations, buffer, self._memory.location(buffer))
 
 
 def size_class(nbytes: int) -> int:
@@ -147,8 +190,8 @@ def size_class(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-def _number(leased: tuple[int, Any]) -> int:
-    return leased[0]
+def _number(leased: Leased) -> int:
+    return leased.number
 
 
 def padded(nbytes: int) -> int:

@@ -119,11 +119,14 @@ class _CudaMemory:
     def allocate(self, nbytes: int) -> Any:
         return self._cupy.empty(nbytes, np.uint8)  # the pool cuts at multiples of 512 bytes
 
-    def array(self, buffer: Any, lease: Lease, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    def location(self, buffer: Any) -> Any:
+        return buffer
+
+    def array(self, location: Any, lease: Lease, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         # A view refers to its memory object, which refers to its owner, the lease. So the lease
         # lives as long as the last view.
         memory = self._cupy.cuda.UnownedMemory(
-            buffer.data.ptr, buffer.nbytes, lease, buffer.data.device_id
+            location.data.ptr, location.nbytes, lease, location.data.device_id
         )
         return self._cupy.ndarray(shape, dtype, self._cupy.cuda.MemoryPointer(memory, 0))
 

@@ -1,7 +1,6 @@
 """A stage: one chunk of the model on its rank, with the activations saved for each micro-batch."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpitrain.layers.base import Unit, backward
@@ -9,6 +8,23 @@ from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.trace.recorder import SILENT, Recorder
 from mpitrain.trace.ring_buffer import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+
+
+class _Pass:
+    """Context of a unit's pass. An error leaves its span open in the trace."""
+
+    __slots__ = ("_poll", "_recorder", "_span")
+
+    def __init__(self, recorder: Recorder, span: int, poll: Callable[[], None]):
+        self._recorder, self._span, self._poll = recorder, span, poll
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
+        if error is None:
+            self._poll()
+            self._recorder.end(self._span)
 
 
 class Stage:
@@ -64,13 +80,10 @@ class Stage:
         saved = self._saved[micro] = []
         return saved.append
 
-    @contextmanager
-    def _running(self, phase: int, number: int, micro: int) -> Iterator[None]:
+    def _running(self, phase: int, number: int, micro: int) -> "_Pass":
         """Record a pass of a unit, and poll messages at its end."""
         span = self._recorder.compute(self._names[number], phase, number, micro)
-        yield
-        self._poll()
-        self._recorder.end(span)
+        return _Pass(self._recorder, span, self._poll)
 
     def backward_input(self, micro: int, dy: Any) -> Any:
         """Run the half of the backward pass that computes input gradients.

@@ -128,7 +128,7 @@ def test_a_peer_that_cannot_use_the_gpu_is_one_message(monkeypatch):
 
 def test_a_peer_that_is_not_installed_is_one_message(monkeypatch):
     monkeypatch.setitem(
-        training_steps.PEERS, "torch", ("nothing_of_this_name", "pip install torch")
+        training_steps.PEERS, "torch", ("nothing_of_this_name", "pip install torch", "Peer")
     )
     config = parse({"optimizer": {"clip": 0.0}})
     with pytest.raises(
@@ -226,7 +226,8 @@ def test_a_rank_that_fails_alone_waits_for_nobody(monkeypatch):
             ["model.layers=1", "model.width=8", "model.context=8"],
             [],
             False,
-            None,
+            (),
+            False,
             1,
             1,
             None,

@@ -1,10 +1,12 @@
 """`mpitrain bench train`: measures training steps, in turns with other settings or with PyTorch."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from mpitrain.cli.bench.shapes import PEERS, measure_shapes
 from mpitrain.cli.job_options import DEVICE, GEMM, PP, SET, TP, changes, configured
 from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.session import MOST, mpi_session
@@ -51,8 +53,29 @@ ALONE = [
 )
 @click.option(
     "--peer",
-    type=click.Choice(["torch"]),
-    help="Also measure PyTorch over gloo, in turns, with its counterpart of the first job's replication.",
+    "peers",
+    type=click.Choice(PEERS),
+    multiple=True,
+    help="Also measure PyTorch over gloo, in turns, with its counterpart of the first job's "
+    "replication; torch-compiled is DDP under torch.compile (repeatable).",
+)
+@click.option(
+    "--floor",
+    is_flag=True,
+    help="Also measure the matrix products of a step alone, in turns, and a step by kind of unit.",
+)
+@click.option(
+    "--shapes",
+    metavar="all|NAME[,NAME...]",
+    help="Measure a table of shapes instead, on 2 ranks, against all peers: "
+    "mpitrain/bench/README.md lists the names.",
+)
+@click.option(
+    "--row-seconds",
+    type=click.FloatRange(0, min_open=True),
+    default=120,
+    show_default=True,
+    help="With --shapes: bound of the turns of a shape; compilation comes on top.",
 )
 @click.option(
     "--blocks",
@@ -74,7 +97,10 @@ ALONE = [
 def command(
     others: tuple[str, ...],
     alone: bool,
-    peer: str | None,
+    peers: tuple[str, ...],
+    floor: bool,
+    shapes: str | None,
+    row_seconds: float,
     blocks: int,
     steps: int,
     settings: tuple[str, ...],
@@ -89,16 +115,42 @@ def command(
     step of the first job.
     """
     changed = changes(settings, **options)
+    if shapes is not None:
+        if others or alone or csv_file:
+            raise click.UsageError("--shapes takes no --against, --alone and --csv.")
+        turns = blocks, steps, row_seconds
+        with mpi_session(kind=lambda: _configured(1, blocks, steps, changed).device.kind) as all_:
+            measure_shapes(
+                all_, shapes, _job(), changed, [*dict.fromkeys(peers or PEERS)], turns, json_file
+            )
+        return
     with mpi_session(kind=lambda: _configured(1, blocks, steps, changed).device.kind) as transport:
-        _measure(transport, changed, list(others), alone, peer, blocks, steps, json_file, csv_file)
+        _measure(
+            transport,
+            changed,
+            list(others),
+            alone,
+            peers,
+            floor,
+            blocks,
+            steps,
+            json_file,
+            csv_file,
+        )
 
 
 def _configured(size: int, blocks: int, steps: int, settings: list[str]) -> Any:
     """Return the configuration to measure on `size` ranks."""
     from mpitrain.bench.training.steps import WARM_UP
 
-    shape = {**SHAPE, "batch.size": SEQUENCES * size, "run.steps": WARM_UP + blocks * steps}
-    return configured(None, [*(f"{key}={value}" for key, value in shape.items()), *settings])
+    shape = {"batch.size": SEQUENCES * size, "run.steps": WARM_UP + blocks * steps}
+    ours = [f"{key}={value}" for key, value in shape.items()]
+    return configured(None, [*_job(), *ours, *settings])
+
+
+def _job() -> list[str]:
+    """Return the settings of SHAPE."""
+    return [f"{key}={value}" for key, value in SHAPE.items()]
 
 
 def _measure(
@@ -106,13 +158,15 @@ def _measure(
     settings: list[str],
     others: list[str],
     alone: bool,
-    peer: str | None,
+    peers: Sequence[str],
+    floor: bool,
     blocks: int,
     steps: int,
     json_file: Path | None,
     csv_file: Path | None,
 ) -> None:
     from mpitrain.bench.collectives.table import write_csv
+    from mpitrain.bench.training.bare_products import BareProducts
     from mpitrain.bench.training.stages import stage_rows, stage_table
     from mpitrain.bench.training.steps import (
         LookingOn,
@@ -122,10 +176,11 @@ def _measure(
         check_common_steps,
         check_same_work,
         named,
-        peer_class,
+        peer_of,
         table,
         write_json,
     )
+    from mpitrain.bench.training.unit_kinds import ByKind, floor_table, kind_rows
     from mpitrain.cli.terminal.progress import way
     from mpitrain.collectives.selection.tuning import foreign
     from mpitrain.run.build import build
@@ -146,20 +201,20 @@ def _measure(
     job = build(transport, first)
     jobs = [job, build(transport, second, source=job.source)] if others else [job]
     config = job.trainer.config  # here device.kind "auto" is resolved
-    rival = (
-        on_all_ranks(transport, lambda: peer_class(peer, config, job.trainer.grid.axes.dp))
-        if peer
-        else None
-    )
     sides: list[Any] = [Ours(each, named(each.trainer.config, others)) for each in jobs]
     if alone:
         own = transport.split(None if transport.rank else 0)
         found = on_all_ranks(transport, lambda: own and build(own, third, source=job.source))
         name = "one rank of mpitrain"
         sides.append(Ours(found, name) if found else LookingOn(name))
-    if rival:
-        sides.append(rival(transport, config, job.source.inputs, job.trainer.tensors()))
+    rivals = [peer_of(transport, job, peer) for peer in dict.fromkeys(peers)]
+    sides += rivals
+    compared = len(sides)
+    if floor:
+        by_kind = ByKind(transport, job)
+        sides += [by_kind, bare := BareProducts(by_kind.watch.products)]
     results = alternate(transport, job, sides, blocks, steps)
+    kinds = kind_rows(transport, by_kind.seconds, bare.seconds) if floor else []
     of_stages = (
         stage_rows(job.trainer, *job.trainer.replication.batch(job.data, 0))
         if config.layout.pp > 1
@@ -181,12 +236,16 @@ def _measure(
             f"{way(config)}, {config.device.kind}, products by {_multiplier(config)}; "
             f"{blocks} blocks of {steps} steps"
         )
-        click.echo("\n".join(table(results, tokens)))
+        click.echo("\n".join(table(results[:compared], tokens)))
+        for note in (note for rival in rivals for note in rival.notes()):
+            click.echo(note)
+        if floor:
+            click.echo("\n" + "\n".join(floor_table(results[0], results[-1], kinds)))
         if of_stages:
             click.echo("\n" + "\n".join(stage_table(of_stages)))
         if json_file:
             with outputs.to(json_file):
-                write_json(json_file, config.device.kind, results)
+                write_json(json_file, config.device.kind, results, kinds)
         if csv_file:
             with outputs.to(csv_file):
                 write_csv(csv_file, block_rows(results))
@@ -195,9 +254,9 @@ def _measure(
 
 def _multiplier(config: Any) -> str:
     """Return the name of the library or kernels that multiply matrices."""
-    from mpitrain.ops.host.product import mkl
+    from mpitrain.ops.host.product import multiplier
 
     if config.device.kind == "cpu":
-        return "MKL" if mkl() else "NumPy"
+        return multiplier()
     library = {"cuda": "cuBLAS", "cuda-sim": "NumPy"}[config.device.kind]
     return library if config.device.gemm == "library" else "our kernels"

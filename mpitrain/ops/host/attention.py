@@ -42,16 +42,14 @@ def attention(qkv, heads, arena):
         stop = min(start + QUERIES, length)
         exp = arena.take((batch, heads, stop - start, stop), qkv.dtype)
         blocks.append(Block(slice(start, stop), exp, arena.take((*exp.shape[:3], 1), qkv.dtype)))
-    masks = [
-        np.triu(np.full(block.exp.shape[2:], -np.inf, qkv.dtype), 1 + block.rows.start)
-        for block in blocks
-    ]
+    last = min(length, QUERIES)
+    mask = np.triu(np.full((last, last), -np.inf, qkv.dtype), 1)
     ones = np.ones(length, qkv.dtype)
-    every_scaled = arena.take((heads, min(length, QUERIES), width), qkv.dtype)
+    every_scaled = arena.take((heads, last, width), qkv.dtype)
     for sequence in range(batch):
         q, k, v = _heads(qkv[sequence], 3, heads)
         (out,) = _heads(y[sequence], 1, heads)
-        for block, mask in zip(blocks, masks, strict=True):
+        for block in blocks:
             rows, exp, inverse = block.rows, block.exp[sequence], block.inverse[sequence]
             scaled = np.multiply(q[:, rows], width**-0.5, out=every_scaled[:, : exp.shape[1]])
             _exponentials(scaled, k[:, : rows.stop], mask, ones[: rows.stop], exp, inverse)
@@ -95,21 +93,24 @@ def attention_backward(dy, saved, arena):
 
 
 def _exponentials(q, k, mask, ones, exp, inverse):
-    """Fill exp with exp(q k^T + mask) and inverse with 1 / its row sums.
+    """Fill exp with the exponentials of q k^T, 0 after each query, and inverse with 1 / its row sums.
 
     A softmax does not depend on a shift of its scores. NumPy takes twice as long for the row
     maximum as for the exponentials. So scores are shifted by their row maximum only where overflow
     or underflow requires it.
-    q: (H, Q, D), scaled; k: (H, K, D); mask: (Q, K); ones: (K,); exp: (H, Q, K); inverse: (H, Q, 1)
+    q: (H, Q, D), scaled; k: (H, K, D); mask: (Q or more, Q or more), -inf above the diagonal, for the
+    last Q keys; ones: (K,); exp: (H, Q, K); inverse: (H, Q, 1)
     """
+    count = q.shape[1]
+    diagonal, mask = exp[..., -count:], mask[:count, :count]
     np.matmul(q, k.swapaxes(1, 2), out=exp)
-    exp += mask
+    diagonal += mask
     with np.errstate(over="ignore"):
         np.exp(exp, out=exp)
         np.matmul(exp, ones, out=inverse[..., 0])
     if not (SAFE[0] < inverse.min() and inverse.max() < SAFE[1]):
         np.matmul(q, k.swapaxes(1, 2), out=exp)
-        exp += mask
+        diagonal += mask
         exp -= exp.max(axis=-1, keepdims=True)
         np.exp(exp, out=exp)
         np.matmul(exp, ones, out=inverse[..., 0])
