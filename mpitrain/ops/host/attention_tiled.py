@@ -107,7 +107,7 @@ def attention(qkv, heads, arena, tile=None):
             if not (SAFE[0] < sums.min(initial=1) and sums.max(initial=1) < SAFE[1]):
                 # A softmax does not depend on a shift of its scores. NumPy takes almost as long for
                 # the row maxima as for the exponentials, so only such a head has them.
-                np.negative(_row_maxima(tiles, sums), out=q[:, width])
+                np.multiply(_row_maxima(tiles, sums), -1, out=q[:, width])
                 _sum_values(tiles)
             np.divide(out, sums[:, None], out=every_y[head])
             np.log(sums, out=sums)
@@ -222,10 +222,11 @@ def _backward(dy, saved, arena):
         (every_y,), (every_d,) = (split_heads(one[sequence], 1, heads) for one in (y, dy))
         for head in range(heads):
             np.multiply(every_q[head], scale, out=q[:, :width])
-            np.negative(log_sums[sequence, head], out=q[:, width])
+            np.multiply(log_sums[sequence, head], -1, out=q[:, width])
             d[:, :width] = every_d[head]
             np.vecdot(every_d[head], every_y[head], out=d[:, width])
-            np.negative(d[:, width], out=d[:, width])
+            # np.negative of NumPy 2.4 computes in place with some strides wrongly.
+            d[:, width] *= -1
             kt[:width], vt[:width] = every_k[head].T, every_v[head].T
             k[...] = every_k[head]
             dq.fill(0)
