@@ -51,10 +51,7 @@ def attention(qkv, heads, arena):
         stop = min(start + QUERIES, length)
         exp = arena.take((batch, heads, stop - start, stop), qkv.dtype)
         blocks.append(Block(slice(start, stop), exp, arena.take((*exp.shape[:3], 1), qkv.dtype)))
-    masks = [
-        np.triu(np.full(block.exp.shape[2:], -np.inf, qkv.dtype), 1 + block.rows.start)
-        for block in blocks
-    ]
+    masks = [causal_mask(block.exp.shape[2:], block.rows.start, qkv.dtype) for block in blocks]
     ones = np.ones(length, qkv.dtype)
     every_scaled = arena.take((heads, min(length, QUERIES), width), qkv.dtype)
     for sequence in range(batch):
@@ -135,6 +132,14 @@ def _write_or_add(a, b, out, first, part):
         np.matmul(a, b, out=out)
     else:
         out += np.matmul(a, b, out=part[:, : out.shape[1]])
+
+
+def causal_mask(shape, first, dtype):
+    """Return -inf for the keys after each query, else 0; `first` is the token of the first query.
+
+    shape: (Q, K)
+    """
+    return np.triu(np.full(shape, -np.inf, dtype), 1 + first)
 
 
 def split_heads(packed, parts, heads):
