@@ -7,7 +7,7 @@ all tiles are made once per call.
 The product of queries and keys takes one more channel, which adds -shift to the scores. This saves
 a pass over the tiles.
 
-B batch, T tokens, C channels, H heads, D = C / H; Q queries and K keys of a tile.
+B batch, T tokens, C channels, H heads, D = C / H. A tile has Q queries and K keys.
 """
 
 from typing import NamedTuple

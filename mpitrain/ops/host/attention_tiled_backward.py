@@ -4,7 +4,7 @@ Two products each take one more channel, which saves a pass over the tiles. It a
 scores, so that their exponentials are the weights. It adds -dot to the gradient of the weights,
 where dot is the sum of dy y over a row.
 
-B batch, T tokens, C channels, H heads, D = C / H; Q queries and K keys of a tile.
+B batch, T tokens, C channels, H heads, D = C / H. A tile has Q queries and K keys.
 """
 
 from typing import NamedTuple

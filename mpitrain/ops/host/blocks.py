@@ -9,8 +9,8 @@ import numpy as np
 L2_SHARE = 256 * 1024
 # OpenBLAS multiplies without packing up to this many multiplications.
 UNPACKED = 1_000_000
-# Elements between two rows of a transposed operand. Without them, the rows of a tile would share
-# few sets of the L1 cache where their length is a power of 2.
+# Elements between two rows of a transposed operand. Rows whose length is a power of 2 would share
+# few sets of the L1 cache.
 GAP = 16
 
 
