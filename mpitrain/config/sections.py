@@ -436,6 +436,16 @@ class Optimizer(Section):
     )
 
 
+class Memory(Section):
+    attention: Literal["auto", "tiled", "whole"] = Field(
+        "auto",
+        description="attention on cpu. tiled: in tiles that stay in cache; the backward computes "
+        "the exponentials again, and no memory grows with the square of model.context. whole: "
+        "the exponentials are saved for the backward. auto: whole for short sequences, tiled "
+        "from 512 tokens on. cuda and cuda-sim always compute in tiles",
+    )
+
+
 class Checkpoint(Section):
     basic = ("every",)
 

@@ -94,7 +94,11 @@ def resolve_here(given: Given, hosts: Sequence[str]) -> Resolved:
     if kind == "auto":
         kind = "cuda" if all(given.gpus) else "cpu"
     device = device_for(
-        kind, config.device.gemm, config.device.tiles, compute=config.precision.compute
+        kind,
+        config.device.gemm,
+        config.device.tiles,
+        compute=config.precision.compute,
+        attention=config.memory.attention,
     )
     config = config.model_copy(
         update={
