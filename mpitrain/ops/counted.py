@@ -9,6 +9,8 @@ from __future__ import annotations  # help() then prints signatures as they are 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -21,30 +23,27 @@ from mpitrain.ops.operands import DIM, operands
 from mpitrain.ops.weightless import Weightless, WeightlessMemory
 
 
+@dataclass
 class Count:
-    """FLOPs, bytes and calls of operations so far.
+    """FLOPs and bytes of operations so far.
 
-    flops       floating-point operations of matrix products: 2 for each multiply-add
-    recomputed  of `flops`, those of forwards within `is_backward`
-    nbytes      bytes that the operations read and write, each array once
-    calls       {operation: number of calls}
-    is_backward whether a backward is running, as its caller sets it
+    flops        floating-point operations of matrix products: 2 for each multiply-add
+    recomputed   of `flops`, those of forwards while `is_backward`
+    nbytes       bytes that the operations read and write, each array once
+    is_backward  whether a backward is running, as its caller sets it
     """
 
-    def __init__(self) -> None:
-        self.flops = self.recomputed = self.nbytes = 0
-        self.calls: dict[str, int] = {}
-        self.is_backward = False
+    flops: int = 0
+    recomputed: int = 0
+    nbytes: int = 0
+    is_backward: bool = False
 
     def add(self, name: str, row: Operation, arguments: Sequence[Any]) -> None:
         """Count one call."""
-        self.calls[name] = self.calls.get(name, 0) + 1
         sizes = sizes_of(row, arguments)
         itemsize = next((x.itemsize for x in _arrays(arguments) if isinstance(x, Weightless)), 4)
-        try:
+        with suppress(KeyError):  # An absent argument may hide the size of a letter.
             self.nbytes += row.nbytes(itemsize, **sizes)
-        except KeyError:
-            pass  # an argument without which the other sizes are unknown is None
         if row.products:
             flops = 2 * _product(row.products, sizes)
             self.flops += flops
@@ -104,9 +103,7 @@ def sizes_of(row: Operation, arguments: Sequence[Any]) -> dict[str, int]:
     """
     takes = operands(row.operands).takes
     given = list(zip(takes, arguments, strict=False))
-    sizes = {
-        one.number: value for one, value in given if one.number and isinstance(value, int)
-    }
+    sizes = {one.number: value for one, value in given if one.number and isinstance(value, int)}
     for one, value in given:
         if one.shape and isinstance(value, np.ndarray):
             _fit(one.shape, value.shape, sizes)
@@ -168,9 +165,7 @@ def _remembered(run: Callable[..., Any]) -> Callable[[tuple, dict], Any]:
     known: dict[Any, _Result] = {}
 
     def call(arguments: tuple, named: dict[str, Any]) -> Any:
-        arena = next(
-            one for one in (*arguments, *named.values()) if isinstance(one, Arena)
-        )
+        arena = next(one for one in (*arguments, *named.values()) if isinstance(one, Arena))
         leases: list[Lease] = []
         try:
             key = _key((arguments, tuple(named.items())), leases)
@@ -184,20 +179,15 @@ def _remembered(run: Callable[..., Any]) -> Callable[[tuple, dict], Any]:
         found = run(*arguments, **named)
         excess, arena.peak = arena.peak - before, max(peak, arena.peak)
         own = len(leases)
-        try:
-            known[key] = _Result(
-                _described(found, leases), [one.nbytes for one in leases[own:]], excess
-            )
-        except _Unknown:
-            pass
+        with suppress(_Unknown):
+            tree = _described(found, leases)
+            known[key] = _Result(tree, [one.nbytes for one in leases[own:]], excess)
         return found
 
     return call
 
 
-def _repeated(
-    result: _Result, arena: Arena, leases: list[Lease], source: WeightlessMemory
-) -> Any:
+def _repeated(result: _Result, arena: Arena, leases: list[Lease], source: WeightlessMemory) -> Any:
     arena.peak = max(arena.peak, arena.live + result.excess)
     fresh = [arena.take((nbytes,), np.uint8).lease for nbytes in result.fresh]
     return _made(result.tree, leases + fresh, source)
@@ -219,7 +209,7 @@ def _strided(array: Weightless, strides: tuple[int, ...], source: WeightlessMemo
     """Return an array with gaps: a view of a longer one without memory."""
     length = sum((n - 1) * step for n, step in zip(array.shape, strides, strict=True))
     whole = source.made((max(0, length) + array.itemsize,), np.uint8, array.lease)
-    found: Any = np.ndarray.__new__(Weightless, array.shape, array.dtype, whole.base, 0, strides)
+    found: Any = np.ndarray.__new__(type(array), array.shape, array.dtype, whole.base, 0, strides)
     found.lease, found.source = array.lease, source
     return found
 
@@ -246,9 +236,7 @@ def _described(value: Any, leases: list[Lease]) -> Any:
     """Return a result with an `_Array` in place of each array; collects the fresh leases."""
     match value:
         case Weightless():
-            return _Array(
-                value.shape, value.strides, value.dtype, _index(value.lease, leases)
-            )
+            return _Array(value.shape, value.strides, value.dtype, _index(value.lease, leases))
         case tuple() | list():
             return _alike(value, (_described(one, leases) for one in value))
         case None | bool() | int() | float() | str() | slice() | np.number() | np.ndarray():

@@ -10,7 +10,7 @@ from __future__ import annotations  # help() then prints signatures as they are 
 import math
 import mmap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,13 @@ class Weightless(np.ndarray):
     lease: Lease | None
     source: WeightlessMemory
 
+    @property
+    def ctypes(self) -> Any:
+        """Refuse to give an address to code that NumPy does not call."""
+        raise TypeError("an array without memory has no address")
+
+    __array_interface__ = ctypes
+
     def __array_finalize__(self, other: Any) -> None:
         if isinstance(other, Weightless):
             # Fancy indices make copies, which keep no lease.
@@ -46,7 +53,7 @@ class Weightless(np.ndarray):
         if method == "at":
             return None
         shape = _SHAPES[method](ufunc, inputs, named)
-        dtype = np.dtype(named.get("dtype") or _dtype(ufunc, inputs))
+        dtype = np.dtype(named.get("dtype") or _dtype(ufunc, method, inputs))
         source = next(each for each in inputs if isinstance(each, Weightless)).source
         found = source.made(shape, dtype) if shape else dtype.type(1)
         return found if ufunc.nout == 1 else (found,) * ufunc.nout
@@ -76,7 +83,7 @@ class Weightless(np.ndarray):
     def copy(self, order: Any = "C") -> Any:
         return self.source.made(self.shape, self.dtype)
 
-    def astype(self, dtype: Any, *rest: Any, copy: bool = True, **named: Any) -> Any:
+    def astype(self, dtype: Any, *rest: Any, copy: Any = True, **named: Any) -> Any:
         return self if self.dtype == dtype and not copy else self.source.made(self.shape, dtype)
 
     def reshape(self, *shape: Any, **named: Any) -> Any:
@@ -90,11 +97,31 @@ class Weightless(np.ndarray):
         return np.zeros(_reduced(self.shape, axis, False), np.int64)
 
 
-class WeightlessMemory:
-    """Allocator of an arena whose arrays have no memory."""
+class WeightlessOnDevice(Weightless):
+    """An array without memory, in place of an array in GPU memory."""
 
-    def __init__(self) -> None:
-        self._mapping = _mapping(1)
+    __cuda_array_interface__ = Weightless.ctypes
+
+    @property
+    def data(self) -> Any:
+        """An aligned address, by which device operations choose kernels."""
+        return Address(0)
+
+
+class Address(NamedTuple):
+    """Address of an array in GPU memory."""
+
+    ptr: int
+
+
+class WeightlessMemory:
+    """Allocator of an arena whose arrays have no memory.
+
+    kind  the class of the arrays
+    """
+
+    def __init__(self, kind: type[Weightless] = Weightless) -> None:
+        self._kind, self._mapping = kind, _mapping(1)
 
     def allocate(self, nbytes: int) -> Any:
         return self.made((nbytes,), np.uint8)
@@ -108,7 +135,7 @@ class WeightlessMemory:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes > len(self._mapping):
             self._mapping = _mapping(nbytes)
-        found: Any = np.ndarray.__new__(Weightless, tuple(shape), dtype, self._mapping)
+        found: Any = np.ndarray.__new__(self._kind, tuple(shape), dtype, self._mapping)
         found.lease, found.source = lease, self
         return found
 
@@ -123,13 +150,13 @@ def _mapping(nbytes: int) -> mmap.mmap:
     return mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
 
 
-def _dtype(ufunc: np.ufunc, inputs: Sequence[Any]) -> np.dtype:
+def _dtype(ufunc: np.ufunc, method: str, inputs: Sequence[Any]) -> np.dtype:
     """Return the dtype of the first result, from a call with one element of each input."""
     if ufunc.signature:
         return np.result_type(*inputs)
-    ones = [np.ones((), x.dtype) if isinstance(x, np.ndarray) else x for x in inputs[: ufunc.nin]]
-    if len(ones) < ufunc.nin:  # a reduction
-        ones *= ufunc.nin
+    if method not in ("__call__", "outer"):
+        inputs = [inputs[0]] * ufunc.nin
+    ones = [np.ones((), x.dtype) if isinstance(x, np.ndarray) else x for x in inputs]
     found = ufunc(*ones)
     return (found if ufunc.nout == 1 else found[0]).dtype
 
@@ -156,7 +183,9 @@ def _reduction(ufunc: np.ufunc, inputs: Sequence[Any], named: Mapping[str, Any])
 def _reduced(shape: Shape, axis: Any, keepdims: bool) -> Shape:
     axes = range(len(shape)) if axis is None else np.atleast_1d(axis) % max(1, len(shape))
     lengths = [
-        1 if dim in axes else length for dim, length in enumerate(shape) if keepdims or dim not in axes
+        1 if dim in axes else length
+        for dim, length in enumerate(shape)
+        if keepdims or dim not in axes
     ]
     return tuple(lengths)
 

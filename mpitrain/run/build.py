@@ -22,8 +22,10 @@ from mpitrain.parallel.memory import check_memory
 from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.pipeline.partition import TIME
 from mpitrain.pipeline.profile_units import by_time, unit_seconds
+from mpitrain.run.activations import check_activations
 from mpitrain.run.checkpoint import save_load
 from mpitrain.run.checkpoint.manifest import Done
+from mpitrain.run.counted import Step
 from mpitrain.run.given import Given, agree_on
 from mpitrain.run.resolve import Resolved, resolve, resolve_here
 from mpitrain.run.trainer import Trainer
@@ -92,12 +94,19 @@ def build(
     name = "this data source" if source else given.config.data.source
     largest = None if source else _largest(transport, given)
     opened: list[Source | Unopened] = []
+    counted: list[Step] = []
 
     def facts(resolved: Resolved) -> dict[str, Any]:
         opened.append(found := source or _source(resolved.config, largest))
         check_data(resolved.config.model.kind, found.form, name)
         config, axes, plan, *_, device = resolved
-        check_memory(transport, config, found, axes, len(plan.place), device)
+        room = check_memory(transport, config, found, axes, len(plan.place), device)
+        hosts, rank = transport.hosts, transport.rank
+        counted.append(
+            check_activations(
+                resolved, found, lambda layers: model(config, found, layers), room, hosts, rank
+            )
+        )
         return {"inputs": found.inputs, "classes": found.classes, "held_out": found.held_out}
 
     resolved = resolve(transport, given, facts)
@@ -119,6 +128,7 @@ def build(
         )
         trainer.replication.restore(found.manifest.scalars)
         done = found.done
+    (trainer.counted,) = counted
     return Job(trainer, source, done)
 
 

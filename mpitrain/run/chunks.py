@@ -24,9 +24,7 @@ class Chunks(NamedTuple):
     tied: dict[str, list[int]]
 
 
-def chunks(
-    units: Units, layers: LayerFactory, place: Sequence[int], partition: str
-) -> Chunks:
+def chunks(units: Units, layers: LayerFactory, place: Sequence[int], partition: str) -> Chunks:
     """Make the units with a rank's layer factory, and cut them.
 
     place      the stage of each chunk

@@ -4,8 +4,8 @@ The real layers, arena, pipeline program and pools run on arrays without memory 
 No parameter exists, and no message is sent. So any rank counts any other rank's step.
 """
 
-from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,16 +21,23 @@ from mpitrain.machine.backend import DeviceBackend
 from mpitrain.ops import Ops, bodies
 from mpitrain.ops.counted import Count, Unlaunched, counted
 from mpitrain.ops.device import Device
-from mpitrain.ops.weightless import WeightlessMemory
+from mpitrain.ops.weightless import Weightless, WeightlessMemory, WeightlessOnDevice
 from mpitrain.parallel.grid import share
-from mpitrain.parallel.tensor.layer_factory import LayerFactory, layers_for
+from mpitrain.parallel.tensor.layer_factory import layers_for
+from mpitrain.pipeline.instructions import Plan
+from mpitrain.pipeline.memory import peak
 from mpitrain.pipeline.partition import TIME
 from mpitrain.pipeline.pipeline import Pipeline, own
-from mpitrain.run.chunks import Chunks, Units, chunks
+from mpitrain.pipeline.schedules import plan_of
+from mpitrain.pipeline.simulate import Cost
+from mpitrain.run.chunks import Units, chunks
 from mpitrain.run.resolve import Resolved
 from mpitrain.trace.recorder import Silent
 from mpitrain.trace.ring_buffer import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
 from mpitrain.transport.unsent import Unsent
+
+SERIAL = "1f1b"
+"""A schedule whose single stage ends each micro-batch before it begins the next."""
 
 
 class Step(NamedTuple):
@@ -39,13 +46,11 @@ class Step(NamedTuple):
     peak        bytes of activations, as `Pipeline.peak_bytes`
     flops       floating-point operations of matrix products
     recomputed  of `flops`, those that repeat a forward
-    nbytes      bytes that operations read and write, each array once
     """
 
-    peak: int
-    flops: int
-    recomputed: int
-    nbytes: int
+    peak: int = 0
+    flops: int = 0
+    recomputed: int = 0
 
 
 class Body:
@@ -58,13 +63,14 @@ class Body:
 
     def __init__(self, device: Device, config: Config, rank: int, ranks: int):
         """Make the layers of one rank of a tensor-parallel group."""
-        self.device, self.memory, self.count = device, WeightlessMemory(), Count()
+        self.device, self.count = device, Count()
+        self.memory = WeightlessMemory(WeightlessOnDevice if device.kernels else Weightless)
         self.arena = Arena(self.memory)
         group = CountedGroup(self.endpoint(rank, ranks), arena=self.arena)
         ops = counted(_leasing(device), self.count)
         self.layers = layers_for(ops, group, config.layout)
 
-    def endpoint(self, rank: int, ranks: int) -> Unsent:
+    def endpoint(self, rank: int, ranks: int) -> Any:
         """Return a transport without peers, which tells `count` about backwards."""
         return Unsent(
             rank,
@@ -121,49 +127,76 @@ class Replica:
         return self._loss.gradient(logits, targets, scale, self._arena)
 
 
-def count_step(resolved: Resolved, source: Source | Unopened, units: Units, rank: int) -> Step:
-    """Count one training step of a rank.
+class Counter:
+    """Counts training steps of ranks of one configuration that have one tensor-parallel rank.
 
     A mode in which one rank takes the loss of all rows is counted as if each took its own.
 
     units  the model, as a function of a layer factory
+    tp     tensor-parallel rank
     """
-    config, axes, plan, device = resolved.config, resolved.axes, resolved.plan, resolved.device
-    if rank >= axes.ranks - axes.servers:
-        return Step(0, 0, 0, 0)
-    place = axes.place(rank)
-    body = Body(device, config, place.tp, axes.tp)
-    found = chunks(units, body.layers, plan.place, _partition(config))
-    mine = [unit for part in own(plan.place, place.pp) for unit in found.parts[part]]
-    storage = Storage(mine, config.precision.stored, axes.dp)
-    replica: Any = Replica(storage, body, body.layers.loss())
-    pipe = Pipeline(
-        plan,
-        found.parts,
-        body.endpoint(place.pp, axes.pp),
-        replica,
-        body.arena,
-        device.half or storage.dtype,
-        body.layers.now,
-    )
-    rows = share(config.batch.size, place.dp, axes.dp)
-    micro_batches = config.batch.micro_batches
-    shares = [share(len(rows), micro, micro_batches) for micro in range(micro_batches)]
-    inputs, targets = zeros(source, max(map(len, shares)), config.precision.stored)
 
-    def loss(micro: int, logits: Any) -> Any:
-        right = body.placed(targets[: len(shares[micro])]).reshape(-1)
-        _, gradient = replica.loss(logits.reshape(len(right), -1), right, 1.0)
-        return gradient.reshape(logits.shape)
+    def __init__(self, resolved: Resolved, source: Source | Unopened, units: Units, tp: int = 0):
+        config, axes, plan = resolved.config, resolved.axes, resolved.plan
+        self._resolved, self._source = resolved, source
+        self._body = Body(resolved.device, config, tp, axes.tp)
+        self._chunks = chunks(units, self._body.layers, plan.place, _partition(config))
 
-    pipe.train(
-        [(0, rows.start + one.start, len(one), True) for one in shares],
-        [(len(one), *inputs.shape[1:]) for one in shares],
-        lambda micro: body.placed(inputs[: len(shares[micro])]),
-        loss,
-    )
-    count = body.count
-    return Step(pipe.peak_bytes, count.flops, count.recomputed, count.nbytes)
+    def step(self, pp: int, dp: int = 0) -> Step:
+        """Count one training step of a pipeline stage, in the dp-th replica."""
+        config, axes, plan, *_, device = self._resolved
+        body, parts = self._body, self._chunks.parts
+        mine = [unit for part in own(plan.place, pp) for unit in parts[part]]
+        storage = Storage(mine, config.precision.stored, axes.dp)
+        replica: Any = Replica(storage, body, body.layers.loss())
+        endpoint, computed = body.endpoint(pp, axes.pp), device.half or storage.dtype
+        rows = share(config.batch.size, dp, axes.dp)
+        every = [share(len(rows), n, plan.micro_batches) for n in range(plan.micro_batches)]
+        shares = _unlike(every) if _is_serial(plan) else every
+        plan = plan if len(shares) == len(every) else plan_of(SERIAL, 1, len(shares))
+        pipe = Pipeline(plan, parts, endpoint, replica, body.arena, computed, body.layers.now)
+        inputs, targets = zeros(self._source, max(map(len, shares)), config.precision.stored)
+
+        def loss(micro: int, logits: Any) -> Any:
+            right = body.placed(targets[: len(shares[micro])]).reshape(-1)
+            _, gradient = replica.loss(logits.reshape(len(right), -1), right, 1.0)
+            return gradient.reshape(logits.shape)
+
+        before = replace(body.count)
+        pipe.train(
+            [(0, rows.start + one.start, len(one), True) for one in shares],
+            [(len(one), *inputs.shape[1:]) for one in shares],
+            lambda micro: body.placed(inputs[: len(shares[micro])]),
+            loss,
+        )
+        # FLOPs are proportional to rows.
+        counted, flops = sum(map(len, shares)), body.count.flops - before.flops
+        recomputed = body.count.recomputed - before.recomputed
+        return Step(
+            pipe.peak_bytes, flops * len(rows) // counted, recomputed * len(rows) // counted
+        )
+
+
+def _is_serial(plan: Plan) -> bool:
+    """Return whether one stage ends each micro-batch before it begins the next."""
+    return len(plan.lists) == 1 == peak(plan.lists[0], [Cost(0, 0, 0)] * len(plan.place)).live
+
+
+def _unlike(shares: Sequence[range]) -> list[range]:
+    """Return micro-batches with the peak of all of them, if each ends before the next begins.
+
+    The first one writes gradients, and the others add. Among these, sizes matter.
+    """
+    rest = {len(one): one for one in shares[1:]}
+    return [*shares[:1], *rest.values()]
+
+
+def count_step(resolved: Resolved, source: Source | Unopened, units: Units, rank: int) -> Step:
+    """Count one training step of a rank; a parameter server computes nothing."""
+    if rank >= resolved.axes.ranks - resolved.axes.servers:
+        return Step()
+    tp, dp, pp = resolved.axes.place(rank)
+    return Counter(resolved, source, units, tp).step(pp, dp)
 
 
 def _partition(config: Config) -> str:
@@ -173,7 +206,7 @@ def _partition(config: Config) -> str:
 
 def _leasing(device: Device) -> Ops:
     """Return the device's operations, of which no kernel is launched."""
-    if device.kernels is None:
+    if device.kernels is None or device.multiply is None:
         return device.ops
     unlaunched: Any = Unlaunched(device.kernels)
     return bodies.cuda(unlaunched, device.multiply, device.backend)
@@ -185,8 +218,8 @@ class _Phases(Silent):
     def __init__(self, count: Count):
         self._count = count
 
-    def compute(self, name: int, phase: int = -1, unit: int = -1, micro: int = -1) -> int:
-        self._count.is_backward = phase in (BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+    def compute(self, *fields: int, **more: int) -> int:
+        self._count.is_backward = fields[1] in (BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
         return 0
 
     def end(self, span: int) -> None:

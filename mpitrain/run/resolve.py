@@ -89,7 +89,7 @@ def resolve_here(given: Given, hosts: Sequence[str]) -> Resolved:
     servers = servers_of(config)
     found = axes(config, len(hosts), servers)
     divisor(found, hosts, config.replication.shard)
-    plan = _planned(config, found)
+    plan = planned(config, found)
     kind = config.device.kind
     if kind == "auto":
         kind = "cuda" if all(given.gpus) else "cpu"
@@ -112,7 +112,7 @@ def resolve_here(given: Given, hosts: Sequence[str]) -> Resolved:
     return Resolved(config, found, plan, wire, read_tuning(Path(file)) if file else DEFAULT, device)
 
 
-def _planned(config: Config, found: Axes) -> Plan:
+def planned(config: Config, found: Axes) -> Plan:
     """Make the pipeline plan of the configured schedule, or read it from a file.
 
     raises  ConfigError if it does not fit the numbers of stages and micro-batches, or ZeRO

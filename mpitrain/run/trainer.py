@@ -28,6 +28,7 @@ from mpitrain.pipeline.async_pipeline import pipeline_for
 from mpitrain.pipeline.pipeline import own
 from mpitrain.run.checkpoint.regions import within
 from mpitrain.run.chunks import Chunks, chunks
+from mpitrain.run.counted import Step
 from mpitrain.run.indices import Indices
 from mpitrain.run.resolve import Resolved, resolve
 from mpitrain.transport.agreement import on_all_ranks
@@ -67,6 +68,8 @@ class Trainer:
         The pipeline of stages; without layout.pp it has one stage.
     arena : Arena
         The memory pool of activations.
+    counted : Step
+        Activations and FLOPs of a step on this rank, as `build` counts them beforehand.
 
     Raises
     ------
@@ -85,6 +88,7 @@ class Trainer:
         config: Config | Resolved,
         loss: Loss | None = None,
     ):
+        self.counted = Step()
         self.resolved = resolved = (
             config if isinstance(config, Resolved) else resolve(transport, config)
         )

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 from mpitrain.trace.recorder import SILENT
-from mpitrain.transport.base import Transport
 from mpitrain.transport.requests import Traffic
 from mpitrain.transport.windows import Tenants
 
@@ -21,8 +20,8 @@ class Ended:
         """Return at once."""
 
 
-class Unsent(Transport):
-    """An endpoint without peers, for a rank that is counted alone.
+class Unsent:
+    """An endpoint without peers: the calls of a `Transport` that layers and stages make.
 
     A receive leaves its array as it is. A gather returns this rank's value for every rank.
     """

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpitrain.ops.weightless import has_memory
+
 ROW_MAJOR, AS_IT_IS, TRANSPOSED = 101, 111, 112  # constants of the CBLAS interface
 
 
@@ -29,6 +31,8 @@ def put_product(a, b, out, accumulate, arena):
         and out.flags.c_contiguous
         and out.size
     ):
+        if not has_memory(out):
+            return
         multiply(
             ROW_MAJOR,
             order_a.how,
