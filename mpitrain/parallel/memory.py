@@ -44,7 +44,7 @@ def check_memory(
 ) -> Room:
     """Raise ConfigError if parameters, gradients and optimizer state exceed the free memory.
 
-    Activations are not counted: `run/activations.py` checks them in the room that is left.
+    Activations are not counted: `run/counting/activations.py` checks them in the room that is left.
 
     chunks  of the model, over all stages
     """

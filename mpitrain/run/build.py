@@ -22,12 +22,12 @@ from mpitrain.parallel.memory import check_memory
 from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.pipeline.partition import TIME
 from mpitrain.pipeline.profile_units import by_time, unit_seconds
-from mpitrain.run.activations import check_activations
 from mpitrain.run.checkpoint import save_load
 from mpitrain.run.checkpoint.manifest import Done
-from mpitrain.run.counted import Step
+from mpitrain.run.counting.activations import check_activations
+from mpitrain.run.counting.step import Scheduled, Step
 from mpitrain.run.given import Given, agree_on
-from mpitrain.run.resolve import Resolved, resolve, resolve_here
+from mpitrain.run.resolve import Resolved, resolve, resolve_here, with_micro_batches
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport
@@ -101,10 +101,15 @@ def build(
         check_data(resolved.config.model.kind, found.form, name)
         config, axes, plan, *_, device = resolved
         room = check_memory(transport, config, found, axes, len(plan.place), device)
-        hosts, rank = transport.hosts, transport.rank
         counted.append(
             check_activations(
-                resolved, found, lambda layers: model(config, found, layers), room, hosts, rank
+                scheduled(resolved),
+                found,
+                lambda layers: model(config, found, layers),
+                room,
+                transport.hosts,
+                transport.rank,
+                lambda n: (other := with_micro_batches(resolved, n)) and scheduled(other),
             )
         )
         return {"inputs": found.inputs, "classes": found.classes, "held_out": found.held_out}
@@ -135,6 +140,11 @@ def build(
 def model(config: Config, source: Source | Unopened, layers: Plain) -> list[Unit]:
     """Make the units of the configured network for this data source, with a layer factory."""
     return list(MODELS[config.model.kind].build(layers, config.model, source))
+
+
+def scheduled(resolved: Resolved) -> Scheduled:
+    """Return the fields that counting needs."""
+    return Scheduled(resolved.config, resolved.axes, resolved.plan, resolved.device)
 
 
 def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unopened) -> Resolved:

@@ -89,7 +89,7 @@ def resolve_here(given: Given, hosts: Sequence[str]) -> Resolved:
     servers = servers_of(config)
     found = axes(config, len(hosts), servers)
     divisor(found, hosts, config.replication.shard)
-    plan = planned(config, found)
+    plan = _planned(config, found)
     kind = config.device.kind
     if kind == "auto":
         kind = "cuda" if all(given.gpus) else "cpu"
@@ -112,7 +112,18 @@ def resolve_here(given: Given, hosts: Sequence[str]) -> Resolved:
     return Resolved(config, found, plan, wire, read_tuning(Path(file)) if file else DEFAULT, device)
 
 
-def planned(config: Config, found: Axes) -> Plan:
+def with_micro_batches(resolved: Resolved, micro_batches: int) -> Resolved | None:
+    """Return the configuration with this number of micro-batches; None if it does not fit."""
+    batch = resolved.config.batch.model_copy(update={"micro_batches": micro_batches})
+    config = resolved.config.model_copy(update={"batch": batch})
+    try:
+        check_rows(config, resolved.axes)
+        return resolved._replace(config=config, plan=_planned(config, resolved.axes))
+    except ConfigError:
+        return None
+
+
+def _planned(config: Config, found: Axes) -> Plan:
     """Make the pipeline plan of the configured schedule, or read it from a file.
 
     raises  ConfigError if it does not fit the numbers of stages and micro-batches, or ZeRO

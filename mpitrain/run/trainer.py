@@ -25,10 +25,10 @@ from mpitrain.parallel.replication.protocol import ReplicationContext
 from mpitrain.parallel.replication.records import StepInput, StepResult
 from mpitrain.parallel.tensor.layer_factory import LayerFactory, layers_for
 from mpitrain.pipeline.async_pipeline import pipeline_for
+from mpitrain.pipeline.chunks import Chunks, chunks
 from mpitrain.pipeline.pipeline import own
 from mpitrain.run.checkpoint.regions import within
-from mpitrain.run.chunks import Chunks, chunks
-from mpitrain.run.counted import Step
+from mpitrain.run.counting.step import Step
 from mpitrain.run.indices import Indices
 from mpitrain.run.resolve import Resolved, resolve
 from mpitrain.transport.agreement import on_all_ranks

@@ -22,22 +22,32 @@ from mpitrain.ops import Ops, bodies
 from mpitrain.ops.counted import Count, Unlaunched, counted
 from mpitrain.ops.device import Device
 from mpitrain.ops.weightless import Weightless, WeightlessMemory, WeightlessOnDevice
-from mpitrain.parallel.grid import share
+from mpitrain.parallel.grid import Axes, share
 from mpitrain.parallel.tensor.layer_factory import layers_for
+from mpitrain.pipeline.chunks import Units, chunks
 from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.memory import peak
 from mpitrain.pipeline.partition import TIME
 from mpitrain.pipeline.pipeline import Pipeline, own
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.pipeline.simulate import Cost
-from mpitrain.run.chunks import Units, chunks
-from mpitrain.run.resolve import Resolved
+from mpitrain.run.counting.unsent import Unsent
 from mpitrain.trace.recorder import Silent
 from mpitrain.trace.ring_buffer import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
-from mpitrain.transport.unsent import Unsent
 
 SERIAL = "1f1b"
 """A schedule whose single stage ends each micro-batch before it begins the next."""
+
+
+class Scheduled(NamedTuple):
+    """A resolved configuration with its pipeline plan: the fields of `run.resolve.Resolved` that
+    counting needs.
+    """
+
+    config: Config
+    axes: Axes
+    plan: Plan
+    device: Device
 
 
 class Step(NamedTuple):
@@ -136,15 +146,15 @@ class Counter:
     tp     tensor-parallel rank
     """
 
-    def __init__(self, resolved: Resolved, source: Source | Unopened, units: Units, tp: int = 0):
-        config, axes, plan = resolved.config, resolved.axes, resolved.plan
-        self._resolved, self._source = resolved, source
-        self._body = Body(resolved.device, config, tp, axes.tp)
+    def __init__(self, job: Scheduled, source: Source | Unopened, units: Units, tp: int = 0):
+        config, axes, plan, device = job
+        self._job, self._source = job, source
+        self._body = Body(device, config, tp, axes.tp)
         self._chunks = chunks(units, self._body.layers, plan.place, _partition(config))
 
     def step(self, pp: int, dp: int = 0) -> Step:
         """Count one training step of a pipeline stage, in the dp-th replica."""
-        config, axes, plan, *_, device = self._resolved
+        config, axes, plan, device = self._job
         body, parts = self._body, self._chunks.parts
         mine = [unit for part in own(plan.place, pp) for unit in parts[part]]
         storage = Storage(mine, config.precision.stored, axes.dp)
@@ -189,14 +199,6 @@ def _unlike(shares: Sequence[range]) -> list[range]:
     """
     rest = {len(one): one for one in shares[1:]}
     return [*shares[:1], *rest.values()]
-
-
-def count_step(resolved: Resolved, source: Source | Unopened, units: Units, rank: int) -> Step:
-    """Count one training step of a rank; a parameter server computes nothing."""
-    if rank >= resolved.axes.ranks - resolved.axes.servers:
-        return Step()
-    tp, dp, pp = resolved.axes.place(rank)
-    return Counter(resolved, source, units, tp).step(pp, dp)
 
 
 def _partition(config: Config) -> str:

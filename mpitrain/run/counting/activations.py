@@ -8,10 +8,8 @@ from typing import NamedTuple
 from mpitrain.data import Source, Unopened
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.memory import Room
-from mpitrain.parallel.tensor.sequence import check_rows
-from mpitrain.run.chunks import Units
-from mpitrain.run.counted import Counter, Step
-from mpitrain.run.resolve import Resolved, planned
+from mpitrain.pipeline.chunks import Units
+from mpitrain.run.counting.step import Counter, Scheduled, Step
 
 MOST = 512
 """The largest number of micro-batches that the check proposes."""
@@ -29,30 +27,34 @@ class Fitting(NamedTuple):
 
 
 def check_activations(
-    resolved: Resolved,
+    job: Scheduled,
     source: Source | Unopened,
     units: Units,
     room: Room,
     hosts: Sequence[str],
     rank: int,
+    replanned: Callable[[int], Scheduled | None],
 ) -> Step:
     """Return this rank's counted step; raise ConfigError if the activations do not fit.
 
     The error has the numbers and the fewest micro-batches that fit, which it finds by counting.
 
-    room   what parameters, gradients and optimizer state leave
-    hosts  the host of every rank, by rank
+    room       what parameters, gradients and optimizer state leave
+    hosts      the host of every rank, by rank
+    replanned  (micro-batches) -> the job with so many, or None if they do not fit its keys
     """
 
-    def needed(found: Resolved) -> tuple[int, Step]:
+    def needed(found: Scheduled) -> tuple[int, Step]:
         return _needed(found, source, units, room, hosts, rank)
 
-    activations, mine = needed(resolved)
+    activations, mine = needed(job)
     if room.needed + activations <= room.free:
         return mine
-    axes, micro_batches = resolved.axes, resolved.plan.micro_batches
-    rows = -(-resolved.config.batch.size // axes.dp)
-    found = _fitting(resolved, rows, room.free - room.needed, lambda one: needed(one)[0])
+    axes, micro_batches = job.axes, job.plan.micro_batches
+    rows = -(-job.config.batch.size // axes.dp)
+    found = _fitting(
+        replanned, micro_batches, rows, room.free - room.needed, lambda one: needed(one)[0]
+    )
     raise ConfigError(
         f"{room.ranks} rank(s) need {room.needed / 1e9:,.2f} GB for parameters, gradients and optimizer state "
         f"and {activations / 1e9:,.2f} GB for activations {room.where}, with {micro_batches} micro-batch(es) of "
@@ -64,7 +66,7 @@ def check_activations(
 
 
 def _needed(
-    resolved: Resolved,
+    job: Scheduled,
     source: Source | Unopened,
     units: Units,
     room: Room,
@@ -72,12 +74,12 @@ def _needed(
     rank: int,
 ) -> tuple[int, Step]:
     """Return the bytes of activations in this rank's memory, and its own counts."""
-    axes = resolved.axes
+    axes = job.axes
     workers = axes.ranks - axes.servers
     tp, dp, pp = axes.place(rank) if rank < workers else (0, 0, 0)
-    counter = Counter(resolved, source, units, tp)
+    counter = Counter(job, source, units, tp)
     mine = counter.step(pp, dp)
-    if resolved.config.device.kind == "cuda":
+    if job.config.device.kind == "cuda":
         return room.ranks * mine.peak, mine if rank < workers else Step()
     # The ranks of a stage need almost equal bytes, so each stage is counted once.
     stages = Numbers(axes.place(r).pp for r in range(workers) if hosts[r] == hosts[rank])
@@ -87,18 +89,23 @@ def _needed(
 
 
 def _fitting(
-    resolved: Resolved, rows: int, free: float, needed: Callable[[Resolved], int]
+    replanned: Callable[[int], Scheduled | None],
+    micro_batches: int,
+    rows: int,
+    free: float,
+    needed: Callable[[Scheduled], int],
 ) -> Fitting | None:
     """Return the fewest micro-batches whose activations fit, by bisection; None if none fit.
 
-    rows    of a replica's step
-    needed  (configuration) -> bytes of activations
+    micro_batches  a number that does not fit
+    rows           of a replica's step
+    needed         (job) -> bytes of activations
     """
     best = None
-    low, high = resolved.plan.micro_batches + 1, min(rows, MOST)
+    low, high = micro_batches + 1, min(rows, MOST)
     while low <= high:
         middle = (low + high) // 2
-        found = next(filter(None, (_with(resolved, n) for n in range(middle, high + 1))), None)
+        found = next(filter(None, map(replanned, range(middle, high + 1))), None)
         nbytes = needed(found) if found else math.inf
         if found and nbytes <= free:
             best = Fitting(found.plan.micro_batches, int(nbytes))
@@ -108,14 +115,3 @@ def _fitting(
         else:
             high = middle - 1
     return best
-
-
-def _with(resolved: Resolved, micro_batches: int) -> Resolved | None:
-    """Return the configuration with this number of micro-batches; None if it does not fit."""
-    batch = resolved.config.batch.model_copy(update={"micro_batches": micro_batches})
-    config = resolved.config.model_copy(update={"batch": batch})
-    try:
-        check_rows(config, resolved.axes)
-        return resolved._replace(config=config, plan=planned(config, resolved.axes))
-    except ConfigError:
-        return None
