@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from mpitrain.data import Source, Unopened
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, MpitrainError
 from mpitrain.parallel.memory import Room
 from mpitrain.pipeline.chunks import Units
 from mpitrain.run.counting.step import Counter, Scheduled, Step
@@ -37,6 +37,8 @@ def check_activations(
 ) -> Step:
     """Return this rank's counted step; raise ConfigError if the activations do not fit.
 
+    A step that cannot be counted fits: the result names the problem.
+
     The error has the numbers and the fewest micro-batches that fit, which it finds by counting.
 
     room       what parameters, gradients and optimizer state leave
@@ -47,7 +49,12 @@ def check_activations(
     def needed(found: Scheduled) -> tuple[int, Step]:
         return _needed(found, source, units, room, hosts, rank)
 
-    activations, mine = needed(job)
+    try:
+        activations, mine = needed(job)
+    except MpitrainError:
+        raise
+    except Exception as error:  # A plugin's layer may use an array in a way that needs memory.
+        return Step(problem=f"{type(error).__name__}: {error}")
     if room.needed + activations <= room.free:
         return mine
     axes, micro_batches = job.axes, job.plan.micro_batches

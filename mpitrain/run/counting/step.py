@@ -56,11 +56,13 @@ class Step(NamedTuple):
     peak        bytes of activations, as `Pipeline.peak_bytes`
     flops       floating-point operations of matrix products
     recomputed  of `flops`, those that repeat a forward
+    problem     the reason why the step could not be counted; empty: it was
     """
 
     peak: int = 0
     flops: int = 0
     recomputed: int = 0
+    problem: str = ""
 
 
 class Body:
