@@ -72,18 +72,19 @@ class HostMemory:
 class Lease:
     """Ownership of a leased buffer, which ends with the last reference to this object.
 
+    nbytes  bytes that count as leased
     leased  the buffer, or an object that keeps it alive
     free    list to which `leased` returns at the end
     """
 
-    __slots__ = ("__array_interface__", "_arena", "_free", "_leased", "_nbytes")
+    __slots__ = ("__array_interface__", "_arena", "_free", "_leased", "nbytes")
     __array_interface__: dict[str, Any]
 
     def __init__(self, arena: "Arena", nbytes: int, leased: Any, free: list[Any]):
-        self._arena, self._nbytes, self._leased, self._free = arena, nbytes, leased, free
+        self._arena, self.nbytes, self._leased, self._free = arena, nbytes, leased, free
 
     def __del__(self) -> None:
-        self._arena.live -= self._nbytes
+        self._arena.live -= self.nbytes
         self._free.append(self._leased)
 
 

@@ -26,6 +26,8 @@ class Model(NamedTuple):
     check     raises ConfigError for keys that break another rule of this kind
     writes    whether it predicts the next token, so that text can be drawn from it
     has_peer  whether `bench train --peer torch` has the same network
+    flops     (section [model], parameters) -> floating-point operations of forward and backward of
+              one row, without recomputation; None: they are counted
     phrases   {key: words about the kind for the help of another key}
     """
 
@@ -37,6 +39,7 @@ class Model(NamedTuple):
     check: Callable[[Config], None] = lambda config: None
     writes: bool = False
     has_peer: bool = False
+    flops: Callable[[Keys, int], float] | None = None
     phrases: Mapping[str, str] = {}
 
 
@@ -57,6 +60,10 @@ MODELS: Table[str, Model] = Table(
         divides=(("heads", "width"),),
         writes=True,
         has_peer=True,
+        # PaLM, Chowdhery et al. 2022, appendix B: 6 N + 12 L H Q T for each of T tokens.
+        flops=lambda keys, parameters: (
+            keys.context * (6 * parameters + 12 * keys.layers * keys.width * keys.context)
+        ),
         phrases={
             "model.layers": "transformer blocks",
             "model.width": "channels of the residual stream",

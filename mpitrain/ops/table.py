@@ -1,6 +1,6 @@
 """The table of all operations: one row each, which every reader looks up by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -80,7 +80,8 @@ class Operation(NamedTuple):
     cuda       the operation on kernels. Its first parameter is `kernels`; `multiply` or `numbers`
                may follow (see `bodies.cuda`). None: devices refuse the operation
     reference  the definition, in plain NumPy; None: that is `host`
-    products   whether it contains matrix products, so that its time depends on arithmetic
+    products   multiply-adds of its matrix products, as a dim of the operands: MNK; empty: none.
+               Causal attention counts whole squares of scores, as PaLM's appendix B does
 
     A plugin adds a row as it is imported, before a backend is made: `OPERATIONS["scale"] =
     Operation(...)`.
@@ -93,7 +94,7 @@ class Operation(NamedTuple):
     launches: int = 0
     cuda: Callable[..., Any] | None = None
     reference: Callable[..., Any] | None = None
-    products: bool = False
+    products: str = ""
 
     def nbytes(self, itemsize: int = 4, **sizes: int) -> int:
         """Return the bytes that a device reads and writes in the example, each array once.
@@ -109,13 +110,14 @@ def _built_in(
     tuned: ModuleType,
     kernels: ModuleType,
     rows: dict[str, tuple[str, str, str, int]],
-    products: bool = False,
+    products: Mapping[str, str] | None = None,
     otherwise: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda definition: definition,
 ) -> dict[str, Operation]:
     """Return rows of operations of one name in three modules.
 
     tuned      where NumPy can do no better than the definition, it has none of this name
     rows       {name: (help, operands, rounds, launches)}
+    products   {name: multiply-adds}, of the operations with matrix products
     otherwise  (definition) -> the operation on the host, if `tuned` has none
     """
     return {
@@ -127,11 +129,24 @@ def _built_in(
             launches,
             getattr(kernels, name),
             getattr(definitions, name),
-            products,
+            (products or {}).get(name, ""),
         )
         for name, (help, line, rounds, launches) in rows.items()
     }
 
+
+LINEAR = (
+    "linear",
+    "logits",
+    "linear_gelu",
+    "linear_relu",
+    "linear_backward_input",
+    "gelu_linear_backward_input",
+    "linear_gelu_backward_input",
+    "linear_relu_backward_input",
+    "linear_backward_weight",
+)
+"""The operations that are one matrix product of M x K by K x N elements."""
 
 OPERATIONS: Table[str, Operation] = Table(
     **_built_in(
@@ -184,7 +199,7 @@ OPERATIONS: Table[str, Operation] = Table(
                 1,
             ),
         },
-        products=True,
+        products=dict.fromkeys(LINEAR, "MNK"),
     ),
     **_built_in(
         reference.layers,
@@ -285,7 +300,7 @@ OPERATIONS: Table[str, Operation] = Table(
                 3,
             ),
         },
-        products=True,
+        products={"attention": "2BTTHD", "attention_backward": "4BTTHD"},
     ),
     **_built_in(
         reference.loss,

@@ -1,5 +1,7 @@
 """The check that parameters, gradients and optimizer state fit in memory, before a model exists."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from mpitrain.config import Config
@@ -17,6 +19,21 @@ from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.transport.base import Transport
 
 
+class Room(NamedTuple):
+    """The memory of this rank's host or GPU, in bytes.
+
+    free    before the ranks allocate theirs
+    needed  by parameters, gradients and optimizer state of these ranks
+    ranks   number of ranks that share the memory
+    where   names the memory in a message
+    """
+
+    free: int
+    needed: float
+    ranks: int
+    where: str
+
+
 def check_memory(
     transport: Transport,
     config: Config,
@@ -24,10 +41,10 @@ def check_memory(
     axes: Axes,
     chunks: int,
     device: Device,
-) -> None:
+) -> Room:
     """Raise ConfigError if parameters, gradients and optimizer state exceed the free memory.
 
-    Activations are not counted.
+    Activations are not counted: `run/counting/activations.py` checks them in the room that is left.
 
     chunks  of the model, over all stages
     """
@@ -45,6 +62,7 @@ def check_memory(
             "Lower model.width or model.layers"
             + (", or start fewer ranks per host." if ranks > 1 else "."),
         )
+    return Room(free, needed, ranks, where)
 
 
 def sizes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # help() prints signatures as they are written here.
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +25,12 @@ from mpitrain.pipeline.partition import TIME
 from mpitrain.pipeline.profile_units import by_time, unit_seconds
 from mpitrain.run.checkpoint import save_load
 from mpitrain.run.checkpoint.manifest import Done
+from mpitrain.run.counting.activations import check_activations
+from mpitrain.run.counting.gemm_peak import gemm_peak
+from mpitrain.run.counting.step import Scheduled, Step
+from mpitrain.run.counting.utilisation import work_of
 from mpitrain.run.given import Given, agree_on
-from mpitrain.run.resolve import Resolved, resolve, resolve_here
+from mpitrain.run.resolve import Resolved, resolve, resolve_here, with_micro_batches
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport
@@ -92,12 +97,24 @@ def build(
     name = "this data source" if source else given.config.data.source
     largest = None if source else _largest(transport, given)
     opened: list[Source | Unopened] = []
+    counted: list[Step] = []
 
     def facts(resolved: Resolved) -> dict[str, Any]:
         opened.append(found := source or _source(resolved.config, largest))
         check_data(resolved.config.model.kind, found.form, name)
         config, axes, plan, *_, device = resolved
-        check_memory(transport, config, found, axes, len(plan.place), device)
+        room = check_memory(transport, config, found, axes, len(plan.place), device)
+        counted.append(
+            check_activations(
+                scheduled(resolved),
+                found,
+                lambda layers: model(config, found, layers),
+                room,
+                transport.hosts,
+                transport.rank,
+                lambda n: (other := with_micro_batches(resolved, n)) and scheduled(other),
+            )
+        )
         return {"inputs": found.inputs, "classes": found.classes, "held_out": found.held_out}
 
     resolved = resolve(transport, given, facts)
@@ -119,12 +136,43 @@ def build(
         )
         trainer.replication.restore(found.manifest.scalars)
         done = found.done
+    (trainer.counted,) = counted
     return Job(trainer, source, done)
 
 
 def model(config: Config, source: Source | Unopened, layers: Plain) -> list[Unit]:
     """Make the units of the configured network for this data source, with a layer factory."""
     return list(MODELS[config.model.kind].build(layers, config.model, source))
+
+
+def utilisation(job: Job, sharing: int) -> Callable[[float], dict[str, float]]:
+    """Return a function of a step's seconds: its `mfu` and `hfu`, or {} where there is no peak.
+
+    All ranks of a host call this at the same time, because they may measure the peak. Every rank is
+    assumed to have the peak of this one.
+
+    sharing  ranks on this host
+    """
+    trainer, config = job.trainer, job.trainer.config
+    axes, device = trainer.resolved.axes, trainer.resolved.device
+    dtype = device.half or trainer.storage.dtype
+    kernels = f"{config.device.gemm} {config.device.tiles}"
+    peak = gemm_peak(device, dtype, sharing, kernels)
+    if peak is None or trainer.counted.problem:
+        return lambda step_s: {}
+    work = work_of(
+        scheduled(trainer.resolved),
+        job.source,
+        lambda layers: model(config, job.source, layers),
+        trainer.parameter_count,
+    )
+    every = peak * (axes.ranks - axes.servers)
+    return lambda step_s: work.rates(step_s, every)
+
+
+def scheduled(resolved: Resolved) -> Scheduled:
+    """Return the fields that counting needs."""
+    return Scheduled(resolved.config, resolved.axes, resolved.plan, resolved.device)
 
 
 def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unopened) -> Resolved:

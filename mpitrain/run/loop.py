@@ -16,7 +16,7 @@ from mpitrain.errors import CheckpointError, TrainingError, on_every_rank
 from mpitrain.files import mend
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.replication.records import StepResult
-from mpitrain.run.build import Job, build
+from mpitrain.run.build import Job, build, utilisation
 from mpitrain.run.checkpoint import save_load
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.given import Given, RunLocation, agree_on
@@ -112,7 +112,11 @@ def train(
             claimed = from_all_ranks(transport, lambda: _claimed(transport.rank, given, job, locks))
             folder, before = Path(claimed[0][0]), ResumeInfo(*claimed[0][1])
             traced = Traced(transport, job, folder)
-            run = _Run(job, given.place, folder, before, stop_requested, watchdog, watcher, traced)
+            watchdog.alive("measuring matrix products")
+            rates = utilisation(job, transport.hosts.count(transport.hosts[transport.rank]))
+            run = _Run(
+                job, given.place, folder, before, stop_requested, watchdog, watcher, traced, rates
+            )
             if transport.recorder.is_on:
                 watchdog.traces(folder)
             with closing(run):
@@ -153,9 +157,11 @@ class _Run:
         watchdog: Watchdog,
         watcher: Watcher,
         traced: Traced,
+        rates: Callable[[float], dict[str, float]],
     ):
         self._trainer, self._source, self._done = job.trainer, job.data, job.done
         self._recorder, self._traced = job.trainer.transport.recorder, traced
+        self._utilisation = rates
         self._batch_name = self._recorder.name("its rows")
         self._first = job.step
         self._config, transport = self._trainer.config, self._trainer.transport
@@ -346,6 +352,7 @@ class _Run:
                 "tokens_per_s": size * context / step_s,
                 "tokens_seen": context * rates["samples_seen"],
             }
+        rates |= self._utilisation(step_s)
         records = mode_of(self._config).records(self._config.replication)
         rates |= {name: getattr(outcome, name) for name in records}
         skipped = (

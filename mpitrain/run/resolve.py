@@ -116,6 +116,17 @@ def resolve_here(given: Given, hosts: Sequence[str]) -> Resolved:
     return Resolved(config, found, plan, wire, read_tuning(Path(file)) if file else DEFAULT, device)
 
 
+def with_micro_batches(resolved: Resolved, micro_batches: int) -> Resolved | None:
+    """Return the configuration with this number of micro-batches; None if it does not fit."""
+    batch = resolved.config.batch.model_copy(update={"micro_batches": micro_batches})
+    config = resolved.config.model_copy(update={"batch": batch})
+    try:
+        check_rows(config, resolved.axes)
+        return resolved._replace(config=config, plan=_planned(config, resolved.axes))
+    except ConfigError:
+        return None
+
+
 def _planned(config: Config, found: Axes) -> Plan:
     """Make the pipeline plan of the configured schedule, or read it from a file.
 

@@ -23,11 +23,12 @@ from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.modes import replication_for
 from mpitrain.parallel.replication.protocol import ReplicationContext
 from mpitrain.parallel.replication.records import StepInput, StepResult
-from mpitrain.parallel.tensor.layer_factory import LayerFactory, check_units, layers_for
+from mpitrain.parallel.tensor.layer_factory import LayerFactory, layers_for
 from mpitrain.pipeline.async_pipeline import pipeline_for
-from mpitrain.pipeline.partition import assign_units, cut
+from mpitrain.pipeline.chunks import Chunks, chunks
 from mpitrain.pipeline.pipeline import own
 from mpitrain.run.checkpoint.regions import within
+from mpitrain.run.counting.step import Step
 from mpitrain.run.indices import Indices
 from mpitrain.run.resolve import Resolved, resolve
 from mpitrain.transport.agreement import on_all_ranks
@@ -67,6 +68,8 @@ class Trainer:
         The pipeline of stages; without layout.pp it has one stage.
     arena : Arena
         The memory pool of activations.
+    counted : Step
+        Activations and FLOPs of a step on this rank, as `build` counts them beforehand.
 
     Raises
     ------
@@ -85,6 +88,7 @@ class Trainer:
         config: Config | Resolved,
         loss: Loss | None = None,
     ):
+        self.counted = Step()
         self.resolved = resolved = (
             config if isinstance(config, Resolved) else resolve(transport, config)
         )
@@ -123,12 +127,10 @@ class Trainer:
         self._layers = layers = layers_for(resolved.device.ops, grid.tp, self.config.layout)
         place = resolved.plan.place
 
-        def assigned() -> tuple[list[Unit], *tuple[Any, ...]]:
-            model = list(units(layers) if callable(units) else units)
-            check_units(model, layers.rows)
-            counts = cut(model, len(place), self.config.pipeline.partition)
+        def assigned() -> Chunks:
+            found = chunks(units, layers, place, self.config.pipeline.partition)
             grid.check()
-            return model, *assign_units(model, counts, place)
+            return found
 
         model, parts, tied = on_all_ranks(self.transport, assigned)
         self.parameter_count = parameter_count(model)

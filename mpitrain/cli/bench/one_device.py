@@ -55,7 +55,6 @@ def on_a_device(command: Callable) -> Callable:
 
 def device_of(kind: str, gemm: str, tiles: str, checked: bool) -> "tuple[Device, str]":
     """Return the device and its name for a header; ConfigError if it is missing or unsuitable."""
-    from mpitrain.bench.collectives.header import processor
     from mpitrain.errors import ConfigError
     from mpitrain.ops.device import device_for
 
@@ -65,7 +64,7 @@ def device_of(kind: str, gemm: str, tiles: str, checked: bool) -> "tuple[Device,
             "Leave them out.",
         )
     device = device_for(kind, gemm, tiles, checked)
-    return device, device.kernels.engine.name if device.kernels else processor()
+    return device, device.kernels.engine.name if device.kernels else process.processor()
 
 
 def printed_rows(

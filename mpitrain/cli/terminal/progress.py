@@ -121,15 +121,21 @@ class Progress:
         if "loss" in record:
             rate = record.get("tokens_per_s", record["samples_per_s"])
             unit = "tokens/s" if "tokens_per_s" in record else "samples/s"
+            used = "".join(
+                f"  {name} {record[name]:.1%}"
+                for name in ("mfu", "hfu")
+                if name in record and (name == "mfu" or record["hfu"] != record["mfu"])
+            )
             why = next((f"  skipped: {why}" for key, why in SKIPPED.items() if record.get(key)), "")
             if self._has_bar:
                 self._bar.set_postfix_str(
-                    f"loss {record['loss']:.3f}, {rate:,.0f} {unit}", refresh=False
+                    f"loss {record['loss']:.3f}, {rate:,.0f} {unit}{used.replace('  ', ', ')}",
+                    refresh=False,
                 )
             if self._has_lines or why:
                 self._line(
                     f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {record['loss']:.4f}  "
-                    f"lr {record['lr']:.2e}  grad norm {record['grad_norm']:.3f}  {rate:,.0f} {unit}  "
+                    f"lr {record['lr']:.2e}  grad norm {record['grad_norm']:.3f}  {rate:,.0f} {unit}{used}  "
                     f"left {self._left(step)}" + why
                 )
         elif "val_loss" in record:

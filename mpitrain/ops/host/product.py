@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from threadpoolctl import threadpool_info
 
+from mpitrain.ops.weightless import has_memory
+
 ROW_MAJOR, AS_IT_IS, TRANSPOSED = 101, 111, 112  # constants of the CBLAS interface
 ONE_SUM = 1024
 """Bytes of a column of K numbers that OpenBLAS sums without a break, on every processor.
@@ -38,6 +40,8 @@ def put_product(a, b, out, accumulate, arena):
         and out.flags.c_contiguous
         and out.size
     ):
+        if not has_memory(out):
+            return
         multiply(
             ROW_MAJOR,
             order_a.how,

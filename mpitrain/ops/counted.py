@@ -1,0 +1,271 @@
+"""Operations that count: those of a backend on arrays without memory, with FLOPs and bytes summed.
+
+A counted operation runs the backend's own function, on arrays of which no page exists
+(weightless.py). So it leases from the arena exactly what the function leases. A second call with
+the same shapes repeats the leases of the first one without running the function.
+"""
+
+from __future__ import annotations  # help() then prints signatures as they are written here
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from mpitrain.kernels.loader import Kernels, Macros
+from mpitrain.machine.arena import Arena, Lease
+from mpitrain.ops import OPERATIONS, Operation, Ops
+from mpitrain.ops.operands import DIM, operands
+from mpitrain.ops.weightless import Weightless, WeightlessMemory
+
+
+@dataclass
+class Count:
+    """FLOPs and bytes of operations so far.
+
+    flops        floating-point operations of matrix products: 2 for each multiply-add
+    recomputed   of `flops`, those of forwards while `is_backward`
+    nbytes       bytes that the operations read and write, each array once
+    is_backward  whether a backward is running, as its caller sets it
+    """
+
+    flops: int = 0
+    recomputed: int = 0
+    nbytes: int = 0
+    is_backward: bool = False
+
+    def add(self, name: str, row: Operation, arguments: Sequence[Any]) -> None:
+        """Count one call."""
+        sizes = sizes_of(row, arguments)
+        itemsize = next((x.itemsize for x in _arrays(arguments) if isinstance(x, Weightless)), 4)
+        with suppress(KeyError):  # An absent argument may hide the size of a letter.
+            self.nbytes += row.nbytes(itemsize, **sizes)
+        if row.products:
+            flops = 2 * _product(row.products, sizes)
+            self.flops += flops
+            self.recomputed += flops * (self.is_backward and "backward" not in name)
+
+
+def counted(ops: Ops, count: Count) -> Ops:
+    """Return operations that lease what `ops` lease, compute nothing, and add to `count`.
+
+    ops  of a backend that is `unlaunched`, or of the host; their arrays are `Weightless`
+    """
+
+    def bound(name: str, row: Operation) -> Callable[..., Any]:
+        run = _remembered(getattr(ops, name))
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            count.add(name, row, arguments)
+            return run(arguments, named)
+
+        return call
+
+    return cast(
+        Ops, SimpleNamespace(**{name: bound(name, row) for name, row in OPERATIONS.items()})
+    )
+
+
+class Unlaunched:
+    """The kernels of a device, of which none is launched and no product is computed.
+
+    A stand-in for `Kernels` where only leases count.
+    """
+
+    def __init__(self, kernels: Kernels):
+        engine = kernels.engine
+        self.engine = SimpleNamespace(
+            capability=engine.capability,
+            multiprocessors=engine.multiprocessors,
+            multiprocessor=engine.multiprocessor,
+            multiply=lambda *arguments: None,
+        )
+        self.plans: dict[tuple, Any] = {}
+        self.launches = 0
+
+    def launch(self, *arguments: Any, **named: Any) -> None:
+        """Count a launch."""
+        self.launches += 1
+
+    def macros(self, **defines: Any) -> Macros:
+        """Return Macros, as `Kernels.macros`."""
+        return Macros(**defines)
+
+
+def sizes_of(row: Operation, arguments: Sequence[Any]) -> dict[str, int]:
+    """Return the size of each letter in a row's operands, from the arguments of a call.
+
+    If arguments fix only a product of letters, the last letter takes it and the others are 1.
+    """
+    takes = operands(row.operands).takes
+    given = list(zip(takes, arguments, strict=False))
+    sizes = {one.number: value for one, value in given if one.number and isinstance(value, int)}
+    for one, value in given:
+        if one.shape and isinstance(value, np.ndarray):
+            _fit(one.shape, value.shape, sizes)
+    for one, value in given:
+        if one.after and one.reads:
+            for terms, array in zip(one.reads.split("+"), _arrays(value), strict=False):
+                _fit(terms, array.shape, sizes)
+    return sizes
+
+
+def _fit(terms: str, shape: Sequence[int], sizes: dict[str, int]) -> None:
+    """Add the letters of a shape such as B,T,3HD that are not known yet."""
+    for term, length in zip(terms.split(","), shape, strict=False):
+        ((number, letters),) = [found for found in DIM.findall(term) if any(found)] or [("", "")]
+        rest = length // int(number or 1)
+        for letter in letters:
+            rest //= max(1, sizes.get(letter, 1))
+        unknown = [letter for letter in letters if letter not in sizes]
+        for letter in unknown:
+            sizes[letter] = rest if letter == unknown[-1] else 1
+
+
+def _product(term: str, sizes: Mapping[str, int]) -> int:
+    ((number, letters),) = [found for found in DIM.findall(term) if any(found)]
+    return int(number or 1) * math.prod(sizes[letter] for letter in letters)
+
+
+class _Result(NamedTuple):
+    """The leases of a call, to be repeated.
+
+    tree    its result, with an `_Array` in place of each array
+    fresh   bytes of each lease that the result keeps
+    excess  bytes beyond the live bytes before the call, at the call's peak
+    """
+
+    tree: Any
+    fresh: list[int]
+    excess: int
+
+
+class _Array(NamedTuple):
+    """An array of a result.
+
+    lease  index among the leases of the arguments and then the fresh ones; -1: none
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype
+    lease: int
+
+
+class _Unknown(Exception):
+    """A call has an argument or result that cannot be repeated."""
+
+
+def _remembered(run: Callable[..., Any]) -> Callable[[tuple, dict], Any]:
+    """Return the operation, which repeats the leases of earlier calls with the same shapes."""
+    known: dict[Any, _Result] = {}
+
+    def call(arguments: tuple, named: dict[str, Any]) -> Any:
+        arena = next(one for one in (*arguments, *named.values()) if isinstance(one, Arena))
+        leases: list[Lease] = []
+        try:
+            key = _key((arguments, tuple(named.items())), leases)
+            hash(key)
+        except (_Unknown, TypeError):
+            return run(*arguments, **named)
+        if key in known:
+            return _repeated(known[key], arena, leases, _source(arguments, named))
+        before, peak = arena.live, arena.peak
+        arena.peak = arena.live
+        found = run(*arguments, **named)
+        excess, arena.peak = arena.peak - before, max(peak, arena.peak)
+        own = len(leases)
+        with suppress(_Unknown):
+            tree = _described(found, leases)
+            known[key] = _Result(tree, [one.nbytes for one in leases[own:]], excess)
+        return found
+
+    return call
+
+
+def _repeated(result: _Result, arena: Arena, leases: list[Lease], source: WeightlessMemory) -> Any:
+    arena.peak = max(arena.peak, arena.live + result.excess)
+    fresh = [arena.take((nbytes,), np.uint8).lease for nbytes in result.fresh]
+    return _made(result.tree, leases + fresh, source)
+
+
+def _made(tree: Any, leases: Sequence[Lease], source: WeightlessMemory) -> Any:
+    """Return a result with arrays in place of each `_Array`."""
+    # No closure: one that calls itself would keep the leases alive until a garbage collection.
+    match tree:
+        case _Array(shape, strides, dtype, lease):
+            found = source.made(shape, dtype, leases[lease] if lease >= 0 else None)
+            return found if found.strides == strides else _strided(found, strides, source)
+        case tuple() | list():
+            return _alike(tree, [_made(one, leases, source) for one in tree])
+    return tree
+
+
+def _strided(array: Weightless, strides: tuple[int, ...], source: WeightlessMemory) -> Weightless:
+    """Return an array with gaps: a view of a longer one without memory."""
+    length = sum((n - 1) * step for n, step in zip(array.shape, strides, strict=True))
+    whole = source.made((max(0, length) + array.itemsize,), np.uint8, array.lease)
+    found: Any = np.ndarray.__new__(type(array), array.shape, array.dtype, whole.base, 0, strides)
+    found.lease, found.source = array.lease, source
+    return found
+
+
+def _key(value: Any, leases: list[Lease]) -> Any:
+    """Return a value that is equal for calls with equal leases; collects the arguments' leases."""
+    match value:
+        case Weightless():
+            return value.shape, value.strides, value.dtype, _index(value.lease, leases)
+        case np.ndarray():
+            return value.shape, value.dtype
+        case tuple() | list():
+            return type(value), tuple(_key(one, leases) for one in value)
+        case Arena():
+            return Arena
+        case slice():
+            return value.start, value.stop, value.step
+        case None | bool() | int() | float() | str() | np.number() | np.dtype():
+            return value
+    raise _Unknown
+
+
+def _described(value: Any, leases: list[Lease]) -> Any:
+    """Return a result with an `_Array` in place of each array; collects the fresh leases."""
+    match value:
+        case Weightless():
+            return _Array(value.shape, value.strides, value.dtype, _index(value.lease, leases))
+        case tuple() | list():
+            return _alike(value, (_described(one, leases) for one in value))
+        case None | bool() | int() | float() | str() | slice() | np.number() | np.ndarray():
+            return value
+    raise _Unknown
+
+
+def _index(lease: Lease | None, leases: list[Lease]) -> int:
+    if lease is None:
+        return -1
+    if not any(lease is one for one in leases):
+        leases.append(lease)
+    return next(index for index, one in enumerate(leases) if one is lease)
+
+
+def _alike(value: Any, items: Any) -> Any:
+    """Return a tuple, named tuple or list of the same type with other items."""
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _source(arguments: tuple, named: Mapping[str, Any]) -> WeightlessMemory:
+    arrays = _arrays((arguments, tuple(named.values())))
+    return next(one.source for one in arrays if isinstance(one, Weightless))
+
+
+def _arrays(value: Any) -> list[np.ndarray]:
+    """Return all arrays in nested tuples, lists and objects with attributes."""
+    if isinstance(value, np.ndarray):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [array for one in value for array in _arrays(one)]
+    return _arrays([*vars(value).values()]) if hasattr(value, "__dict__") else []

@@ -1,0 +1,37 @@
+"""The units of a model, cut into chunks for the stages of a pipeline: one function of every rank."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from mpitrain.layers.base import Unit
+from mpitrain.parallel.tensor.layer_factory import LayerFactory, check_units
+from mpitrain.pipeline.partition import assign_units, cut
+
+Units = Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]]
+"""A model, or a function of a layer factory that returns one."""
+
+
+class Chunks(NamedTuple):
+    """A model that is cut for a pipeline.
+
+    model  all units, in order
+    parts  the units of each chunk
+    tied   {full name of a tied tensor: its stages}, for tensors on several stages
+    """
+
+    model: list[Unit]
+    parts: list[list[Unit]]
+    tied: dict[str, list[int]]
+
+
+def chunks(units: Units, layers: LayerFactory, place: Sequence[int], partition: str) -> Chunks:
+    """Make the units with a rank's layer factory, and cut them.
+
+    place      the stage of each chunk
+    partition  as pipeline.partition, but not "time"
+    raises     ConfigError if the units do not fit each other, the ranks or the partition
+    """
+    model = list(units(layers) if callable(units) else units)
+    check_units(model, layers.rows)
+    counts = cut(model, len(place), partition)
+    return Chunks(model, *assign_units(model, counts, place))

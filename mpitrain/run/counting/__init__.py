@@ -1,0 +1,1 @@
+"""Activations and FLOPs of a step, counted before the first step runs."""

@@ -1,0 +1,124 @@
+"""The check that activations fit in memory too, counted before a step runs or a model exists."""
+
+import math
+from collections import Counter as Numbers
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from mpitrain.data import Source, Unopened
+from mpitrain.errors import ConfigError, MpitrainError
+from mpitrain.parallel.memory import Room
+from mpitrain.pipeline.chunks import Units
+from mpitrain.run.counting.step import Counter, Scheduled, Step
+
+MOST = 512
+"""The largest number of micro-batches that the check proposes."""
+
+
+class Fitting(NamedTuple):
+    """A number of micro-batches with which a job fits.
+
+    micro_batches  per step and replica
+    needed         bytes of activations then
+    """
+
+    micro_batches: int
+    needed: int
+
+
+def check_activations(
+    job: Scheduled,
+    source: Source | Unopened,
+    units: Units,
+    room: Room,
+    hosts: Sequence[str],
+    rank: int,
+    replanned: Callable[[int], Scheduled | None],
+) -> Step:
+    """Return this rank's counted step; raise ConfigError if the activations do not fit.
+
+    A step that cannot be counted fits: the result names the problem.
+
+    The error has the numbers and the fewest micro-batches that fit, which it finds by counting.
+
+    room       what parameters, gradients and optimizer state leave
+    hosts      the host of every rank, by rank
+    replanned  (micro-batches) -> the job with so many, or None if they do not fit its keys
+    """
+
+    def needed(found: Scheduled) -> tuple[int, Step]:
+        return _needed(found, source, units, room, hosts, rank)
+
+    try:
+        activations, mine = needed(job)
+    except MpitrainError:
+        raise
+    except Exception as error:  # A plugin's layer may use an array in a way that needs memory.
+        return Step(problem=f"{type(error).__name__}: {error}")
+    if room.needed + activations <= room.free:
+        return mine
+    axes, micro_batches = job.axes, job.plan.micro_batches
+    rows = -(-job.config.batch.size // axes.dp)
+    found = _fitting(
+        replanned, micro_batches, rows, room.free - room.needed, lambda one: needed(one)[0]
+    )
+    raise ConfigError(
+        f"{room.ranks} rank(s) need {room.needed / 1e9:,.2f} GB for parameters, gradients and optimizer state "
+        f"and {activations / 1e9:,.2f} GB for activations {room.where}, with {micro_batches} micro-batch(es) of "
+        f"{-(-rows // micro_batches)} row(s), but {room.free / 1e9:,.2f} GB are free.",
+        f"Set batch.micro_batches to {found.micro_batches}: activations then need {found.needed / 1e9:,.2f} GB."
+        if found
+        else "Lower model.width or model.context: no larger number of micro-batches fits.",
+    )
+
+
+def _needed(
+    job: Scheduled,
+    source: Source | Unopened,
+    units: Units,
+    room: Room,
+    hosts: Sequence[str],
+    rank: int,
+) -> tuple[int, Step]:
+    """Return the bytes of activations in this rank's memory, and its own counts."""
+    axes = job.axes
+    workers = axes.ranks - axes.servers
+    tp, dp, pp = axes.place(rank) if rank < workers else (0, 0, 0)
+    counter = Counter(job, source, units, tp)
+    mine = counter.step(pp, dp)
+    if job.config.device.kind == "cuda":
+        return room.ranks * mine.peak, mine if rank < workers else Step()
+    # The ranks of a stage need almost equal bytes, so each stage is counted once.
+    stages = Numbers(axes.place(r).pp for r in range(workers) if hosts[r] == hosts[rank])
+    peaks = {stage: mine.peak if stage == pp else counter.step(stage).peak for stage in stages}
+    total = sum(number * peaks[stage] for stage, number in stages.items())
+    return total, mine if rank < workers else Step()
+
+
+def _fitting(
+    replanned: Callable[[int], Scheduled | None],
+    micro_batches: int,
+    rows: int,
+    free: float,
+    needed: Callable[[Scheduled], int],
+) -> Fitting | None:
+    """Return the fewest micro-batches whose activations fit, by bisection; None if none fit.
+
+    micro_batches  a number that does not fit
+    rows           of a replica's step
+    needed         (job) -> bytes of activations
+    """
+    best = None
+    low, high = micro_batches + 1, min(rows, MOST)
+    while low <= high:
+        middle = (low + high) // 2
+        found = next(filter(None, map(replanned, range(middle, high + 1))), None)
+        nbytes = needed(found) if found else math.inf
+        if found and nbytes <= free:
+            best = Fitting(found.plan.micro_batches, int(nbytes))
+            high = middle - 1
+        elif found:
+            low = found.plan.micro_batches + 1
+        else:
+            high = middle - 1
+    return best

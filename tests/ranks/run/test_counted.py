@@ -1,0 +1,114 @@
+"""Counted activations are the arena's high-water mark of a real step; what does not fit is refused."""
+
+import re
+
+import pytest
+
+from mpitrain.errors import ConfigError
+from mpitrain.machine import process
+from mpitrain.run.build import build
+from mpitrain.transport.threads import run_ranks
+from tests.training import MLP, TINY, configured
+
+LAYOUTS = {
+    "one rank": (1, []),
+    "micro-batches": (1, ["batch.micro_batches=5"]),
+    "dp": (3, ["layout.dp=3"]),
+    "tp": (2, ["layout.tp=2"]),
+    "sequence_parallel": (2, ["layout.tp=2", "layout.sequence_parallel=true"]),
+    "keep_gathered": (
+        2,
+        ["layout.tp=2", "layout.sequence_parallel=true", "layout.keep_gathered=true"],
+    ),
+    "pp": (2, ["layout.pp=2"]),
+    "gpipe": (2, ["layout.pp=2", "pipeline.schedule=gpipe"]),
+    "zero-bubble": (2, ["layout.pp=2", "pipeline.schedule=zero-bubble"]),
+    "interleaved": (2, ["layout.pp=2", "pipeline.schedule=interleaved"]),
+    "all axes": (4, ["layout.tp=2", "layout.pp=2"]),
+    "tied": (2, ["layout.pp=2", "model.tied=true"]),
+    "zero 3": (2, ["replication.zero=3"]),
+    "bfloat16": (1, ["precision.compute=bfloat16"]),
+    "float16": (2, ["precision.compute=float16", "layout.tp=2"]),
+}
+SIMULATED = {
+    "kernels": (1, []),
+    "kernels, tp": (2, ["layout.tp=2", "layout.sequence_parallel=true"]),
+    "kernels, pp": (2, ["layout.pp=2", "precision.compute=bfloat16"]),
+}
+
+
+def peaks(transport, settings):
+    """Counted and measured bytes of this rank, after three steps."""
+    trainer, source, _ = build(transport, configured(*settings))
+    for index in range(3):
+        trainer.step(index, *trainer.replication.batch(source, index))
+    return trainer.counted.peak, trainer.pipe.peak_bytes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_counted_peak_of_a_gpt_is_the_measured_one(layout):
+    ranks, settings = LAYOUTS[layout]
+    for counted, measured in run_ranks(ranks, peaks, [*TINY, *settings]):
+        assert counted == measured > 0
+
+
+@pytest.mark.parametrize("layout", ["one rank", "micro-batches", "dp", "tp", "pp"])
+def test_the_counted_peak_of_an_mlp_is_the_measured_one(layout):
+    ranks, settings = LAYOUTS[layout]
+    for counted, measured in run_ranks(ranks, peaks, [*MLP, *settings]):
+        assert counted == measured > 0
+
+
+@pytest.mark.parametrize("layout", SIMULATED)
+def test_the_counted_peak_on_kernels_is_the_measured_one(layout):
+    ranks, settings = SIMULATED[layout]
+    settings = [*TINY, "model.layers=1", "device.kind=cuda-sim", *settings]
+    for counted, measured in run_ranks(ranks, peaks, settings):
+        assert counted == measured > 0
+
+
+@pytest.mark.parametrize("ranks, layout", [(1, []), (2, []), (2, ["layout.tp=2"])])
+def test_activations_that_do_not_fit_are_refused_with_micro_batches_that_do(
+    ranks, layout, monkeypatch
+):
+    settings = [*TINY, *layout]
+    before = run_ranks(ranks, peaks, [*settings, "batch.micro_batches=3"])
+    needed = sum(counted for counted, _ in before)
+
+    def built(*more):
+        run_ranks(ranks, lambda transport: build(transport, configured(*settings, *more)))
+
+    # The state of the model needs what is refused first, whatever the activations need.
+    monkeypatch.setattr(process, "free_memory", lambda kind: 10**9)
+    real = build.__globals__["check_memory"]
+    rooms = []
+    monkeypatch.setitem(
+        build.__globals__, "check_memory", lambda *args: rooms.append(real(*args)) or rooms[-1]
+    )
+    built()
+    free = int(rooms[0].needed) + needed
+    monkeypatch.setattr(process, "free_memory", lambda kind: free)
+    with pytest.raises(ConfigError) as refused:
+        built()
+    assert refused.value.exit_code == 2 and refused.value.agreed
+    found = int(re.search(r"micro_batches to (\d+)", str(refused.value))[1])
+    assert found == 3
+    built(f"batch.micro_batches={found}")
+    with pytest.raises(ConfigError, match="activations"):
+        built(f"batch.micro_batches={found - 1}")
+
+
+def test_no_number_of_micro_batches_is_proposed_if_none_fits(monkeypatch):
+    free = 10**9
+    monkeypatch.setattr(process, "free_memory", lambda kind: free)
+    real = build.__globals__["check_memory"]
+    rooms = []
+    monkeypatch.setitem(
+        build.__globals__, "check_memory", lambda *args: rooms.append(real(*args)) or rooms[-1]
+    )
+    config = configured(*TINY)
+    run_ranks(1, lambda transport: build(transport, config))
+    free = int(rooms[0].needed) + 1
+    with pytest.raises(ConfigError) as refused:
+        run_ranks(1, lambda transport: build(transport, config))
+    assert "micro_batches to" not in str(refused.value)
