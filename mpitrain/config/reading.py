@@ -34,6 +34,7 @@ PATTERNS = {  # The patterns of `sections` in words, for messages.
     "run.delay": "must be RANK:MS or random:MS:P with P from 0 to 1, or several of these with commas between",
     "replication.wire": "must be none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK]",
     "pipeline.partition": "must be time, or numbers and commas, as in 4,4,3,5",
+    "memory.recompute": "must be none, attention, unit or a number of units",
     "replication.async_lr": "must be 1/workers, staleness or a number",
 }
 SYNONYMS = {

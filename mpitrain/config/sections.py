@@ -12,6 +12,7 @@ from mpitrain.machine.kinds import Kind
 
 WIRE = r"^(none|fp16|bf16|int8|topk(:.+)?|powersgd(:.+)?)$"
 ASYNC_LR = r"^(1/workers|staleness|[0-9]{1,9}(\.[0-9]{0,20})?(e-?[0-9]{1,2})?)$"
+RECOMPUTE = r"^(none|attention|unit|[1-9][0-9]{0,8})$"
 PARTITION = r"^time$|^( *[0-9]{1,9} *(, *[0-9]{1,9} *)*)?$"
 HALVES = ("bfloat16", "float16")
 KEPT_ON_HOST = ("topk", "powersgd")
@@ -437,6 +438,21 @@ class Optimizer(Section):
 
 
 class Memory(Section):
+    basic = ("recompute",)
+
+    recompute: str = Field(
+        "none",
+        pattern=RECOMPUTE,
+        description="activations that the backward pass computes again instead of saving them. "
+        "none, attention: the probabilities of attention, unit: all but the input of each unit, "
+        "or N: all but the input of each N units; 2 are a transformer block",
+    )
+    logit_chunks: int = Field(
+        1,
+        ge=1,
+        description="number of slices of rows in which the output head and the loss are computed, "
+        "so that the logits of all rows are never in memory together",
+    )
     attention: Literal["auto", "tiled", "whole"] = Field(
         "auto",
         description="attention on cpu. tiled: in tiles that stay in cache; the backward computes "
@@ -444,6 +460,23 @@ class Memory(Section):
         "the exponentials are saved for the backward. auto: whole for short sequences, tiled "
         "from 512 tokens on. cuda and cuda-sim always compute in tiles",
     )
+    release_every: int = Field(
+        0,
+        ge=0,
+        description="steps between releases of unused activation memory to the system; 0: never",
+    )
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        """Accept a number as well as a string."""
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @property
+    def segment(self) -> int:
+        """The number of units that are computed again together; 0: none are."""
+        named = {"none": 0, "attention": 0, "unit": 1}
+        return named[self.recompute] if self.recompute in named else int(self.recompute)
 
 
 class Checkpoint(Section):

@@ -71,6 +71,11 @@ class Config(Section):
                 f"Kernels compute attention in tiles, but memory.attention is whole on {self.device.kind}.",
                 "Set memory.attention to auto, or device.kind to cpu.",
             )
+        if self.memory.logit_chunks > 1 and self.replication.mode == "master":
+            raise ConfigError(
+                f"In mode master rank 0 computes the loss of all logits, but memory.logit_chunks is {self.memory.logit_chunks}.",
+                "Set memory.logit_chunks to 1, or replication.mode to all-reduce.",
+            )
         if (
             self.device.kind in ("cuda", "cuda-sim")
             and self.precision.is_half

@@ -11,12 +11,15 @@ from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
+from mpitrain.config import Memory
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Gradients, Layer, Loss, Parameter, Weights
+from mpitrain.layers.chunked_logits import ChunkedHead
 from mpitrain.layers.compose import Residual
 from mpitrain.layers.fusion import Fusion, GeluCut
 from mpitrain.layers.initial import Draw, normal, ones, zeros
 from mpitrain.layers.now import Now
+from mpitrain.layers.recomputed import Recomputed
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 
@@ -77,6 +80,12 @@ class Linear:
         """Return the output for x, and the state for `backward_input`."""
         y, saved = self.product(flat_rows(x), w["weight"], w.get("bias"), arena)
         return y.reshape(*x.shape[:-1], self.outputs), saved
+
+    def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
+        """Return the state that `forward` saves; without an activation there is no product."""
+        if self.activation:
+            return self.forward(w, x, arena)[1]
+        return self.ops.linear_saved(flat_rows(x), w.get("bias"), arena)
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
         """Return the gradient of the input, and the state for `backward_weight`."""
@@ -240,6 +249,10 @@ class CrossEntropy:
         )
 
 
+DEFAULT_MEMORY = Memory()
+"""Every activation is saved, and logits are one array."""
+
+
 class Plain:
     """The layer factory of one rank (as torch.nn): its layers are not split over ranks.
 
@@ -256,6 +269,10 @@ class Plain:
     ----------
     now : Now
         The step and rows that the layers compute; for layers that draw random numbers.
+    memory : Memory
+        The section [memory] of the configuration: which activations the layers save.
+    made : set of str
+        Constructors that have been called, of those that `memory` changes.
     """
 
     _embedding: type[Embedding] = Embedding
@@ -265,8 +282,9 @@ class Plain:
     _row: type[Linear] = FusedLinear
     _linear: type[Linear] = FusedLinear
 
-    def __init__(self, ops: Ops):
-        self.ops, self.now = ops, Now()
+    def __init__(self, ops: Ops, memory: Memory = DEFAULT_MEMORY):
+        self.ops, self.now, self.memory = ops, Now(), memory
+        self.made = set[str]()
 
     @property
     def _source(self) -> Any:
@@ -320,7 +338,7 @@ class Plain:
         """Return a residual connection, x + inner(x)."""
         return Residual(inner, self.ops.add)
 
-    def attention(self, width: int, heads: int, kv_heads: int | None = None) -> Attention:
+    def attention(self, width: int, heads: int, kv_heads: int | None = None) -> Layer:
         """Return causal attention, (B, T, 3 width) to (B, T, width).
 
         raises  ConfigError if heads do not divide width, or differ from kv_heads
@@ -332,7 +350,9 @@ class Plain:
                 f"there are {kv_heads}.",
                 "Leave kv_heads out, or use an attention layer of your own after `qkv`.",
             )
-        return self._attention(self._source, heads)
+        self.made.add("attention")
+        attention = self._attention(self._source, heads)
+        return Recomputed(attention) if self.memory.recompute == "attention" else attention
 
     def column_linear(
         self, inputs: int, outputs: int, draw: Draw, activation: str | None = None
@@ -354,9 +374,11 @@ class Plain:
         """Return a linear layer that layout.tp does not split."""
         return self._linear(self._source, inputs, outputs, draw, activation)
 
-    def head(self, width: int, vocab: int, draw: Draw) -> Linear:
+    def head(self, width: int, vocab: int, draw: Draw) -> Layer:
         """Return a linear layer without bias, from rows (..., width) to logits (..., vocab)."""
-        return Logits(self.ops, width, vocab, draw)
+        self.made.add("head")
+        head, chunks = Logits(self.ops, width, vocab, draw), self.memory.logit_chunks
+        return ChunkedHead(head, chunks) if chunks > 1 else head
 
     def loss(self) -> Loss:
         """Return the softmax cross-entropy over logits (N, V), for targets (N,) from 0 to V - 1."""

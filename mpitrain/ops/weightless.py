@@ -126,7 +126,10 @@ class WeightlessMemory:
     def allocate(self, nbytes: int) -> Any:
         return self.made((nbytes,), np.uint8)
 
-    def array(self, buffer: Any, lease: Lease, shape: Shape, dtype: np.dtype) -> Any:
+    def location(self, buffer: Any) -> Any:
+        return None
+
+    def array(self, location: Any, lease: Lease, shape: Shape, dtype: np.dtype) -> Any:
         return self.made(shape, dtype, lease)
 
     def made(self, shape: Sequence[int], dtype: Any, lease: Lease | None = None) -> Weightless:

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from mpitrain.layers.base import Unit
-from mpitrain.parallel.tensor.layer_factory import LayerFactory, check_units
+from mpitrain.layers.recomputed import with_recomputation
+from mpitrain.parallel.tensor.layer_factory import LayerFactory, check_saved, check_units
 from mpitrain.pipeline.partition import assign_units, cut
 
 Units = Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]]
@@ -33,5 +34,8 @@ def chunks(units: Units, layers: LayerFactory, place: Sequence[int], partition: 
     """
     model = list(units(layers) if callable(units) else units)
     check_units(model, layers.rows)
-    counts = cut(model, len(place), partition)
-    return Chunks(model, *assign_units(model, counts, place))
+    check_saved(layers)
+    parts, tied = assign_units(model, cut(model, len(place), partition), place)
+    return Chunks(
+        model, with_recomputation(parts, layers.memory.segment, layers.rows.recomputing), tied
+    )

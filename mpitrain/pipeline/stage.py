@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpitrain.layers.base import Unit, backward
+from mpitrain.layers.recomputed import saved_again
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.trace.recorder import SILENT, Recorder
@@ -30,7 +31,9 @@ class _Pass:
 class Stage:
     """Stage that trains one chunk of the model.
 
-    It announces each use of a unit's parameters and gradients to the replication.
+    It announces each use of a unit's parameters and gradients to the replication. Of a segment of
+    units it saves the input alone, and computes the other activations again before the backward of
+    the segment's last unit.
 
     A micro-batch goes forward, then backward: through the two halves, or through both at once. Each
     call returns the buffers that the call before saved to the arena, as soon as it has used them.
@@ -56,6 +59,7 @@ class Stage:
             recorder,
             {first + index: recorder.name(unit.name) for index, unit in enumerate(units)},
         )
+        self._segments = [unit.segment for unit in units]
         # Both map a micro-batch to a list with the saved activations of each unit.
         self._saved: dict[int, list[Any]] = {}
         self._pending: dict[int, list[Any]] = {}
@@ -68,12 +72,41 @@ class Stage:
     def forward(self, micro: int, x: Any) -> Any:
         """Run the forward of a micro-batch; return the output of the last unit."""
         replication, save = self._replication, self._saving(micro)
-        for number, layer in self._layers:
+        for index, (number, layer) in enumerate(self._layers):
+            segment = self._segments[index]
+            if segment and self._is_first(index):
+                save(x)
             with self._running(FORWARD, number, micro):
                 x, saved = layer.forward(replication.open(number, micro), x, self._arena)
                 replication.close(number, micro)
-            save(saved)
+            if segment:
+                del saved
+            else:
+                save(saved)
         return x
+
+    def _is_first(self, index: int) -> bool:
+        """Return whether a unit of a segment is its first."""
+        return index == 0 or self._segments[index - 1] is not self._segments[index]
+
+    def _save_again(self, micro: int, index: int, saved: list[Any]) -> None:
+        """Replace the saved input of a segment by the activations of its units.
+
+        index  of a unit; nothing is done unless it is the last of a segment
+        """
+        segment = self._segments[index]
+        if not segment or (index + 1 < len(self._layers) and self._segments[index + 1] is segment):
+            return
+        replication, x = self._replication, saved.pop()
+        with segment.recomputing():
+            for number, layer in self._layers[index + 1 - segment.size : index]:
+                x, state = layer.forward(replication.open(number, micro), x, self._arena)
+                replication.close(number, micro)
+                saved.append(state)
+                self._poll()
+            number, layer = self._layers[index]
+            saved.append(saved_again(layer, replication.open(number, micro), x, self._arena))
+            replication.close(number, micro)
 
     def _saving(self, micro: int) -> Callable[[Any], object]:
         """Return the function that `forward` calls with the saved state of each unit."""
@@ -91,8 +124,9 @@ class Stage:
         Return the gradient of the chunk's input, or None if that input has no gradient, as tokens.
         """
         replication, saved, pending = self._replication, self._saved.pop(micro), []
-        for number, layer in reversed(self._layers):
+        for index, (number, layer) in reversed([*enumerate(self._layers)]):
             with self._running(BACKWARD_INPUT, number, micro):
+                self._save_again(micro, index, saved)
                 dy, state = layer.backward_input(
                     replication.open(number, micro), dy, saved.pop(), self._arena
                 )
@@ -116,8 +150,9 @@ class Stage:
         """Run both halves, unit by unit; return the input gradient as `backward_input`."""
         replication, saved = self._replication, self._saved.pop(micro)
         self._left -= 1
-        for number, layer in reversed(self._layers):
+        for index, (number, layer) in reversed([*enumerate(self._layers)]):
             with self._running(BACKWARD, number, micro):
+                self._save_again(micro, index, saved)
                 dy = backward(
                     layer,
                     replication.open(number, micro),

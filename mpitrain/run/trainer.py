@@ -17,13 +17,14 @@ from mpitrain.config.delays import delay_s, delays
 from mpitrain.data import Source
 from mpitrain.errors import MpitrainError
 from mpitrain.layers.base import Loss, Unit
+from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
 from mpitrain.layers.flat import Piece, Storage
 from mpitrain.optim import learning_rate
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.modes import replication_for
 from mpitrain.parallel.replication.protocol import ReplicationContext
 from mpitrain.parallel.replication.records import StepInput, StepResult
-from mpitrain.parallel.tensor.layer_factory import LayerFactory, layers_for
+from mpitrain.parallel.tensor.layer_factory import LayerFactory, layers_for, loss_for
 from mpitrain.pipeline.async_pipeline import pipeline_for
 from mpitrain.pipeline.chunks import Chunks, chunks
 from mpitrain.pipeline.pipeline import own
@@ -124,8 +125,8 @@ class Trainer:
     ) -> None:
         """Make the units, their storage, the replication and the pipeline; collective."""
         resolved, grid = self.resolved, self.grid
-        self._layers = layers = layers_for(resolved.device.ops, grid.tp, self.config.layout)
-        place = resolved.plan.place
+        ops, memory, place = resolved.device.ops, self.config.memory, resolved.plan.place
+        self._layers = layers = layers_for(ops, grid.tp, self.config.layout, memory)
 
         def assigned() -> Chunks:
             found = chunks(units, layers, place, self.config.pipeline.partition)
@@ -140,7 +141,7 @@ class Trainer:
         mine = [parts[part] for part in own(place, grid.place.pp)]
         self.units = [unit for part in mine for unit in part]
         firsts = [0, *accumulate(map(len, mine))] if len(parts) > 1 else []
-        self._loss = loss or layers.loss()
+        self._loss = loss_for(layers, loss)
         self.storage = Storage(self.units, self.config.precision.stored, resolved.axes.dp)
         self.replication = replication_for(
             ReplicationContext(
@@ -340,7 +341,9 @@ class Trainer:
             (rows, classes) or (rows, T, classes) on the device; None except on the last stage.
         """
         logits = self._asked(inputs)
-        return None if logits is None else self._layers.whole(logits, self.arena)
+        return (
+            None if logits is None else self._layers.whole(computed(logits, self.arena), self.arena)
+        )
 
     def _asked(self, inputs: np.ndarray) -> Any:
         """Return this rank's columns of the logits, as `logits` does with all columns.
@@ -352,9 +355,12 @@ class Trainer:
         filled = np.zeros(self._layers.rows.filled(inputs.shape), inputs.dtype)
         filled[tuple(map(slice, inputs.shape))] = inputs
         logits = self.pipe.ask(filled.shape, lambda: self.placed(filled))
-        return (
-            None if logits is None else logits[tuple(map(slice, inputs.shape[: logits.ndim - 1]))]
-        )
+        if logits is None:
+            return None
+        lengths = inputs.shape[: logits.ndim - 1]
+        if isinstance(logits, ChunkedLogits):
+            return logits.cut(lengths, self.arena)
+        return logits[tuple(map(slice, lengths))]
 
     def placed(self, rows: np.ndarray) -> Any:
         """Copy rows to the device; features are rounded where activations are stored in 16 bits."""
@@ -374,7 +380,8 @@ class Trainer:
         logits = self._asked(inputs)
         found = np.empty(self._logits_shape(inputs.shape)[-1])
         if logits is not None:
-            found[:] = self.backend.to_host(self._layers.whole(logits[0, token], self.arena))
+            row = computed(logits, self.arena)[0, token]
+            found[:] = self.backend.to_host(self._layers.whole(row, self.arena))
         self.pipe.tell_first(found)
         return found
 
@@ -431,9 +438,11 @@ class Trainer:
         logits = self._asked(inputs)
         if logits is None:
             return 0.0, 0, 0
-        logits = logits.reshape(len(flat), -1)
-        right = self._loss.correct(logits, flat, self.arena)
-        return float(self._loss.value(logits, flat, self.arena)), int(right), len(flat)
+        total, right = 0.0, 0
+        for mine, some in sliced(logits, self.arena):
+            right += int(self._loss.correct(some, flat[mine], self.arena))
+            total += float(self._loss.value(some, flat[mine], self.arena))
+        return total, right, len(flat)
 
 
 def parameter_count(units: Sequence[Unit]) -> int:

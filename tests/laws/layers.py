@@ -11,6 +11,7 @@ from mpitrain.layers.base import Unit, backward
 from mpitrain.layers.compose import Sequential
 from mpitrain.layers.fusion import GeluCut, fusion_of
 from mpitrain.layers.plain import Plain
+from mpitrain.layers.recomputed import Recomputed
 from mpitrain.machine.backend import Backend
 from mpitrain.models.gpt import gpt
 from tests.unit.placing import place
@@ -253,6 +254,29 @@ class LayerLaws:
                     found[-1][name, depth] = [y, *map(backend.to_host, arrays)]
         for case, separate in found[1].items():
             assert all(map(np.array_equal, found[0][case], separate)), case
+
+    def law_a_recomputed_layer_saves_its_input_alone_and_has_the_same_bits(
+        self, plain: Plain, backend: Backend
+    ):
+        for name, kind in kinds(plain).items():
+            for inner in (kind, plain.residual(kind)):
+                found = []
+                for layer in (inner, Recomputed(inner)):
+                    for way in (_both_halves, backward):
+                        weights, gradients, _, slots = placed(layer, backend)
+                        arena, x = backend.arena(), backend.from_host(numbers(3, 2, 5, WIDTH))
+                        y, saved = layer.forward(weights, x, arena)
+                        assert layer is inner or saved is x, name
+                        y, dy = (
+                            backend.to_host(y).copy(),
+                            backend.from_host(numbers(4, 2, 5, WIDTH)),
+                        )
+                        dx = way(layer, weights, dy, saved, gradients, arena)
+                        arrays = (dx, *(slot.array for slot in slots.values()))
+                        found.append([y, *(backend.to_host(array).copy() for array in arrays)])
+                        del dx, arrays, saved
+                for other in found[1:]:
+                    assert all(map(np.array_equal, found[0], other)), name
 
     def law_a_shortcut_has_the_gradient_of_its_sum(self, plain: Plain, backend: Backend):
         for name, kind in kinds(plain).items():

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.machine.arena import Arena
-from mpitrain.ops.host.attention import QUERIES
+from mpitrain.ops.host.attention_whole import QUERIES
 from mpitrain.ops.host.product import put_product
 
 Shape = tuple[int, ...]

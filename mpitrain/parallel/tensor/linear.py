@@ -97,6 +97,12 @@ class Column(Linear):
         y, saved = super().forward(w, self._rows.whole(x), arena)
         return y, self._rows.kept(saved, x)
 
+    def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
+        """Return the state that `forward` saves; without an activation there is no product."""
+        if self.activation:
+            return self.forward(w, x, arena)[1]
+        return self._rows.kept(super().saved_again(w, self._rows.whole(x), arena), x)
+
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
         lease, pending = self._summands(w, dy, saved, arena)
         self._rows.reduction(lease).run()
@@ -264,6 +270,14 @@ class RowParallelLinear(Linear):
         if self._activation:
             y, slope = self._activation[0](y, arena)
         return y, (saved, slope)
+
+    def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
+        """Return the state that `forward` saves; without an activation there is no all-reduce."""
+        if self._activation:
+            return self.forward(w, x, arena)[1]
+        if not self._is_parallel:
+            x = _own(self._rows.group, x, arena)
+        return self.ops.linear_saved(flat_rows(x), None, arena), None
 
     def backward_input(
         self, w: Weights, dy: Any, saved: Any, arena: Arena, slope: Any = None

@@ -21,7 +21,9 @@ source  Shoeybi et al. 2019, arXiv:1909.08053; SequenceSharded: Korthikanti et a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from mpitrain.collectives.activations import ActivationBuffer, TimedReduction
@@ -88,6 +90,10 @@ class ReplicatedRows:
         """
         return saved
 
+    def recomputing(self) -> AbstractContextManager[None]:
+        """Return a context for forwards just before their backward (`Recomputed`)."""
+        return nullcontext()
+
     def sequences(self, x: Any) -> Any:
         """Reshape all rows (..., C) to (B, T, C)."""
         return x.reshape(self.as_sequences(x.shape))
@@ -107,6 +113,16 @@ class ReplicatedRows:
     def filled(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return an input shape (B, T), at least this one, with rows that the ranks can divide."""
         return tuple(shape)
+
+
+@dataclass
+class AllRows:
+    """The gathered input of a layer that is computed again, in place of this rank's rows.
+
+    array   all rows
+    """
+
+    array: Any
 
 
 class SequenceSharded(ReplicatedRows):
@@ -129,6 +145,7 @@ class SequenceSharded(ReplicatedRows):
         """
         super().__init__(group)
         self._keeps, self.context = keep_gathered, 0  # VocabParallelEmbedding sets the context
+        self._recomputes = False
 
     def reduction(self, lease: ActivationBuffer) -> TimedReduction:
         return lease.reduce_scatter()
@@ -145,10 +162,24 @@ class SequenceSharded(ReplicatedRows):
         return lease.array
 
     def kept(self, saved: Any, x: Any) -> Any:
-        return saved if self._keeps else _with_input(saved, x)
+        if self._keeps:
+            return saved
+        return _with_input(saved, AllRows(_input_of(saved)) if self._recomputes else x)
 
     def regained(self, saved: Any) -> Any:
-        return saved if self._keeps else _with_input(saved, self.whole(_input_of(saved)))
+        if self._keeps:
+            return saved
+        x = _input_of(saved)
+        return _with_input(saved, x.array if isinstance(x, AllRows) else self.whole(x))
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Save gathered rows within the context: the backward then gathers none again."""
+        self._recomputes = True
+        try:
+            yield
+        finally:
+            self._recomputes = False
 
     def as_sequences(self, shape: Sequence[int]) -> tuple[int, ...]:
         rows = math.prod(shape[:-1])

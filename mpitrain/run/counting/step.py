@@ -23,7 +23,7 @@ from mpitrain.ops.counted import Count, Unlaunched, counted
 from mpitrain.ops.device import Device
 from mpitrain.ops.weightless import Weightless, WeightlessMemory, WeightlessOnDevice
 from mpitrain.parallel.grid import Axes, share
-from mpitrain.parallel.tensor.layer_factory import layers_for
+from mpitrain.parallel.tensor.layer_factory import layers_for, loss_for
 from mpitrain.pipeline.chunks import Units, chunks
 from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.memory import peak
@@ -80,7 +80,7 @@ class Body:
         self.arena = Arena(self.memory)
         group = CountedGroup(self.endpoint(rank, ranks), arena=self.arena)
         ops = counted(_leasing(device), self.count)
-        self.layers = layers_for(ops, group, config.layout)
+        self.layers = layers_for(ops, group, config.layout, config.memory)
 
     def endpoint(self, rank: int, ranks: int) -> Any:
         """Return a transport without peers, which tells `count` about backwards."""
@@ -160,7 +160,7 @@ class Counter:
         body, parts = self._body, self._chunks.parts
         mine = [unit for part in own(plan.place, pp) for unit in parts[part]]
         storage = Storage(mine, config.precision.stored, axes.dp)
-        replica: Any = Replica(storage, body, body.layers.loss())
+        replica: Any = Replica(storage, body, loss_for(body.layers))
         endpoint, computed = body.endpoint(pp, axes.pp), device.half or storage.dtype
         rows = share(config.batch.size, dp, axes.dp)
         every = [share(len(rows), n, plan.micro_batches) for n in range(plan.micro_batches)]
