@@ -85,7 +85,7 @@ class Linear:
         """Return the state that `forward` saves; without an activation there is no product."""
         if self.activation:
             return self.forward(w, x, arena)[1]
-        return self.ops.linear_saved(flat_rows(x), w.get("bias"), arena)
+        return state_of(self.ops, flat_rows(x), w["weight"], w.get("bias"), arena)
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
         """Return the gradient of the input, and the state for `backward_weight`."""
@@ -391,6 +391,28 @@ def divided(whole: int, count: int, law: str) -> int:
         near = min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: abs(n - count))
         raise ConfigError(f"{count} {law}.", f"Nearest that does: {near}.")
     return whole // count
+
+
+def state_of(ops: Ops, x: Any, weight: Any, bias: Any, arena: Arena) -> Any:
+    """Return the state that `ops.linear` saves, without its product.
+
+    The product of no rows has the same state, but for its input.
+    """
+    _, state = ops.linear(x[:0], weight, bias, arena)
+    return with_input(state, x)
+
+
+def input_of(saved: Any) -> Any:
+    """Return the input in a linear operation's saved state.
+
+    The state is the input itself, or a tuple; the first entry of the tuple is again such a state.
+    """
+    return input_of(saved[0]) if isinstance(saved, tuple) else saved
+
+
+def with_input(saved: Any, x: Any) -> Any:
+    """Return a linear operation's saved state with its input replaced by x."""
+    return (with_input(saved[0], x), *saved[1:]) if isinstance(saved, tuple) else x
 
 
 def flat_rows(x):

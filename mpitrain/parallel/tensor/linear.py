@@ -41,7 +41,7 @@ from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.layers.base import Gradients, Parameter, Weights
 from mpitrain.layers.fusion import Fusion
 from mpitrain.layers.initial import Draw, zeros
-from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear, flat_rows
+from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear, flat_rows, state_of
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 from mpitrain.parallel.grid import share
@@ -277,7 +277,7 @@ class RowParallelLinear(Linear):
             return self.forward(w, x, arena)[1]
         if not self._is_parallel:
             x = _own(self._rows.group, x, arena)
-        return self.ops.linear_saved(flat_rows(x), None, arena), None
+        return state_of(self.ops, flat_rows(x), w["weight"], None, arena), None
 
     def backward_input(
         self, w: Weights, dy: Any, saved: Any, arena: Arena, slope: Any = None
