@@ -308,9 +308,13 @@ class Trainer:
             )
         lr = learning_rate(self.config.optimizer, index, self.config.run.steps)
         losses = self._loss_sums if self.grid.reports_loss else ()
-        return self.replication.finish(
+        outcome = self.replication.finish(
             StepInput(index, losses, lr, bool(stop_requested and stop_requested()), scales)
         )
+        every = self.config.memory.release_every
+        if every and (index + 1) % every == 0:
+            self.arena.release()
+        return outcome
 
     def sync_parameters(self) -> None:
         """Finish all operations in flight, and make the parameters current on all ranks."""
