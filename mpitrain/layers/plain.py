@@ -82,7 +82,8 @@ class Linear:
         return y.reshape(*x.shape[:-1], self.outputs), saved
 
     def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
-        """Return the state that `forward` saves; without an activation there is no product."""
+        """Return `saved` of `forward`."""
+        # Without an activation the backward needs no output, so there is no product.
         if self.activation:
             return self.forward(w, x, arena)[1]
         return state_of(self.ops, flat_rows(x), w["weight"], w.get("bias"), arena)
@@ -249,10 +250,6 @@ class CrossEntropy:
         )
 
 
-DEFAULT_MEMORY = Memory()
-"""Every activation is saved, and logits are one array."""
-
-
 class Plain:
     """The layer factory of one rank (as torch.nn): its layers are not split over ranks.
 
@@ -269,10 +266,6 @@ class Plain:
     ----------
     now : Now
         The step and rows that the layers compute; for layers that draw random numbers.
-    memory : Memory
-        The section [memory] of the configuration: which activations the layers save.
-    made : set of str
-        Constructors that have been called, of those that `memory` changes.
     """
 
     _embedding: type[Embedding] = Embedding
@@ -282,9 +275,10 @@ class Plain:
     _row: type[Linear] = FusedLinear
     _linear: type[Linear] = FusedLinear
 
-    def __init__(self, ops: Ops, memory: Memory = DEFAULT_MEMORY):
-        self.ops, self.now, self.memory = ops, Now(), memory
-        self.made = set[str]()
+    def __init__(self, ops: Ops):
+        self.ops, self.now = ops, Now()
+        self.memory = Memory()  # A trainer sets its own: which activations the layers save.
+        self.made = set[str]()  # constructors that `memory` changes and that have been called
 
     @property
     def _source(self) -> Any:

@@ -128,7 +128,8 @@ class Trainer:
         """Make the units, their storage, the replication and the pipeline; collective."""
         resolved, grid = self.resolved, self.grid
         ops, memory, place = resolved.device.ops, self.config.memory, resolved.plan.place
-        self._layers = layers = layers_for(ops, grid.tp, self.config.layout, memory)
+        self._layers = layers = layers_for(ops, grid.tp, self.config.layout)
+        layers.memory = memory
 
         def assigned() -> tuple[list[Unit], *tuple[Any, ...]]:
             model = list(units(layers) if callable(units) else units)

@@ -98,7 +98,7 @@ class Column(Linear):
         return y, self._rows.kept(saved, x)
 
     def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
-        """Return the state that `forward` saves; without an activation there is no product."""
+        """Return `saved` of `forward`."""
         if self.activation:
             return self.forward(w, x, arena)[1]
         return self._rows.kept(super().saved_again(w, self._rows.whole(x), arena), x)
@@ -272,7 +272,7 @@ class RowParallelLinear(Linear):
         return y, (saved, slope)
 
     def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
-        """Return the state that `forward` saves; without an activation there is no all-reduce."""
+        # Without an activation the backward needs no output, so there is no all-reduce.
         if self._activation:
             return self.forward(w, x, arena)[1]
         if not self._is_parallel:
