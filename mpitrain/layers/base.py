@@ -8,7 +8,7 @@ A layer may also define both halves in one, `backward(w, dy, saved, dw, arena) -
 `backward` below then calls it. This is not possible where other work comes between the halves.
 
 With an attribute `fusion` a layer offers to do work of its neighbours in the same pass over memory
-(fusion.py).
+(fusion.py). With `saved_again` it offers to compute `saved` without its output (recomputed.py).
 
 A layer that takes tokens has an attribute `vocab`, the number of tokens. A trainer checks that all
 tokens are below it.
@@ -23,7 +23,6 @@ overwrite arrays that only `saved` refers to. `saved` and `pending` are each use
 from __future__ import annotations  # help() then prints signatures as they are written here
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -296,18 +295,6 @@ class Loss(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Segment:
-    """Consecutive units of a model chunk whose activations are computed again together.
-
-    size         number of units
-    recomputing  returns the context of a second forward
-    """
-
-    size: int
-    recomputing: Callable[[], AbstractContextManager[Any]]
-
-
-@dataclass(frozen=True, eq=False)
 class Unit:
     """One entry of a model's list of layers (as a module that FSDP wraps).
 
@@ -325,15 +312,12 @@ class Unit:
         tensor instead.
     held : mapping, optional
         Set by a pipeline, for tied tensors on several stages.
-    segment : Segment, optional
-        Set by a trainer, with memory.recompute of several units.
     """
 
     name: str
     layer: Layer
     tied: Mapping[str, str] = field(default_factory=dict)
     held: Mapping[str, Parameter] = field(default_factory=dict)
-    segment: Segment | None = None
 
     def full_name(self, parameter: Parameter) -> str:
         """Return the name of a parameter's tensor; for a tied one it is in the other unit."""

@@ -82,10 +82,11 @@ class Linear:
         return y.reshape(*x.shape[:-1], self.outputs), saved
 
     def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
-        """Return the state that `forward` saves; without an activation there is no product."""
+        """Return `saved` of `forward`."""
+        # Without an activation the backward needs no output, so there is no product.
         if self.activation:
             return self.forward(w, x, arena)[1]
-        return self.ops.linear_saved(flat_rows(x), w.get("bias"), arena)
+        return state_of(self.ops, flat_rows(x), w["weight"], w.get("bias"), arena)
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
         """Return the gradient of the input, and the state for `backward_weight`."""
@@ -249,10 +250,6 @@ class CrossEntropy:
         )
 
 
-DEFAULT_MEMORY = Memory()
-"""Every activation is saved, and logits are one array."""
-
-
 class Plain:
     """The layer factory of one rank (as torch.nn): its layers are not split over ranks.
 
@@ -269,10 +266,6 @@ class Plain:
     ----------
     now : Now
         The step and rows that the layers compute; for layers that draw random numbers.
-    memory : Memory
-        The section [memory] of the configuration: which activations the layers save.
-    made : set of str
-        Constructors that have been called, of those that `memory` changes.
     """
 
     _embedding: type[Embedding] = Embedding
@@ -282,9 +275,10 @@ class Plain:
     _row: type[Linear] = FusedLinear
     _linear: type[Linear] = FusedLinear
 
-    def __init__(self, ops: Ops, memory: Memory = DEFAULT_MEMORY):
-        self.ops, self.now, self.memory = ops, Now(), memory
-        self.made = set[str]()
+    def __init__(self, ops: Ops):
+        self.ops, self.now = ops, Now()
+        self.memory = Memory()  # A trainer sets its own: which activations the layers save.
+        self.made = set[str]()  # constructors that `memory` changes and that have been called
 
     @property
     def _source(self) -> Any:
@@ -391,6 +385,28 @@ def divided(whole: int, count: int, law: str) -> int:
         near = min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: abs(n - count))
         raise ConfigError(f"{count} {law}.", f"Nearest that does: {near}.")
     return whole // count
+
+
+def state_of(ops: Ops, x: Any, weight: Any, bias: Any, arena: Arena) -> Any:
+    """Return the state that `ops.linear` saves, without its product.
+
+    The product of no rows has the same state, but for its input.
+    """
+    _, state = ops.linear(x[:0], weight, bias, arena)
+    return with_input(state, x)
+
+
+def input_of(saved: Any) -> Any:
+    """Return the input in a linear operation's saved state.
+
+    The state is the input itself, or a tuple; the first entry of the tuple is again such a state.
+    """
+    return input_of(saved[0]) if isinstance(saved, tuple) else saved
+
+
+def with_input(saved: Any, x: Any) -> Any:
+    """Return a linear operation's saved state with its input replaced by x."""
+    return (with_input(saved[0], x), *saved[1:]) if isinstance(saved, tuple) else x
 
 
 def flat_rows(x):

@@ -2,8 +2,8 @@
 
 A recomputed layer saves its input alone. The input half of its backward first computes the other
 saved activations again. With an attribute `saved_again(w, x, arena) -> saved` a layer offers to do
-this without work that only its output needs: a linear layer without its product, a row-parallel
-layer without its all-reduce.
+this without work that only its output needs. So a linear layer skips its product, and a
+row-parallel layer its all-reduce.
 
     saved for the backward            computed again in the backward
     none       all activations        nothing
@@ -16,10 +16,10 @@ from __future__ import annotations  # help() then prints signatures as they are 
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mpitrain.layers.base import Gradients, Parameter, Segment, Unit, Weights, backward
+from mpitrain.layers.base import Gradients, Parameter, Unit, Weights, backward
 from mpitrain.machine.arena import Arena
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -74,6 +74,30 @@ class Recomputed:
             return saved_again(self.inner, w, x, arena)
 
 
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Consecutive units of a model chunk whose activations are computed again together.
+
+    size         number of units
+    recomputing  the context of a second forward
+    """
+
+    size: int
+    recomputing: Context
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentUnit(Unit):
+    """A unit of a segment. Its stage computes the segment again, since it opens each unit."""
+
+    segment: Segment | None = None
+
+
+def segment_of(unit: Unit) -> Segment | None:
+    """Return the segment of a unit of several, or None."""
+    return unit.segment if isinstance(unit, SegmentUnit) else None
+
+
 def with_recomputation(
     chunks: Sequence[Sequence[Unit]], size: int, recomputing: Context
 ) -> list[list[Unit]]:
@@ -101,7 +125,7 @@ def with_recomputation(
                 chunk[index] = (
                     replace(unit, layer=Recomputed(unit.layer, recomputing))
                     if len(mine) == 1
-                    else replace(unit, segment=segment)
+                    else SegmentUnit(unit.name, unit.layer, unit.tied, unit.held, segment)
                 )
         found.append(chunk)
     return found

@@ -3,10 +3,15 @@
 `take` leases a buffer. The buffer returns by itself when the last array that refers to it dies.
 So layers need no bookkeeping, and an exception leaks nothing. After the first step, returned
 buffers serve every lease, and `allocations` stays constant. Steps that begin with `rewind` and
-lease in the same order use the same addresses.
+lease in the same order use the same addresses. `release` is the exception: it gives free memory
+back to the system, and later leases allocate again.
 """
 
 import math
+import mmap
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
@@ -31,28 +36,49 @@ class Memory(Protocol):
         lease  must live as long as the array or any view of it
         """
 
+    def idle(self, buffers: Sequence[Any]) -> list[bool]:
+        """Return whether the system can have each of these free buffers, and forget it then."""
+
+    def trim(self) -> None:
+        """Give memory back that no array refers to."""
+
 
 class HostMemory:
     """Allocator of host memory, as NumPy arrays.
 
     NumPy keeps a lease alive as the base of the arrays that were made from it. Buffers are cut from
-    slabs of 32 MiB. NumPy asks the kernel for huge pages for arrays from 4 MiB on. With pages of
-    4 KiB, a training step would touch far more pages than the TLB holds. The end of a slab is lost
-    if the next buffer does not fit. No page of that end was ever touched.
+    slabs of 32 MiB in huge pages. With pages of 4 KiB, a training step would touch far more pages
+    than the TLB holds. The end of a slab is lost if the next buffer does not fit. No page of that
+    end was ever touched. A slab is a mapping of its own, which ends with its last buffer: malloc
+    might keep the memory.
     """
 
     def __init__(self) -> None:
         self._rest = np.empty(0, np.uint8)
+        self._cut = Counter[int]()  # {id of a slab: buffers that were cut from it}
 
     def allocate(self, nbytes: int) -> np.ndarray:
         if len(self._rest) < nbytes:
-            raw = np.empty(max(nbytes, SLAB) + ALIGNMENT, np.uint8)
-            self._rest = raw[-raw.ctypes.data % ALIGNMENT :]
+            self._rest = _mapped(max(nbytes, SLAB))
         buffer, self._rest = self._rest[:nbytes], self._rest[nbytes:]
+        self._cut[id(buffer.base)] += 1
         return buffer
 
     def location(self, buffer: np.ndarray) -> tuple[int, bool]:
         return buffer.ctypes.data, False
+
+    def idle(self, buffers: Sequence[np.ndarray]) -> list[bool]:
+        """A slab goes back as a whole, so all its buffers must be free."""
+        slabs = [id(buffer.base) for buffer in buffers]
+        gone = {slab for slab, count in Counter(slabs).items() if count == self._cut[slab]}
+        if id(self._rest.base) in gone:
+            self._rest = np.empty(0, np.uint8)
+        for slab in gone:
+            del self._cut[slab]
+        return [slab in gone for slab in slabs]
+
+    def trim(self) -> None:
+        pass  # A mapping has ended with its last buffer.
 
     def array(
         self, location: tuple[int, bool], lease: "Lease", shape: tuple[int, ...], dtype: np.dtype
@@ -120,10 +146,11 @@ class Arena:
     live, peak    bytes leased now, and their maximum so far
     held          bytes obtained from the system, as whole size classes, leased or not
     allocations   number of buffers obtained from the system so far
+    released      most bytes that one `release` gave back to the system
     """
 
     def __init__(self, memory: Memory | None = None) -> None:
-        self.live = self.peak = self.held = self.allocations = 0
+        self.live = self.peak = self.held = self.allocations = self.released = 0
         self._memory = memory or HostMemory()
         self._free: dict[int, list[Leased]] = {}  # The free buffers of each size class.
         # A step leases the same shapes in each micro-batch, so their sizes are computed once.
@@ -133,6 +160,30 @@ class Arena:
         """Sort the free buffers, so that leases reuse them in the order of their allocation."""
         for free in self._free.values():
             free.sort(key=_number, reverse=True)
+
+    def release(self) -> int:
+        """Give memory without leases back to the system, and return its bytes.
+
+        Host memory goes back in slabs, device memory in buffers. Buffers that other objects own
+        stay, as those of collectives.
+        """
+        nbytes = self._dropped()
+        self._memory.trim()
+        self.held -= nbytes
+        self.released = max(self.released, nbytes)
+        return nbytes
+
+    def _dropped(self) -> int:
+        """Forget the free buffers that the system can have, and return their bytes."""
+        every = [(size, leased) for size, free in self._free.items() for leased in free]
+        idle = self._memory.idle([leased.buffer for _, leased in every])
+        nbytes = 0
+        for (size, leased), is_idle in zip(every, idle, strict=True):
+            if is_idle:
+                # Leases refer to this list, and a thread may end one meanwhile.
+                self._free[size].remove(leased)
+                nbytes += size
+        return nbytes
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Lease an uninitialised, contiguous, 64-byte aligned array.
@@ -193,6 +244,14 @@ def size_class(nbytes: int) -> int:
 
 def _number(leased: Leased) -> int:
     return leased.number
+
+
+def _mapped(nbytes: int) -> np.ndarray:
+    """Return a slab: private memory of the system, in huge pages where these exist."""
+    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 def padded(nbytes: int) -> int:

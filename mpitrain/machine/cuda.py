@@ -2,6 +2,7 @@
 
 import ctypes
 import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
@@ -118,6 +119,12 @@ class _CudaMemory:
 
     def allocate(self, nbytes: int) -> Any:
         return self._cupy.empty(nbytes, np.uint8)  # the pool cuts at multiples of 512 bytes
+
+    def idle(self, buffers: Sequence[Any]) -> list[bool]:
+        return [True] * len(buffers)
+
+    def trim(self) -> None:
+        self._cupy.get_default_memory_pool().free_all_blocks()
 
     def location(self, buffer: Any) -> Any:
         return buffer

@@ -30,7 +30,6 @@ class Ops(Protocol):
     """
 
     linear: Pair
-    linear_saved: Returns
     logits: Pair
     linear_gelu: Pair
     linear_relu: Pair
@@ -207,12 +206,6 @@ OPERATIONS: Table[str, Operation] = Table(
         host.linear,
         cuda.linear,
         {
-            "linear_saved": (
-                "the saved state of linear, without its product",
-                "x:M,K b:N -> saved",
-                "nothing",
-                0,
-            ),
             "linear_backward_bias": (
                 "bias gradient of a linear layer",
                 "pending@linear_backward_input|N db:N accumulate=1 -> db",

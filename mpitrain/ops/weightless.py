@@ -129,6 +129,12 @@ class WeightlessMemory:
     def location(self, buffer: Any) -> Any:
         return None
 
+    def idle(self, buffers: Sequence[Any]) -> list[bool]:
+        return [True] * len(buffers)
+
+    def trim(self) -> None:
+        """Do nothing."""
+
     def array(self, location: Any, lease: Lease, shape: Shape, dtype: np.dtype) -> Any:
         return self.made(shape, dtype, lease)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpitrain.layers.base import Unit, backward
-from mpitrain.layers.recomputed import saved_again
+from mpitrain.layers.recomputed import saved_again, segment_of
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.trace.recorder import SILENT, Recorder
@@ -32,8 +32,8 @@ class Stage:
     """Stage that trains one chunk of the model.
 
     It announces each use of a unit's parameters and gradients to the replication. Of a segment of
-    units it saves the input alone, and computes the other activations again before the backward of
-    the segment's last unit.
+    units it saves the input alone. The backward of the segment's last unit begins with the other
+    activations of the segment.
 
     A micro-batch goes forward, then backward: through the two halves, or through both at once. Each
     call returns the buffers that the call before saved to the arena, as soon as it has used them.
@@ -59,7 +59,7 @@ class Stage:
             recorder,
             {first + index: recorder.name(unit.name) for index, unit in enumerate(units)},
         )
-        self._segments = [unit.segment for unit in units]
+        self._segments = [segment_of(unit) for unit in units]
         # Both map a micro-batch to a list with the saved activations of each unit.
         self._saved: dict[int, list[Any]] = {}
         self._pending: dict[int, list[Any]] = {}

@@ -18,6 +18,11 @@ SHOWN = 8
 """Largest number of ranks with a column; the totals include the others."""
 LISTED = 4
 """Largest number of pending messages that are listed for one rank."""
+MEMORY = {
+    "peak activations, MB": "peak_activation_bytes",
+    "largest release, MB": "released_bytes",
+}
+"""Facts of a trace by the names of their lines, which are left out if a trace has no such fact."""
 ENDS = {"end": "finished after", "stopped": "was stopped after", "failed": "failed at"}
 TRIED = 10_000
 """Records that are written to measure the time of one."""
@@ -84,15 +89,15 @@ def _per_mille(seconds: np.ndarray) -> list[int]:
 
 
 def _memory(timeline: Timeline) -> Iterator[str]:
-    """Yield a line with the peak activations of each rank, if all traces have it."""
-    peaks = [trace.facts.get("peak_activation_bytes") for trace in timeline.traces]
-    known = [peak for peak in peaks if isinstance(peak, int)]
-    if len(known) == len(peaks) > 0:
-        shown = known[:SHOWN]
-        yield (
-            f"  {'peak activations, MB':26}{max(known) / 1e6:7.1f}"
-            + "".join(f"{peak / 1e6:9.1f}" for peak in shown)
-        )
+    """Yield lines with the memory of each rank: peak activations, and the largest release."""
+    for name, fact in MEMORY.items():
+        found = [trace.facts.get(fact) for trace in timeline.traces]
+        known = [nbytes for nbytes in found if isinstance(nbytes, int)]
+        if len(known) == len(found) > 0:
+            yield (
+                f"  {name:26}{max(known) / 1e6:7.1f}"
+                + "".join(f"{nbytes / 1e6:9.1f}" for nbytes in known[:SHOWN])
+            )
 
 
 def whose_traces_are_missing(timeline: Timeline) -> Iterator[str]:

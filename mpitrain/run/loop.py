@@ -338,6 +338,7 @@ class _Run:
     def _log_step(self, step: int, outcome: StepResult) -> None:
         """Write a line of metrics about the steps since the last line."""
         self._traced.peak(self._trainer.arena.peak)
+        self._traced.released(self._trainer.arena.released)
         now, size, steps = (
             outcome.ended or time.perf_counter(),
             self._config.batch.size,

@@ -126,7 +126,8 @@ class Trainer:
         """Make the units, their storage, the replication and the pipeline; collective."""
         resolved, grid = self.resolved, self.grid
         ops, memory, place = resolved.device.ops, self.config.memory, resolved.plan.place
-        self._layers = layers = layers_for(ops, grid.tp, self.config.layout, memory)
+        self._layers = layers = layers_for(ops, grid.tp, self.config.layout)
+        layers.memory = memory
 
         def assigned() -> Chunks:
             found = chunks(units, layers, place, self.config.pipeline.partition)
@@ -300,9 +301,13 @@ class Trainer:
             )
         lr = learning_rate(self.config.optimizer, index, self.config.run.steps)
         losses = self._loss_sums if self.grid.reports_loss else ()
-        return self.replication.finish(
+        outcome = self.replication.finish(
             StepInput(index, losses, lr, bool(stop_requested and stop_requested()), scales)
         )
+        every = self.config.memory.release_every
+        if every and (index + 1) % every == 0:
+            self.arena.release()
+        return outcome
 
     def sync_parameters(self) -> None:
         """Finish all operations in flight, and make the parameters current on all ranks."""

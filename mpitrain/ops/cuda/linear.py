@@ -40,11 +40,6 @@ def linear(kernels: Kernels, multiply: Multiply, x, w, b, arena, out=None, resid
     return y, (x, b is not None)
 
 
-def linear_saved(x, b, arena):
-    """Return what `linear` saves."""
-    return x, b is not None
-
-
 def logits(kernels: Kernels, multiply: Multiply, x, w, b, arena):
     """Return (y, saved) as `linear`.
 

@@ -41,14 +41,6 @@ def linear(x, w, b, arena, out=None, residual=None):
     return into(out, plus(y if b is None else y + b, residual)), x
 
 
-def linear_saved(x, b, arena):
-    """Return the state that `linear` saves for its backward, without the product.
-
-    x: (M, K); b: (N,) or None
-    """
-    return x
-
-
 def logits(x, w, b, arena):
     """Return the result of `linear` for the output layer of a language model.
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 from mpitrain.collectives.group import Group
-from mpitrain.config import Layout, Memory
+from mpitrain.config import Layout
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Layer, Loss, Unit
 from mpitrain.layers.chunked_logits import ChunkedLoss
 from mpitrain.layers.initial import Draw
-from mpitrain.layers.plain import DEFAULT_MEMORY, Plain
+from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 from mpitrain.parallel.grid import share
@@ -43,8 +43,8 @@ class LayerFactory(Plain):
     rows  replicated rows of a group of one
     """
 
-    def __init__(self, ops: Ops, rows: ReplicatedRows, memory: Memory = DEFAULT_MEMORY):
-        super().__init__(ops, memory)
+    def __init__(self, ops: Ops, rows: ReplicatedRows):
+        super().__init__(ops)
         self.rows = rows
 
     def whole(self, logits: Any, arena: Arena) -> Any:
@@ -125,31 +125,25 @@ class GroupShape(NamedTuple):
     size: int
 
 
-def layers_for(
-    ops: Ops, group: Group, layout: Layout, memory: Memory = DEFAULT_MEMORY
-) -> LayerFactory:
-    """Return the layer factory of a group: the plain one for a single rank.
-
-    memory  which activations the layers save
-    """
+def layers_for(ops: Ops, group: Group, layout: Layout) -> LayerFactory:
+    """Return the layer factory of a group: the plain one for a single rank."""
     if group.size == 1:
-        return LayerFactory(ops, ReplicatedRows(group), memory)
+        return LayerFactory(ops, ReplicatedRows(group))
     return ShardedLayerFactory(
         ops,
         SequenceSharded(group, layout.keep_gathered)
         if layout.sequence_parallel
         else ReplicatedRows(group),
-        memory,
     )
 
 
-def described(ops: Ops, layout: Layout, memory: Memory = DEFAULT_MEMORY) -> LayerFactory:
+def described(ops: Ops, layout: Layout) -> LayerFactory:
     """Return the layer factory of the last tensor-parallel rank, without a group.
 
     The last rank has the largest shards. The layers list their parameters and shapes, but cannot
     compute.
     """
-    return layers_for(ops, cast(Group, GroupShape(layout.tp - 1, layout.tp)), layout, memory)
+    return layers_for(ops, cast(Group, GroupShape(layout.tp - 1, layout.tp)), layout)
 
 
 def loss_for(layers: LayerFactory, own: Loss | None = None) -> Loss:

@@ -41,7 +41,7 @@ from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.layers.base import Gradients, Parameter, Weights
 from mpitrain.layers.fusion import Fusion
 from mpitrain.layers.initial import Draw, zeros
-from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear, flat_rows
+from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear, flat_rows, state_of
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 from mpitrain.parallel.grid import share
@@ -98,7 +98,7 @@ class Column(Linear):
         return y, self._rows.kept(saved, x)
 
     def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
-        """Return the state that `forward` saves; without an activation there is no product."""
+        """Return `saved` of `forward`."""
         if self.activation:
             return self.forward(w, x, arena)[1]
         return self._rows.kept(super().saved_again(w, self._rows.whole(x), arena), x)
@@ -272,12 +272,12 @@ class RowParallelLinear(Linear):
         return y, (saved, slope)
 
     def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
-        """Return the state that `forward` saves; without an activation there is no all-reduce."""
+        # Without an activation the backward needs no output, so there is no all-reduce.
         if self._activation:
             return self.forward(w, x, arena)[1]
         if not self._is_parallel:
             x = _own(self._rows.group, x, arena)
-        return self.ops.linear_saved(flat_rows(x), None, arena), None
+        return state_of(self.ops, flat_rows(x), w["weight"], None, arena), None
 
     def backward_input(
         self, w: Weights, dy: Any, saved: Any, arena: Arena, slope: Any = None

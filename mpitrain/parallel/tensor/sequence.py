@@ -30,6 +30,7 @@ from mpitrain.collectives.activations import ActivationBuffer, TimedReduction
 from mpitrain.collectives.group import Group
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError, multiples_near
+from mpitrain.layers.plain import input_of, with_input
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.grid import Axes
 
@@ -164,13 +165,13 @@ class SequenceSharded(ReplicatedRows):
     def kept(self, saved: Any, x: Any) -> Any:
         if self._keeps:
             return saved
-        return _with_input(saved, AllRows(_input_of(saved)) if self._recomputes else x)
+        return with_input(saved, AllRows(input_of(saved)) if self._recomputes else x)
 
     def regained(self, saved: Any) -> Any:
         if self._keeps:
             return saved
-        x = _input_of(saved)
-        return _with_input(saved, x.array if isinstance(x, AllRows) else self.whole(x))
+        x = input_of(saved)
+        return with_input(saved, x.array if isinstance(x, AllRows) else self.whole(x))
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -255,16 +256,3 @@ def check_rows(config: Config, axes: Axes) -> None:
 def _shares(count: int, parts: int) -> tuple[int, int]:
     """Return the lengths of the shortest and the longest of `parts` nearly equal runs of rows."""
     return count // parts, -(-count // parts)
-
-
-def _input_of(saved: Any) -> Any:
-    """Return the input in a linear operation's saved state.
-
-    The state is the input itself, or a tuple; the first entry of the tuple is again such a state.
-    """
-    return _input_of(saved[0]) if isinstance(saved, tuple) else saved
-
-
-def _with_input(saved: Any, x: Any) -> Any:
-    """Return a linear operation's saved state with its input replaced by x."""
-    return (_with_input(saved[0], x), *saved[1:]) if isinstance(saved, tuple) else x

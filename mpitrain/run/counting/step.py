@@ -80,7 +80,8 @@ class Body:
         self.arena = Arena(self.memory)
         group = CountedGroup(self.endpoint(rank, ranks), arena=self.arena)
         ops = counted(_leasing(device), self.count)
-        self.layers = layers_for(ops, group, config.layout, config.memory)
+        self.layers = layers_for(ops, group, config.layout)
+        self.layers.memory = config.memory
 
     def endpoint(self, rank: int, ranks: int) -> Any:
         """Return a transport without peers, which tells `count` about backwards."""
