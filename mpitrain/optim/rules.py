@@ -7,10 +7,11 @@ from mpitrain import config
 from mpitrain.errors import ConfigError
 from mpitrain.ops import OPERATIONS
 from mpitrain.optim.rule import ElementWise, Rule, TorchClass, Update, elements
+from mpitrain.optim.schedule import schedule_error
 from mpitrain.tables import Table
 
 SETTINGS = config.Optimizer.model_fields
-EVERY = ("name", "lr", "clip", "warmup", "schedule")
+EVERY = ("name", "lr", "clip", "warmup", "schedule", "final", "decay_steps", "groups")
 """The keys of [optimizer] that the training step reads with every rule."""
 
 ADAM = ("weight_decay", "beta1", "beta1_delayed", "beta2", "epsilon")
@@ -125,6 +126,8 @@ def checked(whole: config.Config) -> config.Config:
             f"Leave out {' and '.join(f'optimizer.{key}' for key in keys)}"
             + (f", or set optimizer.name to {' or '.join(readers)}." if readers else "."),
         )
+    if error := schedule_error(settings, whole.run.steps):
+        raise error
     if isinstance(rule.step, ElementWise) and rule.step.op not in OPERATIONS:
         raise ConfigError(
             f"An element-wise rule is an operation of the table OPERATIONS, but {settings.name} names {rule.step.op!r}.",
