@@ -6,7 +6,8 @@ from typing import Any
 from mpitrain import config
 from mpitrain.errors import ConfigError
 from mpitrain.ops import OPERATIONS
-from mpitrain.optim.rule import ElementWise, Rule, TorchClass, Update, elements
+from mpitrain.ops.codes import SIGNED, UNSIGNED
+from mpitrain.optim.rule import BlockWise, ElementWise, Rule, TorchClass, Update, elements
 from mpitrain.optim.schedule import schedule_error
 from mpitrain.tables import Table
 
@@ -73,6 +74,17 @@ RULES: Table[str, Rule] = Table(
             ElementWise("adamw", _of_adam),
             torch=TorchClass("AdamW", _torch_adam),
         ),
+        "adamw8bit": Rule(
+            "adamw with moments of 8 bits (Dettmers et al. 2022)",
+            ADAM,
+            {"first_moment": elements, "second_moment": elements},
+            BlockWise(
+                "adamw8bit",
+                "adamw",
+                {"first_moment": SIGNED, "second_moment": UNSIGNED},
+                _of_adam,
+            ),
+        ),
         "lion": Rule(
             "the sign of a momentum, with decoupled weight decay (Chen et al. 2023)",
             ("weight_decay", "beta1", "beta2"),
@@ -128,9 +140,9 @@ def checked(whole: config.Config) -> config.Config:
         )
     if error := schedule_error(settings, whole.run.steps):
         raise error
-    if isinstance(rule.step, ElementWise) and rule.step.op not in OPERATIONS:
+    if isinstance(rule.step, ElementWise | BlockWise) and rule.step.op not in OPERATIONS:
         raise ConfigError(
-            f"An element-wise rule is an operation of the table OPERATIONS, but {settings.name} names {rule.step.op!r}.",
+            f"The step of a rule is an operation of the table OPERATIONS, but {settings.name} names {rule.step.op!r}.",
             "Add the operation to the table, or choose another optimizer.name.",
         )
     if refused := rule.refusal(whole):

@@ -12,7 +12,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Parameter
 from mpitrain.ops import Ops
 from mpitrain.optim import RULES, checked
-from mpitrain.optim.rule import ElementWise, TensorWise, columns, elements, rows, scalar
+from mpitrain.optim.rule import BlockWise, ElementWise, TensorWise, columns, elements, rows, scalar
 from mpitrain.optim.rules import EVERY
 from mpitrain.optim.tensors import blocks
 from mpitrain.run.run_dir import configuration, look
@@ -41,7 +41,7 @@ def test_a_row_names_keys_operations_and_shapes_that_exist(name):
     assert {*rule.reads} <= {*Optimizer.model_fields} - {*EVERY}
     assert {*rule.defaults} <= {*rule.reads, "lr"}
     assert all(shape(matrix) in ((3, 5), (3,), (5,), ()) for shape in rule.state.values())
-    if isinstance(rule.step, ElementWise):
+    if isinstance(rule.step, ElementWise | BlockWise):
         assert rule.step.op in Ops.__annotations__
         assert {*rule.state.values()} <= {elements}, "an element has no state of other elements"
     else:
@@ -49,12 +49,14 @@ def test_a_row_names_keys_operations_and_shapes_that_exist(name):
 
 
 def test_memory_estimates_and_the_page_know_the_state_of_a_parameter():
-    found = {name: 4 * rule.per_parameter for name, rule in RULES.items() if name not in TOYS}
-    assert found == {"sgd": 0, "momentum": 4, "nesterov": 4, "adam": 8, "adamw": 8, "lion": 4}
+    found = {name: rule.nbytes(4) for name, rule in RULES.items() if name not in TOYS}
+    moments = {"momentum": 1, "nesterov": 1, "adam": 2, "adamw": 2, "lion": 1}
+    wanted = {"sgd": 0, "adamw8bit": 2 + 8 / 256, **{name: 4 * n for name, n in moments.items()}}
+    assert wanted.items() <= found.items()
     page = (Path(mpitrain.__file__).parent / "parallel/README.md").read_text()
     for name, nbytes in found.items():
-        assert re.search(rf"`{name}` +\| {nbytes} \|", page), name
-    assert RULES["factored"].per_parameter == 1 and RULES["normalised"].per_parameter == 0
+        assert re.search(rf"`{name}` +\| {nbytes:.3g} \|", page), name
+    assert RULES["factored"].nbytes(4) == 4 and RULES["normalised"].nbytes(8) == 0
 
 
 @pytest.mark.parametrize(
