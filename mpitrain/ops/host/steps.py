@@ -147,8 +147,9 @@ def adamw8bit(
         mean, square = (arena.take(shape, p.dtype) for _ in range(2))
         moments = (mean, m[here], m_scales[block]), (square, v[here], v_scales[block])
         for (values, coded, scales), of in zip(moments, MAPS, strict=True):
-            values[...] = of.values[coded].reshape(shape)
-            values *= scales[:, None]
+            numbers = arena.take(shape, np.float32)
+            np.take(of.values, coded.reshape(shape), out=numbers, mode="clip")
+            np.multiply(numbers, scales[:, None], out=values, dtype=values.dtype)
         adamw(
             p[here],
             g[here],
@@ -187,16 +188,19 @@ def _runs_of_blocks(count, lead):
 
 def _encode(values, coded, scales, of, arena):
     """Write the codes of values (blocks, elements) to coded (count,), and scales (blocks,)."""
-    ratio, bits = (arena.take(values.shape, kind) for kind in (np.float32, np.uint32))
+    ratio = arena.take(values.shape, np.float32)
     np.abs(values, out=ratio, casting="same_kind")
     np.max(ratio, axis=1, out=scales)
     scales[scales < TINY] = 0
     ratio[...] = values
     ratio /= np.where(scales > 0, scales, np.float32(np.inf))[:, None]
-    np.right_shift(ratio.view(np.uint32), 16, out=bits)
-    found = of.lowest[bits.reshape(-1)]
-    found += ratio.reshape(-1) > of.bounds[found]
-    coded[...] = found
+    # The upper half of a little-endian float32.
+    upper = ratio.view(np.uint16)[:, 1::2]
+    found, bound = (arena.take(values.shape, kind) for kind in (np.uint8, np.float32))
+    np.take(of.lowest, upper, out=found, mode="clip")
+    np.take(of.bounds, found, out=bound, mode="clip")
+    found += ratio > bound
+    coded[...] = found.reshape(-1)
 
 
 def _write(mirror, p, block):
