@@ -8,6 +8,7 @@ nats. Bytes are parameters, gradients and state. The time is the fastest step of
 """
 
 import argparse
+import math
 from collections.abc import Sequence
 from time import perf_counter
 from typing import NamedTuple
@@ -58,7 +59,7 @@ def best(name: str, settings: Sequence[str]) -> tuple[Found, bool]:
     own = [*settings, f"optimizer.name={name}"]
     centre = CENTRES.get(name) or checked(parse(with_settings({}, own))).optimizer.lr
     runs = [trained(own, float(f"{factor * centre:.2g}")) for factor in FACTORS]
-    found = min(runs, key=lambda run: (not run.loss == run.loss, run.loss))
+    found = min(runs, key=lambda run: (math.isnan(run.loss), run.loss))
     return found, found is runs[1]
 
 

@@ -2,10 +2,11 @@
 
 value = MAP[code] x scale, and the scale of a block is its largest magnitude. The maps are the
 dynamic ones of bitsandbytes: seven decades, the upper ones with more codes. Two rules differ, so
-that the codes of decoded values are the same codes:
+that decoded values have the same codes again:
 
--1 and 1 are codes of the signed map; the largest element of a block is one of them
-code 0 of the unsigned map is 0 alone; a positive second moment never becomes 0
+-1 and 1 are codes of the signed map. The largest element of a block has one of them.
+
+Code 0 of the unsigned map is 0 alone. A positive second moment never becomes 0.
 
 Blocks whose largest magnitude is below TINY are 0.
 

@@ -84,7 +84,7 @@ def momentum(
 def nesterov(
     kernels: Kernels, numbers: Numbers, p, g, m, scale, lr, beta, weight_decay, arena, mirror=None
 ):
-    """Step p and m in place: d = scale g + weight_decay p, m = beta m + d, p -= lr (d + beta m)."""
+    """Step p and m in place, with Nesterov momentum."""
     macros = _types(p, mirror)
     kernels.launch(
         "nesterov",

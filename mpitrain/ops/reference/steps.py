@@ -29,7 +29,11 @@ def momentum(p, g, m, scale, lr, beta, weight_decay, arena, mirror=None):
 
 
 def nesterov(p, g, m, scale, lr, beta, weight_decay, arena, mirror=None):
-    """Step p and m in place: d = scale g + weight_decay p, m = beta m + d, p -= lr (d + beta m).
+    """Step p and m in place, with Nesterov momentum.
+
+        d  = scale g + weight_decay p
+        m  = beta m + d
+        p -= lr (d + beta m)
 
     p, g, m: (count,); m starts at 0
     source  Sutskever et al. 2013, section 2, in the form of torch.optim.SGD(nesterov=True)

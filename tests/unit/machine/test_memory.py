@@ -194,6 +194,17 @@ def test_the_memory_of_stages_is_a_mean_as_if_they_were_equal(name):
         check_held(ranks, sections, rounding=0.05)
 
 
+@pytest.mark.parametrize("zero", (0, 1, 3))
+def test_coded_moments_count_as_codes_and_scales_and_embeddings_as_numbers(zero):
+    wide = {"kind": "gpt", "layers": 3, "width": 64, "heads": 2, "context": 8}
+    optimizer, replication = {"name": "adamw8bit"}, {"zero": zero}
+    sections = {"model": wide, "optimizer": optimizer, "replication": replication}
+    found = sizes_of(resolved(parse({**config_of().model_dump(), **sections})), 1)[0]
+    assert 2.03 < found.state < 3
+    # A shard that begins within a block has a scale more.
+    check_held(2, sections, rounding=0.005)
+
+
 @pytest.mark.parametrize("outer", [{"outer_momentum": 0.9}, {"outer_lr": 0.7}])
 def test_an_outer_optimizer_counts(outer):
     check_held(2, {"replication": {"mode": "local", **outer}})

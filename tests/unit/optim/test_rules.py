@@ -1,5 +1,6 @@
 """Rows of the table of update rules: what they read and hold, and what [optimizer] may say with each."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -165,3 +166,19 @@ def test_shapes_of_sums_leave_out_dims():
         tensor = Parameter("tensor", shape, None, True)
         found = [kind(tensor) for kind in (elements, rows, columns, scalar)]
         assert found == [shape, by_row, by_column, ()]
+
+
+def test_the_job_that_compares_rules_prints_a_row_for_each(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "jobs/prove"))
+    job = importlib.import_module("rules")
+    small = ["run.steps=2", "model.layers=1", "model.width=16", "model.heads=2", "run.eval_rows=4"]
+    settings = [word for setting in (*small, "batch.size=2") for word in ("--set", setting)]
+    monkeypatch.setattr("sys.argv", ["rules", "lion", "adamw8bit", "sgd", *settings])
+    job.main()
+    rows = re.findall(
+        r"^\| `(\w+)` \| [\d.]+ \| \(?[\d.e-]+\)? \| ([\d.]+) \| \d+ \|$",
+        capsys.readouterr().out,
+        re.M,
+    )
+    assert [name for name, _ in rows] == ["lion", "adamw8bit", "sgd"]
+    assert 8 <= float(rows[2][1]) < float(rows[0][1]) < 13
