@@ -66,7 +66,11 @@ class Ops(Protocol):
     gradient_facts: Pair
     sgd: Writes
     momentum: Writes
+    nesterov: Writes
+    lion: Writes
+    adam: Writes
     adamw: Writes
+    adamw8bit: Writes
 
 
 class Operation(NamedTuple):
@@ -381,9 +385,34 @@ OPERATIONS: Table[str, Operation] = Table(
                 "mirror",
                 1,
             ),
+            "nesterov": (
+                "a step with Nesterov momentum",
+                "p:L g:L m:L scale=0.7 lr=0.1 beta=0.9 weight_decay=0.01 -> p m",
+                "mirror",
+                1,
+            ),
+            "lion": (
+                "a step of Lion",
+                "p:L g:L m:L scale=0.7 lr=0.1 beta1=0.9 beta2=0.99 weight_decay=0.1 -> p m",
+                "mirror",
+                1,
+            ),
+            "adam": (
+                "a step of Adam",
+                "p:L g:L m:L v>0:L scale=0.7 lr=0.1 beta1=0.9 beta2=0.95 eps=1e-08 weight_decay=0.1 step=3 -> p m v",
+                "mirror",
+                1,
+            ),
             "adamw": (
                 "a step of AdamW",
                 "p:L g:L m:L v>0:L scale=0.7 lr=0.1 beta1=0.9 beta2=0.95 eps=1e-08 weight_decay=0.1 step=3 -> p m v",
+                "mirror",
+                1,
+            ),
+            "adamw8bit": (
+                "a step of AdamW with moments of 8 bits",
+                "p:L g:L m%:L v%:L m_scales>0:L|0 v_scales>0:L|0 "
+                "scale=0.7 lr=0.1 beta1=0.9 beta2=0.95 eps=1e-08 weight_decay=0.1 step=3 lead=32 -> p m v",
                 "mirror",
                 1,
             ),

@@ -1,6 +1,6 @@
 """The optimizer of a rank: the state of an update rule, and updates over pieces of a flat buffer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpitrain import config
@@ -8,8 +8,9 @@ from mpitrain.layers.flat import Entry, Piece, Storage
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend
 from mpitrain.ops import Ops
+from mpitrain.optim.coded import CodedUpdates, coded_bytes
 from mpitrain.optim.elements import ElementUpdates
-from mpitrain.optim.rule import ElementWise, Update, Views, elements
+from mpitrain.optim.rule import BlockWise, ElementWise, Update, Views, elements
 from mpitrain.optim.rules import RULES
 from mpitrain.optim.tensors import (
     ALONE,
@@ -31,6 +32,14 @@ class StateArray(NamedTuple):
     array: Any
     pieces: Sequence[Piece]
     entries: Sequence[Entry] = ()
+
+
+def state_bytes(name: str, storage: Storage) -> float:
+    """Return the bytes of state of an update rule for all tensors of a storage."""
+    rule = RULES[name]
+    if isinstance(rule.step, BlockWise):
+        return coded_bytes(storage, len(rule.state))
+    return rule.nbytes(storage.dtype.itemsize) * storage.length
 
 
 class Optimizer:
@@ -65,6 +74,11 @@ class Optimizer:
             for name, shape in rule.state.items()
             if shape is not elements
         }
+        self._updates: ElementUpdates | CodedUpdates | TensorUpdates
+        if isinstance(rule.step, BlockWise):
+            self._updates = CodedUpdates(rule.step, settings, storage, pieces, ops, backend)
+            self.state: Mapping[str, Any] = self._updates.state
+            return
         self.state = {
             name: backend.zeros(
                 sum(entry.stop - entry.start for entry in self._layouts[name])
@@ -74,12 +88,11 @@ class Optimizer:
             )
             for name in rule.state
         }
-        self._updates: ElementUpdates | TensorUpdates
         if isinstance(rule.step, ElementWise):
-            self._updates = ElementUpdates(rule.step, storage, pieces, self.state, ops)
+            self._updates = ElementUpdates(rule.step, settings, storage, pieces, self.state, ops)
         else:
             self._updates = TensorUpdates(
-                rule.step, storage, pieces, self.state, self._layouts, backend, sums
+                rule.step, settings, storage, pieces, self.state, self._layouts, backend, sums
             )
 
     def arrays(self) -> list[StateArray]:

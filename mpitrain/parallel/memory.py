@@ -11,7 +11,7 @@ from mpitrain.layers.flat import Storage
 from mpitrain.machine import process
 from mpitrain.models.table import MODELS
 from mpitrain.ops.device import Device
-from mpitrain.optim import RULES
+from mpitrain.optim import state_bytes
 from mpitrain.parallel.grid import Axes, divisor
 from mpitrain.parallel.mode import Sizes
 from mpitrain.parallel.modes import mode_of
@@ -92,6 +92,8 @@ def sizes(
     spans = (two if others else one).spans
     largest = max((span.stop - span.start for span in spans), default=0)
     master = np.dtype(config.precision.stored).itemsize
+    name = config.optimizer.name
+    state = state_bytes(name, one) + others * (state_bytes(name, two) - state_bytes(name, one))
     half = device.half.itemsize if device.half else master
     return Sizes(
         config.replication,
@@ -101,5 +103,5 @@ def sizes(
         length / chunks if chunks > 1 else largest,
         master,
         half if config.precision.is_half else 0,
-        RULES[config.optimizer.name].per_parameter * master,
+        state / length if length else 0,
     ), count

@@ -19,7 +19,7 @@ from mpitrain.errors import MpitrainError
 from mpitrain.layers.base import Loss, Unit
 from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
 from mpitrain.layers.flat import Piece, Storage
-from mpitrain.optim import learning_rate
+from mpitrain.optim import check_groups, learning_rate
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.modes import replication_for
 from mpitrain.parallel.replication.protocol import ReplicationContext
@@ -131,6 +131,10 @@ class Trainer:
 
         def assigned() -> Chunks:
             found = chunks(units, layers, place, self.config.pipeline.partition)
+            check_groups(
+                self.config.optimizer,
+                [unit.full_name(own) for unit in found.model for own in unit.layer.parameters()],
+            )
             grid.check()
             return found
 

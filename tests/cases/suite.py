@@ -19,6 +19,7 @@ SUITE: dict[str, tuple[Callable[[], Iterator[Callable]], ...]] = {
     "attention_tensor_backward": (layers.tensor_attentions,),
     "cross_entropy": (training.losses,),
     "steps": (training.steps,),
+    "steps_8bit": (training.coded_steps,),
     "totals": (training.totals,),
     "convert": (training.conversions,),
     "wire": (training.wires,),
