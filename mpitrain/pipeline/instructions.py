@@ -89,6 +89,13 @@ class Complete(NamedTuple):
     peer: int
 
 
+class Skip(NamedTuple):
+    """The time of a backward that a frozen chunk does not run; nothing is computed."""
+
+    part: int
+    micro: int
+
+
 class Handoff(NamedTuple):
     """Local transfer of the last instruction's result to chunk `part` on the same stage."""
 
@@ -98,7 +105,7 @@ class Handoff(NamedTuple):
 
 
 Compute = Forward | BackwardInput | BackwardWeight | Backward
-Instruction = Compute | Send | Receive | Complete | Handoff
+Instruction = Compute | Skip | Send | Receive | Complete | Handoff
 Message = tuple[What, int, int]
 """The identity of a message: (kind, receiving chunk, micro-batch).
 
@@ -238,6 +245,34 @@ def _with_messages(
             sent += [i for i in program[-1:] if isinstance(i, Send)]
     program += [Complete(*i) for i in sent]
     return tuple(program)
+
+
+def without_backward(program: Program, first: int) -> Program:
+    """Remove the backwards of all chunks before `first`, and the gradients sent to these chunks.
+
+    A `Skip` replaces each first half. The sends of activations complete where they did before: by
+    then their receiver has used them. So the result waits for less than the program, and ends if
+    the program ends.
+    """
+    return tuple(tuple(_without_backward(mine, first)) for mine in program)
+
+
+def _without_backward(mine: Sequence[Instruction], first: int) -> Iterator[Instruction]:
+    for instruction in mine:
+        match instruction:
+            case BackwardInput(part, micro) | Backward(part, micro) if part < first:
+                yield Skip(part, micro)
+            case BackwardWeight(part) if part < first:
+                pass
+            case (
+                Send("gradient", part)
+                | Receive("gradient", part)
+                | Complete("gradient", part)
+                | Handoff("gradient", part)
+            ) if part < first:
+                pass
+            case _:
+                yield instruction
 
 
 def _source(message: Message) -> int:

@@ -18,6 +18,7 @@ from mpitrain.data import Source
 from mpitrain.errors import MpitrainError
 from mpitrain.layers.base import Loss, Unit
 from mpitrain.layers.flat import Piece, Storage
+from mpitrain.layers.frozen import forward_only, freeze
 from mpitrain.optim import learning_rate
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.modes import replication_for
@@ -124,7 +125,7 @@ class Trainer:
         place = resolved.plan.place
 
         def assigned() -> tuple[list[Unit], *tuple[Any, ...]]:
-            model = list(units(layers) if callable(units) else units)
+            model = freeze(units(layers) if callable(units) else units, self.config.model.freeze)
             check_units(model, layers.rows)
             counts = cut(model, len(place), self.config.pipeline.partition)
             grid.check()
@@ -140,6 +141,7 @@ class Trainer:
         firsts = [0, *accumulate(map(len, mine))] if len(parts) > 1 else []
         self._loss = loss or layers.loss()
         self.storage = Storage(self.units, self.config.precision.stored, resolved.axes.dp)
+        before = {unit.name for unit in model[: forward_only(model)]}
         self.replication = replication_for(
             ReplicationContext(
                 self.config,
@@ -150,6 +152,7 @@ class Trainer:
                 self.arena,
                 self._loss,
                 [range(first, end) for first, end in pairwise(firsts)],
+                sum(unit.name in before for unit in self.units),
             )
         )
         micro_batches = self.config.batch.micro_batches
@@ -185,7 +188,9 @@ class Trainer:
 
     @property
     def parameters(self) -> np.ndarray:
-        """The flat parameter buffer of this rank, 1-D; its shard with replication.zero 3."""
+        """The flat buffer of this rank's trained parameters, 1-D; its shard with replication.zero
+        3.
+        """
         return self.replication.parameters
 
     @property
@@ -214,7 +219,7 @@ class Trainer:
                     tensor = tensor[part]
                 found[unit.full_name(parameter)] = self.backend.to_host(tensor).copy()
             self.replication.close(index, 0)
-        return {entry.name: found[entry.name] for entry in self.storage.entries}
+        return {entry.name: found[entry.name] for entry in self.storage.tensors}
 
     def share(self) -> range:
         """Return the rows of the global batch that this rank computes: a range within batch.size.
@@ -464,9 +469,11 @@ def replicas_equal(trainer: Trainer) -> bool:
     """
     trainer.sync_parameters()
     grid = trainer.grid
-    parameters = next(kept for kept in trainer.replication.kept() if kept.name == "parameters")
+    parameters, *others = [k for k in trainer.replication.kept() if k.name == "parameters"]
     flat = trainer.backend.to_host(parameters.array)
     equal = _same_bits(grid.dp.transport, parameters.pieces, flat)
+    for frozen in others:
+        equal &= _same_bits(grid.dp.transport, frozen.pieces, trainer.backend.to_host(frozen.array))
     for name, holders in sorted(grid.holders.items()):
         for span in trainer.storage.spans:
             if span.holders == name:
