@@ -51,7 +51,7 @@ def pieces(stage: int, stages: int, micro_batches: int, lowest: int = 0) -> Piec
     A stage posts the receive of a step's first activation when the step begins. Before, it does not
     know whether there will be another step.
     """
-    plan = fused_at_the_input(plan_of(next(iter(STREAMS)), stages, 3 * micro_batches))
+    plan = fused_at_the_input(plan_of(next(iter(STREAMS)), stages, 3 * micro_batches), lowest)
     program = without_backward(with_messages(plan), lowest)[stage]
     first, second, third = _cut(program, micro_batches)
     following, end = moved(second, -micro_batches), moved(third, -2 * micro_batches)

@@ -155,22 +155,26 @@ def made(instruction: Instruction, parts: int) -> Message | None:
     return None
 
 
-def fused_at_the_input(plan: Plan) -> Plan:
-    """Merge B and W of chunk 0 into BW where W follows B.
+def fused_at_the_input(plan: Plan, first: int = 0) -> Plan:
+    """Merge B and W of chunk `first` into BW where W follows B.
 
     No stage waits for the gradient of the model's input, so merging delays no other stage. It saves
     memory: on a single stage the schedule becomes one F and one BW per micro-batch.
+
+    first  the first chunk with a backward
     """
-    return plan._replace(lists=tuple(tuple(_fused(mine)) for mine in plan.lists))
+    return plan._replace(lists=tuple(tuple(_fused(mine, first)) for mine in plan.lists))
 
 
-def _fused(mine: Sequence[Compute]) -> Iterator[Compute]:
-    """Yield the instructions of one stage, with adjacent B and W of chunk 0 merged."""
+def _fused(mine: Sequence[Compute], first: int) -> Iterator[Compute]:
+    """Yield the instructions of one stage, with adjacent B and W of chunk `first` merged."""
     is_done = False
     for instruction, following in zip(mine, [*mine[1:], None], strict=True):
         match instruction, following:
-            case BackwardInput(0, micro), BackwardWeight(0, other) if micro == other:
-                yield Backward(0, micro)
+            case BackwardInput(part, micro), BackwardWeight(same, other) if (
+                part == same == first and micro == other
+            ):
+                yield Backward(part, micro)
                 is_done = True
             case _ if not is_done:
                 yield instruction

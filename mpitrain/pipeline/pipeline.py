@@ -82,7 +82,7 @@ class Pipeline:
             parts={part: [unit.name for unit in parts[part]] for part in self.stages}
         )
         self._program: Sequence[Instruction] = without_backward(
-            with_messages(fused_at_the_input(plan)), self.lowest
+            with_messages(fused_at_the_input(plan, self.lowest)), self.lowest
         )[here]
         self._question = with_messages(forward_alone(plan.place))[here]
         self.input_shape = cache(partial(input_shape, parts))

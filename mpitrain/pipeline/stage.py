@@ -63,7 +63,8 @@ class Stage:
                 replication.close(number, micro)
             if number >= self._lowest:
                 save(saved)
-            del saved
+            else:
+                del saved
         return x
 
     def _saving(self, micro: int) -> Callable[[Any], object]:
