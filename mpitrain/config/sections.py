@@ -185,6 +185,12 @@ class Model(Section):
     tied: bool = Field(
         False, description="tie the weights of the output projection to the token embedding"
     )
+    freeze: list[str] = Field(
+        [],
+        description="parameters that are not trained, as patterns of full names such as "
+        "blocks.0.*; a star matches any text, also dots. A frozen parameter has no gradient and "
+        "no optimizer state, and no rank sends it but with replication.zero 3",
+    )
 
 
 class Batch(Section):

@@ -22,7 +22,7 @@ overwrite arrays that only `saved` refers to. `saved` and `pending` are each use
 
 from __future__ import annotations  # help() then prints signatures as they are written here
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -113,7 +113,10 @@ array.
 """
 
 Gradients = Mapping[str, Any]
-"""The same nesting as `Weights`, with a Gradient at every leaf."""
+"""The same nesting as `Weights`, with a Gradient at every leaf.
+
+A frozen tensor has no leaf: `"gain" in dw["norm"]` is False, and a layer skips its gradient.
+"""
 
 
 class Layer(Protocol):
@@ -205,7 +208,8 @@ class Layer(Protocol):
         pending : object
             The second result of `backward_input`.
         dw : Gradients
-            One `Gradient` for each parameter. `Gradient.claim` decides between writing and adding.
+            One `Gradient` for each parameter that is not frozen. `Gradient.claim` decides between
+            writing and adding.
         arena : Arena
             Allocates scratch.
         """
@@ -312,12 +316,15 @@ class Unit:
         tensor instead.
     held : mapping, optional
         Set by a pipeline, for tied tensors on several stages.
+    frozen : collection of str, optional
+        Set by model.freeze: names of parameters.
     """
 
     name: str
     layer: Layer
     tied: Mapping[str, str] = field(default_factory=dict)
     held: Mapping[str, Parameter] = field(default_factory=dict)
+    frozen: Collection[str] = frozenset()
 
     def full_name(self, parameter: Parameter) -> str:
         """Return the name of a parameter's tensor; for a tied one it is in the other unit."""

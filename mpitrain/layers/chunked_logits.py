@@ -57,6 +57,8 @@ class ChunkedHead:
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
         """Write the gradient of the weight, or add to it."""
+        if "weight" not in dw:
+            return
         target, ops = dw["weight"], self.head.ops
         if target.claim():
             ops.add(target.array, pending, target.array, arena)

@@ -106,8 +106,10 @@ class Linear:
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
         """Write the gradients of weight and bias, or add to them."""
-        self.ops.linear_backward_weight(pending, dw["weight"].array, dw["weight"].claim(), arena)
-        if self.bias:
+        if "weight" in dw:
+            weight = dw["weight"]
+            self.ops.linear_backward_weight(pending, weight.array, weight.claim(), arena)
+        if "bias" in dw:
             self.ops.linear_backward_bias(pending, dw["bias"].array, dw["bias"].claim(), arena)
 
 
@@ -174,8 +176,10 @@ class LayerNorm:
         return dx.reshape(dy.shape), pending
 
     def backward_weight(self, pending, dw, arena):
-        self.ops.layer_norm_backward_gain(pending, dw["gain"].array, dw["gain"].claim(), arena)
-        self.ops.layer_norm_backward_bias(pending, dw["bias"].array, dw["bias"].claim(), arena)
+        if "gain" in dw:
+            self.ops.layer_norm_backward_gain(pending, dw["gain"].array, dw["gain"].claim(), arena)
+        if "bias" in dw:
+            self.ops.layer_norm_backward_bias(pending, dw["bias"].array, dw["bias"].claim(), arena)
 
 
 class Embedding:
@@ -204,12 +208,14 @@ class Embedding:
 
     def backward_weight(self, pending, dw, arena):
         dy, saved = pending
-        self.ops.embedding_backward_table(
-            dy, saved, dw["tokens"].array, dw["tokens"].claim(), arena
-        )
-        self.ops.embedding_backward_positions(
-            dy, dw["positions"].array, dw["positions"].claim(), arena
-        )
+        if "tokens" in dw:
+            self.ops.embedding_backward_table(
+                dy, saved, dw["tokens"].array, dw["tokens"].claim(), arena
+            )
+        if "positions" in dw:
+            self.ops.embedding_backward_positions(
+                dy, dw["positions"].array, dw["positions"].claim(), arena
+            )
 
 
 class Attention:

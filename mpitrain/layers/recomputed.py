@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mpitrain.layers.base import Gradients, Parameter, Unit, Weights, backward
+from mpitrain.layers.frozen import forward_only
 from mpitrain.machine.arena import Arena
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -103,15 +104,17 @@ def with_recomputation(
 ) -> list[list[Unit]]:
     """Return the chunks of a model with `size` units in each recomputed segment.
 
-    The first layer of tokens and the last layer of the model save what they always save. A single
-    unit gets a wrapped layer; of several units a pipeline stage knows the segment.
+    The first layer of tokens and the last layer of the model save what they always save. Units that
+    run no backward save nothing anyway. A single unit gets a wrapped layer; of several units a
+    pipeline stage knows the segment.
 
     size    0: nothing is computed again
     """
-    last = chunks[-1][-1]
+    model = [unit for chunk in chunks for unit in chunk]
+    trained = model[forward_only(model) : -1]
 
     def is_recomputed(unit: Unit) -> bool:
-        return unit is not last and not getattr(unit.layer, "vocab", 0)
+        return unit in trained and not getattr(unit.layer, "vocab", 0)
 
     found = []
     for units in chunks:
@@ -125,7 +128,9 @@ def with_recomputation(
                 chunk[index] = (
                     replace(unit, layer=Recomputed(unit.layer, recomputing))
                     if len(mine) == 1
-                    else SegmentUnit(unit.name, unit.layer, unit.tied, unit.held, segment)
+                    else SegmentUnit(
+                        unit.name, unit.layer, unit.tied, unit.held, unit.frozen, segment
+                    )
                 )
         found.append(chunk)
     return found

@@ -147,11 +147,16 @@ def by_use(replica: ReplicationContext) -> tuple[float, float] | None:
     """Return the elements that ZeRO stage 3 reduce-scatters and all-gathers in a step.
 
     The last two units stay gathered for backward, the first two for the next micro-batch. Returns
-    None if more units stay gathered, because of tied weights or replication.zero_keep, and if
-    replication.gather compresses the all-gathers.
+    None if more units stay gathered, because of tied weights, frozen tensors or
+    replication.zero_keep, and if replication.gather compresses the all-gathers.
     """
     config, storage = replica.config, replica.storage
-    if config.model.tied or config.replication.zero_keep or config.replication.gather != "none":
+    if (
+        config.model.tied
+        or storage.frozen.entries
+        or config.replication.zero_keep
+        or config.replication.gather != "none"
+    ):
         return None
     m, sizes = config.batch.micro_batches, [span.stop - span.start for span in storage.spans]
     return m * storage.length, 2 * m * storage.length - m * sum(sizes[-2:]) - (m - 1) * sum(

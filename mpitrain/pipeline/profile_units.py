@@ -44,7 +44,9 @@ def unit_seconds(
 
     for index, unit in enumerate(units):
         storage = Storage([replace(unit, tied={}, held={})], stored)
-        (weights,) = storage.weights(drawn((storage.length,), 0.02))
+        (weights,) = storage.weights(
+            *(drawn((length,), 0.02) for length in (storage.length, storage.frozen.length))
+        )
         (gradients,), (leaves,) = storage.gradients(backend.zeros(storage.length, stored))
         end = loss if index == len(units) - 1 else None
         given: Any = None if end else drawn(unit.layer.output_shape(x.shape), 1e-3)

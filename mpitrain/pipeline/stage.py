@@ -47,13 +47,20 @@ class Stage:
         first: int = 0,
         poll: Callable[[], None] | None = None,
         recorder: Recorder = SILENT,
+        lowest: int = 0,
     ):
         """Bind the stage to its units.
 
-        first  number of the first unit, as the replication counts the units of this rank
-        poll   called between layers to progress messages; None: `replication.poll`
+        first   number of the first unit, as the replication counts the units of this rank
+        poll    called between layers to progress messages; None: `replication.poll`
+        lowest  the first unit with a backward, by the same numbers; all units before are frozen and
+                save no activations
         """
         self._layers = [(first + index, unit.layer) for index, unit in enumerate(units)]
+        self._lowest = lowest
+        self._backward = [
+            (index, *each) for index, each in enumerate(self._layers) if each[0] >= lowest
+        ][::-1]
         self._replication, self._arena, self._poll = replication, arena, poll or replication.poll
         self._recorder, self._names = (
             recorder,
@@ -79,7 +86,7 @@ class Stage:
             with self._running(FORWARD, number, micro):
                 x, saved = layer.forward(replication.open(number, micro), x, self._arena)
                 replication.close(number, micro)
-            if segment:
+            if segment or number < self._lowest:
                 del saved
             else:
                 save(saved)
@@ -124,7 +131,7 @@ class Stage:
         Return the gradient of the chunk's input, or None if that input has no gradient, as tokens.
         """
         replication, saved, pending = self._replication, self._saved.pop(micro), []
-        for index, (number, layer) in reversed([*enumerate(self._layers)]):
+        for index, number, layer in self._backward:
             with self._running(BACKWARD_INPUT, number, micro):
                 self._save_again(micro, index, saved)
                 dy, state = layer.backward_input(
@@ -139,7 +146,7 @@ class Stage:
         """Run the weight half: accumulate the gradients of the parameters."""
         replication, pending = self._replication, self._pending.pop(micro)
         self._left -= 1
-        for number, layer in reversed(self._layers):
+        for _, number, layer in self._backward:
             with self._running(BACKWARD_WEIGHT, number, micro):
                 layer.backward_weight(
                     pending.pop(), replication.gradients(number, micro), self._arena
@@ -150,7 +157,7 @@ class Stage:
         """Run both halves, unit by unit; return the input gradient as `backward_input`."""
         replication, saved = self._replication, self._saved.pop(micro)
         self._left -= 1
-        for index, (number, layer) in reversed([*enumerate(self._layers)]):
+        for index, number, layer in self._backward:
             with self._running(BACKWARD, number, micro):
                 self._save_again(micro, index, saved)
                 dy = backward(

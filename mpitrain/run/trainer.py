@@ -130,15 +130,17 @@ class Trainer:
         layers.memory = memory
 
         def assigned() -> Chunks:
-            found = chunks(units, layers, place, self.config.pipeline.partition)
+            config = self.config
+            found = chunks(units, layers, place, config.pipeline.partition, config.model.freeze)
             check_groups(
-                self.config.optimizer,
+                config.optimizer,
                 [unit.full_name(own) for unit in found.model for own in unit.layer.parameters()],
             )
             grid.check()
             return found
 
-        model, parts, tied = on_all_ranks(self.transport, assigned)
+        found = on_all_ranks(self.transport, assigned)
+        model, parts, tied = found
         self.parameter_count = parameter_count(model)
         grid.place_model(place, tied)
         if tied:
@@ -158,6 +160,7 @@ class Trainer:
                 self.arena,
                 self._loss,
                 [range(first, end) for first, end in pairwise(firsts)],
+                found.first(self.units),
             )
         )
         micro_batches = self.config.batch.micro_batches
@@ -193,7 +196,9 @@ class Trainer:
 
     @property
     def parameters(self) -> np.ndarray:
-        """The flat parameter buffer of this rank, 1-D; its shard with replication.zero 3."""
+        """The flat buffer of this rank's trained parameters, 1-D; its shard with replication.zero
+        3.
+        """
         return self.replication.parameters
 
     @property
@@ -222,7 +227,7 @@ class Trainer:
                     tensor = tensor[part]
                 found[unit.full_name(parameter)] = self.backend.to_host(tensor).copy()
             self.replication.close(index, 0)
-        return {entry.name: found[entry.name] for entry in self.storage.entries}
+        return {entry.name: found[entry.name] for entry in self.storage.tensors}
 
     def share(self) -> range:
         """Return the rows of the global batch that this rank computes: a range within batch.size.
@@ -484,9 +489,11 @@ def replicas_equal(trainer: Trainer) -> bool:
     """
     trainer.sync_parameters()
     grid = trainer.grid
-    parameters = next(kept for kept in trainer.replication.kept() if kept.name == "parameters")
+    parameters, *others = [k for k in trainer.replication.kept() if k.name == "parameters"]
     flat = trainer.backend.to_host(parameters.array)
     equal = _same_bits(grid.dp.transport, parameters.pieces, flat)
+    for frozen in others:
+        equal &= _same_bits(grid.dp.transport, frozen.pieces, trainer.backend.to_host(frozen.array))
     for name, holders in sorted(grid.holders.items()):
         for span in trainer.storage.spans:
             if span.holders == name:

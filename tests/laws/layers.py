@@ -193,6 +193,39 @@ class LayerLaws:
                     f"{name}: the halves, and both at once, have other bits"
                 )
 
+    def law_a_frozen_tensor_gets_no_gradient_and_all_others_get_theirs(
+        self, plain: Plain, backend: Backend
+    ):
+        """A device sums a bias in another order where the product of its weight does not do so."""
+        for name, layer in kinds(plain).items():
+            names = [f"layer.{parameter.name}" for parameter in layer.parameters()]
+            for way in (_both_halves, backward):
+                found = {}
+                for frozen in (None, *names):
+                    weights, gradients, _, slots = placed(layer, backend)
+                    if frozen:
+                        _, *path, last = frozen.split(".")
+                        node = gradients
+                        for step in path:
+                            node = node[step]
+                        del node[last]
+                    arena, x = backend.arena(), backend.from_host(numbers(3, 2, 5, WIDTH))
+                    _, saved = layer.forward(weights, x, arena)
+                    dy = backend.from_host(numbers(4, 2, 5, WIDTH))
+                    dx = way(layer, weights, dy, saved, gradients, arena)
+                    assert [not slot.filled for slot in slots.values()] == [
+                        one == frozen for one in slots
+                    ], (name, frozen)
+                    arrays = {one: slot.array for one, slot in slots.items() if one != frozen}
+                    found[frozen] = {
+                        one: backend.to_host(array).copy()
+                        for one, array in {"": dx, **arrays}.items()
+                    }
+                for frozen, mine in found.items():
+                    for one, array in mine.items():
+                        error = np.abs(array - found[None][one])
+                        assert np.all(error <= 1e-13 * bool(one)), (name, frozen, one)
+
     def law_a_whole_model_writes_only_into_its_logits(self, plain: Plain, backend: Backend):
         units = gpt(watched_plain(plain, backend), **GPT)
         assert units[-1].layer.output_is_free, "the loss writes its gradient over the logits"

@@ -38,7 +38,7 @@ class AveragedParameters(WholeParameters):
         self.average = grid.world.transport.allocate(storage.length, storage.dtype)
         self.average[:] = self.own
         self._average_weights = (
-            storage.weights(self.average) if self.mirror is None else self.weights
+            storage.weights(self.average, self.frozen.flat) if self.mirror is None else self.weights
         )
         self.arrays.append(self.average)
         self._sum_of_all = grid.dp.bind(self.average)
@@ -73,9 +73,9 @@ class AveragedParameters(WholeParameters):
         Another layout starts all workers from the average.
         """
         self.sync()
-        (average,) = super().state()
+        average, *frozen = super().state()
         own = StateBuffer("own_parameters", self.own, average.pieces, "bound", like=average.name)
-        return [average, own]
+        return [average, *frozen, own]
 
 
 class SkippedByWorker(SkippedUpdates):

@@ -57,7 +57,7 @@ class StashedParameters(WholeParameters):
             *(zeros(storage.length, replica.computed) for _ in range(versions - 1)),
         ]
         self.arrays += self._versions[1:]
-        self._views = [storage.weights(version) for version in self._versions]
+        self._views = [storage.weights(version, self.frozen.flat) for version in self._versions]
         self.steps = self._made = 0
 
     def _newest(self) -> Any:

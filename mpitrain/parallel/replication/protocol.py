@@ -31,6 +31,7 @@ class ReplicationContext:
     loss     the loss of this rank's logits
     parts    with several model chunks on this stage: the units of each chunk, numbered as in
              `storage`; otherwise empty
+    first    the first unit of this rank with a backward: all units before are frozen
     exposed  the time that this rank has been blocked on communication in the current step
     """
 
@@ -42,6 +43,7 @@ class ReplicationContext:
     arena: Arena
     loss: Loss
     parts: Sequence[range] = ()
+    first: int = 0
     exposed: ExposedTime = field(default_factory=ExposedTime)
 
     @property
@@ -110,7 +112,9 @@ class Replication:
 
     @property
     def parameters(self) -> Any:
-        """The flat parameters of this rank, 1-D; if sharded, this rank's pieces concatenated."""
+        """The flat trained parameters of this rank, 1-D; if sharded, this rank's pieces
+        concatenated.
+        """
         return self.store.parameters
 
     @property
@@ -381,6 +385,8 @@ class Replication:
             The result of `scalars` when the checkpoint was saved.
         """
         self.step_end.skips.restore(scalars)
+        if self.store.frozen:
+            self.store.frozen.loaded()
         self.store.loaded()
 
     def held(self) -> int:

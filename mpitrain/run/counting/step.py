@@ -108,12 +108,22 @@ class CountedGroup(Group):
         return _NOTHING
 
 
+class _Context(NamedTuple):
+    """The field of `ReplicationContext` that a pipeline reads: the first unit with a backward."""
+
+    first: int
+
+
 class Replica:
     """The parameters and gradients of a rank without memory, as the training step calls them."""
 
-    def __init__(self, storage: Storage, body: Body, loss: Loss):
+    def __init__(self, storage: Storage, body: Body, loss: Loss, first: int):
+        self.replica = _Context(first)
         computed = body.device.half or storage.dtype
-        self._weights = storage.weights(body.memory.made((storage.length,), computed))
+        self._weights = storage.weights(
+            body.memory.made((storage.length,), computed),
+            body.memory.made((storage.frozen.length,), computed),
+        )
         flat = body.memory.made((storage.length,), storage.dtype)
         self._gradients, self._stored = storage.gradients(flat)
         self._loss, self._arena = loss, body.arena
@@ -153,7 +163,9 @@ class Counter:
         config, axes, plan, device = job
         self._job, self._source = job, source
         self._body = Body(device, config, tp, axes.tp)
-        self._chunks = chunks(units, self._body.layers, plan.place, _partition(config))
+        self._chunks = chunks(
+            units, self._body.layers, plan.place, _partition(config), config.model.freeze
+        )
 
     def step(self, pp: int, dp: int = 0) -> Step:
         """Count one training step of a pipeline stage, in the dp-th replica."""
@@ -161,7 +173,7 @@ class Counter:
         body, parts = self._body, self._chunks.parts
         mine = [unit for part in own(plan.place, pp) for unit in parts[part]]
         storage = Storage(mine, config.precision.stored, axes.dp)
-        replica: Any = Replica(storage, body, loss_for(body.layers))
+        replica: Any = Replica(storage, body, loss_for(body.layers), self._chunks.first(mine))
         endpoint, computed = body.endpoint(pp, axes.pp), device.half or storage.dtype
         rows = share(config.batch.size, dp, axes.dp)
         every = [share(len(rows), n, plan.micro_batches) for n in range(plan.micro_batches)]
