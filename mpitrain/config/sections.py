@@ -4,7 +4,14 @@ import os
 from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+)
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from mpitrain.config.delays import PATTERN as DELAY
@@ -392,18 +399,37 @@ class Precision(Section):
         return "float32" if self.is_half else self.compute
 
 
+class ParameterGroup(Section):
+    """One entry of optimizer.groups (as a parameter group of torch.optim).
+
+    match         pattern of full names of parameters, as of fnmatch
+    lr            factor of the learning rate
+    weight_decay  of these parameters; None: as without the group
+    """
+
+    match: str
+    lr: float = Field(1.0, gt=0)
+    weight_decay: float | None = Field(None, ge=0)
+
+    @model_serializer
+    def _as_table(self) -> dict[str, Any]:
+        """Leave out None, which TOML does not have."""
+        every = {"match": self.match, "lr": self.lr, "weight_decay": self.weight_decay}
+        return {key: value for key, value in every.items() if value is not None}
+
+
 class Optimizer(Section):
     basic = ("name", "lr")
 
     name: str = Field(
         "adamw",
-        description="update rule; keys that the rule does not read must have their defaults",
+        description="update rule; keys that the rule does not read must have their defaults. {rows}",
     )
     lr: float = Field(2e-3, gt=0, description="peak learning rate")
     weight_decay: float = Field(
         0.1,
         ge=0,
-        description="weight decay of matrices, decoupled in adamw; biases and gains have none",
+        description="weight decay of matrices and embeddings; biases and gains have none",
     )
     clip: float = Field(
         1.0,
@@ -412,27 +438,49 @@ class Optimizer(Section):
         "stage; 0: no clipping",
     )
     warmup: int = Field(20, ge=0, description="steps of linear warm-up of the learning rate from 0")
-    schedule: Literal["constant", "cosine", "linear"] = Field(
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = Field(
         "cosine",
-        description="decay of the learning rate to a tenth after the warm-up; constant: none",
+        description="decay of the learning rate after the warm-up; constant: none; wsd: constant, "
+        "then linear",
     )
-    momentum: float = Field(0.9, ge=0, lt=1, description="momentum: decay of the velocity")
+    final: float = Field(
+        0.1, ge=0, le=1, description="learning rate at the end of the decay, relative to the peak"
+    )
+    decay_steps: int = Field(
+        0,
+        ge=0,
+        description="steps of the decay, the last ones of the run; 0: all after the warm-up, in "
+        "wsd the last fifth of the run",
+    )
+    groups: list[ParameterGroup] = Field(
+        [],
+        description="weight decay and factor of the learning rate by full names of parameters: "
+        '[{{match = "embedding.*", weight_decay = 0.0, lr = 0.5}}]. The first match counts. A * '
+        "matches dots, too",
+    )
+    momentum: float = Field(0.9, ge=0, lt=1, description="{rows}: decay of the velocity")
     beta1: float = Field(
         0.8,
         ge=0,
         lt=1,
-        description="adamw: decay of the first moment, except in the steps of beta1_delayed",
+        description="{rows}: decay of the first moment, except in the steps of beta1_delayed; in "
+        "lion the momentum's weight in the step",
     )
     beta1_delayed: float = Field(
         0.5,
         ge=0,
         lt=1,
-        description="adamw: decay of the first moment in steps with topk or powersgd; their error "
+        description="{rows}: decay of the first moment in steps with topk or powersgd; their error "
         "feedback acts as a momentum, too",
     )
-    beta2: float = Field(0.95, ge=0, lt=1, description="adamw: decay of the second moment")
+    beta2: float = Field(
+        0.95,
+        ge=0,
+        lt=1,
+        description="{rows}: decay of the second moment; in lion of the momentum",
+    )
     epsilon: float = Field(
-        1e-8, gt=0, description="adamw: term in the denominator that avoids a division by 0"
+        1e-8, gt=0, description="{rows}: term in the denominator that avoids a division by 0"
     )
 
 

@@ -15,7 +15,7 @@ tensors each rank has.
 
 import math
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,13 +59,13 @@ class Piece(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A run of adjacent trainable tensors with equal weight decay, padding included (offsets in
+    """A run of adjacent trainable tensors with the same key, padding included (offsets in
     elements).
     """
 
     start: int
     stop: int
-    decayed: bool
+    key: Any
 
 
 class Span(NamedTuple):
@@ -212,22 +212,24 @@ class Storage:
             trees.append(tree)
         return trees
 
-    def runs(self, start: int, stop: int) -> Iterator[Run]:
+    def runs(self, start: int, stop: int, key: Callable[[Parameter], Any]) -> Iterator[Run]:
         """Yield the optimizer's runs within [start, stop).
 
-        Adjacent tensors with equal `decayed` are joined, and frozen tensors are left out.
+        Adjacent tensors with equal keys are joined, and frozen tensors are left out.
+
+        key  (tensor) -> its hyper-parameters
         """
         run: Run | None = None
         for entry in self.entries:
             low, high = max(entry.start, start), min(entry.stop, stop)
             if low >= high:
                 continue
-            trainable, decayed = entry.parameter.trainable, entry.parameter.decayed
-            if run and not (trainable and run.decayed == decayed):
+            trainable, own = entry.parameter.trainable, key(entry.parameter)
+            if run and not (trainable and run.key == own):
                 yield run
                 run = None
             if trainable:
-                run = Run(run.start if run else low, high, decayed)
+                run = Run(run.start if run else low, high, own)
         if run:
             yield run
 

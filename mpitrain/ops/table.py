@@ -66,6 +66,9 @@ class Ops(Protocol):
     gradient_facts: Pair
     sgd: Writes
     momentum: Writes
+    nesterov: Writes
+    lion: Writes
+    adam: Writes
     adamw: Writes
     add_squares: Writes
     lamb_moments: Writes
@@ -373,6 +376,24 @@ OPERATIONS: Table[str, Operation] = Table(
             "momentum": (
                 "a step with momentum",
                 "p:L g:L m:L scale=0.7 lr=0.1 beta=0.9 weight_decay=0.01 -> p m",
+                "mirror",
+                1,
+            ),
+            "nesterov": (
+                "a step with Nesterov momentum",
+                "p:L g:L m:L scale=0.7 lr=0.1 beta=0.9 weight_decay=0.01 -> p m",
+                "mirror",
+                1,
+            ),
+            "lion": (
+                "a step of Lion",
+                "p:L g:L m:L scale=0.7 lr=0.1 beta1=0.9 beta2=0.99 weight_decay=0.1 -> p m",
+                "mirror",
+                1,
+            ),
+            "adam": (
+                "a step of Adam",
+                "p:L g:L m:L v>0:L scale=0.7 lr=0.1 beta1=0.9 beta2=0.95 eps=1e-08 weight_decay=0.1 step=3 -> p m v",
                 "mirror",
                 1,
             ),

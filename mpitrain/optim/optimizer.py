@@ -76,10 +76,10 @@ class Optimizer:
         }
         self._updates: ElementUpdates | TensorUpdates
         if isinstance(rule.step, ElementWise):
-            self._updates = ElementUpdates(rule.step, storage, pieces, self.state, ops)
+            self._updates = ElementUpdates(rule.step, settings, storage, pieces, self.state, ops)
         else:
             self._updates = TensorUpdates(
-                rule.step, storage, pieces, self.state, self._layouts, backend, sums
+                rule.step, settings, storage, pieces, self.state, self._layouts, backend, sums
             )
 
     def arrays(self) -> list[StateArray]:

@@ -9,7 +9,6 @@ buffer. A tensor-wise rule needs sums over whole tensors, whose elements may lie
 
 The interface carries these rules:
 
-    Nesterov, Adam, Lion  element-wise, with one, two and one buffer of `elements`
     8-bit AdamW           element-wise: its operation encodes runs of 32 elements. Tensors and pieces
                           start at multiples of 32, so each run has one owner. Its row will have
                           two more fields: a dtype for each buffer, and a decoder for checkpoints,
@@ -67,6 +66,8 @@ Views = Callable[[Piece], tuple[Any, Any]]
 
 class Update(NamedTuple):
     """The numbers and the tools of one update.
+
+    A tensor-wise rule gets lr and settings.weight_decay of the tensor's group.
 
     scale    factor of all gradients: clipping, divided by the loss scale
     lr       learning rate

@@ -1,14 +1,38 @@
 """The table of all update rules, and the check of [optimizer] against it."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from mpitrain import config
 from mpitrain.errors import ConfigError
 from mpitrain.ops import OPERATIONS
-from mpitrain.optim.rule import ElementWise, Rule, TorchClass, elements
+from mpitrain.optim.rule import ElementWise, Rule, TorchClass, Update, elements
+from mpitrain.optim.schedule import schedule_error
 from mpitrain.tables import Table
 
 SETTINGS = config.Optimizer.model_fields
-EVERY = ("name", "lr", "clip", "warmup", "schedule")
+EVERY = ("name", "lr", "clip", "warmup", "schedule", "final", "decay_steps", "groups")
 """The keys of [optimizer] that the training step reads with every rule."""
+
+ADAM = ("weight_decay", "beta1", "beta1_delayed", "beta2", "epsilon")
+"""The hyper-parameters of Adam and its variants."""
+
+
+def _of_adam(update: Update) -> Mapping[str, float]:
+    """Return the arguments of a step of Adam or of a variant."""
+    settings = update.settings
+    return {
+        "beta1": settings.beta1_delayed if update.delayed else settings.beta1,
+        "beta2": settings.beta2,
+        "eps": settings.epsilon,
+        "step": update.number,
+    }
+
+
+def _torch_adam(settings: config.Optimizer) -> Mapping[str, Any]:
+    """Return the arguments of torch.optim.Adam and AdamW."""
+    return {"betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}
+
 
 RULES: Table[str, Rule] = Table(
     {
@@ -24,28 +48,40 @@ RULES: Table[str, Rule] = Table(
             {"momentum": elements},
             ElementWise("momentum", lambda update: {"beta": update.settings.momentum}),
         ),
+        "nesterov": Rule(
+            "SGD with Nesterov momentum, as torch.optim.SGD (Sutskever et al. 2013)",
+            ("weight_decay", "momentum"),
+            {"momentum": elements},
+            ElementWise("nesterov", lambda update: {"beta": update.settings.momentum}),
+            defaults={"weight_decay": 0.0},
+            torch=TorchClass(
+                "SGD", lambda settings: {"momentum": settings.momentum, "nesterov": True}
+            ),
+        ),
+        "adam": Rule(
+            "Adam, whose weight decay is added to the gradient (Kingma and Ba 2015)",
+            ADAM,
+            {"first_moment": elements, "second_moment": elements},
+            ElementWise("adam", _of_adam),
+            defaults={"weight_decay": 0.0},
+            torch=TorchClass("Adam", _torch_adam),
+        ),
         "adamw": Rule(
             "Adam with decoupled weight decay (Loshchilov and Hutter 2019)",
-            ("weight_decay", "beta1", "beta1_delayed", "beta2", "epsilon"),
+            ADAM,
             {"first_moment": elements, "second_moment": elements},
+            ElementWise("adamw", _of_adam),
+            torch=TorchClass("AdamW", _torch_adam),
+        ),
+        "lion": Rule(
+            "the sign of a momentum, with decoupled weight decay (Chen et al. 2023)",
+            ("weight_decay", "beta1", "beta2"),
+            {"momentum": elements},
             ElementWise(
-                "adamw",
-                lambda update: {
-                    "beta1": update.settings.beta1_delayed
-                    if update.delayed
-                    else update.settings.beta1,
-                    "beta2": update.settings.beta2,
-                    "eps": update.settings.epsilon,
-                    "step": update.number,
-                },
+                "lion",
+                lambda update: {"beta1": update.settings.beta1, "beta2": update.settings.beta2},
             ),
-            torch=TorchClass(
-                "AdamW",
-                lambda settings: {
-                    "betas": (settings.beta1, settings.beta2),
-                    "eps": settings.epsilon,
-                },
-            ),
+            defaults={"lr": 5e-4, "weight_decay": 0.4, "beta1": 0.9, "beta2": 0.99},
         ),
     }
 )
@@ -90,6 +126,8 @@ def checked(whole: config.Config) -> config.Config:
             f"Leave out {' and '.join(f'optimizer.{key}' for key in keys)}"
             + (f", or set optimizer.name to {' or '.join(readers)}." if readers else "."),
         )
+    if error := schedule_error(settings, whole.run.steps):
+        raise error
     if isinstance(rule.step, ElementWise) and rule.step.op not in OPERATIONS:
         raise ConfigError(
             f"An element-wise rule is an operation of the table OPERATIONS, but {settings.name} names {rule.step.op!r}.",

@@ -5,9 +5,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpitrain import config
 from mpitrain.layers.base import Parameter
 from mpitrain.layers.flat import Entry, Piece, Storage
 from mpitrain.machine.backend import Backend
+from mpitrain.optim.groups import Group, group_of
 from mpitrain.optim.rule import Block, Shape, TensorPiece, TensorWise, Update, Views
 
 
@@ -86,12 +88,18 @@ def _indices(tensor: Parameter, dim: int) -> np.ndarray:
 
 
 class _Fragment(NamedTuple):
-    """The elements of a tensor in a piece; offsets from the beginning of the piece."""
+    """The elements of a tensor in a piece; offsets from the beginning of the piece.
+
+    group     of the tensor
+    settings  the section with the weight decay of the group
+    """
 
     entry: Entry
     start: int
     stop: int
     blocks: Sequence[Block]
+    group: Group
+    settings: config.Optimizer
 
 
 class _Sums(NamedTuple):
@@ -109,6 +117,7 @@ class TensorUpdates:
     def __init__(
         self,
         step: TensorWise,
+        settings: config.Optimizer,
         storage: Storage,
         pieces: Sequence[Piece],
         state: Mapping[str, Any],
@@ -125,7 +134,7 @@ class TensorUpdates:
         self._along = {name: buffer for name, buffer in state.items() if name not in layouts}
         self._whole = {name: _views(layout, state[name]) for name, layout in layouts.items()}
         self._fragments = {
-            piece: [_fragment(entry, piece) for entry in touched(storage, piece)]
+            piece: [_fragment(entry, piece, settings) for entry in touched(storage, piece)]
             for piece in pieces
         }
         everything = touched(storage, Piece(0, storage.length, 0))
@@ -138,7 +147,10 @@ class TensorUpdates:
             for piece, fragments in self._fragments.items():
                 parameters, gradients = views(piece)
                 for fragment in fragments:
-                    each.add(self._piece(piece, fragment, parameters, gradients, None), update)
+                    each.add(
+                        self._piece(piece, fragment, parameters, gradients, None),
+                        _in_group(update, fragment),
+                    )
             for view in sums.uncounted:
                 view.fill(0)
             sums.run()
@@ -148,15 +160,18 @@ class TensorUpdates:
     ) -> None:
         """Update the parameters of a piece in place, tensor by tensor."""
         for fragment in self._fragments[piece]:
-            self._step.apply(self._piece(piece, fragment, parameters, gradients, mirror), update)
+            self._step.apply(
+                self._piece(piece, fragment, parameters, gradients, mirror),
+                _in_group(update, fragment),
+            )
 
     def _piece(
         self, piece: Piece, fragment: _Fragment, parameters: Any, gradients: Any, mirror: Any
     ) -> TensorPiece:
-        entry, start, stop, found = fragment
+        entry, start, stop, found, group, _ = fragment
         along = slice(piece.place + start, piece.place + stop)
         return TensorPiece(
-            entry.parameter,
+            entry.parameter._replace(decayed=group.weight_decay > 0),
             parameters[start:stop],
             gradients[start:stop],
             None if mirror is None else mirror[start:stop],
@@ -198,11 +213,18 @@ def _of(arrays: Mapping[str, Mapping[str, Any]], tensor: str) -> dict[str, Any]:
     return {name: found[tensor] for name, found in arrays.items() if tensor in found}
 
 
-def _fragment(entry: Entry, piece: Piece) -> _Fragment:
+def _in_group(update: Update, fragment: _Fragment) -> Update:
+    return update._replace(settings=fragment.settings, lr=update.lr * fragment.group.lr)
+
+
+def _fragment(entry: Entry, piece: Piece, settings: config.Optimizer) -> _Fragment:
+    group = group_of(settings, entry.parameter)
     low, high = max(entry.start, piece.start), min(entry.stop, piece.stop)
     return _Fragment(
         entry,
         low - piece.start,
         high - piece.start,
         blocks(entry.parameter, low - entry.start, high - entry.start),
+        group,
+        settings.model_copy(update={"weight_decay": group.weight_decay}),
     )

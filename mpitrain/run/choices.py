@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.collectives.selection import table as algorithm_table
-from mpitrain.config import Config, Key, check_choice, refusal
+from mpitrain.config import Config, Key, Optimizer, check_choice, refusal
 from mpitrain.config import keys as keys_of_sections
 from mpitrain.config import parse as parse_sections
 from mpitrain.config.plugins import load
@@ -16,6 +16,8 @@ from mpitrain.data import names as names_of_sources
 from mpitrain.errors import ConfigError
 from mpitrain.models.table import MODELS, check_model, kinds
 from mpitrain.optim import RULES
+from mpitrain.optim.rule import Rule
+from mpitrain.optim.rules import EVERY
 from mpitrain.parallel.modes import MODES, STREAMS, ZERO, refusal_of
 from mpitrain.pipeline import schedules
 from mpitrain.pipeline.schedules import SCHEDULES
@@ -50,6 +52,14 @@ def keys() -> Iterator[Key]:
         "replication.mode": ". ".join(f"{name}: {mode.help}" for name, mode in MODES.items()),
         "replication.zero": ", ".join(f"{stage} {mode.help}" for stage, mode in ZERO.items()),
         "pipeline.schedule": ", ".join(SCHEDULES),
+        "optimizer.name": ". ".join(
+            f"{name}{_own(rule)}: {rule.help}" for name, rule in RULES.items()
+        ),
+    }
+    rows |= {
+        f"optimizer.{key}": ", ".join(name for name, rule in RULES.items() if key in rule.reads)
+        for key in Optimizer.model_fields
+        if key not in EVERY
     }
     streams = ". ".join(
         [
@@ -62,6 +72,12 @@ def keys() -> Iterator[Key]:
             range=" | ".join(map(str, names.get(key.name, ()))) or key.range,
             help=key.help.format(rows=rows.get(key.name), streams=streams),
         )
+
+
+def _own(rule: Rule) -> str:
+    """Return the rule's own defaults in brackets, for the help."""
+    found = ", ".join(f"{key} {value:g}" for key, value in rule.defaults.items())
+    return f" ({found})" if found else ""
 
 
 def _phrases(key: str, between: str) -> str:

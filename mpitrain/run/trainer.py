@@ -18,7 +18,7 @@ from mpitrain.data import Source
 from mpitrain.errors import MpitrainError
 from mpitrain.layers.base import Loss, Unit
 from mpitrain.layers.flat import Piece, Storage
-from mpitrain.optim import learning_rate
+from mpitrain.optim import check_groups, learning_rate
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.modes import replication_for
 from mpitrain.parallel.replication.protocol import ReplicationContext
@@ -126,6 +126,10 @@ class Trainer:
         def assigned() -> tuple[list[Unit], *tuple[Any, ...]]:
             model = list(units(layers) if callable(units) else units)
             check_units(model, layers.rows)
+            check_groups(
+                self.config.optimizer,
+                [unit.full_name(own) for unit in model for own in unit.layer.parameters()],
+            )
             counts = cut(model, len(place), self.config.pipeline.partition)
             grid.check()
             return model, *assign_units(model, counts, place)

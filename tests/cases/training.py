@@ -160,6 +160,17 @@ def check_mirrored_step(
     np.testing.assert_array_equal(rounded, mine[0].astype(rounded.dtype))
 
 
+def check_signs(kernels: Kernels) -> None:
+    """Lion steps against either sign of its mixed momentum; where that is 0, the decay alone."""
+    p, g, m = (stored(numbers(seed, 300), "float32") for seed in range(3))
+    g[::7] = m[::7] = 0
+    truth = [values(array) for array in (p, g, m)]
+    reference.lion(*truth, 0.7, 0.1, 0.9, 0.99, 0.3, None)
+    bodies.cuda(kernels).lion(p, g, m, 0.7, 0.1, 0.9, 0.99, 0.3, Arena())
+    for one, other in zip((p, g, m), truth, strict=True):
+        assert_close(one, other, "float32")
+
+
 def check_totals(kernels: Kernels, count: int, dtype: str) -> None:
     """Sum, sum of squares and number of elements that are not finite."""
     ops, x = bodies.cuda(kernels), stored(numbers(1, count), dtype, shifted=count % 2 == 1)
@@ -317,6 +328,7 @@ def steps() -> Iterator[Callable]:
             yield partial(
                 check_mirrored_step, name=name, count=count, mirror=mirror, shifted=shifted
             )
+    yield check_signs
 
 
 def totals() -> Iterator[Callable]:

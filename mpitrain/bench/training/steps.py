@@ -146,6 +146,11 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
             "replica.",
             "Leave out --peer, or set pipeline.schedule, batch.micro_batches and layout.dp=1 so.",
         )
+    if config.optimizer.groups:
+        raise ConfigError(
+            "The peer decays matrices alone, but optimizer.groups has groups of its own.",
+            "Leave out --peer, or leave optimizer.groups empty.",
+        )
     if config.precision.compute != "float32" or config.optimizer.clip:
         raise ConfigError(
             "The peer computes in float32 and does not clip.",

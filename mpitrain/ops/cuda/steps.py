@@ -72,6 +72,86 @@ def momentum(
     )
 
 
+def nesterov(
+    kernels: Kernels, numbers: Numbers, p, g, m, scale, lr, beta, weight_decay, arena, mirror=None
+):
+    """Step p and m in place: d = scale g + weight_decay p, m = beta m + d, p -= lr (d + beta m)."""
+    macros = _types(p, mirror)
+    kernels.launch(
+        "nesterov",
+        blocks(p.size, macros.run),
+        POINTWISE,
+        (p.size, p, g, m, mirror, numbers.of(p, scale, lr), beta, weight_decay),
+        macros=macros,
+    )
+
+
+def lion(
+    kernels: Kernels,
+    numbers: Numbers,
+    p,
+    g,
+    m,
+    scale,
+    lr,
+    beta1,
+    beta2,
+    weight_decay,
+    arena,
+    mirror=None,
+):
+    """Step p by lr times a sign, with decoupled decay; then move m towards the gradient."""
+    macros = _types(p, mirror)
+    kernels.launch(
+        "lion",
+        blocks(p.size, macros.run),
+        POINTWISE,
+        (p.size, p, g, m, mirror, numbers.of(p, scale, lr), 1 - beta1, 1 - beta2, weight_decay),
+        macros=macros,
+    )
+
+
+def adam(
+    kernels: Kernels,
+    numbers: Numbers,
+    p,
+    g,
+    m,
+    v,
+    scale,
+    lr,
+    beta1,
+    beta2,
+    eps,
+    weight_decay,
+    step,
+    arena,
+    mirror=None,
+):
+    """Step p, m and v in place, with coupled decay; step counts from 1."""
+    macros = _types(p, mirror)
+    corrections = 1 - beta1**step, 1 - beta2**step
+    kernels.launch(
+        "adam",
+        blocks(p.size, macros.run),
+        POINTWISE,
+        (
+            p.size,
+            p,
+            g,
+            m,
+            v,
+            mirror,
+            numbers.of(p, scale, lr, *corrections),
+            1 - beta1,
+            1 - beta2,
+            eps,
+            weight_decay,
+        ),
+        macros=macros,
+    )
+
+
 def adamw(
     kernels: Kernels,
     numbers: Numbers,

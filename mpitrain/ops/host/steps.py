@@ -50,6 +50,51 @@ def momentum(p, g, m, scale, lr, beta, weight_decay, arena, mirror=None):
         _write(mirror, p, block)
 
 
+def nesterov(p, g, m, scale, lr, beta, weight_decay, arena, mirror=None):
+    """Step p and m in place.    p, g, m: (count,)"""
+    for block in row_blocks(p):
+        gradient, part = (arena.take(p[block].shape, p.dtype) for _ in range(2))
+        _coupled(gradient, p[block], g[block], scale, weight_decay, part)
+        m[block] *= beta
+        m[block] += gradient
+        gradient += np.multiply(m[block], beta, out=part)
+        gradient *= lr
+        p[block] -= gradient
+        _write(mirror, p, block)
+
+
+def lion(p, g, m, scale, lr, beta1, beta2, weight_decay, arena, mirror=None):
+    """Step p and m in place.    p, g, m: (count,)"""
+    for block in row_blocks(p):
+        gradient, part = (arena.take(p[block].shape, p.dtype) for _ in range(2))
+        np.multiply(g[block], (1 - beta1) * scale, out=gradient)
+        gradient += np.multiply(m[block], beta1, out=part)
+        np.sign(gradient, out=gradient)
+        gradient *= lr
+        if weight_decay:
+            p[block] *= 1 - lr * weight_decay
+        p[block] -= gradient
+        m[block] *= beta2
+        m[block] += np.multiply(g[block], (1 - beta2) * scale, out=part)
+        _write(mirror, p, block)
+
+
+def adam(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena, mirror=None):
+    """Step p, m and v in place, with coupled decay.    p, g, m, v: (count,)"""
+    for block in row_blocks(p):
+        gradient, part = (arena.take(p[block].shape, p.dtype) for _ in range(2))
+        _coupled(gradient, p[block], g[block], scale, weight_decay, part)
+        adamw(p[block], gradient, m[block], v[block], 1, lr, beta1, beta2, eps, 0, step, arena)
+        _write(mirror, p, block)
+
+
+def _coupled(out, p, g, scale, weight_decay, part):
+    """Write scale g + weight_decay p to `out`; `part` is overwritten."""
+    np.multiply(g, scale, out=out)
+    if weight_decay:
+        out += np.multiply(p, weight_decay, out=part)
+
+
 def adamw(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena, mirror=None):
     """Step p, m and v in place.    p, g, m, v: (count,)"""
     # The step is lr m' / (sqrt(v') + eps). Two scalars take the bias corrections of m' and v'.

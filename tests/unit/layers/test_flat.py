@@ -1,5 +1,7 @@
 """Flat storage: order, padding, views, buckets, ties and initial values."""
 
+from operator import attrgetter
+
 import numpy as np
 import pytest
 
@@ -130,13 +132,13 @@ def test_float32_starts_as_the_rounded_float64():
 def test_runs_cover_what_is_trained_and_join_neighbours_of_equal_decay():
     storage = Storage(UNITS, "float32")
     covered = np.zeros(storage.length)
-    for run in storage.runs(0, storage.length):
-        covered[run.start : run.stop] += 1 + run.decayed
+    for run in storage.runs(0, storage.length, attrgetter("decayed")):
+        covered[run.start : run.stop] += 1 + run.key
     for entry in storage.entries:
         wanted = 0 if not entry.parameter.trainable else 1 + entry.parameter.decayed
         assert (entry.view(covered) == wanted).all(), entry.name
-    block = list(storage.runs(*storage.spans[1][:2]))
-    assert [run.decayed for run in block] == [False, True]
+    block = list(storage.runs(*storage.spans[1][:2], attrgetter("decayed")))
+    assert [run.key for run in block] == [False, True]
 
 
 @pytest.mark.parametrize("nbytes", (1, 100, 200, 1e9))

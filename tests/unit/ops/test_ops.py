@@ -243,6 +243,16 @@ def test_steps_equal_pytorch():
             lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
             {"beta": 0.9, "weight_decay": 0.01},
         ),
+        "nesterov": (
+            1,
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
+            {"beta": 0.9, "weight_decay": 0.01},
+        ),
+        "adam": (
+            2,
+            lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1),
+            {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1},
+        ),
         "adamw": (
             2,
             lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1),
@@ -254,15 +264,29 @@ def test_steps_equal_pytorch():
             p, state = numbers(1, 50), [np.zeros(50) for _ in range(states)]
             q = torch.tensor(p.copy(), requires_grad=True)
             optimizer = build([q])
-            for step in range(1, 6):
+            for step in range(1, 11):
                 g = numbers(10 + step, 50)
-                counted = {"step": step} if name == "adamw" else {}
+                counted = {"step": step} if states == 2 else {}
                 getattr(ops, name)(
                     p, g, *state, scale=1.0, lr=0.1, arena=Arena(), **scalars, **counted
                 )
                 q.grad = torch.tensor(g)
                 optimizer.step()
             assert_close(p, q.detach().numpy(), 1e-12)
+
+
+@pytest.mark.parametrize("ops", BODIES)
+def test_steps_of_lion_are_the_lines_of_its_algorithm(ops):
+    """Algorithm 2 of Chen et al. 2023, with the gradient times its factor."""
+    p, m, theta, momentum = numbers(1, 50), np.zeros(50), numbers(1, 50), np.zeros(50)
+    for step in range(10):
+        g = numbers(10 + step, 50) * (np.arange(50) % 7 > 0)  # the sign of 0 is 0
+        ops.lion(p, g, m, 0.5, 0.1, 0.9, 0.99, 0.3, Arena())
+        c = 0.9 * momentum + (1 - 0.9) * (g / 2)
+        theta = theta - 0.1 * (np.sign(c) + 0.3 * theta)
+        momentum = 0.99 * momentum + (1 - 0.99) * (g / 2)
+    assert_close(p, theta, 1e-12)
+    assert_close(m, momentum, 1e-12)
 
 
 @pytest.mark.parametrize("ops", BODIES)

@@ -50,7 +50,7 @@ def test_a_row_names_keys_operations_and_shapes_that_exist(name):
 
 def test_memory_estimates_and_the_page_know_the_state_of_a_parameter():
     found = {name: 4 * rule.per_parameter for name, rule in RULES.items() if name not in TOYS}
-    assert found == {"sgd": 0, "momentum": 4, "adamw": 8}
+    assert found == {"sgd": 0, "momentum": 4, "nesterov": 4, "adam": 8, "adamw": 8, "lion": 4}
     page = (Path(mpitrain.__file__).parent / "parallel/README.md").read_text()
     for name, nbytes in found.items():
         assert re.search(rf"`{name}` +\| {nbytes} \|", page), name
@@ -60,10 +60,10 @@ def test_memory_estimates_and_the_page_know_the_state_of_a_parameter():
 @pytest.mark.parametrize(
     "settings, read, ways",
     [
-        (("name=adamw", "momentum=0.5"), "beta1", "momentum."),
-        (("name=sgd", "momentum=0.5"), "weight_decay", "momentum."),
-        (("name=momentum", "beta1_delayed=0.1"), "momentum", "adamw."),
-        (("name=sgd", "epsilon=0.1"), "weight_decay", "adamw or normalised."),
+        (("name=adamw", "momentum=0.5"), "beta1", "momentum"),
+        (("name=sgd", "momentum=0.5"), "weight_decay", "momentum"),
+        (("name=momentum", "beta1_delayed=0.1"), "momentum", "adamw"),
+        (("name=sgd", "epsilon=0.1"), "weight_decay", "normalised"),
     ],
 )
 def test_a_key_that_the_rule_does_not_read_is_refused_with_those_that_it_reads(
@@ -72,7 +72,7 @@ def test_a_key_that_the_rule_does_not_read_is_refused_with_those_that_it_reads(
     with pytest.raises(ConfigError) as raised:
         optimizer_of(*(f"optimizer.{setting}" for setting in settings))
     assert f"but optimizer.{settings[1].replace('=', ' is ')}." in raised.value.law
-    assert read in raised.value.law and raised.value.way_out.endswith(f"optimizer.name to {ways}")
+    assert read in raised.value.law and re.search(rf"name to .*\b{ways}\b", raised.value.way_out)
 
 
 def test_all_keys_that_the_rule_does_not_read_are_named_at_once():
@@ -95,8 +95,8 @@ def test_a_rule_has_its_own_defaults_which_a_setting_overrides_and_a_run_keeps()
 
 
 def test_a_name_that_is_no_rule_is_refused_with_the_nearest():
-    with pytest.raises(ConfigError, match=r"'sgd', .* mean adamw\?"):
-        optimizer_of("optimizer.name=adam")
+    with pytest.raises(ConfigError, match=r"'sgd', .* mean lion\?"):
+        optimizer_of("optimizer.name=lyon")
 
 
 def test_a_rule_of_an_operation_that_is_not_there_is_refused(monkeypatch):
