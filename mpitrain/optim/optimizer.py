@@ -9,14 +9,16 @@ from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend
 from mpitrain.ops import Ops
 from mpitrain.optim.elements import ElementUpdates
-from mpitrain.optim.rule import ElementWise, Update, Views, elements
+from mpitrain.optim.rule import ElementsOf, ElementWise, Update, Views, elements
 from mpitrain.optim.rules import RULES
 from mpitrain.optim.tensors import (
     ALONE,
     FactSums,
     TensorUpdates,
     laid_out,
+    parts_of,
     touched,
+    views_of,
 )
 
 
@@ -38,8 +40,9 @@ class Optimizer:
 
     pieces   pieces to update
     state    {name: buffer}. A buffer of `elements` is as long as the pieces together: its element
-             `piece.place` belongs to element `piece.start` of the flat buffer. Any other buffer has
-             a whole array for each tensor with an element in the pieces.
+             `piece.place` belongs to element `piece.start` of the flat buffer. A buffer of
+             `ElementsOf` has the elements of some tensors alone. Any other buffer has a whole array
+             for each tensor with an element in the pieces.
     """
 
     def __init__(
@@ -58,28 +61,46 @@ class Optimizer:
         """
         self.settings, self.pieces, self._ops, self._arena = settings, list(pieces), ops, arena
         rule = RULES[settings.name]
-        length = sum(piece.stop - piece.start for piece in pieces)
         own = {e.name: e for piece in pieces for e in touched(storage, piece)}.values()
         self._layouts = {
             name: laid_out(own, shape)
             for name, shape in rule.state.items()
-            if shape is not elements
+            if shape is not elements and not isinstance(shape, ElementsOf)
+        }
+        some = {
+            name: parts_of(storage, pieces, shape)
+            for name, shape in rule.state.items()
+            if isinstance(shape, ElementsOf)
+        }
+        self._pieces = {
+            name: list(some[name].values()) if name in some else self.pieces for name in rule.state
         }
         self.state = {
             name: backend.zeros(
-                sum(entry.stop - entry.start for entry in self._layouts[name])
-                if name in self._layouts
-                else length,
+                self._layouts[name][-1].stop
+                if self._layouts.get(name)
+                else sum(piece.stop - piece.start for piece in self._pieces[name])
+                if name not in self._layouts
+                else 0,
                 storage.dtype,
             )
             for name in rule.state
+        }
+        by_tensor = {
+            name: views_of(layout, self.state[name]) for name, layout in self._layouts.items()
+        } | {
+            name: {
+                tensor: self.state[name][piece.place : piece.place + piece.stop - piece.start]
+                for tensor, piece in found.items()
+            }
+            for name, found in some.items()
         }
         self._updates: ElementUpdates | TensorUpdates
         if isinstance(rule.step, ElementWise):
             self._updates = ElementUpdates(rule.step, settings, storage, pieces, self.state, ops)
         else:
             self._updates = TensorUpdates(
-                rule.step, settings, storage, pieces, self.state, self._layouts, backend, sums
+                rule.step, settings, storage, pieces, self.state, by_tensor, backend, sums
             )
 
     def arrays(self) -> list[StateArray]:
@@ -88,7 +109,7 @@ class Optimizer:
             StateArray(
                 name,
                 array,
-                [Piece(0, array.size, 0)] if name in self._layouts else self.pieces,
+                [Piece(0, array.size, 0)] if name in self._layouts else self._pieces[name],
                 self._layouts.get(name, ()),
             )
             for name, array in self.state.items()

@@ -7,23 +7,16 @@ buffer. A tensor-wise rule needs sums over whole tensors, whose elements may lie
     sum     one all-reduce over the ranks with other elements of the same tensors
     apply   each rank updates its elements from the sums, which have the same bits on all of them
 
-The interface carries these rules:
+A tensor-wise rule may also compute on whole tensors (`Whole`). Each is computed on one rank.
 
-    8-bit AdamW           element-wise: its operation encodes runs of 32 elements. Tensors and pieces
-                          start at multiples of 32, so each run has one owner. Its row will have
-                          two more fields: a dtype for each buffer, and a decoder for checkpoints,
-                          which must not depend on runs.
-    LAMB                  one round: the squares of parameters and of the update, each `scalar`.
-                          The round steps both moments, which are `elements`.
-    Adafactor             two rounds: squares of the gradient by `rows` and by `columns`, and squares
-                          of the parameters; then squares of the update. The state is `rows` and
-                          `columns` of matrices, and `columns` of vectors, all their elements.
-    Muon                  no round: `apply` sees whole matrices. `refusal` names ZeRO and tensor
-                          parallelism. Shapes of its own give a momentum to matrices and AdamW's
-                          moments to other tensors.
+8-bit AdamW fits an element-wise rule: its operation encodes runs of 32 elements. Tensors and pieces
+start at multiples of 32, so each run has one owner. Its row will have two more fields. One is a
+dtype for each buffer, the other a decoder for checkpoints, which must not depend on runs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mpitrain import config
@@ -43,6 +36,20 @@ def elements(tensor: Parameter) -> tuple[int, ...]:
     A buffer of any other shape is small: it is whole on each rank that updates an element.
     """
     return tensor.shape
+
+
+@dataclass(frozen=True)
+class ElementsOf:
+    """The tensor's own shape, as `elements`, for some tensors; others have no such state.
+
+    of  (tensor) -> whether it has the state
+    """
+
+    of: Callable[[Parameter], bool]
+
+    def __call__(self, tensor: Parameter) -> tuple[int, ...] | None:
+        """Return the shape of the state of a tensor."""
+        return tensor.shape if self.of(tensor) else None
 
 
 def rows(tensor: Parameter) -> tuple[int, ...]:
@@ -101,6 +108,7 @@ class Block(NamedTuple):
     """Elements [start, stop) of a tensor piece, which form a matrix, row-major.
 
     rows     indices of the matrix' rows in the whole tensor, all dims but the last flattened; (R,)
+             in the memory of the backend
     columns  indices of its columns in the whole tensor; (C,)
     """
 
@@ -120,6 +128,7 @@ class TensorPiece(NamedTuple):
     state       buffers by name: (count,) with `elements`, otherwise whole, in their own shape
     facts       sums by name, of all rounds so far: float64, whole, in their own shape
     blocks      at most three matrices, which together are all `count` elements
+    result      (count,), the result of `TensorWise.whole`; None if the tensor has none
     """
 
     tensor: Parameter
@@ -129,6 +138,7 @@ class TensorPiece(NamedTuple):
     state: Mapping[str, Any]
     facts: Mapping[str, Any]
     blocks: Sequence[Block]
+    result: Any = None
 
 
 class Round(NamedTuple):
@@ -136,24 +146,41 @@ class Round(NamedTuple):
 
     facts  shape of each sum by name
     add    (piece, update): add the share of the piece's elements to `piece.facts`, which is 0 before
-           the first piece. It may change `elements` of the state, as no update is skipped now.
+           the first piece. It may change the state, and the sums of earlier rounds, as no update is
+           skipped now.
     """
 
     facts: Mapping[str, Shape]
     add: Callable[[TensorPiece, Update], None]
 
 
+class Whole(NamedTuple):
+    """A result that follows from a whole tensor; one rank computes it, however elements are divided.
+
+    of       (tensor) -> whether it has such a result
+    operand  (piece, update, out): write this rank's elements of the operand to out (count,). It may
+             change `elements` of the state
+    compute  (operand, update): overwrite an operand in the tensor's shape by the result
+    """
+
+    of: Callable[[Parameter], bool]
+    operand: Callable[[TensorPiece, Update, Any], None]
+    compute: Callable[[Any, Update], None]
+
+
 class TensorWise(NamedTuple):
-    """The step of a rule that needs sums over whole tensors.
+    """The step of a rule that needs sums over whole tensors, or whole tensors.
 
     rounds  in their order; a round sees the sums of all earlier ones
     apply   (piece, update): step the parameters. It runs once for each tensor of which this rank
             updates an element. State that is not `elements` must follow from state and sums alone,
             so that it has the same bits on all ranks.
+    whole   a result of whole tensors, which `apply` gets; the rule refuses tensor parallelism
     """
 
     rounds: Sequence[Round]
     apply: Callable[[TensorPiece, Update], None]
+    whole: Whole | None = None
 
 
 class TorchClass(NamedTuple):
@@ -194,3 +221,11 @@ class Rule(NamedTuple):
     def per_parameter(self) -> int:
         """Elements of state for each parameter; buffers that are not `elements` do not count."""
         return sum(shape is elements for shape in self.state.values())
+
+    def other_elements(self, tensors: Iterable[Parameter]) -> int:
+        """Return the elements of all buffers that are not `elements`, for these tensors."""
+        tensors = list(tensors)
+        shapes = [
+            shape(t) for t in tensors for shape in self.state.values() if shape is not elements
+        ]
+        return sum(math.prod(shape) for shape in shapes if shape is not None)

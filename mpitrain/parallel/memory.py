@@ -67,10 +67,15 @@ def sizes(
         shallow = config.model.model_copy(update={"layers": depth})
         return Storage(model.build(layers, shallow, source), config.precision.stored, axes.dp)
 
+    def others_of_state(depth: Storage) -> int:
+        return rule.other_elements(entry.parameter for entry in depth.entries)
+
+    rule = RULES[config.optimizer.name]
     one, two = storage(1), storage(2)
     others = config.model.layers - 1
     length = one.length + others * (two.length - one.length)
     count = one.parameter_count + others * (two.parameter_count - one.parameter_count)
+    state = others_of_state(one) + others * (others_of_state(two) - others_of_state(one))
     spans = (two if others else one).spans
     largest = max((span.stop - span.start for span in spans), default=0)
     master = np.dtype(config.precision.stored).itemsize
@@ -83,5 +88,5 @@ def sizes(
         length / chunks if chunks > 1 else largest,
         master,
         half if config.precision.is_half else 0,
-        RULES[config.optimizer.name].per_parameter * master,
+        (rule.per_parameter + state / length) * master,
     ), count

@@ -31,7 +31,7 @@ class Sizes(NamedTuple):
     largest: float
     master: int
     mirror: int
-    state: int
+    state: float
 
     @property
     def replica(self) -> float:

@@ -81,8 +81,7 @@ def test_a_model_larger_than_what_is_free_on_its_host_is_refused_with_the_number
 ):
     config = config_of(layers=1000, optimizer={"name": optimizer})
     found, count = sizes_of(resolved(config, ranks), 1)
-    length = found.length
-    needed = sharing * length * 4 * (2 + RULES[optimizer].per_parameter)
+    needed = sharing * found.replica
 
     def run(transport):
         if transport.hosts[transport.rank] == "a":

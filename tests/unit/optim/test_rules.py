@@ -15,6 +15,7 @@ from mpitrain.optim import RULES, checked
 from mpitrain.optim.rule import ElementWise, TensorWise, columns, elements, rows, scalar
 from mpitrain.optim.rules import EVERY
 from mpitrain.optim.tensors import blocks
+from mpitrain.parallel.modes import refusal_of
 from mpitrain.run.run_dir import configuration, look
 from tests.cases.rules import TOYS
 from tests.unit.run.test_run_dir import TINY, trained
@@ -40,7 +41,8 @@ def test_a_row_names_keys_operations_and_shapes_that_exist(name):
     assert rule.help and not rule.help.endswith(".")
     assert {*rule.reads} <= {*Optimizer.model_fields} - {*EVERY}
     assert {*rule.defaults} <= {*rule.reads, "lr"}
-    assert all(shape(matrix) in ((3, 5), (3,), (5,), ()) for shape in rule.state.values())
+    shapes = ((3, 5), (3,), (5,), (), None)
+    assert all(shape(matrix) in shapes for shape in rule.state.values())
     if isinstance(rule.step, ElementWise):
         assert rule.step.op in Ops.__annotations__
         assert {*rule.state.values()} <= {elements}, "an element has no state of other elements"
@@ -50,11 +52,48 @@ def test_a_row_names_keys_operations_and_shapes_that_exist(name):
 
 def test_memory_estimates_and_the_page_know_the_state_of_a_parameter():
     found = {name: 4 * rule.per_parameter for name, rule in RULES.items() if name not in TOYS}
-    assert found == {"sgd": 0, "momentum": 4, "nesterov": 4, "adam": 8, "adamw": 8, "lion": 4}
+    assert found == {"sgd": 0, "momentum": 4, "nesterov": 4, "lion": 4, "muon": 4} | {
+        "adam": 8,
+        "adamw": 8,
+        "lamb": 8,
+        "adafactor": 0,
+    }
     page = (Path(mpitrain.__file__).parent / "parallel/README.md").read_text()
     for name, nbytes in found.items():
         assert re.search(rf"`{name}` +\| {nbytes} \|", page), name
     assert RULES["factored"].per_parameter == 1 and RULES["normalised"].per_parameter == 0
+
+
+LAYOUTS = {
+    "dp": [],
+    "tp": ["layout.tp=2"],
+    "pp": ["layout.pp=2"],
+    "dp x tp x pp": ["layout.dp=2", "layout.tp=2", "layout.pp=2"],
+    **{f"ZeRO-{stage}": [f"replication.zero={stage}"] for stage in (1, 2, 3)},
+    "master": ["replication.mode=master"],
+    "server": ["replication.mode=server"],
+}
+
+
+def runs(name, settings):
+    """Whether the rule and the mode accept this configuration."""
+    config = config_of(f"optimizer.name={name}", *settings)
+    return RULES[name].refusal(config) is None and refusal_of(config) is None
+
+
+def test_the_page_says_which_rules_run_in_which_layouts():
+    page = (Path(mpitrain.__file__).parent / "parallel/README.md").read_text()
+    assert f"| `optimizer.name` | {' | '.join(LAYOUTS)} |" in page
+    for name in (name for name in RULES if name not in TOYS):
+        cells = ["runs" if runs(name, settings) else "refused" for settings in LAYOUTS.values()]
+        assert f"| `{name}` | {' | '.join(cells)} |" in page, name
+    assert not runs("muon", LAYOUTS["tp"]) and runs("lamb", LAYOUTS["tp"])
+
+
+def test_other_buffers_of_the_state_count_in_the_estimate_of_memory():
+    tensors = [Parameter("w", (3, 5), None, True), Parameter("b", (7,), None, False)]
+    found = {name: RULES[name].other_elements(tensors) for name in ("adamw", "adafactor", "muon")}
+    assert found == {"adamw": 0, "adafactor": 3 + 5 + 7, "muon": 7}
 
 
 @pytest.mark.parametrize(
