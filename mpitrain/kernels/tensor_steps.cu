@@ -143,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(256) adafactor_variances(
         double sum = 0;
         for (int r = threadIdx.x; r < R; r += 256) {
             const double before = wide(row[r]);
-            row[r] = narrow<Element>(before + weight * (row_sums[r] / C - before));
+            row[r] = narrow<Element>(before + weight * (wide(row_sums[r]) / C - before));
             sum += wide(row[r]);
         }
         const double mean = max(block_sum(sum, scratch) / R, epsilon);
@@ -151,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(256) adafactor_variances(
     }
     for (int c = threadIdx.x; c < C; c += 256) {
         const double before = wide(column[c]);
-        column[c] = narrow<Element>(before + weight * (column_sums[c] / R - before));
+        column[c] = narrow<Element>(before + weight * (wide(column_sums[c]) / R - before));
         column_sums[c] = Result(wide(column[c]));
     }
 }

@@ -61,7 +61,7 @@ def test_memory_estimates_and_the_page_know_the_state_of_a_parameter():
     page = (Path(mpitrain.__file__).parent / "parallel/README.md").read_text()
     for name, nbytes in found.items():
         assert re.search(rf"`{name}` +\| {nbytes} \|", page), name
-    assert RULES["factored"].per_parameter == 1 and RULES["normalised"].per_parameter == 0
+    assert RULES["normalised"].per_parameter == 0
 
 
 LAYOUTS = {
