@@ -70,6 +70,7 @@ class Ops(Protocol):
     lion: Writes
     adam: Writes
     adamw: Writes
+    adamw8bit: Writes
     add_squares: Writes
     lamb_moments: Writes
     lamb: Writes
@@ -400,6 +401,13 @@ OPERATIONS: Table[str, Operation] = Table(
             "adamw": (
                 "a step of AdamW",
                 "p:L g:L m:L v>0:L scale=0.7 lr=0.1 beta1=0.9 beta2=0.95 eps=1e-08 weight_decay=0.1 step=3 -> p m v",
+                "mirror",
+                1,
+            ),
+            "adamw8bit": (
+                "a step of AdamW with moments of 8 bits",
+                "p:L g:L m%:L v%:L m_scales>0:L|0 v_scales>0:L|0 "
+                "scale=0.7 lr=0.1 beta1=0.9 beta2=0.95 eps=1e-08 weight_decay=0.1 step=3 lead=32 -> p m v",
                 "mirror",
                 1,
             ),

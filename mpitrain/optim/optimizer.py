@@ -1,38 +1,29 @@
 """The optimizer of a rank: the state of an update rule, and updates over pieces of a flat buffer."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mpitrain import config
-from mpitrain.layers.flat import Entry, Piece, Storage
+from mpitrain.layers.flat import Piece, Storage
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend
 from mpitrain.ops import Ops
+from mpitrain.optim.coded import CodedUpdates, coded_bytes
 from mpitrain.optim.elements import ElementUpdates
-from mpitrain.optim.rule import ElementsOf, ElementWise, Update, Views, elements
+from mpitrain.optim.rule import BlockWise, ElementWise, Update, Views
 from mpitrain.optim.rules import RULES
-from mpitrain.optim.tensors import (
-    ALONE,
-    FactSums,
-    TensorUpdates,
-    laid_out,
-    parts_of,
-    touched,
-    views_of,
-)
+from mpitrain.optim.state import StateArray, layout_of
+from mpitrain.optim.tensors import ALONE, FactSums, TensorUpdates
 
 
-class StateArray(NamedTuple):
-    """A buffer of the state as checkpoints describe it.
-
-    pieces   its elements in the flat buffer, or in the buffer that `entries` lay out
-    entries  whole tensors in the buffer, if they are not those of the flat buffer
-    """
-
-    name: str
-    array: Any
-    pieces: Sequence[Piece]
-    entries: Sequence[Entry] = ()
+def state_bytes(name: str, storage: Storage) -> float:
+    """Return the bytes of state of an update rule for all tensors of a storage."""
+    rule = RULES[name]
+    if isinstance(rule.step, BlockWise):
+        return coded_bytes(storage, len(rule.state))
+    itemsize = storage.dtype.itemsize
+    others = rule.other_elements(entry.parameter for entry in storage.entries)
+    return rule.nbytes(itemsize) * storage.length + itemsize * others
 
 
 class Optimizer:
@@ -61,57 +52,34 @@ class Optimizer:
         """
         self.settings, self.pieces, self._ops, self._arena = settings, list(pieces), ops, arena
         rule = RULES[settings.name]
-        own = {e.name: e for piece in pieces for e in touched(storage, piece)}.values()
         self._layouts = {
-            name: laid_out(own, shape)
-            for name, shape in rule.state.items()
-            if shape is not elements and not isinstance(shape, ElementsOf)
+            name: layout_of(shape, storage, self.pieces) for name, shape in rule.state.items()
         }
-        some = {
-            name: parts_of(storage, pieces, shape)
-            for name, shape in rule.state.items()
-            if isinstance(shape, ElementsOf)
-        }
-        self._pieces = {
-            name: list(some[name].values()) if name in some else self.pieces for name in rule.state
-        }
+        self._updates: ElementUpdates | CodedUpdates | TensorUpdates
+        if isinstance(rule.step, BlockWise):
+            self._updates = CodedUpdates(rule.step, settings, storage, pieces, ops, backend)
+            self.state: Mapping[str, Any] = self._updates.state
+            return
         self.state = {
-            name: backend.zeros(
-                self._layouts[name][-1].stop
-                if self._layouts.get(name)
-                else sum(piece.stop - piece.start for piece in self._pieces[name])
-                if name not in self._layouts
-                else 0,
-                storage.dtype,
-            )
-            for name in rule.state
+            name: backend.zeros(layout.length, storage.dtype)
+            for name, layout in self._layouts.items()
         }
-        by_tensor = {
-            name: views_of(layout, self.state[name]) for name, layout in self._layouts.items()
-        } | {
-            name: {
-                tensor: self.state[name][piece.place : piece.place + piece.stop - piece.start]
-                for tensor, piece in found.items()
-            }
-            for name, found in some.items()
-        }
-        self._updates: ElementUpdates | TensorUpdates
         if isinstance(rule.step, ElementWise):
             self._updates = ElementUpdates(rule.step, settings, storage, pieces, self.state, ops)
         else:
+            views = {
+                name: layout.views(self.state[name])
+                for name, layout in self._layouts.items()
+                if layout.tensors is not None
+            }
             self._updates = TensorUpdates(
-                rule.step, settings, storage, pieces, self.state, by_tensor, backend, sums
+                rule.step, settings, storage, pieces, self.state, views, backend, sums
             )
 
     def arrays(self) -> list[StateArray]:
         """Return all buffers of the state, for checkpoints."""
         return [
-            StateArray(
-                name,
-                array,
-                [Piece(0, array.size, 0)] if name in self._layouts else self._pieces[name],
-                self._layouts.get(name, ()),
-            )
+            StateArray(name, array, self._layouts[name].pieces, self._layouts[name].entries)
             for name, array in self.state.items()
         ]
 

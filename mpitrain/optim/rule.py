@@ -1,17 +1,14 @@
 """The row of an update rule: its hyper-parameters, its state, and how it steps.
 
-A rule is element-wise or tensor-wise. An element-wise rule is one operation over runs of a flat
-buffer. A tensor-wise rule needs sums over whole tensors, whose elements may lie on several ranks:
+A rule is element-wise, block-wise or tensor-wise. An element-wise rule is one operation over runs
+of a flat buffer. A block-wise rule is one with state in codes of 8 bits (coded.py). A tensor-wise
+rule needs sums over whole tensors, whose elements may lie on several ranks:
 
     facts   each rank adds its elements' share to a flat float64 vector, tensor by tensor
     sum     one all-reduce over the ranks with other elements of the same tensors
     apply   each rank updates its elements from the sums, which have the same bits on all of them
 
 A tensor-wise rule may also compute on whole tensors (`Whole`). Each is computed on one rank.
-
-8-bit AdamW fits an element-wise rule: its operation encodes runs of 32 elements. Tensors and pieces
-start at multiples of 32, so each run has one owner. Its row will have two more fields. One is a
-dtype for each buffer, the other a decoder for checkpoints, which must not depend on runs.
 """
 
 import math
@@ -25,6 +22,7 @@ from mpitrain.layers.base import Parameter
 from mpitrain.layers.flat import Piece
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
+from mpitrain.ops.codes import BLOCK, Map
 
 Shape = Callable[[Parameter], tuple[int, ...] | None]
 """(tensor) -> shape of a buffer of its state, or of a sum over it; None: the tensor has none."""
@@ -101,6 +99,22 @@ class ElementWise(NamedTuple):
     """
 
     op: str
+    arguments: Callable[[Update], Mapping[str, float]]
+
+
+class BlockWise(NamedTuple):
+    """The step of an element-wise rule whose state is in codes of 8 bits, with scales of blocks.
+
+    op         name of the operation (p, g, *codes, *scales, scale, lr, weight_decay, lead, arena,
+               mirror=None), on coded tensors
+    plain      name of the operation on the other tensors, as `ElementWise.op`
+    maps       codes of each buffer of the state by name, in the order of the arguments
+    arguments  (update) -> the other arguments of both operations, by name
+    """
+
+    op: str
+    plain: str
+    maps: Mapping[str, Map]
     arguments: Callable[[Update], Mapping[str, float]]
 
 
@@ -203,7 +217,7 @@ class Rule(NamedTuple):
     help      one phrase for the help of optimizer.name
     reads     the keys of [optimizer] that are its hyper-parameters; no other one may be set
     state     shape of each buffer of the state by name, in the order of the operation's arguments
-    step      one operation over elements, or rounds of sums over tensors
+    step      one operation over elements or blocks, or rounds of sums over tensors
     defaults  its own defaults of keys of [optimizer], where they differ from the section's
     refusal   (configuration) -> error that explains why the rule cannot run with it, or None
     torch     its counterpart in PyTorch, or None
@@ -212,15 +226,20 @@ class Rule(NamedTuple):
     help: str
     reads: Sequence[str]
     state: Mapping[str, Shape]
-    step: ElementWise | TensorWise
+    step: ElementWise | BlockWise | TensorWise
     defaults: Mapping[str, float] = {}
     refusal: Callable[[config.Config], ConfigError | None] = nowhere
     torch: TorchClass | None = None
 
-    @property
-    def per_parameter(self) -> int:
-        """Elements of state for each parameter; buffers that are not `elements` do not count."""
-        return sum(shape is elements for shape in self.state.values())
+    def nbytes(self, itemsize: int) -> float:
+        """Return the bytes of state for each parameter; tensors that are not coded take more.
+
+        Buffers that are not `elements` do not count.
+
+        itemsize  of the parameters
+        """
+        each = 1 + 4 / BLOCK if isinstance(self.step, BlockWise) else itemsize
+        return each * sum(shape is elements for shape in self.state.values())
 
     def other_elements(self, tensors: Iterable[Parameter]) -> int:
         """Return the elements of all buffers that are not `elements`, for these tensors."""

@@ -3,11 +3,12 @@
 from mpitrain import config
 from mpitrain.errors import ConfigError
 from mpitrain.ops import OPERATIONS
+from mpitrain.ops.codes import SIGNED, UNSIGNED
 from mpitrain.optim.adafactor import ADAFACTOR
 from mpitrain.optim.adam import ADAM, of_adam, torch_adam
 from mpitrain.optim.lamb import LAMB
 from mpitrain.optim.muon import MUON
-from mpitrain.optim.rule import ElementWise, Rule, TorchClass, elements
+from mpitrain.optim.rule import BlockWise, ElementWise, Rule, TorchClass, elements
 from mpitrain.optim.schedule import schedule_error
 from mpitrain.tables import Table
 
@@ -53,6 +54,17 @@ RULES: Table[str, Rule] = Table(
             {"first_moment": elements, "second_moment": elements},
             ElementWise("adamw", of_adam),
             torch=TorchClass("AdamW", torch_adam),
+        ),
+        "adamw8bit": Rule(
+            "adamw with moments of 8 bits (Dettmers et al. 2022)",
+            ADAM,
+            {"first_moment": elements, "second_moment": elements},
+            BlockWise(
+                "adamw8bit",
+                "adamw",
+                {"first_moment": SIGNED, "second_moment": UNSIGNED},
+                of_adam,
+            ),
         ),
         "lion": Rule(
             "the sign of a momentum, with decoupled weight decay (Chen et al. 2023)",
@@ -112,9 +124,9 @@ def checked(whole: config.Config) -> config.Config:
         )
     if error := schedule_error(settings, whole.run.steps):
         raise error
-    if isinstance(rule.step, ElementWise) and rule.step.op not in OPERATIONS:
+    if isinstance(rule.step, ElementWise | BlockWise) and rule.step.op not in OPERATIONS:
         raise ConfigError(
-            f"An element-wise rule is an operation of the table OPERATIONS, but {settings.name} names {rule.step.op!r}.",
+            f"The step of a rule is an operation of the table OPERATIONS, but {settings.name} names {rule.step.op!r}.",
             "Add the operation to the table, or choose another optimizer.name.",
         )
     if refused := rule.refusal(whole):

@@ -10,7 +10,7 @@ from mpitrain.layers.base import Parameter
 from mpitrain.layers.flat import Entry, Piece, Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.optim.groups import Group, group_of
-from mpitrain.optim.rule import Block, ElementsOf, Shape, TensorPiece, TensorWise, Update, Views
+from mpitrain.optim.rule import Block, Shape, TensorPiece, TensorWise, Update, Views
 from mpitrain.optim.whole import Elements, Results
 from mpitrain.transport.base import Transport
 
@@ -55,18 +55,6 @@ def touched(storage: Storage, piece: Piece) -> list[Entry]:
         for entry in storage.entries
         if entry.parameter.trainable and max(entry.start, piece.start) < min(entry.stop, piece.stop)
     ]
-
-
-def parts_of(storage: Storage, pieces: Sequence[Piece], shape: ElementsOf) -> dict[str, Piece]:
-    """Return {tensor: its elements in the pieces}, one after the other, for tensors with a shape."""
-    found, place = dict[str, Piece](), 0
-    for piece in pieces:
-        for entry in touched(storage, piece):
-            if shape(entry.parameter) is not None:
-                low, high = max(entry.start, piece.start), min(entry.stop, piece.stop)
-                found[entry.name] = Piece(low, high, place)
-                place += high - low
-    return found
 
 
 def blocks(tensor: Parameter, start: int, stop: int) -> list[Block]:
@@ -256,12 +244,11 @@ def _bound(
         for entry in layout
         if not sums.counts(entry.parameter.holders)
     ]
-    views = {name: views_of(layout, vector) for name, layout in layouts.items()}
+    views = {name: _views(layout, vector) for name, layout in layouts.items()}
     return _Sums(vector, views, uncounted, sums.bind(vector))
 
 
-def views_of(layout: Sequence[Entry], array: Any) -> dict[str, Any]:
-    """Return {tensor: view} of an array that these entries lay out."""
+def _views(layout: Sequence[Entry], array: Any) -> dict[str, Any]:
     return {entry.name: entry.view(array) for entry in layout}
 
 

@@ -9,7 +9,7 @@ from mpitrain.layers.flat import Storage
 from mpitrain.machine import process
 from mpitrain.models.table import MODELS
 from mpitrain.ops.device import Device
-from mpitrain.optim import RULES
+from mpitrain.optim import state_bytes
 from mpitrain.parallel.grid import Axes, divisor
 from mpitrain.parallel.mode import Sizes
 from mpitrain.parallel.modes import mode_of
@@ -67,18 +67,15 @@ def sizes(
         shallow = config.model.model_copy(update={"layers": depth})
         return Storage(model.build(layers, shallow, source), config.precision.stored, axes.dp)
 
-    def others_of_state(depth: Storage) -> int:
-        return rule.other_elements(entry.parameter for entry in depth.entries)
-
-    rule = RULES[config.optimizer.name]
     one, two = storage(1), storage(2)
     others = config.model.layers - 1
     length = one.length + others * (two.length - one.length)
     count = one.parameter_count + others * (two.parameter_count - one.parameter_count)
-    state = others_of_state(one) + others * (others_of_state(two) - others_of_state(one))
     spans = (two if others else one).spans
     largest = max((span.stop - span.start for span in spans), default=0)
     master = np.dtype(config.precision.stored).itemsize
+    name = config.optimizer.name
+    state = state_bytes(name, one) + others * (state_bytes(name, two) - state_bytes(name, one))
     half = device.half.itemsize if device.half else master
     return Sizes(
         config.replication,
@@ -88,5 +85,5 @@ def sizes(
         length / chunks if chunks > 1 else largest,
         master,
         half if config.precision.is_half else 0,
-        (rule.per_parameter + state / length) * master,
+        state / length if length else 0,
     ), count

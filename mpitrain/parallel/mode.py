@@ -21,7 +21,7 @@ class Sizes(NamedTuple):
     largest   elements of the largest unit, or of the mean chunk of several on a stage
     master    size of a parameter, and of its gradient
     mirror    size of a rounded copy of a parameter; 0 in full precision
-    state     size of the optimizer's state of a parameter
+    state     size of the optimizer's state of a parameter, as the mean over all parameters
     """
 
     settings: Settings

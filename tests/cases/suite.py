@@ -20,6 +20,7 @@ SUITE: dict[str, tuple[Callable[[], Iterator[Callable]], ...]] = {
     "cross_entropy": (training.losses,),
     "steps": (training.steps,),
     "tensor_steps": (training.steps, tensor_steps.tensor_steps),
+    "steps_8bit": (training.coded_steps,),
     "totals": (training.totals,),
     "convert": (training.conversions,),
     "wire": (training.wires,),

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
-from mpitrain.ops import OPERATIONS, bodies
+from mpitrain.ops import OPERATIONS, bodies, codes
 from mpitrain.ops.cuda.sums import sum_all, total
 from mpitrain.ops.cuda.top_k import top_k
 from mpitrain.ops.cuda.wire import (
@@ -117,7 +117,9 @@ def check_split_vocabulary(
 STEPS = [
     name
     for name, row in OPERATIONS.items()
-    if row.rounds == "mirror" and {one.shape for one in operands(row.operands).takes} == {"L", None}
+    if row.rounds == "mirror"
+    and {one.shape for one in operands(row.operands).takes} == {"L", None}
+    and "%" not in row.operands
 ]
 
 
@@ -169,6 +171,41 @@ def check_signs(kernels: Kernels) -> None:
     bodies.cuda(kernels).lion(p, g, m, 0.7, 0.1, 0.9, 0.99, 0.3, Arena())
     for one, other in zip((p, g, m), truth, strict=True):
         assert_close(one, other, "float32")
+
+
+def check_coded_step(
+    kernels: Kernels,
+    count: int,
+    lead: int,
+    dtype: str = "float32",
+    mirror: str | None = None,
+    shifted: bool = False,
+) -> None:
+    """A step with moments in codes, twice: parameters as the definition, codes within one of it."""
+    p, g = (stored(numbers(seed, count), dtype, shifted) for seed in range(2))
+    g[100:500] *= 1e-6  # codes of all decades
+    rounded = None if mirror is None else stored(np.zeros(count), mirror, shifted)
+    length = codes.block_count(count, lead)
+    moments = [np.zeros(count, np.uint8) for _ in range(2)]
+    moments[0][:] = np.flatnonzero(codes.SIGNED.values == 0)[0]
+    state = [*moments, *(np.zeros(length, np.float32) for _ in range(2))]
+    every = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "lead": lead}
+    for step in (1, 2):
+        before = [array.copy() for array in state]
+        truth = values(p), values(g)
+        reference.adamw8bit(*truth, *before, scale=0.7, step=step, arena=None, **every)
+        bodies.cuda(kernels).adamw8bit(
+            p, g, *state, scale=0.7, step=step, arena=Arena(), mirror=rounded, **every
+        )
+        assert_close(p, truth[0], dtype)
+        for mine, wanted in zip(state[:2], before[:2], strict=True):
+            off = np.abs(mine.astype(int) - wanted)
+            assert off.max(initial=0) <= 1 and off.sum() <= count / 50
+        for mine, wanted in zip(state[2:], before[2:], strict=True):
+            assert_close(mine, wanted, "float32")
+        g *= -1  # the next moments are smaller than a missing element's
+    if rounded is not None:
+        np.testing.assert_array_equal(rounded, p.astype(rounded.dtype))
 
 
 def check_totals(kernels: Kernels, count: int, dtype: str) -> None:
@@ -329,6 +366,16 @@ def steps() -> Iterator[Callable]:
                 check_mirrored_step, name=name, count=count, mirror=mirror, shifted=shifted
             )
     yield check_signs
+
+
+def coded_steps() -> Iterator[Callable]:
+    """steps_8bit."""
+    for count, lead in ((0, 0), (1, 0), (32, 96), (255, 0), (257, 32), (1031, 224), (2304, 0)):
+        yield partial(check_coded_step, count=count, lead=lead)
+    yield partial(check_coded_step, count=4100, lead=64, dtype="float64")
+    yield partial(check_coded_step, count=1031, lead=128, shifted=True)
+    for mirror in ("float16", "bfloat16"):
+        yield partial(check_coded_step, count=1031, lead=160, mirror=mirror)
 
 
 def totals() -> Iterator[Callable]:

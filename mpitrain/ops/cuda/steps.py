@@ -10,6 +10,7 @@ import numpy as np
 
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.backend import Backend
+from mpitrain.ops.codes import SIGNED, UNSIGNED, block_count
 from mpitrain.ops.cuda.elements import KINDS, ByDtypes, Typed, c_type, element
 from mpitrain.ops.cuda.grids import POINTWISE, blocks
 from mpitrain.ops.cuda.sums import total
@@ -25,6 +26,7 @@ class Numbers:
     """
 
     def __init__(self, backend: Backend):
+        self._constant: Any = None
         self._backend, self._arrays, self._written = (
             backend,
             dict[tuple[np.dtype, str], Any](),
@@ -44,6 +46,17 @@ class Numbers:
             self._backend.put(self._arrays[key], np.array([*values, 0, 0, 0][:4], dtype))
             self._written[key] = values
         return self._arrays[key]
+
+    def constant(self, values: np.ndarray) -> Any:
+        """Return a copy of float32 values that never change; there is one such array."""
+        if self._constant is None:
+            self._constant = self._backend.zeros(values.size, values.dtype)
+            self._backend.put(self._constant, values)
+        return self._constant
+
+
+MAPS = np.concatenate([SIGNED.values, SIGNED.bounds, UNSIGNED.values, UNSIGNED.bounds])
+"""Values and bounds of the codes of both moments, (1024,) float32."""
 
 
 def sgd(kernels: Kernels, numbers: Numbers, p, g, scale, lr, weight_decay, arena, mirror=None):
@@ -75,7 +88,7 @@ def momentum(
 def nesterov(
     kernels: Kernels, numbers: Numbers, p, g, m, scale, lr, beta, weight_decay, arena, mirror=None
 ):
-    """Step p and m in place: d = scale g + weight_decay p, m = beta m + d, p -= lr (d + beta m)."""
+    """Step p and m in place, with Nesterov momentum."""
     macros = _types(p, mirror)
     kernels.launch(
         "nesterov",
@@ -192,6 +205,52 @@ def adamw(
             weight_decay,
         ),
         macros=macros,
+    )
+
+
+def adamw8bit(
+    kernels: Kernels,
+    numbers: Numbers,
+    p,
+    g,
+    m,
+    v,
+    m_scales,
+    v_scales,
+    scale,
+    lr,
+    beta1,
+    beta2,
+    eps,
+    weight_decay,
+    step,
+    lead,
+    arena,
+    mirror=None,
+):
+    """Step p in place as adamw, with moments in codes; a warp has a block of 256 elements."""
+    kernels.launch(
+        "adamw8bit",
+        (max(1, -(-block_count(p.size, lead) // 8)),),
+        POINTWISE,
+        (
+            p.size,
+            lead,
+            p,
+            g,
+            m,
+            v,
+            m_scales,
+            v_scales,
+            mirror,
+            numbers.of(p, scale, lr, 1 - beta1**step, 1 - beta2**step),
+            numbers.constant(MAPS),
+            1 - beta1,
+            1 - beta2,
+            eps,
+            weight_decay,
+        ),
+        macros=_types(p, mirror),
     )
 
 

@@ -5,6 +5,8 @@ mirror: None, or (count,), which receives the parameters, rounded to its dtype.
 
 import numpy as np
 
+from mpitrain.ops import codes
+
 
 def sgd(p, g, scale, lr, weight_decay, arena, mirror=None):
     """Step p in place: p -= lr (scale g + weight_decay p).
@@ -27,7 +29,11 @@ def momentum(p, g, m, scale, lr, beta, weight_decay, arena, mirror=None):
 
 
 def nesterov(p, g, m, scale, lr, beta, weight_decay, arena, mirror=None):
-    """Step p and m in place: d = scale g + weight_decay p, m = beta m + d, p -= lr (d + beta m).
+    """Step p and m in place, with Nesterov momentum.
+
+        d  = scale g + weight_decay p
+        m  = beta m + d
+        p -= lr (d + beta m)
 
     p, g, m: (count,); m starts at 0
     source  Sutskever et al. 2013, section 2, in the form of torch.optim.SGD(nesterov=True)
@@ -78,6 +84,37 @@ def adamw(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena, m
     p *= 1 - lr * weight_decay
     p -= lr / (1 - beta1**step) * m / (np.sqrt(v / (1 - beta2**step)) + eps)
     _write(mirror, p)
+
+
+def adamw8bit(
+    p,
+    g,
+    m,
+    v,
+    m_scales,
+    v_scales,
+    scale,
+    lr,
+    beta1,
+    beta2,
+    eps,
+    weight_decay,
+    step,
+    lead,
+    arena,
+    mirror=None,
+):
+    """Step p in place as adamw, with moments in codes of 8 bits (ops/codes.py).
+
+    p, g: (count,); m, v: (count,) uint8; m_scales, v_scales: float32, at least one for each block
+    lead  elements that the first block of 256 lacks: a multiple of 32
+    """
+    blocks = codes.block_count(len(p), lead)
+    mean = codes.decode(m, m_scales[:blocks], lead, codes.SIGNED, p.dtype)
+    square = codes.decode(v, v_scales[:blocks], lead, codes.UNSIGNED, p.dtype)
+    adamw(p, g, mean, square, scale, lr, beta1, beta2, eps, weight_decay, step, arena, mirror)
+    m[:], m_scales[:blocks] = codes.encode(mean, lead, codes.SIGNED)
+    v[:], v_scales[:blocks] = codes.encode(square, lead, codes.UNSIGNED)
 
 
 def _write(mirror, p):

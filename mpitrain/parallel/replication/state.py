@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from mpitrain.layers.flat import Entry, Piece
-from mpitrain.optim.optimizer import StateArray
+from mpitrain.optim.state import StateArray
 
 
 class StateBuffer(NamedTuple):

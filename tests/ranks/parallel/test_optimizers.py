@@ -137,6 +137,35 @@ def test_every_layout_goes_on_as_one_rank_from_what_another_layout_wrote(rule, t
             assert close(array, found[key]), (key, settings)
 
 
+def test_moments_of_8_bits_go_on_from_what_another_layout_wrote(tmp_path):
+    """The loss within 0.01 nats of one rank, and of float32 moments; the same layout has the same bits."""
+    wide = ["model.width=32", "optimizer.lr=0.004"]
+    own = ["optimizer.name=adamw8bit", *wide]
+    plain = run_ranks(1, trained, wide, tmp_path / "plain", 0, STEPS)[0][0]
+    curve, _, start = run_ranks(1, trained, own, tmp_path / "start", 0, 2)[0]
+    alone, again, _ = run_ranks(1, trained, own, tmp_path / "end", 2, STEPS, start)[0]
+    assert np.abs(plain[:, 0] - [*curve[:, 0], *alone[:, 0]]).max() < 0.01
+    for (key, array), same in zip(
+        everything(start, own).items(), everything(again, own).values(), strict=True
+    ):
+        assert np.array_equal(array, same), key
+    before = start
+    for number, (ranks, settings) in enumerate([*LAYOUTS[2::2], (1, ["device.kind=cuda-sim"])]):
+        hosts = "aabb" if "replication.shard=host" in settings else None
+        folder = tmp_path / str(number)
+        results = run_ranks(
+            ranks, trained, [*own, *settings], folder, 2, STEPS, before, hosts=hosts
+        )
+        for found, *_ in results:
+            assert np.abs(found[:, 0] - alone[:, 0]).max() < 0.01, settings
+        before = results[0][1]
+    for (key, array), last in zip(
+        everything(start, own).items(), everything(before, own).values(), strict=True
+    ):
+        # Each of the layouts may move a value by a code.
+        assert np.abs(array - last).max() <= 0.02 * np.abs(array).max() + 1e-30, key
+
+
 def stepped(transport, *settings, steps=2):
     """A trainer after some steps, with its traffic of the last one."""
     trainer, source, _ = build(transport, configured(*TINY, *settings))

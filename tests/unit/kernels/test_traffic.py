@@ -312,7 +312,7 @@ def test_each_operation_moves_the_bytes_of_its_row():
 
     def draw(one, shape):
         array = drawn(one, shape, sizes)
-        return array if one.below else array.astype(np.float32)
+        return array if one.is_integer else array.astype(np.float32)
 
     launches: list[Traffic] = []
     ops = bodies.cuda(Kernels(Simulator(checked=True, traffic=launches)))

@@ -17,6 +17,7 @@ from mpitrain.machine import process
 from mpitrain.models.table import MODELS
 from mpitrain.ops.device import device_for, ops_for
 from mpitrain.optim import RULES
+from mpitrain.optim.rule import BlockWise, TensorWise
 from mpitrain.parallel import memory
 from mpitrain.parallel.grid import axes
 from mpitrain.parallel.modes import MODES, STREAMS, mode_of, servers_of
@@ -81,6 +82,9 @@ def test_a_model_larger_than_what_is_free_on_its_host_is_refused_with_the_number
 ):
     config = config_of(layers=1000, optimizer={"name": optimizer})
     found, count = sizes_of(resolved(config, ranks), 1)
+    rule = RULES[optimizer]
+    if not isinstance(rule.step, BlockWise | TensorWise):
+        assert found.state == rule.nbytes(4)
     needed = sharing * found.replica
 
     def run(transport):
@@ -188,6 +192,17 @@ def test_the_memory_of_stages_is_a_mean_as_if_they_were_equal(name):
         batch = {"size": 4, "micro_batches": ranks}
         sections = {"pipeline": {"schedule": name}, "layout": {"pp": ranks}, "batch": batch}
         check_held(ranks, sections, rounding=0.05)
+
+
+@pytest.mark.parametrize("zero", (0, 1, 3))
+def test_coded_moments_count_as_codes_and_scales_and_embeddings_as_numbers(zero):
+    wide = {"kind": "gpt", "layers": 3, "width": 64, "heads": 2, "context": 8}
+    optimizer, replication = {"name": "adamw8bit"}, {"zero": zero}
+    sections = {"model": wide, "optimizer": optimizer, "replication": replication}
+    found = sizes_of(resolved(parse({**config_of().model_dump(), **sections})), 1)[0]
+    assert 2.03 < found.state < 3
+    # A shard that begins within a block has a scale more.
+    check_held(2, sections, rounding=0.005)
 
 
 @pytest.mark.parametrize("outer", [{"outer_momentum": 0.9}, {"outer_lr": 0.7}])

@@ -1,5 +1,6 @@
 """Rows of the table of update rules: what they read and hold, and what [optimizer] may say with each."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Parameter
 from mpitrain.ops import Ops
 from mpitrain.optim import RULES, checked
-from mpitrain.optim.rule import ElementWise, TensorWise, columns, elements, rows, scalar
+from mpitrain.optim.rule import BlockWise, ElementWise, TensorWise, columns, elements, rows, scalar
 from mpitrain.optim.rules import EVERY
 from mpitrain.optim.tensors import blocks
 from mpitrain.parallel.modes import refusal_of
@@ -43,7 +44,7 @@ def test_a_row_names_keys_operations_and_shapes_that_exist(name):
     assert {*rule.defaults} <= {*rule.reads, "lr"}
     shapes = ((3, 5), (3,), (5,), (), None)
     assert all(shape(matrix) in shapes for shape in rule.state.values())
-    if isinstance(rule.step, ElementWise):
+    if isinstance(rule.step, ElementWise | BlockWise):
         assert rule.step.op in Ops.__annotations__
         assert {*rule.state.values()} <= {elements}, "an element has no state of other elements"
     else:
@@ -51,17 +52,15 @@ def test_a_row_names_keys_operations_and_shapes_that_exist(name):
 
 
 def test_memory_estimates_and_the_page_know_the_state_of_a_parameter():
-    found = {name: 4 * rule.per_parameter for name, rule in RULES.items() if name not in TOYS}
-    assert found == {"sgd": 0, "momentum": 4, "nesterov": 4, "lion": 4, "muon": 4} | {
-        "adam": 8,
-        "adamw": 8,
-        "lamb": 8,
-        "adafactor": 0,
-    }
+    found = {name: rule.nbytes(4) for name, rule in RULES.items() if name not in TOYS}
+    moments = {"momentum": 1, "nesterov": 1, "adam": 2, "adamw": 2, "lion": 1, "muon": 1}
+    moments |= {"lamb": 2, "adafactor": 0}
+    wanted = {"sgd": 0, "adamw8bit": 2 + 8 / 256, **{name: 4 * n for name, n in moments.items()}}
+    assert wanted.items() <= found.items()
     page = (Path(mpitrain.__file__).parent / "parallel/README.md").read_text()
     for name, nbytes in found.items():
-        assert re.search(rf"`{name}` +\| {nbytes} \|", page), name
-    assert RULES["normalised"].per_parameter == 0
+        assert re.search(rf"`{name}` +\| {nbytes:.3g} \|", page), name
+    assert RULES["normalised"].nbytes(8) == 0
 
 
 LAYOUTS = {
@@ -82,7 +81,7 @@ def runs(name, settings):
 
 
 def test_the_page_says_which_rules_run_in_which_layouts():
-    page = (Path(mpitrain.__file__).parent / "parallel/README.md").read_text()
+    page = (Path(mpitrain.__file__).parent / "optim/README.md").read_text()
     assert f"| `optimizer.name` | {' | '.join(LAYOUTS)} |" in page
     for name in (name for name in RULES if name not in TOYS):
         cells = ["runs" if runs(name, settings) else "refused" for settings in LAYOUTS.values()]
@@ -202,3 +201,19 @@ def test_shapes_of_sums_leave_out_dims():
         tensor = Parameter("tensor", shape, None, True)
         found = [kind(tensor) for kind in (elements, rows, columns, scalar)]
         assert found == [shape, by_row, by_column, ()]
+
+
+def test_the_job_that_compares_rules_prints_a_row_for_each(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "jobs/prove"))
+    job = importlib.import_module("rules")
+    small = ["run.steps=2", "model.layers=1", "model.width=16", "model.heads=2", "run.eval_rows=4"]
+    settings = [word for setting in (*small, "batch.size=2") for word in ("--set", setting)]
+    monkeypatch.setattr("sys.argv", ["rules", "lion", "adamw8bit", "sgd", *settings])
+    job.main()
+    rows = re.findall(
+        r"^\| `(\w+)` \| [\d.]+ \| \(?[\d.e-]+\)? \| ([\d.]+) \| \d+ \|$",
+        capsys.readouterr().out,
+        re.M,
+    )
+    assert [name for name, _ in rows] == ["lion", "adamw8bit", "sgd"]
+    assert 8 <= float(rows[2][1]) < float(rows[0][1]) < 13
