@@ -489,6 +489,14 @@ class Optimizer(Section):
     epsilon: float = Field(
         1e-8, gt=0, description="{rows}: term in the denominator that avoids a division by 0"
     )
+    ns_steps: int = Field(
+        5, ge=1, lt=100, description="{rows}: Newton-Schulz steps, which make a matrix orthogonal"
+    )
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = Field(
+        "match_rms_adamw",
+        description="{rows}: factor of a matrix' learning rate: 0.2 x sqrt of its longer side, or "
+        "original: sqrt(max(1, rows / columns))",
+    )
 
 
 class Memory(Section):

@@ -51,6 +51,8 @@ class Parameter(NamedTuple):
                added before replicas reduce
     is_copy    whether this is a copy of a tied tensor that another stage owns and counts; its bits
                are equal
+    role       "embedding" or "head": a table that optimizers for hidden matrices leave out; empty:
+               any other tensor
     """
 
     name: str
@@ -62,6 +64,7 @@ class Parameter(NamedTuple):
     holders: str = ""
     partial: bool = False
     is_copy: bool = False
+    role: str = ""
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -30,7 +30,10 @@ class Linear:
     weight      (outputs, inputs)
     bias        (outputs,), absent if `bias` is False
     activation  None, "gelu" (tanh form) or "relu"
+    role        of the weight, as `Parameter.role`
     """
+
+    role = ""
 
     def __init__(
         self,
@@ -52,7 +55,8 @@ class Linear:
 
     def parameters(self) -> list[Parameter]:
         """Return the weight and, if there is one, the bias."""
-        weight = Parameter("weight", (self.outputs, self.inputs), self.draw, decayed=True)
+        shape = self.outputs, self.inputs
+        weight = Parameter("weight", shape, self.draw, decayed=True, role=self.role)
         return (
             [weight, Parameter("bias", (self.outputs,), zeros, decayed=False)]
             if self.bias
@@ -137,6 +141,8 @@ class FusedLinear(Linear):
 class Logits(Linear):
     """The output head, x weight^T. Only the loss reads its output."""
 
+    role = "head"
+
     def __init__(self, ops: Ops, width: int, vocab: int, draw: Draw):
         super().__init__(ops, width, vocab, draw, bias=False)
         self.product = ops.logits
@@ -193,8 +199,8 @@ class Embedding:
     def parameters(self):
         """Return tokens (vocab, width) and positions (context, width)."""
         return [
-            Parameter("tokens", (self.vocab, self.width), self.draw, decayed=True),
-            Parameter("positions", (self.context, self.width), self.draw, decayed=True),
+            Parameter("tokens", (self.vocab, self.width), self.draw, True, role="embedding"),
+            Parameter("positions", (self.context, self.width), self.draw, True, role="embedding"),
         ]
 
     def output_shape(self, shape):

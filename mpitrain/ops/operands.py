@@ -6,6 +6,7 @@ sizes and of a number: `3HD`. The legend of the letters is in `table`.
 
     x:M,K          an array of shape (M, K)
     targets<V:M    integers from 0 to V - 1
+    rows<M!:M      the integers from 0 to M - 1, each once
     v>0:L          an array of positive numbers
     m%:L           codes of 8 bits
     saved@linear   the last result of the operation `linear` on these same operands
@@ -27,7 +28,7 @@ INDEX_BYTES = 8
 """Bytes of a token or target."""
 
 WORD = re.compile(
-    r"(?P<name>\w+)(<(?P<below>\w+)|(?P<positive>>0)|(?P<coded>%)|@(?P<after>\w+)|=(?P<number>[^:|]+))?"
+    r"(?P<name>\w+)(<(?P<below>\w+)(?P<once>!)?|(?P<positive>>0)|(?P<coded>%)|@(?P<after>\w+)|=(?P<number>[^:|]+))?"
     r"(:(?P<shape>[\w,]+))?(\|(?P<reads>[\w,+]+))?"
 )
 DIM = re.compile(r"(\d*)([A-Z]*)")
@@ -41,6 +42,7 @@ class Operand(NamedTuple):
 
     name: str
     below: str | None
+    once: str | None
     positive: str | None
     coded: str | None
     after: str | None

@@ -8,19 +8,12 @@ rule needs sums over whole tensors, whose elements may lie on several ranks:
     sum     one all-reduce over the ranks with other elements of the same tensors
     apply   each rank updates its elements from the sums, which have the same bits on all of them
 
-The interface carries these rules:
-
-    LAMB                  one round: the squares of parameters and of the update, each `scalar`.
-                          The round steps both moments, which are `elements`.
-    Adafactor             two rounds: squares of the gradient by `rows` and by `columns`, and squares
-                          of the parameters; then squares of the update. The state is `rows` and
-                          `columns` of matrices, and `columns` of vectors, all their elements.
-    Muon                  no round: `apply` sees whole matrices. `refusal` names ZeRO and tensor
-                          parallelism. Shapes of its own give a momentum to matrices and AdamW's
-                          moments to other tensors.
+A tensor-wise rule may also compute on whole tensors (`Whole`). Each is computed on one rank.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mpitrain import config
@@ -41,6 +34,20 @@ def elements(tensor: Parameter) -> tuple[int, ...]:
     A buffer of any other shape is small: it is whole on each rank that updates an element.
     """
     return tensor.shape
+
+
+@dataclass(frozen=True)
+class ElementsOf:
+    """The tensor's own shape, as `elements`, for some tensors; others have no such state.
+
+    of  (tensor) -> whether it has the state
+    """
+
+    of: Callable[[Parameter], bool]
+
+    def __call__(self, tensor: Parameter) -> tuple[int, ...] | None:
+        """Return the shape of the state of a tensor."""
+        return tensor.shape if self.of(tensor) else None
 
 
 def rows(tensor: Parameter) -> tuple[int, ...]:
@@ -115,6 +122,7 @@ class Block(NamedTuple):
     """Elements [start, stop) of a tensor piece, which form a matrix, row-major.
 
     rows     indices of the matrix' rows in the whole tensor, all dims but the last flattened; (R,)
+             in the memory of the backend
     columns  indices of its columns in the whole tensor; (C,)
     """
 
@@ -134,6 +142,7 @@ class TensorPiece(NamedTuple):
     state       buffers by name: (count,) with `elements`, otherwise whole, in their own shape
     facts       sums by name, of all rounds so far: float64, whole, in their own shape
     blocks      at most three matrices, which together are all `count` elements
+    result      (count,), the result of `TensorWise.whole`; None if the tensor has none
     """
 
     tensor: Parameter
@@ -143,6 +152,7 @@ class TensorPiece(NamedTuple):
     state: Mapping[str, Any]
     facts: Mapping[str, Any]
     blocks: Sequence[Block]
+    result: Any = None
 
 
 class Round(NamedTuple):
@@ -150,24 +160,41 @@ class Round(NamedTuple):
 
     facts  shape of each sum by name
     add    (piece, update): add the share of the piece's elements to `piece.facts`, which is 0 before
-           the first piece. It may change `elements` of the state, as no update is skipped now.
+           the first piece. It may change the state, and the sums of earlier rounds, as no update is
+           skipped now.
     """
 
     facts: Mapping[str, Shape]
     add: Callable[[TensorPiece, Update], None]
 
 
+class Whole(NamedTuple):
+    """A result that follows from a whole tensor; one rank computes it, however elements are divided.
+
+    of       (tensor) -> whether it has such a result
+    operand  (piece, update, out): write this rank's elements of the operand to out (count,). It may
+             change `elements` of the state
+    compute  (operand, update): overwrite an operand in the tensor's shape by the result
+    """
+
+    of: Callable[[Parameter], bool]
+    operand: Callable[[TensorPiece, Update, Any], None]
+    compute: Callable[[Any, Update], None]
+
+
 class TensorWise(NamedTuple):
-    """The step of a rule that needs sums over whole tensors.
+    """The step of a rule that needs sums over whole tensors, or whole tensors.
 
     rounds  in their order; a round sees the sums of all earlier ones
     apply   (piece, update): step the parameters. It runs once for each tensor of which this rank
             updates an element. State that is not `elements` must follow from state and sums alone,
             so that it has the same bits on all ranks.
+    whole   a result of whole tensors, which `apply` gets; the rule refuses tensor parallelism
     """
 
     rounds: Sequence[Round]
     apply: Callable[[TensorPiece, Update], None]
+    whole: Whole | None = None
 
 
 class TorchClass(NamedTuple):
@@ -213,3 +240,11 @@ class Rule(NamedTuple):
         """
         each = 1 + 4 / BLOCK if isinstance(self.step, BlockWise) else itemsize
         return each * sum(shape is elements for shape in self.state.values())
+
+    def other_elements(self, tensors: Iterable[Parameter]) -> int:
+        """Return the elements of all buffers that are not `elements`, for these tensors."""
+        tensors = list(tensors)
+        shapes = [
+            shape(t) for t in tensors for shape in self.state.values() if shape is not elements
+        ]
+        return sum(math.prod(shape) for shape in shapes if shape is not None)

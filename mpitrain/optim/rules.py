@@ -1,39 +1,20 @@
 """The table of all update rules, and the check of [optimizer] against it."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from mpitrain import config
 from mpitrain.errors import ConfigError
 from mpitrain.ops import OPERATIONS
 from mpitrain.ops.codes import SIGNED, UNSIGNED
-from mpitrain.optim.rule import BlockWise, ElementWise, Rule, TorchClass, Update, elements
+from mpitrain.optim.adafactor import ADAFACTOR
+from mpitrain.optim.adam import ADAM, of_adam, torch_adam
+from mpitrain.optim.lamb import LAMB
+from mpitrain.optim.muon import MUON
+from mpitrain.optim.rule import BlockWise, ElementWise, Rule, TorchClass, elements
 from mpitrain.optim.schedule import schedule_error
 from mpitrain.tables import Table
 
 SETTINGS = config.Optimizer.model_fields
 EVERY = ("name", "lr", "clip", "warmup", "schedule", "final", "decay_steps", "groups")
 """The keys of [optimizer] that the training step reads with every rule."""
-
-ADAM = ("weight_decay", "beta1", "beta1_delayed", "beta2", "epsilon")
-"""The hyper-parameters of Adam and its variants."""
-
-
-def _of_adam(update: Update) -> Mapping[str, float]:
-    """Return the arguments of a step of Adam or of a variant."""
-    settings = update.settings
-    return {
-        "beta1": settings.beta1_delayed if update.delayed else settings.beta1,
-        "beta2": settings.beta2,
-        "eps": settings.epsilon,
-        "step": update.number,
-    }
-
-
-def _torch_adam(settings: config.Optimizer) -> Mapping[str, Any]:
-    """Return the arguments of torch.optim.Adam and AdamW."""
-    return {"betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}
-
 
 RULES: Table[str, Rule] = Table(
     {
@@ -63,16 +44,16 @@ RULES: Table[str, Rule] = Table(
             "Adam, whose weight decay is added to the gradient (Kingma and Ba 2015)",
             ADAM,
             {"first_moment": elements, "second_moment": elements},
-            ElementWise("adam", _of_adam),
+            ElementWise("adam", of_adam),
             defaults={"weight_decay": 0.0},
-            torch=TorchClass("Adam", _torch_adam),
+            torch=TorchClass("Adam", torch_adam),
         ),
         "adamw": Rule(
             "Adam with decoupled weight decay (Loshchilov and Hutter 2019)",
             ADAM,
             {"first_moment": elements, "second_moment": elements},
-            ElementWise("adamw", _of_adam),
-            torch=TorchClass("AdamW", _torch_adam),
+            ElementWise("adamw", of_adam),
+            torch=TorchClass("AdamW", torch_adam),
         ),
         "adamw8bit": Rule(
             "adamw with moments of 8 bits (Dettmers et al. 2022)",
@@ -82,7 +63,7 @@ RULES: Table[str, Rule] = Table(
                 "adamw8bit",
                 "adamw",
                 {"first_moment": SIGNED, "second_moment": UNSIGNED},
-                _of_adam,
+                of_adam,
             ),
         ),
         "lion": Rule(
@@ -95,6 +76,9 @@ RULES: Table[str, Rule] = Table(
             ),
             defaults={"lr": 5e-4, "weight_decay": 0.4, "beta1": 0.9, "beta2": 0.99},
         ),
+        "lamb": LAMB,
+        "adafactor": ADAFACTOR,
+        "muon": MUON,
     }
 )
 """Update rules by optimizer.name. Configuration, help, memory estimates and checkpoints read the

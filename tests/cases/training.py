@@ -115,7 +115,11 @@ def check_split_vocabulary(
 
 
 STEPS = [
-    name for name, row in OPERATIONS.items() if row.rounds == "mirror" and "%" not in row.operands
+    name
+    for name, row in OPERATIONS.items()
+    if row.rounds == "mirror"
+    and {one.shape for one in operands(row.operands).takes} == {"L", None}
+    and "%" not in row.operands
 ]
 
 
@@ -150,7 +154,7 @@ def check_mirrored_step(
     mine, scalars = step_of(name, count, "float32", shifted)
     alone, rounded = [array.copy() for array in mine], stored(np.zeros(count), mirror, shifted)
     for scale in (0.7, 0.3):  # numbers in device memory are written anew
-        numbers_of = scalars | {"scale": scale, "arena": Arena()}
+        numbers_of = scalars | {"scale" if "scale" in scalars else "lr": scale, "arena": Arena()}
         getattr(ops, name)(*alone, **numbers_of)
         getattr(ops, name)(*mine, mirror=rounded, **numbers_of)
     for one, other in zip(mine, alone, strict=True):

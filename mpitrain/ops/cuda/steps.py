@@ -21,27 +21,31 @@ MIRRORED = ByDtypes(lambda p, mirror: element(p) | {"Mirror": c_type(mirror)})
 class Numbers:
     """Up to four factors of a step, in the memory of a backend, written when they change.
 
-    There is one array per dtype of sums, always the same one. This is safe, because copies and
-    launches follow the order of the stream.
+    There is one array per dtype of sums and user, always the same one. This is safe, because copies
+    and launches follow the order of the stream.
     """
 
     def __init__(self, backend: Backend):
         self._constant: Any = None
         self._backend, self._arrays, self._written = (
             backend,
-            dict[np.dtype, Any](),
-            dict[np.dtype, tuple[float, ...]](),
+            dict[tuple[np.dtype, str], Any](),
+            dict[tuple[np.dtype, str], tuple[float, ...]](),
         )
 
-    def of(self, like: Any, *values: float) -> Any:
-        """Return the array that holds these values, for sums over elements like `like`."""
+    def of(self, like: Any, *values: float, of: str = "") -> Any:
+        """Return the array of these values, for sums over elements like `like`.
+
+        of  the user; operations that run in turns have an array each, so none is written twice
+        """
         dtype = KINDS[like.dtype].sums
-        if dtype not in self._arrays:
-            self._arrays[dtype] = self._backend.zeros(4, dtype)
-        if self._written.get(dtype) != values:
-            self._backend.put(self._arrays[dtype], np.array([*values, 0, 0][:4], dtype))
-            self._written[dtype] = values
-        return self._arrays[dtype]
+        key = dtype, of
+        if key not in self._arrays:
+            self._arrays[key] = self._backend.zeros(4, dtype)
+        if self._written.get(key) != values:
+            self._backend.put(self._arrays[key], np.array([*values, 0, 0, 0][:4], dtype))
+            self._written[key] = values
+        return self._arrays[key]
 
     def constant(self, values: np.ndarray) -> Any:
         """Return a copy of float32 values that never change; there is one such array."""

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from mpitrain.layers.flat import Entry, Piece
-from mpitrain.optim.optimizer import StateArray
+from mpitrain.optim.state import StateArray
 
 
 class StateBuffer(NamedTuple):

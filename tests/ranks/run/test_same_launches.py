@@ -37,6 +37,9 @@ SETTINGS = [
         (2, ["layout.sequence_parallel=true", "layout.tp=2", "layout.algorithm=ring"]),
         (2, ["replication.mode=master"]),
         (3, ["replication.mode=server"]),
+        (1, ["optimizer.name=lamb", "precision.compute=bfloat16"]),
+        (2, ["optimizer.name=adafactor", "layout.tp=2", "layout.algorithm=ring"]),
+        (2, ["optimizer.name=muon", "replication.zero=1"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )

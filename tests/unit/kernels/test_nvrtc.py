@@ -92,6 +92,8 @@ def jobs():
                 types("float" if macro == "Mirror" else short)
                 | {macro: short if macro == "Mirror" else "float"},
             )
+    of_sums = types("float") | {"Result": "double", "Mirror": "__nv_bfloat16"}
+    yield "tensor_steps", "sm_90a", of_sums
     for is_backward, name in enumerate(ATTENTIONS):
         for capability, head, architecture in (
             (90, 64, "sm_90a"),

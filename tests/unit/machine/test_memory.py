@@ -17,7 +17,7 @@ from mpitrain.machine import process
 from mpitrain.models.table import MODELS
 from mpitrain.ops.device import device_for, ops_for
 from mpitrain.optim import RULES
-from mpitrain.optim.rule import BlockWise
+from mpitrain.optim.rule import BlockWise, TensorWise
 from mpitrain.parallel import memory
 from mpitrain.parallel.grid import axes
 from mpitrain.parallel.modes import MODES, STREAMS, mode_of, servers_of
@@ -82,10 +82,10 @@ def test_a_model_larger_than_what_is_free_on_its_host_is_refused_with_the_number
 ):
     config = config_of(layers=1000, optimizer={"name": optimizer})
     found, count = sizes_of(resolved(config, ranks), 1)
-    length, rule = found.length, RULES[optimizer]
-    if not isinstance(rule.step, BlockWise):
+    rule = RULES[optimizer]
+    if not isinstance(rule.step, BlockWise | TensorWise):
         assert found.state == rule.nbytes(4)
-    needed = sharing * length * (8 + found.state)
+    needed = sharing * found.replica
 
     def run(transport):
         if transport.hosts[transport.rank] == "a":

@@ -16,6 +16,7 @@ from mpitrain.optim import RULES, checked
 from mpitrain.optim.rule import BlockWise, ElementWise, TensorWise, columns, elements, rows, scalar
 from mpitrain.optim.rules import EVERY
 from mpitrain.optim.tensors import blocks
+from mpitrain.parallel.modes import refusal_of
 from mpitrain.run.run_dir import configuration, look
 from tests.cases.rules import TOYS
 from tests.unit.run.test_run_dir import TINY, trained
@@ -41,7 +42,8 @@ def test_a_row_names_keys_operations_and_shapes_that_exist(name):
     assert rule.help and not rule.help.endswith(".")
     assert {*rule.reads} <= {*Optimizer.model_fields} - {*EVERY}
     assert {*rule.defaults} <= {*rule.reads, "lr"}
-    assert all(shape(matrix) in ((3, 5), (3,), (5,), ()) for shape in rule.state.values())
+    shapes = ((3, 5), (3,), (5,), (), None)
+    assert all(shape(matrix) in shapes for shape in rule.state.values())
     if isinstance(rule.step, ElementWise | BlockWise):
         assert rule.step.op in Ops.__annotations__
         assert {*rule.state.values()} <= {elements}, "an element has no state of other elements"
@@ -51,13 +53,46 @@ def test_a_row_names_keys_operations_and_shapes_that_exist(name):
 
 def test_memory_estimates_and_the_page_know_the_state_of_a_parameter():
     found = {name: rule.nbytes(4) for name, rule in RULES.items() if name not in TOYS}
-    moments = {"momentum": 1, "nesterov": 1, "adam": 2, "adamw": 2, "lion": 1}
+    moments = {"momentum": 1, "nesterov": 1, "adam": 2, "adamw": 2, "lion": 1, "muon": 1}
+    moments |= {"lamb": 2, "adafactor": 0}
     wanted = {"sgd": 0, "adamw8bit": 2 + 8 / 256, **{name: 4 * n for name, n in moments.items()}}
     assert wanted.items() <= found.items()
     page = (Path(mpitrain.__file__).parent / "parallel/README.md").read_text()
     for name, nbytes in found.items():
         assert re.search(rf"`{name}` +\| {nbytes:.3g} \|", page), name
-    assert RULES["factored"].nbytes(4) == 4 and RULES["normalised"].nbytes(8) == 0
+    assert RULES["normalised"].nbytes(8) == 0
+
+
+LAYOUTS = {
+    "dp": [],
+    "tp": ["layout.tp=2"],
+    "pp": ["layout.pp=2"],
+    "dp x tp x pp": ["layout.dp=2", "layout.tp=2", "layout.pp=2"],
+    **{f"ZeRO-{stage}": [f"replication.zero={stage}"] for stage in (1, 2, 3)},
+    "master": ["replication.mode=master"],
+    "server": ["replication.mode=server"],
+}
+
+
+def runs(name, settings):
+    """Whether the rule and the mode accept this configuration."""
+    config = config_of(f"optimizer.name={name}", *settings)
+    return RULES[name].refusal(config) is None and refusal_of(config) is None
+
+
+def test_the_page_says_which_rules_run_in_which_layouts():
+    page = (Path(mpitrain.__file__).parent / "optim/README.md").read_text()
+    assert f"| `optimizer.name` | {' | '.join(LAYOUTS)} |" in page
+    for name in (name for name in RULES if name not in TOYS):
+        cells = ["runs" if runs(name, settings) else "refused" for settings in LAYOUTS.values()]
+        assert f"| `{name}` | {' | '.join(cells)} |" in page, name
+    assert not runs("muon", LAYOUTS["tp"]) and runs("lamb", LAYOUTS["tp"])
+
+
+def test_other_buffers_of_the_state_count_in_the_estimate_of_memory():
+    tensors = [Parameter("w", (3, 5), None, True), Parameter("b", (7,), None, False)]
+    found = {name: RULES[name].other_elements(tensors) for name in ("adamw", "adafactor", "muon")}
+    assert found == {"adamw": 0, "adafactor": 3 + 5 + 7, "muon": 7}
 
 
 @pytest.mark.parametrize(
