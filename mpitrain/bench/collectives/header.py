@@ -1,11 +1,11 @@
 """Facts about the machine of a benchmark, for its header and for tuning files."""
 
-import platform
 from collections.abc import Sequence
 from typing import Any
 
 from mpitrain import __version__
 from mpitrain.machine.process import processors
+from mpitrain.machine.processor import processor
 from mpitrain.transport.base import Transport
 from mpitrain.transport.library import library
 
@@ -14,7 +14,7 @@ def machine(transport: Transport) -> dict[str, Any]:
     """Return the facts that identify a machine for timing."""
     return {
         "hosts": len(set(transport.hosts)),
-        "processor": processor(),
+        "processor": processor().name,
         "cores": processors(),
         "mpi": library().version,
     }
@@ -42,10 +42,3 @@ def printed(facts: dict[str, Any]) -> list[str]:
         f"# {facts['ranks']} ranks on {facts['hosts']} host(s): {', '.join(facts['host_names'])}",
         f"# {facts['processor']}, {facts['cores']} cores; {facts['mpi']}; device {facts['device']}",
     ]
-
-
-def processor() -> str:
-    """Return the processor's name."""
-    with open("/proc/cpuinfo", encoding="utf-8") as lines:
-        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

@@ -140,7 +140,9 @@ def test_a_shape_that_takes_too_long_or_does_not_fit_is_refused(monkeypatch):
     assert {"head", "norm"} <= {kind for kind, _, _ in found.kinds}
     with pytest.raises(ConfigError, match="at most 1e-06 s"):
         run_ranks(1, lambda own: go(own, 1e-6))
-    monkeypatch.setattr("mpitrain.bench.training.shapes.process.free_memory", lambda kind: 2 * 10**7)
+    monkeypatch.setattr(
+        "mpitrain.bench.training.shapes.process.free_memory", lambda kind: 2 * 10**7
+    )
     with pytest.raises(ConfigError, match="programs of"):
         run_ranks(1, lambda own: go(own, 300.0))
 
