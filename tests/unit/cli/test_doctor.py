@@ -12,7 +12,7 @@ from mpitrain.cli.doctor import Rank, share_of_cores, verdict
 from mpitrain.cli.terminal import progress
 from mpitrain.config import parse
 from mpitrain.machine.process import Launched
-from mpitrain.machine.processor import processor
+from mpitrain.machine.processor import Processor, processor
 from mpitrain.ops.host import product
 
 FINE = Rank("a", [0, 1], 2, 1, 1 << 30, 8 << 30, ["cpu", "cuda-sim"], {"NumPy": 5e10})
@@ -134,11 +134,8 @@ def test_a_run_recommends_mkl_once_and_only_where_it_gains(monkeypatch, tmp_path
         assert (found.name, found.gains_from_mkl) == ("A", gains)
         monkeypatch.setattr(progress, "processor", lambda found=found: found)
         assert ("mpitrain[mkl]" in progress.slow_products(config)) == gains
-    monkeypatch.setattr(
-        progress,
-        "processor",
-        lambda: processor(str(tmp_path / "GenuineIntel"))._replace(features=frozenset(["avx512f"])),
-    )
+    fast = Processor("A", "GenuineIntel", frozenset(["avx512f"]))
+    monkeypatch.setattr(progress, "processor", lambda: fast)
     assert progress.slow_products(config)
     assert not progress.slow_products(parse({"device": {"kind": "cuda-sim"}}))
     monkeypatch.setattr(progress, "mkl", lambda: {"float32": print})
