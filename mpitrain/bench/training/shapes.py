@@ -1,6 +1,6 @@
 """Training steps in many shapes: each in turns with its peers and with its bare products."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -12,7 +12,6 @@ from mpitrain.bench.training.steps import (
     Result,
     against,
     alternate,
-    check_common_steps,
     peer_of,
 )
 from mpitrain.bench.training.unit_kinds import ByKind, kind_rows
@@ -67,7 +66,7 @@ SHAPES = {
 
 
 class ShapeRow(NamedTuple):
-    """A shape against one peer, or alone.
+    """A shape against one peer, or alone; then there are no ratios.
 
     peer                name of the peer; empty: none
     ratio, least, most  the peer's seconds divided by ours: median over blocks, and the extremes
@@ -78,11 +77,11 @@ class ShapeRow(NamedTuple):
 
     shape: str
     peer: str
-    ratio: float
-    least: float
-    most: float
+    ratio: float | None
+    least: float | None
+    most: float | None
     step_s: float
-    peer_s: float
+    peer_s: float | None
     floor: float
     apart: float
 
@@ -122,7 +121,7 @@ def chosen(names: str, ranks: int) -> list[str]:
 def measure_shape(
     transport: Transport,
     name: str,
-    configured: Callable[[list[str]], Config],
+    config: Config,
     peers: Sequence[str],
     blocks: int,
     steps: int,
@@ -130,21 +129,14 @@ def measure_shape(
 ) -> Measured:
     """Measure one shape; collective.
 
-    configured  (settings of the shape) -> its configuration
-    peers       keys of PEERS; a peer that does not support the shape is left out, with a note
-    steps       most steps in a turn
-    seconds     bound of all turns of this shape
-    raises      ConfigError on every rank if it does not fit into memory or into `seconds`
+    config   of the shape, with its `settings`
+    peers    keys of PEERS; a peer that does not support the shape is left out, with a note
+    steps    most steps in a turn
+    seconds  bound of all turns of this shape
+    raises   ConfigError on every rank if it does not fit into memory or into `seconds`
     """
-    shape, notes, sides = SHAPES[name], list[str](), list[Any]()
-
-    def checked() -> Config:
-        config = configured(settings(shape, transport.size))
-        check_common_steps(config)
-        return config
-
-    config = on_all_ranks(transport, checked)
-    source = random_tokens(shape.vocabulary, config.model.context) if shape.vocabulary else None
+    notes, sides, vocabulary = list[str](), list[Any](), SHAPES[name].vocabulary
+    source = random_tokens(vocabulary, config.model.context) if vocabulary else None
     job = build(transport, config, source=source)
     sides.append(Ours(job))
     try:
@@ -211,20 +203,15 @@ def check_fits(transport: Transport, job: Job, sides: int) -> None:
 
 def shape_row(name: str, ours: Result, rival: Result | None, bare: Result) -> ShapeRow:
     """Return a row of the table: our step against one peer, and above its bare products."""
-    ratios = against(ours, rival) if rival else [float("nan")]
     above = [mine / least for mine, least in zip(ours.blocks, bare.blocks, strict=True)]
-    losses = zip(ours.losses, rival.losses, strict=True) if rival else []
-    return ShapeRow(
-        name,
-        rival.name if rival else "",
-        median(ratios),
-        min(ratios),
-        max(ratios),
-        ours.step_s,
-        rival.step_s if rival else float("nan"),
-        median(above),
-        max((abs(a - b) for a, b in losses), default=0.0),
-    )
+    ratio = least = most = peer_s = None
+    apart = 0.0
+    if rival:
+        ratios, peer_s = against(ours, rival), rival.step_s
+        ratio, least, most = median(ratios), min(ratios), max(ratios)
+        apart = max(abs(a - b) for a, b in zip(ours.losses, rival.losses, strict=True))
+    peer = rival.name if rival else ""
+    return ShapeRow(name, peer, ratio, least, most, ours.step_s, peer_s, median(above), apart)
 
 
 def heading() -> str:
@@ -237,12 +224,13 @@ def heading() -> str:
 
 def line(row: ShapeRow) -> str:
     """Format a row; a row without a peer has no ratio."""
-    text = (
-        f"{row.shape:<18} {row.peer or '-':<34} {row.ratio:6.3f} "
-        f"{f'{row.least:.2f} .. {row.most:.2f}':<14} {row.step_s * 1e3:9.1f} "
-        f"{row.peer_s * 1e3:9.1f} {row.floor:8.3f} {row.apart:8.1e}"
+    ratio = f"{row.ratio:6.3f}" if row.ratio else f"{'-':>6}"
+    spread = f"{row.least:.2f} .. {row.most:.2f}" if row.ratio else "-"
+    peer_ms = f"{row.peer_s * 1e3:9.1f}" if row.peer_s else f"{'-':>9}"
+    return (
+        f"{row.shape:<18} {row.peer or '-':<34} {ratio} {spread:<14} {row.step_s * 1e3:9.1f} "
+        f"{peer_ms} {row.floor:8.3f} {row.apart:8.1e}"
     )
-    return text.replace("nan .. nan", " " * 10).replace("nan", "  -")
 
 
 def kind_line(name: str, kinds: Sequence[tuple[str, float, float]]) -> str:

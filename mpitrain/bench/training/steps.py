@@ -248,7 +248,7 @@ def alternate(
         raise on_every_rank(
             ConfigError(
                 f"{blocks} steps of each side must take at most {seconds:g} s, but take about "
-                f"{blocks * sum(last):.0f} s.",
+                f"{blocks * sum(last):.3g} s.",
                 "Raise --row-seconds, or leave this shape out.",
             )
         )

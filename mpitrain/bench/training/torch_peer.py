@@ -4,6 +4,7 @@ It also has attention alone, for `bench kernels`. It runs on the CPU or a GPU. P
 have full precision: TF32, with 10 bits, is off. B batch, T tokens, C channels.
 """
 
+import logging
 import shutil
 from collections.abc import Mapping
 from typing import Any
@@ -107,6 +108,7 @@ class CompiledPeer(TorchPeer):
 
     def __init__(self, *arguments: Any):
         torch._dynamo.reset()
+        torch._logging.set_logs(dynamo=logging.ERROR)  # `notes` reports the graph breaks.
         counters.clear()
         super().__init__(*arguments)
 

@@ -29,18 +29,29 @@ def measure_shapes(
     """
     from mpitrain.bench.collectives.header import header, printed
     from mpitrain.bench.training.shapes import (
+        SHAPES,
         chosen,
         heading,
         kind_line,
         line,
         measure_shape,
+        settings,
     )
+    from mpitrain.bench.training.steps import check_common_steps
     from mpitrain.cli.terminal.table_rows import Rows
-    from mpitrain.errors import ConfigError
+    from mpitrain.errors import ConfigError, on_every_rank
     from mpitrain.ops.host.product import multiplier
     from mpitrain.transport.agreement import on_all_ranks
 
-    wanted = on_all_ranks(transport, lambda: chosen(names, transport.size))
+    def all_configured() -> dict[str, Any]:
+        found = {}
+        for name in chosen(names, transport.size):
+            own = settings(SHAPES[name], transport.size)
+            found[name] = configured(None, [*job, *own, *changed])
+            check_common_steps(found[name])
+        return found
+
+    wanted = on_all_ranks(transport, all_configured)
     on_all_ranks(transport, lambda: check_files(transport.rank, [json_file]))
     outputs, found = Outputs(), list[Any]()
     facts = header(transport, "train", "cpu", ["train", "--shapes", names])
@@ -49,15 +60,9 @@ def measure_shapes(
     if shown:
         lines = [*printed(facts), f"# products by {facts['products']}", "", heading()]
         shown.say("\n".join(lines))
-    for name in wanted:
+    for name, config in wanted.items():
         try:
-            measured = measure_shape(
-                transport,
-                name,
-                lambda settings: configured(None, [*job, *settings, *changed]),
-                peers,
-                *turns,
-            )
+            measured = measure_shape(transport, name, config, peers, *turns)
         except ConfigError as error:
             if not error.agreed:
                 raise
@@ -71,3 +76,7 @@ def measure_shapes(
     if shown:
         shown.close()
     on_all_ranks(transport, outputs.settle)
+    if not found:
+        raise on_every_rank(
+            ConfigError("--shapes measures at least one shape, but none was measured.", lines[-1])
+        )
