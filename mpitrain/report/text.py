@@ -83,16 +83,24 @@ def _per_mille(seconds: np.ndarray) -> list[int]:
     return [*whole.tolist(), int(whole.sum())]
 
 
+MEMORY = {
+    "peak_activation_bytes": "peak activations, MB",
+    "counted_activation_bytes": "counted before the start",
+    "grown_bytes": "process, first 3 steps",
+}
+"""{fact in the header of a trace: its line}."""
+
+
 def _memory(timeline: Timeline) -> Iterator[str]:
-    """Yield a line with the peak activations of each rank, if all traces have it."""
-    peaks = [trace.facts.get("peak_activation_bytes") for trace in timeline.traces]
-    told = [peak for peak in peaks if isinstance(peak, int)]
-    if len(told) == len(peaks) > 0:
-        shown = told[:SHOWN]
-        yield (
-            f"  {'peak activations, MB':26}{max(told) / 1e6:7.1f}"
-            + "".join(f"{peak / 1e6:9.1f}" for peak in shown)
-        )
+    """Yield lines with measured and counted activations of each rank, if all traces have them."""
+    for fact, name in MEMORY.items():
+        told = [trace.facts.get(fact) for trace in timeline.traces]
+        known = [nbytes for nbytes in told if isinstance(nbytes, int)]
+        if len(known) == len(told) > 0:
+            yield (
+                f"  {name:26}{max(known) / 1e6:7.1f}"
+                + "".join(f"{nbytes / 1e6:9.1f}" for nbytes in known[:SHOWN])
+            )
 
 
 def whose_traces_are_missing(timeline: Timeline) -> Iterator[str]:
