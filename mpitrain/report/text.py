@@ -86,7 +86,8 @@ def _per_mille(seconds: np.ndarray) -> list[int]:
 MEMORY = {
     "peak_activation_bytes": "peak activations, MB",
     "counted_activation_bytes": "counted before the start",
-    "grown_bytes": "process, first 3 steps",
+    "counted_growth_bytes": "with gradients and state",
+    "grown_bytes": "grown in the first 3 steps",
 }
 """{fact in the header of a trace: its line}."""
 

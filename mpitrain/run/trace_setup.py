@@ -28,6 +28,8 @@ class Traced:
         if not recorder.is_on:
             return
         rank, grid = transport.rank, job.trainer.grid
+        # Gradients and optimizer state are zeros whose pages the first step touches.
+        counted, replication = job.trainer.counted.peak, job.trainer.replication
         self._clocks = Clocks(transport, recorder.clock)
         recorder.facts(
             run=job.done.run,
@@ -38,7 +40,8 @@ class Traced:
             time=time.time(),
             device=job.trainer.backend.kind,
             place=None if grid.is_server else grid.place._asdict(),
-            counted_activation_bytes=job.trainer.counted.peak,
+            counted_activation_bytes=counted,
+            counted_growth_bytes=counted + replication.held() - replication.parameters.nbytes,
         )
         self.align()
         try:
