@@ -170,6 +170,14 @@ def free_memory(kind: str) -> int:
     return min(free)
 
 
+def peak_memory() -> int:
+    """Return the peak resident memory of this process in bytes (VmHWM); 0 if it is not known."""
+    with contextlib.suppress(OSError), open("/proc/self/status", encoding="utf-8") as file:
+        if found := re.search(r"VmHWM:\s+(\d+) kB", file.read()):
+            return int(found[1]) * 1024
+    return 0
+
+
 def environment() -> dict[str, str]:
     """Return a copy of this process's environment."""
     return dict(os.environ)

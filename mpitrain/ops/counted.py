@@ -8,7 +8,7 @@ the same shapes repeats the leases of the first one without running the function
 from __future__ import annotations  # help() then prints signatures as they are written here
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -38,30 +38,57 @@ class Count:
     nbytes: int = 0
     is_backward: bool = False
 
-    def add(self, name: str, row: Operation, arguments: Sequence[Any]) -> None:
+    def add(self, cost: Cost) -> None:
         """Count one call."""
-        sizes = sizes_of(row, arguments)
-        itemsize = next((x.itemsize for x in _arrays(arguments) if isinstance(x, Weightless)), 4)
-        with suppress(KeyError):  # An absent argument may hide the size of a letter.
-            self.nbytes += row.nbytes(itemsize, **sizes)
-        if row.products:
-            flops = 2 * _product(row.products, sizes)
-            self.flops += flops
-            self.recomputed += flops * (self.is_backward and "backward" not in name)
+        self.nbytes += cost.nbytes
+        self.flops += cost.flops
+        self.recomputed += cost.flops * (self.is_backward and cost.is_forward)
+
+
+class Cost(NamedTuple):
+    """The cost of one call: the bytes that it moves, and its FLOPs in matrix products."""
+
+    nbytes: int
+    flops: int
+    is_forward: bool
+
+
+def cost_of(name: str, row: Operation, arguments: Sequence[Any]) -> Cost:
+    """Return the cost of a call, from the operands of the operation's row."""
+    sizes, nbytes = sizes_of(row, arguments), 0
+    itemsize = next((x.itemsize for x in arguments if isinstance(x, Weightless)), 4)
+    with suppress(KeyError):  # An absent argument may hide the size of a letter.
+        nbytes = row.nbytes(itemsize, **sizes)
+    flops = 2 * _product(row.products, sizes) if row.products else 0
+    return Cost(nbytes, flops, "backward" not in name)
 
 
 def counted(ops: Ops, count: Count) -> Ops:
     """Return operations that lease what `ops` lease, compute nothing, and add to `count`.
 
-    ops  of a backend that is `unlaunched`, or of the host; their arrays are `Weightless`
+    ops  of a backend that is `Unlaunched`, or of the host; their arrays are `Weightless`
     """
 
     def bound(name: str, row: Operation) -> Callable[..., Any]:
-        run = _remembered(getattr(ops, name))
+        run, known = getattr(ops, name), dict[Any, _Result]()
 
         def call(*arguments: Any, **named: Any) -> Any:
-            count.add(name, row, arguments)
-            return run(arguments, named)
+            leases: list[Lease] = []
+            try:
+                key = _key((arguments, tuple(named.items())), leases)
+                hash(key)
+            except (_Unknown, TypeError):
+                count.add(cost_of(name, row, arguments))
+                return run(*arguments, **named)
+            if key in known:
+                count.add(known[key].cost)
+                return _repeated(known[key], leases, arguments, named)
+            cost = cost_of(name, row, arguments)
+            count.add(cost)
+            found, result = _observed(run, cost, leases, arguments, named)
+            if result:
+                known[key] = result
+            return found
 
         return call
 
@@ -142,6 +169,7 @@ class _Result(NamedTuple):
     tree: Any
     fresh: list[int]
     excess: int
+    cost: Cost
 
 
 class _Array(NamedTuple):
@@ -160,37 +188,35 @@ class _Unknown(Exception):
     """A call has an argument or result that cannot be repeated."""
 
 
-def _remembered(run: Callable[..., Any]) -> Callable[[tuple, dict], Any]:
-    """Return the operation, which repeats the leases of earlier calls with the same shapes."""
-    known: dict[Any, _Result] = {}
+def _observed(
+    run: Callable[..., Any], cost: Cost, leases: list[Lease], arguments: Any, named: Any
+) -> tuple[Any, _Result | None]:
+    """Run an operation; return its result, and the leases to repeat if they can be.
 
-    def call(arguments: tuple, named: dict[str, Any]) -> Any:
-        arena = next(one for one in (*arguments, *named.values()) if isinstance(one, Arena))
-        leases: list[Lease] = []
-        try:
-            key = _key((arguments, tuple(named.items())), leases)
-            hash(key)
-        except (_Unknown, TypeError):
-            return run(*arguments, **named)
-        if key in known:
-            return _repeated(known[key], arena, leases, _source(arguments, named))
-        before, peak = arena.live, arena.peak
-        arena.peak = arena.live
-        found = run(*arguments, **named)
-        excess, arena.peak = arena.peak - before, max(peak, arena.peak)
-        own = len(leases)
-        with suppress(_Unknown):
-            tree = _described(found, leases)
-            known[key] = _Result(tree, [one.nbytes for one in leases[own:]], excess)
-        return found
-
-    return call
+    leases  those of the arguments; receives those of the result
+    """
+    arena, own = _arena(arguments, named), len(leases)
+    before, peak = arena.live, arena.peak
+    arena.peak = arena.live
+    found = run(*arguments, **named)
+    excess, arena.peak = arena.peak - before, max(peak, arena.peak)
+    try:
+        tree = _described(found, leases)
+    except _Unknown:
+        return found, None
+    return found, _Result(tree, [one.nbytes for one in leases[own:]], excess, cost)
 
 
-def _repeated(result: _Result, arena: Arena, leases: list[Lease], source: WeightlessMemory) -> Any:
+def _repeated(result: _Result, leases: list[Lease], arguments: Any, named: Any) -> Any:
+    """Return the result of a call again, with leases of the same sizes."""
+    arena = _arena(arguments, named)
     arena.peak = max(arena.peak, arena.live + result.excess)
     fresh = [arena.take((nbytes,), np.uint8).lease for nbytes in result.fresh]
-    return _made(result.tree, leases + fresh, source)
+    return _made(result.tree, leases + fresh, _source(arguments, named))
+
+
+def _arena(arguments: Sequence[Any], named: Mapping[str, Any]) -> Arena:
+    return next(one for one in (*arguments, *named.values()) if isinstance(one, Arena))
 
 
 def _made(tree: Any, leases: Sequence[Lease], source: WeightlessMemory) -> Any:
@@ -257,15 +283,17 @@ def _alike(value: Any, items: Any) -> Any:
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
-def _source(arguments: tuple, named: Mapping[str, Any]) -> WeightlessMemory:
+def _source(arguments: Any, named: Mapping[str, Any]) -> WeightlessMemory:
     arrays = _arrays((arguments, tuple(named.values())))
     return next(one.source for one in arrays if isinstance(one, Weightless))
 
 
-def _arrays(value: Any) -> list[np.ndarray]:
-    """Return all arrays in nested tuples, lists and objects with attributes."""
+def _arrays(value: Any) -> Iterator[np.ndarray]:
+    """Yield all arrays in nested tuples and lists, and in attributes of a pending state."""
     if isinstance(value, np.ndarray):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [array for one in value for array in _arrays(one)]
-    return _arrays([*vars(value).values()]) if hasattr(value, "__dict__") else []
+        yield value
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _arrays(one)
+    elif not isinstance(value, Arena) and hasattr(value, "__dict__"):
+        yield from _arrays([*vars(value).values()])

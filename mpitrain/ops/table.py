@@ -484,13 +484,6 @@ OPERATIONS: Table[str, Operation] = Table(
                 "mirror",
                 1,
             ),
-        },
-    ),
-    **_built_in(
-        reference.tensor_steps,
-        host.tensor_steps,
-        cuda.tensor_steps,
-        {
             "newton_schulz": (
                 "nearly the nearest semi-orthogonal matrix",
                 "x:K,N steps=2 -> x",
@@ -498,7 +491,6 @@ OPERATIONS: Table[str, Operation] = Table(
                 9,
             ),
         },
-        products=True,
     ),
 )
 """Operations by name.

@@ -48,7 +48,7 @@ class Weightless(np.ndarray):
     def __array_ufunc__(
         self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = None, **named: Any
     ) -> Any:
-        if out is not None and all(one is not None for one in out):
+        if out is not None and not any(one is None for one in out):
             return out[0] if len(out) == 1 else out
         if method == "at":
             return None

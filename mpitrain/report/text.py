@@ -18,11 +18,6 @@ SHOWN = 8
 """Largest number of ranks with a column; the totals include the others."""
 LISTED = 4
 """Largest number of pending messages that are listed for one rank."""
-MEMORY = {
-    "peak activations, MB": "peak_activation_bytes",
-    "largest release, MB": "released_bytes",
-}
-"""Facts of a trace by the names of their lines, which are left out if a trace has no such fact."""
 ENDS = {"end": "finished after", "stopped": "was stopped after", "failed": "failed at"}
 TRIED = 10_000
 """Records that are written to measure the time of one."""
@@ -88,9 +83,19 @@ def _per_mille(seconds: np.ndarray) -> list[int]:
     return [*whole.tolist(), int(whole.sum())]
 
 
+MEMORY = {
+    "peak_activation_bytes": "peak activations, MB",
+    "counted_activation_bytes": "counted before the start",
+    "counted_growth_bytes": "with gradients and state",
+    "grown_bytes": "grown in the first 3 steps",
+    "released_bytes": "largest release",
+}
+"""{fact in the header of a trace: its line}."""
+
+
 def _memory(timeline: Timeline) -> Iterator[str]:
-    """Yield lines with the memory of each rank: peak activations, and the largest release."""
-    for name, fact in MEMORY.items():
+    """Yield lines with measured and counted activations of each rank, if all traces have them."""
+    for fact, name in MEMORY.items():
         found = [trace.facts.get(fact) for trace in timeline.traces]
         known = [nbytes for nbytes in found if isinstance(nbytes, int)]
         if len(known) == len(found) > 0:

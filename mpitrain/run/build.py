@@ -21,6 +21,7 @@ from mpitrain.layers.plain import Plain
 from mpitrain.models.table import MODELS, check_data
 from mpitrain.parallel.memory import check_memory
 from mpitrain.parallel.tensor.layer_factory import described
+from mpitrain.pipeline.chunks import Units
 from mpitrain.pipeline.partition import TIME
 from mpitrain.pipeline.profile_units import by_time, unit_seconds
 from mpitrain.run.checkpoint import save_load
@@ -28,12 +29,13 @@ from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.counting.activations import check_activations
 from mpitrain.run.counting.gemm_peak import gemm_peak
 from mpitrain.run.counting.step import Scheduled, Step
+from mpitrain.run.counting.unsent import Unsent
 from mpitrain.run.counting.utilisation import work_of
 from mpitrain.run.given import Given, agree_on
 from mpitrain.run.resolve import Resolved, resolve, resolve_here, with_micro_batches
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
-from mpitrain.transport.base import Transport
+from mpitrain.transport.base import Transport, aligned_zeros
 
 
 class Job(NamedTuple):
@@ -168,6 +170,29 @@ def utilisation(job: Job, sharing: int) -> Callable[[float], dict[str, float]]:
     )
     every = peak * (axes.ranks - axes.servers)
     return lambda step_s: work.rates(step_s, every)
+
+
+class Alone(NamedTuple):
+    """A job in one process, to be counted: the arguments of `counting.step.Counter`."""
+
+    job: Scheduled
+    source: Source
+    units: Units
+
+
+def alone(config: Config, ranks: int) -> Alone:
+    """Resolve a configuration for `ranks` ranks of one host, in one process and without MPI.
+
+    raises  MpitrainError if configuration, data and ranks do not fit together
+    """
+    endpoint: Any = Unsent(0, 1, aligned_zeros)
+    given = agree_on(endpoint, lambda: config)
+    name = given.config.data.source
+    largest = largest_token(name, 0, 1) if source_kind(name).is_token_file else None
+    source = _source(given.config, largest)
+    check_data(given.config.model.kind, source.form, given.config.data.source)
+    resolved = resolve_here(given, ("",) * ranks)
+    return Alone(scheduled(resolved), source, lambda layers: model(resolved.config, source, layers))
 
 
 def scheduled(resolved: Resolved) -> Scheduled:

@@ -234,6 +234,7 @@ class _Run:
             self._recorder.end(span)
             own = self._trainer.step(number, inputs, targets, self._stop_requested)
         outcome = replication.outcome(index, own)
+        self._traced.stepped()
         self._comm_s += outcome.comm_s
         # An overflow does not count: the dynamic loss scale reacts to it.
         is_skipped = not outcome.updated and not outcome.overflows

@@ -5,10 +5,14 @@ import sys
 import time
 from pathlib import Path
 
+from mpitrain.machine import process
 from mpitrain.run.build import Job
 from mpitrain.run.run_dir import trace_file
 from mpitrain.transport.base import Transport
 from mpitrain.transport.clocks import Clocks
+
+STEPS = 3
+"""Steps after which the process has touched all of its memory."""
 
 
 class Traced:
@@ -19,12 +23,14 @@ class Traced:
 
         If the file cannot be written, the rank prints a warning, and the run goes on.
         """
-        self._recorder, self._peak = transport.recorder, -1
+        self._recorder, self._peak, self._grown = transport.recorder, -1, Growth()
         self._released = 0
         recorder = self._recorder
         if not recorder.is_on:
             return
         rank, grid = transport.rank, job.trainer.grid
+        # Gradients and optimizer state are zeros whose pages the first step touches.
+        counted, replication = job.trainer.counted.peak, job.trainer.replication
         self._clocks = Clocks(transport, recorder.clock)
         recorder.facts(
             run=job.done.run,
@@ -35,6 +41,8 @@ class Traced:
             time=time.time(),
             device=job.trainer.backend.kind,
             place=None if grid.is_server else grid.place._asdict(),
+            counted_activation_bytes=counted,
+            counted_growth_bytes=counted + replication.held() - replication.parameters.nbytes,
         )
         self.align()
         try:
@@ -65,3 +73,20 @@ class Traced:
         if self._recorder.is_on and nbytes != self._released:
             self._released = nbytes
             self._recorder.facts(released_bytes=nbytes)
+
+    def stepped(self) -> None:
+        """Note by how many bytes the process has grown, at the end of its third step."""
+        if self._recorder.is_on and (grown := self._grown.stepped()) is not None:
+            self._recorder.facts(grown_bytes=grown)
+
+
+class Growth:
+    """The growth of the process's peak resident memory over its first STEPS steps."""
+
+    def __init__(self) -> None:
+        self._steps, self._before = 0, process.peak_memory()
+
+    def stepped(self) -> int | None:
+        """Return the growth in bytes at the end of step STEPS, and None at the end of others."""
+        self._steps += 1
+        return process.peak_memory() - self._before if self._steps == STEPS else None

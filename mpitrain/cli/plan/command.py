@@ -9,6 +9,7 @@ from mpitrain.cli import Group
 from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.plan.chart_width import columns, filled
 from mpitrain.cli.plan.collectives import all_gather, allreduce, reduce_scatter
+from mpitrain.cli.plan.memory import command as memory
 from mpitrain.cli.plan.micro_batches import command as micro_batches
 from mpitrain.machine import process
 from mpitrain.pipeline.schedules import NAMED, STREAMS
@@ -21,15 +22,15 @@ HALVES, KEPT = ("forward", "backward", "weight"), ("saved", "pending")
 
 @click.group(cls=Group)
 def command() -> None:
-    """Print simulated pipeline schedules, the steps of collectives, and the best number of
-    micro-batches.
+    """Print simulated pipeline schedules, the steps of collectives, the memory of a job, and the
+    best number of micro-batches.
 
     `micro-batches` measures on all ranks of the MPI job. The other commands need one process and
     no MPI.
     """
 
 
-for each in (micro_batches, allreduce, reduce_scatter, all_gather):
+for each in (memory, micro_batches, allreduce, reduce_scatter, all_gather):
     command.add_command(each)
 
 

@@ -4,36 +4,26 @@ The real layers, arena, pipeline program and pools run on arrays without memory 
 No parameter exists, and no message is sent. So any rank counts any other rank's step.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from mpitrain.collectives.engine.executor import Reduction
-from mpitrain.collectives.group import Group
 from mpitrain.config import Config
 from mpitrain.data import Source, Unopened, zeros
-from mpitrain.layers.base import Gradients, Loss, Weights
 from mpitrain.layers.flat import Storage
-from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import DeviceBackend
-from mpitrain.ops import Ops, bodies
-from mpitrain.ops.counted import Count, Unlaunched, counted
 from mpitrain.ops.device import Device
-from mpitrain.ops.weightless import Weightless, WeightlessMemory, WeightlessOnDevice
 from mpitrain.parallel.grid import Axes, share
-from mpitrain.parallel.tensor.layer_factory import layers_for, loss_for
+from mpitrain.parallel.tensor.layer_factory import loss_for
 from mpitrain.pipeline.chunks import Units, chunks
 from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.memory import peak
 from mpitrain.pipeline.partition import TIME
-from mpitrain.pipeline.pipeline import Pipeline, own
+from mpitrain.pipeline.pipeline import Pipeline, input_shape, own
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.pipeline.simulate import Cost
-from mpitrain.run.counting.unsent import Unsent
-from mpitrain.trace.recorder import Silent
-from mpitrain.trace.ring_buffer import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
+from mpitrain.run.counting.body import Body, Replica
+from mpitrain.run.counting.units import UnitCount, UnitCounter
 
 SERIAL = "1f1b"
 """A schedule whose single stage ends each micro-batch before it begins the next."""
@@ -63,91 +53,6 @@ class Step(NamedTuple):
     flops: int = 0
     recomputed: int = 0
     problem: str = ""
-
-
-class Body:
-    """A rank's layers that count: their operations, arena and memory.
-
-    count   FLOPs and bytes so far
-    arena   the accounts of activations
-    layers  the layer factory of the rank
-    """
-
-    def __init__(self, device: Device, config: Config, rank: int, ranks: int):
-        """Make the layers of one rank of a tensor-parallel group."""
-        self.device, self.count = device, Count()
-        self.memory = WeightlessMemory(WeightlessOnDevice if device.kernels else Weightless)
-        self.arena = Arena(self.memory)
-        group = CountedGroup(self.endpoint(rank, ranks), arena=self.arena)
-        ops = counted(_leasing(device), self.count)
-        self.layers = layers_for(ops, group, config.layout)
-        self.layers.memory = config.memory
-
-    def endpoint(self, rank: int, ranks: int) -> Any:
-        """Return a transport without peers, which tells `count` about backwards."""
-        return Unsent(
-            rank,
-            ranks,
-            lambda count, dtype: self.memory.made((count,), dtype),
-            _Phases(self.count),
-        )
-
-    def placed(self, rows: np.ndarray) -> Any:
-        """Return rows of data on the device, as `Trainer.placed`."""
-        half = self.device.half
-        dtype = half if half and rows.dtype.kind == "f" else rows.dtype
-        if isinstance(self.device.backend, DeviceBackend):
-            return self.arena.take(rows.shape, dtype)
-        return rows.astype(dtype, copy=False)
-
-
-class CountedGroup(Group):
-    """A tensor-parallel group of one existing rank; its collectives do nothing."""
-
-    def _noted(self, operation: str, array: Any, bind: Any) -> Reduction:
-        return _NOTHING
-
-
-class _Context(NamedTuple):
-    """The field of `ReplicationContext` that a pipeline reads: the first unit with a backward."""
-
-    first: int
-
-
-class Replica:
-    """The parameters and gradients of a rank without memory, as the training step calls them."""
-
-    def __init__(self, storage: Storage, body: Body, loss: Loss, first: int):
-        self.replica = _Context(first)
-        computed = body.device.half or storage.dtype
-        self._weights = storage.weights(
-            body.memory.made((storage.length,), computed),
-            body.memory.made((storage.frozen.length,), computed),
-        )
-        flat = body.memory.made((storage.length,), storage.dtype)
-        self._gradients, self._stored = storage.gradients(flat)
-        self._loss, self._arena = loss, body.arena
-        for unit in self._stored:
-            for leaf in unit:
-                leaf.filled = False
-
-    def open(self, unit: int, part: int) -> Weights:
-        return self._weights[unit]
-
-    def close(self, unit: int, part: int) -> None:
-        """Do nothing."""
-
-    def gradients(self, unit: int, part: int) -> Gradients:
-        return self._gradients[unit]
-
-    def gradient_ready(self, unit: int, is_last: bool) -> None:
-        """Do nothing."""
-
-    def poll(self) -> None:
-        """Do nothing."""
-
-    def loss(self, logits: Any, targets: Any, scale: float) -> tuple[Any, Any]:
-        return self._loss.gradient(logits, targets, scale, self._arena)
 
 
 class Counter:
@@ -201,6 +106,27 @@ class Counter:
             pipe.peak_bytes, flops * len(rows) // counted, recomputed * len(rows) // counted
         )
 
+    def units(self, pp: int) -> list[UnitCount]:
+        """Count each unit of a pipeline stage, for the largest micro-batch of replica 0."""
+        config, axes, plan, device = self._job
+        body, parts, found = self._body, self._chunks.parts, list[UnitCount]()
+        rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)
+        inputs, targets = zeros(self._source, rows, config.precision.stored)
+        for part in own(plan.place, pp):
+            storage = Storage(parts[part], config.precision.stored, axes.dp)
+            replica = Replica(storage, body, loss_for(body.layers), self._chunks.first(parts[part]))
+            computed = device.half or storage.dtype
+
+            def first(part: int = part, computed: Any = computed) -> Any:
+                body.layers.now.set(0, 0, rows, True)
+                if part == 0:
+                    return body.placed(inputs)
+                return body.arena.take(input_shape(parts, part, inputs.shape), computed)
+
+            last = (lambda: body.placed(targets)) if part == len(parts) - 1 else None
+            found += UnitCounter(body, parts[part], replica).count(first, last)
+        return found
+
 
 def _is_serial(plan: Plan) -> bool:
     """Return whether one stage ends each micro-batch before it begins the next."""
@@ -219,42 +145,3 @@ def _unlike(shares: Sequence[range]) -> list[range]:
 def _partition(config: Config) -> str:
     """Return pipeline.partition; before the times are measured, the balanced one."""
     return "" if config.pipeline.partition == TIME else config.pipeline.partition
-
-
-def _leasing(device: Device) -> Ops:
-    """Return the device's operations, of which no kernel is launched."""
-    if device.kernels is None or device.multiply is None:
-        return device.ops
-    unlaunched: Any = Unlaunched(device.kernels)
-    return bodies.cuda(unlaunched, device.multiply, device.backend)
-
-
-class _Phases(Silent):
-    """A recorder that tells a `Count` whether a backward is running."""
-
-    def __init__(self, count: Count):
-        self._count = count
-
-    def compute(self, *fields: int, **more: int) -> int:
-        self._count.is_backward = fields[1] in (BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-        return 0
-
-    def end(self, span: int) -> None:
-        self._count.is_backward = False
-
-
-class _Nothing:
-    """A collective that does nothing."""
-
-    algorithm, is_messages, state, learn, scratch_bytes = "", False, None, None, 0
-
-    def run(self) -> None:
-        """Return at once."""
-
-    start = wait = run
-
-    def poll(self) -> bool:
-        return True
-
-
-_NOTHING: Any = _Nothing()

@@ -1,0 +1,84 @@
+"""Activations and FLOPs of a job by unit, counted in one process before it is launched."""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from mpitrain.config import Config
+from mpitrain.parallel.grid import Axes, divisor
+from mpitrain.parallel.memory import sizes
+from mpitrain.parallel.modes import mode_of, servers_of
+from mpitrain.run.build import alone
+from mpitrain.run.counting.step import Counter, Step
+from mpitrain.run.counting.units import UnitCount
+
+
+class Stage(NamedTuple):
+    """The counts of the ranks of one pipeline stage, in replica 0.
+
+    units  of one micro-batch
+    step   of a whole step
+    """
+
+    units: list[UnitCount]
+    step: Step
+
+
+class Counted(NamedTuple):
+    """A job that is counted.
+
+    config      as resolved
+    parameters  of the whole model
+    state       bytes of parameters, gradients and optimizer state, as the mean over the ranks
+    rows        of a micro-batch
+    """
+
+    config: Config
+    axes: Axes
+    parameters: int
+    state: float
+    rows: int
+    stages: list[Stage]
+
+
+def ranks_of(config: Config) -> int:
+    """Return the ranks of a configuration: dp x tp x pp, with dp 1 if it is open, and servers."""
+    layout = config.layout
+    return max(1, layout.dp) * layout.tp * layout.pp + servers_of(config)
+
+
+def count(given: Config) -> Counted:
+    """Count a job of `ranks_of` ranks on one host; tensor-parallel rank 0 stands for its group."""
+    ranks = ranks_of(given)
+    job, source, units = alone(given, ranks)
+    config, axes, plan, device = job
+    shards = divisor(axes, ("",) * ranks, config.replication.shard)
+    found, parameters = sizes(config, source, axes, len(plan.place), device, shards)
+    counter = Counter(job, source, units)
+    rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)
+    stages = [Stage(counter.units(pp), counter.step(pp)) for pp in range(axes.pp)]
+    return Counted(config, axes, parameters, mode_of(config).memory(found), rows, stages)
+
+
+def table(found: Counted) -> Iterator[str]:
+    """Yield the lines of a table: units in order, then each stage's step."""
+    config, axes = found.config, found.axes
+    yield (
+        f"{config.model.kind}, {found.parameters:,} parameters; dp {axes.dp} x tp {axes.tp} x pp {axes.pp}, "
+        f"{config.batch.micro_batches} micro-batch(es) of {found.rows} row(s), {config.device.kind}"
+    )
+    for number, stage in enumerate(found.stages):
+        yield ""
+        yield f"{f'stage {number}, a micro-batch':28}{'saved MB':>10}{'pending MB':>12}{'peak MB':>10}{'GFLOP':>10}"
+        for unit in stage.units:
+            yield (
+                f"{unit.name:28}{unit.saved / 1e6:10.2f}{unit.pending / 1e6:12.2f}"
+                f"{unit.peak / 1e6:10.2f}{unit.flops / 1e9:10.2f}"
+            )
+        step = stage.step
+        again = f", {step.recomputed / 1e9:.2f} of them recomputed" if step.recomputed else ""
+        yield (
+            f"{'activations of a step':28}{'':22}{step.peak / 1e6:10.2f}{step.flops / 1e9:10.2f}{again}"
+        )
+    yield ""
+    yield f"{'parameters, gradients, state':28}{'':22}{found.state / 1e6:10.2f}"

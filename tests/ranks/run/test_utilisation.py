@@ -1,0 +1,112 @@
+"""Model and hardware FLOPs of a step, and the GEMM peak that they are compared with."""
+
+import json
+import stat
+
+import numpy as np
+import pytest
+
+from mpitrain.kernels import cache
+from mpitrain.models.table import MODELS
+from mpitrain.ops.device import device_for
+from mpitrain.run import build as building
+from mpitrain.run.build import build
+from mpitrain.run.counting import gemm_peak as measuring
+from mpitrain.run.counting.gemm_peak import gemm_peak
+from mpitrain.run.counting.utilisation import Work, work_of
+from mpitrain.transport.threads import run_ranks
+from tests.rows import replaced
+from tests.training import MLP, TINY, configured
+
+
+def works(ranks, *settings):
+    """The work of a step, the configuration and the parameters, as each rank finds them."""
+
+    def run(transport):
+        trainer, source, _ = build(transport, config)
+        found = work_of(
+            building.scheduled(trainer.resolved),
+            source,
+            lambda layers: building.model(trainer.config, source, layers),
+            trainer.parameter_count,
+        )
+        return found, trainer.counted, trainer.parameter_count
+
+    config = configured(*settings)
+    return run_ranks(ranks, run), config
+
+
+def test_a_gpt_has_the_flops_of_palm():
+    ((found, _, parameters),), config = works(1, *TINY)
+    layers, width, context = config.model.layers, config.model.width, config.model.context
+    each = 6 * parameters + 12 * layers * width * context
+    assert found.model == found.hardware == config.batch.size * context * each
+
+
+def test_counted_flops_are_palms_without_the_parameters_that_no_product_reads():
+    row = MODELS["gpt"]
+    with replaced(MODELS, "gpt", row._replace(flops=None)):
+        ((found, counted, parameters),), config = works(1, *TINY)
+    m = config.model
+    width, vocabulary, context = m.width, 256, m.context
+    unread = (vocabulary + context) * width + (2 * m.layers + 1) * 2 * width + m.layers * 9 * width
+    each = 6 * (parameters - unread) + 12 * m.layers * width * context
+    assert found.model == found.hardware == counted.flops == config.batch.size * context * each
+
+
+@pytest.mark.parametrize(
+    "settings", [[*MLP, "layout.tp=2"], [*MLP, "layout.pp=2"], [*MLP, "layout.dp=2"]]
+)
+def test_ranks_together_execute_the_work_of_one(settings):
+    ((alone, *_),), _ = works(1, *MLP)
+    found, _ = works(2, *settings)
+    assert all(work == alone for work, *_ in found)
+    together = sum(counted.flops for _, counted, _ in found)
+    # The last layer is not divided where two hidden layers come before it.
+    assert together == alone.model or "layout.tp=2" in settings
+
+
+def test_rates_are_fractions_of_the_peak():
+    assert Work(6e9, 8e9).rates(0.5, 32e9) == {"mfu": 0.375, "hfu": 0.5}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache.os.path, "expanduser", lambda path: path.replace("~", str(tmp_path)))
+    monkeypatch.setattr(measuring, "BUDGET", 0.01)
+    return tmp_path / ".cache/mpitrain/gemm-peak"
+
+
+def test_the_peak_is_measured_once_for_each_dtype_and_number_of_ranks(folder, monkeypatch):
+    device, dtype = device_for("cpu"), np.dtype("float32")
+    first = gemm_peak(device, dtype, 1, "")
+    assert first > 0 and not stat.S_IMODE(folder.stat().st_mode) & 0o077
+    monkeypatch.setattr(measuring, "_measured", lambda *arguments: 7.0)
+    assert gemm_peak(device, dtype, 1, "") == first
+    assert gemm_peak(device, dtype, 2, "") == 7.0
+    assert gemm_peak(device, np.dtype("float64"), 1, "") == 7.0
+    assert len([*folder.iterdir()]) == 3
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.write_text("{"),
+        lambda path: path.write_text(json.dumps({"facts": {}, "flops_per_s": 5.0})),
+        lambda path: path.write_text(path.read_text().replace("7.0", "-1")),
+        lambda path: path.write_text(path.read_text().replace("7.0", "NaN")),
+        lambda path: (path.unlink(), path.mkdir()),
+    ],
+)
+def test_a_file_that_is_no_peak_is_measured_again(folder, monkeypatch, spoil):
+    device, dtype = device_for("cpu"), np.dtype("float32")
+    monkeypatch.setattr(measuring, "_measured", lambda *arguments: 7.0)
+    gemm_peak(device, dtype, 1, "")
+    (path,) = folder.iterdir()
+    spoil(path)
+    monkeypatch.setattr(measuring, "_measured", lambda *arguments: 8.0)
+    assert gemm_peak(device, dtype, 1, "") == 8.0
+
+
+def test_a_simulated_device_has_no_peak():
+    assert gemm_peak(device_for("cuda-sim"), np.dtype("float32"), 1, "") is None

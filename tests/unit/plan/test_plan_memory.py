@@ -1,0 +1,64 @@
+"""`plan memory` counts what a step of the same job leases, unit by unit."""
+
+import pytest
+from click.testing import CliRunner
+
+from mpitrain.cli import commands
+from mpitrain.errors import ConfigError
+from mpitrain.plan.memory import count, ranks_of, table
+from mpitrain.run.build import build
+from mpitrain.transport.threads import run_ranks
+from tests.training import MLP, TINY, configured
+
+
+def measured(transport, config):
+    trainer, source, _ = build(transport, config)
+    for index in range(2):
+        trainer.step(index, *trainer.replication.batch(source, index))
+    return trainer.grid.place.pp, trainer.pipe.peak_bytes, trainer.parameter_count
+
+
+@pytest.mark.parametrize(
+    "settings", [TINY, MLP, [*TINY, "layout.tp=2", "layout.dp=2"], [*TINY, "layout.pp=2"]]
+)
+def test_the_peak_of_a_stage_is_that_of_its_ranks(settings):
+    config = configured(*settings)
+    found = count(config)
+    for pp, peak, parameters in run_ranks(ranks_of(config), measured, config):
+        assert found.stages[pp].step.peak == peak and found.parameters == parameters
+
+
+@pytest.mark.parametrize("settings", [TINY, MLP])
+def test_the_units_of_one_stage_add_up_to_its_step(settings):
+    (stage,) = count(configured(*settings)).stages
+    assert max(unit.peak for unit in stage.units) == stage.step.peak
+    assert sum(unit.flops for unit in stage.units) == stage.step.flops
+    assert all(unit.pending >= 0 for unit in stage.units)
+
+
+def test_micro_batches_of_a_pipeline_are_live_together():
+    (first, last) = count(configured(*TINY, "layout.pp=2", "pipeline.schedule=gpipe")).stages
+    assert first.step.peak > max(unit.peak for unit in first.units)
+    assert last.step.flops > 0 == last.step.recomputed
+
+
+def test_the_table_has_a_line_for_each_unit_and_each_step():
+    found = count(configured(*TINY, "layout.pp=2"))
+    lines = [*table(found)]
+    units = [unit.name for stage in found.stages for unit in stage.units]
+    assert [
+        line.split()[0] for line in lines if line.split()[:1] and line.split()[0] in units
+    ] == units
+    assert sum("step" in line for line in lines) == 2
+
+
+@pytest.mark.parametrize("options", [["--set", "model.heads=3"], ["--tp", "3"], ["nowhere.toml"]])
+def test_a_wrong_configuration_is_refused(options):
+    ended = CliRunner().invoke(commands, ["plan", "memory", *options])
+    assert isinstance(ended.exception, ConfigError) and ended.exception.exit_code == 2
+
+
+def test_the_command_prints_the_table():
+    keys = [word for key in TINY for word in ("--set", key)]
+    ended = CliRunner().invoke(commands, ["plan", "memory", *keys])
+    assert ended.exit_code == 0 and "blocks.1.mlp" in ended.output
