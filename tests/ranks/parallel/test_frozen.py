@@ -243,3 +243,30 @@ def test_a_resumed_run_with_frozen_tensors_goes_on_bitwise(tmp_path):
         rest = run_ranks(2, steps, base, 2, 2, newest(folder))
         for one, other in zip(whole, rest, strict=True):
             assert all(np.array_equal(one[name][1], other[name][1]) for name in one), settings
+
+
+@pytest.mark.slow
+@pytest.mark.compile
+def test_the_kernels_of_the_simulator_train_the_rest_as_the_host_does():
+    patterns = FREEZE["mixed units"]
+    curve, tensors = alone(patterns, "model.layers=1")
+    chosen = ["model.layers=1", "replication.zero=3", "device.kind=cuda-sim", frozen(patterns)]
+    for found, own in run_ranks(2, trained, chosen):
+        assert np.all(np.abs(found - curve) <= 1e-9)
+        for name, (_, value) in own.items():
+            assert np.all(np.abs(value - tensors[name][1]) <= 1e-9), name
+
+
+@pytest.mark.parametrize("compute", ("bfloat16", "float16"))
+def test_in_half_precision_every_layout_has_the_losses_of_one_rank(compute):
+    chosen = [f"precision.compute={compute}", frozen(FREEZE["units before"])]
+    truth = run_ranks(1, trained, chosen)[0][0]
+    for ranks, settings in (
+        (2, "replication.zero=1"),
+        (3, "replication.zero=3"),
+        (2, "layout.tp=2"),
+        (4, "layout.pp=2"),
+        (3, "replication.mode=server"),
+    ):
+        for found, _ in run_ranks(ranks, trained, [*settings.split(), *chosen]):
+            assert np.all(np.abs(found / truth - 1) <= 0.01), settings
