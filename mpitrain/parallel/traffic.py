@@ -5,13 +5,14 @@ Rows of `modes.py` name them. LETTERS defines the letters of `Formula.words`. Th
 four numbers, all-reduced by the algorithm of the gradients, or else by a ring.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.config import Config
 from mpitrain.config import Replication as Settings
-from mpitrain.layers.flat import dealt
+from mpitrain.layers.flat import Span, dealt
+from mpitrain.parallel.data.unsharded_buffers import TURNS
 from mpitrain.parallel.grid import divisor, share
 from mpitrain.parallel.replication.protocol import ReplicationContext
 from mpitrain.parallel.servers.messages import NUMBERS
@@ -146,22 +147,35 @@ def by_micro_batch(replica: ReplicationContext) -> tuple[float, float]:
 def by_use(replica: ReplicationContext) -> tuple[float, float] | None:
     """Return the elements that ZeRO stage 3 reduce-scatters and all-gathers in a step.
 
-    The last two units stay gathered for backward, the first two for the next micro-batch. Returns
-    None if more units stay gathered, because of tied weights, frozen tensors or
-    replication.zero_keep, and if replication.gather compresses the all-gathers.
+    The last two units stay gathered for backward, the first two for the next micro-batch. Frozen
+    tensors stay gathered after an update, and their first units run no backward. Returns None if
+    more units stay gathered, because of tied weights or replication.zero_keep, and if
+    replication.gather compresses the all-gathers.
     """
     config, storage = replica.config, replica.storage
-    if (
-        config.model.tied
-        or storage.frozen.entries
-        or config.replication.zero_keep
-        or config.replication.gather != "none"
-    ):
+    if config.model.tied or config.replication.zero_keep or config.replication.gather != "none":
         return None
-    m, sizes = config.batch.micro_batches, [span.stop - span.start for span in storage.spans]
-    return m * storage.length, 2 * m * storage.length - m * sum(sizes[-2:]) - (m - 1) * sum(
-        sizes[:2]
-    )
+    m, steps, units = config.batch.micro_batches, config.run.steps, range(len(storage.units))
+    opened = [*units, *reversed(units[replica.first :])] * m
+    # With overlap, the last backward of the run gathers the first unit for another step.
+    ahead = [0] if replica.first and config.replication.overlap else []
+    frozen = _gathered(storage.frozen.spans, opened * steps + ahead) / max(1, steps)
+    return m * storage.length, _gathered(storage.spans, opened) + frozen
+
+
+def _gathered(spans: Sequence[Span], opened: Iterable[int]) -> int:
+    """Return the elements to gather if spans alternate between two slots, empty at first.
+
+    opened  the units in the order of their use
+    """
+    own = {span.unit: span for span in spans if span.start < span.stop}
+    slot = {unit: number % TURNS for number, unit in enumerate(own)}
+    contents, count = dict[int, int](), 0
+    for unit in opened:
+        if unit in own and contents.get(slot[unit]) != unit:
+            contents[slot[unit]] = unit
+            count += own[unit].stop - own[unit].start
+    return count
 
 
 def _lg(n: int) -> int:

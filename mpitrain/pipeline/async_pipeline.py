@@ -19,9 +19,7 @@ from mpitrain.pipeline.instructions import (
     Instruction,
     Receive,
     Skip,
-    fused_at_the_input,
-    with_messages,
-    without_backward,
+    training_program,
 )
 from mpitrain.pipeline.pipeline import Pipeline, Rows, Shape, shape_in
 from mpitrain.pipeline.schedules import STREAMS, plan_of
@@ -51,9 +49,8 @@ def pieces(stage: int, stages: int, micro_batches: int, lowest: int = 0) -> Piec
     A stage posts the receive of a step's first activation when the step begins. Before, it does not
     know whether there will be another step.
     """
-    plan = fused_at_the_input(plan_of(next(iter(STREAMS)), stages, 3 * micro_batches), lowest)
-    program = without_backward(with_messages(plan), lowest)[stage]
-    first, second, third = _cut(program, micro_batches)
+    program = training_program(plan_of(next(iter(STREAMS)), stages, 3 * micro_batches), lowest)
+    first, second, third = _cut(program[stage], micro_batches)
     following, end = moved(second, -micro_batches), moved(third, -2 * micro_batches)
     done = {(type(i), i) for i in following}
     return Pieces(first, following, tuple(i for i in end if (type(i), i) not in done))

@@ -251,6 +251,14 @@ def _with_messages(
     return tuple(program)
 
 
+def training_program(plan: Plan, lowest: int = 0) -> Program:
+    """Return the program of a training step.
+
+    lowest  the first chunk with a backward; all chunks before are frozen
+    """
+    return without_backward(with_messages(fused_at_the_input(plan, lowest)), lowest)
+
+
 def without_backward(program: Program, first: int) -> Program:
     """Remove the backwards of all chunks before `first`, and the gradients sent to these chunks.
 

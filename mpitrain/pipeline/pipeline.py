@@ -18,9 +18,8 @@ from mpitrain.pipeline.instructions import (
     Instruction,
     Plan,
     forward_alone,
-    fused_at_the_input,
+    training_program,
     with_messages,
-    without_backward,
 )
 from mpitrain.pipeline.stage import ForwardOnly, Stage
 from mpitrain.transport.base import Transport
@@ -81,9 +80,7 @@ class Pipeline:
         transport.recorder.facts(
             parts={part: [unit.name for unit in parts[part]] for part in self.stages}
         )
-        self._program: Sequence[Instruction] = without_backward(
-            with_messages(fused_at_the_input(plan, self.lowest)), self.lowest
-        )[here]
+        self._program: Sequence[Instruction] = training_program(plan, self.lowest)[here]
         self._question = with_messages(forward_alone(plan.place))[here]
         self.input_shape = cache(partial(input_shape, parts))
 

@@ -17,6 +17,7 @@ from mpitrain.data import (
     zeros,
 )
 from mpitrain.layers.base import Unit
+from mpitrain.layers.frozen import freeze
 from mpitrain.layers.plain import Plain
 from mpitrain.models.table import MODELS, check_data
 from mpitrain.parallel.memory import check_memory
@@ -222,7 +223,7 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
     transport.barrier()  # All ranks measure at the same time, as they compute in training.
     seconds = transport.gather_text(
         unit_seconds(
-            model(config, source, layers),
+            freeze(model(config, source, layers), config.model.freeze),
             backend.from_host(inputs),
             loss,
             backend,

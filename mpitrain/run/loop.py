@@ -189,6 +189,7 @@ class _Run:
             "ranks": transport.size,
             "hosts": len(set(transport.hosts)),
             "parameters": self._trainer.parameter_count,
+            **({"frozen": frozen} if (frozen := self._trainer.frozen_count) else {}),
             "held_out": self._source.held_out,
             **amounts(self._source),
             **({"changed": place.changed} if place.changed else {}),

@@ -141,7 +141,7 @@ class Trainer:
 
         found = on_all_ranks(self.transport, assigned)
         model, parts, tied = found
-        self.parameter_count = parameter_count(model)
+        self.parameter_count, self.frozen_count = parameter_count(model), frozen_count(model)
         grid.place_model(place, tied)
         if tied:
             on_all_ranks(self.transport, grid.check)
@@ -466,6 +466,16 @@ def parameter_count(units: Sequence[Unit]) -> int:
         for unit in units
         for p in unit.layer.parameters()
         if p.name not in unit.tied
+    )
+
+
+def frozen_count(units: Sequence[Unit]) -> int:
+    """Count the frozen parameters among those of `parameter_count`."""
+    return sum(
+        math.prod(p.shape)
+        for unit in units
+        for p in unit.layer.parameters()
+        if p.name not in unit.tied and p.name in unit.frozen
     )
 
 

@@ -98,8 +98,9 @@ class Progress:
     def began(self, config: Config, folder: Path, record: dict[str, Any]) -> None:
         c, m = config, config.model
         network = f"{m.kind}, {m.layers} layers of width {m.width}"
+        frozen = f" ({record['frozen']:,} frozen)" if "frozen" in record else ""
         print(
-            f"{status('began', str(folder))}{network}: {record['parameters']:,} parameters on "
+            f"{status('began', str(folder))}{network}: {record['parameters']:,} parameters{frozen} on "
             f"{visible(c.data.source)}; {record['ranks']} rank(s), {way(c)}; run directory {folder}",
             flush=True,
         )

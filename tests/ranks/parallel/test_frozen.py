@@ -2,12 +2,16 @@
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
+from mpitrain.run.checkpoint.directories import newest
+from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
+from tests.saving import save
 from tests.training import TINY, configured
 
 STEPS = 3
@@ -173,3 +177,96 @@ def test_a_pattern_without_a_match_and_nothing_to_train_are_refused_on_every_ran
         with pytest.raises(ConfigError, match=r"model\.freeze") as raised:
             run_ranks(2, build, configured(*EXACT, *settings, frozen(patterns)))
         assert raised.value.agreed and raised.value.exit_code == 2 and word in str(raised.value)
+
+
+def steps(transport, settings, first, count, saved=None, folder=None):
+    """Some steps from a checkpoint or the beginning; a checkpoint at their end."""
+    trainer, source, done = build(transport, configured(*settings), saved)
+    assert done.step == first
+    for index in range(first, first + count):
+        own = None
+        for number in trainer.replication.steps(index, lambda: False):
+            own = trainer.step(number, *trainer.replication.batch(source, number))
+        trainer.replication.outcome(index, own)
+    if folder:
+        save(folder, trainer, Done(first + count, 0, "run"), keep=3)
+    trainer.sync_parameters()
+    described = {entry.name: entry.parameter for entry in trainer.storage.tensors}
+    tensors = {} if trainer.grid.is_server else trainer.tensors()
+    return {name: (described[name], value) for name, value in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    "compute, kind",
+    [
+        ("float64", "cpu"),
+        ("bfloat16", "cpu"),
+        pytest.param("bfloat16", "cuda-sim", marks=pytest.mark.compile),
+    ],
+)
+def test_a_checkpoint_has_each_tensor_once_and_loads_in_any_layout(compute, kind, tmp_path):
+    base = [*TINY, "model.layers=1", frozen(FREEZE["mixed units"]), f"precision.compute={compute}"]
+    base += [f"device.kind={kind}", "run.steps=6"]
+    first = run_ranks(3, steps, [*base, "replication.zero=3"], 0, 2, None, tmp_path)[0]
+    files = {}
+    for file in newest(tmp_path).glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            assert name not in files
+            files[name] = tensor
+    states = [name for name in files if "_moment/" in name]
+    assert {name for name in files if name not in states} == {*first}
+    trained = {name for name in first if any(f"/{name}/" in state for state in states)}
+    assert trained and not any(name.endswith("weight") for name in trained)
+    for name in {*first} - trained:
+        assert np.array_equal(files[name].astype(first[name][1].dtype), first[name][1])
+    for ranks, settings in (
+        (1, ""),
+        (2, "layout.tp=2"),
+        (4, "layout.pp=2 replication.zero=1"),
+        (3, "replication.mode=server"),
+        (2, "replication.zero=2"),
+    ):
+        loaded = run_ranks(ranks, steps, [*base, *settings.split()], 2, 0, newest(tmp_path))
+        for own in loaded:
+            for name, (region, value) in own.items():
+                assert np.array_equal(region.part_of(first[name][1]), value), (settings, name)
+
+
+def test_a_resumed_run_with_frozen_tensors_goes_on_bitwise(tmp_path):
+    for number, settings in enumerate(
+        ([], ["replication.zero=3"], ["replication.mode=local"], ["layout.pp=2"])
+    ):
+        base = [*TINY, frozen(FREEZE["units before"]), "precision.compute=bfloat16", *settings]
+        folder = tmp_path / str(number)
+        whole = run_ranks(2, steps, base, 0, 4)
+        run_ranks(2, steps, base, 0, 2, None, folder)
+        rest = run_ranks(2, steps, base, 2, 2, newest(folder))
+        for one, other in zip(whole, rest, strict=True):
+            assert all(np.array_equal(one[name][1], other[name][1]) for name in one), settings
+
+
+@pytest.mark.slow
+@pytest.mark.compile
+def test_the_kernels_of_the_simulator_train_the_rest_as_the_host_does():
+    patterns = FREEZE["mixed units"]
+    curve, tensors = alone(patterns, "model.layers=1")
+    chosen = ["model.layers=1", "replication.zero=3", "device.kind=cuda-sim", frozen(patterns)]
+    for found, own in run_ranks(2, trained, chosen):
+        assert np.all(np.abs(found - curve) <= 1e-9)
+        for name, (_, value) in own.items():
+            assert np.all(np.abs(value - tensors[name][1]) <= 1e-9), name
+
+
+@pytest.mark.parametrize("compute", ("bfloat16", "float16"))
+def test_in_half_precision_every_layout_has_the_losses_of_one_rank(compute):
+    chosen = [f"precision.compute={compute}", frozen(FREEZE["units before"])]
+    truth = run_ranks(1, trained, chosen)[0][0]
+    for ranks, settings in (
+        (2, "replication.zero=1"),
+        (3, "replication.zero=3"),
+        (2, "layout.tp=2"),
+        (4, "layout.pp=2"),
+        (3, "replication.mode=server"),
+    ):
+        for found, _ in run_ranks(ranks, trained, [*settings.split(), *chosen]):
+            assert np.all(np.abs(found / truth - 1) <= 0.01), settings

@@ -158,8 +158,13 @@ def check_held(ranks, sections, rounding=1e-12):
         trainer = build.build(transport, config, source=SOURCES["gpt"]).trainer
         trainer.sync_parameters()
         sizes, _ = sizes_of(trainer.resolved, trainer.grid.axes.dp)
+        if config.model.freeze:
+            _, axes, plan, *_, device = trainer.resolved
+            sizes = memory.frozen_sizes(
+                sizes, config, SOURCES["gpt"], axes, len(plan.place), device
+            )
         row = mode_of(trainer.config)
-        whole = row.memory(sizes._replace(largest=0))
+        whole = row.memory(sizes._replace(largest=0, slot=0))
         in_turns = row.memory(sizes) - whole
         return trainer.replication.held() - trainer.grid.scratch_bytes - whole, whole, in_turns
 
@@ -183,6 +188,28 @@ def check_held(ranks, sections, rounding=1e-12):
 def test_the_memory_that_is_asked_for_is_what_the_ranks_hold_then(name, ranks, compute):
     sections = {**layouts()[name], "precision": {"compute": compute}}
     check_held(ranks, sections)
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", layouts())
+def test_frozen_parameters_count_without_gradient_state_and_master(name, compute):
+    model = {"kind": "gpt", "layers": 3, "width": 24, "heads": 2, "context": 8}
+    model["freeze"] = ["embedding.*", "blocks.1.*", "*.norm.*"]
+    check_held(3, {**layouts()[name], "precision": {"compute": compute}, "model": model})
+
+
+def test_a_network_with_frozen_layers_is_described_whole_only_if_it_could_fit(monkeypatch):
+    model = {"kind": "gpt", "width": 24, "heads": 2, "context": 8, "freeze": ["blocks.*"]}
+    monkeypatch.setattr(process, "free_memory", lambda kind: 1 << 30)
+    with pytest.raises(ConfigError, match="parameters"):
+        most = resolved(config_of(model={**model, "layers": 10**9}))
+        run_ranks(1, lambda transport: check(transport, most))
+    monkeypatch.setattr(process, "free_memory", lambda kind: 1 << 24)
+    fits = resolved(config_of(model={**model, "layers": 300}))
+    run_ranks(1, lambda transport: check(transport, fits))
+    with pytest.raises(ConfigError, match="parameters"):
+        trains = resolved(config_of(model={**model, "layers": 300, "freeze": ["head.*"]}))
+        run_ranks(1, lambda transport: check(transport, trains))
 
 
 @pytest.mark.parametrize("name", STREAMS)
