@@ -95,9 +95,12 @@ def command(
     step of the first job.
     """
     changed = changes(settings, **options)
+    if memory and any((others, alone, peer, json_file, csv_file)):
+        raise click.UsageError(
+            "--memory measures sides of its own. Leave out --against, --alone, --peer, --json and --csv."
+        )
     with mpi_session(kind=lambda: _configured(1, blocks, steps, changed).device.kind) as transport:
         if memory:
-            _check_alone(others, alone, peer, json_file, csv_file)
             _measure_memory(transport, changed, blocks, steps)
             return
         _measure(transport, changed, list(others), alone, peer, blocks, steps, json_file, csv_file)
@@ -201,14 +204,6 @@ def _measure(
             with outputs.to(csv_file):
                 write_csv(csv_file, block_rows(results))
     on_all_ranks(transport, outputs.settle)
-
-
-def _check_alone(*others: Any) -> None:
-    """Raise an error unless --memory is the only option for a second side or a file."""
-    if any(others):
-        raise click.UsageError(
-            "--memory measures sides of its own. Leave out --against, --alone, --peer, --json and --csv."
-        )
 
 
 def _measure_memory(transport: Any, changed: list[str], blocks: int, steps: int) -> None:
