@@ -86,7 +86,7 @@ class Sequential:
         return x, [*saved, state]
 
     def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
-        """Return `saved` of `forward`, without the output of the last child."""
+        """Return `saved` of `forward`."""
         x, saved = self._before_last(w, x, arena)
         last = self.children[self._last]
         return [*saved, saved_again(last, w.get(self._last, NOTHING), x, arena)]
@@ -182,6 +182,7 @@ class Residual:
         return total, saved
 
     def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
+        """Return `saved` of `forward`."""
         return saved_again(self.inner, w, x, arena)
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:

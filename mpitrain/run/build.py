@@ -19,6 +19,7 @@ from mpitrain.data import (
 from mpitrain.layers.base import Unit
 from mpitrain.layers.frozen import freeze
 from mpitrain.layers.plain import Plain
+from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.models.table import MODELS, check_data
 from mpitrain.parallel.memory import check_memory
 from mpitrain.parallel.tensor.layer_factory import described
@@ -211,6 +212,11 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
     rows = max(1, batch.size // (axes.dp * batch.micro_batches))
     layers = described(device.ops, config.layout.model_copy(update={"tp": 1}))
     layers.now.set(0, 0, rows, True)
+    every, again = (
+        freeze(model(config, source, layers), config.model.freeze),
+        layers.rows.recomputing,
+    )
+    (units,) = with_recomputation([every], min(1, config.memory.segment), again)
     computed = device.half or config.precision.stored
     inputs, targets = zeros(source, rows, computed)
     right = backend.from_host(targets.reshape(-1))
@@ -223,7 +229,7 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
     transport.barrier()  # All ranks measure at the same time, as they compute in training.
     seconds = transport.gather_text(
         unit_seconds(
-            freeze(model(config, source, layers), config.model.freeze),
+            units,
             backend.from_host(inputs),
             loss,
             backend,

@@ -47,6 +47,11 @@ ALONE = [
     "(repeatable; all settings belong to the second job).",
 )
 @click.option(
+    "--memory",
+    is_flag=True,
+    help="Measure the job with each key of [memory] in turns: time and peak memory of activations.",
+)
+@click.option(
     "--alone",
     is_flag=True,
     help="Also measure one rank alone, in turns: it computes the whole batch while the others wait.",
@@ -96,6 +101,7 @@ ALONE = [
 @output_option("--csv", "Write the blocks of all sides to this CSV file, at the end.")
 def command(
     others: tuple[str, ...],
+    memory: bool,
     alone: bool,
     peers: tuple[str, ...],
     floor: bool,
@@ -115,6 +121,12 @@ def command(
     step of the first job.
     """
     changed = changes(settings, **options)
+    if memory and (
+        others or alone or peers or floor or shapes is not None or json_file or csv_file
+    ):
+        raise click.UsageError(
+            "--memory measures sides of its own. Leave out --against, --alone, --peer, --floor, --shapes, --json and --csv."
+        )
     if shapes is not None:
         if others or alone or csv_file:
             raise click.UsageError("--shapes takes no --against, --alone and --csv.")
@@ -125,6 +137,9 @@ def command(
             )
         return
     with mpi_session(kind=lambda: _configured(1, blocks, steps, changed).device.kind) as transport:
+        if memory:
+            _measure_memory(transport, changed, blocks, steps)
+            return
         _measure(
             transport,
             changed,
@@ -250,6 +265,38 @@ def _measure(
             with outputs.to(csv_file):
                 write_csv(csv_file, block_rows(results))
     on_all_ranks(transport, outputs.settle)
+
+
+def _measure_memory(transport: Any, changed: list[str], blocks: int, steps: int) -> None:
+    """Print time and activation memory of the job with each key of [memory]. Collective."""
+    from mpitrain.bench.training.memory import WAYS, memory_table, peaks
+    from mpitrain.bench.training.steps import Ours, alternate, check_common_steps
+    from mpitrain.cli.terminal.progress import way
+    from mpitrain.run.build import build
+    from mpitrain.transport.agreement import on_all_ranks
+
+    def all_configured() -> list[Any]:
+        found = [
+            _configured(transport.size, blocks, steps, [*changed, *more]) for more in WAYS.values()
+        ]
+        for each in found:
+            check_common_steps(each)
+        return found
+
+    sides: list[Ours] = []
+    for name, config in zip(WAYS, on_all_ranks(transport, all_configured), strict=True):
+        source = sides[0].job.source if sides else None
+        sides.append(Ours(build(transport, config, source=source), name))
+    results = alternate(transport, sides[0].job, sides, blocks, steps)
+    nbytes, config = peaks(transport, sides), sides[0].job.trainer.config
+    for side in sides:
+        side.close()
+    if transport.rank == 0:
+        click.echo(
+            f"{transport.size} ranks, {config.batch.size} rows of {config.model.context} per step, width {config.model.width}, "
+            f"{config.model.layers} layers, {way(config)}, {config.device.kind}; {blocks} blocks of {steps} steps"
+        )
+        click.echo("\n".join(memory_table(results, nbytes)))
 
 
 def _multiplier(config: Any) -> str:

@@ -27,7 +27,7 @@ LAYOUTS = {
 
 
 def curve(transport, config):
-    """Losses and norms of two steps, an evaluation, logits of one token, and the last gradient."""
+    """Losses and norms of two steps and of an evaluation, the last gradient, and logits."""
     source = source_of(config)
     trainer = build(transport, config, source=source).trainer
     told = []
@@ -38,7 +38,10 @@ def curve(transport, config):
     assert trainer.arena.live == 0
     row = trainer.logits_of(source.held_out_rows([0])[0][:, :5], 3)
     own = row if transport.rank == 0 else []
-    return np.array([*told, *trainer.evaluate(source)]), gradients, np.array(own)
+    every = trainer.logits(source.held_out_rows([0])[0][:, :7])
+    whole = [] if every is None else every
+    numbers = np.array([*told, *trainer.evaluate(source)])
+    return numbers, gradients, np.array(own), np.array(whole)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -52,6 +52,23 @@ def test_losses_norms_and_parameters_are_those_of_the_plain_run_bit_for_bit(layo
                 assert np.array_equal(values, found[name][1]), (mode, name)
 
 
+@pytest.mark.compile
+@pytest.mark.parametrize("layout", ["one rank", "bfloat16", "own rows"])
+def test_kernels_have_the_bits_of_the_plain_run_too(layout, capsys):
+    ranks, settings = LAYOUTS[layout]
+    small = ["precision.compute=float32", "model.width=16", "model.heads=2", "model.context=8"]
+    base = [*GPT, *small, "data.vocabulary=37", "device.kind=cuda-sim", *settings]
+    plain = run_ranks(ranks, curve, configured(*base), 2)
+    for mode in ("unit", "2", "attention"):
+        config = configured(*base, f"memory.recompute={mode}", "memory.release_every=1")
+        for (told, tensors, _), (others, found, _) in zip(
+            plain, run_ranks(ranks, curve, config, 2), strict=True
+        ):
+            assert np.array_equal(told, others), mode
+            assert all(np.array_equal(v, found[name][1]) for name, (_, v) in tensors.items()), mode
+        assert ("changes nothing" in capsys.readouterr().err) == (mode == "attention")
+
+
 def sent(transport, config):
     """The bytes that a rank sends in its second step."""
     trainer, source, _ = build(transport, config, source=source_of(config))
