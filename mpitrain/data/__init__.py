@@ -6,7 +6,7 @@ file or their last tenth. Sample sources have a test set.
 """
 
 from mpitrain.data.samples import SampleSource
-from mpitrain.data.source import Form, Request, Scan, Source, Unopened, zeros
+from mpitrain.data.source import IGNORED, Form, Request, Scan, Source, Unopened, zeros
 from mpitrain.data.table import (
     SOURCES,
     SourceKind,
@@ -21,6 +21,7 @@ from mpitrain.data.token_files import LLM_C_MAGIC, TENTH, as_it_is, beside, larg
 from mpitrain.data.tokens import TokenSource
 
 __all__ = [
+    "IGNORED",
     "LLM_C_MAGIC",
     "SOURCES",
     "TENTH",

@@ -11,6 +11,8 @@ from numpy.typing import DTypeLike
 
 Form = Literal["tokens", "samples", "images"]
 """The form of the data: rows of tokens, labelled features, or labelled images."""
+IGNORED = -100
+"""The target that does not count: the default of PyTorch's `ignore_index`."""
 
 
 class Source(Protocol):
@@ -59,7 +61,7 @@ class Source(Protocol):
         inputs : ndarray
             (len(rows), T) int64 tokens, (len(rows), F) features, or (len(rows), C, H, W) pixels.
         targets : ndarray
-            (len(rows), T) int64 classes of tokens, else (len(rows),).
+            (len(rows), T) int64 classes of tokens, else (len(rows),). IGNORED does not count.
         """
 
     def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -2,7 +2,7 @@
 
 Rows of `modes.py` name them. LETTERS defines the letters of `Formula.words`. The bytes of
 `Formula.of` include the headers of server messages and the control message, if the mode has them. The control message is
-four numbers, all-reduced by the algorithm of the gradients, or else by a ring.
+five numbers, all-reduced by the algorithm of the gradients, or else by a ring.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from mpitrain.parallel.grid import divisor, share
 from mpitrain.parallel.replication.protocol import ReplicationContext
 from mpitrain.parallel.servers.messages import NUMBERS
 
-CONTROL, CONTROL_ITEM = 4, 8
+CONTROL, CONTROL_ITEM = 5, 8
 """Elements of the control message, and bytes per element."""
 
-NEWS = 5
+NEWS = 6
 """Elements of CONTROL_ITEM bytes that local SGD and gossip sum at the end of a period."""
 
 SQUARES = 3

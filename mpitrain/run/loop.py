@@ -250,7 +250,7 @@ class _Run:
                 f"at last with a loss scale of {outcome.loss_scale:g}.",
                 "Lower optimizer.lr, or set precision.compute to bfloat16, and start again.",
             )
-        if is_skipped and run.on_nonfinite == "stop":
+        if is_skipped and outcome.counted and run.on_nonfinite == "stop":
             raise self._failed(
                 step,
                 f"Step {step} has loss {outcome.loss} and {outcome.nonfinite} gradient elements that are "
@@ -261,7 +261,7 @@ class _Run:
             raise self._failed(
                 step,
                 f"A run may not skip {SKIPS} steps in a row or more than half of them, but "
-                f"{self._skipped} of {step} had a loss or gradient that is not finite, "
+                f"{self._skipped} of {step} had no target that counts, or a loss or gradient that is not finite, "
                 f"among them the last {self._in_a_row} up to step {step}.",
                 "Lower optimizer.lr, then go on with --resume from the newest checkpoint, or start again.",
             )
