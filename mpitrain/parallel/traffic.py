@@ -95,6 +95,22 @@ def _ring(n: int, count: int) -> int:
     return max(_ring_of(rank, n, count) for rank in range(n))
 
 
+def _halving(n: int, count: int) -> int:
+    """Return the elements that the busiest rank sends by recursive halving, then doubling.
+
+    If n is not a power of two, the busiest rank is one that a rank outside of it folds into.
+    """
+    power, folded = 1 << _lg(n), n - (1 << _lg(n))
+    bounds = [0, *(stop for _, stop in chunk_bounds(count, power))]
+
+    def sent(rank: int) -> int:
+        """Each halving sends one half of a block of chunks, the doubling back the other half."""
+        blocks = [rank >> bit << bit for bit in range(1, _lg(n) + 1)]
+        return sum(bounds[first + (2 << bit)] - bounds[first] for bit, first in enumerate(blocks))
+
+    return max(map(sent, range(folded or power)))
+
+
 Travelled = Callable[[ReplicationContext], tuple[float, float] | None]
 """(context) -> elements that ZeRO reduce-scatters and all-gathers, or None."""
 
@@ -263,7 +279,7 @@ ALL_REDUCE = {
     "ring": _summed("2 (n-1)/n S", _ring),
     "halving-doubling": _summed(
         "2 (n'-1)/n' S, and S more if n > n'",
-        lambda n, count: 2 * count * (1 - 0.5 ** _lg(n)) + count * (n > 1 << _lg(n)),
+        lambda n, count: _halving(n, count) + count * (n > 1 << _lg(n)),
     ),
     "recursive-doubling": _summed(
         "lg n' S, and S more if n > n'", lambda n, count: count * (_lg(n) + (n > 1 << _lg(n)))
