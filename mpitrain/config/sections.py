@@ -158,6 +158,27 @@ class Data(Section):
         description="vocabulary size for {rows}; 0: the largest token in the file + 1. Text "
         "always has 256",
     )
+    dtype: Literal["auto", "uint16", "uint32"] = Field(
+        "auto",
+        description="dtype of the tokens of {rows}; auto: as the header says (.npy, llm.c), else as "
+        "the key dtype of meta.json beside the file, else uint16",
+    )
+    order: Literal["random", "epochs"] = Field(
+        "random",
+        description="order of the rows of {rows}; random: windows at random offsets, epochs: "
+        "windows side by side, each once per epoch. Other data always goes in epochs",
+    )
+    separator: int = Field(
+        -1,
+        ge=-1,
+        description="the token that ends a document of {rows}; a row ends with its document, and "
+        "the rest of the row does not count. -1: rows cross borders of documents",
+    )
+    template: str = Field(
+        "{role}: {content}\n\n",
+        description="one turn of a conversation of {rows} as text; the content of the role "
+        "assistant, and the text behind it, are trained on",
+    )
 
 
 class Model(Section):

@@ -6,7 +6,7 @@ file or their last tenth. Sample sources have a test set.
 """
 
 from mpitrain.data.samples import SampleSource
-from mpitrain.data.source import IGNORED, Form, Request, Scan, Source, Unopened, zeros
+from mpitrain.data.source import IGNORED, Form, Reading, Request, Scan, Source, Unopened, zeros
 from mpitrain.data.table import (
     SOURCES,
     SourceKind,
@@ -15,6 +15,7 @@ from mpitrain.data.table import (
     names,
     open_source,
     source_kind,
+    spellings,
     token_files,
 )
 from mpitrain.data.token_files import LLM_C_MAGIC, TENTH, as_it_is, beside, largest_token
@@ -26,6 +27,7 @@ __all__ = [
     "SOURCES",
     "TENTH",
     "Form",
+    "Reading",
     "Request",
     "SampleSource",
     "Scan",
@@ -41,6 +43,7 @@ __all__ = [
     "names",
     "open_source",
     "source_kind",
+    "spellings",
     "token_files",
     "zeros",
 ]

@@ -96,12 +96,29 @@ class Scan(NamedTuple):
     nbytes      its size
     changed_ns  time of its last change, in ns
     largest     the largest token in it; -1 before the scan
+    dtype       of its tokens
     """
 
     path: str
     nbytes: int
     changed_ns: int
     largest: int
+    dtype: str = "uint16"
+
+
+class Reading(NamedTuple):
+    """How rows are made of tokens: the keys of [data] that some sources read.
+
+    dtype      of bare files of tokens: auto, uint16 or uint32
+    order      random windows of a token source, or epochs
+    separator  the token that ends a document; -1: there are no documents
+    template   one turn of a conversation as text, with {role} and {content}
+    """
+
+    dtype: str = "auto"
+    order: str = "random"
+    separator: int = -1
+    template: str = "{role}: {content}\n\n"
 
 
 class Request(NamedTuple):
@@ -113,6 +130,7 @@ class Request(NamedTuple):
     vocabulary  of a token source, as configured; 0: from the data
     validation  held-out tokens of a token file: a source name, or a word; empty: the default
     scan        the scan of a token file; None for other sources
+    reading     how rows are made of tokens
     """
 
     name: str
@@ -121,6 +139,7 @@ class Request(NamedTuple):
     vocabulary: int
     validation: str
     scan: Scan | None
+    reading: Reading = Reading()
 
     @property
     def place(self) -> str:

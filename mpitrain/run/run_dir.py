@@ -120,7 +120,7 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
         has_run,
         changed,
         held_out_as_before(then.data, ())["validation"] if is_same else "",
-        noted_largest(folder, config.data.source),
+        noted_largest(folder, config.data.source, config.data.dtype),
     )
 
 
@@ -291,15 +291,15 @@ def trace_file(folder: Path, rank: int) -> Path:
     return folder / TRACE / f"rank-{rank:05d}"
 
 
-def noted_largest(folder: Path, source: str) -> int | None:
+def noted_largest(folder: Path, source: str, dtype: str) -> int | None:
     """Return the largest token of a token file from the scan that a run directory has noted.
 
     None if there is no valid scan, or if the file has changed since.
     """
     try:
         scan = Scan(**json.loads(contents(folder / TOKENS, inner=1)))
-        is_valid = type(scan.largest) is int and 0 <= scan.largest < 1 << 16
-        is_known = is_valid and scan == as_it_is(source)._replace(largest=scan.largest)
+        is_valid = type(scan.largest) is int and 0 <= scan.largest < 1 << 32
+        is_known = is_valid and scan == as_it_is(source, dtype)._replace(largest=scan.largest)
         return scan.largest if is_known else None
     except (OSError, ValueError, TypeError, RecursionError, DataError):
         return None
