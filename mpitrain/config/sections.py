@@ -174,6 +174,12 @@ class Data(Section):
         description="the token that ends a document of {rows}; a row ends with its document, and "
         "the rest of the row does not count. -1: rows cross borders of documents",
     )
+    prefetch: int = Field(
+        2,
+        ge=0,
+        le=1000,
+        description="batches that a thread reads ahead, which changes no bit; 0: each step reads its own",
+    )
     template: str = Field(
         "{role}: {content}\n\n",
         description="one turn of a conversation of {rows} as text; the content of the role "

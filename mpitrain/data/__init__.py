@@ -5,6 +5,7 @@ samples before it. It does not depend on the number of ranks. Token sources hold
 file or their last tenth. Sample sources have a test set.
 """
 
+from mpitrain.data.prefetch import Prefetched
 from mpitrain.data.samples import SampleSource
 from mpitrain.data.source import IGNORED, Form, Reading, Request, Scan, Source, Unopened, zeros
 from mpitrain.data.table import (
@@ -27,6 +28,7 @@ __all__ = [
     "SOURCES",
     "TENTH",
     "Form",
+    "Prefetched",
     "Reading",
     "Request",
     "SampleSource",

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpitrain import __version__
 from mpitrain.config import Config, Run
-from mpitrain.data import amounts
+from mpitrain.data import Prefetched, Source, amounts
 from mpitrain.errors import CheckpointError, TrainingError, on_every_rank
 from mpitrain.files import mend
 from mpitrain.parallel.modes import mode_of
@@ -27,6 +27,7 @@ from mpitrain.run.trace_setup import Traced
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.run.watchdog import Watchdog
 from mpitrain.trace.recorder import Recorder
+from mpitrain.trace.ring_buffer import ROWS
 from mpitrain.transport.agreement import from_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.traced_transport import Recorded
@@ -154,9 +155,14 @@ class _Run:
         watcher: Watcher,
         traced: Traced,
     ):
-        self._trainer, self._source, self._done = job.trainer, job.data, job.done
+        self._trainer, self._done, data = job.trainer, job.done, job.trainer.config.data
+        self._source: Source = job.data
+        self._prefetched: Prefetched | None = None
+        if data.prefetch:
+            steps = job.trainer.config.run.steps
+            self._source = self._prefetched = Prefetched(job.data, data.prefetch, steps)
         self._recorder, self._traced = job.trainer.transport.recorder, traced
-        self._batch_name = self._recorder.name("its rows")
+        self._batch_name = self._recorder.name(ROWS)
         self._first = job.step
         self._config, transport = self._trainer.config, self._trainer.transport
         self._folder, self._stop_requested, self._watchdog, self._watcher = (
@@ -184,7 +190,7 @@ class _Run:
             "hosts": len(set(transport.hosts)),
             "parameters": self._trainer.parameter_count,
             "held_out": self._source.held_out,
-            **amounts(self._source),
+            **amounts(job.data),
             **({"changed": place.changed} if place.changed else {}),
         }
         if self._is_root:
@@ -192,6 +198,8 @@ class _Run:
         self._record(record)
 
     def close(self) -> None:
+        if self._prefetched:
+            self._prefetched.close()
         if self._metrics:
             self._metrics.close()
 

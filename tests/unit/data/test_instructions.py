@@ -117,7 +117,7 @@ GOOD = json.dumps(PAIRS[0])
     ids=lambda line: line[:30],
 )
 def test_a_wrong_line_is_refused_by_its_number(tmp_path, line):
-    with pytest.raises(DataError, match="Line 3 of .*data.jsonl"):
+    with pytest.raises(DataError, match=r"Line 3 of .*data\.jsonl"):
         open_source(written(tmp_path, [GOOD, "", line, GOOD]), 40, "float32")
 
 
