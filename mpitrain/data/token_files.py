@@ -3,6 +3,7 @@
 import glob
 import struct
 from pathlib import Path
+from tokenize import TokenError
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,17 @@ LLM_C_KINDS = {LLM_C_MAGIC: (1, "uint16"), 20240801: (7, "uint32")}
 """{first int32 of a token file of llm.c: (its version, dtype of its tokens)}."""
 LLM_C_HEADER = 1024
 NPY_MAGIC = b"\x93NUMPY"
+UNREADABLE = (
+    ValueError,
+    KeyError,
+    EOFError,
+    TypeError,
+    SyntaxError,
+    TokenError,
+    MemoryError,
+    RecursionError,
+)
+"""The errors of NumPy for a header that is damaged."""
 META = "meta.json"
 """A file beside files of tokens; its key "dtype" names theirs."""
 TOKEN_KEYS = "data.source and data.validation"
@@ -170,7 +182,7 @@ def _npy(path: Path) -> Layout:
                 (2, 0): np.lib.format.read_array_header_2_0,
             }[version]
             shape, _, found = read(file)
-        except (ValueError, KeyError, EOFError, TypeError, SyntaxError, MemoryError) as error:
+        except UNREADABLE as error:
             raise DataError(
                 f"{path} is not a NumPy file that can be read: {str(error).splitlines()[0][:80]}.",
                 "Write it with numpy.save.",
