@@ -62,6 +62,8 @@ class Section(BaseModel):
         """Check the rules for the values of all keys: ranges of numbers, and valid text."""
         if isinstance(value, list):
             return [*map(cls._within_reach, value)]
+        if isinstance(value, dict):
+            return {cls._within_reach(key): cls._within_reach(one) for key, one in value.items()}
         if isinstance(value, int) and abs(value) > WHOLE:
             raise PydanticCustomError("range", "must be a whole number of at most 64 bits")
         if isinstance(value, float) and value and not SMALL <= abs(value) <= LARGE:
@@ -173,6 +175,11 @@ class Data(Section):
         ge=-1,
         description="the token that ends a document of {rows}; a row ends with its document, and "
         "the rest of the row does not count. -1: rows cross borders of documents",
+    )
+    mixture: dict[str, float] = Field(
+        {},
+        description="weights of the sources of data.source mixture, as a table: each row comes from "
+        "one of them. They are {rows}",
     )
     prefetch: int = Field(
         2,

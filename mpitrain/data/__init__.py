@@ -13,11 +13,13 @@ from mpitrain.data.table import (
     SourceKind,
     absolute,
     amounts,
+    check_mixture,
     names,
     open_source,
     source_kind,
     spellings,
     token_files,
+    writes_text,
 )
 from mpitrain.data.token_files import LLM_C_MAGIC, TENTH, as_it_is, beside, largest_token
 from mpitrain.data.tokens import TokenSource
@@ -41,11 +43,13 @@ __all__ = [
     "amounts",
     "as_it_is",
     "beside",
+    "check_mixture",
     "largest_token",
     "names",
     "open_source",
     "source_kind",
     "spellings",
     "token_files",
+    "writes_text",
     "zeros",
 ]

@@ -1,6 +1,6 @@
 """A weighted mixture of token sources: each row of a batch comes from a drawn source."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -18,16 +18,17 @@ class MixtureSource:
     A row comes from a source with probability weight / sum of weights. The held-out rows are those
     of all sources, one source after the other.
 
-    members  {name: (source, weight)}
+    members     {name: (source, weight)}
+    vocabulary  at least that of each source; 0: the largest of these
     """
 
     form: Form = "tokens"
 
-    def __init__(self, members: Mapping[str, tuple[TokenSource, float]]):
+    def __init__(self, members: Mapping[str, tuple[TokenSource, float]], vocabulary: int = 0):
         self._sources = [source for source, _ in members.values()]
         weights = np.array([weight for _, weight in members.values()])
         self._bounds = np.cumsum(weights)[:-1] / weights.sum()
-        self.inputs = self.classes = max(source.inputs for source in self._sources)
+        self.inputs = self.classes = max(vocabulary, *(source.inputs for source in self._sources))
         self.shape = self._sources[0].shape
         self.tokens = sum(source.tokens for source in self._sources)
         self.held_out_tokens = sum(source.held_out_tokens for source in self._sources)
@@ -50,7 +51,11 @@ class MixtureSource:
         local = numbers - np.asarray(self._firsts)[chosen]
         return self._joined(chosen, lambda source, here: source.held_out_rows(local[here].tolist()))
 
-    def _joined(self, chosen: np.ndarray, read) -> tuple[np.ndarray, np.ndarray]:
+    def _joined(
+        self,
+        chosen: np.ndarray,
+        read: Callable[[TokenSource, np.ndarray], tuple[np.ndarray, np.ndarray]],
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return rows in their order.
 
         chosen  (B,), the number of the source of each row

@@ -3,7 +3,7 @@
 B batch, T tokens of a context, F features, C channels, H height, W width of an image.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -113,12 +113,14 @@ class Reading(NamedTuple):
     order      random windows of a token source, or epochs
     separator  the token that ends a document; -1: there are no documents
     template   one turn of a conversation as text, with {role} and {content}
+    mixture    {name of a token source: its weight}
     """
 
     dtype: str = "auto"
     order: str = "random"
     separator: int = -1
     template: str = "{role}: {content}\n\n"
+    mixture: Mapping[str, float] = {}
 
 
 class Request(NamedTuple):

@@ -1,10 +1,11 @@
 """The table of data sources by the prefix of their names, and its readers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from mpitrain.data.instructions import InstructionSource, open_jsonl
+from mpitrain.data.mixture import MixtureSource
 from mpitrain.data.samples import SampleSource, open_digits, open_idx
 from mpitrain.data.source import Form, Reading, Request, Scan, Source, Unopened
 from mpitrain.data.token_files import as_it_is, largest_token
@@ -37,6 +38,20 @@ class SourceKind(NamedTuple):
     module: str = ""
 
 
+def _open_mixture(request: Request) -> MixtureSource:
+    """Open the sources of a mixture. Files of tokens are scanned on each rank."""
+    reading = request.reading._replace(mixture={})
+    members: dict[str, tuple[TokenSource, float]] = {}
+    for name, weight in request.reading.mixture.items():
+        row = source_kind(name)
+        vocabulary = request.vocabulary if row.is_token_file else 0
+        own = reading if row.is_token_file else reading._replace(dtype="auto")
+        member = open_source(name, request.context, request.dtype, vocabulary, reading=own)
+        assert isinstance(member, TokenSource)
+        members[name] = member, weight
+    return MixtureSource(members, request.vocabulary)
+
+
 def _refuse(request: Request) -> Source:
     raise ConfigError(
         f"data.source must be {names()}, but is {request.name!r}.",
@@ -44,6 +59,8 @@ def _refuse(request: Request) -> Source:
     )
 
 
+MIXTURE = "mixture"
+"""The name of the source that draws rows from the sources of data.mixture."""
 WINDOWS = ("order", "separator")
 """The keys that sources read whose rows are windows of one sequence of tokens."""
 
@@ -61,6 +78,9 @@ SOURCES: Table[str, SourceKind] = Table(
     ),
     jsonl=SourceKind(
         open_jsonl, "tokens", ":FILE", "conversations", is_text=True, reads=("template",)
+    ),
+    mixture=SourceKind(
+        _open_mixture, "tokens", help="of data.mixture", reads=("separator", "mixture", "dtype")
     ),
     idx=SourceKind(open_idx, "samples", ":DIR", "MNIST files"),
 )
@@ -135,7 +155,7 @@ def open_source(
             f"Leave out data.vocabulary, or name a {token_files()}.",
         )
     for key, value in reading._asdict().items():
-        is_read = row.is_token_file if key == "dtype" else key in row.reads
+        is_read = key in row.reads or (key == "dtype" and row.is_token_file)
         if value != Reading._field_defaults[key] and not is_read:
             raise ConfigError(
                 f"data.{key} is of data.source {token_files() if key == 'dtype' else spellings(key)}, but that is {name}.",
@@ -145,6 +165,32 @@ def open_source(
         largest = largest_token(name, 0, 1, reading.dtype)
         scan = as_it_is(name, reading.dtype)._replace(largest=largest)
     return row.open(Request(name, context, dtype, vocabulary, validation, scan, reading))
+
+
+def check_mixture(name: str, mixture: Mapping[str, float]) -> None:
+    """Raise ConfigError unless the mixture fits the name of the source and lists token sources."""
+    if (name == MIXTURE) != bool(mixture):
+        raise ConfigError(
+            f"data.source {MIXTURE} and a table data.mixture belong together, but data.source is {name} "
+            f"and data.mixture has {len(mixture)} sources.",
+            'For example: --set data.source=mixture --set \'data.mixture={"text:a.txt"=0.7, "text:b.txt"=0.3}\'',
+        )
+    for member, weight in mixture.items():
+        if not set(WINDOWS) <= set(source_kind(member).reads):
+            raise ConfigError(
+                f"data.mixture must list {spellings('order')}, but lists {member!r}.",
+                "Name other sources.",
+            )
+        if not weight > 0:
+            raise ConfigError(
+                f"A weight of data.mixture must be above 0, but that of {member} is {weight:g}.",
+                "Leave the source out, or raise its weight.",
+            )
+
+
+def writes_text(name: str, mixture: Mapping[str, float]) -> bool:
+    """Return whether the tokens of a source, or of all sources of a mixture, are bytes of text."""
+    return all(source_kind(one).is_text for one in mixture or (name,))
 
 
 def amounts(source: Source | Unopened) -> dict[str, int]:
@@ -158,7 +204,7 @@ def amounts(source: Source | Unopened) -> dict[str, int]:
             "held_out_conversations": source.held_out,
             "cut_conversations": source.cut,
         }
-    if isinstance(source, TokenSource):
+    if isinstance(source, TokenSource | MixtureSource):
         return {
             "tokens": source.tokens,
             "held_out_tokens": source.held_out_tokens,

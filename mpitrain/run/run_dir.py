@@ -20,7 +20,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +205,7 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     )
     for key in ("data.source", "data.validation"):
         new[key] = absolute(new[key])  # The run directory has absolute paths.
+    new["data.mixture"] = _absolute(new["data.mixture"])
     new["pipeline.schedule"] = _schedule(new["pipeline.schedule"])
     for values in (old, new):  # The files may have moved.
         values["run.plugins"] = digests(values["run.plugins"])
@@ -369,6 +370,7 @@ def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict
         absolute(config.data.source),
         absolute(config.data.validation),
     )
+    tables["data"]["mixture"] = _absolute(config.data.mixture)
     if source.form == "tokens" and not source_kind(config.data.source).is_text:
         tables["data"]["vocabulary"] = source.inputs
     tables["pipeline"]["schedule"] = _schedule(config.pipeline.schedule)
@@ -379,6 +381,10 @@ def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict
     for section, key in PATHS:  # An absolute path may have parts that are not UTF-8.
         check_text(f"{section}.{key}", "".join(tables[section][key]))
     return dict(load(tables))
+
+
+def _absolute(mixture: Mapping[str, float]) -> dict[str, float]:
+    return {absolute(name): weight for name, weight in mixture.items()}
 
 
 def _schedule(name: str) -> str:
