@@ -21,6 +21,7 @@ from mpitrain.files import contents
 PATHS = (
     ("data", "source"),
     ("data", "validation"),
+    ("data", "mixture"),
     ("replication", "tuning"),
     ("device", "tiles"),
     ("pipeline", "schedule"),
@@ -80,6 +81,8 @@ def read_toml(path: Path, inner: int = 0) -> dict[str, Any]:
             table[key] = [
                 str(path.parent / file) if isinstance(file, str) else file for file in name
             ]
+        elif isinstance(name, dict):
+            table[key] = {_beside(path, source): weight for source, weight in name.items()}
         elif isinstance(name, str):
             kind, colon, place = name.partition(":") if section == "data" else ("", "", name)
             is_path = (
@@ -88,6 +91,12 @@ def read_toml(path: Path, inner: int = 0) -> dict[str, Any]:
             if place and is_path:
                 table[key] = f"{kind}{colon}{path.parent / place}"
     return tables
+
+
+def _beside(path: Path, source: str) -> str:
+    """Return the name of a data source with its path relative to the folder of a file."""
+    kind, colon, place = source.partition(":")
+    return f"{kind}{colon}{path.parent / place}" if place else source
 
 
 def with_settings(tables: Mapping[str, Any], settings: list[str]) -> dict[str, Any]:

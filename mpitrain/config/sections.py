@@ -70,6 +70,8 @@ class Section(BaseModel):
         """Check the rules for the values of all keys: ranges of numbers, and valid text."""
         if isinstance(value, list):
             return [*map(cls._within_reach, value)]
+        if isinstance(value, dict):
+            return {cls._within_reach(key): cls._within_reach(one) for key, one in value.items()}
         if isinstance(value, int) and abs(value) > WHOLE:
             raise PydanticCustomError("range", "must be a whole number of at most 64 bits")
         if isinstance(value, float) and value and not SMALL <= abs(value) <= LARGE:
@@ -165,6 +167,38 @@ class Data(Section):
         ge=0,
         description="vocabulary size for {rows}; 0: the largest token in the file + 1. Text "
         "always has 256",
+    )
+    dtype: Literal["auto", "uint16", "uint32"] = Field(
+        "auto",
+        description="dtype of the tokens of {rows}; auto: as the header says (.npy, llm.c), else as "
+        "the key dtype of meta.json beside the file, else uint16",
+    )
+    order: Literal["random", "epochs"] = Field(
+        "random",
+        description="order of the rows of {rows}; random: windows at random offsets, epochs: "
+        "windows side by side, each once per epoch. Other data always goes in epochs",
+    )
+    separator: int = Field(
+        -1,
+        ge=-1,
+        description="the token that ends a document of {rows}; a row ends with its document, and "
+        "the rest of the row does not count. -1: rows cross borders of documents",
+    )
+    mixture: dict[str, float] = Field(
+        {},
+        description="weights of the sources of data.source mixture, as a table: each row comes from "
+        "one of them. They are {rows}",
+    )
+    prefetch: int = Field(
+        2,
+        ge=0,
+        le=1000,
+        description="batches that a thread reads ahead, which changes no bit; 0: each step reads its own",
+    )
+    template: str = Field(
+        "{role}: {content}\n\n",
+        description="one turn of a conversation of {rows} as text; the content of the role "
+        "assistant, and the text behind it, are trained on",
     )
 
 

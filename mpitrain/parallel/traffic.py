@@ -2,7 +2,7 @@
 
 Rows of `modes.py` name them. LETTERS defines the letters of `Formula.words`. The bytes of
 `Formula.of` include the headers of server messages and the control message, if the mode has them. The control message is
-four numbers, all-reduced by the algorithm of the gradients, or else by a ring.
+five numbers, all-reduced by the algorithm of the gradients, or else by a ring.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,10 +17,10 @@ from mpitrain.parallel.grid import divisor, share
 from mpitrain.parallel.replication.protocol import ReplicationContext
 from mpitrain.parallel.servers.messages import NUMBERS
 
-CONTROL, CONTROL_ITEM = 4, 8
+CONTROL, CONTROL_ITEM = 5, 8
 """Elements of the control message, and bytes per element."""
 
-NEWS = 5
+NEWS = 6
 """Elements of CONTROL_ITEM bytes that local SGD and gossip sum at the end of a period."""
 
 SQUARES = 3
@@ -94,6 +94,22 @@ def _ring_of(rank: int, n: int, count: int) -> int:
 
 def _ring(n: int, count: int) -> int:
     return max(_ring_of(rank, n, count) for rank in range(n))
+
+
+def _halving(n: int, count: int) -> int:
+    """Return the elements that the busiest rank sends by recursive halving, then doubling.
+
+    If n is not a power of two, the busiest rank is one that a rank outside of it folds into.
+    """
+    power, folded = 1 << _lg(n), n - (1 << _lg(n))
+    bounds = [0, *(stop for _, stop in chunk_bounds(count, power))]
+
+    def sent(rank: int) -> int:
+        """Each halving sends one half of a block of chunks, the doubling back the other half."""
+        blocks = [rank >> bit << bit for bit in range(1, _lg(n) + 1)]
+        return sum(bounds[first + (2 << bit)] - bounds[first] for bit, first in enumerate(blocks))
+
+    return max(map(sent, range(folded or power)))
 
 
 Travelled = Callable[[ReplicationContext], tuple[float, float] | None]
@@ -282,7 +298,7 @@ ALL_REDUCE = {
     "ring": _summed("2 (n-1)/n S", _ring),
     "halving-doubling": _summed(
         "2 (n'-1)/n' S, and S more if n > n'",
-        lambda n, count: 2 * count * (1 - 0.5 ** _lg(n)) + count * (n > 1 << _lg(n)),
+        lambda n, count: _halving(n, count) + count * (n > 1 << _lg(n)),
     ),
     "recursive-doubling": _summed(
         "lg n' S, and S more if n > n'", lambda n, count: count * (_lg(n) + (n > 1 << _lg(n)))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from mpitrain.config import Config
 from mpitrain.data import (
+    Reading,
     Source,
     Unopened,
     as_it_is,
@@ -255,7 +256,10 @@ def _largest(transport: Transport, given: Given) -> int | None:
     # A wrong configuration is refused before the scan.
     on_all_ranks(transport, lambda: resolve_here(given, transport.hosts))
     return max(
-        from_all_ranks(transport, lambda: largest_token(name, transport.rank, transport.size))
+        from_all_ranks(
+            transport,
+            lambda: largest_token(name, transport.rank, transport.size, given.config.data.dtype),
+        )
     )
 
 
@@ -265,11 +269,14 @@ def _source(config: Config, largest: int | None) -> Source:
     largest  the largest token of a token file; None for any other source
     """
     data = config.data
+    reading = Reading(*(getattr(data, key) for key in Reading._fields))
+    scan = None if largest is None else as_it_is(data.source, data.dtype)
     return open_source(
         data.source,
         config.model.context,
         config.precision.stored,
         data.vocabulary,
-        None if largest is None else as_it_is(data.source)._replace(largest=largest),
+        scan and scan._replace(largest=-1 if largest is None else largest),
         data.validation,
+        reading,
     )

@@ -11,7 +11,7 @@ from mpitrain.config import Config, Key, Optimizer, check_choice, refusal
 from mpitrain.config import keys as keys_of_sections
 from mpitrain.config import parse as parse_sections
 from mpitrain.config.plugins import load
-from mpitrain.data import TENTH, source_kind, token_files
+from mpitrain.data import TENTH, check_mixture, source_kind, spellings, token_files
 from mpitrain.data import names as names_of_sources
 from mpitrain.errors import ConfigError
 from mpitrain.models.table import MODELS, check_model, kinds
@@ -44,6 +44,11 @@ def keys() -> Iterator[Key]:
         "data.source": names_of_sources(with_help=True),
         "data.validation": token_files(),
         "data.vocabulary": token_files(),
+        "data.dtype": token_files(),
+        "data.order": spellings("order"),
+        "data.separator": spellings("separator"),
+        "data.template": spellings("template"),
+        "data.mixture": spellings("order"),
         "run.sample": " or ".join(kinds(lambda row: row.writes)),
         "model.kind": ", ".join(f"{kind} {row.help}" for kind, row in MODELS.items()),
         "model.layers": _phrases("model.layers", ", or of "),
@@ -147,6 +152,7 @@ def _check_rules(config: Config, path: Path | None = None) -> None:
             f"data.validation must be {token_files()} or tenth, or empty, but is {validation!r}.",
             path,
         )
+    check_mixture(config.data.source, config.data.mixture)
     name = config.pipeline.schedule
     if (name in STREAMS) != (name in schedules.STREAMS):
         raise ConfigError(

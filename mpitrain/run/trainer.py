@@ -15,7 +15,7 @@ from mpitrain.collectives.engine.device_arithmetic import arithmetic_of
 from mpitrain.config import Config, Run
 from mpitrain.config.delays import delay_s, delays
 from mpitrain.data import Source
-from mpitrain.errors import MpitrainError
+from mpitrain.errors import DataError, MpitrainError, on_every_rank
 from mpitrain.layers.base import Loss, Unit
 from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
 from mpitrain.layers.flat import Piece, Storage
@@ -253,7 +253,8 @@ class Trainer:
             This rank's rows of the global batch, see `share`: (rows, features), or tokens
             (rows, T). A parameter server passes 0 rows.
         targets : ndarray
-            The classes of these rows: (rows,) or (rows, T) integers.
+            The classes of these rows: (rows,) or (rows, T) integers. A target of -100 does not
+            count, as PyTorch's `ignore_index`.
         stop_requested : callable, optional
             Returns whether this rank wants all ranks to stop after this step. It is called after
             the backward pass, so a signal during the step counts in the same step.
@@ -261,7 +262,7 @@ class Trainer:
         Returns
         -------
         StepResult
-            `loss` is the mean in nats over the global batch, `grad_norm` the 2-norm of the
+            `loss` is the mean in nats over the targets of the global batch that count, `grad_norm` the 2-norm of the
             gradient before clipping, `stop` whether any rank wants to stop. These are equal on
             all ranks in synchronous training; `comm_s` and `ended` are this rank's own.
 
@@ -276,11 +277,10 @@ class Trainer:
         self._indices.rows(inputs, self.share(), where)
         targets = self._indices.targets(targets, inputs.shape, self._logits_shape, where)
         rows, micro_batches = len(inputs), self.config.batch.micro_batches
-        scales = [
-            self.replication.scale(math.prod(targets.shape[1:]), micro)
-            for micro in range(micro_batches)
-        ]
+        predictions = math.prod(targets.shape[1:])
+        scales = [self.replication.scale(predictions, micro) for micro in range(micro_batches)]
         shares = [share(rows, micro, micro_batches) for micro in range(micro_batches)]
+        ignored = [self._indices.ignored(targets[mine.start : mine.stop]) for mine in shares]
 
         def of(micro: int, array: np.ndarray) -> Any:
             """Return the rows of a micro-batch, in the memory of the backend."""
@@ -299,6 +299,7 @@ class Trainer:
 
         self.arena.rewind()
         self.replication.begin(index)
+        self.replication.ignore(ignored, predictions)
         if rows:  # A parameter server has no rows.
             self._straggle(index)
             start = self.share().start
@@ -309,9 +310,17 @@ class Trainer:
                 loss,
             )
         lr = learning_rate(self.config.optimizer, index, self.config.run.steps)
-        losses = self._loss_sums if self.grid.reports_loss else ()
+        reports = self.grid.reports_loss
         outcome = self.replication.finish(
-            StepInput(index, losses, lr, bool(stop_requested and stop_requested()), scales)
+            StepInput(
+                index,
+                self._loss_sums if reports else (),
+                lr,
+                bool(stop_requested and stop_requested()),
+                scales,
+                sum(ignored) if reports else 0,
+                self.replication.targets(predictions, 0),
+            )
         )
         every = self.config.memory.release_every
         if every and (index + 1) % every == 0:
@@ -419,7 +428,13 @@ class Trainer:
         Returns
         -------
         (float, float) or None
-            Mean loss in nats per prediction, and accuracy from 0 to 1. None after a stop.
+            Mean loss in nats per prediction that counts, and accuracy from 0 to 1. None after a
+            stop.
+
+        Raises
+        ------
+        DataError
+            On every rank, if no target of these rows counts.
         """
         # On each rank a batch has at most the rows of a micro-batch of training. All ranks compute
         # the same number of batches. A rank without rows computes one row that does not count.
@@ -440,14 +455,22 @@ class Trainer:
                 return None
             totals += sums
         loss, right, count = totals.tolist()
+        if not count:
+            raise on_every_rank(
+                DataError(
+                    f"An evaluation needs a target that counts, but the {rows} held-out rows have none.",
+                    "Name other held-out data, or leave the evaluation out with run.eval_every=-1.",
+                )
+            )
         return loss / count, right / count
 
     def _losses(self, source: Source, rows: Sequence[int]) -> tuple[float, int, int]:
-        """Return summed loss, correct predictions and all predictions for held-out rows."""
+        """Return summed loss, correct predictions and predictions that count, of held-out rows."""
         inputs, targets = source.held_out_rows(rows)
         targets = self._indices.targets(
             targets, inputs.shape, self._logits_shape, "a held-out batch"
         )
+        counted = targets.size - self._indices.ignored(targets)
         flat = self.backend.from_host(targets).reshape(-1)
         logits = self._asked(inputs)
         if logits is None:
@@ -456,7 +479,7 @@ class Trainer:
         for mine, some in sliced(logits, self.arena):
             right += int(self._loss.correct(some, flat[mine], self.arena))
             total += float(self._loss.value(some, flat[mine], self.arena))
-        return total, right, len(flat)
+        return total, right, counted
 
 
 def parameter_count(units: Sequence[Unit]) -> int:

@@ -48,6 +48,8 @@ from mpitrain.files import Directory
 
 KINDS = ("step", "compute", "wait", "reduction", "send", "receive", "pause", "device")
 STEP, COMPUTE, WAIT, REDUCTION, SEND, RECEIVE, PAUSE, DEVICE = range(len(KINDS))
+ROWS = "its rows"
+"""The name of the compute span in which a rank gets the rows of a step."""
 PHASES = ("", "forward", "backward", "input half of backward", "weight half of backward", "update")
 NO_PHASE, FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, UPDATE = range(len(PHASES))
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from mpitrain.data import IGNORED
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import OPERATIONS, bodies, codes
@@ -35,6 +36,7 @@ def check_cross_entropy(
     """Loss, gradient over the logits, and the count of right rows; with `room` elements between the rows."""
     ops, logits = bodies.cuda(kernels), stored(3 * numbers(1, m, v + room), dtype)[:, :v]
     targets = np.random.default_rng(0).integers(v, size=m).astype(index)
+    targets[2::3] = IGNORED
     truth, right = values(logits), (values(logits).argmax(1) == targets).sum()
     assert int(ops.count_correct(logits, targets, Arena())) == right
     assert_close(
@@ -71,6 +73,17 @@ def check_stray_target(kernels: Kernels) -> None:
         assert np.isnan(ops.cross_entropy(logits.copy(), np.array([0, stray]), 1.0, Arena())[0])
 
 
+def check_ignored_rows(kernels: Kernels) -> None:
+    """A row that does not count has loss and gradient 0, even if its logits are not finite."""
+    ops, targets = bodies.cuda(kernels), np.array([IGNORED, 1, IGNORED])
+    logits = np.array([[1, 2], [0, 0], [np.nan, np.inf]], np.float32)
+    assert_close(ops.cross_entropy_loss(logits, targets, Arena()), np.log(2), "float32")
+    assert int(ops.count_correct(logits, targets, Arena())) == 0
+    loss, dlogits = ops.cross_entropy(logits, targets, 1.0, Arena())
+    assert_close(loss, np.log(2), "float32")
+    np.testing.assert_array_equal(dlogits, [[0, 0], [0.5, -0.5], [0, 0]])
+
+
 def check_split_vocabulary(
     kernels: Kernels, m: int, v: int, ranks: int, dtype: str = "float32", room: int = 0
 ) -> None:
@@ -82,6 +95,7 @@ def check_split_vocabulary(
     )
     before = [cut - 1 for cut in cuts if 0 < cut < v][:m]
     targets[: len(before)] = before  # right before the first column of a rank
+    targets[3::3] = IGNORED
     true_loss, truth = reference.cross_entropy(values(logits), targets, 0.125, None)
     parts = [np.pad(logits[:, a:b], ((0, 0), (0, room)))[:, : b - a] for a, b in pairwise(cuts)]
     maximum = np.max([ops.row_maximum(part, Arena()) for part in parts], axis=0)
@@ -351,7 +365,7 @@ def losses() -> Iterator[Callable]:
     yield partial(check_split_vocabulary, m=5, v=40, ranks=2, dtype="float64")
     yield partial(check_split_vocabulary, m=5, v=58, ranks=2, room=3)
     yield partial(check_split_vocabulary, m=5, v=58, ranks=2, dtype="float16", room=35)
-    yield from (check_huge_logits, check_stray_target)
+    yield from (check_huge_logits, check_stray_target, check_ignored_rows)
 
 
 def steps() -> Iterator[Callable]:

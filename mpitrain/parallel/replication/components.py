@@ -173,7 +173,7 @@ class StepEnd(Protocol):
     skips : SkippedUpdates
         The count of skipped updates, and the loss scale.
     control : ControlMessage
-        Sums four numbers over all ranks.
+        Sums up to five numbers over all ranks.
     """
 
     store: ParameterStore

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from mpitrain.data import IGNORED
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import HostBackend
 from mpitrain.ops import bodies
@@ -197,6 +198,27 @@ def test_cross_entropy_has_the_gradient_of_its_loss(ops, m, v):
     )
     right = kept[np.arange(m), targets] == kept.max(1)
     assert ops.count_correct(kept, targets, arena) == right.sum()
+
+
+@pytest.mark.parametrize("ops", BODIES)
+def test_a_row_that_does_not_count_has_no_loss_and_no_gradient(ops):
+    """Not even if its logits are not finite."""
+    logits, targets = numbers(2, 6, 5), np.array([0, IGNORED, 4, IGNORED, IGNORED, 2])
+    logits[3, 1] = np.nan
+    counted = targets != IGNORED
+    some = logits[counted].copy()
+    assert ops.count_correct(logits, targets, Arena()) == ops.count_correct(
+        some, targets[counted], Arena()
+    )
+    assert_close(
+        ops.cross_entropy_loss(logits, targets, Arena()),
+        ops.cross_entropy_loss(some, targets[counted], Arena()),
+        1e-12,
+    )
+    loss, dlogits = ops.cross_entropy(logits, targets, 0.25, Arena())
+    true_loss, truth = ops.cross_entropy(some, targets[counted], 0.25, Arena())
+    assert_close(loss, true_loss, 1e-12)
+    assert np.array_equal(dlogits[counted], truth) and not dlogits[~counted].any()
 
 
 @pytest.mark.parametrize("ops", BODIES)
