@@ -106,8 +106,13 @@ def _exponentials(q, k, mask, ones, exp, inverse):
     A softmax does not depend on a shift of its scores. NumPy takes twice as long for the row
     maximum as for the exponentials. So scores are shifted by their row maximum only where overflow
     or underflow requires it.
-    q: (H, Q, D), scaled; k: (H, K, D); mask: (Q or more, Q or more), -inf above the diagonal, for the
-    last Q keys; ones: (K,); exp: (H, Q, K); inverse: (H, Q, 1)
+
+    q        (H, Q, D), scaled
+    k        (H, K, D)
+    mask     (Q or more, Q or more), -inf above the diagonal, for the last Q keys
+    ones     (K,)
+    exp      (H, Q, K)
+    inverse  (H, Q, 1)
     """
     count = q.shape[1]
     diagonal, mask = exp[..., -count:], mask[:count, :count]

@@ -194,7 +194,7 @@ def _encode(values, coded, scales, of, arena):
     scales[scales < TINY] = 0
     ratio[...] = values
     ratio /= np.where(scales > 0, scales, np.float32(np.inf))[:, None]
-    # The upper half of a little-endian float32.
+    # This is the upper half of a little-endian float32.
     upper = ratio.view(np.uint16)[:, 1::2]
     found, bound = (arena.take(values.shape, kind) for kind in (np.uint8, np.float32))
     np.take(of.lowest, upper, out=found, mode="clip")
