@@ -1,8 +1,8 @@
 """Arrays without memory: NumPy arrays with shape, strides and dtype, on which nothing is computed.
 
 They are the counterpart of PyTorch's meta tensors. All of them begin at one read-only mapping, of
-which no page exists. NumPy passes a function call on such an array to the array's class
-(`__array_ufunc__`, `__array_function__`), which makes the result without computing it.
+which no page exists. NumPy passes a function call on such an array to the methods
+`__array_ufunc__` and `__array_function__` of its class. They make the result without computing it.
 """
 
 from __future__ import annotations  # help() then prints signatures as they are written here
