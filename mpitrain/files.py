@@ -174,7 +174,7 @@ class Directory:
 def opened(path: Path, inner: int = 0) -> Directory:
     """Open a directory. Links in its path are followed, except among its last `inner` names.
 
-    inner  how many names at the end of the path lie beneath the directory that the user typed
+    inner  how many names at the end of the path are below the directory that the user typed
     """
     if not inner:
         return Directory(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))

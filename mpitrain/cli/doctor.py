@@ -17,6 +17,7 @@ from mpitrain.cli.session import mpi_session
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 from mpitrain.machine.kinds import KINDS
+from mpitrain.machine.processor import processor
 
 SMALL_SHM = 64 << 20
 """Bytes of /dev/shm in a container by default: too few for ranks that share memory."""
@@ -31,6 +32,7 @@ def command() -> None:
     Start it as you will start training, for example: mpitrain launch -n 4 -- doctor
     """
     with mpi_session(allow_alone=True) as transport:
+        from mpitrain.bench.kernels.host_products import rates
         from mpitrain.transport.device.cuda_aware import cuda_messages
 
         everyone = [
@@ -44,6 +46,7 @@ def command() -> None:
                     process.shared_memory(),
                     process.free_memory("cpu"),
                     _kinds(),
+                    rates(),
                 )
             )
         ]
@@ -64,6 +67,7 @@ class Rank(NamedTuple):
     shared      free bytes of /dev/shm
     memory      free bytes of main memory
     kinds       usable values of --device
+    rates       {library: float32 operations per second}, while all ranks multiply
     """
 
     host: str
@@ -73,6 +77,7 @@ class Rank(NamedTuple):
     shared: int
     memory: int
     kinds: list[str]
+    rates: dict[str, float]
 
 
 def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
@@ -85,7 +90,7 @@ def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
 
     import numpy
 
-    from mpitrain.ops.host.product import mkl
+    from mpitrain.bench.kernels.host_products import described
     from mpitrain.transport.library import library
 
     mpi, started = library(), process.launched()
@@ -99,7 +104,7 @@ def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
     yield "GPUs", gpus()
     name, threads = _blas()
     yield "BLAS", f"{name}, {threads} thread(s) per rank, NumPy {numpy.__version__}"
-    yield "products", "by MKL" if mkl() else "by NumPy's BLAS"
+    yield "products", described(everyone[0].rates, processor().gains_from_mkl)
     yield "g++", _compiler()
     usable = extras()
     yield (
@@ -166,11 +171,7 @@ def verdict(everyone: list[Rank], started: process.Launched) -> Iterator[str]:
     if started.size > len(everyone):
         yield "verdict      this start does not work:"
     else:
-        wrong = (
-            f"{len(found)} thing(s) will go wrong:"
-            if found
-            else "nothing will go wrong that can be told."
-        )
+        wrong = f"{len(found)} thing(s) will go wrong:" if found else "no problem was found."
         yield f"verdict      {len(everyone)} rank(s) can train with --device {' or '.join(kinds)}; {wrong}"
     yield from (f"warning: {warning}" for warning in found)
 

@@ -74,20 +74,20 @@ def command(
     settings = changes((), **options)
     configured = configured_of(run, settings)
     with mpi_session(kind=lambda: configured().device.kind) as transport:
-        from mpitrain.data import source_kind
+        from mpitrain.data import writes_text
         from mpitrain.run.generate import tokens
         from mpitrain.run.open_run import open_run
         from mpitrain.transport.agreement import on_all_ranks
 
         trainer, source, _ = open_run(transport, run, configured, needs_data=False)
         config = trainer.config
-        writes_text = source_kind(config.data.source).is_text
+        is_text = writes_text(config.data.source, config.data.mixture)
         start = on_all_ranks(
-            transport, lambda: _prompt(prompt, writes_text, config.model.kind, source.inputs)
+            transport, lambda: _prompt(prompt, is_text, config.model.kind, source.inputs)
         )
 
         drawn = islice(tokens(trainer, start, temperature, top_k, seed), count)
-        written = (bytes([token]) if writes_text else f" {token}".encode() for token in drawn)
+        written = (bytes([token]) if is_text else f" {token}".encode() for token in drawn)
         parts = chain([os.fsencode(prompt)], written, [b"\n"])
         for part in parts if raw else readable(parts):
             if transport.rank == 0:

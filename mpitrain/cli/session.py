@@ -72,7 +72,7 @@ def mpi_session(
         leave_together(transport, lambda: print(text, file=sys.stderr, flush=True), error.exit_code)
     except BrokenPipeError:
         if transport.size > 1:
-            transport.abort("nobody reads its output any more")
+            transport.abort("the reader of its output is gone")
         sys.exit(1)
     except MemoryError as error:
         transport.abort(

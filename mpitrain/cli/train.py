@@ -257,19 +257,17 @@ def _print_sample(finished: Any, stop_requested: Callable[[], bool]) -> None:
     from itertools import islice
 
     from mpitrain.cli.generate import readable
-    from mpitrain.data import source_kind
+    from mpitrain.data import writes_text
     from mpitrain.errors import TrainingError
     from mpitrain.run.generate import tokens
 
     trainer = finished.job.trainer
-    writes_text, until = (
-        source_kind(trainer.config.data.source).is_text,
-        time.monotonic() + SAMPLE_SECONDS,
-    )
+    data, until = trainer.config.data, time.monotonic() + SAMPLE_SECONDS
+    is_text = writes_text(data.source, data.mixture)
     try:
         drawn = tokens(
             trainer,
-            [ord("\n") if writes_text else 0],
+            [ord("\n") if is_text else 0],
             temperature=0.8,
             top_k=40,
             seed=0,
@@ -277,9 +275,7 @@ def _print_sample(finished: Any, stop_requested: Callable[[], bool]) -> None:
         )
         sample = list(islice(drawn, trainer.config.run.sample))
         text = (
-            b"".join(readable([bytes(sample)]))
-            if writes_text
-            else " ".join(map(str, sample)).encode()
+            b"".join(readable([bytes(sample)])) if is_text else " ".join(map(str, sample)).encode()
         )
         said = b"a sample of what it writes:\n" + text + b"\n"
     except TrainingError as error:

@@ -209,7 +209,7 @@ class Group:
         Notes
         -----
         A returned buffer is leased again with its bound collectives: nothing is allocated after the
-        first step. On one host, buffers lie in a shared window, until the transport closes.
+        first step. On one host, buffers are in a shared window, until the transport closes.
         """
         return self._exchanges.lease(self, shape, dtype)
 

@@ -21,6 +21,7 @@ from mpitrain.files import contents
 PATHS = (
     ("data", "source"),
     ("data", "validation"),
+    ("data", "mixture"),
     ("replication", "tuning"),
     ("device", "tiles"),
     ("pipeline", "schedule"),
@@ -34,6 +35,7 @@ PATTERNS = {  # The patterns of `sections` in words, for messages.
     "run.delay": "must be RANK:MS or random:MS:P with P from 0 to 1, or several of these with commas between",
     "replication.wire": "must be none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK]",
     "pipeline.partition": "must be time, or numbers and commas, as in 4,4,3,5",
+    "memory.recompute": "must be none, attention, unit or a number of units",
     "replication.async_lr": "must be 1/workers, staleness or a number",
 }
 SYNONYMS = {
@@ -79,6 +81,8 @@ def read_toml(path: Path, inner: int = 0) -> dict[str, Any]:
             table[key] = [
                 str(path.parent / file) if isinstance(file, str) else file for file in name
             ]
+        elif isinstance(name, dict):
+            table[key] = {_beside(path, source): weight for source, weight in name.items()}
         elif isinstance(name, str):
             kind, colon, place = name.partition(":") if section == "data" else ("", "", name)
             is_path = (
@@ -87,6 +91,12 @@ def read_toml(path: Path, inner: int = 0) -> dict[str, Any]:
             if place and is_path:
                 table[key] = f"{kind}{colon}{path.parent / place}"
     return tables
+
+
+def _beside(path: Path, source: str) -> str:
+    """Return the name of a data source with its path relative to the folder of a file."""
+    kind, colon, place = source.partition(":")
+    return f"{kind}{colon}{path.parent / place}" if place else source
 
 
 def with_settings(tables: Mapping[str, Any], settings: list[str]) -> dict[str, Any]:

@@ -4,7 +4,14 @@ import os
 from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+)
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from mpitrain.config.delays import PATTERN as DELAY
@@ -12,6 +19,7 @@ from mpitrain.machine.kinds import Kind
 
 WIRE = r"^(none|fp16|bf16|int8|topk(:.+)?|powersgd(:.+)?)$"
 ASYNC_LR = r"^(1/workers|staleness|[0-9]{1,9}(\.[0-9]{0,20})?(e-?[0-9]{1,2})?)$"
+RECOMPUTE = r"^(none|attention|unit|[1-9][0-9]{0,8})$"
 PARTITION = r"^time$|^( *[0-9]{1,9} *(, *[0-9]{1,9} *)*)?$"
 HALVES = ("bfloat16", "float16")
 KEPT_ON_HOST = ("topk", "powersgd")
@@ -62,6 +70,8 @@ class Section(BaseModel):
         """Check the rules for the values of all keys: ranges of numbers, and valid text."""
         if isinstance(value, list):
             return [*map(cls._within_reach, value)]
+        if isinstance(value, dict):
+            return {cls._within_reach(key): cls._within_reach(one) for key, one in value.items()}
         if isinstance(value, int) and abs(value) > WHOLE:
             raise PydanticCustomError("range", "must be a whole number of at most 64 bits")
         if isinstance(value, float) and value and not SMALL <= abs(value) <= LARGE:
@@ -158,6 +168,38 @@ class Data(Section):
         description="vocabulary size for {rows}; 0: the largest token in the file + 1. Text "
         "always has 256",
     )
+    dtype: Literal["auto", "uint16", "uint32"] = Field(
+        "auto",
+        description="dtype of the tokens of {rows}; auto: as the header says (.npy, llm.c), else as "
+        "the key dtype of meta.json beside the file, else uint16",
+    )
+    order: Literal["random", "epochs"] = Field(
+        "random",
+        description="order of the rows of {rows}; random: windows at random offsets, epochs: "
+        "windows side by side, each once per epoch. Other data always goes in epochs",
+    )
+    separator: int = Field(
+        -1,
+        ge=-1,
+        description="the token that ends a document of {rows}; a row ends with its document, and "
+        "the rest of the row does not count. -1: rows cross borders of documents",
+    )
+    mixture: dict[str, float] = Field(
+        {},
+        description="weights of the sources of data.source mixture, as a table: each row comes from "
+        "one of them. They are {rows}",
+    )
+    prefetch: int = Field(
+        2,
+        ge=0,
+        le=1000,
+        description="batches that a thread reads ahead, which changes no bit; 0: each step reads its own",
+    )
+    template: str = Field(
+        "{role}: {content}\n\n",
+        description="one turn of a conversation of {rows} as text; the content of the role "
+        "assistant, and the text behind it, are trained on",
+    )
 
 
 class Model(Section):
@@ -176,6 +218,12 @@ class Model(Section):
     context: int = Field(128, ge=1, description="tokens in one sequence")
     tied: bool = Field(
         False, description="tie the weights of the output projection to the token embedding"
+    )
+    freeze: list[str] = Field(
+        [],
+        description="parameters that are not trained, as patterns of full names such as "
+        "blocks.0.*; a star matches any text, also dots. A frozen parameter has no gradient and "
+        "no optimizer state, and no rank sends it but with replication.zero 3",
     )
 
 
@@ -392,18 +440,37 @@ class Precision(Section):
         return "float32" if self.is_half else self.compute
 
 
+class ParameterGroup(Section):
+    """One entry of optimizer.groups (as a parameter group of torch.optim).
+
+    match         pattern of full names of parameters, as of fnmatch
+    lr            factor of the learning rate
+    weight_decay  of these parameters; None: as without the group
+    """
+
+    match: str
+    lr: float = Field(1.0, gt=0)
+    weight_decay: float | None = Field(None, ge=0)
+
+    @model_serializer
+    def _as_table(self) -> dict[str, Any]:
+        """Leave out None, which TOML does not have."""
+        every = {"match": self.match, "lr": self.lr, "weight_decay": self.weight_decay}
+        return {key: value for key, value in every.items() if value is not None}
+
+
 class Optimizer(Section):
     basic = ("name", "lr")
 
     name: str = Field(
         "adamw",
-        description="update rule; keys that the rule does not read must have their defaults",
+        description="update rule; keys that the rule does not read must have their defaults. {rows}",
     )
     lr: float = Field(2e-3, gt=0, description="peak learning rate")
     weight_decay: float = Field(
         0.1,
         ge=0,
-        description="weight decay of matrices, decoupled in adamw; biases and gains have none",
+        description="weight decay of matrices and embeddings; biases and gains have none",
     )
     clip: float = Field(
         1.0,
@@ -412,28 +479,100 @@ class Optimizer(Section):
         "stage; 0: no clipping",
     )
     warmup: int = Field(20, ge=0, description="steps of linear warm-up of the learning rate from 0")
-    schedule: Literal["constant", "cosine", "linear"] = Field(
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = Field(
         "cosine",
-        description="decay of the learning rate to a tenth after the warm-up; constant: none",
+        description="decay of the learning rate after the warm-up; constant: none; wsd: constant, "
+        "then linear",
     )
-    momentum: float = Field(0.9, ge=0, lt=1, description="momentum: decay of the velocity")
+    final: float = Field(
+        0.1, ge=0, le=1, description="learning rate at the end of the decay, relative to the peak"
+    )
+    decay_steps: int = Field(
+        0,
+        ge=0,
+        description="steps of the decay, the last ones of the run; 0: all after the warm-up, in "
+        "wsd the last fifth of the run",
+    )
+    groups: list[ParameterGroup] = Field(
+        [],
+        description="weight decay and factor of the learning rate by full names of parameters: "
+        '[{{match = "embedding.*", weight_decay = 0.0, lr = 0.5}}]. The first match counts. A * '
+        "matches dots, too",
+    )
+    momentum: float = Field(0.9, ge=0, lt=1, description="{rows}: decay of the velocity")
     beta1: float = Field(
         0.8,
         ge=0,
         lt=1,
-        description="adamw: decay of the first moment, except in the steps of beta1_delayed",
+        description="{rows}: decay of the first moment, except in the steps of beta1_delayed; in "
+        "lion the momentum's weight in the step",
     )
     beta1_delayed: float = Field(
         0.5,
         ge=0,
         lt=1,
-        description="adamw: decay of the first moment in steps with topk or powersgd; their error "
+        description="{rows}: decay of the first moment in steps with topk or powersgd; their error "
         "feedback acts as a momentum, too",
     )
-    beta2: float = Field(0.95, ge=0, lt=1, description="adamw: decay of the second moment")
-    epsilon: float = Field(
-        1e-8, gt=0, description="adamw: term in the denominator that avoids a division by 0"
+    beta2: float = Field(
+        0.95,
+        ge=0,
+        lt=1,
+        description="{rows}: decay of the second moment; in lion of the momentum",
     )
+    epsilon: float = Field(
+        1e-8, gt=0, description="{rows}: term in the denominator that avoids a division by 0"
+    )
+    ns_steps: int = Field(
+        5, ge=1, lt=100, description="{rows}: Newton-Schulz steps, which make a matrix orthogonal"
+    )
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = Field(
+        "match_rms_adamw",
+        description="{rows}: factor of a matrix' learning rate: 0.2 x sqrt of its longer side, or "
+        "original: sqrt(max(1, rows / columns))",
+    )
+
+
+class Memory(Section):
+    basic = ("recompute",)
+
+    recompute: str = Field(
+        "none",
+        pattern=RECOMPUTE,
+        description="activations that the backward pass computes again instead of saving them. "
+        "none, attention: the probabilities of attention, unit: all but the input of each unit, "
+        "or N: all but the input of each N units; 2 are a transformer block",
+    )
+    logit_chunks: int = Field(
+        1,
+        ge=1,
+        description="number of slices of rows in which the output head and the loss are computed, "
+        "so that the logits of all rows are never in memory together",
+    )
+    attention: Literal["auto", "tiled", "whole"] = Field(
+        "auto",
+        description="attention on cpu. tiled: in tiles that stay in cache; the backward computes "
+        "the exponentials again, and no memory grows with the square of model.context. whole: "
+        "the exponentials are saved for the backward. auto: whole for short sequences, tiled "
+        "from 512 tokens on. cuda and cuda-sim always compute in tiles",
+    )
+    release_every: int = Field(
+        0,
+        ge=0,
+        description="steps between releases of unused activation memory to the system; 0: never",
+    )
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        """Accept a number as well as a string."""
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @property
+    def segment(self) -> int:
+        """The number of units that are computed again together; 0: none are."""
+        named = {"none": 0, "attention": 0, "unit": 1}
+        return named[self.recompute] if self.recompute in named else int(self.recompute)
 
 
 class Checkpoint(Section):

@@ -12,6 +12,7 @@ from mpitrain.config.sections import (
     Data,
     Device,
     Layout,
+    Memory,
     Model,
     Optimizer,
     Pipeline,
@@ -40,6 +41,7 @@ class Config(Section):
     replication: Replication = Field(default_factory=Replication)
     precision: Precision = Field(default_factory=Precision)
     optimizer: Optimizer = Field(default_factory=Optimizer)
+    memory: Memory = Field(default_factory=Memory)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     device: Device = Field(default_factory=Device)
 
@@ -63,6 +65,16 @@ class Config(Section):
             raise ConfigError(
                 f"Wire format {self.replication.wire} keeps its residuals in host memory, but device.kind is cuda.",
                 "Set replication.wire to fp16, bf16, int8 or none, or device.kind to cpu.",
+            )
+        if self.device.kind in ("cuda", "cuda-sim") and self.memory.attention == "whole":
+            raise ConfigError(
+                f"Kernels compute attention in tiles, but memory.attention is whole on {self.device.kind}.",
+                "Set memory.attention to auto, or device.kind to cpu.",
+            )
+        if self.memory.logit_chunks > 1 and self.replication.mode == "master":
+            raise ConfigError(
+                f"In mode master rank 0 computes the loss of all logits, but memory.logit_chunks is {self.memory.logit_chunks}.",
+                "Set memory.logit_chunks to 1, or replication.mode to all-reduce.",
             )
         if (
             self.device.kind in ("cuda", "cuda-sim")

@@ -5,26 +5,33 @@ samples before it. It does not depend on the number of ranks. Token sources hold
 file or their last tenth. Sample sources have a test set.
 """
 
+from mpitrain.data.prefetch import Prefetched
 from mpitrain.data.samples import SampleSource
-from mpitrain.data.source import Form, Request, Scan, Source, Unopened, zeros
+from mpitrain.data.source import IGNORED, Form, Reading, Request, Scan, Source, Unopened, zeros
 from mpitrain.data.table import (
     SOURCES,
     SourceKind,
     absolute,
     amounts,
+    check_mixture,
     names,
     open_source,
     source_kind,
+    spellings,
     token_files,
+    writes_text,
 )
 from mpitrain.data.token_files import LLM_C_MAGIC, TENTH, as_it_is, beside, largest_token
 from mpitrain.data.tokens import TokenSource
 
 __all__ = [
+    "IGNORED",
     "LLM_C_MAGIC",
     "SOURCES",
     "TENTH",
     "Form",
+    "Prefetched",
+    "Reading",
     "Request",
     "SampleSource",
     "Scan",
@@ -36,10 +43,13 @@ __all__ = [
     "amounts",
     "as_it_is",
     "beside",
+    "check_mixture",
     "largest_token",
     "names",
     "open_source",
     "source_kind",
+    "spellings",
     "token_files",
+    "writes_text",
     "zeros",
 ]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mpitrain.data.order import EpochOrder, positions
 from mpitrain.data.source import Form, Request
 from mpitrain.errors import DataError
 from mpitrain.files import contents
@@ -24,9 +25,8 @@ class SampleSource:
 
     def __init__(self, train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray]):
         self._train, self._test = train, test
-        # The last (seed, epoch) that was shuffled, and the order of its samples.
-        self._shuffled: tuple[tuple[int, int], np.ndarray] | None = None
         self.samples, self.inputs = train[0].shape
+        self._order = EpochOrder(self.samples)
         self.shape: tuple[int, ...] = (self.inputs,)
         self.classes = int(max(train[1].max(), test[1].max())) + 1
         self.held_out = len(test[1])
@@ -35,22 +35,8 @@ class SampleSource:
         self, seed: int, step: int, size: int, rows: range, before: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         samples, labels = self._train
-        position = (step * size if before is None else before) + np.arange(rows.start, rows.stop)
-        chosen = np.empty(len(position), np.int64)
-        for epoch in np.unique(position // len(labels)):
-            here = position // len(labels) == epoch
-            chosen[here] = self._order(seed, int(epoch))[position[here] % len(labels)]
+        chosen = self._order.chosen(seed, positions(step, size, rows, before))
         return samples[chosen], labels[chosen]
-
-    def _order(self, seed: int, epoch: int) -> np.ndarray:
-        """Return the numbers of all samples in the order of an epoch: (samples,) int64.
-
-        A permutation costs time in proportion to all samples, so the last one is cached.
-        """
-        if self._shuffled is None or self._shuffled[0] != (seed, epoch):
-            order = np.random.default_rng([seed, epoch]).permutation(len(self._train[1]))
-            self._shuffled = (seed, epoch), order
-        return self._shuffled[1]
 
     def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         samples, labels = self._test

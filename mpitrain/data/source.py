@@ -3,7 +3,7 @@
 B batch, T tokens of a context, F features, C channels, H height, W width of an image.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -11,6 +11,8 @@ from numpy.typing import DTypeLike
 
 Form = Literal["tokens", "samples", "images"]
 """The form of the data: rows of tokens, labelled features, or labelled images."""
+IGNORED = -100
+"""The target that does not count: the default of PyTorch's `ignore_index`."""
 
 
 class Source(Protocol):
@@ -59,7 +61,7 @@ class Source(Protocol):
         inputs : ndarray
             (len(rows), T) int64 tokens, (len(rows), F) features, or (len(rows), C, H, W) pixels.
         targets : ndarray
-            (len(rows), T) int64 classes of tokens, else (len(rows),).
+            (len(rows), T) int64 classes of tokens, else (len(rows),). IGNORED does not count.
         """
 
     def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -94,12 +96,31 @@ class Scan(NamedTuple):
     nbytes      its size
     changed_ns  time of its last change, in ns
     largest     the largest token in it; -1 before the scan
+    dtype       of its tokens
     """
 
     path: str
     nbytes: int
     changed_ns: int
     largest: int
+    dtype: str = "uint16"
+
+
+class Reading(NamedTuple):
+    """How rows are made of tokens: the keys of [data] that some sources read.
+
+    dtype      of bare files of tokens: auto, uint16 or uint32
+    order      random windows of a token source, or epochs
+    separator  the token that ends a document; -1: there are no documents
+    template   one turn of a conversation as text, with {role} and {content}
+    mixture    {name of a token source: its weight}
+    """
+
+    dtype: str = "auto"
+    order: str = "random"
+    separator: int = -1
+    template: str = "{role}: {content}\n\n"
+    mixture: Mapping[str, float] = {}
 
 
 class Request(NamedTuple):
@@ -111,6 +132,7 @@ class Request(NamedTuple):
     vocabulary  of a token source, as configured; 0: from the data
     validation  held-out tokens of a token file: a source name, or a word; empty: the default
     scan        the scan of a token file; None for other sources
+    reading     how rows are made of tokens
     """
 
     name: str
@@ -119,6 +141,7 @@ class Request(NamedTuple):
     vocabulary: int
     validation: str
     scan: Scan | None
+    reading: Reading = Reading()
 
     @property
     def place(self) -> str:

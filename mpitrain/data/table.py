@@ -1,11 +1,13 @@
 """The table of data sources by the prefix of their names, and its readers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from mpitrain.data.instructions import InstructionSource, open_jsonl
+from mpitrain.data.mixture import MixtureSource
 from mpitrain.data.samples import SampleSource, open_digits, open_idx
-from mpitrain.data.source import Form, Request, Scan, Source, Unopened
+from mpitrain.data.source import Form, Reading, Request, Scan, Source, Unopened
 from mpitrain.data.token_files import as_it_is, largest_token
 from mpitrain.data.tokens import BYTES, TokenSource, open_pydocs, open_text, open_tokens
 from mpitrain.errors import ConfigError
@@ -20,8 +22,9 @@ class SourceKind(NamedTuple):
     argument       the path behind the prefix as help texts write it, :FILE; empty: there is none
     help           a remark for the help of data.source, in brackets; may be empty
     is_text        its tokens are the bytes of text
-    is_token_file  it is a file of uint16 tokens. All ranks scan it for its largest token, and
+    is_token_file  it is a file of tokens. All ranks scan it for its largest token, and
                    data.validation may name another one.
+    reads          the keys of `Reading` that it reads, besides dtype of a file of tokens
     module         optional Python module that it needs; empty: none
     """
 
@@ -31,7 +34,22 @@ class SourceKind(NamedTuple):
     help: str = ""
     is_text: bool = False
     is_token_file: bool = False
+    reads: Sequence[str] = ()
     module: str = ""
+
+
+def _open_mixture(request: Request) -> MixtureSource:
+    """Open the sources of a mixture. Files of tokens are scanned on each rank."""
+    reading = request.reading._replace(mixture={})
+    members: dict[str, tuple[TokenSource, float]] = {}
+    for name, weight in request.reading.mixture.items():
+        row = source_kind(name)
+        vocabulary = request.vocabulary if row.is_token_file else 0
+        own = reading if row.is_token_file else reading._replace(dtype="auto")
+        member = open_source(name, request.context, request.dtype, vocabulary, reading=own)
+        assert isinstance(member, TokenSource)
+        members[name] = member, weight
+    return MixtureSource(members, request.vocabulary)
 
 
 def _refuse(request: Request) -> Source:
@@ -41,11 +59,29 @@ def _refuse(request: Request) -> Source:
     )
 
 
+MIXTURE = "mixture"
+"""The name of the source that draws rows from the sources of data.mixture."""
+WINDOWS = ("order", "separator")
+"""The keys that sources read whose rows are windows of one sequence of tokens."""
+
 SOURCES: Table[str, SourceKind] = Table(
-    pydocs=SourceKind(open_pydocs, "tokens", is_text=True),
+    pydocs=SourceKind(open_pydocs, "tokens", is_text=True, reads=WINDOWS),
     digits=SourceKind(open_digits, "samples", module="sklearn"),
-    text=SourceKind(open_text, "tokens", ":FILE", is_text=True),
-    tokens=SourceKind(open_tokens, "tokens", ":FILE", "flat uint16", is_token_file=True),
+    text=SourceKind(open_text, "tokens", ":FILE", is_text=True, reads=WINDOWS),
+    tokens=SourceKind(
+        open_tokens,
+        "tokens",
+        ":FILE",
+        "flat uint16 or uint32; a pattern such as train_*.bin names several",
+        is_token_file=True,
+        reads=WINDOWS,
+    ),
+    jsonl=SourceKind(
+        open_jsonl, "tokens", ":FILE", "conversations", is_text=True, reads=("template",)
+    ),
+    mixture=SourceKind(
+        _open_mixture, "tokens", help="of data.mixture", reads=("separator", "mixture", "dtype")
+    ),
     idx=SourceKind(open_idx, "samples", ":DIR", "MNIST files"),
 )
 """Data sources by prefix: a name is PREFIX, or PREFIX:PATH where the row has an argument.
@@ -74,6 +110,12 @@ def names(with_help: bool = False) -> str:
     return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
+def spellings(key: str) -> str:
+    """Return the spellings of the sources that read a key of `Reading`."""
+    found = [prefix + row.argument for prefix, row in SOURCES.items() if key in row.reads]
+    return " or ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
+
+
 def token_files() -> str:
     """Return the spellings of the sources that are files of tokens: tokens:FILE."""
     return " or ".join(
@@ -88,6 +130,7 @@ def open_source(
     vocabulary: int = 0,
     scan: Scan | None = None,
     validation: str = "",
+    reading: Reading = Reading(),  # noqa: B008  a constant
 ) -> Source:
     """Open a source by its configuration name.
 
@@ -96,6 +139,7 @@ def open_source(
     vocabulary  of a token source; 0: 256 for text, largest token + 1 for tokens:FILE
     scan        the scan of a tokens:FILE if it is known; None costs a pass over the file
     validation  held-out tokens of a tokens:FILE: another one; tenth or empty: the last tenth
+    reading     how rows are made of tokens
     raises      ConfigError for a name that is no source or has options of another kind;
                 DataError if it is missing, unreadable, too small, or exceeds the vocabulary
     """
@@ -110,17 +154,57 @@ def open_source(
             f"Text has {BYTES} tokens, one for each byte, but data.vocabulary is {vocabulary}.",
             f"Leave out data.vocabulary, or name a {token_files()}.",
         )
+    for key, value in reading._asdict().items():
+        is_read = key in row.reads or (key == "dtype" and row.is_token_file)
+        if value != Reading._field_defaults[key] and not is_read:
+            raise ConfigError(
+                f"data.{key} is of data.source {token_files() if key == 'dtype' else spellings(key)}, but that is {name}.",
+                f"Leave out data.{key}.",
+            )
     if row.is_token_file and scan is None:
-        scan = as_it_is(name)._replace(largest=largest_token(name, 0, 1))
-    return row.open(Request(name, context, dtype, vocabulary, validation, scan))
+        largest = largest_token(name, 0, 1, reading.dtype)
+        scan = as_it_is(name, reading.dtype)._replace(largest=largest)
+    return row.open(Request(name, context, dtype, vocabulary, validation, scan, reading))
+
+
+def check_mixture(name: str, mixture: Mapping[str, float]) -> None:
+    """Raise ConfigError unless the mixture fits the name of the source and lists token sources."""
+    if (name == MIXTURE) != bool(mixture):
+        raise ConfigError(
+            f"data.source {MIXTURE} and a table data.mixture belong together, but data.source is {name} "
+            f"and data.mixture has {len(mixture)} sources.",
+            'For example: --set data.source=mixture --set \'data.mixture={"text:a.txt"=0.7, "text:b.txt"=0.3}\'',
+        )
+    for member, weight in mixture.items():
+        if not set(WINDOWS) <= set(source_kind(member).reads):
+            raise ConfigError(
+                f"data.mixture must list {spellings('order')}, but lists {member!r}.",
+                "Name other sources.",
+            )
+        if not weight > 0:
+            raise ConfigError(
+                f"A weight of data.mixture must be above 0, but that of {member} is {weight:g}.",
+                "Leave the source out, or raise its weight.",
+            )
+
+
+def writes_text(name: str, mixture: Mapping[str, float]) -> bool:
+    """Return whether the tokens of a source, or of all sources of a mixture, are bytes of text."""
+    return all(source_kind(one).is_text for one in mixture or (name,))
 
 
 def amounts(source: Source | Unopened) -> dict[str, int]:
     """Return {name: count} of the data, for example of its training and held-out tokens.
 
-    The result is {} unless the source is a TokenSource or a SampleSource.
+    The result is {} for a source of another class than those of this room.
     """
-    if isinstance(source, TokenSource):
+    if isinstance(source, InstructionSource):
+        return {
+            "conversations": source.samples,
+            "held_out_conversations": source.held_out,
+            "cut_conversations": source.cut,
+        }
+    if isinstance(source, TokenSource | MixtureSource):
         return {
             "tokens": source.tokens,
             "held_out_tokens": source.held_out_tokens,

@@ -1,22 +1,57 @@
-"""Files of text and of tokens: opened as memory maps, and scanned for the largest token."""
+"""Files of text and of tokens: their dtypes and headers, and the scan for the largest token."""
 
+import glob
 import struct
 from pathlib import Path
+from tokenize import TokenError
+from typing import NamedTuple
 
 import numpy as np
 
+from mpitrain.data.flat_tokens import FileTokens, FlatTokens, JoinedTokens, largest
 from mpitrain.data.source import Scan
 from mpitrain.errors import DataError
-from mpitrain.files import check_regular
+from mpitrain.files import check_regular, contents
+from mpitrain.strict_json import parsed
 
 LLM_C_MAGIC = 20240520
 """The first int32 of a token file of llm.c. Its header has 256 int32; the tokens follow."""
+LLM_C_KINDS = {LLM_C_MAGIC: (1, "uint16"), 20240801: (7, "uint32")}
+"""{first int32 of a token file of llm.c: (its version, dtype of its tokens)}."""
+LLM_C_HEADER = 1024
+NPY_MAGIC = b"\x93NUMPY"
+UNREADABLE = (
+    ValueError,
+    KeyError,
+    EOFError,
+    TypeError,
+    SyntaxError,
+    TokenError,
+    MemoryError,
+    RecursionError,
+)
+"""The errors of NumPy for a header that is damaged."""
+META = "meta.json"
+"""A file beside files of tokens; its key "dtype" names theirs."""
 TOKEN_KEYS = "data.source and data.validation"
 """The keys that name tokens:FILE."""
+AUTO = "auto"
 
 
 TENTH = "tenth"
 """The value of data.validation that holds out the last tenth of the source."""
+
+
+class Layout(NamedTuple):
+    """The layout of a file of tokens.
+
+    offset  of the first token, in bytes
+    length  number of tokens, as a header says; None without a header
+    """
+
+    dtype: np.dtype
+    offset: int
+    length: int | None
 
 
 def beside(name: str) -> str:
@@ -31,21 +66,23 @@ def beside(name: str) -> str:
     return f"tokens:{other}" if other.exists() else TENTH
 
 
-def as_it_is(name: str) -> Scan:
-    """Return the state of a tokens:FILE before its scan: its largest token is -1."""
-    path = Path(name.partition(":")[2])
-    nbytes = _size(path, TOKEN_KEYS)
-    return Scan(str(path.resolve()), nbytes, path.stat().st_mtime_ns, -1)
+def as_it_is(name: str, dtype: str = AUTO) -> Scan:
+    """Return the state of a tokens:PATTERN before its scan: its largest token is -1.
+
+    Of several files it has the sums of sizes and of times, which change if any of them does.
+    """
+    place = name.partition(":")[2]
+    paths = token_paths(place)
+    sizes = [_size(path, TOKEN_KEYS) for path in paths]
+    dtypes = {_layout(*one, dtype).dtype.name for one in zip(paths, sizes, strict=True)}
+    changed = sum(path.stat().st_mtime_ns for path in paths) % (1 << 62)
+    return Scan(str(Path(place).resolve()), sum(sizes), changed, -1, " ".join(sorted(dtypes)))
 
 
-def largest_token(name: str, part: int, parts: int) -> int:
-    """Return the largest token in one of `parts` equal slices of a tokens:FILE; -1 if empty."""
-    tokens = tokens_of(Path(name.partition(":")[2]))
-    tokens = tokens[part * len(tokens) // parts : (part + 1) * len(tokens) // parts]
-    # Chunks bound the resident memory of a large memory map.
-    return max(
-        (int(tokens[i : i + (1 << 24)].max()) for i in range(0, len(tokens), 1 << 24)), default=-1
-    )
+def largest_token(name: str, part: int, parts: int, dtype: str = AUTO) -> int:
+    """Return the largest token in one of `parts` equal slices of a tokens:PATTERN; -1 if empty."""
+    tokens = tokens_of(name.partition(":")[2], dtype)
+    return largest(tokens.region(part * len(tokens) // parts, (part + 1) * len(tokens) // parts))
 
 
 def pydocs() -> np.ndarray:
@@ -55,43 +92,128 @@ def pydocs() -> np.ndarray:
     return np.frombuffer("".join(topics.topics.values()).encode(), np.uint8)
 
 
-def text(path: Path) -> np.ndarray:
-    """Return the bytes of a file as uint8; DataError if it is empty or cannot be read."""
-    if _size(path) == 0:
+def text(path: Path) -> FlatTokens:
+    """Return the bytes of a file as tokens; DataError if it is empty or cannot be read."""
+    size = _size(path)
+    if size == 0:
         raise DataError(f"{path} is empty.", "Name a file with text in it.")
-    return np.memmap(path, np.uint8, "r")
+    return FileTokens(path, np.dtype(np.uint8), 0, size)
 
 
-def tokens_of(path: Path) -> np.ndarray:
-    """Return the uint16 tokens of a file, with or without a header of llm.c.
+def token_paths(place: str) -> list[Path]:
+    """Return the files that a path or a pattern names, in the order of their names.
 
-    raises  DataError if the file cannot be read or is damaged
+    raises  DataError if no file matches a pattern
     """
+    if not glob.has_magic(place) or Path(place).exists():
+        return [Path(place)]
+    found = sorted(map(Path, glob.glob(place)))
+    if not found:
+        raise DataError(f"{place} must match a file, but matches none.", f"Check {TOKEN_KEYS}.")
+    return found
+
+
+def tokens_of(place: str, dtype: str = AUTO) -> FlatTokens:
+    """Return the tokens of a file, or of all files that a pattern names, in their order.
+
+    dtype   data.dtype
+    raises  DataError if a file cannot be read or is damaged
+    """
+    files = [_tokens_of(path, dtype) for path in token_paths(place)]
+    return files[0] if len(files) == 1 else JoinedTokens(files)
+
+
+def _tokens_of(path: Path, dtype: str) -> FlatTokens:
     size = _size(path, TOKEN_KEYS)
-    if size == 0 or size % 2:
+    layout = _layout(path, size, dtype)
+    itemsize, room = layout.dtype.itemsize, size - layout.offset
+    if dtype not in (AUTO, layout.dtype.name):
         raise DataError(
-            f"{path} must hold uint16 tokens, but has {size} bytes.",
-            "Write it with numpy.ndarray.tofile.",
+            f"{path} has {layout.dtype.name} tokens, as its header says, but data.dtype is {dtype}.",
+            f"Leave out data.dtype, or set it to {layout.dtype.name}.",
         )
-    with path.open("rb") as file:
-        head = struct.unpack("<3i", file.read(12).ljust(12, b"\0"))
-    has_header = head[0] == LLM_C_MAGIC
-    if has_header and size <= 1024:
+    if layout.length is None and (room <= 0 or room % itemsize):
+        raise DataError(
+            f"{path} must hold {layout.dtype.name} tokens, but has {size} bytes.",
+            "Write it with numpy.ndarray.tofile, or set data.dtype.",
+        )
+    if layout.length is not None and room <= 0:
         raise DataError(
             f"{path} has the header of a token file and no tokens.",
             "Write the tokens after the header.",
         )
-    if has_header and head[1] != 1:
+    if layout.length is not None and room != itemsize * layout.length:
         raise DataError(
-            f"{path} is a token file of version {head[1]}, but only version 1 has tokens of 16 bits.",
-            "Write it with numpy.ndarray.tofile, as uint16.",
-        )
-    if has_header and size != 1024 + 2 * head[2]:
-        raise DataError(
-            f"{path} should hold {head[2]} tokens, as its header says, but holds {(size - 1024) // 2}.",
+            f"{path} should hold {layout.length} tokens, as its header says, but holds {room // itemsize}.",
             "Copy the file again.",
         )
-    return np.memmap(path, "<u2", "r", offset=1024 if has_header else 0)
+    return FileTokens(path, layout.dtype, layout.offset, room // itemsize)
+
+
+def _layout(path: Path, size: int, dtype: str) -> Layout:
+    """Read the header of a file of tokens, if it has one.
+
+    raises  DataError for a version or a dtype that has no meaning here
+    """
+    with path.open("rb") as file:
+        head = file.read(12)
+    if head.startswith(NPY_MAGIC):
+        return _npy(path)
+    magic, version, count = struct.unpack("<3i", head.ljust(12, b"\0"))
+    if magic in LLM_C_KINDS:
+        wanted, name = LLM_C_KINDS[magic]
+        if version != wanted and size > LLM_C_HEADER:
+            raise DataError(
+                f"{path} is a token file of version {version}, but version {wanted} has {name} tokens.",
+                "Write it with numpy.ndarray.tofile, as uint16.",
+            )
+        return Layout(np.dtype(name).newbyteorder("<"), LLM_C_HEADER, count)
+    name = dtype if dtype != AUTO else _noted(path)
+    return Layout(np.dtype(name).newbyteorder("<"), 0, None)
+
+
+def _npy(path: Path) -> Layout:
+    """Read the header of a NumPy file; its tokens are 1-D and unsigned."""
+    with path.open("rb") as file:
+        try:
+            version = np.lib.format.read_magic(file)
+            read = {
+                (1, 0): np.lib.format.read_array_header_1_0,
+                (2, 0): np.lib.format.read_array_header_2_0,
+            }[version]
+            shape, _, found = read(file)
+        except UNREADABLE as error:
+            raise DataError(
+                f"{path} is not a NumPy file that can be read: {str(error).splitlines()[0][:80]}.",
+                "Write it with numpy.save.",
+            ) from None
+        offset = file.tell()
+    if len(shape) != 1 or found.kind != "u" or found.itemsize > 4 or found.str[0] == ">":
+        raise DataError(
+            f"{path} must have one dim of uint16 or uint32 tokens, but has shape {shape} of {found}.",
+            "Write it with numpy.save(path, tokens.astype(numpy.uint16)).",
+        )
+    return Layout(found, offset, shape[0])
+
+
+def _noted(path: Path) -> str:
+    """Return the dtype that meta.json beside a bare file of tokens names; without one, uint16."""
+    meta = path.with_name(META)
+    if not meta.is_file():
+        return "uint16"
+    try:
+        found = parsed(contents(meta))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{meta} must be JSON, but {error}.", "Write it again, or set data.dtype."
+        ) from None
+    name = found.get("dtype", "uint16") if isinstance(found, dict) else None
+    if name not in ("uint16", "uint32"):
+        raise DataError(
+            f"The dtype in {meta} must be uint16 or uint32, but is {name!r}.",
+            "Write it again, or set data.dtype.",
+        )
+    return str(name)
 
 
 def _size(path: Path, keys: str = "data.source") -> int:

@@ -1,11 +1,13 @@
-"""Token sources: windows of a flat array of tokens."""
+"""Token sources: windows of a flat sequence of tokens."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from mpitrain.data.source import Form, Request, Scan
+from mpitrain.data.flat_tokens import ArrayTokens, FlatTokens, windows
+from mpitrain.data.order import EpochOrder, positions
+from mpitrain.data.source import IGNORED, Form, Reading, Request, Scan
 from mpitrain.data.token_files import TENTH, largest_token, pydocs, text, tokens_of
 from mpitrain.errors import DataError
 
@@ -14,34 +16,40 @@ BYTES = 256
 
 
 class TokenSource:
-    """A token data source: windows of T tokens, drawn from a flat array.
+    """A token data source: windows of T tokens, drawn from a flat sequence.
 
-    inputs are (B, T) int64; targets are the same windows, one token later.
+    inputs are (B, T) int64; targets are the same windows, one token later. With a separator a
+    window ends with its document: later targets are IGNORED, later inputs are separators.
 
-    tokens      1-D, all of them; those held out included, unless `validation` has them
+    tokens      all of them; those held out included, unless `validation` has them
     name        of the source, for messages
     scan        the scan of a tokens:FILE, or None
     validation  the held-out tokens and their name; None holds out the last tenth of `tokens`
-    raises      DataError if training or held-out tokens are shorter than a window
+    reading     order of the windows, and the separator
+    raises      DataError if training or held-out tokens are shorter than a window, or if the
+                separator is outside of the vocabulary
     """
 
     form: Form = "tokens"
 
     def __init__(
         self,
-        tokens: np.ndarray,
+        tokens: FlatTokens | np.ndarray,
         vocabulary: int,
         context: int,
         name: str,
         scan: Scan | None = None,
-        validation: tuple[np.ndarray, str] | None = None,
+        validation: tuple[FlatTokens, str] | None = None,
+        reading: Reading = Reading(),  # noqa: B008  a constant
     ):
+        tokens = ArrayTokens(tokens) if isinstance(tokens, np.ndarray) else tokens
         self.inputs = self.classes = vocabulary
         self.shape: tuple[int, ...] = (context,)
         self.scan = scan
-        self._context = context
+        self._context, self._separator = context, reading.separator
         cut = len(tokens) - (0 if validation else len(tokens) // 10)
-        self._train, self._test = tokens[:cut], validation[0] if validation else tokens[cut:]
+        self._train = tokens.region(0, cut)
+        self._test = validation[0] if validation else tokens.region(cut, len(tokens))
         self.tokens, self.held_out_tokens = len(self._train), len(self._test)
         self.held_out = (len(self._test) - 1) // context
         if validation and min(self.tokens, self.held_out_tokens) <= context:
@@ -55,41 +63,63 @@ class TokenSource:
                 f"{len(tokens)} tokens in all.",
                 f"Use at least {10 * (context + 1)} tokens, or lower model.context.",
             )
+        if reading.separator >= vocabulary:
+            raise DataError(
+                f"data.separator must be a token below {vocabulary}, but is {reading.separator}.",
+                "Name the token that ends a document, or leave the key out.",
+            )
+        is_ordered = reading.order == "epochs"
+        self._order = EpochOrder((self.tokens - 1) // context) if is_ordered else None
 
     def batch(
         self, seed: int, step: int, size: int, rows: range, before: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
+        if self._order:
+            chosen = self._order.chosen(seed, positions(step, size, rows, before))
+            return self._windows(self._train, chosen * self._context)
+        return self.drawn(seed, step, size, np.arange(rows.start, rows.stop))
+
+    def drawn(
+        self, seed: int, step: int, size: int, rows: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return some rows of the random windows of a step, as `batch`.    rows: (B,) int64"""
         starts = np.random.default_rng([seed, step]).integers(
-            len(self._train) - self._context, size=size
+            self.tokens - self._context, size=size
         )
-        return self._windows(self._train, starts[rows.start : rows.stop])
+        return self._windows(self._train, starts[rows])
 
     def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         return self._windows(self._test, np.asarray(rows, np.int64) * self._context)
 
-    def _windows(self, tokens: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        windows = tokens[starts[:, None] + np.arange(self._context + 1)].astype(np.int64)
-        return windows[:, :-1], windows[:, 1:]
+    def _windows(self, tokens: FlatTokens, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        found = windows(tokens, starts, self._context + 1)
+        inputs, targets = found[:, :-1], found[:, 1:]
+        if self._separator < 0:
+            return inputs, targets
+        is_after = np.logical_or.accumulate(inputs == self._separator, axis=1)
+        return np.where(is_after, self._separator, inputs), np.where(is_after, IGNORED, targets)
 
 
 def open_pydocs(request: Request) -> TokenSource:
     """Open CPython's documentation topics."""
-    return TokenSource(pydocs(), BYTES, request.context, "pydocs")
+    return TokenSource(pydocs(), BYTES, request.context, "pydocs", reading=request.reading)
 
 
 def open_text(request: Request) -> TokenSource:
     """Open a text file, the bytes of which are tokens."""
-    return TokenSource(text(Path(request.place)), BYTES, request.context, request.place)
+    tokens = text(Path(request.place))
+    return TokenSource(tokens, BYTES, request.context, request.place, reading=request.reading)
 
 
 def open_tokens(request: Request) -> TokenSource:
-    """Open a file of uint16 tokens that was scanned, and the file of its held-out tokens."""
+    """Open files of tokens that were scanned, and the file of their held-out tokens."""
     place, vocabulary, scan = request.place, request.vocabulary, request.scan
+    dtype = request.reading.dtype
     assert scan is not None
     other, most = "", -1
     if request.validation not in ("", TENTH):
         other = request.validation.partition(":")[2]
-        most = largest_token(request.validation, 0, 1)
+        most = largest_token(request.validation, 0, 1, dtype)
     for path, largest, way in (
         (place, scan.largest, "train on other tokens"),
         (other, most, "name other tokens with data.validation"),
@@ -100,10 +130,11 @@ def open_tokens(request: Request) -> TokenSource:
                 f"Leave out data.vocabulary, or {way}.",
             )
     return TokenSource(
-        tokens_of(Path(place)),
+        tokens_of(place, dtype),
         vocabulary or max(most, scan.largest) + 1,
         request.context,
         place,
         scan,
-        (tokens_of(Path(other)), other) if other else None,
+        (tokens_of(other, dtype), other) if other else None,
+        request.reading,
     )

@@ -4,7 +4,10 @@
 // loss = log(sum over v of exp(x[v])) - x[target];  its gradient, times `scale`, is written over the logits:
 // dx[v] = scale (exp(x[v] - max) / sum - (1 if v is the target)).    targets: (M,)
 // One block a row. Launch: grid (M), block (any whole warps). A target outside the row gives loss NaN.
+// A row with the target IGNORED, PyTorch's default `ignore_index`, has loss and gradient 0.
 #include "reduce.cuh"
+
+constexpr long long IGNORED = -100;
 
 #define MINUS_INFINITY Sum(__int_as_float(0xff800000))
 #define NOT_A_NUMBER Sum(__int_as_float(0x7fc00000))
@@ -58,6 +61,7 @@ __device__ __forceinline__ Normalizer row_normalizer(const Element* row, int V, 
 }
 
 __device__ __forceinline__ Sum loss_of(Normalizer whole, const Element* row, long long target, int V) {
+    if (target == IGNORED) return Sum(0);
     return target >= 0 && target < V ? log(whole.sum) + whole.maximum - wide(row[target]) : NOT_A_NUMBER;
 }
 
@@ -70,13 +74,14 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy(
     Element *row = logits + (long long)blockIdx.x * pitch, *kept = reinterpret_cast<Element*>(dynamic_shared);
     const bool vector = in_runs<WIDE>(logits, pitch);
     const long long target = targets[blockIdx.x];
+    const bool counts = target != IGNORED;
     const Normalizer whole = row_normalizer(row, V, vector, keep ? kept : nullptr, scratch);
     const Sum inverse = Sum(1) / whole.sum;
     auto write = [&](int v, const Sum (&x)[WIDE]) {
         Sum dx[WIDE];
 #pragma unroll
         for (int j = 0; j < WIDE; ++j)
-            dx[j] = scale * (exp(x[j] - whole.maximum) * inverse - (v + j == target ? Sum(1) : Sum(0)));
+            dx[j] = counts ? scale * (exp(x[j] - whole.maximum) * inverse - (v + j == target ? Sum(1) : Sum(0))) : Sum(0);
         store_run(row, v, V, vector, dx);
     };
     if (keep) {
@@ -154,13 +159,15 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy_split(
     const bool vector = in_runs<WIDE>(logits, pitch);
     const Sum maximum = maxima[blockIdx.x], sum = sums[blockIdx.x];
     const long long target = targets[blockIdx.x] - first;
+    const bool counts = targets[blockIdx.x] != IGNORED;
     each_run(row, V, vector, [&](int v, const Sum (&x)[WIDE]) {
         Sum dx[WIDE];
 #pragma unroll
-        for (int j = 0; j < WIDE; ++j) dx[j] = scale * (exp(x[j] - maximum) / sum - (v + j == target ? Sum(1) : Sum(0)));
+        for (int j = 0; j < WIDE; ++j)
+            dx[j] = counts ? scale * (exp(x[j] - maximum) / sum - (v + j == target ? Sum(1) : Sum(0))) : Sum(0);
         store_run(row, v, V, vector, dx);
     });
-    if (threadIdx.x == 0) losses[blockIdx.x] = log(sum) - target_logits[blockIdx.x];
+    if (threadIdx.x == 0) losses[blockIdx.x] = counts ? log(sum) - target_logits[blockIdx.x] : Sum(0);
 }
 
 // places[m] = -(first + v) of the lowest column v of this part whose logit is the largest of the whole row, or a NaN; -infinity

@@ -46,6 +46,79 @@ extern "C" __global__ void __launch_bounds__(256) momentum(
     }, p, g, m, mirror);
 }
 
+// d = scale g + decay p;  m = beta m + d;  p -= lr (d + beta m)
+extern "C" __global__ void __launch_bounds__(256) nesterov(
+    long long n, Element* __restrict__ p, const Element* __restrict__ g, Element* __restrict__ m,
+    Mirror* __restrict__ mirror, const Sum* __restrict__ numbers, Sum beta, Sum decay) {
+    const Sum scale = numbers[0], lr = numbers[1];
+    each_share<WIDE>(n, [&](auto here) {
+        Sum ps[WIDE], gs[WIDE], ms[WIDE];
+        here.load(p, ps);
+        here.load(g, gs);
+        here.load(m, ms);
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j) {
+            const Sum gradient = fma(decay, ps[j], scale * gs[j]);
+            ms[j] = fma(beta, ms[j], gradient);
+            ps[j] = fma(-lr, fma(beta, ms[j], gradient), ps[j]);
+        }
+        here.store(m, ms);
+        here.store(p, ps);
+        if (mirror) here.store(mirror, ps);
+    }, p, g, m, mirror);
+}
+
+// With g scaled: p = (1 - lr decay) p - lr sign(m + (1 - beta1) (g - m));  m += (1 - beta2) (g - m)
+// Chen et al. 2023, algorithm 2; the sign of 0 is 0.
+extern "C" __global__ void __launch_bounds__(256) lion(
+    long long n, Element* __restrict__ p, const Element* __restrict__ g, Element* __restrict__ m,
+    Mirror* __restrict__ mirror, const Sum* __restrict__ numbers, Sum rest1, Sum rest2, Sum decay) {
+    const Sum scale = numbers[0], lr = numbers[1], keep = Sum(1) - lr * decay;
+    each_share<WIDE>(n, [&](auto here) {
+        Sum ps[WIDE], gs[WIDE], ms[WIDE];
+        here.load(p, ps);
+        here.load(g, gs);
+        here.load(m, ms);
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j) {
+            const Sum change = fma(scale, gs[j], -ms[j]), mixed = fma(rest1, change, ms[j]);
+            ps[j] = fma(keep, ps[j], mixed > Sum(0) ? -lr : mixed < Sum(0) ? lr : Sum(0));
+            ms[j] = fma(rest2, change, ms[j]);
+        }
+        here.store(m, ms);
+        here.store(p, ps);
+        if (mirror) here.store(mirror, ps);
+    }, p, g, m, mirror);
+}
+
+// With d = scale g + decay p: m += (1 - beta1) (d - m);  v += (1 - beta2) (d^2 - v);
+// p -= lr / correction1 x m / (sqrt(v / correction2) + epsilon)
+// The corrections are those of adamw. Kingma & Ba 2015, algorithm 1.
+extern "C" __global__ void __launch_bounds__(256) adam(
+    long long n, Element* __restrict__ p, const Element* __restrict__ g, Element* __restrict__ m, Element* __restrict__ v,
+    Mirror* __restrict__ mirror, const Sum* __restrict__ numbers, Sum rest1, Sum rest2, Sum epsilon, Sum decay) {
+    const Sum scale = numbers[0], lr = numbers[1], correction1 = numbers[2], correction2 = numbers[3];
+    const Sum rate = lr / correction1;
+    each_share<WIDE>(n, [&](auto here) {
+        Sum ps[WIDE], gs[WIDE], ms[WIDE], vs[WIDE];
+        here.load(p, ps);
+        here.load(g, gs);
+        here.load(m, ms);
+        here.load(v, vs);
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j) {
+            const Sum gradient = fma(decay, ps[j], scale * gs[j]);
+            ms[j] = fma(rest1, gradient - ms[j], ms[j]);
+            vs[j] = fma(rest2, fma(gradient, gradient, -vs[j]), vs[j]);
+            ps[j] -= rate * ms[j] / (sqrt(vs[j] / correction2) + epsilon);
+        }
+        here.store(m, ms);
+        here.store(v, vs);
+        here.store(p, ps);
+        if (mirror) here.store(mirror, ps);
+    }, p, g, m, v, mirror);
+}
+
 // With g scaled: m += (1 - beta1) (g - m);  v += (1 - beta2) (g^2 - v);
 // p = (1 - lr decay) p - lr / correction1 x m / (sqrt(v / correction2) + epsilon)
 // correction1 = 1 - beta1^step, correction2 = 1 - beta2^step: on the host in double. Loshchilov & Hutter 2019, algorithm 2,

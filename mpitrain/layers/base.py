@@ -8,7 +8,7 @@ A layer may also define both halves in one, `backward(w, dy, saved, dw, arena) -
 `backward` below then calls it. This is not possible where other work comes between the halves.
 
 With an attribute `fusion` a layer offers to do work of its neighbours in the same pass over memory
-(fusion.py).
+(fusion.py). With `saved_again` it offers to compute `saved` without its output (recomputed.py).
 
 A layer that takes tokens has an attribute `vocab`, the number of tokens. A trainer checks that all
 tokens are below it.
@@ -22,7 +22,7 @@ overwrite arrays that only `saved` refers to. `saved` and `pending` are each use
 
 from __future__ import annotations  # help() then prints signatures as they are written here
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -51,6 +51,8 @@ class Parameter(NamedTuple):
                added before replicas reduce
     is_copy    whether this is a copy of a tied tensor that another stage owns and counts; its bits
                are equal
+    role       "embedding" or "head": a table that optimizers for hidden matrices leave out; empty:
+               any other tensor
     """
 
     name: str
@@ -62,6 +64,7 @@ class Parameter(NamedTuple):
     holders: str = ""
     partial: bool = False
     is_copy: bool = False
+    role: str = ""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -113,7 +116,10 @@ array.
 """
 
 Gradients = Mapping[str, Any]
-"""The same nesting as `Weights`, with a Gradient at every leaf."""
+"""The same nesting as `Weights`, with a Gradient at every leaf.
+
+A frozen tensor has no leaf: `"gain" in dw["norm"]` is False, and a layer skips its gradient.
+"""
 
 
 class Layer(Protocol):
@@ -205,7 +211,8 @@ class Layer(Protocol):
         pending : object
             The second result of `backward_input`.
         dw : Gradients
-            One `Gradient` for each parameter. `Gradient.claim` decides between writing and adding.
+            One `Gradient` for each parameter that is not frozen. `Gradient.claim` decides between
+            writing and adding.
         arena : Arena
             Allocates scratch.
         """
@@ -312,12 +319,15 @@ class Unit:
         tensor instead.
     held : mapping, optional
         Set by a pipeline, for tied tensors on several stages.
+    frozen : collection of str, optional
+        Set by model.freeze: names of parameters.
     """
 
     name: str
     layer: Layer
     tied: Mapping[str, str] = field(default_factory=dict)
     held: Mapping[str, Parameter] = field(default_factory=dict)
+    frozen: Collection[str] = frozenset()
 
     def full_name(self, parameter: Parameter) -> str:
         """Return the name of a parameter's tensor; for a tied one it is in the other unit."""

@@ -8,6 +8,7 @@ from typing import Any
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Gradients, Parameter, Weights, backward
 from mpitrain.layers.fusion import Fusion, fusion_of
+from mpitrain.layers.recomputed import saved_again
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Writes
 from mpitrain.ops.reference.layers import add as add_arrays
@@ -79,15 +80,25 @@ class Sequential:
         residual is added to the output if the last child offers this. The state lists the
         children's; the slope of a cut GELU follows the state of its layer.
         """
+        x, saved = self._before_last(w, x, arena)
+        forward, own = self.children[self._last].forward, w.get(self._last, NOTHING)
+        x, state = forward(own, x, arena) if residual is None else forward(own, x, arena, residual)
+        return x, [*saved, state]
+
+    def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
+        """Return `saved` of `forward`."""
+        x, saved = self._before_last(w, x, arena)
+        last = self.children[self._last]
+        return [*saved, saved_again(last, w.get(self._last, NOTHING), x, arena)]
+
+    def _before_last(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, list[Any]]:
+        """Return the input of the last child, and the states of the children before it."""
         saved: list[Any] = []
         for name, child in self.children.items():
-            forward, own = self._cuts.get(name, child.forward), w.get(name, NOTHING)
-            x, *state = (
-                forward(own, x, arena)
-                if residual is None or name != self._last
-                else forward(own, x, arena, residual)
-            )
-            saved += state
+            if name != self._last:
+                forward, own = self._cuts.get(name, child.forward), w.get(name, NOTHING)
+                x, *state = forward(own, x, arena)
+                saved += state
         return x, saved
 
     def backward_input(
@@ -169,6 +180,10 @@ class Residual:
         total = y if self.inner.output_is_free else arena.take(y.shape, y.dtype)
         self.add(y, x, total, arena)
         return total, saved
+
+    def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
+        """Return `saved` of `forward`."""
+        return saved_again(self.inner, w, x, arena)
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
         """Return the gradient of the input, and the state for `backward_weight`."""

@@ -3,8 +3,15 @@
 `Storage` computes the offset of each tensor. `weights` returns named views of a flat buffer, with
 which layers compute.
 
-Tensors of a unit are sorted by (trainable, decayed), so the optimizer walks a few runs instead of
-many tensors. Every tensor starts at a multiple of 32 elements, and a unit is padded to a multiple
+Frozen tensors lie in a flat buffer of their own, which has no gradients and no state:
+
+    trained   parameters   [ unit 0 | unit 1 | ... ]   all that ranks reduce, update and average
+              gradients    [ unit 0 | unit 1 | ... ]
+              state        [ unit 0 | unit 1 | ... ]
+    frozen    parameters   [ unit 0 | unit 1 | ... ]   in the dtype that layers compute with
+
+Tensors of a unit are sorted by `decayed`, so the optimizer walks a few runs instead of many
+tensors. Every tensor starts at a multiple of 32 elements, and a unit is padded to a multiple
 of dp x 32. Tensors, and each rank's shard of a unit, are therefore whole cache lines, even in a
 16-bit mirror. The padding stays zero, because its gradient is zero.
 
@@ -15,12 +22,13 @@ tensors each rank has.
 
 import math
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpitrain.layers.base import Gradient, Gradients, Parameter, Unit, Weights
+from mpitrain.layers.frozen import parameters_of
 from mpitrain.machine.backend import Backend
 
 GRAIN = 32  # tensors start at multiples of this number of elements
@@ -59,13 +67,11 @@ class Piece(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A run of adjacent trainable tensors with equal weight decay, padding included (offsets in
-    elements).
-    """
+    """A run of adjacent tensors with the same key, padding included (offsets in elements)."""
 
     start: int
     stop: int
-    decayed: bool
+    key: Any
 
 
 class Span(NamedTuple):
@@ -88,6 +94,8 @@ class Bucket(NamedTuple):
     """A run of whole spans that is reduced as one (offsets in elements).
 
     It is ready when the gradients of all its units are ready.
+
+    frozen  whether the offsets are in the buffer of frozen tensors
     """
 
     start: int
@@ -95,32 +103,38 @@ class Bucket(NamedTuple):
     units: tuple[int, ...]
     holders: str = ""
     partial: bool = False
+    frozen: bool = False
 
 
-class Storage:
-    """The layout of all tensors of a list of units (as FSDP's flat parameter).
+class FlatLayout:
+    """The layout of some tensors of a list of units in one flat buffer.
 
-    entries  all stored tensors, in order of storage; a tied tensor is stored once, in its first
-             unit
+    entries  the tensors, in order of storage; a tied tensor is stored once, in its first unit
     spans    in order of storage. Each unit has one span for its tensors that no other rank of the
              replica shares; it may be empty. Shared tensors have spans of their own.
-    length   of a flat buffer, in elements
+    length   of the flat buffer, in elements
     """
 
-    def __init__(self, units: Sequence[Unit], dtype: Any, dp: int = 1):
-        self.units, self.dtype = list(units), np.dtype(dtype)
+    def __init__(self, tensors: Sequence[Sequence[Parameter]], dtype: np.dtype, grain: int):
+        """Lay out the tensors of each unit; spans are multiples of `grain` elements."""
+        self.dtype = dtype
         self.entries: list[Entry] = []
         self.spans: list[Span] = []
-        stored = [_stored(unit) for unit in self.units]
         self.length = 0
-        for kind in sorted({("", False), *((p.holders, p.partial) for own in stored for p in own)}):
-            for index, own in enumerate(stored):
+        for kind in sorted(
+            {("", False), *((p.holders, p.partial) for own in tensors for p in own)}
+        ):
+            for index, own in enumerate(tensors):
                 mine = sorted(
-                    (p for p in own if (p.holders, p.partial) == kind),
-                    key=lambda p: (p.trainable, p.decayed),
+                    (p for p in own if (p.holders, p.partial) == kind), key=lambda p: p.decayed
                 )
                 if mine or kind == ("", False):
-                    self._lay_out(index, kind, mine, dp * GRAIN)
+                    self._lay_out(index, kind, mine, grain)
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest span."""
+        return max((span.stop - span.start for span in self.spans), default=0)
 
     def _lay_out(
         self, unit: int, kind: tuple[str, bool], parameters: Sequence[Parameter], grain: int
@@ -133,15 +147,6 @@ class Storage:
             stop = self.entries[-1].stop
         self.length = start + _padded(stop - start, grain)
         self.spans.append(Span(start, self.length, unit, *kind))
-
-    @property
-    def parameter_count(self) -> int:
-        """Number of elements of all logical tensors; whole shapes count, and copies do not."""
-        return sum(
-            math.prod(entry.parameter.shape)
-            for entry in self.entries
-            if not entry.parameter.is_copy
-        )
 
     def initialize(
         self, flat: Any, seed: int, backend: Backend, pieces: Sequence[Piece] | None = None
@@ -173,61 +178,23 @@ class Storage:
                         values[low - entry.start : high - entry.start]
                     )
 
-    def used(self, unit: int) -> list[Entry]:
-        """Return the tensors that a unit computes with, including tied ones."""
-        names = {self.units[unit].full_name(p) for p in self.units[unit].layer.parameters()}
-        return [entry for entry in self.entries if entry.name in names]
-
-    def weights(self, flat: np.ndarray) -> list[Weights]:
-        """Return views of a flat buffer for each unit, nested by name."""
-        return self.nested({entry.name: entry.view(flat) for entry in self.entries})
-
-    def gradients(self, flat: np.ndarray) -> tuple[list[Gradients], list[list[Gradient]]]:
-        """Return gradient leaves over a flat buffer; a tied tensor has one leaf for all its units.
-
-        returns  the leaves of each unit, nested by name; and a list of the leaves that each unit
-                 stores
-        """
-        leaves = {entry.name: Gradient(entry.view(flat)) for entry in self.entries}
-        stored = [
-            [leaves[entry.name] for entry in self.entries if entry.unit == unit]
-            for unit in range(len(self.units))
-        ]
-        return self.nested(leaves), stored
-
-    def nested(self, leaves: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Return, for each unit, a mapping nested by its parameter names.
-
-        leaves  {full name of a tensor: leaf}
-        """
-        trees: list[Mapping[str, Any]] = []
-        for unit in self.units:
-            tree: dict[str, Any] = {}
-            for parameter in unit.layer.parameters():
-                *path, last = parameter.name.split(".")
-                node = tree
-                for part in path:
-                    node = node.setdefault(part, {})
-                node[last] = leaves[unit.full_name(parameter)]
-            trees.append(tree)
-        return trees
-
-    def runs(self, start: int, stop: int) -> Iterator[Run]:
+    def runs(self, start: int, stop: int, key: Callable[[Parameter], Any]) -> Iterator[Run]:
         """Yield the optimizer's runs within [start, stop).
 
-        Adjacent tensors with equal `decayed` are joined, and frozen tensors are left out.
+        Adjacent tensors with equal keys are joined.
+
+        key  (tensor) -> its hyper-parameters
         """
         run: Run | None = None
         for entry in self.entries:
             low, high = max(entry.start, start), min(entry.stop, stop)
             if low >= high:
                 continue
-            trainable, decayed = entry.parameter.trainable, entry.parameter.decayed
-            if run and not (trainable and run.decayed == decayed):
+            own = key(entry.parameter)
+            if run and run.key != own:
                 yield run
                 run = None
-            if trainable:
-                run = Run(run.start if run else low, high, decayed)
+            run = Run(run.start if run else low, high, own)
         if run:
             yield run
 
@@ -245,7 +212,11 @@ class Storage:
         stop = self.length
         for span, before in zip(reversed(self.spans), [*self.spans[-2::-1], None], strict=True):
             units.append(span.unit)
-            is_last = before is None or before[3:] != span[3:] or span.unit in firsts
+            is_last = (
+                before is None
+                or before[3:] != span[3:]
+                or any(before.unit < first <= span.unit for first in firsts)
+            )
             if is_last or (stop - span.start) * self.dtype.itemsize >= nbytes:
                 if span.start < stop:
                     buckets.append(
@@ -253,6 +224,102 @@ class Storage:
                     )
                 stop, units = span.start, []
         return buckets
+
+
+class Storage(FlatLayout):
+    """The layout of all tensors of a list of units (as FSDP's flat parameter).
+
+    The attributes of `FlatLayout` are those of the trained tensors.
+
+    units   the units of this rank
+    frozen  the layout of the frozen tensors
+    """
+
+    def __init__(self, units: Sequence[Unit], dtype: Any, dp: int = 1):
+        self.units, grain = list(units), dp * GRAIN
+        stored = [_stored(unit) for unit in self.units]
+        trained = [[p for p in own if p.trainable] for own in stored]
+        frozen = [[p for p in own if not p.trainable] for own in stored]
+        super().__init__(trained, np.dtype(dtype), grain)
+        self.frozen = FlatLayout(frozen, self.dtype, grain)
+
+    @property
+    def tensors(self) -> list[Entry]:
+        """All stored tensors: the trained ones, then the frozen ones."""
+        return [*self.entries, *self.frozen.entries]
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of elements of all logical tensors; whole shapes count, and copies do not."""
+        return sum(
+            math.prod(entry.parameter.shape)
+            for entry in self.tensors
+            if not entry.parameter.is_copy
+        )
+
+    def used(self, unit: int) -> list[Entry]:
+        """Return the tensors that a unit computes with, including tied ones."""
+        names = {self.units[unit].full_name(p) for p in self.units[unit].layer.parameters()}
+        return [entry for entry in self.tensors if entry.name in names]
+
+    def weights(self, flat: Any, frozen: Any = None) -> list[Weights]:
+        """Return views of the flat buffers for each unit, nested by name.
+
+        flat    the trained tensors
+        frozen  the frozen tensors; None if there are none
+        """
+        views = {entry.name: entry.view(flat) for entry in self.entries}
+        return self.nested(
+            views | {entry.name: entry.view(frozen) for entry in self.frozen.entries}
+        )
+
+    def gradients(self, flat: np.ndarray) -> tuple[list[Gradients], list[list[Gradient]]]:
+        """Return gradient leaves over a flat buffer; a tied tensor has one leaf for all its units.
+
+        flat     the gradients of the trained tensors; frozen tensors have no leaves
+        returns  the leaves of each unit, nested by name; and a list of the leaves that each unit
+                 stores
+        """
+        leaves = {entry.name: Gradient(entry.view(flat)) for entry in self.entries}
+        stored = [
+            [leaves[entry.name] for entry in self.entries if entry.unit == unit]
+            for unit in range(len(self.units))
+        ]
+        return self.nested(leaves), stored
+
+    def nested(self, leaves: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Return, for each unit, a mapping nested by its parameter names.
+
+        leaves  {full name of a tensor: leaf}; tensors without a leaf are left out
+        """
+        trees: list[Mapping[str, Any]] = []
+        for unit in self.units:
+            tree: dict[str, Any] = _Leaves()
+            for parameter in unit.layer.parameters():
+                *path, last = parameter.name.split(".")
+                node = tree
+                for part in path:
+                    node = node.setdefault(part, _Leaves())
+                if (name := unit.full_name(parameter)) in leaves:
+                    node[last] = leaves[name]
+            trees.append(tree)
+        return trees
+
+    def frozen_buckets(self) -> list[Bucket]:
+        """Return a bucket of each span of frozen tensors, from the last span to the first."""
+        return [bucket._replace(frozen=True) for bucket in self.frozen.buckets(0)]
+
+    def within(self, bucket: Bucket) -> list[Entry]:
+        """Return the tensors of a bucket."""
+        entries = self.frozen.entries if bucket.frozen else self.entries
+        return [entry for entry in entries if bucket.start <= entry.start < bucket.stop]
+
+
+class _Leaves(dict[str, Any]):
+    """A mapping of tensors by name, for a layer."""
+
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(f"{name} is no parameter here, or is frozen and has no gradient")
 
 
 def _padded(count: int, grain: int) -> int:
@@ -264,7 +331,7 @@ def _stored(unit: Unit) -> list[Parameter]:
 
     They are its own tensors, and each tied tensor that no earlier unit of this rank stores.
     """
-    own = unit.layer.parameters()
+    own = parameters_of(unit)
     return [
         unit.held.get(p.name, p._replace(name=f"{unit.name}.{p.name}"))
         for p in own

@@ -11,12 +11,15 @@ from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
+from mpitrain.config import Memory
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Gradients, Layer, Loss, Parameter, Weights
+from mpitrain.layers.chunked_logits import ChunkedHead
 from mpitrain.layers.compose import Residual
 from mpitrain.layers.fusion import Fusion, GeluCut
 from mpitrain.layers.initial import Draw, normal, ones, zeros
 from mpitrain.layers.now import Now
+from mpitrain.layers.recomputed import Recomputed
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 
@@ -27,7 +30,10 @@ class Linear:
     weight      (outputs, inputs)
     bias        (outputs,), absent if `bias` is False
     activation  None, "gelu" (tanh form) or "relu"
+    role        of the weight, as `Parameter.role`
     """
+
+    role = ""
 
     def __init__(
         self,
@@ -49,7 +55,8 @@ class Linear:
 
     def parameters(self) -> list[Parameter]:
         """Return the weight and, if there is one, the bias."""
-        weight = Parameter("weight", (self.outputs, self.inputs), self.draw, decayed=True)
+        shape = self.outputs, self.inputs
+        weight = Parameter("weight", shape, self.draw, decayed=True, role=self.role)
         return (
             [weight, Parameter("bias", (self.outputs,), zeros, decayed=False)]
             if self.bias
@@ -78,6 +85,13 @@ class Linear:
         y, saved = self.product(flat_rows(x), w["weight"], w.get("bias"), arena)
         return y.reshape(*x.shape[:-1], self.outputs), saved
 
+    def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
+        """Return `saved` of `forward`."""
+        # Without an activation the backward needs no output, so there is no product.
+        if self.activation:
+            return self.forward(w, x, arena)[1]
+        return state_of(self.ops, flat_rows(x), w["weight"], w.get("bias"), arena)
+
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
         """Return the gradient of the input, and the state for `backward_weight`."""
         dx, pending = self.product_backward_input(flat_rows(dy), w["weight"], saved, arena)
@@ -96,8 +110,10 @@ class Linear:
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
         """Write the gradients of weight and bias, or add to them."""
-        self.ops.linear_backward_weight(pending, dw["weight"].array, dw["weight"].claim(), arena)
-        if self.bias:
+        if "weight" in dw:
+            weight = dw["weight"]
+            self.ops.linear_backward_weight(pending, weight.array, weight.claim(), arena)
+        if "bias" in dw:
             self.ops.linear_backward_bias(pending, dw["bias"].array, dw["bias"].claim(), arena)
 
 
@@ -124,6 +140,8 @@ class FusedLinear(Linear):
 
 class Logits(Linear):
     """The output head, x weight^T. Only the loss reads its output."""
+
+    role = "head"
 
     def __init__(self, ops: Ops, width: int, vocab: int, draw: Draw):
         super().__init__(ops, width, vocab, draw, bias=False)
@@ -164,8 +182,10 @@ class LayerNorm:
         return dx.reshape(dy.shape), pending
 
     def backward_weight(self, pending, dw, arena):
-        self.ops.layer_norm_backward_gain(pending, dw["gain"].array, dw["gain"].claim(), arena)
-        self.ops.layer_norm_backward_bias(pending, dw["bias"].array, dw["bias"].claim(), arena)
+        if "gain" in dw:
+            self.ops.layer_norm_backward_gain(pending, dw["gain"].array, dw["gain"].claim(), arena)
+        if "bias" in dw:
+            self.ops.layer_norm_backward_bias(pending, dw["bias"].array, dw["bias"].claim(), arena)
 
 
 class Embedding:
@@ -179,8 +199,8 @@ class Embedding:
     def parameters(self):
         """Return tokens (vocab, width) and positions (context, width)."""
         return [
-            Parameter("tokens", (self.vocab, self.width), self.draw, decayed=True),
-            Parameter("positions", (self.context, self.width), self.draw, decayed=True),
+            Parameter("tokens", (self.vocab, self.width), self.draw, True, role="embedding"),
+            Parameter("positions", (self.context, self.width), self.draw, True, role="embedding"),
         ]
 
     def output_shape(self, shape):
@@ -194,12 +214,14 @@ class Embedding:
 
     def backward_weight(self, pending, dw, arena):
         dy, saved = pending
-        self.ops.embedding_backward_table(
-            dy, saved, dw["tokens"].array, dw["tokens"].claim(), arena
-        )
-        self.ops.embedding_backward_positions(
-            dy, dw["positions"].array, dw["positions"].claim(), arena
-        )
+        if "tokens" in dw:
+            self.ops.embedding_backward_table(
+                dy, saved, dw["tokens"].array, dw["tokens"].claim(), arena
+            )
+        if "positions" in dw:
+            self.ops.embedding_backward_positions(
+                dy, dw["positions"].array, dw["positions"].claim(), arena
+            )
 
 
 class Attention:
@@ -267,6 +289,8 @@ class Plain:
 
     def __init__(self, ops: Ops):
         self.ops, self.now = ops, Now()
+        self.memory = Memory()  # A trainer sets its own: which activations the layers save.
+        self.made = set[str]()  # constructors that `memory` changes and that have been called
 
     @property
     def _source(self) -> Any:
@@ -320,7 +344,7 @@ class Plain:
         """Return a residual connection, x + inner(x)."""
         return Residual(inner, self.ops.add)
 
-    def attention(self, width: int, heads: int, kv_heads: int | None = None) -> Attention:
+    def attention(self, width: int, heads: int, kv_heads: int | None = None) -> Layer:
         """Return causal attention, (B, T, 3 width) to (B, T, width).
 
         raises  ConfigError if heads do not divide width, or differ from kv_heads
@@ -332,7 +356,9 @@ class Plain:
                 f"there are {kv_heads}.",
                 "Leave kv_heads out, or use an attention layer of your own after `qkv`.",
             )
-        return self._attention(self._source, heads)
+        self.made.add("attention")
+        attention = self._attention(self._source, heads)
+        return Recomputed(attention) if self.memory.recompute == "attention" else attention
 
     def column_linear(
         self, inputs: int, outputs: int, draw: Draw, activation: str | None = None
@@ -354,9 +380,11 @@ class Plain:
         """Return a linear layer that layout.tp does not split."""
         return self._linear(self._source, inputs, outputs, draw, activation)
 
-    def head(self, width: int, vocab: int, draw: Draw) -> Linear:
+    def head(self, width: int, vocab: int, draw: Draw) -> Layer:
         """Return a linear layer without bias, from rows (..., width) to logits (..., vocab)."""
-        return Logits(self.ops, width, vocab, draw)
+        self.made.add("head")
+        head, chunks = Logits(self.ops, width, vocab, draw), self.memory.logit_chunks
+        return ChunkedHead(head, chunks) if chunks > 1 else head
 
     def loss(self) -> Loss:
         """Return the softmax cross-entropy over logits (N, V), for targets (N,) from 0 to V - 1."""
@@ -369,6 +397,28 @@ def divided(whole: int, count: int, law: str) -> int:
         near = min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: abs(n - count))
         raise ConfigError(f"{count} {law}.", f"Nearest that does: {near}.")
     return whole // count
+
+
+def state_of(ops: Ops, x: Any, weight: Any, bias: Any, arena: Arena) -> Any:
+    """Return the state that `ops.linear` saves, without its product.
+
+    The product of no rows has the same state, but for its input.
+    """
+    _, state = ops.linear(x[:0], weight, bias, arena)
+    return with_input(state, x)
+
+
+def input_of(saved: Any) -> Any:
+    """Return the input in a linear operation's saved state.
+
+    The state is the input itself, or a tuple; the first entry of the tuple is again such a state.
+    """
+    return input_of(saved[0]) if isinstance(saved, tuple) else saved
+
+
+def with_input(saved: Any, x: Any) -> Any:
+    """Return a linear operation's saved state with its input replaced by x."""
+    return (with_input(saved[0], x), *saved[1:]) if isinstance(saved, tuple) else x
 
 
 def flat_rows(x):

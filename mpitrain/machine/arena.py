@@ -3,11 +3,16 @@
 `take` leases a buffer. The buffer returns by itself when the last array that refers to it dies.
 So layers need no bookkeeping, and an exception leaks nothing. After the first step, returned
 buffers serve every lease, and `allocations` stays constant. Steps that begin with `rewind` and
-lease in the same order use the same addresses.
+lease in the same order use the same addresses. `release` is the exception: it gives free memory
+back to the system, and later leases allocate again.
 """
 
 import math
-from typing import Any, Protocol
+import mmap
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
@@ -22,44 +27,72 @@ class Memory(Protocol):
     def allocate(self, nbytes: int) -> Any:
         """Allocate a buffer that starts at a multiple of 64 bytes."""
 
-    def array(self, buffer: Any, lease: "Lease", shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    def location(self, buffer: Any) -> Any:
+        """Return the start of a buffer in the form that `array` takes."""
+
+    def array(self, location: Any, lease: "Lease", shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """Return the first bytes of a buffer as an array.
 
         lease  must live as long as the array or any view of it
         """
+
+    def idle(self, buffers: Sequence[Any]) -> list[bool]:
+        """Return whether the system can have each of these free buffers, and forget it then."""
+
+    def trim(self) -> None:
+        """Give memory back that no array refers to."""
 
 
 class HostMemory:
     """Allocator of host memory, as NumPy arrays.
 
     NumPy keeps a lease alive as the base of the arrays that were made from it. Buffers are cut from
-    slabs of 32 MiB. NumPy asks the kernel for huge pages for arrays from 4 MiB on. With pages of
-    4 KiB, a training step would touch far more pages than the TLB holds. The end of a slab is lost
-    if the next buffer does not fit. No page of that end was ever touched.
+    slabs of 32 MiB in huge pages. With pages of 4 KiB, a training step would touch far more pages
+    than the TLB holds. The end of a slab is lost if the next buffer does not fit. No page of that
+    end was ever touched. A slab is a mapping of its own, which ends with its last buffer: malloc
+    might keep the memory.
     """
 
     def __init__(self) -> None:
         self._rest = np.empty(0, np.uint8)
+        self._cut = Counter[int]()  # {id of a slab: buffers that were cut from it}
 
     def allocate(self, nbytes: int) -> np.ndarray:
         if len(self._rest) < nbytes:
-            raw = np.empty(max(nbytes, SLAB) + ALIGNMENT, np.uint8)
-            self._rest = raw[-raw.ctypes.data % ALIGNMENT :]
+            self._rest = _mapped(max(nbytes, SLAB))
         buffer, self._rest = self._rest[:nbytes], self._rest[nbytes:]
+        self._cut[id(buffer.base)] += 1
         return buffer
 
+    def location(self, buffer: np.ndarray) -> tuple[int, bool]:
+        return buffer.ctypes.data, False
+
+    def idle(self, buffers: Sequence[np.ndarray]) -> list[bool]:
+        """A slab goes back as a whole, so all its buffers must be free."""
+        slabs = [id(buffer.base) for buffer in buffers]
+        gone = {slab for slab, count in Counter(slabs).items() if count == self._cut[slab]}
+        if id(self._rest.base) in gone:
+            self._rest = np.empty(0, np.uint8)
+        for slab in gone:
+            del self._cut[slab]
+        return [slab in gone for slab in slabs]
+
+    def trim(self) -> None:
+        pass  # A mapping has ended with its last buffer.
+
     def array(
-        self, buffer: np.ndarray, lease: "Lease", shape: tuple[int, ...], dtype: np.dtype
+        self, location: tuple[int, bool], lease: "Lease", shape: tuple[int, ...], dtype: np.dtype
     ) -> np.ndarray:
         # bfloat16 has no typestr of its own, so it is declared as raw bytes.
-        typestr = f"|V{dtype.itemsize}" if dtype.kind == "V" else dtype.str
+        is_raw = dtype.kind == "V"
         lease.__array_interface__ = {
-            "data": (buffer.ctypes.data, False),
+            "data": location,
             "shape": shape,
-            "typestr": typestr,
+            "typestr": f"|V{dtype.itemsize}" if is_raw else dtype.str,
             "version": 3,
         }
-        return np.asarray(lease).view(dtype)
+        array = np.asarray(lease)
+        return array.view(dtype) if is_raw else array
 
 
 class Lease:
@@ -81,36 +114,89 @@ class Lease:
         self._free.append(self._leased)
 
 
+class Leased(NamedTuple):
+    """A buffer of an arena.
+
+    number    of its allocation, from 1
+    location  of its first byte, as `Memory.location` returns it
+    """
+
+    number: int
+    buffer: Any
+    location: Any
+
+
+class LeaseSize(NamedTuple):
+    """The size of every lease of one shape and dtype.
+
+    nbytes  bytes that a lease counts
+    size    bytes of the buffer that serves it
+    free    the free buffers of this size class
+    """
+
+    nbytes: int
+    size: int
+    dtype: np.dtype
+    free: list[Leased]
+
+
 class Arena:
     """Pool of buffers by size class; it also counts leases of buffers that other objects own.
 
     live, peak    bytes leased now, and their maximum so far
     held          bytes obtained from the system, as whole size classes, leased or not
     allocations   number of buffers obtained from the system so far
+    released      most bytes that one `release` gave back to the system
     """
 
     def __init__(self, memory: Memory | None = None) -> None:
-        self.live = self.peak = self.held = self.allocations = 0
+        self.live = self.peak = self.held = self.allocations = self.released = 0
         self._memory = memory or HostMemory()
-        # For each size class, this lists the free buffers as (number, buffer).
-        self._free: dict[int, list[tuple[int, Any]]] = {}
+        self._free: dict[int, list[Leased]] = {}  # The free buffers of each size class.
+        # A step leases the same shapes in each micro-batch, so their sizes are computed once.
+        self._sizes: dict[tuple[tuple[int, ...], Any], LeaseSize] = {}
 
     def rewind(self) -> None:
         """Sort the free buffers, so that leases reuse them in the order of their allocation."""
         for free in self._free.values():
             free.sort(key=_number, reverse=True)
 
+    def release(self) -> int:
+        """Give memory without leases back to the system, and return its bytes.
+
+        Host memory goes back in slabs, device memory in buffers. Buffers that other objects own
+        stay, as those of collectives.
+        """
+        nbytes = self._dropped()
+        self._memory.trim()
+        self.held -= nbytes
+        self.released = max(self.released, nbytes)
+        return nbytes
+
+    def _dropped(self) -> int:
+        """Forget the free buffers that the system can have, and return their bytes."""
+        every = [(size, leased) for size, free in self._free.items() for leased in free]
+        idle = self._memory.idle([leased.buffer for _, leased in every])
+        nbytes = 0
+        for (size, leased), is_idle in zip(every, idle, strict=True):
+            if is_idle:
+                # Leases refer to this list, and a thread may end one meanwhile.
+                self._free[size].remove(leased)
+                nbytes += size
+        return nbytes
+
     def take(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Lease an uninitialised, contiguous, 64-byte aligned array.
 
         Its buffer returns when the array and all its views have died.
         """
-        dtype = np.dtype(dtype)
-        nbytes = padded(math.prod(shape) * dtype.itemsize)
-        size = size_class(nbytes)
-        free = self._free.setdefault(size, [])
+        shape = tuple(shape)
+        nbytes, size, exact, free = self._sizes.get((shape, dtype)) or self._size(shape, dtype)
         leased = free.pop() if free else self._allocated(size)
-        return self.lend(leased[1], shape, dtype, leased, free, nbytes)
+        self.live += nbytes
+        if self.live > self.peak:
+            self.peak = self.live
+        return self._memory.array(leased.location, Lease(self, nbytes, leased, free), shape, exact)
 
     def lend(
         self,
@@ -119,24 +205,32 @@ class Arena:
         dtype: np.dtype,
         leased: Any,
         free: list[Any],
-        nbytes: int = 0,
     ) -> Any:
         """Lease the first bytes of a buffer of any owner as an array.
 
         When the array and all its views have died, `leased` is appended to `free`.
 
-        buffer  contiguous bytes in this arena's memory; `leased` keeps it alive
-        nbytes  bytes that count as leased; 0: the size of the buffer
+        buffer  contiguous bytes in this arena's memory, all of which count as leased; `leased`
+                keeps it alive
         """
-        nbytes = nbytes or buffer.nbytes
-        self.live += nbytes
+        self.live += buffer.nbytes
         self.peak = max(self.peak, self.live)
-        return self._memory.array(buffer, Lease(self, nbytes, leased, free), tuple(shape), dtype)
+        lease = Lease(self, buffer.nbytes, leased, free)
+        return self._memory.array(self._memory.location(buffer), lease, tuple(shape), dtype)
 
-    def _allocated(self, size: int) -> tuple[int, Any]:
+    def _size(self, shape: tuple[int, ...], dtype: Any) -> LeaseSize:
+        exact = np.dtype(dtype)
+        nbytes = padded(math.prod(shape) * exact.itemsize)
+        size = size_class(nbytes)
+        found = LeaseSize(nbytes, size, exact, self._free.setdefault(size, []))
+        self._sizes[shape, dtype] = found
+        return found
+
+    def _allocated(self, size: int) -> Leased:
         self.allocations += 1
         self.held += size
-        return self.allocations, self._memory.allocate(size)
+        buffer = self._memory.allocate(size)
+        return Leased(self.allocations, buffer, self._memory.location(buffer))
 
 
 def size_class(nbytes: int) -> int:
@@ -148,8 +242,16 @@ def size_class(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-def _number(leased: tuple[int, Any]) -> int:
-    return leased[0]
+def _number(leased: Leased) -> int:
+    return leased.number
+
+
+def _mapped(nbytes: int) -> np.ndarray:
+    """Return a slab: private memory of the system, in huge pages where these exist."""
+    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 def padded(nbytes: int) -> int:

@@ -37,7 +37,7 @@ class Backend(Protocol):
         """Return a new arena of this backend's memory."""
 
     def holds(self, array: Any) -> bool:
-        """Return whether the array lies in this backend's memory."""
+        """Return whether the array is in this backend's memory."""
 
     def zeros(self, count: int, dtype: Any) -> Any:
         """Return a zeroed 1-D array in this backend's memory."""
@@ -145,7 +145,7 @@ class HostBackend:
 
 
 def on_device(array: Any) -> bool:
-    """Return whether the array lies in GPU memory."""
+    """Return whether the array is in GPU memory."""
     return hasattr(type(array), "__cuda_array_interface__")
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
@@ -119,11 +120,20 @@ class _CudaMemory:
     def allocate(self, nbytes: int) -> Any:
         return self._cupy.empty(nbytes, np.uint8)  # the pool cuts at multiples of 512 bytes
 
-    def array(self, buffer: Any, lease: Lease, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    def idle(self, buffers: Sequence[Any]) -> list[bool]:
+        return [True] * len(buffers)
+
+    def trim(self) -> None:
+        self._cupy.get_default_memory_pool().free_all_blocks()
+
+    def location(self, buffer: Any) -> Any:
+        return buffer
+
+    def array(self, location: Any, lease: Lease, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         # A view refers to its memory object, which refers to its owner, the lease. So the lease
         # lives as long as the last view.
         memory = self._cupy.cuda.UnownedMemory(
-            buffer.data.ptr, buffer.nbytes, lease, buffer.data.device_id
+            location.data.ptr, location.nbytes, lease, location.data.device_id
         )
         return self._cupy.ndarray(shape, dtype, self._cupy.cuda.MemoryPointer(memory, 0))
 

@@ -5,7 +5,6 @@ All functions work before NumPy and MPI are imported. Ranks come from the launch
 
 import contextlib
 import os
-import platform
 import re
 from typing import NamedTuple
 
@@ -82,13 +81,6 @@ def cores() -> int:
 def processors() -> int:
     """Return the number of cores of this host, whether or not this process may run on them."""
     return os.cpu_count() or 1
-
-
-def processor() -> str:
-    """Return the processor's name."""
-    with open("/proc/cpuinfo", encoding="utf-8") as lines:
-        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def blas_threads() -> int:

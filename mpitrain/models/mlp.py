@@ -39,4 +39,6 @@ def mlp(
         for i, ((inputs, outputs), linear) in enumerate(zip(pairwise(widths), turns, strict=False))
     ]
     last = layers.row_linear if len(hidden) % 2 else layers.linear
-    return [*units, Unit("head", last(widths[-1], classes, normal((2 / widths[-1]) ** 0.5)))]
+    head = last(widths[-1], classes, normal((2 / widths[-1]) ** 0.5))
+    head.role = "head"
+    return [*units, Unit("head", head)]

@@ -15,6 +15,7 @@ from mpitrain.machine.backend import Backend, HostBackend
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.linear import Multiply
 from mpitrain.ops.cuda.steps import Numbers
+from mpitrain.ops.host.attention import FORWARDS
 from mpitrain.ops.table import OPERATIONS, Operation, Ops
 
 
@@ -23,9 +24,13 @@ def reference() -> Ops:
     return _each(lambda name, row: row.reference or row.host)
 
 
-def host() -> Ops:
-    """Return the operations on NumPy arrays."""
-    return _each(lambda name, row: row.host)
+def host(attention: str = "auto") -> Ops:
+    """Return the operations on NumPy arrays.
+
+    attention  as memory.attention
+    """
+    chosen = {"attention": FORWARDS[attention]}
+    return _each(lambda name, row: chosen.get(name, row.host))
 
 
 def cuda(

@@ -61,7 +61,12 @@ class Device(NamedTuple):
 
 
 def device_for(
-    kind: str, gemm: str = "tiled", tiles: str = "", checked: bool = False, compute: str = "float32"
+    kind: str,
+    gemm: str = "tiled",
+    tiles: str = "",
+    checked: bool = False,
+    compute: str = "float32",
+    attention: str = "auto",
 ) -> Device:
     """Return the device of a resolved device.kind.
 
@@ -69,6 +74,7 @@ def device_for(
     gemm, tiles  as in the configuration of the device; ignored where NumPy computes
     checked      simulator only: look for races, wrong addresses and uninitialised reads
     compute      as in precision.compute
+    attention    as in memory.attention; ignored where kernels compute
     raises       ConfigError if this machine lacks the hardware or software of the kind, or the
                  tiles' file is no table of tiles
     """
@@ -80,8 +86,8 @@ def device_for(
     backend = backend_for(kind)
     if backend.kind not in KERNELS:
         if compute not in TYPES:
-            return Device(backend, bodies.host())
-        ops, mirror = rounded(compute)
+            return Device(backend, bodies.host(attention))
+        ops, mirror = rounded(compute, attention)
         return Device(backend, ops, mirror=mirror)
     multiply = cuda.multiply(gemm, tiles)
     kernels = simulated(checked=True) if checked else KERNELS[backend.kind]()
@@ -94,15 +100,22 @@ def device_for(
     )
 
 
-def ops_for(kind: str, gemm: str = "tiled", tiles: str = "", compute: str = "float32") -> Ops:
+def ops_for(
+    kind: str,
+    gemm: str = "tiled",
+    tiles: str = "",
+    compute: str = "float32",
+    attention: str = "auto",
+) -> Ops:
     """Return the operations that layers compute with on a kind of device.
 
     Parameters
     ----------
     kind : str
         "cpu", "cuda", "cuda-sim" or "auto".
-    gemm, tiles, compute : str
-        As device.gemm, device.tiles and precision.compute in the configuration of the run.
+    gemm, tiles, compute, attention : str
+        As device.gemm, device.tiles, precision.compute and memory.attention in the configuration of
+        the run.
 
     Returns
     -------
@@ -114,4 +127,4 @@ def ops_for(kind: str, gemm: str = "tiled", tiles: str = "", compute: str = "flo
     ConfigError
         If this machine lacks the hardware or software of the kind, or `tiles` is no file of tiles.
     """
-    return device_for(kind, gemm, tiles, compute=compute).ops
+    return device_for(kind, gemm, tiles, compute=compute, attention=attention).ops

@@ -6,7 +6,9 @@ sizes and of a number: `3HD`. The legend of the letters is in `table`.
 
     x:M,K          an array of shape (M, K)
     targets<V:M    integers from 0 to V - 1
+    rows<M!:M      the integers from 0 to M - 1, each once
     v>0:L          an array of positive numbers
+    m%:L           codes of 8 bits
     saved@linear   the last result of the operation `linear` on these same operands
     heads=H        a size
     scale=0.5      a number
@@ -26,7 +28,7 @@ INDEX_BYTES = 8
 """Bytes of a token or target."""
 
 WORD = re.compile(
-    r"(?P<name>\w+)(<(?P<below>\w+)|(?P<positive>>0)|@(?P<after>\w+)|=(?P<number>[^:|]+))?"
+    r"(?P<name>\w+)(<(?P<below>\w+)(?P<once>!)?|(?P<positive>>0)|(?P<coded>%)|@(?P<after>\w+)|=(?P<number>[^:|]+))?"
     r"(:(?P<shape>[\w,]+))?(\|(?P<reads>[\w,+]+))?"
 )
 DIM = re.compile(r"(\d*)([A-Z]*)")
@@ -40,11 +42,18 @@ class Operand(NamedTuple):
 
     name: str
     below: str | None
+    once: str | None
     positive: str | None
+    coded: str | None
     after: str | None
     number: str | None
     shape: str | None
     reads: str | None
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether its elements are integers, which no precision changes."""
+        return bool(self.below or self.coded)
 
 
 class Operands(NamedTuple):
@@ -64,7 +73,8 @@ class Operands(NamedTuple):
         moved = [(one, one.reads or one.shape) for one in self.takes]
         moved += [(one, one.shape) for one in self.gives]
         return sum(
-            math.prod(dims(term, sizes)) * (INDEX_BYTES if one.below else itemsize)
+            math.prod(dims(term, sizes))
+            * (INDEX_BYTES if one.below else 1 if one.coded else itemsize)
             for one, shapes in moved
             if shapes
             for term in shapes.split("+")

@@ -66,7 +66,21 @@ class Ops(Protocol):
     gradient_facts: Pair
     sgd: Writes
     momentum: Writes
+    nesterov: Writes
+    lion: Writes
+    adam: Writes
     adamw: Writes
+    adamw8bit: Writes
+    add_squares: Writes
+    lamb_moments: Writes
+    lamb: Writes
+    adafactor_squares: Writes
+    adafactor_variances: Writes
+    adafactor_update: Writes
+    adafactor: Writes
+    muon_momentum: Writes
+    newton_schulz: Writes
+    muon: Writes
 
 
 class Operation(NamedTuple):
@@ -381,11 +395,100 @@ OPERATIONS: Table[str, Operation] = Table(
                 "mirror",
                 1,
             ),
+            "nesterov": (
+                "a step with Nesterov momentum",
+                "p:L g:L m:L scale=0.7 lr=0.1 beta=0.9 weight_decay=0.01 -> p m",
+                "mirror",
+                1,
+            ),
+            "lion": (
+                "a step of Lion",
+                "p:L g:L m:L scale=0.7 lr=0.1 beta1=0.9 beta2=0.99 weight_decay=0.1 -> p m",
+                "mirror",
+                1,
+            ),
+            "adam": (
+                "a step of Adam",
+                "p:L g:L m:L v>0:L scale=0.7 lr=0.1 beta1=0.9 beta2=0.95 eps=1e-08 weight_decay=0.1 step=3 -> p m v",
+                "mirror",
+                1,
+            ),
             "adamw": (
                 "a step of AdamW",
                 "p:L g:L m:L v>0:L scale=0.7 lr=0.1 beta1=0.9 beta2=0.95 eps=1e-08 weight_decay=0.1 step=3 -> p m v",
                 "mirror",
                 1,
+            ),
+            "adamw8bit": (
+                "a step of AdamW with moments of 8 bits",
+                "p:L g:L m%:L v%:L m_scales>0:L|0 v_scales>0:L|0 "
+                "scale=0.7 lr=0.1 beta1=0.9 beta2=0.95 eps=1e-08 weight_decay=0.1 step=3 lead=32 -> p m v",
+                "mirror",
+                1,
+            ),
+        },
+    ),
+    **_built_in(
+        reference.tensor_steps,
+        host.tensor_steps,
+        cuda.tensor_steps,
+        {
+            "add_squares": ("a sum of squares", "x:L squares:1 -> squares", "nothing", 2),
+            "lamb_moments": (
+                "moments of LAMB, and squares of parameters and update",
+                "p:L g:L m:L v>0:L squares:2 scale=0.7 beta1=0.9 beta2=0.95 eps=1e-08 weight_decay=0.1 step=3 -> m v squares",
+                "nothing",
+                2,
+            ),
+            "lamb": (
+                "a step of LAMB",
+                "p:L m:L v>0:L squares>0:2 lr=0.1 beta1=0.9 beta2=0.95 eps=1e-08 weight_decay=0.1 step=3 -> p",
+                "mirror",
+                1,
+            ),
+            "adafactor_squares": (
+                "squares of a gradient, summed by rows and by columns",
+                "g:M,N rows<M!:M columns<N!:N row_squares:M column_squares:N scale=0.7 -> row_squares column_squares",
+                "nothing",
+                3,
+            ),
+            "adafactor_variances": (
+                "the factored variance of Adafactor",
+                "row>0:K column>0:N row_squares>0:K column_squares>0:N weight=0.3 eps=1e-08 "
+                "-> row column row_squares column_squares",
+                "nothing",
+                1,
+            ),
+            "adafactor_update": (
+                "squares of Adafactor's update",
+                "g:M,N rows<M!:M columns<N!:N row_factors>0:M column_factors>0:N squares:1 scale=0.7 eps=1e-08 -> squares",
+                "nothing",
+                2,
+            ),
+            "adafactor": (
+                "a step of Adafactor",
+                "p:M,N g:M,N rows<M!:M columns<N!:N row_factors>0:M column_factors>0:N parameter_squares>0:1 "
+                "update_squares>0:1 count=21 scale=0.7 lr=0.1 rate=0.05 eps=1e-08 weight_decay=0.1 -> p",
+                "mirror",
+                1,
+            ),
+            "muon_momentum": (
+                "Nesterov momentum of Muon",
+                "g:L m:L out:L|0 scale=0.7 momentum=0.9 -> m out",
+                "nothing",
+                1,
+            ),
+            "muon": (
+                "a step of Muon",
+                "p:L update:L lr=0.1 ratio=1.5 weight_decay=0.1 -> p",
+                "mirror",
+                1,
+            ),
+            "newton_schulz": (
+                "nearly the nearest semi-orthogonal matrix",
+                "x:K,N steps=2 -> x",
+                "nothing",
+                9,
             ),
         },
     ),

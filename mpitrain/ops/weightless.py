@@ -126,7 +126,16 @@ class WeightlessMemory:
     def allocate(self, nbytes: int) -> Any:
         return self.made((nbytes,), np.uint8)
 
-    def array(self, buffer: Any, lease: Lease, shape: Shape, dtype: np.dtype) -> Any:
+    def location(self, buffer: Any) -> Any:
+        return None
+
+    def idle(self, buffers: Sequence[Any]) -> list[bool]:
+        return [True] * len(buffers)
+
+    def trim(self) -> None:
+        """Do nothing."""
+
+    def array(self, location: Any, lease: Lease, shape: Shape, dtype: np.dtype) -> Any:
         return self.made(shape, dtype, lease)
 
     def made(self, shape: Sequence[int], dtype: Any, lease: Lease | None = None) -> Weightless:

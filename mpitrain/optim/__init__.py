@@ -3,8 +3,17 @@
 RULES  all update rules; a new one needs a row there and its operation in `ops`
 """
 
-from mpitrain.optim.optimizer import Optimizer
+from mpitrain.optim.groups import check_groups
+from mpitrain.optim.optimizer import Optimizer, state_bytes
 from mpitrain.optim.rules import RULES, checked, without_unread
 from mpitrain.optim.schedule import learning_rate
 
-__all__ = ["RULES", "Optimizer", "checked", "learning_rate", "without_unread"]
+__all__ = [
+    "RULES",
+    "Optimizer",
+    "check_groups",
+    "checked",
+    "learning_rate",
+    "state_bytes",
+    "without_unread",
+]

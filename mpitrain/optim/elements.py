@@ -1,10 +1,13 @@
 """Element-wise updates: one operation over the runs of each piece."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from mpitrain import config
 from mpitrain.layers.flat import Piece, Storage
 from mpitrain.ops import Ops
+from mpitrain.optim.groups import group_of
 from mpitrain.optim.rule import ElementWise, Update, Views
 
 
@@ -17,6 +20,7 @@ class ElementUpdates:
     def __init__(
         self,
         step: ElementWise,
+        settings: config.Optimizer,
         storage: Storage,
         pieces: Sequence[Piece],
         state: Mapping[str, Any],
@@ -24,7 +28,10 @@ class ElementUpdates:
     ):
         self._arguments, self._operation = step.arguments, getattr(ops, step.op)
         self._state = list(state.values())
-        self._runs = {piece: list(storage.runs(piece.start, piece.stop)) for piece in pieces}
+        groups = partial(group_of, settings)
+        self._runs = {
+            piece: list(storage.runs(piece.start, piece.stop, groups)) for piece in pieces
+        }
 
     def sum_facts(self, views: Views, update: Update) -> None:
         """Do nothing: no element depends on another one."""
@@ -42,8 +49,8 @@ class ElementUpdates:
                 gradients[here],
                 *(buffer[along] for buffer in self._state),
                 scale=update.scale,
-                lr=update.lr,
-                weight_decay=update.settings.weight_decay if run.decayed else 0.0,
+                lr=update.lr * run.key.lr,
+                weight_decay=run.key.weight_decay,
                 arena=update.arena,
                 **arguments,
                 **({} if mirror is None else {"mirror": mirror[here]}),

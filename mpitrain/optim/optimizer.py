@@ -1,36 +1,29 @@
 """The optimizer of a rank: the state of an update rule, and updates over pieces of a flat buffer."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mpitrain import config
-from mpitrain.layers.flat import Entry, Piece, Storage
+from mpitrain.layers.flat import Piece, Storage
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend
 from mpitrain.ops import Ops
+from mpitrain.optim.coded import CodedUpdates, coded_bytes
 from mpitrain.optim.elements import ElementUpdates
-from mpitrain.optim.rule import ElementWise, Update, Views, elements
+from mpitrain.optim.rule import BlockWise, ElementWise, Update, Views
 from mpitrain.optim.rules import RULES
-from mpitrain.optim.tensors import (
-    ALONE,
-    FactSums,
-    TensorUpdates,
-    laid_out,
-    touched,
-)
+from mpitrain.optim.state import StateArray, layout_of
+from mpitrain.optim.tensors import ALONE, FactSums, TensorUpdates
 
 
-class StateArray(NamedTuple):
-    """A buffer of the state as checkpoints describe it.
-
-    pieces   its elements in the flat buffer, or in the buffer that `entries` lay out
-    entries  whole tensors in the buffer, if they are not those of the flat buffer
-    """
-
-    name: str
-    array: Any
-    pieces: Sequence[Piece]
-    entries: Sequence[Entry] = ()
+def state_bytes(name: str, storage: Storage) -> float:
+    """Return the bytes of state of an update rule for all tensors of a storage."""
+    rule = RULES[name]
+    if isinstance(rule.step, BlockWise):
+        return coded_bytes(storage, len(rule.state))
+    itemsize = storage.dtype.itemsize
+    others = rule.other_elements(entry.parameter for entry in storage.entries)
+    return rule.nbytes(itemsize) * storage.length + itemsize * others
 
 
 class Optimizer:
@@ -38,8 +31,9 @@ class Optimizer:
 
     pieces   pieces to update
     state    {name: buffer}. A buffer of `elements` is as long as the pieces together: its element
-             `piece.place` belongs to element `piece.start` of the flat buffer. Any other buffer has
-             a whole array for each tensor with an element in the pieces.
+             `piece.place` belongs to element `piece.start` of the flat buffer. A buffer of
+             `ElementsOf` has the elements of some tensors alone. Any other buffer has a whole array
+             for each tensor with an element in the pieces.
     """
 
     def __init__(
@@ -58,39 +52,34 @@ class Optimizer:
         """
         self.settings, self.pieces, self._ops, self._arena = settings, list(pieces), ops, arena
         rule = RULES[settings.name]
-        length = sum(piece.stop - piece.start for piece in pieces)
-        own = {e.name: e for piece in pieces for e in touched(storage, piece)}.values()
         self._layouts = {
-            name: laid_out(own, shape)
-            for name, shape in rule.state.items()
-            if shape is not elements
+            name: layout_of(shape, storage, self.pieces) for name, shape in rule.state.items()
         }
+        self._updates: ElementUpdates | CodedUpdates | TensorUpdates
+        if isinstance(rule.step, BlockWise):
+            self._updates = CodedUpdates(rule.step, settings, storage, pieces, ops, backend)
+            self.state: Mapping[str, Any] = self._updates.state
+            return
         self.state = {
-            name: backend.zeros(
-                sum(entry.stop - entry.start for entry in self._layouts[name])
-                if name in self._layouts
-                else length,
-                storage.dtype,
-            )
-            for name in rule.state
+            name: backend.zeros(layout.length, storage.dtype)
+            for name, layout in self._layouts.items()
         }
-        self._updates: ElementUpdates | TensorUpdates
         if isinstance(rule.step, ElementWise):
-            self._updates = ElementUpdates(rule.step, storage, pieces, self.state, ops)
+            self._updates = ElementUpdates(rule.step, settings, storage, pieces, self.state, ops)
         else:
+            views = {
+                name: layout.views(self.state[name])
+                for name, layout in self._layouts.items()
+                if layout.tensors is not None
+            }
             self._updates = TensorUpdates(
-                rule.step, storage, pieces, self.state, self._layouts, backend, sums
+                rule.step, settings, storage, pieces, self.state, views, backend, sums
             )
 
     def arrays(self) -> list[StateArray]:
         """Return all buffers of the state, for checkpoints."""
         return [
-            StateArray(
-                name,
-                array,
-                [Piece(0, array.size, 0)] if name in self._layouts else self.pieces,
-                self._layouts.get(name, ()),
-            )
+            StateArray(name, array, self._layouts[name].pieces, self._layouts[name].entries)
             for name, array in self.state.items()
         ]
 

@@ -1,30 +1,19 @@
 """The row of an update rule: its hyper-parameters, its state, and how it steps.
 
-A rule is element-wise or tensor-wise. An element-wise rule is one operation over runs of a flat
-buffer. A tensor-wise rule needs sums over whole tensors, whose elements may lie on several ranks:
+A rule is element-wise, block-wise or tensor-wise. An element-wise rule is one operation over runs
+of a flat buffer. A block-wise rule is one with state in codes of 8 bits (coded.py). A tensor-wise
+rule needs sums over whole tensors, whose elements may lie on several ranks:
 
     facts   each rank adds its elements' share to a flat float64 vector, tensor by tensor
     sum     one all-reduce over the ranks with other elements of the same tensors
     apply   each rank updates its elements from the sums, which have the same bits on all of them
 
-The interface carries these rules:
-
-    Nesterov, Adam, Lion  element-wise, with one, two and one buffer of `elements`
-    8-bit AdamW           element-wise: its operation encodes runs of 32 elements. Tensors and pieces
-                          start at multiples of 32, so each run has one owner. Its row will have
-                          two more fields: a dtype for each buffer, and a decoder for checkpoints,
-                          which must not depend on runs.
-    LAMB                  one round: the squares of parameters and of the update, each `scalar`.
-                          The round steps both moments, which are `elements`.
-    Adafactor             two rounds: squares of the gradient by `rows` and by `columns`, and squares
-                          of the parameters; then squares of the update. The state is `rows` and
-                          `columns` of matrices, and `columns` of vectors, all their elements.
-    Muon                  no round: `apply` sees whole matrices. `refusal` names ZeRO and tensor
-                          parallelism. Shapes of its own give a momentum to matrices and AdamW's
-                          moments to other tensors.
+A tensor-wise rule may also compute on whole tensors (`Whole`). Each is computed on one rank.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mpitrain import config
@@ -33,6 +22,7 @@ from mpitrain.layers.base import Parameter
 from mpitrain.layers.flat import Piece
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
+from mpitrain.ops.codes import BLOCK, Map
 
 Shape = Callable[[Parameter], tuple[int, ...] | None]
 """(tensor) -> shape of a buffer of its state, or of a sum over it; None: the tensor has none."""
@@ -44,6 +34,20 @@ def elements(tensor: Parameter) -> tuple[int, ...]:
     A buffer of any other shape is small: it is whole on each rank that updates an element.
     """
     return tensor.shape
+
+
+@dataclass(frozen=True)
+class ElementsOf:
+    """The tensor's own shape, as `elements`, for some tensors; others have no such state.
+
+    of  (tensor) -> whether it has the state
+    """
+
+    of: Callable[[Parameter], bool]
+
+    def __call__(self, tensor: Parameter) -> tuple[int, ...] | None:
+        """Return the shape of the state of a tensor."""
+        return tensor.shape if self.of(tensor) else None
 
 
 def rows(tensor: Parameter) -> tuple[int, ...]:
@@ -67,6 +71,8 @@ Views = Callable[[Piece], tuple[Any, Any]]
 
 class Update(NamedTuple):
     """The numbers and the tools of one update.
+
+    A tensor-wise rule gets lr and settings.weight_decay of the tensor's group.
 
     scale    factor of all gradients: clipping, divided by the loss scale
     lr       learning rate
@@ -96,10 +102,27 @@ class ElementWise(NamedTuple):
     arguments: Callable[[Update], Mapping[str, float]]
 
 
+class BlockWise(NamedTuple):
+    """The step of an element-wise rule whose state is in codes of 8 bits, with scales of blocks.
+
+    op         name of the operation (p, g, *codes, *scales, scale, lr, weight_decay, lead, arena,
+               mirror=None), on coded tensors
+    plain      name of the operation on the other tensors, as `ElementWise.op`
+    maps       codes of each buffer of the state by name, in the order of the arguments
+    arguments  (update) -> the other arguments of both operations, by name
+    """
+
+    op: str
+    plain: str
+    maps: Mapping[str, Map]
+    arguments: Callable[[Update], Mapping[str, float]]
+
+
 class Block(NamedTuple):
     """Elements [start, stop) of a tensor piece, which form a matrix, row-major.
 
     rows     indices of the matrix' rows in the whole tensor, all dims but the last flattened; (R,)
+             in the memory of the backend
     columns  indices of its columns in the whole tensor; (C,)
     """
 
@@ -119,6 +142,7 @@ class TensorPiece(NamedTuple):
     state       buffers by name: (count,) with `elements`, otherwise whole, in their own shape
     facts       sums by name, of all rounds so far: float64, whole, in their own shape
     blocks      at most three matrices, which together are all `count` elements
+    result      (count,), the result of `TensorWise.whole`; None if the tensor has none
     """
 
     tensor: Parameter
@@ -128,6 +152,7 @@ class TensorPiece(NamedTuple):
     state: Mapping[str, Any]
     facts: Mapping[str, Any]
     blocks: Sequence[Block]
+    result: Any = None
 
 
 class Round(NamedTuple):
@@ -135,24 +160,41 @@ class Round(NamedTuple):
 
     facts  shape of each sum by name
     add    (piece, update): add the share of the piece's elements to `piece.facts`, which is 0 before
-           the first piece. It may change `elements` of the state, as no update is skipped now.
+           the first piece. It may change the state, and the sums of earlier rounds, as no update is
+           skipped now.
     """
 
     facts: Mapping[str, Shape]
     add: Callable[[TensorPiece, Update], None]
 
 
+class Whole(NamedTuple):
+    """A result that follows from a whole tensor; one rank computes it, however elements are divided.
+
+    of       (tensor) -> whether it has such a result
+    operand  (piece, update, out): write this rank's elements of the operand to out (count,). It may
+             change `elements` of the state
+    compute  (operand, update): overwrite an operand in the tensor's shape by the result
+    """
+
+    of: Callable[[Parameter], bool]
+    operand: Callable[[TensorPiece, Update, Any], None]
+    compute: Callable[[Any, Update], None]
+
+
 class TensorWise(NamedTuple):
-    """The step of a rule that needs sums over whole tensors.
+    """The step of a rule that needs sums over whole tensors, or whole tensors.
 
     rounds  in their order; a round sees the sums of all earlier ones
     apply   (piece, update): step the parameters. It runs once for each tensor of which this rank
             updates an element. State that is not `elements` must follow from state and sums alone,
             so that it has the same bits on all ranks.
+    whole   a result of whole tensors, which `apply` gets; the rule refuses tensor parallelism
     """
 
     rounds: Sequence[Round]
     apply: Callable[[TensorPiece, Update], None]
+    whole: Whole | None = None
 
 
 class TorchClass(NamedTuple):
@@ -175,7 +217,7 @@ class Rule(NamedTuple):
     help      one phrase for the help of optimizer.name
     reads     the keys of [optimizer] that are its hyper-parameters; no other one may be set
     state     shape of each buffer of the state by name, in the order of the operation's arguments
-    step      one operation over elements, or rounds of sums over tensors
+    step      one operation over elements or blocks, or rounds of sums over tensors
     defaults  its own defaults of keys of [optimizer], where they differ from the section's
     refusal   (configuration) -> error that explains why the rule cannot run with it, or None
     torch     its counterpart in PyTorch, or None
@@ -184,12 +226,25 @@ class Rule(NamedTuple):
     help: str
     reads: Sequence[str]
     state: Mapping[str, Shape]
-    step: ElementWise | TensorWise
+    step: ElementWise | BlockWise | TensorWise
     defaults: Mapping[str, float] = {}
     refusal: Callable[[config.Config], ConfigError | None] = nowhere
     torch: TorchClass | None = None
 
-    @property
-    def per_parameter(self) -> int:
-        """Elements of state for each parameter; buffers that are not `elements` do not count."""
-        return sum(shape is elements for shape in self.state.values())
+    def nbytes(self, itemsize: int) -> float:
+        """Return the bytes of state for each parameter; tensors that are not coded take more.
+
+        Buffers that are not `elements` do not count.
+
+        itemsize  of the parameters
+        """
+        each = 1 + 4 / BLOCK if isinstance(self.step, BlockWise) else itemsize
+        return each * sum(shape is elements for shape in self.state.values())
+
+    def other_elements(self, tensors: Iterable[Parameter]) -> int:
+        """Return the elements of all buffers that are not `elements`, for these tensors."""
+        tensors = list(tensors)
+        shapes = [
+            shape(t) for t in tensors for shape in self.state.values() if shape is not elements
+        ]
+        return sum(math.prod(shape) for shape in shapes if shape is not None)

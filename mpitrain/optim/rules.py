@@ -3,11 +3,17 @@
 from mpitrain import config
 from mpitrain.errors import ConfigError
 from mpitrain.ops import OPERATIONS
-from mpitrain.optim.rule import ElementWise, Rule, TorchClass, elements
+from mpitrain.ops.codes import SIGNED, UNSIGNED
+from mpitrain.optim.adafactor import ADAFACTOR
+from mpitrain.optim.adam import ADAM, of_adam, torch_adam
+from mpitrain.optim.lamb import LAMB
+from mpitrain.optim.muon import MUON
+from mpitrain.optim.rule import BlockWise, ElementWise, Rule, TorchClass, elements
+from mpitrain.optim.schedule import schedule_error
 from mpitrain.tables import Table
 
 SETTINGS = config.Optimizer.model_fields
-EVERY = ("name", "lr", "clip", "warmup", "schedule")
+EVERY = ("name", "lr", "clip", "warmup", "schedule", "final", "decay_steps", "groups")
 """The keys of [optimizer] that the training step reads with every rule."""
 
 RULES: Table[str, Rule] = Table(
@@ -24,29 +30,55 @@ RULES: Table[str, Rule] = Table(
             {"momentum": elements},
             ElementWise("momentum", lambda update: {"beta": update.settings.momentum}),
         ),
-        "adamw": Rule(
-            "Adam with decoupled weight decay (Loshchilov and Hutter 2019)",
-            ("weight_decay", "beta1", "beta1_delayed", "beta2", "epsilon"),
-            {"first_moment": elements, "second_moment": elements},
-            ElementWise(
-                "adamw",
-                lambda update: {
-                    "beta1": update.settings.beta1_delayed
-                    if update.delayed
-                    else update.settings.beta1,
-                    "beta2": update.settings.beta2,
-                    "eps": update.settings.epsilon,
-                    "step": update.number,
-                },
-            ),
+        "nesterov": Rule(
+            "SGD with Nesterov momentum, as torch.optim.SGD (Sutskever et al. 2013)",
+            ("weight_decay", "momentum"),
+            {"momentum": elements},
+            ElementWise("nesterov", lambda update: {"beta": update.settings.momentum}),
+            defaults={"weight_decay": 0.0},
             torch=TorchClass(
-                "AdamW",
-                lambda settings: {
-                    "betas": (settings.beta1, settings.beta2),
-                    "eps": settings.epsilon,
-                },
+                "SGD", lambda settings: {"momentum": settings.momentum, "nesterov": True}
             ),
         ),
+        "adam": Rule(
+            "Adam, whose weight decay is added to the gradient (Kingma and Ba 2015)",
+            ADAM,
+            {"first_moment": elements, "second_moment": elements},
+            ElementWise("adam", of_adam),
+            defaults={"weight_decay": 0.0},
+            torch=TorchClass("Adam", torch_adam),
+        ),
+        "adamw": Rule(
+            "Adam with decoupled weight decay (Loshchilov and Hutter 2019)",
+            ADAM,
+            {"first_moment": elements, "second_moment": elements},
+            ElementWise("adamw", of_adam),
+            torch=TorchClass("AdamW", torch_adam),
+        ),
+        "adamw8bit": Rule(
+            "adamw with moments of 8 bits (Dettmers et al. 2022)",
+            ADAM,
+            {"first_moment": elements, "second_moment": elements},
+            BlockWise(
+                "adamw8bit",
+                "adamw",
+                {"first_moment": SIGNED, "second_moment": UNSIGNED},
+                of_adam,
+            ),
+        ),
+        "lion": Rule(
+            "the sign of a momentum, with decoupled weight decay (Chen et al. 2023)",
+            ("weight_decay", "beta1", "beta2"),
+            {"momentum": elements},
+            ElementWise(
+                "lion",
+                lambda update: {"beta1": update.settings.beta1, "beta2": update.settings.beta2},
+            ),
+            defaults={"lr": 5e-4, "weight_decay": 0.4, "beta1": 0.9, "beta2": 0.99},
+        ),
+        "lamb": LAMB,
+        "adafactor": ADAFACTOR,
+        "muon": MUON,
     }
 )
 """Update rules by optimizer.name. Configuration, help, memory estimates and checkpoints read the
@@ -90,9 +122,11 @@ def checked(whole: config.Config) -> config.Config:
             f"Leave out {' and '.join(f'optimizer.{key}' for key in keys)}"
             + (f", or set optimizer.name to {' or '.join(readers)}." if readers else "."),
         )
-    if isinstance(rule.step, ElementWise) and rule.step.op not in OPERATIONS:
+    if error := schedule_error(settings, whole.run.steps):
+        raise error
+    if isinstance(rule.step, ElementWise | BlockWise) and rule.step.op not in OPERATIONS:
         raise ConfigError(
-            f"An element-wise rule is an operation of the table OPERATIONS, but {settings.name} names {rule.step.op!r}.",
+            f"The step of a rule is an operation of the table OPERATIONS, but {settings.name} names {rule.step.op!r}.",
             "Add the operation to the table, or choose another optimizer.name.",
         )
     if refused := rule.refusal(whole):

@@ -1,21 +1,86 @@
-"""Learning-rate schedules: a linear warm-up, then a decay."""
+"""Learning-rate schedules: a linear warm-up, a constant rate, and a decay at the end of the run."""
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 from mpitrain import config
+from mpitrain.errors import ConfigError
+
+
+class Decay(NamedTuple):
+    """The decay of a schedule.
+
+    factor  (progress of the decay from 0 to 1, final) -> factor of the peak rate
+    first   (warmup, steps) -> first step of the decay, if optimizer.decay_steps does not say
+    """
+
+    factor: Callable[[float, float], float]
+    first: Callable[[int, int], int]
+
+
+def _linear(progress: float, final: float) -> float:
+    return 1.0 - (1 - final) * progress
+
+
+def _cosine(progress: float, final: float) -> float:
+    return final + (1 - final) / 2 * (1 + math.cos(math.pi * progress))
+
+
+def _after_warmup(warmup: int, steps: int) -> int:
+    return warmup
+
+
+def _last_fifth(warmup: int, steps: int) -> int:
+    """Return the start of the decay that Hägele et al. 2024 (arXiv:2405.18392) find sufficient."""
+    return steps - steps // 5
+
+
+DECAYS: dict[str, Decay | None] = {
+    "constant": None,
+    "linear": Decay(_linear, _after_warmup),
+    "cosine": Decay(_cosine, _after_warmup),
+    "wsd": Decay(_linear, _last_fifth),
+}
+"""Schedules by optimizer.schedule; None: no decay. wsd is warm-up, stable, decay (Hu et al. 2024,
+MiniCPM, arXiv:2404.06395).
+"""
 
 
 def learning_rate(settings: config.Optimizer, step: int, steps: int) -> float:
     """Return the learning rate of step `step` (from 0) of `steps`.
 
-    The schedule is a linear warm-up, then a constant rate or a decay to a tenth of the peak.
+    The decay ends with the run, at optimizer.final times the peak.
     """
     if step < settings.warmup:
         return settings.lr * (step + 1) / settings.warmup
-    progress = min(1.0, (step - settings.warmup) / max(1, steps - settings.warmup))
-    share = {
-        "constant": 1.0,
-        "linear": 1.0 - 0.9 * progress,
-        "cosine": 0.1 + 0.45 * (1 + math.cos(math.pi * progress)),
-    }[settings.schedule]
-    return settings.lr * share
+    decay = DECAYS[settings.schedule]
+    if not decay:
+        return settings.lr
+    length = settings.decay_steps
+    first = steps - length if length else decay.first(settings.warmup, steps)
+    first = max(first, settings.warmup)
+    progress = min(1.0, max(0, step - first) / max(1, steps - first))
+    return settings.lr * decay.factor(progress, settings.final)
+
+
+def schedule_error(settings: config.Optimizer, steps: int) -> ConfigError | None:
+    """Return the error for keys of a decay that do not fit the schedule or the run, or None."""
+    fields = config.Optimizer.model_fields
+    given = [
+        key for key in ("final", "decay_steps") if getattr(settings, key) != fields[key].default
+    ]
+    if given and not DECAYS[settings.schedule]:
+        found = " and ".join(f"optimizer.{key} is {getattr(settings, key):g}" for key in given)
+        return ConfigError(
+            f"optimizer.schedule {settings.schedule} has no decay, but {found}.",
+            f"Leave out {' and '.join(f'optimizer.{key}' for key in given)}, or choose another "
+            "schedule.",
+        )
+    if settings.decay_steps and settings.warmup + settings.decay_steps > steps:
+        return ConfigError(
+            f"Warm-up and decay fit in run.steps, but optimizer.warmup {settings.warmup} + "
+            f"optimizer.decay_steps {settings.decay_steps} > {steps}.",
+            "Lower optimizer.decay_steps, or raise run.steps.",
+        )
+    return None

@@ -5,10 +5,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpitrain import config
 from mpitrain.layers.base import Parameter
 from mpitrain.layers.flat import Entry, Piece, Storage
 from mpitrain.machine.backend import Backend
+from mpitrain.optim.groups import Group, group_of
 from mpitrain.optim.rule import Block, Shape, TensorPiece, TensorWise, Update, Views
+from mpitrain.optim.whole import Elements, Results
+from mpitrain.transport.base import Transport
 
 
 class FactSums(NamedTuple):
@@ -20,10 +24,12 @@ class FactSums(NamedTuple):
             `run` leaves the sum in it, and is collective as well.
     counts  (holders, as `Parameter.holders`) -> whether the sum includes this rank's elements of
             such tensors. If the sum runs over ranks with the same elements, one of them counts.
+    shards  the ranks of the tensor's other elements if ZeRO divides it; None: nothing is divided
     """
 
     bind: Callable[[Any], Callable[[], None]]
     counts: Callable[[str], bool]
+    shards: Transport | None = None
 
 
 ALONE = FactSums(lambda vector: lambda: None, lambda holders: True)
@@ -86,12 +92,20 @@ def _indices(tensor: Parameter, dim: int) -> np.ndarray:
 
 
 class _Fragment(NamedTuple):
-    """The elements of a tensor in a piece; offsets from the beginning of the piece."""
+    """The elements of a tensor in a piece; offsets from the beginning of the piece.
+
+    elements  the same, from the beginning of the tensor
+    group     of the tensor
+    settings  the section with the weight decay of the group
+    """
 
     entry: Entry
     start: int
     stop: int
+    elements: Elements
     blocks: Sequence[Block]
+    group: Group
+    settings: config.Optimizer
 
 
 class _Sums(NamedTuple):
@@ -109,59 +123,103 @@ class TensorUpdates:
     def __init__(
         self,
         step: TensorWise,
+        settings: config.Optimizer,
         storage: Storage,
         pieces: Sequence[Piece],
         state: Mapping[str, Any],
-        layouts: Mapping[str, Sequence[Entry]],
+        by_tensor: Mapping[str, Mapping[str, Any]],
         backend: Backend,
         sums: FactSums,
     ):
         """Allocate the vectors of sums and bind their all-reduces; collective.
 
-        state    buffers by name, along the pieces or as laid out in `layouts`
-        layouts  the tensors of each buffer that is not of `elements`
+        state      buffers by name
+        by_tensor  {name: {tensor: view}} of each buffer that is not along the pieces
         """
         self._step = step
-        self._along = {name: buffer for name, buffer in state.items() if name not in layouts}
-        self._whole = {name: _views(layout, state[name]) for name, layout in layouts.items()}
+        self._along = {name: buffer for name, buffer in state.items() if name not in by_tensor}
+        self._by_tensor = by_tensor
         self._fragments = {
-            piece: [_fragment(entry, piece) for entry in touched(storage, piece)]
+            piece: [_fragment(entry, piece, settings, backend) for entry in touched(storage, piece)]
             for piece in pieces
         }
         everything = touched(storage, Piece(0, storage.length, 0))
         self._sums = [_bound(each.facts, everything, backend, sums) for each in step.rounds]
+        self._results = Results(
+            {
+                fragment.entry.name: (fragment.entry.parameter, fragment.elements)
+                for fragments in self._fragments.values()
+                for fragment in fragments
+                if step.whole and step.whole.of(fragment.entry.parameter)
+            },
+            storage.dtype,
+            backend,
+            sums.shards if step.whole else None,
+        )
 
     def sum_facts(self, views: Views, update: Update) -> None:
-        """Run all rounds over all pieces of this rank; collective."""
+        """Run all rounds over all pieces of this rank, and compute divided results; collective."""
         for each, sums in zip(self._step.rounds, self._sums, strict=True):
             sums.vector.fill(0)
             for piece, fragments in self._fragments.items():
                 parameters, gradients = views(piece)
                 for fragment in fragments:
-                    each.add(self._piece(piece, fragment, parameters, gradients, None), update)
+                    each.add(
+                        self._piece(piece, fragment, parameters, gradients, None),
+                        _in_group(update, fragment),
+                    )
             for view in sums.uncounted:
                 view.fill(0)
             sums.run()
+        self._run_divided(views, update)
+
+    def _run_divided(self, views: Views, update: Update) -> None:
+        """Compute the results of the tensors whose elements several ranks have; collective."""
+        whole, divided = self._step.whole, self._results.tensors
+        if whole is None or not divided:
+            return
+        for piece, fragments in self._fragments.items():
+            parameters, gradients = views(piece)
+            for fragment in fragments:
+                if fragment.entry.name in divided:
+                    mine = self._piece(piece, fragment, parameters, gradients, None)
+                    operand = divided[fragment.entry.name].mine
+                    whole.operand(mine, _in_group(update, fragment), operand)
+        self._results.run(lambda operand: whole.compute(operand, update))
+
+    def _with_result(self, piece: TensorPiece, name: str, update: Update) -> TensorPiece:
+        """Return the piece with its result; that of an undivided tensor is computed here."""
+        whole = self._step.whole
+        if whole is None or not whole.of(piece.tensor):
+            return piece
+        if name in self._results.tensors:
+            return piece._replace(result=self._results.tensors[name].mine)
+        result = update.arena.take(piece.gradients.shape, piece.gradients.dtype)
+        whole.operand(piece, update, result)
+        whole.compute(result.reshape(piece.tensor.local_shape), update)
+        return piece._replace(result=result)
 
     def update(
         self, piece: Piece, parameters: Any, gradients: Any, mirror: Any, update: Update
     ) -> None:
         """Update the parameters of a piece in place, tensor by tensor."""
         for fragment in self._fragments[piece]:
-            self._step.apply(self._piece(piece, fragment, parameters, gradients, mirror), update)
+            mine = self._piece(piece, fragment, parameters, gradients, mirror)
+            own = _in_group(update, fragment)
+            self._step.apply(self._with_result(mine, fragment.entry.name, own), own)
 
     def _piece(
         self, piece: Piece, fragment: _Fragment, parameters: Any, gradients: Any, mirror: Any
     ) -> TensorPiece:
-        entry, start, stop, found = fragment
+        entry, start, stop, _, found, group, _ = fragment
         along = slice(piece.place + start, piece.place + stop)
         return TensorPiece(
-            entry.parameter,
+            entry.parameter._replace(decayed=group.weight_decay > 0),
             parameters[start:stop],
             gradients[start:stop],
             None if mirror is None else mirror[start:stop],
             {name: buffer[along] for name, buffer in self._along.items()}
-            | _of(self._whole, entry.name),
+            | _of(self._by_tensor, entry.name),
             {
                 name: array
                 for sums in self._sums
@@ -198,11 +256,26 @@ def _of(arrays: Mapping[str, Mapping[str, Any]], tensor: str) -> dict[str, Any]:
     return {name: found[tensor] for name, found in arrays.items() if tensor in found}
 
 
-def _fragment(entry: Entry, piece: Piece) -> _Fragment:
+def _in_group(update: Update, fragment: _Fragment) -> Update:
+    return update._replace(settings=fragment.settings, lr=update.lr * fragment.group.lr)
+
+
+def _fragment(
+    entry: Entry, piece: Piece, settings: config.Optimizer, backend: Backend
+) -> _Fragment:
+    group = group_of(settings, entry.parameter)
     low, high = max(entry.start, piece.start), min(entry.stop, piece.stop)
     return _Fragment(
         entry,
         low - piece.start,
         high - piece.start,
-        blocks(entry.parameter, low - entry.start, high - entry.start),
+        (low - entry.start, high - entry.start),
+        [
+            block._replace(
+                rows=backend.from_host(block.rows), columns=backend.from_host(block.columns)
+            )
+            for block in blocks(entry.parameter, low - entry.start, high - entry.start)
+        ],
+        group,
+        settings.model_copy(update={"weight_decay": group.weight_decay}),
     )

@@ -283,7 +283,8 @@ class Grid:
         def counts(holders: str) -> bool:
             return self.holders.get(holders) is not self.tp or self.counts(holders)
 
-        return FactSums(bind, counts)
+        shards = [group.transport for group in groups if group is not self.tp and group.size > 1]
+        return FactSums(bind, counts, shards[0] if shards else None)
 
     @property
     def scratch_bytes(self) -> int:

@@ -1,5 +1,6 @@
 """The check that parameters, gradients and optimizer state fit in memory, before a model exists."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -7,11 +8,13 @@ import numpy as np
 from mpitrain.config import Config
 from mpitrain.data import Source, Unopened
 from mpitrain.errors import ConfigError
+from mpitrain.layers.base import Unit
 from mpitrain.layers.flat import Storage
+from mpitrain.layers.frozen import freeze
 from mpitrain.machine import process
 from mpitrain.models.table import MODELS
 from mpitrain.ops.device import Device
-from mpitrain.optim import RULES
+from mpitrain.optim import state_bytes
 from mpitrain.parallel.grid import Axes, divisor
 from mpitrain.parallel.mode import Sizes
 from mpitrain.parallel.modes import mode_of
@@ -53,8 +56,13 @@ def check_memory(
         ranks, where = -(-ranks // process.gpus()), "on this GPU"
     shards = divisor(axes, transport.hosts, config.replication.shard)
     found, count = sizes(config, source, axes, chunks, device, shards)
-    needed = ranks * mode_of(config).memory(found)
     free = process.free_memory(config.device.kind)
+    if config.model.freeze:
+        # A network that is too large even if all of it is frozen is never described as a whole.
+        found = found._replace(length=0, largest=0, frozen=found.length, slot=found.largest)
+        if ranks * mode_of(config).memory(found) <= free:
+            found = frozen_sizes(found, config, source, axes, chunks, device)
+    needed = ranks * mode_of(config).memory(found)
     if needed > free:
         raise ConfigError(
             f"{count:,} parameters with gradients and optimizer state of {ranks} rank(s) need {needed / 1e9:,.1f} GB {where}, "
@@ -75,23 +83,22 @@ def sizes(
 ) -> tuple[Sizes, int]:
     """Return the arguments of a mode's memory formula, and the number of parameters.
 
-    They are extrapolated from networks of one and two layers, which are quick to describe.
+    They are extrapolated from networks of one and two layers, which are quick to describe. They
+    are those of a network without frozen parameters.
 
     shards  ranks of ZeRO's sharding group
     """
-    layers, model = described(device.ops, config.layout), MODELS[config.model.kind]
-
-    def storage(depth: int) -> Storage:
-        shallow = config.model.model_copy(update={"layers": depth})
-        return Storage(model.build(layers, shallow, source), config.precision.stored, axes.dp)
-
-    one, two = storage(1), storage(2)
+    one, two = (
+        Storage(units, config.precision.stored, axes.dp)
+        for units in (_described(config, depth, source, device) for depth in (1, 2))
+    )
     others = config.model.layers - 1
     length = one.length + others * (two.length - one.length)
     count = one.parameter_count + others * (two.parameter_count - one.parameter_count)
-    spans = (two if others else one).spans
-    largest = max((span.stop - span.start for span in spans), default=0)
+    largest = (two if others else one).largest
     master = np.dtype(config.precision.stored).itemsize
+    name = config.optimizer.name
+    state = state_bytes(name, one) + others * (state_bytes(name, two) - state_bytes(name, one))
     half = device.half.itemsize if device.half else master
     return Sizes(
         config.replication,
@@ -101,5 +108,39 @@ def sizes(
         length / chunks if chunks > 1 else largest,
         master,
         half if config.precision.is_half else 0,
-        RULES[config.optimizer.name].per_parameter * master,
+        state / length if length else 0,
     ), count
+
+
+def frozen_sizes(
+    found: Sizes,
+    config: Config,
+    source: Source | Unopened,
+    axes: Axes,
+    chunks: int,
+    device: Device,
+) -> Sizes:
+    """Return the sizes of the whole network, with the parameters frozen that model.freeze names.
+
+    found   sizes of which all but the numbers of elements stay
+    raises  ConfigError as `freeze`
+    """
+    units = freeze(_described(config, config.model.layers, source, device), config.model.freeze)
+    storage = Storage(units, config.precision.stored, axes.dp)
+    length, frozen = storage.length, storage.frozen.length
+    state = state_bytes(config.optimizer.name, storage)
+    return found._replace(
+        length=length / axes.pp,
+        state=state / length if length else 0,
+        largest=length / chunks if chunks > 1 else storage.largest,
+        frozen=frozen / axes.pp,
+        slot=frozen / chunks if chunks > 1 else storage.frozen.largest,
+    )
+
+
+def _described(
+    config: Config, depth: int, source: Source | Unopened, device: Device
+) -> Sequence[Unit]:
+    """Return the units of the configured network with another number of layers."""
+    model = config.model.model_copy(update={"layers": depth})
+    return MODELS[config.model.kind].build(described(device.ops, config.layout), model, source)

@@ -21,7 +21,9 @@ class Sizes(NamedTuple):
     largest   elements of the largest unit, or of the mean chunk of several on a stage
     master    size of a parameter, and of its gradient
     mirror    size of a rounded copy of a parameter; 0 in full precision
-    state     size of the optimizer's state of a parameter
+    state     size of the optimizer's state of a parameter, as the mean over trained parameters
+    frozen    elements of the frozen parameters of a stage, which `length` does not count
+    slot      as `largest`, of frozen parameters
     """
 
     settings: Settings
@@ -31,12 +33,19 @@ class Sizes(NamedTuple):
     largest: float
     master: int
     mirror: int
-    state: int
+    state: float
+    frozen: float = 0
+    slot: float = 0
 
     @property
     def replica(self) -> float:
         """The bytes of parameters, rounded copy, gradients and optimizer state, all of them."""
-        return (2 * self.master + self.mirror + self.state) * self.length
+        return (2 * self.master + self.mirror + self.state) * self.length + self.fixed
+
+    @property
+    def fixed(self) -> float:
+        """The bytes of all frozen parameters, which have no master in half precision."""
+        return self.computed * self.frozen
 
     @property
     def computed(self) -> int:

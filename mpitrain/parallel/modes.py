@@ -44,8 +44,10 @@ def _memory_of_servers(sizes: Sizes) -> float:
     """
     master, (_, dp, _, _) = sizes.master, sizes.axes
     workers = dp * (2 * master + sizes.mirror)
+    frozen = dp * sizes.fixed
     arriving = 0 if _is_late(sizes.settings) else master
-    return (workers + 2 * master + arriving + sizes.state) * sizes.length / sizes.axes.ranks
+    trained = (workers + 2 * master + arriving + sizes.state) * sizes.length
+    return (trained + frozen) / sizes.axes.ranks
 
 
 def _has_common_step(config: Config) -> ConfigError | None:
@@ -110,6 +112,7 @@ ZERO: Table[int, Mode] = Table(
                     + of.state / of.shards
                 )
                 * of.length
+                + of.fixed
             ),
             traffic=traffic.zero("2 {0} S", traffic.once),
             refusal=nothing,
@@ -124,6 +127,7 @@ ZERO: Table[int, Mode] = Table(
                 )
                 * of.length
                 + of.master * of.largest
+                + of.fixed
             ),
             traffic=traffic.zero("(m+1) {0} S", traffic.by_micro_batch),
             refusal=nothing,
@@ -134,6 +138,8 @@ ZERO: Table[int, Mode] = Table(
             memory=lambda of: (
                 (2 * of.master + of.state) / of.shards * of.length
                 + (of.master + of.computed) * of.largest
+                + of.fixed / of.shards
+                + of.computed * of.slot
             ),
             traffic=traffic.zero(
                 "{0} of 3 m S, of which the last two units travel only 2 m times, the first two 2 m + 1 times",

@@ -2,24 +2,25 @@
 
 Rows of `modes.py` name them. LETTERS defines the letters of `Formula.words`. The bytes of
 `Formula.of` include the headers of server messages and the control message, if the mode has them. The control message is
-four numbers, all-reduced by the algorithm of the gradients, or else by a ring.
+five numbers, all-reduced by the algorithm of the gradients, or else by a ring.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.config import Config
 from mpitrain.config import Replication as Settings
-from mpitrain.layers.flat import dealt
+from mpitrain.layers.flat import Span, dealt
+from mpitrain.parallel.data.unsharded_buffers import TURNS
 from mpitrain.parallel.grid import divisor, share
 from mpitrain.parallel.replication.protocol import ReplicationContext
 from mpitrain.parallel.servers.messages import NUMBERS
 
-CONTROL, CONTROL_ITEM = 4, 8
+CONTROL, CONTROL_ITEM = 5, 8
 """Elements of the control message, and bytes per element."""
 
-NEWS = 5
+NEWS = 6
 """Elements of CONTROL_ITEM bytes that local SGD and gossip sum at the end of a period."""
 
 SQUARES = 3
@@ -95,6 +96,22 @@ def _ring(n: int, count: int) -> int:
     return max(_ring_of(rank, n, count) for rank in range(n))
 
 
+def _halving(n: int, count: int) -> int:
+    """Return the elements that the busiest rank sends by recursive halving, then doubling.
+
+    If n is not a power of two, the busiest rank is one that a rank outside of it folds into.
+    """
+    power, folded = 1 << _lg(n), n - (1 << _lg(n))
+    bounds = [0, *(stop for _, stop in chunk_bounds(count, power))]
+
+    def sent(rank: int) -> int:
+        """Each halving sends one half of a block of chunks, the doubling back the other half."""
+        blocks = [rank >> bit << bit for bit in range(1, _lg(n) + 1)]
+        return sum(bounds[first + (2 << bit)] - bounds[first] for bit, first in enumerate(blocks))
+
+    return max(map(sent, range(folded or power)))
+
+
 Travelled = Callable[[ReplicationContext], tuple[float, float] | None]
 """(context) -> elements that ZeRO reduce-scatters and all-gathers, or None."""
 
@@ -146,17 +163,35 @@ def by_micro_batch(replica: ReplicationContext) -> tuple[float, float]:
 def by_use(replica: ReplicationContext) -> tuple[float, float] | None:
     """Return the elements that ZeRO stage 3 reduce-scatters and all-gathers in a step.
 
-    The last two units stay gathered for backward, the first two for the next micro-batch. Returns
-    None if more units stay gathered, because of tied weights or replication.zero_keep, and if
+    The last two units stay gathered for backward, the first two for the next micro-batch. Frozen
+    tensors stay gathered after an update, and their first units run no backward. Returns None if
+    more units stay gathered, because of tied weights or replication.zero_keep, and if
     replication.gather compresses the all-gathers.
     """
     config, storage = replica.config, replica.storage
     if config.model.tied or config.replication.zero_keep or config.replication.gather != "none":
         return None
-    m, sizes = config.batch.micro_batches, [span.stop - span.start for span in storage.spans]
-    return m * storage.length, 2 * m * storage.length - m * sum(sizes[-2:]) - (m - 1) * sum(
-        sizes[:2]
-    )
+    m, steps, units = config.batch.micro_batches, config.run.steps, range(len(storage.units))
+    opened = [*units, *reversed(units[replica.first :])] * m
+    # With overlap, the last backward of the run gathers the first unit for another step.
+    ahead = [0] if replica.first and config.replication.overlap else []
+    frozen = _gathered(storage.frozen.spans, opened * steps + ahead) / max(1, steps)
+    return m * storage.length, _gathered(storage.spans, opened) + frozen
+
+
+def _gathered(spans: Sequence[Span], opened: Iterable[int]) -> int:
+    """Return the elements to gather if spans alternate between two slots, empty at first.
+
+    opened  the units in the order of their use
+    """
+    own = {span.unit: span for span in spans if span.start < span.stop}
+    slot = {unit: number % TURNS for number, unit in enumerate(own)}
+    contents, count = dict[int, int](), 0
+    for unit in opened:
+        if unit in own and contents.get(slot[unit]) != unit:
+            contents[slot[unit]] = unit
+            count += own[unit].stop - own[unit].start
+    return count
 
 
 def _lg(n: int) -> int:
@@ -263,7 +298,7 @@ ALL_REDUCE = {
     "ring": _summed("2 (n-1)/n S", _ring),
     "halving-doubling": _summed(
         "2 (n'-1)/n' S, and S more if n > n'",
-        lambda n, count: 2 * count * (1 - 0.5 ** _lg(n)) + count * (n > 1 << _lg(n)),
+        lambda n, count: _halving(n, count) + count * (n > 1 << _lg(n)),
     ),
     "recursive-doubling": _summed(
         "lg n' S, and S more if n > n'", lambda n, count: count * (_lg(n) + (n > 1 << _lg(n)))

@@ -18,8 +18,8 @@ from mpitrain.pipeline.instructions import (
     Forward,
     Instruction,
     Receive,
-    fused_at_the_input,
-    with_messages,
+    Skip,
+    training_program,
 )
 from mpitrain.pipeline.pipeline import Pipeline, Rows, Shape, shape_in
 from mpitrain.pipeline.schedules import STREAMS, plan_of
@@ -41,14 +41,16 @@ class Pieces(NamedTuple):
     last: tuple[Instruction, ...]
 
 
-def pieces(stage: int, stages: int, micro_batches: int) -> Pieces:
+def pieces(stage: int, stages: int, micro_batches: int, lowest: int = 0) -> Pieces:
     """Return the programs of one stage; needs at least as many micro-batches as stages.
+
+    lowest  the first stage with a backward
 
     A stage posts the receive of a step's first activation when the step begins. Before, it does not
     know whether there will be another step.
     """
-    plan = fused_at_the_input(plan_of(next(iter(STREAMS)), stages, 3 * micro_batches))
-    first, second, third = _cut(with_messages(plan)[stage], micro_batches)
+    program = training_program(plan_of(next(iter(STREAMS)), stages, 3 * micro_batches), lowest)
+    first, second, third = _cut(program[stage], micro_batches)
     following, end = moved(second, -micro_batches), moved(third, -2 * micro_batches)
     done = {(type(i), i) for i in following}
     return Pieces(first, following, tuple(i for i in end if (type(i), i) not in done))
@@ -112,7 +114,7 @@ class AsyncPipeline(Pipeline):
         super().__init__(plan, parts, transport, replication, *rest)
         assert isinstance(replication, WeightStashing)
         self._stashed, self._micro_batches = replication.step_end, plan.micro_batches
-        self._pieces = pieces(transport.rank, transport.size, plan.micro_batches)
+        self._pieces = pieces(transport.rank, transport.size, plan.micro_batches, self.lowest)
         self._steps = 0  # counts the steps since the pipeline was empty
 
     def _stage(self, units: Any, replication: Any, *rest: Any) -> Stage:
@@ -162,18 +164,23 @@ class AsyncPipeline(Pipeline):
             first,
             loss,
             self.channel,
+            self.lowest,
         )
 
     def _turning(self, program: Iterable[Instruction]) -> Iterator[Instruction]:
         """Yield the program; before each backward, call `WeightStashing.turn`.
 
+        A stage without backwards sends the same control messages.
+
         The call must come before the stage waits for the gradient. Otherwise the stages could
         deadlock: the sender may wait for a control message that this rank still has to progress.
         """
         for instruction in program:
-            if isinstance(instruction, BackwardInput | Backward) and self._stashed.turn():
+            if isinstance(instruction, BackwardInput | Backward | Skip) and self._stashed.turn():
                 self.stages[instruction.part].begin(self._stashed.every)
             yield instruction
+            if isinstance(instruction, Skip):
+                self._stashed.turned()
 
 
 def _nothing(*arguments: Any) -> None:

@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from mpitrain.layers.base import Unit
-from mpitrain.parallel.tensor.layer_factory import LayerFactory, check_units
+from mpitrain.layers.frozen import forward_only, freeze
+from mpitrain.layers.recomputed import with_recomputation
+from mpitrain.parallel.tensor.layer_factory import LayerFactory, check_saved, check_units
 from mpitrain.pipeline.partition import assign_units, cut
 
 Units = Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]]
@@ -23,15 +25,30 @@ class Chunks(NamedTuple):
     parts: list[list[Unit]]
     tied: dict[str, list[int]]
 
+    def first(self, mine: Sequence[Unit]) -> int:
+        """Return the number of a stage's units that are frozen and run no backward."""
+        before = {unit.name for unit in self.model[: forward_only(self.model)]}
+        return sum(unit.name in before for unit in mine)
 
-def chunks(units: Units, layers: LayerFactory, place: Sequence[int], partition: str) -> Chunks:
+
+def chunks(
+    units: Units,
+    layers: LayerFactory,
+    place: Sequence[int],
+    partition: str,
+    frozen: Sequence[str] = (),
+) -> Chunks:
     """Make the units with a rank's layer factory, and cut them.
 
     place      the stage of each chunk
     partition  as pipeline.partition, but not "time"
+    frozen     as model.freeze
     raises     ConfigError if the units do not fit each other, the ranks or the partition
     """
-    model = list(units(layers) if callable(units) else units)
+    model = freeze(units(layers) if callable(units) else units, frozen)
     check_units(model, layers.rows)
-    counts = cut(model, len(place), partition)
-    return Chunks(model, *assign_units(model, counts, place))
+    check_saved(layers)
+    parts, tied = assign_units(model, cut(model, len(place), partition), place)
+    return Chunks(
+        model, with_recomputation(parts, layers.memory.segment, layers.rows.recomputing), tied
+    )

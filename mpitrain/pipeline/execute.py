@@ -15,6 +15,7 @@ from mpitrain.pipeline.instructions import (
     Message,
     Receive,
     Send,
+    Skip,
 )
 from mpitrain.pipeline.stage import Stage
 
@@ -26,6 +27,7 @@ def execute(
     first: Callable[[int], Any],
     loss: Callable[[int, Any], Any],
     channel: Channel,
+    lowest: int = 0,
 ) -> None:
     """Execute the instructions of one rank.
 
@@ -34,6 +36,7 @@ def execute(
     first    (micro-batch) -> the input of the model
     loss     (micro-batch, output of the model) -> the gradient of that output
     channel  to the other stages
+    lowest   the first chunk with a backward
     """
     # Maps a message to its array until the consumer takes it. No variable may refer to an array as
     # well: its buffer would return to the arena later.
@@ -71,7 +74,7 @@ def execute(
                 channel.receive((what, part, micro), peer)
             case Complete(what, part, micro):
                 channel.complete((what, part, micro))
-            case Handoff():
+            case Handoff() | Skip():
                 pass  # The result is in `held` already, where the next chunk finds it.
-        # No chunk uses the gradient of the model's input.
-        held.pop(("gradient", -1, instruction.micro), None)
+        # No chunk uses the gradient of the input of the first chunk with a backward.
+        held.pop(("gradient", lowest - 1, instruction.micro), None)

@@ -89,6 +89,13 @@ class Complete(NamedTuple):
     peer: int
 
 
+class Skip(NamedTuple):
+    """The time of a backward that a frozen chunk does not run; nothing is computed."""
+
+    part: int
+    micro: int
+
+
 class Handoff(NamedTuple):
     """Local transfer of the last instruction's result to chunk `part` on the same stage."""
 
@@ -98,7 +105,7 @@ class Handoff(NamedTuple):
 
 
 Compute = Forward | BackwardInput | BackwardWeight | Backward
-Instruction = Compute | Send | Receive | Complete | Handoff
+Instruction = Compute | Skip | Send | Receive | Complete | Handoff
 Message = tuple[What, int, int]
 """The identity of a message: (kind, receiving chunk, micro-batch).
 
@@ -148,22 +155,26 @@ def made(instruction: Instruction, parts: int) -> Message | None:
     return None
 
 
-def fused_at_the_input(plan: Plan) -> Plan:
-    """Merge B and W of chunk 0 into BW where W follows B.
+def fused_at_the_input(plan: Plan, first: int = 0) -> Plan:
+    """Merge B and W of chunk `first` into BW where W follows B.
 
     No stage waits for the gradient of the model's input, so merging delays no other stage. It saves
     memory: on a single stage the schedule becomes one F and one BW per micro-batch.
+
+    first  the first chunk with a backward
     """
-    return plan._replace(lists=tuple(tuple(_fused(mine)) for mine in plan.lists))
+    return plan._replace(lists=tuple(tuple(_fused(mine, first)) for mine in plan.lists))
 
 
-def _fused(mine: Sequence[Compute]) -> Iterator[Compute]:
-    """Yield the instructions of one stage, with adjacent B and W of chunk 0 merged."""
+def _fused(mine: Sequence[Compute], first: int) -> Iterator[Compute]:
+    """Yield the instructions of one stage, with adjacent B and W of chunk `first` merged."""
     is_done = False
     for instruction, following in zip(mine, [*mine[1:], None], strict=True):
         match instruction, following:
-            case BackwardInput(0, micro), BackwardWeight(0, other) if micro == other:
-                yield Backward(0, micro)
+            case BackwardInput(part, micro), BackwardWeight(same, other) if (
+                part == same == first and micro == other
+            ):
+                yield Backward(part, micro)
                 is_done = True
             case _ if not is_done:
                 yield instruction
@@ -238,6 +249,42 @@ def _with_messages(
             sent += [i for i in program[-1:] if isinstance(i, Send)]
     program += [Complete(*i) for i in sent]
     return tuple(program)
+
+
+def training_program(plan: Plan, lowest: int = 0) -> Program:
+    """Return the program of a training step.
+
+    lowest  the first chunk with a backward; all chunks before are frozen
+    """
+    return without_backward(with_messages(fused_at_the_input(plan, lowest)), lowest)
+
+
+def without_backward(program: Program, first: int) -> Program:
+    """Remove the backwards of all chunks before `first`, and the gradients sent to these chunks.
+
+    A `Skip` replaces each first half. The sends of activations complete where they did before: by
+    then their receiver has used them. So the result waits for less than the program, and ends if
+    the program ends.
+    """
+    return tuple(tuple(_without_backward(mine, first)) for mine in program)
+
+
+def _without_backward(mine: Sequence[Instruction], first: int) -> Iterator[Instruction]:
+    for instruction in mine:
+        match instruction:
+            case BackwardInput(part, micro) | Backward(part, micro) if part < first:
+                yield Skip(part, micro)
+            case BackwardWeight(part) if part < first:
+                pass
+            case (
+                Send("gradient", part)
+                | Receive("gradient", part)
+                | Complete("gradient", part)
+                | Handoff("gradient", part)
+            ) if part < first:
+                pass
+            case _:
+                yield instruction
 
 
 def _source(message: Message) -> int:

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
+from mpitrain.layers.frozen import parameters_of
 
 TIME = "time"
 """The value of `pipeline.partition` for measured times; the code that builds a run replaces it."""
@@ -60,7 +61,7 @@ def assign_units(
     """
     bounds = [0, *accumulate(counts)]
     stage_of = [stage for stage, count in zip(place, counts, strict=True) for _ in range(count)]
-    described = {f"{unit.name}.{p.name}": p for unit in units for p in unit.layer.parameters()}
+    described = {f"{unit.name}.{p.name}": p for unit in units for p in parameters_of(unit)}
     # Maps each tied tensor to its uses, in order: (index of the unit, the tensor's name in it).
     users: dict[str, list[tuple[int, str]]] = {}
     for full in sorted({full for unit in units for full in unit.tied.values()}):

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from mpitrain.layers.base import Unit
+from mpitrain.layers.frozen import forward_only
 from mpitrain.layers.now import Now
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replication.protocol import Replication
@@ -16,7 +18,7 @@ from mpitrain.pipeline.instructions import (
     Instruction,
     Plan,
     forward_alone,
-    fused_at_the_input,
+    training_program,
     with_messages,
 )
 from mpitrain.pipeline.stage import ForwardOnly, Stage
@@ -35,6 +37,7 @@ class Pipeline:
     channel      to the other stages
     now          the step and rows of the running instruction, as layers read it
     peak_bytes   peak of activation memory on this rank in the last step, without the update
+    lowest       the first chunk with a backward: all chunks before are frozen
     bytes sent   per micro-batch an activation and a gradient over each boundary between stages
     """
 
@@ -59,6 +62,7 @@ class Pipeline:
         self._transport, self._parts = transport, parts
         self._arena, self.channel = arena, Channel(transport, arena, dtype)
         channel, self.peak_bytes = self.channel, 0
+        self.lowest = lowest_chunk(parts)
         self.now, self._rows = now, dict[int, Rows]()
 
         def poll() -> None:
@@ -67,13 +71,16 @@ class Pipeline:
 
         self.stages, self._asked, first = dict[int, Stage](), {}, 0
         for part in own(plan.place, here):
-            common = parts[part], replication, arena, first, poll, transport.recorder
+            common = (
+                *(parts[part], replication, arena, first, poll, transport.recorder),
+                replication.replica.first,
+            )
             self.stages[part], self._asked[part] = self._stage(*common), ForwardOnly(*common)
             first += len(parts[part])
         transport.recorder.facts(
             parts={part: [unit.name for unit in parts[part]] for part in self.stages}
         )
-        self._program: Sequence[Instruction] = with_messages(fused_at_the_input(plan))[here]
+        self._program: Sequence[Instruction] = training_program(plan, self.lowest)[here]
         self._question = with_messages(forward_alone(plan.place))[here]
         self.input_shape = cache(partial(input_shape, parts))
 
@@ -109,6 +116,7 @@ class Pipeline:
             first,
             loss,
             self.channel,
+            self.lowest,
         )
         self.peak_bytes, arena.peak = arena.peak, max(before, arena.peak)
 
@@ -174,6 +182,12 @@ def shape_in(
     shapes  of the model's input, by micro-batch of a step
     """
     return input_shape(part, shapes[micro % len(shapes)])
+
+
+def lowest_chunk(parts: Sequence[Sequence[Unit]]) -> int:
+    """Return the first chunk with a unit that runs a backward."""
+    frozen = forward_only([unit for units in parts for unit in units])
+    return sum(end <= frozen for end in accumulate(map(len, parts)))
 
 
 def own(place: Sequence[int], stage: int) -> list[int]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from mpitrain.layers.base import Unit
 from mpitrain.layers.flat import Storage
+from mpitrain.layers.frozen import forward_only
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend
 from mpitrain.pipeline.partition import balanced
@@ -30,21 +31,24 @@ def unit_seconds(
 ) -> list[float]:
     """Measure the seconds of each unit's forward and backward on this rank.
 
-    The last unit's time includes the loss. Only one unit's parameters are in memory at a time.
+    The last unit's time includes the loss. First units without a trained tensor run no backward.
+    Only one unit's parameters are in memory at a time.
 
     units  with complete layers, not sharded over ranks
     x      input of the first unit, in the backend's memory
     loss   (output of the last unit) -> the gradient of that output
     stored, computed  dtypes of the parameters' gradients, and of the layers' arithmetic
     """
-    draw, found = np.random.default_rng(0), []
+    draw, found, frozen = np.random.default_rng(0), [], forward_only(units)
 
     def drawn(shape: tuple[int, ...], size: float) -> Any:
         return backend.from_host((size * draw.standard_normal(shape, np.float32)).astype(computed))
 
     for index, unit in enumerate(units):
         storage = Storage([replace(unit, tied={}, held={})], stored)
-        (weights,) = storage.weights(drawn((storage.length,), 0.02))
+        (weights,) = storage.weights(
+            *(drawn((length,), 0.02) for length in (storage.length, storage.frozen.length))
+        )
         (gradients,), (leaves,) = storage.gradients(backend.zeros(storage.length, stored))
         end = loss if index == len(units) - 1 else None
         given: Any = None if end else drawn(unit.layer.output_shape(x.shape), 1e-3)
@@ -56,11 +60,13 @@ def unit_seconds(
             start = clock()
             y, saved = unit.layer.forward(weights, x, arena)
             dy = end(y) if end else given
-            _, pending = unit.layer.backward_input(weights, dy, saved, arena)
-            unit.layer.backward_weight(pending, gradients, arena)
+            if index >= frozen:
+                _, pending = unit.layer.backward_input(weights, dy, saved, arena)
+                unit.layer.backward_weight(pending, gradients, arena)
+                del pending
             backend.synchronize()
             times.append(clock() - start)
-            del saved, pending, dy
+            del saved, dy
         found.append(min(times))
         x = y
     return found

@@ -16,6 +16,7 @@ from mpitrain.pipeline.instructions import (
     Program,
     Receive,
     Send,
+    Skip,
     needed,
 )
 
@@ -159,6 +160,8 @@ class _Running:
                 self._posted[what, part, micro] = clock
             case Handoff():
                 self._handed.add(instruction)
+            case Skip():
+                pass
             case Complete(what, part, micro):
                 freed = (
                     self._sent.get((what, part, micro))

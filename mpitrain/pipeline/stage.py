@@ -1,20 +1,39 @@
 """A stage: one chunk of the model on its rank, with the activations saved for each micro-batch."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpitrain.layers.base import Unit, backward
+from mpitrain.layers.recomputed import saved_again, segment_of
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.trace.recorder import SILENT, Recorder
 from mpitrain.trace.ring_buffer import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
 
+class _Pass:
+    """Context of a unit's pass. An error leaves its span open in the trace."""
+
+    __slots__ = ("_poll", "_recorder", "_span")
+
+    def __init__(self, recorder: Recorder, span: int, poll: Callable[[], None]):
+        self._recorder, self._span, self._poll = recorder, span, poll
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
+        if error is None:
+            self._poll()
+            self._recorder.end(self._span)
+
+
 class Stage:
     """Stage that trains one chunk of the model.
 
-    It announces each use of a unit's parameters and gradients to the replication.
+    It announces each use of a unit's parameters and gradients to the replication. Of a segment of
+    units it saves the input alone. The backward of the segment's last unit begins with the other
+    activations of the segment.
 
     A micro-batch goes forward, then backward: through the two halves, or through both at once. Each
     call returns the buffers that the call before saved to the arena, as soon as it has used them.
@@ -28,18 +47,26 @@ class Stage:
         first: int = 0,
         poll: Callable[[], None] | None = None,
         recorder: Recorder = SILENT,
+        lowest: int = 0,
     ):
         """Bind the stage to its units.
 
-        first  number of the first unit, as the replication counts the units of this rank
-        poll   called between layers to progress messages; None: `replication.poll`
+        first   number of the first unit, as the replication counts the units of this rank
+        poll    called between layers to progress messages; None: `replication.poll`
+        lowest  the first unit with a backward, by the same numbers; all units before are frozen and
+                save no activations
         """
         self._layers = [(first + index, unit.layer) for index, unit in enumerate(units)]
+        self._lowest = lowest
+        self._backward = [
+            (index, *each) for index, each in enumerate(self._layers) if each[0] >= lowest
+        ][::-1]
         self._replication, self._arena, self._poll = replication, arena, poll or replication.poll
         self._recorder, self._names = (
             recorder,
             {first + index: recorder.name(unit.name) for index, unit in enumerate(units)},
         )
+        self._segments = [segment_of(unit) for unit in units]
         # Both map a micro-batch to a list with the saved activations of each unit.
         self._saved: dict[int, list[Any]] = {}
         self._pending: dict[int, list[Any]] = {}
@@ -52,25 +79,51 @@ class Stage:
     def forward(self, micro: int, x: Any) -> Any:
         """Run the forward of a micro-batch; return the output of the last unit."""
         replication, save = self._replication, self._saving(micro)
-        for number, layer in self._layers:
+        for index, (number, layer) in enumerate(self._layers):
+            segment = self._segments[index]
+            if segment and self._is_first(index):
+                save(x)
             with self._running(FORWARD, number, micro):
                 x, saved = layer.forward(replication.open(number, micro), x, self._arena)
                 replication.close(number, micro)
-            save(saved)
+            if segment or number < self._lowest:
+                del saved
+            else:
+                save(saved)
         return x
+
+    def _is_first(self, index: int) -> bool:
+        """Return whether a unit of a segment is its first."""
+        return index == 0 or self._segments[index - 1] is not self._segments[index]
+
+    def _save_again(self, micro: int, index: int, saved: list[Any]) -> None:
+        """Replace the saved input of a segment by the activations of its units.
+
+        index  of a unit; nothing is done unless it is the last of a segment
+        """
+        segment = self._segments[index]
+        if not segment or (index + 1 < len(self._layers) and self._segments[index + 1] is segment):
+            return
+        replication, x = self._replication, saved.pop()
+        with segment.recomputing():
+            for number, layer in self._layers[index + 1 - segment.size : index]:
+                x, state = layer.forward(replication.open(number, micro), x, self._arena)
+                replication.close(number, micro)
+                saved.append(state)
+                self._poll()
+            number, layer = self._layers[index]
+            saved.append(saved_again(layer, replication.open(number, micro), x, self._arena))
+            replication.close(number, micro)
 
     def _saving(self, micro: int) -> Callable[[Any], object]:
         """Return the function that `forward` calls with the saved state of each unit."""
         saved = self._saved[micro] = []
         return saved.append
 
-    @contextmanager
-    def _running(self, phase: int, number: int, micro: int) -> Iterator[None]:
+    def _running(self, phase: int, number: int, micro: int) -> "_Pass":
         """Record a pass of a unit, and poll messages at its end."""
         span = self._recorder.compute(self._names[number], phase, number, micro)
-        yield
-        self._poll()
-        self._recorder.end(span)
+        return _Pass(self._recorder, span, self._poll)
 
     def backward_input(self, micro: int, dy: Any) -> Any:
         """Run the half of the backward pass that computes input gradients.
@@ -78,8 +131,9 @@ class Stage:
         Return the gradient of the chunk's input, or None if that input has no gradient, as tokens.
         """
         replication, saved, pending = self._replication, self._saved.pop(micro), []
-        for number, layer in reversed(self._layers):
+        for index, number, layer in self._backward:
             with self._running(BACKWARD_INPUT, number, micro):
+                self._save_again(micro, index, saved)
                 dy, state = layer.backward_input(
                     replication.open(number, micro), dy, saved.pop(), self._arena
                 )
@@ -92,7 +146,7 @@ class Stage:
         """Run the weight half: accumulate the gradients of the parameters."""
         replication, pending = self._replication, self._pending.pop(micro)
         self._left -= 1
-        for number, layer in reversed(self._layers):
+        for _, number, layer in self._backward:
             with self._running(BACKWARD_WEIGHT, number, micro):
                 layer.backward_weight(
                     pending.pop(), replication.gradients(number, micro), self._arena
@@ -103,8 +157,9 @@ class Stage:
         """Run both halves, unit by unit; return the input gradient as `backward_input`."""
         replication, saved = self._replication, self._saved.pop(micro)
         self._left -= 1
-        for number, layer in reversed(self._layers):
+        for index, number, layer in self._backward:
             with self._running(BACKWARD, number, micro):
+                self._save_again(micro, index, saved)
                 dy = backward(
                     layer,
                     replication.open(number, micro),

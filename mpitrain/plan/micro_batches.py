@@ -8,7 +8,7 @@ from typing import NamedTuple
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.tensor.sequence import sequences_of
-from mpitrain.pipeline.instructions import fused_at_the_input, with_messages
+from mpitrain.pipeline.instructions import fused_at_the_input, training_program
 from mpitrain.pipeline.memory import peak
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import SCHEDULES, STREAMS
@@ -59,7 +59,7 @@ def counts(config: Config, stages: int, rows: int) -> list[int]:
         )
     if name in STREAMS:
         raise ConfigError(
-            f"Steps of schedule {name} do not end one by one, so none has a time that could be told.",
+            f"Steps of schedule {name} do not end one by one, so no single step can be timed.",
             f"Set pipeline.schedule to one of {', '.join(SCHEDULES)}.",
         )
     if name not in SCHEDULES:
@@ -127,20 +127,23 @@ def predict(
     counts: Sequence[int],
     measured: Sequence[Measured],
     end_s: float,
+    lowest: int = 0,
 ) -> list[Predicted]:
     """Predict a step for each number of micro-batches.
 
     rows      of a replica
     measured  in ascending order of rows
     end_s     seconds from the last gradient to the end of a step, for any number of micro-batches
+    lowest    the first chunk with a backward; all chunks before are frozen
     """
     found = []
     for count in counts:
         plan = fused_at_the_input(
-            find_plan(config.pipeline.schedule, stages, count, config.pipeline.chunks or None)
+            find_plan(config.pipeline.schedule, stages, count, config.pipeline.chunks or None),
+            lowest,
         )
         costs, way = between(measured, rows / count)
-        simulation = simulate(with_messages(plan), costs, *way)
+        simulation = simulate(training_program(plan, lowest), costs, *way)
         most = max(peak(mine, costs).nbytes for mine in plan.lists)
         near = around(measured, rows / count)
         is_spoilt = any(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.files import write_whole
-from mpitrain.report.timeline import Timeline, told
+from mpitrain.report.timeline import Timeline, described
 from mpitrain.trace.ring_buffer import DEVICE, KINDS, RECEIVE, REDUCTION, SEND, STEP
 
 THREADS = ("host", "device")
@@ -48,7 +48,7 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
             }
         for record in trace.records:
             kind, last = int(record["kind"]), float(record["end"] or end)
-            name = f"step {record['step'] + 1}" if kind == STEP else told(trace, record)
+            name = f"step {record['step'] + 1}" if kind == STEP else described(trace, record)
             event = {
                 "pid": rank,
                 "tid": int(kind == DEVICE),

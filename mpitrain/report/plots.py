@@ -7,7 +7,7 @@ from typing import Any
 from mpitrain.bench.collectives.plot import look
 from mpitrain.bench.plot_loss import is_number, legible, titled
 from mpitrain.plots import painter, save
-from mpitrain.report.timeline import Timeline, told_steps
+from mpitrain.report.timeline import Timeline, named_steps
 from mpitrain.trace.read import Trace
 from mpitrain.trace.ring_buffer import (
     BACKWARD,
@@ -105,7 +105,7 @@ def draw_timeline(name: str, timeline: Timeline, steps: range, path: Path) -> No
         xlim=(0, 1e3 * (last - zero)),
         ylim=(ranks - 0.45, -0.5),
     )
-    axes.set_title(f"{legible(name)}, {told_steps(shown)}", fontsize="medium", parse_math=False)
+    axes.set_title(f"{legible(name)}, {named_steps(shown)}", fontsize="medium", parse_math=False)
     figure.legend(
         handles=[
             Patch(facecolor=fill, edgecolor="black", linewidth=0.4, label=what)

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError
-from mpitrain.pipeline.instructions import fused_at_the_input, with_messages
+from mpitrain.pipeline.instructions import training_program
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import STREAMS
 from mpitrain.pipeline.simulate import Cost, simulate
@@ -94,7 +94,9 @@ def compare(timeline: Timeline, steps: range, config: Config) -> Compared | None
         _cost(used[part], part, steps, plan.micro_batches, part == len(plan.place) - 1)
         for part in sorted(used)
     ]
-    simulated = simulate(with_messages(fused_at_the_input(plan)), costs)
+    # A frozen chunk has no record of a backward.
+    trained = [part for part, cost in enumerate(costs) if cost.backward_weight]
+    simulated = simulate(training_program(plan, min(trained, default=0)), costs)
     spans, busy = [], 0.0
     for step in steps:
         instructions = [_instructions(trace, range(step, step + 1)) for trace in replica]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.report.time_breakdown import COMPUTING, SHARES, Shares
-from mpitrain.report.timeline import Timeline, is_open, last_sign, told, told_steps, within
+from mpitrain.report.timeline import Timeline, described, is_open, last_sign, named_steps, within
 from mpitrain.run.metrics import CLOSING
 from mpitrain.trace.read import Trace
 from mpitrain.trace.recorder import Recorder
@@ -30,7 +30,7 @@ def where_the_time_went(found: Shares, timeline: Timeline) -> Iterator[str]:
     step_s = found.seconds[workers].sum() / len(workers) / len(steps)
     hosts = len({trace.facts["host"] for trace in timeline.traces})
     yield (
-        f"Where the time went in {told_steps(steps)}, {1e3 * step_s:.1f} ms each, on {ranks} rank(s) of "
+        f"Where the time went in {named_steps(steps)}, {1e3 * step_s:.1f} ms each, on {ranks} rank(s) of "
         f"{hosts} host(s), in %:"
     )
     shown = range(min(ranks, SHOWN))
@@ -88,6 +88,7 @@ MEMORY = {
     "counted_activation_bytes": "counted before the start",
     "counted_growth_bytes": "with gradients and state",
     "grown_bytes": "grown in the first 3 steps",
+    "released_bytes": "largest release",
 }
 """{fact in the header of a trace: its line}."""
 
@@ -95,9 +96,9 @@ MEMORY = {
 def _memory(timeline: Timeline) -> Iterator[str]:
     """Yield lines with measured and counted activations of each rank, if all traces have them."""
     for fact, name in MEMORY.items():
-        told = [trace.facts.get(fact) for trace in timeline.traces]
-        known = [nbytes for nbytes in told if isinstance(nbytes, int)]
-        if len(known) == len(told) > 0:
+        found = [trace.facts.get(fact) for trace in timeline.traces]
+        known = [nbytes for nbytes in found if isinstance(nbytes, int)]
+        if len(known) == len(found) > 0:
             yield (
                 f"  {name:26}{max(known) / 1e6:7.1f}"
                 + "".join(f"{nbytes / 1e6:9.1f}" for nbytes in known[:SHOWN])
@@ -155,23 +156,25 @@ def _last(trace: Trace) -> str:
     said = f"in step {steps[-1]['step'] + 1}, " if steps else ""
     inner = [record for record in spans if record["kind"] != STEP]
     said += "".join(
-        f"in {told(trace, record)}, " for record in inner[:-1] if record["kind"] == PAUSE
+        f"in {described(trace, record)}, " for record in inner[:-1] if record["kind"] == PAUSE
     )
     if inner:
-        said += ("waiting for " if inner[-1]["kind"] == WAIT else "") + told(trace, inner[-1])
+        said += ("waiting for " if inner[-1]["kind"] == WAIT else "") + described(trace, inner[-1])
         if inner[-1]["peer"] >= 0:
             said += f", from rank {inner[-1]['peer']}"
     elif len(records):
         ended = records[-1]
         said += (
-            f"after {told(trace, ended)}"
+            f"after {described(trace, ended)}"
             if ended["kind"] != STEP
             else f"after step {ended['step'] + 1}"
         )
     if under_way:
         more = f" and {len(under_way) - LISTED} more" if len(under_way) > LISTED else ""
         said += (
-            "; under way: " + "; ".join(told(trace, record) for record in under_way[:LISTED]) + more
+            "; under way: "
+            + "; ".join(described(trace, record) for record in under_way[:LISTED])
+            + more
         )
     return said or "nothing"
 

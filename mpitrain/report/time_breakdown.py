@@ -18,17 +18,18 @@ import numpy as np
 from mpitrain.pipeline.instructions import ACTIVATION, GRADIENT
 from mpitrain.report.timeline import Timeline
 from mpitrain.trace.read import Trace
-from mpitrain.trace.ring_buffer import COMPUTE, DEVICE, PAUSE, RECEIVE, SEND, WAIT
+from mpitrain.trace.ring_buffer import COMPUTE, DEVICE, PAUSE, RECEIVE, ROWS, SEND, WAIT
 
 SHARES = (
     "computing",
     "exposed communication",
     "bubble",
     "waiting for another rank",
+    "waiting for its rows",
     "evaluation, checkpoint",
     "in between",
 )
-COMPUTING, COMMUNICATION, BUBBLE, WAITING, PAUSES, BETWEEN = range(len(SHARES))
+COMPUTING, COMMUNICATION, BUBBLE, WAITING, READING, PAUSES, BETWEEN = range(len(SHARES))
 
 
 class Shares(NamedTuple):
@@ -78,7 +79,8 @@ def shares(timeline: Timeline) -> Shares | None:
                 mine[PAUSES] += sum(end - begin for begin, end in own)
                 mine[COMPUTING] -= sum(busy(begin, end) for begin, end in own)
             elif record["kind"] == COMPUTE:
-                mine[COMPUTING] += sum(idle)
+                is_read = trace.names[record["what"]][0] == ROWS
+                mine[READING if is_read else COMPUTING] += sum(idle)
             elif record["kind"] == WAIT and own:
                 other, when = ready.of(rank, record)
                 begin, end = own[0]  # No record is nested in a wait.

@@ -72,7 +72,7 @@ class Timeline(NamedTuple):
         return max((last_sign(trace) for trace in self.traces), default=0.0)
 
 
-def told_steps(steps: range) -> str:
+def named_steps(steps: range) -> str:
     """Return steps as text, counted from 1."""
     return f"step {steps.stop}" if len(steps) == 1 else f"steps {steps.start + 1} to {steps.stop}"
 
@@ -214,7 +214,7 @@ def last_sign(trace: Trace) -> float:
     return float(max(trace.records["start"].max(initial=0), trace.records["end"].max(initial=0)))
 
 
-def told(trace: Trace, record: Any) -> str:
+def described(trace: Trace, record: Any) -> str:
     """Return a record as text."""
     what, _ = trace.names[record["what"]]
     phase = PHASES[record["phase"]]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from mpitrain.config import Config
 from mpitrain.data import (
+    Reading,
     Source,
     Unopened,
     as_it_is,
@@ -17,7 +18,9 @@ from mpitrain.data import (
     zeros,
 )
 from mpitrain.layers.base import Unit
+from mpitrain.layers.frozen import freeze
 from mpitrain.layers.plain import Plain
+from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.models.table import MODELS, check_data
 from mpitrain.parallel.memory import check_memory
 from mpitrain.parallel.tensor.layer_factory import described
@@ -210,6 +213,11 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
     rows = max(1, batch.size // (axes.dp * batch.micro_batches))
     layers = described(device.ops, config.layout.model_copy(update={"tp": 1}))
     layers.now.set(0, 0, rows, True)
+    every, again = (
+        freeze(model(config, source, layers), config.model.freeze),
+        layers.rows.recomputing,
+    )
+    (units,) = with_recomputation([every], min(1, config.memory.segment), again)
     computed = device.half or config.precision.stored
     inputs, targets = zeros(source, rows, computed)
     right = backend.from_host(targets.reshape(-1))
@@ -222,7 +230,7 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
     transport.barrier()  # All ranks measure at the same time, as they compute in training.
     seconds = transport.gather_text(
         unit_seconds(
-            model(config, source, layers),
+            units,
             backend.from_host(inputs),
             loss,
             backend,
@@ -248,7 +256,10 @@ def _largest(transport: Transport, given: Given) -> int | None:
     # A wrong configuration is refused before the scan.
     on_all_ranks(transport, lambda: resolve_here(given, transport.hosts))
     return max(
-        from_all_ranks(transport, lambda: largest_token(name, transport.rank, transport.size))
+        from_all_ranks(
+            transport,
+            lambda: largest_token(name, transport.rank, transport.size, given.config.data.dtype),
+        )
     )
 
 
@@ -258,11 +269,14 @@ def _source(config: Config, largest: int | None) -> Source:
     largest  the largest token of a token file; None for any other source
     """
     data = config.data
+    reading = Reading(*(getattr(data, key) for key in Reading._fields))
+    scan = None if largest is None else as_it_is(data.source, data.dtype)
     return open_source(
         data.source,
         config.model.context,
         config.precision.stored,
         data.vocabulary,
-        None if largest is None else as_it_is(data.source)._replace(largest=largest),
+        scan and scan._replace(largest=-1 if largest is None else largest),
         data.validation,
+        reading,
     )

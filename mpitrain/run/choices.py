@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.collectives.selection import table as algorithm_table
-from mpitrain.config import Config, Key, check_choice, refusal
+from mpitrain.config import Config, Key, Optimizer, check_choice, refusal
 from mpitrain.config import keys as keys_of_sections
 from mpitrain.config import parse as parse_sections
 from mpitrain.config.plugins import load
-from mpitrain.data import TENTH, source_kind, token_files
+from mpitrain.data import TENTH, check_mixture, source_kind, spellings, token_files
 from mpitrain.data import names as names_of_sources
 from mpitrain.errors import ConfigError
 from mpitrain.models.table import MODELS, check_model, kinds
 from mpitrain.optim import RULES
+from mpitrain.optim.rule import Rule
+from mpitrain.optim.rules import EVERY
 from mpitrain.parallel.modes import MODES, STREAMS, ZERO, refusal_of
 from mpitrain.pipeline import schedules
 from mpitrain.pipeline.schedules import SCHEDULES
@@ -42,6 +44,11 @@ def keys() -> Iterator[Key]:
         "data.source": names_of_sources(with_help=True),
         "data.validation": token_files(),
         "data.vocabulary": token_files(),
+        "data.dtype": token_files(),
+        "data.order": spellings("order"),
+        "data.separator": spellings("separator"),
+        "data.template": spellings("template"),
+        "data.mixture": spellings("order"),
         "run.sample": " or ".join(kinds(lambda row: row.writes)),
         "model.kind": ", ".join(f"{kind} {row.help}" for kind, row in MODELS.items()),
         "model.layers": _phrases("model.layers", ", or of "),
@@ -50,6 +57,14 @@ def keys() -> Iterator[Key]:
         "replication.mode": ". ".join(f"{name}: {mode.help}" for name, mode in MODES.items()),
         "replication.zero": ", ".join(f"{stage} {mode.help}" for stage, mode in ZERO.items()),
         "pipeline.schedule": ", ".join(SCHEDULES),
+        "optimizer.name": ". ".join(
+            f"{name}{_own(rule)}: {rule.help}" for name, rule in RULES.items()
+        ),
+    }
+    rows |= {
+        f"optimizer.{key}": ", ".join(name for name, rule in RULES.items() if key in rule.reads)
+        for key in Optimizer.model_fields
+        if key not in EVERY
     }
     streams = ". ".join(
         [
@@ -62,6 +77,12 @@ def keys() -> Iterator[Key]:
             range=" | ".join(map(str, names.get(key.name, ()))) or key.range,
             help=key.help.format(rows=rows.get(key.name), streams=streams),
         )
+
+
+def _own(rule: Rule) -> str:
+    """Return the rule's own defaults in brackets, for the help."""
+    found = ", ".join(f"{key} {value:g}" for key, value in rule.defaults.items())
+    return f" ({found})" if found else ""
 
 
 def _phrases(key: str, between: str) -> str:
@@ -131,6 +152,7 @@ def _check_rules(config: Config, path: Path | None = None) -> None:
             f"data.validation must be {token_files()} or tenth, or empty, but is {validation!r}.",
             path,
         )
+    check_mixture(config.data.source, config.data.mixture)
     name = config.pipeline.schedule
     if (name in STREAMS) != (name in schedules.STREAMS):
         raise ConfigError(

@@ -5,13 +5,14 @@ from typing import NoReturn
 
 import numpy as np
 
+from mpitrain.data import IGNORED
 from mpitrain.errors import DataError, on_every_rank
 from mpitrain.transport.base import Transport
 
 Shape = tuple[int, ...]
 _WAYS_OUT = {
     "tokens": "Pass tokens of the model's vocabulary, or build the model with a larger one.",
-    "targets": "Pass the number of the right class; no number leaves a prediction out of the loss.",
+    "targets": f"Pass the number of the right class, or {IGNORED} for a prediction that does not count.",
 }
 
 
@@ -65,8 +66,8 @@ class Indices:
         inputs  the shape of the inputs
         output  maps the shape of the inputs to the shape of the whole logits; it is not stored,
                 since it may hold a reference to a trainer
-        raises  DataError unless each prediction has one target, which is a column of the logits;
-                see `_end` for several ranks
+        raises  DataError unless each prediction has one target, which is a column of the logits or
+                IGNORED; see `_end` for several ranks
         """
         if not self._is_ours:
             return targets
@@ -84,6 +85,10 @@ class Indices:
                 )
             )
         return self._known(targets, self._classes, "targets", where)
+
+    def ignored(self, targets: np.ndarray) -> int:
+        """Return the number of targets that do not count."""
+        return int(np.count_nonzero(targets == IGNORED)) if self._is_ours else 0
 
     def _known(self, array: np.ndarray, count: int, what: str, where: str) -> np.ndarray:
         """Check the array, and on an error abort the whole job.
@@ -111,6 +116,8 @@ class Indices:
 def known(array: np.ndarray, count: int, what: str, where: str) -> np.ndarray:
     """Return the array as int32 or int64; DataError unless all elements lie in 0 .. count - 1.
 
+    A target may also be IGNORED.
+
     what   "tokens" or "targets"
     where  the location of the array, for the message
     """
@@ -120,10 +127,20 @@ def known(array: np.ndarray, count: int, what: str, where: str) -> np.ndarray:
             "Convert them, for example with array.astype(numpy.int64).",
         )
     if array.size and not (array.min() >= 0 and array.max() < count):
-        first = np.unravel_index(np.argmax((array < 0) | (array >= count)), array.shape)
+        is_wrong = (array < 0) | (array >= count)
+        if what == "targets":
+            is_wrong &= array != IGNORED
+        if not is_wrong.any():
+            return _wide(array)
+        first = np.unravel_index(np.argmax(is_wrong), array.shape)
         raise DataError(
             f"{what.capitalize()} must lie in 0..{count - 1}, but {where} has {array[first]} at "
             f"[{', '.join(map(str, first))}].",
             _WAYS_OUT[what],
         )
+    return _wide(array)
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    """Return integers as int32 or int64."""
     return array if array.dtype in (np.int32, np.int64) else array.astype(np.int64)

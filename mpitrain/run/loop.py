@@ -11,7 +11,7 @@ import numpy as np
 
 from mpitrain import __version__
 from mpitrain.config import Config, Run
-from mpitrain.data import amounts
+from mpitrain.data import Prefetched, Source, amounts
 from mpitrain.errors import CheckpointError, TrainingError, on_every_rank
 from mpitrain.files import mend
 from mpitrain.parallel.modes import mode_of
@@ -27,6 +27,7 @@ from mpitrain.run.trace_setup import Traced
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.run.watchdog import Watchdog
 from mpitrain.trace.recorder import Recorder
+from mpitrain.trace.ring_buffer import ROWS
 from mpitrain.transport.agreement import from_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.traced_transport import Recorded
@@ -159,10 +160,15 @@ class _Run:
         traced: Traced,
         rates: Callable[[float], dict[str, float]],
     ):
-        self._trainer, self._source, self._done = job.trainer, job.data, job.done
+        self._trainer, self._done, data = job.trainer, job.done, job.trainer.config.data
+        self._source: Source = job.data
+        self._prefetched: Prefetched | None = None
+        if data.prefetch:
+            steps = job.trainer.config.run.steps
+            self._source = self._prefetched = Prefetched(job.data, data.prefetch, steps)
         self._recorder, self._traced = job.trainer.transport.recorder, traced
         self._utilisation = rates
-        self._batch_name = self._recorder.name("its rows")
+        self._batch_name = self._recorder.name(ROWS)
         self._first = job.step
         self._config, transport = self._trainer.config, self._trainer.transport
         self._folder, self._stop_requested, self._watchdog, self._watcher = (
@@ -189,8 +195,9 @@ class _Run:
             "ranks": transport.size,
             "hosts": len(set(transport.hosts)),
             "parameters": self._trainer.parameter_count,
+            **({"frozen": frozen} if (frozen := self._trainer.frozen_count) else {}),
             "held_out": self._source.held_out,
-            **amounts(self._source),
+            **amounts(job.data),
             **({"changed": place.changed} if place.changed else {}),
         }
         if self._is_root:
@@ -198,6 +205,8 @@ class _Run:
         self._record(record)
 
     def close(self) -> None:
+        if self._prefetched:
+            self._prefetched.close()
         if self._metrics:
             self._metrics.close()
 
@@ -257,7 +266,7 @@ class _Run:
                 f"at last with a loss scale of {outcome.loss_scale:g}.",
                 "Lower optimizer.lr, or set precision.compute to bfloat16, and start again.",
             )
-        if is_skipped and run.on_nonfinite == "stop":
+        if is_skipped and outcome.counted and run.on_nonfinite == "stop":
             raise self._failed(
                 step,
                 f"Step {step} has loss {outcome.loss} and {outcome.nonfinite} gradient elements that are "
@@ -268,7 +277,7 @@ class _Run:
             raise self._failed(
                 step,
                 f"A run may not skip {SKIPS} steps in a row or more than half of them, but "
-                f"{self._skipped} of {step} had a loss or gradient that is not finite, "
+                f"{self._skipped} of {step} had no target that counts, or a loss or gradient that is not finite, "
                 f"among them the last {self._in_a_row} up to step {step}.",
                 "Lower optimizer.lr, then go on with --resume from the newest checkpoint, or start again.",
             )
@@ -339,6 +348,7 @@ class _Run:
     def _log_step(self, step: int, outcome: StepResult) -> None:
         """Write a line of metrics about the steps since the last line."""
         self._traced.peak(self._trainer.arena.peak)
+        self._traced.released(self._trainer.arena.released)
         now, size, steps = (
             outcome.ended or time.perf_counter(),
             self._config.batch.size,

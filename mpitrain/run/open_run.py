@@ -64,7 +64,7 @@ def open_run(
 
     def look(config: Config) -> RunLocation:
         saved = newest(folder / CHECKPOINTS)
-        largest = noted_largest(folder, config.data.source)
+        largest = noted_largest(folder, config.data.source, config.data.dtype)
         return RunLocation(str(folder), str(saved), True, largest=largest)
 
     given = agree_on(transport, on_these_ranks, look)

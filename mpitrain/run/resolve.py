@@ -10,9 +10,10 @@ from zlib import crc32
 from mpitrain.collectives.engine.codecs import Wire, parse_wire
 from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning
-from mpitrain.config import Config
+from mpitrain.config import Config, Memory
 from mpitrain.errors import ConfigError
 from mpitrain.ops.device import Device, device_for
+from mpitrain.ops.host.attention import TILED_FROM
 from mpitrain.optim import checked
 from mpitrain.parallel.grid import Axes, axes, divisor
 from mpitrain.parallel.modes import servers_of
@@ -71,8 +72,10 @@ def resolve(
             **facts(found),
         },
     )
-    if resolved.device.kind == "cuda" and transport.rank == 0:
-        _say_who_shares(given.gpus, transport.hosts)
+    if transport.rank == 0:
+        _say_that_attention_is_small(given.config, resolved)
+        if resolved.device.kind == "cuda":
+            _say_who_shares(given.gpus, transport.hosts)
     return resolved
 
 
@@ -90,16 +93,22 @@ def resolve_here(given: Given, hosts: Sequence[str]) -> Resolved:
     found = axes(config, len(hosts), servers)
     divisor(found, hosts, config.replication.shard)
     plan = _planned(config, found)
+    _check_gathers(config, len(plan.place))
     kind = config.device.kind
     if kind == "auto":
         kind = "cuda" if all(given.gpus) else "cpu"
     device = device_for(
-        kind, config.device.gemm, config.device.tiles, compute=config.precision.compute
+        kind,
+        config.device.gemm,
+        config.device.tiles,
+        compute=config.precision.compute,
+        attention=config.memory.attention,
     )
     config = config.model_copy(
         update={
             "batch": config.batch.model_copy(update={"micro_batches": plan.micro_batches}),
             "device": config.device.model_copy(update={"kind": kind}),
+            "memory": _with_gain(config, kind),
         }
     )
     config.model_post_init(None)  # The kind that replaced `auto` has rules of its own.
@@ -121,6 +130,47 @@ def with_micro_batches(resolved: Resolved, micro_batches: int) -> Resolved | Non
         return resolved._replace(config=config, plan=_planned(config, resolved.axes))
     except ConfigError:
         return None
+
+
+def _with_gain(config: Config, kind: str) -> Memory:
+    """Return the section [memory] without recomputation that saves nothing.
+
+    Attention in tiles saves one number of each row, and computes the probabilities again anyway.
+    """
+    memory = config.memory
+    is_tiled = kind != "cpu" or (
+        memory.attention == "tiled"
+        or (memory.attention == "auto" and config.model.context >= TILED_FROM)
+    )
+    if memory.recompute == "attention" and is_tiled:
+        return memory.model_copy(update={"recompute": "none"})
+    return memory
+
+
+def _say_that_attention_is_small(config: Config, resolved: Resolved) -> None:
+    """Print a note if memory.recompute was attention, which saves nothing with tiles."""
+    if config.memory.recompute != resolved.config.memory.recompute:
+        print(
+            "note: memory.recompute=attention changes nothing here: attention in tiles saves one number of each row. "
+            "unit saves more.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _check_gathers(config: Config, chunks: int) -> None:
+    """Raise ConfigError if ZeRO 3 would gather units once more for recomputation.
+
+    Two units of a chunk have buffers in turn; with several chunks a whole chunk has buffers.
+
+    chunks  of the model
+    """
+    if config.replication.zero == 3 and config.memory.segment > 1 and chunks == 1:
+        raise ConfigError(
+            f"With replication.zero 3 a unit is gathered twice a micro-batch, but memory.recompute {config.memory.recompute} "
+            "would gather units a third time.",
+            "Set memory.recompute to unit, or replication.zero to 2.",
+        )
 
 
 def _planned(config: Config, found: Axes) -> Plan:

@@ -20,7 +20,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ RUNS = Path("runs")
 """The parent of run directories if run.out is empty."""
 WHOLE = "# All {} keys of a run of mpitrain."
 """The first line of config.toml in a run directory."""
-FIXED = ("model.", "optimizer.name", "data.vocabulary")
+FIXED = ("model.", "optimizer.name", "optimizer.groups", "data.vocabulary")
 """The keys that must not change when a run resumes: other values mean another model."""
 
 
@@ -120,7 +120,7 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
         has_run,
         changed,
         held_out_as_before(then.data, ())["validation"] if is_same else "",
-        noted_largest(folder, config.data.source),
+        noted_largest(folder, config.data.source, config.data.dtype),
     )
 
 
@@ -205,6 +205,7 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     )
     for key in ("data.source", "data.validation"):
         new[key] = absolute(new[key])  # The run directory has absolute paths.
+    new["data.mixture"] = _absolute(new["data.mixture"])
     new["pipeline.schedule"] = _schedule(new["pipeline.schedule"])
     for values in (old, new):  # The files may have moved.
         values["run.plugins"] = digests(values["run.plugins"])
@@ -291,15 +292,15 @@ def trace_file(folder: Path, rank: int) -> Path:
     return folder / TRACE / f"rank-{rank:05d}"
 
 
-def noted_largest(folder: Path, source: str) -> int | None:
+def noted_largest(folder: Path, source: str, dtype: str) -> int | None:
     """Return the largest token of a token file from the scan that a run directory has noted.
 
     None if there is no valid scan, or if the file has changed since.
     """
     try:
         scan = Scan(**json.loads(contents(folder / TOKENS, inner=1)))
-        is_valid = type(scan.largest) is int and 0 <= scan.largest < 1 << 16
-        is_known = is_valid and scan == as_it_is(source)._replace(largest=scan.largest)
+        is_valid = type(scan.largest) is int and 0 <= scan.largest < 1 << 32
+        is_known = is_valid and scan == as_it_is(source, dtype)._replace(largest=scan.largest)
         return scan.largest if is_known else None
     except (OSError, ValueError, TypeError, RecursionError, DataError):
         return None
@@ -369,6 +370,7 @@ def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict
         absolute(config.data.source),
         absolute(config.data.validation),
     )
+    tables["data"]["mixture"] = _absolute(config.data.mixture)
     if source.form == "tokens" and not source_kind(config.data.source).is_text:
         tables["data"]["vocabulary"] = source.inputs
     tables["pipeline"]["schedule"] = _schedule(config.pipeline.schedule)
@@ -379,6 +381,10 @@ def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict
     for section, key in PATHS:  # An absolute path may have parts that are not UTF-8.
         check_text(f"{section}.{key}", "".join(tables[section][key]))
     return dict(load(tables))
+
+
+def _absolute(mixture: Mapping[str, float]) -> dict[str, float]:
+    return {absolute(name): weight for name, weight in mixture.items()}
 
 
 def _schedule(name: str) -> str:

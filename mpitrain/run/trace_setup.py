@@ -24,6 +24,7 @@ class Traced:
         If the file cannot be written, the rank prints a warning, and the run goes on.
         """
         self._recorder, self._peak, self._grown = transport.recorder, -1, Growth()
+        self._released = 0
         recorder = self._recorder
         if not recorder.is_on:
             return
@@ -66,6 +67,12 @@ class Traced:
         if self._recorder.is_on and nbytes != self._peak:
             self._peak = nbytes
             self._recorder.facts(peak_activation_bytes=nbytes)
+
+    def released(self, nbytes: int) -> None:
+        """Note the most activation memory that a release gave back, if it has changed."""
+        if self._recorder.is_on and nbytes != self._released:
+            self._released = nbytes
+            self._recorder.facts(released_bytes=nbytes)
 
     def stepped(self) -> None:
         """Note by how many bytes the process has grown, at the end of its third step."""

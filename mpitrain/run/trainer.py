@@ -15,15 +15,16 @@ from mpitrain.collectives.engine.device_arithmetic import arithmetic_of
 from mpitrain.config import Config, Run
 from mpitrain.config.delays import delay_s, delays
 from mpitrain.data import Source
-from mpitrain.errors import MpitrainError
+from mpitrain.errors import DataError, MpitrainError, on_every_rank
 from mpitrain.layers.base import Loss, Unit
+from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
 from mpitrain.layers.flat import Piece, Storage
-from mpitrain.optim import learning_rate
+from mpitrain.optim import check_groups, learning_rate
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.modes import replication_for
 from mpitrain.parallel.replication.protocol import ReplicationContext
 from mpitrain.parallel.replication.records import StepInput, StepResult
-from mpitrain.parallel.tensor.layer_factory import LayerFactory, layers_for
+from mpitrain.parallel.tensor.layer_factory import LayerFactory, layers_for, loss_for
 from mpitrain.pipeline.async_pipeline import pipeline_for
 from mpitrain.pipeline.chunks import Chunks, chunks
 from mpitrain.pipeline.pipeline import own
@@ -124,23 +125,30 @@ class Trainer:
     ) -> None:
         """Make the units, their storage, the replication and the pipeline; collective."""
         resolved, grid = self.resolved, self.grid
-        self._layers = layers = layers_for(resolved.device.ops, grid.tp, self.config.layout)
-        place = resolved.plan.place
+        ops, memory, place = resolved.device.ops, self.config.memory, resolved.plan.place
+        self._layers = layers = layers_for(ops, grid.tp, self.config.layout)
+        layers.memory = memory
 
         def assigned() -> Chunks:
-            found = chunks(units, layers, place, self.config.pipeline.partition)
+            config = self.config
+            found = chunks(units, layers, place, config.pipeline.partition, config.model.freeze)
+            check_groups(
+                config.optimizer,
+                [unit.full_name(own) for unit in found.model for own in unit.layer.parameters()],
+            )
             grid.check()
             return found
 
-        model, parts, tied = on_all_ranks(self.transport, assigned)
-        self.parameter_count = parameter_count(model)
+        found = on_all_ranks(self.transport, assigned)
+        model, parts, tied = found
+        self.parameter_count, self.frozen_count = parameter_count(model), frozen_count(model)
         grid.place_model(place, tied)
         if tied:
             on_all_ranks(self.transport, grid.check)
         mine = [parts[part] for part in own(place, grid.place.pp)]
         self.units = [unit for part in mine for unit in part]
         firsts = [0, *accumulate(map(len, mine))] if len(parts) > 1 else []
-        self._loss = loss or layers.loss()
+        self._loss = loss_for(layers, loss)
         self.storage = Storage(self.units, self.config.precision.stored, resolved.axes.dp)
         self.replication = replication_for(
             ReplicationContext(
@@ -152,6 +160,7 @@ class Trainer:
                 self.arena,
                 self._loss,
                 [range(first, end) for first, end in pairwise(firsts)],
+                found.first(self.units),
             )
         )
         micro_batches = self.config.batch.micro_batches
@@ -187,7 +196,9 @@ class Trainer:
 
     @property
     def parameters(self) -> np.ndarray:
-        """The flat parameter buffer of this rank, 1-D; its shard with replication.zero 3."""
+        """The flat buffer of this rank's trained parameters, 1-D; its shard with replication.zero
+        3.
+        """
         return self.replication.parameters
 
     @property
@@ -216,7 +227,7 @@ class Trainer:
                     tensor = tensor[part]
                 found[unit.full_name(parameter)] = self.backend.to_host(tensor).copy()
             self.replication.close(index, 0)
-        return {entry.name: found[entry.name] for entry in self.storage.entries}
+        return {entry.name: found[entry.name] for entry in self.storage.tensors}
 
     def share(self) -> range:
         """Return the rows of the global batch that this rank computes: a range within batch.size.
@@ -242,7 +253,8 @@ class Trainer:
             This rank's rows of the global batch, see `share`: (rows, features), or tokens
             (rows, T). A parameter server passes 0 rows.
         targets : ndarray
-            The classes of these rows: (rows,) or (rows, T) integers.
+            The classes of these rows: (rows,) or (rows, T) integers. A target of -100 does not
+            count, as PyTorch's `ignore_index`.
         stop_requested : callable, optional
             Returns whether this rank wants all ranks to stop after this step. It is called after
             the backward pass, so a signal during the step counts in the same step.
@@ -250,7 +262,7 @@ class Trainer:
         Returns
         -------
         StepResult
-            `loss` is the mean in nats over the global batch, `grad_norm` the 2-norm of the
+            `loss` is the mean in nats over the targets of the global batch that count, `grad_norm` the 2-norm of the
             gradient before clipping, `stop` whether any rank wants to stop. These are equal on
             all ranks in synchronous training; `comm_s` and `ended` are this rank's own.
 
@@ -265,11 +277,10 @@ class Trainer:
         self._indices.rows(inputs, self.share(), where)
         targets = self._indices.targets(targets, inputs.shape, self._logits_shape, where)
         rows, micro_batches = len(inputs), self.config.batch.micro_batches
-        scales = [
-            self.replication.scale(math.prod(targets.shape[1:]), micro)
-            for micro in range(micro_batches)
-        ]
+        predictions = math.prod(targets.shape[1:])
+        scales = [self.replication.scale(predictions, micro) for micro in range(micro_batches)]
         shares = [share(rows, micro, micro_batches) for micro in range(micro_batches)]
+        ignored = [self._indices.ignored(targets[mine.start : mine.stop]) for mine in shares]
 
         def of(micro: int, array: np.ndarray) -> Any:
             """Return the rows of a micro-batch, in the memory of the backend."""
@@ -288,6 +299,7 @@ class Trainer:
 
         self.arena.rewind()
         self.replication.begin(index)
+        self.replication.ignore(ignored, predictions)
         if rows:  # A parameter server has no rows.
             self._straggle(index)
             start = self.share().start
@@ -298,10 +310,22 @@ class Trainer:
                 loss,
             )
         lr = learning_rate(self.config.optimizer, index, self.config.run.steps)
-        losses = self._loss_sums if self.grid.reports_loss else ()
-        return self.replication.finish(
-            StepInput(index, losses, lr, bool(stop_requested and stop_requested()), scales)
+        reports = self.grid.reports_loss
+        outcome = self.replication.finish(
+            StepInput(
+                index,
+                self._loss_sums if reports else (),
+                lr,
+                bool(stop_requested and stop_requested()),
+                scales,
+                sum(ignored) if reports else 0,
+                self.replication.targets(predictions, 0),
+            )
         )
+        every = self.config.memory.release_every
+        if every and (index + 1) % every == 0:
+            self.arena.release()
+        return outcome
 
     def sync_parameters(self) -> None:
         """Finish all operations in flight, and make the parameters current on all ranks."""
@@ -340,7 +364,9 @@ class Trainer:
             (rows, classes) or (rows, T, classes) on the device; None except on the last stage.
         """
         logits = self._asked(inputs)
-        return None if logits is None else self._layers.whole(logits, self.arena)
+        return (
+            None if logits is None else self._layers.whole(computed(logits, self.arena), self.arena)
+        )
 
     def _asked(self, inputs: np.ndarray) -> Any:
         """Return this rank's columns of the logits, as `logits` does with all columns.
@@ -352,9 +378,12 @@ class Trainer:
         filled = np.zeros(self._layers.rows.filled(inputs.shape), inputs.dtype)
         filled[tuple(map(slice, inputs.shape))] = inputs
         logits = self.pipe.ask(filled.shape, lambda: self.placed(filled))
-        return (
-            None if logits is None else logits[tuple(map(slice, inputs.shape[: logits.ndim - 1]))]
-        )
+        if logits is None:
+            return None
+        lengths = inputs.shape[: logits.ndim - 1]
+        if isinstance(logits, ChunkedLogits):
+            return logits.cut(lengths, self.arena)
+        return logits[tuple(map(slice, lengths))]
 
     def placed(self, rows: np.ndarray) -> Any:
         """Copy rows to the device; features are rounded where activations are stored in 16 bits."""
@@ -374,7 +403,8 @@ class Trainer:
         logits = self._asked(inputs)
         found = np.empty(self._logits_shape(inputs.shape)[-1])
         if logits is not None:
-            found[:] = self.backend.to_host(self._layers.whole(logits[0, token], self.arena))
+            row = computed(logits, self.arena)[0, token]
+            found[:] = self.backend.to_host(self._layers.whole(row, self.arena))
         self.pipe.tell_first(found)
         return found
 
@@ -398,7 +428,13 @@ class Trainer:
         Returns
         -------
         (float, float) or None
-            Mean loss in nats per prediction, and accuracy from 0 to 1. None after a stop.
+            Mean loss in nats per prediction that counts, and accuracy from 0 to 1. None after a
+            stop.
+
+        Raises
+        ------
+        DataError
+            On every rank, if no target of these rows counts.
         """
         # On each rank a batch has at most the rows of a micro-batch of training. All ranks compute
         # the same number of batches. A rank without rows computes one row that does not count.
@@ -419,21 +455,31 @@ class Trainer:
                 return None
             totals += sums
         loss, right, count = totals.tolist()
+        if not count:
+            raise on_every_rank(
+                DataError(
+                    f"An evaluation needs a target that counts, but the {rows} held-out rows have none.",
+                    "Name other held-out data, or leave the evaluation out with run.eval_every=-1.",
+                )
+            )
         return loss / count, right / count
 
     def _losses(self, source: Source, rows: Sequence[int]) -> tuple[float, int, int]:
-        """Return summed loss, correct predictions and all predictions for held-out rows."""
+        """Return summed loss, correct predictions and predictions that count, of held-out rows."""
         inputs, targets = source.held_out_rows(rows)
         targets = self._indices.targets(
             targets, inputs.shape, self._logits_shape, "a held-out batch"
         )
+        counted = targets.size - self._indices.ignored(targets)
         flat = self.backend.from_host(targets).reshape(-1)
         logits = self._asked(inputs)
         if logits is None:
             return 0.0, 0, 0
-        logits = logits.reshape(len(flat), -1)
-        right = self._loss.correct(logits, flat, self.arena)
-        return float(self._loss.value(logits, flat, self.arena)), int(right), len(flat)
+        total, right = 0.0, 0
+        for mine, some in sliced(logits, self.arena):
+            right += int(self._loss.correct(some, flat[mine], self.arena))
+            total += float(self._loss.value(some, flat[mine], self.arena))
+        return total, right, counted
 
 
 def parameter_count(units: Sequence[Unit]) -> int:
@@ -443,6 +489,16 @@ def parameter_count(units: Sequence[Unit]) -> int:
         for unit in units
         for p in unit.layer.parameters()
         if p.name not in unit.tied
+    )
+
+
+def frozen_count(units: Sequence[Unit]) -> int:
+    """Count the frozen parameters among those of `parameter_count`."""
+    return sum(
+        math.prod(p.shape)
+        for unit in units
+        for p in unit.layer.parameters()
+        if p.name not in unit.tied and p.name in unit.frozen
     )
 
 
@@ -466,9 +522,11 @@ def replicas_equal(trainer: Trainer) -> bool:
     """
     trainer.sync_parameters()
     grid = trainer.grid
-    parameters = next(kept for kept in trainer.replication.kept() if kept.name == "parameters")
+    parameters, *others = [k for k in trainer.replication.kept() if k.name == "parameters"]
     flat = trainer.backend.to_host(parameters.array)
     equal = _same_bits(grid.dp.transport, parameters.pieces, flat)
+    for frozen in others:
+        equal &= _same_bits(grid.dp.transport, frozen.pieces, trainer.backend.to_host(frozen.array))
     for name, holders in sorted(grid.holders.items()):
         for span in trainer.storage.spans:
             if span.holders == name:

@@ -32,6 +32,7 @@ class _Facts(BaseModel):
     place: dict[Literal["dp", "tp", "pp"], Count] | None = None
     parts: dict[Annotated[str, Field(pattern=r"\A(0|[1-9][0-9]{0,8})\z")], list[str]] = {}
     peak_activation_bytes: Count = 0
+    released_bytes: Count = 0
 
 
 class Trace(NamedTuple):

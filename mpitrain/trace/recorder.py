@@ -173,7 +173,7 @@ class Recorder:
             raise
 
     def give_up(self, folder: Path) -> None:
-        """Remove the trace file if it still lies in this folder."""
+        """Remove the trace file if it is still in this folder."""
         self._ring.give_up(folder)
 
 

@@ -48,6 +48,8 @@ from mpitrain.files import Directory
 
 KINDS = ("step", "compute", "wait", "reduction", "send", "receive", "pause", "device")
 STEP, COMPUTE, WAIT, REDUCTION, SEND, RECEIVE, PAUSE, DEVICE = range(len(KINDS))
+ROWS = "its rows"
+"""The name of the compute span in which a rank gets the rows of a step."""
 PHASES = ("", "forward", "backward", "input half of backward", "weight half of backward", "update")
 NO_PHASE, FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, UPDATE = range(len(PHASES))
 
@@ -95,7 +97,7 @@ class Ring:
         self._capacity, self._used = capacity, len(MAGIC)
         self._next = itertools.count(1).__next__  # No other thread can interrupt this call.
         self._newest = 0
-        # The file lies in this folder under this name.
+        # The folder and the name of the file.
         self._folder: Directory | None = None
         self._name = ""
         self.note({"records": capacity})
@@ -149,7 +151,7 @@ class Ring:
         self._folder, self._name = folder, name
 
     def give_up(self, folder: Path) -> None:
-        """Remove the ring's file if it still lies in this folder; the ring stays usable."""
+        """Remove the ring's file if it is still in this folder; the ring stays usable."""
         if self._folder and self._folder.path == folder:
             self._leave()
 

@@ -1,6 +1,6 @@
 """Traces of ranks without a run directory: files on each host, for starts that fail.
 
-A trace lies in TMPDIR/mpitrain-<uid>/<parent process>/rank-00000. Every user of the host can
+A trace is at TMPDIR/mpitrain-<uid>/<parent process>/rank-00000. Every user of the host can
 foresee this path. The folder is used only if it is a real one, of this user and closed to all
 others (mode 0700); no link in it is followed.
 """

@@ -80,7 +80,7 @@ class Transport(Protocol):
         Returns
         -------
         Aside or None
-            The stream (`transport.device.messages.Aside`) if the array lies in device memory. None
+            The stream (`transport.device.messages.Aside`) if the array is in device memory. None
             in host memory, where all work is already in order.
         """
         return None
@@ -334,7 +334,7 @@ class Transport(Protocol):
         Returns
         -------
         ndarray
-            If this host has several ranks, the buffer lies in a window of memory that they share.
+            If this host has several ranks, the buffer is in a window of memory that they share.
             `close` frees the window.
 
         Notes
@@ -357,7 +357,7 @@ class Transport(Protocol):
 
         Notes
         -----
-        A window stays open if on any rank an array still lies in it, or another part of the job has
+        A window stays open if any rank still has an array in it, or another part of the job has
         borrowed it. The root transport, from which all others were split, then owns it. The root is
         closed last and frees every window. After that, any access to an array in a window crashes.
         """
@@ -384,7 +384,7 @@ class Transport(Protocol):
         Parameters
         ----------
         array, op
-            As `native_all_reduce`; `array` must lie in host memory for the call to be non-blocking.
+            As `native_all_reduce`; `array` must be in host memory for the call to be non-blocking.
 
         Returns
         -------

@@ -31,7 +31,7 @@ class Library(NamedTuple):
 
 
 class Awareness(NamedTuple):
-    """Whether messages may lie in GPU memory, and the source of this answer.
+    """whether messages may be in GPU memory, and the source of this answer.
 
     A yes is only the library's claim, without proof.
     """
@@ -58,11 +58,11 @@ def library() -> Library:
     )
 
 
-def named(told: str) -> str:
+def named(version: str) -> str:
     """Return name and version from the library's version text, such as Open MPI v5.0.11 or MPICH
     5.0.2.
     """
-    first = told.split("\n")[0].rstrip("\0").split(", package")[0].strip()
+    first = version.split("\n")[0].rstrip("\0").split(", package")[0].strip()
     return re.sub(r"\s+Version\s*:\s*", " ", first)
 
 

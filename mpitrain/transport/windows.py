@@ -140,11 +140,11 @@ class Windows:
         returns  False if some of them remain
         """
         reported = part.gather_text([window for window in made if self._is_idle(window)])
-        told = dict(zip(part.members, reported, strict=True))
+        by_member = dict(zip(part.members, reported, strict=True))
         idle = [
             window
             for window in made
-            if all(window in told[member] for member in self._blocks[window])
+            if all(window in by_member[member] for member in self._blocks[window])
         ]
         self._release(idle)
         self.parts.discard(part)
@@ -201,10 +201,10 @@ class Tenants:
         self._closing.clear()
         if not living:
             return
-        told = transport.gather_text([close is not None for close in living])
+        closable = transport.gather_text([close is not None for close in living])
         while living:
             close = living.pop()
-            if close and all(lives[len(living)] for lives in told):
+            if close and all(lives[len(living)] for lives in closable):
                 close()
 
 

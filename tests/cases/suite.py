@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from tests.cases import layers, products, training
+from tests.cases import layers, products, tensor_steps, training
 from tests.cases.askew import askew
 
 SUITE: dict[str, tuple[Callable[[], Iterator[Callable]], ...]] = {
@@ -19,6 +19,8 @@ SUITE: dict[str, tuple[Callable[[], Iterator[Callable]], ...]] = {
     "attention_tensor_backward": (layers.tensor_attentions,),
     "cross_entropy": (training.losses,),
     "steps": (training.steps,),
+    "tensor_steps": (training.steps, tensor_steps.tensor_steps),
+    "steps_8bit": (training.coded_steps,),
     "totals": (training.totals,),
     "convert": (training.conversions,),
     "wire": (training.wires,),

@@ -7,9 +7,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from mpitrain.data import IGNORED
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
-from mpitrain.ops import OPERATIONS, bodies
+from mpitrain.ops import OPERATIONS, bodies, codes
 from mpitrain.ops.cuda.sums import sum_all, total
 from mpitrain.ops.cuda.top_k import top_k
 from mpitrain.ops.cuda.wire import (
@@ -35,6 +36,7 @@ def check_cross_entropy(
     """Loss, gradient over the logits, and the count of right rows; with `room` elements between the rows."""
     ops, logits = bodies.cuda(kernels), stored(3 * numbers(1, m, v + room), dtype)[:, :v]
     targets = np.random.default_rng(0).integers(v, size=m).astype(index)
+    targets[2::3] = IGNORED
     truth, right = values(logits), (values(logits).argmax(1) == targets).sum()
     assert int(ops.count_correct(logits, targets, Arena())) == right
     assert_close(
@@ -71,6 +73,17 @@ def check_stray_target(kernels: Kernels) -> None:
         assert np.isnan(ops.cross_entropy(logits.copy(), np.array([0, stray]), 1.0, Arena())[0])
 
 
+def check_ignored_rows(kernels: Kernels) -> None:
+    """A row that does not count has loss and gradient 0, even if its logits are not finite."""
+    ops, targets = bodies.cuda(kernels), np.array([IGNORED, 1, IGNORED])
+    logits = np.array([[1, 2], [0, 0], [np.nan, np.inf]], np.float32)
+    assert_close(ops.cross_entropy_loss(logits, targets, Arena()), np.log(2), "float32")
+    assert int(ops.count_correct(logits, targets, Arena())) == 0
+    loss, dlogits = ops.cross_entropy(logits, targets, 1.0, Arena())
+    assert_close(loss, np.log(2), "float32")
+    np.testing.assert_array_equal(dlogits, [[0, 0], [0.5, -0.5], [0, 0]])
+
+
 def check_split_vocabulary(
     kernels: Kernels, m: int, v: int, ranks: int, dtype: str = "float32", room: int = 0
 ) -> None:
@@ -82,6 +95,7 @@ def check_split_vocabulary(
     )
     before = [cut - 1 for cut in cuts if 0 < cut < v][:m]
     targets[: len(before)] = before  # right before the first column of a rank
+    targets[3::3] = IGNORED
     true_loss, truth = reference.cross_entropy(values(logits), targets, 0.125, None)
     parts = [np.pad(logits[:, a:b], ((0, 0), (0, room)))[:, : b - a] for a, b in pairwise(cuts)]
     maximum = np.max([ops.row_maximum(part, Arena()) for part in parts], axis=0)
@@ -114,7 +128,13 @@ def check_split_vocabulary(
     assert_close(np.concatenate([dlogits for _, dlogits in losses], 1), truth, dtype)
 
 
-STEPS = [name for name, row in OPERATIONS.items() if row.rounds == "mirror"]
+STEPS = [
+    name
+    for name, row in OPERATIONS.items()
+    if row.rounds == "mirror"
+    and {one.shape for one in operands(row.operands).takes} == {"L", None}
+    and "%" not in row.operands
+]
 
 
 def step_of(
@@ -148,12 +168,58 @@ def check_mirrored_step(
     mine, scalars = step_of(name, count, "float32", shifted)
     alone, rounded = [array.copy() for array in mine], stored(np.zeros(count), mirror, shifted)
     for scale in (0.7, 0.3):  # numbers in device memory are written anew
-        numbers_of = scalars | {"scale": scale, "arena": Arena()}
+        numbers_of = scalars | {"scale" if "scale" in scalars else "lr": scale, "arena": Arena()}
         getattr(ops, name)(*alone, **numbers_of)
         getattr(ops, name)(*mine, mirror=rounded, **numbers_of)
     for one, other in zip(mine, alone, strict=True):
         np.testing.assert_array_equal(one, other)
     np.testing.assert_array_equal(rounded, mine[0].astype(rounded.dtype))
+
+
+def check_signs(kernels: Kernels) -> None:
+    """Lion steps against either sign of its mixed momentum; where that is 0, the decay alone."""
+    p, g, m = (stored(numbers(seed, 300), "float32") for seed in range(3))
+    g[::7] = m[::7] = 0
+    truth = [values(array) for array in (p, g, m)]
+    reference.lion(*truth, 0.7, 0.1, 0.9, 0.99, 0.3, None)
+    bodies.cuda(kernels).lion(p, g, m, 0.7, 0.1, 0.9, 0.99, 0.3, Arena())
+    for one, other in zip((p, g, m), truth, strict=True):
+        assert_close(one, other, "float32")
+
+
+def check_coded_step(
+    kernels: Kernels,
+    count: int,
+    lead: int,
+    dtype: str = "float32",
+    mirror: str | None = None,
+    shifted: bool = False,
+) -> None:
+    """A step with moments in codes, twice: parameters as the definition, codes within one of it."""
+    p, g = (stored(numbers(seed, count), dtype, shifted) for seed in range(2))
+    g[100:500] *= 1e-6  # codes of all decades
+    rounded = None if mirror is None else stored(np.zeros(count), mirror, shifted)
+    length = codes.block_count(count, lead)
+    moments = [np.zeros(count, np.uint8) for _ in range(2)]
+    moments[0][:] = np.flatnonzero(codes.SIGNED.values == 0)[0]
+    state = [*moments, *(np.zeros(length, np.float32) for _ in range(2))]
+    every = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "lead": lead}
+    for step in (1, 2):
+        before = [array.copy() for array in state]
+        truth = values(p), values(g)
+        reference.adamw8bit(*truth, *before, scale=0.7, step=step, arena=None, **every)
+        bodies.cuda(kernels).adamw8bit(
+            p, g, *state, scale=0.7, step=step, arena=Arena(), mirror=rounded, **every
+        )
+        assert_close(p, truth[0], dtype)
+        for mine, wanted in zip(state[:2], before[:2], strict=True):
+            off = np.abs(mine.astype(int) - wanted)
+            assert off.max(initial=0) <= 1 and off.sum() <= count / 50
+        for mine, wanted in zip(state[2:], before[2:], strict=True):
+            assert_close(mine, wanted, "float32")
+        g *= -1  # the next moments are smaller than a missing element's
+    if rounded is not None:
+        np.testing.assert_array_equal(rounded, p.astype(rounded.dtype))
 
 
 def check_totals(kernels: Kernels, count: int, dtype: str) -> None:
@@ -299,7 +365,7 @@ def losses() -> Iterator[Callable]:
     yield partial(check_split_vocabulary, m=5, v=40, ranks=2, dtype="float64")
     yield partial(check_split_vocabulary, m=5, v=58, ranks=2, room=3)
     yield partial(check_split_vocabulary, m=5, v=58, ranks=2, dtype="float16", room=35)
-    yield from (check_huge_logits, check_stray_target)
+    yield from (check_huge_logits, check_stray_target, check_ignored_rows)
 
 
 def steps() -> Iterator[Callable]:
@@ -313,6 +379,17 @@ def steps() -> Iterator[Callable]:
             yield partial(
                 check_mirrored_step, name=name, count=count, mirror=mirror, shifted=shifted
             )
+    yield check_signs
+
+
+def coded_steps() -> Iterator[Callable]:
+    """steps_8bit."""
+    for count, lead in ((0, 0), (1, 0), (32, 96), (255, 0), (257, 32), (1031, 224), (2304, 0)):
+        yield partial(check_coded_step, count=count, lead=lead)
+    yield partial(check_coded_step, count=4100, lead=64, dtype="float64")
+    yield partial(check_coded_step, count=1031, lead=128, shifted=True)
+    for mirror in ("float16", "bfloat16"):
+        yield partial(check_coded_step, count=1031, lead=160, mirror=mirror)
 
 
 def totals() -> Iterator[Callable]:

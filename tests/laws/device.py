@@ -236,7 +236,7 @@ class DeviceLaws:
             except ConfigError as error:
                 assert (
                     error.agreed
-                    and "this array lies in a GPU's" in str(error)
+                    and "this array is in a GPU's" in str(error)
                     and "Use wire fp16" in str(error)
                 )
             else:

@@ -11,6 +11,7 @@ from mpitrain.layers.base import Unit, backward
 from mpitrain.layers.compose import Sequential
 from mpitrain.layers.fusion import GeluCut, fusion_of
 from mpitrain.layers.plain import Plain
+from mpitrain.layers.recomputed import Recomputed
 from mpitrain.machine.backend import Backend
 from mpitrain.models.gpt import gpt
 from tests.unit.placing import place
@@ -192,6 +193,39 @@ class LayerLaws:
                     f"{name}: the halves, and both at once, have other bits"
                 )
 
+    def law_a_frozen_tensor_gets_no_gradient_and_all_others_get_theirs(
+        self, plain: Plain, backend: Backend
+    ):
+        """A device sums a bias in another order where the product of its weight does not do so."""
+        for name, layer in kinds(plain).items():
+            names = [f"layer.{parameter.name}" for parameter in layer.parameters()]
+            for way in (_both_halves, backward):
+                found = {}
+                for frozen in (None, *names):
+                    weights, gradients, _, slots = placed(layer, backend)
+                    if frozen:
+                        _, *path, last = frozen.split(".")
+                        node = gradients
+                        for step in path:
+                            node = node[step]
+                        del node[last]
+                    arena, x = backend.arena(), backend.from_host(numbers(3, 2, 5, WIDTH))
+                    _, saved = layer.forward(weights, x, arena)
+                    dy = backend.from_host(numbers(4, 2, 5, WIDTH))
+                    dx = way(layer, weights, dy, saved, gradients, arena)
+                    assert [not slot.filled for slot in slots.values()] == [
+                        one == frozen for one in slots
+                    ], (name, frozen)
+                    arrays = {one: slot.array for one, slot in slots.items() if one != frozen}
+                    found[frozen] = {
+                        one: backend.to_host(array).copy()
+                        for one, array in {"": dx, **arrays}.items()
+                    }
+                for frozen, mine in found.items():
+                    for one, array in mine.items():
+                        error = np.abs(array - found[None][one])
+                        assert np.all(error <= 1e-13 * bool(one)), (name, frozen, one)
+
     def law_a_whole_model_writes_only_into_its_logits(self, plain: Plain, backend: Backend):
         units = gpt(watched_plain(plain, backend), **GPT)
         assert units[-1].layer.output_is_free, "the loss writes its gradient over the logits"
@@ -253,6 +287,29 @@ class LayerLaws:
                     found[-1][name, depth] = [y, *map(backend.to_host, arrays)]
         for case, separate in found[1].items():
             assert all(map(np.array_equal, found[0][case], separate)), case
+
+    def law_a_recomputed_layer_saves_its_input_alone_and_has_the_same_bits(
+        self, plain: Plain, backend: Backend
+    ):
+        for name, kind in kinds(plain).items():
+            for inner in (kind, plain.residual(kind)):
+                found = []
+                for layer in (inner, Recomputed(inner)):
+                    for way in (_both_halves, backward):
+                        weights, gradients, _, slots = placed(layer, backend)
+                        arena, x = backend.arena(), backend.from_host(numbers(3, 2, 5, WIDTH))
+                        y, saved = layer.forward(weights, x, arena)
+                        assert layer is inner or saved is x, name
+                        y, dy = (
+                            backend.to_host(y).copy(),
+                            backend.from_host(numbers(4, 2, 5, WIDTH)),
+                        )
+                        dx = way(layer, weights, dy, saved, gradients, arena)
+                        arrays = (dx, *(slot.array for slot in slots.values()))
+                        found.append([y, *(backend.to_host(array).copy() for array in arrays)])
+                        del dx, arrays, saved
+                for other in found[1:]:
+                    assert all(map(np.array_equal, found[0], other)), name
 
     def law_a_shortcut_has_the_gradient_of_its_sum(self, plain: Plain, backend: Backend):
         for name, kind in kinds(plain).items():

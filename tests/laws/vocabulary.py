@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mpitrain.data import IGNORED
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend
 from mpitrain.ops import Ops, bodies
@@ -28,7 +29,10 @@ def cuts(vocabulary: int, parts: int) -> list[int]:
 
 
 def drawn(rows: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
-    """Logits in float64, of which no exponential can be taken as they are; targets on both sides of the cuts if rows suffice."""
+    """Logits in float64, of which no exponential can be taken as they are; targets on both sides of the cuts if rows suffice.
+
+    Every fourth target does not count.
+    """
     rng = np.random.default_rng([rows, vocabulary])
     edges = sorted(
         {entry for parts in PARTS for cut in cuts(vocabulary, parts) for entry in (cut - 1, cut)}
@@ -36,6 +40,7 @@ def drawn(rows: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
     targets = rng.integers(vocabulary, size=rows)
     near = [entry for entry in edges if 0 <= entry < vocabulary][:rows]
     targets[: len(near)] = near
+    targets[3::4] = IGNORED
     return 3 * rng.standard_normal((rows, vocabulary)) - 1000 * (-1) ** np.arange(rows)[
         :, None
     ], targets
@@ -157,6 +162,7 @@ class VocabularyLaws:
             logits = np.random.default_rng(2).integers(-2, 3, size=(60, 23)).astype(dtype)
             targets = logits.argmax(1)
             targets[::3] = np.random.default_rng(3).integers(23, size=20)
+            targets[1::7] = IGNORED
             logits[40:50, 20] = logits[45:55, 5] = np.nan
             targets[40:55] = np.repeat([20, 5, 5], 5)
             targets[[42, 53]] = 21, 20

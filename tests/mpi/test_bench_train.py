@@ -94,6 +94,44 @@ def test_all_sides_do_the_same_work(tmp_path):
             assert apart <= 1e-4, line
 
 
+def test_shapes_are_measured_one_by_one_with_their_floor(tmp_path):
+    pytest.importorskip("torch")
+    tiny = sets(model__layers=2, model__width=12, model__heads=2, model__context=8, batch__size=8)
+    command = ["bench", "train", "--blocks", "2", "--steps", "1", "--peer", "torch", *tiny]
+    shapes = ["context-4096", "tp-2", "pp-2-gpipe-4"]
+    calls = [
+        [*command, "--shapes", ",".join(shapes), "--json", "shapes.json"],
+        [*command, "--floor", "--json", "floor.json"],
+    ]
+    _, (table, floor) = calls_of_one_start(2, calls, tmp_path, code=0)
+    rows = json.loads((tmp_path / "shapes.json").read_text())["rows"]
+    assert [row["shape"] for row in rows] == shapes
+    assert len({row["peer"] for row in rows}) == 3 and all(row["apart"] <= 1e-4 for row in rows)
+    for row in rows:
+        assert row["least"] <= row["ratio"] <= row["most"] and row["floor"] > 0
+        assert f"\n{row['shape']} " in table and f"\n{row['shape']}, ms: " in table
+    kinds = json.loads((tmp_path / "floor.json").read_text())["kinds"]
+    assert {"attention", "mlp", "head"} <= {row["kind"] for row in kinds if row["products_s"]}
+    assert "its bare products" in floor
+
+
+def test_an_unknown_shape_is_one_error():
+    done = launch(2, "bench", "train", "--shapes", "nonsense")
+    assert done.returncode == 2 and done.stderr.count("ConfigError") == 1
+    assert "'nonsense'" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_compiled_peer_is_ddp_and_needs_a_compiler(monkeypatch):
+    torch_peer = pytest.importorskip("mpitrain.bench.training.torch_peer")
+    job = {"optimizer": {"clip": 0.0}, "device": {"kind": "cpu"}}
+    assert training_steps.peer_class("torch-compiled", parse(job)) is torch_peer.CompiledPeer
+    with pytest.raises(ConfigError, match="compiled peer"):
+        training_steps.peer_class("torch-compiled", parse({**job, "replication": {"zero": 1}}))
+    monkeypatch.setattr(torch_peer, "COMPILERS", ("no-such-compiler",))
+    with pytest.raises(ConfigError, match="no-such-compiler"):
+        training_steps.peer_class("torch-compiled", parse(job))
+
+
 def test_kernels_take_turns_with_a_peer_and_a_file_has_the_times(tmp_path):
     pytest.importorskip("torch")
     path = tmp_path / "train.json"
@@ -128,7 +166,7 @@ def test_a_peer_that_cannot_use_the_gpu_is_one_message(monkeypatch):
 
 def test_a_peer_that_is_not_installed_is_one_message(monkeypatch):
     monkeypatch.setitem(
-        training_steps.PEERS, "torch", ("nothing_of_this_name", "pip install torch")
+        training_steps.PEERS, "torch", ("nothing_of_this_name", "pip install torch", "Peer")
     )
     config = parse({"optimizer": {"clip": 0.0}})
     with pytest.raises(
@@ -226,7 +264,8 @@ def test_a_rank_that_fails_alone_waits_for_nobody(monkeypatch):
             ["model.layers=1", "model.width=8", "model.context=8"],
             [],
             False,
-            None,
+            (),
+            False,
             1,
             1,
             None,

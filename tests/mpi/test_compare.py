@@ -30,25 +30,25 @@ def test_modes_of_one_start_send_the_bytes_of_their_formulas_and_reach_one_loss(
         "header"
     ]["ranks"] == 3
     nbytes = star["held_bytes"][1] // 4  # parameters, gradients, two moments
-    assert star["held_bytes"] == [6 * nbytes + 64, 4 * nbytes, 4 * nbytes], (
+    assert star["held_bytes"] == [6 * nbytes + 80, 4 * nbytes, 4 * nbytes], (
         "the root receives from two ranks at once"
     )
     for row, divided in (
         (ring, 4 * nbytes),
         (zero, 2 * nbytes + 2 * nbytes // 3),
     ):  # and a chunk that arrives
-        assert [held - divided - nbytes // 3 for held in row["held_bytes"]] == [8, 16, 16], (
+        assert [held - divided - nbytes // 3 for held in row["held_bytes"]] == [16, 16, 16], (
             "of the control message as well"
         )
-    assert star["sent_bytes"] == [2 * (nbytes + 32), nbytes + 32, nbytes + 32]
+    assert star["sent_bytes"] == [2 * (nbytes + 40), nbytes + 40, nbytes + 40]
     for row in (
         ring,
         zero,
-    ):  # of the control message's 4 numbers two ranks do not send 3 of 8, one 2
+    ):  # of the control message's 5 numbers two ranks do not send 3 of 10, one 4
         assert sorted(row["sent_bytes"]) == [
-            4 * nbytes // 3 + 40,
-            4 * nbytes // 3 + 40,
             4 * nbytes // 3 + 48,
+            4 * nbytes // 3 + 56,
+            4 * nbytes // 3 + 56,
         ]
     for row in rows:
         assert (

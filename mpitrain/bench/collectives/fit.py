@@ -190,14 +190,14 @@ def described(tuning: Tuning, n: int) -> list[str]:
     Constants of the network appear only if there is more than one host.
     """
     lines = []
-    told = [
+    measured = [
         at
         for at, term in enumerate(TERMS)
         if tuning.machine["hosts"] > 1 or not term.startswith("net_")
     ]
     for memory, constants in tuning.plans[n].items():
         lines.append(
-            f"{memory + ' arrays of':>16}  " + "  ".join(f"{TERMS[at]:>10}" for at in told)
+            f"{memory + ' arrays of':>16}  " + "  ".join(f"{TERMS[at]:>10}" for at in measured)
         )
         for knot, values in constants.items():
             shown = [
@@ -208,7 +208,7 @@ def described(tuning: Tuning, n: int) -> list[str]:
                 else f"{'-':>10}"
                 for term, c in zip(TERMS, values, strict=True)
             ]
-            lines.append(f"{knot:14d} B  " + "  ".join(shown[at] for at in told))
+            lines.append(f"{knot:14d} B  " + "  ".join(shown[at] for at in measured))
     return [
         *lines,
         "alpha: us of a message; long: us more of one that waits for its receiver; beta: GB/s of messages; "

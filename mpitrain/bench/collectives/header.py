@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpitrain import __version__
-from mpitrain.machine.process import processor, processors
+from mpitrain.machine.process import processors
+from mpitrain.machine.processor import processor
 from mpitrain.transport.base import Transport
 from mpitrain.transport.library import library
 
@@ -13,7 +14,7 @@ def machine(transport: Transport) -> dict[str, Any]:
     """Return the facts that identify a machine for timing."""
     return {
         "hosts": len(set(transport.hosts)),
-        "processor": processor(),
+        "processor": processor().name,
         "cores": processors(),
         "mpi": library().version,
     }

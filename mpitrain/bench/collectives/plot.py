@@ -118,7 +118,7 @@ def plot(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
     figure.supxlabel(
         f"{facts['processor']}, {facts['cores']} cores a host; {facts['mpi']}; device {facts['device']}; mpitrain "
         f"{facts['mpitrain']}.  Line: median; band: fastest run to p99; dotted: predicted; "
-        "what lies far from all medians is cut off",
+        "values far from all medians are cut off",
         fontsize="small",
     )
     save(figure, path, 110)

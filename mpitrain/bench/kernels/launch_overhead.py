@@ -112,7 +112,8 @@ def operations(kernels: Kernels) -> dict[str, Callable[[], Any]]:
 
 def drawn(one: Operand, shape: tuple[int, ...]) -> np.ndarray:
     """Return zeros, as integers for tokens and targets."""
-    return np.zeros(shape, np.int64 if one.below else np.float32)
+    kind = np.int64 if one.below else np.uint8 if one.coded else np.float32
+    return np.zeros(shape, kind)
 
 
 def measure() -> Iterator[Row]:

@@ -154,6 +154,8 @@ class Calls:
             rng = np.random.default_rng([*one.name.encode()])
             if one.below:
                 return rng.integers(sizes[one.below], size=shape)
+            if one.coded:
+                return rng.integers(256, size=shape, dtype=np.uint8)
             numbers = rng.standard_normal(shape, np.float32)
             return np.abs(numbers) if one.positive else numbers
 

@@ -201,9 +201,9 @@ def _round(
             )
             times.append(seconds)
             wrong += elements
-    told, hosts, found = transport.gather_text((times, wrong)), transport.hosts, []
+    gathered, hosts, found = transport.gather_text((times, wrong)), transport.hosts, []
     for first, second in pairs:
-        (small, large), missed = told[first][0], told[first][1] + told[second][1]
+        (small, large), missed = gathered[first][0], gathered[first][1] + gathered[second][1]
         found.append(
             Pair(
                 first,

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain.pipeline.instructions import Send, fused_at_the_input, with_messages
+from mpitrain.pipeline.instructions import Send, fused_at_the_input, training_program
 from mpitrain.pipeline.memory import peak
 from mpitrain.plan.stages import measure
 from mpitrain.run.trainer import Trainer
@@ -37,11 +37,9 @@ def stage_rows(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> lis
 
     inputs, targets  rows of this rank, as many as in its step
     """
-    plan, pipe, stage = (
-        fused_at_the_input(trainer.resolved.plan),
-        trainer.pipe,
-        trainer.grid.place.pp,
-    )
+    pipe, stage = trainer.pipe, trainer.grid.place.pp
+    plan = fused_at_the_input(trainer.resolved.plan, pipe.lowest)
+    program = training_program(plan, pipe.lowest)[stage]
     (sent, sent_bytes), (returned, returned_bytes) = (
         pipe.channel.sent["activation"],
         pipe.channel.sent["gradient"],
@@ -49,7 +47,7 @@ def stage_rows(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> lis
     held = pipe.peak_bytes
     most = -(-len(inputs) // plan.micro_batches)
     costs = measure(trainer, inputs, targets, [most])[0].costs
-    planned = Counter(i.what for i in with_messages(plan)[stage] if isinstance(i, Send))
+    planned = Counter(i.what for i in program if isinstance(i, Send))
     mine = StageRow(
         stage,
         len(trainer.units),
@@ -61,9 +59,9 @@ def stage_rows(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> lis
         held,
         peak(plan.lists[stage], costs).nbytes,
     )
-    told = sorted(StageRow(*row) for row in trainer.transport.gather_text(mine))
+    rows = sorted(StageRow(*row) for row in trainer.transport.gather_text(mine))
     return [
-        max((row for row in told if row.stage == number), key=lambda row: row.peak_bytes)
+        max((row for row in rows if row.stage == number), key=lambda row: row.peak_bytes)
         for number in range(trainer.grid.axes.pp)
     ]
 

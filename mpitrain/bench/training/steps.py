@@ -6,6 +6,7 @@ from the same weights and train on the same batches.
 
 import importlib
 import json
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,19 +16,21 @@ from typing import Any, NamedTuple
 
 from mpitrain.bench.collectives.table import FAR
 from mpitrain.config import Config
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, on_every_rank
 from mpitrain.files import write_whole
 from mpitrain.models.table import MODELS, kinds
 from mpitrain.optim import RULES
 from mpitrain.parallel.modes import MODES, mode_of
 from mpitrain.pipeline.schedules import STREAMS
 from mpitrain.run.build import Job
+from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
 WARM_UP = 3
 """Steps of each side before the first timed step."""
-PEERS = {"torch": ("mpitrain.bench.training.torch_peer", "pip install torch==2.13.0")}
-"""{peer: (its module, the command that installs its packages)}."""
+TORCH = "mpitrain.bench.training.torch_peer", "pip install torch==2.13.0"
+PEERS = {"torch": (*TORCH, "TorchPeer"), "torch-compiled": (*TORCH, "CompiledPeer")}
+"""{peer: (its module, the command that installs its packages, its class)}."""
 THE_WORK = ("run.", "data.", "model.", "precision.", "batch.size", "optimizer.name", "device.kind")
 """Keys or sections that must be equal on both sides: the computation and the device."""
 
@@ -146,19 +149,37 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
             "replica.",
             "Leave out --peer, or set pipeline.schedule, batch.micro_batches and layout.dp=1 so.",
         )
+    if config.optimizer.groups:
+        raise ConfigError(
+            "The peer decays matrices alone, but optimizer.groups has groups of its own.",
+            "Leave out --peer, or leave optimizer.groups empty.",
+        )
     if config.precision.compute != "float32" or config.optimizer.clip:
         raise ConfigError(
             "The peer computes in float32 and does not clip.",
             "Leave out --peer, or set precision.compute=float32 and optimizer.clip=0.",
         )
-    peer = imported(name)
-    peer.placed(config.device.kind)
-    return peer.TorchPeer
+    module = imported(name)
+    module.placed(config.device.kind)
+    peer = getattr(module, PEERS[name][2])
+    peer.check(config)
+    return peer
+
+
+def peer_of(transport: Transport, job: Job, name: str) -> Any:
+    """Return a peer as a side, with the weights of a job; collective.
+
+    raises  ConfigError on every rank, as `peer_class`
+    """
+    trainer = job.trainer
+    dp = trainer.grid.axes.dp
+    found = on_all_ranks(transport, lambda: peer_class(name, trainer.config, dp))
+    return found(transport, trainer.config, job.source.inputs, trainer.tensors())
 
 
 def imported(name: str) -> ModuleType:
     """Import the module of a peer; ConfigError if a package that it needs is not installed."""
-    module, way_in = PEERS[name]
+    module, way_in, _ = PEERS[name]
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -207,16 +228,31 @@ def key_of(setting: str) -> str:
 
 
 def alternate(
-    transport: Transport, job: Job, sides: Sequence[Any], blocks: int, steps: int
+    transport: Transport,
+    job: Job,
+    sides: Sequence[Any],
+    blocks: int,
+    steps: int,
+    seconds: float = math.inf,
 ) -> list[Result]:
     """Measure blocks of steps of each side in turn, on the same batches. Collective.
 
-    blocks  turns of every side
-    steps   steps in each turn
+    blocks   turns of every side
+    steps    steps in each turn, at most
+    seconds  bound of all turns: a turn has fewer steps if they take longer
+    raises   ConfigError on every rank if turns of one step take longer
     """
     results = [Result(side.name, [], [], []) for side in sides]
-    for side in sides:
-        _timed(transport, job, side, range(WARM_UP))
+    last = [_timed(transport, job, side, range(WARM_UP))[0][-1] for side in sides]
+    if blocks * sum(last) > seconds:
+        raise on_every_rank(
+            ConfigError(
+                f"{blocks} steps of each side must take at most {seconds:g} s, but take about "
+                f"{blocks * sum(last):.3g} s.",
+                "Raise --row-seconds, or leave this shape out.",
+            )
+        )
+    steps = int(min(steps, seconds / (blocks * sum(last))))
     for block in range(blocks):
         first = WARM_UP + block * steps
         for side, result in zip(sides, results, strict=True):
@@ -245,7 +281,7 @@ def _timed(
         if isinstance(side, Ours):
             waits.append(side.comm_s)
     # Ranks that only look on have no times.
-    gathered = [told for told in transport.gather_text([times, losses, waits]) if told[0]]
+    gathered = [each for each in transport.gather_text([times, losses, waits]) if each[0]]
     slowest, all_losses, longest = (
         list(zip(*each, strict=True)) for each in zip(*gathered, strict=True)
     )
@@ -300,10 +336,19 @@ def block_rows(results: Sequence[Result]) -> list[Block]:
     ]
 
 
-def write_json(path: Path, device: str, results: Sequence[Result]) -> None:
-    """Write every side's blocks and losses; the first result is ours."""
-    write_whole(
-        path,
-        json.dumps({"device": device, "sides": [result._asdict() for result in results]}, indent=1)
-        + "\n",
-    )
+def write_json(
+    path: Path,
+    device: str,
+    results: Sequence[Result],
+    kinds: Sequence[tuple[str, float, float]] = (),
+) -> None:
+    """Write every side's blocks and losses; the first result is ours.
+
+    kinds  of unit: (kind, seconds of a step, seconds of its bare products)
+    """
+    found: dict[str, Any] = {"device": device, "sides": [each._asdict() for each in results]}
+    if kinds:
+        found["kinds"] = [
+            {"kind": kind, "step_s": seconds, "products_s": bare} for kind, seconds, bare in kinds
+        ]
+    write_whole(path, json.dumps(found, indent=1) + "\n")

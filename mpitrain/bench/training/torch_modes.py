@@ -53,6 +53,15 @@ def replicas(model: GPT, arrays: Arrays, settings: Config) -> Way:
     )
 
 
+def compiled(model: GPT, arrays: Arrays, settings: Config) -> Way:
+    """Train with DDP under torch.compile; one rank without DDP."""
+    copy_weights(arrays, model)
+    is_alone = torch.distributed.get_world_size() == 1
+    name = "torch compiled" if is_alone else "torch DDP compiled, gloo"
+    wrapped = model if is_alone else nn.parallel.DistributedDataParallel(model)
+    return Way(name, partial(_backward, torch.compile(wrapped)), _optimizer(model, settings))
+
+
 def divided_state(model: GPT, arrays: Arrays, settings: Config) -> Way:
     """Train with ZeroRedundancyOptimizer: DDP with a sharded optimizer, as ZeRO stage 1.
 

@@ -4,24 +4,39 @@ It also has attention alone, for `bench kernels`. It runs on the CPU or a GPU. P
 have full precision: TF32, with 10 bits, is off. B batch, T tokens, C channels.
 """
 
+import logging
+import shutil
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 
 from mpitrain import config
 from mpitrain.bench.training.torch_gpt import GPT
-from mpitrain.bench.training.torch_modes import way_of
+from mpitrain.bench.training.torch_modes import compiled, way_of
 from mpitrain.errors import ConfigError
 from mpitrain.machine.process import blas_threads, launched
 from mpitrain.optim import learning_rate
 from mpitrain.transport.base import Transport
 
+COMPILERS = ("g++", "clang++")
+
 
 class TorchPeer:
-    """A copy of our model, trained by PyTorch. Construction and steps are collective."""
+    """A copy of our model, trained by PyTorch. Construction and steps are collective.
+
+    All peers of a process share the process group of gloo.
+    """
+
+    _ways = staticmethod(way_of)
+
+    @staticmethod
+    def check(settings: config.Config) -> None:
+        """Raise ConfigError for a configuration that this peer alone cannot train; local."""
 
     def __init__(
         self,
@@ -33,18 +48,7 @@ class TorchPeer:
         """arrays: the tensors of our model on this rank, by name."""
         self._device = placed(settings.device.kind)
         torch.set_num_threads(blas_threads())
-        store = None
-        if transport.rank == 0:
-            store = torch.distributed.TCPStore(
-                transport.hosts[0], 0, transport.size, is_master=True, wait_for_workers=False
-            )
-        port = transport.gather_text(store.port if store else 0)[0]
-        store = store or torch.distributed.TCPStore(
-            transport.hosts[0], port, transport.size, is_master=False
-        )
-        torch.distributed.init_process_group(
-            "gloo", store=store, rank=transport.rank, world_size=transport.size
-        )
+        _connect(transport)
         m = settings.model
         model = GPT(
             vocab=vocab,
@@ -56,7 +60,7 @@ class TorchPeer:
         )
         self._settings, self._way = (
             settings,
-            way_of(settings)(model.to(self._device), arrays, settings),
+            self._ways(settings)(model.to(self._device), arrays, settings),
         )
         self.name = self._way.name
 
@@ -72,9 +76,61 @@ class TorchPeer:
         optimizer.step()
         return loss.item()
 
+    def notes(self) -> list[str]:
+        """Return lines about the measured steps; none by default."""
+        return []
+
     def close(self) -> None:
-        """Destroy the process group of gloo."""
-        torch.distributed.destroy_process_group()
+        """Destroy the process group of gloo, unless another peer has done so."""
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+class CompiledPeer(TorchPeer):
+    """DDP under torch.compile, for the CPU by a C++ compiler. The first step compiles."""
+
+    _ways = staticmethod(lambda settings: compiled)
+
+    @staticmethod
+    def check(settings: config.Config) -> None:
+        layout, zero = settings.layout, settings.replication.zero
+        if layout.tp > 1 or layout.pp > 1 or zero:
+            raise ConfigError(
+                "The compiled peer is DDP, but layout.tp, layout.pp and replication.zero are "
+                f"{layout.tp}, {layout.pp} and {zero}.",
+                "Use --peer torch.",
+            )
+        if not any(map(shutil.which, COMPILERS)):
+            raise ConfigError(
+                f"torch.compile needs a C++ compiler, but none of {', '.join(COMPILERS)} is there.",
+                "Install g++, or leave out --peer torch-compiled.",
+            )
+
+    def __init__(self, *arguments: Any):
+        torch._dynamo.reset()
+        torch._logging.set_logs(dynamo=logging.ERROR)  # `notes` reports the graph breaks.
+        counters.clear()
+        super().__init__(*arguments)
+
+    def notes(self) -> list[str]:
+        breaks = [
+            f"{count} x {reason.splitlines()[0].removesuffix('.')}"
+            for reason, count in counters["graph_break"].items()
+        ]
+        graphs = counters["stats"]["unique_graphs"]
+        return [f"torch.compile: {graphs} graphs; graph breaks: {'; '.join(breaks) or 'none'}"]
+
+
+def _connect(transport: Transport) -> None:
+    """Make the process group of gloo over all ranks, if there is none; collective."""
+    if torch.distributed.is_initialized():
+        return
+    host, size, store = transport.hosts[0], transport.size, None
+    if transport.rank == 0:
+        store = torch.distributed.TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
+    port = transport.gather_text(store.port if store else 0)[0]
+    store = store or torch.distributed.TCPStore(host, port, size, is_master=False)
+    torch.distributed.init_process_group("gloo", store=store, rank=transport.rank, world_size=size)
 
 
 class TorchAttention:

@@ -56,6 +56,7 @@ def on_a_device(command: Callable) -> Callable:
 def device_of(kind: str, gemm: str, tiles: str, checked: bool) -> "tuple[Device, str]":
     """Return the device and its name for a header; ConfigError if it is missing or unsuitable."""
     from mpitrain.errors import ConfigError
+    from mpitrain.machine.processor import processor
     from mpitrain.ops.device import device_for
 
     if kind == "cpu" and (gemm != "tiled" or tiles):
@@ -64,7 +65,7 @@ def device_of(kind: str, gemm: str, tiles: str, checked: bool) -> "tuple[Device,
             "Leave them out.",
         )
     device = device_for(kind, gemm, tiles, checked)
-    return device, device.kernels.engine.name if device.kernels else process.processor()
+    return device, device.kernels.engine.name if device.kernels else processor().name
 
 
 def printed_rows(

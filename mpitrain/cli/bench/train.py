@@ -1,10 +1,12 @@
 """`mpitrain bench train`: measures training steps, in turns with other settings or with PyTorch."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from mpitrain.cli.bench.shapes import PEERS, measure_shapes
 from mpitrain.cli.job_options import DEVICE, GEMM, PP, SET, TP, changes, configured
 from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.session import MOST, mpi_session
@@ -45,14 +47,40 @@ ALONE = [
     "(repeatable; all settings belong to the second job).",
 )
 @click.option(
+    "--memory",
+    is_flag=True,
+    help="Measure the job with each key of [memory] in turns: time and peak memory of activations.",
+)
+@click.option(
     "--alone",
     is_flag=True,
     help="Also measure one rank alone, in turns: it computes the whole batch while the others wait.",
 )
 @click.option(
     "--peer",
-    type=click.Choice(["torch"]),
-    help="Also measure PyTorch over gloo, in turns, with its counterpart of the first job's replication.",
+    "peers",
+    type=click.Choice(PEERS),
+    multiple=True,
+    help="Also measure PyTorch over gloo, in turns, with its counterpart of the first job's "
+    "replication; torch-compiled is DDP under torch.compile (repeatable).",
+)
+@click.option(
+    "--floor",
+    is_flag=True,
+    help="Also measure the matrix products of a step alone, in turns, and a step by kind of unit.",
+)
+@click.option(
+    "--shapes",
+    metavar="all|NAME[,NAME...]",
+    help="Measure a table of shapes instead, on 2 ranks, against all peers: "
+    "mpitrain/bench/README.md lists the names.",
+)
+@click.option(
+    "--row-seconds",
+    type=click.FloatRange(0, min_open=True),
+    default=120,
+    show_default=True,
+    help="With --shapes: bound of the turns of a shape; compilation comes on top.",
 )
 @click.option(
     "--blocks",
@@ -73,8 +101,12 @@ ALONE = [
 @output_option("--csv", "Write the blocks of all sides to this CSV file, at the end.")
 def command(
     others: tuple[str, ...],
+    memory: bool,
     alone: bool,
-    peer: str | None,
+    peers: tuple[str, ...],
+    floor: bool,
+    shapes: str | None,
+    row_seconds: float,
     blocks: int,
     steps: int,
     settings: tuple[str, ...],
@@ -89,16 +121,51 @@ def command(
     step of the first job.
     """
     changed = changes(settings, **options)
+    if memory and (
+        others or alone or peers or floor or shapes is not None or json_file or csv_file
+    ):
+        raise click.UsageError(
+            "--memory measures sides of its own. Leave out --against, --alone, --peer, --floor, --shapes, --json and --csv."
+        )
+    if shapes is not None:
+        if others or alone or csv_file:
+            raise click.UsageError("--shapes takes no --against, --alone and --csv.")
+        turns = blocks, steps, row_seconds
+        with mpi_session(kind=lambda: _configured(1, blocks, steps, changed).device.kind) as all_:
+            measure_shapes(
+                all_, shapes, _job(), changed, [*dict.fromkeys(peers or PEERS)], turns, json_file
+            )
+        return
     with mpi_session(kind=lambda: _configured(1, blocks, steps, changed).device.kind) as transport:
-        _measure(transport, changed, list(others), alone, peer, blocks, steps, json_file, csv_file)
+        if memory:
+            _measure_memory(transport, changed, blocks, steps)
+            return
+        _measure(
+            transport,
+            changed,
+            list(others),
+            alone,
+            peers,
+            floor,
+            blocks,
+            steps,
+            json_file,
+            csv_file,
+        )
 
 
 def _configured(size: int, blocks: int, steps: int, settings: list[str]) -> Any:
     """Return the configuration to measure on `size` ranks."""
     from mpitrain.bench.training.steps import WARM_UP
 
-    shape = {**SHAPE, "batch.size": SEQUENCES * size, "run.steps": WARM_UP + blocks * steps}
-    return configured(None, [*(f"{key}={value}" for key, value in shape.items()), *settings])
+    shape = {"batch.size": SEQUENCES * size, "run.steps": WARM_UP + blocks * steps}
+    ours = [f"{key}={value}" for key, value in shape.items()]
+    return configured(None, [*_job(), *ours, *settings])
+
+
+def _job() -> list[str]:
+    """Return the settings of SHAPE."""
+    return [f"{key}={value}" for key, value in SHAPE.items()]
 
 
 def _measure(
@@ -106,13 +173,15 @@ def _measure(
     settings: list[str],
     others: list[str],
     alone: bool,
-    peer: str | None,
+    peers: Sequence[str],
+    floor: bool,
     blocks: int,
     steps: int,
     json_file: Path | None,
     csv_file: Path | None,
 ) -> None:
     from mpitrain.bench.collectives.table import write_csv
+    from mpitrain.bench.training.bare_products import BareProducts
     from mpitrain.bench.training.stages import stage_rows, stage_table
     from mpitrain.bench.training.steps import (
         LookingOn,
@@ -122,10 +191,11 @@ def _measure(
         check_common_steps,
         check_same_work,
         named,
-        peer_class,
+        peer_of,
         table,
         write_json,
     )
+    from mpitrain.bench.training.unit_kinds import ByKind, floor_table, kind_rows
     from mpitrain.cli.terminal.progress import way
     from mpitrain.collectives.selection.tuning import foreign
     from mpitrain.run.build import build
@@ -146,20 +216,20 @@ def _measure(
     job = build(transport, first)
     jobs = [job, build(transport, second, source=job.source)] if others else [job]
     config = job.trainer.config  # here device.kind "auto" is resolved
-    rival = (
-        on_all_ranks(transport, lambda: peer_class(peer, config, job.trainer.grid.axes.dp))
-        if peer
-        else None
-    )
     sides: list[Any] = [Ours(each, named(each.trainer.config, others)) for each in jobs]
     if alone:
         own = transport.split(None if transport.rank else 0)
         found = on_all_ranks(transport, lambda: own and build(own, third, source=job.source))
         name = "one rank of mpitrain"
         sides.append(Ours(found, name) if found else LookingOn(name))
-    if rival:
-        sides.append(rival(transport, config, job.source.inputs, job.trainer.tensors()))
+    rivals = [peer_of(transport, job, peer) for peer in dict.fromkeys(peers)]
+    sides += rivals
+    compared = len(sides)
+    if floor:
+        by_kind = ByKind(transport, job)
+        sides += [by_kind, bare := BareProducts(by_kind.watch.products)]
     results = alternate(transport, job, sides, blocks, steps)
+    kinds = kind_rows(transport, by_kind.seconds, bare.seconds) if floor else []
     of_stages = (
         stage_rows(job.trainer, *job.trainer.replication.batch(job.data, 0))
         if config.layout.pp > 1
@@ -181,23 +251,59 @@ def _measure(
             f"{way(config)}, {config.device.kind}, products by {_multiplier(config)}; "
             f"{blocks} blocks of {steps} steps"
         )
-        click.echo("\n".join(table(results, tokens)))
+        click.echo("\n".join(table(results[:compared], tokens)))
+        for note in (note for rival in rivals for note in rival.notes()):
+            click.echo(note)
+        if floor:
+            click.echo("\n" + "\n".join(floor_table(results[0], results[-1], kinds)))
         if of_stages:
             click.echo("\n" + "\n".join(stage_table(of_stages)))
         if json_file:
             with outputs.to(json_file):
-                write_json(json_file, config.device.kind, results)
+                write_json(json_file, config.device.kind, results, kinds)
         if csv_file:
             with outputs.to(csv_file):
                 write_csv(csv_file, block_rows(results))
     on_all_ranks(transport, outputs.settle)
 
 
+def _measure_memory(transport: Any, changed: list[str], blocks: int, steps: int) -> None:
+    """Print time and activation memory of the job with each key of [memory]. Collective."""
+    from mpitrain.bench.training.memory import WAYS, memory_table, peaks
+    from mpitrain.bench.training.steps import Ours, alternate, check_common_steps
+    from mpitrain.cli.terminal.progress import way
+    from mpitrain.run.build import build
+    from mpitrain.transport.agreement import on_all_ranks
+
+    def all_configured() -> list[Any]:
+        found = [
+            _configured(transport.size, blocks, steps, [*changed, *more]) for more in WAYS.values()
+        ]
+        for each in found:
+            check_common_steps(each)
+        return found
+
+    sides: list[Ours] = []
+    for name, config in zip(WAYS, on_all_ranks(transport, all_configured), strict=True):
+        source = sides[0].job.source if sides else None
+        sides.append(Ours(build(transport, config, source=source), name))
+    results = alternate(transport, sides[0].job, sides, blocks, steps)
+    nbytes, config = peaks(transport, sides), sides[0].job.trainer.config
+    for side in sides:
+        side.close()
+    if transport.rank == 0:
+        click.echo(
+            f"{transport.size} ranks, {config.batch.size} rows of {config.model.context} per step, width {config.model.width}, "
+            f"{config.model.layers} layers, {way(config)}, {config.device.kind}; {blocks} blocks of {steps} steps"
+        )
+        click.echo("\n".join(memory_table(results, nbytes)))
+
+
 def _multiplier(config: Any) -> str:
     """Return the name of the library or kernels that multiply matrices."""
-    from mpitrain.ops.host.product import mkl
+    from mpitrain.ops.host.product import multiplier
 
     if config.device.kind == "cpu":
-        return "MKL" if mkl() else "NumPy"
+        return multiplier()
     library = {"cuda": "cuBLAS", "cuda-sim": "NumPy"}[config.device.kind]
     return library if config.device.gemm == "library" else "our kernels"

@@ -229,6 +229,6 @@ def launcher(name: str, sign: str) -> str:
             "\n".join(complaints), "Mend what it complains of, or start the ranks by hand."
         )
     raise ConfigError(
-        f"No {name} of the MPI that mpi4py loads was found beside {sys.executable} or on PATH.",
+        f"No {name} of the MPI that mpi4py loads was found in the folder of {sys.executable} or on PATH.",
         "Install the launcher of that MPI, or unload the other one.",
     )

@@ -91,13 +91,13 @@ def run(
     ]
     process.stdout.close()
     process.stderr.close()
-    told, told_the_run = 0, False
+    passed, reached_run = 0, False
     while (code := process.poll()) is None:
-        if len(requests) > told:
-            told, told_the_run = told + 1, words.began
-            _pass_request(screen, process, told if is_training else told + 1, words.began)
-        elif is_training and told == 1 and words.began and not told_the_run:
-            told_the_run = True
+        if len(requests) > passed:
+            passed, reached_run = passed + 1, words.began
+            _pass_request(screen, process, passed if is_training else passed + 1, words.began)
+        elif is_training and passed == 1 and words.began and not reached_run:
+            reached_run = True
             # The launcher may have had no ranks when it got the first signal: send it again.
             process.send_signal(signal.SIGUSR1)
         time.sleep(0.02)
@@ -105,7 +105,7 @@ def run(
     for passage in passages:
         passage.finish(2)
     killed = words.killed.first()
-    if killed and told < 2 and (words.began or not told):
+    if killed and passed < 2 and (words.began or not passed):
         which = f". `mpitrain report {shlex.quote(words.run)}` says which one fell silent first"
         say(
             screen,
@@ -118,7 +118,7 @@ def run(
             ),
         )
     if is_training:
-        return training_code(screen, words, code, told)
+        return training_code(screen, words, code, passed)
     if passages[0].lost is None:
         return _positive(code)
     if passages[0].lost.errno != errno.EPIPE:

@@ -96,7 +96,8 @@ def _plan(
     inputs, targets = trainer.replication.batch(job.data, 0)
     measured = measure(trainer, inputs, targets, sizes(choices, rows, sequences_of(config)))
     ending = end_s(trainer, inputs[: measured[0].rows], targets[: measured[0].rows])
-    predicted = predict(config, stages, rows, choices, measured, ending)
+    lowest = trainer.pipe.lowest
+    predicted = predict(config, stages, rows, choices, measured, ending, lowest)
     is_root, way, outputs = transport.rank == 0, measured[-1].way, Outputs()
     protocol = "eagerly" if way.is_eager else "by rendezvous"
     if is_root:

@@ -15,6 +15,8 @@ from mpitrain.cli.terminal.status import is_launched, status
 from mpitrain.collectives.selection.tuning import DEFAULT, foreign
 from mpitrain.config import Config
 from mpitrain.errors import visible
+from mpitrain.machine.processor import processor
+from mpitrain.ops.host.product import mkl
 from mpitrain.parallel.modes import MODES, servers_of
 from mpitrain.run.metrics import CLOSING
 
@@ -96,13 +98,16 @@ class Progress:
     def began(self, config: Config, folder: Path, record: dict[str, Any]) -> None:
         c, m = config, config.model
         network = f"{m.kind}, {m.layers} layers of width {m.width}"
+        frozen = f" ({record['frozen']:,} frozen)" if "frozen" in record else ""
         print(
-            f"{status('began', str(folder))}{network}: {record['parameters']:,} parameters on "
+            f"{status('began', str(folder))}{network}: {record['parameters']:,} parameters{frozen} on "
             f"{visible(c.data.source)}; {record['ranks']} rank(s), {way(c)}; run directory {folder}",
             flush=True,
         )
         if said := amounts(c, record):
             print(said, flush=True)
+        if record["event"] == "start" and (advice := slow_products(c)):
+            print(advice, flush=True)
         for key, (then, now) in record.get("changed", {}).items():
             print(f"changed since it was last run: {key} {then!r} -> {now!r}", flush=True)
         if record["step"] == c.run.steps and record["event"] == "resume":
@@ -197,6 +202,12 @@ def unmeasured(config: Config, hosts: Sequence[str]) -> str:
     advice = foreign(DEFAULT, hosts)
     is_guessed = config.replication.algorithm == "auto" and not config.replication.tuning
     return f"{advice} in replication.tuning" if advice and is_guessed else ""
+
+
+def slow_products(config: Config) -> str:
+    """Return a line of advice if MKL would multiply faster on this processor, else ""."""
+    would_gain = config.device.kind == "cpu" and processor().gains_from_mkl and not mkl()
+    return "MKL multiplies faster on this processor: pip install 'mpitrain[mkl]'" * would_gain
 
 
 def way(config: Config) -> str:

@@ -37,8 +37,8 @@ def width() -> int | None:
     """
     if os.isatty(2):
         return columns()
-    told = os.environ.get(TERMINAL, "")
-    return int(told) if told.isdecimal() else None
+    value = os.environ.get(TERMINAL, "")
+    return int(value) if value.isdecimal() else None
 
 
 def output_columns() -> int:
@@ -47,9 +47,9 @@ def output_columns() -> int:
     The terminal may be behind the pipe of `launch`.
     """
     # `launch` is right even where mpirun gives its ranks a pseudo-terminal.
-    told = os.environ.get(OUTPUT_TERMINAL, "")
-    if told.isdecimal():
-        return int(told)
+    value = os.environ.get(OUTPUT_TERMINAL, "")
+    if value.isdecimal():
+        return int(value)
     # The terminal that mpirun makes for its ranks has no columns.
     return os.get_terminal_size(1).columns if os.isatty(1) else 0
 

@@ -35,8 +35,8 @@ def bind_lossy(
     matrices    for powersgd: matrices within the array; empty: the array as one, nearly square
     arithmetic  encodes, adds and selects elements
     raises      CommError on every rank if arguments differ, if the array is not float32, or if a
-                matrix does not lie within the array; ConfigError on every rank if the array lies in
-                GPU memory, and the format has residuals, which must lie in host memory
+                matrix exceeds the array; ConfigError on every rank if the array is in
+                GPU memory, and the format has residuals, which must be in host memory
     """
     tag, _ = agree(
         transport,
@@ -57,7 +57,7 @@ def bind_lossy(
     if wire.name in ("topk", "powersgd") and on_device(array):
         raise on_every_rank(
             ConfigError(
-                f"Wire format {wire.name} keeps its residuals in host memory, but this array lies in a GPU's.",
+                f"Wire format {wire.name} keeps its residuals in host memory, but this array is in a GPU's.",
                 "Use wire fp16, bf16, int8 or none, or device.kind cpu.",
             )
         )
@@ -69,7 +69,7 @@ def bind_lossy(
         if beyond:
             raise on_every_rank(
                 CommError(
-                    f"Matrices lie within their array, but {beyond[0]} does not in {flat.size} elements."
+                    f"Matrices must be inside their array, but {beyond[0]} is not inside {flat.size} elements."
                 )
             )
         return PowerSgd(transport, flat, int(wire.amount), matrices, tag)

@@ -21,7 +21,7 @@ class Matrix(NamedTuple):
     stride: int
 
     def fits(self, count: int) -> bool:
-        """Return whether the matrix lies within an array of `count` elements."""
+        """Return whether the matrix is inside an array of `count` elements."""
         end = self.start + (self.rows - 1) * self.stride + self.columns
         return (
             self.start >= 0

@@ -62,7 +62,7 @@ def refusal(situation: Topology) -> CommError | None:
 
 
 def is_rival(situation: Topology) -> bool:
-    """Return whether the arrays lie in host memory.
+    """Return whether the arrays are in host memory.
 
     MPI does not overlap a reduction of GPU memory with computation.
     """

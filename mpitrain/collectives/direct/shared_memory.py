@@ -89,7 +89,7 @@ class Shared(ABC):
 
     @abstractmethod
     def _bring(self) -> None:
-        """Copy this rank's array to memory that the other ranks read, unless it lies there."""
+        """Copy this rank's array to memory that the other ranks read, unless it is there already."""
 
     @abstractmethod
     def _met(self, left: int) -> None:
@@ -210,7 +210,7 @@ def bind_shared(
 ) -> Reduction | None:
     """Bind an all-reduce through shared memory; collective, over the ranks of one host.
 
-    It uses the window in which the array lies, or copies the array to a window and back. None on
+    It uses the window that holds the array, or copies the array to a window and back. None on
     every rank if the host has no room for a window.
 
     agreed      with the `offer` of each rank
@@ -305,7 +305,7 @@ def hosts_differ(situation: Topology, instead: str) -> ConfigError | None:
 
 
 def is_rival(situation: Topology) -> bool:
-    """Return whether the arrays lie in host memory.
+    """Return whether the arrays are in host memory.
 
     Only binding shows whether GPUs can open each other's memory, and no tuning covers that case.
     """

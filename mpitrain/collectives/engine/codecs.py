@@ -110,7 +110,7 @@ def _field(exponent: int, digits: int = 23) -> np.int32:
     """Return (exponent + 127) << digits.
 
     digits  position of the exponent field's lowest bit. With 23 the result is the bit pattern of
-            the float32 2 ** exponent. With 10 the field lies where a float16 has its exponent.
+            the float32 2 ** exponent. With 10 the field has the bits of a float16's exponent.
     """
     return np.int32(exponent + 127 << digits)
 

@@ -29,7 +29,7 @@ def arithmetic_of(device: Device) -> Arithmetic:
 def by_kernels(kernels: Kernels, is_theirs: Callable[[Any], bool], arena: Arena) -> Arithmetic:
     """Return an arithmetic that uses our kernels for float arrays in their memory, else NumPy.
 
-    is_theirs  whether an array lies in memory that the kernels can reach
+    is_theirs  whether an array is in memory that the kernels can reach
     arena      scratch in the same memory
     """
 

@@ -153,7 +153,7 @@ class ProgressThread:
             self._error = error
         except Exception as error:
             self._error = CommError(
-                f"rank {self._transport.rank}: what moves reductions beside the training step failed: "
+                f"rank {self._transport.rank}: the progress thread of the reductions failed: "
                 f"{type(error).__name__}: {error}"
             )
             self._error.__cause__ = error

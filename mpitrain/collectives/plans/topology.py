@@ -10,7 +10,7 @@ class Topology(NamedTuple):
     hosts         host name of every rank
     dtype         name of the elements' NumPy dtype
     is_native     whether MPI reduces the dtype
-    is_on_device  whether the arrays lie in GPU memory
+    is_on_device  whether the arrays are in GPU memory
     """
 
     hosts: Sequence[str]

@@ -1,6 +1,6 @@
 """Optimizer steps on flat buffers, in place, and gradient statistics.
 
-Numbers that change from step to step lie in device memory. So the arguments of a launch never
+Numbers that change from step to step are in device memory. So the arguments of a launch never
 change.
 """
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.backend import Backend
+from mpitrain.ops.codes import SIGNED, UNSIGNED, block_count
 from mpitrain.ops.cuda.elements import KINDS, ByDtypes, Typed, c_type, element
 from mpitrain.ops.cuda.grids import POINTWISE, blocks
 from mpitrain.ops.cuda.sums import total
@@ -20,26 +21,42 @@ MIRRORED = ByDtypes(lambda p, mirror: element(p) | {"Mirror": c_type(mirror)})
 class Numbers:
     """Up to four factors of a step, in the memory of a backend, written when they change.
 
-    There is one array per dtype of sums, always the same one. This is safe, because copies and
-    launches follow the order of the stream.
+    There is one array per dtype of sums and user, always the same one. This is safe, because copies
+    and launches follow the order of the stream.
     """
 
     def __init__(self, backend: Backend):
+        self._constant: Any = None
         self._backend, self._arrays, self._written = (
             backend,
-            dict[np.dtype, Any](),
-            dict[np.dtype, tuple[float, ...]](),
+            dict[tuple[np.dtype, str], Any](),
+            dict[tuple[np.dtype, str], tuple[float, ...]](),
         )
 
-    def of(self, like: Any, *values: float) -> Any:
-        """Return the array that holds these values, for sums over elements like `like`."""
+    def of(self, like: Any, *values: float, of: str = "") -> Any:
+        """Return the array of these values, for sums over elements like `like`.
+
+        of  the user; operations that run in turns have an array each, so none is written twice
+        """
         dtype = KINDS[like.dtype].sums
-        if dtype not in self._arrays:
-            self._arrays[dtype] = self._backend.zeros(4, dtype)
-        if self._written.get(dtype) != values:
-            self._backend.put(self._arrays[dtype], np.array([*values, 0, 0][:4], dtype))
-            self._written[dtype] = values
-        return self._arrays[dtype]
+        key = dtype, of
+        if key not in self._arrays:
+            self._arrays[key] = self._backend.zeros(4, dtype)
+        if self._written.get(key) != values:
+            self._backend.put(self._arrays[key], np.array([*values, 0, 0, 0][:4], dtype))
+            self._written[key] = values
+        return self._arrays[key]
+
+    def constant(self, values: np.ndarray) -> Any:
+        """Return a copy of float32 values that never change; there is one such array."""
+        if self._constant is None:
+            self._constant = self._backend.zeros(values.size, values.dtype)
+            self._backend.put(self._constant, values)
+        return self._constant
+
+
+MAPS = np.concatenate([SIGNED.values, SIGNED.bounds, UNSIGNED.values, UNSIGNED.bounds])
+"""Values and bounds of the codes of both moments, (1024,) float32."""
 
 
 def sgd(kernels: Kernels, numbers: Numbers, p, g, scale, lr, weight_decay, arena, mirror=None):
@@ -64,6 +81,86 @@ def momentum(
         blocks(p.size, macros.run),
         POINTWISE,
         (p.size, p, g, m, mirror, numbers.of(p, scale, lr), beta, weight_decay),
+        macros=macros,
+    )
+
+
+def nesterov(
+    kernels: Kernels, numbers: Numbers, p, g, m, scale, lr, beta, weight_decay, arena, mirror=None
+):
+    """Step p and m in place, with Nesterov momentum."""
+    macros = _types(p, mirror)
+    kernels.launch(
+        "nesterov",
+        blocks(p.size, macros.run),
+        POINTWISE,
+        (p.size, p, g, m, mirror, numbers.of(p, scale, lr), beta, weight_decay),
+        macros=macros,
+    )
+
+
+def lion(
+    kernels: Kernels,
+    numbers: Numbers,
+    p,
+    g,
+    m,
+    scale,
+    lr,
+    beta1,
+    beta2,
+    weight_decay,
+    arena,
+    mirror=None,
+):
+    """Step p by lr times a sign, with decoupled decay; then move m towards the gradient."""
+    macros = _types(p, mirror)
+    kernels.launch(
+        "lion",
+        blocks(p.size, macros.run),
+        POINTWISE,
+        (p.size, p, g, m, mirror, numbers.of(p, scale, lr), 1 - beta1, 1 - beta2, weight_decay),
+        macros=macros,
+    )
+
+
+def adam(
+    kernels: Kernels,
+    numbers: Numbers,
+    p,
+    g,
+    m,
+    v,
+    scale,
+    lr,
+    beta1,
+    beta2,
+    eps,
+    weight_decay,
+    step,
+    arena,
+    mirror=None,
+):
+    """Step p, m and v in place, with coupled decay; step counts from 1."""
+    macros = _types(p, mirror)
+    corrections = 1 - beta1**step, 1 - beta2**step
+    kernels.launch(
+        "adam",
+        blocks(p.size, macros.run),
+        POINTWISE,
+        (
+            p.size,
+            p,
+            g,
+            m,
+            v,
+            mirror,
+            numbers.of(p, scale, lr, *corrections),
+            1 - beta1,
+            1 - beta2,
+            eps,
+            weight_decay,
+        ),
         macros=macros,
     )
 
@@ -108,6 +205,52 @@ def adamw(
             weight_decay,
         ),
         macros=macros,
+    )
+
+
+def adamw8bit(
+    kernels: Kernels,
+    numbers: Numbers,
+    p,
+    g,
+    m,
+    v,
+    m_scales,
+    v_scales,
+    scale,
+    lr,
+    beta1,
+    beta2,
+    eps,
+    weight_decay,
+    step,
+    lead,
+    arena,
+    mirror=None,
+):
+    """Step p in place as adamw, with moments in codes; a warp has a block of 256 elements."""
+    kernels.launch(
+        "adamw8bit",
+        (max(1, -(-block_count(p.size, lead) // 8)),),
+        POINTWISE,
+        (
+            p.size,
+            lead,
+            p,
+            g,
+            m,
+            v,
+            m_scales,
+            v_scales,
+            mirror,
+            numbers.of(p, scale, lr, 1 - beta1**step, 1 - beta2**step),
+            numbers.constant(MAPS),
+            1 - beta1,
+            1 - beta2,
+            eps,
+            weight_decay,
+        ),
+        macros=_types(p, mirror),
     )
 
 

@@ -1,134 +1,28 @@
-"""Causal attention, one sequence at a time; a block of queries skips the keys after it.
+"""Causal attention, with saved exponentials or in tiles, as memory.attention chooses.
 
-B batch, T tokens, C channels, H heads, D = C / H; Q queries of a block, K keys that its last query
-sees. Queries, keys and values are strided views of (B, T, 3C) that BLAS reads in place. `saved`
-takes about B H T^2 / 2 elements. It holds qkv and, for each block of queries:
-
-exp      the exponentials of its scores, (B, H, Q, K)
-inverse  1 / their row sums, (B, H, Q, 1)
+B batch, T tokens, C channels. `saved` is the state of the body that ran, and knows its backward.
 """
 
-from typing import NamedTuple
+from mpitrain.ops.host import attention_tiled, attention_whole
 
-import numpy as np
-
-# Queries per block: smaller blocks skip more of the masked half, but make slower products.
-QUERIES = 64
-# Row sums within these bounds have lost nothing to overflow or underflow, in float32 or float64.
-SAFE = (
-    1e-25,
-    1e25,
-)
-
-
-class Block(NamedTuple):
-    """A block of queries: its `rows`, the exponentials of its scores, and 1 / their row sums.
-
-    exp: (B, H, Q, K); inverse: (B, H, Q, 1)
-    """
-
-    rows: slice
-    exp: np.ndarray
-    inverse: np.ndarray
+# From this many tokens on, tiles are at least as fast as saved exponentials, in far less memory.
+TILED_FROM = 512
 
 
 def attention(qkv, heads, arena):
-    """Return (y, saved).    qkv: (B, T, 3C); y: (B, T, C)"""
-    batch, length, packed = qkv.shape
-    width = packed // 3 // heads
-    y = arena.take((batch, length, packed // 3), qkv.dtype)
-    blocks = []
-    for start in range(0, length, QUERIES):
-        stop = min(start + QUERIES, length)
-        exp = arena.take((batch, heads, stop - start, stop), qkv.dtype)
-        blocks.append(Block(slice(start, stop), exp, arena.take((*exp.shape[:3], 1), qkv.dtype)))
-    masks = [
-        np.triu(np.full(block.exp.shape[2:], -np.inf, qkv.dtype), 1 + block.rows.start)
-        for block in blocks
-    ]
-    ones = np.ones(length, qkv.dtype)
-    every_scaled = arena.take((heads, min(length, QUERIES), width), qkv.dtype)
-    for sequence in range(batch):
-        q, k, v = _heads(qkv[sequence], 3, heads)
-        (out,) = _heads(y[sequence], 1, heads)
-        for block, mask in zip(blocks, masks, strict=True):
-            rows, exp, inverse = block.rows, block.exp[sequence], block.inverse[sequence]
-            scaled = np.multiply(q[:, rows], width**-0.5, out=every_scaled[:, : exp.shape[1]])
-            _exponentials(scaled, k[:, : rows.stop], mask, ones[: rows.stop], exp, inverse)
-            # The product goes into contiguous scratch, so that only one of the two writes is
-            # strided.
-            np.multiply(np.matmul(exp, v[:, : rows.stop], out=scaled), inverse, out=out[:, rows])
-    return y, (qkv, heads, blocks)
+    """Return (y, saved), in tiles from TILED_FROM tokens on.    qkv: (B, T, 3C); y: (B, T, C)"""
+    body = attention_tiled if qkv.shape[1] >= TILED_FROM else attention_whole
+    return body.attention(qkv, heads, arena)
 
 
 def attention_backward(dy, saved, arena):
     """Return dqkv.    dy: (B, T, C); dqkv: (B, T, 3C)"""
-    qkv, heads, blocks = saved
-    batch, length, channels = dy.shape
-    width = channels // heads
-    dqkv = arena.take(qkv.shape, qkv.dtype)
-    last = min(length, QUERIES)
-    every_ds, every_scaled = arena.take((2, heads, last, width), qkv.dtype)
-    part = arena.take((heads, length, width), qkv.dtype)
-    every_dot = arena.take((heads, last, 1), qkv.dtype)
-    dscores = [arena.take(block.exp.shape[1:], qkv.dtype) for block in blocks]
-    for sequence in range(batch):
-        q, k, v = _heads(qkv[sequence], 3, heads)
-        dq, dk, dv = _heads(dqkv[sequence], 3, heads)
-        (d,) = _heads(dy[sequence], 1, heads)
-        for block, dscore in zip(reversed(blocks), reversed(dscores), strict=True):
-            rows, exp, inverse = block.rows, block.exp[sequence], block.inverse[sequence]
-            keys, count = exp.shape[2], exp.shape[1]
-            ds, scaled, dot = every_ds[:, :count], every_scaled[:, :count], every_dot[:, :count]
-            # dy takes the row sums and the scale, because it is (Q, D); exp and dscore are (Q, K).
-            np.multiply(d[:, rows], inverse, out=ds)
-            np.multiply(ds, width**-0.5, out=scaled)
-            _write_or_add(exp.swapaxes(1, 2), ds, dv[:, :keys], keys == length, part)
-            np.matmul(scaled, v[:, :keys].swapaxes(1, 2), out=dscore)
-            np.vecdot(exp, dscore, out=dot[..., 0])
-            dot *= inverse
-            dscore -= dot
-            dscore *= exp
-            np.matmul(dscore, k[:, :keys], out=dq[:, rows])
-            _write_or_add(dscore.swapaxes(1, 2), q[:, rows], dk[:, :keys], keys == length, part)
-    return dqkv
+    return saved.backward(dy, arena)
 
 
-def _exponentials(q, k, mask, ones, exp, inverse):
-    """Fill exp with exp(q k^T + mask) and inverse with 1 / its row sums.
-
-    A softmax does not depend on a shift of its scores. NumPy takes twice as long for the row
-    maximum as for the exponentials. So scores are shifted by their row maximum only where overflow
-    or underflow requires it.
-    q: (H, Q, D), scaled; k: (H, K, D); mask: (Q, K); ones: (K,); exp: (H, Q, K); inverse: (H, Q, 1)
-    """
-    np.matmul(q, k.swapaxes(1, 2), out=exp)
-    exp += mask
-    with np.errstate(over="ignore"):
-        np.exp(exp, out=exp)
-        np.matmul(exp, ones, out=inverse[..., 0])
-    if not (SAFE[0] < inverse.min() and inverse.max() < SAFE[1]):
-        np.matmul(q, k.swapaxes(1, 2), out=exp)
-        exp += mask
-        exp -= exp.max(axis=-1, keepdims=True)
-        np.exp(exp, out=exp)
-        np.matmul(exp, ones, out=inverse[..., 0])
-    np.divide(1, inverse, out=inverse)
-
-
-def _write_or_add(a, b, out, first, part):
-    """Write a b to out if `first`, or add it.
-
-    The last block of queries sees every key and writes. The blocks before it add to the keys that
-    they see.
-    a: (H, K, Q); b: (H, Q, D); out: (H, K, D); part: scratch (H, T, D)
-    """
-    if first:
-        np.matmul(a, b, out=out)
-    else:
-        out += np.matmul(a, b, out=part[:, : out.shape[1]])
-
-
-def _heads(packed, parts, heads):
-    """Return `parts` views (H, T, D) into (T, parts C)."""
-    return packed.reshape(len(packed), parts, heads, -1).transpose(1, 2, 0, 3)
+FORWARDS = {
+    "auto": attention,
+    "tiled": attention_tiled.attention,
+    "whole": attention_whole.attention,
+}
+"""The forward of each memory.attention."""

@@ -1,11 +1,38 @@
 """Blocks of arrays that stay in cache, and sums that BLAS computes."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 # Bytes of one array in a block: a chain of operations needs four or five arrays in L2.
 L2_SHARE = 256 * 1024
+# OpenBLAS multiplies without packing up to this many multiplications.
+UNPACKED = 1_000_000
+# Elements between two rows of a transposed operand. Rows whose length is a power of 2 would share
+# few sets of the L1 cache.
+GAP = 16
+
+
+class Tile(NamedTuple):
+    """The largest sizes of a tile of attention; `long` is at least `short`.
+
+    short  queries of the forward, keys of the backward: their results are sums over tiles
+    long   keys of the forward, queries of the backward
+    """
+
+    short: int
+    long: int
+
+
+def tile_for(width: int) -> Tile:
+    """Return the tile with the fastest products, for heads of this width."""
+    return Tile(64, min(512, max(64, UNPACKED // (64 * (width + 1)) // 32 * 32)))
+
+
+def take_columns(count, rows, columns, dtype, arena):
+    """Lease arrays (count, rows, columns) with a gap after each row."""
+    return arena.take((count, rows, columns + GAP), dtype)[:, :, :columns]
 
 
 def row_blocks(x: np.ndarray, nbytes: int = L2_SHARE) -> Iterator[slice]:

@@ -6,8 +6,9 @@ defines maxima, facts and places, the numbers of a split vocabulary.
 
 import numpy as np
 
+from mpitrain.data.source import IGNORED
 from mpitrain.ops.host.blocks import row_blocks
-from mpitrain.ops.reference.loss import columns_of
+from mpitrain.ops.reference.loss import columns_of, counted_rows
 
 
 def cross_entropy(logits, targets, scale, arena):
@@ -21,7 +22,9 @@ def cross_entropy(logits, targets, scale, arena):
         loss_sum += _exponentiate(block, target)
         inverse = np.divide(scale, block.sum(1, keepdims=True))
         block *= inverse
-        block[np.arange(len(block)), target] -= scale
+        counted = counted_rows(target)
+        block[counted, target[counted]] -= scale
+        block[target == IGNORED] = 0
     return loss_sum, logits
 
 
@@ -69,7 +72,9 @@ def cross_entropy_split(logits, targets, first, maxima, facts, scale, arena):
     total, at_target = facts
     logits *= np.divide(scale, total)[:, None]
     logits[rows, columns] -= scale
-    return float(np.sum(np.log(total, dtype=np.float64) - at_target)), logits
+    logits[targets == IGNORED] = 0
+    losses = np.log(total, dtype=np.float64) - at_target
+    return float(np.sum(losses[counted_rows(targets)])), logits
 
 
 def row_argmax(logits, first, maxima, arena, out=None):
@@ -91,6 +96,7 @@ def _exponentiate(block, target):
     block: (rows, V); target: (rows,)
     """
     block -= block.max(1, keepdims=True)
-    at_target = block[np.arange(len(block)), target]
+    counted = counted_rows(target)
+    at_target = block[counted, target[counted]]
     np.exp(block, out=block)
-    return float(np.sum(np.log(block.sum(1, dtype=np.float64)) - at_target))
+    return float(np.sum(np.log(block.sum(1, dtype=np.float64))[counted] - at_target))

@@ -1,7 +1,8 @@
 """Matrix products: by NumPy's BLAS, or by Intel's MKL if installed (`pip install 'mpitrain[mkl]'`).
 
 On Intel processors with AVX-512, MKL is 10 to 15% faster than the OpenBLAS of NumPy's wheels on the
-matrices of a small GPT. MKL also adds to a result in place; NumPy has no function for that.
+matrices of a small GPT. Both libraries can add to a result in place. NumPy has no function for that,
+so short sums call its OpenBLAS directly.
 """
 
 import ctypes
@@ -12,10 +13,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from threadpoolctl import threadpool_info
 
 from mpitrain.ops.weightless import has_memory
 
 ROW_MAJOR, AS_IT_IS, TRANSPOSED = 101, 111, 112  # constants of the CBLAS interface
+ONE_SUM = 1024
+"""Bytes of a column of K numbers that OpenBLAS sums without a break, on every processor.
+
+Such a sum is added to a result in place, with the bits of a product and an addition.
+"""
 
 
 def put_product(a, b, out, accumulate, arena):
@@ -24,6 +31,8 @@ def put_product(a, b, out, accumulate, arena):
     a: (M, K); b: (K, N); out: (M, N), all of one dtype
     """
     multiply = mkl().get(out.dtype)
+    if not multiply and accumulate and a.shape[1] * out.itemsize <= ONE_SUM:
+        multiply = numpy_blas().get(out.dtype)
     if (
         multiply
         and (order_a := _order(a))
@@ -64,13 +73,38 @@ def mkl() -> dict[np.dtype, Callable]:
         library = ctypes.CDLL(str(Path(paths[0]).resolve()))
     except (PackageNotFoundError, IndexError, OSError):
         return {}
+    return _products(library.cblas_sgemm, library.cblas_dgemm, ctypes.c_int)
+
+
+def multiplier() -> str:
+    """Return the name of the library that multiplies matrices: MKL or NumPy."""
+    return "MKL" if mkl() else "NumPy"
+
+
+@cache
+def numpy_blas() -> dict[np.dtype, Callable]:
+    """Return the product of the OpenBLAS in NumPy's wheels for each dtype; empty for another BLAS.
+
+    Its integers have 64 bits, as the suffix of its names says.
+    """
+    for pool in threadpool_info():
+        library = ctypes.CDLL(pool["filepath"])
+        if pool["internal_api"] == "openblas" and hasattr(library, "scipy_cblas_sgemm64_"):
+            single, double = library.scipy_cblas_sgemm64_, library.scipy_cblas_dgemm64_
+            return _products(single, double, ctypes.c_int64)
+    return {}
+
+
+def _products(single: Any, double: Any, integer: type) -> dict[np.dtype, Callable]:
+    """Return cblas_sgemm and cblas_dgemm by dtype, with the types of their arguments."""
     found: dict[np.dtype, Callable] = {}
     for dtype, scalar, function in (
-        (np.float32, ctypes.c_float, library.cblas_sgemm),
-        (np.float64, ctypes.c_double, library.cblas_dgemm),
+        (np.float32, ctypes.c_float, single),
+        (np.float64, ctypes.c_double, double),
     ):
-        matrix: list[Any] = [ctypes.c_void_p, ctypes.c_int]
-        function.argtypes = [*[ctypes.c_int] * 6, scalar, *matrix, *matrix, scalar, *matrix]
+        matrix: list[Any] = [ctypes.c_void_p, integer]
+        sizes = [*[ctypes.c_int] * 3, *[integer] * 3]
+        function.argtypes = [*sizes, scalar, *matrix, *matrix, scalar, *matrix]
         function.restype = None
         found[np.dtype(dtype)] = function
     return found

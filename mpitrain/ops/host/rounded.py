@@ -23,6 +23,7 @@ import numpy as np
 from mpitrain.errors import ConfigError
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import OPERATIONS, Operation, Ops
+from mpitrain.ops.bodies import host
 from mpitrain.ops.host.blocks import row_blocks
 from mpitrain.ops.operands import operands
 
@@ -41,13 +42,14 @@ class Rounded(NamedTuple):
     mirror: Callable[[Any, Any, Arena], None]
 
 
-def rounded(dtype: str) -> Rounded:
+def rounded(dtype: str, attention: str = "auto") -> Rounded:
     """Return the operations on float32 NumPy arrays, rounded to a 16-bit type.
 
-    dtype   "bfloat16" or "float16"
-    raises  ConfigError for a row that rounds something else than an operand
+    dtype      "bfloat16" or "float16"
+    attention  as memory.attention
+    raises     ConfigError for a row that rounds something else than an operand
     """
-    put = TYPES[dtype]
+    put, wide = TYPES[dtype], host(attention)
 
     def mirror(parameters: np.ndarray, target: np.ndarray, arena: Arena) -> None:
         for block in row_blocks(parameters):
@@ -55,7 +57,8 @@ def rounded(dtype: str) -> Rounded:
             put(target[block], arena)
 
     def rounding(name: str, row: Operation) -> Callable:
-        parameters, results = list(signature(row.host).parameters), operands(row.operands).results
+        body, results = getattr(wide, name), operands(row.operands).results
+        parameters = list(signature(body).parameters)
         if row.rounds not in (*parameters, *results, "nothing"):
             raise ConfigError(
                 f"In half precision an operation rounds one of its operands or nothing, but `{name}` "
@@ -65,9 +68,9 @@ def rounded(dtype: str) -> Rounded:
 
         # Overflow raises no warning: the loss scale detects it.
         @np.errstate(over="ignore", invalid="ignore")
-        @wraps(row.host)
+        @wraps(body)
         def run(*arguments: Any, **named: Any) -> Any:
-            result = row.host(*arguments, **named)
+            result = body(*arguments, **named)
             values = result if len(results) > 1 else [result] if results else []
             given = dict(zip(parameters, arguments, strict=False)) | named
             found = (given | dict(zip(results, values, strict=True))).get(row.rounds)

@@ -5,10 +5,13 @@ columns. The caller reduces (M,) or (2, M) numbers over the slices between the o
 
     cross_entropy:  row_maximum -> max -> row_exponentials -> sum -> cross_entropy_split
     count_correct:  row_maximum -> max -> row_argmax -> max -> count_correct_split
+
+A row with the target IGNORED adds nothing to a loss or a count, and its gradient is 0.
 """
 
 import numpy as np
 
+from mpitrain.data.source import IGNORED
 from mpitrain.ops.reference.layers import into
 
 
@@ -25,16 +28,18 @@ def cross_entropy(logits, targets, scale, arena):
     logits -= logits.max(-1, keepdims=True)
     np.exp(logits, out=logits)
     logits /= logits.sum(-1, keepdims=True)
-    logits[np.arange(len(targets)), targets] -= 1
+    rows = counted_rows(targets)
+    logits[rows, targets[rows]] -= 1
     logits *= scale
+    logits[targets == IGNORED] = 0
     return loss_sum, logits
 
 
 def cross_entropy_loss(logits, targets, arena):
     """Return loss_sum alone, for evaluation; logits do not change."""
     shifted = (logits - logits.max(-1, keepdims=True)).astype(np.float64)
-    log_sum = np.log(np.exp(shifted).sum(-1))
-    return float((log_sum - shifted[np.arange(len(targets)), targets]).sum())
+    log_sum, rows = np.log(np.exp(shifted).sum(-1)), counted_rows(targets)
+    return float((log_sum[rows] - shifted[rows, targets[rows]]).sum())
 
 
 def count_correct(logits, targets, arena):
@@ -82,7 +87,9 @@ def cross_entropy_split(logits, targets, first, maxima, facts, scale, arena):
     logits /= total[:, None]
     logits[rows, columns] -= 1
     logits *= scale
-    return float((np.log(total, dtype=np.float64) - at_target).sum()), logits
+    logits[targets == IGNORED] = 0
+    losses = np.log(total, dtype=np.float64) - at_target
+    return float(losses[counted_rows(targets)].sum()), logits
 
 
 def row_argmax(logits, first, maxima, arena, out=None):
@@ -106,6 +113,11 @@ def count_correct_split(places, targets, arena):
     places, targets: (M,)
     """
     return int((-places == targets).sum())
+
+
+def counted_rows(targets):
+    """Return the numbers of the rows that count, ascending.    targets: (M,)"""
+    return np.flatnonzero(targets != IGNORED)
 
 
 def columns_of(targets, first, logits):

@@ -9,7 +9,12 @@ import numpy as np
 from mpitrain.collectives.group import Group
 from mpitrain.layers.flat import Piece
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
-from mpitrain.parallel.replication.records import SkippedUpdates, StepInput, StepResult
+from mpitrain.parallel.replication.records import (
+    SkippedUpdates,
+    StepInput,
+    StepResult,
+    counted_fraction,
+)
 from mpitrain.parallel.replication.state import StateBuffer
 from mpitrain.parallel.replication.step_end import AgreeAndUpdate
 from mpitrain.parallel.replication.whole import LocalGradients, OwnRows, WholeParameters, whole
@@ -38,7 +43,7 @@ class AveragedParameters(WholeParameters):
         self.average = grid.world.transport.allocate(storage.length, storage.dtype)
         self.average[:] = self.own
         self._average_weights = (
-            storage.weights(self.average) if self.mirror is None else self.weights
+            storage.weights(self.average, self.frozen.flat) if self.mirror is None else self.weights
         )
         self.arrays.append(self.average)
         self._sum_of_all = grid.dp.bind(self.average)
@@ -73,9 +78,9 @@ class AveragedParameters(WholeParameters):
         Another layout starts all workers from the average.
         """
         self.sync()
-        (average,) = super().state()
+        average, *frozen = super().state()
         own = StateBuffer("own_parameters", self.own, average.pieces, "bound", like=average.name)
-        return [average, own]
+        return [average, *frozen, own]
 
 
 class SkippedByWorker(SkippedUpdates):
@@ -147,9 +152,10 @@ class LocalUpdate(AgreeAndUpdate):
         super().__init__(replica, store, LocalGradients(replica, owned, owned))
         self.skips, self._weight = SkippedByWorker(replica), weight
         self._mixer = mixer(replica, store)
-        # The first two of five numbers are the loss and squared norm of this step. The others are
-        # sums since the last exchange: non-finite elements, skipped updates and stop requests.
-        self._news = np.zeros(5)
+        # The first three of six numbers are loss, squared norm and ignored targets of this step.
+        # The others are sums since the last exchange: non-finite elements, skipped updates and stop
+        # requests.
+        self._news = np.zeros(6)
         self._tell = replica.grid.world.bind(self._news)
 
     def begin(self, step: int) -> None:
@@ -162,24 +168,39 @@ class LocalUpdate(AgreeAndUpdate):
             is_end_of_period = (mine.number + 1) % config.replication.period == 0
             self.store.is_current = False
             self._mixer.mix(mine.number, is_end_of_period)
-            self._news[2:] += own.nonfinite, not own.updated, own.stop
+            is_bad = not own.updated and own.counted > 0
+            self._news[3:] += own.nonfinite, is_bad, own.stop
             told = own._replace(nonfinite=0, updated=True, stop=False)
             if is_end_of_period or mine.number + 1 == config.run.steps:
-                told = self._told(own)
+                told = self._told(mine, own)
         return told._replace(comm_s=own.comm_s + self.replica.exposed.take())
 
-    def _told(self, own: StepResult) -> StepResult:
+    def _told(self, mine: StepInput, own: StepResult) -> StepResult:
         """Sum this step's loss and the counts since the last exchange over all ranks; collective.
 
         The counts are non-finite elements, skipped updates and stop requests.
         returns  the step's result, equal on all ranks
         """
-        self._news[:2] = self._weight * own.loss, self._weight * own.grad_norm**2
+        weight = self._weight
+        self._news[:3] = (
+            (weight * (own.loss * own.counted), weight * own.grad_norm**2, mine.ignored)
+            if own.counted
+            else (0.0, 0.0, mine.ignored)
+        )
         self._tell.run()
-        loss, squares, nonfinite, left_out, stops = self._news.tolist()
+        loss, squares, ignored, nonfinite, left_out, stops = self._news.tolist()
         self._news[:] = 0
         norm = math.sqrt(squares) if squares >= 0 else math.nan
-        return StepResult(loss, norm, int(nonfinite), own.lr, left_out == 0, stops > 0)
+        counted = counted_fraction(ignored, round(mine.targets / weight))
+        return StepResult(
+            loss / counted if counted else math.nan,
+            norm,
+            int(nonfinite),
+            own.lr,
+            left_out == 0 and counted > 0,
+            stops > 0,
+            counted=counted,
+        )
 
     def state(self) -> list[StateBuffer]:
         """Return each worker's optimizer state, and that of the mixer."""

@@ -24,7 +24,7 @@ class NeighbourAverage:
     have equal weight, whatever their rows, so an average leaves the mean over all workers
     unchanged.
 
-    bytes sent  the parameters' bytes in each step; at the end of a period an all-reduce of 40 bytes
+    bytes sent  the parameters' bytes in each step; at the end of a period an all-reduce of 48 bytes
     memory      twice the parameters
     source      Ying et al. 2021, Exponential Graph is Provably Efficient for Decentralized Deep
                 Training, NeurIPS 34

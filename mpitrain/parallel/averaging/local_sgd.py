@@ -36,7 +36,7 @@ class PeriodicAverage:
 
     The defaults, outer_lr 1 and outer_momentum 0, give the average itself.
 
-    bytes sent  at the end of a period an all-reduce of the parameters' bytes and one of 40; in
+    bytes sent  at the end of a period an all-reduce of the parameters' bytes and one of 48; in
                 other steps an all-reduce of the parameters' bytes for a checkpoint or an
                 evaluation, otherwise none
     memory      twice the parameters; four times with an outer optimizer

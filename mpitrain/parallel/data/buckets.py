@@ -115,7 +115,10 @@ class Buckets(LocalGradients):
         self._tied = tied_sums(replica.grid, self.buffer, runs)
         self.buckets = buckets
         self._writers = [
-            {*bucket.units, *others, *((SUMMED,) if bucket.partial else ())}
+            {
+                *(unit for unit in (*bucket.units, *others) if unit >= replica.first),
+                *((SUMMED,) if bucket.partial else ()),
+            }
             for bucket, others in users(storage, buckets).items()
         ]
         self._views = [self.buffer[b.start : b.stop] for b in buckets]

@@ -58,19 +58,20 @@ class Shards:
                 found.append(Piece(start + mine.start, start + mine.stop, place + mine.start))
         return found
 
-    def within(self, views: Mapping[Bucket, Any]) -> dict[Bucket, Any]:
-        """Return this rank's shard in full-size views of buckets."""
-        return {
-            bucket: views[bucket][piece.start - bucket.start : piece.stop - bucket.start]
-            for bucket, piece in self.pieces.items()
-        }
-
     def parameters(self, replica: ReplicationContext) -> Any:
         """Allocate and initialise the parameters of all shards, concatenated."""
         backend = replica.device.backend
         found = backend.zeros(self.length, replica.storage.dtype)
         replica.storage.initialize(found, replica.config.run.seed, backend, self.owned)
         return found
+
+
+def within(pieces: Mapping[Bucket, Piece], views: Mapping[Bucket, Any]) -> dict[Bucket, Any]:
+    """Return the shards of a rank in full-size views of buckets."""
+    return {
+        bucket: views[bucket][piece.start - bucket.start : piece.stop - bucket.start]
+        for bucket, piece in pieces.items()
+    }
 
 
 class ShardedGradients(GradientReducer):
@@ -127,11 +128,10 @@ class ShardedGradients(GradientReducer):
         leaves = {name: Gradient(tensor) for name, tensor in slots.tensors.items()}
         self._trees = storage.nested(leaves)
         self._leaves = {
-            b: [leaves[e.name] for e in storage.entries if b.start <= e.start < b.stop]
-            for b in buckets
+            bucket: [leaves[entry.name] for entry in storage.within(bucket)] for bucket in buckets
         }
         self._padding = {b: _padding(storage, b, view) for b, view in slots.views.items()}
-        self._mine = shards.within(slots.views)
+        self._mine = within(pieces, slots.views)
         self._sums = {bucket: self.summed[piece] for bucket, piece in pieces.items()}
         self._add = shards.dividing.arithmetic.combining(self.buffer, "add")
         self._reductions = slots.bind(shards.dividing.bind_reduce_scatter)
@@ -221,7 +221,7 @@ def _padding(storage: Storage, bucket: Bucket, view: Any) -> list[Any]:
     """
     gaps, end = [], bucket.start
     for start, stop in [
-        *((e.start, e.stop) for e in storage.entries if bucket.start <= e.start < bucket.stop),
+        *((entry.start, entry.stop) for entry in storage.within(bucket)),
         (bucket.stop, bucket.stop),
     ]:
         if end < start:

@@ -22,8 +22,8 @@ class UnshardedBuffers:
 
     A bucket always uses the same slot, so its bound collectives stay valid. With one model chunk,
     consecutive buckets alternate. With several chunks, one chunk is unsharded at a time: the n-th
-    buckets of all chunks share the n-th slot. Buckets of different kinds (holders, `partial`) never
-    share a slot, since one unit may need both. Each bucket of `alone` has its own slot.
+    buckets of all chunks share the n-th slot. Buckets of different kinds (holders, `partial`,
+    `frozen`) never share a slot, since one unit may need both. Each bucket of `alone` has its own slot.
 
     slot     {bucket: number of its slot}
     views    {bucket: its elements in the slot}
@@ -53,7 +53,7 @@ class UnshardedBuffers:
             part = next(
                 (number for number, units in enumerate(parts) if bucket.units[0] in units), None
             )
-            kind = bucket.holders, bucket.partial
+            kind = bucket.holders, bucket.partial, bucket.frozen
             turn = next(turns.setdefault((kind, part), count()))
             self.slot[bucket] = numbers.setdefault(
                 (kind, turn if parts else turn % TURNS), len(numbers)
@@ -69,12 +69,11 @@ class UnshardedBuffers:
         for bucket, slot in self.slot.items():
             start = sum(lengths[:slot])
             self.views[bucket] = view = flat[start : start + bucket.stop - bucket.start]
-            for entry in storage.entries:
-                if bucket.start <= entry.start < bucket.stop:
-                    shape = entry.parameter.local_shape
-                    self.tensors[entry.name] = view[
-                        entry.start - bucket.start : entry.stop - bucket.start
-                    ].reshape(shape)
+            for entry in storage.within(bucket):
+                shape = entry.parameter.local_shape
+                self.tensors[entry.name] = view[
+                    entry.start - bucket.start : entry.stop - bucket.start
+                ].reshape(shape)
 
     def bind(self, bind: Callable[[Any], Reduction]) -> dict[Bucket, Reduction]:
         """Bind a reduction for each bucket; collective.
@@ -91,11 +90,9 @@ class UnshardedBuffers:
 
 def buckets_used(storage: Storage, buckets: Sequence[Bucket]) -> list[list[Bucket]]:
     """Return, for each unit, the buckets of its tensors in order of storage. Tied tensors count."""
-    starts = [[entry.start for entry in storage.used(unit)] for unit in range(len(storage.units))]
-    return [
-        [b for b in sorted(buckets) if any(b.start <= start < b.stop for start in mine)]
-        for mine in starts
-    ]
+    names = {bucket: {entry.name for entry in storage.within(bucket)} for bucket in sorted(buckets)}
+    used = [{entry.name for entry in storage.used(unit)} for unit in range(len(storage.units))]
+    return [[bucket for bucket, held in names.items() if held & mine] for mine in used]
 
 
 def users(storage: Storage, buckets: Sequence[Bucket]) -> dict[Bucket, set[int]]:

@@ -20,7 +20,7 @@ source  Narayanan et al. 2019, PipeDream, SOSP; Narayanan et al. 2021, Memory-Ef
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from mpitrain.parallel.data.allreduce import counted_runs
 from mpitrain.parallel.data.buckets import Buckets, common_buckets
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
-from mpitrain.parallel.replication.records import StepInput, StepResult
+from mpitrain.parallel.replication.records import StepInput, StepResult, counted_fraction
 from mpitrain.parallel.replication.step_end import AgreeAndUpdate
 from mpitrain.parallel.replication.whole import ReplicaRows, WholeParameters, whole
 from mpitrain.trace.ring_buffer import UPDATE
@@ -57,7 +57,7 @@ class StashedParameters(WholeParameters):
             *(zeros(storage.length, replica.computed) for _ in range(versions - 1)),
         ]
         self.arrays += self._versions[1:]
-        self._views = [storage.weights(version) for version in self._versions]
+        self._views = [storage.weights(version, self.frozen.flat) for version in self._versions]
         self.steps = self._made = 0
 
     def _newest(self) -> Any:
@@ -99,7 +99,8 @@ class StashedParameters(WholeParameters):
 class StageUpdate(AgreeAndUpdate):
     """The end of each update on one pipeline stage, and of each step when all ranks know its result.
 
-    bytes sent  for each micro-batch an all-reduce of 32 bytes over all ranks
+    bytes sent  for each micro-batch an all-reduce of 40 bytes over all ranks; for each update one
+                of 8 bytes over its replicas
     every       micro-batches of one update
     """
 
@@ -119,8 +120,11 @@ class StageUpdate(AgreeAndUpdate):
         # The two numbers are the stage's squares and its non-finite elements.
         self._of_stage = np.zeros(2)
         self._sum_of_stage = grid.tp.bind(self._of_stage)
+        # The number of ignored targets in an update, of all replicas.
+        self._ignored = np.zeros(1)
+        self._sum_of_ignored = grid.dp.bind(self._ignored)
         with recorder.called("the control message"):
-            self._messages = [np.zeros(4) for _ in range(stages)]
+            self._messages = [np.zeros(5) for _ in range(stages)]
             self._telling = [world.bind(message) for message in self._messages]
         self._control_name = recorder.name("what all are told", world.transport.members)
         self._losses, self._parts_of_mean = backend.zeros(m, np.float64), [0.0] * m
@@ -133,11 +137,13 @@ class StageUpdate(AgreeAndUpdate):
 
     def _empty(self) -> None:
         """Restart all counts; the pipeline is empty."""
+        # `_masks` has the arguments of `ignore` for each step begun.
         # `_numbers` lists the steps begun; `_stop_after` is the index of the last one, if known.
         # `_turns` counts the backwards begun, `_released` the known results.
         # `_told` contains the control messages of all steps that have no known result yet.
         # `_unread` lists the micro-batches that have a running control message.
         self._numbers: list[int] = []
+        self._masks: list[tuple[Sequence[int], int]] = []
         self._turns = 0
         self._told: deque[list[float]] = deque()
         self._released = 0
@@ -154,7 +160,25 @@ class StageUpdate(AgreeAndUpdate):
 
     def begin(self, step: int) -> None:
         self._numbers.append(step)
+        self._masks.append(((0,) * self._micro_batches, 1))
         self.store.steps = len(self._numbers)
+
+    def ignore(self, targets: Sequence[int], predictions: int) -> None:
+        """Record the ignored targets of the newest step, as `Replication.ignore`."""
+        self._masks[-1] = targets, predictions
+
+    def rows_of_update(self, micro: int) -> int:
+        """Return the rows of all replicas in the update of a micro-batch of a step."""
+        config, n, first = self.replica.config, self.replica.grid.axes.dp, self._first_of(micro)
+        return sum(
+            len(share(len(share(config.batch.size, replica, n)), at, self._micro_batches))
+            for replica in range(n)
+            for at in range(first, first + self.every)
+        )
+
+    def _first_of(self, micro: int) -> int:
+        """Return the first micro-batch of the update of a micro-batch of a step."""
+        return micro // self.every * self.every
 
     @property
     def ends(self) -> bool:
@@ -206,7 +230,8 @@ class StageUpdate(AgreeAndUpdate):
         else:
             loss = self.replica.gradient_stats(mine, ())[0]
         message = self._messages[micro % self._stages]
-        message[:] = loss, 0, 0, 0
+        ignored, _ = self._masks[micro // self._micro_batches]
+        message[:] = loss, 0, 0, 0, ignored[at] if grid.reports_loss else 0
         if grid.place.tp == grid.place.dp == 0:
             message[1:3] = squares, nonfinite
         message[3] = self._wish
@@ -225,14 +250,28 @@ class StageUpdate(AgreeAndUpdate):
         self._of_stage[:] = of_stage
         self._sum_of_stage.run()
         found = self._of_stage.tolist()  # these are sums over the stage's tensor-parallel group
+        counted = self._counted(micro)
+        found[0] = found[0] / counted**2 if counted else 0.0
         span = self.recorder.compute(self.update_name, UPDATE)
         self.store.advance()
-        if math.isfinite(found[0]):
+        if counted and math.isfinite(found[0]):
             count = step * self._updates() + micro % self._micro_batches // self.every
             lr = learning_rate(config.optimizer, step, config.run.steps)
-            self.apply(self.factor(math.sqrt(found[0])), lr, count)
+            self.apply(self.factor(math.sqrt(found[0])) / counted, lr, count)
         self.recorder.end(span)
         return loss, found[0], found[1]
+
+    def _counted(self, micro: int) -> float:
+        """Return the fraction of an update's targets that count; collective over its replicas.
+
+        micro  the last micro-batch of the update
+        """
+        at = micro % self._micro_batches
+        ignored, predictions = self._masks[micro // self._micro_batches]
+        first = self._first_of(at)
+        self._ignored[0] = sum(ignored[first : first + self.every])
+        self._sum_of_ignored.run()
+        return counted_fraction(float(self._ignored[0]), self.rows_of_update(at) * predictions)
 
     def _read(self) -> None:
         """Wait for the oldest running control message."""
@@ -270,7 +309,11 @@ class StageUpdate(AgreeAndUpdate):
         for at in range(self._released, steps):
             step = self._numbers[at]
             told = [self._told.popleft() for _ in range(m)]
-            losses, squares, nonfinite, _ = (sum(column) for column in zip(*told, strict=True))
+            losses, squares, nonfinite, _, ignored = (
+                sum(column) for column in zip(*told, strict=True)
+            )
+            counted = counted_fraction(ignored, config.batch.size * self._masks[at][1])
+            losses = losses / counted if counted else math.nan
             norm = math.sqrt(squares / self._updates()) if squares >= 0 else math.nan
             stops = is_end and at == steps - 1 and self._stop_after is not None
             self._newest = self._known[step] = StepResult(
@@ -280,6 +323,7 @@ class StageUpdate(AgreeAndUpdate):
                 learning_rate(config.optimizer, step, config.run.steps),
                 math.isfinite(losses) and math.isfinite(norm),
                 stops,
+                counted=counted,
             )
         self._released = max(self._released, steps)
 
@@ -305,16 +349,10 @@ class StashedRows(ReplicaRows):
 
     def __init__(self, replica: ReplicationContext, step_end: StageUpdate):
         super().__init__(replica)
-        self._step_end, self._micro_batches = step_end, replica.config.batch.micro_batches
+        self._step_end = step_end
 
     def of_update(self, part: int) -> int:
-        n, every = self._replica.grid.axes.dp, self._step_end.every
-        first = part // every * every
-        return sum(
-            len(share(len(share(self._size, replica, n)), micro, self._micro_batches))
-            for replica in range(n)
-            for micro in range(first, first + every)
-        )
+        return self._step_end.rows_of_update(part)
 
     def loss(self, logits: Any, targets: Any, scale: float) -> tuple[Any, Any]:
         value, gradient = super().loss(logits, targets, scale)
@@ -329,6 +367,9 @@ class WeightStashing(Replication):
     """
 
     step_end: StageUpdate
+
+    def ignore(self, targets: Sequence[int], predictions: int) -> None:
+        self.step_end.ignore(targets, predictions)
 
     def poll(self) -> None:
         super().poll()

@@ -40,7 +40,7 @@ from mpitrain.parallel.replication.components import GradientReducer, ParameterS
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
 from mpitrain.parallel.replication.state import StateBuffer, compact, spread
 from mpitrain.parallel.replication.step_end import AgreeAndUpdate
-from mpitrain.parallel.replication.whole import ReplicaRows, whole
+from mpitrain.parallel.replication.whole import FrozenParameters, ReplicaRows, whole
 
 
 class GatheredAfterUpdate(ParameterStore):
@@ -77,8 +77,9 @@ class GatheredAfterUpdate(ParameterStore):
             self._updates = [*zip(owned, masters, views, strict=True)]
         self.owned = {piece: parameters for piece, parameters, _ in self._updates}
         self.sharing = [shards.dividing]
-        self.arrays = [self.parameters, computed]
-        self._weights = storage.weights(computed)
+        self.frozen = FrozenParameters(replica)
+        self.arrays = [self.parameters, computed, self.frozen.flat]
+        self._weights = storage.weights(computed, self.frozen.flat)
         self._gathers = [
             shards.dividing.bind_all_gather(computed[b.start : b.stop]) for b in shards.pieces
         ]
@@ -133,7 +134,7 @@ class GatheredAfterUpdate(ParameterStore):
 
     def state(self) -> list[StateBuffer]:
         self.sync()
-        return [StateBuffer("parameters", self.parameters, self._pieces)]
+        return [StateBuffer("parameters", self.parameters, self._pieces), *self.frozen.state()]
 
 
 def scattered_once(replica: ReplicationContext, shards: Shards, store: ParameterStore) -> Buckets:

@@ -23,12 +23,13 @@ from typing import Any
 from mpitrain.collectives.engine.codecs import parse_wire
 from mpitrain.collectives.engine.progress import ProgressEngine
 from mpitrain.layers.base import Weights
-from mpitrain.layers.flat import Bucket, Piece
-from mpitrain.parallel.data.sharded_gradients import Shards
+from mpitrain.layers.flat import Bucket, Entry, Piece, shard
+from mpitrain.parallel.data.sharded_gradients import Shards, within
 from mpitrain.parallel.data.unsharded_buffers import UnshardedBuffers, buckets_used, shared_by_ties
 from mpitrain.parallel.replication.components import ParameterStore
 from mpitrain.parallel.replication.protocol import ReplicationContext
 from mpitrain.parallel.replication.state import StateBuffer, compact
+from mpitrain.parallel.replication.whole import FrozenParameters
 
 
 class GatheredOnUse(ParameterStore):
@@ -52,6 +53,7 @@ class GatheredOnUse(ParameterStore):
                 at most 2, and 1 of this rank's last chunk
     memory      1/s of the parameters up to padding, two units or one chunk in full size, and all
                 units with a slot of their own
+    frozen      tensors of a unit have slots of their own, which stay valid after an update
     gathers     the bound all-gathers; `engine` drives them
     """
 
@@ -60,18 +62,21 @@ class GatheredOnUse(ParameterStore):
 
     def __init__(self, replica: ReplicationContext, shards: Shards):
         """Allocate and initialise the shards, allocate the slots, bind the gathers; collective."""
-        config, storage, buckets = replica.config.replication, replica.storage, list(shards.pieces)
+        config, storage, dividing = replica.config.replication, replica.storage, shards.dividing
         self._replica = replica
         self.parameters = shards.parameters(replica)
+        frozen = sorted(storage.frozen_buckets())
+        pieces = shard(frozen, dividing.rank, dividing.size)
+        self.frozen = FrozenParameters(replica, pieces)
+        buckets = [*shards.pieces, *frozen]
         tied = shared_by_ties(storage, buckets)
         alone = [
-            b for b in buckets if b in tied or _elements(storage.entries, b) <= config.zero_keep
+            b for b in buckets if b in tied or _elements(storage.within(b)) <= config.zero_keep
         ]
-        dividing = shards.dividing
         self.slots = UnshardedBuffers(
             storage, buckets, alone, dividing.transport, replica.parts, replica.computed
         )
-        self.arrays = [self.parameters, self.slots.flat]
+        self.arrays = [self.parameters, self.frozen.flat, self.slots.flat]
         self._weights = storage.nested(self.slots.tensors)
         self._needed = buckets_used(storage, buckets)
         wire = parse_wire(config.gather)
@@ -84,8 +89,11 @@ class GatheredOnUse(ParameterStore):
         masters = compact(self.parameters, shards.owned)
         self.owned = dict(zip(shards.owned, masters, strict=True))
         self.sharing = [shards.dividing]
-        self._master = dict(zip(buckets, masters, strict=True))
-        self._mine = shards.within(self.slots.views)
+        held = [*masters, *compact(self.frozen.flat, pieces)]
+        self._master = dict(zip(buckets, held, strict=True))
+        self._mine = within(
+            shards.pieces | dict(zip(frozen, pieces, strict=True)), self.slots.views
+        )
         # The key is the slot. `_there` has the bucket that it contains or will contain.
         self._there: dict[int, Bucket] = {}
         self._under_way: list[Bucket] = []
@@ -114,17 +122,21 @@ class GatheredOnUse(ParameterStore):
         part = next((units for units in self._replica.parts if unit in units), None)
         if part is None:
             return [self._next(unit)]
-        return part if unit == part.start else part[::-1]
+        return (
+            part if unit == part.start else part[max(0, self._replica.first - part.start) :][::-1]
+        )
 
     def _next(self, unit: int) -> int:
         """Return the unit that `open` will receive next.
 
-        It continues in the direction of the last two units, and turns back at both ends.
+        It continues in the direction of the last two units, and turns back at the last unit and at
+        the first one with a backward.
         """
-        last = len(self._needed) - 1
-        if unit in (0, last):
-            return min(1, last) if unit == 0 else last - 1
-        return unit + 1 if unit > self._opened else unit - 1
+        last, first = len(self._needed) - 1, self._replica.first
+        is_forward = unit > self._opened or unit == 0
+        if is_forward and unit < last:
+            return unit + 1
+        return unit - 1 if unit > first else 0
 
     def _gather(self, bucket: Bucket) -> None:
         """Start to gather a bucket, unless its slot already contains it."""
@@ -135,7 +147,7 @@ class GatheredOnUse(ParameterStore):
             self._wait(self._there[slot])
         self._there[slot] = bucket
         master, mine = self._master[bucket], self._mine[bucket]
-        if self._replica.device.mirror:
+        if self._replica.device.mirror and not bucket.frozen:
             self._replica.device.mirror(master, mine, self._replica.arena)
         else:
             mine[...] = master
@@ -150,7 +162,7 @@ class GatheredOnUse(ParameterStore):
     def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
         for piece, master in self.owned.items():
             apply(piece, master, None)
-        self._there.clear()
+        self._there = {slot: bucket for slot, bucket in self._there.items() if bucket.frozen}
 
     def sync(self) -> None:
         for bucket in [*self._under_way]:
@@ -159,11 +171,10 @@ class GatheredOnUse(ParameterStore):
     def state(self) -> list[StateBuffer]:
         self._there.clear()  # a checkpoint may be loaded into this rank's shards
         self.sync()
-        return [StateBuffer("parameters", self.parameters, list(self.owned))]
+        own = StateBuffer("parameters", self.parameters, list(self.owned))
+        return [own, *self.frozen.state()]
 
 
-def _elements(entries: Sequence[Any], bucket: Bucket) -> int:
+def _elements(entries: Sequence[Entry]) -> int:
     """Return the number of elements of a bucket's tensors, without padding."""
-    return sum(
-        entry.stop - entry.start for entry in entries if bucket.start <= entry.start < bucket.stop
-    )
+    return sum(entry.stop - entry.start for entry in entries)

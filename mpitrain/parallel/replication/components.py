@@ -61,6 +61,8 @@ class ParameterStore(Protocol):
         {piece: its parameters}, for the pieces that this rank updates.
     sharing : sequence of Group
         The groups over which the elements of a tensor are divided, besides tensor parallelism.
+    frozen : FrozenParameters or None
+        The parameters that are not trained; None on a server, which has none.
     """
 
     parameters: Any
@@ -68,6 +70,7 @@ class ParameterStore(Protocol):
     arrays: list[Any]
     owned: dict[Piece, Any]
     sharing: Sequence[Group]
+    frozen: Any = None
 
     def open(self, unit: int, part: int) -> Weights:
         """Return a unit's parameters for micro-batch `part`, as `Replication.open`."""
@@ -170,7 +173,7 @@ class StepEnd(Protocol):
     skips : SkippedUpdates
         The count of skipped updates, and the loss scale.
     control : ControlMessage
-        Sums four numbers over all ranks.
+        Sums up to five numbers over all ranks.
     """
 
     store: ParameterStore

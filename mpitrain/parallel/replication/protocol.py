@@ -31,6 +31,7 @@ class ReplicationContext:
     loss     the loss of this rank's logits
     parts    with several model chunks on this stage: the units of each chunk, numbered as in
              `storage`; otherwise empty
+    first    the first unit of this rank with a backward: all units before are frozen
     exposed  the time that this rank has been blocked on communication in the current step
     """
 
@@ -42,6 +43,7 @@ class ReplicationContext:
     arena: Arena
     loss: Loss
     parts: Sequence[range] = ()
+    first: int = 0
     exposed: ExposedTime = field(default_factory=ExposedTime)
 
     @property
@@ -97,7 +99,7 @@ class Replication:
     -----
     The calls of one step, in their order:
 
-        begin
+        begin, ignore
         each micro-batch, unit by unit   forward: open, close, poll
         at the end of the model          loss
         each micro-batch, unit by unit   backward: open, gradients, close, gradient_ready, poll
@@ -110,7 +112,9 @@ class Replication:
 
     @property
     def parameters(self) -> Any:
-        """The flat parameters of this rank, 1-D; if sharded, this rank's pieces concatenated."""
+        """The flat trained parameters of this rank, 1-D; if sharded, this rank's pieces
+        concatenated.
+        """
         return self.store.parameters
 
     @property
@@ -208,7 +212,24 @@ class Replication:
         float
             1 / (rows of one update x predictions). By default the rows are the global batch.
         """
-        return 1 / (self.rows.of_update(part) * predictions)
+        return 1 / self.targets(predictions, part)
+
+    def targets(self, predictions: int, part: int) -> int:
+        """Return the targets of one update over all ranks, ignored targets included.
+
+        Parameters
+        ----------
+        predictions : int
+            Targets in one row.
+        part : int
+            A micro-batch of the update.
+
+        Returns
+        -------
+        int
+            The update divides by the targets that count, which ranks only know together.
+        """
+        return self.rows.of_update(part) * predictions
 
     def begin(self, step: int) -> None:
         """Begin a step: mark all gradients as empty.
@@ -219,6 +240,21 @@ class Replication:
             From 0.
         """
         self.step_end.begin(step)
+
+    def ignore(self, targets: Sequence[int], predictions: int) -> None:
+        """Report the targets of this rank's rows that do not count in the step.
+
+        Parameters
+        ----------
+        targets : sequence of int
+            The number of ignored targets in each micro-batch.
+        predictions : int
+            Targets in one row.
+
+        Notes
+        -----
+        Modes with one update for each step ignore the call: `finish` reports the same number.
+        """
 
     def open(self, unit: int, part: int) -> Weights:
         """Return a unit's parameters, and wait for them if they are still being gathered.
@@ -314,17 +350,17 @@ class Replication:
         self.reducer.poll()
 
     def total(self, *numbers: float) -> list[float]:
-        """Sum four numbers over all ranks, in one small all-reduce; collective.
+        """Sum up to five numbers over all ranks, in one small all-reduce; collective.
 
         Parameters
         ----------
         *numbers : float
-            Four numbers of this rank.
+            The numbers of this rank.
 
         Returns
         -------
         list of float
-            The four sums, equal on all ranks.
+            As many sums, equal on all ranks.
         """
         return self.step_end.control.total(*numbers)
 
@@ -381,6 +417,8 @@ class Replication:
             The result of `scalars` when the checkpoint was saved.
         """
         self.step_end.skips.restore(scalars)
+        if self.store.frozen:
+            self.store.frozen.loaded()
         self.store.loaded()
 
     def held(self) -> int:

@@ -19,6 +19,8 @@ class StepInput(NamedTuple):
     lr       learning rate
     stop     whether this rank has received a request to stop
     weights  factor of each loss; empty: 1 each
+    ignored  targets of its rows that do not count; 0 if other ranks report the loss
+    targets  all targets of the update, over all ranks; the weights divide by them
     """
 
     number: int
@@ -26,6 +28,8 @@ class StepInput(NamedTuple):
     lr: float
     stop: bool = False
     weights: Sequence[float] = ()
+    ignored: int = 0
+    targets: int = 1
 
     @property
     def loss(self) -> float:
@@ -41,7 +45,7 @@ class StepResult(NamedTuple):
 
     With local SGD and gossip, loss and grad_norm are the worker's own until the end of a period.
 
-    loss        mean over the global batch
+    loss        mean over the targets of the global batch that count
     grad_norm   2-norm of the global gradient, before clipping
     nonfinite   gradient elements that are infinite or NaN
     lr          learning rate of the step
@@ -56,6 +60,8 @@ class StepResult(NamedTuple):
     loss_scale  float16: factor of this step's loss
     overflows   float16: consecutive skipped steps, this one included, whose gradients overflowed
                 under a finite loss
+    counted     the targets that count, as a fraction of all targets of the update; the update is
+                skipped if it is 0
     ended       asynchronous pipelines: this rank's `perf_counter` at the end of the step, which all
                 ranks learn some steps later
     """
@@ -71,6 +77,7 @@ class StepResult(NamedTuple):
     staleness: int = 0
     loss_scale: float = 1.0
     overflows: int = 0
+    counted: float = 1.0
     ended: float | None = None
 
 
@@ -94,11 +101,16 @@ class ExposedTime:
 def outcome_of(mine: StepInput, totals: Sequence[float], comm_s: float = 0.0) -> StepResult:
     """Return the result of a step; its `updated` is true if loss and norm are finite.
 
-    totals  over all ranks: loss, sum of squares, non-finite elements, requests to stop
+    The loss and the norm divide by the targets that count. If no target counts, both are NaN.
+
+    totals  over all ranks: loss, sum of squares, non-finite elements, requests to stop, ignored
+            targets; the first two divide by all targets
     comm_s  seconds that this rank was blocked on communication
     """
-    loss, squares, nonfinite, stop = totals
+    loss, squares, nonfinite, stop, ignored = totals
+    counted = counted_fraction(ignored, mine.targets)
     norm = math.sqrt(squares) if squares >= 0 else math.nan
+    loss, norm = (loss / counted, norm / counted) if counted else (math.nan, math.nan)
     return StepResult(
         loss,
         norm,
@@ -107,7 +119,13 @@ def outcome_of(mine: StepInput, totals: Sequence[float], comm_s: float = 0.0) ->
         math.isfinite(loss) and math.isfinite(norm),
         stop > 0,
         comm_s,
+        counted=counted,
     )
+
+
+def counted_fraction(ignored: float, targets: int) -> float:
+    """Return the fraction of the targets that count; exactly 1 if none is ignored."""
+    return (targets - ignored) / targets if ignored else 1.0
 
 
 def clipping(clip: float, norm: float) -> float:
@@ -119,18 +137,19 @@ def clipping(clip: float, norm: float) -> float:
 
 
 class ControlMessage:
-    """The sum of four numbers over all ranks, by a small all-reduce in host memory."""
+    """The sum of up to five numbers over all ranks, by a small all-reduce in host memory."""
 
     def __init__(self, world: Group):
         """Bind the all-reduce; collective."""
-        self._numbers = np.zeros(4)
+        self._numbers = np.zeros(5)
         self._sum = world.bind(self._numbers)
 
     def total(self, *numbers: float) -> list[float]:
-        """Return the four sums; collective."""
-        self._numbers[:] = numbers
+        """Return as many sums; collective."""
+        self._numbers[:] = 0
+        self._numbers[: len(numbers)] = numbers
         self._sum.run()
-        return self._numbers.tolist()
+        return self._numbers[: len(numbers)].tolist()
 
 
 class LossScale:

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from mpitrain.layers.flat import Entry, Piece
-from mpitrain.optim.optimizer import StateArray
+from mpitrain.optim.state import StateArray
 
 
 class StateBuffer(NamedTuple):
@@ -33,6 +35,12 @@ class StateBuffer(NamedTuple):
     needed: bool = True
     like: str = ""
     entries: Sequence[Entry] = ()
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the elements in files: float32 for 16 bits, which not all tools read."""
+        is_half = self.array.dtype.itemsize == 2 and self.array.dtype.kind in "fV"
+        return np.dtype(np.float32) if is_half else self.array.dtype
 
     @classmethod
     def of(cls, state: StateArray) -> "StateBuffer":

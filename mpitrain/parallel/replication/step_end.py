@@ -106,17 +106,18 @@ class AgreeAndUpdate(StepEnd):
     def update(self, mine: StepInput, agree: Callable[..., Sequence[float]]) -> StepResult:
         """Sum, agree, and update if the result is finite.
 
-        agree  (loss, squares, non-finite elements, stop requests) -> their sums over the ranks
-               that update alike
+        agree  (loss, squares, non-finite elements, stop requests, ignored targets) -> their sums
+               over the ranks that update alike
         """
         exposed, skips = self.replica.exposed, self.skips
         loss, squares, nonfinite = self.sum(mine)
         with exposed:
-            totals = agree(loss, squares / skips.scale.value**2, nonfinite, mine.stop)
+            totals = agree(loss, squares / skips.scale.value**2, nonfinite, mine.stop, mine.ignored)
         outcome = outcome_of(mine, totals)
         if outcome.updated:
             span = self.recorder.compute(self.update_name, UPDATE)
-            self.apply(self.factor(outcome.grad_norm), mine.lr, mine.number - skips.number)
+            scale = self.factor(outcome.grad_norm) / outcome.counted
+            self.apply(scale, mine.lr, mine.number - skips.number)
             self.recorder.end(span)
         self._is_spoiled = not outcome.updated
         return skips.conclude(outcome._replace(comm_s=exposed.take()))

@@ -17,7 +17,7 @@ from mpitrain.parallel.replication.state import StateBuffer, spread
 
 
 def whole(storage: Storage) -> list[Piece]:
-    """Return the one piece that is the whole flat buffer."""
+    """Return the one piece that is the whole flat buffer of trained tensors."""
     return [Piece(0, storage.length, 0)]
 
 
@@ -25,6 +25,7 @@ class WholeParameters(ParameterStore):
     """Parameters of all units of this rank (as DDP), in half precision with their mirror.
 
     owned     {piece that this rank updates: its parameters}
+    frozen    the frozen ones, which have no mirror
     computed  the flat buffer with which layers compute: the mirror if there is one
     weights   views of `computed` for each unit
     """
@@ -41,8 +42,9 @@ class WholeParameters(ParameterStore):
         if replica.device.mirror:
             self.mirror = self.computed = allocate(storage.length, replica.computed)
             replica.device.mirror(self.parameters, self.mirror, replica.arena)
-        self.weights = storage.weights(self.computed)
-        self.arrays: list[Any] = [self.parameters, self.computed]
+        self.frozen = FrozenParameters(replica)
+        self.weights = storage.weights(self.computed, self.frozen.flat)
+        self.arrays: list[Any] = [self.parameters, self.computed, self.frozen.flat]
         self.owned = dict(zip(owned, spread(self.parameters, owned), strict=True))
 
     def open(self, unit: int, part: int) -> Weights:
@@ -58,7 +60,40 @@ class WholeParameters(ParameterStore):
             self._replica.device.mirror(self.parameters, self.mirror, self._replica.arena)
 
     def state(self) -> list[StateBuffer]:
-        return [StateBuffer("parameters", self.parameters, whole(self._replica.storage))]
+        own = StateBuffer("parameters", self.parameters, whole(self._replica.storage))
+        return [own, *self.frozen.state()]
+
+
+class FrozenParameters:
+    """Parameters that are not trained: no gradient, no optimizer state, no messages.
+
+    flat  1-D, all of this rank or its shards concatenated, in the dtype with which layers compute.
+          In half precision there are no float32 masters.
+    """
+
+    def __init__(self, replica: ReplicationContext, pieces: Sequence[Piece] | None = None):
+        """Allocate and initialise them; not collective.
+
+        pieces  the shards of this rank, in the buffer of frozen tensors; None: all
+        """
+        self._device, self._arena = replica.device, replica.arena
+        self._layout = layout = replica.storage.frozen
+        self._pieces = [Piece(0, layout.length, 0)] if pieces is None else pieces
+        length = sum(piece.stop - piece.start for piece in self._pieces)
+        self.flat = replica.device.backend.zeros(length, replica.computed)
+        layout.initialize(self.flat, replica.config.run.seed, replica.device.backend, self._pieces)
+        self.loaded()
+
+    def loaded(self) -> None:
+        """Round the values that a caller has written to `flat`."""
+        if self._device.mirror and not self._device.half and self.flat.size:
+            self._device.mirror(self.flat, self.flat, self._arena)
+
+    def state(self) -> list[StateBuffer]:
+        """Return them for checkpoints, if there are any."""
+        if not self._layout.entries:
+            return []
+        return [StateBuffer("parameters", self.flat, self._pieces, entries=self._layout.entries)]
 
 
 class LocalGradients(GradientReducer):

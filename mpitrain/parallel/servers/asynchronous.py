@@ -39,14 +39,14 @@ def _filled(*numbers: float) -> np.ndarray:
 
 
 def _numbers(step: int, outcome: StepResult) -> tuple[float, ...]:
-    """Pack a step's result into the numbers of a header."""
+    """Pack a step's result into the numbers of a header; `updated` is -1 if no target counts."""
     return (
         step,
         outcome.loss,
         outcome.grad_norm,
         outcome.nonfinite,
         outcome.lr,
-        outcome.updated,
+        outcome.updated - (outcome.counted == 0),
         outcome.stop,
         outcome.lead,
         outcome.staleness,
@@ -56,7 +56,16 @@ def _numbers(step: int, outcome: StepResult) -> tuple[float, ...]:
 def _outcome(numbers: Sequence[float]) -> tuple[int, StepResult]:
     step, loss, norm, nonfinite, lr, updated, stop, lead, staleness = numbers[:9]
     return int(step), StepResult(
-        loss, norm, int(nonfinite), lr, updated > 0, stop > 0, 0.0, int(lead), int(staleness)
+        loss,
+        norm,
+        int(nonfinite),
+        lr,
+        updated > 0,
+        stop > 0,
+        0.0,
+        int(lead),
+        int(staleness),
+        counted=float(updated >= 0),
     )
 
 
@@ -113,8 +122,8 @@ class AsyncWork(AgreeAndUpdate):
         """Push the gradient, and wait until all servers have applied it."""
         assert self._rows.ticket is not None
         loss, squares, nonfinite = self.replica.gradient_stats(mine, self.reducer.squared)
-        own = outcome_of(mine, (loss, squares, nonfinite, mine.stop))
-        scale = self.factor(own.grad_norm)
+        own = outcome_of(mine, (loss, squares, nonfinite, mine.stop, mine.ignored))
+        scale = self.factor(own.grad_norm) / (own.counted or 1.0)
         requests = []
         for server in self._servers:
             said = _filled(
@@ -134,7 +143,7 @@ class AsyncWork(AgreeAndUpdate):
         )
         report = Report(
             self._rows.ticket,
-            self._rows.of_update(0),
+            mine.targets - mine.ignored,
             own.loss,
             own.grad_norm,
             own.lr,
@@ -288,13 +297,13 @@ class AsyncServing(AgreeAndUpdate):
     def _take(self, worker: int, numbers: Sequence[float]) -> None:
         """Record a worker's report, and grant all tickets that are available now."""
         assert self._tickets is not None
-        ticket, rows, loss, norm, lr, nonfinite, updated, stop, staleness = numbers[:9]
+        ticket, counted, loss, norm, lr, nonfinite, updated, stop, staleness = numbers[:9]
         if ticket != NO_TICKET:
             self._tickets.report(
                 worker,
                 Report(
                     int(ticket),
-                    int(rows),
+                    int(counted),
                     loss,
                     norm,
                     lr,

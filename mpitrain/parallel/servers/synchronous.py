@@ -107,7 +107,8 @@ class PushAndPull(AgreeAndUpdate):
         began = time.perf_counter()
         line, told = self._line, self._told
         self.reducer.push()
-        self._said[:2] = self.replica.gradient_stats(mine, ())[0], mine.stop
+        loss = self.replica.gradient_stats(mine, ())[0]
+        self._said[:4] = loss, mine.stop, mine.ignored, mine.targets
         pulls = [line.start_recv(told[server], self._pull[server], server) for server in told]
         ends = [line.start_send(self._said, [], server) for server in told]
         self.reducer.wait()
@@ -115,7 +116,7 @@ class PushAndPull(AgreeAndUpdate):
             request.wait()
         self.store.loaded()
         first, *_ = told.values()  # all servers send the same numbers
-        outcome = outcome_of(mine, first[:4].tolist(), time.perf_counter() - began)
+        outcome = outcome_of(mine, first[:5].tolist(), time.perf_counter() - began)
         return self.skips.conclude(outcome)
 
 
@@ -226,16 +227,19 @@ class ServedUpdate(AgreeAndUpdate):
             source = line.wait_for_header(self._heard)
             self._said[source][:] = self._heard
         comm_s = time.perf_counter() - began
-        loss, stop = (sum(float(said[number]) for said in self._said.values()) for number in (0, 1))
+        loss, stop, ignored = (
+            sum(float(said[number]) for said in self._said.values()) for number in range(3)
+        )
+        mine = mine._replace(targets=int(self._said[0][3]))  # a server has no rows
         _, squares, nonfinite = self.replica.gradient_stats(None, self.reducer.squared)
         self._squares[:] = squares / self.skips.scale.value**2, nonfinite, mine.stop
         self._agree_on_squares.run()
         *found, servers_stop = self._squares.tolist()
-        totals = self._told[:4] = (loss, *found, stop + servers_stop)
+        totals = self._told[:5] = (loss, *found, stop + servers_stop, ignored)
         outcome = outcome_of(mine, totals, comm_s)
         if outcome.updated:
             number = mine.number - self.skips.number
-            self.apply(self.factor(outcome.grad_norm), mine.lr, number)
+            self.apply(self.factor(outcome.grad_norm) / outcome.counted, mine.lr, number)
         answers = [line.start_send(self._told, self.store.views, worker) for worker in workers]
         for request in [request for requests in answers for request in requests]:
             request.wait()  # the next update must not overwrite parameters still being sent

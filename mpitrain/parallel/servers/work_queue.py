@@ -8,6 +8,7 @@ evaluation or the end. All steps that have begun are finished before the pause.
 This module sends no messages.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,14 +19,14 @@ class Report(NamedTuple):
     """A worker's report of a finished ticket. All servers have applied its gradient, or skipped it
     as non-finite.
 
-    loss       mean over the ticket's rows
-    rows       number of rows of the ticket
+    counted    targets of the ticket that count
+    loss       mean over them
     grad_norm  norm of this gradient, before clipping
     staleness  the largest number of updates on any server between its pull and its push
     """
 
     ticket: int
-    rows: int
+    counted: int
     loss: float
     grad_norm: float
     lr: float
@@ -77,7 +78,7 @@ class WorkQueue:
         self._ended[worker] = step + 1
         self._reports.setdefault(step, []).append(report)
         self._stops |= report.stop
-        if report.stop or not report.updated:
+        if report.stop or (report.counted and not report.updated):
             self.withhold()
 
     def stop(self) -> None:
@@ -106,7 +107,7 @@ class WorkQueue:
         found = []
         while len(reports := self._reports.get(self._first_open, ())) == self._workers:
             outcome = _outcome(sorted(reports), self._leads[self._first_open])
-            if not outcome.updated and not self.is_pause:
+            if outcome.counted and not outcome.updated and not self.is_pause:
                 break
             del self._reports[self._first_open], self._leads[self._first_open]
             self._first_open += 1
@@ -116,15 +117,22 @@ class WorkQueue:
 
 
 def _outcome(reports: list[Report], lead: int) -> StepResult:
-    """Return the result of a step: means over its rows, or over its gradients."""
-    rows = sum(report.rows for report in reports)
+    """Return the result of a step: means over its targets, or over its gradients."""
+    staleness = max(report.staleness for report in reports)
+    used = [report for report in reports if report.counted]
+    if not used:
+        lr = reports[0].lr
+        return StepResult(
+            math.nan, math.nan, 0, lr, False, False, lead=lead, staleness=staleness, counted=0.0
+        )
+    counted = sum(report.counted for report in used)
     return StepResult(
-        sum(report.rows / rows * report.loss for report in reports),
-        sum(report.grad_norm for report in reports) / len(reports),
-        sum(report.nonfinite for report in reports),
-        reports[0].lr,
-        all(report.updated for report in reports),
+        sum(report.counted / counted * report.loss for report in used),
+        sum(report.grad_norm for report in used) / len(used),
+        sum(report.nonfinite for report in used),
+        used[0].lr,
+        all(report.updated for report in used),
         False,
         lead=lead,
-        staleness=max(report.staleness for report in reports),
+        staleness=staleness,
     )

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, cast
 from mpitrain.collectives.group import Group
 from mpitrain.config import Layout
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Loss, Unit
+from mpitrain.layers.base import Layer, Loss, Unit
+from mpitrain.layers.chunked_logits import ChunkedLoss
 from mpitrain.layers.initial import Draw
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
@@ -26,7 +27,11 @@ from mpitrain.parallel.tensor.linear import (
     part,
 )
 from mpitrain.parallel.tensor.sequence import ReplicatedRows, SequenceSharded
-from mpitrain.parallel.tensor.vocabulary import VocabParallelCrossEntropy, VocabParallelEmbedding
+from mpitrain.parallel.tensor.vocabulary import (
+    ChunkedParallelHead,
+    VocabParallelCrossEntropy,
+    VocabParallelEmbedding,
+)
 
 
 class LayerFactory(Plain):
@@ -85,18 +90,20 @@ class ShardedLayerFactory(LayerFactory):
             first += count * each
         return Column(self, runs, inputs, first, draw)
 
-    def head(self, width: int, vocab: int, draw: Draw) -> Head:
+    def head(self, width: int, vocab: int, draw: Draw) -> Layer:
         """Return the logits of this rank's run of the vocabulary; `loss` and `whole` then expect
         such logits.
         """
-        group = self.rows.group
+        self.made.add("head")
+        group, chunks = self.rows.group, self.memory.logit_chunks
         if vocab < group.size:
             raise ConfigError(
                 f"{group.size} ranks share a vocabulary, but it has {vocab} entries.",
                 f"Set layout.tp to at most {vocab}.",
             )
         self._split = VocabParallelCrossEntropy(self, vocab)
-        return Head(self, [share(vocab, group.rank, group.size)], width, vocab, draw)
+        head = Head(self, [share(vocab, group.rank, group.size)], width, vocab, draw)
+        return ChunkedParallelHead(head, chunks, self.rows) if chunks > 1 else head
 
     def loss(self) -> Loss:
         """Return the vocabulary-parallel loss if `head` has been called, otherwise the loss of
@@ -137,6 +144,31 @@ def described(ops: Ops, layout: Layout) -> LayerFactory:
     compute.
     """
     return layers_for(ops, cast(Group, GroupShape(layout.tp - 1, layout.tp)), layout)
+
+
+def loss_for(layers: LayerFactory, own: Loss | None = None) -> Loss:
+    """Return the loss of a model: the user's own or that of the layers; by chunks of logits if
+    memory.logit_chunks says so.
+    """
+    loss = own or layers.loss()
+    return ChunkedLoss(loss, layers.ops) if layers.memory.logit_chunks > 1 else loss
+
+
+def check_saved(layers: Plain) -> None:
+    """Raise ConfigError if a key of [memory] needs a layer that the model does not have.
+
+    layers  the factory, after the model has been built with it
+    """
+    memory = layers.memory
+    for key, constructor, is_set in (
+        ("recompute=attention", "attention", memory.recompute == "attention"),
+        (f"logit_chunks={memory.logit_chunks}", "head", memory.logit_chunks > 1),
+    ):
+        if is_set and constructor not in layers.made:
+            raise ConfigError(
+                f"memory.{key} changes the layer `{constructor}` of the set of layers, but this model has none.",
+                f"Leave memory.{key.partition('=')[0]} out, or make that layer from the set of layers.",
+            )
 
 
 def check_units(units: Sequence[Unit], rows: ReplicatedRows) -> None:

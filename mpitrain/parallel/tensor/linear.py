@@ -41,7 +41,7 @@ from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.layers.base import Gradients, Parameter, Weights
 from mpitrain.layers.fusion import Fusion
 from mpitrain.layers.initial import Draw, zeros
-from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear, flat_rows
+from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear, flat_rows, state_of
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 from mpitrain.parallel.grid import share
@@ -96,6 +96,12 @@ class Column(Linear):
     def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
         y, saved = super().forward(w, self._rows.whole(x), arena)
         return y, self._rows.kept(saved, x)
+
+    def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
+        """Return `saved` of `forward`."""
+        if self.activation:
+            return self.forward(w, x, arena)[1]
+        return self._rows.kept(super().saved_again(w, self._rows.whole(x), arena), x)
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
         lease, pending = self._summands(w, dy, saved, arena)
@@ -265,6 +271,14 @@ class RowParallelLinear(Linear):
             y, slope = self._activation[0](y, arena)
         return y, (saved, slope)
 
+    def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
+        # Without an activation the backward needs no output, so there is no all-reduce.
+        if self._activation:
+            return self.forward(w, x, arena)[1]
+        if not self._is_parallel:
+            x = _own(self._rows.group, x, arena)
+        return state_of(self.ops, flat_rows(x), w["weight"], None, arena), None
+
     def backward_input(
         self, w: Weights, dy: Any, saved: Any, arena: Arena, slope: Any = None
     ) -> tuple[Any, Any]:
@@ -277,17 +291,14 @@ class RowParallelLinear(Linear):
         dx, pending = super().backward_input(w, dy, saved, arena)
         return dx if self._is_parallel else _gathered(self._rows.group, dx, arena), pending
 
-    def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
-        super().backward_weight(pending, dw, arena)
-        if self._has_bias:
-            self.ops.linear_backward_bias(pending, dw["bias"].array, dw["bias"].claim(), arena)
-
 
 class Head(Column):
     """The output head: a column-parallel linear layer without bias.
 
     Returns logits of shape (B, T, columns of this rank), also if the input is sequence-parallel.
     """
+
+    role = "head"
 
     def __init__(self, layers: Layers, runs: Sequence[range], width: int, vocab: int, draw: Draw):
         super().__init__(layers, runs, width, vocab, draw, bias=False)

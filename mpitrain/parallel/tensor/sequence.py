@@ -21,13 +21,16 @@ source  Shoeybi et al. 2019, arXiv:1909.08053; SequenceSharded: Korthikanti et a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from mpitrain.collectives.activations import ActivationBuffer, TimedReduction
 from mpitrain.collectives.group import Group
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError, multiples_near
+from mpitrain.layers.plain import input_of, with_input
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.grid import Axes
 
@@ -88,6 +91,10 @@ class ReplicatedRows:
         """
         return saved
 
+    def recomputing(self) -> AbstractContextManager[None]:
+        """Return a context for forwards just before their backward (`Recomputed`)."""
+        return nullcontext()
+
     def sequences(self, x: Any) -> Any:
         """Reshape all rows (..., C) to (B, T, C)."""
         return x.reshape(self.as_sequences(x.shape))
@@ -107,6 +114,16 @@ class ReplicatedRows:
     def filled(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return an input shape (B, T), at least this one, with rows that the ranks can divide."""
         return tuple(shape)
+
+
+@dataclass
+class AllRows:
+    """The gathered input of a layer that is computed again, in place of this rank's rows.
+
+    array   all rows
+    """
+
+    array: Any
 
 
 class SequenceSharded(ReplicatedRows):
@@ -129,6 +146,7 @@ class SequenceSharded(ReplicatedRows):
         """
         super().__init__(group)
         self._keeps, self.context = keep_gathered, 0  # VocabParallelEmbedding sets the context
+        self._recomputes = False
 
     def reduction(self, lease: ActivationBuffer) -> TimedReduction:
         return lease.reduce_scatter()
@@ -145,10 +163,24 @@ class SequenceSharded(ReplicatedRows):
         return lease.array
 
     def kept(self, saved: Any, x: Any) -> Any:
-        return saved if self._keeps else _with_input(saved, x)
+        if self._keeps:
+            return saved
+        return with_input(saved, AllRows(input_of(saved)) if self._recomputes else x)
 
     def regained(self, saved: Any) -> Any:
-        return saved if self._keeps else _with_input(saved, self.whole(_input_of(saved)))
+        if self._keeps:
+            return saved
+        x = input_of(saved)
+        return with_input(saved, x.array if isinstance(x, AllRows) else self.whole(x))
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Save gathered rows within the context: the backward then gathers none again."""
+        self._recomputes = True
+        try:
+            yield
+        finally:
+            self._recomputes = False
 
     def as_sequences(self, shape: Sequence[int]) -> tuple[int, ...]:
         rows = math.prod(shape[:-1])
@@ -224,16 +256,3 @@ def check_rows(config: Config, axes: Axes) -> None:
 def _shares(count: int, parts: int) -> tuple[int, int]:
     """Return the lengths of the shortest and the longest of `parts` nearly equal runs of rows."""
     return count // parts, -(-count // parts)
-
-
-def _input_of(saved: Any) -> Any:
-    """Return the input in a linear operation's saved state.
-
-    The state is the input itself, or a tuple; the first entry of the tuple is again such a state.
-    """
-    return _input_of(saved[0]) if isinstance(saved, tuple) else saved
-
-
-def _with_input(saved: Any, x: Any) -> Any:
-    """Return a linear operation's saved state with its input replaced by x."""
-    return (_with_input(saved[0], x), *saved[1:]) if isinstance(saved, tuple) else x

@@ -20,11 +20,14 @@ source  Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053
 
 from typing import Any
 
+from mpitrain.collectives.activations import ActivationBuffer
 from mpitrain.errors import ConfigError
-from mpitrain.layers.plain import Embedding
+from mpitrain.layers.chunked_logits import ChunkedHead, ChunkedLogits
+from mpitrain.layers.plain import Embedding, flat_rows
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.tensor.linear import Layers
+from mpitrain.parallel.tensor.sequence import ReplicatedRows
 
 
 class VocabParallelEmbedding(Embedding):
@@ -67,6 +70,25 @@ class VocabParallelEmbedding(Embedding):
 
     def backward_input(self, w, dy, saved, arena):
         return None, (self._rows.sequences(self._rows.whole(dy)), saved)
+
+
+class ChunkedParallelHead(ChunkedHead):
+    """A `ChunkedHead` of this rank's columns; one reduction sums the gradients of x of all rows."""
+
+    def __init__(self, head: Any, count: int, rows: ReplicatedRows):
+        super().__init__(head, count)
+        self._rows = rows
+
+    def gathered(self, x: Any) -> Any:
+        return flat_rows(self._rows.whole(x))
+
+    def sums(self, logits: ChunkedLogits, arena: Arena) -> tuple[ActivationBuffer, Any]:
+        lease = self._rows.lease((*logits.shape[:-1], self.head.inputs), logits.rows.dtype)
+        return lease, flat_rows(lease.array)
+
+    def summed(self, sums: ActivationBuffer, arena: Arena) -> Any:
+        self._rows.reduction(sums).run()
+        return self._rows.summed(sums, arena)
 
 
 class VocabParallelCrossEntropy:

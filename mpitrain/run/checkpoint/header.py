@@ -134,7 +134,9 @@ def _check_places(tensors: dict[str, Tensor], room: int) -> None:
         start, stop = tensor.data_offsets
         needed = prod(tensor.shape) * WIDTHS[tensor.dtype]
         if stop - start != needed:
-            raise ValueError(f"{name!a} takes {needed} bytes, but lies at {start} to {stop}")
+            raise ValueError(
+                f"{name!a} takes {needed} bytes, but its offsets are {start} to {stop}"
+            )
     places = sorted(tensor.data_offsets for tensor in tensors.values())
     for (_, stop), (start, _) in pairwise([(0, 0), *places, (room, room)]):
         if start != stop:

@@ -77,11 +77,11 @@ def fill(
                 values = _joined(files, held, found)
             else:
                 continue
+            array = kept[held.number].array
+            values = values.astype(array.dtype, copy=False)
             for piece, packed in zip(held.part.pieces, held.part.packed().pieces, strict=True):
-                kept[held.number].array[piece.place : piece.place + piece.stop - piece.start] = (
-                    backend.from_host(
-                        values[packed.place : packed.place + piece.stop - piece.start]
-                    )
+                array[piece.place : piece.place + piece.stop - piece.start] = backend.from_host(
+                    values[packed.place : packed.place + piece.stop - piece.start]
                 )
     except FileNotFoundError as error:
         raise CheckpointError(f"{error.filename} is missing.", way_out(path)) from None

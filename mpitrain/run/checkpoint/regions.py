@@ -111,7 +111,7 @@ def described(storage: Storage, kept: Sequence[StateBuffer]) -> dict[str, Any]:
     return {
         "tensors": _tensors(storage.entries),
         "kept": [
-            [k.name, k.kind, k.array.dtype.name, k.array.size, k.pieces, _tensors(k.entries)]
+            [k.name, k.kind, k.dtype.name, k.array.size, k.pieces, _tensors(k.entries)]
             for k in kept
         ],
     }

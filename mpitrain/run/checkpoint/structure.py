@@ -91,7 +91,9 @@ def _check_stored(found: Structure) -> None:
             raise ValueError(f"it has {where} twice")
         keys.add((file, key))
         if name == PARAMETERS:
-            raise ValueError(f"{where} is of the parameters, which lie whole in files of their own")
+            raise ValueError(
+                f"{where} is a parameter, but parameters are whole, in files of their own"
+            )
         if kinds.setdefault((name, tensor), kind) != kind:
             raise ValueError(
                 f"{where} is {kind} where another part of its tensor is {kinds[name, tensor]}"

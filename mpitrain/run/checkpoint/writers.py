@@ -200,6 +200,7 @@ def _bring(
     """
     if source.rank == transport.rank:
         values = _picked(kept[source.number].array, here, backend)
+        values = values.astype(joined.dtype, copy=False)
     else:
         values = np.empty(here.length.sum(), joined.dtype)
         transport.recv(values, source.rank)

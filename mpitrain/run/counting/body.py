@@ -3,7 +3,7 @@
 The real layers, arena and pools run on arrays without memory (ops/weightless.py).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,6 +40,7 @@ class Body:
         group = CountedGroup(self.endpoint(rank, ranks), arena=self.arena)
         ops = counted(_leasing(device), self.count)
         self.layers = layers_for(ops, group, config.layout)
+        self.layers.memory = config.memory
 
     def endpoint(self, rank: int, ranks: int) -> Any:
         """Return a transport without peers, which tells `count` about backwards."""
@@ -66,12 +67,22 @@ class CountedGroup(Group):
         return _NOTHING
 
 
+class _Context(NamedTuple):
+    """The field of `ReplicationContext` that a pipeline reads: the first unit with a backward."""
+
+    first: int
+
+
 class Replica:
     """The parameters and gradients of a rank without memory, as the training step calls them."""
 
-    def __init__(self, storage: Storage, body: Body, loss: Loss):
+    def __init__(self, storage: Storage, body: Body, loss: Loss, first: int):
+        self.replica = _Context(first)
         computed = body.device.half or storage.dtype
-        self._weights = storage.weights(body.memory.made((storage.length,), computed))
+        self._weights = storage.weights(
+            body.memory.made((storage.length,), computed),
+            body.memory.made((storage.frozen.length,), computed),
+        )
         flat = body.memory.made((storage.length,), storage.dtype)
         self._gradients, self._stored = storage.gradients(flat)
         self._loss, self._arena = loss, body.arena

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from mpitrain.files import contents, write_whole
 from mpitrain.kernels.cache import cache_of
 from mpitrain.machine import process
+from mpitrain.machine.processor import processor
 from mpitrain.ops.device import Device
 from mpitrain.ops.host.product import mkl, put_product
 from mpitrain.strict_json import validated
@@ -68,7 +69,7 @@ def gemm_peak(device: Device, dtype: np.dtype, sharing: int, kernels: str) -> fl
 def _facts(device: Device, dtype: np.dtype, sharing: int, kernels: str) -> dict[str, str | int]:
     """Return everything that the rate depends on."""
     return {
-        "device": device.kernels.engine.name if device.kernels else process.processor(),
+        "device": device.kernels.engine.name if device.kernels else processor().name,
         "dtype": dtype.name,
         "products": kernels if device.kernels else "MKL" if mkl() else f"NumPy {np.__version__}",
         "threads": " ".join(process.environment().get(n, "") for n in process.BLAS_VARIABLES),

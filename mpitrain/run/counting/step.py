@@ -14,6 +14,7 @@ from mpitrain.data import Source, Unopened, zeros
 from mpitrain.layers.flat import Storage
 from mpitrain.ops.device import Device
 from mpitrain.parallel.grid import Axes, share
+from mpitrain.parallel.tensor.layer_factory import loss_for
 from mpitrain.pipeline.chunks import Units, chunks
 from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.memory import peak
@@ -67,7 +68,9 @@ class Counter:
         config, axes, plan, device = job
         self._job, self._source = job, source
         self._body = Body(device, config, tp, axes.tp)
-        self._chunks = chunks(units, self._body.layers, plan.place, _partition(config))
+        self._chunks = chunks(
+            units, self._body.layers, plan.place, _partition(config), config.model.freeze
+        )
 
     def step(self, pp: int, dp: int = 0) -> Step:
         """Count one training step of a pipeline stage, in the dp-th replica."""
@@ -75,7 +78,7 @@ class Counter:
         body, parts = self._body, self._chunks.parts
         mine = [unit for part in own(plan.place, pp) for unit in parts[part]]
         storage = Storage(mine, config.precision.stored, axes.dp)
-        replica: Any = Replica(storage, body, body.layers.loss())
+        replica: Any = Replica(storage, body, loss_for(body.layers), self._chunks.first(mine))
         endpoint, computed = body.endpoint(pp, axes.pp), device.half or storage.dtype
         rows = share(config.batch.size, dp, axes.dp)
         every = [share(len(rows), n, plan.micro_batches) for n in range(plan.micro_batches)]
@@ -111,7 +114,7 @@ class Counter:
         inputs, targets = zeros(self._source, rows, config.precision.stored)
         for part in own(plan.place, pp):
             storage = Storage(parts[part], config.precision.stored, axes.dp)
-            replica = Replica(storage, body, body.layers.loss())
+            replica = Replica(storage, body, loss_for(body.layers), self._chunks.first(parts[part]))
             computed = device.half or storage.dtype
 
             def first(part: int = part, computed: Any = computed) -> Any:

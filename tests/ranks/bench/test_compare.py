@@ -48,6 +48,17 @@ def test_the_busiest_rank_sends_what_the_formula_says(hosts, parts):
         assert abs(each.val_loss - rows[0].val_loss) <= 1e-9
 
 
+@pytest.mark.parametrize("hosts, parts", [("aa", 1), ("aaa", 2)])
+def test_frozen_tensors_travel_in_the_gathers_of_zero_3_alone(hosts, parts):
+    patterns = ["embedding.*", "blocks.0.*", "*.norm.*"]
+    words = ["ring", "zero1", "zero2", "zero3", "master", "local", "gossip", "server-sync"]
+    settings = ["run.steps=4", f"batch.micro_batches={parts}"]
+    every = measured(words, hosts, *settings)
+    some = measured(words, hosts, *settings, f"model.freeze={patterns}")
+    for each, whole in zip(some, every, strict=True):
+        assert max(each.sent_bytes) == each.formula_bytes < whole.formula_bytes, each.mode
+
+
 @pytest.mark.parametrize("hosts, servers", [("aa", 1), ("abab", 2), ("aaaaa", 1)])
 def test_so_it_does_where_workers_are_apart_or_late_pauses_and_several_servers_included(
     hosts, servers

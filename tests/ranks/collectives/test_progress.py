@@ -1,4 +1,4 @@
-"""Who moves reductions, and how a thread that does begins, fails and ends."""
+"""The progress of reductions: by polling, or by a thread that begins, fails and ends."""
 
 import sys
 import threading
@@ -102,7 +102,7 @@ class Failing:
     [
         (
             ZeroDivisionError("a bug"),
-            "rank 1: what moves reductions beside the training step failed: ZeroDivisionError: a bug",
+            "rank 1: the progress thread of the reductions failed: ZeroDivisionError: a bug",
         ),
         (CommError("rank 1: recv from rank 0 failed"), "rank 1: recv from rank 0 failed"),
     ],

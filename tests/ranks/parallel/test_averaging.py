@@ -457,7 +457,7 @@ def test_a_rank_sends_the_bytes_of_the_formula(mode, each):
         average = 2 * found[0][0] * (ranks - 1)  # of all ranks together
         parameters = average if mode == LOCAL else 0
         assert sum(settled for _, _, settled in found) == average - parameters
-        assert control.tolist() == [0, 0, parameters + 2 * 40 * (ranks - 1)] * 2
+        assert control.tolist() == [0, 0, parameters + 2 * 48 * (ranks - 1)] * 2
         for nbytes, sent, _ in found:
             assert sent[:2] == [each * nbytes * (ranks > 1)] * 2
 

@@ -3,7 +3,6 @@
 import json
 import threading
 from collections import defaultdict
-from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -13,11 +12,9 @@ from safetensors.numpy import load_file
 from mpitrain.errors import TrainingError
 from mpitrain.optim import Optimizer
 from mpitrain.parallel.replication.protocol import Replication
-from mpitrain.run import build as jobs
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.directories import newest
 from mpitrain.run.checkpoint.manifest import Done
-from mpitrain.run.checkpoint.regions import within
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.runs import go, records
@@ -157,70 +154,48 @@ def test_adamw_counts_the_updates_that_were_made(settings, ranks, skips, monkeyp
     assert all(found[rank][0] for rank in skips)
 
 
-class Frozen:
-    """A layer that is not trained."""
-
-    def __init__(self, layer):
-        self._layer = layer
-
-    def __getattr__(self, name):
-        return getattr(self._layer, name)
-
-    def parameters(self):
-        return [parameter._replace(trainable=False) for parameter in self._layer.parameters()]
-
-
-@pytest.mark.parametrize("zero", range(3))
-def test_frozen_tensors_get_their_mirror_once_and_others_with_each_update(zero, monkeypatch):
-    """Marks in the mirror of frozen units stay, which lies whole on every rank; their masters are what they were."""
-    right = jobs.model
-    monkeypatch.setattr(
-        jobs,
-        "model",
-        lambda *of: [
-            replace(unit, layer=Frozen(unit.layer)) if unit.name.startswith("blocks.0.") else unit
-            for unit in right(*of)
-        ],
-    )
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("compute", ("bfloat16", "float16"))
+@pytest.mark.parametrize("kind", ("cpu", pytest.param("cuda-sim", marks=pytest.mark.compile)))
+def test_frozen_tensors_have_16_bits_alone_and_stay_as_they_are(kind, compute, zero):
+    """Their values are the rounded ones from the beginning; others are rounded after each update."""
 
     def run(transport):
+        settings = [f"precision.compute={compute}", f"replication.zero={zero}"]
         trainer, source, _ = build(
-            transport, configured(*TINY, "precision.compute=bfloat16", f"replication.zero={zero}")
+            transport,
+            configured(
+                *TINY,
+                *settings,
+                f"device.kind={kind}",
+                "model.layers=1",
+                "model.freeze=['blocks.0.*']",
+            ),
         )
-        replication, entries, first = (
-            trainer.replication,
-            trainer.storage.entries,
-            trainer.tensors(),
+        frozen = trainer.replication.store.frozen
+        flat, first = trainer.backend.to_host(frozen.flat).copy(), trainer.tensors()
+        half = trainer.resolved.device.half
+        assert frozen.flat.dtype == (half or np.float32)
+        length, shards = trainer.storage.frozen.length, 2 if zero == 3 else 1
+        assert frozen.flat.size == length // shards > 0
+        assert all(
+            array.size <= trainer.storage.length or array.dtype == frozen.flat.dtype
+            for array in trainer.replication.store.arrays
         )
-        (masters,) = (kept for kept in replication.kept() if kept.name == "parameters")
-
-        def owned(entry):
-            """What this rank has of a tensor's masters, and of its mirror."""
-            return [
-                (
-                    masters.array[place : place + stop - start].copy(),
-                    replication.store.mirror[start:stop],
-                )
-                for start, stop, place in within(masters.pieces, entry.start, entry.stop)
-            ]
-
-        before = [owned(entry) for entry in entries]
-        assert all(np.array_equal(rounded(one), other) for pairs in before for one, other in pairs)
-        frozen = [entry.name.startswith("blocks.0.") for entry in entries]
-        for entry, is_frozen in zip(entries, frozen, strict=True):
-            if is_frozen:
-                entry.view(replication.store.mirror)[...] = 1 + first[entry.name]
-        for index in range(3):
-            trainer.step(index, *replication.batch(source, index))
-        found = trainer.tensors()
-        for entry, is_frozen, was in zip(entries, frozen, before, strict=True):
-            for (one, _), (other, mirror) in zip(was, owned(entry), strict=True):
-                assert np.array_equal(one, other) == (is_frozen or one.size == 0), entry.name
-                assert is_frozen or np.array_equal(rounded(other), mirror), entry.name
-            assert np.array_equal(found[entry.name], 1 + first[entry.name]) == is_frozen, entry.name
-        assert sum(frozen) > 4 and not all(frozen)
+        for index in range(2):
+            trainer.step(index, *trainer.replication.batch(source, index))
+        assert np.array_equal(flat, trainer.backend.to_host(frozen.flat))
+        assert np.array_equal(flat, flat.astype(compute_type(compute)).astype(flat.dtype))
+        trainer.sync_parameters()
+        for name, tensor in trainer.tensors().items():
+            is_frozen = name.startswith("blocks.0.")
+            assert np.array_equal(tensor, first[name]) == is_frozen, name
 
     run_ranks(2, run)
+
+
+def compute_type(compute):
+    return np.float16 if compute == "float16" else ml_dtypes.bfloat16
 
 
 def rounded(masters):

@@ -100,7 +100,7 @@ def test_every_rank_sends_the_bytes_of_the_formula(ranks):
             sent.append(transport.traffic.nbytes - before)
         return trainer.storage.length * 8, sent
 
-    control, rows = 4 * 8, [(rank + 1) * 32 // ranks - rank * 32 // ranks for rank in range(ranks)]
+    control, rows = 5 * 8, [(rank + 1) * 32 // ranks - rank * 32 // ranks for rank in range(ranks)]
     rows_nbytes, logits, targets = [[r * 16 * n for r in rows] for n in (16, 256 * 8, 8)]
     children = {1: [0], 2: [1, 0], 3: [2, 0, 0], 5: [3, 1, 0, 0, 0]}[ranks]  # in the binomial tree
     for rank, (nbytes, sent) in enumerate(run_ranks(ranks, run)):

@@ -163,3 +163,14 @@ def test_rows_that_no_pipeline_has_set_are_refused():
     now = Now()
     now.set(4, 10, 2, True)
     assert now.numbers(6) == range(30, 36)
+
+
+@pytest.mark.parametrize("name", ["micro-batches", "rows divided", "interleaved halves"])
+def test_random_numbers_of_a_recomputed_layer_are_those_of_its_forward(name):
+    ranks, settings = LAYOUTS[name]
+    plain = run_ranks(ranks, trained, True, settings)
+    for mode in ("attention", "unit", "2", "3"):
+        found = run_ranks(ranks, trained, True, [*settings, f"memory.recompute={mode}"])
+        for (truth, whole, _), (losses, tensors, _) in zip(plain, found, strict=True):
+            assert np.array_equal(truth, losses), mode
+            assert all(np.array_equal(whole[key][1], tensors[key][1]) for key in whole), mode

@@ -46,7 +46,7 @@ def test_a_step_sends_the_bytes_of_its_formula():
         "replication.algorithm=ring",
     ]
     found = run_ranks(n, sent, configured(*base))
-    maximum_and_two_sums, control = 3 * rows, 4
+    maximum_and_two_sums, control = 3 * rows, 5
     whole = 2 * (n - 1) * 8 * ((4 * layers + 2) * rows * width + maximum_and_two_sums + control)
     assert sum(found) == whole
     for kept in (True, False):

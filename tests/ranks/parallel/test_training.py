@@ -121,6 +121,29 @@ def test_within_a_host_no_thread_is_started(monkeypatch):
     curves(2, *TINY)
 
 
+def test_attention_in_tiles_has_the_curve_of_saved_exponentials_on_every_layout():
+    """A context of 80 has a whole tile and a ragged one."""
+
+    def losses(ranks, *settings):
+        config = configured(*TINY, "precision.compute=float64", "model.context=80", *settings)
+        return run_ranks(ranks, lambda transport: curve(transport, config)[:2])
+
+    ((truth, norms),) = losses(1, "memory.attention=whole")
+    assert np.ptp(truth) > 0.5
+    for ranks, *settings in (
+        (1,),
+        (2,),
+        (1, "batch.micro_batches=3"),
+        (2, "layout.tp=2"),
+        (2, "layout.tp=2", "layout.sequence_parallel=true"),
+        (2, "layout.pp=2", "pipeline.schedule=zero-bubble"),
+        (2, "replication.zero=3"),
+    ):
+        for found in losses(ranks, "memory.attention=tiled", *settings):
+            for one, other in zip((truth, norms), found, strict=True):
+                assert np.all(np.abs(one - other) <= 1e-9 * (1 + np.abs(one))), settings
+
+
 @pytest.mark.parametrize("algorithm", ("ring", "shared"))
 def test_a_run_repeats_bitwise(algorithm):
     first, second = (curves(3, *TINY, f"replication.algorithm={algorithm}") for _ in range(2))

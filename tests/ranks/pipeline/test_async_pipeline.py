@@ -6,6 +6,7 @@ one rank, with every stage's parameters put in their place.
 
 from functools import partial
 from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -141,7 +142,7 @@ def emulated(settings, ends):
             mine = gradient[here].copy()
             norm = np.sqrt(host.gradient_facts(mine, Arena())[0])
             scale = o.clip / norm if 0 < o.clip < norm else 1.0
-            for run in storage.runs(here.start, here.stop):
+            for run in storage.runs(here.start, here.stop, attrgetter("decayed")):
                 part = slice(run.start, run.stop)
                 host.adamw(
                     flat[part],
@@ -154,7 +155,7 @@ def emulated(settings, ends):
                     beta2=o.beta2,
                     eps=o.epsilon,
                     step=count + 1,
-                    weight_decay=o.weight_decay if run.decayed else 0.0,
+                    weight_decay=o.weight_decay if run.key else 0.0,
                     arena=Arena(),
                 )
             return norm**2

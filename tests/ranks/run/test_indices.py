@@ -65,7 +65,7 @@ def refusal(ranks, source, *settings, call="step"):
 
 
 @pytest.mark.parametrize("what", ["tokens", "targets"])
-@pytest.mark.parametrize("wrong", [-100, -1, V, 2**40])
+@pytest.mark.parametrize("wrong", [-101, -1, V, 2**40])
 def test_one_rank_refuses_it_and_says_where_it_is(what, wrong):
     error = refusal(1, Tokens(what, wrong, step=1))
     assert isinstance(error, DataError) and error.agreed and error.exit_code == 2
@@ -87,7 +87,7 @@ def test_one_rank_refuses_it_and_says_where_it_is(what, wrong):
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
-@pytest.mark.parametrize("what, wrong", [("tokens", V), ("targets", -100)])
+@pytest.mark.parametrize("what, wrong", [("tokens", V), ("targets", -101)])
 def test_of_several_ranks_one_ends_all_and_names_itself(ranks, settings, rank, what, wrong):
     error = refusal(ranks, Tokens(what, wrong), *settings)
     assert isinstance(error, CommError)
@@ -106,7 +106,7 @@ def test_held_out_rows_are_looked_at_too(what):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("what, wrong", [("tokens", V), ("targets", -100)])
+@pytest.mark.parametrize("what, wrong", [("tokens", V), ("targets", -101)])
 def test_on_a_device_it_is_refused_before_it_gets_there(what, wrong):
     assert f"has {wrong} at [2, 3]" in refusal(1, Tokens(what, wrong), "device.kind=cuda-sim").law
 

@@ -405,25 +405,25 @@ def tokens(tmp_path):
     source = f"tokens:{tmp_path / 'book'}"
     scan = as_it_is(source)._replace(largest=9)
     (tmp_path / "tokens.json").write_text(json.dumps(scan._asdict()))
-    assert noted_largest(tmp_path, source) == 9
+    assert noted_largest(tmp_path, source, "auto") == 9
     return source
 
 
 @pytest.mark.parametrize("text", (b"[" * 100_000, b"{}", b"\xff", b"[1]", b""))
 def test_a_note_of_tokens_that_cannot_be_read_is_none(text, tokens, tmp_path):
     (tmp_path / "tokens.json").write_bytes(text)
-    assert noted_largest(tmp_path, tokens) is None
+    assert noted_largest(tmp_path, tokens, "auto") is None
 
 
 def test_a_note_of_tokens_that_is_a_pipe_is_none(tokens, tmp_path):
     (tmp_path / "tokens.json").unlink()
     os.mkfifo(tmp_path / "tokens.json")
-    assert noted_largest(tmp_path, tokens) is None
+    assert noted_largest(tmp_path, tokens, "auto") is None
 
 
 def test_a_note_of_a_file_of_tokens_that_is_gone_is_none(tokens, tmp_path):
     (tmp_path / "book").unlink()
-    assert noted_largest(tmp_path, tokens) is None
+    assert noted_largest(tmp_path, tokens, "auto") is None
 
 
 def test_of_a_stream_whose_steps_become_known_together_each_has_its_own_time(book, tmp_path):

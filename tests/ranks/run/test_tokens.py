@@ -31,9 +31,9 @@ def scans(monkeypatch):
     """The parts of files that were scanned."""
     seen = []
 
-    def recorded(name, part, parts):
+    def recorded(name, part, parts, dtype):
         seen.append((part, parts))
-        return largest_token(name, part, parts)
+        return largest_token(name, part, parts, dtype)
 
     monkeypatch.setattr(build_module, "largest_token", recorded)
     return seen

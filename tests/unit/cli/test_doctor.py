@@ -4,12 +4,18 @@ import sys
 
 import pytest
 
+from mpitrain.bench.kernels import host_products
+from mpitrain.bench.kernels.host_products import described
+from mpitrain.bench.kernels.host_products import rates as measured_rates
 from mpitrain.cli import doctor
 from mpitrain.cli.doctor import Rank, share_of_cores, verdict
+from mpitrain.cli.terminal import progress
+from mpitrain.config import parse
 from mpitrain.machine.process import Launched
+from mpitrain.machine.processor import Processor, processor
 from mpitrain.ops.host import product
 
-FINE = Rank("a", [0, 1], 2, 1, 1 << 30, 8 << 30, ["cpu", "cuda-sim"])
+FINE = Rank("a", [0, 1], 2, 1, 1 << 30, 8 << 30, ["cpu", "cuda-sim"], {"NumPy": 5e10})
 
 
 def said(*everyone, size=0):
@@ -18,13 +24,13 @@ def said(*everyone, size=0):
 
 def test_a_sound_machine_is_one_line():
     assert said(FINE, FINE) == [
-        "verdict      2 rank(s) can train with --device cpu or cuda-sim; nothing will go wrong that can be told."
+        "verdict      2 rank(s) can train with --device cpu or cuda-sim; no problem was found."
     ]
 
 
 def test_only_what_every_rank_can_do_works():
     assert (
-        "with --device cpu; nothing"
+        "with --device cpu; no problem"
         in said(FINE, FINE._replace(host="b", kinds=["cpu", "cuda"]))[0]
     )
 
@@ -86,6 +92,54 @@ def test_mkl_is_here_where_products_are_by_mkl_whatever_modules_there_are(is_the
     monkeypatch.setattr(doctor, "find_spec", lambda module: None if is_there else object())
     monkeypatch.setattr(product, "mkl", lambda: {"float32": print} if is_there else {})
     assert ("mkl" in doctor.extras()) == is_there
+
+
+@pytest.mark.parametrize(
+    ("rates", "gains", "fragments"),
+    [
+        ({"NumPy": 5e10}, False, ["NumPy's BLAS, 50 GFLOP/s"]),
+        ({"NumPy": 5e10}, True, ["50 GFLOP/s", "pip install 'mpitrain[mkl]'"]),
+        ({"NumPy": 5e10, "MKL": 6e10}, True, ["MKL, 60", "BLAS 50", "MKL is 1.20 times"]),
+        ({"NumPy": 5e10, "MKL": 4e10}, True, ["it is 1.25 times", "pip uninstall mkl"]),
+        ({"NumPy": 5e10, "MKL": 4.9e10}, False, ["MKL is 0.98 times"]),
+    ],
+)
+def test_the_faster_library_of_products_is_recommended(rates, gains, fragments):
+    text = described(rates, gains)
+    assert all(fragment in text for fragment in fragments)
+    assert ("pip" in text) == any("pip" in fragment for fragment in fragments)
+
+
+def test_both_libraries_are_measured_where_mkl_is_installed(monkeypatch):
+    assert [*measured_rates()] == ["NumPy", *(["MKL"] if product.mkl() else [])]
+    monkeypatch.setattr(host_products, "mkl", lambda: {"float32": print})
+    found = measured_rates()
+    assert [*found] == ["NumPy", "MKL"] and all(rate > 0 for rate in found.values())
+
+
+def test_a_run_recommends_mkl_once_and_only_where_it_gains(monkeypatch, tmp_path):
+    config = parse({"device": {"kind": "cpu"}})
+    monkeypatch.setattr(progress, "mkl", dict)
+    for vendor, features, gains in [
+        ("GenuineIntel", "fpu avx512f", True),
+        ("GenuineIntel", "fpu avx2", False),
+        ("AuthenticAMD", "fpu avx512f", False),
+    ]:
+        path = tmp_path / vendor
+        facts = (
+            f"model name\t: A\nvendor_id\t: {vendor}\nflags\t\t: {features}\n\nmodel name\t: B\n"
+        )
+        path.write_text(facts)
+        found = processor(str(path))
+        assert (found.name, found.gains_from_mkl) == ("A", gains)
+        monkeypatch.setattr(progress, "processor", lambda found=found: found)
+        assert ("mpitrain[mkl]" in progress.slow_products(config)) == gains
+    fast = Processor("A", "GenuineIntel", frozenset(["avx512f"]))
+    monkeypatch.setattr(progress, "processor", lambda: fast)
+    assert progress.slow_products(config)
+    assert not progress.slow_products(parse({"device": {"kind": "cuda-sim"}}))
+    monkeypatch.setattr(progress, "mkl", lambda: {"float32": print})
+    assert not progress.slow_products(config)
 
 
 def test_without_a_gpu_nothing_sounds_like_a_failure(monkeypatch):

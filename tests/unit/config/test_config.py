@@ -191,6 +191,7 @@ def test_a_value_that_is_no_value_of_anything_is_refused_in_few_words(value):
     texts = (
         "run.out",
         "data.source",
+        "data.template",
         "replication.tuning",
         "device.tiles",
         "pipeline.schedule",

@@ -41,14 +41,14 @@ LOOPS = {
 
 # Kernels that load and store 16 bytes of global memory at a time, whatever the type of elements.
 WIDE = {
-    "ld": "activation_backward activation_forward adamw add add_bias add_into add_parts column_sums convert count_chosen "
+    "ld": "activation_backward activation_forward adam adamw add add_bias add_into add_parts column_sums convert count_chosen "
     "count_digits cross_entropy cross_entropy_loss cross_entropy_split decode_fp16 decode_int8 embedding "
     "embedding_backward_positions embedding_backward_table encode_fp16 encode_int8 gemm_combine gradient_facts "
-    "largest_is_target layer_norm layer_norm_backward maximum_into momentum row_argmax row_exponentials row_maximum sgd "
-    "sum_parts total weighted_sum write_chosen",
-    "st": "activation_backward activation_forward adamw add add_bias add_into add_parts column_sums convert cross_entropy "
+    "largest_is_target layer_norm layer_norm_backward lion maximum_into momentum nesterov row_argmax row_exponentials "
+    "row_maximum sgd sum_parts total weighted_sum write_chosen",
+    "st": "activation_backward activation_forward adam adamw add add_bias add_into add_parts column_sums convert cross_entropy "
     "cross_entropy_split decode_fp16 decode_int8 embedding embedding_backward_positions embedding_backward_table "
-    "encode_fp16 gemm_combine layer_norm layer_norm_backward maximum_into momentum sgd weighted_sum",
+    "encode_fp16 gemm_combine layer_norm layer_norm_backward lion maximum_into momentum nesterov sgd weighted_sum",
 }
 
 
@@ -92,6 +92,8 @@ def jobs():
                 types("float" if macro == "Mirror" else short)
                 | {macro: short if macro == "Mirror" else "float"},
             )
+    of_sums = types("float") | {"Result": "double", "Mirror": "__nv_bfloat16"}
+    yield "tensor_steps", "sm_90a", of_sums
     for is_backward, name in enumerate(ATTENTIONS):
         for capability, head, architecture in (
             (90, 64, "sm_90a"),

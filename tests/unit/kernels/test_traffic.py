@@ -155,6 +155,9 @@ def steps(kernels: Kernels, dtype: str) -> None:
     every = {"scale": 1.0, "lr": 0.1, "weight_decay": 0.1, "arena": Arena(), "mirror": mirror}
     ops.sgd(p, g, **every)
     ops.momentum(p, g, m, **every, beta=0.9)
+    ops.nesterov(p, g, m, **every, beta=0.9)
+    ops.lion(p, g, m, **every, beta1=0.9, beta2=0.99)
+    ops.adam(p, g, m, v, **every, beta1=0.9, beta2=0.95, eps=1e-8, step=1)
     ops.adamw(p, g, m, v, **every, beta1=0.9, beta2=0.95, eps=1e-8, step=1)
 
 
@@ -309,7 +312,7 @@ def test_each_operation_moves_the_bytes_of_its_row():
 
     def draw(one, shape):
         array = drawn(one, shape, sizes)
-        return array if one.below else array.astype(np.float32)
+        return array if one.is_integer else array.astype(np.float32)
 
     launches: list[Traffic] = []
     ops = bodies.cuda(Kernels(Simulator(checked=True, traffic=launches)))

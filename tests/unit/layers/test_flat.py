@@ -1,5 +1,7 @@
 """Flat storage: order, padding, views, buckets, ties and initial values."""
 
+from operator import attrgetter
+
 import numpy as np
 import pytest
 
@@ -52,36 +54,49 @@ UNITS = [
 @pytest.mark.parametrize("dtype", ("float32", "float64"))
 def test_tensors_fill_the_buffer_without_overlap_and_units_are_padded(dp, dtype):
     storage = Storage(UNITS, dtype, dp)
-    flat = np.zeros(storage.length, dtype)
-    for number, entry in enumerate(storage.entries, 1):
-        assert not entry.view(flat).any()
-        entry.view(flat)[...] = number
     assert storage.parameter_count == 21 + 3 + 15 + 5 + 2 + 7
-    assert np.count_nonzero(flat) == storage.parameter_count
-    assert all(entry.start % 32 == 0 for entry in storage.entries), (
-        "a mirror of 16 bits has whole cache lines, too"
-    )
-    for start, stop, *_ in storage.spans:
-        assert start % (32 * dp) == 0 and stop % (32 * dp) == 0
+    for layout, count in ((storage, 21 + 3 + 15 + 5 + 7), (storage.frozen, 2)):
+        flat = np.zeros(layout.length, dtype)
+        for number, entry in enumerate(layout.entries, 1):
+            assert not entry.view(flat).any()
+            entry.view(flat)[...] = number
+        assert np.count_nonzero(flat) == count
+        assert all(entry.start % 32 == 0 for entry in layout.entries), (
+            "a mirror of 16 bits has whole cache lines, too"
+        )
+        for start, stop, *_ in layout.spans:
+            assert start % (32 * dp) == 0 and stop % (32 * dp) == 0
 
 
 def test_views_nest_by_dots_and_share_memory():
     storage = Storage(UNITS, "float32")
-    flat = np.zeros(storage.length, "f4")
-    weights = storage.weights(flat)
+    flat, frozen = (np.zeros(layout.length, "f4") for layout in (storage, storage.frozen))
+    weights = storage.weights(flat, frozen)
     weights[1]["up"]["weight"][...] = 2
     assert weights[1]["up"]["weight"].shape == (5, 3) and flat.sum() == 30
 
 
 def test_a_tied_tensor_is_stored_once_and_its_gradient_is_one_sum():
     storage = Storage(UNITS, "float32")
-    flat = np.zeros(storage.length, "f4")
-    weights = storage.weights(flat)
+    flat, frozen = (np.zeros(layout.length, "f4") for layout in (storage, storage.frozen))
+    weights = storage.weights(flat, frozen)
     assert weights[3]["weight"] is weights[0]["table"]
     gradients, leaves = storage.gradients(flat)
     assert gradients[3]["weight"] is gradients[0]["table"]
     assert not gradients[3]["weight"].claim() and gradients[0]["table"].claim()
-    assert [len(stored) for stored in leaves] == [1, 4, 0, 1]
+    assert [len(stored) for stored in leaves] == [1, 3, 0, 1]
+
+
+def test_a_frozen_tensor_has_a_view_of_another_buffer_and_no_gradient():
+    storage = Storage(UNITS, "float32")
+    flat, frozen = (np.zeros(layout.length, "f4") for layout in (storage, storage.frozen))
+    storage.weights(flat, frozen)[1]["frozen"][...] = 3
+    assert frozen.sum() == 6 and not flat.any()
+    gradients, _ = storage.gradients(flat)
+    assert "frozen" not in gradients[1] and "up" in gradients[1]
+    with pytest.raises(KeyError, match="frozen"):
+        gradients[1]["frozen"]
+    assert [bucket.units for bucket in storage.frozen_buckets()] == [(1,)]
 
 
 def test_initial_values_depend_on_seed_and_name_alone_and_a_slice_is_a_part_of_the_whole():
@@ -130,13 +145,12 @@ def test_float32_starts_as_the_rounded_float64():
 def test_runs_cover_what_is_trained_and_join_neighbours_of_equal_decay():
     storage = Storage(UNITS, "float32")
     covered = np.zeros(storage.length)
-    for run in storage.runs(0, storage.length):
-        covered[run.start : run.stop] += 1 + run.decayed
+    for run in storage.runs(0, storage.length, attrgetter("decayed")):
+        covered[run.start : run.stop] += 1 + run.key
     for entry in storage.entries:
-        wanted = 0 if not entry.parameter.trainable else 1 + entry.parameter.decayed
-        assert (entry.view(covered) == wanted).all(), entry.name
-    block = list(storage.runs(*storage.spans[1][:2]))
-    assert [run.decayed for run in block] == [False, True]
+        assert (entry.view(covered) == 1 + entry.parameter.decayed).all(), entry.name
+    block = list(storage.runs(*storage.spans[1][:2], attrgetter("decayed")))
+    assert [run.key for run in block] == [False, True]
 
 
 @pytest.mark.parametrize("nbytes", (1, 100, 200, 1e9))

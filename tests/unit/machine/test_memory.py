@@ -17,6 +17,7 @@ from mpitrain.machine import process
 from mpitrain.models.table import MODELS
 from mpitrain.ops.device import device_for, ops_for
 from mpitrain.optim import RULES
+from mpitrain.optim.rule import BlockWise, TensorWise
 from mpitrain.parallel import memory
 from mpitrain.parallel.grid import axes
 from mpitrain.parallel.modes import MODES, STREAMS, mode_of, servers_of
@@ -81,8 +82,10 @@ def test_a_model_larger_than_what_is_free_on_its_host_is_refused_with_the_number
 ):
     config = config_of(layers=1000, optimizer={"name": optimizer})
     found, count = sizes_of(resolved(config, ranks), 1)
-    length = found.length
-    needed = sharing * length * 4 * (2 + RULES[optimizer].per_parameter)
+    rule = RULES[optimizer]
+    if not isinstance(rule.step, BlockWise | TensorWise):
+        assert found.state == rule.nbytes(4)
+    needed = sharing * found.replica
 
     def run(transport):
         if transport.hosts[transport.rank] == "a":
@@ -155,8 +158,13 @@ def check_held(ranks, sections, rounding=1e-12):
         trainer = build.build(transport, config, source=SOURCES["gpt"]).trainer
         trainer.sync_parameters()
         sizes, _ = sizes_of(trainer.resolved, trainer.grid.axes.dp)
+        if config.model.freeze:
+            _, axes, plan, *_, device = trainer.resolved
+            sizes = memory.frozen_sizes(
+                sizes, config, SOURCES["gpt"], axes, len(plan.place), device
+            )
         row = mode_of(trainer.config)
-        whole = row.memory(sizes._replace(largest=0))
+        whole = row.memory(sizes._replace(largest=0, slot=0))
         in_turns = row.memory(sizes) - whole
         return trainer.replication.held() - trainer.grid.scratch_bytes - whole, whole, in_turns
 
@@ -182,6 +190,28 @@ def test_the_memory_that_is_asked_for_is_what_the_ranks_hold_then(name, ranks, c
     check_held(ranks, sections)
 
 
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", layouts())
+def test_frozen_parameters_count_without_gradient_state_and_master(name, compute):
+    model = {"kind": "gpt", "layers": 3, "width": 24, "heads": 2, "context": 8}
+    model["freeze"] = ["embedding.*", "blocks.1.*", "*.norm.*"]
+    check_held(3, {**layouts()[name], "precision": {"compute": compute}, "model": model})
+
+
+def test_a_network_with_frozen_layers_is_described_whole_only_if_it_could_fit(monkeypatch):
+    model = {"kind": "gpt", "width": 24, "heads": 2, "context": 8, "freeze": ["blocks.*"]}
+    monkeypatch.setattr(process, "free_memory", lambda kind: 1 << 30)
+    with pytest.raises(ConfigError, match="parameters"):
+        most = resolved(config_of(model={**model, "layers": 10**9}))
+        run_ranks(1, lambda transport: check(transport, most))
+    monkeypatch.setattr(process, "free_memory", lambda kind: 1 << 24)
+    fits = resolved(config_of(model={**model, "layers": 300}))
+    run_ranks(1, lambda transport: check(transport, fits))
+    with pytest.raises(ConfigError, match="parameters"):
+        trains = resolved(config_of(model={**model, "layers": 300, "freeze": ["head.*"]}))
+        run_ranks(1, lambda transport: check(transport, trains))
+
+
 @pytest.mark.parametrize("name", STREAMS)
 def test_the_memory_of_stages_is_a_mean_as_if_they_were_equal(name):
     """The first stage of `async` stores the most versions of its own parameters."""
@@ -189,6 +219,17 @@ def test_the_memory_of_stages_is_a_mean_as_if_they_were_equal(name):
         batch = {"size": 4, "micro_batches": ranks}
         sections = {"pipeline": {"schedule": name}, "layout": {"pp": ranks}, "batch": batch}
         check_held(ranks, sections, rounding=0.05)
+
+
+@pytest.mark.parametrize("zero", (0, 1, 3))
+def test_coded_moments_count_as_codes_and_scales_and_embeddings_as_numbers(zero):
+    wide = {"kind": "gpt", "layers": 3, "width": 64, "heads": 2, "context": 8}
+    optimizer, replication = {"name": "adamw8bit"}, {"zero": zero}
+    sections = {"model": wide, "optimizer": optimizer, "replication": replication}
+    found = sizes_of(resolved(parse({**config_of().model_dump(), **sections})), 1)[0]
+    assert 2.03 < found.state < 3
+    # A shard that begins within a block has a scale more.
+    check_held(2, sections, rounding=0.005)
 
 
 @pytest.mark.parametrize("outer", [{"outer_momentum": 0.9}, {"outer_lr": 0.7}])

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from mpitrain.data import IGNORED
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import HostBackend
 from mpitrain.ops import bodies
@@ -12,6 +13,7 @@ from tests.laws.vocabulary import Split, VocabularyLaws
 host, reference = bodies.host(), bodies.reference()
 
 BODIES = [reference, host]
+ATTENTION_BODIES = [reference, *map(bodies.host, ("whole", "tiled"))]
 STEP = 1e-5
 ATTENTION_SHAPES = [
     (1, 1, 1, 1),
@@ -161,7 +163,7 @@ def test_embedding_has_the_gradient_of_its_forward(ops, b, t, v, c):
     )
 
 
-@pytest.mark.parametrize("ops", BODIES)
+@pytest.mark.parametrize("ops", ATTENTION_BODIES)
 @pytest.mark.parametrize(("b", "t", "heads", "d"), ATTENTION_SHAPES)
 def test_attention_has_the_gradient_of_its_forward(ops, b, t, heads, d):
     arena = Arena()
@@ -171,7 +173,7 @@ def test_attention_has_the_gradient_of_its_forward(ops, b, t, heads, d):
     assert_gradient(lambda qkv: np.vdot(dy, ops.attention(qkv, heads, arena)[0]), qkv, dqkv)
 
 
-@pytest.mark.parametrize("ops", BODIES)
+@pytest.mark.parametrize("ops", ATTENTION_BODIES)
 def test_attention_sees_no_later_token(ops):
     arena = Arena()
     qkv = numbers(1, 1, 200, 6)
@@ -196,6 +198,27 @@ def test_cross_entropy_has_the_gradient_of_its_loss(ops, m, v):
     )
     right = kept[np.arange(m), targets] == kept.max(1)
     assert ops.count_correct(kept, targets, arena) == right.sum()
+
+
+@pytest.mark.parametrize("ops", BODIES)
+def test_a_row_that_does_not_count_has_no_loss_and_no_gradient(ops):
+    """Not even if its logits are not finite."""
+    logits, targets = numbers(2, 6, 5), np.array([0, IGNORED, 4, IGNORED, IGNORED, 2])
+    logits[3, 1] = np.nan
+    counted = targets != IGNORED
+    some = logits[counted].copy()
+    assert ops.count_correct(logits, targets, Arena()) == ops.count_correct(
+        some, targets[counted], Arena()
+    )
+    assert_close(
+        ops.cross_entropy_loss(logits, targets, Arena()),
+        ops.cross_entropy_loss(some, targets[counted], Arena()),
+        1e-12,
+    )
+    loss, dlogits = ops.cross_entropy(logits, targets, 0.25, Arena())
+    true_loss, truth = ops.cross_entropy(some, targets[counted], 0.25, Arena())
+    assert_close(loss, true_loss, 1e-12)
+    assert np.array_equal(dlogits[counted], truth) and not dlogits[~counted].any()
 
 
 @pytest.mark.parametrize("ops", BODIES)
@@ -243,6 +266,16 @@ def test_steps_equal_pytorch():
             lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
             {"beta": 0.9, "weight_decay": 0.01},
         ),
+        "nesterov": (
+            1,
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
+            {"beta": 0.9, "weight_decay": 0.01},
+        ),
+        "adam": (
+            2,
+            lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1),
+            {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1},
+        ),
         "adamw": (
             2,
             lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1),
@@ -254,15 +287,29 @@ def test_steps_equal_pytorch():
             p, state = numbers(1, 50), [np.zeros(50) for _ in range(states)]
             q = torch.tensor(p.copy(), requires_grad=True)
             optimizer = build([q])
-            for step in range(1, 6):
+            for step in range(1, 11):
                 g = numbers(10 + step, 50)
-                counted = {"step": step} if name == "adamw" else {}
+                counted = {"step": step} if states == 2 else {}
                 getattr(ops, name)(
                     p, g, *state, scale=1.0, lr=0.1, arena=Arena(), **scalars, **counted
                 )
                 q.grad = torch.tensor(g)
                 optimizer.step()
             assert_close(p, q.detach().numpy(), 1e-12)
+
+
+@pytest.mark.parametrize("ops", BODIES)
+def test_steps_of_lion_are_the_lines_of_its_algorithm(ops):
+    """Algorithm 2 of Chen et al. 2023, with the gradient times its factor."""
+    p, m, theta, momentum = numbers(1, 50), np.zeros(50), numbers(1, 50), np.zeros(50)
+    for step in range(10):
+        g = numbers(10 + step, 50) * (np.arange(50) % 7 > 0)  # the sign of 0 is 0
+        ops.lion(p, g, m, 0.5, 0.1, 0.9, 0.99, 0.3, Arena())
+        c = 0.9 * momentum + (1 - 0.9) * (g / 2)
+        theta = theta - 0.1 * (np.sign(c) + 0.3 * theta)
+        momentum = 0.99 * momentum + (1 - 0.99) * (g / 2)
+    assert_close(p, theta, 1e-12)
+    assert_close(m, momentum, 1e-12)
 
 
 @pytest.mark.parametrize("ops", BODIES)

@@ -46,6 +46,26 @@ def test_a_product_is_written_or_added(library, dtype, m, k, n):
                 assert error <= 1e2 * np.finfo(dtype).eps
 
 
+@pytest.mark.skipif(not product.numpy_blas(), reason="NumPy has another BLAS")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_short_sum_is_added_in_place_with_the_bits_of_a_product_and_an_addition(
+    monkeypatch, dtype
+):
+    monkeypatch.setattr(product, "mkl", dict)
+    longest = product.ONE_SUM // np.dtype(dtype).itemsize
+    draw = np.random.default_rng(0)
+    for m, k, n in [(1, 1, 1), (65, 7, 33), (256, longest, 96), (100, longest - 1, 257)]:
+        a, b, out = (draw.standard_normal(s).astype(dtype) for s in ((k, m), (k, n), (m, n)))
+        expected = out + a.T @ b
+        arena = Arena()
+        product.put_product(a.T, b, out, True, arena)
+        assert np.array_equal(out, expected) and arena.allocations == 0
+    arena = Arena()
+    a, b = np.ones((m, longest + 1), dtype), np.ones((longest + 1, n), dtype)
+    product.put_product(a, b, out, True, arena)
+    assert arena.allocations == 1
+
+
 def test_mkl_is_used_where_it_is_installed(monkeypatch):
     calls = []
     monkeypatch.setattr(

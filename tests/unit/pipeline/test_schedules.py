@@ -3,7 +3,7 @@
 Units: a part's forward, input half and weight half take 1 each, so that all times are whole numbers.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from fractions import Fraction
 from functools import cache
 from itertools import product
@@ -23,6 +23,7 @@ from mpitrain.pipeline.instructions import (
     Send,
     fused_at_the_input,
     with_messages,
+    without_backward,
 )
 from mpitrain.pipeline.memory import goes_in_passes, peak, turns
 from mpitrain.pipeline.schedules import KINDS, SCHEDULES, plan_of
@@ -109,6 +110,31 @@ def test_every_part_takes_each_micro_batch_forward_and_through_both_halves_once(
                     Backward: "BW",
                 }[type(instruction)]
         assert done == dict.fromkeys(product(range(p * v), range(m)), "FBW"), (p, m, v)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_without_the_backward_of_its_first_parts_a_program_ends_and_sends_them_no_gradient(name):
+    for p, m, v in points(name):
+        if p > 4 or m not in (1, 2, 3, 4, 7, 8):
+            continue
+        parts = len(planned(name, p, m, v).place)
+        for first in {0, 1 % parts, parts // 2, parts - 1}:
+            program = with_messages(fused_at_the_input(planned(name, p, m, v), first))
+            found = without_backward(program, first)
+            simulation = simulate(found, [Cost()] * parts)
+            assert not simulation.waits, (p, m, v, first)
+            assert first or found == program
+            done = Counter(
+                (type(i).__name__, i.part) for mine in found for i in mine if i.part < first
+            )
+            halves = {"Backward", "BackwardInput", "BackwardWeight"}
+            assert all(done["Forward", part] == done["Skip", part] == m for part in range(first))
+            assert not any(kind in halves for kind, _ in done)
+            for mine in found:
+                messages = [i for i in mine if isinstance(i, Send | Receive | Complete | Handoff)]
+                assert all(i.what == "activation" or i.part >= first for i in messages)
+                sent = Counter(i[:3] for i in messages if isinstance(i, Send))
+                assert sent == Counter(i[:3] for i in messages if isinstance(i, Complete))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

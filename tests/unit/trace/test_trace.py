@@ -30,6 +30,7 @@ from mpitrain.report.time_breakdown import (
     COMMUNICATION,
     COMPUTING,
     PAUSES,
+    READING,
     WAITING,
     shares,
 )
@@ -165,15 +166,16 @@ def test_shares_are_the_seconds_that_were_spent_so_and_name_who_was_waited_for(t
     def script(rank, one, step):
         one.computes(5.2 if rank == 2 else 4.0)
         one.waits(105.7 + 10 * step)
-        one.now += 0.3  # nobody says what for
+        one.computes(0.2, "its rows")
+        one.now += 0.1  # nobody says what for
         with one.recorder.pausing("evaluation"):
             one.computes(1.0)
 
     timeline = scripted(tmp_path, script)
     found = shares(timeline)
     span = 17.0  # from the start of the second step to the end of the third
-    expected = np.zeros((RANKS, 6))
-    expected[:, [COMMUNICATION, PAUSES]] = 1, 2
+    expected = np.zeros((RANKS, 7))
+    expected[:, [COMMUNICATION, READING, PAUSES]] = 1, 0.4, 2
     expected[:, COMPUTING], expected[:, WAITING] = (8, 8, 10.4), (2.4, 2.4, 0)
     expected[:, BETWEEN] = span - expected.sum(1)
     np.testing.assert_allclose(found.seconds, expected, atol=1e-9)

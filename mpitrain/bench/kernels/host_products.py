@@ -1,0 +1,55 @@
+"""The rates of matrix products on the host: NumPy's BLAS and MKL, measured in turns."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpitrain.machine.arena import Arena
+from mpitrain.ops.host.product import mkl, put_product
+
+SHAPES = ((512, 256, 768), (512, 256, 1024), (512, 1024, 256))
+"""(M, K, N) of three linear layers of the default GPT, for 4 sequences."""
+TURNS = 7
+"""Measured turns of each library after one for warm-up; the fastest counts."""
+MARGIN = 1.03
+"""Least ratio of two rates for which the faster library is recommended."""
+
+
+def rates() -> dict[str, float]:
+    """Return {library: float32 operations per second} for NumPy and, if installed, MKL."""
+    libraries: dict[str, Callable[..., Any]] = {"NumPy": lambda a, b, out: np.matmul(a, b, out=out)}
+    if mkl():
+        arena = Arena()
+        libraries["MKL"] = lambda a, b, out: put_product(a, b, out, False, arena)
+    ones = [
+        (np.ones((m, k), np.float32), np.ones((k, n), np.float32), np.empty((m, n), np.float32))
+        for m, k, n in SHAPES
+    ]
+    seconds: dict[str, list[float]] = {name: [] for name in libraries}
+    for _ in range(1 + TURNS):
+        for name, multiply in libraries.items():
+            start = time.perf_counter()
+            for operands in ones:
+                multiply(*operands)
+            seconds[name].append(time.perf_counter() - start)
+    flops = sum(2 * m * k * n for m, k, n in SHAPES)
+    return {name: flops / min(times[1:]) for name, times in seconds.items()}
+
+
+def described(found: dict[str, float], gains_from_mkl: bool) -> str:
+    """Return in words which library multiplies, its rate, and the faster library if it is another.
+
+    found           as `rates` returns it
+    gains_from_mkl  whether MKL is faster on this processor, as far as is known without it
+    """
+    said = {name: f"{rate / 1e9:.0f} GFLOP/s" for name, rate in found.items()}
+    if "MKL" not in found:
+        advice = "; MKL is faster on this processor: pip install 'mpitrain[mkl]'"
+        return f"by NumPy's BLAS, {said['NumPy']}{advice if gains_from_mkl else ''}"
+    ratio = found["MKL"] / found["NumPy"]
+    text = f"by MKL, {said['MKL']}; NumPy's BLAS {said['NumPy']}"
+    if ratio < 1 / MARGIN:
+        return f"{text}: it is {1 / ratio:.2f} times as fast, so pip uninstall mkl"
+    return f"{text}: MKL is {ratio:.2f} times as fast"

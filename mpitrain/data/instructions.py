@@ -1,0 +1,145 @@
+"""Instruction data: conversations in JSON lines, of which only the answers are trained on.
+
+A line is {"prompt": TEXT, "answer": TEXT}, or {"messages": [{"role": ROLE, "content": TEXT}, ...]}.
+A prompt is a message of the role user, an answer one of the role assistant. Each message becomes
+a turn by data.template. Tokens are bytes. Targets within the content of an assistant's turn, and
+within the text of the template behind the content, count; all other targets are IGNORED.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpitrain.data.order import EpochOrder, positions
+from mpitrain.data.source import IGNORED, Form, Request
+from mpitrain.data.tokens import BYTES
+from mpitrain.errors import ConfigError, DataError
+from mpitrain.files import check_regular, contents
+from mpitrain.strict_json import parsed
+
+USER, ASSISTANT = "user", "assistant"
+Turn = tuple[str, str]
+"""The role and the content of a message."""
+
+
+class InstructionSource:
+    """A data source of conversations, shuffled anew in each epoch by (seed, epoch).
+
+    inputs and targets are (B, T) int64. A conversation is one row; it is cut after T + 1 tokens,
+    and a shorter one is filled with token 0 and IGNORED targets. The last tenth is held out.
+
+    conversations  [(tokens, whether each counts as a target)], uint8 and bool
+    """
+
+    form: Form = "tokens"
+    inputs = classes = BYTES
+
+    def __init__(self, conversations: Sequence[tuple[np.ndarray, np.ndarray]], context: int):
+        self.shape: tuple[int, ...] = (context,)
+        held_out = max(1, len(conversations) // 10)
+        self._train, self._test = conversations[:-held_out], conversations[-held_out:]
+        self.samples, self.held_out = len(self._train), held_out
+        self.cut = sum(len(tokens) > context + 1 for tokens, _ in self._train)
+        self._order = EpochOrder(self.samples)
+
+    def batch(
+        self, seed: int, step: int, size: int, rows: range, before: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        chosen = self._order.chosen(seed, positions(step, size, rows, before))
+        return self._rows([self._train[number] for number in chosen])
+
+    def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        return self._rows([self._test[number] for number in rows])
+
+    def _rows(
+        self, conversations: Sequence[tuple[np.ndarray, np.ndarray]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        (context,) = self.shape
+        inputs = np.zeros((len(conversations), context), np.int64)
+        targets = np.full((len(conversations), context), IGNORED, np.int64)
+        for x, y, (tokens, counts) in zip(inputs, targets, conversations, strict=True):
+            x[: len(tokens)] = tokens[:context]
+            following, counted = tokens[1 : context + 1], counts[1 : context + 1]
+            y[: len(following)][counted] = following[counted]
+        return inputs, targets
+
+
+def open_jsonl(request: Request) -> InstructionSource:
+    """Open a file of conversations."""
+    path, template = Path(request.place), request.reading.template
+    if template.count("{content}") != 1 or "{role}" in template.partition("{content}")[2]:
+        raise ConfigError(
+            f"data.template must have one {{content}}, and {{role}} only before it, but is {template!r}.",
+            "For example: {role}: {content}\\n\\n",
+        )
+    try:
+        check_regular(path)
+        lines = contents(path).split(b"\n")
+    except OSError as error:
+        raise DataError(
+            f"The data file {path} cannot be read: {error.strerror}.", "Check data.source."
+        ) from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                found.append(_tokens(_turns(parsed(line)), template))
+            except ValueError as error:
+                raise DataError(
+                    f"Line {number} of {path} must be a conversation, but {error}.",
+                    'Write {"prompt": TEXT, "answer": TEXT} or {"messages": [...]} on each line.',
+                ) from None
+    if len(found) < 2:
+        raise DataError(
+            f"{path} must have at least 2 conversations, but has {len(found)}.",
+            "One of them is held out; add more.",
+        )
+    source = InstructionSource(found, request.context)
+    for numbers, noun in (
+        (range(source.samples), "training"),
+        (range(-source.held_out, 0), "held-out"),
+    ):
+        if not any(found[number][1][1 : request.context + 1].any() for number in numbers):
+            raise DataError(
+                f"A {noun} conversation of {path} must have an answer in its first {request.context + 1} tokens, but none has.",
+                "Raise model.context, or shorten the prompts.",
+            )
+    return source
+
+
+def _turns(found: Any) -> list[Turn]:
+    """Return the messages of a line; ValueError with the rest of a sentence if it has none."""
+    if not isinstance(found, dict):
+        raise ValueError(f"it is {type(found).__name__}")
+    if set(found) == {"prompt", "answer"}:
+        messages = [
+            {"role": USER, "content": found["prompt"]},
+            {"role": ASSISTANT, "content": found["answer"]},
+        ]
+    elif set(found) == {"messages"} and isinstance(found["messages"], list):
+        messages = found["messages"]
+    else:
+        raise ValueError(f"its keys are {', '.join(map(ascii, found)) or 'none'}")
+    for message in messages:
+        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+            raise ValueError("a message has other keys than role and content")
+        if not all(isinstance(text, str) for text in message.values()):
+            raise ValueError("a role or a content is no text")
+    return [(message["role"], message["content"]) for message in messages]
+
+
+def _tokens(turns: Sequence[Turn], template: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bytes of a conversation, (N,) uint8, and whether each counts as a target."""
+    head, _, tail = template.partition("{content}")
+    pieces, counts = [], []
+    for role, content in turns:
+        for text, does_count in (
+            (head.replace("{role}", role), False),
+            (content + tail, role == ASSISTANT),
+        ):
+            pieces.append(text.encode())
+            counts.append(np.full(len(pieces[-1]), does_count))
+    tokens = np.frombuffer(b"".join(pieces), np.uint8)
+    return tokens, np.concatenate(counts) if counts else np.empty(0, bool)

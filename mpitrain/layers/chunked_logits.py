@@ -1,0 +1,190 @@
+"""Logits in slices of rows: the last product, the loss and their gradients, one slice at a time.
+
+The logits of all M rows are often the largest array of a step: (M, V). A `ChunkedHead` returns
+`ChunkedLogits` in their place. `ChunkedLoss` then computes, for each slice of rows:
+
+    logits  = x W^T            (M / N, V)
+    dlogits = the gradient of the loss, written over the logits
+    dx      = dlogits W        (M / N, C), a slice of (M, C)
+    dW     += dlogits^T x      (V, C)
+
+So a micro-batch needs (M / N, V) + (V, C) numbers in place of (M, V). dW waits in a buffer until
+the weight half adds it to the gradient. There is no further product.
+
+M rows, C channels, V vocabulary, N slices.
+"""
+
+from __future__ import annotations  # help() then prints signatures as they are written here
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpitrain.layers.base import Gradients, Loss, Parameter, Weights
+from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import on_device
+from mpitrain.ops import Ops
+
+
+class ChunkedHead:
+    """An output head that leaves its product to the loss.
+
+    head    a linear layer without bias, with the offer `product`
+    count   N, the number of slices
+    """
+
+    output_is_free = True
+
+    def __init__(self, head: Any, count: int):
+        self.head, self.count = head, count
+
+    def parameters(self) -> list[Parameter]:
+        """Return the parameters of the head."""
+        return self.head.parameters()
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the logits for an input of this shape."""
+        return self.head.output_shape(shape)
+
+    def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
+        """Return logits that are not computed yet, and the shape of x."""
+        rows = self.gathered(x)
+        return ChunkedLogits(self, w["weight"], rows, self.output_shape(x.shape)), x.shape
+
+    def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
+        """Return the gradient of x, which the loss has computed, and that of the weight."""
+        return self.summed(dy.sums, arena).reshape(saved), dy.dw
+
+    def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
+        """Write the gradient of the weight, or add to it."""
+        if "weight" not in dw:
+            return
+        target, ops = dw["weight"], self.head.ops
+        if target.claim():
+            ops.add(target.array, pending, target.array, arena)
+        else:
+            target.array[...] = pending
+
+    def gathered(self, x: Any) -> Any:
+        """Return all rows of x, (M, C)."""
+        return x.reshape(-1, x.shape[-1])
+
+    def sums(self, logits: ChunkedLogits, arena: Arena) -> tuple[Any, Any]:
+        """Return a buffer for the gradient of all rows of x, and an array of it: (M, C)."""
+        dx = arena.take(logits.rows.shape, logits.rows.dtype)
+        return dx, dx
+
+    def summed(self, sums: Any, arena: Arena) -> Any:
+        """Return the gradient of x from the buffer that `sums` returned."""
+        return sums
+
+
+class ChunkedLogits:
+    """Logits (..., V) that are computed slice by slice, in place of an array of them.
+
+    rows    (M, C): the input of the product
+    weight  (V, C), valid until the stage opens another unit
+    shape   of the logits
+    """
+
+    def __init__(self, layer: ChunkedHead, weight: Any, rows: Any, shape: Sequence[int]):
+        self.layer, self.weight, self.rows, self.shape = layer, weight, rows, tuple(shape)
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims of the logits."""
+        return len(self.shape)
+
+    def reshape(self, *shape: Any) -> ChunkedLogits:
+        """Return the same logits: their rows stay flat."""
+        return self
+
+    def cut(self, lengths: Sequence[int], arena: Arena) -> ChunkedLogits:
+        """Return the first logits along each dim but the last."""
+        if tuple(lengths) == self.shape[:-1]:
+            return self
+        rows = self.rows.reshape(*self.shape[:-1], -1)[tuple(map(slice, lengths))]
+        own = arena.take(rows.shape, rows.dtype)
+        own[...] = rows
+        shape = (*lengths, self.shape[-1])
+        return ChunkedLogits(self.layer, self.weight, own.reshape(-1, own.shape[-1]), shape)
+
+    def computed(self, arena: Arena) -> Any:
+        """Return all logits in one array."""
+        y, _ = self.layer.head.product(self.rows, self.weight, None, arena)
+        return y.reshape(self.shape)
+
+    def slices(self, arena: Arena) -> Iterator[tuple[slice, Any, Any]]:
+        """Yield each slice of rows, its logits (M / N, V), and the saved state of its product."""
+        count, product = len(self.rows), self.layer.head.product
+        for number in range(self.layer.count):
+            mine = slice(
+                number * count // self.layer.count, (number + 1) * count // self.layer.count
+            )
+            if mine.start < mine.stop:
+                yield mine, *product(self.rows[mine], self.weight, None, arena)
+
+
+@dataclass
+class ChunkedGradient:
+    """The gradient of `ChunkedLogits`, as the gradients of the product's operands.
+
+    sums  the buffer of the gradient of x, which the head sums over ranks
+    dw    (V, C): the gradient of the weight
+    """
+
+    sums: Any
+    dw: Any
+
+    def reshape(self, *shape: Any) -> ChunkedGradient:
+        """Return the same gradient."""
+        return self
+
+
+class ChunkedLoss:
+    """A loss of `ChunkedLogits`, which applies another loss to each slice of rows.
+
+    Its `value` and `correct` take one slice of logits.
+
+    whole  the loss of an array of logits
+    """
+
+    def __init__(self, whole: Loss, ops: Ops):
+        self._gradient, self._ops = whole.gradient, ops
+        self.value, self.correct = whole.value, whole.correct
+
+    def gradient(self, logits: Any, targets: Any, scale: float, arena: Arena) -> tuple[Any, Any]:
+        """Return the summed loss, and the gradient as a `ChunkedGradient`."""
+        head, ops, total = logits.layer, self._ops, None
+        sums, dx = head.sums(logits, arena)
+        stored = "float64" if dx.dtype == "float64" else "float32"
+        dw = arena.take(logits.weight.shape, stored)
+        for rows, y, saved in logits.slices(arena):
+            value, dy = self._gradient(y, targets[rows], scale, arena)
+            _, pending = ops.linear_backward_input(dy, logits.weight, saved, arena, dx[rows])
+            ops.linear_backward_weight(pending, dw, total is not None, arena)
+            total = value if total is None else self._plus(total, value, arena)
+            del y, saved, dy, pending  # the next slice uses the same buffers
+        return total, ChunkedGradient(sums, dw)
+
+    def _plus(self, total: Any, value: Any, arena: Arena) -> Any:
+        """Return the sum of two numbers, or of two arrays without dims on a device."""
+        if not on_device(total):
+            return total + value
+        self._ops.add(total, value, total, arena)
+        return total
+
+
+def sliced(logits: Any, arena: Arena) -> Iterator[tuple[slice, Any]]:
+    """Yield slices of rows and their logits (rows, V): a single slice for an array of logits."""
+    if isinstance(logits, ChunkedLogits):
+        for rows, y, _ in logits.slices(arena):
+            yield rows, y
+            del y
+    else:
+        yield slice(None), logits.reshape(-1, logits.shape[-1])
+
+
+def computed(logits: Any, arena: Arena) -> Any:
+    """Return logits as one array."""
+    return logits.computed(arena) if isinstance(logits, ChunkedLogits) else logits

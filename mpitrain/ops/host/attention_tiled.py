@@ -1,0 +1,153 @@
+"""Causal attention in tiles, one head at a time (FlashAttention-2, Dao 2023).
+
+A tile of scores stays in the L2 cache, and no array has T x T elements. Tiles above the diagonal
+are never computed. Every array of a head is scratch, which all heads use in turn. So the views of
+all tiles are made once per call.
+
+The product of queries and keys takes one more channel, which adds -shift to the scores. This saves
+a pass over the tiles.
+
+B batch, T tokens, C channels, H heads, D = C / H. A tile has Q queries and K keys.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from mpitrain.ops.host.attention_tiled_backward import backward
+from mpitrain.ops.host.attention_whole import SAFE, causal_mask, split_heads
+from mpitrain.ops.host.blocks import Tile, take_columns, tile_for
+
+
+class Saved(NamedTuple):
+    """The state for the backward: one number per row instead of a row of weights.
+
+    qkv: (B, T, 3C); y: (B, T, C); log_sums: (B, H, T)
+    """
+
+    qkv: np.ndarray
+    y: np.ndarray
+    log_sums: np.ndarray
+    tile: Tile
+
+    def backward(self, dy, arena):
+        """Return dqkv.    dy: (B, T, C); dqkv: (B, T, 3C)"""
+        return backward(dy, *self, arena)
+
+
+class Forward(NamedTuple):
+    """Views of one tile of the forward.
+
+    q: (Q, D + 1); kt: (D + 1, K); v: (K, D); scores: (Q, K); sums: (Q,); out, part: (Q, D)
+    masked, mask  the columns of the scores from the diagonal on, and 0 or -inf for each
+    ones          (K,)
+    is_first      whether this tile has the first keys of its queries
+    """
+
+    q: np.ndarray
+    kt: np.ndarray
+    v: np.ndarray
+    scores: np.ndarray
+    masked: np.ndarray
+    mask: np.ndarray
+    ones: np.ndarray
+    is_first: bool
+    out: np.ndarray
+    part: np.ndarray
+    sums: np.ndarray
+    part_sums: np.ndarray
+
+
+def attention(qkv, heads, arena, tile=None):
+    """Return (y, saved).    qkv: (B, T, 3C); y: (B, T, C)"""
+    batch, length, packed = qkv.shape
+    width, dtype = packed // 3 // heads, qkv.dtype
+    tile = tile or tile_for(width)
+    y = arena.take((batch, length, packed // 3), dtype)
+    log_sums = arena.take((batch, heads, length), dtype)
+    q, kt = (
+        arena.take((length, width + 1), dtype),
+        take_columns(1, width + 1, length, dtype, arena)[0],
+    )
+    v, out = arena.take((2, length, width), dtype)
+    sums = arena.take((length,), dtype)
+    tiles = _forward_tiles(q, kt, v, out, sums, tile, arena)
+    kt[width] = 1
+    for sequence in range(batch):
+        every_q, every_k, every_v = split_heads(qkv[sequence], 3, heads)
+        (every_y,) = split_heads(y[sequence], 1, heads)
+        for head in range(heads):
+            np.multiply(every_q[head], width**-0.5, out=q[:, :width])
+            q[:, width] = 0
+            kt[:width] = every_k[head].T
+            v[...] = every_v[head]
+            with np.errstate(over="ignore", invalid="ignore"):
+                _sum_values(tiles)
+            if not (SAFE[0] < sums.min(initial=1) and sums.max(initial=1) < SAFE[1]):
+                # A softmax does not depend on a shift of its scores. NumPy takes almost as long for
+                # the row maxima as for the exponentials. So only such a head has a shift.
+                np.multiply(_row_maxima(tiles, sums), -1, out=q[:, width])
+                _sum_values(tiles)
+            np.divide(out, sums[:, None], out=every_y[head])
+            np.log(sums, out=sums)
+            np.subtract(sums, q[:, width], out=log_sums[sequence, head])
+    return y, Saved(qkv, y, log_sums, tile)
+
+
+def _forward_tiles(q, kt, v, out, sums, tile, arena):
+    """Return the views of all tiles of a head, in the order of their queries."""
+    length, dtype = len(q), q.dtype
+    short, long = min(tile.short, length), min(tile.long, length)
+    scores, part = arena.take((short * long,), dtype), arena.take((short, v.shape[1]), dtype)
+    part_sums, ones = arena.take((short,), dtype), np.ones(long, dtype)
+    mask, found = causal_mask(short, dtype), []
+    for first in range(0, length, short):
+        rows = slice(first, min(first + short, length))
+        count = rows.stop - first
+        for start in range(0, rows.stop, long):
+            keys = slice(start, min(start + long, rows.stop))
+            own = scores[: count * (keys.stop - start)].reshape(count, -1)
+            late = max(first, start)
+            found.append(
+                Forward(
+                    q[rows],
+                    kt[:, keys],
+                    v[keys],
+                    own,
+                    own[:, late - start :],
+                    mask[:count, late - first : max(0, keys.stop - first)],
+                    ones[: keys.stop - start],
+                    start == 0,
+                    out[rows],
+                    part[:count],
+                    sums[rows],
+                    part_sums[:count],
+                )
+            )
+    return found
+
+
+def _sum_values(tiles):
+    """Fill the sums with the row sums of exp(scores), and out with exp(scores) v."""
+    for t in tiles:
+        np.matmul(t.q, t.kt, out=t.scores)
+        if t.mask.size:
+            np.add(t.masked, t.mask, out=t.masked)
+        np.exp(t.scores, out=t.scores)
+        if t.is_first:
+            np.matmul(t.scores, t.ones, out=t.sums)
+            np.matmul(t.scores, t.v, out=t.out)
+        else:
+            np.add(t.sums, np.matmul(t.scores, t.ones, out=t.part_sums), out=t.sums)
+            np.add(t.out, np.matmul(t.scores, t.v, out=t.part), out=t.out)
+
+
+def _row_maxima(tiles, maxima):
+    """Fill the maxima (T,), which are the tiles' sums, with the largest score of each row."""
+    maxima.fill(-np.inf)
+    for t in tiles:
+        np.matmul(t.q, t.kt, out=t.scores)
+        if t.mask.size:
+            np.add(t.masked, t.mask, out=t.masked)
+        np.maximum(t.sums, t.scores.max(1), out=t.sums)
+    return maxima

@@ -1,0 +1,136 @@
+"""The backward of attention in tiles, one head at a time (FlashAttention-2, Dao 2023, algorithm 2).
+
+Two products each take one more channel, which saves a pass over the tiles. It adds -log_sum to the
+scores, so that their exponentials are the weights. It adds -dot to the gradient of the weights,
+where dot is the sum of dy y over a row.
+
+B batch, T tokens, C channels, H heads, D = C / H. A tile has Q queries and K keys.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from mpitrain.ops.host.attention_whole import causal_mask, split_heads
+from mpitrain.ops.host.blocks import take_columns
+
+
+class Backward(NamedTuple):
+    """Views of one tile of the backward.
+
+    q, d: (Q, D + 1); kt, vt: (D + 1, K); k: (K, D); weights, dscores: (Q, K)
+    only_q, only_d  without the additional channel: (Q, D)
+    masked, mask    the rows of the weights that see only some keys, and 0 or -inf for each element
+    dq, part_q      (Q, D)
+    dk, dv, part_k  (K, D)
+    is_first        whether this tile has the first queries that see its keys
+    """
+
+    q: np.ndarray
+    d: np.ndarray
+    only_q: np.ndarray
+    only_d: np.ndarray
+    kt: np.ndarray
+    vt: np.ndarray
+    k: np.ndarray
+    weights: np.ndarray
+    dscores: np.ndarray
+    masked: np.ndarray
+    mask: np.ndarray
+    is_first: bool
+    dq: np.ndarray
+    part_q: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    part_k: np.ndarray
+
+
+def backward(dy, qkv, y, log_sums, tile, arena):
+    """Return dqkv; the weights are computed again, tile by tile.
+
+    dy, y: (B, T, C); qkv, dqkv: (B, T, 3C); log_sums: (B, H, T)
+    """
+    batch, heads, length = log_sums.shape
+    width, dtype = dy.shape[2] // heads, qkv.dtype
+    scale = width**-0.5
+    dqkv = arena.take(qkv.shape, dtype)
+    q, d = arena.take((2, length, width + 1), dtype)
+    kt, vt = take_columns(2, width + 1, length, dtype, arena)
+    k, dq, dk, dv = arena.take((4, length, width), dtype)
+    tiles = _backward_tiles(q, d, kt, vt, k, dq, dk, dv, tile, arena)
+    kt[width] = vt[width] = 1
+    for sequence in range(batch):
+        every_q, every_k, every_v = split_heads(qkv[sequence], 3, heads)
+        every_dq, every_dk, every_dv = split_heads(dqkv[sequence], 3, heads)
+        (every_y,), (every_d,) = (split_heads(one[sequence], 1, heads) for one in (y, dy))
+        for head in range(heads):
+            np.multiply(every_q[head], scale, out=q[:, :width])
+            np.multiply(log_sums[sequence, head], -1, out=q[:, width])
+            d[:, :width] = every_d[head]
+            np.vecdot(every_d[head], every_y[head], out=d[:, width])
+            # np.negative of NumPy 2.4 computes in place with some strides wrongly.
+            d[:, width] *= -1
+            kt[:width], vt[:width] = every_k[head].T, every_v[head].T
+            k[...] = every_k[head]
+            dq.fill(0)
+            _add_gradients(tiles)
+            np.multiply(dq, scale, out=every_dq[head])
+            every_dk[head], every_dv[head] = dk, dv
+    return dqkv
+
+
+def _backward_tiles(q, d, kt, vt, k, dq, dk, dv, tile, arena):
+    """Return the views of all tiles of a head, in the order of their keys."""
+    (length, width), dtype = k.shape, k.dtype
+    short, long = min(tile.short, length), min(tile.long, length)
+    weights, dscores = arena.take((2, short * long), dtype)
+    part = arena.take((long, width), dtype)
+    mask, found = causal_mask(short, dtype), []
+    for first in range(0, length, short):
+        keys = slice(first, min(first + short, length))
+        count = keys.stop - first
+        for start in range(first, length, long):
+            rows = slice(start, min(start + long, length))
+            shape, size = (rows.stop - start, count), (rows.stop - start) * count
+            own = weights[:size].reshape(shape)
+            late = count if start == first else 0
+            found.append(
+                Backward(
+                    q[rows],
+                    d[rows],
+                    q[rows, :width],
+                    d[rows, :width],
+                    kt[:, keys],
+                    vt[:, keys],
+                    k[keys],
+                    own,
+                    dscores[:size].reshape(shape),
+                    own[:late],
+                    mask[:late, :count],
+                    start == first,
+                    dq[rows],
+                    part[: rows.stop - start],
+                    dk[keys],
+                    dv[keys],
+                    part[:count],
+                )
+            )
+    return found
+
+
+def _add_gradients(tiles):
+    """Add every tile's gradient to dq, which is 0 at first; write or add those of dk and dv."""
+    for t in tiles:
+        np.matmul(t.q, t.kt, out=t.weights)
+        if t.mask.size:
+            np.add(t.masked, t.mask, out=t.masked)
+        np.exp(t.weights, out=t.weights)
+        np.matmul(t.d, t.vt, out=t.dscores)
+        np.multiply(t.dscores, t.weights, out=t.dscores)
+        if t.is_first:
+            np.matmul(t.weights.T, t.only_d, out=t.dv)
+            np.matmul(t.dscores.T, t.only_q, out=t.dk)
+        else:
+            np.add(t.dv, np.matmul(t.weights.T, t.only_d, out=t.part_k), out=t.dv)
+            np.add(t.dk, np.matmul(t.dscores.T, t.only_q, out=t.part_k), out=t.dk)
+        np.add(t.dq, np.matmul(t.dscores, t.k, out=t.part_q), out=t.dq)

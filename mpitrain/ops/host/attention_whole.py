@@ -1,0 +1,148 @@
+"""Causal attention with saved exponentials, for short sequences.
+
+A block of queries of one sequence skips the keys after it. B batch, T tokens, C channels, H heads,
+D = C / H; Q queries of a block, K keys that its last query sees. Queries, keys and values are
+strided views of (B, T, 3C) that BLAS reads in place. `saved` takes about B H T^2 / 2 elements.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+# Queries per block: smaller blocks skip more of the masked half, but make slower products.
+QUERIES = 64
+# Row sums within these bounds have lost nothing to overflow or underflow, in float32 or float64.
+SAFE = (
+    1e-25,
+    1e25,
+)
+
+
+class Block(NamedTuple):
+    """A block of queries: its `rows`, the exponentials of its scores, and 1 / their row sums.
+
+    exp: (B, H, Q, K); inverse: (B, H, Q, 1)
+    """
+
+    rows: slice
+    exp: np.ndarray
+    inverse: np.ndarray
+
+
+class Saved(NamedTuple):
+    """The state for the backward: the packed input (B, T, 3C), and every block of queries."""
+
+    qkv: np.ndarray
+    heads: int
+    blocks: list[Block]
+
+    def backward(self, dy, arena):
+        """Return dqkv.    dy: (B, T, C); dqkv: (B, T, 3C)"""
+        return _backward(dy, self, arena)
+
+
+def attention(qkv, heads, arena):
+    """Return (y, saved).    qkv: (B, T, 3C); y: (B, T, C)"""
+    batch, length, packed = qkv.shape
+    width = packed // 3 // heads
+    y = arena.take((batch, length, packed // 3), qkv.dtype)
+    blocks = []
+    for start in range(0, length, QUERIES):
+        stop = min(start + QUERIES, length)
+        exp = arena.take((batch, heads, stop - start, stop), qkv.dtype)
+        blocks.append(Block(slice(start, stop), exp, arena.take((*exp.shape[:3], 1), qkv.dtype)))
+    last = min(length, QUERIES)
+    mask = causal_mask(last, qkv.dtype)
+    ones = np.ones(length, qkv.dtype)
+    every_scaled = arena.take((heads, last, width), qkv.dtype)
+    for sequence in range(batch):
+        q, k, v = split_heads(qkv[sequence], 3, heads)
+        (out,) = split_heads(y[sequence], 1, heads)
+        for block in blocks:
+            rows, exp, inverse = block.rows, block.exp[sequence], block.inverse[sequence]
+            scaled = np.multiply(q[:, rows], width**-0.5, out=every_scaled[:, : exp.shape[1]])
+            _exponentials(scaled, k[:, : rows.stop], mask, ones[: rows.stop], exp, inverse)
+            # The product goes into contiguous scratch, so that only one of the two writes is
+            # strided.
+            np.multiply(np.matmul(exp, v[:, : rows.stop], out=scaled), inverse, out=out[:, rows])
+    return y, Saved(qkv, heads, blocks)
+
+
+def _backward(dy, saved, arena):
+    qkv, heads, blocks = saved
+    batch, length, channels = dy.shape
+    width = channels // heads
+    dqkv = arena.take(qkv.shape, qkv.dtype)
+    last = min(length, QUERIES)
+    every_ds, every_scaled = arena.take((2, heads, last, width), qkv.dtype)
+    part = arena.take((heads, length, width), qkv.dtype)
+    every_dot = arena.take((heads, last, 1), qkv.dtype)
+    dscores = [arena.take(block.exp.shape[1:], qkv.dtype) for block in blocks]
+    for sequence in range(batch):
+        q, k, v = split_heads(qkv[sequence], 3, heads)
+        dq, dk, dv = split_heads(dqkv[sequence], 3, heads)
+        (d,) = split_heads(dy[sequence], 1, heads)
+        for block, dscore in zip(reversed(blocks), reversed(dscores), strict=True):
+            rows, exp, inverse = block.rows, block.exp[sequence], block.inverse[sequence]
+            keys, count = exp.shape[2], exp.shape[1]
+            ds, scaled, dot = every_ds[:, :count], every_scaled[:, :count], every_dot[:, :count]
+            # dy takes the row sums and the scale, because it is (Q, D); exp and dscore are (Q, K).
+            np.multiply(d[:, rows], inverse, out=ds)
+            np.multiply(ds, width**-0.5, out=scaled)
+            _write_or_add(exp.swapaxes(1, 2), ds, dv[:, :keys], keys == length, part)
+            np.matmul(scaled, v[:, :keys].swapaxes(1, 2), out=dscore)
+            np.vecdot(exp, dscore, out=dot[..., 0])
+            dot *= inverse
+            dscore -= dot
+            dscore *= exp
+            np.matmul(dscore, k[:, :keys], out=dq[:, rows])
+            _write_or_add(dscore.swapaxes(1, 2), q[:, rows], dk[:, :keys], keys == length, part)
+    return dqkv
+
+
+def _exponentials(q, k, mask, ones, exp, inverse):
+    """Fill exp with the exponentials of q k^T, 0 after each query, and inverse with 1 / its row sums.
+
+    A softmax does not depend on a shift of its scores. NumPy takes twice as long for the row
+    maximum as for the exponentials. So scores are shifted by their row maximum only where overflow
+    or underflow requires it.
+    q: (H, Q, D), scaled; k: (H, K, D); mask: (Q or more, Q or more), -inf above the diagonal, for the
+    last Q keys; ones: (K,); exp: (H, Q, K); inverse: (H, Q, 1)
+    """
+    count = q.shape[1]
+    diagonal, mask = exp[..., -count:], mask[:count, :count]
+    np.matmul(q, k.swapaxes(1, 2), out=exp)
+    diagonal += mask
+    with np.errstate(over="ignore"):
+        np.exp(exp, out=exp)
+        np.matmul(exp, ones, out=inverse[..., 0])
+    if not (SAFE[0] < inverse.min() and inverse.max() < SAFE[1]):
+        np.matmul(q, k.swapaxes(1, 2), out=exp)
+        diagonal += mask
+        exp -= exp.max(axis=-1, keepdims=True)
+        np.exp(exp, out=exp)
+        np.matmul(exp, ones, out=inverse[..., 0])
+    np.divide(1, inverse, out=inverse)
+
+
+def _write_or_add(a, b, out, first, part):
+    """Write a b to out if `first`, or add it.
+
+    The last block of queries sees every key and writes. The blocks before it add to the keys that
+    they see.
+    a: (H, K, Q); b: (H, Q, D); out: (H, K, D); part: scratch (H, T, D)
+    """
+    if first:
+        np.matmul(a, b, out=out)
+    else:
+        out += np.matmul(a, b, out=part[:, : out.shape[1]])
+
+
+def causal_mask(count, dtype):
+    """Return -inf for the keys after each query, else 0.    returns (count, count)"""
+    return np.triu(np.full((count, count), -np.inf, dtype), 1)
+
+
+def split_heads(packed, parts, heads):
+    """Return `parts` views (H, T, D) into (T, parts C)."""
+    return packed.reshape(len(packed), parts, heads, -1).transpose(1, 2, 0, 3)

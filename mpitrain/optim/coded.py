@@ -1,0 +1,230 @@
+"""Updates of a rule whose state is in codes of 8 bits, and this state as checkpoints see it.
+
+Tensors with fewer than 4,096 elements and embeddings have uncoded state, as Dettmers et al. 2022
+(section 2.3) propose. So has a tied tensor, which is an embedding on one of its stages. Blocks of
+256 elements count from the first element of the tensor's region on the rank. A piece that begins
+or ends within a block has a scale of its own for its elements.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain import config
+from mpitrain.layers.base import Parameter
+from mpitrain.layers.flat import GRAIN, Entry, Piece, Storage
+from mpitrain.machine.backend import Backend
+from mpitrain.ops import Ops
+from mpitrain.ops.codes import BLOCK, Map, block_count, decode, encode
+from mpitrain.optim.groups import Group, group_of
+from mpitrain.optim.rule import BlockWise, Update, Views
+
+LEAST = 4096
+"""The least number of elements of a coded tensor."""
+
+
+def is_coded(storage: Storage, entry: Entry) -> bool:
+    """Return whether the state of a tensor is in codes."""
+    is_embedding = getattr(storage.units[entry.unit].layer, "vocab", 0) > 0
+    is_tied = entry.parameter.holders not in ("", "tp")
+    return math.prod(entry.parameter.shape) >= LEAST and not (is_embedding or is_tied)
+
+
+def coded_bytes(storage: Storage, buffers: int) -> float:
+    """Return the bytes of `buffers` buffers of state along all tensors of a storage."""
+    return buffers * sum(
+        (entry.stop - entry.start)
+        * (1 + 4 / BLOCK if is_coded(storage, entry) else storage.dtype.itemsize)
+        for entry in storage.entries
+        if entry.parameter.trainable
+    )
+
+
+class Region(NamedTuple):
+    """A run of elements along the pieces, [start, stop), and its elements in an own buffer.
+
+    run     the same elements, from the beginning of their piece
+    values  in the buffer of codes, or of uncoded numbers
+    scales  in the buffer of scales; None: the elements are not coded
+    lead    elements that the first block lacks
+    """
+
+    start: int
+    stop: int
+    run: slice
+    values: slice
+    scales: slice | None
+    lead: int
+    group: Group
+
+
+def regions(
+    storage: Storage, settings: config.Optimizer, pieces: Sequence[Piece]
+) -> dict[Piece, list[Region]]:
+    """Return the regions of each piece: coded tensors one by one, and runs of the others."""
+    starts = {entry.name: entry.start for entry in storage.entries if is_coded(storage, entry)}
+
+    def key(tensor: Parameter) -> tuple[str, Group]:
+        return tensor.name if tensor.name in starts else "", group_of(settings, tensor)
+
+    found: dict[Piece, list[Region]] = {}
+    codes = scales = plain = 0
+    for piece in pieces:
+        found[piece] = []
+        for run in storage.runs(piece.start, piece.stop, key):
+            name, group = run.key
+            count, shift = run.stop - run.start, piece.place - piece.start
+            lead = (run.start - starts[name]) % BLOCK if name else 0
+            first, blocks = (codes, block_count(count, lead)) if name else (plain, 0)
+            found[piece].append(
+                Region(
+                    run.start + shift,
+                    run.stop + shift,
+                    slice(run.start - piece.start, run.stop - piece.start),
+                    slice(first, first + count),
+                    slice(scales, scales + blocks) if name else None,
+                    lead,
+                    group,
+                )
+            )
+            scales, room = scales + blocks, -(-count // GRAIN) * GRAIN
+            codes, plain = (codes + room, plain) if name else (codes, plain + room)
+    return found
+
+
+class CodedState:
+    """A buffer of state along the pieces of a rank, partly in codes (as a 1-D array for checkpoints).
+
+    Slices are decoded when they are read, and encoded when they are written. Writing decoded values
+    restores the same codes.
+
+    codes   uint8, of all coded regions
+    scales  float32, of their blocks
+    plain   in the storage's dtype, of all other regions
+    """
+
+    def __init__(
+        self, found: Iterable[Region], length: int, dtype: np.dtype, of: Map, backend: Backend
+    ):
+        self._regions, self._of, self._backend = list(found), of, backend
+        self.size, self.dtype, self.shape = length, dtype, (length,)
+        coded = [region for region in self._regions if region.scales]
+        self.codes = backend.zeros(_end(region.values for region in coded), np.uint8)
+        self.scales = backend.zeros(_end(r.scales for r in coded if r.scales), np.float32)
+        self.plain = backend.zeros(_end(r.values for r in self._regions if not r.scales), dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all three buffers."""
+        return int(self.codes.nbytes + self.scales.nbytes + self.plain.nbytes)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, along: slice) -> Any:
+        """Return a decoded copy of a slice, in the memory of the backend."""
+        start, stop, _ = along.indices(self.size)
+        values = np.zeros(max(0, stop - start), self.dtype)
+        for region in self._regions:
+            low, high = max(start, region.start), min(stop, region.stop)
+            if low < high:
+                own = self._decoded(region)[low - region.start : high - region.start]
+                values[low - start : high - start] = own
+        return self._backend.from_host(values)
+
+    def __setitem__(self, along: slice, values: Any) -> None:
+        """Encode values in the memory of the backend."""
+        start, stop, _ = along.indices(self.size)
+        given = self._backend.to_host(values)
+        for region in self._regions:
+            low, high = max(start, region.start), min(stop, region.stop)
+            if low < high:
+                own = self._decoded(region).copy()
+                own[low - region.start : high - region.start] = given[low - start : high - start]
+                self._encode(region, own)
+
+    def _decoded(self, region: Region) -> np.ndarray:
+        """Return the values of a region in host memory."""
+        if not region.scales:
+            return self._backend.to_host(self.plain[region.values])
+        codes, scales = (
+            self._backend.to_host(array)
+            for array in (self.codes[region.values], self.scales[region.scales])
+        )
+        return decode(codes, scales, region.lead, self._of, self.dtype)
+
+    def _encode(self, region: Region, values: np.ndarray) -> None:
+        if not region.scales:
+            self._backend.put(self.plain[region.values], values)
+            return
+        codes, scales = encode(values, region.lead, self._of)
+        self._backend.put(self.codes[region.values], codes)
+        self._backend.put(self.scales[region.scales], scales)
+
+
+def _end(slices: Iterable[slice]) -> int:
+    return max((one.stop for one in slices), default=0)
+
+
+class CodedUpdates:
+    """Updates of a block-wise rule over the pieces of a rank.
+
+    state  by name, in the order of the operation's arguments
+    """
+
+    def __init__(
+        self,
+        step: BlockWise,
+        settings: config.Optimizer,
+        storage: Storage,
+        pieces: Sequence[Piece],
+        ops: Ops,
+        backend: Backend,
+    ):
+        self._arguments = step.arguments
+        self._coded, self._plain = getattr(ops, step.op), getattr(ops, step.plain)
+        self._regions = regions(storage, settings, pieces)
+        length = sum(piece.stop - piece.start for piece in pieces)
+        found = [region for own in self._regions.values() for region in own]
+        self.state: Mapping[str, CodedState] = {
+            name: CodedState(found, length, storage.dtype, of, backend)
+            for name, of in step.maps.items()
+        }
+
+    def sum_facts(self, views: Views, update: Update) -> None:
+        """Do nothing: no element depends on another one."""
+
+    def update(
+        self, piece: Piece, parameters: Any, gradients: Any, mirror: Any, update: Update
+    ) -> None:
+        """Update the parameters of a piece in place, region by region."""
+        arguments, state = self._arguments(update), self.state.values()
+        for region in self._regions[piece]:
+            here, values, scales = region.run, region.values, region.scales
+            if scales:
+                step = partial(
+                    self._coded,
+                    parameters[here],
+                    gradients[here],
+                    *(buffer.codes[values] for buffer in state),
+                    *(buffer.scales[scales] for buffer in state),
+                    lead=region.lead,
+                )
+            else:
+                step = partial(
+                    self._plain,
+                    parameters[here],
+                    gradients[here],
+                    *(buffer.plain[values] for buffer in state),
+                )
+            step(
+                scale=update.scale,
+                lr=update.lr * region.group.lr,
+                weight_decay=region.group.weight_decay,
+                arena=update.arena,
+                **arguments,
+                **({} if mirror is None else {"mirror": mirror[here]}),
+            )

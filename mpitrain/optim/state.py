@@ -1,0 +1,70 @@
+"""The layouts of an optimizer's state buffers on a rank, and their descriptions for checkpoints."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mpitrain.layers.flat import Entry, Piece, Storage
+from mpitrain.optim.rule import ElementsOf, Shape, elements
+from mpitrain.optim.tensors import laid_out, touched
+
+
+class StateArray(NamedTuple):
+    """A buffer of the state as checkpoints describe it.
+
+    pieces   its elements in the flat buffer, or in the buffer that `entries` lay out
+    entries  whole tensors in the buffer, if they are not those of the flat buffer
+    """
+
+    name: str
+    array: Any
+    pieces: Sequence[Piece]
+    entries: Sequence[Entry] = ()
+
+
+class Layout(NamedTuple):
+    """The layout of a buffer of the state.
+
+    length   elements of the buffer
+    pieces   as in `StateArray`
+    entries  as in `StateArray`
+    tensors  {tensor: (offset, shape of its view)}; None: the buffer is along the pieces
+    """
+
+    length: int
+    pieces: Sequence[Piece]
+    entries: Sequence[Entry] = ()
+    tensors: Mapping[str, tuple[int, tuple[int, ...]]] | None = None
+
+    def views(self, buffer: Any) -> dict[str, Any]:
+        """Return {tensor: its view} of a buffer that is not along the pieces."""
+        return {
+            name: buffer[start : start + math.prod(shape)].reshape(shape)
+            for name, (start, shape) in (self.tensors or {}).items()
+        }
+
+
+def layout_of(shape: Shape, storage: Storage, pieces: Sequence[Piece]) -> Layout:
+    """Return the layout of a buffer of the state for the pieces of a rank."""
+    if shape is elements:
+        return Layout(sum(piece.stop - piece.start for piece in pieces), pieces)
+    if isinstance(shape, ElementsOf):
+        return _elements_of(shape, storage, pieces)
+    own = {entry.name: entry for piece in pieces for entry in touched(storage, piece)}
+    entries = laid_out(own.values(), shape)
+    count = entries[-1].stop if entries else 0
+    tensors = {entry.name: (entry.start, entry.parameter.shape) for entry in entries}
+    return Layout(count, [Piece(0, count, 0)], entries, tensors)
+
+
+def _elements_of(shape: ElementsOf, storage: Storage, pieces: Sequence[Piece]) -> Layout:
+    """Return the layout of the elements of some tensors in the pieces, one after the other."""
+    found, place = dict[str, Piece](), 0
+    for piece in pieces:
+        for entry in touched(storage, piece):
+            if shape(entry.parameter) is not None:
+                low, high = max(entry.start, piece.start), min(entry.stop, piece.stop)
+                found[entry.name] = Piece(low, high, place)
+                place += high - low
+    tensors = {name: (own.place, (own.stop - own.start,)) for name, own in found.items()}
+    return Layout(place, list(found.values()), tensors=tensors)

@@ -1,0 +1,152 @@
+"""Instruction data: prompts are masked, answers are not, and a wrong line is named."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mpitrain.config import Config
+from mpitrain.data import IGNORED, Reading, open_source
+from mpitrain.errors import ConfigError, DataError
+
+PAIRS = [{"prompt": f"{n} + 1?", "answer": str(n + 1)} for n in range(12)]
+
+
+def written(folder, lines):
+    path = folder / "data.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return f"jsonl:{path}"
+
+
+def opened(folder, examples, context=40, **reading):
+    lines = map(json.dumps, examples)
+    return open_source(
+        written(folder, lines), context, "float32", reading=Reading()._replace(**reading)
+    )
+
+
+def text_of(tokens):
+    return bytes(tokens.astype(np.uint8)).decode()
+
+
+def test_the_answer_alone_counts(tmp_path):
+    source = opened(tmp_path, PAIRS)
+    inputs, targets = source.batch(0, 0, 11, range(11))
+    assert source.samples == 11 and source.held_out == 1
+    for x, y in zip(inputs, targets, strict=True):
+        whole = text_of(x).rstrip("\0")
+        number = int(whole.removeprefix("user: ").partition(" ")[0])
+        assert f"user: {number} + 1?\n\nassistant: {number + 1}\n\n".startswith(whole)
+        assert text_of(y[y != IGNORED]) == f"{number + 1}\n\n"
+        (counted,) = np.nonzero(y != IGNORED)
+        assert (np.diff(counted) == 1).all() and whole[: counted[0] + 1].endswith("assistant: ")
+
+
+def test_messages_are_the_same_conversations_as_pairs(tmp_path):
+    messages = [
+        {
+            "messages": [
+                {"role": "user", "content": pair["prompt"]},
+                {"role": "assistant", "content": pair["answer"]},
+            ]
+        }
+        for pair in PAIRS
+    ]
+    pairs, same = (
+        opened(tmp_path, examples).batch(1, 2, 5, range(5)) for examples in (PAIRS, messages)
+    )
+    assert all(np.array_equal(one, other) for one, other in zip(pairs, same, strict=True))
+
+
+def test_every_turn_of_the_assistant_counts(tmp_path):
+    roles = ("system", "user", "assistant", "user", "assistant")
+    turns = [{"role": role, "content": f"{role}{n}"} for n, role in enumerate(roles)]
+    source = opened(tmp_path, [{"messages": turns}] * 2, 100, template="<{role}>{content}|")
+    inputs, targets = source.held_out_rows([0])
+    assert text_of(targets[targets != IGNORED]) == "assistant2|assistant4|"
+    assert text_of(inputs[0]).startswith("<system>system0|<user>user1|<assistant>assistant2|")
+
+
+def test_a_long_conversation_is_cut_and_counted(tmp_path):
+    source = opened(tmp_path, PAIRS, 26)
+    assert source.cut == 11
+    targets = source.batch(0, 0, 11, range(11))[1]
+    assert targets.shape == (11, 26) and (targets != IGNORED).any()
+
+
+def test_an_epoch_has_each_conversation_once_and_a_batch_goes_on_where_the_samples_end(tmp_path):
+    source = opened(tmp_path, PAIRS)
+    whole = source.batch(3, 0, 22, range(22))[0]
+    assert len({row.tobytes() for row in whole[:11]}) == 11
+    assert np.array_equal(source.batch(3, 9, 4, range(1, 4), before=5)[0], whole[6:9])
+
+
+def test_the_defaults_of_the_keys_are_those_of_the_reading():
+    data = Config().data
+    assert Reading(*(getattr(data, key) for key in Reading._fields)) == Reading()
+
+
+GOOD = json.dumps(PAIRS[0])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        "3",
+        "null",
+        '"prompt"',
+        "{}",
+        '{"prompt": "a"}',
+        '{"prompt": "a", "answer": 3}',
+        '{"prompt": null, "answer": "b"}',
+        '{"prompt": "a", "answer": "b", "more": 1}',
+        '{"prompt": "a", "prompt": "a", "answer": "b"}',
+        '{"prompt": "a", "answer": NaN}',
+        '{"prompt": "\\ud800", "answer": "b"}',
+        '{"messages": {}}',
+        '{"messages": [3]}',
+        '{"messages": [{"role": "user"}]}',
+        '{"messages": [{"role": "user", "content": ["a"]}]}',
+        '{"messages": [{"role": 1, "content": "a"}]}',
+        "[" * 100_000,
+        GOOD + GOOD,
+        "\x00",
+    ],
+    ids=lambda line: line[:30],
+)
+def test_a_wrong_line_is_refused_by_its_number(tmp_path, line):
+    with pytest.raises(DataError, match=r"Line 3 of .*data\.jsonl"):
+        open_source(written(tmp_path, [GOOD, "", line, GOOD]), 40, "float32")
+
+
+@pytest.mark.parametrize("lines", [[], ["", " "], [GOOD]])
+def test_a_file_with_fewer_than_two_conversations_is_refused(tmp_path, lines):
+    with pytest.raises(DataError, match="at least 2"):
+        open_source(written(tmp_path, lines), 40, "float32")
+
+
+def test_bytes_that_are_not_utf_8_are_refused(tmp_path):
+    name = written(tmp_path, [GOOD])
+    with open(name.partition(":")[2], "ab") as file:
+        file.write(b'{"prompt": "\xff", "answer": "b"}\n')
+    with pytest.raises(DataError, match="Line 2"):
+        open_source(name, 40, "float32")
+
+
+def test_answers_behind_the_context_are_refused(tmp_path):
+    with pytest.raises(DataError, match="first 5 tokens"):
+        opened(tmp_path, PAIRS, 4)
+
+
+@pytest.mark.parametrize("template", ["", "{role}", "{content}{content}", "{content}{role}"])
+def test_a_template_without_one_content_is_refused(tmp_path, template):
+    with pytest.raises(ConfigError, match=r"data\.template"):
+        opened(tmp_path, PAIRS, template=template)
+
+
+@pytest.mark.parametrize("key, value", [("order", "epochs"), ("separator", 3), ("dtype", "uint32")])
+def test_keys_of_other_sources_are_refused(tmp_path, key, value):
+    with pytest.raises(ConfigError, match=rf"data\.{key}"):
+        opened(tmp_path, PAIRS, **{key: value})

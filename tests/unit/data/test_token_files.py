@@ -1,0 +1,241 @@
+"""Files of tokens: several by a pattern, dtypes by header, meta.json and key; epochs, separators; odd files are refused."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from mpitrain.data import IGNORED, Reading, as_it_is, largest_token, open_source
+from mpitrain.errors import ConfigError, DataError
+
+CONTEXT = 8
+TOKENS = (np.arange(2000) * 7 % 901).astype("<u2")
+
+
+def opened(place, context=CONTEXT, validation="", **reading):
+    reading = Reading()._replace(**reading)
+    return open_source(
+        f"tokens:{place}", context, "float32", validation=validation, reading=reading
+    )
+
+
+def rows(source, count=50):
+    return [
+        array.tolist()
+        for array in (
+            *source.batch(1, 2, count, range(count)),
+            *source.held_out_rows(range(source.held_out)),
+        )
+    ]
+
+
+def header(magic, version, count):
+    found = np.zeros(256, "<i4")
+    found[:3] = magic, version, count
+    return found.tobytes()
+
+
+def test_several_files_are_one_sequence_in_the_order_of_their_names(tmp_path):
+    TOKENS.tofile(tmp_path / "whole.bin")
+    for name, part in zip("bcad", np.split(TOKENS, [500, 507, 507]), strict=True):
+        order = {"b": "1", "c": "2", "a": "3", "d": "4"}[name]
+        if part.size:
+            part.tofile(tmp_path / f"train_{order}.bin")
+    assert rows(opened(tmp_path / "train_*.bin")) == rows(opened(tmp_path / "whole.bin"))
+
+
+def test_a_pattern_may_name_the_held_out_tokens(tmp_path):
+    for name in ("train_1", "train_2", "val_1", "val_2"):
+        TOKENS.tofile(tmp_path / f"{name}.bin")
+    source = opened(tmp_path / "train_*.bin", validation=f"tokens:{tmp_path}/val_*.bin")
+    assert source.tokens == source.held_out_tokens == 4000
+
+
+def test_all_ranks_together_scan_all_files(tmp_path):
+    TOKENS.tofile(tmp_path / "a1")
+    np.full(10, 5000, "<u4").tofile(tmp_path / "b")
+    (tmp_path / "a2").write_bytes(header(20240801, 7, 30) + np.full(30, 70_000, "<u4").tobytes())
+    found = [largest_token(f"tokens:{tmp_path}/a*", part, 3) for part in range(3)]
+    assert max(found) == 70_000 and found[0] <= 900
+
+
+def test_a_scan_changes_with_any_of_its_files(tmp_path):
+    for name in "ab":
+        TOKENS.tofile(tmp_path / name)
+    before = as_it_is(f"tokens:{tmp_path}/*")
+    TOKENS[:1000].tofile(tmp_path / "a")
+    np.concatenate([TOKENS, TOKENS[:1000]]).tofile(tmp_path / "b")
+    after = as_it_is(f"tokens:{tmp_path}/*")
+    assert before.nbytes == after.nbytes and before != after
+
+
+WIDE = TOKENS.astype("<u4")
+
+
+@pytest.mark.parametrize("dtype", ["auto", "uint16", "uint32"])
+@pytest.mark.parametrize("kind", ["bare", "llm.c", "npy", "meta.json"])
+def test_every_layout_and_dtype_has_the_same_rows(tmp_path, kind, dtype):
+    TOKENS.tofile(tmp_path / "truth.bin")
+    truth = rows(opened(tmp_path / "truth.bin"))
+    for tokens, name, magic, version in (
+        (TOKENS, "uint16", 20240520, 1),
+        (WIDE, "uint32", 20240801, 7),
+    ):
+        path = tmp_path / name / "t.bin"
+        path.parent.mkdir()
+        if kind == "npy":
+            with path.open("wb") as file:
+                np.save(file, tokens)
+        else:
+            head = header(magic, version, len(tokens)) if kind == "llm.c" else b""
+            path.write_bytes(head + tokens.tobytes())
+        if kind == "meta.json":
+            path.with_name("meta.json").write_text(json.dumps({"dtype": name, "more": 1}))
+        is_known = dtype == name or (dtype == "auto" and (kind != "bare" or name == "uint16"))
+        if is_known:
+            assert rows(opened(path, dtype=dtype)) == truth
+        elif kind in ("llm.c", "npy"):
+            with pytest.raises(DataError, match=f"has {name} tokens"):
+                opened(path, dtype=dtype)
+
+
+def test_an_epoch_has_every_window_once_in_any_layout_and_batch_size(tmp_path):
+    np.arange(2000, dtype="<u2").tofile(tmp_path / "t")
+    source = opened(tmp_path / "t", order="epochs")
+    windows = 1799 // CONTEXT
+    inputs, targets = source.batch(3, 0, 2 * windows, range(2 * windows))
+    assert np.array_equal(inputs + 1, targets)
+    for epoch in (inputs[:windows], inputs[windows:]):
+        assert np.array_equal(np.sort(epoch[:, 0]), np.arange(windows) * CONTEXT)
+    assert not np.array_equal(inputs[:windows], inputs[windows:])
+    before = 0
+    for step, (size, ranks) in enumerate(itertools.product((5, 8, 13, 200), (1, 2, 3))):
+        cuts = [size * rank // ranks for rank in range(ranks + 1)]
+        parts = [
+            source.batch(3, step, size, range(*cut), before)[0] for cut in itertools.pairwise(cuts)
+        ]
+        truth = inputs[np.arange(before, before + size) % (2 * windows)]
+        if before + size <= 2 * windows:
+            assert np.array_equal(np.concatenate(parts), truth)
+        before += size
+
+
+def test_a_window_ends_with_its_document(tmp_path):
+    tokens = np.arange(1, 2001) % 10
+    tokens.astype("<u2").tofile(tmp_path / "t")
+    source = opened(tmp_path / "t", separator=0)
+    plain = opened(tmp_path / "t")
+    for found, whole in (
+        (source.batch(0, 0, 30, range(30)), plain.batch(0, 0, 30, range(30))),
+        (source.held_out_rows(range(20)), plain.held_out_rows(range(20))),
+    ):
+        for inputs, targets, x, y in zip(*found, *whole, strict=True):
+            end = [*x, 0].index(0)
+            assert np.array_equal(inputs[:end], x[:end]) and not inputs[end:].any()
+            assert np.array_equal(targets[:end], y[:end])
+            assert (targets[end:] == IGNORED).all()
+
+
+@pytest.mark.parametrize("separator", [901, 1 << 40])
+def test_a_separator_outside_of_the_vocabulary_is_refused(tmp_path, separator):
+    TOKENS.tofile(tmp_path / "t")
+    with pytest.raises(DataError, match=r"data\.separator"):
+        opened(tmp_path / "t", separator=separator)
+
+
+def test_a_file_that_becomes_shorter_is_an_error_and_no_crash(tmp_path):
+    TOKENS.tofile(tmp_path / "t")
+    source = opened(tmp_path / "t")
+    (tmp_path / "t").write_bytes(b"")
+    with pytest.raises(DataError, match="shorter"):
+        source.batch(0, 0, 4, range(4))
+
+
+def npy(array, cut=None):
+    import io
+
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=True)
+    return file.getvalue()[:cut]
+
+
+ODD = {
+    "empty": b"",
+    "one byte": b"\0",
+    "odd": bytes(2001),
+    "magic alone": header(20240520, 1, 0)[:4],
+    "header alone": header(20240520, 1, 0),
+    "header cut": header(20240520, 1, 5)[:800],
+    "wide header alone": header(20240801, 7, 0),
+    "one token less": header(20240520, 1, 2001) + TOKENS.tobytes(),
+    "one token more": header(20240520, 1, 1999) + TOKENS.tobytes(),
+    "negative count": header(20240520, 1, -1) + TOKENS.tobytes(),
+    "half a token more": header(20240801, 7, 1000) + TOKENS.tobytes() + b"\0\0",
+    "narrow version of wide": header(20240801, 1, 1000) + TOKENS.tobytes(),
+    "wide version of narrow": header(20240520, 7, 2000) + TOKENS.tobytes(),
+    "npy magic alone": b"\x93NUMPY",
+    "npy version": b"\x93NUMPY\x09\x00" + bytes(500),
+    "npy cut": npy(TOKENS, 100),
+    "npy without tokens": npy(TOKENS[:0]),
+    "npy less": npy(TOKENS, -1),
+    "npy more": npy(TOKENS) + b"\0\0",
+    "npy 2-D": npy(TOKENS.reshape(2, -1)),
+    "npy 0-D": npy(np.uint16(3)),
+    "npy float": npy(TOKENS.astype(float)),
+    "npy signed": npy(TOKENS.astype("<i4")),
+    "npy of 64 bits": npy(TOKENS.astype("<u8")),
+    "npy big-endian": npy(TOKENS.astype(">u2")),
+    "npy object": npy(np.array([1, "a", None], object)),
+    "npy structured": npy(np.zeros(9, [("a", "<u2")])),
+    "npy text": npy(np.array(["a"] * 99)),
+    "npy header of code": b"\x93NUMPY\x01\x00\x40\x00" + b"__import__('os').abort()".ljust(64),
+    "npy header no dict": b"\x93NUMPY\x01\x00\x40\x00" + b"[]".ljust(63) + b"\n",
+    "npy deep header": b"\x93NUMPY\x01\x00\xff\x1f" + b"(" * 0x1FFF,
+    "too short": TOKENS[:CONTEXT].tobytes(),
+}
+
+
+@pytest.mark.parametrize("kind", ["source", "validation"])
+@pytest.mark.parametrize("data", ODD.values(), ids=ODD)
+def test_an_odd_file_is_refused_by_its_name(tmp_path, data, kind):
+    (tmp_path / "odd.bin").write_bytes(data)
+    TOKENS.tofile(tmp_path / "good.bin")
+    names = [f"{tmp_path}/odd.bin", f"{tmp_path}/good.bin"]
+    source, other = names if kind == "source" else reversed(names)
+    with pytest.raises(DataError) as raised:
+        opened(source, validation=f"tokens:{other}")
+    assert "odd.bin" in raised.value.law and "\n" not in raised.value.law
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "3", '{"dtype": "int8"}', '{"dtype": 16}', '{"dtype": null}', "\xff", "NaN"],
+)
+def test_an_odd_meta_json_is_refused_by_its_name_unless_the_dtype_is_known(tmp_path, text):
+    TOKENS.tofile(tmp_path / "t.bin")
+    (tmp_path / "meta.json").write_text(text, "latin-1")
+    with pytest.raises(DataError, match=r"meta\.json"):
+        opened(tmp_path / "t.bin")
+    assert opened(tmp_path / "t.bin", dtype="uint16").inputs == 901
+
+
+def test_a_pattern_that_matches_nothing_and_a_match_that_is_no_file_are_refused(tmp_path):
+    with pytest.raises(DataError, match="matches none"):
+        opened(tmp_path / "t_*.bin")
+    TOKENS.tofile(tmp_path / "t_1.bin")
+    (tmp_path / "t_2.bin").mkdir()
+    with pytest.raises(DataError, match=r"t_2\.bin"):
+        opened(tmp_path / "t_*.bin")
+
+
+def test_a_file_with_a_pattern_in_its_own_name_is_that_file(tmp_path):
+    TOKENS.tofile(tmp_path / "t[1].bin")
+    assert opened(tmp_path / "t[1].bin").inputs == 901
+
+
+@pytest.mark.parametrize("key, value", [("order", "epochs"), ("separator", 1), ("dtype", "uint32")])
+def test_samples_read_none_of_these_keys(key, value):
+    pytest.importorskip("sklearn")
+    with pytest.raises(ConfigError, match=rf"data\.{key}"):
+        open_source("digits", 8, "float32", reading=Reading()._replace(**{key: value}))

@@ -1,0 +1,194 @@
+"""Attention on the host: every body equals the definition, and tiles do no more work than they need."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from mpitrain.errors import ConfigError
+from mpitrain.machine.arena import Arena, padded
+from mpitrain.machine.backend import HostBackend
+from mpitrain.ops import bodies
+from mpitrain.ops.device import device_for
+from mpitrain.ops.host import attention as chosen
+from mpitrain.ops.host import attention_tiled, attention_tiled_backward, attention_whole
+from mpitrain.ops.host.blocks import Tile
+from mpitrain.ops.host.rounded import rounded
+from tests.laws.operations import TOLERANCE, OperationLaws
+from tests.laws.transport import laws_of
+from tests.training import configured
+
+reference = bodies.reference()
+SHAPES = [
+    (1, 1, 1, 1),
+    (0, 5, 2, 3),
+    (2, 5, 3, 2),
+    (2, 7, 2, 3),
+    (1, 64, 1, 4),
+    (1, 65, 2, 5),
+    (2, 131, 3, 7),
+]  # B, T, H, D
+TILES = [Tile(1, 1), Tile(3, 5), Tile(4, 4), Tile(7, 64)]
+
+
+def drawn(seed, *shape, dtype="float64"):
+    return np.random.default_rng(seed).standard_normal(shape).astype("f4").astype(dtype)
+
+
+def assert_equals_the_definition(forward, qkv, dy, heads, tolerance):
+    """A body of any dtype against the definition in float64."""
+    arena = Arena()
+    y, saved = forward(qkv, heads, arena)
+    wide, wide_dy = qkv.astype("float64"), dy.astype("float64")
+    true_y, true_saved = reference.attention(wide, heads, None)
+    for found, truth in (
+        (y, true_y),
+        (
+            chosen.attention_backward(dy, saved, arena),
+            reference.attention_backward(wide_dy, true_saved, None),
+        ),
+    ):
+        assert found.shape == truth.shape and found.dtype == qkv.dtype
+        scale = max(np.abs(truth).max(initial=0), 1e-3)
+        assert np.abs(found - truth).max(initial=0) <= tolerance * scale
+
+
+@pytest.mark.parametrize("name", ["whole", "tiled"])
+@pytest.mark.parametrize("law", laws_of(OperationLaws))
+def test_operations_with_each_attention_obey(law, name):
+    getattr(OperationLaws(), law)(bodies.host(name), HostBackend())
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile"),
+    [*product(SHAPES[:-1], TILES), (SHAPES[-1], Tile(7, 64)), ((1, 700, 2, 16), None)],
+    ids=str,
+)
+def test_tiles_of_any_size_equal_the_definition(shape, tile):
+    b, t, h, d = shape
+    for dtype, tolerance in {"float64": 1e-12, "float32": TOLERANCE["float32"]}.items():
+        qkv, dy = drawn(1, b, t, 3 * h * d, dtype=dtype), drawn(2, b, t, h * d, dtype=dtype)
+        assert_equals_the_definition(
+            lambda *given: attention_tiled.attention(*given, tile), qkv, dy, h, tolerance
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scores_beyond_the_range_of_exponentials_are_shifted(dtype, sign):
+    """All scores of the first head are about 2,000 times the sign; the second head needs no shift."""
+    t, d = 130, 4
+    qkv = drawn(1, 1, t, 3, 2, d, dtype=dtype)
+    qkv[:, :, 1, 0] = sign * np.abs(qkv[:, :, 1, 0])
+    qkv[:, :, 0, 0] = np.abs(qkv[:, :, 0, 0])
+    qkv[:, :, :2, 0] = 30 * qkv[:, :, :2, 0] + np.array([30, 30 * sign])[:, None]
+    qkv, dy = qkv.reshape(1, t, -1), drawn(2, 1, t, 2 * d, dtype=dtype)
+    tolerance = {"float64": 1e-11, "float32": 1e-2}[dtype]  # a score has an error of 2,000 ulps
+    for forward in (
+        attention_whole.attention,
+        lambda *given: attention_tiled.attention(*given, Tile(16, 48)),
+    ):
+        assert_equals_the_definition(forward, qkv, dy, 2, tolerance)
+
+
+def test_a_shift_changes_nothing_but_rounding(monkeypatch):
+    qkv, dy, found = drawn(1, 2, 131, 3 * 14), drawn(2, 2, 131, 14), []
+    for safe in (attention_tiled.SAFE, (np.inf, 0)):
+        monkeypatch.setattr(attention_tiled, "SAFE", safe)
+        y, saved = attention_tiled.attention(qkv, 2, Arena(), Tile(16, 48))
+        found.append((y, saved.log_sums, saved.backward(dy, Arena())))
+    for plain, shifted in zip(*found, strict=True):
+        assert not np.array_equal(plain, shifted)
+        np.testing.assert_allclose(shifted, plain, rtol=0, atol=1e-13)
+
+
+class Counting:
+    """NumPy that counts exponentials and the multiplications of products."""
+
+    def __init__(self):
+        self.exponentials = self.multiplications = 0
+
+    def __getattr__(self, name):
+        return getattr(np, name)
+
+    def exp(self, x, out):
+        self.exponentials += x.size
+        return np.exp(x, out=out)
+
+    def matmul(self, a, b, out):
+        self.multiplications += a.size * (b.shape[1] if b.ndim == 2 else 1)
+        return np.matmul(a, b, out=out)
+
+
+@pytest.mark.parametrize("t", [1, 63, 512, 600])
+def test_tiles_compute_the_half_below_the_diagonal_once(t, monkeypatch):
+    counting, h, d = Counting(), 2, 8
+    for module in (attention_tiled, attention_tiled_backward):
+        monkeypatch.setattr(module, "np", counting)
+    _, saved = attention_tiled.attention(drawn(1, 1, t, 3 * h * d), h, Arena())
+    blocks = [min(64, t - first) for first in range(0, t, 64)]
+    visible = sum(
+        rows * (first + rows) for first, rows in zip(range(0, t, 64), blocks, strict=True)
+    )
+    assert visible <= t * (t + 64) / 2
+    assert counting.exponentials == h * visible
+    assert counting.multiplications == h * visible * (2 * d + 2)
+    saved.backward(drawn(2, 1, t, h * d), Arena())
+    # Blocks of keys begin at the first token, so the last one may be smaller.
+    again = sum(keys * (t - first) for first, keys in zip(range(0, t, 64), blocks, strict=True))
+    assert counting.exponentials == h * (visible + again)
+    assert counting.multiplications == h * (visible * (2 * d + 2) + again * (5 * d + 2))
+
+
+def test_tiles_save_the_output_and_one_number_a_row():
+    peaks = []
+    for t in (1024, 2048):
+        arena = Arena()
+        qkv, dy = drawn(1, 2, t, 3 * 16, dtype="float32"), drawn(2, 2, t, 16, dtype="float32")
+        y, saved = attention_tiled.attention(qkv, 4, arena)
+        assert arena.live == padded(y.nbytes) + padded(2 * 4 * t * 4)
+        saved.backward(dy, arena)
+        peaks.append(arena.peak)
+    assert peaks[1] < 2.1 * peaks[0]
+    assert peaks[1] < 2048 * 2048 / 2 * 4  # less than the half of one head's scores
+
+
+def test_the_bodies_write_no_input():
+    qkv, dy = drawn(1, 2, 70, 3 * 6), drawn(2, 2, 70, 6)
+    before = qkv.copy(), dy.copy()
+    for body in (attention_whole, attention_tiled):
+        _, saved = body.attention(qkv, 2, Arena())
+        saved.backward(dy, Arena())
+        assert np.array_equal(qkv, before[0]) and np.array_equal(dy, before[1])
+
+
+def test_auto_takes_tiles_from_a_number_of_tokens_on():
+    edge = chosen.TILED_FROM
+    for t, body in ((edge - 1, attention_whole), (edge, attention_tiled)):
+        qkv = drawn(1, 1, t, 3 * 8, dtype="float32")
+        own, truth = (one.attention(qkv, 2, Arena()) for one in (device_for("cpu").ops, body))
+        assert type(own[1]) is body.Saved and np.array_equal(own[0], truth[0])
+    assert edge > 128, "the default job has its bits from before"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_tiles_in_half_precision_have_rounded_results(dtype):
+    qkv, dy = drawn(1, 1, 70, 3 * 16, dtype="float32"), drawn(2, 1, 70, 16, dtype="float32")
+    half, full = rounded(dtype, "tiled").ops, bodies.host("tiled")
+    y, saved = half.attention(qkv, 2, Arena())
+    exact, _ = full.attention(qkv, 2, Arena())
+    assert saved.y is y and not np.array_equal(y, exact)
+    dqkv = half.attention_backward(dy, saved, Arena())
+    truth = full.attention_backward(dy, full.attention(qkv, 2, Arena())[1], Arena())
+    for found, value in ((y, exact), (dqkv, truth)):
+        assert np.abs(found - value).max() <= 2.0**-7 * np.abs(value).max()
+
+
+def test_kernels_compute_in_tiles_alone():
+    for kind in ("cuda", "cuda-sim"):
+        for name in ("auto", "tiled"):
+            configured(f"device.kind={kind}", f"memory.attention={name}")
+        with pytest.raises(ConfigError, match="attention is whole"):
+            configured(f"device.kind={kind}", "memory.attention=whole")
+    with pytest.raises(ConfigError, match="attention must be"):
+        configured("memory.attention=flash")
