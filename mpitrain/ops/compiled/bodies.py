@@ -14,6 +14,7 @@ from mpitrain.ops.host import linear as host_linear
 from mpitrain.ops.host import norm as host_norm
 from mpitrain.ops.host.product import put_product
 from mpitrain.ops.reference.layers import GELU_CUBIC, GELU_SCALE
+from mpitrain.ops.weightless import has_memory
 
 
 def bodies() -> dict[str, Callable[..., Any]]:
@@ -49,7 +50,8 @@ def gelu(z, arena):
 def _gelu(y, b, arena):
     """Replace y by gelu(y + b), and return the slope.    y, slope: (M, C); b: (C,) or None"""
     slope, cubic = arena.take(y.shape, y.dtype), GELU_SCALE * GELU_CUBIC
-    library().gelu(*y.shape, _address(y), _address(b), _address(slope), GELU_SCALE, cubic)
+    if has_memory(y):
+        library().gelu(*y.shape, _address(y), _address(b), _address(slope), GELU_SCALE, cubic)
     return slope
 
 
@@ -59,9 +61,10 @@ def layer_norm(x, gain, bias, epsilon, arena):
         return host_norm.layer_norm(x, gain, bias, epsilon, arena)
     y, normal = arena.take(x.shape, x.dtype), arena.take(x.shape, x.dtype)
     inverse = arena.take((len(x), 1), x.dtype)
-    library().layer_norm(
-        *x.shape, *map(_address, (x, gain, bias)), epsilon, *map(_address, (y, normal, inverse))
-    )
+    if has_memory(x):
+        library().layer_norm(
+            *x.shape, *map(_address, (x, gain, bias)), epsilon, *map(_address, (y, normal, inverse))
+        )
     return y, (normal, inverse)
 
 
@@ -72,7 +75,8 @@ def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
     dx = arena.take(dy.shape, dy.dtype)
     dgain, dbias, *part = arena.take((4, dy.shape[1]), dy.dtype)
     given = (dy, gain, *saved, residual, dx, dgain, dbias, part[0])
-    library().layer_norm_backward(*dy.shape, *map(_address, given))
+    if has_memory(dy):
+        library().layer_norm_backward(*dy.shape, *map(_address, given))
     return dx, (dgain, dbias)
 
 

@@ -125,3 +125,10 @@ def test_a_run_records_its_utilisation_and_what_was_counted(kind, names, book, t
     counted = trace.facts["counted_activation_bytes"]
     assert 0 < counted <= trace.facts["peak_activation_bytes"]
     assert trace.facts["counted_growth_bytes"] > counted and trace.facts["grown_bytes"] >= 0
+
+
+def test_recomputation_adds_to_the_flops_of_the_hardware_alone():
+    ((plain, *_),), _ = works(1, *TINY)
+    ((found, counted, _),), _ = works(1, *TINY, "memory.recompute=unit")
+    assert found.model == plain.model == plain.hardware
+    assert found.hardware - found.model == counted.recomputed > 0
