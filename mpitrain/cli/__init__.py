@@ -29,7 +29,7 @@ COMMANDS = {
     "doctor": "Print Python, MPI, GPUs, BLAS, ranks and hosts, and warn of problems and their remedies.",
     "bench": "Measure collectives on all ranks of the MPI job: mpitrain launch -n 4 -- bench allreduce",
     "compare": "Train one job under several modes of replication, one after the other, on all ranks of the MPI job.",
-    "plan": "Print simulated pipeline schedules, the steps of collectives, and the best number of micro-batches.",
+    "plan": "Print simulated pipeline schedules, steps of collectives, memory of a job, and the best number of micro-batches.",
     "plot": "Draw the training and validation losses of runs.",
     "report": "Print where the time of runs went, from the traces of their ranks.",
 }

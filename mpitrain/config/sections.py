@@ -602,6 +602,11 @@ class Device(Section):
         description="cuda and cuda-sim: matrix products by the tiled kernels of mpitrain, or by "
         "cuBLAS (in cuda-sim NumPy)",
     )
+    passes: Literal["numpy", "compiled"] = Field(
+        "numpy",
+        description="LayerNorm and GELU on cpu. numpy: passes of NumPy. compiled: fused passes in "
+        "C++, which g++ compiles at the first start on a machine; equal to rounding",
+    )
     tiles: str = Field(
         "",
         description="gemm tiled: file of tile sizes from `mpitrain bench gemm --tune`; empty: "

@@ -27,17 +27,20 @@ class SimulatorBackend(HostBackend):
         return Passed(time.perf_counter())
 
 
-def compiler() -> str:
-    """Return the path of g++, which compiles kernels for the simulator.
+def compiler(
+    use: str = "device.kind cuda-sim compiles kernels", instead: str = "use --device cpu"
+) -> str:
+    """Return the path of g++, which compiles kernels for the simulator and passes for the host.
 
-    raises  ConfigError if g++ is missing or the machine is not x86-64
+    use, instead  its use and the way to avoid it, for the error
+    raises        ConfigError if g++ is missing or the machine is not x86-64
     """
     path, machine = shutil.which("g++"), platform.machine()
     if machine != "x86_64" or path is None:
         missing = f"this machine is {machine}" if machine != "x86_64" else "there is no g++ here"
         raise ConfigError(
-            f"device.kind cuda-sim compiles kernels with g++ 11 or later on x86-64, but {missing}.",
-            "Install g++ on an x86-64 machine (apt install g++), or use --device cpu.",
+            f"{use} with g++ 11 or later on x86-64, but {missing}.",
+            f"Install g++ on an x86-64 machine (apt install g++), or {instead}.",
         )
     return path
 

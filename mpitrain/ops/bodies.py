@@ -12,6 +12,7 @@ from typing import Any, cast
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.backend import Backend, HostBackend
+from mpitrain.ops.compiled.bodies import bodies as compiled
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.linear import Multiply
 from mpitrain.ops.cuda.steps import Numbers
@@ -24,12 +25,14 @@ def reference() -> Ops:
     return _each(lambda name, row: row.reference or row.host)
 
 
-def host(attention: str = "auto") -> Ops:
+def host(attention: str = "auto", passes: str = "numpy") -> Ops:
     """Return the operations on NumPy arrays.
 
     attention  as memory.attention
+    passes     as device.passes
+    raises     ConfigError or KernelError if this machine cannot compile the passes
     """
-    chosen = {"attention": FORWARDS[attention]}
+    chosen = {"attention": FORWARDS[attention], **(compiled() if passes == "compiled" else {})}
     return _each(lambda name, row: chosen.get(name, row.host))
 
 

@@ -67,6 +67,7 @@ def device_for(
     checked: bool = False,
     compute: str = "float32",
     attention: str = "auto",
+    passes: str = "numpy",
 ) -> Device:
     """Return the device of a resolved device.kind.
 
@@ -75,6 +76,7 @@ def device_for(
     checked      simulator only: look for races, wrong addresses and uninitialised reads
     compute      as in precision.compute
     attention    as in memory.attention; ignored where kernels compute
+    passes       as in device.passes; ignored where kernels compute
     raises       ConfigError if this machine lacks the hardware or software of the kind, or the
                  tiles' file is no table of tiles
     """
@@ -86,8 +88,8 @@ def device_for(
     backend = backend_for(kind)
     if backend.kind not in KERNELS:
         if compute not in TYPES:
-            return Device(backend, bodies.host(attention))
-        ops, mirror = rounded(compute, attention)
+            return Device(backend, bodies.host(attention, passes))
+        ops, mirror = rounded(compute, attention, passes)
         return Device(backend, ops, mirror=mirror)
     multiply = cuda.multiply(gemm, tiles)
     kernels = simulated(checked=True) if checked else KERNELS[backend.kind]()
@@ -106,6 +108,7 @@ def ops_for(
     tiles: str = "",
     compute: str = "float32",
     attention: str = "auto",
+    passes: str = "numpy",
 ) -> Ops:
     """Return the operations that layers compute with on a kind of device.
 
@@ -113,9 +116,9 @@ def ops_for(
     ----------
     kind : str
         "cpu", "cuda", "cuda-sim" or "auto".
-    gemm, tiles, compute, attention : str
-        As device.gemm, device.tiles, precision.compute and memory.attention in the configuration of
-        the run.
+    gemm, tiles, compute, attention, passes : str
+        As device.gemm, device.tiles, precision.compute, memory.attention and device.passes in the
+        configuration of the run.
 
     Returns
     -------
@@ -125,6 +128,7 @@ def ops_for(
     Raises
     ------
     ConfigError
-        If this machine lacks the hardware or software of the kind, or `tiles` is no file of tiles.
+        If this machine lacks the hardware or software of the kind or of the passes, or `tiles` is
+        no file of tiles.
     """
-    return device_for(kind, gemm, tiles, compute=compute, attention=attention).ops
+    return device_for(kind, gemm, tiles, compute=compute, attention=attention, passes=passes).ops

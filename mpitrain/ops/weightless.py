@@ -1,8 +1,8 @@
 """Arrays without memory: NumPy arrays with shape, strides and dtype, on which nothing is computed.
 
 They are the counterpart of PyTorch's meta tensors. All of them begin at one read-only mapping, of
-which no page exists. NumPy passes a function call on such an array to the array's class
-(`__array_ufunc__`, `__array_function__`), which makes the result without computing it.
+which no page exists. NumPy passes a function call on such an array to the methods
+`__array_ufunc__` and `__array_function__` of its class. They make the result without computing it.
 """
 
 from __future__ import annotations  # help() then prints signatures as they are written here
@@ -10,7 +10,8 @@ from __future__ import annotations  # help() then prints signatures as they are 
 import math
 import mmap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -97,6 +98,15 @@ class Weightless(np.ndarray):
         return np.zeros(_reduced(self.shape, axis, False), np.int64)
 
 
+class WeightlessForKernels(Weightless):
+    """An array without memory, in place of an array that simulated kernels compute with."""
+
+    @property
+    def ctypes(self) -> Any:
+        """An aligned address, by which operations choose kernels."""
+        return SimpleNamespace(data=0)
+
+
 class WeightlessOnDevice(Weightless):
     """An array without memory, in place of an array in GPU memory."""
 
@@ -104,14 +114,8 @@ class WeightlessOnDevice(Weightless):
 
     @property
     def data(self) -> Any:
-        """An aligned address, by which device operations choose kernels."""
-        return Address(0)
-
-
-class Address(NamedTuple):
-    """Address of an array in GPU memory."""
-
-    ptr: int
+        """An aligned address, by which operations choose kernels."""
+        return SimpleNamespace(ptr=0)
 
 
 class WeightlessMemory:

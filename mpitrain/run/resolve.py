@@ -103,6 +103,7 @@ def resolve_here(given: Given, hosts: Sequence[str]) -> Resolved:
         config.device.tiles,
         compute=config.precision.compute,
         attention=config.memory.attention,
+        passes=config.device.passes,
     )
     config = config.model_copy(
         update={

@@ -22,7 +22,7 @@ HALVES, KEPT = ("forward", "backward", "weight"), ("saved", "pending")
 
 @click.group(cls=Group)
 def command() -> None:
-    """Print simulated pipeline schedules, the steps of collectives, the memory of a job, and the
+    """Print simulated pipeline schedules, steps of collectives, memory of a job, and the
     best number of micro-batches.
 
     `micro-batches` measures on all ranks of the MPI job. The other commands need one process and

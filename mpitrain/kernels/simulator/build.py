@@ -5,23 +5,19 @@ checked   -O1 with the compiler's thread and undefined-behaviour checks; shadow.
           calls
 """
 
-import fcntl
 import hashlib
 import re
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from mpitrain.errors import KernelError
+from mpitrain.kernels.cpp import compile_cpp, locked, processor_and_compiler
 from mpitrain.kernels.source import SourceFile
 from mpitrain.machine import process
-from mpitrain.machine.devices import compiler
 
 HERE = Path(__file__).parent
+WAY_OUT = "What NVRTC accepts and g++ does not belongs into simulator/language.h."
 RUNTIME = ("fibers.cpp", "schedule.cpp", "shadow.cpp", "launch.cpp")
 
 COMMON = (
@@ -57,39 +53,8 @@ EXPORTED SIMULATOR_OWN int simulator_bound_{name}() {{ return {bound}; }}
 
 
 @cache
-def _machine() -> str:
-    """Return the processor's features and the compiler's version: -march=native and the language
-    level depend on them.
-    """
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    processor = next((line for line in lines if line.startswith("flags")), "")
-    version = subprocess.run(
-        [compiler(), "--version"], capture_output=True, text=True, check=True, timeout=60
-    )
-    return processor + version.stdout
-
-
-@cache
 def _own_files() -> str:
     return "\0".join(path.read_text() for path in sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp")]))
-
-
-def _compile(arguments: list[str], target: Path, what: str) -> None:
-    """Run g++.
-
-    The library gets its final name only when it is complete. So no other rank loads half of one.
-    """
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        part = Path(folder) / target.name
-        done = subprocess.run(
-            [compiler(), *arguments, "-o", str(part)], capture_output=True, text=True
-        )
-        if done.returncode:
-            raise KernelError(
-                f"g++ cannot compile {what} for the simulator:\n{done.stderr.strip()[:4000]}",
-                "What NVRTC accepts and g++ does not belongs into simulator/language.h.",
-            )
-        part.replace(target)
 
 
 @cache
@@ -103,31 +68,21 @@ def _say_that_it_compiles(folder: Path) -> None:
         )
 
 
-@contextmanager
-def _alone(target: Path) -> Iterator[None]:
-    """Lock the library's file, so that only one rank of a host compiles it, where files can be
-    locked.
-    """
-    with target.with_suffix(".lock").open("w") as file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def build_runtime(folder: Path) -> Path:
     """Return the library of the simulator itself; compile it if it is missing."""
-    key = hashlib.sha256((_own_files() + _machine()).encode()).hexdigest()[:16]
+    key = hashlib.sha256((_own_files() + processor_and_compiler()).encode()).hexdigest()[:16]
     target = folder / f"librun-{key}.so"
     if target.exists():
         return target
     _say_that_it_compiles(folder)
-    with _alone(target):
+    with locked(target):
         if not target.exists():
             sources = [str(HERE / name) for name in RUNTIME]
-            _compile(
+            compile_cpp(
                 ["-std=c++20", "-O2", "-g1", "-fPIC", "-shared", "-Wl,-Bsymbolic", *sources],
                 target,
-                "the runtime",
+                "the runtime for the simulator",
+                WAY_OUT,
             )
     return target
 
@@ -156,20 +111,20 @@ def build_kernels(
         *(f"-D{macro}={value}" for macro, value in defines.items()),
     ]
     key = hashlib.sha256("\0".join([text, *flags, runtime.name]).encode()).hexdigest()[:16]
-    target = folder / f"{source.path.stem}-{key}.so"
+    target, what = folder / f"{source.path.stem}-{key}.so", f"{source.path.name} for the simulator"
     if target.exists():
         return target
     _say_that_it_compiles(folder)
-    with _alone(target), tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with locked(target), tempfile.TemporaryDirectory(dir=folder) as scratch:
         if target.exists():
             return target
         code, compiled = Path(scratch) / source.path.name, Path(scratch) / "kernels.o"
         code.write_text(text)
         include = ["-include", str(HERE / "language.h"), f"-I{HERE / 'include'}"]
-        _compile([*flags, *include, "-x", "c++", "-c", str(code)], compiled, source.path.name)
+        compile_cpp([*flags, *include, "-x", "c++", "-c", str(code)], compiled, what, WAY_OUT)
         # The link has no -fsanitize, so that shadow.cpp implements the checks instead of the
         # compiler's libraries.
-        _compile(
+        compile_cpp(
             [
                 "-shared",
                 "-Wl,-Bsymbolic,--no-undefined",
@@ -178,6 +133,7 @@ def build_kernels(
                 f"-Wl,-rpath,{folder}",
             ],
             target,
-            source.path.name,
+            what,
+            WAY_OUT,
         )
     return target

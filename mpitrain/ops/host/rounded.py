@@ -42,14 +42,15 @@ class Rounded(NamedTuple):
     mirror: Callable[[Any, Any, Arena], None]
 
 
-def rounded(dtype: str, attention: str = "auto") -> Rounded:
+def rounded(dtype: str, attention: str = "auto", passes: str = "numpy") -> Rounded:
     """Return the operations on float32 NumPy arrays, rounded to a 16-bit type.
 
     dtype      "bfloat16" or "float16"
     attention  as memory.attention
+    passes     as device.passes
     raises     ConfigError for a row that rounds something else than an operand
     """
-    put, wide = TYPES[dtype], host(attention)
+    put, wide = TYPES[dtype], host(attention, passes)
 
     def mirror(parameters: np.ndarray, target: np.ndarray, arena: Arena) -> None:
         for block in row_blocks(parameters):

@@ -17,7 +17,12 @@ from mpitrain.machine.backend import DeviceBackend
 from mpitrain.ops import Ops, bodies
 from mpitrain.ops.counted import Count, Unlaunched, counted
 from mpitrain.ops.device import Device
-from mpitrain.ops.weightless import Weightless, WeightlessMemory, WeightlessOnDevice
+from mpitrain.ops.weightless import (
+    Weightless,
+    WeightlessForKernels,
+    WeightlessMemory,
+    WeightlessOnDevice,
+)
 from mpitrain.parallel.tensor.layer_factory import layers_for
 from mpitrain.run.counting.unsent import Unsent
 from mpitrain.trace.recorder import Silent
@@ -35,7 +40,7 @@ class Body:
     def __init__(self, device: Device, config: Config, rank: int, ranks: int):
         """Make the layers of one rank of a tensor-parallel group."""
         self.device, self.count = device, Count()
-        self.memory = WeightlessMemory(WeightlessOnDevice if device.kernels else Weightless)
+        self.memory = WeightlessMemory(_kind_of(device))
         self.arena = Arena(self.memory)
         group = CountedGroup(self.endpoint(rank, ranks), arena=self.arena)
         ops = counted(_leasing(device), self.count)
@@ -107,6 +112,13 @@ class Replica:
 
     def loss(self, logits: Any, targets: Any, scale: float) -> tuple[Any, Any]:
         return self._loss.gradient(logits, targets, scale, self._arena)
+
+
+def _kind_of(device: Device) -> type[Weightless]:
+    """Return the class of arrays in place of the device's."""
+    if isinstance(device.backend, DeviceBackend):
+        return WeightlessOnDevice
+    return WeightlessForKernels if device.kernels else Weightless
 
 
 def _leasing(device: Device) -> Ops:

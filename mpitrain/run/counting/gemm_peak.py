@@ -43,9 +43,8 @@ def gemm_peak(device: Device, dtype: np.dtype, sharing: int, kernels: str) -> fl
     """Return the floating-point operations per second of products; None on a simulated device.
 
     The first call on a machine takes less than a second. Ranks of a host must call it at the same
-    time: then each measures with its own cores while the others load theirs, as in training. The
-    result is in a folder that only this user may write, by processor or GPU, dtype, BLAS, BLAS
-    threads and number of ranks.
+    time. Then each measures with its own cores while the others load theirs, as in training. The
+    result is cached in a folder that only this user may write. `_facts` lists its dependencies.
 
     dtype    of the matrices
     sharing  ranks on this host

@@ -1,6 +1,6 @@
 """Utilisation of the arithmetic units: MFU and HFU, the fractions of the GEMM peak that are used.
 
-MFU counts the FLOPs that the model needs, and HFU those that the hardware executes: recomputed
+MFU counts the FLOPs that the model needs, and HFU the FLOPs that the hardware executes. Recomputed
 forwards are the difference (Korthikanti et al. 2022, arXiv:2205.05198).
 """
 

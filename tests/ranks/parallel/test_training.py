@@ -144,6 +144,20 @@ def test_attention_in_tiles_has_the_curve_of_saved_exponentials_on_every_layout(
                 assert np.all(np.abs(one - other) <= 1e-9 * (1 + np.abs(one))), settings
 
 
+@pytest.mark.compile
+def test_compiled_passes_train_as_numpy_does_on_every_layout():
+    alone = curves(1, *TINY)[0]
+    for ranks, *settings in (
+        (1,),
+        (3,),
+        (1, "precision.compute=bfloat16"),
+        (2, "replication.zero=2", "batch.micro_batches=2"),
+    ):
+        found = curves(ranks, *TINY, "device.passes=compiled", *settings)[0]
+        tolerance = 0.02 if "bfloat16" in str(settings) else 1e-4
+        assert np.all(np.abs(found / alone - 1) <= tolerance), settings
+
+
 @pytest.mark.parametrize("algorithm", ("ring", "shared"))
 def test_a_run_repeats_bitwise(algorithm):
     first, second = (curves(3, *TINY, f"replication.algorithm={algorithm}") for _ in range(2))

@@ -27,12 +27,21 @@ LAYOUTS = {
     "all axes": (4, ["layout.tp=2", "layout.pp=2"]),
     "tied": (2, ["layout.pp=2", "model.tied=true"]),
     "zero 3": (2, ["replication.zero=3"]),
+    "recompute unit": (2, ["layout.tp=2", "memory.recompute=unit"]),
+    "recompute 2": (2, ["layout.pp=2", 'memory.recompute="2"', "pipeline.schedule=zero-bubble"]),
+    "recompute attention": (1, ["memory.recompute=attention"]),
+    "logits by chunks": (2, ["layout.tp=2", "memory.logit_chunks=4"]),
+    "release": (1, ["memory.release_every=1"]),
+    "tiled attention": (1, ["memory.attention=tiled", "model.context=80"]),
+    "compiled passes": (1, ["device.passes=compiled"]),
+    "frozen": (2, ["layout.pp=2", 'model.freeze=["embedding*", "blocks.0*"]']),
     "bfloat16": (1, ["precision.compute=bfloat16"]),
     "float16": (2, ["precision.compute=float16", "layout.tp=2"]),
 }
 SIMULATED = {
     "kernels": (1, []),
     "kernels, tp": (2, ["layout.tp=2", "layout.sequence_parallel=true"]),
+    "kernels, chunks": (1, ["memory.logit_chunks=4", "memory.recompute=unit"]),
     "kernels, pp": (2, ["layout.pp=2", "precision.compute=bfloat16"]),
 }
 

@@ -9,6 +9,7 @@ import pytest
 from mpitrain.kernels import cache
 from mpitrain.models.table import MODELS
 from mpitrain.ops.device import device_for
+from mpitrain.report.timeline import read_timeline
 from mpitrain.run import build as building
 from mpitrain.run.build import build
 from mpitrain.run.counting import gemm_peak as measuring
@@ -16,6 +17,7 @@ from mpitrain.run.counting.gemm_peak import gemm_peak
 from mpitrain.run.counting.utilisation import Work, work_of
 from mpitrain.transport.threads import run_ranks
 from tests.rows import replaced
+from tests.runs import go, records
 from tests.training import MLP, TINY, configured
 
 
@@ -110,3 +112,23 @@ def test_a_file_that_is_no_peak_is_measured_again(folder, monkeypatch, spoil):
 
 def test_a_simulated_device_has_no_peak():
     assert gemm_peak(device_for("cuda-sim"), np.dtype("float32"), 1, "") is None
+
+
+@pytest.mark.parametrize("kind, names", [("cpu", {"mfu", "hfu"}), ("cuda-sim", set())])
+def test_a_run_records_its_utilisation_and_what_was_counted(kind, names, book, tmp_path):
+    settings = [*book, f"device.kind={kind}", "run.steps=3", "run.eval_every=-1"]
+    go(1, settings)
+    lines = [record for record in records(tmp_path) if "loss" in record]
+    assert all(names == {"mfu", "hfu"} & set(line) for line in lines)
+    assert all(line[name] > 0 and line["mfu"] == line["hfu"] for line in lines for name in names)
+    (trace,) = read_timeline(tmp_path / "run").traces
+    counted = trace.facts["counted_activation_bytes"]
+    assert 0 < counted <= trace.facts["peak_activation_bytes"]
+    assert trace.facts["counted_growth_bytes"] > counted and trace.facts["grown_bytes"] >= 0
+
+
+def test_recomputation_adds_to_the_flops_of_the_hardware_alone():
+    ((plain, *_),), _ = works(1, *TINY)
+    ((found, counted, _),), _ = works(1, *TINY, "memory.recompute=unit")
+    assert found.model == plain.model == plain.hardware
+    assert found.hardware - found.model == counted.recomputed > 0

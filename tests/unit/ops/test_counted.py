@@ -11,7 +11,7 @@ from mpitrain.ops import OPERATIONS, bodies
 from mpitrain.ops.counted import Count, Unlaunched, counted, sizes_of
 from mpitrain.ops.cuda import product
 from mpitrain.ops.host.rounded import rounded
-from mpitrain.ops.weightless import Weightless, WeightlessMemory, WeightlessOnDevice, has_memory
+from mpitrain.ops.weightless import Weightless, WeightlessForKernels, WeightlessMemory, has_memory
 from tests.laws.layers import WIDTH, kinds
 from tests.unit.placing import place
 
@@ -59,7 +59,7 @@ def levels(layer, arena, weights, gradients, x, dy, both):
 @pytest.mark.parametrize("body", DTYPES)
 def test_a_layer_leases_what_is_counted(body, both):
     real, leasing = bodies_of(body)
-    memory = WeightlessMemory(WeightlessOnDevice if body == "kernels" else Weightless)
+    memory = WeightlessMemory(WeightlessForKernels if body == "kernels" else Weightless)
     mine, count, dtype = Arena(memory), Count(), DTYPES[body]
     plain = Plain(counted(leasing, count))
     layers = [kinds(Plain(real)), kinds(plain)]

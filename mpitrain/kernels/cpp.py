@@ -1,0 +1,56 @@
+"""Compilation with g++ into a folder of libraries that several ranks share."""
+
+import fcntl
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+from mpitrain.errors import KernelError
+from mpitrain.machine.devices import compiler
+
+
+@cache
+def processor_and_compiler() -> str:
+    """Return the processor's features and the compiler's version: -march=native and the language
+    level depend on them.
+    """
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    processor = next((line for line in lines if line.startswith("flags")), "")
+    version = subprocess.run(
+        [compiler(), "--version"], capture_output=True, text=True, check=True, timeout=60
+    )
+    return processor + version.stdout
+
+
+def compile_cpp(arguments: list[str], target: Path, what: str, way_out: str) -> None:
+    """Run g++.
+
+    The library gets its final name only when it is complete. So no other rank loads half of one.
+
+    what, way_out  the subject and the way out of the error
+    """
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        part = Path(folder) / target.name
+        done = subprocess.run(
+            [compiler(), *arguments, "-o", str(part)], capture_output=True, text=True
+        )
+        if done.returncode:
+            raise KernelError(
+                f"g++ cannot compile {what}:\n{done.stderr.strip()[:4000]}",
+                way_out,
+            )
+        part.replace(target)
+
+
+@contextmanager
+def locked(target: Path) -> Iterator[None]:
+    """Lock the library's file, so that only one rank of a host compiles it, where files can be
+    locked.
+    """
+    with target.with_suffix(".lock").open("w") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

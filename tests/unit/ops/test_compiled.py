@@ -1,0 +1,119 @@
+"""Compiled passes: the definitions of operations in float32, the host's bodies in all other cases."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from mpitrain.errors import ConfigError
+from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import HostBackend
+from mpitrain.ops import bodies
+from mpitrain.ops.compiled import bodies as compiled
+from mpitrain.ops.compiled import library
+from mpitrain.ops.device import device_for
+from tests.laws.operations import OperationLaws
+from tests.laws.transport import laws_of
+from tests.training import configured
+
+pytestmark = pytest.mark.compile
+
+host = bodies.host()
+
+
+@pytest.fixture(scope="module")
+def ops():
+    if not shutil.which("g++"):
+        pytest.skip("needs g++")
+    return bodies.host(passes="compiled")
+
+
+def drawn(seed, *shape, dtype="f4"):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def assert_close(found, truth, tolerance=3e-5):
+    assert found.shape == truth.shape
+    error = np.abs(found - truth).max(initial=0)
+    assert error <= tolerance * max(np.abs(truth).max(initial=0), 1e-3)
+
+
+@pytest.mark.parametrize("law", laws_of(OperationLaws))
+def test_operations_with_compiled_passes_obey(ops, law):
+    changed = {name for name in vars(ops) if getattr(ops, name) is not getattr(host, name)}
+    assert changed == compiled.bodies().keys()
+    getattr(OperationLaws(), law)(ops, HostBackend())
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (1, 65), (7, 31), (257, 16), (700, 97)])
+def test_layer_norm_and_its_backward_equal_the_definition(ops, shape):
+    x, dy, residual = drawn(1, *shape), drawn(2, *shape), drawn(3, *shape)
+    gain, bias = drawn(4, shape[1]), drawn(5, shape[1])
+    reference, wide = bodies.reference(), [one.astype("f8") for one in (x, gain, bias, dy)]
+    y, saved = ops.layer_norm(x, gain, bias, 0.25, Arena())
+    true_y, true_saved = reference.layer_norm(*wide[:3], 0.25, None)
+    assert_close(y, true_y)
+    dx, pending = ops.layer_norm_backward_input(dy, gain, saved, Arena())
+    true_dx, true_pending = reference.layer_norm_backward_input(wide[3], wide[1], true_saved, None)
+    assert_close(dx, true_dx)
+    for name in ("gain", "bias"):
+        found, truth = np.full(shape[1], np.nan, "f4"), np.full(shape[1], np.nan)
+        getattr(ops, f"layer_norm_backward_{name}")(pending, found, False, Arena())
+        getattr(reference, f"layer_norm_backward_{name}")(true_pending, truth, False, None)
+        assert_close(found, truth)
+    both, _ = ops.layer_norm_backward_input(dy, gain, saved, Arena(), residual)
+    assert np.array_equal(both, dx + residual)
+
+
+@pytest.mark.parametrize("c", [37, 48])
+def test_rows_have_the_same_bits_in_any_batch(ops, c):
+    x, gain, bias, w = drawn(1, 300, c), drawn(2, c), drawn(3, c), drawn(4, 41, c)
+    for first, count in ((0, 300), (17, 1), (100, 131)):
+        rows = slice(first, first + count)
+        normal = ops.layer_norm(x[rows], gain, bias, 1e-5, Arena())[0]
+        assert np.array_equal(normal, ops.layer_norm(x, gain, bias, 1e-5, Arena())[0][rows])
+        z = np.ascontiguousarray(x @ w.T)
+        y, slope = ops.gelu(z[rows].copy(), Arena())
+        every_y, every_slope = ops.gelu(z.copy(), Arena())
+        assert np.array_equal(y, every_y[rows]) and np.array_equal(slope, every_slope[rows])
+
+
+def test_gelu_reaches_its_limits_and_passes_nan_on(ops):
+    z = np.float32([-1e4, -100, -20, 0, 20, 100, 1e4, np.nan]).reshape(1, -1)
+    y, slope = ops.gelu(z.copy(), Arena())
+    true_y, true_slope = host.gelu(z.copy(), Arena())
+    np.testing.assert_allclose(y, true_y, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(slope, true_slope, rtol=1e-6, atol=1e-6)
+    assert np.isnan(y[0, -1]) and np.isnan(slope[0, -1])
+    dense = np.linspace(-12, 12, 100_001, dtype="f4").reshape(1, -1)
+    wide = dense.astype("f8")
+    true_y, _ = bodies.reference().gelu(wide, None)
+    assert np.abs(ops.gelu(dense.copy(), Arena())[0] - true_y).max() <= 2e-6
+
+
+def test_arrays_of_another_type_or_with_gaps_go_to_the_host_s_bodies(ops):
+    wide, gaps = drawn(1, 5, 8, dtype="f8"), drawn(1, 5, 16)[:, ::2]
+    for x in (wide, gaps):
+        gain, bias, w = (
+            drawn(seed, *shape, dtype=x.dtype) for seed, *shape in ((2, 8), (3, 8), (4, 6, 8))
+        )
+        for name, arguments in (
+            ("layer_norm", (gain, bias, 1e-5)),
+            ("linear_gelu", (w, None)),
+            ("gelu", ()),
+        ):
+            own, truth = (
+                getattr(one, name)(x.copy("K"), *arguments, Arena())[0] for one in (ops, host)
+            )
+            assert np.allclose(own, truth, rtol=1e-5, atol=1e-6) and own.dtype == x.dtype
+
+
+def test_compiled_passes_are_refused_where_they_cannot_run(monkeypatch):
+    for setting in ("device.kind=cuda", "device.kind=cuda-sim", "precision.compute=float64"):
+        with pytest.raises(ConfigError, match="Compiled passes"):
+            configured("device.passes=compiled", setting)
+    library.library.cache_clear()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match="no g\\+\\+ here") as caught:
+        device_for("cpu", passes="compiled")
+    assert "device.passes to numpy" in str(caught.value)
