@@ -34,7 +34,7 @@ class Stopwatch(Recorder):
     """Recorder that sums the seconds of one rank by kind of work. Each moment has one kind.
 
     seconds   {kind: seconds} since `restart`
-    products  the matrix products of the first step; None: record no more
+    products  the matrix products of the first step
     """
 
     is_on = False
