@@ -101,7 +101,7 @@ def _backward(dy, saved, arena):
 
 
 def _exponentials(q, k, mask, ones, exp, inverse):
-    """Fill exp with the exponentials of q k^T, 0 after each query, and inverse with 1 / its row sums.
+    """Fill exp with the masked exponentials of q k^T, and inverse with 1 / its row sums.
 
     A softmax does not depend on a shift of its scores. NumPy takes twice as long for the row
     maximum as for the exponentials. So scores are shifted by their row maximum only where overflow
