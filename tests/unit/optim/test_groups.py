@@ -16,6 +16,9 @@ from mpitrain.ops import bodies
 from mpitrain.optim import RULES, check_groups, checked
 from mpitrain.optim import Optimizer as OptimizerOfRank
 from mpitrain.optim.groups import Group, group_of
+from mpitrain.run.build import build
+from mpitrain.transport.threads import run_ranks
+from tests.unit.run.test_run_dir import TINY, trained
 
 NAMES = ("embedding.tokens", "blocks.0.up.weight", "blocks.0.up.bias", "head.weight")
 GROUPS = '[{match="embedding.*", weight_decay=0.0, lr=0.5}, {match="*.bias", weight_decay=0.3}]'
@@ -156,3 +159,27 @@ def test_a_tensor_wise_rule_steps_with_the_rate_and_the_decay_of_the_group(monke
         g = 0.5 * gradients[0][key] + decay * start[key]
         wanted = start[key] - lr * g / (np.linalg.norm(g) + 1e-7)
         np.testing.assert_allclose(found[key], wanted, rtol=0, atol=1e-12)
+
+
+def test_a_run_goes_on_with_its_groups_alone(tmp_path):
+    folder = tmp_path / "run"
+    groups = f"optimizer.groups={GROUPS}"
+    trained(folder, groups)
+    assert len(trained(folder, "run.steps=4", resume="yes")) == 4
+    with pytest.raises(ConfigError, match="groups"):
+        trained(folder, "run.steps=5", "optimizer.groups=[]", resume="yes")
+
+
+@pytest.mark.parametrize("ranks, layout", [(1, []), (3, []), (2, ["layout.pp=2"])])
+def test_every_rank_refuses_a_pattern_without_a_match(ranks, layout):
+    groups = 'optimizer.groups=[{match="embedding.*"}, {match="block.*"}]'
+    config = parse(
+        with_settings({}, [*TINY, groups, "batch.size=12", "batch.micro_batches=2", *layout])
+    )
+
+    def run(transport):
+        with pytest.raises(ConfigError, match="block"):
+            build(transport, config)
+        return True
+
+    assert all(run_ranks(ranks, run))
