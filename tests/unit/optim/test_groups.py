@@ -10,9 +10,8 @@ from mpitrain.config import Optimizer, ParameterGroup, parse, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Parameter, Unit
 from mpitrain.layers.flat import Piece, Storage
-from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import HostBackend
-from mpitrain.ops import bodies
+from mpitrain.ops.device import device_for
 from mpitrain.optim import RULES, check_groups, checked
 from mpitrain.optim import Optimizer as OptimizerOfRank
 from mpitrain.optim.groups import Group, group_of
@@ -84,7 +83,7 @@ def test_keys_and_values_of_a_group_are_checked(groups, fragment):
     assert fragment in raised.value.law
 
 
-def stepped(name, groups, steps=10):
+def stepped(name, groups, steps=10, kind="cpu"):
     """Tensors by name after some steps of a rule from gradients of each step, and the gradients."""
     settings = [
         f"optimizer.name={name}",
@@ -92,13 +91,16 @@ def stepped(name, groups, steps=10):
         f"optimizer.groups={groups}",
     ]
     section = checked(parse(with_settings({}, settings))).optimizer
+    device = device_for(kind)
     storage, rng = Storage([Unit("own", Tensors())], "float64"), np.random.default_rng(5)
     parameters, start = np.zeros(storage.length), {}
     storage.initialize(parameters, 0, HostBackend())
     start = {entry.name: entry.view(parameters).copy() for entry in storage.entries}
     cuts = [(0, 37), (37, storage.length)]
     pieces = [Piece(low, high, low) for low, high in cuts]
-    optimizer = OptimizerOfRank(section, storage, pieces, bodies.host(), HostBackend(), Arena())
+    optimizer = OptimizerOfRank(
+        section, storage, pieces, device.ops, device.backend, device.arena()
+    )
     gradients, flat = [], np.zeros(storage.length)
     views = {
         piece: (parameters[piece.start : piece.stop], flat[piece.start : piece.stop])
@@ -125,11 +127,12 @@ TORCH = {
 
 
 @pytest.mark.parametrize("name", TORCH)
-def test_ten_steps_with_groups_equal_pytorch_with_its_own(name):
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda-sim", marks=pytest.mark.compile)])
+def test_ten_steps_with_groups_equal_pytorch_with_its_own(name, kind):
     """In float64, in two pieces, one of which begins within a tensor."""
     torch = pytest.importorskip("torch")
     groups = '[{match="own.tokens", weight_decay=0.0, lr=0.5}, {match="*.gain", weight_decay=0.3}]'
-    section, start, gradients, found = stepped(name, groups)
+    section, start, gradients, found = stepped(name, groups, kind=kind)
     kind, arguments = TORCH[name]
     tensors = {key: torch.tensor(value, requires_grad=True) for key, value in start.items()}
     own = {"own.tokens": (0.015, 0.0), "own.weight": (0.03, 0.1), "own.bias": (0.03, 0.0)}
