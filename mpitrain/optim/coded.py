@@ -37,7 +37,11 @@ def coded_bytes(storage: Storage, buffers: int) -> float:
     """Return the bytes of `buffers` buffers of state along all tensors of a storage."""
     return buffers * sum(
         (entry.stop - entry.start)
-        * (1 + 4 / BLOCK if is_coded(storage, entry) else storage.dtype.itemsize)
+        * (
+            1 + storage.dtype.itemsize / BLOCK
+            if is_coded(storage, entry)
+            else storage.dtype.itemsize
+        )
         for entry in storage.entries
         if entry.parameter.trainable
     )
@@ -102,7 +106,7 @@ class CodedState:
     restores the same codes.
 
     codes   uint8, of all coded regions
-    scales  float32, of their blocks
+    scales  of their blocks, as numbers of float32 in the storage's dtype
     plain   in the storage's dtype, of all other regions
     """
 
@@ -113,7 +117,7 @@ class CodedState:
         self.size, self.dtype, self.shape = length, dtype, (length,)
         coded = [region for region in self._regions if region.scales]
         self.codes = backend.zeros(_end(region.values for region in coded), np.uint8)
-        self.scales = backend.zeros(_end(r.scales for r in coded if r.scales), np.float32)
+        self.scales = backend.zeros(_end(r.scales for r in coded if r.scales), dtype)
         self.plain = backend.zeros(_end(r.values for r in self._regions if not r.scales), dtype)
 
     @property
@@ -162,7 +166,7 @@ class CodedState:
             return
         codes, scales = encode(values, region.lead, self._of)
         self._backend.put(self.codes[region.values], codes)
-        self._backend.put(self.scales[region.scales], scales)
+        self._backend.put(self.scales[region.scales], scales.astype(self.dtype))
 
 
 def _end(slices: Iterable[slice]) -> int:

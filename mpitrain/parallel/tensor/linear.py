@@ -298,11 +298,9 @@ class Head(Column):
     Returns logits of shape (B, T, columns of this rank), also if the input is sequence-parallel.
     """
 
-    role = "head"
-
     def __init__(self, layers: Layers, runs: Sequence[range], width: int, vocab: int, draw: Draw):
         super().__init__(layers, runs, width, vocab, draw, bias=False)
-        self.product = layers.ops.logits
+        self.product, self.role = layers.ops.logits, "head"
 
     def output_shape(self, shape):
         return self._rows.as_sequences(super().output_shape(shape))
