@@ -96,9 +96,8 @@ def without_keys(found, rule):
         ("normalised", []),
         ("factored", []),
         ("factored", [TIED, GROUPS]),
-        ("nesterov", [GROUPS]),
-        ("adam", [TIED]),
-        ("adamw", [GROUPS]),
+        ("nesterov", []),
+        ("adam", [TIED, GROUPS]),
         ("lion", [TIED, GROUPS]),
     ],
 )
