@@ -29,6 +29,7 @@ LAYOUTS = {
     "zero 2": (2, "replication.zero=2 batch.micro_batches=2"),
     "zero 3": (3, "replication.zero=3 batch.micro_batches=2"),
     "zero 3 in turn": (2, "replication.zero=3 replication.overlap=false"),
+    "zero 3 kept": (2, "replication.zero=3 replication.zero_keep=1200 batch.micro_batches=2"),
     "tp": (2, "layout.tp=2"),
     "sequence": (4, "layout.tp=2 layout.sequence_parallel=true replication.zero=2"),
     "pp": (3, "layout.pp=3"),
