@@ -111,7 +111,7 @@ class Linear:
         if "weight" in dw:
             weight = dw["weight"]
             self.ops.linear_backward_weight(pending, weight.array, weight.claim(), arena)
-        if "bias" in dw:
+        if self.bias and "bias" in dw:
             self.ops.linear_backward_bias(pending, dw["bias"].array, dw["bias"].claim(), arena)
 
 
