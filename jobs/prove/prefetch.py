@@ -9,25 +9,22 @@ import time
 
 import numpy as np
 
-from mpitrain.data import Prefetched, open_source
+from mpitrain.data import Prefetched, TokenSource
+from mpitrain.data.token_files import pydocs
 
 READ_S, STEPS, LIMIT_MS = 0.05, 12, 2.0
 
 
-class Slow:
+class Slow(TokenSource):
     """A source of bytes with a delay before each batch."""
 
     def __init__(self, delay):
-        self._inner, self._delay = open_source("pydocs", 64, "float32"), delay
-        for name in ("form", "shape", "inputs", "classes", "held_out"):
-            setattr(self, name, getattr(self._inner, name))
+        super().__init__(pydocs(), 256, 64, "pydocs")
+        self._delay = delay
 
     def batch(self, *arguments):
         self._delay()
-        return self._inner.batch(*arguments)
-
-    def held_out_rows(self, rows):
-        return self._inner.held_out_rows(rows)
+        return super().batch(*arguments)
 
 
 def holds():
