@@ -2,8 +2,8 @@
 
 A line is {"prompt": TEXT, "answer": TEXT}, or {"messages": [{"role": ROLE, "content": TEXT}, ...]}.
 A prompt is a message of the role user, an answer one of the role assistant. Each message becomes
-a turn by data.template. Tokens are bytes. Targets within the content of an assistant's turn, and
-within the text of the template behind the content, count; all other targets are IGNORED.
+a turn by data.template. Tokens are bytes. In an assistant's turn the content counts, and so does
+the text of the template behind it. All other targets are IGNORED.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ Turn = tuple[str, str]
 class InstructionSource:
     """A data source of conversations, shuffled anew in each epoch by (seed, epoch).
 
-    inputs and targets are (B, T) int64. A conversation is one row; it is cut after T + 1 tokens,
-    and a shorter one is filled with token 0 and IGNORED targets. The last tenth is held out.
+    inputs and targets are (B, T) int64. A conversation is one row, which is cut after T + 1 tokens.
+    A shorter one is filled with token 0 and IGNORED targets. The last tenth is held out.
 
     conversations  [(tokens, whether each counts as a target)], uint8 and bool
     """

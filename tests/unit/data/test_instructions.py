@@ -64,7 +64,8 @@ def test_every_turn_of_the_assistant_counts(tmp_path):
     source = opened(tmp_path, [{"messages": turns}] * 2, 100, template="<{role}>{content}|")
     inputs, targets = source.held_out_rows([0])
     assert text_of(targets[targets != IGNORED]) == "assistant2|assistant4|"
-    assert text_of(inputs[0]).startswith("<system>system0|<user>user1|<assistant>assistant2|")
+    start = "".join(f"<{turn['role']}>{turn['content']}|" for turn in turns[:3])
+    assert text_of(inputs[0]).startswith(start)
 
 
 def test_a_long_conversation_is_cut_and_counted(tmp_path):
@@ -117,7 +118,7 @@ GOOD = json.dumps(PAIRS[0])
     ids=lambda line: line[:30],
 )
 def test_a_wrong_line_is_refused_by_its_number(tmp_path, line):
-    with pytest.raises(DataError, match=r"Line 3 of .*data\.jsonl"):
+    with pytest.raises(DataError, match=r"Line 3 of"):
         open_source(written(tmp_path, [GOOD, "", line, GOOD]), 40, "float32")
 
 

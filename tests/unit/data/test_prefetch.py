@@ -21,7 +21,7 @@ class Recording:
         self.reads.append(step)
         self.threads.add(threading.current_thread())
         if step == self._fails:
-            raise DataError("The law is broken, but in a thread.", "Mend it.")
+            raise DataError("A law is broken.", "Mend it.")
         return np.full((len(rows), 2), step), np.full((len(rows), 2), before or 0)
 
     def held_out_rows(self, rows):
@@ -84,7 +84,7 @@ def test_an_error_is_raised_by_the_step_that_needs_the_rows(prefetched):
         source.batch(0, step, 4, range(4))
     with pytest.raises(DataError) as raised:
         source.batch(0, 2, 4, range(4))
-    assert raised.value.law == "The law is broken, but in a thread."
+    assert raised.value.law == "A law is broken."
 
 
 def test_closing_ends_the_thread_and_a_server_has_none():
