@@ -3,7 +3,7 @@
 # a GPT, tied and untied, and an MLP. Each run has one memory.recompute in turns, with memory.release_every=1, and is compared with the
 # plain run of the same layout: losses, gradient norms, an evaluation and all parameters of 3 steps. memory.logit_chunks of each GPT
 # agrees within 1e-9 in float64, with SGD. Ranks are threads. DEVICE is cpu or cuda-sim.
-# About 400 pairs of runs of 1 to 20 s each. Those that are written in FILE are not run again: an interrupted proof goes on.
+# 528 pairs of runs of 1 to 20 s each. Those that are written in FILE are not run again: an interrupted proof goes on.
 #     bash jobs/prove/memory.sh [PYTHON] [FILE] [MINUTES] ["RANKS ..."] [DEVICE]
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -1,7 +1,8 @@
 """Count how plainly the project is written: words, sentences, fragments, circles and crowded folders.
 
 Run `python jobs/reading/count.py` to print the numbers. With `--limits FILE` the exit code is 1 if any number is above its
-limit in that JSON file; `--write FILE` writes the present numbers as limits.
+limit in that JSON file; `--write FILE` writes the present numbers as limits. `--show` prints each sentence and word that
+counts, with its file and line.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import json
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from text import Prose, prose
@@ -124,6 +126,20 @@ def _is_prose(node: ast.AST) -> bool:
     )
 
 
+def shown(package: Path) -> Iterator[str]:
+    """Yield a line for each sentence that is too long, each fragment and each forbidden word."""
+    forbidden = re.compile(rf"\b({'|'.join(FORBIDDEN)})\b", re.IGNORECASE)
+    for each in prose(package):
+        where = f"{each.path.relative_to(package.parent)}:{each.line}"
+        if each.kind == "comment" and not VERB.search(each.text):
+            yield f"{where} fragment: {each.text}"
+        for sentence in sentences(each.text):
+            if len(sentence.split()) > LONG:
+                yield f"{where} {len(sentence.split())} words: {sentence}"
+        for found in forbidden.finditer(re.sub(r"`[^`]*`", "", each.text)):
+            yield f"{where} {found[0]}"
+
+
 def numbers() -> dict[str, int]:
     """Every count, by name."""
     package = ROOT / "mpitrain"
@@ -160,7 +176,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--limits", type=Path)
     parser.add_argument("--write", type=Path)
+    parser.add_argument("--show", action="store_true")
     options = parser.parse_args()
+    if options.show:
+        print("\n".join(shown(ROOT / "mpitrain")))
     found = numbers()
     limits = json.loads(options.limits.read_text()) if options.limits else {}
     for name, number in found.items():

@@ -534,8 +534,6 @@ class Optimizer(Section):
 
 
 class Memory(Section):
-    basic = ("recompute",)
-
     recompute: str = Field(
         "none",
         pattern=RECOMPUTE,

@@ -1,7 +1,7 @@
 """Data sources: deterministic samplers of a global batch, where each rank reads its own rows.
 
-The global batch of step k depends on the seed, on k, and for samples also on the number of
-samples before it. It does not depend on the number of ranks. Token sources hold out a second
+The global batch of step k depends on the seed and on k. Epochs of samples also count the samples
+before it. The batch does not depend on the number of ranks. Token sources hold out a second
 file or their last tenth. Sample sources have a test set.
 """
 

@@ -38,7 +38,7 @@ __device__ __forceinline__ float encode(Sum (&xs)[EACH], int count, const float*
 
 extern "C" __global__ void __launch_bounds__(256) adamw8bit(
     long long n, int lead, Element* __restrict__ p, const Element* __restrict__ g, unsigned char* __restrict__ m,
-    unsigned char* __restrict__ v, float* __restrict__ m_scales, float* __restrict__ v_scales, Mirror* __restrict__ mirror,
+    unsigned char* __restrict__ v, Sum* __restrict__ m_scales, Sum* __restrict__ v_scales, Mirror* __restrict__ mirror,
     const Sum* __restrict__ numbers, const float* __restrict__ maps, Sum rest1, Sum rest2, Sum epsilon, Sum decay) {
     __shared__ float map[1024];
     for (int i = threadIdx.x; i < 1024; i += 256) map[i] = maps[i];
@@ -46,9 +46,9 @@ extern "C" __global__ void __launch_bounds__(256) adamw8bit(
     const Sum scale = numbers[0], lr = numbers[1], correction1 = numbers[2], correction2 = numbers[3];
     const Sum keep = Sum(1) - lr * decay, rate = lr / correction1;
     const long long block = blockIdx.x * 8LL + threadIdx.x / 32, start = block * 256 - lead;
-    if (start >= n) return;    // whole warps
+    if (n == 0 || start >= n) return;    // whole warps
     const long long first = start + EACH * (threadIdx.x % 32);
-    const float m_scale = m_scales[block], v_scale = v_scales[block];
+    const Sum m_scale = m_scales[block], v_scale = v_scales[block];
     auto step = [&](auto here, int count) {
         Sum ps[EACH], gs[EACH], ms[EACH], vs[EACH];
         here.load(p, ps);
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(256) adamw8bit(
 #pragma unroll
         for (int j = 0; j < EACH; ++j) {
             const Sum gradient = scale * gs[j];
-            const Sum mean = Sum(map[int(ms[j])]) * Sum(m_scale), square = Sum(map[512 + int(vs[j])]) * Sum(v_scale);
+            const Sum mean = Sum(map[int(ms[j])]) * m_scale, square = Sum(map[512 + int(vs[j])]) * v_scale;
             ms[j] = fma(rest1, gradient - mean, mean);
             vs[j] = fma(rest2, fma(gradient, gradient, -square), square);
             ps[j] = fma(keep, ps[j], -(rate * ms[j] / (sqrt(vs[j] / correction2) + epsilon)));

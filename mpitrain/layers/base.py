@@ -15,8 +15,8 @@ tokens are below it.
 
 **Ownership of buffers.** A layer never writes to x, dy or the residual. `saved` may refer to x and
 y, and `pending` to dy. A reference keeps an array alive. So the caller must not write to these
-arrays before both halves have run. Two arrays are exceptions, and belong to the caller: dx, to
-which `pending` never refers, and y of a layer with a true `output_is_free`. `backward_input` may
+arrays before both halves have run. Two arrays are exceptions, and belong to the caller. One is
+dx, to which `pending` never refers. The other is y of a layer with a true `output_is_free`. `backward_input` may
 overwrite arrays that only `saved` refers to. `saved` and `pending` are each used once.
 """
 

@@ -11,8 +11,8 @@ Frozen tensors lie in a flat buffer of their own, which has no gradients and no 
     frozen    parameters   [ unit 0 | unit 1 | ... ]   in the dtype that layers compute with
 
 Tensors of a unit are sorted by `decayed`, so the optimizer walks a few runs instead of many
-tensors. Every tensor starts at a multiple of 32 elements, and a unit is padded to a multiple
-of dp x 32. Tensors, and each rank's shard of a unit, are therefore whole cache lines, even in a
+tensors. Every tensor starts at a multiple of 32 elements. A unit is padded to a multiple of
+dp x 32. Tensors, and each rank's shard of a unit, are therefore whole cache lines, even in a
 16-bit mirror. The padding stays zero, because its gradient is zero.
 
 Tensors that several ranks of a replica share come last, sorted by their group. All ranks of such a

@@ -33,8 +33,6 @@ class Linear:
     role        of the weight, as `Parameter.role`
     """
 
-    role = ""
-
     def __init__(
         self,
         ops: Ops,
@@ -45,7 +43,7 @@ class Linear:
         bias: bool = True,
     ):
         self.inputs, self.outputs, self.draw, self.bias, self.ops = inputs, outputs, draw, bias, ops
-        self.activation = activation
+        self.activation, self.role = activation, ""
         self.output_is_free = activation is None
         self.product, self.product_backward_input = {
             None: (ops.linear, ops.linear_backward_input),
@@ -113,7 +111,7 @@ class Linear:
         if "weight" in dw:
             weight = dw["weight"]
             self.ops.linear_backward_weight(pending, weight.array, weight.claim(), arena)
-        if "bias" in dw:
+        if self.bias and "bias" in dw:
             self.ops.linear_backward_bias(pending, dw["bias"].array, dw["bias"].claim(), arena)
 
 
@@ -141,10 +139,9 @@ class FusedLinear(Linear):
 class Logits(Linear):
     """The output head, x weight^T. Only the loss reads its output."""
 
-    role = "head"
-
     def __init__(self, ops: Ops, width: int, vocab: int, draw: Draw):
         super().__init__(ops, width, vocab, draw, bias=False)
+        self.role = "head"
         self.product = ops.logits
 
 

@@ -1,8 +1,8 @@
 """Recomputation of activations (gradient checkpointing, Chen et al. 2016, arXiv:1604.06174).
 
 A recomputed layer saves its input alone. The input half of its backward first computes the other
-saved activations again. With an attribute `saved_again(w, x, arena) -> saved` a layer offers to do
-this without work that only its output needs. So a linear layer skips its product, and a
+saved activations again. With an attribute `saved_again(w, x, arena) -> saved` a layer offers to
+skip work that only its output needs. So a linear layer skips its product, and a
 row-parallel layer its all-reduce.
 
     saved for the backward            computed again in the backward
@@ -104,7 +104,7 @@ def with_recomputation(
 ) -> list[list[Unit]]:
     """Return the chunks of a model with `size` units in each recomputed segment.
 
-    The first layer of tokens and the last layer of the model save what they always save. Units that
+    The first layer of tokens and the last layer of the model save all activations. Units that
     run no backward save nothing anyway. A single unit gets a wrapped layer; of several units a
     pipeline stage knows the segment.
 

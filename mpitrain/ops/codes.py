@@ -82,7 +82,7 @@ def decode(codes: np.ndarray, scales: np.ndarray, lead: int, of: Map, dtype: Any
     """Return the values of codes, (count,) of a dtype.
 
     codes   (count,) uint8
-    scales  float32, of the blocks of these codes
+    scales  of the blocks of these codes
     lead    elements that the first block lacks
     """
     each = scales[(np.arange(len(codes)) + lead) // BLOCK]
@@ -90,7 +90,7 @@ def decode(codes: np.ndarray, scales: np.ndarray, lead: int, of: Map, dtype: Any
 
 
 def encode(values: np.ndarray, lead: int, of: Map) -> tuple[np.ndarray, np.ndarray]:
-    """Return the nearest codes, and the scale of each block.
+    """Return the nearest codes, and the scale of each block, float32.
 
     values  (count,), finite
     lead    elements that the first block lacks

@@ -37,7 +37,11 @@ def coded_bytes(storage: Storage, buffers: int) -> float:
     """Return the bytes of `buffers` buffers of state along all tensors of a storage."""
     return buffers * sum(
         (entry.stop - entry.start)
-        * (1 + 4 / BLOCK if is_coded(storage, entry) else storage.dtype.itemsize)
+        * (
+            1 + storage.dtype.itemsize / BLOCK
+            if is_coded(storage, entry)
+            else storage.dtype.itemsize
+        )
         for entry in storage.entries
         if entry.parameter.trainable
     )
@@ -102,7 +106,7 @@ class CodedState:
     restores the same codes.
 
     codes   uint8, of all coded regions
-    scales  float32, of their blocks
+    scales  of their blocks, as numbers of float32 in the storage's dtype
     plain   in the storage's dtype, of all other regions
     """
 
@@ -113,7 +117,7 @@ class CodedState:
         self.size, self.dtype, self.shape = length, dtype, (length,)
         coded = [region for region in self._regions if region.scales]
         self.codes = backend.zeros(_end(region.values for region in coded), np.uint8)
-        self.scales = backend.zeros(_end(r.scales for r in coded if r.scales), np.float32)
+        self.scales = backend.zeros(_end(r.scales for r in coded if r.scales), dtype)
         self.plain = backend.zeros(_end(r.values for r in self._regions if not r.scales), dtype)
 
     @property
@@ -131,8 +135,7 @@ class CodedState:
         for region in self._regions:
             low, high = max(start, region.start), min(stop, region.stop)
             if low < high:
-                own = self._decoded(region)[low - region.start : high - region.start]
-                values[low - start : high - start] = own
+                values[low - start : high - start] = self._decoded(region, low, high)
         return self._backend.from_host(values)
 
     def __setitem__(self, along: slice, values: Any) -> None:
@@ -142,19 +145,26 @@ class CodedState:
         for region in self._regions:
             low, high = max(start, region.start), min(stop, region.stop)
             if low < high:
-                own = self._decoded(region).copy()
+                own = self._decoded(region, region.start, region.stop).copy()
                 own[low - region.start : high - region.start] = given[low - start : high - start]
                 self._encode(region, own)
 
-    def _decoded(self, region: Region) -> np.ndarray:
-        """Return the values of a region in host memory."""
+    def _decoded(self, region: Region, low: int, high: int) -> np.ndarray:
+        """Return the values of elements [low, high) of a region, in host memory."""
+        first, count = low - region.start, high - low
+        values = slice(region.values.start + first, region.values.start + first + count)
         if not region.scales:
-            return self._backend.to_host(self.plain[region.values])
+            return self._backend.to_host(self.plain[values])
+        block, lead = divmod(region.lead + first, BLOCK)
+        block += region.scales.start
         codes, scales = (
             self._backend.to_host(array)
-            for array in (self.codes[region.values], self.scales[region.scales])
+            for array in (
+                self.codes[values],
+                self.scales[block : block + block_count(count, lead)],
+            )
         )
-        return decode(codes, scales, region.lead, self._of, self.dtype)
+        return decode(codes, scales, lead, self._of, self.dtype)
 
     def _encode(self, region: Region, values: np.ndarray) -> None:
         if not region.scales:
@@ -162,7 +172,7 @@ class CodedState:
             return
         codes, scales = encode(values, region.lead, self._of)
         self._backend.put(self.codes[region.values], codes)
-        self._backend.put(self.scales[region.scales], scales)
+        self._backend.put(self.scales[region.scales], scales.astype(self.dtype))
 
 
 def _end(slices: Iterable[slice]) -> int:

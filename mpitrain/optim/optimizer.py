@@ -111,8 +111,8 @@ class Optimizer:
         step        number of earlier updates
         delayed     whether some of these gradients belong to earlier steps, and some of this step's
                     gradients arrive later
-        mirror      as long as the piece; receives the rounded parameters in the same pass, without
-                    those of frozen tensors; None: there is no mirror
+        mirror      as long as the piece; receives the rounded parameters in the same pass;
+                    None: there is no mirror
         """
         update = self._update(scale, lr, step, delayed)
         self._updates.update(piece, parameters, gradients, mirror, update)

@@ -238,7 +238,7 @@ class Rule(NamedTuple):
 
         itemsize  of the parameters
         """
-        each = 1 + 4 / BLOCK if isinstance(self.step, BlockWise) else itemsize
+        each = 1 + itemsize / BLOCK if isinstance(self.step, BlockWise) else itemsize
         return each * sum(shape is elements for shape in self.state.values())
 
     def other_elements(self, tensors: Iterable[Parameter]) -> int:

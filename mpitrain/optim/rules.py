@@ -35,7 +35,7 @@ RULES: Table[str, Rule] = Table(
             ("weight_decay", "momentum"),
             {"momentum": elements},
             ElementWise("nesterov", lambda update: {"beta": update.settings.momentum}),
-            defaults={"weight_decay": 0.0},
+            defaults={"lr": 0.1, "weight_decay": 0.0},
             torch=TorchClass(
                 "SGD", lambda settings: {"momentum": settings.momentum, "nesterov": True}
             ),

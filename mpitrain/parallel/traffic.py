@@ -99,7 +99,7 @@ def _ring(n: int, count: int) -> int:
 def _halving(n: int, count: int) -> int:
     """Return the elements that the busiest rank sends by recursive halving, then doubling.
 
-    If n is not a power of two, the busiest rank is one that a rank outside of it folds into.
+    If n is not a power of two, the busiest rank is one into which another rank folds.
     """
     power, folded = 1 << _lg(n), n - (1 << _lg(n))
     bounds = [0, *(stop for _, stop in chunk_bounds(count, power))]

@@ -13,8 +13,8 @@ LINES = 200
 ENDS, NEAR = 4, 2
 """Number of steps that are printed of a longer collective.
 
-ENDS steps are printed at each end, and NEAR steps on each side of the boundary between the halves
-of an all-reduce, its reduce-scatter and all-gather.
+ENDS steps are printed at each end. NEAR steps are printed on each side of the boundary between the
+reduce-scatter and the all-gather of an all-reduce.
 """
 
 MARGIN = 9

@@ -97,7 +97,7 @@ class Ring:
         self._capacity, self._used = capacity, len(MAGIC)
         self._next = itertools.count(1).__next__  # No other thread can interrupt this call.
         self._newest = 0
-        # The folder and the name of the file.
+        # `move` sets the folder and the name of the file.
         self._folder: Directory | None = None
         self._name = ""
         self.note({"records": capacity})

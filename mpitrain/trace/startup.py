@@ -2,7 +2,7 @@
 
 A trace is at TMPDIR/mpitrain-<uid>/<parent process>/rank-00000. Every user of the host can
 foresee this path. The folder is used only if it is a real one, of this user and closed to all
-others (mode 0700); no link in it is followed.
+others (mode 0700). No link in it is followed.
 """
 
 import atexit

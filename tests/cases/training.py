@@ -202,7 +202,7 @@ def check_coded_step(
     length = codes.block_count(count, lead)
     moments = [np.zeros(count, np.uint8) for _ in range(2)]
     moments[0][:] = np.flatnonzero(codes.SIGNED.values == 0)[0]
-    state = [*moments, *(np.zeros(length, np.float32) for _ in range(2))]
+    state = [*moments, *(np.zeros(length, dtype) for _ in range(2))]
     every = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "lead": lead}
     for step in (1, 2):
         before = [array.copy() for array in state]
@@ -384,7 +384,16 @@ def steps() -> Iterator[Callable]:
 
 def coded_steps() -> Iterator[Callable]:
     """steps_8bit."""
-    for count, lead in ((0, 0), (1, 0), (32, 96), (255, 0), (257, 32), (1031, 224), (2304, 0)):
+    for count, lead in (
+        (0, 0),
+        (0, 32),
+        (1, 0),
+        (32, 96),
+        (255, 0),
+        (257, 32),
+        (1031, 224),
+        (2304, 0),
+    ):
         yield partial(check_coded_step, count=count, lead=lead)
     yield partial(check_coded_step, count=4100, lead=64, dtype="float64")
     yield partial(check_coded_step, count=1031, lead=128, shifted=True)

@@ -79,8 +79,8 @@ def constants(
     """Fit the nonnegative constants at every knot (array size), by least absolute relative error.
 
     A constant that no row determines is copied from the nearest knot that has it, or else is the
-    default. The same holds for a knot far from all measured sizes: on slow links no array is long
-    enough for the last one. Without rows, all constants are defaults.
+    default. The same holds for a knot far from all measured sizes. On slow links, for example, no
+    array is long enough for the last knot. Without rows, all constants are defaults.
 
     amounts  per row, the amount of work that each constant multiplies
     """

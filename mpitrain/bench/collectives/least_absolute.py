@@ -1,7 +1,7 @@
 """Least absolute deviations with nonnegative unknowns: a linear program, solved by the simplex method.
 
-Barrodale and Roberts, SIAM J. Numer. Anal. 10(5), 1973: over and under, the two signed parts of a
-residual, have opposite columns, so the tableau has only one of them.
+Barrodale and Roberts, SIAM J. Numer. Anal. 10(5), 1973: a residual is split in its two signed
+parts, over and under. Their columns are opposite, so the tableau has only one of them.
 """
 
 import numpy as np

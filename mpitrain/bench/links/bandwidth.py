@@ -188,7 +188,7 @@ def footer(rows: Sequence[Row]) -> list[str]:
     Spoilt rows count nowhere.
     """
     lines: list[str] = []
-    best: dict[str, dict[int, float]] = {}  # GB/s of each way by size
+    best: dict[str, dict[int, float]] = {}  # {ways: {bytes: GB/s}}
     for ways in dict.fromkeys(row.ways for row in rows):
         quiet = [row for row in rows if row.ways == ways and not row.is_spoilt]
         if quiet:

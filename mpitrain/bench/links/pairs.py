@@ -17,8 +17,8 @@ from mpitrain.transport.base import Transport
 FAR = {"bandwidth": 2.0, "latency": 3.0}
 """Limits of an outlier, here called an odd pair.
 
-Its bandwidth is below the usual value of its class divided by FAR, or its latency is above the
-usual value times FAR.
+Its bandwidth is below 1 / FAR of the usual value of its class, or its latency is above FAR times
+the usual value.
 """
 
 SECONDS, ALONE, FEWEST, MOST = 0.1, 0.5, 3, 500

@@ -1,6 +1,6 @@
 """The floor of a training step: its matrix products alone, with the shapes that it had.
 
-M rows, K inputs, N outputs of a linear layer; B batch, T tokens, C channels, H heads, D = C / H.
+M rows, K inputs, N outputs of a linear layer. B batch, T tokens, C channels, H heads.
 """
 
 import time

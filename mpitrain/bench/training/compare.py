@@ -14,7 +14,8 @@ from mpitrain.collectives.selection.table import choices
 from mpitrain.config import Config, with_settings
 from mpitrain.config.plugins import load
 from mpitrain.errors import ConfigError
-from mpitrain.optim import checked
+from mpitrain.optim import RULES, checked
+from mpitrain.optim.rule import TensorWise
 from mpitrain.parallel.grid import axes, divisor
 from mpitrain.parallel.modes import MODES, mode_of, servers_of
 from mpitrain.parallel.replication.records import StepResult
@@ -227,6 +228,9 @@ def predicted(job: Job) -> float | None:
     config, axes = trainer.config, trainer.grid.axes
     formula = mode_of(config).traffic(config.replication)
     if formula is None or config.replication.wire != "none" or axes.tp > 1 or axes.pp > 1:
+        return None
+    # No formula counts the sums over divided tensors, nor the matrices of Muon.
+    if config.replication.zero and isinstance(RULES[config.optimizer.name].step, TensorWise):
         return None
     inputs, targets = data.batch(config.run.seed, 0, config.batch.size, range(1))
     sample = Sample(inputs.nbytes, targets.nbytes, targets.size * data.classes)

@@ -34,7 +34,7 @@ class Stopwatch(Recorder):
     """Recorder that sums the seconds of one rank by kind of work. Each moment has one kind.
 
     seconds   {kind: seconds} since `restart`
-    products  the matrix products of the first step; None: record no more
+    products  the matrix products of the first step
     """
 
     is_on = False
@@ -45,7 +45,7 @@ class Stopwatch(Recorder):
         self.step = self.micro = -1
         self.naming, self.topic = "", 0
         self._owner, self._labels = threading.get_ident(), [""]
-        self._is_recording, self._unit = True, ""
+        self._is_recording, self._units = True, [BETWEEN]
         self.restart()
 
     def restart(self) -> None:
@@ -87,13 +87,15 @@ class Stopwatch(Recorder):
         return 0
 
     def compute(self, name: int, phase: int = NO_PHASE, unit: int = -1, micro: int = -1) -> int:
-        if unit >= 0:
-            self._unit = kind_of(self._labels[name])
-        self.enter(SPANS.get(self._labels[name], BETWEEN))
+        label = self._labels[name]
+        kind = SPANS.get(label, BETWEEN)
+        self._units.append(kind_of(label) if unit >= 0 else kind)
+        self.enter(kind)
         return 1
 
     def end(self, span: int) -> None:
         if span:
+            self._units.pop()
             self.leave()
 
     def wait(self, name: int, peer: int = -1, message: int = 0) -> int:
@@ -103,7 +105,8 @@ class Stopwatch(Recorder):
         return 1
 
     def go_on(self, wait: int) -> None:
-        self.end(wait)
+        if wait:
+            self.leave()
 
     def timed(self, ops: Ops) -> Ops:
         """Return the operations, each of which also adds to the seconds of its kind."""
@@ -112,7 +115,7 @@ class Stopwatch(Recorder):
             def run(*arguments: Any, **named: Any) -> Any:
                 kind = self._stack[-1]
                 if kind == BETWEEN:
-                    kind = "norm" if name.startswith("layer_norm") else self._unit
+                    kind = "norm" if name.startswith("layer_norm") else self._units[-1]
                 self.enter(kind)
                 result = body(*arguments, **named)
                 self.leave()

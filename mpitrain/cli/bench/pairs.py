@@ -39,9 +39,9 @@ def command(**options: Any) -> None:
     """Measure latency and bandwidth of every pair of ranks, and name the links that are slow.
 
     Disjoint pairs are measured at the same time, in the rounds of a round-robin tournament. Pairs
-    that look slow are measured again, alone. A link is odd if its bandwidth is below half the usual
-    value of its class, or its latency above three times the usual value. The classes are pairs
-    within a host and pairs between hosts. Ranks of one host share the host's link, so start one
+    that look slow are measured again, alone. The classes are pairs within a host and
+    pairs between hosts. A link is odd if its bandwidth is below half the usual value of its class.
+    It is also odd if its latency is above three times the usual value. Ranks of one host share the host's link, so start one
     rank per host to judge links.
     """
     with mpi_session() as transport:

@@ -158,7 +158,7 @@ def _pass_request(screen: Screen, process: subprocess.Popen, which: int, has_beg
 
 def _end_with_parent() -> None:
     """Let the kernel send TERM to the launcher if this process is killed. Runs in the child."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG.
 
 
 def _kill(group: int) -> None:
@@ -170,20 +170,20 @@ def _positive(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def training_code(screen: Screen, words: LauncherOutput, code: int, asked: int) -> int:
+def training_code(screen: Screen, words: LauncherOutput, code: int, requests: int) -> int:
     """Return the exit code of a training run: 0 only if rank 0 reported its end, 85 if it stopped.
 
     The launcher's code is not enough: launchers may exit with 0 after losing a host. A request may
     also end a run before it began. It counts as a stop: nothing is lost, and the same command
     starts the run.
 
-    asked  stop requests that were forwarded
+    requests  stop requests that were forwarded
     """
     if words.end in ("stopped", "not begun") and code in (0, STOPPED):
         return STOPPED
     if words.end == "ended" and code == 0:
         return 0
-    if asked == 1 and not words.began and code not in (0, USAGE):
+    if requests == 1 and not words.began and code not in (0, USAGE):
         if not words.end:
             say(screen, NOT_BEGUN)
         return STOPPED

@@ -1,7 +1,7 @@
 """The status lines of a training run: rank 0 writes them, `launch` reads and removes them.
 
-A status line is one element of a JSON text sequence (RFC 7464): a record separator, an object, a
-line break. It travels on standard output, the only channel that every launcher forwards from every
+A status line is an element of a JSON text sequence (RFC 7464): record separator, object, line
+break. It travels on standard output, the only channel that every launcher forwards from every
 host. `launch` requests it by an option of the interpreter, because command lines reach all hosts.
 """
 

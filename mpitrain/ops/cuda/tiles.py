@@ -253,8 +253,8 @@ def usual(
 def cost(tiling: Tiling, m: int, n: int, k: int, batches: int, engine: Engine) -> float:
     """Return an estimate of the cycles of a product.
 
-    It is the cost of one block times the number of blocks on the busiest multiprocessor, plus the
-    addition of the splits. Blocks that share a multiprocessor are no faster: they count as if they
+    It is the cost of one block times the blocks on the busiest multiprocessor, plus the addition of
+    the splits. Blocks that share a multiprocessor are no faster: they count as if they
     ran one after another. While one block loads its first tiles, or writes, the others multiply.
     That cost therefore counts once for all blocks that are resident together.
     """

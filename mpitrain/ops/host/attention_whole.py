@@ -103,13 +103,18 @@ def _backward(dy, saved, arena):
 
 
 def _exponentials(q, k, mask, ones, exp, inverse):
-    """Fill exp with the exponentials of q k^T, 0 after each query, and inverse with 1 / its row sums.
+    """Fill exp with the masked exponentials of q k^T, and inverse with 1 / its row sums.
 
     A softmax does not depend on a shift of its scores. NumPy takes twice as long for the row
     maximum as for the exponentials. So scores are shifted by their row maximum only where overflow
     or underflow requires it.
-    q: (H, Q, D), scaled; k: (H, K, D); mask: (Q or more, Q or more), -inf above the diagonal, for the
-    last Q keys; ones: (K,); exp: (H, Q, K); inverse: (H, Q, 1)
+
+    q        (H, Q, D), scaled
+    k        (H, K, D)
+    mask     (Q or more, Q or more), -inf above the diagonal, for the last Q keys
+    ones     (K,)
+    exp      (H, Q, K)
+    inverse  (H, Q, 1)
     """
     count = q.shape[1]
     diagonal, mask = exp[..., -count:], mask[:count, :count]

@@ -48,8 +48,8 @@ def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
         np.multiply(block, n, out=product)
         dgain += np.matmul(one, product, out=part)
         dbias += np.matmul(one, block, out=part)
-        np.matmul(block, weights, out=mean[:, 0])  # the mean of dy gain
-        np.matmul(product, weights, out=mean[:, 1])  # the mean of dy gain normal
+        np.matmul(block, weights, out=mean[:, 0])  # This is the mean of dy gain.
+        np.matmul(product, weights, out=mean[:, 1])  # This is the mean of dy gain normal.
         np.multiply(block, gain, out=d)
         d -= mean[:, :1]
         d -= np.multiply(n, mean[:, 1:], out=product)

@@ -1,7 +1,7 @@
 """Matrix products: by NumPy's BLAS, or by Intel's MKL if installed (`pip install 'mpitrain[mkl]'`).
 
-On Intel processors with AVX-512, MKL is 10 to 15% faster than the OpenBLAS of NumPy's wheels on the
-matrices of a small GPT. Both libraries can add to a result in place. NumPy has no function for that,
+On the matrices of a small GPT, MKL is 10 to 15% faster than the OpenBLAS of NumPy's wheels. That
+holds for Intel processors with AVX-512. Both libraries can add to a result in place. NumPy has no function for that,
 so short sums call its OpenBLAS directly.
 """
 

@@ -193,8 +193,8 @@ def _encode(values, coded, scales, of, arena):
     np.max(ratio, axis=1, out=scales)
     scales[scales < TINY] = 0
     ratio[...] = values
-    ratio /= np.where(scales > 0, scales, np.float32(np.inf))[:, None]
-    # The upper half of a little-endian float32.
+    ratio /= np.where(scales > 0, scales, np.inf).astype(np.float32)[:, None]
+    # This is the upper half of a little-endian float32.
     upper = ratio.view(np.uint16)[:, 1::2]
     found, bound = (arena.take(values.shape, kind) for kind in (np.uint8, np.float32))
     np.take(of.lowest, upper, out=found, mode="clip")

@@ -106,7 +106,7 @@ def adamw8bit(
 ):
     """Step p in place as adamw, with moments in codes of 8 bits (ops/codes.py).
 
-    p, g: (count,); m, v: (count,) uint8; m_scales, v_scales: float32, at least one for each block
+    p, g: (count,); m, v: (count,) uint8; m_scales, v_scales: as p, at least one for each block
     lead  elements that the first block of 256 lacks: a multiple of 32
     """
     blocks = codes.block_count(len(p), lead)

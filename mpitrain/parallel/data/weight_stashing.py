@@ -41,8 +41,9 @@ from mpitrain.trace.ring_buffer import UPDATE
 class StashedParameters(WholeParameters):
     """Several versions of the parameters: micro-batches between forward and backward use old ones.
 
-    Micro-batches and versions are counted from the last drained pipeline. With one update for each
-    `every` micro-batches, micro-batch i uses version i // every - (versions - 1), at least 0.
+    Micro-batches and versions are counted from the last drained pipeline. An update
+    follows each `every` micro-batches. Micro-batch i uses version i // every - (versions - 1), or
+    0 if that is negative.
 
     steps   the steps begun since then
     memory  `versions` times the parameters, in half precision the rounded ones

@@ -70,7 +70,7 @@ class ParameterStore(Protocol):
     arrays: list[Any]
     owned: dict[Piece, Any]
     sharing: Sequence[Group]
-    frozen: Any = None
+    frozen: Any
 
     def open(self, unit: int, part: int) -> Weights:
         """Return a unit's parameters for micro-batch `part`, as `Replication.open`."""

@@ -127,6 +127,7 @@ class ServedParameters(ParameterStore):
     """
 
     mirror: Any = None
+    frozen: Any = None
     sharing: Sequence[Group] = ()
 
     def __init__(self, replica: ReplicationContext, pieces: Sequence[Piece]):

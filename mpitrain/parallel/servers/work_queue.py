@@ -2,8 +2,8 @@
 
 Ticket t is the (t mod workers)-th run of the rows of step t // workers. A step is finished when the
 gradients of all its tickets are applied. The queue withholds tickets before a pause. A pause
-follows a request to stop, a non-finite gradient, or the last step before a checkpoint, an
-evaluation or the end. All steps that have begun are finished before the pause.
+follows a request to stop or a non-finite gradient. It also follows the last step before a
+checkpoint, an evaluation or the end. All steps that have begun are finished before the pause.
 
 This module sends no messages.
 """

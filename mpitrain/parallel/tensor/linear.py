@@ -291,6 +291,11 @@ class RowParallelLinear(Linear):
         dx, pending = super().backward_input(w, dy, saved, arena)
         return dx if self._is_parallel else _gathered(self._rows.group, dx, arena), pending
 
+    def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
+        super().backward_weight(pending, dw, arena)
+        if "bias" in dw:
+            self.ops.linear_backward_bias(pending, dw["bias"].array, dw["bias"].claim(), arena)
+
 
 class Head(Column):
     """The output head: a column-parallel linear layer without bias.
@@ -298,11 +303,9 @@ class Head(Column):
     Returns logits of shape (B, T, columns of this rank), also if the input is sequence-parallel.
     """
 
-    role = "head"
-
     def __init__(self, layers: Layers, runs: Sequence[range], width: int, vocab: int, draw: Draw):
         super().__init__(layers, runs, width, vocab, draw, bias=False)
-        self.product = layers.ops.logits
+        self.product, self.role = layers.ops.logits, "head"
 
     def output_shape(self, shape):
         return self._rows.as_sequences(super().output_shape(shape))

@@ -4,9 +4,10 @@ Arrays in device memory go through one of two strategies. `Direct` passes the de
 CUDA-aware MPI. `staging.Staged` copies through pinned host memory. Arrays in host memory go
 straight to the host transport.
 
-Work on the device that wrote an array, or that still reads the target of a receive, must end before
-a message touches it. A copy waits for that work on the device. MPI does not know streams. Before
-MPI gets a pointer, the host therefore waits for all work started so far on the current stream.
+Work on the device that wrote an array must end before a message reads it. Work that still reads the
+target of a receive must end before the message arrives. A copy waits for that work on the device.
+MPI does not know streams. Before MPI gets a pointer, the host therefore waits for all work started
+so far on the current stream.
 
 A reduction of many messages runs on a stream of its own (`aside`). Its copies and sums wait once
 for the computation before it. The computation after it waits for them. So no step of a ring waits

@@ -59,6 +59,13 @@ def test_frozen_tensors_travel_in_the_gathers_of_zero_3_alone(hosts, parts):
         assert max(each.sent_bytes) == each.formula_bytes < whole.formula_bytes, each.mode
 
 
+def test_zero_has_no_formula_with_a_rule_that_sums_over_divided_tensors():
+    settings = "run.steps=2", "optimizer.name=lamb"
+    whole, divided = measured(["ring", "zero1"], "aa", *settings)
+    assert max(whole.sent_bytes) == whole.formula_bytes and divided.formula_bytes is None
+    assert max(divided.sent_bytes) > whole.formula_bytes
+
+
 @pytest.mark.parametrize("hosts, servers", [("aa", 1), ("abab", 2), ("aaaaa", 1)])
 def test_so_it_does_where_workers_are_apart_or_late_pauses_and_several_servers_included(
     hosts, servers

@@ -29,6 +29,7 @@ LAYOUTS = {
     "zero 2": (2, "replication.zero=2 batch.micro_batches=2"),
     "zero 3": (3, "replication.zero=3 batch.micro_batches=2"),
     "zero 3 in turn": (2, "replication.zero=3 replication.overlap=false"),
+    "zero 3 kept": (2, "replication.zero=3 replication.zero_keep=1200 batch.micro_batches=2"),
     "tp": (2, "layout.tp=2"),
     "sequence": (4, "layout.tp=2 layout.sequence_parallel=true replication.zero=2"),
     "pp": (3, "layout.pp=3"),
@@ -270,3 +271,27 @@ def test_in_half_precision_every_layout_has_the_losses_of_one_rank(compute):
     ):
         for found, _ in run_ranks(ranks, trained, [*settings.split(), *chosen]):
             assert np.all(np.abs(found / truth - 1) <= 0.01), settings
+
+
+@pytest.mark.parametrize(
+    "ranks, settings, base",
+    [
+        (2, "replication.mode=server replication.update=async", ""),
+        (3, "replication.mode=local replication.period=1 optimizer.name=sgd", ""),
+        (2, "pipeline.schedule=async layout.pp=2", "pipeline.schedule=async"),
+        (4, "pipeline.schedule=async-2bw layout.pp=2", "pipeline.schedule=async-2bw"),
+    ],
+)
+def test_modes_with_a_curve_of_their_own_have_that_of_one_rank_where_nothing_is_late(
+    ranks, settings, base
+):
+    """Of one worker no gradient is late, and none on the last stage; a period of one step averages gradients."""
+    common = [frozen(["embedding.*", "blocks.0.*", "head.norm.*"]), "batch.micro_batches=2"]
+    common += ["pipeline.partition=3,3"] if "pp=2" in settings else []
+    common += [word for word in settings.split() if word.startswith("optimizer")]
+    alike = [word for word in common if "partition" not in word]
+    (alone,) = run_ranks(1, steps, [*EXACT, *alike, *base.split()], 0, STEPS)
+    for own in run_ranks(ranks, steps, [*EXACT, *common, *settings.split()], 0, STEPS):
+        for name, (region, value) in own.items():
+            error = np.abs(region.part_of(alone[name][1]) - value)
+            assert np.all(error <= 1e-9), name

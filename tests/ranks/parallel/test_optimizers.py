@@ -113,7 +113,7 @@ def test_every_layout_goes_on_as_one_rank_from_what_another_layout_wrote(rule, t
     curve, _, before = run_ranks(1, trained, own, tmp_path / "start", 0, 2)[0]
     alone, _, end = run_ranks(1, trained, own, tmp_path / "end", 2, STEPS, before)[0]
     assert np.ptp([*curve[:, 0], *alone[:, 0]]) > 0.05, "the loss must move"
-    wanted = without_keys(everything(end, own), rule)
+    wanted, start = without_keys(everything(end, own), rule), everything(before, own)
     assert {name for name, _ in wanted} == {"parameters", *RULES[rule].state}
     for number, (ranks, settings) in enumerate(LAYOUTS):
         if RULES[rule].refusal(configured(*TINY, *own, *settings)):
@@ -135,6 +135,8 @@ def test_every_layout_goes_on_as_one_rank_from_what_another_layout_wrote(rule, t
         assert found.keys() == wanted.keys()
         for key, array in wanted.items():
             assert close(array, found[key]), (key, settings)
+    for key, array in everything(before, own).items():
+        assert np.array_equal(array, start[key]), f"{key} after all layouts"
 
 
 def test_moments_of_8_bits_go_on_from_what_another_layout_wrote(tmp_path):

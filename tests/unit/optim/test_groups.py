@@ -10,12 +10,14 @@ from mpitrain.config import Optimizer, ParameterGroup, parse, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Parameter, Unit
 from mpitrain.layers.flat import Piece, Storage
-from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import HostBackend
-from mpitrain.ops import bodies
+from mpitrain.ops.device import device_for
 from mpitrain.optim import RULES, check_groups, checked
 from mpitrain.optim import Optimizer as OptimizerOfRank
 from mpitrain.optim.groups import Group, group_of
+from mpitrain.run.build import build
+from mpitrain.transport.threads import run_ranks
+from tests.unit.run.test_run_dir import TINY, trained
 
 NAMES = ("embedding.tokens", "blocks.0.up.weight", "blocks.0.up.bias", "head.weight")
 GROUPS = '[{match="embedding.*", weight_decay=0.0, lr=0.5}, {match="*.bias", weight_decay=0.3}]'
@@ -81,7 +83,7 @@ def test_keys_and_values_of_a_group_are_checked(groups, fragment):
     assert fragment in raised.value.law
 
 
-def stepped(name, groups, steps=10):
+def stepped(name, groups, steps=10, kind="cpu"):
     """Tensors by name after some steps of a rule from gradients of each step, and the gradients."""
     settings = [
         f"optimizer.name={name}",
@@ -89,13 +91,16 @@ def stepped(name, groups, steps=10):
         f"optimizer.groups={groups}",
     ]
     section = checked(parse(with_settings({}, settings))).optimizer
+    device = device_for(kind)
     storage, rng = Storage([Unit("own", Tensors())], "float64"), np.random.default_rng(5)
     parameters, start = np.zeros(storage.length), {}
     storage.initialize(parameters, 0, HostBackend())
     start = {entry.name: entry.view(parameters).copy() for entry in storage.entries}
     cuts = [(0, 37), (37, storage.length)]
     pieces = [Piece(low, high, low) for low, high in cuts]
-    optimizer = OptimizerOfRank(section, storage, pieces, bodies.host(), HostBackend(), Arena())
+    optimizer = OptimizerOfRank(
+        section, storage, pieces, device.ops, device.backend, device.arena()
+    )
     gradients, flat = [], np.zeros(storage.length)
     views = {
         piece: (parameters[piece.start : piece.stop], flat[piece.start : piece.stop])
@@ -122,11 +127,12 @@ TORCH = {
 
 
 @pytest.mark.parametrize("name", TORCH)
-def test_ten_steps_with_groups_equal_pytorch_with_its_own(name):
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda-sim", marks=pytest.mark.compile)])
+def test_ten_steps_with_groups_equal_pytorch_with_its_own(name, kind):
     """In float64, in two pieces, one of which begins within a tensor."""
     torch = pytest.importorskip("torch")
     groups = '[{match="own.tokens", weight_decay=0.0, lr=0.5}, {match="*.gain", weight_decay=0.3}]'
-    section, start, gradients, found = stepped(name, groups)
+    section, start, gradients, found = stepped(name, groups, kind=kind)
     kind, arguments = TORCH[name]
     tensors = {key: torch.tensor(value, requires_grad=True) for key, value in start.items()}
     own = {"own.tokens": (0.015, 0.0), "own.weight": (0.03, 0.1), "own.bias": (0.03, 0.0)}
@@ -156,3 +162,27 @@ def test_a_tensor_wise_rule_steps_with_the_rate_and_the_decay_of_the_group(monke
         g = 0.5 * gradients[0][key] + decay * start[key]
         wanted = start[key] - lr * g / (np.linalg.norm(g) + 1e-7)
         np.testing.assert_allclose(found[key], wanted, rtol=0, atol=1e-12)
+
+
+def test_a_run_goes_on_with_its_groups_alone(tmp_path):
+    folder = tmp_path / "run"
+    groups = f"optimizer.groups={GROUPS}"
+    trained(folder, groups)
+    assert len(trained(folder, "run.steps=4", resume="yes")) == 4
+    with pytest.raises(ConfigError, match="groups"):
+        trained(folder, "run.steps=5", "optimizer.groups=[]", resume="yes")
+
+
+@pytest.mark.parametrize("ranks, layout", [(1, []), (3, []), (2, ["layout.pp=2"])])
+def test_every_rank_refuses_a_pattern_without_a_match(ranks, layout):
+    groups = 'optimizer.groups=[{match="embedding.*"}, {match="block.*"}]'
+    config = parse(
+        with_settings({}, [*TINY, groups, "batch.size=12", "batch.micro_batches=2", *layout])
+    )
+
+    def run(transport):
+        with pytest.raises(ConfigError, match="block"):
+            build(transport, config)
+        return True
+
+    assert all(run_ranks(ranks, run))
