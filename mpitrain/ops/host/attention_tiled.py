@@ -16,7 +16,7 @@ import numpy as np
 
 from mpitrain.ops.host.attention_tiled_backward import backward
 from mpitrain.ops.host.attention_whole import SAFE, causal_mask, split_heads
-from mpitrain.ops.host.blocks import Tile, take_columns, tile_for
+from mpitrain.ops.host.blocks import Tile, rounds, take_columns, tile_for
 
 
 class Saved(NamedTuple):
@@ -73,10 +73,10 @@ def attention(qkv, heads, arena, tile=None):
     sums = arena.take((length,), dtype)
     tiles = _forward_tiles(q, kt, v, out, sums, tile, arena)
     kt[width] = 1
-    for sequence in range(batch):
+    for sequence in rounds(batch, qkv):
         every_q, every_k, every_v = split_heads(qkv[sequence], 3, heads)
         (every_y,) = split_heads(y[sequence], 1, heads)
-        for head in range(heads):
+        for head in rounds(heads, qkv):
             np.multiply(every_q[head], width**-0.5, out=q[:, :width])
             q[:, width] = 0
             kt[:width] = every_k[head].T

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpitrain.ops.host.attention_whole import causal_mask, split_heads
-from mpitrain.ops.host.blocks import take_columns
+from mpitrain.ops.host.blocks import rounds, take_columns
 
 
 class Backward(NamedTuple):
@@ -59,11 +59,11 @@ def backward(dy, qkv, y, log_sums, tile, arena):
     k, dq, dk, dv = arena.take((4, length, width), dtype)
     tiles = _backward_tiles(q, d, kt, vt, k, dq, dk, dv, tile, arena)
     kt[width] = vt[width] = 1
-    for sequence in range(batch):
+    for sequence in rounds(batch, dy):
         every_q, every_k, every_v = split_heads(qkv[sequence], 3, heads)
         every_dq, every_dk, every_dv = split_heads(dqkv[sequence], 3, heads)
         (every_y,), (every_d,) = (split_heads(one[sequence], 1, heads) for one in (y, dy))
-        for head in range(heads):
+        for head in rounds(heads, dy):
             np.multiply(every_q[head], scale, out=q[:, :width])
             np.multiply(log_sums[sequence, head], -1, out=q[:, width])
             d[:, :width] = every_d[head]

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpitrain.ops.host.blocks import rounds
+
 # Queries per block: smaller blocks skip more of the masked half, but make slower products.
 QUERIES = 64
 # Row sums within these bounds have lost nothing to overflow or underflow, in float32 or float64.
@@ -55,7 +57,7 @@ def attention(qkv, heads, arena):
     mask = causal_mask(last, qkv.dtype)
     ones = np.ones(length, qkv.dtype)
     every_scaled = arena.take((heads, last, width), qkv.dtype)
-    for sequence in range(batch):
+    for sequence in rounds(batch, qkv):
         q, k, v = split_heads(qkv[sequence], 3, heads)
         (out,) = split_heads(y[sequence], 1, heads)
         for block in blocks:
@@ -78,7 +80,7 @@ def _backward(dy, saved, arena):
     part = arena.take((heads, length, width), qkv.dtype)
     every_dot = arena.take((heads, last, 1), qkv.dtype)
     dscores = [arena.take(block.exp.shape[1:], qkv.dtype) for block in blocks]
-    for sequence in range(batch):
+    for sequence in rounds(batch, qkv):
         q, k, v = split_heads(qkv[sequence], 3, heads)
         dq, dk, dv = split_heads(dqkv[sequence], 3, heads)
         (d,) = split_heads(dy[sequence], 1, heads)

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpitrain.ops.weightless import has_memory
+
 # Bytes of one array in a block: a chain of operations needs four or five arrays in L2.
 L2_SHARE = 256 * 1024
 # OpenBLAS multiplies without packing up to this many multiplications.
@@ -35,13 +37,21 @@ def take_columns(count, rows, columns, dtype, arena):
     return arena.take((count, rows, columns + GAP), dtype)[:, :, :columns]
 
 
+def rounds(count: int, like: np.ndarray) -> range:
+    """Return the rounds of a loop: `count`, but two at most if the arrays have no memory.
+
+    Without memory only leases matter: every round after the second leases the same as the second.
+    """
+    return range(count if has_memory(like) else min(count, 2))
+
+
 def row_blocks(x: np.ndarray, nbytes: int = L2_SHARE) -> Iterator[slice]:
     """Yield slices that cover the first dim of `x`, each of about `nbytes` and at least one row."""
     if x.size == 0:
         return
     rows = max(1, nbytes // (x.nbytes // len(x)))
-    for start in range(0, len(x), rows):
-        yield slice(start, min(start + rows, len(x)))
+    for number in rounds(-(-len(x) // rows), x):
+        yield slice(number * rows, min((number + 1) * rows, len(x)))
 
 
 def block_shape(x: np.ndarray, nbytes: int = L2_SHARE) -> tuple[int, ...]:

@@ -5,6 +5,8 @@ import pytest
 
 from mpitrain.kernels.engines import simulated
 from mpitrain.layers.base import Unit, backward
+from mpitrain.layers.compose import Sequential
+from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import OPERATIONS, bodies
@@ -173,3 +175,33 @@ def test_an_array_without_memory_takes_none():
     assert array[5, 5] == 0 and not has_memory(array) and has_memory(np.ones(1))
     with pytest.raises(TypeError):
         assert array.ctypes
+
+
+@pytest.mark.parametrize("attention", ["whole", "tiled"])
+@pytest.mark.parametrize("body", ["host", "bfloat16"])
+def test_later_blocks_and_sequences_lease_as_the_second(body, attention):
+    """Arrays of many blocks and sequences: without memory, a loop ends after two rounds."""
+    ops = bodies.host(attention) if body == "host" else rounded(body, attention).ops
+    memory, count, shape = WeightlessMemory(), Count(), (5, 150, 96)
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    found = []
+    for some, arena, array in (
+        (ops, Arena(), x),
+        (counted(ops, count), Arena(memory), memory.made(shape, np.float32)),
+    ):
+        plain = Plain(some)
+        layer = Sequential(
+            norm=plain.norm(96),
+            qkv=plain.qkv(96, 6, normal(0.1)),
+            attention=plain.attention(96, 6),
+            up=plain.linear(96, 768, normal(0.1), "gelu"),
+            down=plain.linear(768, 96, normal(0.1)),
+        )
+        weights, gradients, _, slots = place([Unit("layer", layer)], 1, np.float32)
+        if some is not ops:
+            for slot in slots.values():
+                slot.array = memory.made(slot.array.shape, np.float32)
+            weights = without_memory(weights, memory)
+        own = weights["layer"], gradients["layer"], array, array
+        found.append([levels(layer, arena, *own, both) for both in (False, True)])
+    assert found[0] == found[1]
