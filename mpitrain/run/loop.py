@@ -199,6 +199,7 @@ class _Run:
             "held_out": self._source.held_out,
             **amounts(job.data),
             **({"changed": place.changed} if place.changed else {}),
+            **({"uncounted": problem} if (problem := self._trainer.counted.problem) else {}),
         }
         if self._is_root:
             watcher.began(self._config, folder, record)

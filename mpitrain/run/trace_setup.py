@@ -41,9 +41,10 @@ class Traced:
             time=time.time(),
             device=job.trainer.backend.kind,
             place=None if grid.is_server else grid.place._asdict(),
-            counted_activation_bytes=counted,
-            counted_growth_bytes=counted + replication.held() - replication.parameters.nbytes,
         )
+        if not job.trainer.counted.problem:
+            state = replication.held() - replication.parameters.nbytes
+            recorder.facts(counted_activation_bytes=counted, counted_growth_bytes=counted + state)
         self.align()
         try:
             recorder.keep(trace_file(folder, rank))

@@ -8,6 +8,7 @@ import pytest
 
 from mpitrain.kernels import cache
 from mpitrain.models.table import MODELS
+from mpitrain.ops import OPERATIONS
 from mpitrain.ops.device import device_for
 from mpitrain.report.timeline import read_timeline
 from mpitrain.run import build as building
@@ -132,3 +133,18 @@ def test_recomputation_adds_to_the_flops_of_the_hardware_alone():
     ((found, counted, _),), _ = works(1, *TINY, "memory.recompute=unit")
     assert found.model == plain.model == plain.hardware
     assert found.hardware - found.model == counted.recomputed > 0
+
+
+def test_a_job_with_an_operation_that_needs_memory_runs_uncounted(book, tmp_path):
+    row = OPERATIONS["layer_norm"]
+
+    def by_address(x, *rest):
+        assert x.ctypes.data
+        return row.host(x, *rest)
+
+    with replaced(OPERATIONS, "layer_norm", row._replace(host=by_address)):
+        go(1, [*book, "run.steps=1", "run.eval_every=-1"])
+    first, *lines = records(tmp_path)
+    assert first["uncounted"].startswith("TypeError") and not any("mfu" in line for line in lines)
+    (trace,) = read_timeline(tmp_path / "run").traces
+    assert "counted_activation_bytes" not in trace.facts
