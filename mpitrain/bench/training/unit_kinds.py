@@ -45,7 +45,8 @@ class Stopwatch(Recorder):
         self.step = self.micro = -1
         self.naming, self.topic = "", 0
         self._owner, self._labels = threading.get_ident(), [""]
-        self._is_recording, self._units = True, [BETWEEN]
+        # Operations outside all spans update parameters, as those of a parameter server.
+        self._is_recording, self._units = True, ["optimizer"]
         self.restart()
 
     def restart(self) -> None:
