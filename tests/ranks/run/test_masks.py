@@ -235,3 +235,15 @@ def test_any_other_target_outside_the_vocabulary_ends_all_ranks(wrong):
 
     with pytest.raises((DataError, CommError), match=f"has {wrong} at"):
         run_ranks(2, go)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("ranks, settings", [(1, []), (2, ["layout.tp=2"])], ids=str)
+def test_kernels_ignore_the_same_targets(ranks, settings):
+    settings = [*settings, "precision.compute=float32"]
+    of_device = [
+        trained(ranks, *settings, f"device.kind={kind}", steps=2)[0] for kind in ("cpu", "cuda-sim")
+    ]
+    (_, host, host_evaluation, _), (_, found, evaluation, _) = of_device
+    assert np.allclose(host, found, rtol=1e-5)
+    assert np.allclose(host_evaluation, evaluation, rtol=1e-5)
