@@ -375,6 +375,8 @@ class _Run:
                 "nonfinite_elements": outcome.nonfinite,
             }
         )
+        if not outcome.counted:
+            skipped["empty"] = True
         if self._config.precision.compute == "float16":
             rates |= {"loss_scale": outcome.loss_scale}
         self._record(

@@ -60,7 +60,11 @@ def bar(steps: int, first: int = 0, form: str | None = None) -> Bar:
     return shown
 
 
-SKIPPED = {"skipped": "not finite", "overflow": "gradients beyond float16"}
+SKIPPED = {
+    "empty": "no target counts",
+    "skipped": "not finite",
+    "overflow": "gradients beyond float16",
+}
 """{key of a record: reason for which the update was skipped}."""
 
 

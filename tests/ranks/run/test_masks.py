@@ -1,5 +1,7 @@
 """A target of -100 does not count: any layout trains as PyTorch does on the whole batch with its `ignore_index`."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from mpitrain.run.build import build
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.masked import MASKED, MaskedTokens, T, V
+from tests.runs import TINY, go, records
 from tests.training import configured
 
 torch = pytest.importorskip("torch")
@@ -235,3 +238,26 @@ def test_any_other_target_outside_the_vocabulary_ends_all_ranks(wrong):
 
     with pytest.raises((DataError, CommError), match=f"has {wrong} at"):
         run_ranks(2, go)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("ranks, settings", [(1, []), (2, ["layout.tp=2"])], ids=str)
+def test_kernels_ignore_the_same_targets(ranks, settings):
+    settings = [*settings, "precision.compute=float32"]
+    of_device = [
+        trained(ranks, *settings, f"device.kind={kind}", steps=2)[0] for kind in ("cpu", "cuda-sim")
+    ]
+    (_, host, host_evaluation, _), (_, found, evaluation, _) = of_device
+    assert np.allclose(host, found, rtol=1e-5)
+    assert np.allclose(host_evaluation, evaluation, rtol=1e-5)
+
+
+def test_a_run_goes_on_after_a_step_without_a_target_that_counts(tmp_path):
+    lines = [{"prompt": "x" * (60 if n % 3 == 0 else 2), "answer": "yes"} for n in range(12)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    settings = [*TINY, f"data.source=jsonl:{tmp_path}/data.jsonl", f"run.out={tmp_path}/run"]
+    go(1, [*settings, "model.context=32", "batch.size=1", "run.steps=11", "run.eval_every=-1"])
+    steps = [line for line in records(tmp_path) if "loss" in line]
+    assert {line["loss"] is None for line in steps if line.get("empty")} == {True}
+    assert 0 < sum("empty" in line for line in steps) < 5
+    assert records(tmp_path)[-1]["event"] == "end"
