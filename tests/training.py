@@ -3,12 +3,15 @@
 import numpy as np
 
 from mpitrain.config import with_settings
+from mpitrain.optim import RULES
 from mpitrain.run.build import build
 from mpitrain.run.choices import parse
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
 
 STEPS = 20
+EXACT = [name for name in RULES if name not in ("lion", "adamw8bit", "adafactor")]
+"""Rules whose parameters are compared whole; test_optimizers.py compares the others, each in its way."""
 TINY = [
     "model.layers=2",
     "model.width=16",

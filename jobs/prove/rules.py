@@ -4,13 +4,13 @@
 
 The job is the default one, on one rank. The rates are a third of the rule's own default, the default, and three times it;
 plain SGD and heavy-ball momentum, whose default is that of adamw, start from CENTRES. Loss is that of the held-out tokens, in
-nats. Bytes are parameters, gradients and state. The time is the fastest step of the best run.
+nats. Bytes are parameters, gradients and state. The time is that of the processor, in the fastest step of the best run.
 """
 
 import argparse
 import math
 from collections.abc import Sequence
-from time import perf_counter
+from time import process_time
 from typing import NamedTuple
 
 from mpitrain.config import with_settings
@@ -42,9 +42,9 @@ def trained(settings: Sequence[str], rate: float) -> Found:
         trainer, mode = job.trainer, job.trainer.replication
         seconds = list[float]()
         for step in range(config.run.steps):
-            batch, start = mode.batch(job.data, step), perf_counter()
+            batch, start = mode.batch(job.data, step), process_time()
             trainer.step(step, *batch)
-            seconds.append(perf_counter() - start)
+            seconds.append(process_time() - start)
         trainer.sync_parameters()
         nbytes = mode.held() / trainer.parameter_count
         evaluated = trainer.evaluate(job.data)
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("rules", nargs="*")
     parser.add_argument("--set", action="append", default=[], dest="settings")
     given = parser.parse_args()
-    print("| rule | loss | learning rate | bytes per parameter | ms a step |")
+    print("| rule | loss | learning rate | bytes per parameter | processor ms a step |")
     print("| --- | --- | --- | --- | --- |")
     for name in given.rules or RULES:
         found, is_between = best(name, given.settings)

@@ -135,8 +135,7 @@ class CodedState:
         for region in self._regions:
             low, high = max(start, region.start), min(stop, region.stop)
             if low < high:
-                own = self._decoded(region)[low - region.start : high - region.start]
-                values[low - start : high - start] = own
+                values[low - start : high - start] = self._decoded(region, low, high)
         return self._backend.from_host(values)
 
     def __setitem__(self, along: slice, values: Any) -> None:
@@ -146,19 +145,26 @@ class CodedState:
         for region in self._regions:
             low, high = max(start, region.start), min(stop, region.stop)
             if low < high:
-                own = self._decoded(region).copy()
+                own = self._decoded(region, region.start, region.stop).copy()
                 own[low - region.start : high - region.start] = given[low - start : high - start]
                 self._encode(region, own)
 
-    def _decoded(self, region: Region) -> np.ndarray:
-        """Return the values of a region in host memory."""
+    def _decoded(self, region: Region, low: int, high: int) -> np.ndarray:
+        """Return the values of elements [low, high) of a region, in host memory."""
+        first, count = low - region.start, high - low
+        values = slice(region.values.start + first, region.values.start + first + count)
         if not region.scales:
-            return self._backend.to_host(self.plain[region.values])
+            return self._backend.to_host(self.plain[values])
+        block, lead = divmod(region.lead + first, BLOCK)
+        block += region.scales.start
         codes, scales = (
             self._backend.to_host(array)
-            for array in (self.codes[region.values], self.scales[region.scales])
+            for array in (
+                self.codes[values],
+                self.scales[block : block + block_count(count, lead)],
+            )
         )
-        return decode(codes, scales, region.lead, self._of, self.dtype)
+        return decode(codes, scales, lead, self._of, self.dtype)
 
     def _encode(self, region: Region, values: np.ndarray) -> None:
         if not region.scales:

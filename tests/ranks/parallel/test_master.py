@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from mpitrain.optim import RULES
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
-from tests.training import TINY, configured
+from tests.training import EXACT, TINY, configured
 
 pytestmark = pytest.mark.slow
 STEPS = 6
@@ -41,7 +40,7 @@ def assert_equal_to_one_rank(ranks, settings, *more):
             assert np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one))
 
 
-@pytest.mark.parametrize("optimizer", RULES)
+@pytest.mark.parametrize("optimizer", EXACT)
 def test_every_optimizer_has_the_curve_and_the_parameters_of_one_rank_at_uneven_shares(optimizer):
     assert_equal_to_one_rank(3, [*UNEVEN, f"optimizer.name={optimizer}"], MASTER)
 

@@ -5,7 +5,6 @@ import pytest
 
 from mpitrain.errors import ConfigError
 from mpitrain.layers.flat import Span, dealt
-from mpitrain.optim import RULES
 from mpitrain.parallel.grid import axes
 from mpitrain.parallel.modes import servers_of
 from mpitrain.parallel.servers.messages import header
@@ -73,7 +72,7 @@ def curve(workers, servers, *settings):
         ("momentum", [(2, 1), (2, 2)]),
         ("adamw", [(3, 1), (1, 2), (2, 6)]),
     ],
-    ids=RULES,
+    ids=["sgd", "momentum", "adamw"],
 )
 def test_in_float64_workers_and_servers_have_the_curve_and_the_parameters_of_one_rank(
     optimizer, grids

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from mpitrain.optim import RULES
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
-from tests.training import TINY, configured, curve, curves
+from tests.training import EXACT, TINY, configured, curve, curves
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +20,7 @@ ONE = "replication.zero=1"
     ],
     ids=["few", "many"],
 )
-@pytest.mark.parametrize("optimizer", RULES)
+@pytest.mark.parametrize("optimizer", EXACT)
 def test_in_float64_every_number_of_ranks_has_the_curve_and_the_parameters_of_one(
     optimizer, layouts
 ):

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from mpitrain.machine import cuda
-from mpitrain.optim import RULES
 from mpitrain.parallel.data import zero as stages
 from mpitrain.parallel.data.unsharded_buffers import TURNS
 from mpitrain.parallel.data.zero_three import GatheredOnUse
@@ -19,7 +18,7 @@ from tests.fakes.pointers import PointerThreads
 from tests.laws.collectives import measured
 from tests.ranks.parallel.test_replication import everything
 from tests.rows import replaced
-from tests.training import TINY, configured, curve, curves
+from tests.training import EXACT, TINY, configured, curve, curves
 
 pytestmark = pytest.mark.slow
 BASE = [*TINY, "precision.compute=float64"]
@@ -40,7 +39,7 @@ alone = cache(lambda *settings: curves(1, *BASE, *settings))
 
 
 @STAGES
-@pytest.mark.parametrize("optimizer", RULES)
+@pytest.mark.parametrize("optimizer", EXACT)
 def test_in_float64_every_number_of_ranks_has_the_curve_and_the_parameters_of_one(optimizer, stage):
     rule = f"optimizer.name={optimizer}"
     assert np.ptp(alone(rule)[0]) > 0.05, "the loss must move, or equality says nothing"
