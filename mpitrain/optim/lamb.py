@@ -47,5 +47,5 @@ LAMB = Rule(
     ADAM,
     {"first_moment": elements, "second_moment": elements},
     TensorWise([Round({"squares": _pair}, _add_squares)], _apply),
-    defaults={"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-6, "weight_decay": 0.01},
+    defaults={"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-6, "weight_decay": 0.01},
 )

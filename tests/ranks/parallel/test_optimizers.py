@@ -99,9 +99,8 @@ def without_keys(found, rule):
     "rule, tied",
     [
         ("normalised", []),
-        ("nesterov", [GROUPS]),
-        ("adam", [TIED]),
-        ("adamw", [GROUPS]),
+        ("nesterov", []),
+        ("adam", [TIED, GROUPS]),
         ("lion", [TIED, GROUPS]),
         ("lamb", [GROUPS, "optimizer.lr=0.05"]),
         ("adafactor", [TIED, GROUPS, "optimizer.lr=0.2"]),
