@@ -327,7 +327,7 @@ class Unit:
     layer: Layer
     tied: Mapping[str, str] = field(default_factory=dict)
     held: Mapping[str, Parameter] = field(default_factory=dict)
-    frozen: Collection[str] = frozenset()
+    frozen: Collection[str] = field(default_factory=frozenset)
 
     def full_name(self, parameter: Parameter) -> str:
         """Return the name of a parameter's tensor; for a tied one it is in the other unit."""
