@@ -239,7 +239,7 @@ def test_the_ratio_is_taken_between_neighbouring_blocks():
     assert lines[-1].endswith("losses at most 2.5e-01 apart")
 
 
-def test_of_a_side_that_other_work_slowed_most_of_the_time_there_is_a_mark_and_no_ratio():
+def test_a_side_slowed_by_other_work_is_marked_without_a_ratio():
     ours = training_steps.Result("mpitrain", [1.0, 1.0, 1.0], [0.5] * 3, [])
     peer = training_steps.Result("peer", [131.0, 2.0, 150.0], [0.5] * 3, [])
     lines = training_steps.table([ours, peer], 0)

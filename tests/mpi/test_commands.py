@@ -115,7 +115,7 @@ def test_a_run_leaves_what_it_promises(ranks, tmp_path):
     assert len(written.stdout.encode(errors="surrogateescape")) >= 24
 
 
-def test_the_evaluation_of_a_diverged_model_is_shown_and_fails_with_one_error(tmp_path):
+def test_evaluating_a_diverged_model_fails_with_one_error(tmp_path):
     far = ["optimizer.name=sgd", "optimizer.lr=1e30", "optimizer.warmup=0", "run.steps=1"]
     trained = mpitrain(
         "train",
@@ -251,7 +251,7 @@ def test_an_interrupted_run_goes_on_bitwise_as_if_it_had_not_stopped(ranks, numb
     assert one.keys() == other.keys() and all(np.array_equal(one[key], other[key]) for key in one)
 
 
-def test_a_killed_run_resumes_from_its_checkpoint_on_another_number_of_ranks(tmp_path):
+def test_a_killed_run_resumes_on_another_number_of_ranks(tmp_path):
     settings = [
         *TINY,
         "--set",
@@ -284,7 +284,7 @@ def test_a_killed_run_resumes_from_its_checkpoint_on_another_number_of_ranks(tmp
         assert np.all(np.abs(np.subtract(one[step], other[step])) <= 1e-9), step
 
 
-def test_a_job_killed_between_checkpoint_and_evaluation_loses_no_validation_record(tmp_path):
+def test_a_kill_after_a_checkpoint_loses_no_validation_record(tmp_path):
     settings = [
         *TINY,
         "--set",
@@ -306,7 +306,7 @@ def test_a_job_killed_between_checkpoint_and_evaluation_loses_no_validation_reco
     assert [r["step"] for r in records(tmp_path / "run") if "val_loss" in r] == [4, 8, 12]
 
 
-def test_a_target_that_one_rank_alone_has_ends_a_program_of_ones_own_and_names_the_rank(tmp_path):
+def test_a_bad_target_on_one_rank_ends_a_users_program_by_name(tmp_path):
     program = """
 import numpy as np
 from mpitrain import Plain, Trainer, Unit, connect, normal, ops_for, parse
@@ -400,7 +400,7 @@ def test_a_mistake_is_one_message_and_exit_2_on_four_ranks(words, complaint, tmp
     assert not any(tmp_path.glob("runs/*/metrics.jsonl")), "nothing may be trained"
 
 
-def test_every_mistake_is_one_short_message_and_exit_2_on_each_of_four_ranks(tmp_path):
+def test_every_mistake_is_one_message_and_exit_2_on_four_ranks(tmp_path):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "broken.toml").write_text("[run\nsteps = ")
@@ -514,7 +514,7 @@ def test_a_directory_that_holds_a_run_is_refused(tmp_path):
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_or_is_skipped_as_configured(tmp_path):
+def test_a_nonfinite_loss_stops_the_run_or_is_skipped_as_configured(tmp_path):
     wild = [
         *TINY,
         "--set",
@@ -582,7 +582,7 @@ def test_runs_started_together_do_not_share_a_directory(tmp_path):
     )
 
 
-def test_a_run_can_be_moved_evaluated_on_other_tokens_and_asked_without_its_data(tmp_path):
+def test_a_moved_run_evaluates_other_tokens_and_needs_no_data(tmp_path):
     generator = np.random.default_rng(0)
     (tmp_path / "here").mkdir()
     generator.integers(60, size=3000).astype("<u2").tofile(tmp_path / "here/train.bin")

@@ -9,7 +9,7 @@ from tests.processes import TINY_STEPS, calls_of_one_start, launch, sets
 TINY = ["--steps", "3", *TINY_STEPS, *sets(run__eval_rows=6, precision__compute="float64")]
 
 
-def test_modes_of_one_start_send_the_bytes_of_their_formulas_and_reach_one_loss(tmp_path):
+def test_compared_modes_send_their_formulas_bytes_and_reach_one_loss(tmp_path):
     pytest.importorskip("matplotlib")
     done = launch(
         3,

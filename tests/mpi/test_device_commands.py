@@ -78,7 +78,7 @@ def test_cuda_sim_without_a_compiler_is_refused_with_exit_2(tmp_path):
 
 
 @pytest.mark.timeout(5 * SECONDS)  # on a fresh machine g++ has the kernels to build
-def test_the_simulator_trains_as_the_cpu_does_and_a_run_may_change_its_device(tmp_path):
+def test_the_simulator_trains_as_the_cpu_and_a_run_may_change_device(tmp_path):
     few = [
         *TINY,
         "--set",

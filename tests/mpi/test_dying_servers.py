@@ -44,9 +44,7 @@ def rank_of(pid):
     ],
     ids=["killed", "stands-still"],
 )
-def test_an_idle_server_sleeps_and_one_that_dies_or_stands_still_ends_the_job_by_name(
-    ending, said, tmp_path
-):
+def test_an_idle_server_sleeps_and_a_dead_one_is_named(ending, said, tmp_path):
     run = subprocess.Popen(
         [
             *PROGRAM,

@@ -35,7 +35,7 @@ def test_ranks_whose_output_is_full_or_closed_train_to_the_end(lose, tmp_path):
     assert records(tmp_path / "run")[-1]["event"] == "end"
 
 
-def test_a_command_whose_output_is_its_result_fails_in_one_line_when_it_cannot_print(tmp_path):
+def test_a_command_that_cannot_print_its_result_fails_in_one_line(tmp_path):
     for words in ("doctor", "train --help-config", "bench gemm --shapes 8"):
         line = " ".join([*PROGRAM, words, "> /dev/full"])
         done = shell(line)

@@ -9,7 +9,7 @@ from tests.processes import launch, mpitrain
 TOYS = Path(__file__).parents[1] / "toys.py"
 
 
-def test_a_run_with_a_plugin_trains_resumes_and_is_evaluated_with_the_same_file_alone(tmp_path):
+def test_a_run_with_a_plugin_needs_the_same_file_later(tmp_path):
     plugin = shutil.copy(TOYS, tmp_path)
     (tmp_path / "run.toml").write_text(
         'run = {plugins = ["toys.py"], sample = 0, eval_rows = 8}\n'

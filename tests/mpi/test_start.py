@@ -80,7 +80,7 @@ def test_a_configuration_is_parsed_once_on_each_rank(start):
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_a_file_that_differs_or_is_missing_on_one_rank_is_refused_on_every_rank(number, start):
+def test_a_file_that_differs_on_one_rank_is_refused_on_every_rank(number, start):
     ended, said = start[1][len(AGREED) + number]
     assert [code for code, _ in ended] == [2] * 4
     assert said.count("ConfigError: ") == 1 and all(part in said for part in REFUSED[number][1:])

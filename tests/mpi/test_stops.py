@@ -20,7 +20,7 @@ MAIN = f"from mpitrain.cli import main; main(['train', '--out', 'run', '--set', 
 RANK = "import os, signal, time; rank = int(os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK'])\n"
 
 
-def test_a_stop_while_the_model_is_built_ends_ranks_at_work_and_ranks_that_wait(tmp_path):
+def test_a_stop_while_the_model_is_built_ends_all_ranks(tmp_path):
     code = (
         f"{RANK}from mpitrain.run import loop\n"
         "def build(transport, *rest, **named):\n"
@@ -74,7 +74,7 @@ def test_a_rank_that_stands_still_before_the_run_began_ends_the_job(place, repor
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_a_terminal_shows_the_bar_while_the_run_goes_on_and_ctrl_c_is_answered(columns, tmp_path):
+def test_a_terminal_shows_the_bar_and_ctrl_c_is_answered(columns, tmp_path):
     asked = []
 
     def ask(data, job):

@@ -6,7 +6,7 @@ from tests.mpi.test_commands import TINY, python_ranks
 from tests.processes import mpitrain
 
 
-def test_of_a_run_whose_rank_was_killed_report_says_what_each_rank_did_last(tmp_path):
+def test_after_a_kill_report_prints_the_last_action_of_each_rank(tmp_path):
     code = (
         "import os, signal; from mpi4py import MPI; from mpitrain.ops import host\n"
         "from mpitrain.parallel.replication import step_end\n"

@@ -112,7 +112,7 @@ def test_between_hosts_there_is_no_window_and_links_are_fitted():
     assert list(check(found, hosts, rows)) == ["plain"]
 
 
-def test_a_leased_activation_is_leased_for_every_run_and_given_back_after_the_last(monkeypatch):
+def test_a_leased_activation_is_returned_after_its_last_run(monkeypatch):
     leases, lease = [], Group.exchange
 
     def noted(self, *words):
@@ -220,7 +220,7 @@ def starts(transport, clock, ready):
     return found
 
 
-def test_ranks_on_several_hosts_start_at_one_instant_however_late_they_hear_of_it(monkeypatch):
+def test_ranks_on_several_hosts_start_at_one_instant(monkeypatch):
     clock = threading.local()
     monkeypatch.setattr(
         synchronized_start,
@@ -324,7 +324,7 @@ def test_an_option_is_there_only_where_it_applies():
     assert having == {"allreduce"}
 
 
-def test_a_run_over_links_that_were_not_measured_says_so_if_auto_has_to_choose():
+def test_auto_says_when_its_links_were_not_measured():
     said = unmeasured(parse({}), "ab")
     assert said == f"{GUESSES}, and name its file in replication.tuning"
     assert not unmeasured(parse({}), "aa") and not unmeasured(

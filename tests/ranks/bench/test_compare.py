@@ -67,9 +67,7 @@ def test_zero_has_no_formula_with_a_rule_that_sums_over_divided_tensors():
 
 
 @pytest.mark.parametrize("hosts, servers", [("aa", 1), ("abab", 2), ("aaaaa", 1)])
-def test_so_it_does_where_workers_are_apart_or_late_pauses_and_several_servers_included(
-    hosts, servers
-):
+def test_late_workers_and_several_servers_equal_one_rank(hosts, servers):
     rows = measured(
         [*APART, "server-sync"],
         hosts,

@@ -89,7 +89,7 @@ def test_the_chart_of_a_schedule_is_what_the_command_prints():
     assert done.exit_code == 0 and done.output == block[2]
 
 
-def test_bubbles_and_live_micro_batches_of_4_stages_and_8_micro_batches_are_those_of_the_simulator():
+def test_bubbles_and_live_counts_are_those_of_the_simulator():
     row = re.compile(r"^\| `([\w-]+)`(?:[^|]*\|){3} ([\d.]+)% \| ([\d.]+) \|$", re.M)
     rows = row.findall(PIPELINE.read_text())
     assert len(rows) == 8

@@ -93,7 +93,7 @@ def test_a_slow_link_is_named_with_its_hosts_and_ranks(hosts):
     assert "every link" not in said
 
 
-def test_a_late_link_is_named_by_its_latency_and_a_slow_host_by_all_of_its_links():
+def test_pairs_names_a_late_link_and_a_slow_host():
     (late,) = odd_pairs(links(lambda *words: usual(*words, slow=[(1, 3)], late=5.0), "aaaa"))[-1:]
     assert late.pair[:2] == (1, 3) and late.what == "latency" and late.usual == pytest.approx(2.008)
     for hosts in ("abc", "abcd"):

@@ -105,7 +105,7 @@ def test_what_was_bound_says_what_it_became(monkeypatch):
         assert run_ranks(2, became, "auto") == ["ring"] * 2, "where it cannot be had"
 
 
-def test_a_name_that_is_in_no_table_is_refused_on_every_rank_with_the_nearest_one():
+def test_an_unknown_name_is_refused_on_every_rank_with_the_nearest():
     def refusal(transport):
         with pytest.raises(ConfigError) as raised:
             build(transport, parse({"replication": {"algorithm": "rign"}}))

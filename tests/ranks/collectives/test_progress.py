@@ -36,7 +36,7 @@ def test_a_thread_moves_messages_between_hosts_and_nothing_else():
     assert run_ranks(2, chosen, "ring", Polled, hosts="ab") == [PolledProgress] * 2
 
 
-def test_a_thread_that_asks_for_the_interpreter_is_not_kept_waiting_for_milliseconds():
+def test_a_waiting_thread_gets_the_interpreter_within_milliseconds():
     def move(transport):
         by_thread = ProgressThread(transport)
         by_thread.start(bind(transport, np.ones(5)))
@@ -51,7 +51,7 @@ def test_a_thread_that_asks_for_the_interpreter_is_not_kept_waiting_for_millisec
         sys.setswitchinterval(before)
 
 
-def test_between_hosts_a_column_layer_s_sum_is_made_while_its_weight_half_computes():
+def test_a_column_layers_sum_overlaps_its_weight_half():
     def run(transport, way, does_hide):
         group, leased, found = Group(way(transport)), [], []
         layers = layers_for(ops_for("cpu"), group, Layout(tp=2))
@@ -108,7 +108,7 @@ class Failing:
     ],
 )
 @pytest.mark.parametrize("call", ["poll", "wait"])
-def test_what_fails_in_the_thread_is_raised_in_the_main_one_and_names_the_rank(error, wanted, call):
+def test_an_error_in_the_thread_is_raised_and_names_the_rank(error, wanted, call):
     def fail(transport):
         by_thread = ProgressThread(transport)
         if transport.rank == 1:
@@ -121,7 +121,7 @@ def test_what_fails_in_the_thread_is_raised_in_the_main_one_and_names_the_rank(e
     assert str(caught.value).startswith(f"CommError: {wanted}")
 
 
-def test_a_reduction_that_one_rank_never_starts_is_a_deadlock_beside_a_thread_too():
+def test_a_reduction_missing_on_one_rank_is_a_deadlock_with_a_thread():
     def stay(transport):
         reduction, by_thread = bind(transport, np.ones(5)), ProgressThread(transport)
         if transport.rank:
@@ -148,7 +148,7 @@ def test_the_thread_ends_with_the_one_that_started_it():
     assert not threads[0].is_alive()
 
 
-def test_to_wait_for_what_has_ended_does_not_disturb_the_thread_that_moves_the_rest():
+def test_a_wait_for_a_finished_reduction_does_not_stop_the_thread():
     def move(transport):
         arrays = [np.full(5, 1.0 + transport.rank), np.full(7, 1.0 + transport.rank)]
         first, second = (bind(transport, array) for array in arrays)

@@ -114,7 +114,7 @@ def test_sums_that_round_are_the_same_bits_on_all_ranks():
     assert len(set(on_ranks(5, check))) == 1
 
 
-def test_halves_after_each_other_are_the_all_reduce_bit_by_bit_and_only_barriers_travel():
+def test_two_shared_halves_equal_the_all_reduce_bitwise():
     def check(transport, memory):
         for count in COUNTS:
             brings = np.random.default_rng(transport.rank).standard_normal(count).astype(np.float32)
@@ -171,9 +171,7 @@ def test_memory_is_open_as_long_as_its_reduction_lives():
     on_ranks(3, check)
 
 
-def test_where_one_rank_cannot_open_memory_all_take_the_ring_and_one_line_says_so(
-    monkeypatch, capsys
-):
+def test_all_ranks_fall_back_to_the_ring_if_one_cannot_open_memory(monkeypatch, capsys):
     def check(transport, memory):
         if transport.rank == 1:
             cupy._local.forbidden = True

@@ -197,9 +197,7 @@ def test_one_worker_has_the_bits_of_a_serial_run(update, servers):
         ("bounded", 3, 2, "staleness"),
     ],
 )
-def test_several_workers_have_what_a_serial_emulation_of_each_servers_log_has(
-    update, workers, servers, lr
-):
+def test_async_workers_equal_a_serial_emulation_of_the_log(update, workers, servers, lr):
     config = configured(
         *SERVER,
         f"replication.update={update}",

@@ -223,7 +223,7 @@ MODES = [
 
 
 @pytest.mark.parametrize("settings", MODES)
-def test_an_average_between_is_used_by_all_that_ask_the_model_and_changes_no_training(settings):
+def test_evaluations_use_the_average_and_training_does_not(settings):
     def run(transport, asks):
         trainer, source, _ = build(transport, configured(*BASE, *settings))
         source.held_out = 5
@@ -273,9 +273,7 @@ def test_a_checkpoint_within_a_period_is_all_there_is(settings, tmp_path):
 
 
 @pytest.mark.parametrize("settings", [[], [MASTER], *MODES])
-def test_another_mode_goes_on_from_the_average_and_the_mean_state_and_a_line_says_so(
-    settings, tmp_path, capfd
-):
+def test_another_mode_resumes_from_the_average_and_says_so(settings, tmp_path, capfd):
     def begin(transport):
         trainer, source, _ = build(transport, configured(*BASE, *settings))
         for index in range(4):
@@ -369,7 +367,7 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not(mode, tmp_path):
 @pytest.mark.parametrize(
     "mode", [("local",), ("local", "outer_lr=0.7", "outer_momentum=0.9"), ("gossip",)]
 )
-def test_a_finished_run_that_is_extended_is_the_run_planned_that_long_bit_for_bit(mode, tmp_path):
+def test_an_extended_run_equals_one_planned_that_long_bitwise(mode, tmp_path):
     (tmp_path / "book").write_text("".join(f"word {n % 7} " for n in range(240)))
     settings = [
         "model.layers=1",
@@ -463,7 +461,7 @@ def test_a_rank_sends_the_bytes_of_the_formula(mode, each):
 
 
 @pytest.mark.parametrize("mode", (LOCAL, GOSSIP))
-def test_a_nan_and_a_request_to_stop_of_one_worker_are_heard_at_the_end_of_the_period(mode):
+def test_a_nan_or_a_stop_of_one_worker_is_known_after_the_period(mode):
     def run(transport):
         trainer, source, _ = build(transport, configured(*BASE, mode, "replication.period=3"))
         found, loss = [], trainer.replication.loss

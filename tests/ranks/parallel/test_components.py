@@ -102,7 +102,7 @@ def test_step_ends_and_rows_obey(laws, mode):
 
 
 @pytest.mark.parametrize("protocol", (ParameterStore, GradientReducer, StepEnd, Rows))
-def test_every_component_is_met_by_the_laws_and_a_protocol_has_at_most_six_methods(protocol):
+def test_laws_meet_every_component_and_protocols_have_six_methods(protocol):
     def run(transport, settings):
         replication = build(
             transport, configured(*MLP, *settings), source=DIGITS

@@ -78,7 +78,7 @@ def test_tp_varies_fastest_then_dp_then_pp_and_servers_come_last(axes, is_vee):
 
 
 @pytest.mark.parametrize("hosts, ranks", [("aaab", "2 (a), 3 (b)"), ("abbb", "0 (a), 1 (b)")])
-def test_an_algorithm_that_cannot_run_in_one_of_the_groups_is_refused_on_every_rank(hosts, ranks):
+def test_an_algorithm_unfit_for_one_group_is_refused_on_every_rank(hosts, ranks):
     def refused(transport):
         settings = [f"model.{name}" for name in ("layers=1", "width=8", "heads=2", "context=8")]
         with pytest.raises(
@@ -94,7 +94,7 @@ def test_an_algorithm_that_cannot_run_in_one_of_the_groups_is_refused_on_every_r
     assert all(f"On rank {ranks}" in said for said in run_ranks(4, refused, hosts=hosts))
 
 
-def test_what_a_grid_s_groups_lease_counts_in_its_arena_and_leaves_no_window():
+def test_leases_of_a_grids_groups_count_and_leave_no_window():
     def run(transport):
         arena = Arena()
         grid = Grid(transport, Axes(tp=2, dp=2), "auto", arena=arena)
@@ -170,9 +170,7 @@ def gradient(name, shape, dp):
 @pytest.mark.parametrize("zero", (0, 1))
 @pytest.mark.parametrize("wire", ("none", "int8"))
 @pytest.mark.parametrize("dp", (1, 2, 3))
-def test_what_several_ranks_of_a_replica_hold_is_counted_once_travels_whole_and_stays_equal(
-    dp, wire, zero
-):
+def test_replicated_tensors_count_once_and_stay_equal(dp, wire, zero):
     settings = {
         "replication": {"zero": zero, "wire": wire, "bucket_mb": 0.0001},
         "optimizer": {"clip": 0.0, "warmup": 0},
@@ -255,9 +253,7 @@ def tied_units(tp):
 
 @pytest.mark.parametrize("settings", [{}, {"zero": 1}, {"overlap": False}])
 @pytest.mark.parametrize("dp", (1, 2, 3))
-def test_a_tied_tensor_has_one_start_one_gradient_and_one_owner_and_partial_gradients_are_summed(
-    dp, settings
-):
+def test_a_tied_tensor_has_one_start_one_gradient_and_one_owner(dp, settings):
     shapes = {
         "embedding.tokens": (10, 6),
         "middle.gain": (37,),

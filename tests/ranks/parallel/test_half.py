@@ -239,7 +239,7 @@ def steps(transport, config, count, saved=None, overflow=None, folder=None, own=
         "replication.wire=int8",
     ],
 )
-def test_an_overflow_on_one_rank_of_four_is_skipped_by_all_and_halves_their_scale(settings):
+def test_an_overflow_on_one_rank_halves_the_scale_of_all(settings):
     """Nothing of it is left for later steps: a block of a wire format that is not finite lies over the padding as well."""
     base = [
         *TINY,
@@ -261,9 +261,7 @@ def test_an_overflow_on_one_rank_of_four_is_skipped_by_all_and_halves_their_scal
 
 
 @pytest.mark.parametrize("zero", (0, 1))
-def test_a_run_goes_on_bitwise_where_it_stopped_the_loss_scale_and_the_count_of_updates_included(
-    zero, tmp_path
-):
+def test_a_resume_restores_loss_scale_and_update_count_bitwise(zero, tmp_path):
     config = configured(*TINY, "precision.compute=float16", f"replication.zero={zero}")
     with np.errstate(all="ignore"):
         whole, rest = {}, {}

@@ -71,9 +71,7 @@ def test_kernels_of_16_bits_train_as_the_cpu_rounds(compute):
     ],
     ids=" ".join,
 )
-def test_a_gpu_trains_in_16_bits_bit_by_bit_as_the_simulator_does_and_close_to_the_cpu(
-    settings, monkeypatch
-):
+def test_16_bit_training_on_a_gpu_equals_the_simulator_bitwise(settings, monkeypatch):
     """What an array library would have to compute with in 16 bits, the fake GPU refuses."""
     compute, *others = settings
     common = [

@@ -41,7 +41,7 @@ def assert_equal_to_one_rank(ranks, settings, *more):
 
 
 @pytest.mark.parametrize("optimizer", EXACT)
-def test_every_optimizer_has_the_curve_and_the_parameters_of_one_rank_at_uneven_shares(optimizer):
+def test_every_optimizer_equals_one_rank_with_uneven_rows(optimizer):
     assert_equal_to_one_rank(3, [*UNEVEN, f"optimizer.name={optimizer}"], MASTER)
 
 

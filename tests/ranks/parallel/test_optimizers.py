@@ -191,7 +191,7 @@ def stepped(transport, *settings, steps=2):
         ("muon", 4, "aabb", [ZERO + "3", "replication.shard=host"]),
     ],
 )
-def test_holders_of_the_same_elements_have_the_same_bits_of_parameters_and_state(
+def test_replicated_elements_have_equal_bits_of_parameters_and_state(
     rule, ranks, hosts, settings, compute
 ):
     def run(transport):
@@ -221,9 +221,7 @@ def test_holders_of_the_same_elements_have_the_same_bits_of_parameters_and_state
 @pytest.mark.parametrize(
     "ranks, settings, sharing", [(3, [], 1), (4, [ZERO + "1"], 4), (4, ["layout.tp=2"], 2)]
 )
-def test_each_round_is_one_all_reduce_of_its_sums_and_nothing_is_allocated_later(
-    ranks, settings, sharing
-):
+def test_each_round_is_one_all_reduce_without_later_allocations(ranks, settings, sharing):
     def run(transport, rule):
         trainer, traffic, early = stepped(transport, f"optimizer.name={rule}", *settings)
         tensors = [entry.parameter.shape for entry in trainer.storage.entries]
@@ -243,7 +241,7 @@ def test_each_round_is_one_all_reduce_of_its_sums_and_nothing_is_allocated_later
 
 
 @pytest.mark.parametrize("schedule", ("async", "async-2bw"))
-def test_stages_that_update_by_themselves_sum_over_their_tensor_parallel_group(schedule):
+def test_async_stages_sum_over_their_tensor_parallel_group(schedule):
     settings = ["layout.pp=2", f"pipeline.schedule={schedule}", "batch.micro_batches=2"]
 
     def run(transport, tp):
@@ -270,7 +268,7 @@ def test_stages_that_update_by_themselves_sum_over_their_tensor_parallel_group(s
 
 
 @pytest.mark.parametrize("mode", ("local", "gossip"))
-def test_workers_that_average_their_parameters_start_from_the_mean_of_their_state(mode, tmp_path):
+def test_averaging_workers_start_from_the_mean_state(mode, tmp_path):
     own = ["optimizer.name=adafactor", f"replication.mode={mode}", "replication.period=2"]
     before = run_ranks(2, trained, own, tmp_path / "two", 0, 3)[0][2]
     one = everything(before, ["optimizer.name=adafactor"])

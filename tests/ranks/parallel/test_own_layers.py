@@ -108,7 +108,7 @@ def test_backward_sees_the_rows_of_its_forward_while_steps_overlap(name):
     assert np.array_equal(first[0], second[0], equal_nan=True)
 
 
-def test_grouped_heads_train_in_any_layout_as_on_one_rank_and_a_checkpoint_fits_all(tmp_path):
+def test_grouped_heads_train_in_any_layout_as_on_one_rank(tmp_path):
     check_as_one_rank(3, False, "layout.tp=3")
     saved = run_ranks(3, trained, False, ["layout.tp=3"], tmp_path / "three")
 

@@ -127,7 +127,7 @@ def everything(transport, settings):
 
 
 @pytest.mark.parametrize("settings", [[], ["model.tied=true", "batch.micro_batches=2"]])
-def test_a_mode_is_a_line_in_a_table_and_parameters_are_used_between_open_and_close_alone(
+def test_every_mode_uses_parameters_only_between_open_and_close(
     settings,
 ):
     (alone,) = run_ranks(1, everything, settings)

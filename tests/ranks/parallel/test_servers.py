@@ -74,9 +74,7 @@ def curve(workers, servers, *settings):
     ],
     ids=["sgd", "momentum", "adamw"],
 )
-def test_in_float64_workers_and_servers_have_the_curve_and_the_parameters_of_one_rank(
-    optimizer, grids
-):
+def test_in_float64_workers_and_servers_equal_one_rank(optimizer, grids):
     settings = [
         *TINY,
         "precision.compute=float64",
@@ -168,9 +166,7 @@ def test_whole_spans_are_dealt_by_size_and_neighbours_are_one_piece():
 
 
 @pytest.mark.parametrize("workers, servers", [(2, 1), (3, 2)])
-def test_a_worker_sends_its_gradient_a_server_the_parameters_and_a_server_alone_keeps_state(
-    workers, servers
-):
+def test_workers_push_gradients_and_servers_alone_have_state(workers, servers):
     def run(transport):
         trainer, source, _ = build(
             transport, configured(*TINY, SERVER, f"replication.servers={servers}")

@@ -230,9 +230,7 @@ def test_ranks_that_divide_rows_as_well_train_as_one_rank_does(settings, layouts
         (3, "fp16", True, 20),
     ],
 )
-def test_replicas_of_ranks_that_share_layers_round_no_more_than_their_wire_format_and_stay_equal(
-    dp, wire, own_rows, steps
-):
+def test_tensor_parallel_replicas_round_as_their_wire_format(dp, wire, own_rows, steps):
     config = configured(
         *GPT[:-1],
         "layout.tp=2",
@@ -244,7 +242,7 @@ def test_replicas_of_ranks_that_share_layers_round_no_more_than_their_wire_forma
     run_ranks(2 * dp, rounded, config, steps)
 
 
-def test_what_all_hold_has_equal_bits_where_groups_of_replicas_lie_on_hosts_in_different_ways():
+def test_replicated_tensors_have_equal_bits_on_any_hosts():
     config = configured(*GPT[:-1], "layout.tp=2", "replication.wire=int8", "run.steps=20")
     run_ranks(
         6, curve, config, 2, hosts="aaabbb"
@@ -282,7 +280,7 @@ def test_a_number_that_is_not_finite_on_one_rank_is_no_update_on_any(own_rows, n
     assert run_ranks(4, told) == [(False, True, True, True)] * 4
 
 
-def test_a_checkpoint_of_any_layout_goes_on_in_any_other_with_the_same_bits(tmp_path):
+def test_a_checkpoint_resumes_bitwise_in_any_layout(tmp_path):
     shape = [*GPT, "model.tied=true", "model.context=9"]
 
     def passed_on(transport, path, tp, folder, *more):
@@ -317,7 +315,7 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other_with_the_same_bits(tmp_
     assert all(np.array_equal(first[name], last[name]) for name in first)
 
 
-def test_layers_in_a_list_of_one_s_own_gather_and_split_where_they_are_told_to():
+def test_a_users_list_of_layers_gathers_and_splits():
     def units(layers):
         draw = normal(0.3)
         return [
@@ -411,7 +409,7 @@ def test_units_that_cannot_be_trained_together_are_refused(own_rows, units, law)
     assert refused.value.agreed and law in refused.value.law
 
 
-def test_a_vocabulary_that_is_smaller_than_the_ranks_that_share_it_is_refused_with_the_most_there_may_be():
+def test_a_vocabulary_smaller_than_its_group_is_refused():
     config = configured("layout.tp=4", "data.vocabulary=3", "model.context=8")
     with pytest.raises(
         ConfigError,
@@ -466,9 +464,7 @@ def test_a_vocabulary_that_is_smaller_than_the_ranks_that_share_it_is_refused_wi
         ),
     ],
 )
-def test_rows_that_ranks_cannot_divide_are_refused_on_all_with_the_nearest_numbers_that_work(
-    ranks, settings, law, ways, mended
-):
+def test_indivisible_rows_are_refused_with_the_nearest_numbers(ranks, settings, law, ways, mended):
     def built(transport, *more):
         config = configured(*GPT, "layout.sequence_parallel=true", *settings, *more)
         trainer, source, _ = build(transport, config, source=source_of(config))
@@ -483,7 +479,7 @@ def test_rows_that_ranks_cannot_divide_are_refused_on_all_with_the_nearest_numbe
         run_ranks(ranks, built, setting)
 
 
-def test_ranks_that_share_layers_write_the_text_of_one_rank_and_say_the_same_of_rows_of_any_number_and_length():
+def test_tensor_parallel_ranks_generate_the_text_of_one_rank():
     def written(transport, tp):
         config = configured(
             *GPT, f"layout.tp={tp}", "layout.sequence_parallel=true", "model.context=25"

@@ -49,9 +49,7 @@ def test_every_algorithm_that_can_be_configured_is_trained_with():
     ],
     ids=["gpt-adamw", "gpt-sgd", "gpt-momentum", "mlp-adamw", "mlp-sgd", "mlp-momentum"],
 )
-def test_in_float64_every_layout_has_the_curve_and_the_parameters_of_one_rank(
-    model, optimizer, layouts
-):
+def test_in_float64_every_layout_equals_one_rank(model, optimizer, layouts):
     if model is MLP:
         pytest.importorskip("sklearn")
     settings = [*model, "precision.compute=float64", f"optimizer.name={optimizer}"]
@@ -96,9 +94,7 @@ def test_micro_batches_overlap_ties_and_buckets_do_not_change_the_curve(settings
     "settings",
     [[], ["batch.micro_batches=2"], ["replication.wire=int8"], ["replication.bucket_mb=0.0"]],
 )
-def test_between_hosts_a_thread_that_moves_reductions_leaves_every_bit_as_it_is(
-    settings, monkeypatch
-):
+def test_between_hosts_a_progress_thread_changes_no_bit(settings, monkeypatch):
     started = []
     start = progress.ProgressThread.start
     monkeypatch.setattr(
@@ -164,7 +160,7 @@ def test_a_run_repeats_bitwise(algorithm):
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_the_arena_allocates_nothing_after_the_first_step_and_gets_everything_back():
+def test_the_arena_allocates_nothing_after_the_first_step():
     def run(transport):
         trainer, source, _ = build(transport, configured(*TINY, "batch.micro_batches=2"))
         counts = []

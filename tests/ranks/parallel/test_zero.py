@@ -21,9 +21,7 @@ ONE = "replication.zero=1"
     ids=["few", "many"],
 )
 @pytest.mark.parametrize("optimizer", EXACT)
-def test_in_float64_every_number_of_ranks_has_the_curve_and_the_parameters_of_one(
-    optimizer, layouts
-):
+def test_in_float64_every_number_of_ranks_equals_one(optimizer, layouts):
     settings = [
         *TINY,
         "precision.compute=float64",
@@ -69,7 +67,7 @@ def test_a_rank_keeps_the_state_of_its_part_alone(ranks):
         assert state == [length // ranks] * 2
 
 
-def test_between_hosts_gathers_move_by_a_thread_and_leave_every_bit_as_it_is():
+def test_between_hosts_threaded_gathers_change_no_bit():
     base = [*TINY, ONE, "replication.algorithm=ring"]
     without, beside = (
         run_ranks(3, curve, configured(*base, f"replication.progress_thread={thread}"), hosts="aab")

@@ -53,9 +53,7 @@ def test_everyone_has_what_each_chunk_is_decoded_to_and_sends_coded_blocks(name)
 @pytest.mark.parametrize(
     "hosts, more", [("aaa", ["replication.overlap=false"]), ("abab", ["replication.shard=host"])]
 )
-def test_gradients_are_those_of_what_is_decoded_and_what_is_updated_was_never_coded(
-    name, hosts, more
-):
+def test_gradients_are_decoded_and_masters_are_never_coded(name, hosts, more):
     """As a replica has them that is given all decoded parameters."""
     plain = [
         *TINY,

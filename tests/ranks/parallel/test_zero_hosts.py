@@ -43,9 +43,7 @@ def alone(*settings):
         (3, "ab", [RING, "optimizer.name=momentum"], ["optimizer.name=momentum"]),
     ],
 )
-def test_in_float64_any_hosts_have_the_curve_and_the_parameters_of_one_rank(
-    stage, hosts, settings, like
-):
+def test_in_float64_any_hosts_equal_one_rank(stage, hosts, settings, like):
     for found in run_ranks(
         len(hosts), curve, configured(*EXACT, *by_host(stage), *settings), hosts=hosts
     ):
@@ -54,9 +52,7 @@ def test_in_float64_any_hosts_have_the_curve_and_the_parameters_of_one_rank(
 
 
 @pytest.mark.parametrize("hosts", ("aabb", "abab", "aaabbb", "abc", "aa"))
-def test_between_hosts_a_rank_sends_gradients_of_its_part_once_a_step_and_nothing_else(
-    hosts, monkeypatch
-):
+def test_between_hosts_a_rank_sends_only_its_gradients_once_a_step(hosts, monkeypatch):
     """By a ring; s ranks on each of h hosts, m micro-batches."""
     n, h, m = len(hosts), len(set(hosts)), 2
     s = n // h

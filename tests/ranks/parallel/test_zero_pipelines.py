@@ -50,9 +50,7 @@ def alone():
         (3, 2, 1, "1f1b", UNTIED, ["layout.tp=2", "layout.sequence_parallel=true"]),
     ],
 )
-def test_replicas_of_stages_that_divide_gradients_and_parameters_are_equal_to_one_rank(
-    zero, dp, pp, name, tied, more, alone
-):
+def test_zero_replicas_of_stages_equal_one_rank(zero, dp, pp, name, tied, more, alone):
     ranks = dp * pp * (2 if "layout.tp=2" in more else 1)
     assert_equal_to_one_rank(
         alone[tied], ranks, layout(dp, pp, name, 4, tied, f"replication.zero={zero}", *more)
@@ -64,9 +62,7 @@ def test_replicas_of_stages_that_divide_gradients_and_parameters_are_equal_to_on
     "name, chunks, tied",
     [("gpipe", 1, UNTIED), ("breadth-first", 2, TIED), ("breadth-first", 3, UNTIED)],
 )
-def test_each_part_is_gathered_once_a_pass_and_reduced_once_and_one_is_held_at_a_time(
-    name, chunks, tied, zero
-):
+def test_each_chunk_is_gathered_once_a_pass_and_reduced_once(name, chunks, tied, zero):
     dp, pp, m = 3, 2, 4
 
     def run(transport):
@@ -135,9 +131,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("pp, name, chunks, working", REFUSED)
-def test_a_schedule_that_comes_back_to_parts_is_refused_and_those_that_are_named_work(
-    pp, name, chunks, working
-):
+def test_zero_refuses_schedules_that_return_to_a_chunk(pp, name, chunks, working):
     def attempt(name):
         settings = layout(
             2, pp, name, 4, "replication.zero=3", f"pipeline.chunks={chunks}", "batch.size=8"
@@ -157,9 +151,7 @@ def test_a_schedule_that_comes_back_to_parts_is_refused_and_those_that_are_named
 
 
 @pytest.mark.parametrize("zero", (0, 1))
-def test_a_tied_gradient_waits_for_all_that_use_it_in_whatever_order_a_file_has_them(
-    zero, tmp_path, alone
-):
+def test_a_tied_gradient_waits_for_all_its_uses_in_any_order(zero, tmp_path, alone):
     orders = [
         [0, 1],
         [1, 0],

@@ -40,7 +40,7 @@ alone = cache(lambda *settings: curves(1, *BASE, *settings))
 
 @STAGES
 @pytest.mark.parametrize("optimizer", EXACT)
-def test_in_float64_every_number_of_ranks_has_the_curve_and_the_parameters_of_one(optimizer, stage):
+def test_in_float64_every_number_of_ranks_equals_one(optimizer, stage):
     rule = f"optimizer.name={optimizer}"
     assert np.ptp(alone(rule)[0]) > 0.05, "the loss must move, or equality says nothing"
     layouts = [
@@ -238,7 +238,7 @@ def test_a_parameter_that_no_layer_wrote_in_a_step_has_no_gradient(stage):
 
 
 @STAGES
-def test_between_hosts_a_thread_moves_what_is_under_way_and_leaves_every_bit_as_it_is(stage):
+def test_between_hosts_a_progress_thread_changes_no_bit_of_servers(stage):
     base = [*TINY, zero(stage), "replication.algorithm=ring", "batch.micro_batches=2"]
     without, beside = (
         run_ranks(3, curve, configured(*base, f"replication.progress_thread={thread}"), hosts="aab")

@@ -227,15 +227,13 @@ def near(one, other):
     "name, pp, m",
     [("async", 1, 2), ("async", 2, 2), ("async", 4, 5), ("async-2bw", 2, 5), ("async-2bw", 4, 4)],
 )
-def test_every_micro_batch_has_the_gradient_at_the_parameters_it_went_forward_with(name, pp, m):
+def test_every_micro_batch_uses_the_parameters_of_its_forward(name, pp, m):
     settings = layout(name, pp, m)
     assert_equal(run_ranks(pp, streamed, settings), emulated(settings, (3, 5)))
 
 
 @pytest.mark.parametrize("dp, pp", [(1, 3), (2, 2)])
-def test_what_all_are_told_holds_nobody_up_even_if_nobody_moves_it_between_layers(
-    dp, pp, monkeypatch
-):
+def test_the_async_control_message_delays_no_rank(dp, pp, monkeypatch):
     """Of a ring every round waits for the one before on each rank, which may wait for something else meanwhile."""
     monkeypatch.setattr(WeightStashing, "poll", lambda self: None)
     settings = layout(
@@ -245,7 +243,7 @@ def test_what_all_are_told_holds_nobody_up_even_if_nobody_moves_it_between_layer
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_replicas_of_a_stage_stay_equal_bit_for_bit_and_ranks_that_share_layers_within_rounding(
+def test_replicas_stay_equal_bitwise_in_every_layout(
     name,
 ):
     settings = layout(
@@ -270,9 +268,7 @@ def test_in_half_precision_what_is_kept_are_the_rounded_parameters():
 @pytest.mark.parametrize(
     "name, pp, m, end", [("async", 2, 2, 2), ("async", 4, 4, 2), ("async-2bw", 2, 3, 2)]
 )
-def test_a_stop_empties_the_pipe_after_one_step_on_all_ranks_and_a_resumed_run_goes_on_from_there(
-    name, pp, m, end, tmp_path
-):
+def test_a_stop_empties_the_pipeline_and_a_resume_continues(name, pp, m, end, tmp_path):
     settings = layout(name, pp, m)
     stopped = run_ranks(pp, streamed, settings, 0, tmp_path)
     assert_equal(stopped, emulated(settings, (end,)))
@@ -284,7 +280,7 @@ def test_a_stop_empties_the_pipe_after_one_step_on_all_ranks_and_a_resumed_run_g
     assert_equal(resumed, emulated(settings, (end, 3, 5)))
 
 
-def test_who_asks_for_the_parameters_between_two_steps_has_those_of_an_empty_pipe():
+def test_parameters_between_steps_are_those_of_an_empty_pipeline():
     settings = layout("async", 2, 4)
 
     def run(transport):
@@ -303,7 +299,7 @@ def test_who_asks_for_the_parameters_between_two_steps_has_those_of_an_empty_pip
         )
 
 
-def test_updates_whose_gradient_is_not_finite_are_left_out_and_all_ranks_know():
+def test_nonfinite_updates_are_skipped_on_all_ranks():
     settings = layout(
         "async",
         2,

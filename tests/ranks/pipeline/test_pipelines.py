@@ -134,7 +134,7 @@ def test_every_layout_is_equal_to_one_rank(dp, tp, pp, name, tied, algorithm, al
     assert_equal_to_one_rank(alone[tied], dp * tp * pp, settings)
 
 
-def test_these_layouts_have_every_schedule_and_their_replicas_every_all_reduce():
+def test_the_tested_layouts_cover_schedules_and_all_reduces():
     assert len(LAYOUTS) == len({line[:3] for line in LAYOUTS}) == 32 and {
         line[3] for line in LAYOUTS
     } == set(SCHEDULES)
@@ -159,7 +159,7 @@ def test_every_schedule_is_equal_to_one_rank(name, dp, pp, micro_batches, alone)
         ["pipeline.partition=time"],
     ],
 )
-def test_how_replicas_are_kept_in_step_and_where_the_model_is_cut_changes_nothing(settings, alone):
+def test_neither_the_mode_nor_the_partition_changes_the_training(settings, alone):
     assert_equal_to_one_rank(
         alone["true"], 6, layout(2, 3, "zero-bubble", 5, "model.tied=true", *settings)
     )
@@ -187,7 +187,7 @@ def test_gradients_travel_between_replicas_of_a_stage_in_a_wire_format(wire):
         assert not np.array_equal(found, whole[0])
 
 
-def test_a_gradient_that_is_not_finite_on_one_stage_is_known_to_all_and_nobody_updates():
+def test_a_nonfinite_gradient_of_one_stage_skips_the_update_everywhere():
     def run(transport):
         trainer, source, _ = build(transport, configured(*SMALL, *layout(2, 3, "zero-bubble", 3)))
         told, finish = [], trainer.replication.finish
@@ -208,7 +208,7 @@ def test_a_gradient_that_is_not_finite_on_one_stage_is_known_to_all_and_nobody_u
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_boundary_has_one_activation_and_one_gradient_for_each_micro_batch(name, monkeypatch):
+def test_a_stage_boundary_sends_two_messages_per_micro_batch(name, monkeypatch):
     stages, m, sent, start_send = 3, 6, Counter(), ThreadTransport.start_send
 
     def noted(self, array, to, tag=0):
@@ -233,9 +233,7 @@ def test_a_boundary_has_one_activation_and_one_gradient_for_each_micro_batch(nam
 
 
 @pytest.mark.parametrize("rows_divided", (False, True))
-def test_ranks_that_share_a_stage_send_their_counterparts_whole_activations_or_their_own_rows(
-    rows_divided, monkeypatch
-):
+def test_tensor_parallel_stages_send_whole_or_sharded_activations(rows_divided, monkeypatch):
     sent, start_send, m = Counter(), ThreadTransport.start_send, 3
 
     def noted(self, array, to, tag=0):
@@ -402,7 +400,7 @@ LOADED = {
 
 
 @pytest.mark.parametrize("then", [name for name in LOADED if name != "2x2x2"])
-def test_checkpoints_of_any_layout_load_into_any_other_bit_for_bit_and_speak_alike(then, tmp_path):
+def test_checkpoints_of_any_layout_load_bitwise_into_any_other(then, tmp_path):
     tied, folder = "model.tied=true", tmp_path / "checkpoints"
     ranks, settings = LOADED[then]
     saved = run_ranks(ranks, everything, [*settings, tied], folder)
@@ -487,7 +485,7 @@ def test_checkpoints_of_any_layout_load_into_any_other_bit_for_bit_and_speak_ali
         (2, layout(1, 2, "2f2b", 4), "'2f2b' is neither.", "", [(2, "pipeline.schedule=v-half")]),
     ],
 )
-def test_what_a_pipeline_cannot_do_is_refused_on_every_rank_with_what_it_can(
+def test_unsupported_pipelines_are_refused_with_supported_ones(
     ranks, settings, law, way_out, mended
 ):
     with pytest.raises(ConfigError) as caught:
@@ -501,7 +499,7 @@ def test_what_a_pipeline_cannot_do_is_refused_on_every_rank_with_what_it_can(
         )
 
 
-def test_micro_batches_that_nobody_has_set_are_two_a_stage_as_far_as_there_are_rows():
+def test_default_micro_batches_are_two_per_stage_up_to_the_rows():
     def chosen(transport, *settings):
         return build(transport, configured(*SMALL, *settings)).trainer.config.batch.micro_batches
 

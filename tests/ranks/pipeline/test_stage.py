@@ -75,7 +75,7 @@ def carried_out(trainer, name):
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "naive"])
-def test_any_cut_in_any_order_leaves_the_gradients_of_the_whole_bit_for_bit(name):
+def test_any_partition_and_order_has_the_same_gradients_bitwise(name):
     def run(transport):
         trainer = small(
             transport, tied=SCHEDULES[name].chunks == 1
@@ -86,7 +86,7 @@ def test_any_cut_in_any_order_leaves_the_gradients_of_the_whole_bit_for_bit(name
     assert np.abs(whole).max() > 0 and np.array_equal(whole, cut)
 
 
-def test_parameters_are_used_between_open_and_close_alone_in_halves_as_well():
+def test_half_mirrors_are_used_only_between_open_and_close():
     def run(transport):
         trainer = small(transport)
         whole = carried_out(trainer, "zero-bubble")
@@ -167,7 +167,7 @@ class AtOnce:
         return backward(self.inner, w, dy, saved, dw, arena)
 
 
-def test_a_layer_s_own_way_of_both_halves_is_taken_where_nothing_comes_between_them_however_deep_it_lies():
+def test_a_layers_fused_backward_is_used_at_any_depth():
     def run(transport):
         way = []
         units = [
@@ -201,7 +201,7 @@ def in_halves(layer, w, dy, saved, dw, arena):
 
 
 @pytest.mark.parametrize("vocab", (11, 700))  # the most is held in a block, or at the head
-def test_a_step_holds_what_a_loop_over_units_written_by_hand_holds_to_the_byte(vocab):
+def test_a_step_holds_the_bytes_of_a_plain_loop_over_units(vocab):
     model = {**GPT, "vocab": vocab}
     units = gpt(Plain(host), **model)
     weights, gradients, _, _ = place(units, 0, np.float32)

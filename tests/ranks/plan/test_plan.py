@@ -66,7 +66,7 @@ def test_it_names_a_count_of_its_table_and_measures_its_neighbours(tmp_path, cap
     ]
 
 
-def test_a_message_that_waits_for_its_receive_is_found_to_go_by_rendezvous_on_the_receivers_side():
+def test_a_rendezvous_message_is_detected_on_the_receivers_side():
     """Ranks as threads send nothing eagerly, of any length."""
     for length in (1, 70_000):
         found = run_ranks(
@@ -111,9 +111,7 @@ def test_what_other_work_spoilt_is_marked_and_no_count_is_named(tmp_path, capsys
         (2, ["layout.pp=2", "pipeline.schedule=2f2b"], "'2f2b' is neither."),
     ],
 )
-def test_what_leaves_no_choice_is_refused_on_every_rank_before_anything_is_measured(
-    ranks, settings, law, capsys
-):
+def test_no_choice_of_micro_batches_is_refused_before_measuring(ranks, settings, law, capsys):
     with pytest.raises(ConfigError) as caught:
         run_ranks(ranks, plan, partial(configured, None, [*TINY, *settings]), None, None)
     assert caught.value.agreed and law in caught.value.law and capsys.readouterr().out == ""

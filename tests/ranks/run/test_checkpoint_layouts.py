@@ -137,9 +137,7 @@ def test_state_that_is_not_needed_may_be_missing_and_numbers_come_back(tmp_path)
 
 
 @pytest.mark.parametrize("failing", (0, 1, 2))
-def test_a_disk_that_is_full_on_one_rank_ends_the_save_on_all_and_older_ones_stay(
-    failing, tmp_path, monkeypatch
-):
+def test_a_full_disk_on_one_rank_fails_the_save_on_all_ranks(failing, tmp_path, monkeypatch):
     layout = LAYOUTS["rectangles on 3"]
     before = run_ranks(3, save, tmp_path, layout)[0]
     real = writers.join
@@ -184,7 +182,7 @@ def large(rank, ranks, tensors, rows, columns):
 
 
 @pytest.mark.slow
-def test_a_rank_takes_memory_for_one_tensor_at_most_and_reads_what_it_needs(tmp_path, monkeypatch):
+def test_loading_takes_memory_for_one_tensor_and_reads_only_its_rows(tmp_path, monkeypatch):
     tensors, rows, columns, ranks, moved, block = 16, 64, 4096, 3, 1 << 16, 1 << 18
     for module in (safetensors_files, writers, checkpoint_load, save_load):
         monkeypatch.setattr(module, "MOVED", moved)

@@ -84,7 +84,7 @@ def follow(transport):
     return profile
 
 
-def test_a_step_calls_the_eight_objects_that_the_page_names_sums_gradients_once_and_moves_the_parameters():
+def test_a_step_calls_the_eight_objects_that_the_page_names():
     profiles = run_ranks(2, follow)
     section = re.search(r"^## One training step$(.*?)^## ", PAGE.read_text(), re.M | re.S).group(1)
     rows = re.findall(r"^\| [\w ]+ \| `([\w.]+)` in `([\w/]+\.py)` \|", section, re.M)

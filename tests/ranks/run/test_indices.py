@@ -172,7 +172,7 @@ def test_targets_of_another_shape_than_the_predictions_are_refused(changed, rank
     )
 
 
-def test_an_embedding_in_a_unit_of_ones_own_and_classes_of_ones_own_are_known():
+def test_a_users_own_embedding_and_loss_are_checked():
     def go(transport, tokens, classes):
         layers = Plain(ops_for("cpu"))
         units = [

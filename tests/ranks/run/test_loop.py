@@ -31,9 +31,7 @@ from tests.processes import SECONDS
 from tests.runs import go, records, validated
 
 
-def test_a_request_that_comes_while_a_step_is_computed_does_not_wait_for_another_step(
-    book, tmp_path, monkeypatch
-):
+def test_a_stop_request_during_a_step_ends_the_run_after_it(book, tmp_path, monkeypatch):
     computing, straggle = set(), Trainer._straggle
 
     def compute(self, step):
@@ -56,7 +54,7 @@ def dies(*arguments, **more):
 
 @pytest.mark.parametrize("ranks", (1, 3))
 @pytest.mark.parametrize("every, due, all_of_them", [(2, 2, [2, 4, 6]), (0, 6, [6])])
-def test_a_run_that_dies_between_checkpoint_and_evaluation_evaluates_when_it_resumes(
+def test_a_run_killed_before_its_evaluation_evaluates_on_resume(
     ranks, every, due, all_of_them, book, tmp_path, monkeypatch
 ):
     settings = [*book, f"run.eval_every={every}", "checkpoint.every=2"]
@@ -95,9 +93,7 @@ def test_what_was_evaluated_is_not_evaluated_again(book, tmp_path, monkeypatch):
     assert validated(tmp_path) == [2, 4, 6], "a finished run has nothing left to evaluate"
 
 
-def test_a_stop_that_falls_on_an_evaluation_step_leaves_the_evaluation_to_the_resumed_run(
-    book, tmp_path
-):
+def test_a_stop_at_an_evaluation_leaves_it_to_the_resumed_run(book, tmp_path):
     steps = []
 
     def from_step_two(rank):
@@ -116,7 +112,7 @@ def test_a_stop_that_falls_on_an_evaluation_step_leaves_the_evaluation_to_the_re
 
 
 @pytest.mark.parametrize("every, at", [(4, 4), (0, 6)])
-def test_a_stop_asked_of_one_rank_ends_an_evaluation_on_all_and_it_is_made_up_for(
+def test_a_stop_on_one_rank_ends_the_evaluation_until_the_resume(
     every, at, book, tmp_path, monkeypatch
 ):
     settings = [*book, f"run.eval_every={every}"]
@@ -138,9 +134,7 @@ def test_a_stop_asked_of_one_rank_ends_an_evaluation_on_all_and_it_is_made_up_fo
 
 
 @pytest.mark.parametrize("ranks", (1, 2, 5))
-def test_an_evaluation_takes_the_same_rows_on_any_number_of_ranks_and_no_more_at_once_than_a_micro_batch(
-    ranks, book
-):
+def test_an_evaluation_has_the_same_rows_on_any_number_of_ranks(ranks, book):
     seen, widest = set(), []
 
     def run(transport):
@@ -179,7 +173,7 @@ def test_eval_rows_is_a_bound_and_zero_means_all(book):
     assert run_ranks(1, run, 20) == whole == run_ranks(1, run, 1000) != run_ranks(1, run, 19)
 
 
-def test_an_opened_run_evaluates_as_many_rows_at_once_as_a_rank_trained_with(book, tmp_path):
+def test_an_opened_run_evaluates_rows_of_a_training_micro_batch(book, tmp_path):
     go(3, [*book, "batch.size=18", "batch.micro_batches=2", "run.eval_every=-1"])
     alone = partial(configured, tmp_path / "run", [])
     for ranks in (1, 2, 4):
@@ -187,9 +181,7 @@ def test_an_opened_run_evaluates_as_many_rows_at_once_as_a_rank_trained_with(boo
         assert config.batch.size // (ranks * (config.batch.micro_batches or 1)) == 3
 
 
-def test_neither_a_checkpoint_nor_an_evaluation_counts_into_the_time_of_a_step(
-    book, tmp_path, monkeypatch
-):
+def test_step_time_excludes_checkpoints_and_evaluations(book, tmp_path, monkeypatch):
     now = 0.0
 
     def takes(place, name, seconds):
@@ -213,9 +205,7 @@ def test_neither_a_checkpoint_nor_an_evaluation_counts_into_the_time_of_a_step(
     assert records(tmp_path)[-1]["wall_s"] == 3 * 111, "the wall clock goes on meanwhile"
 
 
-def test_a_step_says_how_long_the_run_took_what_it_has_seen_and_how_long_it_waited_for_messages(
-    book, tmp_path
-):
+def test_a_step_record_has_time_samples_and_communication(book, tmp_path):
     settings = [*book, "checkpoint.every=2", "run.eval_every=2"]
     go(2, settings)
     go(2, [*settings, "run.steps=8"], "yes")
@@ -426,7 +416,7 @@ def test_a_note_of_a_file_of_tokens_that_is_gone_is_none(tokens, tmp_path):
     assert noted_largest(tmp_path, tokens, "auto") is None
 
 
-def test_of_a_stream_whose_steps_become_known_together_each_has_its_own_time(book, tmp_path):
+def test_async_steps_that_finish_together_have_their_own_times(book, tmp_path):
     go(
         2,
         [

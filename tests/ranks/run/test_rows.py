@@ -119,7 +119,7 @@ def trained(config, resume="no"):
     )
 
 
-def test_a_toy_model_and_source_train_evaluate_resume_and_write_on_two_replicas(tmp_path):
+def test_a_toy_model_and_source_work_on_two_replicas(tmp_path):
     settings = ["data.source=count:up", "model.kind=bigram", f"run.out={tmp_path / 'run'}"]
     trained(configured(*settings, "run.steps=20"))
     trained(configured(*settings), "yes")

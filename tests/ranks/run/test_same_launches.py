@@ -45,9 +45,7 @@ SETTINGS = [
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
-def test_steps_launch_the_same_kernels_with_the_same_arguments_allocate_nothing_and_read_once(
-    ranks, settings, monkeypatch
-):
+def test_steps_repeat_their_launches_and_read_the_device_once(ranks, settings, monkeypatch):
     """The learning rate, clipping and AdamW's corrections change meanwhile: in device memory. A message reads for itself.
 
     Nor does a step read more that is skipped, here for an overflow in float16. What adds a message is launched when that comes,
@@ -112,9 +110,7 @@ def test_steps_launch_the_same_kernels_with_the_same_arguments_allocate_nothing_
 
 
 @pytest.mark.parametrize("update", ["async", "bounded"])
-def test_of_servers_without_a_common_step_a_worker_reads_once_for_each_gradient_and_a_server_never(
-    update, monkeypatch
-):
+def test_async_workers_read_the_device_once_and_servers_never(update, monkeypatch):
     """A server applies what is pushed by numbers that came with it. A message reads for itself."""
     gpu.play(monkeypatch)
     reads, get, steps = [], cupy.ndarray.get, 3

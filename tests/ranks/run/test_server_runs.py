@@ -31,9 +31,7 @@ def settings(tmp_path):
 
 
 @each_update
-def test_a_run_logs_every_step_evaluates_when_due_and_ends_with_equal_replicas(
-    update, settings, tmp_path
-):
+def test_a_run_logs_evaluates_and_ends_with_equal_replicas(update, settings, tmp_path):
     assert not go(5, [*settings, *update, "run.eval_every=2", "checkpoint.every=3"])
     found = records(tmp_path)
     steps = [record for record in found if "loss" in record]
@@ -57,7 +55,7 @@ def test_a_stop_asked_of_a_worker_or_of_a_server_ends_the_run_on_all(
 
 
 @each_update
-def test_a_gradient_that_is_not_finite_ends_the_run_on_every_rank_or_is_skipped(
+def test_a_nonfinite_gradient_ends_the_run_or_is_skipped_on_every_rank(
     update, settings, tmp_path, monkeypatch
 ):
     real = Trainer.step
@@ -99,7 +97,7 @@ def settings_of(update):
     ]
 
 
-def test_a_run_goes_on_from_servers_to_all_reduce_and_back_with_the_losses_of_one_rank(tmp_path):
+def test_a_run_moves_from_servers_to_all_reduce_and_back(tmp_path):
     (tmp_path / "book").write_text("".join(TEXT))
     common = [
         *TINY,

@@ -55,9 +55,7 @@ def go(ranks, settings, steps, resume="no"):
     )
 
 
-def test_each_rank_scans_its_part_once_a_run_and_again_only_if_the_file_has_changed(
-    settings, scans, tmp_path
-):
+def test_each_rank_scans_its_tokens_once_per_version_of_the_file(settings, scans, tmp_path):
     go(3, settings, 2)
     assert sorted(scans) == [(0, 3), (1, 3), (2, 3)]
     assert json.loads((tmp_path / "run/tokens.json").read_text())["largest"] == 901

@@ -83,7 +83,7 @@ def test_an_error_of_every_rank_that_one_does_not_have_is_a_defect(others, law):
         run_ranks(2, fail)
 
 
-def test_lanes_that_one_rank_never_moves_are_a_deadlock_that_names_every_message(monkeypatch):
+def test_an_unmoved_pipelined_chain_is_a_deadlock_by_name(monkeypatch):
     monkeypatch.setattr(quantized, "LANE", 500)
 
     def stay(transport):
@@ -113,7 +113,7 @@ def test_a_lossy_all_reduce_that_one_rank_leaves_is_a_deadlock(way):
         assert text.count(" waits in ") == 3 and "no message\n" not in text, text
 
 
-def test_a_deadlock_in_wait_any_is_found_at_once_and_names_each_request_of_every_rank():
+def test_a_deadlock_in_wait_any_names_each_request_of_every_rank():
     def wait(transport):
         n, rank = transport.size, transport.rank
         elsewhere = transport.start_recv(np.zeros(9), rank)

@@ -48,7 +48,7 @@ def test_what_is_recorded_obeys_the_laws_of_transports():
     run_ranks(3, obey)
 
 
-def test_sleeps_of_layers_appear_where_they_were_and_as_long_within_a_millisecond(tmp_path):
+def test_sleeping_layers_appear_in_the_trace_to_a_millisecond(tmp_path):
     truth = []
 
     class Sleepy:
@@ -84,9 +84,7 @@ def test_sleeps_of_layers_appear_where_they_were_and_as_long_within_a_millisecon
     )  # a busy machine may take a thread away in between, now and then
 
 
-def test_a_trace_exists_before_the_first_message_and_moves_into_the_run_directory(
-    monkeypatch, tmp_path
-):
+def test_a_trace_starts_early_and_moves_into_the_run_directory(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(process, "limit_blas_threads", lambda: None)
     monkeypatch.setattr("mpitrain.cli.report.find_spec", lambda name: None)
@@ -117,9 +115,7 @@ def test_a_trace_exists_before_the_first_message_and_moves_into_the_run_director
     ]
 
 
-def test_what_a_gpu_computes_is_noted_by_events_where_it_was_and_nobody_waits_for_it(
-    monkeypatch, tmp_path
-):
+def test_gpu_work_is_timed_by_events_without_a_wait(monkeypatch, tmp_path):
     """The host launches three kernels of 20 ms within a moment; the second step begins when the GPU has nothing to do."""
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     backend, recorder, stream, truth = CudaBackend(), Recorder(), cupy.get_current_stream(), []
@@ -166,9 +162,7 @@ def test_clocks_of_hosts_that_differ_and_drift_are_put_on_that_of_rank_0():
     np.testing.assert_allclose(run_ranks(4, errors, hosts=("a", "b", "b", "c")), 0, atol=1e-8)
 
 
-def test_a_run_leaves_traces_that_name_its_messages_and_its_slow_rank_and_whose_shares_sum_to_the_whole(
-    book, tmp_path
-):
+def test_traces_name_messages_and_the_slow_rank_and_sum_to_the_whole(book, tmp_path):
     go(
         3,
         [
@@ -217,7 +211,7 @@ def test_a_run_leaves_traces_that_name_its_messages_and_its_slow_rank_and_whose_
     assert not (tmp_path / "without" / "trace").exists()
 
 
-def test_of_a_pipeline_the_trace_names_activations_and_gradients_and_has_its_bubble(book, tmp_path):
+def test_a_pipelines_trace_names_its_messages_and_bubble(book, tmp_path):
     go(2, [*book, "layout.pp=2", "batch.micro_batches=3"])
     timeline = read_timeline(tmp_path / "run")
     found = shares(timeline)
@@ -290,7 +284,7 @@ def test_of_a_pipeline_the_trace_names_activations_and_gradients_and_has_its_bub
         else None
     ),
 )
-def test_of_every_mode_and_number_of_ranks_the_shares_sum_to_the_whole_and_what_each_did_last_is_said(
+def test_in_every_mode_the_breakdown_sums_to_the_whole(
     ranks, settings, monkeypatch, book, tmp_path
 ):
     monkeypatch.setattr("mpitrain.cli.report.find_spec", lambda name: None)  # pictures take seconds

@@ -37,7 +37,7 @@ def test_groups_that_overlap_reduce_in_the_same_window(count):
     assert run_ranks(3, work) == [([4] * count,) * 2, None, ([4] * count,) * 2]
 
 
-def test_a_window_is_not_written_while_a_rank_outside_the_group_still_reads_it():
+def test_a_window_is_not_written_while_another_group_reads_it():
     written = threading.Event()
 
     def work(transport):

@@ -50,7 +50,7 @@ def row(
     )
 
 
-def test_averages_are_those_of_each_algorithm_and_stand_beside_its_ratio_to_mpi():
+def test_averages_are_per_algorithm_with_the_ratio_to_mpi():
     rows = [
         row("ring", 1000, 1.0),
         row("ring", 9000, 3.0),
@@ -65,7 +65,7 @@ def test_averages_are_those_of_each_algorithm_and_stand_beside_its_ratio_to_mpi(
     ]
 
 
-def test_without_mpi_s_own_there_are_averages_and_nothing_is_measured_of_nothing():
+def test_averages_need_no_native_rows():
     assert [" ".join(text.split()) for text in footer([row("ring", 1000, 1.0)])] == [
         "algorithm buffers average busbw",
         "ring window 1.00 GB/s",
@@ -93,7 +93,7 @@ def test_a_row_whose_p99_is_far_from_its_median_is_marked():
     assert not any(text.startswith("~") for text in footer(rows[:1]))
 
 
-def test_a_row_whose_median_is_spoilt_is_marked_and_nothing_follows_from_it():
+def test_a_noisy_row_is_marked_and_not_used():
     """131 ms in the median, 2 ms at best: other work ran most of the time."""
     quiet = [
         row("ring", 1000, 1.0),
@@ -152,7 +152,7 @@ def test_figures_have_three_significant_digits(value, text):
     assert figure(value) == text
 
 
-def test_a_terminal_of_80_columns_gets_the_columns_that_matter_and_a_pipe_all():
+def test_80_columns_get_the_main_columns_and_a_pipe_gets_all():
     for wires, kept in ((False, []), (True, [])):
         table = Table(columns(["window"], wires), 80)
         assert [column.title for column in table.columns] == [
@@ -184,7 +184,7 @@ def test_a_terminal_of_80_columns_gets_the_columns_that_matter_and_a_pipe_all():
     )
 
 
-def test_what_is_below_the_bandwidth_asked_for_is_named_at_the_largest_size_only():
+def test_fail_below_names_slow_rows_at_the_largest_size():
     rows = [
         row("ring", 1000, 2.0),
         row("ring", 9000, 3.0),

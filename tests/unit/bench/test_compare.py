@@ -88,7 +88,7 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts(words, settin
     assert said in str(refused.value) and refused.value.way_out
 
 
-def test_lines_have_a_cell_for_each_column_and_a_dash_for_what_a_mode_has_not():
+def test_lines_have_a_cell_per_column_and_a_dash_where_none_applies():
     cells = line(row("star")).split()
     assert len(cells) == len(COLUMNS) and len(line(row("star"))) == len(heading())
     assert cells == ["star", "2", "250.0", "16.0", "50.0", "3,000", "3,000", "4.0", "-", "1.5000"]
@@ -96,7 +96,7 @@ def test_lines_have_a_cell_for_each_column_and_a_dash_for_what_a_mode_has_not():
     assert footer([row("auto", formula_bytes=None)]) == []
 
 
-def test_the_formulas_below_the_table_come_with_what_their_letters_stand_for():
+def test_the_formulas_below_the_table_explain_their_letters():
     assert footer([row("star"), row("auto", formula_bytes=None)]) == [
         "star               sends (n-1) S, the root",
         "with S bytes of all gradients, padding included, n ranks; besides, control messages and headers",
@@ -112,7 +112,7 @@ def test_the_formulas_below_the_table_come_with_what_their_letters_stand_for():
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_is_no_number_in_the_file_and_no_point_in_the_picture(tmp_path):
+def test_a_nonfinite_loss_is_null_in_the_file_and_absent_in_the_plot(tmp_path):
     pytest.importorskip("matplotlib")
     rows = [
         row("star", val_loss=math.nan, curve=[(0.5, 2.0), (1.0, None)]),

@@ -62,7 +62,7 @@ def test_curves_of_many_runs_are_told_apart_and_steps_are_whole_numbers(tmp_path
 
 
 @pytest.mark.slow
-def test_a_picture_has_the_names_of_its_runs_as_title_and_a_legend_of_what_is_drawn(tmp_path):
+def test_a_plot_has_its_runs_as_title_and_a_legend(tmp_path):
     pytest.importorskip("matplotlib")
     only_trained = [record for record in LINES if "val_loss" not in record]
     for runs, title, has_validation in (

@@ -61,7 +61,7 @@ def test_help_config_lists_every_key():
         assert f"{key.name} = " in said and key.help in said and key.range in said
 
 
-def test_help_config_lists_the_keys_of_a_first_run_before_the_advanced_ones():
+def test_help_config_lists_basic_keys_before_advanced_ones():
     for section in Config.model_fields.values():
         assert set(section.annotation.basic) <= set(section.annotation.model_fields)
     shown = CliRunner().invoke(commands, ["train", "--help-config"]).output.splitlines()
@@ -87,7 +87,7 @@ def test_help_config_of_a_section_lists_its_keys_alone_in_lines_that_fit():
     )
 
 
-def test_the_list_of_commands_says_of_each_the_whole_first_sentence_of_its_own_help():
+def test_the_list_of_commands_has_whole_first_sentences():
     shown = " ".join(CliRunner().invoke(commands, ["--help"], env={"COLUMNS": "60"}).output.split())
     for name in commands.list_commands(None):
         assert f" {name} {commands.get_command(None, name).get_short_help_str(1000)}" in shown
@@ -267,9 +267,7 @@ def test_mpich_gets_what_the_machine_needs(monkeypatch):
         ("MPICH", "pmi2", {}, {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}),
     ],
 )
-def test_inside_a_slurm_allocation_srun_starts_the_ranks_with_what_mpirun_would_give_them(
-    monkeypatch, family, kind, always, crowded
-):
+def test_inside_a_slurm_allocation_launch_uses_srun(monkeypatch, family, kind, always, crowded):
     monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
     for cores, ranks, settings in (
         ("2(x3),4", 10, always),
@@ -307,7 +305,7 @@ def test_a_launcher_that_fails_is_quoted(monkeypatch, tmp_path):
         launch_command.launcher("mpiexec", "of no MPI at all")
 
 
-def test_a_shared_memory_too_small_for_mpi_itself_is_refused_before_the_start(monkeypatch):
+def test_shared_memory_too_small_for_mpi_is_refused_before_the_start(monkeypatch):
     monkeypatch.setattr(process, "shared_memory", lambda: 16 << 20)
     with pytest.raises(
         ConfigError, match=r"/dev/shm has 16\.8 MB free, but Open MPI makes files of 16\.8 MB there"
@@ -422,7 +420,7 @@ def test_a_run_says_how_its_ranks_share_the_work(settings, said):
     ],
     ids=" ".join,
 )
-def test_a_number_that_python_alone_takes_for_one_is_refused_by_every_option(words):
+def test_a_number_in_python_syntax_only_is_refused_by_every_option(words):
     shown = CliRunner().invoke(commands, words)
     assert shown.exit_code == 2 and "is not a valid" in shown.output
 

@@ -27,7 +27,7 @@ sys.exit(rank.wait())
 """
 
 
-def test_a_rank_that_mpirun_ends_says_so_on_the_output_of_mpirun_and_warned_before(tmp_path):
+def test_a_rank_that_mpirun_ends_says_so_and_warned_before(tmp_path):
     words = [
         "train",
         "--out",
@@ -65,7 +65,7 @@ def stop():
         signal.signal(number, handler)
 
 
-def test_a_rank_waits_for_the_term_that_a_cont_announces_and_goes_on_where_none_comes(stop):
+def test_after_a_cont_a_rank_waits_briefly_for_a_term(stop):
     assert not stop.asked()
     stop._announce(signal.SIGCONT, None)
     assert not stop.asked()

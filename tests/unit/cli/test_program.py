@@ -38,9 +38,7 @@ OURS, THEIRS = ["-m", "mpitrain"], ["-m", "mpitrain.transport.program"]
         (f"{Path(sys.executable).parent}/python own.py", "", [*THEIRS, "own.py"]),
     ],
 )
-def test_words_behind_launch_are_a_command_or_a_python_program_whose_words_stay(
-    line, command, words, tmp_path, monkeypatch
-):
+def test_launch_starts_a_command_or_a_python_program(line, command, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").touch()
     assert program(line.split()) == ([sys.executable, *words], command)

@@ -68,7 +68,7 @@ def test_a_bar_fits_a_window_that_has_become_narrower(monkeypatch, capsys):
     )
 
 
-def test_a_terminal_that_does_not_know_its_columns_has_those_of_the_environment(monkeypatch):
+def test_an_unknown_terminal_width_comes_from_the_environment(monkeypatch):
     for said, columns in (("120", 120), ("0", 80), ("wide", 80)):
         monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((0, 0)))
         monkeypatch.setenv("COLUMNS", said)
@@ -112,7 +112,7 @@ def test_one_rank_shows_each_line_whole_and_one_bar(columns, rows, tmp_path):
     assert rendered(data, columns) == rendered(wanted.encode(), columns), data
 
 
-def test_a_redirected_output_keeps_its_lines_and_no_line_is_lost_with_the_bar(tmp_path):
+def test_a_redirected_output_loses_no_line_to_the_bar(tmp_path):
     with (tmp_path / "out").open("w+") as out:
         code, bar = on_a_terminal(TRAIN, stdout=out, cwd=tmp_path)
         out.seek(0)

@@ -60,7 +60,7 @@ def supervised(code, training=True):
     return process.returncode, out, errors
 
 
-def test_a_result_that_standard_output_does_not_take_is_said_and_no_success():
+def test_a_result_that_cannot_be_printed_is_an_error():
     with open("/dev/full", "wb") as full:
         process = started("print('the result')", training=False, stdout=full)
         errors = process.communicate(timeout=PATIENCE)[1]
@@ -87,9 +87,7 @@ def test_a_result_that_standard_output_does_not_take_is_said_and_no_success():
         ("step 4/5", 0, 1),
     ],
 )
-def test_what_rank_0_said_decides_the_exit_code_without_a_folder_or_a_variable(
-    said, code, returned
-):
+def test_rank_0s_status_line_decides_the_exit_code(said, code, returned):
     words = [BEGAN, *([said] if said else [])]
     assert supervised(f"import sys; print(*{words!r}, sep='\\n'); sys.exit({code})")[0] == returned
 
@@ -138,7 +136,7 @@ def test_a_status_line_is_read_however_it_is_cut(size):
     assert shown == b"one\r\ntwo\x1e\x1e{three\nfour\x1e"
 
 
-def test_without_launch_a_rank_writes_no_status_line_and_with_it_any_path_survives():
+def test_status_lines_are_written_for_launch_only():
     call = "from mpitrain.cli.terminal.status import status; print(status('began', 'ü\\n\\udcff'), end='')"
     for flags, wanted in (([], []), (["-X", FLAG], [("began", "ü\n\udcff")])):
         events: list[tuple[str, str]] = []
@@ -160,7 +158,7 @@ LISTENS = (
 
 
 @pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
-def test_a_request_reaches_a_run_that_reports_nothing_and_is_answered_in_a_line(number):
+def test_a_quiet_run_answers_a_stop_request_in_one_line(number):
     process = started(LISTENS.format(first="ready", last=STOPPED, code=85))
     assert process.stdout.readline() == b"ready\n"
     process.send_signal(number)
@@ -185,7 +183,7 @@ def test_what_rank_0_said_of_that_is_not_said_again():
     assert process.returncode == 85 and (out + errors).count(NOT_BEGUN.encode()) == 1
 
 
-def test_a_request_that_the_launcher_had_no_ranks_for_is_repeated_when_the_run_has_begun():
+def test_an_early_stop_request_is_repeated_when_the_run_begins():
     code = (
         "import signal, sys, time\n"
         "got = []\n"
@@ -333,7 +331,7 @@ def test_a_killed_rank_is_named_with_its_host(text, said):
     )
 
 
-def test_a_rank_that_srun_kills_because_another_left_is_not_the_one_that_was_killed():
+def test_srun_victims_are_not_named_as_the_killed_rank():
     left = b"srun: error: node1: task 0: Exited with exit code 1\n"
     assert sifted(left + SRUN)[1].killed.first() is None
     assert sifted(left, SRUN)[1].killed.first() is None
@@ -379,7 +377,7 @@ def test_of_ranks_that_srun_lists_together_no_wrong_one_is_named(text, said):
         assert str(sifted(*parts)[1].killed.first()) == said
 
 
-def test_where_srun_names_several_ranks_launch_points_to_the_report_of_the_run():
+def test_launch_points_to_the_report_if_srun_names_several_ranks():
     _, _, errors = supervised(
         f"import sys; print({BEGAN!r}, flush=True); sys.stderr.buffer.write({SRUN_MIXES!r}); sys.exit(137)"
     )

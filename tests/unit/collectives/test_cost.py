@@ -202,7 +202,7 @@ def test_links_between_hosts_are_fitted_too():
     assert chosen == other
 
 
-def test_where_links_were_too_slow_for_long_arrays_the_slope_of_shorter_ones_holds():
+def test_slow_links_extrapolate_from_shorter_arrays():
     """However noisy the longest ones were: constants at a size that was not measured must not follow from a difference."""
     slow = Tuning(
         MACHINE | {"hosts": 4},
@@ -279,7 +279,7 @@ def test_the_choice_follows_hosts_and_sizes():
     assert choose(DEFAULT, Topology(("a",)), 100, 4) in candidates(Topology(("a",)))
 
 
-def test_halves_are_chosen_by_hosts_and_memory_and_cost_as_many_barriers_and_fewer_bytes():
+def test_shared_halves_are_chosen_by_hosts_and_memory():
     for operation in ("reduce-scatter", "all-gather"):
 
         def chosen(hosts, operation=operation, **where):
@@ -323,7 +323,7 @@ def linked(seconds_per_message, seconds_per_byte):
     return DEFAULT._replace(plans=plans)
 
 
-def test_parts_are_longer_where_latency_is_and_shorter_where_bytes_are_slow():
+def test_segments_are_longer_for_latency_and_shorter_for_bandwidth():
     count, hosts = 1 << 22, ("a", "b")
     nbytes = 4 * count
     assert part_bytes(linked(1e-3, 4e-8), "ring", hosts, count, 4) == nbytes / 16
@@ -372,9 +372,7 @@ def test_a_missing_tuning_file_is_named(tmp_path):
         (2, "host_alpha host_long host_beta net_alpha net_beta gamma"),
     ],
 )
-def test_the_constants_are_explained_and_those_of_a_network_that_was_not_measured_left_out(
-    hosts, terms
-):
+def test_fit_explains_measured_constants_only(hosts, terms):
     lines = described(DEFAULT._replace(machine={"hosts": hosts}), 2)
     heads = [line for line in lines if " arrays of " in line]
     assert [head.split(" arrays of ")[1].split() for head in heads] == [terms.split()] * 2

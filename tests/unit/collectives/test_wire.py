@@ -73,7 +73,7 @@ MAGNITUDES = (1e-45, 1e-41, 1e-38, 1e-34, 1e-30, 1e-10, 1e-6, 1, 65504, 1e20, 7e
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("blocks", [1, 131])
-def test_fp16_keeps_11_binary_digits_of_any_finite_number_within_2_28_of_its_block_s_largest(
+def test_fp16_has_11_bits_within_2_28_of_its_blocks_largest(
     blocks,
 ):
     rng = np.random.default_rng(blocks)

@@ -310,7 +310,7 @@ def test_parameters_travel_coded_where_no_rank_has_them_whole_alone(others):
 
 
 @pytest.mark.parametrize("wire", ["topk", "topk:0.1", "powersgd:4"])
-def test_formats_with_residuals_are_refused_on_a_gpu_and_not_in_the_simulator(wire):
+def test_formats_with_residuals_are_refused_only_on_a_gpu(wire):
     text = refusal(f"replication.wire={wire}", "device.kind=cuda")
     assert (
         f"Wire format {wire} keeps its residuals in host memory, but device.kind is cuda." in text
@@ -371,13 +371,13 @@ def test_a_layout_that_does_not_come_out_is_refused(settings, ranks, complaint):
 
 @pytest.mark.parametrize("rows", (0, 1, 7, 32))
 @pytest.mark.parametrize("parts", (1, 2, 3, 5))
-def test_shares_are_a_partition_and_none_is_empty_when_there_are_enough_rows(rows, parts):
+def test_rows_are_partitioned_without_empty_ranks(rows, parts):
     shares = [share(rows, part, parts) for part in range(parts)]
     assert [row for part in shares for row in part] == list(range(rows))
     assert parts > rows or all(shares)
 
 
-def test_powersgd_starts_with_a_quarter_of_dense_steps_unless_told_otherwise():
+def test_powersgd_starts_with_a_quarter_of_dense_steps_by_default():
     def dense(wire, steps=-1):
         return parse(
             {"run": {"steps": 403}, "replication": {"wire": wire, "dense_steps": steps}}
@@ -430,7 +430,7 @@ def test_the_configuration_in_the_readme_is_one(tmp_path):
     )
 
 
-def test_the_page_and_the_help_say_the_defaults_of_the_optimizer_and_of_the_batch():
+def test_page_and_help_have_the_true_defaults():
     c = Config()
     o = c.optimizer
     rule = (

@@ -17,14 +17,14 @@ def test_words_say_who_is_how_much_slower_and_how_often(text, said):
     assert delays(text) == said
 
 
-def test_a_fixed_delay_is_of_one_rank_and_of_each_of_its_steps_and_delays_add_up():
+def test_a_fixed_delay_is_per_rank_and_step_and_delays_add_up():
     late = delays("1:40,1:2,random:20:1")
     assert [delay_s(late, rank, 0, step) for step in (0, 1) for rank in (0, 1)] == pytest.approx(
         [0.02, 0.062] * 2
     )
 
 
-def test_a_random_delay_comes_as_often_as_it_says_and_again_from_the_same_numbers():
+def test_a_random_delay_has_its_frequency_and_is_reproducible():
     late = delays("random:1000:0.25,random:10:0.5")
     drawn = [delay_s(late, 0, 7, step, row) for step in range(500) for row in range(4)]
     assert drawn == [delay_s(late, 3, 7, step, row) for step in range(500) for row in range(4)]

@@ -81,7 +81,7 @@ def test_a_row_of_another_type_than_the_others_is_refused():
             add()
 
 
-def test_files_are_imported_in_order_once_in_a_process_and_noted_with_their_digest(tmp_path):
+def test_plugins_are_imported_once_in_order_with_their_digests(tmp_path):
     log = tmp_path / "log"
     paths = [
         written(tmp_path, f"open({str(log)!r}, 'a').write('{name} ')\n", f"{name}.py")

@@ -16,9 +16,7 @@ from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.threads import run_ranks
 
 
-def test_a_file_is_on_disk_before_it_gets_its_name_and_the_name_before_we_return(
-    tmp_path, monkeypatch
-):
+def test_a_file_is_synced_before_its_rename_and_its_folder_after(tmp_path, monkeypatch):
     events = []
     fsync, rename = os.fsync, os.rename
     monkeypatch.setattr(

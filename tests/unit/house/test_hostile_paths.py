@@ -170,7 +170,7 @@ LEFT_OVERS = (
 )
 
 
-def test_links_at_the_names_of_files_that_are_written_are_replaced_and_not_followed(handed, victim):
+def test_links_at_written_names_are_replaced_and_not_followed(handed, victim):
     pytest.importorskip("matplotlib")
     (handed / "report").mkdir()
     shutil.rmtree(handed / "trace")

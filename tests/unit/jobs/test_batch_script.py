@@ -39,9 +39,7 @@ def environment(folder, programs):
         ("MPITRAIN_VENV", "", False),
     ],
 )
-def test_the_batch_script_works_from_any_folder_and_says_at_once_that_its_environment_is_missing(
-    variable, at, runs, tmp_path
-):
+def test_the_batch_script_works_from_any_folder(variable, at, runs, tmp_path):
     """Slurm runs a copy, from whose place nothing can be told; mpitrain is on PATH only where the environment puts it there."""
     (tmp_path / "here").mkdir()
     (tmp_path / "spool").mkdir()

@@ -94,7 +94,7 @@ def test_without_a_gpu_nothing_is_too_slow(parts):
     assert code == 0 and row["required"] is None
 
 
-def test_a_part_that_fails_or_is_over_its_time_keeps_what_it_measured_and_the_others_go_on(parts):
+def test_a_failed_or_late_section_keeps_its_rows_and_others_go_on(parts):
     code, rows = parts(
         "emit(**good)\nraise ValueError('the driver is gone')",
         "emit(**good)\nimport time\ntime.sleep(60)",
@@ -170,7 +170,7 @@ def wheels(monkeypatch):
     return pytest.importorskip("wheels", reason="pip is not installed", exc_type=ImportError)
 
 
-def test_a_machine_is_given_what_it_lacks_with_what_that_needs_and_nothing_else(wheels, tmp_path):
+def test_a_machine_gets_the_missing_wheels_with_their_dependencies(wheels, tmp_path):
     """pytest is here in a version that does, click in one that does not; of two extras neither counts."""
     for name, version, requires in (
         ("lacking-one", "1.0", ["lacking-two==3", "pytest>=1", "absent; extra == 'more'"]),

@@ -70,9 +70,7 @@ def test_a_folder_in_which_others_may_write_is_not_used(how, temporary, monkeypa
 
 
 @pytest.mark.parametrize("mode, is_trusted", [(0o1777, True), (0o777, False), (0o770, False)])
-def test_in_a_temporary_folder_where_others_rename_what_is_ours_nothing_is_used_again(
-    mode, is_trusted, temporary
-):
+def test_a_hostile_temporary_folder_is_not_used_again(mode, is_trusted, temporary):
     temporary.chmod(mode)
     found = temporary / f"mpitrain-simulator-{os.getuid()}"
     assert (cache.cache_of("simulator") == found) == is_trusted
@@ -93,9 +91,7 @@ def test_of_many_that_want_a_library_at_once_one_compiles_it(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("rank, said", [(0, 1), (1, 0)])
-def test_rank_0_says_once_that_kernels_are_compiled_and_nothing_where_none_are(
-    rank, said, tmp_path, monkeypatch, capsys
-):
+def test_rank_0_reports_a_kernel_compilation_once(rank, said, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(build, "_compile", lambda arguments, target, what: target.write_text(what))
     monkeypatch.setattr(
         build.process, "launched", lambda: build.process.Launched("Open MPI", rank, 2, rank, 2)

@@ -206,7 +206,7 @@ def passed(kernel, signature, defines):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_arrays_numbers_and_absent_arrays_reach_the_driver_as_the_kernel_declares_them(dtype):
+def test_arguments_reach_the_driver_as_the_kernel_declares_them(dtype):
     cupy = RememberingCupy()
     kernels, (a, b, c) = (
         Kernels(CudaEngine(cupy)),
@@ -312,9 +312,7 @@ def test_files_are_opened_as_before_once_a_kernel_was_compiled():
         ("121", "compute_100"),
     ],
 )
-def test_a_source_is_compiled_for_the_chip_itself_or_for_the_newest_that_nvrtc_knows(
-    capability, is_compiled_for
-):
+def test_a_source_is_compiled_for_the_chip_or_the_newest_known(capability, is_compiled_for):
     cupy, a = RememberingCupy(capability=capability), there(3, 3)
     product.gemm(Kernels(CudaEngine(cupy)), Arena(), a, a, a.copy())
     assert cupy.modules[0][1][0] == f"-arch={is_compiled_for}"
@@ -344,7 +342,7 @@ def test_without_nvrtc_it_is_said_how_to_get_it():
     )
 
 
-def test_what_was_compiled_is_found_by_the_next_process_and_half_a_file_never(tmp_path):
+def test_the_next_process_finds_compiled_code_and_never_half_a_file(tmp_path):
     a = there(3, 3)
     for cupy in (RememberingCupy(), RememberingCupy("nothing may be compiled again")):
         product.gemm(Kernels(CudaEngine(cupy, tmp_path)), Arena(), a, a, a.copy())

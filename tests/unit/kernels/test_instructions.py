@@ -101,7 +101,7 @@ def test_shuffles_move_values_as_cuda_documents(launch):
 
 
 @pytest.mark.parametrize("name", ["multiply_tile", "multiply_tile_sm75"])
-def test_the_fragments_of_a_tensor_core_product_are_laid_out_as_in_the_ptx_isa(launch, name):
+def test_tensor_core_fragments_are_those_of_the_ptx_isa(launch, name):
     rng = np.random.default_rng(2)
     a, b = (
         rng.integers(-8, 9, (16, 16)).astype(np.float16),

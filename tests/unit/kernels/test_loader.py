@@ -235,7 +235,7 @@ def test_a_changed_header_is_compiled_again(tmp_path):
         assert y == value
 
 
-def test_launches_that_are_found_again_take_twelve_calls_at_most_and_no_argument_object(
+def test_cached_launches_take_at_most_twelve_calls(
     monkeypatch,
 ):
     """Of every operation on kernels, and of what all-reduces do to chunks."""

@@ -38,9 +38,7 @@ def moved(kernel: str, call) -> Traffic:
     ("dtype", "rows", "vocabulary", "room", "passes"),
     [("float32", 3, 50, 14, 1), ("bfloat16", 3, 71, 57, 1), ("float32", 1, 42_000, 0, 2)],
 )
-def test_cross_entropy_writes_the_logits_once_and_reads_them_once_where_a_row_fits(
-    dtype, rows, vocabulary, room, passes
-):
+def test_cross_entropy_reads_and_writes_the_logits_once(dtype, rows, vocabulary, room, passes):
     logits = stored(numbers(1, rows, vocabulary + room), dtype)[:, :vocabulary]
     found = moved(
         "cross_entropy",
@@ -53,7 +51,7 @@ def test_cross_entropy_writes_the_logits_once_and_reads_them_once_where_a_row_fi
     assert found.read["logits"] == passes * logits.nbytes + again
 
 
-def test_the_step_of_adamw_with_a_mirror_reads_16_and_writes_14_bytes_an_element():
+def test_adamw_with_a_mirror_reads_16_and_writes_14_bytes():
     count, mirror = 1030, np.empty(1030, ml_dtypes.bfloat16)
     p, g, m, v = (np.ones(count, np.float32) for _ in range(4))
     found = moved(
@@ -111,9 +109,7 @@ def test_the_backward_of_layer_norm_reads_x_and_dy_once_where_a_row_fits(dtype, 
     ("dtype", "depth", "last"),
     [("float32", 20, "gemm"), ("bfloat16", 20, "gemm_tensor"), ("float32", 3000, "gemm_combine")],
 )
-def test_a_product_takes_a_residual_and_the_derivative_of_gelu_with_one_read_each_and_writes_once(
-    dtype, depth, last
-):
+def test_a_fused_product_reads_each_operand_once_and_writes_once(dtype, depth, last):
     """Also where the sum over K was split. Without them these were launches of 3 passes each."""
     x, w, c = (
         stored(numbers(seed, *shape), dtype)

@@ -99,7 +99,7 @@ def test_a_frozen_tensor_has_a_view_of_another_buffer_and_no_gradient():
     assert [bucket.units for bucket in storage.frozen_buckets()] == [(1,)]
 
 
-def test_initial_values_depend_on_seed_and_name_alone_and_a_slice_is_a_part_of_the_whole():
+def test_initial_values_depend_on_seed_and_name_alone():
     whole, alone = Storage(UNITS, "float64"), Storage(UNITS[:1], "float64", dp=3)
     a, b, c = np.zeros(whole.length), np.zeros(alone.length), np.zeros(whole.length)
     whole.initialize(a, 5, HOST)
@@ -124,7 +124,7 @@ def test_who_holds_pieces_draws_these_alone_and_who_holds_none_none():
     storage.initialize(np.empty(0), 5, HOST, [])
 
 
-def test_queries_keys_and_values_of_some_heads_are_three_rectangles_joined_along_the_dim_they_differ_in():
+def test_qkv_of_some_heads_is_three_rectangles():
     heads = tuple((slice(0, 2), slice(start, start + 3)) for start in (3, 9, 15))
     qkv = tensor("qkv", 2, 18, slices=heads)
     whole = np.arange(36.0).reshape(2, 18)
@@ -154,7 +154,7 @@ def test_runs_cover_what_is_trained_and_join_neighbours_of_equal_decay():
 
 
 @pytest.mark.parametrize("nbytes", (1, 100, 200, 1e9))
-def test_buckets_are_whole_units_from_the_last_to_the_first_and_cover_everything_once(nbytes):
+def test_buckets_are_whole_units_in_reverse_and_cover_everything(nbytes):
     storage = Storage(UNITS, "float32")
     buckets = storage.buckets(nbytes)
     assert [b.stop for b in buckets] == [storage.length, *(b.start for b in buckets[:-1])]

@@ -75,7 +75,7 @@ def test_the_model_is_the_same_on_the_reference_body(tied):
     assert_same(gradients, truth, 1e-11)
 
 
-def test_nothing_is_allocated_after_the_first_step_and_everything_comes_back():
+def test_nothing_is_allocated_after_the_first_step():
     units, arena = gpt(Plain(host), **SMALL), Arena()
     weights, gradients, _, slots = place(units, 1, np.float32)
     x, t = sequences(4)
@@ -128,7 +128,7 @@ class Hoarder:
     ],
     ids=("halves", "both"),
 )
-def test_a_chain_gives_each_childs_buffers_back_before_it_runs_the_child_before(backward):
+def test_sequential_backward_frees_each_childs_buffers_first(backward):
     notes, arena = [], Arena()
     chain = Sequential(a=Hoarder(notes), b=Hoarder(notes), c=Hoarder(notes))
     y, saved = chain.forward({}, np.zeros(1), arena)
@@ -136,7 +136,7 @@ def test_a_chain_gives_each_childs_buffers_back_before_it_runs_the_child_before(
     assert notes == [192, 128, 64]
 
 
-def test_layers_without_names_are_numbered_and_compute_what_units_of_their_own_do():
+def test_unnamed_layers_are_numbered_and_equal_named_units():
     plain, x = Plain(host), np.random.default_rng(0).standard_normal((3, 6))
     layers = plain.linear(6, 5, normal(1.0), "relu"), plain.linear(5, 4, normal(1.0))
     assert [parameter.name for parameter in Sequential(*layers).parameters()] == [
@@ -237,7 +237,7 @@ def test_names_and_shapes_of_a_gpt():
 
 
 @pytest.mark.parametrize("width, std", [(768, 0.02), (192, 0.04)])
-def test_initial_values_are_those_of_gpt_2_at_its_width_and_wider_spread_below(width, std):
+def test_initial_values_are_those_of_gpt_2_at_its_width(width, std):
     units = gpt(Plain(host), vocab=16, context=8, width=width, heads=4, depth=2)
     _, _, arrays, _ = place(units, 1, np.float64)
     assert arrays["blocks.1.mlp.up.weight"].std() == pytest.approx(std, rel=0.02)
@@ -269,7 +269,7 @@ def test_an_mlp_learns_a_rule_that_is_not_linear():
     assert host.count_correct(logits, t, arena) >= 190
 
 
-def test_heads_that_do_not_divide_the_width_are_refused_with_the_nearest_that_do():
+def test_heads_must_divide_the_width_and_the_nearest_are_named():
     with pytest.raises(
         ConfigError, match=r"5 heads do not divide a width of 12\.(.|\n)*Nearest that does: 4"
     ):

@@ -286,9 +286,7 @@ def test_a_cuda_arena_serves_from_what_came_back(one_gpu):
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_an_arena_leases_buffers_by_class_and_says_what_it_holds_beside_what_is_leased(
-    kind, one_gpu
-):
+def test_an_arena_leases_by_class_and_counts_free_bytes(kind, one_gpu):
     arena = backend_for(kind).arena()
     for count, live, held, allocations in (
         (100_000, 100_032, 106_496, 1),

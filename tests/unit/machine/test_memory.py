@@ -77,7 +77,7 @@ def test_the_size_of_a_model_is_known_before_it_is_built(kind, layers):
 
 @pytest.mark.parametrize("ranks, hosts, sharing", [(1, "a", 1), (3, "aaa", 3), (3, "aba", 2)])
 @pytest.mark.parametrize("optimizer", RULES)
-def test_a_model_larger_than_what_is_free_on_its_host_is_refused_with_the_numbers(
+def test_a_model_larger_than_free_memory_is_refused_with_the_numbers(
     ranks, hosts, sharing, optimizer, monkeypatch
 ):
     config = config_of(layers=1000, optimizer={"name": optimizer})
@@ -105,9 +105,7 @@ def test_a_model_larger_than_what_is_free_on_its_host_is_refused_with_the_number
     "zero, shard, hosts",
     [*((zero, "all", "aa") for zero in range(4)), (1, "host", "abab"), (3, "host", "aabb")],
 )
-def test_what_replicas_divide_counts_as_a_part_and_the_largest_unit_on_its_way(
-    zero, shard, hosts, monkeypatch
-):
+def test_memory_of_sharded_state_counts_a_shard_and_one_unit(zero, shard, hosts, monkeypatch):
     config, n = config_of(layers=1000, replication={"zero": zero, "shard": shard}), len(hosts)
     length = sizes_of(resolved(config, n), n)[0].length
     largest = (

@@ -81,13 +81,11 @@ def test_everything_else_is_planned_as_without_a_table(a, stored, shape, capabil
         (BRAINS, (768, 768, 8192, 1), 132, Tiling(TENSOR_TILES[0], 7)),
     ],
 )
-def test_without_a_table_rounds_of_blocks_and_joining_of_split_sums_are_weighed(
-    a, shape, multiprocessors, tiling
-):
+def test_untuned_tiles_weigh_waves_and_split_sums(a, shape, multiprocessors, tiling):
     assert Table().tiling(a, "NT", shape, of(90, multiprocessors)) == tiling
 
 
-def test_blocks_that_find_others_on_their_multiprocessor_fill_and_write_while_those_multiply():
+def test_blocks_on_one_multiprocessor_overlap_copies_and_products():
     """36 tiles in 7 parts are two blocks on each. With room for one alone each fills by itself: 3 parts are cheaper."""
     for limits, splits in (
         ({}, 7),
@@ -114,9 +112,7 @@ def test_blocks_that_find_others_on_their_multiprocessor_fill_and_write_while_th
         ((128, 40, 48 << 10), {"shared": 100 << 10, "threads": 1536, "blocks": 16}, 2),
     ],
 )
-def test_as_many_blocks_run_at_a_time_as_threads_registers_and_shared_memory_allow(
-    block, limits, resident
-):
+def test_occupancy_follows_threads_registers_and_shared_memory(block, limits, resident):
     """As NVIDIA's occupancy tables have it, of compute capability 9.0 and, the last one, 8.6."""
     assert H100._replace(**limits).resident(*block) == resident
 
@@ -133,7 +129,7 @@ def test_no_product_of_a_gpt_2_leaves_the_rounds_of_a_large_gpu_half_empty(a):
 
 
 @pytest.mark.parametrize("capability", [75, 80, 90])
-def test_every_tile_is_worth_a_measurement_and_small_products_with_split_sums(capability):
+def test_tiles_to_measure_include_split_sums_for_small_products(capability):
     for a in (FLOATS, HALVES, BRAINS):
         tilings = worth_measuring(a, 64, 64, 1024, of(capability))
         assert len({tiling.tile for tiling in tilings}) == len(

@@ -104,9 +104,7 @@ def test_other_buffers_of_the_state_count_in_the_estimate_of_memory():
         (("name=sgd", "epsilon=0.1"), "weight_decay", "normalised"),
     ],
 )
-def test_a_key_that_the_rule_does_not_read_is_refused_with_those_that_it_reads(
-    settings, read, ways
-):
+def test_an_unused_optimizer_key_is_refused_with_the_used_ones(settings, read, ways):
     with pytest.raises(ConfigError) as raised:
         optimizer_of(*(f"optimizer.{setting}" for setting in settings))
     assert f"but optimizer.{settings[1].replace('=', ' is ')}." in raised.value.law
@@ -124,7 +122,7 @@ def test_a_key_at_its_default_is_not_set():
     assert checked(parse(everything)).model_dump() == everything
 
 
-def test_a_rule_has_its_own_defaults_which_a_setting_overrides_and_a_run_keeps():
+def test_a_rules_defaults_can_be_overridden_and_are_saved():
     own = "optimizer.name=normalised"
     found = checked(config_of(own))
     assert found.optimizer.epsilon == 1e-7 and parse({}).optimizer.epsilon == 1e-8
@@ -150,7 +148,7 @@ def test_a_rule_refuses_in_its_own_words():
         optimizer_of("optimizer.name=whole", "layout.tp=2")
 
 
-def test_a_run_of_an_earlier_version_opens_though_it_says_keys_that_had_no_effect(tmp_path):
+def test_an_old_run_with_dropped_keys_opens(tmp_path):
     folder = tmp_path / "run"
     trained(folder, "optimizer.name=sgd")
     text = (folder / "config.toml").read_text()
@@ -178,7 +176,7 @@ REGIONS = {
 
 
 @pytest.mark.parametrize("region", REGIONS)
-def test_blocks_are_all_elements_of_a_piece_with_their_rows_and_columns_in_the_whole_tensor(region):
+def test_blocks_cover_a_piece_with_rows_and_columns_of_its_tensor(region):
     shape, slices = REGIONS[region]
     tensor = Parameter("tensor", shape, None, True, slices)
     whole = np.arange(float(np.prod(shape))).reshape(shape)

@@ -52,7 +52,7 @@ def test_every_ticket_is_granted_once_and_steps_are_told_in_order(workers, bound
 
 
 @pytest.mark.parametrize("bound", (1, 2, 3))
-def test_a_worker_starts_a_step_when_all_have_finished_the_one_before_the_bound_and_uses_the_bound(
+def test_a_worker_waits_exactly_as_the_staleness_bound_says(
     bound,
 ):
     most = 0
@@ -67,7 +67,7 @@ def test_a_worker_starts_a_step_when_all_have_finished_the_one_before_the_bound_
 
 
 @pytest.mark.parametrize("bound", (None, 2))
-def test_after_a_stop_the_steps_that_were_begun_are_finished_and_the_last_of_them_tells(bound):
+def test_after_a_stop_started_steps_are_finished(bound):
     for seed in range(10):
         events, tickets = play(3, bound, seed, stop_at=7)
         granted, told = (
@@ -80,7 +80,7 @@ def test_after_a_stop_the_steps_that_were_begun_are_finished_and_the_last_of_the
 
 
 @pytest.mark.parametrize("bound", (None, 2))
-def test_a_step_with_a_gradient_left_out_is_told_when_all_have_met_and_then_tickets_go_on(bound):
+def test_a_skipped_gradient_is_reported_and_tickets_continue(bound):
     for seed in range(10):
         events, tickets = play(3, bound, seed, bad=(7,))
         last = max(number for number, event in enumerate(events) if event[0] == "granted")

@@ -40,12 +40,12 @@ def typed(instructions):
     return [(type(i).__name__, *i) for i in instructions]
 
 
-def test_a_stream_is_known_by_one_name_to_configuration_schedules_and_modes():
+def test_an_async_pipeline_has_one_name_in_every_table():
     assert set(STREAMS) == set(MODES)
 
 
 @pytest.mark.parametrize("steps", (1, 2, 4))
-def test_steps_piece_by_piece_are_one_1f1b_over_all_of_them_without_deadlock_or_delay(steps):
+def test_async_steps_join_to_one_1f1b_without_deadlock(steps):
     for p, m in POINTS:
         plan = fused_at_the_input(plan_of("1f1b", p, steps * m))
         whole, cut = with_messages(plan), stream(p, m, steps)
@@ -60,7 +60,7 @@ def test_steps_piece_by_piece_are_one_1f1b_over_all_of_them_without_deadlock_or_
         assert not one.waits and one.makespan == other.makespan, (p, m)
 
 
-def test_between_its_first_backward_and_its_last_forward_no_stage_stands_still():
+def test_no_stage_idles_between_first_backward_and_last_forward():
     for p, m in POINTS:
         for mine in simulate(stream(p, m, 4), [Cost()] * p).timeline:
             kinds = [type(event.instruction) for event in mine]
@@ -113,9 +113,7 @@ def test_a_stage_holds_as_many_versions_as_published():
         ),
     ],
 )
-def test_what_stages_cannot_agree_on_by_themselves_is_refused_before_there_are_ranks(
-    settings, law, way_out
-):
+def test_settings_unfit_for_async_stages_are_refused_early(settings, law, way_out):
     with pytest.raises(ConfigError) as caught:
         parse(with_settings({}, ["pipeline.schedule=async", "layout.pp=2", *settings]))
     assert law in caught.value.law and way_out in caught.value.way_out

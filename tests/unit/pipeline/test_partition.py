@@ -151,7 +151,7 @@ class Slow:
         assert not dw["gain"].claim() and dw["gain"].array.dtype == np.float32
 
 
-def test_units_are_timed_there_and_back_with_the_loss_at_the_end_and_the_slow_first_time_left_out():
+def test_units_are_timed_forward_and_backward_after_a_warm_up():
     """In the types in which they are trained: here with a mirror of 16 bits, and gradients of 32."""
     clock, arena = Clock(), Arena()
 

@@ -91,7 +91,7 @@ def test_no_number_of_stages_micro_batches_and_chunks_deadlocks(name):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_part_takes_each_micro_batch_forward_and_through_both_halves_once(name):
+def test_every_chunk_runs_each_micro_batch_once(name):
     for p, m, v in points(name):
         plan = planned(name, p, m, v)
         assert (
@@ -159,7 +159,7 @@ def test_sends_pair_with_receives_in_order_and_none_goes_to_its_own_stage(name):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_send_is_completed_before_the_backward_that_proves_its_arrival_and_nothing_takes_longer_for_it(
+def test_a_send_completes_before_the_backward_that_proves_it(
     name,
 ):
     for p, m, v in points(name):
@@ -244,7 +244,7 @@ def test_the_bubble_is_what_is_not_busy():
     assert (found.makespan, found.busy, found.bubble) == (30, 96, pytest.approx(0.2, abs=1e-15))
 
 
-def test_sending_the_gradient_before_the_weight_half_takes_a_third_off_the_bubble():
+def test_sending_gradients_early_saves_a_third_of_the_bubble():
     for p, m, _ in points("1f1b"):
         found = simulate(with_messages(fused(planned("1f1b", p, m, 1))), [Cost()] * p)
         assert share(found, p) == Fraction(p - 1, m + p - 1)
@@ -279,14 +279,14 @@ def test_v_half_holds_half_of_what_1f1b_holds():
         assert max(stages) == min(p // 2 + 1, m), (p, m)
 
 
-def test_pending_weight_halves_of_zero_bubble_grow_with_the_stage_and_hold_what_1f1b_frees():
+def test_pending_weight_halves_of_zero_bubble_grow_with_the_stage():
     for p, m, _ in points("zero-bubble"):
         found = [peak(mine, [Cost()] * p) for mine in planned("zero-bubble", p, m, 1).lists]
         assert [each.pending for each in found] == [min(s + 1, m) for s in range(p)]
         assert [each.whole for each in found] == [min(p - s, m) for s in range(p)]
 
 
-def test_peak_bytes_count_what_is_saved_until_the_input_half_and_what_is_pending_after_it():
+def test_peak_bytes_count_saved_and_pending_activations():
     costs = [Cost(saved=100, pending=30), Cost(saved=10, pending=3)]
     mine = [
         Forward(0, 0),
@@ -323,7 +323,7 @@ GATHERS = {
 
 
 @pytest.mark.parametrize("name", GATHERS)
-def test_a_stage_that_holds_one_part_at_a_time_gathers_as_often_as_the_formula_says(name):
+def test_zero_gathers_as_often_as_the_formula_says(name):
     assert (
         differing(
             name,
@@ -343,7 +343,7 @@ def test_what_is_freed_after_each_use_is_gathered_twice_a_micro_batch(name):
         )
 
 
-def test_all_micro_batches_go_through_a_part_before_the_next_by_two_schedules_alone():
+def test_two_schedules_alone_are_breadth_first():
     for name in SCHEDULES:
         found = {
             all(map(goes_in_passes, planned(name, p, m, v).lists))
@@ -353,7 +353,7 @@ def test_all_micro_batches_go_through_a_part_before_the_next_by_two_schedules_al
         assert found == {name in ("gpipe", "breadth-first")}, name
 
 
-def test_interleaving_gathers_more_often_and_breadth_first_reduces_each_part_once():
+def test_interleaved_gathers_more_and_breadth_first_reduces_once():
     assert [turns(mine) for mine in planned("interleaved", 4, 8, 2).lists] == [11, 19, 13, 5]
     for p, m, v in points("breadth-first"):
         for mine in planned("breadth-first", p, m, v).lists:
@@ -396,7 +396,7 @@ def test_a_transfer_costs_what_the_formula_says(name):
     )
 
 
-def test_a_transfer_costs_1f1b_with_whole_backwards_more_with_every_micro_batch():
+def test_1f1b_pays_a_transfer_per_micro_batch_with_whole_backwards():
     for p, m, _ in points("1f1b"):
         assert p == 1 or added(fused(planned("1f1b", p, m, 1))) == 2 * (m + p - 2 + (1 - m) // p), (
             p,
@@ -485,9 +485,7 @@ def one_slot(plan):
 @pytest.mark.parametrize(
     "name, v, passing", [("zb-v", 2, 51), ("interleaved", 2, 23), ("breadth-first", 2, 79)]
 )
-def test_to_wait_for_an_old_send_before_a_new_one_deadlocks_schedules_of_several_chunks(
-    name, v, passing
-):
+def test_waiting_for_old_sends_deadlocks_schedules_with_chunks(name, v, passing):
     plans = [planned(name, *point) for point in points(name) if point[2] == v]
     assert (
         sum(not simulate(one_slot(plan), [Cost()] * len(plan.place)).waits for plan in plans)
@@ -495,7 +493,7 @@ def test_to_wait_for_an_old_send_before_a_new_one_deadlocks_schedules_of_several
     )
 
 
-def test_a_message_travels_from_when_both_ends_have_begun_and_may_take_of_the_receivers_time():
+def test_a_message_starts_when_both_ends_have_begun():
     plan = Plan(
         (0, 1),
         (
@@ -552,7 +550,7 @@ def test_eager_sends_hide_the_deadlocks_of_sends_that_block(name):
         assert not simulate(blocking(plan), [Cost()] * len(plan.place), is_eager=True).waits, point
 
 
-def test_the_hosts_overhead_comes_before_each_instruction_and_is_no_compute():
+def test_host_overhead_precedes_each_instruction_and_is_not_compute():
     for m in (1, 4):
         program = with_messages(plan_of("1f1b", 1, m))
         plain, slow = (simulate(program, [Cost()], overhead=overhead) for overhead in (0, 0.25))
@@ -611,9 +609,7 @@ def test_a_receive_that_begins_late_is_a_message_that_travels_late():
         ),
     ],
 )
-def test_numbers_that_a_schedule_cannot_serve_are_refused_with_some_that_it_can(
-    arguments, law, way_out
-):
+def test_numbers_unfit_for_a_schedule_are_refused_with_fitting_ones(arguments, law, way_out):
     with pytest.raises(ConfigError) as caught:
         plan_of(*arguments)
     assert (caught.value.law, caught.value.way_out) == (law, way_out)
@@ -633,9 +629,7 @@ def test_numbers_that_a_schedule_cannot_serve_are_refused_with_some_that_it_can(
         ("F0 F1 F2 F3 F4 B0", "input_bytes", 70),
     ],
 )
-def test_what_an_instruction_holds_while_it_computes_is_held_beside_the_other_micro_batches(
-    mine, name, most
-):
+def test_peak_bytes_include_the_running_instruction(mine, name, most):
     """The last instruction of each list holds 30 bytes, and each other micro-batch the 10 that it has saved."""
     instructions = [KINDS[word[:-1]](0, int(word[-1])) for word in mine.split()]
     assert peak(instructions, [Cost(saved=10, pending=4, **{name: 30})]).nbytes == most

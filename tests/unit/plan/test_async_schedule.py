@@ -24,7 +24,7 @@ def shown(*words, columns=100):
     return done.output
 
 
-def test_two_steps_are_drawn_with_their_updates_and_versions_and_without_a_flush():
+def test_two_async_steps_are_drawn_with_updates_and_versions():
     assert (
         shown("--schedule", "async-2bw", "--stages", 2, "--micro-batches", 3)
         == """\
@@ -72,7 +72,7 @@ def test_versions_and_staleness_are_those_of_pipedream_and_2bw():
 
 
 @pytest.mark.parametrize("name", ["async", "async-2bw"])
-def test_no_stage_stands_still_in_the_steady_state_nor_runs_empty_in_the_chart(name):
+def test_no_stage_idles_in_the_steady_state_of_an_async_chart(name):
     for p, m in product((1, 2, 4, 7), (8, 11)):
         cost = Cost(1, 1.5, 0.5)
         found = stream(name, p, m, None, cost, 0, 0)

@@ -41,9 +41,7 @@ def measured(rows, parts=4, fixed=2.0, each=1.0, way=(0.0, 0.0)):
         ("v-half", 8, 8, [8]),
     ],
 )
-def test_counts_are_those_that_the_schedule_can_serve_and_there_are_rows_for(
-    name, stages, rows, found
-):
+def test_counts_fit_the_schedule_and_the_rows(name, stages, rows, found):
     assert counts(configured(name), stages, rows) == found
 
 
@@ -59,7 +57,7 @@ def test_of_many_counts_some_are_taken_from_the_fewest_to_the_most(name):
     assert all(after <= 1.35 * before or after - before <= 4 for before, after in pairwise(found))
 
 
-def test_measured_are_the_smallest_and_the_largest_micro_batch_and_powers_of_two_between():
+def test_measured_micro_batches_are_the_ends_and_powers_of_two():
     assert (
         sizes([3, 4, 7], 21) == [3, 4, 7]
         and sizes([2, 5, 64], 64) == [1, 2, 4, 8, 16, 32]
@@ -137,7 +135,7 @@ def test_the_best_count_is_that_of_the_root_where_messages_take_no_time():
     )
 
 
-def test_counts_that_rest_on_a_spoilt_measurement_are_marked_and_not_the_best():
+def test_counts_from_noisy_measurements_are_marked_and_not_best():
     """Of 1, 2, 4 and 8 rows the second was measured while other work ran: 8 rows take 8, 4, 2 or 1 micro-batches of that size."""
     sampled = [
         measured(rows)._replace(spread=spread)

@@ -44,7 +44,7 @@ of these wait for their weight half: at most 1, 1, 1
     )
 
 
-def test_the_page_of_pipelines_has_the_printed_bubble_and_peak_of_every_schedule():
+def test_the_pipeline_page_has_every_schedules_bubble_and_peak():
     page = (ROOMS / "pipeline" / "README.md").read_text()
     listed = re.findall(r"^\| `([\w-]+)`(?:[^|]*\|){3} ([\d.]+%) \| ([\d.]+) \|$", page, re.M)
     assert [name for name, _, _ in listed] == list(SCHEDULES)
@@ -63,7 +63,7 @@ def test_the_page_of_plans_shows_a_printed_chart():
     assert printed.startswith(shown(*command.split()))
 
 
-def test_parts_of_a_stage_are_told_apart_and_times_and_sizes_are_those_of_a_stage():
+def test_a_chart_letters_the_chunks_of_a_stage():
     assert (
         shown(
             "schedule",

@@ -35,7 +35,7 @@ def blocks(ranks, hosts):
     return [f"host {rank * hosts // ranks}" for rank in range(ranks)]
 
 
-def test_an_all_reduce_is_printed_with_the_contents_of_every_rank_and_its_totals():
+def test_an_all_reduce_is_printed_with_its_contents_and_totals():
     assert (
         shown("allreduce", "--ranks", 3, "--bytes", 12)
         == """\
@@ -82,7 +82,7 @@ all together: 48 bytes
     )
 
 
-def test_messages_of_several_chunks_are_named_and_folded_ranks_get_the_sum_last():
+def test_messages_of_several_chunks_and_folded_ranks_are_named():
     lines = shown("allreduce", "--algorithm", "halving-doubling", "--ranks", 5).splitlines()
     assert "2-3       chunks 2 to 3 in one message" in lines
     assert [line for line in lines if line.startswith("step ") and line[5].isdigit()] == [
@@ -123,9 +123,7 @@ def test_the_printed_steps_reduce_everything_to_every_rank(algorithm, ranks, hos
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("operation, algorithm", HALVES)
-def test_a_reduce_scatter_ends_with_a_chunk_on_each_rank_and_an_all_gather_with_all_chunks(
-    operation, algorithm, ranks
-):
+def test_reduce_scatter_and_all_gather_print_their_chunks(operation, algorithm, ranks):
     found = collective(operation, algorithm, blocks(ranks, 1))
     *_, last = contents(found)
     whole = complete(found)

@@ -152,7 +152,7 @@ def test_what_is_dropped_is_gone_at_once_and_left_overs_are_swept(tmp_path, monk
 
 @pytest.mark.parametrize("moment", ("_verified", "fill"))
 @pytest.mark.parametrize("ranks", (1, 3))
-def test_one_that_a_live_run_drops_while_it_is_read_is_followed_by_the_next(
+def test_a_checkpoint_removed_while_read_is_replaced_by_the_next(
     tmp_path, monkeypatch, ranks, moment
 ):
     trainer = trained()
@@ -323,7 +323,7 @@ ODD = [
 ]
 
 
-def test_lines_that_are_no_records_are_skipped_and_all_others_stay_as_they_are(tmp_path):
+def test_lines_that_are_not_status_records_pass_unchanged(tmp_path):
     path = tmp_path / "metrics.jsonl"
     mixed = [
         line

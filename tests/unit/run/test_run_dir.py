@@ -67,7 +67,7 @@ def test_data_below_a_folder_whose_name_is_not_utf_8_are_refused(tmp_path, monke
         trained(tmp_path / "run", "data.source=text:book")
 
 
-def test_a_resumed_run_with_another_batch_size_goes_on_where_its_samples_end(tmp_path, monkeypatch):
+def test_a_resume_with_another_batch_size_continues_after_its_samples(tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
     drawn = []
     batch = SampleSource.batch
@@ -157,9 +157,7 @@ def killed_at(step):
 
 
 @pytest.mark.parametrize("resume", ["no", "yes"])
-def test_a_run_that_was_killed_before_its_first_checkpoint_names_the_way_to_start_it_again(
-    tmp_path, resume
-):
+def test_a_run_without_a_checkpoint_prints_how_to_start_it_again(tmp_path, resume):
     tables = with_settings({}, [*TINY, f'run.out="{tmp_path}"'])
     with pytest.raises(KeyboardInterrupt):
         run_ranks(1, train, lambda: parse(tables), "no", lambda: False, killed_at(2))
@@ -287,9 +285,7 @@ def test_every_path_in_a_configuration_file_counts_from_its_folder(key, named, f
     assert read_toml(path) == {section: {name: found.format(tmp_path)}}
 
 
-def test_a_run_by_a_schedule_s_file_is_opened_from_anywhere_and_its_own_file_starts_no_second_run(
-    tmp_path, monkeypatch
-):
+def test_a_run_with_a_schedule_file_opens_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_plan(tmp_path / "own.json", find_plan("gpipe", 1, 1))
     trained(Path("run"), "pipeline.schedule=own.json", "run.steps=1")
@@ -382,9 +378,7 @@ def test_a_run_that_goes_on_in_more_stages_has_micro_batches_for_them(folder, se
     assert _configured(None, [f'run.out="{folder}"', *settings], "yes").batch.micro_batches == found
 
 
-def test_resume_without_a_directory_prints_the_line_that_goes_on_with_the_newest_run(
-    tmp_path, monkeypatch
-):
+def test_resume_without_a_directory_prints_the_newest_runs_command(tmp_path, monkeypatch):
     def refusal(ranks):
         with pytest.raises(ConfigError) as raised:
             look(parse({}), "yes", ranks)

@@ -113,7 +113,7 @@ def scripted(folder, script):
     return read_timeline(folder)
 
 
-def test_records_come_back_as_they_were_written_and_the_oldest_are_overwritten_first(tmp_path):
+def test_records_are_read_as_written_and_the_oldest_are_overwritten(tmp_path):
     recorder = Recorder(Ring(capacity=4), clock=iter(range(100)).__next__)
     first = recorder.begin(SEND, 0)
     for number in range(6):
@@ -160,7 +160,7 @@ def test_what_is_no_trace_is_refused(tmp_path):
         read_timeline(tmp_path)
 
 
-def test_shares_are_the_seconds_that_were_spent_so_and_name_who_was_waited_for(tmp_path):
+def test_a_breakdown_has_true_seconds_and_names_the_slow_rank(tmp_path):
     """Ranks 0 and 1 compute 4 s, rank 2 30% longer; all then need 0.5 s for a sum, and rest 1 s in an evaluation."""
 
     def script(rank, one, step):
@@ -278,7 +278,7 @@ def test_printed_shares_sum_to_exactly_100_however_they_are_rounded(tmp_path):
     ), printed
 
 
-def test_while_a_gpu_computes_its_rank_does_and_only_what_is_left_of_a_wait_is_exposed(tmp_path):
+def test_only_waits_after_a_gpus_work_are_exposed(tmp_path):
     """The host launches for 1 s and waits 4 s for a sum; its GPU computes from 0.5 s to 4 s, twice over between 1 s and 2 s."""
 
     def script(rank, one, step):
@@ -331,7 +331,7 @@ def test_while_a_gpu_computes_its_rank_does_and_only_what_is_left_of_a_wait_is_e
         "gone",
     ],
 )
-def test_what_became_of_a_trace_is_said_and_the_others_tell_what_their_ranks_did_last(
+def test_missing_traces_are_reported_and_others_give_last_actions(
     damage, said, monkeypatch, tmp_path
 ):
     monkeypatch.setattr("mpitrain.cli.report.find_spec", lambda name: None)  # pictures take seconds
@@ -368,7 +368,7 @@ def test_records_that_are_garbage_are_left_out(tmp_path):
     json.loads((tmp_path / "report/perfetto.json").read_text(), parse_constant=pytest.fail)
 
 
-def test_a_stage_that_has_nothing_to_do_yet_is_in_a_bubble_and_not_in_communication(tmp_path):
+def test_an_idle_stage_is_in_a_bubble_and_not_in_communication(tmp_path):
     """Rank 0 computes 3 s before it sends an activation to rank 1, which gets it 0.25 s later."""
 
     def script(rank, one, step):
@@ -418,7 +418,7 @@ def test_each_rank_of_a_dead_run_is_said_to_have_done_what_it_did_not_end(tmp_pa
     assert said[-1] == "First to fall silent was rank 0."
 
 
-def test_predicted_equals_measured_where_stages_take_what_the_simulator_was_told(tmp_path):
+def test_sleeping_stages_take_the_simulated_time(tmp_path):
     """A run as the simulator sees it: 1f1b of 2 stages and 4 micro-batches, and backward takes twice as long as forward."""
     (tmp_path / "trace").mkdir()
     plan = plan_of("1f1b", 2, 4)
@@ -484,9 +484,7 @@ def test_of_a_stream_all_is_predicted_that_its_slowest_stage_computes(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_page_wraps_sentences_links_to_perfetto_and_its_timeline_explains_only_what_it_shows(
-    tmp_path, monkeypatch
-):
+def test_a_page_wraps_text_links_to_perfetto_and_has_a_true_legend(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     for name in ("one", "other <b>"):
