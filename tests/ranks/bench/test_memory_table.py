@@ -29,7 +29,7 @@ def test_rows_name_their_key_and_what_it_saves(capsys):
     assert saved["unit"] > 40 and saved["2"] > 20 and saved["attention"] >= 0
 
 
-def test_steps_that_no_two_ranks_share_are_refused_before_anything_is_built():
+def test_modes_without_common_steps_are_refused_before_the_build():
     def refused(transport):
         with pytest.raises(ConfigError):
             _measure_memory(transport, [*TINY, "layout.pp=2", "pipeline.schedule=async"], 1, 1)

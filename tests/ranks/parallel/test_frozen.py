@@ -93,7 +93,7 @@ def alone(patterns, *settings):
     "chosen, tied",
     [*((chosen, False) for chosen in FREEZE), ("a tied tensor", True), ("all but one", True)],
 )
-def test_every_layout_trains_the_rest_as_a_rank_that_drops_frozen_gradients(chosen, tied):
+def test_every_layout_equals_a_rank_that_drops_frozen_gradients(chosen, tied):
     tie, patterns = [f"model.tied={str(tied).lower()}"], FREEZE[chosen]
     if tied and chosen == "all but one":
         patterns = ["blocks.*", "head.norm.*", "embedding.positions"]
@@ -135,7 +135,7 @@ def test_with_all_but_one_tensor_frozen_the_bytes_sent_are_its_own():
 
 
 @pytest.mark.parametrize("schedule", ("1f1b", "zero-bubble", "interleaved", "async", "async-2bw"))
-def test_units_before_the_first_trained_one_run_no_backward_and_receive_no_gradient(schedule):
+def test_units_before_the_first_trained_one_run_no_backward(schedule):
     """No unit of the first stage has a trained tensor; on the second, the first trained unit is the third."""
 
     def run(transport):
@@ -173,7 +173,7 @@ def test_units_before_the_first_trained_one_run_no_backward_and_receive_no_gradi
     "patterns, word",
     [(["blocks.7.*"], "'blocks.7.*'"), (["*"], "29"), (["head.*", ""], "''")],
 )
-def test_a_pattern_without_a_match_and_nothing_to_train_are_refused_on_every_rank(patterns, word):
+def test_bad_freeze_patterns_are_refused_on_every_rank(patterns, word):
     for settings in ([], ["layout.pp=2"]):
         with pytest.raises(ConfigError, match=r"model\.freeze") as raised:
             run_ranks(2, build, configured(*EXACT, *settings, frozen(patterns)))
@@ -282,9 +282,7 @@ def test_in_half_precision_every_layout_has_the_losses_of_one_rank(compute):
         (4, "pipeline.schedule=async-2bw layout.pp=2", "pipeline.schedule=async-2bw"),
     ],
 )
-def test_modes_with_a_curve_of_their_own_have_that_of_one_rank_where_nothing_is_late(
-    ranks, settings, base
-):
+def test_async_modes_equal_one_rank_where_nothing_is_late(ranks, settings, base):
     """Of one worker no gradient is late, and none on the last stage; a period of one step averages gradients."""
     common = [frozen(["embedding.*", "blocks.0.*", "head.norm.*"]), "batch.micro_batches=2"]
     common += ["pipeline.partition=3,3"] if "pp=2" in settings else []

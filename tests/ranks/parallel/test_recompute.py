@@ -37,7 +37,7 @@ def refused(layout, mode):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_losses_norms_and_parameters_are_those_of_the_plain_run_bit_for_bit(layout):
+def test_recomputation_repeats_the_plain_run_bitwise(layout):
     ranks, settings = LAYOUTS[layout]
     plain = run_ranks(ranks, curve, configured(*GPT, *settings), 2)
     for mode in MODES:

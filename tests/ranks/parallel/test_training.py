@@ -117,7 +117,7 @@ def test_within_a_host_no_thread_is_started(monkeypatch):
     curves(2, *TINY)
 
 
-def test_attention_in_tiles_has_the_curve_of_saved_exponentials_on_every_layout():
+def test_tiled_attention_trains_as_whole_on_every_layout():
     """A context of 80 has a whole tile and a ragged one."""
 
     def losses(ranks, *settings):

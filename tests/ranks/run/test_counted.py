@@ -77,9 +77,7 @@ def test_the_counted_peak_on_kernels_is_the_measured_one(layout):
 
 
 @pytest.mark.parametrize("ranks, layout", [(1, []), (2, []), (2, ["layout.tp=2"])])
-def test_activations_that_do_not_fit_are_refused_with_micro_batches_that_do(
-    ranks, layout, monkeypatch
-):
+def test_too_large_activations_are_refused_with_fitting_micro_batches(ranks, layout, monkeypatch):
     settings = [*TINY, *layout]
     before = run_ranks(ranks, peaks, [*settings, "batch.micro_batches=3"])
     needed = sum(counted for counted, _ in before)

@@ -209,7 +209,7 @@ def test_without_masks_every_step_counts_all_targets():
     assert run_ranks(2, go) == [1.0, 1.0]
 
 
-def test_an_evaluation_without_a_target_that_counts_is_refused_on_every_rank():
+def test_an_evaluation_without_targets_is_refused_on_every_rank():
     class Empty(MaskedTokens):
         def held_out_rows(self, rows):
             inputs, targets = super().held_out_rows(rows)

@@ -16,7 +16,7 @@ from tests.unit.machine.test_release import resident
 LARGE = ["model.layers=2", "model.context=128", "batch.size=16", "run.steps=6"]
 
 
-def test_a_released_run_has_the_bits_of_another_and_binds_agrees_and_opens_nothing_again():
+def test_a_release_changes_no_bit_and_binds_nothing_again():
     def run(transport, config):
         source = source_of(config)
         trainer = build(transport, config, source=source).trainer
@@ -45,7 +45,7 @@ def test_a_released_run_has_the_bits_of_another_and_binds_agrees_and_opens_nothi
             assert losses == others and evaluated == equal and nothing == 0 < nbytes
 
 
-def test_after_twice_the_rows_and_a_release_the_process_loses_the_bytes_of_the_arena():
+def test_a_release_returns_the_slabs_of_an_evaluation():
     def run(transport):
         job = build(transport, configured(*LARGE, "memory.release_every=3"))
         trainer, data = job.trainer, job.data

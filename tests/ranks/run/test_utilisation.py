@@ -46,7 +46,7 @@ def test_a_gpt_has_the_flops_of_palm():
     assert found.model == found.hardware == config.batch.size * context * each
 
 
-def test_counted_flops_are_palms_without_the_parameters_that_no_product_reads():
+def test_counted_flops_are_palms_for_parameters_in_products():
     row = MODELS["gpt"]
     with replaced(MODELS, "gpt", row._replace(flops=None)):
         ((found, counted, parameters),), config = works(1, *TINY)

@@ -75,7 +75,7 @@ def test_a_long_conversation_is_cut_and_counted(tmp_path):
     assert targets.shape == (11, 26) and (targets != IGNORED).any()
 
 
-def test_an_epoch_has_each_conversation_once_and_a_batch_goes_on_where_the_samples_end(tmp_path):
+def test_an_epoch_has_each_conversation_once(tmp_path):
     source = opened(tmp_path, PAIRS)
     whole = source.batch(3, 0, 22, range(22))[0]
     assert len({row.tobytes() for row in whole[:11]}) == 11

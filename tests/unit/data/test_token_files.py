@@ -220,7 +220,7 @@ def test_an_odd_meta_json_is_refused_by_its_name_unless_the_dtype_is_known(tmp_p
     assert opened(tmp_path / "t.bin", dtype="uint16").inputs == 901
 
 
-def test_a_pattern_that_matches_nothing_and_a_match_that_is_no_file_are_refused(tmp_path):
+def test_data_patterns_without_files_are_refused(tmp_path):
     with pytest.raises(DataError, match="matches none"):
         opened(tmp_path / "t_*.bin")
     TOKENS.tofile(tmp_path / "t_1.bin")

@@ -196,7 +196,7 @@ def test_frozen_parameters_count_without_gradient_state_and_master(name, compute
     check_held(3, {**layouts()[name], "precision": {"compute": compute}, "model": model})
 
 
-def test_a_network_with_frozen_layers_is_described_whole_only_if_it_could_fit(monkeypatch):
+def test_frozen_layers_are_described_whole_only_if_they_could_fit(monkeypatch):
     model = {"kind": "gpt", "width": 24, "heads": 2, "context": 8, "freeze": ["blocks.*"]}
     monkeypatch.setattr(process, "free_memory", lambda kind: 1 << 30)
     with pytest.raises(ConfigError, match="parameters"):

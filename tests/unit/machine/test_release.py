@@ -60,7 +60,7 @@ def test_a_slab_with_a_lease_stays_and_serves_again():
     assert np.all(again[0] == 1) and arena.allocations == before + 1
 
 
-def test_a_device_gives_its_buffers_to_the_pool_and_the_pool_its_blocks_to_the_driver(one_gpu):
+def test_a_release_on_a_device_frees_the_pools_blocks(one_gpu):
     arena = backend_for("cuda").arena()
     first, second = arena.take((100,), np.float32), arena.take((100,), np.float32)
     del first

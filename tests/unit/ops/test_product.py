@@ -48,9 +48,7 @@ def test_a_product_is_written_or_added(library, dtype, m, k, n):
 
 @pytest.mark.skipif(not product.numpy_blas(), reason="NumPy has another BLAS")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_short_sum_is_added_in_place_with_the_bits_of_a_product_and_an_addition(
-    monkeypatch, dtype
-):
+def test_a_short_sum_is_added_in_place_bitwise(monkeypatch, dtype):
     monkeypatch.setattr(product, "mkl", dict)
     longest = product.ONE_SUM // np.dtype(dtype).itemsize
     draw = np.random.default_rng(0)
