@@ -66,21 +66,21 @@ def measured(transport: Transport, name: str, width: int, sent: Way) -> tuple[fl
         f"batch.size={MICRO_BATCHES}",
         f"run.steps={WARM_UP + STEPS}",
     )
-    part_s, parts = HALF_S / chunks, stages * chunks
-    trainer, slept = sleeper(transport, config, parts, ((part_s, 0.0),) * 3, width)
+    part_s, chunks = HALF_S / chunks, stages * chunks
+    trainer, slept = sleeper(transport, config, chunks, ((part_s, 0.0),) * 3, width)
     found, rows = [], np.zeros((MICRO_BATCHES, 1), np.float32)
     for step in range(WARM_UP + STEPS):
         slept.clear()
         transport.barrier()
         trainer.step(step, rows, rows.astype(np.int64))
         spans = [span for mine in transport.gather_text(slept) for span in mine]
-        assert len(spans) == 3 * parts * MICRO_BATCHES
+        assert len(spans) == 3 * chunks * MICRO_BATCHES
         took = max(end for _, end in spans) - min(start for start, _ in spans)
         found.append(1 - sum(end - start for start, end in spans) / (stages * took))
     plan = fused_at_the_input(trainer.resolved.plan)
     trainer.close()
     return simulate(
-        with_messages(plan), [Cost(part_s, part_s, part_s)] * parts, *sent, host_s
+        with_messages(plan), [Cost(part_s, part_s, part_s)] * chunks, *sent, host_s
     ).bubble, found[WARM_UP:]
 
 

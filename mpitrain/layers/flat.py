@@ -55,7 +55,7 @@ class Entry(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Elements [start, stop) of a flat buffer, and their offset `place` in the owner's compact
+    """Elements [start, stop) of a flat buffer, and their offset `offset` in the owner's compact
     buffer.
 
     The whole buffer is Piece(0, length, 0).
@@ -63,7 +63,7 @@ class Piece(NamedTuple):
 
     start: int
     stop: int
-    place: int
+    offset: int
 
 
 class Run(NamedTuple):
@@ -173,8 +173,8 @@ class FlatLayout:
             for piece in [Piece(0, self.length, 0)] if pieces is None else pieces:
                 low, high = max(entry.start, piece.start), min(entry.stop, piece.stop)
                 if low < high:
-                    place = piece.place - piece.start
-                    flat[place + low : place + high] = backend.from_host(
+                    offset = piece.offset - piece.start
+                    flat[offset + low : offset + high] = backend.from_host(
                         values[low - entry.start : high - entry.start]
                     )
 
@@ -356,13 +356,13 @@ def dealt(spans: Sequence[Span], hands: int) -> list[list[Piece]]:
 
 def _joined(spans: Sequence[Span]) -> list[Piece]:
     pieces: list[Piece] = []
-    place = 0
+    offset = 0
     for span in spans:
         if pieces and pieces[-1].stop == span.start:
             pieces[-1] = pieces[-1]._replace(stop=span.stop)
         elif span.start < span.stop:
-            pieces.append(Piece(span.start, span.stop, place))
-        place += span.stop - span.start
+            pieces.append(Piece(span.start, span.stop, offset))
+        offset += span.stop - span.start
     return pieces
 
 
@@ -371,11 +371,11 @@ def shard(buckets: Sequence[Bucket], rank: int, ranks: int) -> list[Piece]:
 
     This is the chunk that a reduce-scatter of the bucket leaves on this rank.
     """
-    pieces, place = [], 0
+    pieces, offset = [], 0
     for bucket in sorted(buckets):
         length = (bucket.stop - bucket.start) // ranks
         pieces.append(
-            Piece(bucket.start + rank * length, bucket.start + (rank + 1) * length, place)
+            Piece(bucket.start + rank * length, bucket.start + (rank + 1) * length, offset)
         )
-        place += length
+        offset += length
     return pieces

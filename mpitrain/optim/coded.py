@@ -80,7 +80,7 @@ def regions(
         found[piece] = []
         for run in storage.runs(piece.start, piece.stop, key):
             name, group = run.key
-            count, shift = run.stop - run.start, piece.place - piece.start
+            count, shift = run.stop - run.start, piece.offset - piece.start
             lead = (run.start - starts[name]) % BLOCK if name else 0
             first, blocks = (codes, block_count(count, lead)) if name else (plain, 0)
             found[piece].append(

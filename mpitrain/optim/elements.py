@@ -43,7 +43,7 @@ class ElementUpdates:
         arguments = self._arguments(update)
         for run in self._runs[piece]:
             here = slice(run.start - piece.start, run.stop - piece.start)
-            along = slice(piece.place + here.start, piece.place + here.stop)
+            along = slice(piece.offset + here.start, piece.offset + here.stop)
             self._operation(
                 parameters[here],
                 gradients[here],

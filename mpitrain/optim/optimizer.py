@@ -31,7 +31,7 @@ class Optimizer:
 
     pieces   pieces to update
     state    {name: buffer}. A buffer of `elements` is as long as the pieces together: its element
-             `piece.place` belongs to element `piece.start` of the flat buffer. A buffer of
+             `piece.offset` belongs to element `piece.start` of the flat buffer. A buffer of
              `ElementsOf` has the elements of some tensors alone. Any other buffer has a whole array
              for each tensor with an element in the pieces.
     """

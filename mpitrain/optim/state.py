@@ -66,5 +66,5 @@ def _elements_of(shape: ElementsOf, storage: Storage, pieces: Sequence[Piece]) -
                 low, high = max(entry.start, piece.start), min(entry.stop, piece.stop)
                 found[entry.name] = Piece(low, high, place)
                 place += high - low
-    tensors = {name: (own.place, (own.stop - own.start,)) for name, own in found.items()}
+    tensors = {name: (own.offset, (own.stop - own.start,)) for name, own in found.items()}
     return Layout(place, list(found.values()), tensors=tensors)

@@ -212,7 +212,7 @@ class TensorUpdates:
         self, piece: Piece, fragment: _Fragment, parameters: Any, gradients: Any, mirror: Any
     ) -> TensorPiece:
         entry, start, stop, _, found, group, _ = fragment
-        along = slice(piece.place + start, piece.place + stop)
+        along = slice(piece.offset + start, piece.offset + stop)
         return TensorPiece(
             entry.parameter._replace(decayed=group.weight_decay > 0),
             parameters[start:stop],

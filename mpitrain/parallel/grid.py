@@ -44,7 +44,7 @@ class Axes(NamedTuple):
         """The number of all ranks, servers included."""
         return self.tp * self.dp * self.pp + self.servers
 
-    def place(self, rank: int) -> Coords:
+    def coords(self, rank: int) -> Coords:
         """Return the coordinates of a rank, which must not be a server."""
         rest, tp = divmod(rank, self.tp)
         pp, dp = divmod(rest, self.dp)
@@ -109,7 +109,7 @@ def divisor(axes: Axes, hosts: Sequence[str], shard: str) -> int:
     if shard == "all":
         return axes.dp
     replicas = Counter(
-        (axes.place(rank)._replace(dp=0), hosts[rank]) for rank in range(axes.ranks - axes.servers)
+        (axes.coords(rank)._replace(dp=0), hosts[rank]) for rank in range(axes.ranks - axes.servers)
     )
     if len(set(replicas.values())) > 1:
         counts = ", ".join(f"{count} on {host}" for (_, host), count in replicas.items())
@@ -129,7 +129,7 @@ def lie_alike(axes: Axes, hosts: Sequence[str]) -> bool:
     """
     groups: dict[Coords, list[str]] = {}
     for rank in range(axes.ranks - axes.servers):
-        groups.setdefault(axes.place(rank)._replace(dp=0), []).append(hosts[rank])
+        groups.setdefault(axes.coords(rank)._replace(dp=0), []).append(hosts[rank])
     return len({tuple(map(names.index, names)) for names in groups.values()}) == 1
 
 
@@ -167,7 +167,7 @@ class Grid:
         self._groups = groups = list[Group]()
         rank = transport.rank
         self.is_server = rank >= axes.ranks - axes.servers
-        self.place = here = axes.place(0 if self.is_server else rank)
+        self.coords = here = axes.coords(0 if self.is_server else rank)
         self.reports_loss = not self.is_server and here.tp == 0 and here.pp == axes.pp - 1
 
         def group_of(part: Transport) -> Group:
@@ -204,15 +204,15 @@ class Grid:
         self._parts.append(part)
         return self._group_of(part)
 
-    def place_model(self, place: Sequence[int], tied: Mapping[str, Sequence[int]]) -> None:
+    def place_model(self, stage_of: Sequence[int], tied: Mapping[str, Sequence[int]]) -> None:
         """Set `reports_loss` and build the tied groups, once the partition of the model is known;
         collective.
 
-        place  the stage of each model chunk
+        stage_of  the stage of each model chunk
         tied   {full name of a tied tensor: its stages}, for tensors on several stages
         """
-        here = self.place
-        self.reports_loss = not self.is_server and here.tp == 0 and here.pp == place[-1]
+        here = self.coords
+        self.reports_loss = not self.is_server and here.tp == 0 and here.pp == stage_of[-1]
         for name, stages in sorted(tied.items()):
             is_holder = here.pp in stages and not self.is_server
             group = self._along(here.tp + self.axes.tp * here.dp if is_holder else None)

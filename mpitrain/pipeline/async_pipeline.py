@@ -110,8 +110,8 @@ class AsyncPipeline(Pipeline):
     Micro-batch numbers wrap around after two steps, because no more than two steps are in flight.
     """
 
-    def __init__(self, plan: Any, parts: Any, transport: Any, replication: Any, *rest: Any):
-        super().__init__(plan, parts, transport, replication, *rest)
+    def __init__(self, plan: Any, chunks: Any, transport: Any, replication: Any, *rest: Any):
+        super().__init__(plan, chunks, transport, replication, *rest)
         assert isinstance(replication, WeightStashing)
         self._stashed, self._micro_batches = replication.step_end, plan.micro_batches
         self._pieces = pieces(transport.rank, transport.size, plan.micro_batches, self.lowest)
@@ -177,7 +177,7 @@ class AsyncPipeline(Pipeline):
         """
         for instruction in program:
             if isinstance(instruction, BackwardInput | Backward | Skip) and self._stashed.turn():
-                self.stages[instruction.part].begin(self._stashed.every)
+                self.stages[instruction.chunk].begin(self._stashed.every)
             yield instruction
             if isinstance(instruction, Skip):
                 self._stashed.turned()

@@ -60,8 +60,8 @@ class Channel:
 
     def receive(self, message: Message, peer: int) -> None:
         """Start to receive an array into a buffer of the arena."""
-        what, part, micro = message
-        array = self._arena.take(self._shape(part + (what == "gradient"), micro), self._dtype)
+        what, chunk, micro = message
+        array = self._arena.take(self._shape(chunk + (what == "gradient"), micro), self._dtype)
         self._recorder.about(self._names[what], micro)
         self._receives[message] = self._transport.start_recv(array, peer, _tag(message)), array
         self._recorder.about(0, -1)
@@ -73,8 +73,8 @@ class Channel:
         return array
 
     def _wait(self, request: Request, message: Message) -> None:
-        what, part, micro = message
-        self._transport.traffic.content = f"the {what} of micro-batch {micro} for part {part}"
+        what, chunk, micro = message
+        self._transport.traffic.content = f"the {what} of micro-batch {micro} for chunk {chunk}"
         request.wait()
         self._transport.traffic.content = ""
 
@@ -89,5 +89,5 @@ class Channel:
 
 def _tag(message: Message) -> int:
     """Return the tag of a message's boundary and direction."""
-    what, part, _ = message
-    return 2 * part + (what == "gradient")
+    what, chunk, _ = message
+    return 2 * chunk + (what == "gradient")

@@ -17,12 +17,12 @@ class Chunks(NamedTuple):
     """A model that is cut for a pipeline.
 
     model  all units, in order
-    parts  the units of each chunk
+    chunks  the units of each chunk
     tied   {full name of a tied tensor: its stages}, for tensors on several stages
     """
 
     model: list[Unit]
-    parts: list[list[Unit]]
+    chunks: list[list[Unit]]
     tied: dict[str, list[int]]
 
     def first(self, mine: Sequence[Unit]) -> int:
@@ -31,16 +31,16 @@ class Chunks(NamedTuple):
         return sum(unit.name in before for unit in mine)
 
 
-def chunks(
+def cut_in_chunks(
     units: Units,
     layers: LayerFactory,
-    place: Sequence[int],
+    stage_of: Sequence[int],
     partition: str,
     frozen: Sequence[str] = (),
 ) -> Chunks:
     """Make the units with a rank's layer factory, and cut them.
 
-    place      the stage of each chunk
+    stage_of      the stage of each chunk
     partition  as pipeline.partition, but not "time"
     frozen     as model.freeze
     raises     ConfigError if the units do not fit each other, the ranks or the partition
@@ -48,7 +48,7 @@ def chunks(
     model = freeze(units(layers) if callable(units) else units, frozen)
     check_units(model, layers.rows)
     check_saved(layers)
-    parts, tied = assign_units(model, cut(model, len(place), partition), place)
+    chunks, tied = assign_units(model, cut(model, len(stage_of), partition), stage_of)
     return Chunks(
-        model, with_recomputation(parts, layers.memory.segment, layers.rows.recomputing), tied
+        model, with_recomputation(chunks, layers.memory.segment, layers.rows.recomputing), tied
     )

@@ -23,7 +23,7 @@ from mpitrain.pipeline.stage import Stage
 def execute(
     instructions: Iterable[Instruction],
     stages: Mapping[int, Stage],
-    parts: int,
+    chunks: int,
     first: Callable[[int], Any],
     loss: Callable[[int, Any], Any],
     channel: Channel,
@@ -32,7 +32,7 @@ def execute(
     """Execute the instructions of one rank.
 
     stages   {chunk: Stage} of this rank
-    parts    number of chunks in the whole model
+    chunks    number of chunks in the whole model
     first    (micro-batch) -> the input of the model
     loss     (micro-batch, output of the model) -> the gradient of that output
     channel  to the other stages
@@ -48,32 +48,32 @@ def execute(
 
     for instruction in instructions:
         match instruction:
-            case Forward(part, micro):
-                if part == 0:
+            case Forward(chunk, micro):
+                if chunk == 0:
                     held["activation", 0, micro] = first(micro)
-                held["activation", part + 1, micro] = stages[part].forward(
-                    micro, taken(("activation", part, micro))
+                held["activation", chunk + 1, micro] = stages[chunk].forward(
+                    micro, taken(("activation", chunk, micro))
                 )
-                if part == parts - 1:
-                    held["gradient", part, micro] = loss(
-                        micro, held.pop(("activation", parts, micro))
+                if chunk == chunks - 1:
+                    held["gradient", chunk, micro] = loss(
+                        micro, held.pop(("activation", chunks, micro))
                     )
-            case BackwardInput(part, micro):
-                held["gradient", part - 1, micro] = stages[part].backward_input(
-                    micro, taken(("gradient", part, micro))
+            case BackwardInput(chunk, micro):
+                held["gradient", chunk - 1, micro] = stages[chunk].backward_input(
+                    micro, taken(("gradient", chunk, micro))
                 )
-            case BackwardWeight(part, micro):
-                stages[part].backward_weight(micro)
-            case Backward(part, micro):
-                held["gradient", part - 1, micro] = stages[part].backward(
-                    micro, taken(("gradient", part, micro))
+            case BackwardWeight(chunk, micro):
+                stages[chunk].backward_weight(micro)
+            case Backward(chunk, micro):
+                held["gradient", chunk - 1, micro] = stages[chunk].backward(
+                    micro, taken(("gradient", chunk, micro))
                 )
-            case Send(what, part, micro, peer):
-                channel.send((what, part, micro), held.pop((what, part, micro)), peer)
-            case Receive(what, part, micro, peer):
-                channel.receive((what, part, micro), peer)
-            case Complete(what, part, micro):
-                channel.complete((what, part, micro))
+            case Send(what, chunk, micro, peer):
+                channel.send((what, chunk, micro), held.pop((what, chunk, micro)), peer)
+            case Receive(what, chunk, micro, peer):
+                channel.receive((what, chunk, micro), peer)
+            case Complete(what, chunk, micro):
+                channel.complete((what, chunk, micro))
             case Handoff() | Skip():
                 pass  # The result is in `held` already, where the next chunk finds it.
         # No chunk uses the gradient of the input of the first chunk with a backward.

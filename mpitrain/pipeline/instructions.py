@@ -2,7 +2,7 @@
 
 A model is cut into chunks: runs of consecutive units, numbered from the model's input. A stage is a
 rank of the pipeline. It holds one chunk or several (Megatron's virtual pipeline stages). In every
-instruction `part` is the number of a chunk. Only `Plan.place` maps chunks to stages.
+instruction `chunk` is its number. Only `Plan.stage_of` maps chunks to stages.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,18 +12,18 @@ from typing import Literal, NamedTuple
 class Forward(NamedTuple):
     """Forward of one micro-batch through one chunk; saves the activations for the backward.
 
-    part   number of the chunk
+    chunk   number of the chunk
     micro  number of the micro-batch in its step
     """
 
-    part: int
+    chunk: int
     micro: int
 
 
 class BackwardInput(NamedTuple):
     """Input half of a backward (B): the gradient of the chunk's input, sent when this half ends."""
 
-    part: int
+    chunk: int
     micro: int
 
 
@@ -33,14 +33,14 @@ class BackwardWeight(NamedTuple):
     Afterwards the chunk saves nothing of the micro-batch any more.
     """
 
-    part: int
+    chunk: int
     micro: int
 
 
 class Backward(NamedTuple):
     """Both halves of a backward (BW); the gradient of the input is sent when both are complete."""
 
-    part: int
+    chunk: int
     micro: int
 
 
@@ -53,11 +53,11 @@ class Send(NamedTuple):
     """Start of a non-blocking send of the last instruction's result (MPI_Isend).
 
     what   "activation" or "gradient"
-    part   the chunk on stage `peer` that uses the message
+    chunk   the chunk on stage `peer` that uses the message
     """
 
     what: What
-    part: int
+    chunk: int
     micro: int
     peer: int
 
@@ -67,12 +67,12 @@ class Receive(NamedTuple):
 
     The instruction that uses the message waits for its arrival.
 
-    part   the chunk on this stage that uses the message
+    chunk   the chunk on this stage that uses the message
     peer   the stage that sends it
     """
 
     what: What
-    part: int
+    chunk: int
     micro: int
     peer: int
 
@@ -84,7 +84,7 @@ class Complete(NamedTuple):
     """
 
     what: What
-    part: int
+    chunk: int
     micro: int
     peer: int
 
@@ -92,15 +92,15 @@ class Complete(NamedTuple):
 class Skip(NamedTuple):
     """The time of a backward that a frozen chunk does not run; nothing is computed."""
 
-    part: int
+    chunk: int
     micro: int
 
 
 class Handoff(NamedTuple):
-    """Local transfer of the last instruction's result to chunk `part` on the same stage."""
+    """Local transfer of the last instruction's result to chunk `chunk` on the same stage."""
 
     what: What
-    part: int
+    chunk: int
     micro: int
 
 
@@ -119,11 +119,11 @@ Program = tuple[tuple[Instruction, ...], ...]
 class Plan(NamedTuple):
     """Schedule of a pipeline: the compute instructions of every stage, in order.
 
-    place  the stage of each chunk
+    stage_of  the stage of each chunk
     lists  the instructions of each stage
     """
 
-    place: tuple[int, ...]
+    stage_of: tuple[int, ...]
     lists: tuple[tuple[Compute, ...], ...]
 
     @property
@@ -132,26 +132,26 @@ class Plan(NamedTuple):
         return 1 + max((i.micro for mine in self.lists for i in mine), default=-1)
 
 
-def needed(instruction: Instruction, parts: int) -> Message | None:
+def needed(instruction: Instruction, chunks: int) -> Message | None:
     """Return the message that an instruction waits for, or None.
 
-    None at the ends of the model and for weight halves.    parts: number of chunks in the model
+    None at the ends of the model and for weight halves.    chunks: number of chunks in the model
     """
     match instruction:
-        case Forward(part, micro) if part > 0:
-            return "activation", part, micro
-        case BackwardInput(part, micro) | Backward(part, micro) if part < parts - 1:
-            return "gradient", part, micro
+        case Forward(chunk, micro) if chunk > 0:
+            return "activation", chunk, micro
+        case BackwardInput(chunk, micro) | Backward(chunk, micro) if chunk < chunks - 1:
+            return "gradient", chunk, micro
     return None
 
 
-def made(instruction: Instruction, parts: int) -> Message | None:
+def made(instruction: Instruction, chunks: int) -> Message | None:
     """Return the message that an instruction produces for another chunk, or None."""
     match instruction:
-        case Forward(part, micro) if part < parts - 1:
-            return "activation", part + 1, micro
-        case BackwardInput(part, micro) | Backward(part, micro) if part > 0:
-            return "gradient", part - 1, micro
+        case Forward(chunk, micro) if chunk < chunks - 1:
+            return "activation", chunk + 1, micro
+        case BackwardInput(chunk, micro) | Backward(chunk, micro) if chunk > 0:
+            return "gradient", chunk - 1, micro
     return None
 
 
@@ -171,10 +171,10 @@ def _fused(mine: Sequence[Compute], first: int) -> Iterator[Compute]:
     is_done = False
     for instruction, following in zip(mine, [*mine[1:], None], strict=True):
         match instruction, following:
-            case BackwardInput(part, micro), BackwardWeight(same, other) if (
-                part == same == first and micro == other
+            case BackwardInput(chunk, micro), BackwardWeight(same, other) if (
+                chunk == same == first and micro == other
             ):
-                yield Backward(part, micro)
+                yield Backward(chunk, micro)
                 is_done = True
             case _ if not is_done:
                 yield instruction
@@ -182,13 +182,13 @@ def _fused(mine: Sequence[Compute], first: int) -> Iterator[Compute]:
                 is_done = False
 
 
-def forward_alone(place: Sequence[int]) -> Plan:
+def forward_alone(stage_of: Sequence[int]) -> Plan:
     """Return the schedule of an evaluation: the forwards of one micro-batch through all chunks."""
     return Plan(
-        tuple(place),
+        tuple(stage_of),
         tuple(
-            tuple(Forward(part, 0) for part, home in enumerate(place) if home == stage)
-            for stage in range(1 + max(place))
+            tuple(Forward(chunk, 0) for chunk, home in enumerate(stage_of) if home == stage)
+            for stage in range(1 + max(stage_of))
         ),
     )
 
@@ -202,9 +202,9 @@ def with_messages(plan: Plan, ahead: int = 1) -> Program:
 
     ahead  number of instructions by which a Receive precedes its consumer, to overlap the transfer
     """
-    parts = len(plan.place)
-    made_at = {made(i, parts): index for mine in plan.lists for index, i in enumerate(mine)}
-    used_at = {needed(i, parts): index for mine in plan.lists for index, i in enumerate(mine)}
+    chunks = len(plan.stage_of)
+    made_at = {made(i, chunks): index for mine in plan.lists for index, i in enumerate(mine)}
+    used_at = {needed(i, chunks): index for mine in plan.lists for index, i in enumerate(mine)}
     return tuple(
         _with_messages(stage, plan, ahead, made_at, used_at) for stage in range(len(plan.lists))
     )
@@ -221,19 +221,19 @@ def _with_messages(
 
     made_at, used_at  index of the producer or consumer of a message in its stage's list
     """
-    place, mine = plan.place, plan.lists[stage]
+    stage_of, mine = plan.stage_of, plan.lists[stage]
     before: list[list[Instruction]] = [[] for _ in mine]
     for index, instruction in enumerate(mine):
-        if message := needed(instruction, len(place)):
-            peer = place[_source(message)]
+        if message := needed(instruction, len(stage_of)):
+            peer = stage_of[_source(message)]
             if peer != stage:
                 before[max(0, index - ahead)].append(Receive(*message, peer))
     program: list[Instruction] = []
     sent: list[Send] = []
     for instruction, receives in zip(mine, before, strict=True):
         program += receives
-        if (message := needed(instruction, len(place))) and (
-            peer := place[_source(message)]
+        if (message := needed(instruction, len(stage_of))) and (
+            peer := stage_of[_source(message)]
         ) != stage:
             arrived = [
                 i
@@ -243,8 +243,8 @@ def _with_messages(
             program += [Complete(*i) for i in arrived]
             sent = [i for i in sent if i not in arrived]
         program.append(instruction)
-        if message := made(instruction, len(place)):
-            peer = place[message[1]]
+        if message := made(instruction, len(stage_of)):
+            peer = stage_of[message[1]]
             program.append(Handoff(*message) if peer == stage else Send(*message, peer))
             sent += [i for i in program[-1:] if isinstance(i, Send)]
     program += [Complete(*i) for i in sent]
@@ -272,16 +272,16 @@ def without_backward(program: Program, first: int) -> Program:
 def _without_backward(mine: Sequence[Instruction], first: int) -> Iterator[Instruction]:
     for instruction in mine:
         match instruction:
-            case BackwardInput(part, micro) | Backward(part, micro) if part < first:
-                yield Skip(part, micro)
-            case BackwardWeight(part) if part < first:
+            case BackwardInput(chunk, micro) | Backward(chunk, micro) if chunk < first:
+                yield Skip(chunk, micro)
+            case BackwardWeight(chunk) if chunk < first:
                 pass
             case (
-                Send("gradient", part)
-                | Receive("gradient", part)
-                | Complete("gradient", part)
-                | Handoff("gradient", part)
-            ) if part < first:
+                Send("gradient", chunk)
+                | Receive("gradient", chunk)
+                | Complete("gradient", chunk)
+                | Handoff("gradient", chunk)
+            ) if chunk < first:
                 pass
             case _:
                 yield instruction
@@ -289,5 +289,5 @@ def _without_backward(mine: Sequence[Instruction], first: int) -> Iterator[Instr
 
 def _source(message: Message) -> int:
     """Return the chunk that produces a message."""
-    what, part, _ = message
-    return part - 1 if what == "activation" else part + 1
+    what, chunk, _ = message
+    return chunk - 1 if what == "activation" else chunk + 1

@@ -36,7 +36,7 @@ def peak(mine: Sequence[Compute], costs: Sequence[Cost]) -> Peak:
     nbytes = 0.0
     most = Peak(0, 0, 0, 0)
     for instruction in mine:
-        cost, during = costs[instruction.part], nbytes
+        cost, during = costs[instruction.chunk], nbytes
         match instruction:
             case Forward():
                 during += cost.forward_bytes
@@ -123,7 +123,7 @@ def goes_in_passes(mine: Sequence[Compute]) -> bool:
 
     ZeRO then gathers a chunk once per pass, and reduces its gradients once.
     """
-    passes = [way for way, _ in groupby((i.part, isinstance(i, Forward)) for i in mine)]
+    passes = [way for way, _ in groupby((i.chunk, isinstance(i, Forward)) for i in mine)]
     return len(passes) == len(set(passes))
 
 
@@ -133,6 +133,6 @@ def turns(mine: Sequence[Compute]) -> int:
     ZeRO gathers this many chunks per step, if a stage holds one unsharded chunk at a time.
     """
     return sum(
-        index == 0 or mine[index - 1].part != instruction.part
+        index == 0 or mine[index - 1].chunk != instruction.chunk
         for index, instruction in enumerate(mine)
     )

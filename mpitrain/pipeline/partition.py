@@ -15,7 +15,7 @@ TIME = "time"
 
 
 def balanced(
-    costs: Sequence[float], parts: int, speeds: Sequence[float] | None = None
+    costs: Sequence[float], chunks: int, speeds: Sequence[float] | None = None
 ) -> list[int]:
     """Return the number of units in each chunk, so that the slowest chunk is as fast as possible.
 
@@ -26,28 +26,28 @@ def balanced(
     returns  counts, at least 1 each; a chunk is a run of consecutive units
     raises   ConfigError if there are fewer units than chunks
     """
-    check_enough(len(costs), parts)
-    speeds = speeds or [1.0] * parts
+    check_enough(len(costs), chunks)
+    speeds = speeds or [1.0] * chunks
     sums = [0.0, *accumulate(costs)]
 
-    def seconds(part: int, start: int, stop: int) -> float:
-        return (sums[stop] - sums[start]) / speeds[part]
+    def seconds(chunk: int, start: int, stop: int) -> float:
+        return (sums[stop] - sums[start]) / speeds[chunk]
 
-    slowest = max(_times(_cut(len(costs), parts, seconds, max), seconds))
+    slowest = max(_times(_cut(len(costs), chunks, seconds, max), seconds))
 
-    def unevenness(part: int, start: int, stop: int) -> float:
+    def unevenness(chunk: int, start: int, stop: int) -> float:
         return (
-            seconds(part, start, stop) ** 2
-            if seconds(part, start, stop) <= slowest
+            seconds(chunk, start, stop) ** 2
+            if seconds(chunk, start, stop) <= slowest
             else float("inf")
         )
 
-    bounds = _cut(len(costs), parts, unevenness, lambda before, last: before + last)
+    bounds = _cut(len(costs), chunks, unevenness, lambda before, last: before + last)
     return [stop - start for start, stop in pairwise(bounds)]
 
 
 def assign_units(
-    units: Sequence[Unit], counts: Sequence[int], place: Sequence[int]
+    units: Sequence[Unit], counts: Sequence[int], stage_of: Sequence[int]
 ) -> tuple[list[list[Unit]], dict[str, list[int]]]:
     """Return the units of each chunk, and the tied tensors that several stages hold.
 
@@ -57,10 +57,10 @@ def assign_units(
     copies.
 
     counts  number of units in each chunk
-    place   the stage of each chunk
+    stage_of   the stage of each chunk
     """
     bounds = [0, *accumulate(counts)]
-    stage_of = [stage for stage, count in zip(place, counts, strict=True) for _ in range(count)]
+    stage_of = [stage for stage, count in zip(stage_of, counts, strict=True) for _ in range(count)]
     described = {f"{unit.name}.{p.name}": p for unit in units for p in parameters_of(unit)}
     # Maps each tied tensor to its uses, in order: (index of the unit, the tensor's name in it).
     users: dict[str, list[tuple[int, str]]] = {}
@@ -90,12 +90,12 @@ def _times(bounds: Sequence[int], seconds: Callable[[int, int, int], float]) -> 
     bounds   the first unit of each chunk, then the number of units
     seconds  (chunk, start, stop) -> time of these units as that chunk
     """
-    return [seconds(part, start, stop) for part, (start, stop) in enumerate(pairwise(bounds))]
+    return [seconds(chunk, start, stop) for chunk, (start, stop) in enumerate(pairwise(bounds))]
 
 
 def _cut(
     units: int,
-    parts: int,
+    chunks: int,
     cost: Callable[[int, int, int], float],
     joined: Callable[[float, float], float],
 ) -> list[int]:
@@ -106,42 +106,47 @@ def _cut(
     """
     # best[n] maps the number of units in the first n chunks to (cost, last cut).
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
-    for part in range(parts):
+    for chunk in range(chunks):
         best.append(
             {
                 stop: min(
-                    (joined(best[part][start][0], cost(part, start, stop)), start)
-                    for start in range(part, stop)
-                    if start in best[part]
+                    (joined(best[chunk][start][0], cost(chunk, start, stop)), start)
+                    for start in range(chunk, stop)
+                    if start in best[chunk]
                 )
-                for stop in range(part + 1, units - (parts - 1 - part) + 1)
+                for stop in range(chunk + 1, units - (chunks - 1 - chunk) + 1)
             }
         )
     bounds = [units]
-    for part in reversed(range(parts)):
-        bounds.append(best[part + 1][bounds[-1]][1])
+    for chunk in reversed(range(chunks)):
+        bounds.append(best[chunk + 1][bounds[-1]][1])
     return bounds[::-1]
 
 
-def explicit(text: str, units: int, parts: int) -> list[int]:
+def explicit(text: str, units: int, chunks: int) -> list[int]:
     """Return the number of units in each chunk from a text such as "4,4,3,5".
 
-    raises   ConfigError unless there are `parts` numbers of at least 1 that sum to `units`
+    raises   ConfigError unless there are `chunks` numbers of at least 1 that sum to `units`
     """
-    check_enough(units, parts)
+    check_enough(units, chunks)
     words = text.split(",")
     counts = [int(word) for word in words if re.fullmatch(r" *[0-9]{1,9} *", word)]
-    if len(counts) != len(words) or len(counts) != parts or min(counts) < 1 or sum(counts) != units:
-        even = ",".join(map(str, balanced([1.0] * units, parts)))
+    if (
+        len(counts) != len(words)
+        or len(counts) != chunks
+        or min(counts) < 1
+        or sum(counts) != units
+    ):
+        even = ",".join(map(str, balanced([1.0] * units, chunks)))
         raise ConfigError(
-            f"A partition by hand is {parts} numbers of at least 1 that add up to {units} units, but {text!r} is "
+            f"A partition by hand is {chunks} numbers of at least 1 that add up to {units} units, but {text!r} is "
             f"{len(words)} that add up to {sum(counts)}.",
             f"Write {even}, for example.",
         )
     return counts
 
 
-def cut(units: Sequence[Unit], parts: int, partition: str) -> list[int]:
+def cut(units: Sequence[Unit], chunks: int, partition: str) -> list[int]:
     """Return the number of units in each chunk, from `partition` or balanced by parameters.
 
     raises   ConfigError as `explicit`, and for TIME: units cannot be timed here without data
@@ -152,17 +157,17 @@ def cut(units: Sequence[Unit], parts: int, partition: str) -> list[int]:
             "Time them with pipeline.timed, and write the numbers into pipeline.partition; or leave it empty.",
         )
     if partition:
-        return explicit(partition, len(units), parts)
+        return explicit(partition, len(units), chunks)
     return balanced(
-        [sum(math.prod(p.shape) for p in unit.layer.parameters()) for unit in units], parts
+        [sum(math.prod(p.shape) for p in unit.layer.parameters()) for unit in units], chunks
     )
 
 
-def check_enough(units: int, parts: int) -> None:
+def check_enough(units: int, chunks: int) -> None:
     """Raise ConfigError if there are fewer units than chunks."""
-    if units < parts:
+    if units < chunks:
         raise ConfigError(
-            f"Every part of a pipeline needs a unit of the model, but there are {units} units for {parts} parts "
+            f"Every chunk of a pipeline needs a unit of the model, but there are {units} units for {chunks} chunks "
             "(stages x chunks).",
-            f"Lower --pp or pipeline.chunks to at most {units} parts, or raise model.layers.",
+            f"Lower --pp or pipeline.chunks to at most {units} chunks, or raise model.layers.",
         )

@@ -44,7 +44,7 @@ class Pipeline:
     def __init__(
         self,
         plan: Plan,
-        parts: Sequence[Sequence[Unit]],
+        chunks: Sequence[Sequence[Unit]],
         transport: Transport,
         replication: Replication,
         arena: Arena,
@@ -53,16 +53,16 @@ class Pipeline:
     ):
         """Build this rank's stages and programs.
 
-        parts      the units of each chunk of the model
+        chunks      the units of each chunk of the model
         transport  of the pipeline's stages; its ranks are the stages
         dtype      of the messages between stages
         now        of the layer factory that made the units
         """
-        here, self._last = transport.rank, plan.place[-1]
-        self._transport, self._parts = transport, parts
+        here, self._last = transport.rank, plan.stage_of[-1]
+        self._transport, self._parts = transport, chunks
         self._arena, self.channel = arena, Channel(transport, arena, dtype)
         channel, self.peak_bytes = self.channel, 0
-        self.lowest = lowest_chunk(parts)
+        self.lowest = lowest_chunk(chunks)
         self.now, self._rows = now, dict[int, Rows]()
 
         def poll() -> None:
@@ -70,19 +70,19 @@ class Pipeline:
             channel.poll()
 
         self.stages, self._asked, first = dict[int, Stage](), {}, 0
-        for part in own(plan.place, here):
+        for chunk in own(plan.stage_of, here):
             common = (
-                *(parts[part], replication, arena, first, poll, transport.recorder),
+                *(chunks[chunk], replication, arena, first, poll, transport.recorder),
                 replication.replica.first,
             )
-            self.stages[part], self._asked[part] = self._stage(*common), ForwardOnly(*common)
-            first += len(parts[part])
+            self.stages[chunk], self._asked[chunk] = self._stage(*common), ForwardOnly(*common)
+            first += len(chunks[chunk])
         transport.recorder.facts(
-            parts={part: [unit.name for unit in parts[part]] for part in self.stages}
+            parts={chunk: [unit.name for unit in chunks[chunk]] for chunk in self.stages}
         )
         self._program: Sequence[Instruction] = training_program(plan, self.lowest)[here]
-        self._question = with_messages(forward_alone(plan.place))[here]
-        self.input_shape = cache(partial(input_shape, parts))
+        self._question = with_messages(forward_alone(plan.stage_of))[here]
+        self.input_shape = cache(partial(input_shape, chunks))
 
     def _stage(self, units: Sequence[Unit], replication: Any, *rest: Any) -> Stage:
         """Return the stage that trains one chunk."""
@@ -166,30 +166,30 @@ class Pipeline:
 
 # This is a function, because a cached method would make the pipeline refer to itself. That
 # reference cycle would delay the release of buffers in MPI windows.
-def input_shape(parts: Sequence[Sequence[Unit]], part: int, shape: Shape) -> Shape:
+def input_shape(chunks: Sequence[Sequence[Unit]], chunk: int, shape: Shape) -> Shape:
     """Return the shape of a chunk's input for a model input of this shape."""
-    for units in parts[:part]:
+    for units in chunks[:chunk]:
         for unit in units:
             shape = unit.layer.output_shape(shape)
     return shape
 
 
 def shape_in(
-    input_shape: Callable[[int, Shape], Shape], shapes: Sequence[Shape], part: int, micro: int
+    input_shape: Callable[[int, Shape], Shape], shapes: Sequence[Shape], chunk: int, micro: int
 ) -> Shape:
     """Return the shape of a chunk's input in one micro-batch.
 
     shapes  of the model's input, by micro-batch of a step
     """
-    return input_shape(part, shapes[micro % len(shapes)])
+    return input_shape(chunk, shapes[micro % len(shapes)])
 
 
-def lowest_chunk(parts: Sequence[Sequence[Unit]]) -> int:
+def lowest_chunk(chunks: Sequence[Sequence[Unit]]) -> int:
     """Return the first chunk with a unit that runs a backward."""
-    frozen = forward_only([unit for units in parts for unit in units])
-    return sum(end <= frozen for end in accumulate(map(len, parts)))
+    frozen = forward_only([unit for units in chunks for unit in units])
+    return sum(end <= frozen for end in accumulate(map(len, chunks)))
 
 
-def own(place: Sequence[int], stage: int) -> list[int]:
+def own(stage_of: Sequence[int], stage: int) -> list[int]:
     """Return the chunks of a stage, in ascending order."""
-    return [part for part, home in enumerate(place) if home == stage]
+    return [chunk for chunk, home in enumerate(stage_of) if home == stage]

@@ -73,7 +73,7 @@ def unit_seconds(
 
 
 def by_time(
-    seconds: Sequence[Sequence[float]], stages: Sequence[int], place: Sequence[int]
+    seconds: Sequence[Sequence[float]], stages: Sequence[int], stage_of: Sequence[int]
 ) -> list[int]:
     """Return the number of units in each chunk, so that the slowest stage is as fast as possible.
 
@@ -82,7 +82,7 @@ def by_time(
 
     seconds  of each unit, by rank
     stages   the stage of each rank
-    place    the stage of each chunk
+    stage_of    the stage of each chunk
     raises   ConfigError if there are fewer units than chunks
     """
     totals = [sum(mine) for mine in seconds]
@@ -94,4 +94,4 @@ def by_time(
         stage: max(total for total, its in zip(totals, stages, strict=True) if its == stage)
         for stage in {*stages}
     }
-    return balanced(costs, len(place), [1 / slowest[stage] for stage in place])
+    return balanced(costs, len(stage_of), [1 / slowest[stage] for stage in stage_of])

@@ -41,13 +41,13 @@ FIRST = 4
 
 def word(instruction: Compute) -> str:
     """Return an instruction as a file writes it, such as F1.0."""
-    return f"{LETTERS[type(instruction)]}{instruction.part}.{instruction.micro}"
+    return f"{LETTERS[type(instruction)]}{instruction.chunk}.{instruction.micro}"
 
 
 def write_plan(path: Path, plan: Plan) -> None:
     """Write a plan to a schedule file."""
     lists = ",\n".join(f'  "{" ".join(map(word, mine))}"' for mine in plan.lists)
-    write_whole(path, f'{{"place": {json.dumps(plan.place)},\n "stages": [\n{lists}\n]}}\n')
+    write_whole(path, f'{{"place": {json.dumps(plan.stage_of)},\n "stages": [\n{lists}\n]}}\n')
 
 
 def read_plan(path: Path) -> Plan:
@@ -131,7 +131,7 @@ def _instruction(text: str, where: str) -> Compute:
     if not parsed:
         raise ConfigError(
             f"{where}: {text!r} is no instruction.",
-            "F0.3 is the forward of part 0 for micro-batch 3; B is the input half, W the weight half, BW both.",
+            "F0.3 is the forward of chunk 0 for micro-batch 3; B is the input half, W the weight half, BW both.",
         )
     return KINDS[parsed[1]](int(parsed[2]), int(parsed[3]))
 
@@ -144,7 +144,7 @@ def check(plan: Plan, name: str) -> None:
     faults = (
         _misplaced(plan)
         or _incomplete(plan)
-        or simulate(with_messages(plan), [Cost()] * len(plan.place)).waits
+        or simulate(with_messages(plan), [Cost()] * len(plan.stage_of)).waits
     )
     if faults:
         more = f"\n... and {len(faults) - FIRST} more" if len(faults) > FIRST else ""
@@ -158,16 +158,18 @@ def _misplaced(plan: Plan) -> Sequence[str]:
     """Return faults of placement: chunks without a stage, and instructions on a wrong stage."""
     stages = len(plan.lists)
     faults = [
-        f"part {part} lies on stage {stage}, but there are stages 0 to {stages - 1}"
-        for part, stage in enumerate(plan.place)
+        f"chunk {chunk} is on stage {stage}, but there are stages 0 to {stages - 1}"
+        for chunk, stage in enumerate(plan.stage_of)
         if not 0 <= stage < stages
     ]
-    faults += [f"stage {stage} has no part" for stage in range(stages) if stage not in plan.place]
+    faults += [
+        f"stage {stage} has no chunk" for stage in range(stages) if stage not in plan.stage_of
+    ]
     for stage, mine in enumerate(plan.lists):
         faults += [
-            f"{word(i)} is on stage {stage}, but its part lies on {_home(plan, i.part)}"
+            f"{word(i)} is on stage {stage}, but its chunk is on {_home(plan, i.chunk)}"
             for i in mine
-            if i.part >= len(plan.place) or plan.place[i.part] != stage
+            if i.chunk >= len(plan.stage_of) or plan.stage_of[i.chunk] != stage
         ]
     return (
         faults
@@ -179,8 +181,8 @@ def _misplaced(plan: Plan) -> Sequence[str]:
     )
 
 
-def _home(plan: Plan, part: int) -> str:
-    return f"stage {plan.place[part]}" if part < len(plan.place) else "none"
+def _home(plan: Plan, chunk: int) -> str:
+    return f"stage {plan.stage_of[chunk]}" if chunk < len(plan.stage_of) else "none"
 
 
 def _incomplete(plan: Plan) -> Sequence[str]:
@@ -189,8 +191,8 @@ def _incomplete(plan: Plan) -> Sequence[str]:
     In each chunk every micro-batch goes forward once, then once through each half of the backward.
     """
     faults = []
-    for part, stage in enumerate(plan.place):
-        mine = [i for i in plan.lists[stage] if i.part == part]
+    for chunk, stage in enumerate(plan.stage_of):
+        mine = [i for i in plan.lists[stage] if i.chunk == chunk]
         for which, kinds in (
             ("forward", Forward),
             ("input half", BackwardInput | Backward),
@@ -199,23 +201,23 @@ def _incomplete(plan: Plan) -> Sequence[str]:
             micros = [i.micro for i in mine if isinstance(i, kinds)]
             counts = Counter(micros)
             faults += [
-                f"part {part} has the {which} of micro-batch {k} {counts[k]} times, not once"
+                f"chunk {chunk} has the {which} of micro-batch {k} {counts[k]} times, not once"
                 for k in range(plan.micro_batches)
                 if counts[k] != 1
             ]
             # A message's tag is the same for all micro-batches, so their order must not change.
             if which != "weight half":
                 faults += [
-                    f"part {part} has the {which} of micro-batch {after} after that of {before}, but messages keep order"
+                    f"chunk {chunk} has the {which} of micro-batch {after} after that of {before}, but messages keep order"
                     for before, after in pairwise(micros)
                     if before > after
                 ]
         if not faults:
-            faults += _early(part, mine)
+            faults += _early(chunk, mine)
     return faults
 
 
-def _early(part: int, mine: Sequence[Compute]) -> list[str]:
+def _early(chunk: int, mine: Sequence[Compute]) -> list[str]:
     """Return the faults of halves that precede the instructions they depend on.
 
     mine  the instructions of one chunk, each exactly once
@@ -227,7 +229,7 @@ def _early(part: int, mine: Sequence[Compute]) -> list[str]:
         if isinstance(i, kind) or (isinstance(i, Backward) and kind is not Forward)
     }
     return [
-        f"part {part} computes {word(mine[at[after, i.micro]])} before {word(mine[at[before, i.micro]])}"
+        f"chunk {chunk} computes {word(mine[at[after, i.micro]])} before {word(mine[at[before, i.micro]])}"
         for i in mine
         if isinstance(i, Forward)
         for before, after in ((Forward, BackwardInput), (BackwardInput, BackwardWeight))

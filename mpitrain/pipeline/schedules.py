@@ -203,14 +203,14 @@ def zb_v(s: int, p: int, m: int) -> list[Compute]:
         (s, "W1"),
         (s, "W0"),
     )
-    parts = {"0": s, "1": 2 * p - 1 - s}
+    chunks = {"0": s, "1": 2 * p - 1 - s}
     counters: dict[str, Iterator[int]] = {}
     mine: list[Compute] = []
     for times, words in runs:
         for word in words.split() * times:
             micro = next(counters.setdefault(word, count()))
             if micro < m:
-                mine.append(KINDS[word[0]](parts[word[1]], micro))
+                mine.append(KINDS[word[0]](chunks[word[1]], micro))
     return mine
 
 
@@ -250,7 +250,7 @@ def v_half(s: int, p: int, m: int) -> list[Compute]:
 
 def looped(p: int, v: int) -> tuple[int, ...]:
     """Place the chunks round-robin: stages 0, 1, ..., p - 1, 0, 1, ..., p - 1."""
-    return tuple(part % p for part in range(p * v))
+    return tuple(chunk % p for chunk in range(p * v))
 
 
 def vee(p: int, v: int) -> tuple[int, ...]:
@@ -258,7 +258,7 @@ def vee(p: int, v: int) -> tuple[int, ...]:
 
     Between the last stage's two chunks no message travels.
     """
-    return tuple(min(part, 2 * p - 1 - part) for part in range(2 * p))
+    return tuple(min(chunk, 2 * p - 1 - chunk) for chunk in range(2 * p))
 
 
 class Schedule(NamedTuple):
@@ -266,7 +266,7 @@ class Schedule(NamedTuple):
 
     compute  (stage, stages, micro-batches, chunks per stage) -> the instructions of the stage
     chunks   number of chunks per stage, if the schedule fixes it; None: any number
-    place    (stages, chunks per stage) -> the stage of each chunk
+    stage_of    (stages, chunks per stage) -> the stage of each chunk
     grouped  whether the number of micro-batches must be a multiple of the number of stages
     every    of an asynchronous schedule: (stages) -> the least possible `every` of
              `memory.versions`; None: synchronous
@@ -274,7 +274,7 @@ class Schedule(NamedTuple):
 
     compute: Callable[[int, int, int, int], list[Compute]]
     chunks: int | None = None
-    place: Callable[[int, int], tuple[int, ...]] = looped
+    stage_of: Callable[[int, int], tuple[int, ...]] = looped
     grouped: bool = False
     every: Callable[[int], int] | None = None
 
@@ -282,10 +282,10 @@ class Schedule(NamedTuple):
 def of_chunks(
     compute: Callable[[int, int, int], list[Compute]],
     chunks: int,
-    place: Callable[[int, int], tuple[int, ...]],
+    stage_of: Callable[[int, int], tuple[int, ...]],
 ) -> Schedule:
     """Return a Schedule with a fixed number of chunks per stage."""
-    return Schedule(lambda s, p, m, v: compute(s, p, m), chunks, place)
+    return Schedule(lambda s, p, m, v: compute(s, p, m), chunks, stage_of)
 
 
 SCHEDULES: Table[str, Schedule] = Table(
@@ -366,7 +366,7 @@ def plan_of(name: str, stages: int, micro_batches: int, chunks: int | None = Non
             "serve any number.",
         )
     return Plan(
-        schedule.place(stages, many),
+        schedule.stage_of(stages, many),
         tuple(
             tuple(schedule.compute(stage, stages, micro_batches, many)) for stage in range(stages)
         ),

@@ -154,19 +154,19 @@ class _Running:
         """Run one instruction; return False if it has to wait."""
         clock = self._clocks[stage]
         match instruction:
-            case Send(what, part, micro):
-                self._sent[what, part, micro] = clock
-            case Receive(what, part, micro):
-                self._posted[what, part, micro] = clock
+            case Send(what, chunk, micro):
+                self._sent[what, chunk, micro] = clock
+            case Receive(what, chunk, micro):
+                self._posted[what, chunk, micro] = clock
             case Handoff():
                 self._handed.add(instruction)
             case Skip():
                 pass
-            case Complete(what, part, micro):
+            case Complete(what, chunk, micro):
                 freed = (
-                    self._sent.get((what, part, micro))
+                    self._sent.get((what, chunk, micro))
                     if self._is_eager
-                    else self._arrival((what, part, micro))
+                    else self._arrival((what, chunk, micro))
                 )
                 if freed is None:
                     return False
@@ -175,7 +175,7 @@ class _Running:
                 start = self._start(clock, instruction)
                 if start is None:
                     return False
-                self._clocks[stage] = end = start + self._costs[instruction.part].of(instruction)
+                self._clocks[stage] = end = start + self._costs[instruction.chunk].of(instruction)
                 self.timeline[stage].append(Event(start, end, instruction))
         return True
 
@@ -210,13 +210,13 @@ class _Running:
         match instruction:
             case None:
                 return f"stage {stage} has finished"
-            case Complete(what, part, micro, peer):
-                return f"stage {stage} waits until stage {peer} receives the {what} of micro-batch {micro} for part {part}"
+            case Complete(what, chunk, micro, peer):
+                return f"stage {stage} waits until stage {peer} receives the {what} of micro-batch {micro} for chunk {chunk}"
         message = needed(instruction, len(self._costs))
         assert message is not None  # No other instruction waits.
-        what, part, micro = message
+        what, chunk, micro = message
         source = next(
             (i.peer for i in self._program[stage] if isinstance(i, Receive) and i[:3] == message),
             stage,
         )
-        return f"stage {stage} waits for the {what} of micro-batch {micro} for part {part}, from stage {source}"
+        return f"stage {stage} waits for the {what} of micro-batch {micro} for chunk {chunk}, from stage {source}"

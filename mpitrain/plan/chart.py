@@ -21,13 +21,13 @@ def labels(plan: Plan) -> Callable[[Compute], str]:
 
     The chunks of a stage are a, b, c; a stage with one chunk has no letter.
     """
-    place = plan.place
+    stage_of = plan.stage_of
     chunks = [
-        chr(97 + place[:part].count(stage)) if place.count(stage) > 1 else ""
-        for part, stage in enumerate(place)
+        chr(97 + stage_of[:chunk].count(stage)) if stage_of.count(stage) > 1 else ""
+        for chunk, stage in enumerate(stage_of)
     ]
     return lambda instruction: (
-        f"{LETTERS[type(instruction)]}{instruction.micro}{chunks[instruction.part]}"
+        f"{LETTERS[type(instruction)]}{instruction.micro}{chunks[instruction.chunk]}"
     )
 
 
@@ -141,7 +141,7 @@ def letters(plan: Plan) -> str:
     return (
         ", ".join(f"{kind} {meaning}" for kind, meaning in NAMES.items() if kind in kinds)
         + ", dots idle"
-        + ("; parts of a stage a, b, ..." if len(plan.place) > len(plan.lists) else "")
+        + ("; chunks of a stage a, b, ..." if len(plan.stage_of) > len(plan.lists) else "")
     )
 
 
@@ -152,7 +152,9 @@ def holds(plan: Plan, costs: Sequence[Cost]) -> list[str]:
     """
     peaks = [peak(mine, costs) for mine in plan.lists]
     held = (
-        "micro-batches" if len(plan.place) == len(plan.lists) else "micro-batches of one part each"
+        "micro-batches"
+        if len(plan.stage_of) == len(plan.lists)
+        else "micro-batches of one chunk each"
     )
     lines = [f"peak live, by stage: {listed(each.live for each in peaks)} {held}"]
     if any(each.pending for each in peaks):

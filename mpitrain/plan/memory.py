@@ -53,7 +53,7 @@ def count(given: Config) -> Counted:
     job, source, units = alone(given, ranks)
     config, axes, plan, device = job
     shards = divisor(axes, ("",) * ranks, config.replication.shard)
-    found, parameters = sizes(config, source, axes, len(plan.place), device, shards)
+    found, parameters = sizes(config, source, axes, len(plan.stage_of), device, shards)
     counter = Counter(job, source, units)
     rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)
     stages = [Stage(counter.units(pp), counter.step(pp)) for pp in range(axes.pp)]

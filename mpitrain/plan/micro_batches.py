@@ -110,10 +110,10 @@ def around(measured: Sequence[Measured], rows: float) -> tuple[Measured, Measure
 def between(measured: Sequence[Measured], rows: float) -> tuple[list[Cost], Way]:
     """Interpolate the costs and message times of micro-batches of `rows` rows linearly."""
     low, high = around(measured, rows)
-    part = (rows - low.rows) / (high.rows - low.rows) if high.rows > low.rows else 0.0
+    chunk = (rows - low.rows) / (high.rows - low.rows) if high.rows > low.rows else 0.0
 
     def mixed(one: Sequence[float], other: Sequence[float]) -> list[float]:
-        return [max(0.0, a + part * (b - a)) for a, b in zip(one, other, strict=True)]
+        return [max(0.0, a + chunk * (b - a)) for a, b in zip(one, other, strict=True)]
 
     transfer, receive = mixed(low.way[:2], high.way[:2])
     way = Way(transfer, receive, low.way.is_eager and high.way.is_eager)

@@ -39,7 +39,7 @@ def draw(
         figsize=(inches + 1, 1.6 + 0.4 * len(plan.lists)), layout="constrained"
     )
     for stage, mine in enumerate(simulation.timeline):
-        parts = [part for part, place in enumerate(plan.place) if place == stage]
+        chunks = [chunk for chunk, stage_of in enumerate(plan.stage_of) if stage_of == stage]
         for event, (start, end, instruction) in enumerate(mine):
             axes.barh(
                 stage,
@@ -49,7 +49,7 @@ def draw(
                 color=COLOURS[LETTERS[type(instruction)]],
                 edgecolor="white",
                 linewidth=0.5,
-                alpha=1 - 0.6 * parts.index(instruction.part) / len(parts),
+                alpha=1 - 0.6 * chunks.index(instruction.chunk) / len(chunks),
             )
             if (end - start) / simulation.makespan * inches > CELL / 2:
                 version = f"\nv{notes[stage][event].rstrip('*')}" if notes else ""
@@ -88,9 +88,9 @@ def draw(
                 label="update: makes the next version of the stage's weights (v)",
             )
         )
-    if len(plan.place) > len(plan.lists):
+    if len(plan.stage_of) > len(plan.lists):
         handles.append(
-            Patch(color=COLOURS["F"], alpha=0.4, label="paler: a later part of the stage")
+            Patch(color=COLOURS["F"], alpha=0.4, label="paler: a later chunk of the stage")
         )
     figure.legend(
         handles=handles,

@@ -83,8 +83,8 @@ def measure(
         trainer.transport.barrier()
         trainer.replication.begin(step)
         mine = {
-            part: _part(trainer, part, inputs[:rows], targets[:rows])
-            for part in trainer.pipe.stages
+            chunk: _part(trainer, chunk, inputs[:rows], targets[:rows])
+            for chunk in trainer.pipe.stages
         }
         trainer.replication.finish(StepInput(step, (), 0.0))
         way = _way(trainer, (rows, *inputs.shape[1:]))
@@ -94,12 +94,12 @@ def measure(
                 *map(
                     max,
                     zip(
-                        *(each[str(part)][:-1] for each, _ in told if str(part) in each),
+                        *(each[str(chunk)][:-1] for each, _ in told if str(chunk) in each),
                         strict=True,
                     ),
                 )
             )
-            for part in range(len(trainer.resolved.plan.place))
+            for chunk in range(len(trainer.resolved.plan.stage_of))
         ]
         spread = max(spread for each, _ in told for *_, spread in each.values())
         found.append(Measured(rows, tuple(costs), slowest(way for _, way in told), spread))
@@ -117,9 +117,9 @@ def end_s(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> float:
     replication, times = trainer.replication, []
     for step in range(1 + REPEATS):
         replication.begin(step)
-        for part in reversed([*trainer.pipe.stages]):
-            trainer.pipe.stages[part].begin(1)
-            _there_and_back(trainer, part, inputs, targets)
+        for chunk in reversed([*trainer.pipe.stages]):
+            trainer.pipe.stages[chunk].begin(1)
+            _there_and_back(trainer, chunk, inputs, targets)
         trainer.backend.synchronize()
         trainer.transport.barrier()
         start = time.perf_counter()
@@ -129,18 +129,18 @@ def end_s(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> float:
     return max(trainer.transport.gather_text(median(times[1:])))
 
 
-def _part(trainer: Trainer, part: int, inputs: np.ndarray, targets: np.ndarray) -> list[float]:
+def _part(trainer: Trainer, chunk: int, inputs: np.ndarray, targets: np.ndarray) -> list[float]:
     """Return the fields of one chunk's Cost on this rank, then the spread of its passes."""
-    trainer.pipe.stages[part].begin(2 + REPEATS)
-    kept = _kept(trainer, part, inputs, targets)
-    times = [_there_and_back(trainer, part, inputs, targets) for _ in range(1 + REPEATS)][1:]
+    trainer.pipe.stages[chunk].begin(2 + REPEATS)
+    kept = _kept(trainer, chunk, inputs, targets)
+    times = [_there_and_back(trainer, chunk, inputs, targets) for _ in range(1 + REPEATS)][1:]
     passes = [*map(sum, times)]
     return [*map(median, zip(*times, strict=True)), *kept, median(passes) / min(passes)]
 
 
-def _kept(trainer: Trainer, part: int, inputs: np.ndarray, targets: np.ndarray) -> list[int]:
+def _kept(trainer: Trainer, chunk: int, inputs: np.ndarray, targets: np.ndarray) -> list[int]:
     """Return the bytes of one chunk's Cost, in the order of its fields."""
-    stage, arena = trainer.pipe.stages[part], trainer.arena
+    stage, arena = trainer.pipe.stages[chunk], trainer.arena
     before, most, peaks = arena.live, arena.peak, []
 
     def noted() -> int:
@@ -150,10 +150,10 @@ def _kept(trainer: Trainer, part: int, inputs: np.ndarray, targets: np.ndarray) 
         return arena.live - before
 
     arena.peak = arena.live
-    x = _input(trainer, part, inputs)
+    x = _input(trainer, chunk, inputs)
     y = stage.forward(0, x)
     del x
-    dy, shape = _loss(trainer, y, targets) if _is_last(trainer, part) else None, y.shape
+    dy, shape = _loss(trainer, y, targets) if _is_last(trainer, chunk) else None, y.shape
     del y
     # The last chunk computes its output gradient from the loss, so that is counted as saved. Other
     # chunks receive theirs in a message, so `_drawn` replaces it after this count.
@@ -169,9 +169,9 @@ def _kept(trainer: Trainer, part: int, inputs: np.ndarray, targets: np.ndarray) 
     return [saved, pending, *peaks]
 
 
-def _is_last(trainer: Trainer, part: int) -> bool:
+def _is_last(trainer: Trainer, chunk: int) -> bool:
     """Return whether this is the last chunk of the model."""
-    return part == len(trainer.resolved.plan.place) - 1
+    return chunk == len(trainer.resolved.plan.stage_of) - 1
 
 
 def _loss(trainer: Trainer, y: Any, targets: np.ndarray) -> Any:
@@ -184,18 +184,18 @@ def _loss(trainer: Trainer, y: Any, targets: np.ndarray) -> Any:
 
 
 def _there_and_back(
-    trainer: Trainer, part: int, inputs: np.ndarray, targets: np.ndarray
+    trainer: Trainer, chunk: int, inputs: np.ndarray, targets: np.ndarray
 ) -> tuple[float, float, float]:
     """Measure the seconds of a forward and of both halves of its backward.
 
     The last chunk's forward includes the loss.
     """
-    stage, backend, clock = trainer.pipe.stages[part], trainer.backend, time.perf_counter
-    x = _input(trainer, part, inputs)
+    stage, backend, clock = trainer.pipe.stages[chunk], trainer.backend, time.perf_counter
+    x = _input(trainer, chunk, inputs)
     dy = (
         None
-        if _is_last(trainer, part)
-        else _drawn(trainer, trainer.pipe.input_shape(part + 1, inputs.shape))
+        if _is_last(trainer, chunk)
+        else _drawn(trainer, trainer.pipe.input_shape(chunk + 1, inputs.shape))
     )
     backend.synchronize()
     times = [clock()]
@@ -216,12 +216,12 @@ def _there_and_back(
     return forward, backward_input, backward_weight
 
 
-def _input(trainer: Trainer, part: int, inputs: np.ndarray) -> Any:
+def _input(trainer: Trainer, chunk: int, inputs: np.ndarray) -> Any:
     """Return an input of a chunk, on this rank's device."""
     trainer.pipe.now.set(0, 0, len(inputs), True)
-    if part == 0:
+    if chunk == 0:
         return trainer.placed(inputs)
-    return _drawn(trainer, trainer.pipe.input_shape(part, inputs.shape))
+    return _drawn(trainer, trainer.pipe.input_shape(chunk, inputs.shape))
 
 
 def _drawn(trainer: Trainer, shape: tuple[int, ...]) -> Any:
@@ -241,12 +241,12 @@ def _way(trainer: Trainer, shape: tuple[int, ...]) -> Way:
 
     shape  of the model's input
     """
-    place, transport = trainer.resolved.plan.place, trainer.grid.pp.transport
+    stage_of, transport = trainer.resolved.plan.stage_of, trainer.grid.pp.transport
     found = Way(0.0, 0.0)
-    for part, (here, there) in enumerate(pairwise(place), 1):
+    for chunk, (here, there) in enumerate(pairwise(stage_of), 1):
         trainer.transport.barrier()  # Only one boundary is measured at a time.
         if here != there and transport.rank in (here, there):
-            array = _drawn(trainer, trainer.pipe.input_shape(part, shape))
+            array = _drawn(trainer, trainer.pipe.input_shape(chunk, shape))
             trainer.backend.synchronize()
             slices = max(1, len(trainer.units))
             found = slowest((found, way(transport, array, here, there, slices)))

@@ -51,7 +51,7 @@ class Compared(NamedTuple):
         return (
             f"Schedule {self.schedule} on {self.stages} stage(s) with {self.micro_batches} micro-batch(es): "
             f"{1e3 * self.predicted_s:.1f} ms a step, in which stages do not compute for {100 * self.predicted_bubble:.1f}%, "
-            f"predicted from what each part computed; {1e3 * self.measured_s:.1f} ms and "
+            f"predicted from what each chunk computed; {1e3 * self.measured_s:.1f} ms and "
             f"{100 * self.measured_bubble:.1f}% measured."
         )
 
@@ -87,15 +87,15 @@ def compare(timeline: Timeline, steps: range, config: Config) -> Compared | None
     plan = find_plan(
         config.pipeline.schedule, stages, config.batch.micro_batches, config.pipeline.chunks or None
     )
-    used = {int(part): trace for trace in replica for part in trace.facts["parts"]}
-    if sorted(used) != list(range(len(plan.place))):
+    used = {int(chunk): trace for trace in replica for chunk in trace.facts["parts"]}
+    if sorted(used) != list(range(len(plan.stage_of))):
         return None
     costs = [
-        _cost(used[part], part, steps, plan.micro_batches, part == len(plan.place) - 1)
-        for part in sorted(used)
+        _cost(used[chunk], chunk, steps, plan.micro_batches, chunk == len(plan.stage_of) - 1)
+        for chunk in sorted(used)
     ]
     # A frozen chunk has no record of a backward.
-    trained = [part for part, cost in enumerate(costs) if cost.backward_weight]
+    trained = [chunk for chunk, cost in enumerate(costs) if cost.backward_weight]
     simulated = simulate(training_program(plan, min(trained, default=0)), costs)
     spans, busy = [], 0.0
     for step in steps:
@@ -171,12 +171,12 @@ def _own(trace: Trace, spans: np.ndarray) -> float:
     return total - float((waits["end"] - waits["start"])[inside].sum())
 
 
-def _cost(trace: Trace, part: int, steps: range, micro_batches: int, is_last: bool) -> Cost:
+def _cost(trace: Trace, chunk: int, steps: range, micro_batches: int, is_last: bool) -> Cost:
     """Return the mean seconds of a chunk for one micro-batch.
 
     A backward with both halves in one counts half for each.
     """
-    names = {*trace.facts["parts"][str(part)], *([LOSS] if is_last else [])}
+    names = {*trace.facts["parts"][str(chunk)], *([LOSS] if is_last else [])}
     spans = _instructions(trace, steps)
     mine = spans[[trace.names[what][0] in names for what in spans["what"]]]
 

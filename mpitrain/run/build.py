@@ -108,7 +108,7 @@ def build(
         opened.append(found := source or _source(resolved.config, largest))
         check_data(resolved.config.model.kind, found.form, name)
         config, axes, plan, *_, device = resolved
-        room = check_memory(transport, config, found, axes, len(plan.place), device)
+        room = check_memory(transport, config, found, axes, len(plan.stage_of), device)
         counted.append(
             check_activations(
                 scheduled(resolved),
@@ -124,7 +124,7 @@ def build(
 
     resolved = resolve(transport, given, facts)
     (source,) = opened
-    checkpoint = saved or given.place.saved
+    checkpoint = saved or given.location.saved
     found = save_load.read_beside(transport, Path(checkpoint)) if checkpoint else None
     done = found.done if found else Done(0, 0, given.run)
     if resolved.config.pipeline.partition == TIME:
@@ -239,8 +239,8 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
             computed,
         )
     )
-    stages = [axes.place(rank).pp for rank in range(axes.ranks)]
-    counts = on_all_ranks(transport, lambda: by_time(seconds, stages, resolved.plan.place))
+    stages = [axes.coords(rank).pp for rank in range(axes.ranks)]
+    counts = on_all_ranks(transport, lambda: by_time(seconds, stages, resolved.plan.stage_of))
     pipeline = config.pipeline.model_copy(update={"partition": ",".join(map(str, counts))})
     return resolved._replace(config=config.model_copy(update={"pipeline": pipeline}))
 
@@ -251,8 +251,8 @@ def _largest(transport: Transport, given: Given) -> int | None:
     A file without a valid scan is scanned by all ranks, each an equal slice.
     """
     name = given.config.data.source
-    if not source_kind(name).is_token_file or given.place.largest is not None:
-        return given.place.largest
+    if not source_kind(name).is_token_file or given.location.largest is not None:
+        return given.location.largest
     # A wrong configuration is refused before the scan.
     on_all_ranks(transport, lambda: resolve_here(given, transport.hosts))
     return max(

@@ -38,13 +38,13 @@ class Given(NamedTuple):
     config  from `parse`; rank 0 has replaced an empty data.validation
     gpus    the number of GPUs that each rank finds, by rank; 0 where device.kind needs none
     run     an identity for a new run
-    place   the location of the run
+    location   the location of the run
     """
 
     config: Config
     gpus: list[int]
     run: str
-    place: RunLocation
+    location: RunLocation
 
 
 def agree_on(
@@ -75,7 +75,7 @@ def agree_on(
     everyone = from_all_ranks(transport, record)
     flats, gpus, runs, places, validations = zip(*everyone, strict=True)
     check_same("configuration", flats, transport.hosts)
-    (config,), place = mine, RunLocation(*places[0])
-    validation = place.held_out or config.data.validation or validations[0]
+    (config,), location = mine, RunLocation(*places[0])
+    validation = location.held_out or config.data.validation or validations[0]
     data = config.data.model_copy(update={"validation": validation})
-    return Given(config.model_copy(update={"data": data}), [*gpus], runs[0], place)
+    return Given(config.model_copy(update={"data": data}), [*gpus], runs[0], location)

@@ -116,7 +116,15 @@ def train(
             watchdog.alive("measuring matrix products")
             rates = utilisation(job, transport.hosts.count(transport.hosts[transport.rank]))
             run = _Run(
-                job, given.place, folder, before, stop_requested, watchdog, watcher, traced, rates
+                job,
+                given.location,
+                folder,
+                before,
+                stop_requested,
+                watchdog,
+                watcher,
+                traced,
+                rates,
             )
             if transport.recorder.is_on:
                 watchdog.traces(folder)
@@ -140,7 +148,7 @@ def _claimed(rank: int, given: Given, job: Job, locks: list[int]) -> tuple[str, 
         )
     if rank > 0:
         return None
-    folder, lock = claim(given.place, job.trainer.resolved, job.source, job.step)
+    folder, lock = claim(given.location, job.trainer.resolved, job.source, job.step)
     locks.append(lock)
     return str(folder), past(folder, job.step)
 
@@ -151,7 +159,7 @@ class _Run:
     def __init__(
         self,
         job: Job,
-        place: RunLocation,
+        location: RunLocation,
         folder: Path,
         past: ResumeInfo,
         stop_requested: Callable[[], bool],
@@ -184,12 +192,12 @@ class _Run:
         self._since, self._logged_at, self._comm_s = time.perf_counter(), self._first, 0.0
         # Steps with a skipped update: their total, and the number of consecutive ones up to now.
         self._skipped, self._in_a_row = past.skipped, past.in_a_row
-        self._saved_at: int | None = self._first if place.saved else None
+        self._saved_at: int | None = self._first if location.saved else None
         # The peak memory of each rank's activations in bytes, as of the last pause of all ranks.
         self._peaks = [0]
         self._metrics = MetricsFile(folder / METRICS) if self._is_root else None
         record = {
-            "event": "resume" if place.saved else "start",
+            "event": "resume" if location.saved else "start",
             "step": self._first,
             "version": __version__,
             "ranks": transport.size,
@@ -198,7 +206,7 @@ class _Run:
             **({"frozen": frozen} if (frozen := self._trainer.frozen_count) else {}),
             "held_out": self._source.held_out,
             **amounts(job.data),
-            **({"changed": place.changed} if place.changed else {}),
+            **({"changed": location.changed} if location.changed else {}),
             **({"uncounted": problem} if (problem := self._trainer.counted.problem) else {}),
         }
         if self._is_root:

@@ -93,7 +93,7 @@ def resolve_here(given: Given, hosts: Sequence[str]) -> Resolved:
     found = axes(config, len(hosts), servers)
     divisor(found, hosts, config.replication.shard)
     plan = _planned(config, found)
-    _check_gathers(config, len(plan.place))
+    _check_gathers(config, len(plan.stage_of))
     kind = config.device.kind
     if kind == "auto":
         kind = "cuda" if all(given.gpus) else "cpu"
@@ -193,12 +193,12 @@ def _planned(config: Config, found: Axes) -> Plan:
         )
     if (
         config.replication.zero > 1
-        and len(plan.place) > 1
+        and len(plan.stage_of) > 1
         and not all(map(goes_in_passes, plan.lists))
     ):
         raise ConfigError(
             f"With replication.zero {config.replication.zero} all micro-batches go through a part of the model before the next, "
-            f"so that it is gathered and reduced once, but {settings.schedule} comes back to parts.",
+            f"so that it is gathered and reduced once, but {settings.schedule} comes back to chunks.",
             f"Set pipeline.schedule to {_in_passes(stages, plan.micro_batches, settings.chunks)}, or replication.zero to 0 or 1.",
         )
     return plan

@@ -221,24 +221,24 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
 
 
 def claim(
-    place: RunLocation, resolved: Resolved, source: Source | Unopened, step: int
+    location: RunLocation, resolved: Resolved, source: Source | Unopened, step: int
 ) -> tuple[Path, int]:
     """Make and lock the run directory, and write its first files; for rank 0.
 
-    place    the location that `look` returned
+    location    the location that `look` returned
     step     number of steps before this start; metrics of later steps are removed
     returns  the directory, and the descriptor of its lock, which the caller must close
     raises   ConfigError if the directory cannot be written, or if another run is active in it
     """
     tiles = _text(resolved.config.device.tiles) if resolved.config.device.tiles else ""
-    folder = Path(place.folder) if place.folder else None
+    folder = Path(location.folder) if location.folder else None
     try:
         folder = folder or _fresh()
         folder.mkdir(parents=True, exist_ok=True)
         with opened(folder) as run:
             lock = _lock(run)
             try:
-                _begin(run, place, resolved, source, step, tiles)
+                _begin(run, location, resolved, source, step, tiles)
             except BaseException:
                 os.close(lock)
                 raise
@@ -251,7 +251,7 @@ def claim(
 
 def _begin(
     run: Directory,
-    place: RunLocation,
+    location: RunLocation,
     resolved: Resolved,
     source: Source | Unopened,
     step: int,
@@ -264,9 +264,9 @@ def _begin(
     config, folder = resolved.config, run.path
     with run.make(CHECKPOINTS) as checkpoints:
         sweep(checkpoints)
-    if run.facts(CONFIG) and not place.has_run:
+    if run.facts(CONFIG) and not location.has_run:
         raise ConfigError(f"Another run was made in {folder} meanwhile.", "Choose another --out.")
-    if steps(folder / CHECKPOINTS)[-1:] != ([Path(place.saved)] if place.saved else []):
+    if steps(folder / CHECKPOINTS)[-1:] != ([Path(location.saved)] if location.saved else []):
         raise ConfigError(f"Another run went on in {folder} meanwhile.", "Start this one again.")
     tables = _tables(resolved, source, folder)
     run.write_whole(
@@ -281,7 +281,7 @@ def _begin(
     run.remove_tree(TRACE)
     if config.run.trace:
         run.make(TRACE).close()
-    if not place.saved:
+    if not location.saved:
         run.write_whole(METRICS, "")
     else:
         cut_after(folder / METRICS, step)

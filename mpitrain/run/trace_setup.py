@@ -40,7 +40,7 @@ class Traced:
             process=os.getpid(),
             time=time.time(),
             device=job.trainer.backend.kind,
-            place=None if grid.is_server else grid.place._asdict(),
+            place=None if grid.is_server else grid.coords._asdict(),
         )
         if not job.trainer.counted.problem:
             state = replication.held() - replication.parameters.nbytes

@@ -26,7 +26,7 @@ from mpitrain.parallel.replication.protocol import ReplicationContext
 from mpitrain.parallel.replication.records import StepInput, StepResult
 from mpitrain.parallel.tensor.layer_factory import LayerFactory, layers_for, loss_for
 from mpitrain.pipeline.async_pipeline import pipeline_for
-from mpitrain.pipeline.chunks import Chunks, chunks
+from mpitrain.pipeline.chunks import Chunks, cut_in_chunks
 from mpitrain.pipeline.pipeline import own
 from mpitrain.run.checkpoint.regions import within
 from mpitrain.run.counting.step import Step
@@ -125,13 +125,15 @@ class Trainer:
     ) -> None:
         """Make the units, their storage, the replication and the pipeline; collective."""
         resolved, grid = self.resolved, self.grid
-        ops, memory, place = resolved.device.ops, self.config.memory, resolved.plan.place
+        ops, memory, stage_of = resolved.device.ops, self.config.memory, resolved.plan.stage_of
         self._layers = layers = layers_for(ops, grid.tp, self.config.layout)
         layers.memory = memory
 
         def assigned() -> Chunks:
             config = self.config
-            found = chunks(units, layers, place, config.pipeline.partition, config.model.freeze)
+            found = cut_in_chunks(
+                units, layers, stage_of, config.pipeline.partition, config.model.freeze
+            )
             check_groups(
                 config.optimizer,
                 [unit.full_name(own) for unit in found.model for own in unit.layer.parameters()],
@@ -140,14 +142,14 @@ class Trainer:
             return found
 
         found = on_all_ranks(self.transport, assigned)
-        model, parts, tied = found
+        model, chunks, tied = found
         self.parameter_count, self.frozen_count = parameter_count(model), frozen_count(model)
-        grid.place_model(place, tied)
+        grid.place_model(stage_of, tied)
         if tied:
             on_all_ranks(self.transport, grid.check)
-        mine = [parts[part] for part in own(place, grid.place.pp)]
-        self.units = [unit for part in mine for unit in part]
-        firsts = [0, *accumulate(map(len, mine))] if len(parts) > 1 else []
+        mine = [chunks[chunk] for chunk in own(stage_of, grid.coords.pp)]
+        self.units = [unit for chunk in mine for unit in chunk]
+        firsts = [0, *accumulate(map(len, mine))] if len(chunks) > 1 else []
         self._loss = loss_for(layers, loss)
         self.storage = Storage(self.units, self.config.precision.stored, resolved.axes.dp)
         self.replication = replication_for(
@@ -167,7 +169,7 @@ class Trainer:
         dtype = resolved.device.half or self.storage.dtype
         self.pipe = pipeline_for(self.config.pipeline.schedule)(
             resolved.plan,
-            parts,
+            chunks,
             grid.pp.transport,
             self.replication,
             self.arena,
@@ -223,8 +225,8 @@ class Trainer:
             weights = self.replication.open(index, 0)
             for parameter in unit.layer.parameters():
                 tensor: Any = weights
-                for part in parameter.name.split("."):
-                    tensor = tensor[part]
+                for chunk in parameter.name.split("."):
+                    tensor = tensor[chunk]
                 found[unit.full_name(parameter)] = self.backend.to_host(tensor).copy()
             self.replication.close(index, 0)
         return {entry.name: found[entry.name] for entry in self.storage.tensors}
@@ -334,7 +336,7 @@ class Trainer:
 
     def _straggle(self, step: int) -> None:
         """Sleep for the delay of this rank in this step, as run.delay defines it."""
-        run, here = self.config.run, self.grid.place
+        run, here = self.config.run, self.grid.coords
         if run.delay:
             span = self._recorder.compute(self._delay_name)
             time.sleep(
@@ -445,7 +447,7 @@ class Trainer:
         )
         totals = np.zeros(3)
         for start in range(0, rows, together):
-            mine = share(min(together, rows - start), self.grid.place.dp, replicas)
+            mine = share(min(together, rows - start), self.grid.coords.dp, replicas)
             is_asked = stop_requested is not None and stop_requested()
             numbers = [(start + i) * source.held_out // rows for i in mine] or [0]
             found = (0.0, 0, 0) if self.grid.is_server else self._losses(source, numbers)
@@ -553,9 +555,9 @@ def _same_bits(
         (
             start - origin,
             stop - origin,
-            hashlib.sha256(array[place : place + stop - start].tobytes()).hexdigest(),
+            hashlib.sha256(array[offset : offset + stop - start].tobytes()).hexdigest(),
         )
-        for start, stop, place in pieces
+        for start, stop, offset in pieces
     ]
     told = {tuple(one) for mine in transport.gather_text(held) for one in mine}
     return len(told) == len({(start, stop) for start, stop, _ in told})

@@ -37,7 +37,7 @@ def stage_rows(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> lis
 
     inputs, targets  rows of this rank, as many as in its step
     """
-    pipe, stage = trainer.pipe, trainer.grid.place.pp
+    pipe, stage = trainer.pipe, trainer.grid.coords.pp
     plan = fused_at_the_input(trainer.resolved.plan, pipe.lowest)
     program = training_program(plan, pipe.lowest)[stage]
     (sent, sent_bytes), (returned, returned_bytes) = (

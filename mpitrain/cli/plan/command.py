@@ -133,12 +133,12 @@ def schedule(
         return
     plan = find_plan(name, stages, micro_batches, chunks)
     check_files(0, [json_file], plot_file)
-    share = len(plan.lists) / len(plan.place)
+    share = len(plan.lists) / len(plan.stage_of)
     cost = Cost(
         *(share * amounts[f"{half}_ms"] for half in HALVES),
         *(share * 1e6 * amounts[f"{kept}_mb"] for kept in KEPT),
     )
-    costs = [cost] * len(plan.place)
+    costs = [cost] * len(plan.stage_of)
     simulation = simulate(with_messages(plan), costs, *messages)
     title = f"{name}: {len(plan.lists)} stage(s), {plan.micro_batches} micro-batch(es)"
     click.echo(

@@ -20,7 +20,7 @@ def all_reduce(replica: ReplicationContext) -> Replication:
     owned, grid = whole(replica.storage), replica.grid
     # The replicas divide the squaring evenly: each element is squared on one rank.
     shares = [
-        (start, share(stop - start, grid.place.dp, grid.axes.dp))
+        (start, share(stop - start, grid.coords.dp, grid.axes.dp))
         for start, stop, _ in counted_runs(replica)
     ]
     counted = [Piece(start + own.start, start + own.stop, 0) for start, own in shares]

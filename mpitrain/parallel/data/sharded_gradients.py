@@ -52,10 +52,10 @@ class Shards:
         The replication group divides the squaring of its shards evenly.
         """
         found = []
-        for bucket, (start, stop, place) in self.pieces.items():
+        for bucket, (start, stop, offset) in self.pieces.items():
             if grid.counts(bucket.holders):
                 mine = share(stop - start, self.alike.rank, self.alike.size)
-                found.append(Piece(start + mine.start, start + mine.stop, place + mine.start))
+                found.append(Piece(start + mine.start, start + mine.stop, offset + mine.start))
         return found
 
     def parameters(self, replica: ReplicationContext) -> Any:
@@ -100,7 +100,7 @@ class ShardedGradients(GradientReducer):
         """
         pieces, storage, config = shards.pieces, replica.storage, replica.config.replication
         buckets = list(pieces)
-        self._is_once, self._overlap = bool(replica.parts), config.overlap
+        self._is_once, self._overlap = bool(replica.chunks), config.overlap
         self._exposed = replica.exposed
         self.members: Sequence[int] = replica.grid.dp.transport.members
         self.shards = shards
@@ -110,7 +110,7 @@ class ShardedGradients(GradientReducer):
             buckets,
             shared_by_ties(storage, buckets),
             shards.dividing.transport,
-            replica.parts,
+            replica.chunks,
         )
         self.arrays = [self.buffer, slots.flat]
         self.summed = dict(zip(shards.owned, compact(self.buffer, shards.owned), strict=True))
@@ -119,7 +119,7 @@ class ShardedGradients(GradientReducer):
             replica.grid,
             self.buffer,
             [
-                (b.holders, b.partial, p.place, p.place + p.stop - p.start)
+                (b.holders, b.partial, p.offset, p.offset + p.stop - p.start)
                 for b, p in pieces.items()
             ],
         )

@@ -37,26 +37,26 @@ class UnshardedBuffers:
         buckets: Collection[Bucket],
         alone: Collection[Bucket],
         transport: Transport,
-        parts: Sequence[range] = (),
+        chunks: Sequence[range] = (),
         dtype: Any = None,
     ):
         """Allocate the slots; collective, since shared-memory transports allocate them in windows.
 
         alone  buckets with a slot of their own
-        parts  as in `ReplicationContext`; no bucket has units of two chunks
+        chunks  as in `ReplicationContext`; no bucket has units of two chunks
         dtype  None: the dtype of the storage
         """
         numbers: dict[Any, int] = {}
         turns: dict[Any, count] = {}
         self.slot: dict[Bucket, int] = {}
         for bucket in sorted(set(buckets) - set(alone)):
-            part = next(
-                (number for number, units in enumerate(parts) if bucket.units[0] in units), None
+            chunk = next(
+                (number for number, units in enumerate(chunks) if bucket.units[0] in units), None
             )
             kind = bucket.holders, bucket.partial, bucket.frozen
-            turn = next(turns.setdefault((kind, part), count()))
+            turn = next(turns.setdefault((kind, chunk), count()))
             self.slot[bucket] = numbers.setdefault(
-                (kind, turn if parts else turn % TURNS), len(numbers)
+                (kind, turn if chunks else turn % TURNS), len(numbers)
             )
         self.slot |= {bucket: number for number, bucket in enumerate(sorted(alone), len(numbers))}
         lengths = [

@@ -64,15 +64,15 @@ class StashedParameters(WholeParameters):
     def _newest(self) -> Any:
         return self._versions[self._made % len(self._versions)]
 
-    def open(self, unit: int, part: int) -> Weights:
+    def open(self, unit: int, micro: int) -> Weights:
         """Return the parameters of a micro-batch, for its forward and its backward.
 
-        part  the micro-batch, modulo twice the micro-batches of a step (as in
-              pipeline/async_pipeline.py)
+        micro  the micro-batch, modulo twice the micro-batches of a step (as in
+               pipeline/async_pipeline.py)
         """
         last = max(1, self.steps) * self._micro_batches - 1
-        micro = last - (last - part) % (2 * self._micro_batches)
-        version = max(0, micro // self._every - (len(self._versions) - 1))
+        running = last - (last - micro) % (2 * self._micro_batches)
+        version = max(0, running // self._every - (len(self._versions) - 1))
         return self._views[version % len(self._versions)][unit]
 
     def advance(self) -> None:
@@ -233,7 +233,7 @@ class StageUpdate(AgreeAndUpdate):
         message = self._messages[micro % self._stages]
         ignored, _ = self._masks[micro // self._micro_batches]
         message[:] = loss, 0, 0, 0, ignored[at] if grid.reports_loss else 0
-        if grid.place.tp == grid.place.dp == 0:
+        if grid.coords.tp == grid.coords.dp == 0:
             message[1:3] = squares, nonfinite
         message[3] = self._wish
         self._telling[micro % self._stages].start()
@@ -352,8 +352,8 @@ class StashedRows(ReplicaRows):
         super().__init__(replica)
         self._step_end = step_end
 
-    def of_update(self, part: int) -> int:
-        return self._step_end.rows_of_update(part)
+    def of_update(self, micro: int) -> int:
+        return self._step_end.rows_of_update(micro)
 
     def loss(self, logits: Any, targets: Any, scale: float) -> tuple[Any, Any]:
         value, gradient = super().loss(logits, targets, scale)
@@ -387,7 +387,7 @@ def pipedream(replica: ReplicationContext) -> Replication:
     """Return PipeDream (Narayanan et al. 2019): one update for each micro-batch; stage s of p has
     p - s versions.
     """
-    return stashing(replica, 1, replica.grid.axes.pp - replica.grid.place.pp)
+    return stashing(replica, 1, replica.grid.axes.pp - replica.grid.coords.pp)
 
 
 def pipedream_2bw(replica: ReplicationContext) -> Replication:

@@ -94,7 +94,7 @@ class GatheredAfterUpdate(ParameterStore):
         self._open: list[Reduction] = []
         self._engine = mover(shards.dividing.transport, self._gathers)
 
-    def open(self, unit: int, part: int) -> Weights:
+    def open(self, unit: int, micro: int) -> Weights:
         if self._open:
             with self._replica.exposed:
                 for gather in self._needed[unit]:
@@ -205,7 +205,7 @@ STAGES = {
         AgreeAndUpdate,
     ),
     2: Stage(
-        lambda replica: common_buckets(replica, [part.start for part in replica.parts]),
+        lambda replica: common_buckets(replica, [chunk.start for chunk in replica.chunks]),
         GatheredAfterUpdate,
         scattered_each_micro_batch,
         AgreeAndUpdate,

@@ -74,7 +74,7 @@ class GatheredOnUse(ParameterStore):
             b for b in buckets if b in tied or _elements(storage.within(b)) <= config.zero_keep
         ]
         self.slots = UnshardedBuffers(
-            storage, buckets, alone, dividing.transport, replica.parts, replica.computed
+            storage, buckets, alone, dividing.transport, replica.chunks, replica.computed
         )
         self.arrays = [self.parameters, self.frozen.flat, self.slots.flat]
         self._weights = storage.nested(self.slots.tensors)
@@ -99,7 +99,7 @@ class GatheredOnUse(ParameterStore):
         self._under_way: list[Bucket] = []
         self._opened = 0
 
-    def open(self, unit: int, part: int) -> Weights:
+    def open(self, unit: int, micro: int) -> Weights:
         with self._replica.exposed:
             for bucket in self._needed[unit]:
                 self._gather(bucket)
@@ -119,11 +119,13 @@ class GatheredOnUse(ParameterStore):
 
         They are the next unit, or with several model chunks the rest of its chunk.
         """
-        part = next((units for units in self._replica.parts if unit in units), None)
-        if part is None:
+        chunk = next((units for units in self._replica.chunks if unit in units), None)
+        if chunk is None:
             return [self._next(unit)]
         return (
-            part if unit == part.start else part[max(0, self._replica.first - part.start) :][::-1]
+            chunk
+            if unit == chunk.start
+            else chunk[max(0, self._replica.first - chunk.start) :][::-1]
         )
 
     def _next(self, unit: int) -> int:

@@ -72,8 +72,8 @@ class ParameterStore(Protocol):
     sharing: Sequence[Group]
     frozen: Any
 
-    def open(self, unit: int, part: int) -> Weights:
-        """Return a unit's parameters for micro-batch `part`, as `Replication.open`."""
+    def open(self, unit: int, micro: int) -> Weights:
+        """Return a unit's parameters for micro-batch `micro`, as `Replication.open`."""
         raise AssertionError("a server computes no rows")
 
     @abstractmethod
@@ -216,8 +216,8 @@ class Rows(Protocol):
     def batch(self, source: Source, step: int, before: int | None) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets of this rank's rows, as `Replication.batch`."""
 
-    def of_update(self, part: int) -> int:
-        """Return the rows, over all ranks, of the update that micro-batch `part` belongs to."""
+    def of_update(self, micro: int) -> int:
+        """Return the rows, over all ranks, of the update that micro-batch `micro` belongs to."""
 
     def loss(self, logits: Any, targets: Any, scale: float) -> tuple[Any, Any]:
         """Return the summed loss of a micro-batch, and `scale` times the gradient of its logits."""

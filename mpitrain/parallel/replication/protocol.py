@@ -29,7 +29,7 @@ class ReplicationContext:
     storage  layout of this rank's tensors in a flat buffer
     wire     wire format of the gradients
     loss     the loss of this rank's logits
-    parts    with several model chunks on this stage: the units of each chunk, numbered as in
+    chunks    with several model chunks on this stage: the units of each chunk, numbered as in
              `storage`; otherwise empty
     first    the first unit of this rank with a backward: all units before are frozen
     exposed  the time that this rank has been blocked on communication in the current step
@@ -42,7 +42,7 @@ class ReplicationContext:
     device: Device
     arena: Arena
     loss: Loss
-    parts: Sequence[range] = ()
+    chunks: Sequence[range] = ()
     first: int = 0
     exposed: ExposedTime = field(default_factory=ExposedTime)
 
@@ -82,7 +82,7 @@ class Replication:
     """A mode of replication (as DDP, or FSDP's runtime): a store, a reducer, a step end and rows.
 
     The training step calls it unit by unit. Units are numbered within this rank's list. The
-    argument `part` is the index of the micro-batch. A mode is a choice of four components; their
+    argument `micro` is the index of the micro-batch. A mode is a choice of four components; their
     protocols are in `components.py`. Every method delegates to one of them.
 
     Parameters
@@ -194,7 +194,7 @@ class Replication:
         """
         return self.rows.batch(source, step, before)
 
-    def scale(self, predictions: int, part: int) -> float:
+    def scale(self, predictions: int, micro: int) -> float:
         """Return the factor of a micro-batch's summed loss, which makes the gradient that of a
         mean.
 
@@ -204,7 +204,7 @@ class Replication:
         ----------
         predictions : int
             Targets in one row.
-        part : int
+        micro : int
             The micro-batch of this loss.
 
         Returns
@@ -212,16 +212,16 @@ class Replication:
         float
             1 / (rows of one update x predictions). By default the rows are the global batch.
         """
-        return 1 / self.targets(predictions, part)
+        return 1 / self.targets(predictions, micro)
 
-    def targets(self, predictions: int, part: int) -> int:
+    def targets(self, predictions: int, micro: int) -> int:
         """Return the targets of one update over all ranks, ignored targets included.
 
         Parameters
         ----------
         predictions : int
             Targets in one row.
-        part : int
+        micro : int
             A micro-batch of the update.
 
         Returns
@@ -229,7 +229,7 @@ class Replication:
         int
             The update divides by the targets that count, which ranks only know together.
         """
-        return self.rows.of_update(part) * predictions
+        return self.rows.of_update(micro) * predictions
 
     def begin(self, step: int) -> None:
         """Begin a step: mark all gradients as empty.
@@ -256,14 +256,14 @@ class Replication:
         Modes with one update for each step ignore the call: `finish` reports the same number.
         """
 
-    def open(self, unit: int, part: int) -> Weights:
+    def open(self, unit: int, micro: int) -> Weights:
         """Return a unit's parameters, and wait for them if they are still being gathered.
 
         Parameters
         ----------
         unit : int
             Index in this rank's list.
-        part : int
+        micro : int
             The micro-batch.
 
         Returns
@@ -271,14 +271,14 @@ class Replication:
         Weights
             Views, valid until `close`.
         """
-        return self.store.open(unit, part)
+        return self.store.open(unit, micro)
 
-    def close(self, unit: int, part: int) -> None:
+    def close(self, unit: int, micro: int) -> None:
         """End the use of a unit's parameters that `open` returned.
 
         Parameters
         ----------
-        unit, part : int
+        unit, micro : int
             As in `open`.
         """
 
@@ -309,14 +309,14 @@ class Replication:
         """The factor of all gradients until the update divides by it."""
         return self.step_end.skips.scale.value
 
-    def gradients(self, unit: int, part: int) -> Gradients:
+    def gradients(self, unit: int, micro: int) -> Gradients:
         """Return the buffers in which a unit's gradients are summed.
 
         Parameters
         ----------
         unit : int
             Index in this rank's list.
-        part : int
+        micro : int
             The micro-batch.
 
         Returns

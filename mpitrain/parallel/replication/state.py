@@ -55,4 +55,4 @@ def spread(flat: Any, pieces: Sequence[Piece]) -> list[Any]:
 
 def compact(flat: Any, pieces: Sequence[Piece]) -> list[Any]:
     """Return views of the pieces in their owner's compact buffer, at their offsets `place`."""
-    return [flat[piece.place : piece.place + piece.stop - piece.start] for piece in pieces]
+    return [flat[piece.offset : piece.offset + piece.stop - piece.start] for piece in pieces]

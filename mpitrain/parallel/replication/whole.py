@@ -47,7 +47,7 @@ class WholeParameters(ParameterStore):
         self.arrays: list[Any] = [self.parameters, self.computed, self.frozen.flat]
         self.owned = dict(zip(owned, spread(self.parameters, owned), strict=True))
 
-    def open(self, unit: int, part: int) -> Weights:
+    def open(self, unit: int, micro: int) -> Weights:
         return self.weights[unit]
 
     def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
@@ -142,13 +142,13 @@ class ReplicaRows:
 
     def share(self, rows: int) -> range:
         grid = self._replica.grid
-        return share(rows, grid.place.dp, grid.axes.dp)
+        return share(rows, grid.coords.dp, grid.axes.dp)
 
     def batch(self, source: Source, step: int, before: int | None) -> tuple[np.ndarray, np.ndarray]:
         seed = self._replica.config.run.seed
         return source.batch(seed, step, self._size, self.share(self._size), before)
 
-    def of_update(self, part: int) -> int:
+    def of_update(self, micro: int) -> int:
         return self._size
 
     def loss(self, logits: Any, targets: Any, scale: float) -> tuple[Any, Any]:
@@ -158,5 +158,5 @@ class ReplicaRows:
 class OwnRows(ReplicaRows):
     """The same rows, for an update from them alone."""
 
-    def of_update(self, part: int) -> int:
+    def of_update(self, micro: int) -> int:
         return len(self.share(self._size))

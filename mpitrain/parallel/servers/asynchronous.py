@@ -86,7 +86,7 @@ class TicketRows(ReplicaRows):
             return super().share(rows)
         return share(rows, self.ticket % self._workers, self._workers)
 
-    def of_update(self, part: int) -> int:
+    def of_update(self, micro: int) -> int:
         return len(self.share(self._size))
 
 

@@ -32,9 +32,9 @@ class BroadcastParameters(WholeParameters):
         self._broadcast = replica.grid.dp.bind_broadcast(self.parameters, ROOT)
         self._is_current = True  # all ranks have the parameters of rank 0
 
-    def open(self, unit: int, part: int) -> Weights:
-        self.opened = part
-        return super().open(unit, part)
+    def open(self, unit: int, micro: int) -> Weights:
+        self.opened = micro
+        return super().open(unit, micro)
 
     def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
         super().update(apply)

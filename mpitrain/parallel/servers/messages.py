@@ -28,7 +28,7 @@ def by_span(spans: Sequence[Span], pieces: Sequence[Piece]) -> list[Piece]:
     The last span is first: gradients become complete in this order.
     """
     return [
-        Piece(span.start, span.stop, piece.place + span.start - piece.start)
+        Piece(span.start, span.stop, piece.offset + span.start - piece.start)
         for span in reversed(spans)
         for piece in pieces
         if piece.start <= span.start < span.stop <= piece.stop

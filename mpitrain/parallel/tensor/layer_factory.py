@@ -24,7 +24,7 @@ from mpitrain.parallel.tensor.linear import (
     ReplicatedLinear,
     ReplicatedNorm,
     RowParallelLinear,
-    part,
+    own_run,
 )
 from mpitrain.parallel.tensor.sequence import ReplicatedRows, SequenceSharded
 from mpitrain.parallel.tensor.vocabulary import (
@@ -85,7 +85,7 @@ class ShardedLayerFactory(LayerFactory):
         """Return a linear layer with this rank's run of each output."""
         first, runs = 0, []
         for count in counts:
-            mine = part(self.rows.group, count, noun)
+            mine = own_run(self.rows.group, count, noun)
             runs.append(range(first + mine.start * each, first + mine.stop * each))
             first += count * each
         return Column(self, runs, inputs, first, draw)

@@ -165,7 +165,7 @@ class ColumnParallelLinear(Column):
     ):
         super().__init__(
             layers,
-            [part(layers.rows.group, outputs, "outputs")],
+            [own_run(layers.rows.group, outputs, "outputs")],
             inputs,
             outputs,
             draw,
@@ -225,7 +225,7 @@ class RowParallelLinear(Linear):
         input_is_parallel: bool = True,
     ):
         _check_rows(layers.rows, not input_is_parallel, "input_is_parallel=False takes")
-        self._run = part(layers.rows.group, inputs, "inputs")
+        self._run = own_run(layers.rows.group, inputs, "inputs")
         super().__init__(layers.ops, len(self._run), outputs, draw, bias=False)
         self._rows, self._whole, self._has_bias, self._is_parallel = (
             layers.rows,
@@ -319,7 +319,7 @@ class HeadAttention(Attention):
     """Causal attention of this rank's heads, over whole sequences."""
 
     def __init__(self, layers: Layers, heads: int):
-        super().__init__(layers.ops, len(part(layers.rows.group, heads, "heads")))
+        super().__init__(layers.ops, len(own_run(layers.rows.group, heads, "heads")))
         self._rows = layers.rows
 
     def output_shape(self, shape):
@@ -358,7 +358,7 @@ class ReplicatedNorm(LayerNorm):
         return [p._replace(holders="tp", partial=self._partial) for p in super().parameters()]
 
 
-def part(group: Group, count: int, what: str) -> range:
+def own_run(group: Group, count: int, what: str) -> range:
     """Return this rank's run of `count` features, heads or outputs.
 
     what    the noun for the error

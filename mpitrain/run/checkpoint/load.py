@@ -80,8 +80,8 @@ def fill(
             array = kept[held.number].array
             values = values.astype(array.dtype, copy=False)
             for piece, packed in zip(held.part.pieces, held.part.packed().pieces, strict=True):
-                array[piece.place : piece.place + piece.stop - piece.start] = backend.from_host(
-                    values[packed.place : packed.place + piece.stop - piece.start]
+                array[piece.offset : piece.offset + piece.stop - piece.start] = backend.from_host(
+                    values[packed.offset : packed.offset + piece.stop - piece.start]
                 )
     except FileNotFoundError as error:
         raise CheckpointError(f"{error.filename} is missing.", way_out(path)) from None
@@ -101,9 +101,9 @@ def _joined(files: "_Files", held: HeldRegion, found: Sequence[Stored]) -> np.nd
     raises  CheckpointError unless the checkpoint has each element exactly once
     """
     joined, done = np.empty(held.part.length, held.dtype), list[tuple[int, int]]()
-    for place, values in files.elements(held, found):
-        joined[place : place + len(values)] = values
-        done.append((place, place + len(values)))
+    for offset, values in files.elements(held, found):
+        joined[offset : offset + len(values)] = values
+        done.append((offset, offset + len(values)))
     ends = [0, *(stop for _, stop in sorted(done))]
     if ends[-1] != len(joined) or ends[:-1] != sorted(
         start for start, _ in done
@@ -120,8 +120,8 @@ def _summed(files: "_Files", held: HeldRegion, found: Sequence[Stored]) -> np.nd
     if any(stored.part.shape != held.part.shape for stored in found):
         raise files.unfit(held, found)
     total = np.zeros(held.part.length, held.dtype)
-    for place, values in files.elements(held, found):
-        total[place : place + len(values)] += values
+    for offset, values in files.elements(held, found):
+        total[offset : offset + len(values)] += values
     return total
 
 
@@ -197,7 +197,7 @@ class _Files:
                     f"{stored.file} has {stored.key!a} as {array.dtype} of shape {array.shape}, but "
                     f"{held.dtype} of shape {shape} is wanted"
                 )
-            for place, other, length in zip(*(column.tolist() for column in here), strict=True):
+            for offset, other, length in zip(*(column.tolist() for column in here), strict=True):
                 for start in range(0, length, MOVED // dtype.itemsize):
                     values = np.empty(min(MOVED // dtype.itemsize, length - start), dtype)
                     read_into(
@@ -205,7 +205,7 @@ class _Files:
                         values,
                         array.start + (other + start) * dtype.itemsize,
                     )
-                    yield place + start, values
+                    yield offset + start, values
 
     def unfit(self, held: HeldRegion, found: Sequence[Stored]) -> CheckpointError:
         """Return the error for a tensor whose stored regions do not fit."""

@@ -8,9 +8,9 @@ Example: the right half of a tensor of shape (3, 6), on rank 1 of 2 tensor-paral
 rectangle is ((0, 3), (3, 6)). The numbers are offsets in the flattened whole tensor:
 
     whole tensor          array of the rank       Runs
-    .  .  .   3  4  5      3  4  5                start  3, place 0, length 3
-    .  .  .   9 10 11      9 10 11                start  9, place 3, length 3
-    .  .  .  15 16 17     15 16 17                start 15, place 6, length 3
+    .  .  .   3  4  5      3  4  5                start  3, offset 0, length 3
+    .  .  .   9 10 11      9 10 11                start  9, offset 3, length 3
+    .  .  .  15 16 17     15 16 17                start 15, offset 6, length 3
 """
 
 from bisect import bisect_left, bisect_right
@@ -49,10 +49,10 @@ class Region(NamedTuple):
 
     def packed(self) -> "Region":
         """Return the region of the same elements in an array without any others."""
-        pieces, place = [], 0
+        pieces, offset = [], 0
         for piece in self.pieces:
-            pieces.append(piece._replace(place=place))
-            place += piece.stop - piece.start
+            pieces.append(piece._replace(offset=offset))
+            offset += piece.stop - piece.start
         return self._replace(pieces=tuple(pieces))
 
 
@@ -75,12 +75,12 @@ class Runs(NamedTuple):
     """Runs of elements that are contiguous both in the flattened tensor and in an array.
 
     start   offset of each run in the flattened tensor, ascending; (runs,) int64
-    place   offset of each run in the array; (runs,) int64
+    offset   offset of each run in the array; (runs,) int64
     length  elements of each run; (runs,) int64
     """
 
     start: np.ndarray
-    place: np.ndarray
+    offset: np.ndarray
     length: np.ndarray
 
 
@@ -141,7 +141,9 @@ def holdings(description: dict[str, Any]) -> list[HeldRegion]:
         for tensor, shape, rectangles, start, stop in tensors:
             near = everything[bisect_right(stops, start) : bisect_left(starts, stop)]
             if inside := list(within(near, start, stop)):
-                local = [[piece.start - start, piece.stop - start, piece.place] for piece in inside]
+                local = [
+                    [piece.start - start, piece.stop - start, piece.offset] for piece in inside
+                ]
                 found.append(
                     HeldRegion(
                         number,
@@ -159,7 +161,7 @@ def within(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:
     for piece in pieces:
         low, high = max(piece.start, start), min(piece.stop, stop)
         if low < high:
-            yield Piece(low, high, piece.place + low - piece.start)
+            yield Piece(low, high, piece.offset + low - piece.start)
 
 
 def without(pieces: Iterable[Piece], others: Iterable[Piece]) -> list[Piece]:
@@ -188,23 +190,23 @@ def cut(pieces: Iterable[Piece], count: int) -> Iterator[Piece]:
 
 def runs(part: Region) -> Runs:
     """Return the runs of a region; a rectangle narrower than its tensor has one run per row."""
-    start, place, length = _runs_of_rectangles(part.shape, part.rectangles)
+    start, offset, length = _runs_of_rectangles(part.shape, part.rectangles)
     found = []
     for piece in part.pieces:
-        low, high = np.maximum(place, piece.start), np.minimum(place + length, piece.stop)
+        low, high = np.maximum(offset, piece.start), np.minimum(offset + length, piece.stop)
         here = low < high
         low = low[here]
         found.append(
-            (start[here] + low - place[here], piece.place + low - piece.start, high[here] - low)
+            (start[here] + low - offset[here], piece.offset + low - piece.start, high[here] - low)
         )
     firsts, places, lengths = (np.concatenate(column) for column in zip(*found, strict=True))
     order = np.argsort(firsts, kind="stable")
     return Runs(firsts[order], places[order], lengths[order])
 
 
-def one_run(start: int, length: int, place: int = 0) -> Runs:
+def one_run(start: int, length: int, offset: int = 0) -> Runs:
     """Return one contiguous run as `Runs`."""
-    return Runs(*(np.array([number], np.int64) for number in (start, place, length)))
+    return Runs(*(np.array([number], np.int64) for number in (start, offset, length)))
 
 
 def common(one: Runs, other: Runs) -> Common:
@@ -216,7 +218,7 @@ def common(one: Runs, other: Runs) -> Common:
     start = np.maximum(one.start[i], other.start[j])
     length = np.minimum(one.start[i] + one.length[i], other.start[j] + other.length[j]) - start
     return Common(
-        one.place[i] + start - one.start[i], other.place[j] + start - other.start[j], length
+        one.offset[i] + start - one.start[i], other.offset[j] + start - other.start[j], length
     )
 
 
@@ -237,16 +239,16 @@ def _runs_of_rectangles(
     found, before = [], 0
     for rectangle, length in zip(rectangles, lengths, strict=True):
         last = max((d for d in dims if not shape[d] == local[d] == length[d]), default=0)
-        start, place = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        start, offset = np.zeros(1, np.int64), np.zeros(1, np.int64)
         for d in dims:
             steps = np.arange(length[d] if d < last else 1)
             start = np.add.outer(start, (rectangle[d][0] + steps) * prod(shape[d + 1 :])).reshape(
                 -1
             )
-            place = np.add.outer(
-                place, (before * (d == joined) + steps) * prod(local[d + 1 :])
+            offset = np.add.outer(
+                offset, (before * (d == joined) + steps) * prod(local[d + 1 :])
             ).reshape(-1)
-        found.append((start, place, np.full(len(start), prod(length[last:]))))
+        found.append((start, offset, np.full(len(start), prod(length[last:]))))
         before += length[joined]
     first, second, third = (np.concatenate(column) for column in zip(*found, strict=True))
     return first, second, third

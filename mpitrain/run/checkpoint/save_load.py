@@ -154,7 +154,9 @@ def _write(
     for one in held.values():
         count = MOVED // one.dtype.itemsize
         for piece in one.part.pieces:
-            for start in range(piece.place, stop := piece.place + piece.stop - piece.start, count):
+            for start in range(
+                piece.offset, stop := piece.offset + piece.stop - piece.start, count
+            ):
                 files[name].write(
                     backend.to_host(kept[one.number].array[start : min(start + count, stop)])
                 )

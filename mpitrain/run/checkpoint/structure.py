@@ -114,9 +114,9 @@ def _check_part(
     """
     local = prod(shape) if rectangles is None else _held(where, shape, rectangles)
     done = before = 0
-    for start, stop, place in pieces:
-        if not before <= start < stop <= local or place != done:
-            raise ValueError(f"{where} has elements {start} to {stop} of {local} at {place}")
+    for start, stop, offset in pieces:
+        if not before <= start < stop <= local or offset != done:
+            raise ValueError(f"{where} has elements {start} to {stop} of {local} at {offset}")
         before, done = stop, done + stop - start
     if not pieces:
         raise ValueError(f"{where} has no elements")

@@ -129,8 +129,8 @@ def _share_out(holders: Holders, shares: Shares, nbytes: list[int]) -> None:
             mine = next(
                 piece for piece in held.part.pieces if piece.start <= unit.start < piece.stop
             )
-            # `place` becomes the offset in this rank's array.
-            here = unit._replace(place=mine.place + unit.start - mine.start)
+            # `offset` becomes the offset in this rank's array.
+            here = unit._replace(offset=mine.offset + unit.start - mine.start)
             _give(held._replace(part=held.part._replace(pieces=(here,))), rank, shares, nbytes)
         taken[rectangles] += left
 
@@ -208,8 +208,8 @@ def _bring(
         transport.send(values, joined.writer)
         return
     done = 0
-    for place, length in zip(here.other.tolist(), here.length.tolist(), strict=True):
-        chunk[place : place + length] = values[done : done + length]
+    for offset, length in zip(here.other.tolist(), here.length.tolist(), strict=True):
+        chunk[offset : offset + length] = values[done : done + length]
         done += length
 
 
@@ -221,8 +221,8 @@ def _picked(array: Any, here: Common, backend: Backend) -> np.ndarray:
         return held
     return np.concatenate(
         [
-            held[place - first : place - first + length]
-            for place, length in zip(here.one.tolist(), here.length.tolist(), strict=True)
+            held[offset - first : offset - first + length]
+            for offset, length in zip(here.one.tolist(), here.length.tolist(), strict=True)
         ]
     )
 

@@ -83,13 +83,13 @@ def _needed(
     """Return the bytes of activations in this rank's memory, and its own counts."""
     axes = job.axes
     workers = axes.ranks - axes.servers
-    tp, dp, pp = axes.place(rank) if rank < workers else (0, 0, 0)
+    tp, dp, pp = axes.coords(rank) if rank < workers else (0, 0, 0)
     counter = Counter(job, source, units, tp)
     mine = counter.step(pp, dp)
     if job.config.device.kind == "cuda":
         return room.ranks * mine.peak, mine if rank < workers else Step()
     # The ranks of a stage need almost equal bytes, so each stage is counted once.
-    stages = Numbers(axes.place(r).pp for r in range(workers) if hosts[r] == hosts[rank])
+    stages = Numbers(axes.coords(r).pp for r in range(workers) if hosts[r] == hosts[rank])
     peaks = {stage: mine.peak if stage == pp else counter.step(stage).peak for stage in stages}
     total = sum(number * peaks[stage] for stage, number in stages.items())
     return total, mine if rank < workers else Step()

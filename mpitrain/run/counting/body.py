@@ -95,13 +95,13 @@ class Replica:
             for leaf in unit:
                 leaf.filled = False
 
-    def open(self, unit: int, part: int) -> Weights:
+    def open(self, unit: int, micro: int) -> Weights:
         return self._weights[unit]
 
-    def close(self, unit: int, part: int) -> None:
+    def close(self, unit: int, micro: int) -> None:
         """Do nothing."""
 
-    def gradients(self, unit: int, part: int) -> Gradients:
+    def gradients(self, unit: int, micro: int) -> Gradients:
         return self._gradients[unit]
 
     def gradient_ready(self, unit: int, is_last: bool) -> None:

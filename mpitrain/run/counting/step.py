@@ -15,7 +15,7 @@ from mpitrain.layers.flat import Storage
 from mpitrain.ops.device import Device
 from mpitrain.parallel.grid import Axes, share
 from mpitrain.parallel.tensor.layer_factory import loss_for
-from mpitrain.pipeline.chunks import Units, chunks
+from mpitrain.pipeline.chunks import Units, cut_in_chunks
 from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.memory import peak
 from mpitrain.pipeline.partition import TIME
@@ -68,15 +68,15 @@ class Counter:
         config, axes, plan, device = job
         self._job, self._source = job, source
         self._body = Body(device, config, tp, axes.tp)
-        self._chunks = chunks(
-            units, self._body.layers, plan.place, _partition(config), config.model.freeze
+        self._chunks = cut_in_chunks(
+            units, self._body.layers, plan.stage_of, _partition(config), config.model.freeze
         )
 
     def step(self, pp: int, dp: int = 0) -> Step:
         """Count one training step of a pipeline stage, in the dp-th replica."""
         config, axes, plan, device = self._job
-        body, parts = self._body, self._chunks.parts
-        mine = [unit for part in own(plan.place, pp) for unit in parts[part]]
+        body, chunks = self._body, self._chunks.chunks
+        mine = [unit for chunk in own(plan.stage_of, pp) for unit in chunks[chunk]]
         storage = Storage(mine, config.precision.stored, axes.dp)
         replica: Any = Replica(storage, body, loss_for(body.layers), self._chunks.first(mine))
         endpoint, computed = body.endpoint(pp, axes.pp), device.half or storage.dtype
@@ -84,7 +84,7 @@ class Counter:
         every = [share(len(rows), n, plan.micro_batches) for n in range(plan.micro_batches)]
         shares = _unlike(every) if _is_serial(plan) else every
         plan = plan if len(shares) == len(every) else plan_of(SERIAL, 1, len(shares))
-        pipe = Pipeline(plan, parts, endpoint, replica, body.arena, computed, body.layers.now)
+        pipe = Pipeline(plan, chunks, endpoint, replica, body.arena, computed, body.layers.now)
         inputs, targets = zeros(self._source, max(map(len, shares)), config.precision.stored)
 
         def loss(micro: int, logits: Any) -> Any:
@@ -109,28 +109,30 @@ class Counter:
     def units(self, pp: int) -> list[UnitCount]:
         """Count each unit of a pipeline stage, for the largest micro-batch of replica 0."""
         config, axes, plan, device = self._job
-        body, parts, found = self._body, self._chunks.parts, list[UnitCount]()
+        body, chunks, found = self._body, self._chunks.chunks, list[UnitCount]()
         rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)
         inputs, targets = zeros(self._source, rows, config.precision.stored)
-        for part in own(plan.place, pp):
-            storage = Storage(parts[part], config.precision.stored, axes.dp)
-            replica = Replica(storage, body, loss_for(body.layers), self._chunks.first(parts[part]))
+        for chunk in own(plan.stage_of, pp):
+            storage = Storage(chunks[chunk], config.precision.stored, axes.dp)
+            replica = Replica(
+                storage, body, loss_for(body.layers), self._chunks.first(chunks[chunk])
+            )
             computed = device.half or storage.dtype
 
-            def first(part: int = part, computed: Any = computed) -> Any:
+            def first(chunk: int = chunk, computed: Any = computed) -> Any:
                 body.layers.now.set(0, 0, rows, True)
-                if part == 0:
+                if chunk == 0:
                     return body.placed(inputs)
-                return body.arena.take(input_shape(parts, part, inputs.shape), computed)
+                return body.arena.take(input_shape(chunks, chunk, inputs.shape), computed)
 
-            last = (lambda: body.placed(targets)) if part == len(parts) - 1 else None
-            found += UnitCounter(body, parts[part], replica).count(first, last)
+            last = (lambda: body.placed(targets)) if chunk == len(chunks) - 1 else None
+            found += UnitCounter(body, chunks[chunk], replica).count(first, last)
         return found
 
 
 def _is_serial(plan: Plan) -> bool:
     """Return whether one stage ends each micro-batch before it begins the next."""
-    return len(plan.lists) == 1 == peak(plan.lists[0], [Cost(0, 0, 0)] * len(plan.place)).live
+    return len(plan.lists) == 1 == peak(plan.lists[0], [Cost(0, 0, 0)] * len(plan.stage_of)).live
 
 
 def _unlike(shares: Sequence[range]) -> list[range]:

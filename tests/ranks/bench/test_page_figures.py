@@ -95,7 +95,7 @@ def test_bubbles_and_live_counts_are_those_of_the_simulator():
     assert len(rows) == 8
     for name, idle, live in rows:
         plan = find_plan(name, 4, 8, 2 if name in ("interleaved", "breadth-first") else None)
-        costs = [Cost(1, 1, 1, saved=4 / len(plan.place))] * len(plan.place)
+        costs = [Cost(1, 1, 1, saved=4 / len(plan.stage_of))] * len(plan.stage_of)
         simulation = simulate(with_messages(plan), costs)
         assert f"{100 * simulation.bubble:.1f}" == idle, name
         assert max(peak(mine, costs).nbytes for mine in plan.lists) == pytest.approx(float(live)), (

@@ -179,7 +179,7 @@ def test_replicated_tensors_count_once_and_stay_equal(dp, wire, zero):
     def run(transport):
         config, axes, device = parse(settings), Axes(tp=2, dp=dp), device_for("cpu")
         grid = Grid(transport, axes, "ring", DEFAULT)
-        storage = Storage(units(grid.place.tp), "float32", dp)
+        storage = Storage(units(grid.coords.tp), "float32", dp)
         replication = replication_for(
             ReplicationContext(
                 config,
@@ -194,7 +194,7 @@ def test_replicated_tensors_count_once_and_stay_equal(dp, wire, zero):
         replication.begin(0)
         for entry in storage.entries:
             entry.view(replication.gradient_buffer)[...] = entry.parameter.part_of(
-                gradient(entry.name, entry.parameter.shape, grid.place.dp)
+                gradient(entry.name, entry.parameter.shape, grid.coords.dp)
             )
         for unit in (1, 0):
             for leaf in replication.gradients(unit, 0).values():
@@ -279,7 +279,7 @@ def test_a_tied_tensor_has_one_start_one_gradient_and_one_owner(dp, settings):
             Axes(tp=2, dp=dp, pp=2),
             device_for("cpu"),
         )
-        here = axes.place(transport.rank)
+        here = axes.coords(transport.rank)
         stages, tied = assign_units(tied_units(here.tp), (2, 2), (0, 1))
         assert tied == {"embedding.tokens": [0, 1]}
         grid = Grid(transport, axes, "ring")

@@ -50,7 +50,7 @@ def together(transport, axes):
     """Losses and norms that a rank of many is told, what it counts, and {name: (description, values)} of what it holds."""
     config, device = configured(*SETTINGS), device_for("cpu")
     arena, backend = device.arena(), device.backend
-    place = axes.place(transport.rank)
+    place = axes.coords(transport.rank)
     grid = Grid(transport, axes)
     layers = Sharded(grid.tp)
     units = gpt(layers, **GPT)
@@ -114,7 +114,9 @@ def test_parts_of_layers_stages_and_replicas_equal_one_rank(axes):
     ((truth, count, whole),) = run_ranks(1, alone)
     found = run_ranks(axes.ranks, together, axes)
     assert (
-        sum(counted for rank, (_, counted, _) in enumerate(found) if axes.place(rank)[:2] == (0, 0))
+        sum(
+            counted for rank, (_, counted, _) in enumerate(found) if axes.coords(rank)[:2] == (0, 0)
+        )
         == count
     )
     for told, _, tensors in found:

@@ -70,7 +70,7 @@ def everything(path, settings):
         load(path, trainer)
         return {
             (one.name, entry.name): entry._replace(start=entry.start - piece.start)
-            .view(one.array[piece.place :])
+            .view(one.array[piece.offset :])
             .copy()
             for one in trainer.replication.kept()
             for entry in one.entries or trainer.storage.entries

@@ -27,7 +27,7 @@ def served(transport, config, steps=STEPS):
     validated = trainer.evaluate(source)
     parameters = next(kept for kept in trainer.replication.kept() if kept.name == "parameters")
     found = {
-        p.start: parameters.array[p.place : p.place + p.stop - p.start].copy()
+        p.start: parameters.array[p.offset : p.offset + p.stop - p.start].copy()
         for p in parameters.pieces
     }
     return (

@@ -1,4 +1,4 @@
-"""ZeRO 2 and 3 in pipelines: equal to one rank, each part gathered once a pass and reduced once; and who is refused."""
+"""ZeRO 2 and 3 in pipelines: equal to one rank, each chunk gathered once a pass and reduced once; and who is refused."""
 
 from itertools import pairwise
 
@@ -87,7 +87,7 @@ def test_each_chunk_is_gathered_once_a_pass_and_reduced_once(name, chunks, tied,
         batch = mode.batch(source, 0)
         trainer.step(0, *batch)
         sent = measured(trainer.transport, lambda: trainer.step(1, *batch))[1]
-        parts = mode.replica.parts
+        parts = mode.replica.chunks
         assert len(parts) == chunks and parts[0].start == 0 and parts[-1].stop == len(storage.units)
         assert all(before.stop == after.start for before, after in pairwise(parts))
         sizes = [
@@ -100,7 +100,7 @@ def test_each_chunk_is_gathered_once_a_pass_and_reduced_once(name, chunks, tied,
         )
         gathered = sum(size * (turns if zero == 3 else 1) for size, turns in sizes)
         plain = {span.unit: span.stop - span.start for span in storage.spans if not span.holders}
-        units = [[plain[unit] for unit in part] for part in parts]
+        units = [[plain[unit] for unit in chunk] for chunk in parts]
         place = (
             max(map(sum, units)) if zero == 2 else sum(map(max, *units) if chunks > 1 else units[0])
         )
@@ -145,7 +145,7 @@ def test_zero_refuses_schedules_that_return_to_a_chunk(pp, name, chunks, working
         and caught.value.way_out
         == f"Set pipeline.schedule to {working}, or replication.zero to 0 or 1."
     )
-    assert caught.value.law.endswith(f"gathered and reduced once, but {name} comes back to parts.")
+    assert caught.value.law.endswith(f"gathered and reduced once, but {name} comes back to chunks.")
     for other in working.split(" or "):
         attempt(other)
 
@@ -155,13 +155,13 @@ def test_a_tied_gradient_waits_for_all_its_uses_in_any_order(zero, tmp_path, alo
     orders = [
         [0, 1],
         [1, 0],
-    ]  # the weight half of part 0, with the embedding, before that of part 1, with the head, and after
+    ]  # the weight half of chunk 0, with the embedding, before that of chunk 1, with the head, and after
     for order in orders:
-        halves = [BackwardWeight(part, micro) for part in order for micro in range(2)]
+        halves = [BackwardWeight(chunk, micro) for chunk in order for micro in range(2)]
         mine = [
-            kind(part, micro)
+            kind(chunk, micro)
             for micro in range(2)
-            for kind, part in ((Forward, 0), (Forward, 1), (BackwardInput, 1), (BackwardInput, 0))
+            for kind, chunk in ((Forward, 0), (Forward, 1), (BackwardInput, 1), (BackwardInput, 0))
         ]
         write_plan(tmp_path / "own.json", Plan((0, 0), ((*mine, *halves),)))
         settings = layout(

@@ -122,33 +122,33 @@ def emulated(settings, ends):
             """What a micro-batch's rows in all replicas have of its step's mean loss, and each replica's gradient."""
             _put(replication, weights)
             rows = [
-                [*mine][part.start : part.stop]
+                [*mine][chunk.start : chunk.stop]
                 for replica in range(replicas)
                 for mine in [share(size, replica, replicas)]
-                for part in [share(len(mine), micro, m)]
+                for chunk in [share(len(mine), micro, m)]
             ]
             used, loss, made = sum(map(len, rows)) if every else size, 0.0, []
-            replication.scale = lambda predictions, part: 1 / (used * predictions)
+            replication.scale = lambda predictions, chunk: 1 / (used * predictions)
             for mine in rows:
-                part = trainer.step(
+                chunk = trainer.step(
                     0, *source.batch(config.run.seed, step, size, range(mine[0], mine[-1] + 1))
                 )
-                loss += part * used / size
+                loss += chunk * used / size
                 made.append(gradients.copy())
             return loss, np.array(made)
 
         def update(here, step, count, gradient):
-            """Update the stage that has this part of the flat buffer; the square of its gradient's norm."""
+            """Update the stage that has this chunk of the flat buffer; the square of its gradient's norm."""
             mine = gradient[here].copy()
             norm = np.sqrt(host.gradient_facts(mine, Arena())[0])
             scale = o.clip / norm if 0 < o.clip < norm else 1.0
             for run in storage.runs(here.start, here.stop, attrgetter("decayed")):
-                part = slice(run.start, run.stop)
+                chunk = slice(run.start, run.stop)
                 host.adamw(
-                    flat[part],
+                    flat[chunk],
                     mine[run.start - here.start : run.stop - here.start],
-                    held["first_moment"][part],
-                    held["second_moment"][part],
+                    held["first_moment"][chunk],
+                    held["second_moment"][chunk],
                     scale=scale,
                     lr=learning_rate(o, step, config.run.steps),
                     beta1=o.beta1,

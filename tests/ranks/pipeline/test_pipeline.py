@@ -32,30 +32,30 @@ def shape(micro):
     return 1 + micro % 3
 
 
-def forward(part, x):
-    return 3 * x + part
+def forward(chunk, x):
+    return 3 * x + chunk
 
 
-def backward(part, x, dy):
-    return 2 * dy + x - part
+def backward(chunk, x, dy):
+    return 2 * dy + x - chunk
 
 
 def alone(parts, micro_batches):
-    """{(part, micro-batch): (input, gradient of the output)} on one rank."""
+    """{(chunk, micro-batch): (input, gradient of the output)} on one rank."""
     found = {}
     for micro in range(micro_batches):
         inputs = [np.full(shape(micro), 1.0 + micro)]
-        for part in range(parts):
-            inputs.append(forward(part, inputs[-1]))
+        for chunk in range(parts):
+            inputs.append(forward(chunk, inputs[-1]))
         dy = inputs.pop() + 7
-        for part in reversed(range(parts)):
-            found[part, micro] = inputs[part].tolist(), dy.tolist()
-            dy = backward(part, inputs[part], dy)
+        for chunk in reversed(range(parts)):
+            found[chunk, micro] = inputs[chunk].tolist(), dy.tolist()
+            dy = backward(chunk, inputs[chunk], dy)
     return found
 
 
 def carry_out(transport, program, parts):
-    """This rank's part of what `alone` finds; one tag for each part and direction."""
+    """This rank's chunk of what `alone` finds; one tag for each chunk and direction."""
     inbox, outgoing, sends, saved, found, weighed = {}, {}, {}, {}, {}, set()
 
     def arrived(instruction, otherwise):
@@ -69,36 +69,36 @@ def carry_out(transport, program, parts):
 
     for instruction in program[transport.rank]:
         match instruction:
-            case Receive(what, part, micro, peer):
+            case Receive(what, chunk, micro, peer):
                 array = np.full(shape(micro), np.nan)
-                inbox[what, part, micro] = (
-                    transport.start_recv(array, peer, 2 * part + (what == "gradient")),
+                inbox[what, chunk, micro] = (
+                    transport.start_recv(array, peer, 2 * chunk + (what == "gradient")),
                     array,
                 )
-            case Send(what, part, micro, peer):
-                array = outgoing.pop((what, part, micro))
-                sends[what, part, micro] = (
-                    transport.start_send(array, peer, 2 * part + (what == "gradient")),
+            case Send(what, chunk, micro, peer):
+                array = outgoing.pop((what, chunk, micro))
+                sends[what, chunk, micro] = (
+                    transport.start_send(array, peer, 2 * chunk + (what == "gradient")),
                     array,
                 )
-            case Complete(what, part, micro):
-                sends.pop((what, part, micro))[0].wait()
-            case Handoff(what, part, micro):
-                inbox[what, part, micro] = None, outgoing.pop((what, part, micro))
-            case Forward(part, micro):
-                x = saved[part, micro] = arrived(
+            case Complete(what, chunk, micro):
+                sends.pop((what, chunk, micro))[0].wait()
+            case Handoff(what, chunk, micro):
+                inbox[what, chunk, micro] = None, outgoing.pop((what, chunk, micro))
+            case Forward(chunk, micro):
+                x = saved[chunk, micro] = arrived(
                     instruction, lambda: np.full(shape(micro), 1.0 + micro)
                 )
-                outgoing[made(instruction, parts) or micro] = forward(part, x)
-            case BackwardInput(part, micro) | Backward(part, micro):
-                x = saved[part, micro]
+                outgoing[made(instruction, parts) or micro] = forward(chunk, x)
+            case BackwardInput(chunk, micro) | Backward(chunk, micro):
+                x = saved[chunk, micro]
                 dy = arrived(instruction, lambda: outgoing.pop(micro) + 7)  # the loss
-                outgoing[made(instruction, parts)] = backward(part, x, dy)
-                found[part, micro] = x.tolist(), dy.tolist()
+                outgoing[made(instruction, parts)] = backward(chunk, x, dy)
+                found[chunk, micro] = x.tolist(), dy.tolist()
                 if isinstance(instruction, Backward):
-                    weighed.add((part, micro))
-            case BackwardWeight(part, micro):
-                weighed.add((part, micro))
+                    weighed.add((chunk, micro))
+            case BackwardWeight(chunk, micro):
+                weighed.add((chunk, micro))
     assert not inbox and not sends and weighed == set(found)
     return found
 
@@ -110,7 +110,7 @@ def test_threads_that_carry_out_a_program_compute_what_one_rank_computes(name, s
         (stages, 2 * stages) if SCHEDULES[name].grouped else (1, 4, 2 * stages + 1)
     ):
         plan = plan_of(name, stages, micro_batches)
-        parts = len(plan.place)
+        parts = len(plan.stage_of)
         together = {}
         for found in run_ranks(stages, carry_out, with_messages(plan), parts):
             together |= found
@@ -138,22 +138,22 @@ def test_blocking_sends_deadlock_on_threads_where_the_simulator_says_so():
 class Written:
     """A stage that writes down what it computes."""
 
-    def __init__(self, notes, part):
-        self.notes, self.part = notes, part
+    def __init__(self, notes, chunk):
+        self.notes, self.chunk = notes, chunk
 
     def forward(self, micro, x):
-        self.notes.append((Forward, self.part, micro))
-        return forward(self.part, x)
+        self.notes.append((Forward, self.chunk, micro))
+        return forward(self.chunk, x)
 
     def backward_input(self, micro, dy):
-        self.notes.append((BackwardInput, self.part, micro))
+        self.notes.append((BackwardInput, self.chunk, micro))
         return dy + 1
 
     def backward_weight(self, micro):
-        self.notes.append((BackwardWeight, self.part, micro))
+        self.notes.append((BackwardWeight, self.chunk, micro))
 
     def backward(self, micro, dy):
-        self.notes.append((Backward, self.part, micro))
+        self.notes.append((Backward, self.chunk, micro))
         return dy + 1
 
 
@@ -174,15 +174,15 @@ class Noting(Channel):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_receive_begins_before_the_instruction_that_precedes_its_use(name):
     plan = plan_of(name, 3, 6)
-    parts, used = len(plan.place), {}
+    parts, used = len(plan.stage_of), {}
 
     def run(transport):
         channel = Noting(transport, Arena(), np.float64)
         channel.notes = notes = []
-        channel.begin(lambda part, micro: (shape(micro),))
+        channel.begin(lambda chunk, micro: (shape(micro),))
         stages = {
-            part: Written(notes, part)
-            for part, home in enumerate(plan.place)
+            chunk: Written(notes, chunk)
+            for chunk, home in enumerate(plan.stage_of)
             if home == transport.rank
         }
         execute(
@@ -211,7 +211,7 @@ def test_a_send_blocks_nobody_and_its_array_is_held_until_it_is_complete():
 
     def run(transport):
         channel = Channel(transport, Arena(), np.float64)
-        channel.begin(lambda part, micro: (1_000_000,))
+        channel.begin(lambda chunk, micro: (1_000_000,))
         if transport.rank:
             assert begun.wait(60), "the receive is not there before the sender has gone on"
             channel.receive(("activation", 1, 0), 0)

@@ -168,8 +168,8 @@ def test_neither_the_mode_nor_the_partition_changes_the_training(settings, alone
 def test_a_schedule_of_a_file_trains(alone, tmp_path):
     plan = plan_of("breadth-first", 2, 5, 2)
     turned = plan._replace(
-        place=(1, 0, 1, 0), lists=plan.lists[::-1]
-    )  # the first part lies on the last stage
+        stage_of=(1, 0, 1, 0), lists=plan.lists[::-1]
+    )  # the first chunk lies on the last stage
     write_plan(tmp_path / "own.json", turned)
     assert_equal_to_one_rank(
         alone["true"], 4, layout(2, 2, tmp_path / "own.json", 0, "model.tied=true")
@@ -222,13 +222,13 @@ def test_a_stage_boundary_sends_two_messages_per_micro_batch(name, monkeypatch):
 
     monkeypatch.setattr(ThreadTransport, "start_send", noted)
     run_ranks(stages, step)
-    place = plan_of(name, stages, m).place
+    place = plan_of(name, stages, m).stage_of
     rows = [len(share(ROWS, micro, m)) for micro in range(m)]
     expected = Counter()
-    for part, (here, there) in enumerate(pairwise(place)):
+    for chunk, (here, there) in enumerate(pairwise(place)):
         for nbytes in (8 * WIDTH * 8 * each for each in rows if here != there):
-            expected[here, there, 2 * (part + 1), nbytes] += 1
-            expected[there, here, 2 * part + 1, nbytes] += 1
+            expected[here, there, 2 * (chunk + 1), nbytes] += 1
+            expected[there, here, 2 * chunk + 1, nbytes] += 1
     assert sent == expected
 
 
@@ -265,7 +265,7 @@ def test_a_stage_holds_as_many_micro_batches_as_its_schedule_says(name, monkeypa
         before = getattr(Stage, method)
 
         def changed(self, *arguments):
-            rank = self._replication.replica.grid.place.pp
+            rank = self._replication.replica.grid.coords.pp
             live[rank] += max(change, 0)
             most[rank] = max(most[rank], live[rank])
             found = before(self, *arguments)
@@ -284,7 +284,7 @@ def test_a_stage_holds_as_many_micro_batches_as_its_schedule_says(name, monkeypa
     run_ranks(stages, step)
     plan = plan_of(name, stages, m)
     assert most == {
-        stage: memory.peak(mine, [Cost()] * len(plan.place)).live
+        stage: memory.peak(mine, [Cost()] * len(plan.stage_of)).live
         for stage, mine in enumerate(plan.lists)
     }
 
@@ -377,7 +377,7 @@ def everything(transport, settings, folder, saved=None):
         flat = np.full(trainer.storage.length, np.nan)
         for piece in kept.pieces:
             flat[piece.start : piece.stop] = kept.array[
-                piece.place : piece.place + piece.stop - piece.start
+                piece.offset : piece.offset + piece.stop - piece.start
             ]
         found |= {
             (kept.name, entry.name): (entry.parameter, entry.view(flat))
@@ -434,8 +434,8 @@ def test_checkpoints_of_any_layout_load_bitwise_into_any_other(then, tmp_path):
         (
             3,
             layout(1, 3, "interleaved", 3, "model.layers=1"),
-            "there are 4 units for 6 parts (stages x chunks).",
-            "Lower --pp or pipeline.chunks to at most 4 parts, or raise model.layers.",
+            "there are 4 units for 6 chunks (stages x chunks).",
+            "Lower --pp or pipeline.chunks to at most 4 chunks, or raise model.layers.",
             [
                 (2, "layout.pp=2", "batch.micro_batches=2"),
                 (3, "pipeline.chunks=1"),

@@ -48,11 +48,11 @@ def small(transport, tied=True, loss=None):
 def carried_out(trainer, name):
     """The gradients after a schedule for one stage, whose parts are as many as it has chunks."""
     plan, transport = plan_of(name, 1, MICRO_BATCHES), trainer.grid.pp.transport
-    parts, units = len(plan.place), trainer.units
+    parts, units = len(plan.stage_of), trainer.units
     bounds = np.cumsum([0, *balanced([1.0] * len(units), parts)])
     stages = {
-        part: Stage(units[start:stop], trainer.replication, trainer.arena, int(start))
-        for part, (start, stop) in enumerate(pairwise(bounds))
+        chunk: Stage(units[start:stop], trainer.replication, trainer.arena, int(start))
+        for chunk, (start, stop) in enumerate(pairwise(bounds))
     }
     inputs, targets = (
         np.split(rows, [share(8, micro, MICRO_BATCHES).start for micro in range(1, MICRO_BATCHES)])
@@ -126,7 +126,7 @@ class Held:
     held_out = len(TOKENS)
 
     def held_out_rows(self, rows):
-        return tuple(part[list(rows)] for part in BATCH)
+        return tuple(chunk[list(rows)] for chunk in BATCH)
 
 
 def test_the_loss_is_handed_in_and_read_from_the_device_once_a_step():

@@ -58,12 +58,12 @@ def resolved(config, ranks=1):
 
 def check(transport, found, source=SOURCES["gpt"]):
     config, axes, plan, *_, device = found
-    memory.check_memory(transport, config, source, axes, len(plan.place), device)
+    memory.check_memory(transport, config, source, axes, len(plan.stage_of), device)
 
 
 def sizes_of(found, shards, source=SOURCES["gpt"]):
     config, axes, plan, *_, device = found
-    return memory.sizes(config, source, axes, len(plan.place), device, shards)
+    return memory.sizes(config, source, axes, len(plan.stage_of), device, shards)
 
 
 @pytest.mark.parametrize("kind", SOURCES)
@@ -159,7 +159,7 @@ def check_held(ranks, sections, rounding=1e-12):
         if config.model.freeze:
             _, axes, plan, *_, device = trainer.resolved
             sizes = memory.frozen_sizes(
-                sizes, config, SOURCES["gpt"], axes, len(plan.place), device
+                sizes, config, SOURCES["gpt"], axes, len(plan.stage_of), device
             )
         row = mode_of(trainer.config)
         whole = row.memory(sizes._replace(largest=0, slot=0))

@@ -15,7 +15,7 @@ from mpitrain.pipeline.profile_units import by_time, unit_seconds
 
 
 def times(counts, costs, speeds):
-    """What each part takes."""
+    """What each chunk takes."""
     bounds = pairwise([0, *accumulate(counts)])
     return [
         sum(costs[start:stop]) / speed for (start, stop), speed in zip(bounds, speeds, strict=True)
@@ -104,12 +104,12 @@ def test_more_parts_than_units_are_refused(cut):
     with pytest.raises(ConfigError) as caught:
         cut()
     assert caught.value.law == (
-        "Every part of a pipeline needs a unit of the model, but there are 3 units for 4 parts "
+        "Every chunk of a pipeline needs a unit of the model, but there are 3 units for 4 chunks "
         "(stages x chunks)."
     )
     assert (
         caught.value.way_out
-        == "Lower --pp or pipeline.chunks to at most 3 parts, or raise model.layers."
+        == "Lower --pp or pipeline.chunks to at most 3 chunks, or raise model.layers."
     )
 
 

@@ -1,6 +1,6 @@
 """Schedules against their published formulas, over stages, micro-batches and chunks; no ranks, no clock.
 
-Units: a part's forward, input half and weight half take 1 each, so that all times are whole numbers.
+Units: a chunk's forward, input half and weight half take 1 each, so that all times are whole numbers.
 """
 
 from collections import Counter, defaultdict
@@ -50,13 +50,13 @@ planned = cache(plan_of)
 @cache
 def simulated(name, p, m, v):
     plan = planned(name, p, m, v)
-    return simulate(with_messages(plan), [Cost()] * len(plan.place))
+    return simulate(with_messages(plan), [Cost()] * len(plan.stage_of))
 
 
 def fused(plan):
     """The plan whose input halves take their weight halves along."""
     return Plan(
-        plan.place,
+        plan.stage_of,
         tuple(
             tuple(
                 Backward(*i) if isinstance(i, BackwardInput) else i
@@ -95,14 +95,14 @@ def test_every_chunk_runs_each_micro_batch_once(name):
     for p, m, v in points(name):
         plan = planned(name, p, m, v)
         assert (
-            len(plan.place) == p * v
-            and set(plan.place) == set(range(p))
+            len(plan.stage_of) == p * v
+            and set(plan.stage_of) == set(range(p))
             and plan.micro_batches == m
         )
         done = defaultdict(str)
         for stage, mine in enumerate(plan.lists):
             for instruction in mine:
-                assert plan.place[instruction.part] == stage
+                assert plan.stage_of[instruction.chunk] == stage
                 done[tuple(instruction)] += {
                     Forward: "F",
                     BackwardInput: "B",
@@ -117,7 +117,7 @@ def test_a_program_without_first_backwards_ends(name):
     for p, m, v in points(name):
         if p > 4 or m not in (1, 2, 3, 4, 7, 8):
             continue
-        parts = len(planned(name, p, m, v).place)
+        parts = len(planned(name, p, m, v).stage_of)
         for first in {0, 1 % parts, parts // 2, parts - 1}:
             program = with_messages(fused_at_the_input(planned(name, p, m, v), first))
             found = without_backward(program, first)
@@ -125,14 +125,14 @@ def test_a_program_without_first_backwards_ends(name):
             assert not simulation.waits, (p, m, v, first)
             assert first or found == program
             done = Counter(
-                (type(i).__name__, i.part) for mine in found for i in mine if i.part < first
+                (type(i).__name__, i.chunk) for mine in found for i in mine if i.chunk < first
             )
             halves = {"Backward", "BackwardInput", "BackwardWeight"}
-            assert all(done["Forward", part] == done["Skip", part] == m for part in range(first))
+            assert all(done["Forward", chunk] == done["Skip", chunk] == m for chunk in range(first))
             assert not any(kind in halves for kind, _ in done)
             for mine in found:
                 messages = [i for i in mine if isinstance(i, Send | Receive | Complete | Handoff)]
-                assert all(i.what == "activation" or i.part >= first for i in messages)
+                assert all(i.what == "activation" or i.chunk >= first for i in messages)
                 sent = Counter(i[:3] for i in messages if isinstance(i, Send))
                 assert sent == Counter(i[:3] for i in messages if isinstance(i, Complete))
 
@@ -146,10 +146,10 @@ def test_sends_pair_with_receives_in_order_and_none_goes_to_its_own_stage(name):
         for stage, mine in enumerate(with_messages(plan)):
             for instruction in mine:
                 if type(instruction) in ends:
-                    what, part, micro, peer = instruction
+                    what, chunk, micro, peer = instruction
                     assert peer != stage
                     way = (peer, stage) if isinstance(instruction, Receive) else (stage, peer)
-                    ends[type(instruction)][*way, what, part].append(micro)
+                    ends[type(instruction)][*way, what, chunk].append(micro)
                 handed += isinstance(instruction, Handoff)
         assert ends[Send] == ends[Receive] == ends[Complete]
         assert all(micros == list(range(m)) for micros in ends[Send].values())
@@ -170,10 +170,10 @@ def test_a_send_completes_before_the_backward_that_proves_it(
                 match i:
                     case Send():
                         sent.add(i[:3])
-                    case Complete(what, part, micro):
-                        sent.remove((what, part, micro))
-                    case BackwardInput(part, micro) | Backward(part, micro):
-                        assert ("activation", part + 1, micro) not in sent
+                    case Complete(what, chunk, micro):
+                        sent.remove((what, chunk, micro))
+                    case BackwardInput(chunk, micro) | Backward(chunk, micro):
+                        assert ("activation", chunk + 1, micro) not in sent
                 most = max(most, len(sent))
             assert not sent
             if name in ("1f1b", "zero-bubble"):
@@ -188,7 +188,7 @@ def test_a_send_completes_before_the_backward_that_proves_it(
                 ]
                 for mine in program
             ]
-            costs = [Cost(1, 2, 3)] * len(plan.place)
+            costs = [Cost(1, 2, 3)] * len(plan.stage_of)
             assert simulate(program, costs, 0.5, 0.25) == simulate(last, costs, 0.5, 0.25)
 
 
@@ -376,7 +376,7 @@ TRANSFERS = {
 
 def added(plan):
     """What transfers of 1 add where each half takes 2."""
-    program, costs = with_messages(plan), [Cost(2, 2, 2)] * len(plan.place)
+    program, costs = with_messages(plan), [Cost(2, 2, 2)] * len(plan.stage_of)
     return simulate(program, costs, 1).makespan - simulate(program, costs).makespan
 
 
@@ -410,7 +410,7 @@ def test_1f1b_pays_a_transfer_per_micro_batch_with_whole_backwards():
 )
 def test_unequal_halves_take_what_was_published(name, ratio):
     plan = fused(plan_of("1f1b", 8, 16)) if name == "fused" else plan_of(name, 8, 16)
-    v = len(plan.place) // 8
+    v = len(plan.stage_of) // 8
     found = simulate(with_messages(plan), [Cost(1 / v, 1.3 / v, 0.7 / v)] * 8 * v)
     assert found.makespan / (3 * 16) == pytest.approx(ratio, abs=5e-4)
 
@@ -444,16 +444,16 @@ PASSING = {
 def test_sends_that_block_deadlock_all_but_the_simplest_schedules(name):
     plans = [planned(name, *point) for point in points(name)]
     assert (
-        sum(not simulate(blocking(plan), [Cost()] * len(plan.place)).waits for plan in plans)
+        sum(not simulate(blocking(plan), [Cost()] * len(plan.stage_of)).waits for plan in plans)
         == PASSING[name]
     )
 
 
 def test_a_deadlock_names_where_every_stage_waits():
     assert simulate(blocking(plan_of("1f1b", 3, 4)), [Cost()] * 3).waits == (
-        "stage 0 waits until stage 1 receives the activation of micro-batch 2 for part 1",
-        "stage 1 waits until stage 2 receives the activation of micro-batch 1 for part 2",
-        "stage 2 waits until stage 1 receives the gradient of micro-batch 0 for part 1",
+        "stage 0 waits until stage 1 receives the activation of micro-batch 2 for chunk 1",
+        "stage 1 waits until stage 2 receives the activation of micro-batch 1 for chunk 2",
+        "stage 2 waits until stage 1 receives the gradient of micro-batch 0 for chunk 1",
     )
     crossed = Plan(
         (0, 1),
@@ -463,8 +463,8 @@ def test_a_deadlock_names_where_every_stage_waits():
         ),
     )
     assert simulate(with_messages(crossed), [Cost()] * 2).waits == (
-        "stage 0 waits for the gradient of micro-batch 0 for part 0, from stage 1",
-        "stage 1 waits for the activation of micro-batch 1 for part 1, from stage 0",
+        "stage 0 waits for the gradient of micro-batch 0 for chunk 0, from stage 1",
+        "stage 1 waits for the activation of micro-batch 1 for chunk 1, from stage 0",
     )
 
 
@@ -488,7 +488,7 @@ def one_slot(plan):
 def test_waiting_for_old_sends_deadlocks_schedules_with_chunks(name, v, passing):
     plans = [planned(name, *point) for point in points(name) if point[2] == v]
     assert (
-        sum(not simulate(one_slot(plan), [Cost()] * len(plan.place)).waits for plan in plans)
+        sum(not simulate(one_slot(plan), [Cost()] * len(plan.stage_of)).waits for plan in plans)
         == passing
     )
 
@@ -533,7 +533,7 @@ def test_an_eager_message_travels_before_its_receive_is_posted():
 def test_eager_messages_are_never_later_and_free_ones_are_as_fast(name):
     for point in points(name):
         plan = planned(name, *point)
-        program, costs = with_messages(plan), [Cost()] * len(plan.place)
+        program, costs = with_messages(plan), [Cost()] * len(plan.stage_of)
         for transfer in (0, 0.5, 5):
             eager, other = (
                 simulate(program, costs, transfer, 0.25, is_eager).makespan
@@ -547,7 +547,9 @@ def test_eager_sends_hide_the_deadlocks_of_sends_that_block(name):
     """Why a schedule is proven free of deadlock by rendezvous."""
     for point in points(name):
         plan = planned(name, *point)
-        assert not simulate(blocking(plan), [Cost()] * len(plan.place), is_eager=True).waits, point
+        assert not simulate(blocking(plan), [Cost()] * len(plan.stage_of), is_eager=True).waits, (
+            point
+        )
 
 
 def test_host_overhead_precedes_each_instruction_and_is_not_compute():

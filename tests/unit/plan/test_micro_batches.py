@@ -29,7 +29,7 @@ def configured(name="gpipe", *settings):
 
 
 def measured(rows, parts=4, fixed=2.0, each=1.0, way=(0.0, 0.0)):
-    """What every part takes where forwards and halves take fixed + each x rows."""
+    """What every chunk takes where forwards and halves take fixed + each x rows."""
     return Measured(rows, (Cost(*[fixed + each * rows] * 3, saved=10 * rows),) * parts, Way(*way))
 
 

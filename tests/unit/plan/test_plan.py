@@ -51,7 +51,7 @@ def test_the_pipeline_page_has_every_schedules_bubble_and_peak():
     for name, bubble, most in listed:
         printed = shown("schedule", "--schedule", name)
         live, parts = re.search(
-            r"^peak live, by stage: ([\d, ]+) micro-batches( of one part each)?$", printed, re.M
+            r"^peak live, by stage: ([\d, ]+) micro-batches( of one chunk each)?$", printed, re.M
         ).groups()
         assert f": bubble {bubble}\n" in printed
         assert max(map(int, live.split(", "))) / (2 if parts else 1) == float(most)
@@ -93,9 +93,9 @@ ms       0                   5                   10                  15
 stage 0  F0a F1a ..... F0b  F1b ............ BW0b--- .... BW1b---  BW0a--- .... BW1a---
 stage 1  ...... F0a  F1a .... F0b BW0b---  F1b BW1b---  BW0a--- .... BW1a--- ..........
 
-F forward, BW both halves, dots idle; parts of a stage a, b, ...
+F forward, BW both halves, dots idle; chunks of a stage a, b, ...
 makespan 19.75 ms, of which a stage computes 12: bubble 39.2%
-peak live, by stage: 4, 3 micro-batches of one part each
+peak live, by stage: 4, 3 micro-batches of one chunk each
 peak activations, by stage: 16, 12 MB
 """
     )
@@ -159,40 +159,40 @@ def test_a_schedule_from_a_file_knows_its_numbers(tmp_path):
         (
             [0, 1],
             ["F0.0 BW0.0", "F1.0 B1.0"],
-            ["part 1 has the weight half of micro-batch 0 0 times, not once"],
+            ["chunk 1 has the weight half of micro-batch 0 0 times, not once"],
         ),
         (
             [0, 1],
             ["F0.0 F0.1 BW0.0 W0.0", "F1.0 BW1.0"],
             [
-                "part 0 has the input half of micro-batch 1 0 times, not once",
-                "part 0 has the weight half of micro-batch 0 2 times, not once",
-                "part 0 has the weight half of micro-batch 1 0 times, not once",
-                "part 1 has the forward of micro-batch 1 0 times, not once",
+                "chunk 0 has the input half of micro-batch 1 0 times, not once",
+                "chunk 0 has the weight half of micro-batch 0 2 times, not once",
+                "chunk 0 has the weight half of micro-batch 1 0 times, not once",
+                "chunk 1 has the forward of micro-batch 1 0 times, not once",
                 "... and 2 more",
             ],
         ),
         (
             [0, 1],
             ["F0.1 F0.0 BW0.0 BW0.1", "F1.0 F1.1 BW1.0 BW1.1"],
-            ["part 0 has the forward of micro-batch 0 after that of 1, but messages keep order"],
+            ["chunk 0 has the forward of micro-batch 0 after that of 1, but messages keep order"],
         ),
-        ([0], ["F0.0 W0.0 B0.0"], ["part 0 computes W0.0 before B0.0"]),
-        ([0], ["BW0.0 F0.0"], ["part 0 computes BW0.0 before F0.0"]),
+        ([0], ["F0.0 W0.0 B0.0"], ["chunk 0 computes W0.0 before B0.0"]),
+        ([0], ["BW0.0 F0.0"], ["chunk 0 computes BW0.0 before F0.0"]),
         (
             [0, 1],
             ["F0.0 BW0.0", "F0.0 BW1.0"],
-            ["F0.0 is on stage 1, but its part lies on stage 0"],
+            ["F0.0 is on stage 1, but its chunk is on stage 0"],
         ),
-        ([0, 1], ["F0.0 BW0.0", "F7.0 BW1.0"], ["F7.0 is on stage 1, but its part lies on none"]),
+        ([0, 1], ["F0.0 BW0.0", "F7.0 BW1.0"], ["F7.0 is on stage 1, but its chunk is on none"]),
         (
             [0, 2],
             ["F0.0 BW0.0", "F1.0 BW1.0"],
             [
-                "part 1 lies on stage 2, but there are stages 0 to 1",
-                "stage 1 has no part",
-                "F1.0 is on stage 1, but its part lies on stage 2",
-                "BW1.0 is on stage 1, but its part lies on stage 2",
+                "chunk 1 is on stage 2, but there are stages 0 to 1",
+                "stage 1 has no chunk",
+                "F1.0 is on stage 1, but its chunk is on stage 2",
+                "BW1.0 is on stage 1, but its chunk is on stage 2",
             ],
         ),
         ([], [], ["there are no stages"]),
@@ -201,14 +201,14 @@ def test_a_schedule_from_a_file_knows_its_numbers(tmp_path):
             [0, 1],
             ["F0.0 BW0.0 F0.1 BW0.1", "F1.0 F1.1 BW1.0 BW1.1"],
             [
-                "stage 0 waits for the gradient of micro-batch 0 for part 0, from stage 1",
-                "stage 1 waits for the activation of micro-batch 1 for part 1, from stage 0",
+                "stage 0 waits for the gradient of micro-batch 0 for chunk 0, from stage 1",
+                "stage 1 waits for the activation of micro-batch 1 for chunk 1, from stage 0",
             ],
         ),
         (
             [0, 0],
             ["F1.0 F0.0 BW1.0 BW0.0"],
-            ["stage 0 waits for the activation of micro-batch 0 for part 1, from stage 0"],
+            ["stage 0 waits for the activation of micro-batch 0 for chunk 1, from stage 0"],
         ),
     ],
 )

@@ -15,7 +15,7 @@ def measured(transport, config):
     trainer, source, _ = build(transport, config)
     for index in range(2):
         trainer.step(index, *trainer.replication.batch(source, index))
-    return trainer.grid.place.pp, trainer.pipe.peak_bytes, trainer.parameter_count
+    return trainer.grid.coords.pp, trainer.pipe.peak_bytes, trainer.parameter_count
 
 
 @pytest.mark.parametrize(

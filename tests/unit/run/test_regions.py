@@ -60,7 +60,7 @@ def test_the_runs_of_a_part_are_its_elements_in_the_order_of_the_tensor(cut):
     ):
         array, taken = np.full(len(local) + 9, np.nan), np.full(120, np.nan)
         for piece in pieces:
-            array[piece.place : piece.place + piece.stop - piece.start] = local[
+            array[piece.offset : piece.offset + piece.stop - piece.start] = local[
                 piece.start : piece.stop
             ]
         found = runs(Region("a", SHAPE, CUTS[cut], tuple(pieces)))
