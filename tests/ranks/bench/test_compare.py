@@ -67,7 +67,7 @@ def test_zero_has_no_formula_with_a_rule_that_sums_over_divided_tensors():
 
 
 @pytest.mark.parametrize("hosts, servers", [("aa", 1), ("abab", 2), ("aaaaa", 1)])
-def test_late_workers_and_several_servers_equal_one_rank(hosts, servers):
+def test_bytes_equal_the_formula_for_late_workers_and_several_servers(hosts, servers):
     rows = measured(
         [*APART, "server-sync"],
         hosts,
