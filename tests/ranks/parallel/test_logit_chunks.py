@@ -61,7 +61,8 @@ def test_no_array_has_a_logit_of_every_row_in_training_and_evaluation(tied, monk
     largest, take = [], Arena.take
 
     def noted(arena, shape, dtype):
-        largest.append(int(np.prod(shape)))
+        if np.dtype(dtype) != np.uint8:  # The count before the start leases bytes.
+            largest.append(int(np.prod(shape)))
         return take(arena, shape, dtype)
 
     monkeypatch.setattr(Arena, "take", noted)
