@@ -84,7 +84,7 @@ def test_all_reduces_stay_4_l_and_2_and_are_6_l_and_2_without_the_offer(monkeypa
 
     def all_reduces(mode):
         found = sum(run_ranks(n, sent, configured(*base, f"memory.recompute={mode}")))
-        return (found / (2 * (n - 1) * 8) - 3 * rows - 4) / (rows * width)
+        return (found / (2 * (n - 1) * 8) - 3 * rows - 5) / (rows * width)
 
     for mode in ("none", "attention", "unit"):
         assert all_reduces(mode) == 4 * layers + 2, mode
