@@ -313,7 +313,7 @@ from mpitrain import Plain, Trainer, Unit, connect, normal, ops_for, parse
 transport, layers = connect(), Plain(ops_for("cpu"))
 trainer = Trainer(transport, [Unit("out", layers.linear(2, 2, normal(0.2)))], parse({}))
 for step in range(3):
-    trainer.step(step, np.ones((16, 2), "float32"), np.full(16, -100 if (step, transport.rank) == (1, 1) else 1))
+    trainer.step(step, np.ones((16, 2), "float32"), np.full(16, -101 if (step, transport.rank) == (1, 1) else 1))
 """
     done = python_ranks(2, program, tmp_path)
     assert done.returncode not in (0, 85) and "Traceback" not in done.stderr
