@@ -88,7 +88,7 @@ MEMORY = {
     "counted_activation_bytes": "counted before the start",
     "counted_growth_bytes": "with gradients and state",
     "grown_bytes": "grown in the first 3 steps",
-    "released_bytes": "largest release",
+    "released_bytes": "largest release, MB",
 }
 """{fact in the header of a trace: its line}."""
 

@@ -86,7 +86,7 @@ MEASURED = {
     ),
     "train": (
         lambda transport, file: train._measure(
-            transport, [*SMALL, "run.steps=7"], [], False, None, 1, 2, file, None
+            transport, [*SMALL, "run.steps=7"], [], False, [], False, 1, 2, file, None
         ),
         1,
         "blocks of 2 steps",
