@@ -176,7 +176,8 @@ class Data(Section):
     order: Literal["random", "epochs"] = Field(
         "random",
         description="order of the rows of {rows}; random: windows at random offsets, epochs: "
-        "windows side by side, each once per epoch. Other data always goes in epochs",
+        "windows side by side, each once per epoch. A mixture is always random; other data always "
+        "goes in epochs",
     )
     separator: int = Field(
         -1,

@@ -7,6 +7,7 @@ the text of the template behind it. All other targets are IGNORED.
 """
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from mpitrain.files import check_regular, contents
 from mpitrain.strict_json import parsed
 
 USER, ASSISTANT = "user", "assistant"
+SHOWN = 10
+"""The number of keys of a wrong line that its message lists."""
 Turn = tuple[str, str]
 """The role and the content of a message."""
 
@@ -121,7 +124,9 @@ def _turns(found: Any) -> list[Turn]:
     elif set(found) == {"messages"} and isinstance(found["messages"], list):
         messages = found["messages"]
     else:
-        raise ValueError(f"its keys are {', '.join(map(ascii, found)) or 'none'}")
+        more = ["..."] if len(found) > SHOWN else []
+        keys = ", ".join([*map(ascii, islice(found, SHOWN)), *more]) or "none"
+        raise ValueError(f"its keys are {keys}")
     for message in messages:
         if not isinstance(message, dict) or set(message) != {"role", "content"}:
             raise ValueError("a message has other keys than role and content")

@@ -71,11 +71,10 @@ def open_idx(request: Request) -> SampleSource:
     for part in ("train", "t10k"):
         images = _idx_array(folder, f"{part}-images-idx3-ubyte", 3)
         labels = _idx_array(folder, f"{part}-labels-idx1-ubyte", 1)
-        if len(images) != len(labels) or images.size == 0:
+        if len(images) != len(labels):
             raise DataError(
-                f"{folder} has {len(images)} {part} images of {images[0].size if len(images) else 0} pixels but "
-                f"{len(labels)} labels.",
-                "Every image needs pixels and a label.",
+                f"{folder} has {len(images)} {part} images but {len(labels)} labels.",
+                "Every image needs a label.",
             )
         parts[part] = (
             images.reshape(len(images), -1).astype(request.dtype) / 255,
@@ -113,5 +112,10 @@ def _idx_array(folder: Path, name: str, dims: int) -> np.ndarray:
         raise DataError(
             f"{path} should hold {math.prod(shape)} bytes after its header, but holds {len(raw) - head}.",
             "Copy the file again.",
+        )
+    if 0 in shape:
+        raise DataError(
+            f"{path} must have elements, but its dims are {' x '.join(map(str, shape))}.",
+            "Every image needs pixels and a label.",
         )
     return np.frombuffer(raw, np.uint8, offset=head).reshape(shape)

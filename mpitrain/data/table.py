@@ -1,7 +1,7 @@
 """The table of data sources by the prefix of their names, and its readers."""
 
+import os.path
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from mpitrain.data.instructions import InstructionSource, open_jsonl
@@ -45,6 +45,12 @@ def _open_mixture(request: Request) -> MixtureSource:
     for name, weight in request.reading.mixture.items():
         row = source_kind(name)
         vocabulary = request.vocabulary if row.is_token_file else 0
+        if row.is_text and 0 < request.vocabulary < BYTES:
+            raise ConfigError(
+                f"Text has {BYTES} tokens, one for each byte, so data.vocabulary of a mixture with {name} must be "
+                f"at least {BYTES}, but is {request.vocabulary}.",
+                "Leave out data.vocabulary.",
+            )
         own = reading if row.is_token_file else reading._replace(dtype="auto")
         member = open_source(name, request.context, request.dtype, vocabulary, reading=own)
         assert isinstance(member, TokenSource)
@@ -175,6 +181,11 @@ def check_mixture(name: str, mixture: Mapping[str, float]) -> None:
             f"and data.mixture has {len(mixture)} sources.",
             'For example: --set data.source=mixture --set \'data.mixture={"text:a.txt"=0.7, "text:b.txt"=0.3}\'',
         )
+    if len(set(map(absolute, mixture))) < len(mixture):
+        raise ConfigError(
+            f"data.mixture must list each source once, but lists one twice: {', '.join(mixture)}.",
+            "Add up its weights.",
+        )
     for member, weight in mixture.items():
         if not set(WINDOWS) <= set(source_kind(member).reads):
             raise ConfigError(
@@ -222,4 +233,5 @@ def amounts(source: Source | Unopened) -> dict[str, int]:
 def absolute(name: str) -> str:
     """Return the source's name with its path, if it has one, made absolute."""
     kind, _, place = name.partition(":")
-    return f"{kind}:{Path(place).resolve()}" if place else name
+    # Path.resolve would fail at a loop of links; the source itself names it.
+    return f"{kind}:{os.path.realpath(place)}" if place else name

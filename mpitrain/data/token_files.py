@@ -1,5 +1,6 @@
 """Files of text and of tokens: their dtypes and headers, and the scan for the largest token."""
 
+import errno
 import glob
 import struct
 from pathlib import Path
@@ -130,7 +131,7 @@ def _tokens_of(path: Path, dtype: str) -> FlatTokens:
     if dtype not in (AUTO, layout.dtype.name):
         raise DataError(
             f"{path} has {layout.dtype.name} tokens, as its header says, but data.dtype is {dtype}.",
-            f"Leave out data.dtype, or set it to {layout.dtype.name}.",
+            "Leave out data.dtype.",
         )
     if layout.length is None and (room <= 0 or room % itemsize):
         raise DataError(
@@ -228,6 +229,10 @@ def _size(path: Path, keys: str = "data.source") -> int:
         with path.open("rb"):
             return path.stat().st_size
     except OSError as error:
+        is_full = error.errno in (errno.EMFILE, errno.ENFILE)
         raise DataError(
-            f"The data file {path} cannot be read: {error.strerror}.", f"Check {keys}."
+            f"The data file {path} cannot be read: {error.strerror}.",
+            "Raise the limit of open files with ulimit -n, or join the files."
+            if is_full
+            else f"Check {keys}.",
         ) from None

@@ -288,7 +288,9 @@ class _Run:
                 f"A run may not skip {SKIPS} steps in a row or more than half of them, but "
                 f"{self._skipped} of {step} had no target that counts, or a loss or gradient that is not finite, "
                 f"among them the last {self._in_a_row} up to step {step}.",
-                "Lower optimizer.lr, then go on with --resume from the newest checkpoint, or start again.",
+                "Lower optimizer.lr, then go on with --resume from the newest checkpoint, or start again."
+                if outcome.counted
+                else "Raise batch.size, or see why the data masks so much: data.separator, or prompts longer than model.context.",
             )
         return outcome.stop
 

@@ -460,8 +460,8 @@ class Trainer:
         if not count:
             raise on_every_rank(
                 DataError(
-                    f"An evaluation needs a target that counts, but the {rows} held-out rows have none.",
-                    "Name other held-out data, or leave the evaluation out with run.eval_every=-1.",
+                    f"An evaluation needs a target that counts, but {rows} of {source.held_out} held-out rows have none.",
+                    "Raise run.eval_rows, name other held-out data, or leave the evaluation out with run.eval_every=-1.",
                 )
             )
         return loss / count, right / count

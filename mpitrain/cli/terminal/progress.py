@@ -192,6 +192,10 @@ def amounts(config: Config, record: dict[str, Any]) -> str:
     elif "samples" in record:
         unit, there, extent = "samples", record["samples"], f"{record['classes']:,} classes"
         held_out = f"{record['held_out_samples']:,} held out"
+    elif "conversations" in record:
+        unit, there = "conversations", record["conversations"]
+        extent = f"{record['cut_conversations']:,} cut after model.context"
+        held_out = f"{record['held_out_conversations']:,} held out (the last tenth)"
     else:
         return ""
     epochs = steps * size / there

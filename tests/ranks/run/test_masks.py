@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mpitrain.errors import CommError, DataError
+from mpitrain.errors import CommError, DataError, TrainingError
 from mpitrain.run.build import build
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
@@ -250,6 +250,14 @@ def test_kernels_ignore_the_same_targets(ranks, settings):
     (_, host, host_evaluation, _), (_, found, evaluation, _) = of_device
     assert np.allclose(host, found, rtol=1e-5)
     assert np.allclose(host_evaluation, evaluation, rtol=1e-5)
+
+
+def test_a_run_on_masked_data_alone_ends_and_blames_the_masks(tmp_path):
+    (tmp_path / "text").write_bytes(b"a" * 500)
+    settings = [*TINY, f"data.source=text:{tmp_path}/text", "data.separator=97", "run.steps=20"]
+    with pytest.raises(TrainingError, match="no target") as raised:
+        go(2, [*settings, f"run.out={tmp_path}/run"])
+    assert "optimizer.lr" not in raised.value.way_out and "data.separator" in raised.value.way_out
 
 
 def test_a_run_goes_on_after_a_step_without_a_target_that_counts(tmp_path):

@@ -169,6 +169,15 @@ def test_a_truncated_idx_file_is_refused(tmp_path):
         open_source(f"idx:{tmp_path}", 16, "float32")
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 2), (10, 0, 2), (0, 2**32 - 1, 2**32 - 1)], ids=str)
+def test_idx_files_without_pixels_are_refused(shape, tmp_path):
+    write_mnist(tmp_path)
+    packed = gzip.compress(struct.pack(">4B3I", 0, 0, 8, 3, *shape))
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(packed)
+    with pytest.raises(DataError, match="must have elements"):
+        open_source(f"idx:{tmp_path}", 16, "float32")
+
+
 @pytest.mark.parametrize("name", ["pydocs", "text"])
 def test_text_has_no_other_vocabulary_than_its_bytes(name, tmp_path):
     (tmp_path / "text").write_bytes(b"a" * 500)

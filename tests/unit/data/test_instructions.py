@@ -122,6 +122,13 @@ def test_a_wrong_line_is_refused_by_its_number(tmp_path, line):
         open_source(written(tmp_path, [GOOD, "", line, GOOD]), 40, "float32")
 
 
+def test_the_message_of_a_line_with_many_keys_lists_some(tmp_path):
+    line = json.dumps(dict.fromkeys(map(str, range(50_000)), 1))
+    with pytest.raises(DataError, match=r"'8', '9', \.\.\.\.") as raised:
+        open_source(written(tmp_path, [GOOD, line]), 40, "float32")
+    assert len(raised.value.law) < 1000
+
+
 @pytest.mark.parametrize("lines", [[], ["", " "], [GOOD]])
 def test_a_file_with_fewer_than_two_conversations_is_refused(tmp_path, lines):
     with pytest.raises(DataError, match="at least 2"):

@@ -88,6 +88,23 @@ def test_a_wrong_mixture_is_refused(settings, said):
         parse(with_settings({}, settings))
 
 
+def test_a_mixture_with_text_has_at_least_its_vocabulary(tmp_path):
+    (tmp_path / "t").write_bytes(b"a" * 500)
+    mixed = Reading()._replace(mixture={"pydocs": 1.0, f"text:{tmp_path}/t": 2.0})
+    assert open_source("mixture", 8, "float32", 300, reading=mixed).inputs == 300
+    with pytest.raises(ConfigError, match=r"at least 256, but is 255"):
+        open_source("mixture", 8, "float32", 255, reading=mixed)
+
+
+def test_one_source_under_two_names_is_refused(tmp_path):
+    """The run directory stores one absolute path, so one of the weights would be lost."""
+    (tmp_path / "loop").symlink_to("loop")
+    parse(with_settings({}, ["data.source=mixture", f'data.mixture={{"text:{tmp_path}/loop"=1}}']))
+    table = f'{{"text:{tmp_path}/a"=1, "text:{tmp_path}/../{tmp_path.name}/a"=2}}'
+    with pytest.raises(ConfigError, match="one twice"):
+        parse(with_settings({}, ["data.source=mixture", f"data.mixture={table}"]))
+
+
 def test_epochs_of_a_mixture_are_refused(names):
     with pytest.raises(ConfigError, match=r"data\.order"):
         opened(names, order="epochs")

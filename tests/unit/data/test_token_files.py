@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import os
+import resource
 
 import numpy as np
 import pytest
@@ -218,6 +220,28 @@ def test_an_odd_meta_json_is_refused_by_its_name_unless_the_dtype_is_known(tmp_p
     with pytest.raises(DataError, match=r"meta\.json"):
         opened(tmp_path / "t.bin")
     assert opened(tmp_path / "t.bin", dtype="uint16").inputs == 901
+
+
+def test_a_dtype_that_contradicts_a_header_is_left_out_of_the_keys(tmp_path):
+    np.save(tmp_path / "t.npy", (TOKENS % 200).astype("u1"))
+    assert opened(tmp_path / "t.npy").inputs == 200
+    with pytest.raises(DataError, match="has uint8 tokens") as raised:
+        opened(tmp_path / "t.npy", dtype="uint16")
+    assert "uint8" not in raised.value.way_out
+
+
+def test_more_files_than_a_process_may_open_are_one_error_with_its_remedy(tmp_path):
+    for number in range(40):
+        TOKENS.tofile(tmp_path / f"t_{number}")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened_now = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened_now + 20, hard))
+    try:
+        with pytest.raises(DataError, match="open files") as raised:
+            opened(tmp_path / "t_*")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "ulimit -n" in raised.value.way_out
 
 
 def test_data_patterns_without_files_are_refused(tmp_path):
