@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from mpitrain.config import Config
 from mpitrain.parallel.grid import Axes, divisor
-from mpitrain.parallel.memory import sizes
+from mpitrain.parallel.memory import frozen_sizes, sizes
 from mpitrain.parallel.modes import mode_of, servers_of
 from mpitrain.run.build import alone
 from mpitrain.run.counting.step import Counter, Step
@@ -54,6 +54,8 @@ def count(given: Config) -> Counted:
     config, axes, plan, device = job
     shards = divisor(axes, ("",) * ranks, config.replication.shard)
     found, parameters = sizes(config, source, axes, len(plan.stage_of), device, shards)
+    if config.model.freeze:
+        found = frozen_sizes(found, config, source, axes, len(plan.stage_of), device)
     counter = Counter(job, source, units)
     rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)
     stages = [Stage(counter.units(pp), counter.step(pp)) for pp in range(axes.pp)]

@@ -189,6 +189,8 @@ def test_a_peer_that_is_not_installed_is_one_message(monkeypatch):
         "layout.tp=2,layout.pp=2",
         "layout.tp=2,replication.zero=1",
         "layout.tp=2,layout.sequence_parallel=true",
+        "model.freeze=['blocks.*']",
+        "optimizer.groups=[{match='*'}]",
     ],
 )
 def test_a_peer_that_would_do_other_work_is_refused(setting):

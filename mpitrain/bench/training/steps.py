@@ -149,6 +149,11 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
             "replica.",
             "Leave out --peer, or set pipeline.schedule, batch.micro_batches and layout.dp=1 so.",
         )
+    if config.model.freeze:
+        raise ConfigError(
+            f"The peer trains all parameters, but model.freeze is {config.model.freeze}.",
+            "Leave out --peer, or leave model.freeze empty.",
+        )
     if config.optimizer.groups:
         raise ConfigError(
             "The peer decays matrices alone, but optimizer.groups has groups of its own.",

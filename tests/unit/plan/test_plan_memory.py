@@ -36,6 +36,17 @@ def test_the_units_of_one_stage_add_up_to_its_step(settings):
     assert all(unit.pending >= 0 for unit in stage.units)
 
 
+def test_a_frozen_parameter_has_no_gradient_and_no_state():
+    config = configured(*TINY, "model.freeze=['embedding.*', '*.weight']")
+
+    def stored(transport):
+        storage = build(transport, config).trainer.storage
+        return storage.length, storage.frozen.length
+
+    ((trained, frozen),) = run_ranks(1, stored)
+    assert frozen > trained and count(config).state == 16 * trained + 4 * frozen
+
+
 def test_micro_batches_of_a_pipeline_are_live_together():
     (first, last) = count(configured(*TINY, "layout.pp=2", "pipeline.schedule=gpipe")).stages
     assert first.step.peak > max(unit.peak for unit in first.units)
