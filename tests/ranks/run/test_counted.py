@@ -121,3 +121,4 @@ def test_no_number_of_micro_batches_is_proposed_if_none_fits(monkeypatch):
     with pytest.raises(ConfigError) as refused:
         run_ranks(1, lambda transport: build(transport, config))
     assert "micro_batches to" not in str(refused.value)
+    assert "memory.recompute" in str(refused.value)
