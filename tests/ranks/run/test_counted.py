@@ -76,6 +76,13 @@ def test_the_counted_peak_on_kernels_is_the_measured_one(layout):
         assert counted == measured > 0
 
 
+def test_a_partition_by_time_is_counted_as_it_is_cut(monkeypatch):
+    monkeypatch.setitem(build.__globals__, "by_time", lambda *given: [4, 2])
+    settings = [*TINY, "layout.pp=2", "pipeline.partition=time", "memory.recompute=2"]
+    for counted, measured in run_ranks(2, peaks, settings):
+        assert counted == measured > 0
+
+
 @pytest.mark.parametrize("ranks, layout", [(1, []), (2, []), (2, ["layout.tp=2"])])
 def test_activations_that_do_not_fit_are_refused_with_micro_batches_that_do(
     ranks, layout, monkeypatch
