@@ -3,6 +3,7 @@
 from __future__ import annotations  # help() prints signatures as they are written here.
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from mpitrain.layers.frozen import freeze
 from mpitrain.layers.plain import Plain
 from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.models.table import MODELS, check_data
-from mpitrain.parallel.memory import check_memory
+from mpitrain.parallel.memory import Room, check_memory
 from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.pipeline.chunks import Units
 from mpitrain.pipeline.partition import TIME
@@ -102,24 +103,29 @@ def build(
     name = "this data source" if source else given.config.data.source
     largest = None if source else _largest(transport, given)
     opened: list[Source | Unopened] = []
+    rooms: list[Room] = []
     counted: list[Step] = []
+
+    def count(resolved: Resolved) -> None:
+        """Count a step in place of an earlier one, or raise ConfigError if it does not fit."""
+        counted[:] = [
+            check_activations(
+                scheduled(resolved),
+                opened[0],
+                lambda layers: model(resolved.config, opened[0], layers),
+                rooms[0],
+                transport.hosts,
+                transport.rank,
+                lambda n: (other := with_micro_batches(resolved, n)) and scheduled(other),
+            )
+        ]
 
     def facts(resolved: Resolved) -> dict[str, Any]:
         opened.append(found := source or _source(resolved.config, largest))
         check_data(resolved.config.model.kind, found.form, name)
         config, axes, plan, *_, device = resolved
-        room = check_memory(transport, config, found, axes, len(plan.stage_of), device)
-        counted.append(
-            check_activations(
-                scheduled(resolved),
-                found,
-                lambda layers: model(config, found, layers),
-                room,
-                transport.hosts,
-                transport.rank,
-                lambda n: (other := with_micro_batches(resolved, n)) and scheduled(other),
-            )
-        )
+        rooms.append(check_memory(transport, config, found, axes, len(plan.stage_of), device))
+        count(resolved)
         return {"inputs": found.inputs, "classes": found.classes, "held_out": found.held_out}
 
     resolved = resolve(transport, given, facts)
@@ -129,6 +135,7 @@ def build(
     done = found.done if found else Done(0, 0, given.run)
     if resolved.config.pipeline.partition == TIME:
         resolved = _cut_by_time(transport, resolved, source)
+        on_all_ranks(transport, partial(count, resolved))
     trainer = Trainer(transport, lambda layers: model(resolved.config, source, layers), resolved)
     if found:
         found = save_load.load(

@@ -1,8 +1,13 @@
 """Time and activation memory of one job with each key of [memory], measured in turns."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from mpitrain.bench.training.steps import Ours, Result, against
+from mpitrain.config import Config
+from mpitrain.errors import ConfigError
+from mpitrain.run.build import build
+from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
 CHUNKS = 4
@@ -17,6 +22,29 @@ WAYS = {
     "release": ["memory.release_every=1"],
 }
 """{row: settings}; all others are compared with the first."""
+
+
+def built(
+    transport: Transport, configured: Callable[[Sequence[str]], Config]
+) -> tuple[list[Ours], list[str]]:
+    """Build the job with each key; return the sides, and a note for each key that it refuses.
+
+    Collective.
+
+    configured  (further settings) -> the configuration
+    raises      ConfigError if the job is refused without a key
+    """
+    sides, notes = list[Ours](), list[str]()
+    for name, settings in WAYS.items():
+        try:
+            config = on_all_ranks(transport, partial(configured, settings))
+            source = sides[0].job.source if sides else None
+            sides.append(Ours(build(transport, config, source=source), name))
+        except ConfigError as error:
+            if not sides or not error.agreed:
+                raise
+            notes.append(f"{name}: not measured. {error.law}")
+    return sides, notes
 
 
 def peaks(transport: Transport, sides: Sequence[Ours]) -> list[int]:

@@ -8,6 +8,7 @@ import click
 
 from mpitrain.cli.bench.shapes import PEERS, measure_shapes
 from mpitrain.cli.job_options import DEVICE, GEMM, PP, SET, TP, changes, configured
+from mpitrain.cli.numbers import finite
 from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.session import MOST, mpi_session
 
@@ -80,6 +81,7 @@ ALONE = [
     type=click.FloatRange(0, min_open=True),
     default=120,
     show_default=True,
+    callback=finite,
     help="With --shapes: bound of the turns of a shape; compilation comes on top.",
 )
 @click.option(
@@ -269,24 +271,16 @@ def _measure(
 
 def _measure_memory(transport: Any, changed: list[str], blocks: int, steps: int) -> None:
     """Print time and activation memory of the job with each key of [memory]. Collective."""
-    from mpitrain.bench.training.memory import WAYS, memory_table, peaks
-    from mpitrain.bench.training.steps import Ours, alternate, check_common_steps
+    from mpitrain.bench.training.memory import built, memory_table, peaks
+    from mpitrain.bench.training.steps import alternate, check_common_steps
     from mpitrain.cli.terminal.progress import way
-    from mpitrain.run.build import build
-    from mpitrain.transport.agreement import on_all_ranks
 
-    def all_configured() -> list[Any]:
-        found = [
-            _configured(transport.size, blocks, steps, [*changed, *more]) for more in WAYS.values()
-        ]
-        for each in found:
-            check_common_steps(each)
+    def configured_with(more: Sequence[str]) -> Any:
+        found = _configured(transport.size, blocks, steps, [*changed, *more])
+        check_common_steps(found)
         return found
 
-    sides: list[Ours] = []
-    for name, config in zip(WAYS, on_all_ranks(transport, all_configured), strict=True):
-        source = sides[0].job.source if sides else None
-        sides.append(Ours(build(transport, config, source=source), name))
+    sides, notes = built(transport, configured_with)
     results = alternate(transport, sides[0].job, sides, blocks, steps)
     nbytes, config = peaks(transport, sides), sides[0].job.trainer.config
     for side in sides:
@@ -296,7 +290,7 @@ def _measure_memory(transport: Any, changed: list[str], blocks: int, steps: int)
             f"{transport.size} ranks, {config.batch.size} rows of {config.model.context} per step, width {config.model.width}, "
             f"{config.model.layers} layers, {way(config)}, {config.device.kind}; {blocks} blocks of {steps} steps"
         )
-        click.echo("\n".join(memory_table(results, nbytes)))
+        click.echo("\n".join([*memory_table(results, nbytes), *notes]))
 
 
 def _multiplier(config: Any) -> str:

@@ -68,7 +68,8 @@ def check_activations(
         f"{-(-rows // micro_batches)} row(s), but {room.free / 1e9:,.2f} GB are free.",
         f"Set batch.micro_batches to {found.micro_batches}: activations then need {found.needed / 1e9:,.2f} GB."
         if found
-        else "Lower model.width or model.context: no larger number of micro-batches fits.",
+        else f"{'Lower' if job.config.memory.segment else 'Set memory.recompute to unit, or lower'} "
+        "model.width or model.context: no larger number of micro-batches fits.",
     )
 
 

@@ -1,14 +1,21 @@
 """Activations and FLOPs of each unit of a pipeline stage, for one micro-batch."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
-from mpitrain.layers.base import Unit, backward
+from mpitrain.layers.base import Unit
+from mpitrain.pipeline.stage import Stage
 from mpitrain.run.counting.body import Body, Replica
+from mpitrain.trace.recorder import Silent
+from mpitrain.trace.ring_buffer import BACKWARD_WEIGHT, FORWARD
 
 
 class UnitCount(NamedTuple):
     """The counts of one unit in one micro-batch. All bytes are of activations.
+
+    The last unit of a recomputed segment runs the segment's forwards again: it has their bytes and
+    FLOPs.
 
     saved    that its forward adds: its saved state and its output, less an input that dies
     pending  from the input half of backward to the weight half, if a schedule separates them
@@ -23,16 +30,21 @@ class UnitCount(NamedTuple):
     flops: int
 
 
-class UnitCounter:
-    """Counts the units of one chunk of a model, one after another.
+class UnitCounter(Silent):
+    """Counts the units of one chunk of a model: the recorder of a `Stage` that trains the chunk.
 
     units    the units of the chunk
     replica  their parameters and gradients
     """
 
     def __init__(self, body: Body, units: Sequence[Unit], replica: Replica):
+        super().__init__()
         self._body, self._units, self._replica = body, units, replica
+        self._lowest = replica.replica.first
         self._peaks, self._flops = [0] * len(units), [0] * len(units)
+        self._saved = [0] * len(units)
+        self._live, self._pending = [0] * len(units), [0] * len(units)
+        self._unit = self._before = 0
 
     def count(self, x: Callable[[], Any], targets: Any) -> list[UnitCount]:
         """Return the counts of all units.
@@ -40,76 +52,68 @@ class UnitCounter:
         x        () -> an input of the chunk
         targets  None, or () -> the targets, if the loss follows the chunk
         """
-        arena, numbers = self._body.arena, range(len(self._units))
-        y, saves, saved = self._forward(x)
-        dy = self._gradient(y, targets)
-        del y
-        for n in reversed(numbers):
-            before = self._begin()
-            dy = backward(
-                self._units[n].layer,
-                self._replica.open(n, 0),
-                dy,
-                saves.pop(),
-                self._replica.gradients(n, 0),
-                arena,
-            )
-            self._end(n, before)
-        del dy
-        # `_pending` runs forwards again.
-        peaks, flops = [*self._peaks], [*self._flops]
-        pending, names = self._pending(x, targets), [unit.name for unit in self._units]
-        return [*map(UnitCount, names, saved, pending, peaks, flops)]
+        replica: Any = self._replica
+        stage = Stage(
+            self._units,
+            replica,
+            self._body.arena,
+            recorder=self,
+            lowest=self._lowest,
+        )
 
-    def _forward(self, first: Callable[[], Any]) -> tuple[Any, list[Any], list[int]]:
-        """Return the output, the saved state of each unit, and its bytes."""
-        arena, saves, found, x = self._body.arena, list[Any](), list[int](), first()
-        for n, unit in enumerate(self._units):
-            live, before = arena.live, self._begin()
-            x, saved = unit.layer.forward(self._replica.open(n, 0), x, arena)
-            saves.append(saved)
-            del saved
-            found.append(arena.live - live)
-            self._end(n, before)
-        return x, saves, found
+        # No variable may refer to a gradient as well: its buffer would return later.
+        def gradient() -> Any:
+            stage.begin(1)
+            return self._gradient(self._forward(stage, x), targets)
+
+        if self._lowest == len(self._units):
+            gradient()
+        else:
+            stage.backward(0, gradient())
+        # The halves run forwards again.
+        peaks, flops = [*self._peaks], [*self._flops]
+        if self._lowest < len(self._units):
+            stage.backward_input(0, gradient())
+            stage.backward_weight(0)
+        names = [unit.name for unit in self._units]
+        return [*map(UnitCount, names, self._saved, self._pending, peaks, flops)]
+
+    def _forward(self, stage: Stage, x: Callable[[], Any]) -> Any:
+        """Return the output of the chunk; count the bytes that each unit saves."""
+        y = stage.forward(0, x())
+        live = [*self._live, self._body.arena.live]
+        self._saved = [after - before for before, after in pairwise(live)]
+        return y
 
     def _gradient(self, y: Any, targets: Any) -> Any:
         """Return the gradient of the output, from the loss if it follows."""
-        before = self._begin()
         if targets is None:
             return self._body.arena.take(y.shape, y.dtype)
+        self._begin(len(self._units) - 1)
         right = targets().reshape(-1)
         _, dy = self._replica.loss(y.reshape(len(right), -1), right, 1.0)
-        self._end(len(self._units) - 1, before)
+        self.end(0)
         return dy.reshape(y.shape)
 
-    def _pending(self, x: Callable[[], Any], targets: Any) -> list[int]:
-        """Return the bytes that each unit's weight half gives back."""
-        arena, found = self._body.arena, list[int]()
-        y, saves, _ = self._forward(x)
-        dy, pending = self._gradient(y, targets), list[Any]()
-        del y
-        for n in reversed(range(len(self._units))):
-            dy, state = self._units[n].layer.backward_input(
-                self._replica.open(n, 0), dy, saves.pop(), arena
-            )
-            pending.append(state)
-            del state
-        del dy
-        for n in reversed(range(len(self._units))):
-            live = arena.live
-            self._units[n].layer.backward_weight(
-                pending.pop(0), self._replica.gradients(n, 0), arena
-            )
-            found.append(live - arena.live)
-        return found[::-1]
-
-    def _begin(self) -> int:
-        """Begin a pass of a unit; return the FLOPs so far."""
+    def _begin(self, unit: int) -> None:
+        """Begin a pass of a unit."""
+        self._unit, self._before = unit, self._body.count.flops
         self._body.arena.peak = self._body.arena.live
-        return self._body.count.flops
 
-    def _end(self, n: int, before: int) -> None:
-        """End a pass of the n-th unit.    before: the result of `_begin`"""
-        self._peaks[n] = max(self._peaks[n], self._body.arena.peak)
-        self._flops[n] += self._body.count.flops - before
+    def compute(self, *fields: int, **more: int) -> int:
+        """Begin a pass of a unit, as the stage announces it; return its phase."""
+        _, phase, unit, _ = fields
+        self._begin(unit)
+        if phase == FORWARD:
+            self._live[unit] = self._body.arena.live
+        if phase == BACKWARD_WEIGHT:
+            self._pending[unit] = self._body.arena.live
+        return phase
+
+    def end(self, span: int) -> None:
+        """End a pass of a unit.    span: the result of `compute`"""
+        arena, unit = self._body.arena, self._unit
+        self._peaks[unit] = max(self._peaks[unit], arena.peak)
+        self._flops[unit] += self._body.count.flops - self._before
+        if span == BACKWARD_WEIGHT:
+            self._pending[unit] -= arena.live

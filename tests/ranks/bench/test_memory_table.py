@@ -1,9 +1,10 @@
 """`bench train --memory`: one row for each key of [memory], all with the losses of the first."""
 
 import pytest
+from click.testing import CliRunner
 
 from mpitrain.bench.training.memory import WAYS
-from mpitrain.cli.bench.train import _measure_memory
+from mpitrain.cli.bench.train import _measure_memory, command
 from mpitrain.errors import ConfigError
 from mpitrain.transport.threads import run_ranks
 
@@ -36,3 +37,29 @@ def test_modes_without_common_steps_are_refused_before_the_build():
         return True
 
     assert all(run_ranks(2, refused))
+
+
+MLP = ["data.source=digits", "model.kind=mlp", "model.layers=3", "model.width=16", "batch.size=8"]
+
+
+@pytest.mark.parametrize(
+    "job, refused",
+    [
+        ([*MLP, "optimizer.warmup=0"], {"attention", "4 chunks", "unit, 4 chunks"}),
+        ([*TINY, "replication.zero=3"], {"2"}),
+        ([*TINY, "replication.mode=master"], {"4 chunks", "unit, 4 chunks"}),
+    ],
+)
+def test_a_key_that_the_job_refuses_is_a_note(capsys, job, refused):
+    run_ranks(2, _measure_memory, job, 1, 1)
+    _, _, *rows = capsys.readouterr().out.splitlines()
+    notes = {row.split(":")[0] for row in rows if ": not measured. " in row}
+    measured = [name for name in WAYS if name not in refused]
+    assert notes == refused and len(rows) == len(WAYS)
+    assert all(row.startswith(name) for row, name in zip(rows, measured, strict=False))
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "0"])
+def test_the_bound_of_a_shape_is_a_finite_number_of_seconds(seconds):
+    ended = CliRunner().invoke(command, ["--row-seconds", seconds, "--blocks", "0"])
+    assert ended.exit_code == 2 and "--row-seconds" in ended.output

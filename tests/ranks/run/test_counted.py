@@ -76,6 +76,13 @@ def test_the_counted_peak_on_kernels_is_the_measured_one(layout):
         assert counted == measured > 0
 
 
+def test_a_partition_by_time_is_counted_as_it_is_cut(monkeypatch):
+    monkeypatch.setitem(build.__globals__, "by_time", lambda *given: [4, 2])
+    settings = [*TINY, "layout.pp=2", "pipeline.partition=time", "memory.recompute=2"]
+    for counted, measured in run_ranks(2, peaks, settings):
+        assert counted == measured > 0
+
+
 @pytest.mark.parametrize("ranks, layout", [(1, []), (2, []), (2, ["layout.tp=2"])])
 def test_too_large_activations_are_refused_with_fitting_micro_batches(ranks, layout, monkeypatch):
     settings = [*TINY, *layout]
@@ -119,3 +126,4 @@ def test_no_number_of_micro_batches_is_proposed_if_none_fits(monkeypatch):
     with pytest.raises(ConfigError) as refused:
         run_ranks(1, lambda transport: build(transport, config))
     assert "micro_batches to" not in str(refused.value)
+    assert "memory.recompute" in str(refused.value)

@@ -28,7 +28,23 @@ def test_the_peak_of_a_stage_is_that_of_its_ranks(settings):
         assert found.stages[pp].step.peak == peak and found.parameters == parameters
 
 
-@pytest.mark.parametrize("settings", [TINY, MLP])
+DEEP = [*TINY, "model.layers=4"]
+FROZEN = 'model.freeze=["embedding*", "blocks.0*", "blocks.1.attention*"]'
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        TINY,
+        MLP,
+        [*TINY, "memory.recompute=unit"],
+        [*DEEP, "memory.recompute=2"],
+        [*DEEP, "memory.recompute=3", "memory.logit_chunks=3"],
+        [*DEEP, FROZEN],
+        [*DEEP, FROZEN, "memory.recompute=2", "memory.logit_chunks=3"],
+        [*TINY, 'model.freeze=["embedding*", "blocks*"]'],
+    ],
+)
 def test_the_units_of_one_stage_add_up_to_its_step(settings):
     (stage,) = count(configured(*settings)).stages
     assert max(unit.peak for unit in stage.units) == stage.step.peak
@@ -45,6 +61,20 @@ def test_a_frozen_parameter_has_no_gradient_and_no_state():
 
     ((trained, frozen),) = run_ranks(1, stored)
     assert frozen > trained and count(config).state == 16 * trained + 4 * frozen
+
+
+def test_units_without_a_backward_save_nothing_and_a_chunk_of_them_is_counted():
+    settings = [*DEEP, FROZEN, "memory.recompute=2", "layout.pp=4"]
+    stages = count(configured(*settings)).stages
+    frozen = [unit for stage in stages for unit in stage.units][1:4]
+    assert all(unit.saved == unit.pending == 0 < unit.flops for unit in frozen)
+
+
+def test_a_segment_of_units_saves_one_input():
+    (stage,) = count(configured(*DEEP, "memory.recompute=2")).stages
+    (plain,) = count(configured(*DEEP)).stages
+    blocks = slice(1, -1)
+    assert sum(unit.saved for unit in stage.units[blocks]) == 4 * plain.units[0].saved
 
 
 def test_micro_batches_of_a_pipeline_are_live_together():
