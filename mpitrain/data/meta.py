@@ -1,8 +1,10 @@
 """meta.json of a directory of tokens: the dtype, and all facts that `data prepare` knows."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import BaseModel, Field
 
 from mpitrain.data.tokenizer import TOKENIZER, digest
@@ -82,6 +84,18 @@ def prepared(path: Path) -> Prepared | None:
             f"{meta} must be as mpitrain data prepare writes it, but {error}.", "Prepare it again."
         ) from None
     return facts if path.name in facts.files else None
+
+
+def bytes_per_token(paths: Iterable[Path]) -> float:
+    """Return the bytes of text per token of some files; 0 if meta.json does not know all."""
+    tokens = nbytes = 0
+    for path in paths:
+        facts = prepared(path)
+        counts = facts.files[path.name] if facts else Counts()
+        if facts is None or path.stat().st_size != counts.tokens * np.dtype(facts.dtype).itemsize:
+            return 0.0
+        tokens, nbytes = tokens + counts.tokens, nbytes + counts.bytes
+    return nbytes / tokens if tokens else 0.0
 
 
 def tokenizer_beside(path: Path) -> bytes | None:
