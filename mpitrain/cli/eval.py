@@ -43,7 +43,7 @@ def command(run: Path, **options: Any) -> None:
             where = job.trainer.config.data.source if held_out in ("", TENTH) else held_out
             click.echo(
                 f"{visible(str(run))} at step {job.step} on {visible(where)}: "
-                f"validation loss {nats(loss, bits_per_byte(job.data, loss))}, {accuracy:.1%} of predictions right "
+                f"validation loss {nats(loss, bits_per_byte(job.data, loss))}, accuracy {accuracy:.1%} "
                 f"({evaluated_rows(job.trainer.config.run, job.data)} of {job.data.held_out} held-out rows)"
             )
         if not math.isfinite(loss):

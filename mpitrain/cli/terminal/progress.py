@@ -150,7 +150,7 @@ class Progress:
         elif "val_loss" in record:
             self._line(
                 f"step {step}: validation loss {nats(record['val_loss'], record.get('val_bits_per_byte'))}, "
-                f"{record['val_accuracy']:.1%} of predictions right"
+                f"accuracy {record['val_accuracy']:.1%}"
             )
         elif event == "end":
             self._bar.close()
@@ -184,7 +184,7 @@ class Progress:
 
 def nats(loss: float, bits: float | None) -> str:
     """Return a loss with its unit, and in bits per byte of text if these are known."""
-    return f"{loss:.4f} nats" + (f" ({bits:.4f} bits per byte)" if bits is not None else "")
+    return f"{loss:.4f} nats" + (f", {bits:.4f} bits per byte" if bits is not None else "")
 
 
 def amounts(config: Config, record: dict[str, Any]) -> str:
