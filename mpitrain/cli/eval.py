@@ -29,7 +29,8 @@ def command(run: Path, **options: Any) -> None:
     settings = changes((), **options)
     configured = configured_of(run, settings)
     with mpi_session(kind=lambda: configured().device.kind) as transport:
-        from mpitrain.data import TENTH
+        from mpitrain.cli.terminal.progress import nats
+        from mpitrain.data import TENTH, bits_per_byte
         from mpitrain.run.open_run import open_run
         from mpitrain.run.trainer import evaluated_rows
 
@@ -42,7 +43,7 @@ def command(run: Path, **options: Any) -> None:
             where = job.trainer.config.data.source if held_out in ("", TENTH) else held_out
             click.echo(
                 f"{visible(str(run))} at step {job.step} on {visible(where)}: "
-                f"validation loss {loss:.4f} nats, {accuracy:.1%} of predictions right "
+                f"validation loss {nats(loss, bits_per_byte(job.data, loss))}, accuracy {accuracy:.1%} "
                 f"({evaluated_rows(job.trainer.config.run, job.data)} of {job.data.held_out} held-out rows)"
             )
         if not math.isfinite(loss):

@@ -22,7 +22,7 @@ from mpitrain.errors import visible
 @click.option(
     "--prompt",
     default="\n",
-    help="Text to continue (default: a line break); token numbers for tokens: sources.",
+    help="Text to continue (default: a line break); token numbers if the run knows no tokenizer.",
 )
 @click.option(
     "--tokens",
@@ -74,20 +74,23 @@ def command(
     settings = changes((), **options)
     configured = configured_of(run, settings)
     with mpi_session(kind=lambda: configured().device.kind) as transport:
-        from mpitrain.data import writes_text
-        from mpitrain.run.generate import tokens
+        from mpitrain.run.generate import tokenizer_of_run, tokens
         from mpitrain.run.open_run import open_run
         from mpitrain.transport.agreement import on_all_ranks
 
         trainer, source, _ = open_run(transport, run, configured, needs_data=False)
         config = trainer.config
-        is_text = writes_text(config.data.source, config.data.mixture)
+        tokenizer = on_all_ranks(transport, lambda: tokenizer_of_run(run, config.data))
         start = on_all_ranks(
-            transport, lambda: _prompt(prompt, is_text, config.model.kind, source.inputs)
+            transport, lambda: _prompt(prompt, tokenizer, config.model.kind, source.inputs)
         )
 
         drawn = islice(tokens(trainer, start, temperature, top_k, seed), count)
-        written = (bytes([token]) if is_text else f" {token}".encode() for token in drawn)
+        written = (
+            tokenizer.stream(drawn, start)
+            if tokenizer
+            else (f" {token}".encode() for token in drawn)
+        )
         parts = chain([os.fsencode(prompt)], written, [b"\n"])
         for part in parts if raw else readable(parts):
             if transport.rank == 0:
@@ -110,7 +113,7 @@ def readable(parts: Iterable[bytes]) -> Iterator[bytes]:
         yield visible(text).encode(encoding, "backslashreplace")
 
 
-def _prompt(prompt: str, is_text: bool, kind: str, vocabulary: int) -> list[int]:
+def _prompt(prompt: str, tokenizer: Any, kind: str, vocabulary: int) -> list[int]:
     """Return the prompt as tokens of a model of this kind; ConfigError if it has others."""
     from mpitrain.errors import ConfigError
     from mpitrain.models.table import MODELS, kinds
@@ -124,8 +127,8 @@ def _prompt(prompt: str, is_text: bool, kind: str, vocabulary: int) -> list[int]
         raise ConfigError(
             "A prompt needs at least one token.", "Leave out --prompt to begin with a line break."
         )
-    if is_text:
-        return list(os.fsencode(prompt))
+    if tokenizer:
+        return _encoded(prompt, tokenizer, vocabulary)
     try:
         if not re.fullmatch(r"[0-9\s+-]*", prompt, re.ASCII):  # int() also accepts 1_0 for 10
             raise ValueError
@@ -141,3 +144,19 @@ def _prompt(prompt: str, is_text: bool, kind: str, vocabulary: int) -> list[int]
             "Use known tokens.",
         )
     return numbers
+
+
+def _encoded(prompt: str, tokenizer: Any, vocabulary: int) -> list[int]:
+    """Return the tokens of a prompt, at least one; ConfigError if the model does not know them."""
+    from mpitrain.data.tokenizer import ByteTokenizer
+    from mpitrain.errors import ConfigError
+
+    if isinstance(tokenizer, ByteTokenizer):
+        return list(os.fsencode(prompt))  # which need not be text
+    found: list[int] = tokenizer.encode(prompt).tolist()
+    if not found or max(found) >= vocabulary:
+        raise ConfigError(
+            f"A prompt needs at least one token, and all below {vocabulary}, but {prompt!r} has {found[:8]}.",
+            "Give --prompt another text.",
+        )
+    return found

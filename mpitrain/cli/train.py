@@ -253,21 +253,24 @@ def _configured(config_file: Path | None, settings: list[str], resume: str) -> A
 
 
 def _print_sample(finished: Any, stop_requested: Callable[[], bool]) -> None:
-    """Print a short generated text; token numbers if the source is not text. Collective."""
+    """Print a short generated text; token numbers if no tokenizer is known. Collective."""
     from itertools import islice
 
     from mpitrain.cli.generate import readable
-    from mpitrain.data import writes_text
     from mpitrain.errors import TrainingError
     from mpitrain.run.generate import tokens
 
     trainer = finished.job.trainer
     data, until = trainer.config.data, time.monotonic() + SAMPLE_SECONDS
-    is_text = writes_text(data.source, data.mixture)
+    tokenizer, hint = _tokenizer(data)
+    start = 0
+    if tokenizer:
+        ends = tokenizer.separator
+        start = ends if ends >= 0 else int([*tokenizer.encode("\n"), 0][0])
     try:
         drawn = tokens(
             trainer,
-            [ord("\n") if is_text else 0],
+            [start],
             temperature=0.8,
             top_k=40,
             seed=0,
@@ -275,11 +278,26 @@ def _print_sample(finished: Any, stop_requested: Callable[[], bool]) -> None:
         )
         sample = list(islice(drawn, trainer.config.run.sample))
         text = (
-            b"".join(readable([bytes(sample)])) if is_text else " ".join(map(str, sample)).encode()
+            b"".join(readable(tokenizer.stream(sample, [start])))
+            if tokenizer
+            else " ".join(map(str, sample)).encode()
         )
-        said = b"a sample of what it writes:\n" + text + b"\n"
+        said = f"a sample of what it writes{hint}:\n".encode() + text + b"\n"
     except TrainingError as error:
         said = f"no sample of what it writes: {error.law}\n".encode()
     if trainer.transport.rank == 0:
         sys.stdout.buffer.write(said)
         sys.stdout.buffer.flush()
+
+
+def _tokenizer(data: Any) -> tuple[Any, str]:
+    """Return the tokenizer of the data, or None, and a remark if it cannot be used."""
+    from mpitrain.data import tokenizer_of
+    from mpitrain.data.tokenizer import open_tokenizer
+    from mpitrain.errors import MpitrainError
+
+    try:
+        found = tokenizer_of([*data.mixture] or [data.source])
+        return (open_tokenizer(found, "Its tokenizer") if found else None), ""
+    except MpitrainError as error:
+        return None, f", in token numbers ({error.way_out})"

@@ -13,12 +13,14 @@ from mpitrain.data.table import (
     SourceKind,
     absolute,
     amounts,
+    bits_per_byte,
     check_mixture,
     names,
     open_source,
     source_kind,
     spellings,
     token_files,
+    tokenizer_of,
     writes_text,
 )
 from mpitrain.data.token_files import LLM_C_MAGIC, TENTH, as_it_is, beside, largest_token
@@ -43,6 +45,7 @@ __all__ = [
     "amounts",
     "as_it_is",
     "beside",
+    "bits_per_byte",
     "check_mixture",
     "largest_token",
     "names",
@@ -50,6 +53,7 @@ __all__ = [
     "source_kind",
     "spellings",
     "token_files",
+    "tokenizer_of",
     "writes_text",
     "zeros",
 ]

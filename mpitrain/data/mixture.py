@@ -34,6 +34,9 @@ class MixtureSource:
         self.held_out_tokens = sum(source.held_out_tokens for source in self._sources)
         self._firsts = [0, *accumulate(source.held_out for source in self._sources)]
         self.held_out = self._firsts[-1]
+        ratios = [source.bytes_per_token for source in self._sources]
+        known = sum(s.held_out * ratio for s, ratio in zip(self._sources, ratios, strict=True))
+        self.bytes_per_token = known / self.held_out if all(ratios) else 0.0
 
     def batch(
         self, seed: int, step: int, size: int, rows: range, before: int | None = None

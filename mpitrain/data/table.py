@@ -1,16 +1,19 @@
 """The table of data sources by the prefix of their names, and its readers."""
 
+import math
 import os.path
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from mpitrain.data.instructions import InstructionSource, open_jsonl
+from mpitrain.data.meta import tokenizer_beside
 from mpitrain.data.mixture import MixtureSource
 from mpitrain.data.samples import SampleSource, open_digits, open_idx
 from mpitrain.data.source import Form, Reading, Request, Scan, Source, Unopened
-from mpitrain.data.token_files import as_it_is, largest_token
+from mpitrain.data.token_files import as_it_is, largest_token, token_paths
+from mpitrain.data.tokenizer import BYTES_FILE
 from mpitrain.data.tokens import BYTES, TokenSource, open_pydocs, open_text, open_tokens
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, DataError
 from mpitrain.tables import Table
 
 
@@ -170,6 +173,8 @@ def open_source(
     if row.is_token_file and scan is None:
         largest = largest_token(name, 0, 1, reading.dtype)
         scan = as_it_is(name, reading.dtype)._replace(largest=largest)
+    if row.is_token_file or reading.mixture:
+        tokenizer_of([*(reading.mixture or [name]), *([validation] if ":" in validation else [])])
     return row.open(Request(name, context, dtype, vocabulary, validation, scan, reading))
 
 
@@ -228,6 +233,38 @@ def amounts(source: Source | Unopened) -> dict[str, int]:
             "classes": source.classes,
         }
     return {}
+
+
+def bits_per_byte(source: Source | Unopened, nats: float) -> float | None:
+    """Return the loss in bits per byte of held-out text; None if the source has no such number.
+
+    nats  mean loss of held-out targets
+    """
+    if isinstance(source, InstructionSource):
+        return nats / math.log(2)
+    if isinstance(source, TokenSource | MixtureSource) and source.bytes_per_token:
+        return nats / math.log(2) / source.bytes_per_token
+    return None
+
+
+def tokenizer_of(names: Iterable[str]) -> bytes | None:
+    """Return the content of the tokenizer's file of some sources; None if one has none.
+
+    raises  DataError if the sources have different tokenizers, or a file is damaged
+    """
+    found: dict[bytes | None, str] = {}
+    for name in names:
+        if source_kind(name).is_token_file:
+            for path in token_paths(name.partition(":")[2]):
+                found.setdefault(tokenizer_beside(path), str(path))
+        else:
+            found.setdefault(BYTES_FILE if source_kind(name).is_text else None, name)
+    if len(found) > 1 and None not in found:
+        raise DataError(
+            f"All tokens of a run must have one tokenizer, but {' and '.join([*found.values()][:2])} have different ones.",
+            "Prepare them with one tokenizer.",
+        )
+    return next(iter(found)) if len(found) == 1 else None
 
 
 def absolute(name: str) -> str:

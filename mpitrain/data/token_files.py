@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from mpitrain.data.flat_tokens import FileTokens, FlatTokens, JoinedTokens, largest
+from mpitrain.data.meta import noted_dtype
 from mpitrain.data.source import Scan
 from mpitrain.errors import DataError
-from mpitrain.files import check_regular, contents
-from mpitrain.strict_json import parsed
+from mpitrain.files import check_regular
 
 LLM_C_MAGIC = 20240520
 """The first int32 of a token file of llm.c. Its header has 256 int32; the tokens follow."""
@@ -32,8 +32,6 @@ UNREADABLE = (
     RecursionError,
 )
 """The errors of NumPy for a header that is damaged."""
-META = "meta.json"
-"""A file beside files of tokens; its key "dtype" names theirs."""
 TOKEN_KEYS = "data.source and data.validation"
 """The keys that name tokens:FILE."""
 AUTO = "auto"
@@ -169,7 +167,7 @@ def _layout(path: Path, size: int, dtype: str) -> Layout:
                 "Write it with numpy.ndarray.tofile, as uint16.",
             )
         return Layout(np.dtype(name).newbyteorder("<"), LLM_C_HEADER, count)
-    name = dtype if dtype != AUTO else _noted(path)
+    name = dtype if dtype != AUTO else noted_dtype(path)
     return Layout(np.dtype(name).newbyteorder("<"), 0, None)
 
 
@@ -195,26 +193,6 @@ def _npy(path: Path) -> Layout:
             "Write it with numpy.save(path, tokens.astype(numpy.uint16)).",
         )
     return Layout(found, offset, shape[0])
-
-
-def _noted(path: Path) -> str:
-    """Return the dtype that meta.json beside a bare file of tokens names; without one, uint16."""
-    meta = path.with_name(META)
-    if not meta.is_file():
-        return "uint16"
-    try:
-        found = parsed(contents(meta))
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{meta} must be JSON, but {error}.", "Write it again, or set data.dtype."
-        ) from None
-    name = found.get("dtype", "uint16") if isinstance(found, dict) else None
-    if name not in ("uint16", "uint32"):
-        raise DataError(
-            f"The dtype in {meta} must be uint16 or uint32, but is {name!r}.",
-            "Write it again, or set data.dtype.",
-        )
-    return str(name)
 
 
 def _size(path: Path, keys: str = "data.source") -> int:

@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 
 from mpitrain.data.flat_tokens import ArrayTokens, FlatTokens, windows
+from mpitrain.data.meta import bytes_per_token, prepared
 from mpitrain.data.order import EpochOrder, positions
 from mpitrain.data.source import IGNORED, Form, Reading, Request, Scan
-from mpitrain.data.token_files import TENTH, largest_token, pydocs, text, tokens_of
+from mpitrain.data.token_files import TENTH, largest_token, pydocs, text, token_paths, tokens_of
 from mpitrain.errors import DataError
 
 BYTES = 256
@@ -26,6 +27,7 @@ class TokenSource:
     scan        the scan of a tokens:FILE, or None
     validation  the held-out tokens and their name; None holds out the last tenth of `tokens`
     reading     order of the windows, and the separator
+    bytes_per_token  bytes of text per held-out token; 0: unknown
     raises      DataError if training or held-out tokens are shorter than a window, or if the
                 separator is outside of the vocabulary
     """
@@ -41,7 +43,9 @@ class TokenSource:
         scan: Scan | None = None,
         validation: tuple[FlatTokens, str] | None = None,
         reading: Reading = Reading(),  # noqa: B008  a constant
+        bytes_per_token: float = 0.0,
     ):
+        self.bytes_per_token = bytes_per_token
         tokens = ArrayTokens(tokens) if isinstance(tokens, np.ndarray) else tokens
         self.inputs = self.classes = vocabulary
         self.shape: tuple[int, ...] = (context,)
@@ -102,13 +106,17 @@ class TokenSource:
 
 def open_pydocs(request: Request) -> TokenSource:
     """Open CPython's documentation topics."""
-    return TokenSource(pydocs(), BYTES, request.context, "pydocs", reading=request.reading)
+    return _of_bytes(ArrayTokens(pydocs()), "pydocs", request)
 
 
 def open_text(request: Request) -> TokenSource:
     """Open a text file, the bytes of which are tokens."""
-    tokens = text(Path(request.place))
-    return TokenSource(tokens, BYTES, request.context, request.place, reading=request.reading)
+    return _of_bytes(text(Path(request.place)), request.place, request)
+
+
+def _of_bytes(tokens: FlatTokens, name: str, request: Request) -> TokenSource:
+    reading = request.reading
+    return TokenSource(tokens, BYTES, request.context, name, reading=reading, bytes_per_token=1.0)
 
 
 def open_tokens(request: Request) -> TokenSource:
@@ -129,12 +137,14 @@ def open_tokens(request: Request) -> TokenSource:
                 f"{path} holds token {largest}, so data.vocabulary must be at least {largest + 1}, but is {vocabulary}.",
                 f"Leave out data.vocabulary, or {way}.",
             )
+    noted = [facts.vocabulary for path in token_paths(place) if (facts := prepared(path))]
     return TokenSource(
         tokens_of(place, dtype),
-        vocabulary or max(most, scan.largest) + 1,
+        vocabulary or max(most + 1, scan.largest + 1, *noted),
         request.context,
         place,
         scan,
         (tokens_of(other, dtype), other) if other else None,
         request.reading,
+        bytes_per_token(token_paths(other or place)),
     )

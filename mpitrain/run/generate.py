@@ -1,15 +1,39 @@
 """Autoregressive text generation with a trained GPT: temperature and top-k sampling."""
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from mpitrain.collectives.bind import bind_broadcast
-from mpitrain.errors import ConfigError, TrainingError, on_every_rank
+from mpitrain.config import Data
+from mpitrain.data import writes_text
+from mpitrain.data.tokenizer import TOKENIZER, ByteTokenizer, Tokenizer, open_tokenizer
+from mpitrain.errors import ConfigError, DataError, TrainingError, on_every_rank
+from mpitrain.files import contents
 from mpitrain.run.trainer import Trainer
 
 NOT_FINITE = -1
 """The value in place of a token if the logits are not finite."""
+
+
+def tokenizer_of_run(folder: Path, data: Data) -> Tokenizer | None:
+    """Return the tokenizer of a run directory; None if the run knows the numbers of tokens only.
+
+    raises  DataError if its file is damaged; ConfigError if it needs a missing package
+    """
+    if writes_text(data.source, data.mixture):
+        return ByteTokenizer()
+    try:
+        found = contents(folder / TOKENIZER, inner=1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataError(
+            f"The tokenizer {folder / TOKENIZER} cannot be read: {error.strerror}.",
+            "Copy it from the data of the run.",
+        ) from None
+    return open_tokenizer(found, str(folder / TOKENIZER))
 
 
 def tokens(

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpitrain import __version__
 from mpitrain.config import Config, Run
-from mpitrain.data import Prefetched, Source, amounts
+from mpitrain.data import Prefetched, Source, amounts, bits_per_byte
 from mpitrain.errors import CheckpointError, TrainingError, on_every_rank
 from mpitrain.files import mend
 from mpitrain.parallel.modes import mode_of
@@ -170,6 +170,7 @@ class _Run:
     ):
         self._trainer, self._done, data = job.trainer, job.done, job.trainer.config.data
         self._source: Source = job.data
+        self._data = job.data
         self._prefetched: Prefetched | None = None
         if data.prefetch:
             steps = job.trainer.config.run.steps
@@ -414,10 +415,12 @@ class _Run:
         with self._recorder.pausing("evaluation"):
             found = self._trainer.evaluate(self._source, stop_requested)
         if found:
+            bits = bits_per_byte(self._data, found[0])
             self._record(
                 {
                     "step": step,
                     "val_loss": found[0],
+                    **({"val_bits_per_byte": bits} if bits is not None else {}),
                     "val_accuracy": found[1],
                     "eval_s": time.perf_counter() - began,
                 }

@@ -7,6 +7,7 @@ RUN/
     tuning.json    the tuning of the cost model, if replication.tuning names one
     tiles.json     the tile sizes of GEMM kernels, if device.tiles names a file
     tokens.json    the result of the scan of a token file, if data.source is one
+    tokenizer.json the tokenizer of files of tokens, if `data prepare` wrote them
     lock           locked by rank 0 during the run
     trace/         the last actions of each rank, see trace/ring_buffer.py
 """
@@ -38,7 +39,10 @@ from mpitrain.data import (
     absolute,
     as_it_is,
     source_kind,
+    tokenizer_of,
+    writes_text,
 )
+from mpitrain.data.tokenizer import TOKENIZER
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.files import Directory, cannot_write, contents, opened
 from mpitrain.optim import checked, without_unread
@@ -278,6 +282,7 @@ def _begin(
         run.write_whole(TILES, tiles)
     if isinstance(source, TokenSource) and source.scan:
         run.write_whole(TOKENS, json.dumps(source.scan._asdict()) + "\n")
+    _note_tokenizer(run, config.data)
     run.remove_tree(TRACE)
     if config.run.trace:
         run.make(TRACE).close()
@@ -285,6 +290,25 @@ def _begin(
         run.write_whole(METRICS, "")
     else:
         cut_after(folder / METRICS, step)
+
+
+def _note_tokenizer(run: Directory, data: Data) -> None:
+    """Copy the tokenizer of the data, if it is not the bytes of text.
+
+    raises  ConfigError if the directory has another tokenizer
+    """
+    names = [*data.mixture] or [data.source]
+    if writes_text(data.source, data.mixture) or not (tokenizer := tokenizer_of(names)):
+        return
+    if run.facts(TOKENIZER):
+        with run.open(TOKENIZER) as file:
+            if file.read() != tokenizer:
+                raise ConfigError(
+                    f"{run.path} has another {TOKENIZER} than {', '.join(names)}.",
+                    "Use data of the same tokenizer, or another --out.",
+                )
+    with run.whole(TOKENIZER) as file:
+        file.write(tokenizer)
 
 
 def trace_file(folder: Path, rank: int) -> Path:

@@ -149,8 +149,8 @@ class Progress:
                 )
         elif "val_loss" in record:
             self._line(
-                f"step {step}: validation loss {record['val_loss']:.4f} nats, "
-                f"{record['val_accuracy']:.1%} of predictions right"
+                f"step {step}: validation loss {nats(record['val_loss'], record.get('val_bits_per_byte'))}, "
+                f"accuracy {record['val_accuracy']:.1%}"
             )
         elif event == "end":
             self._bar.close()
@@ -180,6 +180,11 @@ class Progress:
     def _line(self, text: str) -> None:
         self._bar.write(text, file=sys.stdout)
         sys.stdout.flush()
+
+
+def nats(loss: float, bits: float | None) -> str:
+    """Return a loss with its unit, and in bits per byte of text if these are known."""
+    return f"{loss:.4f} nats" + (f", {bits:.4f} bits per byte" if bits is not None else "")
 
 
 def amounts(config: Config, record: dict[str, Any]) -> str:

@@ -1,0 +1,1 @@
+"""Files of tokens from text: documents, encoding in several processes, and a restartable writer."""

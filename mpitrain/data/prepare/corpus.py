@@ -1,0 +1,278 @@
+"""`prepare`: writes a directory of tokens, atomically, and goes on after an interruption."""
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from pydantic import BaseModel
+
+from mpitrain.data.meta import META, Count, Counts, Prepared, prepared
+from mpitrain.data.prepare.documents import Chunk, Form, Input, Position, chunks, inputs
+from mpitrain.data.prepare.encode import Encoding, encoded
+from mpitrain.data.tokenizer import TOKENIZER, Tokenizer, digest
+from mpitrain.errors import ConfigError, DataError
+from mpitrain.files import Directory, cannot_write
+from mpitrain.files import opened as opened_directory
+from mpitrain.strict_json import validated
+
+TRAIN, HELD_OUT = "train.bin", "val.bin"
+PARTIAL = ".partial"
+JOURNAL = ".prepare.json"
+EVERY = 16
+"""Chunks between two entries of the journal: the work that an interruption may cost."""
+LARGE_WORK = 8 << 20
+"""Bytes of input from which on several processes are worth their start."""
+
+
+class Options(NamedTuple):
+    """The configuration of `prepare`; another one starts anew.
+
+    separator  the token behind each document; -1: none
+    """
+
+    paths: Sequence[Path]
+    tokenizer: Tokenizer
+    separator: int
+    form: Form
+
+
+class Journal(BaseModel):
+    """The progress of an interrupted `prepare`.
+
+    configuration  SHA-256 of the inputs and options
+    input          number of the input file that is next, or in work
+    offset         see `Position`, of this file
+    """
+
+    configuration: str
+    input: Count = 0
+    offset: Count = 0
+    documents: Count = 0
+    train: Counts = Counts()
+    held_out: Counts = Counts()
+
+
+def prepare(
+    options: Options,
+    out: Path,
+    workers: int,
+    progress: Callable[[int], None] = lambda nbytes: None,
+    every: int = EVERY,
+) -> Prepared:
+    """Write train.bin, val.bin, tokenizer.json and meta.json into the directory `out`.
+
+    No file has its final name before it is complete, and train.bin gets its name last. After an
+    interruption the same call goes on. A directory that is complete stays as it is.
+
+    workers   number of processes
+    progress  called with the number of input bytes so far
+    every     chunks between two entries of the journal
+    raises    DataError for inputs; ConfigError if `out` has other data or cannot be written
+    """
+    found = inputs(options.paths)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with opened_directory(out) as folder:
+            _lock(folder)
+            return _Writer(options, found, folder, progress, every).run(workers)
+    except OSError as error:
+        raise cannot_write(f"The directory {out}", error) from None
+
+
+def _lock(folder: Directory) -> None:
+    """Lock a directory until it is closed, if its file system supports locks."""
+    try:
+        fcntl.flock(folder.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"Another process prepares data in {folder.path}.", "Wait for it, or stop it."
+        ) from None
+    except OSError:  # Some file systems of clusters have no locks.
+        pass
+
+
+def _configuration(options: Options, found: Sequence[Input]) -> str:
+    facts = [
+        [[str(one.path.resolve()), one.nbytes, one.path.stat().st_mtime_ns] for one in found],
+        digest(options.tokenizer.data),
+        options.separator,
+        options.form,
+    ]
+    return hashlib.sha256(json.dumps(facts).encode(errors="surrogateescape")).hexdigest()
+
+
+class _Writer:
+    """One call of `prepare`."""
+
+    def __init__(
+        self,
+        options: Options,
+        found: Sequence[Input],
+        folder: Directory,
+        progress: Callable[[int], None],
+        every: int,
+    ):
+        self._options, self._inputs, self._folder = options, found, folder
+        self._progress, self._every = progress, every
+        self._dtype = "uint16" if options.tokenizer.vocabulary <= 1 << 16 else "uint32"
+        self._configuration = _configuration(options, found)
+
+    def run(self, workers: int) -> Prepared:
+        if done := self._finished():
+            self._folder.remove(JOURNAL)
+            return done
+        journal = self._resumed() or self._begun()
+        if journal.input < len(self._inputs):
+            journal = self._encode(journal, workers)
+        return self._finish(journal)
+
+    def _finished(self) -> Prepared | None:
+        """Return the facts of complete data of this configuration.
+
+        raises  ConfigError if the directory has other data
+        """
+        if self._folder.facts(TRAIN) is None:
+            return None
+        done = prepared(self._folder.path / TRAIN)
+        if done is None or done.configuration != self._configuration:
+            raise self._taken(TRAIN)
+        return done
+
+    def _taken(self, name: str) -> ConfigError:
+        return ConfigError(
+            f"{self._folder.path} already has another {name}.",
+            "Choose another --out, or remove that file.",
+        )
+
+    def _resumed(self) -> Journal | None:
+        """Return the progress of an interrupted call with the same configuration."""
+        try:
+            with self._folder.open(JOURNAL) as file:
+                journal = validated(Journal, file.read())
+        except (OSError, ValueError):
+            return None
+        if journal.configuration != self._configuration or journal.input > len(self._inputs):
+            return None
+        is_complete = journal.input == len(self._inputs)
+        for name, counts in self._files(journal):
+            facts = self._folder.facts(name + PARTIAL)
+            size = facts.st_size if facts else -1
+            if size < counts.tokens * np.dtype(self._dtype).itemsize and not is_complete:
+                return None
+        return journal
+
+    def _begun(self) -> Journal:
+        """Start anew."""
+        for name in (HELD_OUT, META):
+            if self._folder.facts(name) is not None:
+                raise self._taken(name)
+        with suppress(FileNotFoundError), self._folder.open(TOKENIZER) as file:
+            if file.read() != self._options.tokenizer.data:
+                raise self._taken(TOKENIZER)
+        self._folder.remove(JOURNAL)
+        for name in (TRAIN, HELD_OUT):
+            os.close(self._folder.create(name + PARTIAL))
+        return Journal(configuration=self._configuration)
+
+    @staticmethod
+    def _files(journal: Journal) -> list[tuple[str, Counts]]:
+        return [(TRAIN, journal.train), (HELD_OUT, journal.held_out)]
+
+    def _encode(self, journal: Journal, workers: int) -> Journal:
+        """Encode the rest of the inputs behind the tokens of the journal."""
+        files = []
+        try:
+            for name, counts in self._files(journal):
+                files.append(self._folder.append(name + PARTIAL))
+                os.ftruncate(files[-1], counts.tokens * np.dtype(self._dtype).itemsize)
+            options = self._options
+            encoding = Encoding(options.tokenizer.data, options.separator, self._dtype)
+            rest = sum(one.nbytes for one in self._inputs[journal.input :]) - journal.offset
+            turns: list[int] = []
+            work = encoded(
+                encoding, self._chunks(journal, turns), workers if rest > LARGE_WORK else 1
+            )
+            for count, (chunk, results) in enumerate(work, 1):
+                for file, one in zip(files, results, strict=True):
+                    _write(file, one.tokens)
+                journal = self._after(journal, turns.pop(0), chunk, *(r.counts for r in results))
+                self._progress(
+                    sum(one.nbytes for one in self._inputs[: journal.input]) + journal.offset
+                )
+                if count % self._every == 0:
+                    self._note(journal, files)
+            journal = journal.model_copy(update={"input": len(self._inputs), "offset": 0})
+            for key, where in (("train", "to train on"), ("held_out", "for validation")):
+                if not getattr(journal, key).tokens and (key == "train" or options.form.fraction):
+                    raise DataError(
+                        f"The inputs must have text {where}, but there is none.",
+                        "Name more text, or change --validation-fraction.",
+                    )
+            self._note(journal, files)
+        finally:
+            for file in files:
+                os.close(file)
+        return journal
+
+    def _chunks(self, journal: Journal, turns: list[int]) -> Iterator[Chunk]:
+        """Yield the chunks from the journal's position on; append the input of each to `turns`."""
+        for source in self._inputs[journal.input :]:
+            is_begun = source.number == journal.input
+            start = Position(journal.offset, journal.documents) if is_begun else Position()
+            for chunk in chunks(source, self._options.form, start):
+                turns.append(source.number)
+                yield chunk
+
+    @staticmethod
+    def _after(
+        journal: Journal, number: int, chunk: Chunk, train: Counts, held_out: Counts
+    ) -> Journal:
+        return Journal(
+            configuration=journal.configuration,
+            input=number,
+            offset=chunk.end.offset,
+            documents=chunk.end.documents,
+            train=journal.train.added(*train.model_dump().values()),
+            held_out=journal.held_out.added(*held_out.model_dump().values()),
+        )
+
+    def _note(self, journal: Journal, files: Sequence[int]) -> None:
+        """Write the journal after the tokens that it counts."""
+        for file in files:
+            os.fsync(file)
+        self._folder.write_whole(JOURNAL, journal.model_dump_json())
+
+    def _finish(self, journal: Journal) -> Prepared:
+        """Give all files their names; an interrupted call of this function may be repeated."""
+        tokenizer, folder = self._options.tokenizer, self._folder
+        has_held_out = journal.held_out.tokens > 0
+        facts = Prepared(
+            dtype="uint32" if self._dtype == "uint32" else "uint16",
+            vocabulary=tokenizer.vocabulary,
+            separator=self._options.separator,
+            tokenizer=digest(tokenizer.data),
+            files=dict(self._files(journal)[: 1 + has_held_out]),
+            configuration=self._configuration,
+        )
+        with folder.whole(TOKENIZER) as file:
+            file.write(tokenizer.data)
+        if has_held_out and folder.facts(HELD_OUT + PARTIAL):
+            folder.rename(HELD_OUT + PARTIAL, HELD_OUT)
+        folder.write_whole(META, facts.model_dump_json(indent=1) + "\n")
+        folder.rename(TRAIN + PARTIAL, TRAIN)
+        folder.sync()
+        folder.remove(HELD_OUT + PARTIAL)
+        folder.remove(JOURNAL)
+        return facts
+
+
+def _write(file: int, tokens: np.ndarray) -> None:
+    rest = memoryview(tokens.tobytes())
+    while rest:
+        rest = rest[os.write(file, rest) :]

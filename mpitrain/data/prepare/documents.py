@@ -1,0 +1,266 @@
+"""Documents of input files: text, lines of JSON, Parquet; in chunks that can begin anywhere."""
+
+import hashlib
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from mpitrain.errors import ConfigError, DataError
+from mpitrain.files import reading
+from mpitrain.strict_json import parsed
+
+CHUNK = 1 << 20
+"""Bytes of text in a chunk: the work of a process at a time. Longer documents are cut there."""
+LINE = 1 << 16
+"""Longest distance, in bytes, from a cut to the end of its line; else a character ends it."""
+
+
+class Piece(NamedTuple):
+    """A document or, if it is long, a piece of one.
+
+    held_out  whether it belongs to the validation set
+    ends      whether the document ends with it
+    """
+
+    text: str
+    held_out: bool = False
+    ends: bool = True
+
+
+class Position(NamedTuple):
+    """A position in an input file.
+
+    offset     bytes before it; of Parquet, the share of the file's size
+    documents  documents, lines or rows before it
+    """
+
+    offset: int = 0
+    documents: int = 0
+
+
+class Chunk(NamedTuple):
+    """Some pieces in their order, and the position behind them."""
+
+    pieces: list[Piece]
+    end: Position
+
+
+class Form(NamedTuple):
+    """How documents are found in the inputs, and which of them are held out.
+
+    fraction  of the documents, or of a text file, for validation
+    seed      of the draws
+    field     the key of a line, or the column, with the text
+    mark      the text between two documents of a text file; empty: the file is one document
+    """
+
+    fraction: float
+    seed: int
+    field: str
+    mark: str
+
+    def holds_out(self, number: int, document: int) -> bool:
+        """Draw whether a document is held out; it depends on nothing else.
+
+        number  of the input file
+        """
+        word = struct.pack("<3q", self.seed, number, document)
+        drawn = int.from_bytes(hashlib.blake2b(word, digest_size=7).digest(), "little")
+        return drawn < self.fraction * (1 << 56)
+
+
+class Input(NamedTuple):
+    """An input file with its number in the command line."""
+
+    path: Path
+    number: int
+    nbytes: int
+
+
+def opened(path: Path) -> IO[bytes]:
+    """Open an input file; DataError if it cannot be read."""
+    try:
+        return reading(path)
+    except OSError as error:
+        raise DataError(
+            f"The input {path} cannot be read: {error.strerror}.", "Name files with text."
+        ) from None
+
+
+def inputs(paths: Iterable[Path]) -> list[Input]:
+    """Return the input files with their sizes; DataError if one cannot be read."""
+    found = []
+    for number, path in enumerate(paths):
+        if path.suffix.lower() == ".parquet":
+            _parquet(path)
+        with opened(path) as file:
+            found.append(Input(path, number, os.fstat(file.fileno()).st_size))
+    return found
+
+
+def chunks(source: Input, form: Form, start: Position = Position()) -> Iterator[Chunk]:  # noqa: B008
+    """Yield the chunks of an input file from a position on. `end` of a chunk is such a position."""
+    read = READERS.get(source.path.suffix.lower(), _marked if form.mark else _text)
+    with opened(source.path) as file:
+        yield from read(file, source, form, start)
+
+
+def texts(paths: Iterable[Path], form: Form) -> Iterator[str]:
+    """Yield the texts of all documents of all inputs, long ones in pieces."""
+    for source in inputs(paths):
+        for chunk in chunks(source, form):
+            yield from (piece.text for piece in chunk.pieces)
+
+
+def _text(file: IO[bytes], source: Input, form: Form, start: Position) -> Iterator[Chunk]:
+    """Read a file that is one document. Its last fraction, from a line on, is held out."""
+    cut = source.nbytes
+    if form.fraction:
+        wanted = int(source.nbytes * (1 - form.fraction))
+        cut = _line_end(file, wanted, source.nbytes)
+        if cut == source.nbytes:  # The last line is longer than the fraction.
+            cut = _character(file, wanted)
+    at = start.offset
+    while at < source.nbytes:
+        stop = cut if at < cut else source.nbytes
+        end = _line_end(file, min(at + CHUNK, stop), stop)
+        text = _decoded(os.pread(file.fileno(), end - at, at), source, at)
+        yield Chunk([Piece(text, at >= cut, end == stop)], Position(end, 0))
+        at = end
+
+
+def _line_end(file: IO[bytes], at: int, stop: int) -> int:
+    """Return the end of the line around a byte; if the line is long, of the character."""
+    found = os.pread(file.fileno(), min(LINE, stop - at), at)
+    end = found.find(b"\n")
+    return _character(file, at) if end < 0 else at + end + 1
+
+
+def _character(file: IO[bytes], at: int) -> int:
+    """Return the first byte of a character of UTF-8 from `at` on."""
+    found = os.pread(file.fileno(), 4, at)
+    return at + next((n for n, byte in enumerate(found) if byte & 0xC0 != 0x80), 0)
+
+
+def _marked(file: IO[bytes], source: Input, form: Form, start: Position) -> Iterator[Chunk]:
+    """Read documents of text with marks between them, without line ends around the marks."""
+    for items, end in _items(file, form.mark.encode(), start):
+        offset, pieces = start.offset, []
+        for number, item in enumerate(items, start.documents):
+            text = _decoded(item, source, offset).strip("\r\n")
+            offset += len(item) + len(form.mark.encode())
+            pieces.append(Piece(text, form.holds_out(source.number, number)))
+        yield Chunk([piece for piece in pieces if piece.text], end)
+        start = end
+
+
+def _lines(file: IO[bytes], source: Input, form: Form, start: Position) -> Iterator[Chunk]:
+    """Read lines of JSON, each an object with a text."""
+    for items, end in _items(file, b"\n", start):
+        pieces = []
+        for number, line in enumerate(items, start.documents):
+            if line.strip():
+                try:
+                    text = _field(parsed(line), form.field)
+                except ValueError as error:
+                    raise DataError(
+                        f"Line {number + 1} of {source.path} must be an object with a text, but {error}.",
+                        f'Write {{"{form.field}": TEXT}} on each line, or set --field.',
+                    ) from None
+                pieces.append(Piece(text, form.holds_out(source.number, number)))
+        yield Chunk([piece for piece in pieces if piece.text], end)
+        start = end
+
+
+def _field(found: Any, field: str) -> str:
+    if not isinstance(found, dict):
+        raise ValueError(f"it is {type(found).__name__}")
+    if field not in found:
+        raise ValueError(f"its keys are {', '.join(map(ascii, found)) or 'none'}")
+    if not isinstance(found[field], str):
+        raise ValueError(f"{field!a} is {type(found[field]).__name__}")
+    return str(found[field])
+
+
+def _items(file: IO[bytes], mark: bytes, start: Position) -> Iterator[tuple[list[bytes], Position]]:
+    """Yield the byte strings between marks, about a chunk of them at a time."""
+    at, number, rest = start.offset, start.documents, b""
+    while True:
+        # A document without a mark doubles the read, so that no byte is searched often.
+        size = max(CHUNK, len(rest))
+        block = os.pread(file.fileno(), size, at + len(rest))
+        rest += block
+        if not block:
+            if rest:
+                yield [rest], Position(at + len(rest), number + 1)
+            return
+        *items, tail = rest.split(mark)
+        if items:
+            at, number, rest = at + len(rest) - len(tail), number + len(items), tail
+            yield items, Position(at, number)
+
+
+def _decoded(data: bytes, source: Input, offset: int) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{source.path} must be UTF-8, but byte {offset + error.start} is not.",
+            "Convert the file, for example with iconv.",
+        ) from None
+
+
+def _rows(file: IO[bytes], source: Input, form: Form, start: Position) -> Iterator[Chunk]:
+    """Read a column of a Parquet file."""
+    parquet = _parquet(source.path)
+    try:
+        with closing(parquet.ParquetFile(file)) as table:
+            if form.field not in table.schema_arrow.names:
+                raise ValueError(
+                    f"its columns are {', '.join(map(ascii, table.schema_arrow.names))}"
+                )
+            first, total = 0, max(1, table.metadata.num_rows)
+            for group in range(table.num_row_groups):
+                count = table.metadata.row_group(group).num_rows
+                skipped, first = max(0, start.documents - first), first + count
+                if skipped >= count:
+                    continue
+                rows = table.read_row_group(group, columns=[form.field])[form.field].to_pylist()
+                pieces, size = [], 0
+                for number, text in enumerate(rows[skipped:], first - count + skipped):
+                    if not isinstance(text, str | None):
+                        raise ValueError(f"{form.field!a} has {type(text).__name__}")
+                    if text:
+                        pieces.append(Piece(text, form.holds_out(source.number, number)))
+                        size += len(text)
+                    if size >= CHUNK or number + 1 == first:
+                        done = source.nbytes * (number + 1) // total
+                        yield Chunk(pieces, Position(done, number + 1))
+                        pieces, size = [], 0
+    except (ValueError, OSError, NotImplementedError) as error:
+        raise DataError(
+            f"{source.path} must be a Parquet file with a text in column {form.field!a}, "
+            f"but {str(error).splitlines()[0][:120]}.",
+            "Name another file, or set --field.",
+        ) from None
+
+
+def _parquet(path: Path) -> Any:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise ConfigError(
+            f"{path} needs the package pyarrow, which is not installed.", "pip install pyarrow"
+        ) from None
+    return parquet
+
+
+READERS: dict[str, Callable[[IO[bytes], Input, Form, Position], Iterator[Chunk]]] = {
+    ".jsonl": _lines,
+    ".ndjson": _lines,
+    ".parquet": _rows,
+}
+"""The readers of input files by the suffix of their names; any other file is text."""

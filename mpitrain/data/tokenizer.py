@@ -1,0 +1,227 @@
+"""Tokenizers: text to tokens and back, by a tokenizer.json of HuggingFace or as plain bytes."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpitrain.errors import ConfigError, DataError
+from mpitrain.files import contents
+
+TOKENIZER = "tokenizer.json"
+"""The name of a tokenizer's file in a directory of tokens and in a run directory."""
+BYTES_NAME = "bytes"
+BYTES_FILE = b'{"type": "bytes"}\n'
+"""The content of the file of the tokenizer whose tokens are bytes."""
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+"""Usual names of the token that ends a document."""
+WINDOW, PENDING = 16, 8
+"""Earlier tokens that `Tokenizer.stream` decodes again; tokens that may wait for their character."""
+
+
+class Tokenizer(Protocol):
+    """The protocol of a tokenizer.
+
+    Attributes
+    ----------
+    data : bytes
+        Content of its file: `open_tokenizer` makes the same tokenizer from it.
+    vocabulary : int
+        Largest token + 1.
+    separator : int
+        The token that ends a document; -1: there is none.
+    """
+
+    data: bytes
+    vocabulary: int
+    separator: int
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the tokens of a text.
+
+        Parameters
+        ----------
+        text : str
+            Text of any length. Names of special tokens in it are ordinary text.
+
+        Returns
+        -------
+        tokens : ndarray
+            (N,) int64.
+
+        Raises
+        ------
+        DataError
+            If the text has a lone surrogate, which has no bytes.
+        """
+
+    def decode(self, tokens: Sequence[int]) -> bytes:
+        """Return the text of tokens.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+            Tokens; those outside the vocabulary have no text.
+
+        Returns
+        -------
+        text : bytes
+            Special tokens appear under their names. Bytes need not be valid UTF-8.
+        """
+
+    def stream(self, tokens: Iterable[int], prompt: Sequence[int]) -> Iterator[bytes]:
+        """Decode tokens one by one, each as soon as its last character is complete.
+
+        Parameters
+        ----------
+        tokens : iterable of int
+            Tokens that follow the prompt.
+        prompt : sequence of int
+            Tokens before them; their text is not returned.
+
+        Yields
+        ------
+        text : bytes
+            The next bytes of the text; perhaps none.
+        """
+
+    def named(self, name: str) -> int | None:
+        """Return the token of this name.
+
+        Parameters
+        ----------
+        name : str
+            Name of a token, such as ``<|endoftext|>``.
+
+        Returns
+        -------
+        token : int or None
+            None if there is no such token.
+        """
+
+
+class ByteTokenizer(Tokenizer):
+    """The tokenizer whose tokens are the bytes of UTF-8."""
+
+    data, vocabulary, separator = BYTES_FILE, 256, -1
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(_utf8(text), np.uint8).astype(np.int64)
+
+    def decode(self, tokens: Sequence[int]) -> bytes:
+        return bytes(token for token in tokens if token < 256)
+
+    def stream(self, tokens: Iterable[int], prompt: Sequence[int]) -> Iterator[bytes]:
+        return (self.decode([token]) for token in tokens)
+
+    def named(self, name: str) -> int | None:
+        return None
+
+
+class FileTokenizer(Tokenizer):
+    """A tokenizer of HuggingFace's package `tokenizers`, from its tokenizer.json."""
+
+    def __init__(self, data: bytes, name: str):
+        """name: of the file, for messages."""
+        check_tokenizers(name)
+        from tokenizers import Tokenizer as HuggingFace
+
+        try:
+            self._inner: Any = HuggingFace.from_str(data.decode())
+            # Its settings for classifiers would cut long documents.
+            self._inner.no_truncation()
+            self._inner.no_padding()
+            self._inner.encode_special_tokens = True
+            tokens = self._inner.get_vocab(True).values()
+        except Exception as error:  # The package raises this type alone.
+            raise DataError(
+                f"{name} must be a tokenizer.json of HuggingFace, but {str(error)[:100] or 'is empty'}.",
+                "Write one with mpitrain data train-tokenizer, or name another file.",
+            ) from None
+        if not tokens:
+            raise DataError(f"{name} has no tokens.", "Name another tokenizer.")
+        self.data, self.vocabulary = data, max(tokens) + 1
+        found = (self.named(end) for end in ENDS)
+        self.separator = next((token for token in found if token is not None), -1)
+
+    def encode(self, text: str) -> np.ndarray:
+        _utf8(text)
+        (found,) = self._inner.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(found.ids, np.int64)
+
+    def decode(self, tokens: Sequence[int]) -> bytes:
+        return self._text(tokens).encode()
+
+    def stream(self, tokens: Iterable[int], prompt: Sequence[int]) -> Iterator[bytes]:
+        recent, waiting = list(prompt)[-WINDOW:], 0
+        shown = self._text(recent)
+        for token in tokens:
+            recent, waiting = [*recent, token], waiting + 1
+            text = self._text(recent)
+            if text.endswith("\ufffd") and waiting < PENDING:
+                continue
+            yield text[len(shown) :].encode()
+            recent, waiting = recent[-WINDOW:], 0
+            shown = self._text(recent)
+        yield self._text(recent)[len(shown) :].encode()
+
+    def named(self, name: str) -> int | None:
+        return self._inner.token_to_id(name)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self._inner.decode(
+            [token for token in tokens if token < self.vocabulary], skip_special_tokens=False
+        )
+
+
+def check_tokenizers(name: str) -> None:
+    """Raise ConfigError unless the package `tokenizers` is installed.
+
+    name  of the file or the command that needs it
+    """
+    if find_spec("tokenizers") is None:
+        raise ConfigError(
+            f"{name} needs the package tokenizers, which is not installed.",
+            "pip install 'mpitrain[text]'",
+        )
+
+
+def open_tokenizer(data: bytes, name: str) -> Tokenizer:
+    """Make a tokenizer from the content of its file.
+
+    name    of the file, for messages
+    raises  DataError if it is no tokenizer; ConfigError if it needs a missing package
+    """
+    return ByteTokenizer() if data == BYTES_FILE else FileTokenizer(data, name)
+
+
+def read_tokenizer(name: str) -> Tokenizer:
+    """Make the tokenizer `bytes`, or the tokenizer of a file."""
+    if name == BYTES_NAME:
+        return ByteTokenizer()
+    try:
+        return open_tokenizer(contents(Path(name)), name)
+    except OSError as error:
+        raise DataError(
+            f"The tokenizer {name} cannot be read: {error.strerror}.",
+            f"Name a {TOKENIZER}, or {BYTES_NAME}.",
+        ) from None
+
+
+def digest(data: bytes) -> str:
+    """Return the SHA-256 of the content of a tokenizer's file, in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"A text must be valid Unicode, but character {error.start} is {json.dumps(text[error.start])}.",
+            "Replace it.",
+        ) from None
