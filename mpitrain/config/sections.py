@@ -221,7 +221,6 @@ class Model(Section):
     )
     channels: list[Annotated[int, Field(ge=1)]] = Field(
         [16, 32],
-        min_length=1,
         description="cnn: channels of each convolution's output; ReLU and a max-pooling follow",
     )
     kernel: int = Field(

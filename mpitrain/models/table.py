@@ -44,8 +44,13 @@ class Model(NamedTuple):
     phrases: Mapping[str, str] = {}
 
 
-def _check_kernel(config: Config) -> None:
+def _check_convolutions(config: Config) -> None:
     kernel = config.model.kernel
+    if not config.model.channels:
+        raise ConfigError(
+            "model.channels must have a number for each convolution, but is [].",
+            "Set it to [16], for example, or choose model.kind=mlp.",
+        )
     if kernel % 2 == 0:
         raise ConfigError(
             f"model.kernel must be odd, so that a convolution leaves images their size, but is {kernel}.",
@@ -108,7 +113,7 @@ MODELS: Table[str, Model] = Table(
         takes="images",
         help="for labelled images",
         split="",
-        check=_check_kernel,
+        check=_check_convolutions,
         phrases={
             "model.layers": "hidden linear layers of the cnn",
             "model.width": "units of each hidden linear layer of the cnn",
