@@ -4,7 +4,6 @@ from __future__ import annotations  # help() prints signatures as they are writt
 
 import difflib
 import math
-import re
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -30,7 +29,6 @@ PATHS = (
 )
 LISTED = "`mpitrain train --help-config` lists every key with its type and range."
 
-NOT_YET = {"model.kind": "cnn"}  # These values are planned.
 PATTERNS = {  # The patterns of `sections` in words, for messages.
     "run.delay": "must be RANK:MS or random:MS:P with P from 0 to 1, or several of these with commas between",
     "replication.wire": "must be none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK]",
@@ -235,8 +233,6 @@ def _no_choice(name: str, law: str, value: Any, choices: Collection[str]) -> str
     """Return the message for a value that is none of the choices, with the closest choice."""
     typed = value if isinstance(value, str) else _shown(value)
     word = SYNONYMS.get(typed.lower(), typed)
-    if re.fullmatch(NOT_YET.get(name, ""), word):
-        return f"{name} {law}, but is {_shown(value)}: {word} is not there yet."
     if close := difflib.get_close_matches(word, choices, 1, 0.6):
         return f"{name} {law}, but is {_shown(value)}; did you mean {close[0]}?"
     return f"{name} {law}, but is {_shown(value)}."

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Collection, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -219,6 +219,16 @@ class Model(Section):
     context: int = Field(128, ge=1, description="tokens in one sequence")
     tied: bool = Field(
         False, description="tie the weights of the output projection to the token embedding"
+    )
+    channels: list[Annotated[int, Field(ge=1)]] = Field(
+        [16, 32],
+        description="cnn: channels of each convolution's output; ReLU and a max-pooling follow",
+    )
+    kernel: int = Field(
+        3, ge=1, description="cnn: rows and columns of a convolution's kernel; an odd number"
+    )
+    pool: int = Field(
+        2, ge=1, le=16, description="cnn: rows and columns of a max-pooling's windows; 1: none"
     )
     freeze: list[str] = Field(
         [],

@@ -1,4 +1,4 @@
-"""Sample sources: labelled features, shuffled anew in each epoch; digits and MNIST files."""
+"""Sample sources: labelled features or images, shuffled anew in each epoch; digits and MNIST files."""
 
 import gzip
 import math
@@ -18,16 +18,17 @@ from mpitrain.files import contents
 class SampleSource:
     """A data source of labelled samples, shuffled anew in each epoch by (seed, epoch).
 
-    inputs are (B, F), targets (B,) int64; each sample comes once per epoch.
+    inputs are (B, F), of images (B, C, H, W); targets are (B,) int64. Each sample comes once per
+    epoch.
     """
-
-    form: Form = "samples"
 
     def __init__(self, train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray]):
         self._train, self._test = train, test
-        self.samples, self.inputs = train[0].shape
+        self.samples, *shape = train[0].shape
+        self.shape: tuple[int, ...] = tuple(shape)
+        self.inputs = math.prod(shape)
+        self.form: Form = "images" if len(shape) == 3 else "samples"
         self._order = EpochOrder(self.samples)
-        self.shape: tuple[int, ...] = (self.inputs,)
         self.classes = int(max(train[1].max(), test[1].max())) + 1
         self.held_out = len(test[1])
 
@@ -47,7 +48,7 @@ class SampleSource:
 def open_digits(request: Request) -> SampleSource:
     """Return the 1797 handwritten 8 x 8 digits of scikit-learn, scaled to 0..1.
 
-    Every fifth is a test image.
+    Every fifth is a test image. As samples, an image is a row of 64 features.
     """
     try:
         from sklearn.datasets import load_digits
@@ -58,6 +59,8 @@ def open_digits(request: Request) -> SampleSource:
         ) from None
     images, labels = load_digits(return_X_y=True)
     images, labels = (images / 16).astype(request.dtype), labels.astype(np.int64)
+    if request.form == "images":
+        images = images.reshape(-1, 1, 8, 8)
     test = np.arange(len(labels)) % 5 == 4
     return SampleSource((images[~test], labels[~test]), (images[test], labels[test]))
 
@@ -66,6 +69,7 @@ def open_idx(request: Request) -> SampleSource:
     """Return the images of four MNIST-format files, gzipped or not, with pixels scaled to 0..1.
 
     request.place  the folder of train-images-idx3-ubyte and its three companions
+    request.form   images, or else samples, with an image as a row of features
     """
     folder, parts = Path(request.place), {}
     for part in ("train", "t10k"):
@@ -76,11 +80,9 @@ def open_idx(request: Request) -> SampleSource:
                 f"{folder} has {len(images)} {part} images but {len(labels)} labels.",
                 "Every image needs a label.",
             )
-        parts[part] = (
-            images.reshape(len(images), -1).astype(request.dtype) / 255,
-            labels.astype(np.int64),
-        )
-    if parts["train"][0].shape[1] != parts["t10k"][0].shape[1]:
+        pixels = images[:, None] if request.form == "images" else images.reshape(len(images), -1)
+        parts[part] = pixels.astype(request.dtype) / 255, labels.astype(np.int64)
+    if parts["train"][0].shape[1:] != parts["t10k"][0].shape[1:]:
         raise DataError(
             f"Train and test images in {folder} differ in size.", "Use files of one data set."
         )

@@ -133,6 +133,7 @@ class Request(NamedTuple):
     validation  held-out tokens of a token file: a source name, or a word; empty: the default
     scan        the scan of a token file; None for other sources
     reading     how rows are made of tokens
+    form        the form that the model takes; of digits and idx: images, or else samples
     """
 
     name: str
@@ -142,6 +143,7 @@ class Request(NamedTuple):
     validation: str
     scan: Scan | None
     reading: Reading = Reading()
+    form: Form | None = None
 
     @property
     def place(self) -> str:

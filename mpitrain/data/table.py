@@ -22,6 +22,7 @@ class SourceKind(NamedTuple):
 
     open           makes the source; raises DataError if its data is missing or wrong
     form           of the data: a model must take it
+    also           other forms in which a model may take it, as `Request.form`
     argument       the path behind the prefix as help texts write it, :FILE; empty: there is none
     help           a remark for the help of data.source, in brackets; may be empty
     is_text        its tokens are the bytes of text
@@ -39,6 +40,7 @@ class SourceKind(NamedTuple):
     is_token_file: bool = False
     reads: Sequence[str] = ()
     module: str = ""
+    also: Sequence[Form] = ()
 
 
 def _open_mixture(request: Request) -> MixtureSource:
@@ -75,7 +77,7 @@ WINDOWS = ("order", "separator")
 
 SOURCES: Table[str, SourceKind] = Table(
     pydocs=SourceKind(open_pydocs, "tokens", is_text=True, reads=WINDOWS),
-    digits=SourceKind(open_digits, "samples", module="sklearn"),
+    digits=SourceKind(open_digits, "samples", module="sklearn", also=("images",)),
     text=SourceKind(open_text, "tokens", ":FILE", is_text=True, reads=WINDOWS),
     tokens=SourceKind(
         open_tokens,
@@ -91,7 +93,7 @@ SOURCES: Table[str, SourceKind] = Table(
     mixture=SourceKind(
         _open_mixture, "tokens", help="of data.mixture", reads=("separator", "mixture", "dtype")
     ),
-    idx=SourceKind(open_idx, "samples", ":DIR", "MNIST files"),
+    idx=SourceKind(open_idx, "samples", ":DIR", "MNIST files", also=("images",)),
 )
 """Data sources by prefix: a name is PREFIX, or PREFIX:PATH where the row has an argument.
 
@@ -140,6 +142,7 @@ def open_source(
     scan: Scan | None = None,
     validation: str = "",
     reading: Reading = Reading(),  # noqa: B008  a constant
+    form: Form | None = None,
 ) -> Source:
     """Open a source by its configuration name.
 
@@ -149,6 +152,7 @@ def open_source(
     scan        the scan of a tokens:FILE if it is known; None costs a pass over the file
     validation  held-out tokens of a tokens:FILE: another one; tenth or empty: the last tenth
     reading     how rows are made of tokens
+    form        the form that the model takes, for sources with several; None: the first of them
     raises      ConfigError for a name that is no source or has options of another kind;
                 DataError if it is missing, unreadable, too small, or exceeds the vocabulary
     """
@@ -175,7 +179,7 @@ def open_source(
         scan = as_it_is(name, reading.dtype)._replace(largest=largest)
     if row.is_token_file or reading.mixture:
         tokenizer_of([*(reading.mixture or [name]), *([validation] if ":" in validation else [])])
-    return row.open(Request(name, context, dtype, vocabulary, validation, scan, reading))
+    return row.open(Request(name, context, dtype, vocabulary, validation, scan, reading, form))
 
 
 def check_mixture(name: str, mixture: Mapping[str, float]) -> None:

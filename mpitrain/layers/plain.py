@@ -17,6 +17,7 @@ from mpitrain.layers.base import Gradients, Layer, Loss, Parameter, Weights
 from mpitrain.layers.chunked_logits import ChunkedHead
 from mpitrain.layers.compose import Residual
 from mpitrain.layers.fusion import Fusion, GeluCut
+from mpitrain.layers.images import Conv, Flatten, MaxPool, PixelConv
 from mpitrain.layers.initial import Draw, normal, ones, zeros
 from mpitrain.layers.now import Now
 from mpitrain.layers.recomputed import Recomputed
@@ -376,6 +377,36 @@ class Plain:
     ) -> Linear:
         """Return a linear layer that layout.tp does not split."""
         return self._linear(self._source, inputs, outputs, draw, activation)
+
+    def conv(
+        self, inputs: int, outputs: int, kernel: int, draw: Draw, activation: str | None = None
+    ) -> Conv:
+        """Return a convolution, (B, H, W, inputs) to (B, H, W, outputs), that layout.tp does not
+        split.
+
+        kernel      rows and columns of the kernel, an odd number
+        draw        makes the weight, (outputs, kernel x kernel x inputs)
+        activation  "relu" or None
+        """
+        return Conv(self.ops, inputs, outputs, kernel, draw, activation)
+
+    def pixel_conv(
+        self, inputs: int, outputs: int, kernel: int, draw: Draw, activation: str | None = None
+    ) -> PixelConv:
+        """Return a convolution of the pixels of a data source, (B, inputs, H, W) to (B, H, W,
+        outputs).
+
+        The pixels have no gradient. Arguments are those of `conv`.
+        """
+        return PixelConv(self.ops, inputs, outputs, kernel, draw, activation)
+
+    def max_pool(self, size: int) -> MaxPool:
+        """Return a max-pooling, (B, H, W, C) to (B, H // size, W // size, C), for size up to 16."""
+        return MaxPool(self.ops, size)
+
+    def flatten(self) -> Flatten:
+        """Return a layer that makes a row of features of each image, (B, ...) to (B, features)."""
+        return Flatten()
 
     def head(self, width: int, vocab: int, draw: Draw) -> Layer:
         """Return a linear layer without bias, from rows (..., width) to logits (..., vocab)."""

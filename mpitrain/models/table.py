@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 from mpitrain.config import Config
 from mpitrain.config import Model as Keys
-from mpitrain.data import Form, Source, Unopened
+from mpitrain.data import Form, Source, Unopened, source_kind
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
 from mpitrain.layers.plain import Plain
+from mpitrain.models.cnn import cnn
 from mpitrain.models.gpt import gpt
 from mpitrain.models.mlp import mlp
 from mpitrain.tables import Table
@@ -21,7 +22,7 @@ class Model(NamedTuple):
               From one layer on, model.layers adds the same number of parameters each time.
     takes     the form of the data
     help      words about the kind for the help of model.kind
-    split     the key of [model] that layout.tp must divide
+    split     the key of [model] that layout.tp must divide; empty: layout.tp must be 1
     divides   (key, other key) of [model]: the first value must divide the second
     check     raises ConfigError for keys that break another rule of this kind
     writes    whether it predicts the next token, so that text can be drawn from it
@@ -41,6 +42,20 @@ class Model(NamedTuple):
     has_peer: bool = False
     flops: Callable[[Keys, int], float] | None = None
     phrases: Mapping[str, str] = {}
+
+
+def _check_convolutions(config: Config) -> None:
+    kernel = config.model.kernel
+    if not config.model.channels:
+        raise ConfigError(
+            "model.channels must have a number for each convolution, but is [].",
+            "Set it to [16], for example, or choose model.kind=mlp.",
+        )
+    if kernel % 2 == 0:
+        raise ConfigError(
+            f"model.kernel must be odd, so that a convolution leaves images their size, but is {kernel}.",
+            f"Set model.kernel to {kernel - 1} or {kernel + 1}.",
+        )
 
 
 MODELS: Table[str, Model] = Table(
@@ -85,6 +100,25 @@ MODELS: Table[str, Model] = Table(
             "model.width": "units of each hidden layer of the mlp",
         },
     ),
+    cnn=Model(
+        lambda layers, keys, source: cnn(
+            layers,
+            shape=source.shape,
+            channels=keys.channels,
+            hidden=[keys.width] * keys.layers,
+            classes=source.classes,
+            kernel=keys.kernel,
+            pool=keys.pool,
+        ),
+        takes="images",
+        help="for labelled images",
+        split="",
+        check=_check_convolutions,
+        phrases={
+            "model.layers": "hidden linear layers of the cnn",
+            "model.width": "units of each hidden linear layer of the cnn",
+        },
+    ),
 )
 """Models by kind.
 
@@ -119,6 +153,13 @@ def check_model(config: Config) -> None:
 
 def _check_split(row: Model, model: Keys, tp: int) -> None:
     """Raise ConfigError unless layout.tp divides the model, with the nearest numbers that do."""
+    if not row.split and tp > 1:
+        raise ConfigError(
+            f"Tensor parallelism does not split a model of kind {model.kind}, but layout.tp is {tp}.",
+            "Set layout.tp to 1: more ranks become replicas, or stages of layout.pp.",
+        )
+    if not row.split:
+        return
     key, count = f"model.{row.split}", getattr(model, row.split)
     if count % tp == 0:
         return
@@ -144,7 +185,8 @@ def check_data(kind: str, form: Form, name: str) -> None:
     """
     if MODELS[kind].takes == form:
         return
-    fitting = kinds(lambda row: row.takes == form)
+    forms = {form, *source_kind(name).also}
+    fitting = kinds(lambda row: row.takes in forms)
     if not fitting:
         raise ConfigError(
             f"model.kind {kind} takes {MODELS[kind].takes}, but {name} has {form}, which no model takes.",

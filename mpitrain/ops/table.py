@@ -55,6 +55,12 @@ class Ops(Protocol):
     embedding_backward_positions: Writes
     attention: Pair
     attention_backward: Returns
+    conv2d: Pair
+    conv2d_backward_input: Returns
+    conv2d_backward_weight: Writes
+    conv2d_backward_bias: Writes
+    max_pool: Pair
+    max_pool_backward: Returns
     cross_entropy: Pair
     cross_entropy_loss: Returns
     count_correct: Returns
@@ -315,6 +321,53 @@ OPERATIONS: Table[str, Operation] = Table(
             ),
         },
         products={"attention": "2BTTHD", "attention_backward": "4BTTHD"},
+    ),
+    **_built_in(
+        # I rows and J columns of B images, F channels to G; kernels of S x S, windows of P x P.
+        reference.images,
+        host.images,
+        cuda.images,
+        {
+            "conv2d": (
+                "a convolution of images with a bias",
+                "x:B,I,J,F w:G,SSF b:G side=S -> y:B,I,J,G saved",
+                "y",
+                2,
+            ),
+            "conv2d_backward_input": (
+                "input gradient of conv2d",
+                "dy:B,I,J,G w:G,SSF side=S -> dx:B,I,J,F",
+                "dx",
+                3,
+            ),
+            "conv2d_backward_weight": (
+                "weight gradient of conv2d",
+                "dy:B,I,J,G saved@conv2d|B,I,J,F dw:G,SSF side=S accumulate=1 -> dw",
+                "nothing",
+                2,
+            ),
+            "conv2d_backward_bias": (
+                "bias gradient of conv2d",
+                "dy:B,I,J,G db:G accumulate=1 -> db",
+                "nothing",
+                2,
+            ),
+            "max_pool": (
+                "the largest number of each window of images",
+                "x:B,PI,PJ,F size=P -> y:B,I,J,F saved%:B,I,J,F",
+                "nothing",
+                1,
+            ),
+            "max_pool_backward": (
+                "gradient of max_pool",
+                "dy:B,I,J,F saved@max_pool size=P -> dx:B,PI,PJ,F",
+                "nothing",
+                1,
+            ),
+        },
+        products=dict.fromkeys(
+            ("conv2d", "conv2d_backward_input", "conv2d_backward_weight"), "BIJSSFG"
+        ),
     ),
     **_built_in(
         reference.loss,

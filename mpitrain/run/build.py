@@ -286,4 +286,5 @@ def _source(config: Config, largest: int | None) -> Source:
         scan and scan._replace(largest=-1 if largest is None else largest),
         data.validation,
         reading,
+        MODELS[config.model.kind].takes,
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from tests.cases import layers, products, tensor_steps, training
+from tests.cases import images, layers, products, tensor_steps, training
 from tests.cases.askew import askew
 
 SUITE: dict[str, tuple[Callable[[], Iterator[Callable]], ...]] = {
@@ -25,5 +25,6 @@ SUITE: dict[str, tuple[Callable[[], Iterator[Callable]], ...]] = {
     "convert": (training.conversions,),
     "wire": (training.wires,),
     "top_k": (training.selections,),
+    "images": (images.pictures,),
 }
 """Source -> the groups of cases that would notice a fault in it."""

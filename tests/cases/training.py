@@ -12,7 +12,6 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import OPERATIONS, bodies, codes
 from mpitrain.ops.cuda.sums import sum_all, total
-from mpitrain.ops.cuda.top_k import top_k
 from mpitrain.ops.cuda.wire import (
     add_into,
     convert,
@@ -21,6 +20,7 @@ from mpitrain.ops.cuda.wire import (
     encode_fp16,
     encode_int8,
     maximum_into,
+    top_k,
 )
 from mpitrain.ops.operands import operands
 from tests.cases.numbers import assert_close, numbers, stored, values

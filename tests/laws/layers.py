@@ -122,6 +122,31 @@ def draw(generator, shape):
     return generator.standard_normal(shape)
 
 
+class Pictured:
+    """A layer of images (2, 5, 2, 3), as a layer (2, 5, WIDTH) -> (2, 5, WIDTH)."""
+
+    def __init__(self, inner: Any):
+        self.inner, self.output_is_free = inner, inner.output_is_free
+
+    def parameters(self):
+        return self.inner.parameters()
+
+    def output_shape(self, shape):
+        return shape
+
+    def forward(self, w, x, arena):
+        y, saved = self.inner.forward(w, x.reshape(*x.shape[:-1], 2, WIDTH // 2), arena)
+        return y.reshape(x.shape), (saved, y.shape)
+
+    def backward_input(self, w, dy, saved, arena):
+        saved, shape = saved
+        dx, pending = self.inner.backward_input(w, dy.reshape(shape), saved, arena)
+        return dx.reshape(dy.shape), pending
+
+    def backward_weight(self, pending, dw, arena):
+        self.inner.backward_weight(pending, dw, arena)
+
+
 def kinds(plain) -> dict[str, Any]:
     """One layer of each kind and some made of them, each (..., WIDTH) -> (..., WIDTH)."""
 
@@ -141,6 +166,11 @@ def kinds(plain) -> dict[str, Any]:
         ),
         "to a shortcut": Sequential(a=linear("relu"), b=plain.residual(linear("relu"))),
         "shortcut": plain.residual(linear("gelu")),
+        "convolution": Pictured(plain.conv(3, 3, 3, draw)),
+        # The pooling leaves out the last of 5 rows.
+        "pooled": Pictured(
+            Sequential(conv=plain.conv(3, 15, 5, draw, "relu"), pool=plain.max_pool(2))
+        ),
     }
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.multiprocessor import H100
 from mpitrain.ops import OPERATIONS, bodies
-from mpitrain.ops.cuda import top_k, wire
+from mpitrain.ops.cuda import wire
 from mpitrain.ops.example import examples
 from mpitrain.ops.operands import Operand
 
@@ -25,6 +25,7 @@ TURNS, RUNS = 15, 300
 SIZE = 64
 """Elements of a row; no kernel computes with them."""
 SIZES = dict.fromkeys("MKNCVL", SIZE) | {"B": 2, "T": SIZE // 2, "H": 4, "D": SIZE // 4}
+SIZES |= {"I": 8, "J": 8, "F": 16, "G": 16, "S": 3, "P": 2}
 """Sizes of the examples of `mpitrain.ops.table`."""
 
 
@@ -106,7 +107,7 @@ def operations(kernels: Kernels) -> dict[str, Callable[[], Any]]:
         "decode_int8": partial(wire.decode_int8, kernels, coded, scales, p, True),
         "encode_fp16": partial(wire.encode_fp16, kernels, p, half, scales),
         "decode_fp16": partial(wire.decode_fp16, kernels, half, scales, p, True),
-        "top_k": partial(top_k.top_k, kernels, p, 3, arena),
+        "top_k": partial(wire.top_k, kernels, p, 3, arena),
     }
 
 

@@ -11,7 +11,7 @@ from mpitrain.collectives.engine.arithmetic import HOST, Arithmetic, Combine, by
 from mpitrain.collectives.engine.codecs import BFLOAT16, CODECS, Codec
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
-from mpitrain.ops.cuda import top_k, wire
+from mpitrain.ops.cuda import wire
 from mpitrain.ops.cuda.elements import FLOATS
 from mpitrain.ops.device import Device
 
@@ -59,7 +59,7 @@ def by_kernels(kernels: Kernels, is_theirs: Callable[[Any], bool], arena: Arena)
         )
 
     def chosen(values: Any, k: int) -> Any:
-        return top_k.top_k(kernels, values, k, arena)[0]
+        return wire.top_k(kernels, values, k, arena)[0]
 
     codecs = {
         "fp16": scaled("fp16", "float16", wire.encode_fp16, wire.decode_fp16),

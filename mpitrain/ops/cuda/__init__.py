@@ -8,10 +8,30 @@ dims or of two elements.
 from functools import partial
 from pathlib import Path
 
-from mpitrain.ops.cuda import attention, embedding, linear, loss, norm, product, steps, tensor_steps
+from mpitrain.ops.cuda import (
+    attention,
+    embedding,
+    images,
+    linear,
+    loss,
+    norm,
+    product,
+    steps,
+    tensor_steps,
+)
 from mpitrain.ops.cuda.tiles import DEFAULT, read_tiles
 
-__all__ = ["attention", "embedding", "linear", "loss", "multiply", "norm", "steps", "tensor_steps"]
+__all__ = [
+    "attention",
+    "embedding",
+    "images",
+    "linear",
+    "loss",
+    "multiply",
+    "norm",
+    "steps",
+    "tensor_steps",
+]
 
 
 def multiply(gemm: str, tiles: str = "") -> linear.Multiply:

@@ -1,8 +1,12 @@
-"""Operations of an all-reduce on chunks in their wire format: sums, maxima, and (de)compression."""
+"""Operations of an all-reduce on chunks in their wire format: sums, maxima, and (de)compression.
+
+`top_k` is an exact, deterministic radix selection.
+"""
 
 from typing import Any
 
-from mpitrain.kernels.loader import Kernels
+from mpitrain.errors import KernelError
+from mpitrain.kernels.loader import Kernels, Macros
 from mpitrain.ops.cuda.elements import ByDtypes, c_type, element
 from mpitrain.ops.cuda.grids import POINTWISE, blocks
 
@@ -23,6 +27,9 @@ WIRE = ByDtypes(_wire)
 
 CONVERTED = ByDtypes(lambda x, y: element(x) | {"Result": c_type(y)})
 """Macros of convert.cu by the dtypes of (the input, the output)."""
+
+SELECTED = Macros(Element="float", Sum="float")
+DIGITS = (24, 16, 8, 0)  # the lowest bit of each digit of 8 bits, highest digit first
 
 
 def add_into(kernels: Kernels, y: Any, x: Any) -> None:
@@ -87,3 +94,50 @@ def _decode(kernels: Kernels, name: str, q: Any, scales: Any, y: Any, accumulate
         macros=WIRE[y.dtype, y.dtype],
         fresh="" if accumulate else "y",
     )
+
+
+def top_k(kernels: Kernels, x: Any, k: int, arena: Any) -> tuple[Any, Any]:
+    """Return (indices, values) of the k elements of largest magnitude, indices ascending.
+
+    Of equal magnitudes the first ones are chosen. NaN is larger than any number.
+    x       (n,) float32
+    raises  KernelError from 2^31 elements on: indices and counts have 32 bits
+    """
+    if x.size >= 1 << 31:
+        raise KernelError(
+            f"Indices of 32 bits reach {(1 << 31) - 1} elements, but there are {x.size} to choose from.",
+            "Choose from parts of the array.",
+        )
+    if not 0 <= k <= x.size:
+        raise KernelError(f"Cannot choose {k} of {x.size} elements.", f"Choose 0 to {x.size}.")
+    parts = max(1, min(-(-x.size // 4096), 1024))
+    if k == 0:
+        return arena.take((0,), "int32"), arena.take((0,), "float32")
+    indices, chosen = arena.take((k,), "int32"), arena.take((k,), "float32")
+    state, counts = arena.take((2,), "uint32"), arena.take((256,), "uint32")
+    places = arena.take((2, parts), "int32")
+    counts.fill(0)
+    state[0], state[1] = 0, k
+    for shift in DIGITS:
+        kernels.launch(
+            "count_digits", (parts,), POINTWISE, (x.size, x, shift, state, counts), macros=SELECTED
+        )
+        kernels.launch("choose_digit", (1,), POINTWISE, (shift, state, counts), macros=SELECTED)
+    kernels.launch(
+        "count_chosen",
+        (parts,),
+        POINTWISE,
+        (x.size, x, state, places),
+        macros=SELECTED,
+        fresh="places",
+    )
+    kernels.launch("place_chosen", (1,), (32,), (parts, places), macros=SELECTED)
+    kernels.launch(
+        "write_chosen",
+        (parts,),
+        POINTWISE,
+        (x.size, x, state, places, indices, chosen),
+        macros=SELECTED,
+        fresh="indices values",
+    )
+    return indices, chosen

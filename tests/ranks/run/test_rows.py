@@ -142,8 +142,8 @@ def test_a_toy_model_and_source_work_on_two_replicas(tmp_path):
 @pytest.mark.parametrize("settings", [[], ["precision.compute=bfloat16"], ["layout.pp=2"]])
 def test_images_keep_their_shape_up_to_the_model_that_takes_them(settings, tmp_path):
     more = [f"run.out={tmp_path / 'run'}", "layout.dp=0", "pipeline.partition=time"]
-    config = configured("data.source=marks", *more, *settings)
-    assert config.model.kind == "picture", "the kind that fits the source"
+    assert configured("data.source=marks").model.kind == "cnn", "the first that fits the source"
+    config = configured("data.source=marks", "model.kind=picture", *more, *settings)
     for finished in trained(config):
         assert finished.job.trainer.parameter_count == 24 * V + V
         last = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
@@ -161,12 +161,12 @@ def test_images_keep_their_shape_up_to_the_model_that_takes_them(settings, tmp_p
         (
             "marks",
             "bigram",
-            "The model.kind for marks is picture, but the configuration says bigram.",
+            "The model.kind for marks is cnn or picture, but the configuration says bigram.",
         ),
         (
             "digits",
             "bigram",
-            "The model.kind for digits is mlp, but the configuration says bigram.",
+            "The model.kind for digits is mlp or cnn or picture, but the configuration says bigram.",
         ),
     ],
 )
@@ -183,7 +183,8 @@ def test_a_model_with_data_of_another_form_is_refused_on_every_rank(source, kind
 
 
 def test_a_source_that_a_program_passes_is_refused_by_its_form_as_well(monkeypatch):
-    monkeypatch.delitem(MODELS, "picture")
+    for kind in ("picture", "cnn"):
+        monkeypatch.delitem(MODELS, kind)
     marks = SOURCES["marks"].open
     config = configured("model.kind=mlp")
 
@@ -199,7 +200,7 @@ def test_a_source_that_a_program_passes_is_refused_by_its_form_as_well(monkeypat
 @pytest.mark.parametrize(
     "settings, law",
     [
-        (["model.kind=trigram"], "model.kind must be 'gpt', 'mlp', 'bigram' or 'picture', but is"),
+        (["model.kind=trigram"], "'gpt', 'mlp', 'cnn', 'bigram' or 'picture', but is"),
         (["model.kind=bigrams"], "did you mean bigram?"),
         (["model.kind=bigram", "model.width=7"], "A bigram has an even width, but it is 7."),
         (

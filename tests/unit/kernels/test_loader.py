@@ -17,7 +17,7 @@ from mpitrain.machine import devices
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
 from mpitrain.ops.cuda import wire
-from mpitrain.ops.cuda.top_k import top_k
+from mpitrain.ops.cuda.wire import top_k
 
 HERE = Path(__file__).parent
 WIRE = {

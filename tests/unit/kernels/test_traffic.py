@@ -10,11 +10,11 @@ from mpitrain.machine.arena import Arena
 from mpitrain.ops import OPERATIONS, bodies, cuda
 from mpitrain.ops.cuda import wire
 from mpitrain.ops.cuda.sums import sum_all, sum_rows
-from mpitrain.ops.cuda.top_k import top_k
+from mpitrain.ops.cuda.wire import top_k
 from mpitrain.ops.example import examples
 from mpitrain.ops.operands import operands
 from tests.cases.numbers import numbers, stored
-from tests.laws.operations import drawn
+from tests.laws.operations import IMAGES, drawn
 
 
 def traffic(call) -> list[Traffic]:
@@ -304,7 +304,7 @@ def test_each_operation_moves_the_bytes_of_its_row():
         "H": 2,
         "D": 8,
         "L": 2056,
-    }
+    } | IMAGES
 
     def draw(one, shape):
         array = drawn(one, shape, sizes)

@@ -1,0 +1,72 @@
+"""A convolutional network (LeCun et al. 1998) as a flat list of units: convolutions, then an MLP."""
+
+from __future__ import annotations  # so that help() prints signatures as they are written here
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from mpitrain.errors import ConfigError
+from mpitrain.layers.base import Unit
+from mpitrain.layers.compose import Sequential
+from mpitrain.layers.initial import normal
+from mpitrain.layers.plain import Plain
+from mpitrain.models.mlp import mlp
+
+
+def cnn(
+    layers: Plain,
+    *,
+    shape: Sequence[int],
+    channels: Sequence[int],
+    hidden: Sequence[int],
+    classes: int,
+    kernel: int = 3,
+    pool: int = 2,
+) -> list[Unit]:
+    """Return the units of a convolutional network: images (B, *shape) to logits (B, classes).
+
+    Parameters
+    ----------
+    layers : Plain
+        Makes the layers.
+    shape : sequence of int
+        Channels, rows and columns of an image.
+    channels : sequence of int
+        Channels of each convolution's output. ReLU and a max-pooling follow each convolution.
+    hidden : sequence of int
+        Widths of the hidden linear layers.
+    classes : int
+        Columns of the logits.
+    kernel, pool : int
+        Rows and columns of each kernel, an odd number, and of each pooling window.
+
+    Raises
+    ------
+    ConfigError
+        If an image is too small for the max-poolings.
+
+    Notes
+    -----
+    Weights are drawn with variance 2 / inputs (He et al. 2015, section 2.2); biases are 0.
+    """
+    depth, rows, columns = shape
+    if min(rows, columns) < pool ** len(channels):
+        raise ConfigError(
+            f"{len(channels)} max-poolings by {pool} need images of {pool ** len(channels)} rows and columns, "
+            f"but they have {rows} x {columns}.",
+            "List fewer numbers in model.channels, or lower model.pool.",
+        )
+    units = []
+    for i, (inputs, outputs) in enumerate(pairwise([depth, *channels])):
+        conv = layers.conv if i else layers.pixel_conv
+        draw = normal((2 / (kernel * kernel * inputs)) ** 0.5)
+        children = {
+            "conv": conv(inputs, outputs, kernel, draw, "relu"),
+            "pool": layers.max_pool(pool),
+        }
+        if i == len(channels) - 1:
+            children["flat"] = layers.flatten()
+        units.append(Unit(f"convolutions.{i}", Sequential(**children)))
+    shrunk = pool ** len(channels)
+    features = (rows // shrunk) * (columns // shrunk) * channels[-1]
+    return [*units, *mlp(layers, features=features, hidden=hidden, classes=classes)]
