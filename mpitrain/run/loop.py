@@ -474,6 +474,12 @@ class _Run:
         self._watcher.recorded(record)
 
     def _failed(self, step: int, law: str, way_out: str) -> TrainingError:
-        """Write the last line of metrics, and return the error to raise on every rank."""
+        """Write the last line of metrics, and return the error to raise on every rank.
+
+        Asynchronous servers do not wait for a step: a worker may still send to one that has ended.
+        So the first rank that fails ends all.
+        """
         self._record({"event": "failed", "step": step})
-        return on_every_rank(TrainingError(law, way_out))
+        error, replication = TrainingError(law, way_out), self._config.replication
+        is_common = replication.mode != "server" or replication.update == "sync"
+        return on_every_rank(error) if is_common else error

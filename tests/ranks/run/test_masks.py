@@ -260,6 +260,14 @@ def test_a_run_on_masked_data_alone_ends_and_blames_the_masks(tmp_path):
     assert "optimizer.lr" not in raised.value.way_out and "data.separator" in raised.value.way_out
 
 
+def test_a_failure_with_asynchronous_servers_ends_all_ranks(tmp_path):
+    (tmp_path / "text").write_bytes(b"a" * 500)
+    servers = ["replication.mode=server", "replication.update=async", f"run.out={tmp_path}/run"]
+    settings = [*TINY, f"data.source=text:{tmp_path}/text", "data.separator=97", "run.steps=20"]
+    with pytest.raises((TrainingError, CommError), match="may not skip"):
+        go(3, [*settings, *servers, "run.eval_every=-1"])
+
+
 def test_a_run_goes_on_after_a_step_without_a_target_that_counts(tmp_path):
     lines = [{"prompt": "x" * (60 if n % 3 == 0 else 2), "answer": "yes"} for n in range(12)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
