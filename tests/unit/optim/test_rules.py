@@ -217,3 +217,14 @@ def test_the_job_that_compares_rules_prints_a_row_for_each(monkeypatch, capsys):
     )
     assert [name for name, _ in rows] == ["lion", "adamw8bit", "sgd"]
     assert 8 <= float(rows[2][1]) < float(rows[0][1]) < 13
+
+
+def test_the_page_describes_each_rule_that_it_names_and_its_bytes():
+    page = (Path(mpitrain.__file__).parent / "optim/README.md").read_text()
+    described = re.findall(r"^\| `(\w+)` \| [^|]+ \|[^|]*\|$", page, re.M)
+    measured = dict(
+        re.findall(r"^\| `(\w+)` \| [\d.]+ \| \(?[\d.]+\)? \| ([\d.]+) \| \d+ \|$", page, re.M)
+    )
+    assert {*described} == {*measured} <= {*RULES}
+    for name, nbytes in measured.items():
+        assert 0 <= float(nbytes) - 8 - RULES[name].nbytes(4) < 0.5, name
