@@ -221,6 +221,7 @@ def test_auto_is_resolved_in_the_run_directory(tmp_path):
         "cuda_aware": "auto",
         "gemm": "tiled",
         "tiles": "",
+        "passes": "numpy",
     }
 
 
