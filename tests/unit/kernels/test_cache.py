@@ -79,12 +79,12 @@ def test_a_hostile_temporary_folder_is_not_used_again(mode, is_trusted, temporar
 def test_of_many_that_want_a_library_at_once_one_compiles_it(tmp_path, monkeypatch):
     compiled = []
 
-    def slowly(arguments, target, what):
+    def slowly(arguments, target, what, way_out):
         compiled.append(target)
         time.sleep(0.2)
         target.write_text(what)
 
-    monkeypatch.setattr(build, "_compile", slowly)
+    monkeypatch.setattr(build, "compile_cpp", slowly)
     with ThreadPoolExecutor(4) as ranks:
         found = list(ranks.map(build.build_runtime, [tmp_path] * 4))
     assert len(set(found)) == len(compiled) == 1 and found[0].read_text() == "the runtime"
@@ -92,7 +92,9 @@ def test_of_many_that_want_a_library_at_once_one_compiles_it(tmp_path, monkeypat
 
 @pytest.mark.parametrize("rank, said", [(0, 1), (1, 0)])
 def test_rank_0_reports_a_kernel_compilation_once(rank, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(build, "_compile", lambda arguments, target, what: target.write_text(what))
+    monkeypatch.setattr(
+        build, "compile_cpp", lambda arguments, target, what, way_out: target.write_text(what)
+    )
     monkeypatch.setattr(
         build.process, "launched", lambda: build.process.Launched("Open MPI", rank, 2, rank, 2)
     )
