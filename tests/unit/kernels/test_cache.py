@@ -87,7 +87,7 @@ def test_of_many_that_want_a_library_at_once_one_compiles_it(tmp_path, monkeypat
     monkeypatch.setattr(build, "compile_cpp", slowly)
     with ThreadPoolExecutor(4) as ranks:
         found = list(ranks.map(build.build_runtime, [tmp_path] * 4))
-    assert len(set(found)) == len(compiled) == 1 and found[0].read_text() == "the runtime"
+    assert len(set(found)) == len(compiled) == 1 and found[0].read_text().startswith("the runtime")
 
 
 @pytest.mark.parametrize("rank, said", [(0, 1), (1, 0)])
