@@ -143,6 +143,7 @@ def uses() -> dict[str, str]:
     return {
         "matplotlib": "pictures",
         **{row.module: f"data.source={name}" for name, row in SOURCES.items() if row.module},
+        "tokenizers": "data prepare",
         "torch": "bench train --peer torch",
         MKL: "faster products on Intel processors",
         "cupy": "--device cuda",

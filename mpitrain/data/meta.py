@@ -1,6 +1,7 @@
 """meta.json of a directory of tokens: the dtype, and all facts that `data prepare` knows."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -73,8 +74,9 @@ def prepared(path: Path) -> Prepared | None:
 
     raises  DataError if a meta.json of this format is damaged
     """
-    meta = path.with_name(META)
-    found = _found(meta)
+    meta, found = path.with_name(META), None
+    with suppress(DataError):  # With data.dtype, a meta.json of other programs is not read.
+        found = _found(meta)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         return None
     try:

@@ -24,7 +24,7 @@ from mpitrain.strict_json import validated
 TRAIN, HELD_OUT = "train.bin", "val.bin"
 PARTIAL = ".partial"
 JOURNAL = ".prepare.json"
-EVERY = 16
+EVERY = 4
 """Chunks between two entries of the journal: the work that an interruption may cost."""
 LARGE_WORK = 8 << 20
 """Bytes of input from which on several processes are worth their start."""
