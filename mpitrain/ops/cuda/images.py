@@ -9,7 +9,7 @@ from typing import Any
 
 from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda.elements import KINDS
-from mpitrain.ops.cuda.grids import POINTWISE, blocks
+from mpitrain.ops.cuda.grids import ROWS, row_blocks
 from mpitrain.ops.cuda.linear import Multiply
 from mpitrain.ops.cuda.sums import sum_rows
 
@@ -28,9 +28,9 @@ def conv2d_backward_input(kernels: Kernels, multiply: Multiply, dy, w, side, are
     turned = arena.take((channels, side * side * outputs), w.dtype)
     kernels.launch(
         "turned_kernels",
-        blocks(w.size),
-        POINTWISE,
-        (w.size, outputs, channels, side, w, turned),
+        row_blocks(outputs * side**2),
+        ROWS,
+        (outputs * side**2, outputs, channels, side, w, turned),
         macros=KINDS[w.dtype].macros,
         fresh="turned",
     )
@@ -59,9 +59,9 @@ def max_pool(kernels: Kernels, x, size, arena):
     y, winners = arena.take(shape, x.dtype), arena.take(shape, "uint8")
     kernels.launch(
         "max_pool",
-        blocks(y.size),
-        POINTWISE,
-        (y.size, rows, columns, channels, size, x, y, winners),
+        row_blocks(y.size // channels),
+        ROWS,
+        (y.size // channels, rows, columns, channels, size, x, y, winners),
         macros=KINDS[x.dtype].macros,
         fresh="y winners",
     )
@@ -74,9 +74,9 @@ def max_pool_backward(kernels: Kernels, dy, saved, size, arena):
     dx = arena.take(shape, dy.dtype)
     kernels.launch(
         "max_pool_backward",
-        blocks(dx.size),
-        POINTWISE,
-        (dx.size, *shape[1:], size, dy, winners, dx),
+        row_blocks(dx.size // shape[3]),
+        ROWS,
+        (dx.size // shape[3], *shape[1:], size, dy, winners, dx),
         macros=KINDS[dy.dtype].macros,
         fresh="dx",
     )
@@ -108,9 +108,9 @@ def _tiles(kernels: Kernels, x: Any, side: int, arena: Any) -> Iterator[tuple[sl
         mine = windows[: min(most, pixels - first)]
         kernels.launch(
             "image_windows",
-            blocks(mine.size),
-            POINTWISE,
-            (mine.size, first, height, width, channels, side, *steps, stored, mine),
+            row_blocks(len(mine)),
+            ROWS,
+            (len(mine), first, height, width, channels, side, *steps, stored, mine),
             macros=KINDS[x.dtype].macros,
             fresh="windows",
         )

@@ -41,6 +41,21 @@ def write_mnist(folder, train=50, test=20):
         )
 
 
+@pytest.mark.parametrize("name", ["digits", "idx"])
+def test_images_are_the_samples_with_their_shape(name, tmp_path):
+    if name == "digits":
+        pytest.importorskip("sklearn")
+    write_mnist(tmp_path)
+    name, side = (name, 8) if name == "digits" else (f"idx:{tmp_path}", 28)
+    flat, images = (open_source(name, 1, "float32", form=form) for form in (None, "images"))
+    assert (flat.form, flat.shape, images.form) == ("samples", (side * side,), "images")
+    assert images.shape == (1, side, side) and images.inputs == flat.inputs == side * side
+    for rows in (lambda one: one.batch(3, 7, 11, range(11)), lambda one: one.held_out_rows([4, 0])):
+        pixels, labels = rows(images)
+        np.testing.assert_array_equal(pixels.reshape(len(pixels), -1), rows(flat)[0])
+        np.testing.assert_array_equal(labels, rows(flat)[1])
+
+
 @pytest.mark.parametrize("ranks", (1, 2, 3, 5))
 def test_the_rows_of_all_ranks_put_together_are_the_batch_of_one(source, ranks):
     whole = source.batch(3, 7, 11, range(11))
