@@ -21,7 +21,7 @@ from mpitrain.machine.cuda import CudaBackend
 from mpitrain.pipeline.stage import Stage
 from mpitrain.report.schedule_comparison import compare, what_was_predicted
 from mpitrain.report.time_breakdown import BUBBLE, shares
-from mpitrain.report.timeline import on_the_clock_of_rank_0, read_timeline, told
+from mpitrain.report.timeline import described, on_the_clock_of_rank_0, read_timeline
 from mpitrain.run.run_dir import configuration
 from mpitrain.trace.read import read_trace
 from mpitrain.trace.recorder import Recorder
@@ -108,7 +108,7 @@ def test_a_trace_starts_early_and_moves_into_the_run_directory(monkeypatch, tmp_
         and left() == []
     )
     trace = read_trace(tmp_path / "trace")
-    assert [told(trace, record) for record in trace.records] == [
+    assert [described(trace, record) for record in trace.records] == [
         "finding the other ranks",
         "words of all ranks",
         "a barrier",
@@ -185,7 +185,7 @@ def test_traces_name_messages_and_the_slow_rank_and_sum_to_the_whole(book, tmp_p
         }
         of = {
             kind: [
-                told(trace, record)
+                described(trace, record)
                 for record in trace.records[trace.records["kind"] == kind]
                 if record["step"] == 3
             ]
@@ -222,7 +222,7 @@ def test_a_pipelines_trace_names_its_messages_and_bubble(book, tmp_path):
     )
     first, last = (
         [
-            told(trace, record)
+            described(trace, record)
             for record in trace.records[trace.records["kind"] == SEND]
             if record["step"] == 3
         ]
@@ -303,8 +303,8 @@ def test_in_every_mode_the_breakdown_sums_to_the_whole(
         for record in trace.records[
             (trace.records["kind"] == WAIT) | (trace.records["kind"] == SEND)
         ]:
-            assert told(trace, record) and "message of tag" not in told(trace, record), told(
-                trace, record
+            assert described(trace, record) and "message of tag" not in described(trace, record), (
+                described(trace, record)
             )
         assert (DEVICE in trace.records["kind"]) == ("device.kind=cuda-sim" in settings)
         assert trace.facts["peak_activation_bytes"] > 0 or trace.facts["place"] is None
