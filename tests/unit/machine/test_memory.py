@@ -30,7 +30,11 @@ from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy
 from tests.rows import replaced
 
-SIZES = {"tokens": Unopened("tokens", (8,), 50, 50), "samples": Unopened("samples", (20,), 20, 10)}
+SIZES = {
+    "tokens": Unopened("tokens", (8,), 50, 50),
+    "samples": Unopened("samples", (20,), 20, 10),
+    "images": Unopened("images", (2, 5, 4), 40, 10),
+}
 SOURCES = {kind: SIZES[row.takes] for kind, row in MODELS.items()}
 
 
