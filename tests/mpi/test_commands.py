@@ -347,7 +347,7 @@ MORE_MISTAKES = [
     (["nowhere.toml"], "The configuration file nowhere.toml cannot be read"),
     (
         ["--set", "data.source=digits", "--set", "model.kind=gpt"],
-        "The model.kind for digits is mlp, but the",
+        "The model.kind for digits is mlp or cnn, but the",
     ),
     (["--set", "replication.tuning=empty.txt"], "empty.txt is no tuning file"),
     (["--set", "replication.wire=topk:2"], "it is 'topk:2'"),

@@ -12,6 +12,7 @@ from mpitrain.run.choices import keys, parse
 from tests.processes import mpitrain
 
 README = Path(__file__).parents[3] / "README.md"
+PAGE = Path(__file__).parents[3] / "mpitrain/run/README.md"
 
 
 def refusal(*settings, tables=None):
@@ -433,19 +434,17 @@ def test_the_configuration_in_the_readme_is_one(tmp_path):
 
 
 def test_page_and_help_have_the_true_defaults():
-    c = Config()
+    c, page = Config(), PAGE.read_text()
     o = c.optimizer
     rule = (
         f"learning rate {o.lr:g} after {o.warmup} steps of warm-up, {o.schedule} decay to a tenth, betas {o.beta1:g} and "
         f"{o.beta2:g}, weight decay {o.weight_decay:g} of matrices, gradients clipped to norm {o.clip:g}"
     )
     text = " ".join(mpitrain("train", "--help").stdout.split())
-    assert (
-        o.name == "adamw" and f"AdamW: {rule}" in README.read_text() and f"AdamW: {rule}" in text
-    ), text
+    assert o.name == "adamw" and f"AdamW: {rule}" in page and f"AdamW: {rule}" in text, text
     assert (
         f"{c.batch.size} sequences of {c.model.context} tokens over all ranks (batch.size, model.context), "
         f"{c.run.steps} steps (run.steps)"
     ) in text, text
     batch = f"`batch.size` ({c.batch.size}) sequences of `model.context` ({c.model.context}) tokens over all ranks"
-    assert batch in README.read_text() and f"`run.steps` is {c.run.steps}" in README.read_text()
+    assert batch in page and f"`run.steps` is {c.run.steps}" in page
