@@ -1,4 +1,4 @@
-"""Instruction data: conversations in JSON lines, of which only the answers are trained on.
+"""Instruction data: conversations in JSON lines. Only the answers are trained on.
 
 A line is {"prompt": TEXT, "answer": TEXT}, or {"messages": [{"role": ROLE, "content": TEXT}, ...]}.
 A prompt is a message of the role user, an answer one of the role assistant. Each message becomes

@@ -14,7 +14,7 @@ from mpitrain.files import contents
 from mpitrain.strict_json import parsed, validated
 
 META = "meta.json"
-"""A file beside files of tokens; its key "dtype" names theirs."""
+"""A file in the folder of token files; its key "dtype" names their dtype."""
 FORMAT = "mpitrain tokens 1"
 """The value of the key "format" of a meta.json that `data prepare` wrote."""
 Count = Annotated[int, Field(ge=0, lt=1 << 62, strict=True)]
@@ -58,7 +58,7 @@ class Prepared(BaseModel):
 
 
 def noted_dtype(path: Path) -> str:
-    """Return the dtype that meta.json beside a bare file of tokens names; without one, uint16."""
+    """Return the dtype that meta.json in the folder of a bare token file names, else uint16."""
     found = _found(path.with_name(META))
     name = found.get("dtype", "uint16") if isinstance(found, dict) else None
     if name not in ("uint16", "uint32"):
@@ -70,7 +70,7 @@ def noted_dtype(path: Path) -> str:
 
 
 def prepared(path: Path) -> Prepared | None:
-    """Return meta.json beside a file of tokens, if `data prepare` wrote both; else None.
+    """Return meta.json in the folder of a token file, if `data prepare` wrote both; else None.
 
     raises  DataError if a meta.json of this format is damaged
     """
@@ -101,7 +101,7 @@ def bytes_per_token(paths: Iterable[Path]) -> float:
 
 
 def tokenizer_beside(path: Path) -> bytes | None:
-    """Return the content of tokenizer.json beside a file of tokens, if `data prepare` wrote them.
+    """Return the content of tokenizer.json in the folder of a token file, if `data prepare` wrote them.
 
     raises  DataError if the file is missing, or another one than meta.json notes
     """

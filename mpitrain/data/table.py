@@ -216,7 +216,7 @@ def writes_text(name: str, mixture: Mapping[str, float]) -> bool:
 def amounts(source: Source | Unopened) -> dict[str, int]:
     """Return {name: count} of the data, for example of its training and held-out tokens.
 
-    The result is {} for a source of another class than those of this room.
+    The result is {} for a source of a plugin.
     """
     if isinstance(source, InstructionSource):
         return {

@@ -98,7 +98,7 @@ def counted(ops: Ops, count: Count) -> Ops:
 
 
 class Unlaunched:
-    """The kernels of a device, of which none is launched and no product is computed.
+    """The kernels of a device, without launches and without products.
 
     A stand-in for `Kernels` where only leases count.
     """

@@ -122,7 +122,7 @@ def frozen_sizes(
 ) -> Sizes:
     """Return the sizes of the whole network, with the parameters frozen that model.freeze names.
 
-    found   sizes of which all but the numbers of elements stay
+    found   the sizes without frozen parameters; only numbers of elements change
     raises  ConfigError as `freeze`
     """
     units = freeze(_described(config, config.model.layers, source, device), config.model.freeze)

@@ -34,6 +34,10 @@ ALONE = [
 """Settings that turn the job into a job of one rank."""
 
 
+ROW_SECONDS = 120.0
+"""The default of --row-seconds."""
+
+
 @click.command("train")
 @DEVICE
 @GEMM
@@ -79,10 +83,8 @@ ALONE = [
 @click.option(
     "--row-seconds",
     type=click.FloatRange(0, min_open=True),
-    default=120,
-    show_default=True,
     callback=finite,
-    help="With --shapes: bound of the turns of a shape; compilation comes on top.",
+    help="With --shapes: bound of the turns of a shape; compilation comes on top.  [default: 120]",
 )
 @click.option(
     "--blocks",
@@ -108,7 +110,7 @@ def command(
     peers: tuple[str, ...],
     floor: bool,
     shapes: str | None,
-    row_seconds: float,
+    row_seconds: float | None,
     blocks: int,
     steps: int,
     settings: tuple[str, ...],
@@ -129,10 +131,12 @@ def command(
         raise click.UsageError(
             "--memory measures sides of its own. Leave out --against, --alone, --peer, --floor, --shapes, --json and --csv."
         )
+    if row_seconds is not None and shapes is None:
+        raise click.UsageError("--row-seconds bounds the rows of --shapes. Add --shapes.")
     if shapes is not None:
         if others or alone or csv_file:
             raise click.UsageError("--shapes takes no --against, --alone and --csv.")
-        turns = blocks, steps, row_seconds
+        turns = blocks, steps, ROW_SECONDS if row_seconds is None else row_seconds
         with mpi_session(kind=lambda: _configured(1, blocks, steps, changed).device.kind) as all_:
             measure_shapes(
                 all_, shapes, _job(), changed, [*dict.fromkeys(peers or PEERS)], turns, json_file

@@ -59,29 +59,40 @@ MAPS = np.concatenate([SIGNED.values, SIGNED.bounds, UNSIGNED.values, UNSIGNED.b
 """Values and bounds of the codes of both moments, (1024,) float32."""
 
 
-def sgd(kernels: Kernels, numbers: Numbers, p, g, scale, lr, weight_decay, arena, mirror=None):
-    """Step p in place: p -= lr (scale g + weight_decay p)."""
+def _step(kernels: Kernels, name: str, p, arrays, mirror, *numbers) -> None:
+    """Launch an element-wise step of p.
+
+    arrays   the gradient, then the state
+    numbers  the numbers of this step in device memory, then those that stay
+    """
     macros = _types(p, mirror)
     kernels.launch(
-        "sgd",
+        name,
         blocks(p.size, macros.run),
         POINTWISE,
-        (p.size, p, g, mirror, numbers.of(p, scale, lr), weight_decay),
+        (p.size, p, *arrays, mirror, *numbers),
         macros=macros,
     )
+
+
+def sgd(kernels: Kernels, numbers: Numbers, p, g, scale, lr, weight_decay, arena, mirror=None):
+    """Step p in place: p -= lr (scale g + weight_decay p)."""
+    _step(kernels, "sgd", p, (g,), mirror, numbers.of(p, scale, lr), weight_decay)
 
 
 def momentum(
     kernels: Kernels, numbers: Numbers, p, g, m, scale, lr, beta, weight_decay, arena, mirror=None
 ):
     """Step p and m in place: m = beta m + scale g + weight_decay p, p -= lr m."""
-    macros = _types(p, mirror)
-    kernels.launch(
+    _step(
+        kernels,
         "momentum",
-        blocks(p.size, macros.run),
-        POINTWISE,
-        (p.size, p, g, m, mirror, numbers.of(p, scale, lr), beta, weight_decay),
-        macros=macros,
+        p,
+        (g, m),
+        mirror,
+        numbers.of(p, scale, lr),
+        beta,
+        weight_decay,
     )
 
 
@@ -89,13 +100,15 @@ def nesterov(
     kernels: Kernels, numbers: Numbers, p, g, m, scale, lr, beta, weight_decay, arena, mirror=None
 ):
     """Step p and m in place, with Nesterov momentum."""
-    macros = _types(p, mirror)
-    kernels.launch(
+    _step(
+        kernels,
         "nesterov",
-        blocks(p.size, macros.run),
-        POINTWISE,
-        (p.size, p, g, m, mirror, numbers.of(p, scale, lr), beta, weight_decay),
-        macros=macros,
+        p,
+        (g, m),
+        mirror,
+        numbers.of(p, scale, lr),
+        beta,
+        weight_decay,
     )
 
 
@@ -114,13 +127,16 @@ def lion(
     mirror=None,
 ):
     """Step p by lr times a sign, with decoupled decay; then move m towards the gradient."""
-    macros = _types(p, mirror)
-    kernels.launch(
+    _step(
+        kernels,
         "lion",
-        blocks(p.size, macros.run),
-        POINTWISE,
-        (p.size, p, g, m, mirror, numbers.of(p, scale, lr), 1 - beta1, 1 - beta2, weight_decay),
-        macros=macros,
+        p,
+        (g, m),
+        mirror,
+        numbers.of(p, scale, lr),
+        1 - beta1,
+        1 - beta2,
+        weight_decay,
     )
 
 
@@ -142,26 +158,17 @@ def adam(
     mirror=None,
 ):
     """Step p, m and v in place, with coupled decay; step counts from 1."""
-    macros = _types(p, mirror)
-    corrections = 1 - beta1**step, 1 - beta2**step
-    kernels.launch(
+    _step(
+        kernels,
         "adam",
-        blocks(p.size, macros.run),
-        POINTWISE,
-        (
-            p.size,
-            p,
-            g,
-            m,
-            v,
-            mirror,
-            numbers.of(p, scale, lr, *corrections),
-            1 - beta1,
-            1 - beta2,
-            eps,
-            weight_decay,
-        ),
-        macros=macros,
+        p,
+        (g, m, v),
+        mirror,
+        numbers.of(p, scale, lr, 1 - beta1**step, 1 - beta2**step),
+        1 - beta1,
+        1 - beta2,
+        eps,
+        weight_decay,
     )
 
 
@@ -186,25 +193,17 @@ def adamw(
 
     The host computes the bias corrections, which depend on the step alone, in double.
     """
-    macros = _types(p, mirror)
-    kernels.launch(
+    _step(
+        kernels,
         "adamw",
-        blocks(p.size, macros.run),
-        POINTWISE,
-        (
-            p.size,
-            p,
-            g,
-            m,
-            v,
-            mirror,
-            numbers.of(p, scale, lr, 1 - beta1**step, 1 - beta2**step),
-            1 - beta1,
-            1 - beta2,
-            eps,
-            weight_decay,
-        ),
-        macros=macros,
+        p,
+        (g, m, v),
+        mirror,
+        numbers.of(p, scale, lr, 1 - beta1**step, 1 - beta2**step),
+        1 - beta1,
+        1 - beta2,
+        eps,
+        weight_decay,
     )
 
 

@@ -41,7 +41,7 @@ def check_activations(
 
     The error has the numbers and the fewest micro-batches that fit, which it finds by counting.
 
-    room       what parameters, gradients and optimizer state leave
+    room       memory that parameters, gradients and optimizer state leave
     hosts      the host of every rank, by rank
     replanned  (micro-batches) -> the job with so many, or None if they do not fit its keys
     """

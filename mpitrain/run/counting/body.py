@@ -122,7 +122,7 @@ def _kind_of(device: Device) -> type[Weightless]:
 
 
 def _leasing(device: Device) -> Ops:
-    """Return the device's operations, of which no kernel is launched."""
+    """Return the device's operations without launches of kernels."""
     if device.kernels is None or device.multiply is None:
         return device.ops
     unlaunched: Any = Unlaunched(device.kernels)

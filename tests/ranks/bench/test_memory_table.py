@@ -63,3 +63,8 @@ def test_a_key_that_the_job_refuses_is_a_note(capsys, job, refused):
 def test_the_bound_of_a_shape_is_a_finite_number_of_seconds(seconds):
     ended = CliRunner().invoke(command, ["--row-seconds", seconds, "--blocks", "0"])
     assert ended.exit_code == 2 and "--row-seconds" in ended.output
+
+
+def test_row_seconds_without_shapes_is_refused():
+    ended = CliRunner().invoke(command, ["--row-seconds", "3"])
+    assert ended.exit_code == 2 and "Add --shapes" in ended.output
