@@ -3,7 +3,8 @@
 The names below are the public interface. Each is imported at its first use.
 All other modules may move without notice.
 
-ranks     connect, from_communicator: make a transport over MPI;
+ranks     ranks: connect all ranks of a job, and end it if one raises;
+          connect, from_communicator: make a transport over MPI;
           run_ranks: run ranks as threads of one process, for tests and examples
 reduce    Group, bind: all-reduce arrays of your own with the algorithms of mpitrain
 model     Plain: constructors of layers; Unit, Sequential, Residual: the elements of a model;
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from mpitrain.run.choices import parse as parse
     from mpitrain.run.trainer import Trainer as Trainer
     from mpitrain.run.trainer import replicas_equal as replicas_equal
+    from mpitrain.transport.ending import ranks as ranks
     from mpitrain.transport.mpi import connect as connect
     from mpitrain.transport.mpi import from_communicator as from_communicator
     from mpitrain.transport.threads import run_ranks as run_ranks
@@ -73,6 +75,7 @@ _HOMES = {
     "normal": "layers.initial",
     "ops_for": "ops.device",
     "parse": "run.choices",
+    "ranks": "transport.ending",
     "replicas_equal": "run.trainer",
     "run_ranks": "transport.threads",
 }
