@@ -219,13 +219,17 @@ def test_classifier_runs_on_digits(tmp_path):
     assert next(r for r in records(tmp_path / "run") if "val_loss" in r)["val_accuracy"] > 0.9
 
 
+SLOWLY = ["--set", "run.delay=0:20"]
+"""150 steps without it could end before a signal arrives on a busy machine."""
+
+
 @pytest.mark.parametrize("ranks, number", [(1, signal.SIGINT), (3, signal.SIGTERM)])
 def test_an_interrupted_run_goes_on_bitwise_as_if_it_had_not_stopped(ranks, number, tmp_path):
     many = [*TINY, "--set", "run.steps=150"]
     whole = launch(ranks, "train", "--out", "whole", *many, cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
     run = subprocess.Popen(
-        [*PROGRAM, "launch", "-n", str(ranks), "--", "train", "--out", "cut", *many],
+        [*PROGRAM, "launch", "-n", str(ranks), "--", "train", "--out", "cut", *many, *SLOWLY],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -239,7 +243,8 @@ def test_an_interrupted_run_goes_on_bitwise_as_if_it_had_not_stopped(ranks, numb
     assert run.returncode == 85, output
     stopped = records(tmp_path / "cut")[-1]
     assert stopped["event"] == "stopped" and 20 <= stopped["step"] < 150
-    went_on = launch(ranks, "train", "--out", "cut", "--resume", cwd=tmp_path)
+    at_once = ["--set", "run.delay="]
+    went_on = launch(ranks, "train", "--out", "cut", "--resume", *at_once, cwd=tmp_path)
     assert went_on.returncode == 0, went_on.stderr
     assert (
         losses(tmp_path / "cut") == losses(tmp_path / "whole")
