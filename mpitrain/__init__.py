@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from mpitrain.run.choices import parse as parse
     from mpitrain.run.trainer import Trainer as Trainer
     from mpitrain.run.trainer import replicas_equal as replicas_equal
-    from mpitrain.transport.ending import ranks as ranks
     from mpitrain.transport.mpi import connect as connect
     from mpitrain.transport.mpi import from_communicator as from_communicator
+    from mpitrain.transport.mpi import ranks as ranks
     from mpitrain.transport.threads import run_ranks as run_ranks
 else:  # Type checkers must not see this: they would accept any name.
 
@@ -75,7 +75,7 @@ _HOMES = {
     "normal": "layers.initial",
     "ops_for": "ops.device",
     "parse": "run.choices",
-    "ranks": "transport.ending",
+    "ranks": "transport.mpi",
     "replicas_equal": "run.trainer",
     "run_ranks": "transport.threads",
 }

@@ -52,7 +52,7 @@ def mpi_session(
             from mpitrain.trace.startup import begun
 
             recorder = begun(process.launched().rank, process.launched().size)
-    from mpitrain.transport.ending import ending_together
+    from mpitrain.transport.agreement import ending_together
     from mpitrain.transport.mpi import connect
     from mpitrain.transport.traced_transport import recorded
 
@@ -105,7 +105,7 @@ def leave_usage(show: Callable[[], None], exit_code: int) -> None:
     if process.launched().size == 1:
         show()
         sys.exit(exit_code)
-    from mpitrain.transport.ending import leave_together
+    from mpitrain.transport.agreement import leave_together
     from mpitrain.transport.mpi import connect
 
     leave_together(connect(), show, exit_code)

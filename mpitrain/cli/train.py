@@ -233,7 +233,12 @@ def _configured(config_file: Path | None, settings: list[str], resume: str) -> A
     from mpitrain.config import read_toml, with_settings
     from mpitrain.config.plugins import load
     from mpitrain.run.choices import parse
-    from mpitrain.run.run_dir import configuration, held_out_as_before, is_run
+    from mpitrain.run.run_dir import (
+        check_algorithms_named,
+        configuration,
+        held_out_as_before,
+        is_run,
+    )
 
     out = with_settings({}, settings).get("run", {}).get("out")
     tables: dict[str, Any] = {}
@@ -242,6 +247,7 @@ def _configured(config_file: Path | None, settings: list[str], resume: str) -> A
     elif resume != "no" and isinstance(out, str) and is_run(Path(out)):
         load(with_settings({}, settings))  # `configuration` asks for the plugins of the run.
         then = configuration(Path(out))
+        check_algorithms_named(then, settings, Path(out))
         # A resumed run may have another number of ranks, so the layout is not taken over.
         tables = {**then.model_dump(), "layout": {}, "pipeline": {}}
         tables["data"] = held_out_as_before(then.data, settings)

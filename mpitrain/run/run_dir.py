@@ -27,9 +27,10 @@ from typing import Any
 
 import tomli_w
 
+from mpitrain.collectives.selection.own_algorithm import is_file
 from mpitrain.collectives.selection.tuning import tuning_text
 from mpitrain.config import PATHS, Config, Data, check_text, keys, read_toml
-from mpitrain.config.plugins import check_named, digests, entries, imported, load
+from mpitrain.config.plugins import MARK, check_named, digests, entries, imported, load
 from mpitrain.data import (
     TENTH,
     Scan,
@@ -48,7 +49,7 @@ from mpitrain.files import Directory, cannot_write, contents, opened
 from mpitrain.optim import checked, without_unread
 from mpitrain.pipeline.schedules import NAMED
 from mpitrain.run.checkpoint.directories import steps, sweep
-from mpitrain.run.choices import without_plugins
+from mpitrain.run.choices import ALGORITHMS, without_plugins
 from mpitrain.run.given import RunLocation
 from mpitrain.run.metrics import cut_after
 from mpitrain.run.resolve import Resolved
@@ -183,6 +184,20 @@ def configuration(folder: Path) -> Config:
     return then
 
 
+def check_algorithms_named(then: Config, settings: Sequence[str], folder: Path) -> None:
+    """Raise ConfigError unless the settings name the files of all-reduces that a run used.
+
+    A run directory names no code to run: its author may be another person.
+    """
+    named = {setting.partition("=")[0].strip() for setting in settings}
+    for key in ALGORITHMS:
+        if is_file(value := then.flat()[key]) and key not in named:
+            raise ConfigError(
+                f"The run in {folder} was trained with the algorithm {value}, but none was named now.",
+                f"Read the file, then name it: --set {key}={value.partition(MARK)[0]}",
+            )
+
+
 def held_out_as_before(then: Data, settings: Sequence[str]) -> dict[str, Any]:
     """Return the table `data` of an earlier run, to open it again with the same held-out tokens.
 
@@ -213,6 +228,9 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     new["pipeline.schedule"] = _schedule(new["pipeline.schedule"])
     for values in (old, new):  # The files may have moved.
         values["run.plugins"] = digests(values["run.plugins"])
+        for key in ALGORITHMS:
+            if is_file(values[key]):
+                (values[key],) = digests([values[key]])
     if source_kind(old["data.source"]).is_token_file:
         old["data.validation"] = old["data.validation"] or TENTH
     if new["device.kind"] == "auto":

@@ -190,9 +190,12 @@ def _request(name: str, options: dict[str, Any]) -> Any:
     from mpitrain.collectives.engine.agreement import check_name
     from mpitrain.collectives.engine.codecs import parse_wire
     from mpitrain.collectives.selection.cost_model import MEMORY
+    from mpitrain.collectives.selection.own_algorithm import file_algorithm, is_file
     from mpitrain.errors import ConfigError
 
     algorithms = () if options["algorithm"] == "all" else options["algorithm"].split(",")
+    if name == "allreduce":
+        algorithms = [file_algorithm(one) if is_file(one) else one for one in algorithms]
     for algorithm in algorithms:
         check_name(f"{name} algorithm", algorithm, names(name))
     places = options["buffers"].split(",")

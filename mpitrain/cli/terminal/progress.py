@@ -12,6 +12,7 @@ from tqdm import tqdm
 from mpitrain.cli.terminal import last_words
 from mpitrain.cli.terminal.screen import shows_output, width
 from mpitrain.cli.terminal.status import is_launched, status
+from mpitrain.collectives.selection.own_algorithm import shown
 from mpitrain.collectives.selection.tuning import DEFAULT, foreign
 from mpitrain.config import Config
 from mpitrain.errors import visible
@@ -233,9 +234,13 @@ def way(config: Config) -> str:
     said = []
     if layout.tp > 1:
         rows = ", rows of norms divided" if layout.sequence_parallel else ""
-        said.append(f"{layout.tp} of them share layers by {layout.algorithm} all-reduce{rows}")
+        said.append(
+            f"{layout.tp} of them share layers by {shown(layout.algorithm)} all-reduce{rows}"
+        )
     if layout.pp > 1:
         said.append(
             f"{layout.pp} stages by {config.pipeline.schedule}, {config.batch.micro_batches} micro-batches"
         )
-    return ", ".join(said if layout.tp > 1 else [*said, f"{replication.algorithm} all-reduce"])
+    return ", ".join(
+        said if layout.tp > 1 else [*said, f"{shown(replication.algorithm)} all-reduce"]
+    )

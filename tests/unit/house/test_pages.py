@@ -124,8 +124,12 @@ def test_tests_and_jobs_that_a_page_names_are_there(page):
 
 
 @every_page
-def test_a_command_on_a_page_has_the_options_and_settings_that_it_takes(page, monkeypatch):
+def test_a_command_on_a_page_has_the_options_and_settings_that_it_takes(
+    page, monkeypatch, tmp_path
+):
     read = []
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").touch()  # The user's own, which settings may name.
     monkeypatch.setattr(
         click.Command, "invoke", lambda self, context: read.append(context.params)
     )  # and does nothing
