@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mpitrain.collectives.selection.own_algorithm import is_file
+from mpitrain.collectives.selection.table import ALL_REDUCE
 from mpitrain.machine.process import gpus
 from tests.processes import SECONDS
 
@@ -50,6 +52,13 @@ def pytest_collection_modifyitems(items):
     if wanting and not gpus():
         for item in wanting:
             item.add_marker(pytest.mark.skip(reason="CuPy finds no GPU here"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
+    """Remove the all-reduces that a test has read from files: messages list all that there are."""
+    for name in [name for name in ALL_REDUCE if is_file(name)]:
+        del ALL_REDUCE[name]
 
 
 def pytest_collection_finish():
