@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.collectives.selection.own_algorithm import is_file
-from mpitrain.collectives.selection.table import ALL_REDUCE
 from mpitrain.machine.process import gpus
 from tests.processes import SECONDS
 
@@ -57,6 +55,10 @@ def pytest_collection_modifyitems(items):
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown():
     """Remove the all-reduces that a test has read from files: messages list all that there are."""
+    # Not above: SETTINGS come before NumPy.
+    from mpitrain.collectives.selection.own_algorithm import is_file
+    from mpitrain.collectives.selection.table import ALL_REDUCE
+
     for name in [name for name in ALL_REDUCE if is_file(name)]:
         del ALL_REDUCE[name]
 
