@@ -66,7 +66,7 @@ def judge(evidence: Evidence, limits: Limits) -> Certificate:
 
 def best(speeds: Speeds, name: str) -> float:
     """Return the fastest sample of a rank, which other work on the machine slows the least."""
-    return max(getattr(speeds, name), default=0.0)
+    return max((rate for rate in getattr(speeds, name) if rate > 0), default=0.0)
 
 
 def usual_rates(facts: Sequence[Facts], speeds: Sequence[Speeds], name: str) -> list[float]:

@@ -12,7 +12,8 @@ import tempfile
 import time
 from collections.abc import Callable
 
-WORKS = "work"
+WORKS, UNLOCKED = "works", "two processes hold one lock"
+"""Results of a trial."""
 SIZE = 1 << 20
 SHARED = 16 << 20
 """Bytes of the trial of shared memory: Open MPI makes a file of this size for each rank."""
@@ -32,7 +33,7 @@ def locks(folder: str) -> dict[str, str]:
             if not second:
                 os._exit(1 if _locks(file.name, lock) else 0)
             _, status = os.waitpid(second, 0)
-            found[name] = "two processes hold one lock" if status else WORKS
+            found[name] = UNLOCKED if status else WORKS
     return found
 
 
@@ -89,9 +90,8 @@ def imports(_: str) -> dict[str, str]:
 
     sys.addaudithook(count)
     start = time.perf_counter()
-    import mpi4py  # noqa: F401
-
-    import mpitrain.run.loop  # noqa: F401
+    import mpitrain.run.loop
+    import mpitrain.transport.mpi  # noqa: F401
 
     return {"seconds": f"{time.perf_counter() - start:.3f}", "files": str(opened)}
 

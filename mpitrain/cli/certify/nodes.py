@@ -24,7 +24,7 @@ def parse_hosts(text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for entry in text.split(","):
         name, _, number = entry.partition(":")
-        if not re.fullmatch(r"[\w.-]+", name) or not re.fullmatch(r"[1-9]\d{0,3}|", number):
+        if not re.fullmatch(r"\w[\w.-]*(:[1-9]\d{0,3})?", entry):
             raise ConfigError(
                 f"--hosts lists nodes and their ranks, but it has {entry!r}.",
                 "Write --hosts a:4,b:4.",
