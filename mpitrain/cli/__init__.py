@@ -28,6 +28,7 @@ COMMANDS = {
     "generate": "Generate text with the newest checkpoint of RUN_DIR.",
     "data": "Make files of tokens from text, train tokenizers, and show files of tokens.",
     "doctor": "Print Python, MPI, GPUs, BLAS, ranks and hosts, and warn of problems and their remedies.",
+    "certify": "Measure every node, and print PASS or FAIL for each with the reason.",
     "bench": "Measure collectives on all ranks of the MPI job: mpitrain launch -n 4 -- bench allreduce",
     "compare": "Train one job under several modes of replication, one after the other, on all ranks of the MPI job.",
     "plan": "Print simulated pipeline schedules, steps of collectives, memory of a job, and the best number of micro-batches.",
@@ -47,7 +48,12 @@ def _loaded(name: str) -> click.Command:
     )
 
 
-HOMES = {"launch": "launch.command", "bench": "bench.collectives", "plan": "plan.command"}
+HOMES = {
+    "launch": "launch.command",
+    "certify": "certify.command",
+    "bench": "bench.collectives",
+    "plan": "plan.command",
+}
 """Modules below mpitrain.cli of commands that are packages.
 
 Any other command is a module of the same name.

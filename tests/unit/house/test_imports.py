@@ -33,6 +33,8 @@ FLOORS = [
     "run",
     "plan",
     "bench",
+    "doctor",
+    "certify",
     "report",
     "cli",
     "__main__",
