@@ -11,7 +11,8 @@ model     Plain: constructors of layers; Unit, Sequential, Residual: the element
           gpt, mlp: whole networks;
           ColumnParallelLinear, RowParallelLinear: tensor-parallel linear layers, as in Megatron-LM
 train     parse: make a Config from tables; Trainer: the training step over a list of units;
-          build: make a whole run from its Config;
+          build: make a whole run from its Config; train: a run with its files, as
+          `mpitrain train`; Watcher: an observer of a run;
           replicas_equal: compare the parameters of all replicas bit by bit
 errors    MpitrainError: the base class of all errors that mpitrain raises on purpose
 """
@@ -36,8 +37,10 @@ if TYPE_CHECKING:
     from mpitrain.parallel.tensor.linear import RowParallelLinear as RowParallelLinear
     from mpitrain.run.build import build as build
     from mpitrain.run.choices import parse as parse
+    from mpitrain.run.loop import train as train
     from mpitrain.run.trainer import Trainer as Trainer
     from mpitrain.run.trainer import replicas_equal as replicas_equal
+    from mpitrain.run.watching.watcher import Watcher as Watcher
     from mpitrain.transport.mpi import connect as connect
     from mpitrain.transport.mpi import from_communicator as from_communicator
     from mpitrain.transport.threads import run_ranks as run_ranks
@@ -64,6 +67,7 @@ _HOMES = {
     "Sequential": "layers.compose",
     "Trainer": "run.trainer",
     "Unit": "layers.base",
+    "Watcher": "run.watching.watcher",
     "bind": "collectives.bind",
     "build": "run.build",
     "connect": "transport.mpi",
@@ -75,6 +79,7 @@ _HOMES = {
     "parse": "run.choices",
     "replicas_equal": "run.trainer",
     "run_ranks": "transport.threads",
+    "train": "run.loop",
 }
 """The module of each public name, for `__getattr__`; type checkers read the imports above."""
 
