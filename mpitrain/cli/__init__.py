@@ -49,6 +49,7 @@ def _loaded(name: str) -> click.Command:
 
 
 HOMES = {
+    "data": "data.command",
     "launch": "launch.command",
     "bench": "bench.collectives",
     "plan": "plan.command",
