@@ -12,7 +12,8 @@ model     Plain: constructors of layers; Unit, Sequential, Residual: the element
           gpt, mlp: whole networks;
           ColumnParallelLinear, RowParallelLinear: tensor-parallel linear layers, as in Megatron-LM
 train     parse: make a Config from tables; Trainer: the training step over a list of units;
-          build: make a whole run from its Config;
+          build: make a whole run from its Config; train: a run with its files, as
+          `mpitrain train`; Watcher: an observer of a run;
           replicas_equal: compare the parameters of all replicas bit by bit
 errors    MpitrainError: the base class of all errors that mpitrain raises on purpose
 """
@@ -37,8 +38,10 @@ if TYPE_CHECKING:
     from mpitrain.parallel.tensor.linear import RowParallelLinear as RowParallelLinear
     from mpitrain.run.build import build as build
     from mpitrain.run.choices import parse as parse
+    from mpitrain.run.loop import train as train
     from mpitrain.run.trainer import Trainer as Trainer
     from mpitrain.run.trainer import replicas_equal as replicas_equal
+    from mpitrain.run.watching.watcher import Watcher as Watcher
     from mpitrain.transport.mpi import connect as connect
     from mpitrain.transport.mpi import from_communicator as from_communicator
     from mpitrain.transport.mpi import ranks as ranks
@@ -66,6 +69,7 @@ _HOMES = {
     "Sequential": "layers.compose",
     "Trainer": "run.trainer",
     "Unit": "layers.base",
+    "Watcher": "run.watching.watcher",
     "bind": "collectives.bind",
     "build": "run.build",
     "connect": "transport.mpi",
@@ -78,6 +82,7 @@ _HOMES = {
     "ranks": "transport.mpi",
     "replicas_equal": "run.trainer",
     "run_ranks": "transport.threads",
+    "train": "run.loop",
 }
 """The module of each public name, for `__getattr__`; type checkers read the imports above."""
 

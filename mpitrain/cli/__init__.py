@@ -32,6 +32,7 @@ COMMANDS = {
     "bench": "Measure collectives on all ranks of the MPI job: mpitrain launch -n 4 -- bench allreduce",
     "compare": "Train one job under several modes of replication, one after the other, on all ranks of the MPI job.",
     "plan": "Print simulated pipeline schedules, steps of collectives, memory of a job, and the best number of micro-batches.",
+    "metrics": "Print losses, learning rate, speed and evaluations of runs, a line for each logged step.",
     "plot": "Draw the training and validation losses of runs.",
     "report": "Print where the time of runs went, from the traces of their ranks.",
 }
@@ -49,12 +50,15 @@ def _loaded(name: str) -> click.Command:
 
 
 HOMES = {
+    "data": "data.command",
     "launch": "launch.command",
     "certify": "certify.command",
     "bench": "bench.collectives",
     "plan": "plan.command",
+    "metrics": "runs.metrics",
+    "plot": "runs.plot",
 }
-"""Modules below mpitrain.cli of commands that are packages.
+"""Modules below mpitrain.cli of commands that are in packages.
 
 Any other command is a module of the same name.
 """

@@ -210,13 +210,13 @@ class Stop:
 
 
 def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Stop) -> Any:
-    from mpitrain.cli.terminal.progress import Progress, Silent
+    from mpitrain.cli.terminal.progress import Progress
     from mpitrain.models.table import MODELS
     from mpitrain.run.loop import train
 
     stop.connected(transport.rank)
-    watcher = Progress(stop.say) if transport.rank == 0 else Silent()
-    finished = train(transport, configured, resume, stop.asked, watcher, stop.note)
+    watchers = [Progress(stop.say)] if transport.rank == 0 else []
+    finished = train(transport, configured, resume, stop.asked, watchers, stop.note)
     config = finished.job.trainer.config
     if (
         finished.job.step < config.run.steps

@@ -141,6 +141,11 @@ class Run(Section):
         description="record the last actions of each rank in trace/ of the run directory, for "
         "`mpitrain report`",
     )
+    tensorboard: bool = Field(
+        False,
+        description="write the numbers of metrics.jsonl as TensorBoard event files, too, to "
+        "tensorboard/ of the run directory",
+    )
     on_nonfinite: Literal["stop", "skip"] = Field(
         "stop",
         description="reaction to a loss or gradient that is not finite; stop: end the run, skip: "

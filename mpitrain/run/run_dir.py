@@ -9,6 +9,7 @@ RUN/
     tokens.json    the result of the scan of a token file, if data.source is one
     tokenizer.json the tokenizer of files of tokens, if `data prepare` wrote them
     lock           locked by rank 0 during the run
+    tensorboard/   event files, with run.tensorboard
     trace/         the last actions of each rank, see trace/ring_buffer.py
 """
 
@@ -51,7 +52,7 @@ from mpitrain.pipeline.schedules import NAMED
 from mpitrain.run.checkpoint.directories import steps, sweep
 from mpitrain.run.choices import ALGORITHMS, without_plugins
 from mpitrain.run.given import RunLocation
-from mpitrain.run.metrics import cut_after
+from mpitrain.run.metrics import cut_after, read_metrics
 from mpitrain.run.resolve import Resolved
 
 METRICS, CONFIG, TUNING, TILES, TOKENS = (
@@ -327,6 +328,19 @@ def _note_tokenizer(run: Directory, data: Data) -> None:
                 )
     with run.whole(TOKENIZER) as file:
         file.write(tokenizer)
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of a run's metrics.
+
+    raises  ConfigError if the directory has none, or if they cannot be read
+    """
+    records = read_metrics(folder / METRICS)
+    if not records and not os.path.lexists(folder / METRICS):
+        raise ConfigError(
+            f"There is no run in {folder}: it has no {METRICS}.", "Name directories of runs."
+        )
+    return records
 
 
 def trace_file(folder: Path, rank: int) -> Path:

@@ -332,7 +332,7 @@ def test_a_finished_run_says_that_nothing_is_left(book, tmp_path, capsys):
     capsys.readouterr()
     model = tmp_path / "run/checkpoints/step-00000006/model-00001-of-00001.safetensors"
     before = model.stat().st_mtime_ns
-    assert not go(1, book, "yes", watcher=Progress)
+    assert not go(1, book, "yes", watchers=[Progress()])
     said = capsys.readouterr().out
     assert "all 6 steps were done before; to train on, set run.steps to more" in said
     assert records(tmp_path)[-1]["event"] == "end" and model.stat().st_mtime_ns == before
