@@ -23,6 +23,7 @@ from mpitrain.run.given import Given, RunLocation, agree_on
 from mpitrain.run.metrics import MetricsFile
 from mpitrain.run.resume import ResumeInfo, past
 from mpitrain.run.run_dir import CHECKPOINTS, METRICS, claim, look
+from mpitrain.run.time_limit import TimeLimit
 from mpitrain.run.trace_setup import Traced
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.run.watchdog import Watchdog
@@ -73,6 +74,7 @@ def train(
     stop_requested: Callable[[], bool],
     watcher: Watcher,
     begins: Callable[[], None] = lambda: None,
+    ends: Callable[[], float | None] = lambda: None,
 ) -> Finished:
     """Train a model as configured, in its run directory; collective.
 
@@ -84,6 +86,7 @@ def train(
     watcher         observes the run on rank 0
     begins          called on every rank before there is anything to save; from then on a signal
                     must not end the process, but make `stop_requested` return True
+    ends            returns the end of the batch job on rank 0, in seconds since 1970, or None
     raises          MpitrainError with `agreed` set if all ranks raise it
     """
     with closing(Watchdog(transport.rank, Run().stall_seconds, transport.traffic)) as watchdog:
@@ -125,6 +128,7 @@ def train(
                 watcher,
                 traced,
                 rates,
+                ends,
             )
             if transport.recorder.is_on:
                 watchdog.traces(folder)
@@ -167,6 +171,7 @@ class _Run:
         watcher: Watcher,
         traced: Traced,
         rates: Callable[[float], dict[str, float]],
+        ends: Callable[[], float | None],
     ):
         self._trainer, self._done, data = job.trainer, job.done, job.trainer.config.data
         self._source: Source = job.data
@@ -180,9 +185,11 @@ class _Run:
         self._batch_name = self._recorder.name(ROWS)
         self._first = job.step
         self._config, transport = self._trainer.config, self._trainer.transport
+        exchange = mode_of(self._config).exchange(self._config.replication)
+        self._limit = limit = TimeLimit(ends, past.checkpoint_s, exchange)
         self._folder, self._stop_requested, self._watchdog, self._watcher = (
             folder,
-            stop_requested,
+            lambda: stop_requested() or limit.is_near(),
             watchdog,
             watcher,
         )
@@ -233,7 +240,7 @@ class _Run:
                 is_asked = self._step(index)
             is_stopped = self._pause(index + 1, is_asked)
         if is_stopped:
-            self._record({"event": "stopped", "step": self._saved_at})
+            self._record({"event": "stopped", "step": self._saved_at, **self._limit.reason()})
         else:
             self._end()
         return is_stopped
@@ -243,7 +250,7 @@ class _Run:
 
         Returns whether a rank requested a stop.
         """
-        run, step = self._config.run, index + 1
+        run, step, began = self._config.run, index + 1, time.perf_counter()
         self._watchdog.alive(f"step {step}")
         replication, own = self._trainer.replication, None
         for number in replication.steps(index, self._stop_requested):
@@ -254,6 +261,7 @@ class _Run:
             own = self._trainer.step(number, inputs, targets, self._stop_requested)
         outcome = replication.outcome(index, own)
         self._traced.stepped()
+        self._limit.stepped(time.perf_counter() - began)
         self._comm_s += outcome.comm_s
         # An overflow does not count: the dynamic loss scale reacts to it.
         is_skipped = not outcome.updated and not outcome.overflows
@@ -439,10 +447,10 @@ class _Run:
         if self._saved_at == step:
             return
         self._watchdog.alive(f"the checkpoint of step {step}")
-        trainer = self._trainer
+        trainer, began = self._trainer, time.perf_counter()
         with self._recorder.pausing("checkpoint"):
             trainer.sync_parameters()
-            save_load.save(
+            saved = save_load.save(
                 self._folder / CHECKPOINTS,
                 trainer.replication.kept(),
                 trainer.storage,
@@ -453,7 +461,16 @@ class _Run:
                 trainer.replication.scalars(),
                 self._config.checkpoint.keep,
             )
-        self._saved_at = step
+        self._saved_at, seconds = step, time.perf_counter() - began
+        self._limit.saved(seconds)
+        self._record(
+            {
+                "event": "checkpoint",
+                "step": step,
+                "checkpoint_s": seconds,
+                "checkpoint_bytes": saved.nbytes,
+            }
+        )
 
     def _record(self, record: dict[str, Any]) -> None:
         if not self._metrics:

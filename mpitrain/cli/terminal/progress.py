@@ -165,7 +165,7 @@ class Progress:
         elif event in CLOSING:
             self._bar.close()
             said = (
-                f"{status('stopped')}stopped at step {step}; --resume goes on from there"
+                f"{status('stopped')}stopped at step {step}{_limit(record)}; --resume goes on from there"
                 if event == "stopped"
                 else f"{event} at step {step}"
             )
@@ -180,6 +180,12 @@ class Progress:
     def _line(self, text: str) -> None:
         self._bar.write(text, file=sys.stdout)
         sys.stdout.flush()
+
+
+def _limit(record: dict[str, Any]) -> str:
+    """Return the reason of a stop, if that is the time limit of the batch job."""
+    left = record.get("before_limit_s")
+    return f", {left:.0f} s before the time limit of the job" if left is not None else ""
 
 
 def nats(loss: float, bits: float | None) -> str:
