@@ -14,6 +14,7 @@ from mpitrain.config import Config, Run
 from mpitrain.data import Prefetched, Source, amounts, bits_per_byte
 from mpitrain.errors import CheckpointError, TrainingError, on_every_rank
 from mpitrain.files import mend
+from mpitrain.machine.time_limit import TimeLimit
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.replication.records import StepResult
 from mpitrain.run.build import Job, build, utilisation
@@ -23,7 +24,6 @@ from mpitrain.run.given import Given, RunLocation, agree_on
 from mpitrain.run.metrics import MetricsFile
 from mpitrain.run.resume import ResumeInfo, past
 from mpitrain.run.run_dir import CHECKPOINTS, METRICS, claim, look
-from mpitrain.run.time_limit import TimeLimit
 from mpitrain.run.trace_setup import Traced
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.run.watchdog import Watchdog

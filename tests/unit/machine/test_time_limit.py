@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from mpitrain.run.time_limit import UNMEASURED, TimeLimit
+from mpitrain.machine.time_limit import UNMEASURED, TimeLimit
 
 
 @pytest.fixture
