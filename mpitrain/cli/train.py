@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,7 @@ from mpitrain.cli.session import mpi_session
 from mpitrain.cli.terminal import last_words
 from mpitrain.cli.terminal.output import be_courtesy
 from mpitrain.cli.terminal.status import status
+from mpitrain.machine import process
 
 ANNOUNCED = 1.2 * last_words.SECONDS
 """Seconds to wait for a TERM after the CONT that Open MPI's mpirun sends first."""
@@ -211,12 +213,15 @@ class Stop:
 
 def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Stop) -> Any:
     from mpitrain.cli.terminal.progress import Progress
+    from mpitrain.machine.batch_job import JobEnd
     from mpitrain.models.table import MODELS
     from mpitrain.run.loop import train
 
     stop.connected(transport.rank)
-    watchers = [Progress(stop.say)] if transport.rank == 0 else []
-    finished = train(transport, configured, resume, stop.asked, watchers, stop.note)
+    is_root = transport.rank == 0
+    watchers = [Progress(stop.say)] if is_root else []
+    with closing(JobEnd(process.environment() if is_root else {})) as ends:
+        finished = train(transport, configured, resume, stop.asked, watchers, stop.note, ends)
     config = finished.job.trainer.config
     if (
         finished.job.step < config.run.steps

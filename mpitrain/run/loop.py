@@ -14,6 +14,7 @@ from mpitrain.config import Config, Run
 from mpitrain.data import Prefetched, Source, amounts, bits_per_byte
 from mpitrain.errors import CheckpointError, TrainingError, on_every_rank
 from mpitrain.files import mend
+from mpitrain.machine.time_limit import TimeLimit
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.replication.records import StepResult
 from mpitrain.run.build import Job, build, utilisation
@@ -59,6 +60,7 @@ def train(
     stop_requested: "Callable[[], bool]" = bool,
     watchers: "Sequence[Watcher]" = (),
     begins: "Callable[[], Any]" = bool,
+    ends: "Callable[[], float | None]" = lambda: None,
 ) -> "Finished":
     """Train a model in a run directory, as `mpitrain train` does; collective.
 
@@ -76,6 +78,8 @@ def train(
         Called in this order, on rank 0.
     begins : callable
         Called before there is anything to save. From then on a signal must not end the process.
+    ends : callable
+        Returns the end of the batch job on rank 0, in seconds since 1970, or None.
     """
     watchers = watchers if transport.rank == 0 else ()
     with (
@@ -125,6 +129,7 @@ def train(
                 watchers,
                 traced,
                 rates,
+                ends,
             )
             if transport.recorder.is_on:
                 watchdog.traces(folder)
@@ -167,6 +172,7 @@ class _Run:
         watchers: Sequence[Watcher],
         traced: Traced,
         rates: Callable[[float], dict[str, float]],
+        ends: Callable[[], float | None],
     ):
         self._trainer, self._done, data = job.trainer, job.done, job.trainer.config.data
         self._source: Source = job.data
@@ -180,9 +186,11 @@ class _Run:
         self._batch_name = self._recorder.name(ROWS)
         self._first = job.step
         self._config, transport = self._trainer.config, self._trainer.transport
+        exchange = mode_of(self._config).exchange(self._config.replication)
+        self._limit = limit = TimeLimit(ends, past.checkpoint_s, exchange)
         self._folder, self._stop_requested, self._watchdog, self._watchers = (
             folder,
-            stop_requested,
+            lambda: stop_requested() or limit.is_near(),
             watchdog,
             watchers,
         )
@@ -231,7 +239,7 @@ class _Run:
                 is_asked = self._step(index)
             is_stopped = self._pause(index + 1, is_asked)
         if is_stopped:
-            self._record({"event": "stopped", "step": self._saved_at})
+            self._record({"event": "stopped", "step": self._saved_at, **self._limit.reason()})
         else:
             self._end()
         return is_stopped
@@ -241,7 +249,7 @@ class _Run:
 
         Returns whether a rank requested a stop.
         """
-        run, step = self._config.run, index + 1
+        run, step, began = self._config.run, index + 1, time.perf_counter()
         self._watchdog.alive(f"step {step}")
         replication, own = self._trainer.replication, None
         for number in replication.steps(index, self._stop_requested):
@@ -252,6 +260,7 @@ class _Run:
             own = self._trainer.step(number, inputs, targets, self._stop_requested)
         outcome = replication.outcome(index, own)
         self._traced.stepped()
+        self._limit.stepped(time.perf_counter() - began)
         self._comm_s += outcome.comm_s
         # An overflow does not count: the dynamic loss scale reacts to it.
         is_skipped = not outcome.updated and not outcome.overflows
@@ -437,10 +446,10 @@ class _Run:
         if self._saved_at == step:
             return
         self._watchdog.alive(f"the checkpoint of step {step}")
-        trainer = self._trainer
+        trainer, began = self._trainer, time.perf_counter()
         with self._recorder.pausing("checkpoint"):
             trainer.sync_parameters()
-            path = save_load.save(
+            saved = save_load.save(
                 self._folder / CHECKPOINTS,
                 trainer.replication.kept(),
                 trainer.storage,
@@ -451,9 +460,18 @@ class _Run:
                 trainer.replication.scalars(),
                 self._config.checkpoint.keep,
             )
-        self._saved_at = step
+        self._saved_at, seconds = step, time.perf_counter() - began
+        self._limit.saved(seconds)
+        self._record(
+            {
+                "event": "checkpoint",
+                "step": step,
+                "checkpoint_s": seconds,
+                "checkpoint_bytes": saved.nbytes,
+            }
+        )
         for watcher in self._watchers:
-            watcher.on_checkpoint(step, path)
+            watcher.on_checkpoint(step, saved.path)
 
     def _record(self, record: dict[str, Any]) -> None:
         if not self._metrics:

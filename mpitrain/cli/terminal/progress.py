@@ -152,7 +152,7 @@ class Progress(Watcher):
             )
         else:
             said = (
-                f"{status('stopped')}stopped at step {step}; --resume goes on from there"
+                f"{status('stopped')}stopped at step {step}{_limit(record)}; --resume goes on from there"
                 if event == "stopped"
                 else f"{event} at step {step}"
             )
@@ -167,6 +167,12 @@ class Progress(Watcher):
     def _line(self, text: str) -> None:
         self._bar.write(text, file=sys.stdout)
         sys.stdout.flush()
+
+
+def _limit(record: dict[str, Any]) -> str:
+    """Return the reason of a stop, if that is the time limit of the batch job."""
+    left = record.get("before_limit_s")
+    return f", {left:.0f} s before the time limit of the job" if left is not None else ""
 
 
 def nats(loss: float, bits: float | None) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mpitrain.cli.terminal.progress import Silent
 from mpitrain.config import parse, with_settings
 from mpitrain.data import as_it_is
 from mpitrain.errors import TrainingError
@@ -22,6 +23,7 @@ from mpitrain.run.build import build
 from mpitrain.run.checkpoint import save_load
 from mpitrain.run.checkpoint.directories import newest
 from mpitrain.run.checkpoint.manifest import Done
+from mpitrain.run.loop import train
 from mpitrain.run.open_run import configured, open_run
 from mpitrain.run.run_dir import noted_largest
 from mpitrain.run.trainer import Trainer
@@ -434,3 +436,33 @@ def test_async_steps_that_finish_together_have_their_own_times(book, tmp_path):
         took,
         "but the last before all meet, which goes back in the call before",
     )
+
+
+def test_a_checkpoint_has_its_time_and_bytes_in_the_metrics(book, tmp_path):
+    go(2, [*book, "checkpoint.every=4"])
+    saved = [one for one in records(tmp_path) if one.get("event") == "checkpoint"]
+    assert [one["step"] for one in saved] == [4, 6]
+    for one in saved:
+        folder = tmp_path / f"run/checkpoints/step-{one['step']:08d}"
+        sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
+        assert one["checkpoint_bytes"] == sum(sizes) and len(sizes) > 1
+        assert 0 < one["checkpoint_s"] < one["wall_s"]
+
+
+@pytest.mark.parametrize("mode, at", [("all-reduce", 1), ("local", 2)])
+def test_a_run_stops_by_itself_near_the_end_of_its_job(mode, at, book, tmp_path):
+    """Rank 0 alone knows the end; the ranks of mode local agree to stop after a period."""
+    settings = [*book, f"replication.mode={mode}", "replication.period=2"]
+    config = parse(with_settings({}, settings))
+
+    def run(transport, ends):
+        ends = ends if transport.rank == 0 else lambda: None
+        return train(
+            transport, lambda: config, "auto", lambda: False, Silent(), lambda: None, ends
+        ).stopped
+
+    assert all(run_ranks(2, lambda own: run(own, lambda: time.time() - 1)))
+    last = records(tmp_path)[-1]
+    assert (last["event"], last["step"]) == ("stopped", at) and last["before_limit_s"] < 0
+    assert not any(run_ranks(2, lambda own: run(own, lambda: time.time() + 10 * SECONDS)))
+    assert records(tmp_path)[-1]["event"] == "end"
