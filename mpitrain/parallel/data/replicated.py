@@ -1,5 +1,9 @@
 """Replicated: averages the gradients of a training loop of one's own (as DDP's Reducer).
 
+A step sends the bytes of the all-reduces of all buckets, and one control message of 40 bytes. The
+control message counts the wrong gradients of all ranks. Each gradient is padded to a multiple of
+32 elements.
+
 The caller computes gradients with any library. `Replicated` copies each gradient into the flat
 buffer of the same `Buckets` that a `Trainer` uses. A bucket is reduced while the caller's backward
 pass still computes earlier parameters.
@@ -37,33 +41,21 @@ NAMED = 8
 class Replicated:
     """Data parallelism for a training loop of one's own, as torch's DistributedDataParallel.
 
-    Construction copies rank 0's parameters to all ranks.
+    It copies rank 0's parameters to all ranks. A step calls `ready` for each gradient, then `wait`.
 
     Parameters
     ----------
     transport : Transport
         The ranks.
     parameters : iterable of arrays
-        NumPy, CuPy or PyTorch, all float32 or all float64, in the order of the forward pass.
-    algorithm : str
-        Of the all-reduces, as in `Group`.
-    wire : str
-        Compression, as replication.wire; "none": exact sums.
-    bucket_mb : float
-        Megabytes of a bucket.
+        NumPy, CuPy or PyTorch; all float32, or all float64.
+    algorithm, wire, bucket_mb
+        As in the section [replication].
 
     Raises
     ------
-    CommError
-        On every rank, if numbers, shapes or dtypes of the parameters differ.
-    ConfigError
-        On every rank, if parameters are no such arrays, or for an unknown algorithm or wire.
-
-    Notes
-    -----
-    Call `ready` once for each gradient, then `wait`. With micro-batches, call `ready` after the
-    last one. A step sends the bytes of the all-reduces, and one control message of 40 bytes. Each
-    gradient is padded to a multiple of 32 elements. Construction and `wait` are collective.
+    MpitrainError
+        On every rank, if parameters differ between ranks, or an argument does not fit.
     """
 
     def __init__(
@@ -98,7 +90,7 @@ class Replicated:
             self._grid.close()
             mine.close()
             raise
-        transport.tenants.add(self.close)
+        transport.tenants.add(self._close)
 
     def _build(self, config: Config, device: Device) -> None:
         """Bind the buckets, and broadcast the parameters; collective."""
@@ -138,19 +130,7 @@ class Replicated:
         self._next = len(self._parameters) - 1
 
     def ready(self, index: int, gradient: Any) -> None:
-        """Pass the finished gradient of a parameter, as an autograd hook does.
-
-        Parameters
-        ----------
-        index : int
-            Number of the parameter, from 0.
-        gradient : array
-            Of its shape and dtype; `wait` writes the average into it.
-
-        Notes
-        -----
-        A wrong gradient is reported by `wait`, on every rank.
-        """
+        """Pass the gradient of parameter `index`, from 0; `wait` writes the average into it."""
         if fault := self._fault(index, gradient):
             self._faults.append(fault)
             return
@@ -184,13 +164,12 @@ class Replicated:
         return None
 
     def wait(self) -> None:
-        """Write the averages over all ranks into the gradients of this step; collective.
+        """Write the averages over all ranks into the gradients; collective.
 
         Raises
         ------
         CommError
-            On every rank, if a gradient on any rank is missing, came twice, or differs from its
-            parameter in shape or dtype. The gradients are then unchanged.
+            On every rank, if a gradient is missing, came twice, or has another shape or dtype.
         """
         missing = [n for n in range(len(self._parameters)) if n not in self._gradients]
         faults = self._faults + [f"gradient {n} is missing" for n in missing]
@@ -232,8 +211,8 @@ class Replicated:
             )
         )
 
-    def close(self) -> None:
-        """Free the communicators and windows; closing the transport does the same."""
+    def _close(self) -> None:
+        """Free the communicators and windows; `transport.close` calls this. Collective."""
         if self._own is None:
             return
         self._leaves.clear()
