@@ -14,7 +14,8 @@ model     Plain: constructors of layers; Unit, Sequential, Residual: the element
 train     parse: make a Config from tables; Trainer: the training step over a list of units;
           build: make a whole run from its Config; train: a run with its files, as
           `mpitrain train`; Watcher: an observer of a run;
-          replicas_equal: compare the parameters of all replicas bit by bit
+          replicas_equal: compare the parameters of all replicas bit by bit;
+          Replicated: average the gradients of your own training loop
 errors    MpitrainError: the base class of all errors that mpitrain raises on purpose
 """
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from mpitrain.models.gpt import gpt as gpt
     from mpitrain.models.mlp import mlp as mlp
     from mpitrain.ops.device import ops_for as ops_for
+    from mpitrain.parallel.data.replicated import Replicated as Replicated
     from mpitrain.parallel.tensor.linear import ColumnParallelLinear as ColumnParallelLinear
     from mpitrain.parallel.tensor.linear import RowParallelLinear as RowParallelLinear
     from mpitrain.run.build import build as build
@@ -64,6 +66,7 @@ _HOMES = {
     "Group": "collectives.group",
     "MpitrainError": "errors",
     "Plain": "layers.plain",
+    "Replicated": "parallel.data.replicated",
     "Residual": "layers.compose",
     "RowParallelLinear": "parallel.tensor.linear",
     "Sequential": "layers.compose",

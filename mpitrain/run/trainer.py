@@ -212,13 +212,9 @@ class Trainer:
         return self.replication.gradient_buffer
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """Copy this rank's parameters to host memory; call `sync_parameters` before.
+        """Copy this rank's parameters, by full name, to host memory; call `sync_parameters` before.
 
-        Returns
-        -------
-        dict of str to ndarray
-            The tensors by full name. In half precision these are the rounded parameters that
-            layers compute with, not the float32 masters.
+        In half precision these are the rounded parameters, not the float32 masters.
         """
         found = {}
         for index, unit in enumerate(self.units):

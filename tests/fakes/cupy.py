@@ -419,6 +419,9 @@ class ndarray:
             "stream": None,
         }
 
+    def __dlpack_device__(self):
+        return 2, 0
+
     def __array__(self, *args, **kwargs):
         raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()`.")
 
