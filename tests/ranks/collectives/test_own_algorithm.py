@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import mpitrain
-from mpitrain.cli.terminal.progress import Silent
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.plans import checked, ring
 from mpitrain.collectives.selection import own_algorithm
@@ -122,7 +121,7 @@ def trained(ranks, resume="no", **more):
     """The losses so far of a run under `own`, trained on ranks that are threads."""
     settings = [*TINY, "run.out=own", *(f"{key.replace('__', '.')}={more[key]}" for key in more)]
     config = parse(with_settings({}, settings))
-    run_ranks(ranks, lambda own: train(own, lambda: config, resume, lambda: False, Silent()))
+    run_ranks(ranks, lambda own: train(own, lambda: config, resume, lambda: False))
     lines = Path("own/metrics.jsonl").read_text().splitlines()
     return [found["loss"] for found in map(json.loads, lines) if "loss" in found]
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpitrain.cli.terminal.progress import Silent
 from mpitrain.config import parse, with_settings
 from mpitrain.data import as_it_is
 from mpitrain.errors import TrainingError
@@ -458,7 +457,7 @@ def test_a_run_stops_by_itself_near_the_end_of_its_job(mode, at, book, tmp_path)
     def run(transport, ends):
         ends = ends if transport.rank == 0 else lambda: None
         return train(
-            transport, lambda: config, "auto", lambda: False, Silent(), lambda: None, ends
+            transport, lambda: config, "auto", lambda: False, (), lambda: None, ends
         ).stopped
 
     assert all(run_ranks(2, lambda own: run(own, lambda: time.time() - 1)))
