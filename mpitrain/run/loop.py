@@ -492,11 +492,11 @@ class _Run:
         for watcher in self._watchers:
             if record.get("event") in CLOSING:
                 watcher.on_end(record)
-            elif "event" in record:
+            elif record.get("event") in ("start", "resume"):
                 watcher.on_begin(self._config, self._folder, record)
             elif "val_loss" in record:
                 watcher.on_evaluation(record)
-            else:
+            elif "event" not in record:  # `_save` calls on_checkpoint.
                 watcher.on_log(record)
 
     def _failed(self, step: int, law: str, way_out: str) -> TrainingError:
