@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,7 +61,7 @@ def train(
     stop_requested: "Callable[[], bool]" = bool,
     watchers: "Sequence[Watcher]" = (),
     begins: "Callable[[], Any]" = bool,
-    ends: "Callable[[], float | None]" = lambda: None,
+    ends: "Callable[[], float | None]" = NoneType,
 ) -> "Finished":
     """Train a model in a run directory, as `mpitrain train` does; collective.
 
@@ -79,7 +80,8 @@ def train(
     begins : callable
         Called before there is anything to save. From then on a signal must not end the process.
     ends : callable
-        Returns the end of the batch job on rank 0, in seconds since 1970, or None.
+        Returns the end of the batch job on rank 0, in seconds since 1970, or None. The default,
+        `NoneType()`, is None.
     """
     watchers = watchers if transport.rank == 0 else ()
     with (
