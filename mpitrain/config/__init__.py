@@ -4,6 +4,7 @@ KEPT_ON_HOST  the compression formats with error-feedback residuals in host memo
 PATHS         the (section, key) of all paths
 """
 
+from mpitrain.config.presets import PRESETS, merged, preset
 from mpitrain.config.reading import (
     PATHS,
     check_choice,
@@ -35,6 +36,7 @@ from mpitrain.config.whole import Config, Key, keys
 __all__ = [
     "KEPT_ON_HOST",
     "PATHS",
+    "PRESETS",
     "Batch",
     "Checkpoint",
     "Config",
@@ -53,8 +55,10 @@ __all__ = [
     "check_choice",
     "check_text",
     "keys",
+    "merged",
     "nearest",
     "parse",
+    "preset",
     "read_toml",
     "refusal",
     "with_settings",

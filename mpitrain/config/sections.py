@@ -171,7 +171,7 @@ class Data(Section):
         0,
         ge=0,
         description="vocabulary size for {rows}; 0: the largest token in the file + 1. Text "
-        "always has 256",
+        "has at least 256",
     )
     dtype: Literal["auto", "uint16", "uint32"] = Field(
         "auto",

@@ -100,6 +100,7 @@ def open_jsonl(request: Request) -> InstructionSource:
             "One of them is held out; add more.",
         )
     source = InstructionSource(found, request.context)
+    source.inputs = source.classes = max(BYTES, request.vocabulary)
     for numbers, noun in (
         (range(source.samples), "training"),
         (range(-source.held_out, 0), "held-out"),

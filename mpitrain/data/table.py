@@ -162,9 +162,9 @@ def open_source(
             f"data.validation is of data.source {token_files()}, but that is {name}.",
             "Leave out data.validation.",
         )
-    if row.is_text and vocabulary not in (0, BYTES):
+    if row.is_text and 0 < vocabulary < BYTES:
         raise ConfigError(
-            f"Text has {BYTES} tokens, one for each byte, but data.vocabulary is {vocabulary}.",
+            f"Text has {BYTES} tokens, one for each byte, so data.vocabulary must be at least {BYTES}, but is {vocabulary}.",
             f"Leave out data.vocabulary, or name a {token_files()}.",
         )
     for key, value in reading._asdict().items():
