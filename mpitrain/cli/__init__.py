@@ -24,6 +24,7 @@ NOT_BEGUN = "stopped before the run began: there is nothing to save"
 COMMANDS = {
     "train": "Train a network on all ranks of the MPI job.",
     "launch": "Run an mpitrain COMMAND or a Python file on N ranks: mpitrain launch -n 4 -- train",
+    "slurm": "Write a batch script: mpitrain slurm --nodes 2 -- train book.toml > book.sbatch",
     "eval": "Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source.",
     "generate": "Generate text with the newest checkpoint of RUN_DIR.",
     "data": "Make files of tokens from text, train tokenizers, and show files of tokens.",
@@ -52,6 +53,7 @@ def _loaded(name: str) -> click.Command:
 HOMES = {
     "data": "data.command",
     "launch": "launch.command",
+    "slurm": "slurm.command",
     "certify": "certify.command",
     "bench": "bench.collectives",
     "plan": "plan.command",

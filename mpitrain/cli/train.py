@@ -180,6 +180,14 @@ class Stop:
     def _announce(self, number: int, frame: object) -> None:
         self._announced = time.monotonic()
 
+    def over(self) -> None:
+        """Ignore USR1 from now on: the run has nothing to save any more.
+
+        Python removes its handlers before MPI_Finalize. A late warning of a batch script would
+        then kill the rank, and a finished run would seem to have failed.
+        """
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
     def asked(self) -> bool:
         """Return whether a stop was requested.
 
@@ -232,6 +240,7 @@ def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Sto
         and not finished.stopped
     ):
         _print_sample(finished, stop.asked)
+    stop.over()
     return finished
 
 

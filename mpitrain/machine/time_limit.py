@@ -7,6 +7,8 @@ SAVES = 3
 """Time left for the last checkpoint, as a multiple of the slowest one so far."""
 EXCHANGES = 2
 """Exchanges of stop requests between the ranks that the time left must include."""
+LEAVING = 5.0
+"""Seconds for the ranks and their launcher to leave after the checkpoint."""
 UNMEASURED = 30.0
 """Assumed time of a checkpoint in seconds, until one is measured."""
 
@@ -14,8 +16,8 @@ UNMEASURED = 30.0
 class TimeLimit:
     """Decides on rank 0 whether the run must stop because its batch job ends soon.
 
-    The run stops at the end of the job minus 3 times its slowest checkpoint and two steps. It
-    trains for at least half of the time that was left when the end was first known: even a job
+    The run stops before the end of the job by 3 times its slowest checkpoint, two steps and a few
+    seconds to leave. It trains for at least half of the time that was left when the end was first known: even a job
     that is too short makes progress.
     """
 
@@ -30,7 +32,7 @@ class TimeLimit:
         self._checkpoint_s, self._step_s = checkpoint_s, 0.0
         self._first_s: float | None = None
         self._most: float | None = None
-        self._is_stopping = False
+        self._left: float | None = None
 
     def stepped(self, seconds: float) -> None:
         """Note the time of a step. The first one compiles and allocates; it counts until the second."""
@@ -48,6 +50,7 @@ class TimeLimit:
         """Seconds before the end of the job at which the run stops."""
         step_s = self._step_s or self._first_s or 0.0
         needed = SAVES * (self._checkpoint_s or UNMEASURED) + EXCHANGES * self._steps * step_s
+        needed += LEAVING
         return needed if self._most is None else min(needed, self._most)
 
     def left(self) -> float | None:
@@ -62,10 +65,10 @@ class TimeLimit:
             return False
         if self._most is None:
             self._most = max(0.0, left / 2)
-        self._is_stopping = left <= self.margin
-        return self._is_stopping
+        if left <= self.margin and self._left is None:
+            self._left = left
+        return self._left is not None
 
     def reason(self) -> dict[str, float]:
-        """Return the seconds that are left, for the record of a stop that the limit caused."""
-        left = self.left()
-        return {"before_limit_s": left} if self._is_stopping and left is not None else {}
+        """Return the seconds that were left, for the record of a stop that the limit caused."""
+        return {} if self._left is None else {"before_limit_s": self._left}

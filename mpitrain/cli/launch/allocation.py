@@ -78,9 +78,23 @@ SYSTEMS: dict[str, tuple[str, Callable[[Mapping[str, str]], tuple[int, int]]]] =
 
 
 def crowds_slurm(ranks: int, environ: Mapping[str, str]) -> bool:
-    """Return whether this Slurm allocation has fewer cores than ranks.
+    """Return whether this Slurm allocation has fewer cores than ranks."""
+    cores = _cores_of_nodes(environ)
+    return bool(cores) and ranks > sum(cores)
 
-    Slurm lists the cores per node, for example "4(x2),2" for ten cores.
+
+def slurm_cores(ranks: int, environ: Mapping[str, str]) -> int:
+    """Return the cores of each rank: --cpus-per-task, or an even split of the smallest node.
+
+    0 if Slurm does not list the cores, or has fewer than ranks.
     """
-    cores = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
-    return bool(cores) and ranks > sum(int(count) * int(hosts or 1) for count, hosts in cores)
+    if given := environ.get("SLURM_CPUS_PER_TASK"):
+        return int(given)
+    cores = _cores_of_nodes(environ)
+    return min(cores) // -(-ranks // len(cores)) if cores else 0
+
+
+def _cores_of_nodes(environ: Mapping[str, str]) -> list[int]:
+    """Return the cores of each node, which Slurm lists for example as "4(x2),2" for 4, 4 and 2."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
+    return [int(count) for count, hosts in found for _ in range(int(hosts or 1))]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import click
 
-from mpitrain.cli.launch.allocation import allocation, crowds_slurm, ranks_of
+from mpitrain.cli.launch.allocation import allocation, crowds_slurm, ranks_of, slurm_cores
 from mpitrain.cli.launch.program import program
 from mpitrain.cli.launch.supervise import Requests, run
 from mpitrain.cli.terminal.status import FLAG
@@ -145,9 +145,10 @@ def command_line(
     if by == "srun" or (not by and is_slurm and shutil.which("srun")):
         kind = "pmix" if mpi.family == "Open MPI" else "pmi2"
         settings = _settings(mpi, crowds_slurm(ranks, os.environ))
-        # Since Slurm 22.05, srun does not inherit --cpus-per-task from sbatch.
-        if cores := os.environ.get("SLURM_CPUS_PER_TASK"):
-            settings["SRUN_CPUS_PER_TASK"] = cores
+        # Since Slurm 22.05, srun does not inherit --cpus-per-task from sbatch. Without it, srun
+        # would bind each rank of an exclusive job to one core.
+        if cores := slurm_cores(ranks, os.environ):
+            settings["SRUN_CPUS_PER_TASK"] = str(cores)
         return ["srun", f"--mpi={kind}", "-n", str(ranks), *extra, *program], settings
     is_crowded = crowds_slurm(ranks, os.environ) if is_slurm else ranks > process.cores()
     if mpi.family == "MPICH":

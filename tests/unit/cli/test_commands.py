@@ -272,6 +272,7 @@ def test_inside_a_slurm_allocation_launch_uses_srun(monkeypatch, family, kind, a
     for cores, ranks, settings in (
         ("2(x3),4", 10, always),
         ("2(x3),4", 11, always | crowded),
+        ("8(x2),6", 5, always | {"SRUN_CPUS_PER_TASK": "3"}),
         ("", 11, always),
     ):
         monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", cores)
