@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # certify names the node at fault. Four hosts are network namespaces behind a switch (jobs/hosts), and each fault is planted on
 # the third: a slow link, a slow core, another BLAS, a flipped bit, no locks, a small /dev/shm, a wrong clock, no answer. A run
-# without a fault comes first. Needs root, tc, a C compiler; the slow core needs cgroup v2, and the clock needs faketime.
+# without a fault comes first. Needs root, tc, a C compiler; the slow core needs a writable cgroup, and the clock needs faketime.
 #     bash jobs/prove/certify.sh [FAULT ...]        default: all; about half a minute each on an idle machine
+#     REPEATS=30 bash jobs/prove/certify.sh none    30 runs without a fault
 set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 hosts=$here/hosts/hosts.sh
 folder=$(mktemp -d)
-trap '$hosts down; rm -r "$folder"' EXIT
+trap '$hosts down; rm -r "$folder"; rmdir "$GROUP" 2> /dev/null || true' EXIT
 faults=("$@")
 ((${#faults[@]})) || faults=(none link core blas bit locks shm clock missing)
 wrong=0
@@ -39,8 +40,12 @@ export OPENBLAS_NUM_THREADS=1
 [[ $(hostname) == mth3 ]] || exec "$@"
 case $fault in
     core)
-        group=/sys/fs/cgroup/mpitrain-certify
-        mkdir -p $group && echo "20000 100000" > $group/cpu.max && echo $$ > $group/cgroup.procs ;;
+        mkdir -p "$GROUP" && echo $$ > "$GROUP/cgroup.procs"
+        if [[ -e $GROUP/cpu.max ]]; then
+            echo "20000 100000" > "$GROUP/cpu.max"
+        else
+            echo 100000 > "$GROUP/cpu.cfs_period_us" && echo 20000 > "$GROUP/cpu.cfs_quota_us"
+        fi ;;
     blas) export OPENBLAS_CORETYPE=Nehalem ;;
     bit) shift 3; exec python "$FOLDER/bit.py" "$@" ;;
     locks) export LD_PRELOAD=$FOLDER/locks.so ;;
@@ -51,10 +56,13 @@ exec "$@"
 CODE
 chmod +x "$folder/faulty.sh"
 export FOLDER=$folder
+root=/sys/fs/cgroup
+[[ -d $root/cpu ]] && root=$root/cpu # version 1
+export GROUP=$root/mpitrain-certify
 
 judged() { # FAULT FILE CODE: check the verdicts
     local bad
-    bad=$(awk '/  FAIL  /{print $1}' "$2" | xargs)
+    bad=$(awk '/^[^ ]+ +FAIL  /{print $1}' "$2" | xargs)
     local right=mth3 code=1
     [[ $1 == none ]] && right="" code=0
     [[ $1 == missing ]] && right=10.77.0.9
@@ -66,9 +74,12 @@ judged() { # FAULT FILE CODE: check the verdicts
     fi
 }
 
+if [[ -n ${REPEATS:-} ]]; then
+    mapfile -t faults < <(for ((k = 0; k < REPEATS; k++)); do printf '%s\n' "${faults[@]}"; done)
+fi
 RATE=200 "$hosts" up 4
 for fault in "${faults[@]}"; do
-    if [[ $fault == core && ! -w /sys/fs/cgroup/cgroup.procs ]] || { [[ $fault == clock ]] && ! command -v faketime > /dev/null; }; then
+    if [[ $fault == core && ! -w $root/cgroup.procs ]] || { [[ $fault == clock ]] && ! command -v faketime > /dev/null; }; then
         echo "$fault: not shown: this machine cannot plant it"
         continue
     fi
@@ -87,5 +98,4 @@ for fault in "${faults[@]}"; do
     judged "$fault" "$folder/out" "$code"
     [[ $fault == link ]] && ip netns exec mth3 tc qdisc del dev eth0 root
 done
-rmdir /sys/fs/cgroup/mpitrain-certify 2> /dev/null || true
 exit $wrong
