@@ -189,12 +189,16 @@ def test_our_side_of_the_page_for_users_of_other_systems_exists():
     }
     keys_named = 0
     for theirs, ours in re.findall(r"^\| (.*?) \| (.*) \|$", COMING_FROM.read_text(), re.M):
-        for code in re.findall(r"`([^`]+)`", ours):
+        codes = re.findall(r"`([^`]+)`", ours)
+        settings = [
+            code for code in codes if re.fullmatch(r"\w+\.\w+=\S+", code) and "FILE" not in code
+        ]
+        for code in codes:
             if found := re.fullmatch(r"(\w+\.\w+)=(\S+)", code):
                 keys_named += 1
                 assert found[1] in {key.name for key in keys()}, (theirs, code)
-                if not found[2].isupper() and "FILE" not in found[2]:
-                    parse(with_settings({}, [code]))
+                if code in settings:  # The last one wins, and others of the row may be needed.
+                    parse(with_settings({}, [*settings, code]))
             elif code.startswith("--"):
                 assert code in options, (theirs, code)
     assert keys_named > 20
