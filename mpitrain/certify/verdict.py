@@ -216,7 +216,11 @@ def _runs(evidence: Evidence) -> Iterator[tuple[str, str]]:
     jobs = evidence.jobs
     for error in jobs.errors:
         yield "", f"a training run failed: {error}"
-    if jobs.first and jobs.moved and jobs.first != jobs.moved:
+    # Other processors, and ranks that compute other bits alone, explain other bits of a moved run.
+    is_comparable = (
+        len({fact.processor for fact in evidence.facts}) == 1 and len(set(evidence.steps)) == 1
+    )
+    if is_comparable and jobs.first and jobs.moved and jobs.first != jobs.moved:
         yield "", "a training run has other bits with its ranks on other nodes"
     if jobs.first and jobs.resumed and jobs.first != jobs.resumed:
         yield "", "a training run has other bits when resumed from its checkpoint"

@@ -155,6 +155,12 @@ def machine() -> str:
     return ""
 
 
+def job_id() -> str:
+    """Return the number of this job in its batch system; "" outside of one."""
+    names = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
+
+
 def room_for(nbytes: int, ranks: int) -> int:
     """Return the bytes that SHARED_MEMORY must have free before ranks share a file of `nbytes`.
 

@@ -173,6 +173,14 @@ def test_every_other_failure_is_reported(changes, bad):
     assert failing(sound(**changes)) == bad
 
 
+def test_a_moved_run_is_compared_only_where_its_ranks_compute_the_same_bits():
+    jobs = Jobs("1", "2", "1")
+    steps = changed(sound().steps, 1, ("y", "y"))
+    assert failing(sound(jobs=jobs, steps=steps)) == ("b", 0)
+    facts = changed(sound().facts, 1, sound().facts[1]._replace(processor="old"))
+    assert failing(sound(jobs=jobs, facts=facts)) == ("", 0)
+
+
 def test_files_hold_the_verdicts():
     evidence = sound(absent={"e": "silent <&>"}, wrong=[Wrong("reduce", "star", 3)])
     certificate = judge(evidence, Limits())
