@@ -27,6 +27,7 @@ COMMANDS = {
     "slurm": "Write a batch script: mpitrain slurm --nodes 2 -- train book.toml > book.sbatch",
     "eval": "Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source.",
     "generate": "Generate text with the newest checkpoint of RUN_DIR.",
+    "export": "Write the newest checkpoint of RUN_DIR as a folder that other programs load.",
     "data": "Make files of tokens from text, train tokenizers, and show files of tokens.",
     "doctor": "Print Python, MPI, GPUs, BLAS, ranks and hosts, and warn of problems and their remedies.",
     "certify": "Measure every node, and print PASS or FAIL for each with the reason.",

@@ -18,6 +18,7 @@ from mpitrain.data import (
     source_kind,
     zeros,
 )
+from mpitrain.formats.format import Initial
 from mpitrain.layers.base import Unit
 from mpitrain.layers.frozen import freeze
 from mpitrain.layers.plain import Plain
@@ -38,6 +39,7 @@ from mpitrain.run.counting.utilisation import work_of
 from mpitrain.run.given import Given, agree_on
 from mpitrain.run.resolve import Resolved, resolve, resolve_here, with_micro_batches
 from mpitrain.run.trainer import Trainer
+from mpitrain.run.transfer.initial import load_initial, open_initial
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport, aligned_zeros
 
@@ -105,6 +107,8 @@ def build(
     opened: list[Source | Unopened] = []
     rooms: list[Room] = []
     counted: list[Step] = []
+    initial: list[Initial] = []
+    checkpoint = saved or given.location.saved
 
     def count(resolved: Resolved) -> None:
         """Count a step in place of an earlier one, or raise ConfigError if it does not fit."""
@@ -124,13 +128,21 @@ def build(
         opened.append(found := source or _source(resolved.config, largest))
         check_data(resolved.config.model.kind, found.form, name)
         config, axes, plan, *_, device = resolved
+        listed: dict[str, int] = {}
+        if config.run.init_from and not checkpoint:
+            initial.append(one := open_initial(config, found.inputs))
+            listed["run.init_from"] = one.fingerprint
         rooms.append(check_memory(transport, config, found, axes, len(plan.stage_of), device))
         count(resolved)
-        return {"inputs": found.inputs, "classes": found.classes, "held_out": found.held_out}
+        return {
+            **listed,
+            "inputs": found.inputs,
+            "classes": found.classes,
+            "held_out": found.held_out,
+        }
 
     resolved = resolve(transport, given, facts)
     (source,) = opened
-    checkpoint = saved or given.location.saved
     found = save_load.read_beside(transport, Path(checkpoint)) if checkpoint else None
     done = found.done if found else Done(0, 0, given.run)
     if resolved.config.pipeline.partition == TIME:
@@ -148,6 +160,10 @@ def build(
         )
         trainer.replication.restore(found.manifest.scalars)
         done = found.done
+    for one in initial:
+        kept = trainer.replication.kept()
+        trainer.begun_from = load_initial(transport, one, kept, trainer.storage, trainer.backend)
+        trainer.replication.restore({})
     (trainer.counted,) = counted
     return Job(trainer, source, done)
 

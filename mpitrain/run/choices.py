@@ -22,6 +22,7 @@ from mpitrain.optim.rules import EVERY
 from mpitrain.parallel.modes import MODES, STREAMS, ZERO, refusal_of
 from mpitrain.pipeline import schedules
 from mpitrain.pipeline.schedules import SCHEDULES
+from mpitrain.run.transfer.model_keys import with_keys_of_folder
 
 ALGORITHMS = ("replication.algorithm", "layout.algorithm")
 
@@ -96,7 +97,7 @@ def parse(tables: Mapping[str, Any], path: Path | None = None) -> Config:
     """Make a `Config` of tables such as {"run": {"steps": 100}}.
 
     The plugins of run.plugins are imported first. Tables without model.kind get the kind that fits
-    data.source.
+    data.source. Keys that are not set come from the folder of run.init_from.
 
     Parameters
     ----------
@@ -127,7 +128,7 @@ def without_plugins(tables: Mapping[str, Any], path: Path | None = None) -> Conf
         value = table.get(name) if isinstance(table, Mapping) else None
         if isinstance(value, str) and MARK in value and is_file(value):
             names[key] = (*names[key], value)
-    config = parse_sections(_with_kind(tables), path, names)
+    config = parse_sections(_with_kind(with_keys_of_folder(tables)), path, names)
     _check_rules(config, path)
     return config
 
