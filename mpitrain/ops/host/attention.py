@@ -4,6 +4,7 @@ B batch, T tokens, C channels. `saved` is the state of the body that ran, and kn
 """
 
 from mpitrain.ops.host import attention_tiled, attention_whole
+from mpitrain.ops.host.attention_next import attention_next
 
 # From this many tokens on, tiles are at least as fast as saved exponentials, in far less memory.
 TILED_FROM = 512
@@ -19,6 +20,8 @@ def attention_backward(dy, saved, arena):
     """Return dqkv.    dy: (B, T, C); dqkv: (B, T, 3C)"""
     return saved.backward(dy, arena)
 
+
+__all__ = ["FORWARDS", "attention", "attention_backward", "attention_next"]
 
 FORWARDS = {
     "auto": attention,
