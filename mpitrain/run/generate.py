@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import count as count_from
 from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from mpitrain.data import writes_text
 from mpitrain.data.tokenizer import TOKENIZER, ByteTokenizer, Tokenizer, open_tokenizer
 from mpitrain.errors import ConfigError, DataError, TrainingError, on_every_rank
 from mpitrain.files import contents
+from mpitrain.run.decoding.continuation import Continuation
 from mpitrain.run.decoding.reader import Reader
 from mpitrain.run.decoding.sampling import NOT_FINITE, Sampling, draw
 from mpitrain.run.trainer import Trainer
@@ -63,6 +65,7 @@ def texts(
     count: int | None = None,
     ends: Callable[[int, int], bool] = lambda prompt, token: False,
     stop_requested: Callable[[], bool] = lambda: False,
+    cuts: bool = True,
 ) -> Iterator[list[tuple[int, int]]]:
     """Generate tokens after some prompts; collective.
 
@@ -70,8 +73,8 @@ def texts(
     draws the tokens, and an all-reduce of all ranks spreads them. Every rank passes the same
     arguments, and takes the same number of rounds from the iterator.
 
-    A window of model.context tokens that is full is cut to its newest half before the next token.
-    The half is then read again, at positions from 0.
+    A full window of model.context tokens is cut to its newest half, with the next token. This half
+    is then read again, at positions from 0.
 
     prompts         at least one token each; only the last model.context of them count
     seed            prompt i draws with seed + i
@@ -79,6 +82,7 @@ def texts(
     ends            (prompt, token) -> whether this token is the last one of its prompt; called on
                     all ranks, with the same result
     stop_requested  called on rank 0 alone, in every round; after True this round is the last
+    cuts            False: a text ends when its window is full; prompts are shorter than that
     yields          (prompt, token) of each prompt that has not ended, in order
     raises          TrainingError on every rank if the logits are not finite
     """
@@ -109,16 +113,76 @@ def texts(
                     "Train again with a lower optimizer.lr.",
                 )
             )
-        found = [(index, drawn[index]) for index in active]
-        yield found
-        active = [index for index, token in found if not ends(index, token)]
-        if stop or not active:
-            return
+        found, active = [(index, drawn[index]) for index in active], []
         for index, token in found:
             window = windows[index]
             window.append(token)
             if len(window) > context:
                 del window[: -max(1, context // 2)]
+            if not ends(index, token) and (cuts or len(window) < context):
+                active.append(index)
+        yield found
+        if stop or not active:
+            return
+
+
+class Request(NamedTuple):
+    """How to continue prompts: arguments of `texts`, with `tokens` as its count, and stop texts."""
+
+    sampling: Sampling
+    seed: int
+    tokens: int
+    stops: Sequence[str] = ()
+    cuts: bool = True
+
+
+class Piece(NamedTuple):
+    """The next text of a prompt.
+
+    ended   empty if there is more text, else the reason of the end: "stop", "tokens" or "context"
+    tokens  all tokens of the prompt's continuation so far
+    """
+
+    prompt: int
+    text: bytes
+    ended: str
+    tokens: list[int]
+
+
+def continued(
+    trainer: Trainer,
+    tokenizer: Tokenizer | None,
+    prompts: Sequence[Sequence[int]],
+    batch: int,
+    request: Request,
+) -> Iterator[Piece]:
+    """Continue prompts, in groups of `batch` for each replica, and yield their text; collective.
+
+    raises  as `texts`
+    """
+    size, sampling, stops = batch * trainer.grid.axes.dp, request.sampling, request.stops
+    for first in range(0, len(prompts), size):
+        group = prompts[first : first + size]
+        found = [Continuation(tokenizer, prompt, stops) for prompt in group]
+        fresh = [b""] * len(group)
+
+        def ends(index: int, token: int, found: Any = found, fresh: Any = fresh) -> bool:
+            fresh[index] = found[index].add(token)
+            return found[index].stopped
+
+        seed, cuts = request.seed + first, request.cuts
+        for together in texts(trainer, group, sampling, seed, request.tokens, ends, cuts=cuts):
+            for index, _ in together:
+                one, length = found[index], len(group[index]) + len(found[index].tokens)
+                ended = ""
+                if one.stopped:
+                    ended = "stop"
+                elif len(one.tokens) == request.tokens:
+                    ended = "tokens"
+                elif not cuts and length >= trainer.config.model.context:
+                    ended = "context"
+                text = fresh[index] + (one.rest() if ended else b"")
+                yield Piece(first + index, text, ended, one.tokens)
 
 
 def _drawn(

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from mpitrain.config import parse, with_settings
+from mpitrain.data.tokenizer import ByteTokenizer
 from mpitrain.errors import ConfigError, TrainingError
 from mpitrain.layers.plain import Attention
 from mpitrain.models.gpt import gpt
 from mpitrain.run import trainer as trainer_module
 from mpitrain.run.build import build
 from mpitrain.run.decoding.sampling import Sampling
-from mpitrain.run.generate import texts, tokens
+from mpitrain.run.generate import Request, continued, texts, tokens
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
 from tests.generation import every_text, whole_windows
@@ -186,3 +187,38 @@ def test_a_layer_with_its_own_forward_inherits_no_cache():
 
     for changes in (False, True):
         assert run_ranks(1, write, changes) == [(not changes, True)]
+
+
+@pytest.mark.parametrize("ranks, batch", [(1, 2), (1, 9), (3, 1)])
+def test_groups_of_prompts_write_what_each_writes_alone(ranks, batch):
+    request = Request(Sampling(), 7, COUNT, ["q", "\x07"])
+
+    def write(transport, prompts, size, seed):
+        trainer, found = exact(transport, []), {}
+        for piece in continued(
+            trainer, ByteTokenizer(), prompts, size, request._replace(seed=seed)
+        ):
+            text, _, _ = found.get(piece.prompt, (b"", "", []))
+            found[piece.prompt] = text + piece.text, piece.ended, piece.tokens
+        return [found[index] for index in range(len(prompts))]
+
+    truth = [run_ranks(1, write, [prompt], 1, 7 + i)[0][0] for i, prompt in enumerate(PROMPTS)]
+    assert {ended for _, ended, _ in truth} == {"stop", "tokens"}
+    assert all(text == bytes(t)[: len(text)] and b"q" not in text for text, _, t in truth)
+    assert run_ranks(ranks, write, PROMPTS, batch, 7) == [truth] * ranks
+
+
+def test_a_text_ends_at_the_context_if_asked_to():
+    prompts = [PROMPTS[0], PROMPTS[3], PROMPTS[4]]
+
+    def write(transport):
+        trainer = exact(transport, [])
+        found = every_text(texts(trainer, prompts, Sampling(), 0, COUNT, cuts=False), 3)
+        truth = [
+            whole_windows(trainer, prompt, COUNT, Sampling(), index, stops=True)
+            for index, prompt in enumerate(prompts)
+        ]
+        return found, truth
+
+    ((found, truth),) = run_ranks(1, write)
+    assert found == truth and list(map(len, found)) == [13, 1, 14]
