@@ -51,6 +51,33 @@ class Past:
         return keys[self._rows], values[self._rows]
 
 
+class FixedArena:
+    """Arena whose n-th lease after each `rewind` is the same array, leased once until the end.
+
+    Forwards of the same shapes then lease nothing. An array is overwritten in the next forward.
+    """
+
+    def __init__(self, arena: Arena):
+        self._arena, self._arrays, self._next = arena, list[Any](), 0
+
+    def rewind(self) -> None:
+        """Begin a forward."""
+        self._next = 0
+
+    def take(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return the next array, uninitialised; as `Arena.take`."""
+        at = self._next
+        self._next += 1
+        if at < len(self._arrays):
+            known = self._arrays[at]
+            if known.shape == shape and known.dtype == dtype:
+                return known
+            del self._arrays[at:]
+        found = self._arena.take(shape, dtype)
+        self._arrays.append(found)
+        return found
+
+
 def forward_next(layer: Any, w: Weights, x: Any, past: Past, arena: Arena, *fused: Any) -> Any:
     """Return a layer's output for the new tokens.
 

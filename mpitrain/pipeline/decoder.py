@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.layers.base import Unit, Weights
-from mpitrain.layers.incremental import Past, forward_next, is_incremental, is_rowwise
+from mpitrain.layers.incremental import FixedArena, Past, forward_next, is_incremental, is_rowwise
 from mpitrain.layers.now import Now
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replication.protocol import Replication
@@ -21,7 +21,8 @@ from mpitrain.transport.base import Transport
 class DecodingStage:
     """Stage that computes new tokens through one chunk, on `past`.
 
-    end  number of units to run
+    arena  allocates the activations of a forward
+    end    number of units to run
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class DecodingStage:
 
         units  with their numbers, as the replication counts the units of this rank
         """
-        self._replication, self._past, self._arena = replication, past, arena
+        self._replication, self._past, self.arena = replication, past, arena
         is_sharded = replication.store.is_sharded
         self._layers = [
             (number, unit.layer, self._copy(number) if is_sharded else None)
@@ -48,7 +49,7 @@ class DecodingStage:
 
     def forward(self, micro: int, x: Any) -> Any:
         """Return the output of unit `end` - 1 for the new tokens."""
-        replication, past, arena = self._replication, self._past, self._arena
+        replication, past, arena = self._replication, self._past, self.arena
         for number, layer, copy in self._layers[: self.end]:
             if copy is None:
                 x = forward_next(layer, replication.open(number, micro), x, past, arena)
@@ -96,6 +97,7 @@ class Decoder:
         self._channel = Channel(transport, arena, dtype)
         self._program = with_messages(forward_alone(stage_of))[here]
         self._input_shape = partial(input_shape, chunks)
+        self._arena, self._fixed = arena, FixedArena(arena)
         self._read = [-1] * sequences  # cached tokens of each sequence; -1: none was read yet
         self._stages, number = dict[int, Any](), 0
         for chunk in own(stage_of, here):
@@ -148,6 +150,9 @@ class Decoder:
         count, length = tokens.shape
         positions = np.add.outer(firsts, np.arange(length)) if length > 1 else firsts[:, None]
         self._past.begin(rows, self._placed(firsts), self._placed(positions))
+        self._fixed.rewind()
+        for stage in self._stages.values():
+            stage.arena = self._fixed if to_end else self._arena
         if self._last:
             self._last.end = len(self._chunks[-1]) - (self._unstored and not to_end)
         found: list[Any] = []
