@@ -34,6 +34,8 @@ class Linear:
     role        of the weight, as `Parameter.role`
     """
 
+    is_rowwise = True
+
     def __init__(
         self,
         ops: Ops,
@@ -119,6 +121,8 @@ class Linear:
 class FusedLinear(Linear):
     """A linear layer that, without an activation, adds a residual and takes the GELU before it."""
 
+    is_rowwise = True
+
     @property
     def fusion(self) -> Fusion:
         return super().fusion if self.activation else Fusion(adds_to_output=True, takes_gelu=True)
@@ -154,6 +158,7 @@ class LayerNorm:
     """
 
     output_is_free, fusion = False, Fusion(adds_to_input=True)
+    is_rowwise = True
 
     def __init__(self, ops: Ops, width: int, epsilon: float = 1e-5):
         self.ops, self.width, self.epsilon = ops, width, epsilon
@@ -207,6 +212,16 @@ class Embedding:
     def forward(self, w, x, arena):
         return self.ops.embedding(x, w["tokens"], w["positions"], arena)
 
+    def forward_next(self, w, x, past, arena):
+        """Return the output for new tokens, each at its own position."""
+        y, _ = self.ops.embedding(x, w["tokens"], None, arena)
+        self._add_positions(w, y, past, arena)
+        return y
+
+    def _add_positions(self, w, y, past, arena):
+        found, _ = self.ops.embedding(past.positions, w["positions"], None, arena)
+        self.ops.add(y, found, y, arena)
+
     def backward_input(self, w, dy, saved, arena):
         return None, (dy, saved)
 
@@ -239,6 +254,11 @@ class Attention:
 
     def forward(self, w, x, arena):
         return self.ops.attention(x, self.heads, arena)
+
+    def forward_next(self, w, x, past, arena):
+        """Return the output for new tokens, and store their keys and values."""
+        keys, values = past.arrays(self.heads, x.shape[-1] // 3 // self.heads, x.dtype)
+        return self.ops.attention_next(x, keys, values, past.lengths, self.heads, arena)
 
     def backward_input(self, w, dy, saved, arena):
         return self.ops.attention_backward(dy, saved, arena), None

@@ -54,6 +54,7 @@ class Ops(Protocol):
     embedding_backward_table: Writes
     embedding_backward_positions: Writes
     attention: Pair
+    attention_next: Returns
     attention_backward: Returns
     conv2d: Pair
     conv2d_backward_input: Returns
@@ -313,6 +314,12 @@ OPERATIONS: Table[str, Operation] = Table(
         cuda.attention,
         {
             "attention": ("causal attention", "qkv:B,T,3HD heads=H -> y:B,T,HD saved", "y", 1),
+            "attention_next": (
+                "attention of new tokens over stored keys and values",
+                "qkv:B,T,3HD keys:B,H,2T,D values:B,H,2T,D past<T:B heads=H -> y:B,T,HD keys values",
+                "y",
+                1,
+            ),
             "attention_backward": (
                 "gradient of attention",
                 "dy:B,T,HD saved@attention|B,T,4HD -> dqkv:B,T,3HD",
@@ -320,7 +327,11 @@ OPERATIONS: Table[str, Operation] = Table(
                 3,
             ),
         },
-        products={"attention": "2BTTHD", "attention_backward": "4BTTHD"},
+        products={
+            "attention": "2BTTHD",
+            "attention_next": "4BTTHD",
+            "attention_backward": "4BTTHD",
+        },
     ),
     **_built_in(
         # I rows and J columns of B images, F channels to G; kernels of S x S, windows of P x P.

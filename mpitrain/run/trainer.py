@@ -27,9 +27,11 @@ from mpitrain.parallel.replication.records import StepInput, StepResult
 from mpitrain.parallel.tensor.layer_factory import LayerFactory, layers_for, loss_for
 from mpitrain.pipeline.async_pipeline import pipeline_for
 from mpitrain.pipeline.chunks import Chunks, cut_in_chunks
+from mpitrain.pipeline.decoder import Decoder, can_decode
 from mpitrain.pipeline.pipeline import own
 from mpitrain.run.checkpoint.regions import within
 from mpitrain.run.counting.step import Step
+from mpitrain.run.decoding.reader import Reader
 from mpitrain.run.indices import Indices
 from mpitrain.run.resolve import Resolved, resolve
 from mpitrain.transport.agreement import on_all_ranks
@@ -146,6 +148,15 @@ class Trainer:
 
         found = on_all_ranks(self.transport, assigned)
         model, chunks, tied = found
+        self._decoded: tuple[Sequence[Sequence[Unit]], LayerFactory] = (chunks, layers)
+        if layers.rows.partial:
+            # A single new token has no rows to divide, so text is generated with whole rows.
+            layout = self.config.layout.model_copy(update={"sequence_parallel": False})
+            whole = layers_for(ops, grid.tp, layout)
+            whole.memory = memory
+            freeze = self.config.model.freeze
+            again = cut_in_chunks(units, whole, stage_of, self.config.pipeline.partition, freeze)
+            self._decoded = again.chunks, whole
         self.parameter_count, self.frozen_count = parameter_count(model), frozen_count(model)
         grid.place_model(stage_of, tied)
         if tied:
@@ -393,21 +404,33 @@ class Trainer:
             rows.astype(half) if half and rows.dtype.kind == "f" else rows, self.arena
         )
 
-    def logits_of(self, inputs: np.ndarray, token: int) -> np.ndarray:
-        """Compute the logits of one token of the first row; collective.
+    def reader(self, sequences: int, room: int) -> Reader:
+        """Return a reader of `sequences` windows, of at most `room` tokens each; collective."""
+        chunks, layers = self._decoded
+        decoder = None
+        if can_decode(chunks):
+            decoder = Decoder(
+                self.resolved.plan.stage_of,
+                chunks,
+                self.grid.pp.transport,
+                self.replication,
+                self.arena,
+                self.resolved.device.half or self.storage.dtype,
+                layers.now,
+                self.placed,
+                sequences,
+                room,
+            )
+        return Reader(decoder, self._asked, self._row)
 
-        Returns
-        -------
-        ndarray
-            (classes,) float64 in host memory; valid on the first stage only.
+    def _row(self, logits: Any, token: int) -> np.ndarray:
+        """Return whole rows of logits, (rows, classes) float64 in host memory, of one token each.
+
+        logits  this rank's columns, (rows, T, columns)
         """
-        logits = self._asked(inputs)
-        found = np.empty(self._logits_shape(inputs.shape)[-1])
-        if logits is not None:
-            row = computed(logits, self.arena)[0, token]
-            found[:] = self.backend.to_host(self._layers.whole(row, self.arena))
-        self.pipe.tell_first(found)
-        return found
+        rows = computed(logits, self.arena)[:, token]
+        whole = self._layers.whole(rows, self.arena)
+        return np.asarray(self.backend.to_host(whole), np.float64)
 
     def _logits_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the whole logits for an input of this shape, without padding rows."""

@@ -15,6 +15,7 @@ SUITE: dict[str, tuple[Callable[[], Iterator[Callable]], ...]] = {
     "embedding": (layers.embeddings, askew),
     "attention": (layers.attentions,),
     "attention_dots": (layers.attentions,),
+    "attention_next": (layers.next_attentions,),
     "attention_tensor": (layers.tensor_attentions,),
     "attention_tensor_backward": (layers.tensor_attentions,),
     "cross_entropy": (training.losses,),

@@ -113,6 +113,13 @@ def test_a_run_leaves_what_it_promises(ranks, tmp_path):
     written = launch(ranks, "generate", "run", "--prompt", "The ", "--tokens", "20", cwd=tmp_path)
     assert written.returncode == 0 and written.stdout.startswith("The "), written.stderr
     assert len(written.stdout.encode(errors="surrogateescape")) >= 24
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "The "}\n{"prompt": "x"}\n')
+    several = ["generate", "run", "--prompts", "prompts.jsonl", "--tokens", "20", "--json"]
+    lines = [json.loads(line) for line in launch(ranks, *several, cwd=tmp_path).stdout.splitlines()]
+    assert [(line["prompt"], len(line["tokens"])) for line in lines] == [("The ", 20), ("x", 20)]
+    assert [line["ended"] for line in lines] == ["tokens"] * 2
+    refused = launch(ranks, *several, "--stop=", cwd=tmp_path)
+    assert refused.returncode == 2 and refused.stderr.count("ConfigError") == 1, refused.stderr
 
 
 def test_evaluating_a_diverged_model_fails_with_one_error(tmp_path):

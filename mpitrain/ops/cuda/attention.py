@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from mpitrain.errors import KernelError
 from mpitrain.kernels.loader import Kernels, Macros
 from mpitrain.machine.backend import address
-from mpitrain.ops.cuda.elements import KINDS, c_type, element, sum_type
+from mpitrain.ops.cuda.elements import KINDS, c_type, element, index, sum_type
 from mpitrain.ops.cuda.grids import ROWS, most_shared, row_blocks
 
 
@@ -75,6 +75,24 @@ def attention_backward(kernels: Kernels, dy, saved, arena):
             (qkv, dy, log_sums, dots, dqkv),
         )
     return dqkv
+
+
+def attention_next(kernels: Kernels, qkv, keys, values, past, heads, arena):
+    """Return y of new tokens, and store their keys and values; one warp per query and head.
+
+    qkv: (B, T, 3C); keys, values: (B, H, W, D); past: (B,); y: (B, T, C)
+    """
+    batch, length, width = _shape(qkv)
+    head, y = width // heads, arena.take((batch, length, width), qkv.dtype)
+    kernels.launch(
+        "attention_next",
+        row_blocks(batch * length * heads),
+        ROWS,
+        (batch, length, heads, keys.shape[2], head**-0.5, qkv, past, keys, values, y),
+        macros=kernels.macros(**element(qkv), **index(past), HEAD=head),
+        fresh="y",
+    )
+    return y
 
 
 def choose(kernels: Kernels, qkv: Any, heads: int, is_chunked: bool) -> Way:

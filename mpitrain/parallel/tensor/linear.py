@@ -65,6 +65,8 @@ class Column(Linear):
     runs  this rank's outputs: runs of rows of the whole weight
     """
 
+    is_rowwise = True
+
     def __init__(
         self,
         layers: Layers,
@@ -152,6 +154,8 @@ class ColumnParallelLinear(Column):
         If n does not divide outputs, or if gather_output is True with sequence_parallel.
     """
 
+    is_rowwise = True
+
     def __init__(
         self,
         layers: Layers,
@@ -212,6 +216,8 @@ class RowParallelLinear(Linear):
     ConfigError
         If n does not divide inputs, or if input_is_parallel is False with sequence_parallel.
     """
+
+    is_rowwise = True
 
     def __init__(
         self,
@@ -303,6 +309,8 @@ class Head(Column):
     Returns logits of shape (B, T, columns of this rank), also if the input is sequence-parallel.
     """
 
+    is_rowwise = True
+
     def __init__(self, layers: Layers, runs: Sequence[range], width: int, vocab: int, draw: Draw):
         super().__init__(layers, runs, width, vocab, draw, bias=False)
         self.product, self.role = layers.ops.logits, "head"
@@ -327,6 +335,9 @@ class HeadAttention(Attention):
 
     def forward(self, w, x, arena):
         return super().forward(w, self._rows.sequences(x), arena)
+
+    def forward_next(self, w, x, past, arena):
+        return super().forward_next(w, x, past, arena)
 
     def backward_input(self, w, dy, saved, arena):
         return super().backward_input(w, self._rows.sequences(dy), saved, arena)

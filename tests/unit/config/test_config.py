@@ -195,6 +195,7 @@ def test_a_value_that_is_no_value_of_anything_is_refused_in_few_words(value):
         "run.out",
         "data.source",
         "data.template",
+        "run.init_from",
         "replication.tuning",
         "device.tiles",
         "pipeline.schedule",
