@@ -56,6 +56,7 @@ class Ops(Protocol):
     attention: Pair
     attention_next: Returns
     attention_backward: Returns
+    dropout: Returns
     conv2d: Pair
     conv2d_backward_input: Returns
     conv2d_backward_weight: Writes
@@ -331,6 +332,19 @@ OPERATIONS: Table[str, Operation] = Table(
             "attention": "2BTTHD",
             "attention_next": "4BTTHD",
             "attention_backward": "4BTTHD",
+        },
+    ),
+    **_built_in(
+        reference.dropout,
+        host.linear,
+        cuda.linear,
+        {
+            "dropout": (
+                "random zeros, plus a residual",
+                "x:M,C key=(5,3) step=2 first=7 columns=C rate=0.25 -> y:M,C",
+                "y",
+                1,
+            ),
         },
     ),
     **_built_in(

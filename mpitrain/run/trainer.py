@@ -24,7 +24,12 @@ from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.modes import replication_for
 from mpitrain.parallel.replication.protocol import ReplicationContext
 from mpitrain.parallel.replication.records import StepInput, StepResult
-from mpitrain.parallel.tensor.layer_factory import LayerFactory, layers_for, loss_for
+from mpitrain.parallel.tensor.layer_factory import (
+    LayerFactory,
+    check_rates,
+    layers_for,
+    loss_for,
+)
 from mpitrain.pipeline.async_pipeline import pipeline_for
 from mpitrain.pipeline.chunks import Chunks, cut_in_chunks
 from mpitrain.pipeline.decoder import Decoder, can_decode
@@ -132,13 +137,14 @@ class Trainer:
         resolved, grid = self.resolved, self.grid
         ops, memory, stage_of = resolved.device.ops, self.config.memory, resolved.plan.stage_of
         self._layers = layers = layers_for(ops, grid.tp, self.config.layout)
-        layers.memory = memory
+        layers.memory, layers.seed = memory, self.config.run.seed
 
         def assigned() -> Chunks:
             config = self.config
             found = cut_in_chunks(
                 units, layers, stage_of, config.pipeline.partition, config.model.freeze
             )
+            check_rates(layers, config.model)
             check_groups(
                 config.optimizer,
                 [unit.full_name(own) for unit in found.model for own in unit.layer.parameters()],
