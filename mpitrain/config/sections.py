@@ -238,6 +238,32 @@ class Model(Section):
     )
 
 
+class Lora(Section):
+    basic = ("rank", "alpha", "targets")
+
+    rank: int = Field(
+        0,
+        ge=0,
+        description="rank of low-rank adapters (LoRA), which are trained in place of the model; 0: "
+        "none, the model is trained",
+    )
+    alpha: float = Field(
+        16.0, gt=0, description="the output of an adapter is multiplied by lora.alpha / lora.rank"
+    )
+    targets: list[str] = Field(
+        ["c_attn"],
+        description="linear layers that get an adapter, separated by commas: names of Hugging "
+        "Face's GPT-2 such as c_attn, c_fc, c_proj, lm_head or h.0.attn.c_attn, or the names of "
+        "this model, such as qkv or blocks.0.mlp.up. q, k and v are a part of qkv each",
+    )
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _as_list(cls, value: Any) -> Any:
+        """Accept names with commas between as well as a list."""
+        return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+
+
 class Batch(Section):
     basic = ("size", "micro_batches")
 

@@ -13,12 +13,13 @@ from mpitrain.layers.flat import Storage
 from mpitrain.layers.frozen import freeze
 from mpitrain.machine import process
 from mpitrain.models.table import MODELS
+from mpitrain.models.targets import adapt
 from mpitrain.ops.device import Device
 from mpitrain.optim import state_bytes
 from mpitrain.parallel.grid import Axes, divisor
 from mpitrain.parallel.mode import Sizes
 from mpitrain.parallel.modes import mode_of
-from mpitrain.parallel.tensor.layer_factory import described
+from mpitrain.parallel.tensor import layer_factory
 from mpitrain.transport.base import Transport
 
 
@@ -57,7 +58,7 @@ def check_memory(
     shards = divisor(axes, transport.hosts, config.replication.shard)
     found, count = sizes(config, source, axes, chunks, device, shards)
     free = process.free_memory(config.device.kind)
-    if config.model.freeze:
+    if config.model.freeze or config.lora.rank:
         # A network that is too large even if all of it is frozen is never described as a whole.
         found = found._replace(length=0, largest=0, frozen=found.length, slot=found.largest)
         if ranks * mode_of(config).memory(found) <= free:
@@ -120,12 +121,13 @@ def frozen_sizes(
     chunks: int,
     device: Device,
 ) -> Sizes:
-    """Return the sizes of the whole network, with the parameters frozen that model.freeze names.
+    """Return the sizes of the whole network, with adapters and frozen parameters.
 
     found   the sizes without frozen parameters; only numbers of elements change
     raises  ConfigError as `freeze`
     """
-    units = freeze(_described(config, config.model.layers, source, device), config.model.freeze)
+    described = _described(config, config.model.layers, source, device)
+    units = freeze(adapt(described, config.lora), config.model.freeze)
     storage = Storage(units, config.precision.stored, axes.dp)
     length, frozen = storage.length, storage.frozen.length
     state = state_bytes(config.optimizer.name, storage)
@@ -143,4 +145,6 @@ def _described(
 ) -> Sequence[Unit]:
     """Return the units of the configured network with another number of layers."""
     model = config.model.model_copy(update={"layers": depth})
-    return MODELS[config.model.kind].build(described(device.ops, config.layout), model, source)
+    return MODELS[config.model.kind].build(
+        layer_factory.described(device.ops, config.layout), model, source
+    )

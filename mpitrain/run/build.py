@@ -23,6 +23,7 @@ from mpitrain.layers.frozen import freeze
 from mpitrain.layers.plain import Plain
 from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.models.table import MODELS, check_data
+from mpitrain.models.targets import adapt
 from mpitrain.parallel.memory import Room, check_memory
 from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.pipeline.chunks import Units
@@ -221,7 +222,7 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
     layers = described(device.ops, config.layout.model_copy(update={"tp": 1}))
     layers.now.set(0, 0, rows, True)
     every, again = (
-        freeze(model(config, source, layers), config.model.freeze),
+        freeze(adapt(model(config, source, layers), config.lora), config.model.freeze),
         layers.rows.recomputing,
     )
     (units,) = with_recomputation([every], min(1, config.memory.segment), again)

@@ -65,7 +65,7 @@ RUNS = Path("runs")
 """The parent of run directories if run.out is empty."""
 WHOLE = "# All {} keys of a run of mpitrain."
 """The first line of config.toml in a run directory."""
-FIXED = ("model.", "optimizer.name", "optimizer.groups", "data.vocabulary")
+FIXED = ("model.", "lora.", "optimizer.name", "optimizer.groups", "data.vocabulary")
 """The keys that must not change when a run resumes: other values mean another model."""
 
 
