@@ -26,6 +26,7 @@ COMMANDS = {
     "launch": "Run an mpitrain COMMAND or a Python file on N ranks: mpitrain launch -n 4 -- train",
     "eval": "Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source.",
     "generate": "Generate text with the newest checkpoint of RUN_DIR.",
+    "export": "Write the newest checkpoint of RUN_DIR as a folder that other programs load.",
     "data": "Make files of tokens from text, train tokenizers, and show files of tokens.",
     "doctor": "Print Python, MPI, GPUs, BLAS, ranks and hosts, and warn of problems and their remedies.",
     "bench": "Measure collectives on all ranks of the MPI job: mpitrain launch -n 4 -- bench allreduce",

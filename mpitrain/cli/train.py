@@ -249,7 +249,22 @@ def _configured(config_file: Path | None, settings: list[str], resume: str) -> A
         if isinstance(stages, int) and stages > then.batch.micro_batches:
             # More stages than before may need more micro-batches: 0 chooses their number.
             tables["batch"]["micro_batches"] = 0
-    return parse(with_settings(tables, settings), config_file)
+    merged = with_settings(tables, settings)
+    if resume != "no" and config_file:
+        merged = _as_begun(merged)
+    return parse(merged, config_file)
+
+
+def _as_begun(tables: dict[str, Any]) -> dict[str, Any]:
+    """Add the keys that a run took from the folder of run.init_from: it may be gone by now."""
+    from mpitrain.run.run_dir import configuration, is_run
+    from mpitrain.run.transfer.model_keys import with_keys
+
+    run = tables.get("run")
+    out = run.get("out") if isinstance(run, dict) and run.get("init_from") else None
+    if not isinstance(out, str) or not is_run(Path(out)):
+        return tables
+    return with_keys(tables, configuration(Path(out)).flat())
 
 
 def _print_sample(finished: Any, stop_requested: Callable[[], bool]) -> None:

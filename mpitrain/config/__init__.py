@@ -1,10 +1,12 @@
 """The configuration of a run: `sections` defines the keys, `whole` the Config, `reading` parses it.
 
+CONFIG        the name of the file in a run directory with all keys of the run
 KEPT_ON_HOST  the compression formats with error-feedback residuals in host memory
 PATHS         the (section, key) of all paths
 """
 
 from mpitrain.config.reading import (
+    CONFIG,
     PATHS,
     check_choice,
     check_text,
@@ -34,6 +36,7 @@ from mpitrain.config.sections import (
 from mpitrain.config.whole import Config, Key, keys
 
 __all__ = [
+    "CONFIG",
     "KEPT_ON_HOST",
     "PATHS",
     "Batch",

@@ -25,8 +25,11 @@ PATHS = (
     ("device", "tiles"),
     ("pipeline", "schedule"),
     ("run", "out"),
+    ("run", "init_from"),
     ("run", "plugins"),
 )
+CONFIG = "config.toml"
+"""The name of the file in a run directory with all keys of the run."""
 LISTED = "`mpitrain train --help-config` lists every key with its type and range."
 
 PATTERNS = {  # The patterns of `sections` in words, for messages.

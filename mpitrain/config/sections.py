@@ -99,6 +99,12 @@ class Run(Section):
         description="total number of optimizer steps, including the steps before a resume",
     )
     out: str = Field("", description="run directory; empty: runs/<date>-<n>")
+    init_from: str = Field(
+        "",
+        description="folder with the initial parameters: a GPT-2 folder of HuggingFace, or the run "
+        "directory of another run. Keys of [model] that are not set come from it. A resumed run "
+        "does not read it. Empty: random parameters",
+    )
     plugins: list[str] = Field(
         [],
         description="Python files that add rows to the tables of modes, schedules and the like; "
@@ -229,6 +235,10 @@ class Model(Section):
     )
     pool: int = Field(
         2, ge=1, le=16, description="cnn: rows and columns of a max-pooling's windows; 1: none"
+    )
+    hidden: int = Field(0, ge=0, description="gpt: hidden units of each MLP; 0: 4 x model.width")
+    epsilon: float = Field(
+        1e-5, gt=0, description="gpt: term of the layer norms, added to the variance"
     )
     freeze: list[str] = Field(
         [],

@@ -350,9 +350,9 @@ class Plain:
         """
         return self._embedding(self._source, vocab, context, width, normal(0.02))
 
-    def norm(self, width: int) -> LayerNorm:
+    def norm(self, width: int, epsilon: float = 1e-5) -> LayerNorm:
         """Return a LayerNorm over the last dim, of length `width`, with gain 1 and bias 0."""
-        return self._norm(self._source, width)
+        return self._norm(self._source, width, epsilon)
 
     def joined_linear(
         self, inputs: int, counts: Sequence[int], each: int, draw: Draw, noun: str = "outputs"

@@ -68,6 +68,8 @@ MODELS: Table[str, Model] = Table(
             heads=keys.heads,
             depth=keys.layers,
             tied=keys.tied,
+            hidden=keys.hidden,
+            epsilon=keys.epsilon,
         ),
         takes="tokens",
         help="for tokens",

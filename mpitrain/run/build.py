@@ -18,6 +18,7 @@ from mpitrain.data import (
     source_kind,
     zeros,
 )
+from mpitrain.formats.format import Initial
 from mpitrain.layers.base import Unit
 from mpitrain.layers.frozen import freeze
 from mpitrain.layers.plain import Plain
@@ -39,6 +40,7 @@ from mpitrain.run.counting.utilisation import work_of
 from mpitrain.run.given import Given, agree_on
 from mpitrain.run.resolve import Resolved, resolve, resolve_here, with_micro_batches
 from mpitrain.run.trainer import Trainer
+from mpitrain.run.transfer.initial import load_initial, open_initial
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport, aligned_zeros
 
@@ -106,6 +108,8 @@ def build(
     opened: list[Source | Unopened] = []
     rooms: list[Room] = []
     counted: list[Step] = []
+    initial: list[Initial] = []
+    checkpoint = saved or given.location.saved
 
     def count(resolved: Resolved) -> None:
         """Count a step in place of an earlier one, or raise ConfigError if it does not fit."""
@@ -127,11 +131,14 @@ def build(
         config, axes, plan, *_, device = resolved
         rooms.append(check_memory(transport, config, found, axes, len(plan.stage_of), device))
         count(resolved)
-        return {"inputs": found.inputs, "classes": found.classes, "held_out": found.held_out}
+        listed = {"inputs": found.inputs, "classes": found.classes, "held_out": found.held_out}
+        if config.run.init_from and not checkpoint:
+            initial.append(one := open_initial(config, found.inputs))
+            listed["run.init_from"] = one.fingerprint
+        return listed
 
     resolved = resolve(transport, given, facts)
     (source,) = opened
-    checkpoint = saved or given.location.saved
     found = save_load.read_beside(transport, Path(checkpoint)) if checkpoint else None
     done = found.done if found else Done(0, 0, given.run)
     if resolved.config.pipeline.partition == TIME:
@@ -149,6 +156,10 @@ def build(
         )
         trainer.replication.restore(found.manifest.scalars)
         done = found.done
+    for one in initial:
+        kept = trainer.replication.kept()
+        trainer.begun_from = load_initial(transport, one, kept, trainer.storage, trainer.backend)
+        trainer.replication.restore({})
     (trainer.counted,) = counted
     return Job(trainer, source, done)
 

@@ -21,6 +21,7 @@ from mpitrain.optim.rules import EVERY
 from mpitrain.parallel.modes import MODES, STREAMS, ZERO, refusal_of
 from mpitrain.pipeline import schedules
 from mpitrain.pipeline.schedules import SCHEDULES
+from mpitrain.run.transfer.model_keys import with_keys_of_folder
 
 
 def choices() -> dict[str, tuple[Any, ...]]:
@@ -93,7 +94,7 @@ def parse(tables: Mapping[str, Any], path: Path | None = None) -> Config:
     """Make a `Config` of tables such as {"run": {"steps": 100}}.
 
     The plugins of run.plugins are imported first. Tables without model.kind get the kind that fits
-    data.source.
+    data.source. Keys that are not set come from the folder of run.init_from.
 
     Parameters
     ----------
@@ -117,7 +118,7 @@ def parse(tables: Mapping[str, Any], path: Path | None = None) -> Config:
 
 def without_plugins(tables: Mapping[str, Any], path: Path | None = None) -> Config:
     """Make a `Config` as `parse`, but import no plugins: the tables may be another person's."""
-    config = parse_sections(_with_kind(tables), path, choices())
+    config = parse_sections(_with_kind(with_keys_of_folder(tables)), path, choices())
     _check_rules(config, path)
     return config
 

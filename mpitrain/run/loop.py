@@ -207,6 +207,7 @@ class _Run:
             **({"frozen": frozen} if (frozen := self._trainer.frozen_count) else {}),
             "held_out": self._source.held_out,
             **amounts(job.data),
+            **({"init_from": begun} if (begun := self._trainer.begun_from) else {}),
             **({"changed": location.changed} if location.changed else {}),
             **({"uncounted": problem} if (problem := self._trainer.counted.problem) else {}),
         }

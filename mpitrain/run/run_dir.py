@@ -28,7 +28,7 @@ from typing import Any
 import tomli_w
 
 from mpitrain.collectives.selection.tuning import tuning_text
-from mpitrain.config import PATHS, Config, Data, check_text, keys, read_toml
+from mpitrain.config import CONFIG, PATHS, Config, Data, check_text, keys, read_toml
 from mpitrain.config.plugins import check_named, digests, entries, imported, load
 from mpitrain.data import (
     TENTH,
@@ -53,9 +53,8 @@ from mpitrain.run.given import RunLocation
 from mpitrain.run.metrics import cut_after
 from mpitrain.run.resolve import Resolved
 
-METRICS, CONFIG, TUNING, TILES, TOKENS = (
+METRICS, TUNING, TILES, TOKENS = (
     "metrics.jsonl",
-    "config.toml",
     "tuning.json",
     "tiles.json",
     "tokens.json",
@@ -209,6 +208,7 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     )
     for key in ("data.source", "data.validation"):
         new[key] = absolute(new[key])  # The run directory has absolute paths.
+    new["run.init_from"] = _absolute_path(new["run.init_from"])
     new["data.mixture"] = _absolute(new["data.mixture"])
     new["pipeline.schedule"] = _schedule(new["pipeline.schedule"])
     for values in (old, new):  # The files may have moved.
@@ -282,7 +282,7 @@ def _begin(
         run.write_whole(TILES, tiles)
     if isinstance(source, TokenSource) and source.scan:
         run.write_whole(TOKENS, json.dumps(source.scan._asdict()) + "\n")
-    _note_tokenizer(run, config.data)
+    _note_tokenizer(run, config, bool(location.saved))
     run.remove_tree(TRACE)
     if config.run.trace:
         run.make(TRACE).close()
@@ -292,13 +292,21 @@ def _begin(
         cut_after(folder / METRICS, step)
 
 
-def _note_tokenizer(run: Directory, data: Data) -> None:
+def _note_tokenizer(run: Directory, config: Config, has_begun: bool) -> None:
     """Copy the tokenizer of the data, if it is not the bytes of text.
+
+    If the data have none, a new run takes the tokenizer in the folder of run.init_from.
 
     raises  ConfigError if the directory has another tokenizer
     """
+    data = config.data
     names = [*data.mixture] or [data.source]
-    if writes_text(data.source, data.mixture) or not (tokenizer := tokenizer_of(names)):
+    if writes_text(data.source, data.mixture):
+        return
+    tokenizer = tokenizer_of(names)
+    if config.run.init_from and not has_begun:
+        tokenizer = tokenizer or _tokenizer_in(Path(config.run.init_from))
+    if not tokenizer:
         return
     if run.facts(TOKENIZER):
         with run.open(TOKENIZER) as file:
@@ -309,6 +317,14 @@ def _note_tokenizer(run: Directory, data: Data) -> None:
                 )
     with run.whole(TOKENIZER) as file:
         file.write(tokenizer)
+
+
+def _tokenizer_in(folder: Path) -> bytes | None:
+    """Return the content of the tokenizer's file in a folder; None if there is none."""
+    try:
+        return contents(folder / TOKENIZER, inner=1)
+    except FileNotFoundError:
+        return None
 
 
 def trace_file(folder: Path, rank: int) -> Path:
@@ -390,6 +406,7 @@ def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict
     # The file lies in the run directory, so run.out is the file's own folder.
     tables["run"]["out"], tables["layout"]["dp"] = ".", resolved.axes.dp
     tables["run"]["plugins"] = [*map(os.path.abspath, config.run.plugins)]
+    tables["run"]["init_from"] = _absolute_path(config.run.init_from)
     tables["data"]["source"], tables["data"]["validation"] = (
         absolute(config.data.source),
         absolute(config.data.validation),
@@ -409,6 +426,11 @@ def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict
 
 def _absolute(mixture: Mapping[str, float]) -> dict[str, float]:
     return {absolute(name): weight for name, weight in mixture.items()}
+
+
+def _absolute_path(path: str) -> str:
+    """Return a path made absolute; an empty one stays empty."""
+    return os.path.abspath(path) if path else ""
 
 
 def _schedule(name: str) -> str:

@@ -71,6 +71,8 @@ class Trainer:
         The memory pool of activations.
     counted : Step
         Activations and FLOPs of a step on this rank, as `build` counts them beforehand.
+    begun_from : dict
+        Folder and digests of the initial parameters, if `build` read them from run.init_from.
 
     Raises
     ------
@@ -90,6 +92,7 @@ class Trainer:
         loss: Loss | None = None,
     ):
         self.counted = Step()
+        self.begun_from: dict[str, Any] = {}
         self.resolved = resolved = (
             config if isinstance(config, Resolved) else resolve(transport, config)
         )

@@ -348,8 +348,8 @@ class ReplicatedNorm(LayerNorm):
     With sequence-parallel rows, each rank computes a summand of their gradient (`partial`).
     """
 
-    def __init__(self, layers: Layers, width: int):
-        super().__init__(layers.ops, width)
+    def __init__(self, layers: Layers, width: int, epsilon: float):
+        super().__init__(layers.ops, width, epsilon)
         self._partial = layers.rows.partial
 
     def parameters(self):

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from mpitrain.errors import CheckpointError, TrainingError
 from mpitrain.files import mend
+from mpitrain.formats.safetensors_files import MOVED, Writing, WritingTensors
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.replication.state import StateBuffer
@@ -43,7 +44,6 @@ from mpitrain.run.checkpoint.manifest import (
     write_manifest,
 )
 from mpitrain.run.checkpoint.regions import HeldRegion, described, holdings
-from mpitrain.run.checkpoint.safetensors_files import MOVED, Writing, WritingTensors
 from mpitrain.run.checkpoint.writers import Shares, join, shared_out
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport

@@ -10,11 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from mpitrain.formats.header import INDEX
 from mpitrain.parallel.replication.records import DynamicLossScale
 from mpitrain.run.checkpoint.writers import PARAMETERS
 from mpitrain.strict_json import validated
-
-INDEX = "model.safetensors.index.json"
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Size = Annotated[int, Field(ge=1, lt=1 << 63)]
