@@ -226,6 +226,13 @@ class Model(Section):
     tied: bool = Field(
         False, description="tie the weights of the output projection to the token embedding"
     )
+    dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="rate of dropout in training: {rows}; a multiple of 1/65536. The random bits "
+        "depend on run.seed, step, row and layer, but not on the layout",
+    )
     channels: list[Annotated[int, Field(ge=1)]] = Field(
         [16, 32],
         description="cnn: channels of each convolution's output; ReLU and a max-pooling follow",

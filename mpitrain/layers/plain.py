@@ -18,6 +18,7 @@ from mpitrain.layers.adapted import LowRank
 from mpitrain.layers.base import Gradients, Layer, Loss, Parameter, Weights
 from mpitrain.layers.chunked_logits import ChunkedHead
 from mpitrain.layers.compose import Residual
+from mpitrain.layers.dropout import Dropout, Dropped
 from mpitrain.layers.fusion import Fusion, GeluCut
 from mpitrain.layers.images import Conv, Flatten, MaxPool, PixelConv
 from mpitrain.layers.initial import Draw, normal, ones, zeros
@@ -329,7 +330,9 @@ class Plain:
     def __init__(self, ops: Ops):
         self.ops, self.now = ops, Now()
         self.memory = Memory()  # A trainer sets its own: which activations the layers save.
-        self.made = set[str]()  # constructors that `memory` changes and that have been called
+        self.made = set[str]()  # constructors that a key changes and that have been called
+        self.seed = 0  # A trainer sets run.seed, for layers that draw random numbers.
+        self._dropouts = 0
 
     @property
     def _source(self) -> Any:
@@ -385,6 +388,34 @@ class Plain:
     def residual(self, inner: Layer) -> Residual:
         """Return a residual connection, x + inner(x)."""
         return Residual(inner, self.ops.add)
+
+    def dropout(self, rate: float, columns: int = 0) -> Dropout:
+        """Return dropout, (..., C) to (..., C), with its own random bits.
+
+        A layer's number among these calls selects the bits. So all ranks make the layers in the
+        same order.
+
+        columns  C of the whole input, if the input is the output of `column_linear`; 0: layout.tp
+                 does not split it
+        raises   ConfigError unless 0 <= rate < 1
+        """
+        if not 0 <= rate < 1:
+            raise ConfigError(
+                f"A rate of dropout is at least 0 and below 1, but this one is {rate}.",
+                "Choose 0.1, for example.",
+            )
+        self.made.add("dropout")
+        self._dropouts += 1
+        own = self._own_columns(columns)
+        return Dropout(self, rate, self._dropouts, own.start, columns)
+
+    def _own_columns(self, columns: int) -> range:
+        """Return this rank's columns of an output of `column_linear`."""
+        return range(columns)
+
+    def dropped(self, layer: Layer, rate: float, columns: int = 0) -> Layer:
+        """Return a layer with dropout of its output; the layer itself if the rate is 0."""
+        return Dropped(layer, self.dropout(rate, columns)) if rate else layer
 
     def attention(self, width: int, heads: int, kv_heads: int | None = None) -> Layer:
         """Return causal attention, (B, T, 3 width) to (B, T, width).

@@ -56,6 +56,7 @@ class Ops(Protocol):
     embedding_backward_positions: Writes
     attention: Pair
     attention_backward: Returns
+    dropout: Returns
     conv2d: Pair
     conv2d_backward_input: Returns
     conv2d_backward_weight: Writes
@@ -328,6 +329,19 @@ OPERATIONS: Table[str, Operation] = Table(
             ),
         },
         products={"attention": "2BTTHD", "attention_backward": "4BTTHD"},
+    ),
+    **_built_in(
+        reference.dropout,
+        host.linear,
+        cuda.linear,
+        {
+            "dropout": (
+                "random zeros, plus a residual",
+                "x:M,C key=(5,3) step=2 first=7 columns=C rate=0.25 -> y:M,C",
+                "y",
+                1,
+            ),
+        },
     ),
     **_built_in(
         # I rows and J columns of B images, F channels to G; kernels of S x S, windows of P x P.

@@ -24,7 +24,12 @@ from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.modes import replication_for
 from mpitrain.parallel.replication.protocol import ReplicationContext
 from mpitrain.parallel.replication.records import StepInput, StepResult
-from mpitrain.parallel.tensor.layer_factory import LayerFactory, layers_for, loss_for
+from mpitrain.parallel.tensor.layer_factory import (
+    LayerFactory,
+    check_rates,
+    layers_for,
+    loss_for,
+)
 from mpitrain.pipeline.async_pipeline import pipeline_for
 from mpitrain.pipeline.chunks import Chunks, cut_in_chunks
 from mpitrain.pipeline.pipeline import own
@@ -130,7 +135,7 @@ class Trainer:
         resolved, grid = self.resolved, self.grid
         ops, memory, stage_of = resolved.device.ops, self.config.memory, resolved.plan.stage_of
         self._layers = layers = layers_for(ops, grid.tp, self.config.layout)
-        layers.memory = memory
+        layers.memory, layers.seed = memory, self.config.run.seed
 
         def assigned() -> Chunks:
             config = self.config
@@ -142,6 +147,7 @@ class Trainer:
                 config.model.freeze,
                 config.lora,
             )
+            check_rates(layers, config.model)
             check_groups(
                 config.optimizer,
                 [unit.full_name(own) for unit in found.model for own in unit.layer.parameters()],

@@ -318,6 +318,42 @@ def check_masking(kernels: Kernels, dtype: str = "float32", d: int = 4) -> None:
         )
 
 
+def check_dropout(
+    kernels: Kernels,
+    m: int,
+    c: int,
+    columns: int,
+    first: int = 0,
+    dtype: str = "float32",
+    shifted: bool = False,
+) -> None:
+    """Dropout of rows that begin `columns` numbers apart, into a third array and into x: the bits of the host."""
+    ops, host = bodies.cuda(kernels), bodies.host()
+    x, residual = (stored(numbers(seed, m, c), dtype, shifted) for seed in (1, 2))
+    wide = np.float64 if dtype == "float64" else np.float32
+    for added in (None, residual):
+        given = (5, 2**40 + 3), 2**35 + 1, first, columns, 0.3
+        truth = host.dropout(
+            x.astype(wide), *given, Arena(), None if added is None else added.astype(wide)
+        )
+        found = ops.dropout(x, *given, Arena(), added)
+        np.testing.assert_array_equal(found, truth.astype(x.dtype))
+        over = stored(values(x), dtype, shifted)
+        assert ops.dropout(over, *given, Arena(), added, over) is over
+        np.testing.assert_array_equal(over, found)
+
+
+def dropouts() -> Iterator[Callable]:
+    """dropout."""
+    for m, c in ((1, 1), (0, 4), (3, 5), (2, 16), (5, 64), (9, 515), (270, 1040)):
+        yield partial(check_dropout, m=m, c=c, columns=c, first=m * c)
+    for m, c, columns, first in ((3, 16, 48, 16), (5, 7, 21, 2**33 + 14), (4, 40, 80, 40)):
+        yield partial(check_dropout, m=m, c=c, columns=columns, first=first)
+    yield partial(check_dropout, m=3, c=48, columns=48, shifted=True)
+    for dtype in ("float64", "float16", "bfloat16"):
+        yield partial(check_dropout, m=6, c=40, columns=40, first=32, dtype=dtype)
+
+
 def linears() -> Iterator[Callable]:
     """pointwise and columns."""
     for m, k, n in ((1, 1, 1), (5, 3, 7), (0, 3, 2), (33, 31, 37)):

@@ -10,6 +10,7 @@ SUITE: dict[str, tuple[Callable[[], Iterator[Callable]], ...]] = {
     "gemm_combine": (products.ordinary, products.by_library),
     "gemm_tensor": (products.tensor,),
     "pointwise": (layers.linears, askew),
+    "dropout": (layers.dropouts,),
     "columns": (layers.linears, layers.embeddings, askew),
     "layer_norm": (layers.norms, askew),
     "embedding": (layers.embeddings, askew),
