@@ -26,6 +26,7 @@ PATHS = (
     ("pipeline", "schedule"),
     ("run", "out"),
     ("run", "init_from"),
+    ("lora", "init_from"),
     ("run", "plugins"),
 )
 CONFIG = "config.toml"

@@ -274,6 +274,19 @@ class Lora(Section):
         "this model, such as qkv or blocks.0.mlp.up. q, k and v are a part of qkv each",
     )
 
+    dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="rate of dropout of the input of the adapters; the model has model.dropout",
+    )
+    init_from: str = Field(
+        "",
+        description="adapters to start from: a folder of HuggingFace's peft, or the run directory of "
+        "a run with adapters. Empty: A is random and B is 0. If run.init_from names such a folder, "
+        "the adapters start from there, on the model that they were trained on",
+    )
+
     @field_validator("targets", mode="before")
     @classmethod
     def _as_list(cls, value: Any) -> Any:

@@ -18,10 +18,11 @@ source  Hu et al. 2021, LoRA, arXiv:2106.09685. The draw of A is that of PEFT.
 
 from __future__ import annotations  # help() then prints signatures as they are written here
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpitrain.layers.base import Gradients, Parameter, Weights
+from mpitrain.layers.dropout import Drawing, Dropout
 from mpitrain.layers.initial import uniform, zeros
 from mpitrain.layers.linear_state import input_of, state_of, with_input
 from mpitrain.machine.arena import Arena
@@ -44,6 +45,36 @@ class Adapter(NamedTuple):
         return not self.region
 
 
+class InputDropout:
+    """Dropout of the input of a layer's adapters; the frozen weight sees the whole input.
+
+    A layer's input has all rows of a micro-batch, with sequence-parallel rows too.
+
+    number  selects the random bits of the layer
+    """
+
+    def __init__(self, layers: Drawing, rate: float, number: int):
+        self.ops, self.now, self.seed = layers.ops, layers.now, layers.seed
+        self._rate, self._number = rate, number
+
+    def row_numbers(self, shape: Sequence[int]) -> range:
+        """Return the numbers of the rows of an input (rows, K) within the global batch."""
+        return self.now.numbers(shape[0])
+
+    def of(self, weight: Parameter) -> Callable[..., Any]:
+        """Return a function of an input (rows, columns of this rank): (x, arena, out) -> dropped.
+
+        out  receives the result, and may be x; in an evaluation the result is x
+        """
+        columns = weight.slices[0][1] if weight.slices else slice(0, weight.shape[1])
+        drop = Dropout(self, self._rate, self._number, columns.start, weight.shape[1])
+
+        def dropped(x: Any, arena: Arena, out: Any = None) -> Any:
+            return drop.dropped(x, arena, None, out) if self.now.trains else x
+
+        return dropped
+
+
 class LowRank:
     """The adapters of one linear layer, which compute together with its frozen weight.
 
@@ -58,6 +89,7 @@ class LowRank:
         rank: int,
         scale: float,
         activation: str | None,
+        dropout: InputDropout | None = None,
     ):
         """Describe the adapters of a layer.
 
@@ -65,9 +97,11 @@ class LowRank:
         regions     {region: its rows of the whole weight}
         scale       s
         activation  of the layer: None, "gelu" or "relu"
+        dropout     of the input of the adapters
         """
         self._ops, self._scale = ops, scale
         weight = next(p for p in base if p.name == "weight")
+        self._dropped = dropout.of(weight) if dropout else lambda x, arena, out=None: x
         self.adapters = [Adapter(name, local(weight, rows)) for name, rows in regions.items()]
         self.parameters = [
             p for name, rows in regions.items() for p in described(weight, name, rows, rank)
@@ -92,9 +126,10 @@ class LowRank:
     ) -> tuple[Any, Any]:
         """Return (y, saved) without the activation.    x: (M, K); y, residual: (M, N)"""
         own, delta, states = self._ops, residual, []
+        dropped = self._dropped(x, arena)
         for adapter in self.adapters:
             a, b = _pair(w, adapter)
-            h, first = self._inner(x, a, arena)
+            h, first = self._inner(dropped, a, arena)
             if adapter.is_whole:
                 delta, second = own.linear(h, b, None, arena, None, residual)
             else:
@@ -111,10 +146,10 @@ class LowRank:
 
     def state(self, w: Weights, x: Any, bias: Any, arena: Arena) -> Any:
         """Return `saved` of `multiply`, without the products of N outputs."""
-        states = []
+        states, dropped = [], self._dropped(x, arena)
         for adapter in self.adapters:
             a, b = _pair(w, adapter)
-            h, first = self._inner(x, a, arena)
+            h, first = self._inner(dropped, a, arena)
             states.append((with_input(first, None), state_of(self._ops, h, b, None, arena)))
         return state_of(self._ops, x, w["weight"], bias, arena), states
 
@@ -136,7 +171,7 @@ class LowRank:
             saved, slope = saved
             dy = self._activate_backward(dy, slope, arena)
         saved, states = saved
-        x = input_of(saved)
+        x = self._dropped(input_of(saved), arena)
         dx, base = own.linear_backward_input(dy, w["weight"], saved, arena, out)
         pending = []
         for adapter, (first, second) in zip(self.adapters, states, strict=True):
@@ -149,7 +184,7 @@ class LowRank:
             dh, outer = own.linear_backward_input(some, b, second, arena)
             own.weighted_sum(dh, self._scale, None, 0.0, dh, arena)
             more, inner = own.linear_backward_input(dh, a, with_input(first, x), arena)
-            own.add(dx, more, dx, arena)
+            own.add(dx, self._dropped(more, arena, more), dx, arena)
             pending.append((inner, outer))
         return dx, (base, pending)
 

@@ -2,28 +2,21 @@
 
 from __future__ import annotations  # help() then prints signatures as they are written here
 
-import re
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
+from zlib import crc32
 
 from mpitrain.config import Lora
 from mpitrain.errors import ConfigError
-from mpitrain.layers.adapted import LowRank
+from mpitrain.formats.gpt2 import module_of
+from mpitrain.layers.adapted import InputDropout, LowRank
 from mpitrain.layers.base import Unit
 from mpitrain.layers.chunked_logits import ChunkedHead
 from mpitrain.layers.compose import Residual, Sequential
-from mpitrain.layers.plain import Linear
-
-HUGGINGFACE = {
-    r"blocks\.(\d+)\.attention\.qkv": r"transformer.h.\1.attn.c_attn",
-    r"blocks\.(\d+)\.attention\.out": r"transformer.h.\1.attn.c_proj",
-    r"blocks\.(\d+)\.mlp\.up": r"transformer.h.\1.mlp.c_fc",
-    r"blocks\.(\d+)\.mlp\.down": r"transformer.h.\1.mlp.c_proj",
-    r"head\.logits": "lm_head",
-}
-"""{pattern of a layer's full name: its module in Hugging Face's GPT-2}."""
+from mpitrain.layers.dropout import Dropped
+from mpitrain.layers.plain import Linear, Plain
 
 
 class Target(NamedTuple):
@@ -41,24 +34,17 @@ class Target(NamedTuple):
     def names(self) -> list[str]:
         """Return the full names of the target: ours, then those of Hugging Face."""
         found = [self.layer]
-        if module := module_name(self.layer):
+        if module := module_of(self.layer):
             found.append(module)
         if not self.region:
             return found
         return [f"{name}.{own}" for name in found for own in (self.region, f"{self.region}_proj")]
 
 
-def module_name(layer: str) -> str:
-    """Return the name of a layer's module in Hugging Face's GPT-2; empty if it has none."""
-    for pattern, module in HUGGINGFACE.items():
-        if found := re.fullmatch(pattern, layer):
-            return found.expand(module)
-    return ""
-
-
-def adapt(units: Sequence[Unit], lora: Lora) -> list[Unit]:
+def adapt(units: Sequence[Unit], lora: Lora, layers: Plain) -> list[Unit]:
     """Give adapters to the layers that lora.targets names, and freeze all other parameters.
 
+    layers   the layer factory that made the units
     returns  the same units if lora.rank is 0
     raises   ConfigError for a target that names no layer
     """
@@ -67,7 +53,7 @@ def adapt(units: Sequence[Unit], lora: Lora) -> list[Unit]:
     chosen = chosen_targets([*targets(units)], lora.targets)
     found = []
     for unit in units:
-        layer = _adapted(unit.layer, unit.name, chosen, lora)
+        layer = _adapted(unit.layer, unit.name, chosen, lora, layers)
         frozen = {p.name for p in layer.parameters() if not is_adapter(p.name)}
         found.append(replace(unit, layer=layer, frozen=frozen))
     return found
@@ -135,14 +121,14 @@ def _linear_layers(layer: Any, name: str) -> Iterator[tuple[str, Linear]]:
         yield name, layer
     elif isinstance(layer, ChunkedHead):
         yield name, layer.head
-    elif isinstance(layer, Residual):
+    elif isinstance(layer, Residual | Dropped):
         yield from _linear_layers(layer.inner, name)
     elif isinstance(layer, Sequential):
         for child, inner in layer.children.items():
             yield from _linear_layers(inner, f"{name}.{child}")
 
 
-def _adapted(layer: Any, name: str, chosen: Sequence[Target], lora: Lora) -> Any:
+def _adapted(layer: Any, name: str, chosen: Sequence[Target], lora: Lora, layers: Plain) -> Any:
     """Return a layer with the adapters of the chosen targets within it."""
     mine = [one for one in chosen if one.layer == name or one.layer.startswith(f"{name}.")]
     if not mine:
@@ -153,11 +139,13 @@ def _adapted(layer: Any, name: str, chosen: Sequence[Target], lora: Lora) -> Any
             "Set memory.logit_chunks to 1, or leave lm_head out of lora.targets.",
         )
     if isinstance(layer, Residual):
-        return Residual(_adapted(layer.inner, name, chosen, lora), layer.add)
+        return Residual(_adapted(layer.inner, name, chosen, lora, layers), layer.add)
+    if isinstance(layer, Dropped):
+        return Dropped(_adapted(layer.inner, name, chosen, lora, layers), layer.drop)
     if isinstance(layer, Sequential):
         return Sequential(
             **{
-                child: _adapted(inner, f"{name}.{child}", mine, lora)
+                child: _adapted(inner, f"{name}.{child}", mine, lora, layers)
                 for child, inner in layer.children.items()
             }
         )
@@ -169,5 +157,6 @@ def _adapted(layer: Any, name: str, chosen: Sequence[Target], lora: Lora) -> Any
         lora.rank,
         lora.alpha / lora.rank,
         layer.activation,
+        InputDropout(layers, lora.dropout, crc32(name.encode())) if lora.dropout else None,
     )
     return found

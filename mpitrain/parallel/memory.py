@@ -11,6 +11,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.frozen import freeze
+from mpitrain.layers.plain import Plain
 from mpitrain.machine import process
 from mpitrain.models.table import MODELS
 from mpitrain.models.targets import adapt
@@ -19,7 +20,7 @@ from mpitrain.optim import state_bytes
 from mpitrain.parallel.grid import Axes, divisor
 from mpitrain.parallel.mode import Sizes
 from mpitrain.parallel.modes import mode_of
-from mpitrain.parallel.tensor import layer_factory
+from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.transport.base import Transport
 
 
@@ -91,7 +92,10 @@ def sizes(
     """
     one, two = (
         Storage(units, config.precision.stored, axes.dp)
-        for units in (_described(config, depth, source, device) for depth in (1, 2))
+        for units in (
+            _described(config, depth, source, described(device.ops, config.layout))
+            for depth in (1, 2)
+        )
     )
     others = config.model.layers - 1
     length = one.length + others * (two.length - one.length)
@@ -126,8 +130,9 @@ def frozen_sizes(
     found   the sizes without frozen parameters; only numbers of elements change
     raises  ConfigError as `freeze`
     """
-    described = _described(config, config.model.layers, source, device)
-    units = freeze(adapt(described, config.lora), config.model.freeze)
+    layers = described(device.ops, config.layout)
+    every = _described(config, config.model.layers, source, layers)
+    units = freeze(adapt(every, config.lora, layers), config.model.freeze)
     storage = Storage(units, config.precision.stored, axes.dp)
     length, frozen = storage.length, storage.frozen.length
     state = state_bytes(config.optimizer.name, storage)
@@ -141,10 +146,8 @@ def frozen_sizes(
 
 
 def _described(
-    config: Config, depth: int, source: Source | Unopened, device: Device
+    config: Config, depth: int, source: Source | Unopened, layers: Plain
 ) -> Sequence[Unit]:
     """Return the units of the configured network with another number of layers."""
     model = config.model.model_copy(update={"layers": depth})
-    return MODELS[config.model.kind].build(
-        layer_factory.described(device.ops, config.layout), model, source
-    )
+    return MODELS[config.model.kind].build(layers, model, source)

@@ -52,7 +52,7 @@ def cut_in_chunks(
     lora       the section [lora]
     raises     ConfigError if the units do not fit each other, the ranks or the partition
     """
-    model = freeze(adapt(units(layers) if callable(units) else units, lora), frozen)
+    model = freeze(adapt(units(layers) if callable(units) else units, lora, layers), frozen)
     check_units(model, layers.rows)
     check_saved(layers)
     chunks, tied = assign_units(model, cut(model, len(stage_of), partition), stage_of)
