@@ -28,6 +28,7 @@ PATHS = (
     ("layout", "algorithm"),
     ("run", "out"),
     ("run", "init_from"),
+    ("lora", "init_from"),
     ("run", "plugins"),
 )
 CONFIG = "config.toml"

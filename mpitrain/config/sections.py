@@ -260,6 +260,45 @@ class Model(Section):
     )
 
 
+class Lora(Section):
+    basic = ("rank", "alpha", "targets")
+
+    rank: int = Field(
+        0,
+        ge=0,
+        description="rank of low-rank adapters (LoRA), which are trained in place of the model; 0: "
+        "none, the model is trained",
+    )
+    alpha: float = Field(
+        16.0, gt=0, description="the output of an adapter is multiplied by lora.alpha / lora.rank"
+    )
+    targets: list[str] = Field(
+        ["c_attn"],
+        description="linear layers that get an adapter, separated by commas: names of Hugging "
+        "Face's GPT-2 such as c_attn, c_fc, c_proj, lm_head or h.0.attn.c_attn, or the names of "
+        "this model, such as qkv or blocks.0.mlp.up. q, k and v are a part of qkv each",
+    )
+
+    dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="rate of dropout of the input of the adapters; the model has model.dropout",
+    )
+    init_from: str = Field(
+        "",
+        description="adapters to start from: a folder of HuggingFace's peft, or the run directory of "
+        "a run with adapters. Empty: A is random and B is 0. If run.init_from names such a folder, "
+        "the adapters start from there, on the model that they were trained on",
+    )
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _as_list(cls, value: Any) -> Any:
+        """Accept names with commas between as well as a list."""
+        return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+
+
 class Batch(Section):
     basic = ("size", "micro_batches")
 

@@ -12,6 +12,7 @@ from mpitrain.config.sections import (
     Data,
     Device,
     Layout,
+    Lora,
     Memory,
     Model,
     Optimizer,
@@ -35,6 +36,7 @@ class Config(Section):
     run: Run = Field(default_factory=Run)
     data: Data = Field(default_factory=Data)
     model: Model = Field(default_factory=Model)
+    lora: Lora = Field(default_factory=Lora)
     batch: Batch = Field(default_factory=Batch)
     layout: Layout = Field(default_factory=Layout)
     pipeline: Pipeline = Field(default_factory=Pipeline)

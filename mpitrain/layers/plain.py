@@ -7,12 +7,14 @@ channels, H heads, V vocabulary.
 from __future__ import annotations  # help() then prints signatures as they are written here
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
+from itertools import accumulate, pairwise
 from typing import Any
 
 from mpitrain.config import Memory
 from mpitrain.errors import ConfigError
+from mpitrain.layers.adapted import LowRank
 from mpitrain.layers.base import Gradients, Layer, Loss, Parameter, Weights
 from mpitrain.layers.chunked_logits import ChunkedHead
 from mpitrain.layers.compose import Residual
@@ -20,6 +22,7 @@ from mpitrain.layers.dropout import Dropout, Dropped
 from mpitrain.layers.fusion import Fusion, GeluCut
 from mpitrain.layers.images import Conv, Flatten, MaxPool, PixelConv
 from mpitrain.layers.initial import Draw, normal, ones, zeros
+from mpitrain.layers.linear_state import state_of
 from mpitrain.layers.now import Now
 from mpitrain.layers.recomputed import Recomputed
 from mpitrain.machine.arena import Arena
@@ -33,6 +36,8 @@ class Linear:
     bias        (outputs,), absent if `bias` is False
     activation  None, "gelu" (tanh form) or "relu"
     role        of the weight, as `Parameter.role`
+    low_rank    the adapters of the weight, if it has any
+    joined      {name: rows of the whole weight}: the outputs that are joined in one tensor
     """
 
     is_rowwise = True
@@ -48,6 +53,8 @@ class Linear:
     ):
         self.inputs, self.outputs, self.draw, self.bias, self.ops = inputs, outputs, draw, bias, ops
         self.activation, self.role = activation, ""
+        self.low_rank: LowRank | None = None
+        self.joined: Mapping[str, range] = {}
         self.output_is_free = activation is None
         self.product, self.product_backward_input = {
             None: (ops.linear, ops.linear_backward_input),
@@ -56,14 +63,15 @@ class Linear:
         }[activation]
 
     def parameters(self) -> list[Parameter]:
-        """Return the weight and, if there is one, the bias."""
+        """Return the weight, the bias if there is one, and the adapters."""
+        return [*self._base(), *(self.low_rank.parameters if self.low_rank else ())]
+
+    def _base(self) -> list[Parameter]:
+        """Return the parameters without the adapters."""
         shape = self.outputs, self.inputs
         weight = Parameter("weight", shape, self.draw, decayed=True, role=self.role)
-        return (
-            [weight, Parameter("bias", (self.outputs,), zeros, decayed=False)]
-            if self.bias
-            else [weight]
-        )
+        bias = [Parameter("bias", (self.outputs,), zeros, decayed=False)] if self.bias else []
+        return [weight, *bias]
 
     def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the output for an input of this shape."""
@@ -71,8 +79,8 @@ class Linear:
 
     @property
     def fusion(self) -> Fusion:
-        """The cut of this layer's GELU, if it has one."""
-        if self.activation != "gelu":
+        """The cut of this layer's GELU, if it has one and no adapters."""
+        if self.activation != "gelu" or self.low_rank:
             return Fusion()
         bare = copy(self)
         bare.product_backward_input = self.ops.linear_backward_input
@@ -84,7 +92,11 @@ class Linear:
 
     def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
         """Return the output for x, and the state for `backward_input`."""
-        y, saved = self.product(flat_rows(x), w["weight"], w.get("bias"), arena)
+        y, saved = (
+            self.low_rank.activated(w, flat_rows(x), w.get("bias"), arena)
+            if self.low_rank
+            else self.product(flat_rows(x), w["weight"], w.get("bias"), arena)
+        )
         return y.reshape(*x.shape[:-1], self.outputs), saved
 
     def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
@@ -92,11 +104,36 @@ class Linear:
         # Without an activation the backward needs no output, so there is no product.
         if self.activation:
             return self.forward(w, x, arena)[1]
-        return state_of(self.ops, flat_rows(x), w["weight"], w.get("bias"), arena)
+        return self._state(w, flat_rows(x), w.get("bias"), arena)
+
+    def _multiply(
+        self, w: Weights, x: Any, bias: Any, arena: Arena, out: Any = None, residual: Any = None
+    ) -> tuple[Any, Any]:
+        """Return x weight^T + bias + residual, (rows, outputs), and the state for its backward."""
+        if self.low_rank:
+            return self.low_rank.multiply(w, x, bias, arena, out, residual)
+        return self.ops.linear(x, w["weight"], bias, arena, out, residual)
+
+    def _state(self, w: Weights, x: Any, bias: Any, arena: Arena) -> Any:
+        """Return the state of `_multiply`, without its product."""
+        if self.low_rank:
+            return self.low_rank.state(w, x, bias, arena)
+        return state_of(self.ops, x, w["weight"], bias, arena)
+
+    def _multiply_backward(
+        self, w: Weights, dy: Any, saved: Any, arena: Arena, *out: Any
+    ) -> tuple[Any, Any]:
+        """Return the gradient of the input (rows, inputs), and the state for `backward_weight`.
+
+        dy and saved are those of `forward`: they include an activation.
+        """
+        if self.low_rank:
+            return self.low_rank.backward_input(w, dy, saved, arena, *out)
+        return self.product_backward_input(dy, w["weight"], saved, arena, *out)
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
         """Return the gradient of the input, and the state for `backward_weight`."""
-        dx, pending = self.product_backward_input(flat_rows(dy), w["weight"], saved, arena)
+        dx, pending = self._multiply_backward(w, flat_rows(dy), saved, arena)
         return dx.reshape(*dy.shape[:-1], self.inputs), pending
 
     def backward_input_through_gelu(
@@ -112,6 +149,8 @@ class Linear:
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
         """Write the gradients of weight and bias, or add to them."""
+        if self.low_rank:
+            pending = self.low_rank.backward_weight(pending, dw, arena)
         if "weight" in dw:
             weight = dw["weight"]
             self.ops.linear_backward_weight(pending, weight.array, weight.claim(), arena)
@@ -126,13 +165,15 @@ class FusedLinear(Linear):
 
     @property
     def fusion(self) -> Fusion:
-        return super().fusion if self.activation else Fusion(adds_to_output=True, takes_gelu=True)
+        if self.activation:
+            return super().fusion
+        return Fusion(adds_to_output=True, takes_gelu=not self.low_rank)
 
     def forward(self, w, x, arena, residual=None):
         if residual is None:
             return super().forward(w, x, arena)
-        y, saved = self.ops.linear(
-            flat_rows(x), w["weight"], w.get("bias"), arena, residual=flat_rows(residual)
+        y, saved = self._multiply(
+            w, flat_rows(x), w.get("bias"), arena, residual=flat_rows(residual)
         )
         return y.reshape(residual.shape), saved
 
@@ -359,7 +400,10 @@ class Plain:
         shared = heads if kv_heads is None else kv_heads
         each = divided(width, heads, f"heads do not divide a width of {width}")
         divided(heads, shared, f"key and value heads do not divide {heads} heads")
-        return self.joined_linear(width, (heads, shared, shared), each, draw, "heads")
+        qkv = self.joined_linear(width, (heads, shared, shared), each, draw, "heads")
+        ends = [0, *accumulate(count * each for count in (heads, shared, shared))]
+        qkv.joined = {name: range(*run) for name, run in zip("qkv", pairwise(ends), strict=True)}
+        return qkv
 
     def residual(self, inner: Layer) -> Residual:
         """Return a residual connection, x + inner(x)."""
@@ -476,28 +520,6 @@ def divided(whole: int, count: int, law: str) -> int:
         near = min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: abs(n - count))
         raise ConfigError(f"{count} {law}.", f"Nearest that does: {near}.")
     return whole // count
-
-
-def state_of(ops: Ops, x: Any, weight: Any, bias: Any, arena: Arena) -> Any:
-    """Return the state that `ops.linear` saves, without its product.
-
-    The product of no rows has the same state, but for its input.
-    """
-    _, state = ops.linear(x[:0], weight, bias, arena)
-    return with_input(state, x)
-
-
-def input_of(saved: Any) -> Any:
-    """Return the input in a linear operation's saved state.
-
-    The state is the input itself, or a tuple; the first entry of the tuple is again such a state.
-    """
-    return input_of(saved[0]) if isinstance(saved, tuple) else saved
-
-
-def with_input(saved: Any, x: Any) -> Any:
-    """Return a linear operation's saved state with its input replaced by x."""
-    return (with_input(saved[0], x), *saved[1:]) if isinstance(saved, tuple) else x
 
 
 def flat_rows(x):

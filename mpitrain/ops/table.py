@@ -42,6 +42,7 @@ class Ops(Protocol):
     add: Writes
     weighted_sum: Writes
     add_bias: Writes
+    dequantize: Writes
     gelu: Pair
     gelu_backward: Returns
     relu: Pair
@@ -244,6 +245,12 @@ OPERATIONS: Table[str, Operation] = Table(
             "add_bias": (
                 "a sum of rows, a bias and a residual",
                 "x:M,N b:N out:M,N|0 -> out",
+                "out",
+                1,
+            ),
+            "dequantize": (
+                "a weight of 8 bits as numbers",
+                "q%:N,K scale:N out:N,K|0 -> out",
                 "out",
                 1,
             ),

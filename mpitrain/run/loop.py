@@ -27,6 +27,7 @@ from mpitrain.run.resume import ResumeInfo, past
 from mpitrain.run.run_dir import CHECKPOINTS, METRICS, claim, look
 from mpitrain.run.trace_setup import Traced
 from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.transfer.adapters import of_adapters
 from mpitrain.run.watchdog import Watchdog
 from mpitrain.run.watching.tensorboard import TensorBoard
 from mpitrain.run.watching.watcher import Watcher
@@ -452,9 +453,11 @@ class _Run:
         trainer, began = self._trainer, time.perf_counter()
         with self._recorder.pausing("checkpoint"):
             trainer.sync_parameters()
+            kept = trainer.replication.kept()
+            base = trainer.begun_from if self._config.lora.rank else {}
             saved = save_load.save(
                 self._folder / CHECKPOINTS,
-                trainer.replication.kept(),
+                of_adapters(kept) if base else kept,
                 trainer.storage,
                 trainer.transport,
                 trainer.backend,
@@ -462,6 +465,7 @@ class _Run:
                 trainer.resolved.axes._asdict(),
                 trainer.replication.scalars(),
                 self._config.checkpoint.keep,
+                base,
             )
         self._saved_at, seconds = step, time.perf_counter() - began
         self._limit.saved(seconds)

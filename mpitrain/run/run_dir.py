@@ -66,7 +66,15 @@ RUNS = Path("runs")
 """The parent of run directories if run.out is empty."""
 WHOLE = "# All {} keys of a run of mpitrain."
 """The first line of config.toml in a run directory."""
-FIXED = ("model.", "optimizer.name", "optimizer.groups", "data.vocabulary")
+FIXED = (
+    "model.",
+    "lora.rank",
+    "lora.alpha",
+    "lora.targets",
+    "optimizer.name",
+    "optimizer.groups",
+    "data.vocabulary",
+)
 """The keys that must not change when a run resumes: other values mean another model."""
 
 
@@ -224,7 +232,8 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     )
     for key in ("data.source", "data.validation"):
         new[key] = absolute(new[key])  # The run directory has absolute paths.
-    new["run.init_from"] = _absolute_path(new["run.init_from"])
+    for key in ("run.init_from", "lora.init_from"):
+        new[key] = _absolute_path(new[key])
     new["data.mixture"] = _absolute(new["data.mixture"])
     new["pipeline.schedule"] = _schedule(new["pipeline.schedule"])
     for values in (old, new):  # The files may have moved.
@@ -439,6 +448,7 @@ def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict
     tables["run"]["out"], tables["layout"]["dp"] = ".", resolved.axes.dp
     tables["run"]["plugins"] = [*map(os.path.abspath, config.run.plugins)]
     tables["run"]["init_from"] = _absolute_path(config.run.init_from)
+    tables["lora"]["init_from"] = _absolute_path(config.lora.init_from)
     tables["data"]["source"], tables["data"]["validation"] = (
         absolute(config.data.source),
         absolute(config.data.validation),

@@ -142,7 +142,12 @@ class Trainer:
         def assigned() -> Chunks:
             config = self.config
             found = cut_in_chunks(
-                units, layers, stage_of, config.pipeline.partition, config.model.freeze
+                units,
+                layers,
+                stage_of,
+                config.pipeline.partition,
+                config.model.freeze,
+                config.lora,
             )
             check_rates(layers, config.model)
             check_groups(

@@ -184,6 +184,19 @@ def add_bias(kernels: Kernels, x, b, out, arena, residual=None):
     )
 
 
+def dequantize(kernels: Kernels, q, scale, out, arena):
+    """Write (q - 128) times the scale of each row to out."""
+    rows, columns = out.shape
+    kernels.launch(
+        "dequantize",
+        row_blocks(rows),
+        ROWS,
+        (rows, columns, q, scale, out),
+        macros=KINDS[out.dtype].macros,
+        fresh="y",
+    )
+
+
 def dropout(
     kernels: Kernels,
     numbers: Numbers,

@@ -36,6 +36,16 @@ def add_bias(x, b, out, arena, residual=None):
             y[...] = sums
 
 
+def dequantize(q, scale, out, arena):
+    """Write (q - 128) times the scale of each row to out, in blocks of rows.
+
+    q: (N, K) uint8; scale: (N,); out: (N, K)
+    """
+    for rows in row_blocks(out):
+        np.subtract(q[rows], 128, out=out[rows], dtype=out.dtype)
+        out[rows] *= scale[rows, None]
+
+
 def logits(x, w, b, arena):
     """Return the result of `linear`."""
     return linear(x, w, b, arena)

@@ -41,7 +41,7 @@ from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.layers.base import Gradients, Parameter, Weights
 from mpitrain.layers.fusion import Fusion
 from mpitrain.layers.initial import Draw, zeros
-from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear, flat_rows, state_of
+from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear, flat_rows
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 from mpitrain.parallel.grid import share
@@ -80,10 +80,10 @@ class Column(Linear):
         super().__init__(layers.ops, inputs, sum(map(len, runs)), draw, activation, bias)
         self._rows, self._runs, self._whole = layers.rows, runs, outputs
 
-    def parameters(self) -> list[Parameter]:
+    def _base(self) -> list[Parameter]:
         """Return this rank's rows of the weight and of the bias."""
         found = []
-        for p in super().parameters():
+        for p in super()._base():
             rest = p.shape[1:]
             slices = tuple(
                 (slice(run.start, run.stop), *(slice(0, length) for length in rest))
@@ -121,9 +121,7 @@ class Column(Linear):
         """Return this rank's summand of the input's gradient, and input of `backward_weight`."""
         saved = self._rows.regained(saved)
         lease = self._rows.lease((*dy.shape[:-1], self.inputs), dy.dtype)
-        _, pending = self.product_backward_input(
-            flat_rows(dy), w["weight"], saved, arena, flat_rows(lease.array)
-        )
+        _, pending = self._multiply_backward(w, flat_rows(dy), saved, arena, flat_rows(lease.array))
         return lease, pending
 
 
@@ -246,9 +244,9 @@ class RowParallelLinear(Linear):
             "relu": (layers.ops.relu, layers.ops.relu_backward),
         }[activation]
 
-    def parameters(self) -> list[Parameter]:
+    def _base(self) -> list[Parameter]:
         """Return this rank's columns of the weight, and the whole bias."""
-        (weight,) = super().parameters()
+        (weight,) = super()._base()
         columns = (slice(0, self.outputs), slice(self._run.start, self._run.stop))
         weight = weight._replace(shape=(self.outputs, self._whole), slices=(columns,))
         bias = Parameter("bias", (self.outputs,), zeros, decayed=False, holders="tp")
@@ -259,13 +257,14 @@ class RowParallelLinear(Linear):
 
     @property
     def fusion(self) -> Fusion:
-        return Fusion(adds_to_output=self.output_is_free, takes_gelu=self._is_parallel)
+        takes_gelu = self._is_parallel and not self.low_rank
+        return Fusion(adds_to_output=self.output_is_free, takes_gelu=takes_gelu)
 
     def forward(self, w: Weights, x: Any, arena: Arena, residual: Any = None) -> tuple[Any, Any]:
         if not self._is_parallel:
             x = _own(self._rows.group, x, arena)
         lease = self._rows.lease((*x.shape[:-1], self.outputs), x.dtype)
-        _, saved = self.ops.linear(flat_rows(x), w["weight"], None, arena, flat_rows(lease.array))
+        _, saved = self._multiply(w, flat_rows(x), None, arena, flat_rows(lease.array))
         self._rows.reduction(lease).run()
         if self._has_bias or residual is not None:
             sums, y = self._rows.ends(lease, arena)
@@ -283,7 +282,7 @@ class RowParallelLinear(Linear):
             return self.forward(w, x, arena)[1]
         if not self._is_parallel:
             x = _own(self._rows.group, x, arena)
-        return state_of(self.ops, flat_rows(x), w["weight"], None, arena), None
+        return self._state(w, flat_rows(x), None, arena), None
 
     def backward_input(
         self, w: Weights, dy: Any, saved: Any, arena: Arena, slope: Any = None
@@ -349,9 +348,9 @@ class ReplicatedLinear(FusedLinear):
     def __init__(self, layers: Layers, *arguments: Any):
         super().__init__(layers.ops, *arguments)
 
-    def parameters(self):
+    def _base(self):
         """Return the parameters, marked as replicated in the tensor-parallel group."""
-        return [p._replace(holders="tp") for p in super().parameters()]
+        return [p._replace(holders="tp") for p in super()._base()]
 
 
 class ReplicatedNorm(LayerNorm):

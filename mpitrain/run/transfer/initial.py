@@ -34,16 +34,17 @@ POSITIONS = "embedding.positions"
 """The tensor of which a run with a shorter model.context takes the first rows."""
 
 
-def open_initial(config: Config, vocabulary: int) -> Initial:
+def open_initial(config: Config, vocabulary: int, saved: Path | None = None) -> Initial:
     """Locate the model of run.init_from; not collective.
 
     vocabulary  of the data
+    saved       the checkpoint to read of a run; None: the newest
     raises      ConfigError if it is another model than the configuration says; CheckpointError if
                 it is damaged
     """
     folder = Path(config.run.init_from)
     if is_run(folder):
-        saved = newest(folder / CHECKPOINTS)
+        saved = saved or newest(folder / CHECKPOINTS)
         found = Initial(saved, determined(folder), parameters(saved), [MANIFEST])
     else:
         found = format_of(folder).read(folder)
