@@ -61,7 +61,10 @@ def with_keys_of_folder(tables: Mapping[str, Any]) -> Mapping[str, Any]:
         return tables
     if set(OF_RUN) <= set(model):
         return tables
-    found = determined(Path(name))
+    try:
+        found = determined(Path(name))
+    except ValueError:  # No path can have this name, and the check of keys says so.
+        return tables
     given = {f"model.{key}": value for key, value in model.items()}
     check_keys(name, found, given)
     return with_keys(tables, found)
