@@ -333,7 +333,14 @@ def _note_tokenizer(run: Directory, config: Config, has_begun: bool) -> None:
         return
     tokenizer = tokenizer_of(names)
     if config.run.init_from and not has_begun:
-        tokenizer = tokenizer or _tokenizer_in(Path(config.run.init_from))
+        of_model = _tokenizer_in(Path(config.run.init_from))
+        if tokenizer and of_model and tokenizer != of_model:
+            print(
+                f"note: {', '.join(names)} and {config.run.init_from} have different tokenizers.",
+                file=sys.stderr,
+                flush=True,
+            )
+        tokenizer = tokenizer or of_model
     if not tokenizer:
         return
     if run.facts(TOKENIZER):
