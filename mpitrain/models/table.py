@@ -69,6 +69,7 @@ MODELS: Table[str, Model] = Table(
             depth=keys.layers,
             tied=keys.tied,
             dropout=keys.dropout,
+            attention_dropout=keys.attention_dropout,
         ),
         takes="tokens",
         help="for tokens",
