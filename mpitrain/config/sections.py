@@ -238,6 +238,13 @@ class Model(Section):
         description="rate of dropout in training: {rows}; a multiple of 1/65536. The random bits "
         "depend on run.seed, step, row and layer, but not on the layout",
     )
+    attention_dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="gpt: rate of dropout of the attention probabilities in training. cuda and "
+        "cuda-sim compute such attention without tensor cores",
+    )
     channels: list[Annotated[int, Field(ge=1)]] = Field(
         [16, 32],
         description="cnn: channels of each convolution's output; ReLU and a max-pooling follow",

@@ -280,12 +280,17 @@ class Embedding:
 
 
 class Attention:
-    """Causal multi-head attention, (B, T, 3C) -> (B, T, C), without parameters."""
+    """Causal multi-head attention, (B, T, 3C) -> (B, T, C), without parameters.
+
+    heads  of this rank, `first` and following of `every` heads
+    drop   dropout of the probabilities, or None
+    """
 
     output_is_free = False
 
-    def __init__(self, ops: Ops, heads: int):
-        self.ops, self.heads = ops, heads
+    def __init__(self, ops: Ops, heads: int, drop: Dropout | None = None):
+        self.ops, self.heads, self.drop = ops, heads, drop
+        self.first, self.every = 0, heads
 
     def parameters(self):
         """Return no parameters."""
@@ -295,6 +300,12 @@ class Attention:
         return (*shape[:-1], shape[-1] // 3)
 
     def forward(self, w, x, arena):
+        if self.drop and self.drop.layers.now.trains:
+            now = self.drop.layers.now
+            first = now.row * self.every + self.first
+            return self.ops.attention_dropout(
+                x, self.heads, self.drop.key, now.step, first, self.every, self.drop.rate, arena
+            )
         return self.ops.attention(x, self.heads, arena)
 
     def forward_next(self, w, x, past, arena):
@@ -303,7 +314,9 @@ class Attention:
         return self.ops.attention_next(x, keys, values, past.lengths, self.heads, arena)
 
     def backward_input(self, w, dy, saved, arena):
-        return self.ops.attention_backward(dy, saved, arena), None
+        ops = self.ops
+        backward = ops.attention_dropout_backward if self.drop else ops.attention_backward
+        return backward(dy, saved, arena), None
 
     def backward_weight(self, pending, dw, arena):
         """Do nothing: there are no parameters."""
@@ -437,9 +450,12 @@ class Plain:
         """Return a layer with dropout of its output; the layer itself if the rate is 0."""
         return Dropped(layer, self.dropout(rate, columns)) if rate else layer
 
-    def attention(self, width: int, heads: int, kv_heads: int | None = None) -> Layer:
+    def attention(
+        self, width: int, heads: int, kv_heads: int | None = None, dropout: float = 0.0
+    ) -> Layer:
         """Return causal attention, (B, T, 3 width) to (B, T, width).
 
+        dropout  rate of dropout of the probabilities
         raises  ConfigError if heads do not divide width, or differ from kv_heads
         """
         divided(width, heads, f"heads do not divide a width of {width}")
@@ -450,7 +466,10 @@ class Plain:
                 "Leave kv_heads out, or use an attention layer of your own after `qkv`.",
             )
         self.made.add("attention")
-        attention = self._attention(self._source, heads)
+        if dropout:
+            self.made.add("attention dropout")
+        drop = self.dropout(dropout) if dropout else None
+        attention = self._attention(self._source, heads, drop)
         return Recomputed(attention) if self.memory.recompute == "attention" else attention
 
     def column_linear(

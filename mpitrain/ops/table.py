@@ -58,6 +58,8 @@ class Ops(Protocol):
     attention_next: Returns
     attention_backward: Returns
     dropout: Returns
+    attention_dropout: Pair
+    attention_dropout_backward: Returns
     conv2d: Pair
     conv2d_backward_input: Returns
     conv2d_backward_weight: Writes
@@ -353,6 +355,26 @@ OPERATIONS: Table[str, Operation] = Table(
                 1,
             ),
         },
+    ),
+    **_built_in(
+        reference.dropout,
+        host.attention,
+        cuda.attention,
+        {
+            "attention_dropout": (
+                "causal attention with random zeros",
+                "qkv:B,T,3HD heads=H key=(5,3) step=2 first=7 every=11 rate=0.25 -> y:B,T,HD saved",
+                "y",
+                1,
+            ),
+            "attention_dropout_backward": (
+                "gradient of attention_dropout",
+                "dy:B,T,HD saved@attention_dropout|B,T,4HD -> dqkv:B,T,3HD",
+                "dqkv",
+                3,
+            ),
+        },
+        products={"attention_dropout": "2BTTHD", "attention_dropout_backward": "4BTTHD"},
     ),
     **_built_in(
         # I rows and J columns of B images, F channels to G; kernels of S x S, windows of P x P.

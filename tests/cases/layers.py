@@ -303,6 +303,35 @@ def check_next(
         np.testing.assert_array_equal(values(cache), truth)
 
 
+def check_dropped_attention(
+    kernels: Kernels, b: int, t: int, h: int, d: int, dtype: str = "float32", shifted: bool = False
+) -> None:
+    """Attention with dropout of its probabilities, of some heads of a batch's sequences."""
+    ops, arena = bodies.cuda(kernels), Arena()
+    qkv, dy = (
+        stored(numbers(1, b, t, 3 * h * d), dtype, shifted),
+        stored(numbers(2, b, t, h * d), dtype, shifted),
+    )
+    given = (5, 2**40 + 3), 2**35 + 1, 2**20 + 3, h + 2, 0.3
+    y, saved = ops.attention_dropout(qkv, h, *given, arena)
+    true_y, true_saved = reference.attention_dropout(values(qkv), h, *given, None)
+    assert_close(y, true_y, dtype, "y")
+    assert_close(
+        ops.attention_dropout_backward(dy, saved, arena),
+        reference.attention_dropout_backward(values(dy), true_saved, None),
+        dtype,
+        "dqkv",
+    )
+
+
+def dropped_attentions() -> Iterator[Callable]:
+    """attention_dropout."""
+    for b, t, h in ((1, 1, 1), (2, 5, 3), (0, 5, 1), (1, 33, 2), (2, 130, 2)):
+        yield partial(check_dropped_attention, b=b, t=t, h=h, d=4, shifted=t == 33)
+    for dtype in ("float64", "bfloat16"):
+        yield partial(check_dropped_attention, b=1, t=40, h=2, d=16, dtype=dtype)
+
+
 def check_no_sequences(kernels: Kernels, dtype: str, d: int) -> None:
     """Attention of no sequences is none, and so is its gradient."""
     ops, qkv = bodies.cuda(kernels), stored(numbers(1, 0, 5, 3 * d), dtype)

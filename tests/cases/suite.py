@@ -15,6 +15,7 @@ SUITE: dict[str, tuple[Callable[[], Iterator[Callable]], ...]] = {
     "layer_norm": (layers.norms, askew),
     "embedding": (layers.embeddings, askew),
     "attention": (layers.attentions,),
+    "attention_dropout": (layers.dropped_attentions,),
     "attention_dots": (layers.attentions,),
     "attention_next": (layers.next_attentions,),
     "attention_tensor": (layers.tensor_attentions,),

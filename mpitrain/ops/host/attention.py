@@ -5,10 +5,14 @@ B batch, T tokens, C channels. `saved` is the state of the body that ran, and kn
 H heads, D = C / H; W tokens that a cache has room for; Q queries of a block.
 """
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from mpitrain.ops.host import attention_tiled, attention_whole
 from mpitrain.ops.host.blocks import rounds
+from mpitrain.ops.random_bits import AttentionMask
 
 # From this many tokens on, tiles are at least as fast as saved exponentials, in far less memory.
 TILED_FROM = 512
@@ -19,8 +23,7 @@ QUERIES = 64
 
 def attention(qkv, heads, arena):
     """Return (y, saved), in tiles from TILED_FROM tokens on.    qkv: (B, T, 3C); y: (B, T, C)"""
-    body = attention_tiled if qkv.shape[1] >= TILED_FROM else attention_whole
-    return body.attention(qkv, heads, arena)
+    return _body(qkv).attention(qkv, heads, arena)
 
 
 def attention_backward(dy, saved, arena):
@@ -85,9 +88,38 @@ def _attend(q, keys, values, firsts, out, arena):
     np.divide(np.matmul(exp, values[:, :, :seen]), sums, out=out)
 
 
+def attention_dropout(qkv, heads, key, step, first, every, rate, arena):
+    """Return (y, saved) as `attention`, with dropout of the probabilities."""
+    return _dropping(_body)(qkv, heads, key, step, first, every, rate, arena)
+
+
+attention_dropout_backward = attention_backward
+
+
+def _body(qkv: Any) -> Any:
+    return attention_tiled if qkv.shape[1] >= TILED_FROM else attention_whole
+
+
+def _dropping(body: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return attention with dropout.    body: (qkv) -> the module of the body"""
+
+    def run(qkv, heads, key, step, first, every, rate, arena):
+        mask = AttentionMask(key, step, first, every, rate, qkv.shape[1])
+        return body(qkv).attended(qkv, heads, mask, arena)
+
+    return run
+
+
+class Forwards(NamedTuple):
+    """The two forwards of a memory.attention."""
+
+    attention: Callable[..., Any]
+    attention_dropout: Callable[..., Any]
+
+
 FORWARDS = {
-    "auto": attention,
-    "tiled": attention_tiled.attention,
-    "whole": attention_whole.attention,
+    "auto": Forwards(attention, attention_dropout),
+    "tiled": Forwards(attention_tiled.attention, _dropping(lambda qkv: attention_tiled)),
+    "whole": Forwards(attention_whole.attention, _dropping(lambda qkv: attention_whole)),
 }
-"""The forward of each memory.attention."""
+"""The forwards of each memory.attention."""

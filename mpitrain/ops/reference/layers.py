@@ -231,13 +231,18 @@ def attention(qkv, heads, arena):
     qkv  (B, T, 3C): queries, keys and values side by side, each with its heads side by side
     y    (B, T, C)
     """
+    return attended(qkv, heads, 1)
+
+
+def attended(qkv, heads, mask):
+    """Return (y, saved) of attention whose probabilities are multiplied by a mask, (B, H, T, T)."""
     q, k, v = _heads(qkv, heads)
     scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1], dtype=qkv.dtype)
     scores = np.where(np.tri(qkv.shape[1], dtype=bool), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    y = (weights @ v).swapaxes(1, 2).reshape(*qkv.shape[:2], qkv.shape[2] // 3)
-    return y, (qkv, weights)
+    y = (weights * mask @ v).swapaxes(1, 2).reshape(*qkv.shape[:2], qkv.shape[2] // 3)
+    return y, (qkv, weights, mask)
 
 
 def attention_next(qkv, keys, values, past, heads, arena):
@@ -267,18 +272,18 @@ def attention_next(qkv, keys, values, past, heads, arena):
 
 def attention_backward(dy, saved, arena):
     """Return dqkv.    dy: (B, T, C); dqkv: (B, T, 3C)"""
-    qkv, weights = saved
+    qkv, weights, mask = saved
     heads = weights.shape[1]
     q, k, v = _heads(qkv, heads)
     d = dy.reshape(*dy.shape[:2], heads, v.shape[-1]).swapaxes(1, 2)
-    dweights = d @ v.swapaxes(-1, -2)
+    dweights = d @ v.swapaxes(-1, -2) * mask
     dscores = weights * (dweights - (dweights * weights).sum(-1, keepdims=True))
     dscores /= np.sqrt(q.shape[-1], dtype=qkv.dtype)
     dqkv = np.empty_like(qkv)
     dq, dk, dv = _heads(dqkv, heads)
     dq[...] = dscores @ k
     dk[...] = dscores.swapaxes(-1, -2) @ q
-    dv[...] = weights.swapaxes(-1, -2) @ d
+    dv[...] = (weights * mask).swapaxes(-1, -2) @ d
     return dqkv
 
 

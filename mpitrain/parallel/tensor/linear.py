@@ -39,6 +39,7 @@ from mpitrain.collectives.activations import ActivationBuffer
 from mpitrain.collectives.group import Group
 from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.layers.base import Gradients, Parameter, Weights
+from mpitrain.layers.dropout import Dropout
 from mpitrain.layers.fusion import Fusion
 from mpitrain.layers.initial import Draw, zeros
 from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear, flat_rows
@@ -325,9 +326,10 @@ class Head(Column):
 class HeadAttention(Attention):
     """Causal attention of this rank's heads, over whole sequences."""
 
-    def __init__(self, layers: Layers, heads: int):
-        super().__init__(layers.ops, len(own_run(layers.rows.group, heads, "heads")))
-        self._rows = layers.rows
+    def __init__(self, layers: Layers, heads: int, drop: Dropout | None = None):
+        mine = own_run(layers.rows.group, heads, "heads")
+        super().__init__(layers.ops, len(mine), drop)
+        self._rows, self.first, self.every = layers.rows, mine.start, heads
 
     def output_shape(self, shape):
         return self._rows.as_sequences(super().output_shape(shape))
