@@ -49,6 +49,8 @@ class Transformers:
             tie_word_embeddings=model.tied,
         )
         self.model: Any = GPT2LMHeadModel(settings).eval()
+        dtype = next(iter(tensors.values())).dtype
+        self.model.to(getattr(torch, dtype.name))
         own = self.model.state_dict()
         for name, array in renamed(tensors).items():
             own[name].copy_(torch.from_numpy(np.ascontiguousarray(array)))
