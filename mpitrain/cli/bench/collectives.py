@@ -10,6 +10,7 @@ from mpitrain.cli import Group
 from mpitrain.cli.bench.bandwidth import command as bandwidth
 from mpitrain.cli.bench.fit import fit
 from mpitrain.cli.bench.gemm import gemm
+from mpitrain.cli.bench.generate import command as generate
 from mpitrain.cli.bench.kernels import kernels, launch
 from mpitrain.cli.bench.options import Bytes, against_options, compared, table_options
 from mpitrain.cli.bench.pairs import command as pairs
@@ -41,6 +42,7 @@ def command() -> None:
 
 
 command.add_command(train, "train")
+command.add_command(generate)
 command.add_command(kernels)
 command.add_command(gemm)
 command.add_command(launch)

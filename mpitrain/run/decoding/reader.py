@@ -33,6 +33,10 @@ class Reader:
         """Whether there is a key-value cache."""
         return self._decoder is not None
 
+    def without_cache(self) -> "Reader":
+        """Return a reader of the same model that reads whole windows."""
+        return Reader(None, self._asked, self._row)
+
     def read(self, windows: Sequence[Sequence[int]], context: int) -> np.ndarray | None:
         """Return the logits after the last token of each window, (sequences, V) float64.
 
