@@ -36,8 +36,8 @@ from mpitrain.errors import ConfigError, TrainingError, on_every_rank, visible
 def command(run: Path, tasks_file: Path | None, json_file: Path | None, **options: Any) -> None:
     """Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source.
 
-    The accuracies on tasks are those of lm-evaluation-harness: acc takes the choice with the
-    largest log-likelihood, acc_norm divides by the bytes of each choice.
+    The accuracies on tasks are those of lm-evaluation-harness. acc takes the choice with the
+    largest log-likelihood; acc_norm divides by the bytes of each choice.
     """
     if tasks_file and (options["data"] is not None or options["rows"] is not None):
         raise click.UsageError("--tasks takes no held-out rows. Leave out --data and --rows.")
