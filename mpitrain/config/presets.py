@@ -86,7 +86,7 @@ PRESETS: Mapping[str, Preset] = {
         },
     ),
     "gpt2-124m": Preset("GPT-2 small", _gpt2(12, 768, 12, 6e-4)),
-    # The learning rate of GPT-3 medium: Brown et al. 2020, table 2.1.
+    # Brown et al. 2020 give this learning rate for GPT-3 medium, in table 2.1.
     "gpt2-350m": Preset("GPT-2 medium", _gpt2(24, 1024, 16, 3e-4)),
 }
 """{name: preset}; a new preset needs only a row."""

@@ -72,14 +72,6 @@ class Trainer:
         The mode of data parallelism.
     grid : Grid
         The device mesh: this rank's coordinates, and a group of ranks along each axis.
-    pipe : Pipeline
-        The pipeline of stages; without layout.pp it has one stage.
-    arena : Arena
-        The memory pool of activations.
-    counted : Step
-        Activations and FLOPs of a step on this rank, as `build` counts them beforehand.
-    begun_from : dict
-        Folder and digests of the initial parameters, if `build` read them from run.init_from.
 
     Raises
     ------
@@ -98,7 +90,9 @@ class Trainer:
         config: Config | Resolved,
         loss: Loss | None = None,
     ):
+        # Activations and FLOPs of a step on this rank, as `build` counts them beforehand.
         self.counted = Step()
+        # Folder and digests of the initial parameters, if `build` read them from run.init_from.
         self.begun_from: dict[str, Any] = {}
         self.resolved = resolved = (
             config if isinstance(config, Resolved) else resolve(transport, config)
@@ -498,6 +492,24 @@ class Trainer:
                 )
             )
         return loss / count, right / count
+
+    def row_losses(self, inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """Return the summed loss of each row, (rows,) float64, on ranks that report it; collective."""
+        targets = self._indices.targets(targets, inputs.shape, self._logits_shape, "a batch")
+        flat = self.backend.from_host(targets).reshape(-1)
+        found, length = np.zeros(len(inputs)), inputs.shape[1]
+        logits = self._asked(inputs)
+        if logits is None:
+            return found
+        for mine, some in sliced(logits, self.arena):
+            first = mine.start or 0
+            stop = first + len(some)
+            # A slice may begin or end within a row.
+            for row in range(first // length, -(-stop // length)):
+                low, high = max(first, row * length), min(stop, (row + 1) * length)
+                part = some[low - first : high - first]
+                found[row] += float(self._loss.value(part, flat[low:high], self.arena))
+        return found
 
     def _losses(self, source: Source, rows: Sequence[int]) -> tuple[float, int, int]:
         """Return summed loss, correct predictions and predictions that count, of held-out rows."""

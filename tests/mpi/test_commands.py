@@ -1,6 +1,7 @@
 """The commands as a user runs them, on several ranks: results, files, exit codes, interruptions, mistakes."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -120,6 +121,27 @@ def test_a_run_leaves_what_it_promises(ranks, tmp_path):
     assert [line["ended"] for line in lines] == ["tokens"] * 2
     refused = launch(ranks, *several, "--stop=", cwd=tmp_path)
     assert refused.returncode == 2 and refused.stderr.count("ConfigError") == 1, refused.stderr
+
+
+def test_eval_scores_tasks_and_refuses_a_malformed_line_on_all_ranks(tmp_path):
+    done = mpitrain("train", "--out", "run", *TINY, "--set", "run.steps=1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    task = {"context": "The ", "choices": ["cat", "dog"], "answer": 0}
+    (tmp_path / "tasks").write_text(f"{json.dumps(task)}\n{json.dumps({**task, 'answer': 1})}\n")
+    words = ("eval", "run", "--json", "scores.json")
+    done = launch(2, *words, "--tasks", "tasks", cwd=tmp_path)
+    assert done.returncode == 0 and "acc 50.0% +- 50.0%" in done.stdout, done.stderr
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert scores["count"] == 2 and scores["acc"] == scores["acc_norm"] == 0.5
+    assert scores["log_likelihoods"][0] == scores["log_likelihoods"][1]
+    with (tmp_path / "tasks").open("a") as file:
+        file.write("{}\n")
+    done = launch(2, *words, "--tasks", "tasks", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("Line 3 of tasks") == 1, done.stderr
+    done = mpitrain(*words, cwd=tmp_path)
+    written = json.loads((tmp_path / "scores.json").read_text())
+    assert math.isclose(written["perplexity"], math.exp(written["loss"]))
+    assert f"perplexity {written['perplexity']:.4g}" in done.stdout
 
 
 def test_evaluating_a_diverged_model_fails_with_one_error(tmp_path):
