@@ -212,6 +212,11 @@ class Data(Section):
         description="one turn of a conversation of {rows} as text; the content of the role "
         "assistant, and the text behind it, are trained on",
     )
+    packing: bool = Field(
+        False,
+        description="pack several conversations of {rows} into a row to train on, as many as fit "
+        "model.context. Attention crosses their borders. Held-out rows have one each",
+    )
 
 
 class Model(Section):

@@ -88,7 +88,7 @@ SOURCES: Table[str, SourceKind] = Table(
         reads=WINDOWS,
     ),
     jsonl=SourceKind(
-        open_jsonl, "tokens", ":FILE", "conversations", is_text=True, reads=("template",)
+        open_jsonl, "tokens", ":FILE", "conversations", is_text=True, reads=("template", "packing")
     ),
     mixture=SourceKind(
         _open_mixture, "tokens", help="of data.mixture", reads=("separator", "mixture", "dtype")
@@ -220,9 +220,10 @@ def amounts(source: Source | Unopened) -> dict[str, int]:
     """
     if isinstance(source, InstructionSource):
         return {
-            "conversations": source.samples,
+            "conversations": source.conversations,
             "held_out_conversations": source.held_out,
             "cut_conversations": source.cut,
+            **({"packed_rows": source.samples} if source.is_packed else {}),
         }
     if isinstance(source, TokenSource | MixtureSource):
         return {

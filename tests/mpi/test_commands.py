@@ -704,6 +704,20 @@ def test_a_picture_is_drawn_or_refused_once_however_many_ranks_are_started(tmp_p
     )
 
 
+def test_ranks_prepare_the_files_of_one_process_and_refuse_together(tmp_path):
+    (tmp_path / "in.txt").write_text("Once upon a time.\n" * 200_000)
+    words = ["data", "prepare", "in.txt", "--tokenizer", "bytes", "--out"]
+    assert mpitrain(*words, "one", cwd=tmp_path).returncode == 0
+    done = launch(3, *words, "three", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.count("separator") == 1, done.stderr
+    for name in ("train.bin", "val.bin", "meta.json", "tokenizer.json"):
+        assert (tmp_path / "three" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+    for more in (["--workers", "2"], ["--separator", "999"]):
+        refused = launch(3, *words, "other", *more, cwd=tmp_path)
+        assert refused.returncode == 2 and refused.stderr.count("Error: ") == 1, refused.stderr
+        assert "Traceback" not in refused.stderr
+
+
 def test_a_closed_pipe_or_a_plain_locale_is_no_traceback(tmp_path):
     tail = shell(
         f"{sys.executable} -m mpitrain train --out a {' '.join(TINY)} | head -n 2", cwd=tmp_path

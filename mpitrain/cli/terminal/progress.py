@@ -194,6 +194,9 @@ def amounts(config: Config, record: dict[str, Any]) -> str:
         unit, there = "conversations", record["conversations"]
         extent = f"{record['cut_conversations']:,} cut after model.context"
         held_out = f"{record['held_out_conversations']:,} held out (the last tenth)"
+        if "packed_rows" in record:
+            extent = f"{there:,} conversations packed, {extent}"
+            unit, there = "rows", record["packed_rows"]
     else:
         return ""
     epochs = steps * size / there
