@@ -1,6 +1,7 @@
 """The MPI session of a command: connects the ranks, and ends them together or aborts the job."""
 
 import faulthandler
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -61,10 +62,26 @@ def mpi_session(
     faulthandler.dump_traceback_later(min(seconds, LONGEST), exit=True, file=2)
     transport = recorded(connect, recorder)
     faulthandler.cancel_dump_traceback_later()
+    _count_local_ranks(transport, kind)
     with ending_together(transport):
         if not allow_alone:
             refuse_strangers(transport)
         yield transport
+
+
+def _count_local_ranks(transport: "Transport", kind: Callable[[], str]) -> None:
+    """Share out GPUs, cores and the screen if the launcher is unknown: by the hosts of the ranks.
+
+    Such a launcher sets no variable of the local rank, so each rank took itself for the only one.
+    """
+    if process.launched().launcher != "none" or transport.size == 1:
+        return
+    own = transport.hosts[transport.rank]
+    with suppress(MpitrainError, OSError):
+        process.choose_gpu(kind(), transport.hosts[: transport.rank].count(own))
+    process.lower_blas_threads(transport.hosts.count(own))
+    if transport.rank > 0:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def configured_of(folder: Path, settings: list[str]) -> Callable[[], Any]:

@@ -335,8 +335,8 @@ def test_a_bar_is_not_held_back_on_a_terminal(monkeypatch):
         ),
         (["launch", "-n", "2", "--dry-run", "train", "--dp", "2"], "-m mpitrain train --dp 2"),
         (
-            ["launch", "-n", "4", "--hostfile", "h", "--", "train"],
-            "No such option: --hostfile. Those of mpirun",
+            ["launch", "-n", "4", "--mca", "a", "b", "--", "train"],
+            "No such option: --mca. Those of mpirun",
         ),
     ],
 )
