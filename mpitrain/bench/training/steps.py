@@ -348,15 +348,17 @@ def block_rows(results: Sequence[Result]) -> list[Block]:
 
 def write_json(
     path: Path,
-    device: str,
+    header: dict[str, Any],
     results: Sequence[Result],
     kinds: Sequence[tuple[str, float, float]] = (),
 ) -> None:
     """Write every side's blocks and losses; the first result is ours.
 
-    kinds  of unit: (kind, seconds of a step, seconds of its bare products)
+    header  facts about the machine
+    kinds   of unit: (kind, seconds of a step, seconds of its bare products)
     """
-    found: dict[str, Any] = {"device": device, "sides": [each._asdict() for each in results]}
+    sides = [each._asdict() for each in results]
+    found: dict[str, Any] = {"header": header, "device": header["device"], "sides": sides}
     if kinds:
         found["kinds"] = [
             {"kind": kind, "step_s": seconds, "products_s": bare} for kind, seconds, bare in kinds

@@ -1,5 +1,6 @@
 """`mpitrain bench train`: measures training steps, in turns with other settings or with PyTorch."""
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -203,6 +204,7 @@ def _measure(
     json_file: Path | None,
     csv_file: Path | None,
 ) -> None:
+    from mpitrain.bench.collectives.header import header
     from mpitrain.bench.collectives.table import write_csv
     from mpitrain.bench.training.bare_products import BareProducts
     from mpitrain.bench.training.stages import stage_rows, stage_table
@@ -259,6 +261,7 @@ def _measure(
     for side in sides:
         side.close()
     outputs = Outputs()
+    facts = header(transport, "train", config.device.kind, sys.argv[1:])
     if transport.rank == 0:
         if config.replication.algorithm == "auto" and (
             advice := foreign(job.trainer.resolved.tuning, transport.hosts)
@@ -280,7 +283,7 @@ def _measure(
             click.echo("\n" + "\n".join(stage_table(of_stages)))
         if json_file:
             with outputs.to(json_file):
-                write_json(json_file, config.device.kind, results, kinds)
+                write_json(json_file, facts, results, kinds)
         if csv_file:
             with outputs.to(csv_file):
                 write_csv(csv_file, block_rows(results))
