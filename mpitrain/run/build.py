@@ -138,9 +138,7 @@ def build(
         opened.append(found := source or _source(resolved.config, largest))
         check_data(resolved.config.model.kind, found.form, name)
         config, axes, plan, *_, device = resolved
-        rooms.append(check_memory(transport, config, found, axes, len(plan.stage_of), device))
-        count(resolved)
-        listed = {"inputs": found.inputs, "classes": found.classes, "held_out": found.held_out}
+        listed: dict[str, int] = {}
         if config.run.init_from and not checkpoint:
             initial.append(one := open_initial(config, found.inputs))
             listed["run.init_from"] = one.fingerprint
@@ -150,7 +148,14 @@ def build(
         if config.lora.init_from and not checkpoint:
             adapters.append(own := open_adapter(config))
             listed["lora.init_from"] = own[0].fingerprint
-        return listed
+        rooms.append(check_memory(transport, config, found, axes, len(plan.stage_of), device))
+        count(resolved)
+        return {
+            **listed,
+            "inputs": found.inputs,
+            "classes": found.classes,
+            "held_out": found.held_out,
+        }
 
     resolved = resolve(transport, given, facts)
     (source,) = opened
