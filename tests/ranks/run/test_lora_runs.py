@@ -186,3 +186,84 @@ def test_merged_parameters_compute_the_same_logits(base, adapted, tmp_path):
     with pytest.raises(ConfigError, match=r"lora\.rank"):
         export(base / "run", "peft", tmp_path / "none", "float64", 10**9, [])
     assert configuration(adapted).lora.targets == ["c_attn", "c_fc", "mlp.c_proj"]
+
+
+INT8 = ["lora.base=int8", "model.layers=2", "model.width=16", "model.heads=2", "model.context=16"]
+LAYOUTS = {
+    "tp": (2, "layout.tp=2"),
+    "sequence": (2, "layout.tp=2 layout.sequence_parallel=true"),
+    "zero 3": (3, "replication.zero=3"),
+    "pp": (2, "layout.pp=2"),
+    "server": (2, "replication.mode=server"),
+    "recomputed": (1, "memory.recompute=unit"),
+}
+
+
+def stepped(transport, config):
+    """Losses of 3 steps, elements of frozen parameters, and all tensors."""
+    trainer, source, _ = build(transport, config)
+    losses = []
+    for index in range(3):
+        own = None
+        for number in trainer.replication.steps(index, lambda: False):
+            own = trainer.step(number, *trainer.replication.batch(source, number))
+        losses.append(trainer.replication.outcome(index, own).loss)
+    tensors = {} if trainer.grid.is_server else trainer.tensors()
+    frozen = sum(entry.stop - entry.start for entry in trainer.storage.frozen.entries)
+    return np.array(losses), frozen, tensors
+
+
+@pytest.mark.parametrize("compute", ("float64", "bfloat16"))
+def test_a_base_of_8_bits_trains_in_every_layout_as_on_one_rank(base, compute):
+    settings = [*FLAT, *LORA, f"run.init_from={base / 'gpt2'}", f"precision.compute={compute}"]
+    ((truth, _, whole),) = run_ranks(1, stepped, configured(*settings))
+    ((alone, _, coded),) = run_ranks(1, stepped, configured(*settings, *INT8))
+    assert 0 < np.abs(alone / truth - 1).max() < 0.02
+    for name, tensor in whole.items():
+        most = np.abs(tensor).max(1)[:, None] / 127 if tensor.ndim == 2 else 0
+        if not is_adapter(name) and "embedding" not in name and "head" not in name:
+            assert np.all(
+                np.abs(coded[name] - tensor) <= 0.51 * most + 1e-2 * (compute != "float64")
+            )
+    for name, (ranks, layout) in LAYOUTS.items():
+        if name == "server" and compute != "float64":
+            continue
+        config = configured(*settings, *INT8, *layout.split())
+        for found, *_ in run_ranks(ranks, stepped, config):
+            limit = 1e-9 if compute == "float64" else 1e-2
+            assert np.abs(found / alone - 1).max() <= limit, name
+
+
+def test_a_base_of_8_bits_needs_a_byte_for_each_weight_and_is_close(base, adapted):
+    chosen = [*FLAT, *LORA, f"run.init_from={base / 'gpt2'}", "precision.compute=float32"]
+    ((_, numbers, _),) = run_ranks(1, stepped, configured(*chosen))
+    ((_, coded, _),) = run_ranks(1, stepped, configured(*chosen, "lora.base=int8"))
+    # Of each block: qkv, out, up and down; a byte each, and 4 bytes for each output.
+    elements = 2 * (48 * 16 + 16 * 16 + 64 * 16 + 16 * 64)
+    outputs = 2 * (48 + 16 + 64 + 16)
+    assert 4 * (numbers - coded) == 4 * elements - (elements + 4 * outputs)
+    (truth,) = run_ranks(1, evaluated, adapted)
+    (found,) = run_ranks(1, evaluated, adapted, ["lora.base=int8"])
+    assert 0 < np.abs(found - truth).max() <= 0.01 * np.abs(truth).max()
+
+
+@pytest.mark.compile
+def test_kernels_of_the_simulator_decode_the_base_as_the_host_does(base):
+    settings = [*FLAT, *LORA, *INT8, f"run.init_from={base / 'gpt2'}"]
+    ((truth, *_),) = run_ranks(1, stepped, configured(*settings))
+    ((found, *_),) = run_ranks(1, stepped, configured(*settings, "device.kind=cuda-sim"))
+    assert np.abs(found - truth).max() <= 1e-9
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        (["lora.base=int8"], ("lora.rank", "0")),
+        (["lora.base=int8", "lora.rank=2"], ("run.init_from",)),
+        (["lora.base=int4"], ("lora.base",)),
+    ],
+)
+def test_a_base_of_8_bits_is_refused_without_its_model(settings, words):
+    with pytest.raises(ConfigError) as raised:
+        configured(*FLAT, *settings)
+    assert all(word in str(raised.value) for word in words)
