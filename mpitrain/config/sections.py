@@ -147,6 +147,11 @@ class Run(Section):
         description="record the last actions of each rank in trace/ of the run directory, for "
         "`mpitrain report`",
     )
+    tensorboard: bool = Field(
+        False,
+        description="write the numbers of metrics.jsonl as TensorBoard event files, too, to "
+        "tensorboard/ of the run directory",
+    )
     on_nonfinite: Literal["stop", "skip"] = Field(
         "stop",
         description="reaction to a loss or gradient that is not finite; stop: end the run, skip: "
@@ -172,7 +177,7 @@ class Data(Section):
         0,
         ge=0,
         description="vocabulary size for {rows}; 0: the largest token in the file + 1. Text "
-        "always has 256",
+        "has at least 256",
     )
     dtype: Literal["auto", "uint16", "uint32"] = Field(
         "auto",
@@ -207,6 +212,11 @@ class Data(Section):
         description="one turn of a conversation of {rows} as text; the content of the role "
         "assistant, and the text behind it, are trained on",
     )
+    packing: bool = Field(
+        False,
+        description="pack several conversations of {rows} into a row to train on, as many as fit "
+        "model.context. Attention crosses their borders. Held-out rows have one each",
+    )
 
 
 class Model(Section):
@@ -232,6 +242,13 @@ class Model(Section):
         lt=1,
         description="rate of dropout in training: {rows}; a multiple of 1/65536. The random bits "
         "depend on run.seed, step, row and layer, but not on the layout",
+    )
+    attention_dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="gpt: rate of dropout of the attention probabilities in training. cuda and "
+        "cuda-sim compute such attention without tensor cores",
     )
     channels: list[Annotated[int, Field(ge=1)]] = Field(
         [16, 32],

@@ -164,7 +164,7 @@ def read(folder: Path) -> Initial:
         tensors = _matched(found, there)
     rates = {key: rate for key in DROPOUT if (rate := getattr(found, key))}
     said = ", ".join(f"{key} {rate:g}" for key, rate in rates.items())
-    notes = [f"{folder} was trained with dropout ({said}); this run has none"] if rates else []
+    notes = [f"the dropout rates of {folder} are not taken over: {said}"] if rates else []
     return Initial(folder, _keys(found), tensors, [CONFIGURATION, *files], notes)
 
 

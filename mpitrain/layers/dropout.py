@@ -67,6 +67,11 @@ class Dropout:
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
         """Do nothing: there are no parameters."""
 
+    @property
+    def key(self) -> Key:
+        """The stream of the layer's random bits."""
+        return Key(self.layers.seed, self.number)
+
     def dropped(self, x: Any, arena: Arena, residual: Any = None, out: Any = None) -> Any:
         """Return x with the zeros of this step and these rows, plus the residual.
 
@@ -76,10 +81,9 @@ class Dropout:
         columns = self.columns or width
         first = self.layers.row_numbers(x.shape).start * columns + self.column
         arrays = [None if one is None else one.reshape(-1, width) for one in (residual, out)]
-        key = Key(self.layers.seed, self.number)
         return self.layers.ops.dropout(
             x.reshape(-1, width),
-            key,
+            self.key,
             self.layers.now.step,
             first,
             columns,

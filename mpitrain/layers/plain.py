@@ -42,6 +42,8 @@ class Linear:
     joined      {name: rows of the whole weight}: the outputs that are joined in one tensor
     """
 
+    is_rowwise = True
+
     def __init__(
         self,
         ops: Ops,
@@ -178,6 +180,8 @@ class Linear:
 class FusedLinear(Linear):
     """A linear layer that, without an activation, adds a residual and takes the GELU before it."""
 
+    is_rowwise = True
+
     @property
     def fusion(self) -> Fusion:
         if self.activation:
@@ -215,6 +219,7 @@ class LayerNorm:
     """
 
     output_is_free, fusion = False, Fusion(adds_to_input=True)
+    is_rowwise = True
 
     def __init__(self, ops: Ops, width: int, epsilon: float = 1e-5):
         self.ops, self.width, self.epsilon = ops, width, epsilon
@@ -268,6 +273,16 @@ class Embedding:
     def forward(self, w, x, arena):
         return self.ops.embedding(x, w["tokens"], w["positions"], arena)
 
+    def forward_next(self, w, x, past, arena):
+        """Return the output for new tokens, each at its own position."""
+        y, _ = self.ops.embedding(x, w["tokens"], None, arena)
+        self._add_positions(w, y, past, arena)
+        return y
+
+    def _add_positions(self, w, y, past, arena):
+        found, _ = self.ops.embedding(past.positions, w["positions"], None, arena)
+        self.ops.add(y, found, y, arena)
+
     def backward_input(self, w, dy, saved, arena):
         return None, (dy, saved)
 
@@ -284,12 +299,17 @@ class Embedding:
 
 
 class Attention:
-    """Causal multi-head attention, (B, T, 3C) -> (B, T, C), without parameters."""
+    """Causal multi-head attention, (B, T, 3C) -> (B, T, C), without parameters.
+
+    heads  of this rank, `first` and following of `every` heads
+    drop   dropout of the probabilities, or None
+    """
 
     output_is_free = False
 
-    def __init__(self, ops: Ops, heads: int):
-        self.ops, self.heads = ops, heads
+    def __init__(self, ops: Ops, heads: int, drop: Dropout | None = None):
+        self.ops, self.heads, self.drop = ops, heads, drop
+        self.first, self.every = 0, heads
 
     def parameters(self):
         """Return no parameters."""
@@ -299,10 +319,23 @@ class Attention:
         return (*shape[:-1], shape[-1] // 3)
 
     def forward(self, w, x, arena):
+        if self.drop and self.drop.layers.now.trains:
+            now = self.drop.layers.now
+            first = now.row * self.every + self.first
+            return self.ops.attention_dropout(
+                x, self.heads, self.drop.key, now.step, first, self.every, self.drop.rate, arena
+            )
         return self.ops.attention(x, self.heads, arena)
 
+    def forward_next(self, w, x, past, arena):
+        """Return the output for new tokens, and store their keys and values."""
+        keys, values = past.arrays(self.heads, x.shape[-1] // 3 // self.heads, x.dtype)
+        return self.ops.attention_next(x, keys, values, past.lengths, self.heads, arena)
+
     def backward_input(self, w, dy, saved, arena):
-        return self.ops.attention_backward(dy, saved, arena), None
+        ops = self.ops
+        backward = ops.attention_dropout_backward if self.drop else ops.attention_backward
+        return backward(dy, saved, arena), None
 
     def backward_weight(self, pending, dw, arena):
         """Do nothing: there are no parameters."""
@@ -437,9 +470,12 @@ class Plain:
         """Return a layer with dropout of its output; the layer itself if the rate is 0."""
         return Dropped(layer, self.dropout(rate, columns)) if rate else layer
 
-    def attention(self, width: int, heads: int, kv_heads: int | None = None) -> Layer:
+    def attention(
+        self, width: int, heads: int, kv_heads: int | None = None, dropout: float = 0.0
+    ) -> Layer:
         """Return causal attention, (B, T, 3 width) to (B, T, width).
 
+        dropout  rate of dropout of the probabilities
         raises  ConfigError if heads do not divide width, or differ from kv_heads
         """
         divided(width, heads, f"heads do not divide a width of {width}")
@@ -450,7 +486,10 @@ class Plain:
                 "Leave kv_heads out, or use an attention layer of your own after `qkv`.",
             )
         self.made.add("attention")
-        attention = self._attention(self._source, heads)
+        if dropout:
+            self.made.add("attention dropout")
+        drop = self.dropout(dropout) if dropout else None
+        attention = self._attention(self._source, heads, drop)
         return Recomputed(attention) if self.memory.recompute == "attention" else attention
 
     def column_linear(

@@ -23,6 +23,7 @@ def gpt(
     hidden: int = 0,
     epsilon: float = 1e-5,
     dropout: float = 0.0,
+    attention_dropout: float = 0.0,
 ) -> list[Unit]:
     """Return the units of a GPT-2: tokens (B, T) to logits (B, T, vocab), for T up to context.
 
@@ -44,6 +45,8 @@ def gpt(
         Term of the LayerNorms, added to the variance.
     dropout : float
         Rate of dropout of the embedding, and of each branch before its residual sum.
+    attention_dropout : float
+        Rate of dropout of the attention probabilities.
     """
     # GPT-2 uses 0.02 for its width of 768. Narrower layers need a larger standard deviation to
     # preserve the variance of activations.
@@ -57,7 +60,7 @@ def gpt(
         attention = Sequential(
             norm=layers.norm(width, epsilon),
             qkv=layers.qkv(width, heads, inner),
-            attention=layers.attention(width, heads),
+            attention=layers.attention(width, heads, dropout=attention_dropout),
             out=layers.dropped(layers.row_linear(width, width, onto_residual), dropout),
         )
         mlp = Sequential(

@@ -71,6 +71,7 @@ MODELS: Table[str, Model] = Table(
             hidden=keys.hidden,
             epsilon=keys.epsilon,
             dropout=keys.dropout,
+            attention_dropout=keys.attention_dropout,
         ),
         takes="tokens",
         help="for tokens",

@@ -288,6 +288,50 @@ def check_attention(
     )
 
 
+def check_next(
+    kernels: Kernels, past: tuple[int, ...], t: int, h: int, d: int, dtype: str = "float32"
+) -> None:
+    """Attention of t new tokens of each sequence, after other numbers of stored ones; the rest of the cache stays."""
+    ops, b, room = bodies.cuda(kernels), len(past), max(past, default=0) + t + 2
+    qkv = stored(numbers(1, b, t, 3 * h * d), dtype)
+    caches = [stored(numbers(seed, b, h, room, d), dtype) for seed in (2, 3)]
+    truths = [values(cache) for cache in caches]
+    firsts = np.array(past, np.int64)
+    y = ops.attention_next(qkv, *caches, firsts, h, Arena())
+    assert_close(y, reference.attention_next(values(qkv), *truths, firsts, h, None), dtype, "y")
+    for cache, truth in zip(caches, truths, strict=True):
+        np.testing.assert_array_equal(values(cache), truth)
+
+
+def check_dropped_attention(
+    kernels: Kernels, b: int, t: int, h: int, d: int, dtype: str = "float32", shifted: bool = False
+) -> None:
+    """Attention with dropout of its probabilities, of some heads of a batch's sequences."""
+    ops, arena = bodies.cuda(kernels), Arena()
+    qkv, dy = (
+        stored(numbers(1, b, t, 3 * h * d), dtype, shifted),
+        stored(numbers(2, b, t, h * d), dtype, shifted),
+    )
+    given = (5, 2**40 + 3), 2**35 + 1, 2**20 + 3, h + 2, 0.3
+    y, saved = ops.attention_dropout(qkv, h, *given, arena)
+    true_y, true_saved = reference.attention_dropout(values(qkv), h, *given, None)
+    assert_close(y, true_y, dtype, "y")
+    assert_close(
+        ops.attention_dropout_backward(dy, saved, arena),
+        reference.attention_dropout_backward(values(dy), true_saved, None),
+        dtype,
+        "dqkv",
+    )
+
+
+def dropped_attentions() -> Iterator[Callable]:
+    """attention_dropout."""
+    for b, t, h in ((1, 1, 1), (2, 5, 3), (0, 5, 1), (1, 33, 2), (2, 130, 2)):
+        yield partial(check_dropped_attention, b=b, t=t, h=h, d=4, shifted=t == 33)
+    for dtype in ("float64", "bfloat16"):
+        yield partial(check_dropped_attention, b=1, t=40, h=2, d=16, dtype=dtype)
+
+
 def check_no_sequences(kernels: Kernels, dtype: str, d: int) -> None:
     """Attention of no sequences is none, and so is its gradient."""
     ops, qkv = bodies.cuda(kernels), stored(numbers(1, 0, 5, 3 * d), dtype)
@@ -456,6 +500,23 @@ def attentions() -> Iterator[Callable]:
         yield partial(check_attention, b=1, t=40, h=2, d=8, dtype=dtype)
     yield partial(check_no_sequences, dtype="float32", d=4)
     yield check_masking
+
+
+def next_attentions() -> Iterator[Callable]:
+    """attention_next."""
+    for past, t, h, d in (
+        ((0,), 1, 1, 1),
+        ((3, 0, 7), 1, 3, 2),
+        ((31, 30), 1, 2, 4),
+        ((32,), 2, 1, 8),
+        ((0, 5), 34, 2, 7),
+        ((64, 1), 3, 1, 33),
+        ((2,), 2, 2, 65),
+        ((), 2, 1, 4),
+    ):
+        yield partial(check_next, past=past, t=t, h=h, d=d)
+    for dtype in ("float64", "float16", "bfloat16"):
+        yield partial(check_next, past=(9, 40), t=2, h=2, d=8, dtype=dtype)
 
 
 def tensor_attentions() -> Iterator[Callable]:

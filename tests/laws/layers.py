@@ -160,6 +160,11 @@ def kinds(plain) -> dict[str, Any]:
     def dropout():
         return Dropout(factory, 0.25, 1)
 
+    def attention_with_dropout():
+        layer = factory.attention(WIDTH, 2, dropout=0.25)
+        layer.drop.number = 1
+        return layer
+
     return {
         "linear": linear(),
         "relu": linear("relu"),
@@ -174,6 +179,9 @@ def kinds(plain) -> dict[str, Any]:
         "to a shortcut": Sequential(a=linear("relu"), b=plain.residual(linear("relu"))),
         "shortcut": plain.residual(linear("gelu")),
         "dropout": dropout(),
+        "attention with dropout": Sequential(
+            qkv=plain.qkv(WIDTH, 2, draw), attention=attention_with_dropout()
+        ),
         "dropped": Sequential(a=linear("gelu"), b=Dropped(linear(), dropout())),
         "dropped norm": Dropped(plain.norm(WIDTH), dropout()),
         "convolution": Pictured(plain.conv(3, 3, 3, draw)),

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from mpitrain.ops.random_bits import LANES, scale, threshold
-from mpitrain.ops.reference.layers import into, plus
+from mpitrain.ops.random_bits import LANES, attention_number, scale, threshold
+from mpitrain.ops.reference.layers import attended, attention_backward, into, plus
 
 MULTIPLIERS = 0xD2E7470EE14C6C93, 0xCA5A826395121157
 WEYL = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
@@ -22,6 +22,23 @@ def dropout(x, key, step, first, columns, rate, arena, residual=None, out=None):
     numbers = first + np.arange(len(x))[:, None] * columns + np.arange(x.shape[1])
     mask = random_bits(key, step, numbers) >= threshold(rate)
     return into(out, plus(x * mask * np.asarray(scale(rate), x.dtype), residual))
+
+
+def attention_dropout(qkv, heads, key, step, first, every, rate, arena):
+    """Return (y, saved) of causal attention with dropout of its probabilities.
+
+    The h-th head of the b-th sequence has number first + b every + h, and a probability the
+    number of `attention_number`.
+    qkv: (B, T, 3C); y: (B, T, C); key: (seed, layer)
+    """
+    batch, length, _ = qkv.shape
+    number = (first + np.arange(batch)[:, None] * every + np.arange(heads))[..., None, None]
+    queries, keys = np.arange(length)[:, None], np.arange(length)
+    bits = random_bits(key, step, attention_number(number, queries, keys, length))
+    return attended(qkv, heads, (bits >= threshold(rate)) * np.asarray(scale(rate), qkv.dtype))
+
+
+attention_dropout_backward = attention_backward
 
 
 def random_bits(key, step, numbers):

@@ -179,12 +179,15 @@ def check_rates(layers: Plain, model: Model) -> None:
 
     layers  the factory, after the model has been built with it
     """
-    if model.dropout and "dropout" not in layers.made:
-        raise ConfigError(
-            f"model.dropout {model.dropout:g} needs layers that the factory's `dropout` makes, but this "
-            "model has none.",
-            "Set model.dropout to 0, or make them in the model.",
-        )
+    for key, constructor, rate in (
+        ("model.dropout", "dropout", model.dropout),
+        ("model.attention_dropout", "attention dropout", model.attention_dropout),
+    ):
+        if rate and constructor not in layers.made:
+            raise ConfigError(
+                f"{key} {rate:g} needs layers with {constructor}, but this model has none.",
+                f"Set {key} to 0, or make them with the layer factory.",
+            )
 
 
 def check_units(units: Sequence[Unit], rows: ReplicatedRows) -> None:

@@ -39,6 +39,7 @@ from mpitrain.collectives.activations import ActivationBuffer
 from mpitrain.collectives.group import Group
 from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.layers.base import Gradients, Parameter, Weights
+from mpitrain.layers.dropout import Dropout
 from mpitrain.layers.fusion import Fusion
 from mpitrain.layers.initial import Draw, zeros
 from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear, flat_rows
@@ -64,6 +65,8 @@ class Column(Linear):
 
     runs  this rank's outputs: runs of rows of the whole weight
     """
+
+    is_rowwise = True
 
     def __init__(
         self,
@@ -150,6 +153,8 @@ class ColumnParallelLinear(Column):
         If n does not divide outputs, or if gather_output is True with sequence_parallel.
     """
 
+    is_rowwise = True
+
     def __init__(
         self,
         layers: Layers,
@@ -210,6 +215,8 @@ class RowParallelLinear(Linear):
     ConfigError
         If n does not divide inputs, or if input_is_parallel is False with sequence_parallel.
     """
+
+    is_rowwise = True
 
     def __init__(
         self,
@@ -302,6 +309,8 @@ class Head(Column):
     Returns logits of shape (B, T, columns of this rank), also if the input is sequence-parallel.
     """
 
+    is_rowwise = True
+
     def __init__(self, layers: Layers, runs: Sequence[range], width: int, vocab: int, draw: Draw):
         super().__init__(layers, runs, width, vocab, draw, bias=False)
         self.product, self.role = layers.ops.logits, "head"
@@ -317,15 +326,19 @@ class Head(Column):
 class HeadAttention(Attention):
     """Causal attention of this rank's heads, over whole sequences."""
 
-    def __init__(self, layers: Layers, heads: int):
-        super().__init__(layers.ops, len(own_run(layers.rows.group, heads, "heads")))
-        self._rows = layers.rows
+    def __init__(self, layers: Layers, heads: int, drop: Dropout | None = None):
+        mine = own_run(layers.rows.group, heads, "heads")
+        super().__init__(layers.ops, len(mine), drop)
+        self._rows, self.first, self.every = layers.rows, mine.start, heads
 
     def output_shape(self, shape):
         return self._rows.as_sequences(super().output_shape(shape))
 
     def forward(self, w, x, arena):
         return super().forward(w, self._rows.sequences(x), arena)
+
+    def forward_next(self, w, x, past, arena):
+        return super().forward_next(w, x, past, arena)
 
     def backward_input(self, w, dy, saved, arena):
         return super().backward_input(w, self._rows.sequences(dy), saved, arena)

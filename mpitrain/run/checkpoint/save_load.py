@@ -61,6 +61,16 @@ class Checkpoint(NamedTuple):
         return self.manifest.done
 
 
+class Saved(NamedTuple):
+    """A published checkpoint.
+
+    nbytes  size of its files of tensors and state, of all ranks
+    """
+
+    path: Path
+    nbytes: int
+
+
 def save(
     folder: Path,
     kept: Sequence[StateBuffer],
@@ -72,7 +82,7 @@ def save(
     scalars: Mapping[str, Any],
     keep: int,
     base: Mapping[str, Any] | None = None,
-) -> Path:
+) -> Saved:
     """Write a checkpoint under `folder`, and remove all but the newest `keep`; collective.
 
     kept     the state of this rank; buffers named "parameters" are written as whole tensors
@@ -81,7 +91,6 @@ def save(
              state at all, only in the same layout.
     scalars  numbers by name
     base     as in `Manifest`
-    returns  the directory of the checkpoint
     raises   TrainingError on every rank if any of them cannot write; older checkpoints stay valid
     """
     step = done.step
@@ -110,7 +119,7 @@ def save(
         base=base or {},
     )
     attempt(lambda: is_root and _finish(unfinished, target, shares, manifest, keep))
-    return target
+    return Saved(target, sum(nbytes for _, nbytes, _ in written.values()))
 
 
 def _attempt(part: Callable[[], Any], step: int, folder: Path) -> Any:

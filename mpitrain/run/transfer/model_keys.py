@@ -64,7 +64,10 @@ def with_keys_of_folder(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     name = run.get("init_from") if isinstance(run, Mapping) else None
     if not isinstance(name, str) or not name:
         return tables
-    found = determined(Path(name))
+    try:
+        found = determined(Path(name))
+    except ValueError:  # No path can have this name, and the check of keys says so.
+        return tables
     given = {f"model.{key}": value for key, value in model.items()}
     check_keys(name, found, given)
     return with_keys(tables, found)

@@ -7,7 +7,6 @@ import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import commands
-from mpitrain.cli.terminal.progress import Silent
 from mpitrain.errors import MpitrainError
 from mpitrain.run.build import build
 from mpitrain.run.loop import train
@@ -56,7 +55,7 @@ def folder(tmp_path_factory):
 def trained(ranks, *settings):
     """Train on so many threads."""
     config = configured(*FLAT, *settings)
-    run_ranks(ranks, lambda own: train(own, lambda: config, "no", lambda: False, Silent()))
+    run_ranks(ranks, lambda own: train(own, lambda: config, "no", lambda: False))
 
 
 def near(ours, theirs, dtype):
@@ -105,7 +104,7 @@ def test_a_folder_gives_its_loss_in_every_layout(folder, layout):
     ranks, settings = LAYOUTS[layout]
     config = configured(*FLAT, f"run.init_from={path}", *settings)
     count = config.batch.size
-    tolerance = 2e-2 if config.precision.is_half else 1e-5
+    tolerance = 2e-3 if config.precision.is_half else 1e-5
     found = run_ranks(ranks, first_loss, config, count)
     if layout in ("local", "gossip"):  # where each worker has the loss of its own rows
         found = [np.mean(found)]
