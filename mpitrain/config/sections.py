@@ -297,6 +297,12 @@ class Lora(Section):
         lt=1,
         description="rate of dropout of the input of the adapters; the model has model.dropout",
     )
+    base: Literal["", "int8"] = Field(
+        "",
+        description="storage of the frozen weights of linear layers, but for the head. int8: codes of 8 bits, "
+        "with a scale for each output, which layers decode for each product. Empty: as layers "
+        "compute",
+    )
     init_from: str = Field(
         "",
         description="adapters to start from: a folder of HuggingFace's peft, or the run directory of "

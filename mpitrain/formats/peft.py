@@ -114,7 +114,7 @@ def _keys(folder: Path) -> tuple[dict[str, Any], dict[str, StoredTensor], list[s
     for key, values in ONLY.items():
         if (value := getattr(found, key)) not in values:
             raise ValueError(
-                f"{CONFIGURATION} says {key} {json.dumps(value)[:80]}, but mpitrain has {json.dumps(values[0])}"
+                f"{CONFIGURATION} says {key} {json.dumps(value)[:80]}, but mpitrain has {json.dumps(values[-1])}"
             )
     files, there = folders.tensors(folder, WEIGHTS)
     tensors = _matched(there)

@@ -27,6 +27,7 @@ from mpitrain.layers.now import Now
 from mpitrain.layers.recomputed import Recomputed
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
+from mpitrain.ops.int8_rows import Coded
 
 
 class Linear:
@@ -37,6 +38,7 @@ class Linear:
     activation  None, "gelu" (tanh form) or "relu"
     role        of the weight, as `Parameter.role`
     low_rank    the adapters of the weight, if it has any
+    coded       as `Parameter.coded` of the weight
     joined      {name: rows of the whole weight}: the outputs that are joined in one tensor
     """
 
@@ -55,6 +57,7 @@ class Linear:
         self.activation, self.role = activation, ""
         self.low_rank: LowRank | None = None
         self.joined: Mapping[str, range] = {}
+        self.coded = 0
         self.output_is_free = activation is None
         self.product, self.product_backward_input = {
             None: (ops.linear, ops.linear_backward_input),
@@ -69,7 +72,9 @@ class Linear:
     def _base(self) -> list[Parameter]:
         """Return the parameters without the adapters."""
         shape = self.outputs, self.inputs
-        weight = Parameter("weight", shape, self.draw, decayed=True, role=self.role)
+        weight = Parameter(
+            "weight", shape, self.draw, decayed=True, role=self.role, coded=self.coded
+        )
         bias = [Parameter("bias", (self.outputs,), zeros, decayed=False)] if self.bias else []
         return [weight, *bias]
 
@@ -92,6 +97,7 @@ class Linear:
 
     def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
         """Return the output for x, and the state for `backward_input`."""
+        w = self._with_numbers(w, x, arena)
         y, saved = (
             self.low_rank.activated(w, flat_rows(x), w.get("bias"), arena)
             if self.low_rank
@@ -106,16 +112,27 @@ class Linear:
             return self.forward(w, x, arena)[1]
         return self._state(w, flat_rows(x), w.get("bias"), arena)
 
+    def _with_numbers(self, w: Weights, like: Any, arena: Arena) -> Weights:
+        """Return the same weights, with a weight of 8 bits as numbers of the dtype of `like`."""
+        if not self.coded:
+            return w
+        coded: Coded = w["weight"]
+        numbers = arena.take(coded.codes.shape, like.dtype)
+        self.ops.dequantize(coded.codes, coded.scales, numbers, arena)
+        return {**w, "weight": numbers}
+
     def _multiply(
         self, w: Weights, x: Any, bias: Any, arena: Arena, out: Any = None, residual: Any = None
     ) -> tuple[Any, Any]:
         """Return x weight^T + bias + residual, (rows, outputs), and the state for its backward."""
+        w = self._with_numbers(w, x, arena)
         if self.low_rank:
             return self.low_rank.multiply(w, x, bias, arena, out, residual)
         return self.ops.linear(x, w["weight"], bias, arena, out, residual)
 
     def _state(self, w: Weights, x: Any, bias: Any, arena: Arena) -> Any:
         """Return the state of `_multiply`, without its product."""
+        w = self._with_numbers(w, x, arena)
         if self.low_rank:
             return self.low_rank.state(w, x, bias, arena)
         return state_of(self.ops, x, w["weight"], bias, arena)
@@ -127,6 +144,7 @@ class Linear:
 
         dy and saved are those of `forward`: they include an activation.
         """
+        w = self._with_numbers(w, dy, arena)
         if self.low_rank:
             return self.low_rank.backward_input(w, dy, saved, arena, *out)
         return self.product_backward_input(dy, w["weight"], saved, arena, *out)
@@ -142,6 +160,7 @@ class Linear:
         """Return the results of `backward_input`, times the derivative of the GELU before this
         layer.
         """
+        w = self._with_numbers(w, dy, arena)
         dx, pending = self.ops.gelu_linear_backward_input(
             flat_rows(dy), w["weight"], saved, slope, arena
         )
@@ -364,6 +383,7 @@ class Plain:
         self.ops, self.now = ops, Now()
         self.memory = Memory()  # A trainer sets its own: which activations the layers save.
         self.made = set[str]()  # constructors that a key changes and that have been called
+        self.itemsize = 4  # A trainer sets the bytes of a number that layers compute with.
         self.seed = 0  # A trainer sets run.seed, for layers that draw random numbers.
         self._dropouts = 0
 

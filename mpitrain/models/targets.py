@@ -129,11 +129,11 @@ def _linear_layers(layer: Any, name: str) -> Iterator[tuple[str, Linear]]:
 
 
 def _adapted(layer: Any, name: str, chosen: Sequence[Target], lora: Lora, layers: Plain) -> Any:
-    """Return a layer with the adapters of the chosen targets within it."""
+    """Return a layer with the adapters of the chosen targets within it, and weights as lora.base says."""
     mine = [one for one in chosen if one.layer == name or one.layer.startswith(f"{name}.")]
-    if not mine:
+    if not (mine or lora.base):
         return layer
-    if isinstance(layer, ChunkedHead):
+    if isinstance(layer, ChunkedHead) and mine:
         raise ConfigError(
             f"The head of lora.targets multiplies all rows at once, but memory.logit_chunks is {layer.count}.",
             "Set memory.logit_chunks to 1, or leave lm_head out of lora.targets.",
@@ -149,7 +149,12 @@ def _adapted(layer: Any, name: str, chosen: Sequence[Target], lora: Lora, layers
                 for child, inner in layer.children.items()
             }
         )
+    if not isinstance(layer, Linear):
+        return layer
     found = copy(layer)
+    found.coded = layers.itemsize if lora.base and layer.role != "head" else 0
+    if not mine:
+        return found
     found.low_rank = LowRank(
         layer.ops,
         layer.parameters(),

@@ -131,6 +131,7 @@ def frozen_sizes(
     raises  ConfigError as `freeze`
     """
     layers = described(device.ops, config.layout)
+    layers.itemsize = device.itemsize(config.precision.stored)
     every = _described(config, config.model.layers, source, layers)
     units = freeze(adapt(every, config.lora, layers), config.model.freeze)
     storage = Storage(units, config.precision.stored, axes.dp)

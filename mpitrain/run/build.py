@@ -257,6 +257,7 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
     rows = max(1, batch.size // (axes.dp * batch.micro_batches))
     layers = described(device.ops, config.layout.model_copy(update={"tp": 1}))
     layers.now.set(0, 0, rows, True)
+    layers.itemsize = device.itemsize(config.precision.stored)
     every, again = (
         freeze(adapt(model(config, source, layers), config.lora, layers), config.model.freeze),
         layers.rows.recomputing,

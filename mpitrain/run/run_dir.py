@@ -71,6 +71,7 @@ FIXED = (
     "lora.rank",
     "lora.alpha",
     "lora.targets",
+    "lora.base",
     "optimizer.name",
     "optimizer.groups",
     "data.vocabulary",

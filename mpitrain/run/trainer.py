@@ -19,6 +19,7 @@ from mpitrain.errors import DataError, MpitrainError, on_every_rank
 from mpitrain.layers.base import Loss, Unit
 from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
 from mpitrain.layers.flat import Piece, Storage
+from mpitrain.ops.int8_rows import Coded
 from mpitrain.optim import check_groups, learning_rate
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.modes import replication_for
@@ -132,6 +133,7 @@ class Trainer:
         ops, memory, stage_of = resolved.device.ops, self.config.memory, resolved.plan.stage_of
         self._layers = layers = layers_for(ops, grid.tp, self.config.layout)
         layers.memory, layers.seed = memory, self.config.run.seed
+        layers.itemsize = resolved.device.itemsize(self.config.precision.stored)
 
         def assigned() -> Chunks:
             config = self.config
@@ -242,7 +244,11 @@ class Trainer:
                 tensor: Any = weights
                 for chunk in parameter.name.split("."):
                     tensor = tensor[chunk]
-                found[unit.full_name(parameter)] = self.backend.to_host(tensor).copy()
+                found[unit.full_name(parameter)] = (
+                    Coded(*map(self.backend.to_host, tensor)).numbers()
+                    if parameter.coded
+                    else self.backend.to_host(tensor).copy()
+                )
             self.replication.close(index, 0)
         return {entry.name: found[entry.name] for entry in self.storage.tensors}
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations  # help() prints signatures as they are written here.
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mpitrain.config import CONFIG, read_toml
+from mpitrain.config import CONFIG, Config, read_toml
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.formats import peft
 from mpitrain.formats.folder import names
@@ -54,6 +55,21 @@ def with_adapter(tables: Mapping[str, Any]) -> Mapping[str, Any]:
         "run": {**run, "init_from": base},
         "lora": {**own, **lora, "init_from": folder},
     }
+
+
+def with_adapter_of_run(tables: dict[str, Any], then: Config) -> dict[str, Any]:
+    """Add the keys that a run took from an adapter, to tables with which the run resumes.
+
+    then  the configuration of the run
+    """
+    run, lora = tables.get("run", {}), tables.get("lora", {})
+    if not then.lora.init_from or not isinstance(lora, Mapping):
+        return tables
+    own = {key: getattr(then.lora, key) for key in (*OF_ADAPTER, "init_from")}
+    named = {os.path.abspath(str(one)) for one in (run.get("init_from"), lora.get("init_from"))}
+    is_adapter = then.lora.init_from in named and not lora.get("init_from")
+    base = then.run.init_from if is_adapter else run.get("init_from")
+    return {**tables, "run": {**run, "init_from": base}, "lora": {**own, **lora}}
 
 
 def _comparable(value: Any) -> Any:

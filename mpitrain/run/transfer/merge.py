@@ -39,5 +39,10 @@ def with_adapters(
         config = config.model_copy(update={"model": config.model.model_copy(update=keys)})
     scale = config.lora.alpha / config.lora.rank
     for layer, pairs in by_layer(tensors, config.model.width).items():
-        found[f"{layer}.weight"] = merged(found[f"{layer}.weight"], pairs, scale)
+        name = f"{layer}.weight"
+        if name not in found:  # The adapters of a tied head are not those of the embedding.
+            found[name] = found["embedding.tokens"]
+            untied = config.model.model_copy(update={"tied": False})
+            config = config.model_copy(update={"model": untied})
+        found[name] = merged(found[name], pairs, scale)
     return config, found

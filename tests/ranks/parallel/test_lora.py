@@ -68,6 +68,7 @@ def test_gradients_are_those_of_the_merged_weight_times_the_factors():
 @pytest.mark.parametrize("targets, tied", [(ALL, True), (SLICES, False)])
 def test_every_layout_trains_adapters_as_one_rank_does(targets, tied):
     chosen = [*lora(targets), "optimizer.lr=0.05", f"model.tied={str(tied).lower()}"]
+    chosen += [] if tied else ["lora.dropout=0.2", "model.dropout=0.1"]
     (alone,) = run_ranks(1, trained, chosen)
     first = {name: value for name, (_, value) in run_ranks(1, drawn, chosen)[0].items()}
     changed = {name for name, (_, value) in alone[1].items() if np.any(value != first[name])}
@@ -153,6 +154,7 @@ def test_a_stage_without_an_adapter_works_under_every_schedule(schedule, target)
 @pytest.mark.compile
 def test_the_kernels_of_the_simulator_train_adapters_as_the_host_does():
     chosen = [*lora("q,v,c_fc,mlp.c_proj,lm_head"), "model.layers=1", "optimizer.lr=0.05"]
+    chosen += ["lora.dropout=0.2"]
     alone = run_ranks(1, trained, chosen)[0]
     simulated = run_ranks(1, trained, [*chosen, "device.kind=cuda-sim"])
     assert worst(alone, simulated) <= 1e-9
@@ -179,7 +181,7 @@ def test_in_half_precision_the_base_has_no_masters(compute):
 
 @pytest.mark.parametrize("recompute", ("unit", "2"))
 def test_recomputation_changes_no_bit(recompute):
-    chosen = [*lora(SLICES), "optimizer.lr=0.05"]
+    chosen = [*lora(SLICES), "optimizer.lr=0.05", "lora.dropout=0.2"]
     for layout in ([], ["layout.tp=2", "layout.sequence_parallel=true"]):
         ranks = 2 if layout else 1
         whole = run_ranks(ranks, losses, [*chosen, *layout])
