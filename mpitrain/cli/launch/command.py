@@ -4,6 +4,7 @@ It adds the launcher options that this machine needs.
 """
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
