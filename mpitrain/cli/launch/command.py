@@ -178,8 +178,8 @@ def command_line(
             settings["SRUN_CPUS_PER_TASK"] = str(cores)
         line = ["srun", f"--mpi={kind}", "-n", str(ranks)]
         if program[1:3] == ["-m", "mpitrain"]:
-            # Ranks of ours leave together. A rank that fails before it is connected cannot abort
-            # the others, and srun would wait for them until the time limit.
+            # A rank that fails before it is connected cannot abort the others. Without this, srun
+            # would wait for them until the time limit. Ranks of ours leave together.
             line.append("--wait=60")
         return [*line, *srun_options(placed), *extra, *program], settings
     cores = cores_of(ranks, granted, placed)
