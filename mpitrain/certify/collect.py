@@ -21,7 +21,6 @@ from mpitrain.certify.verdict import slow_ranks
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.machine import process
 from mpitrain.machine.processor import processor
-from mpitrain.run.loop import Watcher
 from mpitrain.transport.base import Transport
 
 ROUNDS = 5
@@ -57,7 +56,6 @@ def collect(
     rounds: int,
     sample: Sampler,
     examine: Callable[[], Sequence[Finding]],
-    watcher: Callable[[], Watcher],
     absent: dict[str, str],
     say: Callable[[str], None],
     own: Callable[[], Facts] = facts,
@@ -67,7 +65,6 @@ def collect(
     folder   directory on the file system of the runs
     sample   takes a sample of this rank's speed
     examine  returns the problems that `doctor` finds; collective
-    watcher  makes the observer of a training run
     absent   {node: reason} of nodes that did not answer
     say      prints the name of the next measurement, on rank 0
     own      returns the facts about this rank
@@ -87,7 +84,7 @@ def collect(
     say("every collective")
     checked, wrong = collectives(transport)
     say("a training run, on other nodes, and resumed from a checkpoint")
-    jobs = repeat(transport, folder, watcher)
+    jobs = repeat(transport, folder)
     return Evidence(everyone, speeds, steps, pairs, checked, wrong, found, jobs, absent)
 
 

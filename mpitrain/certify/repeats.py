@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from mpitrain.certify.arithmetic import digest, small_config
 from mpitrain.certify.evidence import Jobs
 from mpitrain.config import Config
 from mpitrain.errors import MpitrainError
-from mpitrain.run.loop import Watcher, train
+from mpitrain.run.loop import train
 from mpitrain.transport.agreement import from_all_ranks
 from mpitrain.transport.base import Transport
 
@@ -18,7 +18,7 @@ STEPS, STOP = 6, 3
 """Steps of a run, and the step after which the third run stops and resumes."""
 
 
-def repeat(transport: Transport, folder: Path, watcher: Callable[[], Watcher]) -> Jobs:
+def repeat(transport: Transport, folder: Path) -> Jobs:
     """Run a job twice, the second time on other nodes, and once more through a checkpoint.
 
     Collective. The files are in a new directory in `folder`, which is removed at the end.
@@ -39,7 +39,7 @@ def repeat(transport: Transport, folder: Path, watcher: Callable[[], Watcher]) -
         placed = transport.split(0, keys[transport.rank])
         assert placed is not None
         try:
-            return _trained(placed, _config(work / name, transport.size), stops, resume, watcher)
+            return _trained(placed, _config(work / name, transport.size), stops, resume)
         except MpitrainError as error:
             if not error.agreed:
                 raise
@@ -89,7 +89,6 @@ def _trained(
     config: Config,
     stops: int,
     resume: str,
-    watcher: Callable[[], Watcher],
 ) -> str:
     """Train, and return the digest of the parameters; it stops after `stops` steps, 0: never."""
     steps = 0
@@ -99,7 +98,7 @@ def _trained(
         steps += 1
         return steps == stops
 
-    finished = train(transport, lambda: config, resume, asked, watcher())
+    finished = train(transport, lambda: config, resume, asked)
     finished.job.trainer.sync_parameters()
     found = digest(finished.job.trainer.tensors())
     finished.job.close()

@@ -154,6 +154,11 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
             f"The peer trains all parameters, but model.freeze is {config.model.freeze}.",
             "Leave out --peer, or leave model.freeze empty.",
         )
+    if config.lora.rank:
+        raise ConfigError(
+            f"The peer trains all parameters, but lora.rank is {config.lora.rank}.",
+            "Leave out --peer, or set lora.rank to 0.",
+        )
     if config.optimizer.groups:
         raise ConfigError(
             "The peer decays matrices alone, but optimizer.groups has groups of its own.",

@@ -14,12 +14,12 @@ from torch import nn
 class Block(nn.Module):
     """One GPT-2 block, (B, T, C) -> (B, T, C)."""
 
-    def __init__(self, width: int, heads: int):
+    def __init__(self, width: int, heads: int, hidden: int, epsilon: float):
         super().__init__()
         self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm1, self.norm2 = nn.LayerNorm(width, epsilon), nn.LayerNorm(width, epsilon)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.mlp(self.attention(x))
@@ -41,11 +41,24 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The GPT-2 architecture: (tokens, targets), both (B, T), -> mean loss."""
 
-    def __init__(self, *, vocab: int, context: int, width: int, heads: int, depth: int, tied: bool):
+    def __init__(
+        self,
+        *,
+        vocab: int,
+        context: int,
+        width: int,
+        heads: int,
+        depth: int,
+        tied: bool,
+        hidden: int = 0,
+        epsilon: float = 1e-5,
+    ):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
+        self.blocks = nn.ModuleList(
+            Block(width, heads, hidden or 4 * width, epsilon) for _ in range(depth)
+        )
+        self.norm, self.head = nn.LayerNorm(width, epsilon), nn.Linear(width, vocab, bias=False)
         if tied:
             self.head.weight = self.tokens.weight
 

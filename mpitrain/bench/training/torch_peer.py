@@ -57,6 +57,8 @@ class TorchPeer:
             heads=m.heads,
             depth=m.layers,
             tied=m.tied,
+            hidden=m.hidden,
+            epsilon=m.epsilon,
         )
         self._settings, self._way = (
             settings,

@@ -10,6 +10,7 @@ from mpitrain.cli import Group
 from mpitrain.cli.bench.bandwidth import command as bandwidth
 from mpitrain.cli.bench.fit import fit
 from mpitrain.cli.bench.gemm import gemm
+from mpitrain.cli.bench.generate import command as generate
 from mpitrain.cli.bench.kernels import kernels, launch
 from mpitrain.cli.bench.options import Bytes, against_options, compared, table_options
 from mpitrain.cli.bench.pairs import command as pairs
@@ -41,6 +42,7 @@ def command() -> None:
 
 
 command.add_command(train, "train")
+command.add_command(generate)
 command.add_command(kernels)
 command.add_command(gemm)
 command.add_command(launch)
@@ -191,9 +193,12 @@ def _request(name: str, options: dict[str, Any]) -> Any:
     from mpitrain.collectives.engine.agreement import check_name
     from mpitrain.collectives.engine.codecs import parse_wire
     from mpitrain.collectives.selection.cost_model import MEMORY
+    from mpitrain.collectives.selection.own_algorithm import file_algorithm, is_file
     from mpitrain.errors import ConfigError
 
     algorithms = () if options["algorithm"] == "all" else options["algorithm"].split(",")
+    if name == "allreduce":
+        algorithms = [file_algorithm(one) if is_file(one) else one for one in algorithms]
     for algorithm in algorithms:
         check_name(f"{name} algorithm", algorithm, names(name))
     places = options["buffers"].split(",")

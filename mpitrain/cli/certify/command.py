@@ -147,7 +147,6 @@ def _certify(transport: Any, options: dict[str, Any]) -> bool:
     from mpitrain.certify.limits import Limits, read_limits
     from mpitrain.certify.speeds import sampler
     from mpitrain.certify.verdict import judge
-    from mpitrain.cli.terminal.progress import Silent
     from mpitrain.doctor.probes import examine
     from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 
@@ -182,7 +181,6 @@ def _certify(transport: Any, options: dict[str, Any]) -> bool:
         options["rounds"],
         sampler(),
         findings,
-        Silent,
         options["absent"],
         say,
     )

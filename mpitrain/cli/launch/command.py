@@ -9,12 +9,19 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import click
 
+from mpitrain.cli.launch.allocation import allocation, crowds_slurm, ranks_of, slurm_cores
+from mpitrain.cli.launch.placement import (
+    Placement,
+    mpich_options,
+    open_mpi_options,
+    placement,
+    srun_options,
+)
 from mpitrain.cli.launch.program import program
 from mpitrain.cli.launch.supervise import Requests, run
 from mpitrain.cli.terminal.status import FLAG
@@ -25,8 +32,8 @@ from mpitrain.machine import process
 ASK_LIBRARY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 
 
-ALLOCATIONS = {"PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE"}
-"""Environment variables of batch systems in which mpirun itself starts ranks on other hosts."""
+HERE = Placement()
+"""The placement without options: this host, or the hosts of the allocation."""
 SM_NEEDS = process.room_for(16 << 20, 1)
 """Free bytes of /dev/shm that Open MPI needs: it makes a file of 16 MiB for each rank."""
 
@@ -57,19 +64,52 @@ class LaunchCommand(click.Command):
 
 
 @click.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False})
-@click.option("-n", "ranks", type=click.IntRange(min=1), required=True, help="Ranks to start.")
+@click.option(
+    "-n",
+    "ranks",
+    type=click.IntRange(min=1),
+    help="Ranks to start (default: those of the hosts, or the tasks of the Slurm, PBS or LSF job).",
+)
+@click.option("--hosts", default="", metavar="A:4,B:4", help="Hosts, with the ranks of each.")
+@click.option(
+    "--hostfile",
+    type=click.Path(path_type=Path),
+    help="File of hosts, one a line: node1 slots=4, or node1:4.",
+)
+@click.option("--ppn", type=click.IntRange(min=1), help="Ranks of each host.")
+@click.option(
+    "--bind",
+    type=click.Choice(["none", "core", "socket"]),
+    help="Bind each rank to a core or a socket (default: none; under srun as the site sets it).",
+)
+@click.option(
+    "--launcher",
+    "by",
+    type=click.Choice(["srun", "mpirun"]),
+    help="Program that starts the ranks (default: srun in a Slurm job, mpirun or mpiexec elsewhere).",
+)
 @click.option(
     "--with",
     "extra",
     multiple=True,
     metavar="'OPTIONS'",
-    help="Options for mpirun, mpiexec or srun, for example --with '--hostfile hosts' (repeatable).",
+    help="Options for mpirun, mpiexec or srun, for example --with '--mca btl tcp,self' (repeatable).",
 )
 @click.option("--dry-run", is_flag=True, help="Print the command line and start nothing.")
 @click.argument(
     "arguments", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND ..."
 )
-def command(ranks: int, extra: tuple[str, ...], dry_run: bool, arguments: tuple[str, ...]) -> None:
+def command(
+    ranks: int | None,
+    hosts: str,
+    hostfile: Path | None,
+    ppn: int | None,
+    bind: str | None,
+    by: str | None,
+    extra: tuple[str, ...],
+    dry_run: bool,
+    arguments: tuple[str, ...],
+) -> None:
     """Run an mpitrain COMMAND or a Python file on N ranks: mpitrain launch -n 4 -- train
 
     A Python file: mpitrain launch -n 4 -- python own.py ARGUMENTS. It can also be python -m MODULE
@@ -88,7 +128,9 @@ def command(ranks: int, extra: tuple[str, ...], dry_run: bool, arguments: tuple[
         raise click.BadParameter(f"{' '.join(extra)}: {error}", param_hint="--with") from None
     try:
         found = program(list(arguments))
-        line, settings = command_line(ranks, words, found.words)
+        placed = placement(hosts, hostfile, ppn or 0, bind or "")
+        ranks = ranks or placed.ranks or ranks_of(os.environ)
+        line, settings = command_line(ranks, words, found.words, by or "", placed)
     except ConfigError as error:
         # Ctrl-C also ends the child process of `library`, which then looks like a wrong MPI.
         requests.leave_if_asked()
@@ -119,23 +161,43 @@ def dim(text: str) -> str:
 
 
 def command_line(
-    ranks: int, extra: list[str], program: list[str]
+    ranks: int,
+    extra: list[str],
+    program: list[str],
+    by: str = "",
+    placed: Placement = HERE,
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the command line of launcher and program, and the environment variables to set."""
-    mpi = library()
-    if "SLURM_JOB_ID" in os.environ and shutil.which("srun"):
+    """Return the command line of launcher and program, and the environment variables to set.
+
+    by      "srun", "mpirun", or "" for srun inside a Slurm allocation and mpirun elsewhere
+    placed  hosts, ranks of each and binding, as the user names them
+    """
+    mpi, granted = library(), allocation(os.environ)
+    is_slurm = granted is not None and granted.system == "Slurm"
+    if by == "srun" or (not by and is_slurm and shutil.which("srun")):
         kind = "pmix" if mpi.family == "Open MPI" else "pmi2"
         settings = _settings(mpi, crowds_slurm(ranks, os.environ))
-        # Since Slurm 22.05, srun does not inherit --cpus-per-task from sbatch.
-        if cores := os.environ.get("SLURM_CPUS_PER_TASK"):
-            settings["SRUN_CPUS_PER_TASK"] = cores
-        return ["srun", f"--mpi={kind}", "-n", str(ranks), *extra, *program], settings
-    is_crowded = ranks > process.cores()
+        # Since Slurm 22.05, srun does not inherit --cpus-per-task from sbatch. Without it, srun
+        # would bind each rank of an exclusive job to one core.
+        if cores := slurm_cores(ranks, os.environ):
+            settings["SRUN_CPUS_PER_TASK"] = str(cores)
+        line = ["srun", f"--mpi={kind}", "-n", str(ranks)]
+        if program[1:3] == ["-m", "mpitrain"]:
+            # Ranks of ours leave together. A rank that fails before it is connected cannot abort
+            # the others, and srun would wait for them until the time limit.
+            line.append("--wait=60")
+        return [*line, *srun_options(placed), *extra, *program], settings
+    if is_slurm:
+        is_crowded = crowds_slurm(ranks, os.environ)
+    else:
+        is_crowded = max([*placed.hosts.values(), placed.ppn]) > process.cores()
+        is_crowded = is_crowded or (not placed.hosts and ranks > process.cores())
     if mpi.family == "MPICH":
-        return [launcher("mpiexec", "HYDRA"), "-n", str(ranks), *extra, *program], _settings(
+        options = ["-n", str(ranks), *mpich_options(placed)]
+        return [launcher("mpiexec", "HYDRA"), *options, *extra, *program], _settings(
             mpi, is_crowded
         )
-    options = ["--bind-to", "none"]
+    options = open_mpi_options(placed, os.environ)
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
     if is_crowded:
@@ -146,7 +208,7 @@ def command_line(
     for name, value in _settings(mpi, is_crowded).items():
         # mpirun forwards --mca options to other hosts, too.
         options += ["--mca", name.removeprefix("OMPI_MCA_"), value]
-    if not extra and not ALLOCATIONS & os.environ.keys() and not process.has_driver():
+    if not extra and not granted and not placed.hosts and not process.has_driver():
         # On one host these components start at once, while probing every network takes a second.
         # They cannot transfer GPU memory.
         options += ["--mca", "pml", "ob1", "--mca", "btl", f"{shared_memory_btl(mpi.version)},self"]
@@ -169,15 +231,6 @@ def _settings(mpi: Mpi, is_crowded: bool) -> dict[str, str]:
         return {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"} if is_crowded else {}
     # Open MPI's one-sided UCX component prints an error per rank where there is no UCX device.
     return {"OMPI_MCA_osc": "^ucx"} | ({"OMPI_MCA_mpi_yield_when_idle": "1"} if is_crowded else {})
-
-
-def crowds_slurm(ranks: int, environ: Mapping[str, str]) -> bool:
-    """Return whether this Slurm allocation has fewer cores than ranks.
-
-    Slurm lists the cores per node, for example "4(x2),2" for ten cores.
-    """
-    cores = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
-    return bool(cores) and ranks > sum(int(count) * int(hosts or 1) for count, hosts in cores)
 
 
 def check_shared_memory(ranks: int) -> None:

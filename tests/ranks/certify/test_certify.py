@@ -15,7 +15,6 @@ from mpitrain.certify.limits import Limits
 from mpitrain.certify.repeats import repeat
 from mpitrain.certify.speeds import measure, sampler
 from mpitrain.certify.verdict import judge
-from mpitrain.cli.terminal.progress import Silent
 from mpitrain.doctor import hosts
 from mpitrain.doctor.hosts import look_clocks, wrong_clocks
 from mpitrain.doctor.problem import Values
@@ -41,7 +40,6 @@ def certificate(folder, rates=(1e11,) * 4, findings=()):
             5,
             lambda: (rates[transport.rank], 1e10),
             lambda: [Finding(*each) for each in findings],
-            Silent,
             {},
             lambda text: None,
             lambda: fact._replace(machine=HOSTS[transport.rank]),
@@ -153,4 +151,4 @@ def test_a_sample_counts_work_per_second():
 
 def test_a_missing_folder_is_refused_on_every_rank(tmp_path):
     with pytest.raises(ConfigError):
-        run_ranks(2, repeat, tmp_path / "missing", Silent)
+        run_ranks(2, repeat, tmp_path / "missing")

@@ -26,6 +26,7 @@ FLOORS = [
     "transport",
     "layers",
     "optim",
+    "formats",
     "models",
     "collectives",
     "parallel",

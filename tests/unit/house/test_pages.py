@@ -132,11 +132,17 @@ def test_tests_and_jobs_that_a_page_names_are_there(page):
 
 
 @every_page
-def test_a_command_on_a_page_has_the_options_and_settings_that_it_takes(page, monkeypatch):
+def test_a_command_on_a_page_has_the_options_and_settings_that_it_takes(
+    page, monkeypatch, tmp_path
+):
     read = []
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").touch()  # The user's own, which settings may name.
     monkeypatch.setattr(
         click.Command, "invoke", lambda self, context: read.append(context.params)
     )  # and does nothing
+    # A page may name a folder of initial parameters, which is not there.
+    monkeypatch.setattr("mpitrain.run.choices.with_keys_of_folder", lambda tables: tables)
     for words in commands_on(page):
         while words:
             read.clear()
