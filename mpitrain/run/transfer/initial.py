@@ -108,13 +108,14 @@ def fill(
                 f"The model needs {name} of shape {shape}, but {folder} has {has}.",
                 "Use the configuration and the data of that model.",
             )
-        values = elements(stored, held.part)
+        with np.errstate(over="ignore"):
+            values = elements(stored, held.part).astype(held.dtype, copy=False)
         if not np.isfinite(values).all():
             raise CheckpointError(
-                f"Parameters must be finite, but {name} in {folder} is not.", "Name another folder."
+                f"Parameters must be finite numbers of {held.dtype}, but {name} in {folder} is not.",
+                "Name another folder.",
             )
-        with np.errstate(over="ignore"):
-            put(kept[held.number].array, held, values, backend)
+        put(kept[held.number].array, held, values, backend)
 
 
 def elements(stored: StoredTensor, part: Region) -> np.ndarray:
