@@ -125,6 +125,12 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
             "Leave out --peer, or set layout.dp=1, layout.pp=1, replication.zero=0 and "
             "layout.sequence_parallel=false.",
         )
+    if config.layout.tp > 1 and (config.model.dropout or config.model.attention_dropout):
+        raise ConfigError(
+            f"The peer has dropout without layout.tp alone, but model.dropout is {config.model.dropout:g}, "
+            f"model.attention_dropout {config.model.attention_dropout:g}, and layout.tp {config.layout.tp}.",
+            "Leave out --peer, or set both rates to 0.",
+        )
     stages, micro_batches = config.layout.pp, config.batch.micro_batches
     peers = {name: rule.torch.name for name, rule in RULES.items() if rule.torch}
     if (
