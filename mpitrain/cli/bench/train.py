@@ -1,8 +1,7 @@
 """`mpitrain bench train`: measures training steps, in turns with other settings or with PyTorch."""
 
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
