@@ -16,7 +16,7 @@ def save(folder, trainer, done, keep):
         trainer.resolved.axes._asdict(),
         trainer.replication.scalars(),
         keep,
-    )
+    ).path
 
 
 def load(path, trainer):

@@ -25,7 +25,9 @@ def _nbytes(context: click.Context, parameter: click.Parameter, value: str) -> i
 
 @click.command()
 @click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))
-@click.option("--to", "kind", metavar="FORMAT", required=True, help="Format of the folder: gpt2.")
+@click.option(
+    "--to", "kind", metavar="FORMAT", required=True, help="Format of the folder: gpt2 or peft."
+)
 @click.option(
     "--out",
     metavar="DIR",
@@ -48,21 +50,36 @@ def _nbytes(context: click.Context, parameter: click.Parameter, value: str) -> i
     callback=_nbytes,
     help="Largest size of a file of parameters, in KB, MB or GB.",
 )
+@click.option("--merge", is_flag=True, help="Add the adapters of a LoRA run to its model.")
+@click.option(
+    "--base",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="The model under the adapters, if it has moved.",
+)
 @PLUGINS
 def command(
-    run: Path, kind: str, out: Path | None, dtype: str, shard_bytes: int, plugins: list[str] | None
+    run: Path,
+    kind: str,
+    out: Path | None,
+    dtype: str,
+    shard_bytes: int,
+    merge: bool,
+    base: Path | None,
+    plugins: list[str] | None,
 ) -> None:
     """Write the newest checkpoint of RUN_DIR as a folder that other programs load.
 
-    gpt2: a folder for transformers, with AutoModelForCausalLM and AutoTokenizer. One process
-    exports a checkpoint of any layout, and no MPI is started.
+    gpt2: a folder for transformers, with AutoModelForCausalLM and AutoTokenizer. peft: the adapters
+    of a LoRA run, for peft. One process exports a checkpoint of any layout, and no MPI is started.
     """
     if process.launched().rank > 0:
         return  # only rank 0 writes
     from mpitrain.run.transfer.export import export
 
     folder = out or run / kind
-    found = export(run, kind, folder, dtype, shard_bytes, changes((), plugins=plugins))
+    settings = changes((), plugins=plugins)
+    found = export(run, kind, folder, dtype, shard_bytes, settings, merge, base)
     click.echo(
         f"{visible(str(run))} at step {found.step} in {visible(str(folder))}: {', '.join(found.files)}"
     )

@@ -1,6 +1,7 @@
 """The MPI session of a command: connects the ranks, and ends them together or aborts the job."""
 
 import faulthandler
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -52,6 +53,7 @@ def mpi_session(
             from mpitrain.trace.startup import begun
 
             recorder = begun(process.launched().rank, process.launched().size)
+    from mpitrain.transport.agreement import ending_together
     from mpitrain.transport.mpi import connect
     from mpitrain.transport.traced_transport import recorded
 
@@ -60,33 +62,26 @@ def mpi_session(
     faulthandler.dump_traceback_later(min(seconds, LONGEST), exit=True, file=2)
     transport = recorded(connect, recorder)
     faulthandler.cancel_dump_traceback_later()
-    try:
+    _count_local_ranks(transport, kind)
+    with ending_together(transport):
         if not allow_alone:
             refuse_strangers(transport)
         yield transport
-        transport.barrier()
-    except MpitrainError as error:
-        if not error.agreed:
-            transport.abort(str(error))
-        text = str(error)
-        leave_together(transport, lambda: print(text, file=sys.stderr, flush=True), error.exit_code)
-    except BrokenPipeError:
-        if transport.size > 1:
-            transport.abort("the reader of its output is gone")
-        sys.exit(1)
-    except MemoryError as error:
-        transport.abort(
-            f"out of memory: {error}. Lower batch.size, model.width or model.context, or raise batch.micro_batches; "
-            "of a benchmark, lower --max-bytes."
-        )
-    except BaseException as error:
-        if transport.size == 1 and isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
-        import traceback
 
-        transport.abort(
-            f"ended by an exception on {transport.hosts[transport.rank]}\n{traceback.format_exc()}"
-        )
+
+def _count_local_ranks(transport: "Transport", kind: Callable[[], str]) -> None:
+    """Share out GPUs, cores and the screen if the launcher is unknown: by the hosts of the ranks.
+
+    Such a launcher sets no variable of the local rank, so each rank took itself for the only one.
+    """
+    if process.launched().launcher != "none" or transport.size == 1:
+        return
+    own = transport.hosts[transport.rank]
+    with suppress(MpitrainError, OSError):
+        process.choose_gpu(kind(), transport.hosts[: transport.rank].count(own))
+    process.lower_blas_threads(transport.hosts.count(own))
+    if transport.rank > 0:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def configured_of(folder: Path, settings: list[str]) -> Callable[[], Any]:
@@ -122,22 +117,12 @@ def refuse_strangers(transport: "Transport") -> None:
     )
 
 
-def leave_together(transport: "Transport", show: Callable[[], None], exit_code: int) -> None:
-    """Print the reason on rank 0, then exit on every rank after a barrier.
-
-    Without the barrier a launcher could end rank 0 before the message is complete.
-    """
-    if transport.rank == 0:
-        show()
-    transport.barrier()
-    sys.exit(exit_code)
-
-
 def leave_usage(show: Callable[[], None], exit_code: int) -> None:
     """Exit as `leave_together` does, for a command line that is wrong before MPI has started."""
     if process.launched().size == 1:
         show()
         sys.exit(exit_code)
+    from mpitrain.transport.agreement import leave_together
     from mpitrain.transport.mpi import connect
 
     leave_together(connect(), show, exit_code)

@@ -5,6 +5,7 @@ KEPT_ON_HOST  the compression formats with error-feedback residuals in host memo
 PATHS         the (section, key) of all paths
 """
 
+from mpitrain.config.presets import PRESETS, merged, preset
 from mpitrain.config.reading import (
     CONFIG,
     PATHS,
@@ -23,6 +24,7 @@ from mpitrain.config.sections import (
     Data,
     Device,
     Layout,
+    Lora,
     Memory,
     Model,
     Optimizer,
@@ -38,6 +40,7 @@ __all__ = [
     "CONFIG",
     "KEPT_ON_HOST",
     "PATHS",
+    "PRESETS",
     "Batch",
     "Checkpoint",
     "Config",
@@ -45,6 +48,7 @@ __all__ = [
     "Device",
     "Key",
     "Layout",
+    "Lora",
     "Memory",
     "Model",
     "Optimizer",
@@ -56,8 +60,10 @@ __all__ = [
     "check_choice",
     "check_text",
     "keys",
+    "merged",
     "nearest",
     "parse",
+    "preset",
     "read_toml",
     "refusal",
     "with_settings",

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from mpitrain.config import Config
+from mpitrain.formats.computed_tensor import AnyTensor
 from mpitrain.formats.stored_tensor import StoredTensor
 
 
@@ -38,15 +39,17 @@ class Trained(NamedTuple):
     """The model of a checkpoint, which an export writes.
 
     config      of the run
-    tensors     {full name: tensor in a file of the checkpoint}
+    tensors     {full name: tensor}, in a file of the checkpoint or computed
     separator   the token that ends a document; -1: there is none
     dtype       the name of the dtype to write
+    base        of adapters: the folder and the digests of the model under them
     """
 
     config: Config
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, AnyTensor]
     separator: int
     dtype: str
+    base: Mapping[str, Any] = {}
 
 
 class Written(NamedTuple):
@@ -57,7 +60,7 @@ class Written(NamedTuple):
     files    {name: content} of the other files
     """
 
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, AnyTensor]
     files: Mapping[str, bytes]
 
 

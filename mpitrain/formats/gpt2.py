@@ -126,6 +126,25 @@ def counterparts(layers: int) -> Iterator[tuple[str, Counterpart]]:
     yield from ((ours, Counterpart(OUTSIDE[ours], False)) for ours in [*OUTSIDE][2:])
 
 
+def module_of(layer: str) -> str:
+    """Return the module of a linear layer in GPT2LMHeadModel, by our name; empty if it has none."""
+    if layer == HEAD.removesuffix(".weight"):
+        return THEIR_HEAD.removesuffix(".weight")
+    found = re.fullmatch(r"blocks\.([0-9]+)\.(.+)", layer, re.ASCII)
+    if not found or found[2] not in LINEARS:
+        return ""
+    return f"{PREFIX}h.{found[1]}.{LINEARS[found[2]]}"
+
+
+def layer_of(module: str) -> str:
+    """Return our name of a linear layer, by its module in GPT2LMHeadModel; empty if it is none."""
+    if module == THEIR_HEAD.removesuffix(".weight"):
+        return HEAD.removesuffix(".weight")
+    found = re.fullmatch(r"(?:transformer\.)?h\.([0-9]+)\.(.+)", module, re.ASCII)
+    ours = {theirs: own for own, theirs in LINEARS.items()}
+    return f"blocks.{found[1]}.{ours[found[2]]}" if found and found[2] in ours else ""
+
+
 def is_own(names: Sequence[str]) -> bool:
     """Return whether a folder has a configuration of transformers."""
     return CONFIGURATION in names and "adapter_config.json" not in names

@@ -6,9 +6,10 @@ from mpitrain.errors import CheckpointError
 from mpitrain.formats.folder import CONFIGURATION, names
 from mpitrain.formats.format import Format
 from mpitrain.formats.gpt2 import GPT2
+from mpitrain.formats.peft import PEFT
 from mpitrain.tables import Table
 
-FORMATS: Table[str, Format] = Table(gpt2=GPT2)
+FORMATS: Table[str, Format] = Table(gpt2=GPT2, peft=PEFT)
 """Formats of folders that `mpitrain export --to` writes and `run.init_from` reads."""
 
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from mpitrain.errors import ConfigError
 from mpitrain.files import cannot_write, opened
+from mpitrain.formats.computed_tensor import AnyTensor
 from mpitrain.formats.format import Written
 from mpitrain.formats.safetensors_files import Writing, WritingTensors
-from mpitrain.formats.stored_tensor import StoredTensor
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -101,7 +101,7 @@ def _write(
     return sorted([*names, *files])
 
 
-def _shards(tensors: Mapping[str, StoredTensor], width: int, shard_bytes: int) -> list[list[str]]:
+def _shards(tensors: Mapping[str, AnyTensor], width: int, shard_bytes: int) -> list[list[str]]:
     """Divide the names of tensors into files, in order.
 
     width  bytes of an element
@@ -124,7 +124,7 @@ def _index(total: int, shards: Mapping[str, Sequence[str]]) -> bytes:
     return (json.dumps(index, indent=2) + "\n").encode()
 
 
-def _converted(name: str, tensor: StoredTensor, dtype: np.dtype) -> np.ndarray:
+def _converted(name: str, tensor: AnyTensor, dtype: np.dtype) -> np.ndarray:
     """Read a tensor, rounded to a dtype; ConfigError if a value is not finite there."""
     values = tensor.read(tensor.whole)
     with np.errstate(over="ignore", invalid="ignore"):

@@ -27,6 +27,8 @@ LAUNCHERS = (
         "MV2_COMM_WORLD_SIZE",
     ),
     ("MPICH or Intel MPI", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_RANK", "PMI_SIZE"),
+    ("PALS", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE", "PALS_RANKID", "PMI_SIZE"),
+    ("Flux", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
     ("Slurm", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
 # Variables with these prefixes make a process believe that it is a rank. Variables that tune an MPI
@@ -44,6 +46,9 @@ RANK_VARIABLES = (
     "PRTE_LAUNCHED",
     "MV2_COMM_WORLD_",
     "SLURM_",
+    "PALS_",
+    "FLUX_TASK_",
+    "FLUX_JOB_",
 )
 # Ranks of one host share memory here; Docker limits it to 64 MiB by default (--shm-size).
 SHARED_MEMORY = "/dev/shm"
@@ -66,10 +71,10 @@ def launched() -> Launched:
         values = [os.environ.get(name, "") for name in names]
         if values[0].isdigit() and values[3].isdigit():
             # Slurm writes 2(x4) for two tasks on each of four hosts.
-            local_size = values[1].split("(")[0].split(",")[0]
-            return Launched(
-                launcher, int(values[0]), int(local_size or 1), int(values[2] or 0), int(values[3])
-            )
+            local_size, size = int(values[1].split("(")[0].split(",")[0] or 1), int(values[3])
+            if names[1] == "FLUX_JOB_NNODES":
+                local_size = -(-size // local_size)
+            return Launched(launcher, int(values[0]), local_size, int(values[2] or 0), size)
     return Launched("none", 0, 1, 0, 1)
 
 
@@ -98,6 +103,17 @@ def limit_blas_threads() -> None:
             os.environ[name] = str(blas_threads())
 
 
+def lower_blas_threads(local_size: int) -> None:
+    """Divide the cores among the ranks of this host, after NumPy is imported.
+
+    A number of threads that the user has set stays.
+    """
+    if os.environ.get("OMP_NUM_THREADS") == str(blas_threads()):
+        from threadpoolctl import threadpool_limits
+
+        threadpool_limits(max(1, min(cores(), processors() // local_size)))
+
+
 def gpus() -> int:
     """Return the number of GPUs that CuPy finds; 0 without CuPy, a driver or a GPU."""
     try:
@@ -108,18 +124,32 @@ def gpus() -> int:
         return 0
 
 
-def choose_gpu(kind: str) -> None:
+def gpu_address() -> str:
+    """Return the PCI address of this process's current GPU; "" without one."""
+    try:
+        import cupy
+
+        runtime = cupy.cuda.runtime
+        return runtime.deviceGetPCIBusId(runtime.getDevice())
+    except (ImportError, RuntimeError):
+        return ""
+
+
+def choose_gpu(kind: str, local_rank: int | None = None) -> None:
     """Make GPU (local rank) modulo (GPUs of the host) the current one, if `kind` may use a GPU.
 
     Call it before MPI starts, because a CUDA-aware MPI then looks for the current GPU. All other
     GPUs stay visible. Hiding them (CUDA_VISIBLE_DEVICES, Slurm's --gpus-per-task) would prevent
     ranks of one host from reading each other's memory. Without a GPU, this function raises nothing.
     `backend_for` does so later, when all ranks can agree on the error.
+
+    local_rank  None: as the launcher says
     """
     if kind in ("auto", "cuda") and (count := gpus()):
         import cupy
 
-        cupy.cuda.Device(launched().local_rank % count).use()
+        local = launched().local_rank if local_rank is None else local_rank
+        cupy.cuda.Device(local % count).use()
 
 
 def has_driver() -> bool:
@@ -133,6 +163,32 @@ def shared_memory() -> int:
         return 0
     found = os.statvfs(SHARED_MEMORY)
     return found.f_bavail * found.f_frsize
+
+
+def shared_memory_size() -> int:
+    """Return the size of SHARED_MEMORY in bytes, used or free; 0 without it."""
+    if not os.path.isdir(SHARED_MEMORY):
+        return 0
+    found = os.statvfs(SHARED_MEMORY)
+    return found.f_blocks * found.f_frsize
+
+
+def own_cores() -> list[int]:
+    """Return the numbers of the cores that this process may run on."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def machine() -> str:
+    """Return the boot identifier: namespaces and containers of one running kernel share it."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+    return ""
+
+
+def job_id() -> str:
+    """Return the number of this job in its batch system; "" outside of one."""
+    names = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
 
 
 def room_for(nbytes: int, ranks: int) -> int:

@@ -22,6 +22,8 @@ def gpt(
     tied: bool = False,
     hidden: int = 0,
     epsilon: float = 1e-5,
+    dropout: float = 0.0,
+    attention_dropout: float = 0.0,
 ) -> list[Unit]:
     """Return the units of a GPT-2: tokens (B, T) to logits (B, T, vocab), for T up to context.
 
@@ -41,6 +43,10 @@ def gpt(
         Hidden units of each MLP; 0: 4 width.
     epsilon : float
         Term of the LayerNorms, added to the variance.
+    dropout : float
+        Rate of dropout of the embedding, and of each branch before its residual sum.
+    attention_dropout : float
+        Rate of dropout of the attention probabilities.
     """
     # GPT-2 uses 0.02 for its width of 768. Narrower layers need a larger standard deviation to
     # preserve the variance of activations.
@@ -48,18 +54,19 @@ def gpt(
     inner, hidden = normal(std), hidden or 4 * width
     # The residual stream sums 2 depth branches. Scaling each preserves its variance (section 2.3).
     onto_residual = normal(std / (2 * max(1, depth)) ** 0.5)
-    units = [Unit("embedding", layers.embedding(vocab, context, width))]
+    embedding = layers.dropped(layers.embedding(vocab, context, width), dropout)
+    units = [Unit("embedding", embedding)]
     for block in range(depth):
         attention = Sequential(
             norm=layers.norm(width, epsilon),
             qkv=layers.qkv(width, heads, inner),
-            attention=layers.attention(width, heads),
-            out=layers.row_linear(width, width, onto_residual),
+            attention=layers.attention(width, heads, dropout=attention_dropout),
+            out=layers.dropped(layers.row_linear(width, width, onto_residual), dropout),
         )
         mlp = Sequential(
             norm=layers.norm(width, epsilon),
             up=layers.column_linear(width, hidden, inner, activation="gelu"),
-            down=layers.row_linear(hidden, width, onto_residual),
+            down=layers.dropped(layers.row_linear(hidden, width, onto_residual), dropout),
         )
         units += [
             Unit(f"blocks.{block}.attention", layers.residual(attention)),

@@ -65,6 +65,7 @@ class Mode(NamedTuple):
     refusal   (configuration) -> error that names a key that the mode does not support, or None
     servers   (settings) -> number of the last ranks, which compute no rows
     records   (settings) -> fields of StepResult that metrics.jsonl has in this mode alone
+    exchange  (settings) -> steps between two exchanges of stop requests
     stages    {replication.zero: descriptor} for each ZeRO stage of the mode
     variants  {end of the mode's name in `mpitrain compare`: setting}; empty: there is one variant
     """
@@ -76,6 +77,7 @@ class Mode(NamedTuple):
     refusal: Callable[[Config], ConfigError | None]
     servers: Callable[[Settings], int] = lambda settings: 0
     records: Callable[[Settings], tuple[str, ...]] = lambda settings: ()
+    exchange: Callable[[Settings], int] = lambda settings: 1
     stages: Mapping[int, "Mode"] = {}
     variants: Mapping[str, str] = {}
 

@@ -192,6 +192,7 @@ MODES: Table[str, Mode] = Table(
             ),
             traffic=lambda settings: traffic.LOCAL,
             refusal=first(_has_common_step, _WITHOUT_LAYOUTS),
+            exchange=lambda settings: settings.period,
         ),
         "gossip": Mode(
             help="workers update by themselves and average with one neighbour after each step",
@@ -199,6 +200,7 @@ MODES: Table[str, Mode] = Table(
             memory=lambda of: of.replica + of.master * of.length,
             traffic=lambda settings: traffic.GOSSIP,
             refusal=first(_has_common_step, _WITHOUT_LAYOUTS),
+            exchange=lambda settings: settings.period,
         ),
     }
 )

@@ -37,12 +37,14 @@ class Given(NamedTuple):
 
     config  from `parse`; rank 0 has replaced an empty data.validation
     gpus    the number of GPUs that each rank finds, by rank; 0 where device.kind needs none
+    chosen  the PCI address of each rank's GPU, by rank; "" without one
     run     an identity for a new run
     location   the location of the run
     """
 
     config: Config
     gpus: list[int]
+    chosen: list[str]
     run: str
     location: RunLocation
 
@@ -66,7 +68,7 @@ def agree_on(
         source = config.data.source
         return [
             config.flat(),
-            process.gpus() if config.device.kind in ("auto", "cuda") else 0,
+            _gpus(config.device.kind),
             uuid4().hex,
             look(config),
             beside(source) if source_kind(source).is_token_file else "",
@@ -78,4 +80,12 @@ def agree_on(
     (config,), location = mine, RunLocation(*places[0])
     validation = location.held_out or config.data.validation or validations[0]
     data = config.data.model_copy(update={"validation": validation})
-    return Given(config.model_copy(update={"data": data}), [*gpus], runs[0], location)
+    counts, chosen = zip(*(found or (0, "") for found in gpus), strict=True)
+    config = config.model_copy(update={"data": data})
+    return Given(config, [*counts], [*chosen], runs[0], location)
+
+
+def _gpus(kind: str) -> tuple[int, str] | int:
+    """Return the number of GPUs and the address of the current one; 0 if there is none to use."""
+    count = process.gpus() if kind in ("auto", "cuda") else 0
+    return (count, process.gpu_address()) if count else 0

@@ -75,7 +75,7 @@ def resolve(
     if transport.rank == 0:
         _say_that_attention_is_small(given.config, resolved)
         if resolved.device.kind == "cuda":
-            _say_who_shares(given.gpus, transport.hosts)
+            _say_who_shares(given.gpus, given.chosen, transport.hosts)
     return resolved
 
 
@@ -229,10 +229,11 @@ def _in_passes(stages: int, micro_batches: int, chunks: int) -> str:
     )
 
 
-def _say_who_shares(gpus: Sequence[int], hosts: Sequence[str]) -> None:
-    """Print a warning if a host has more ranks than GPUs.
+def _say_who_shares(gpus: Sequence[int], chosen: Sequence[str], hosts: Sequence[str]) -> None:
+    """Print a warning if ranks of a host use the same GPU.
 
-    gpus, hosts  the number of GPUs that each rank finds, and its host, by rank
+    gpus, chosen, hosts  the number of GPUs that each rank finds, the PCI address of the one that it
+                         uses, and its host, by rank
     """
     crowded = [
         f"{hosts.count(host)} ranks on {host} share {count} GPU{'s' * (count > 1)}"
@@ -245,3 +246,15 @@ def _say_who_shares(gpus: Sequence[int], hosts: Sequence[str]) -> None:
             file=sys.stderr,
             flush=True,
         )
+        return
+    users: dict[tuple[str, str], list[int]] = {}
+    for rank, used in enumerate(zip(hosts, chosen, strict=True)):
+        users.setdefault(used, []).append(rank)
+    for (host, address), ranks in users.items():
+        if address and len(ranks) > 1:
+            print(
+                f"warning: ranks {', '.join(map(str, ranks))} on {host} all use the GPU {address}, but there are "
+                f"{gpus[ranks[0]]}. Do not hide GPUs from ranks (CUDA_VISIBLE_DEVICES, --gpus-per-task).",
+                file=sys.stderr,
+                flush=True,
+            )

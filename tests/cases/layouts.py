@@ -168,7 +168,7 @@ def save(transport, folder, layout, step=1, run="run"):
         layout.facts,
         {"scale": 0.5},
         keep=9,
-    )
+    ).path
 
 
 def load(transport, path, layout):

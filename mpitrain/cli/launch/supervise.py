@@ -95,6 +95,8 @@ def run(
     while (code := process.poll()) is None:
         if len(requests) > passed:
             passed, reached_run = passed + 1, words.began
+            if is_training and passed == 1 and words.end:
+                continue  # the run has ended: its ranks only have to leave
             _pass_request(screen, process, passed if is_training else passed + 1, words.began)
         elif is_training and passed == 1 and words.began and not reached_run:
             reached_run = True

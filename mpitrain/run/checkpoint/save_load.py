@@ -61,6 +61,16 @@ class Checkpoint(NamedTuple):
         return self.manifest.done
 
 
+class Saved(NamedTuple):
+    """A published checkpoint.
+
+    nbytes  size of its files of tensors and state, of all ranks
+    """
+
+    path: Path
+    nbytes: int
+
+
 def save(
     folder: Path,
     kept: Sequence[StateBuffer],
@@ -71,7 +81,8 @@ def save(
     layout: Mapping[str, Any],
     scalars: Mapping[str, Any],
     keep: int,
-) -> Path:
+    base: Mapping[str, Any] | None = None,
+) -> Saved:
     """Write a checkpoint under `folder`, and remove all but the newest `keep`; collective.
 
     kept     the state of this rank; buffers named "parameters" are written as whole tensors
@@ -79,7 +90,7 @@ def save(
     layout   the size of each mesh axis. `load` restores "own" and "mean" state exactly, and "bound"
              state at all, only in the same layout.
     scalars  numbers by name
-    returns  the directory of the checkpoint
+    base     as in `Manifest`
     raises   TrainingError on every rank if any of them cannot write; older checkpoints stay valid
     """
     step = done.step
@@ -100,10 +111,15 @@ def save(
     everyone = transport.gather_text([mine, stored])
     written = {name: file for files, _ in everyone for name, file in files.items()}
     manifest = Manifest(
-        done, layout, scalars, written, [one for _, stored in everyone for one in stored]
+        done,
+        layout,
+        scalars,
+        written,
+        [one for _, stored in everyone for one in stored],
+        base=base or {},
     )
     attempt(lambda: is_root and _finish(unfinished, target, shares, manifest, keep))
-    return target
+    return Saved(target, sum(nbytes for _, nbytes, _ in written.values()))
 
 
 def _attempt(part: Callable[[], Any], step: int, folder: Path) -> Any:

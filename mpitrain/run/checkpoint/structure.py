@@ -32,6 +32,15 @@ PartText = tuple[
 StoredText = tuple[FileName, str, str, Literal["agreed", "own", "mean", "bound"], PartText]
 
 
+class Base(BaseModel):
+    """The model under adapters that are saved alone."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    folder: Annotated[str, Field(min_length=1, max_length=4096)]
+    sha256: dict[FileName, Digest]
+
+
 class Structure(BaseModel):
     """The entries of a manifest as JSON; `Manifest` documents their meaning."""
 
@@ -47,6 +56,7 @@ class Structure(BaseModel):
     stored: list[StoredText]
     block: Size
     sha256: Digest
+    base: Base | None = None
 
 
 def structure_of(text: bytes, largest_block: int) -> Structure:

@@ -34,16 +34,17 @@ POSITIONS = "embedding.positions"
 """The tensor of which a run with a shorter model.context takes the first rows."""
 
 
-def open_initial(config: Config, vocabulary: int) -> Initial:
+def open_initial(config: Config, vocabulary: int, saved: Path | None = None) -> Initial:
     """Locate the model of run.init_from; not collective.
 
     vocabulary  of the data
+    saved       the checkpoint to read of a run; None: the newest
     raises      ConfigError if it is another model than the configuration says; CheckpointError if
                 it is damaged
     """
     folder = Path(config.run.init_from)
     if is_run(folder):
-        saved = newest(folder / CHECKPOINTS)
+        saved = saved or newest(folder / CHECKPOINTS)
         found = Initial(saved, determined(folder), parameters(saved), [MANIFEST])
     else:
         found = format_of(folder).read(folder)
@@ -97,25 +98,61 @@ def fill(
     memory  the elements of one tensor on this rank
     raises  CheckpointError if a tensor is missing, of another shape or not finite; OSError
     """
+    kept = _filled_with_codes(folder, tensors, kept, backend)
     for held in holdings(described(storage, kept)):
         if PARAMETERS not in (held.name, kept[held.number].like):
             continue
         name, shape = held.part.tensor, held.part.shape
         stored = tensors.get(name)
         if stored is None or not _fits(name, stored.shape, shape):
-            has = f"the shape {stored.shape}" if stored else "no such tensor"
-            raise CheckpointError(
-                f"The model needs {name} of shape {shape}, but {folder} has {has}.",
-                "Use the configuration and the data of that model.",
-            )
+            raise _unfit(folder, name, shape, stored)
         with np.errstate(over="ignore"):
             values = elements(stored, held.part).astype(held.dtype, copy=False)
-        if not np.isfinite(values).all():
-            raise CheckpointError(
-                f"Parameters must be finite numbers of {held.dtype}, but {name} in {folder} is not.",
-                "Name another folder.",
-            )
+        _check_finite(folder, name, values)
         put(kept[held.number].array, held, values, backend)
+
+
+def _filled_with_codes(
+    folder: Path,
+    tensors: Mapping[str, StoredTensor],
+    kept: Sequence[StateBuffer],
+    backend: Backend,
+) -> list[StateBuffer]:
+    """Fill the weights of 8 bits, and return the buffers with the other tensors."""
+    found = []
+    for buffer in kept:
+        coded = [entry for entry in buffer.entries if entry.parameter.coded]
+        for entry in coded:
+            stored = tensors.get(entry.name)
+            shape = entry.parameter.shape
+            if stored is None or stored.shape != shape:
+                raise _unfit(folder, entry.name, shape, stored)
+            whole = stored.read(stored.whole)
+            _check_finite(folder, entry.name, whole)
+            values = entry.encoded(whole, buffer.array.dtype)
+            entry.write(values, buffer.array, backend, buffer.pieces)
+        others = [entry for entry in buffer.entries if not entry.parameter.coded]
+        if others or not coded:
+            found.append(buffer._replace(entries=others))
+    return found
+
+
+def _unfit(
+    folder: Path, name: str, shape: tuple[int, ...], stored: StoredTensor | None
+) -> CheckpointError:
+    has = f"the shape {stored.shape}" if stored else "no such tensor"
+    return CheckpointError(
+        f"The model needs {name} of shape {shape}, but {folder} has {has}.",
+        "Use the configuration and the data of that model.",
+    )
+
+
+def _check_finite(folder: Path, name: str, values: np.ndarray) -> None:
+    if not np.isfinite(values).all():
+        raise CheckpointError(
+            f"Parameters must be finite numbers of {values.dtype}, but {name} in {folder} is not.",
+            "Name another folder.",
+        )
 
 
 def elements(stored: StoredTensor, part: Region) -> np.ndarray:

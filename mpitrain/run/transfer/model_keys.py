@@ -11,6 +11,7 @@ from mpitrain.data import source_kind
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.formats.folder import names
 from mpitrain.formats.table import format_of
+from mpitrain.run.transfer.adapter_keys import with_adapter
 
 OF_RUN = [
     "kind",
@@ -48,18 +49,20 @@ def determined(folder: Path) -> dict[str, Any]:
 
 
 def with_keys_of_folder(tables: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Add the keys that the folder of run.init_from determines to tables that lack them.
+    """Add the keys that run.init_from and lora.init_from determine, to tables that lack them.
 
     Tables with all keys of a model are those of a run; then the folder is not read.
 
     raises  ConfigError for a key with another value than in the folder; CheckpointError as
             `determined`
     """
-    run, model = tables.get("run"), tables.get("model", {})
-    name = run.get("init_from") if isinstance(run, Mapping) else None
-    if not isinstance(name, str) or not name or not isinstance(model, Mapping):
+    model = tables.get("model", {})
+    if not isinstance(model, Mapping) or set(OF_RUN) <= set(model):
         return tables
-    if set(OF_RUN) <= set(model):
+    tables = with_adapter(tables)
+    run = tables.get("run")
+    name = run.get("init_from") if isinstance(run, Mapping) else None
+    if not isinstance(name, str) or not name:
         return tables
     try:
         found = determined(Path(name))

@@ -7,7 +7,6 @@ import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import commands
-from mpitrain.cli.terminal.progress import Silent
 from mpitrain.errors import MpitrainError
 from mpitrain.run.build import build
 from mpitrain.run.loop import train
@@ -56,7 +55,7 @@ def folder(tmp_path_factory):
 def trained(ranks, *settings):
     """Train on so many threads."""
     config = configured(*FLAT, *settings)
-    run_ranks(ranks, lambda own: train(own, lambda: config, "no", lambda: False, Silent()))
+    run_ranks(ranks, lambda own: train(own, lambda: config, "no", lambda: False))
 
 
 def near(ours, theirs, dtype):

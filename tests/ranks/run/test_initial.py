@@ -8,7 +8,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from mpitrain.cli.terminal.progress import Silent
 from mpitrain.cli.train import _configured as resumed
 from mpitrain.errors import ConfigError, MpitrainError
 from mpitrain.formats import stored_tensor
@@ -48,7 +47,7 @@ OURS = {
 
 def trained(ranks, *settings, resume="no"):
     config = configured(*TINY, *settings)
-    run_ranks(ranks, lambda own: train(own, lambda: config, resume, lambda: False, Silent()))
+    run_ranks(ranks, lambda own: train(own, lambda: config, resume, lambda: False))
 
 
 def begun(transport, config):
@@ -183,7 +182,7 @@ def test_a_resumed_run_does_not_need_the_folder(tmp_path, has_file):
     settings = ["run.steps=4", "device.kind=cpu", "run.eval_every=-1", f"run.out={run}"]
     config = resumed(file if has_file else None, settings, "yes")
     assert config.model.hidden == configuration(run).model.hidden
-    run_ranks(1, lambda own: train(own, lambda: config, "yes", lambda: False, Silent()))
+    run_ranks(1, lambda own: train(own, lambda: config, "yes", lambda: False))
     assert records(tmp_path)[-1]["event"] == "end"
 
 

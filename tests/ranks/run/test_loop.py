@@ -22,6 +22,7 @@ from mpitrain.run.build import build
 from mpitrain.run.checkpoint import save_load
 from mpitrain.run.checkpoint.directories import newest
 from mpitrain.run.checkpoint.manifest import Done
+from mpitrain.run.loop import train
 from mpitrain.run.open_run import configured, open_run
 from mpitrain.run.run_dir import noted_largest
 from mpitrain.run.trainer import Trainer
@@ -332,7 +333,7 @@ def test_a_finished_run_says_that_nothing_is_left(book, tmp_path, capsys):
     capsys.readouterr()
     model = tmp_path / "run/checkpoints/step-00000006/model-00001-of-00001.safetensors"
     before = model.stat().st_mtime_ns
-    assert not go(1, book, "yes", watcher=Progress)
+    assert not go(1, book, "yes", watchers=[Progress()])
     said = capsys.readouterr().out
     assert "all 6 steps were done before; to train on, set run.steps to more" in said
     assert records(tmp_path)[-1]["event"] == "end" and model.stat().st_mtime_ns == before
@@ -434,3 +435,33 @@ def test_async_steps_that_finish_together_have_their_own_times(book, tmp_path):
         took,
         "but the last before all meet, which goes back in the call before",
     )
+
+
+def test_a_checkpoint_has_its_time_and_bytes_in_the_metrics(book, tmp_path):
+    go(2, [*book, "checkpoint.every=4"])
+    saved = [one for one in records(tmp_path) if one.get("event") == "checkpoint"]
+    assert [one["step"] for one in saved] == [4, 6]
+    for one in saved:
+        folder = tmp_path / f"run/checkpoints/step-{one['step']:08d}"
+        sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
+        assert one["checkpoint_bytes"] == sum(sizes) and len(sizes) > 1
+        assert 0 < one["checkpoint_s"] < one["wall_s"]
+
+
+@pytest.mark.parametrize("mode, at", [("all-reduce", 1), ("local", 2)])
+def test_a_run_stops_by_itself_near_the_end_of_its_job(mode, at, book, tmp_path):
+    """Rank 0 alone knows the end; the ranks of mode local agree to stop after a period."""
+    settings = [*book, f"replication.mode={mode}", "replication.period=2"]
+    config = parse(with_settings({}, settings))
+
+    def run(transport, ends):
+        ends = ends if transport.rank == 0 else lambda: None
+        return train(
+            transport, lambda: config, "auto", lambda: False, (), lambda: None, ends
+        ).stopped
+
+    assert all(run_ranks(2, lambda own: run(own, lambda: time.time() - 1)))
+    last = records(tmp_path)[-1]
+    assert (last["event"], last["step"]) == ("stopped", at) and last["before_limit_s"] < 0
+    assert not any(run_ranks(2, lambda own: run(own, lambda: time.time() + 10 * SECONDS)))
+    assert records(tmp_path)[-1]["event"] == "end"

@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import commands
-from mpitrain.cli.terminal.progress import Silent
 from mpitrain.errors import MpitrainError
 from mpitrain.formats import writing
 from mpitrain.formats.folder import tensors as located
@@ -75,7 +74,7 @@ def test_an_export_that_is_read_and_exported_again_is_the_same(run, tmp_path):
     again = tmp_path / "again"
     settings = ["batch.size=6", "run.steps=0", "run.eval_every=-1", "device.kind=cpu"]
     go_on = configured(*settings, f"run.init_from={tmp_path / 'first'}", f"run.out={again}")
-    run_ranks(1, lambda own: train(own, lambda: go_on, "no", lambda: False, Silent()))
+    run_ranks(1, lambda own: train(own, lambda: go_on, "no", lambda: False))
     export(again, "--to", "gpt2", "--out", tmp_path / "second")
     for path in (tmp_path / "first").iterdir():
         assert path.read_bytes() == (tmp_path / "second" / path.name).read_bytes(), path.name
@@ -139,7 +138,7 @@ def test_values_beyond_float16_are_refused(tmp_path):
         f"run.init_from={folder}",
         f"run.out={run}",
     )
-    run_ranks(1, lambda own: train(own, lambda: config, "no", lambda: False, Silent()))
+    run_ranks(1, lambda own: train(own, lambda: config, "no", lambda: False))
     with pytest.raises(MpitrainError) as caught:
         export(run, "--to", "gpt2", "--dtype", "float16")
     assert "ln_2.bias" in caught.value.law

@@ -34,6 +34,8 @@ FLOORS = [
     "run",
     "plan",
     "bench",
+    "doctor",
+    "certify",
     "report",
     "cli",
     "__main__",

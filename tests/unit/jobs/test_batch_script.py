@@ -1,4 +1,4 @@
-"""jobs/train.sbatch without Slurm: where it finds its environment, and when it queues itself again."""
+"""Batch scripts without Slurm: where they find their environment, and when a job is queued again."""
 
 import os
 import shutil
@@ -54,21 +54,19 @@ def test_the_batch_script_works_from_any_folder(variable, at, runs, tmp_path):
         env={**NONE, "PATH": "/usr/bin:/bin", **slurm, **named},
     )
     if runs:
-        line = f"{tmp_path}/here: launch -n 4 -- train --out runs/slurm-17 --resume=auto own.toml\n"
+        line = f"{tmp_path}/here: launch --launcher srun -- train --out runs/slurm-17 --resume=auto own.toml\n"
         assert done.returncode == 0 and done.stdout.startswith(line), done
     else:
         wanted = named.get("MPITRAIN_VENV", tmp_path / "here/.venv")
         assert done.returncode == 2 and done.stdout == "", done
-        assert done.stderr == (
-            f"train.sbatch: no mpitrain in {wanted}. Name its environment: "
-            "MPITRAIN_VENV=/path/to/.venv sbatch ...\n"
-        )
+        assert f"no mpitrain in {wanted}." in done.stderr
 
 
 @pytest.mark.parametrize(
     "asked, ends, requeued",
     [
         ("USR1", 85, True),
+        ("", 85, True),
         ("TERM", 85, False),
         ("USR1 TERM", 85, False),
         ("", 0, False),
@@ -76,8 +74,9 @@ def test_the_batch_script_works_from_any_folder(variable, at, runs, tmp_path):
         ("USR1", 1, False),
     ],
 )
-def test_the_batch_script_queues_itself_again_only_near_its_time_limit(
-    asked, ends, requeued, tmp_path
+@pytest.mark.parametrize("name", ("train.sbatch", "slurm/mpirun/sweep.sbatch"))
+def test_a_stopped_job_queues_itself_again_unless_it_is_cancelled(
+    name, asked, ends, requeued, tmp_path
 ):
     """With a launcher that waits to be asked as often as it will be, and a scontrol that notes its words."""
     programs = {
@@ -86,10 +85,10 @@ def test_the_batch_script_queues_itself_again_only_near_its_time_limit(
     }
     environment(tmp_path / ".venv", programs)
     job = subprocess.Popen(
-        ["bash", str(ROOT / "jobs/train.sbatch")],
+        ["bash", str(ROOT / "jobs" / name)],
         cwd=tmp_path,
         stdout=subprocess.DEVNULL,
-        env={**NONE, "SLURM_NTASKS": "2", "SLURM_JOB_ID": "17"},
+        env={**NONE, "SLURM_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "16"},
     )
     deadline = time.monotonic() + SECONDS
     while (
@@ -103,3 +102,60 @@ def test_the_batch_script_queues_itself_again_only_near_its_time_limit(
     (tmp_path / "go").touch()
     assert job.wait(SECONDS) == (0 if requeued else ends)
     assert (tmp_path / "requeued").exists() == requeued
+
+
+def test_where_a_requeue_is_forbidden_another_job_continues_the_run(tmp_path):
+    programs = {
+        "mpitrain": "exit 85",
+        "scontrol": "exit 1",
+        "sbatch": 'printf "%s\\n" "$@" > submitted; echo 18',
+    }
+    environment(tmp_path / ".venv", programs)
+    slurm = {
+        "JOB_ID": "17",
+        "JOB_PARTITION": "main",
+        "JOB_NUM_NODES": "2",
+        "NTASKS_PER_NODE": "3",
+    }
+    named = {f"SLURM_{name}": value for name, value in slurm.items()}
+    script = ROOT / "jobs/train.sbatch"
+    done = run(["bash", script, "own.toml"], cwd=tmp_path, env={**NONE, **named})
+    assert done.returncode == 85 and "job 18 continues" in done.stdout
+    wanted = [
+        "--parsable",
+        "--dependency=afterany:17",
+        "--export=ALL,MPITRAIN_JOB=17",
+        "--partition=main",
+        "--nodes=2",
+        "--ntasks-per-node=3",
+        str(script),
+        "own.toml",
+    ]
+    assert (tmp_path / "submitted").read_text().splitlines() == wanted
+    again = {**NONE, **named, "MPITRAIN_JOB": "17", "SLURM_JOB_ID": "18"}
+    assert "runs/slurm-17" in run(["bash", script], cwd=tmp_path, env=again).stdout
+
+
+def test_the_last_run_of_a_sweep_draws_all(tmp_path):
+    """Each task trains in a directory of its own; a stand-in for mpitrain writes the last line of its metrics."""
+    programs = {
+        "mpitrain": """if [ "$1" = plot ]; then echo "$@"; exit; fi
+while [ "$1" != --out ]; do shift; done
+mkdir -p "$2"; echo '{"event": "end"}' > "$2/metrics.jsonl\""""
+    }
+    environment(tmp_path / ".venv", programs)
+    said = []
+    for task in "012":
+        slurm = {
+            "SLURM_ARRAY_JOB_ID": "17",
+            "SLURM_JOB_ID": "2" + task,
+            "SLURM_ARRAY_TASK_ID": task,
+        }
+        script = ROOT / "jobs/slurm/sweep.sbatch"
+        done = run(["bash", script], cwd=tmp_path, env={**NONE, **slurm})
+        assert done.returncode == 0, done
+        said.append(done.stdout)
+    runs = [f"runs/sweep-17/optimizer.lr=0.00{number}" for number in (1, 2, 4)]
+    drawn = [line for text in said for line in text.splitlines() if line.startswith("plot")]
+    wanted = f"plot {' '.join(runs)} --out runs/sweep-17.png"
+    assert drawn == [wanted]

@@ -113,6 +113,23 @@ def test_what_one_rank_lacks_all_refuse(monkeypatch):
     assert raised.value.agreed
 
 
+def resolved_with(hosts, address):
+    """Resolve a configuration on ranks of these hosts, each with the GPU of this PCI address."""
+
+    def resolves(transport):
+        cupy.see(address(transport.rank))
+        resolve(transport, parse({"device": {"kind": "cuda"}}))
+
+    run_ranks(len(hosts), resolves, hosts=hosts)
+
+
+def test_ranks_with_the_same_gpu_are_found_by_its_pci_address(one_gpu, capsys):
+    one_gpu.count = 4
+    resolved_with("aaab", lambda rank: f"0000:0{rank // 2}:00.0")
+    said = capsys.readouterr().err
+    assert "ranks 0, 1 on a" in said and "0000:00:00.0" in said and said.count("warning") == 1
+
+
 @pytest.mark.parametrize(
     "gpus, hosts, line",
     [
@@ -123,11 +140,7 @@ def test_what_one_rank_lacks_all_refuse(monkeypatch):
 )
 def test_sharing_a_gpu_is_said_in_one_line(gpus, hosts, line, one_gpu, capsys):
     one_gpu.count = gpus
-    run_ranks(
-        len(hosts),
-        lambda transport: resolve(transport, parse({"device": {"kind": "cuda"}})),
-        hosts=hosts,
-    )
+    resolved_with(hosts, lambda rank: f"0000:0{rank % 2}:00.0")
     assert capsys.readouterr().err == (
         line and f"warning: {line}: they take turns, and each needs its own memory.\n"
     )

@@ -1,0 +1,158 @@
+"""The placement of ranks: their hosts, their number on each, and the cores to which they are bound."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from mpitrain.errors import ConfigError
+from mpitrain.machine.process import BLAS_VARIABLES
+
+HOST = re.compile(
+    r"(?P<name>[\w.-]+|\[[\w:.%]+\])(?:(?::|\s+slots\s*=\s*|\s+)(?P<slots>\d+))?", re.ASCII
+)
+BINDINGS = {
+    "Open MPI": {"none": "none", "core": "core", "socket": "package"},
+    "MPICH": {"none": "none", "core": "core", "socket": "socket"},
+    "srun": {"none": "none", "core": "cores", "socket": "sockets"},
+}
+EXPORTED = (
+    *BLAS_VARIABLES,
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+    "PYTHONHASHSEED",
+    "XDG_CACHE_HOME",
+    "CUDA_PATH",
+)
+"""Variables that mpirun exports to other hosts, if they are set here."""
+PREFIXES = ("UCX_", "FI_", "MPITRAIN_")
+"""Further ones, by their beginnings."""
+
+
+class Placement(NamedTuple):
+    """The placement of ranks that the user names.
+
+    hosts  {host: its ranks}; empty: those of the allocation, or this host
+    ppn    ranks of each host; 0: not given
+    bind   "none", "core" or "socket"; "": as before
+    """
+
+    hosts: dict[str, int] = {}
+    ppn: int = 0
+    bind: str = ""
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks on the named hosts; 0 if none are named."""
+        return sum(self.hosts.values())
+
+
+def placement(hosts: str, hostfile: Path | None, ppn: int, bind: str) -> Placement:
+    """Return the placement of the options of `launch`.
+
+    raises  ConfigError if hosts are named twice, or cannot be read
+    """
+    if hosts and hostfile:
+        raise ConfigError(
+            "The hosts are named once, but --hosts and --hostfile are both given.",
+            "Leave one of them out.",
+        )
+    lines = hosts.split(",") if hosts else _lines(hostfile) if hostfile else []
+    found: dict[str, int] = {}
+    for line in lines:
+        match = HOST.fullmatch(line.strip())
+        if not match or match["slots"] == "0":
+            raise ConfigError(
+                f"A host is NAME or NAME:RANKS, but {hostfile or '--hosts'} has {line!r}.",
+                "For example: --hosts node1:4,node2:4; a line of a file may also be: node1 slots=4",
+            )
+        found[match["name"]] = found.get(match["name"], 0) + (ppn or int(match["slots"] or 1))
+    if lines and ppn:
+        found = dict.fromkeys(found, ppn)
+    return Placement(found, ppn, bind)
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the lines of a hostfile without comments."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(
+            f"--hostfile names a file of hosts, but {path} cannot be read: {why}.",
+            "Write one host in each line: node1 slots=4",
+        ) from None
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    if not any(lines):
+        raise ConfigError(
+            f"--hostfile names hosts, but {path} has none.", "Write one in each line."
+        )
+    return [line for line in lines if line]
+
+
+def described(ranks: int, hosts: int, cores: int, bind: str) -> str:
+    """Return the placement of the ranks in words.
+
+    hosts  number of hosts
+    cores  cores of each rank, on each of which it computes with one BLAS thread
+    """
+    each = -(-ranks // hosts)
+    bound = {"core": ", bound to cores", "socket": ", bound to sockets"}.get(bind, "")
+    return f"{ranks} rank(s) on {hosts} host(s), {each} on each; {cores} core(s) a rank{bound}"
+
+
+def open_mpi_options(placed: Placement, environ: Mapping[str, str], cores: int) -> list[str]:
+    """Return the options of mpirun; it exports no variables to other hosts by itself.
+
+    cores  cores of each rank, for a binding to cores
+    """
+    options = ["--bind-to", BINDINGS["Open MPI"][placed.bind or "none"]]
+    each = f":PE={cores}" if placed.bind == "core" else ""
+    if placed.ppn:
+        options += ["--map-by", f"ppr:{placed.ppn}:node{each}"]
+    elif placed.bind == "socket":
+        options += ["--map-by", "package"]
+    elif each:
+        options += ["--map-by", f"slot{each}"]
+    if placed.hosts:
+        options += ["--host", _listed(placed.hosts)]
+        for name in exported(environ):
+            options += ["-x", name]
+    return options
+
+
+def mpich_options(placed: Placement, cores: int) -> list[str]:
+    """Return the options of mpiexec, as above; it exports all variables to other hosts."""
+    options = ["-hosts", _listed(placed.hosts)] if placed.hosts else []
+    if placed.ppn:
+        options += ["-ppn", str(placed.ppn)]
+    if placed.bind:
+        each = f":{cores}" if placed.bind == "core" else ""
+        options += ["-bind-to", BINDINGS["MPICH"][placed.bind] + each]
+    return options
+
+
+def srun_options(placed: Placement) -> list[str]:
+    """Return the options of srun; named hosts must belong to the allocation."""
+    options = []
+    if placed.hosts:
+        options += [f"--nodelist={','.join(placed.hosts)}", f"--nodes={len(placed.hosts)}"]
+        if len({*placed.hosts.values()}) > 1:
+            raise ConfigError(
+                f"srun starts equally many ranks on each host, but --hosts is {_listed(placed.hosts)}.",
+                "Give each host the same number, or use --launcher mpirun.",
+            )
+    if ppn := placed.ppn or next(iter(placed.hosts.values()), 0):
+        options.append(f"--ntasks-per-node={ppn}")
+    if placed.bind:
+        options.append(f"--cpu-bind={BINDINGS['srun'][placed.bind]}")
+    return options
+
+
+def _listed(hosts: Mapping[str, int]) -> str:
+    return ",".join(f"{host}:{ranks}" for host, ranks in hosts.items())
+
+
+def exported(environ: Mapping[str, str]) -> list[str]:
+    """Return the names of the variables that ranks on other hosts need."""
+    return sorted(name for name in environ if name in EXPORTED or name.startswith(PREFIXES))

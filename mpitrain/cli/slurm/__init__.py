@@ -1,0 +1,1 @@
+"""`mpitrain slurm`: writes, submits and follows batch scripts for Slurm, PBS and LSF."""

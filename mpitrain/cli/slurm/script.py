@@ -1,0 +1,232 @@
+"""The text of a batch script: its head, its environment, and the lines of its kind of job."""
+
+import shlex
+from collections.abc import Callable
+
+from mpitrain.cli.slurm.environments import environment_of
+from mpitrain.cli.slurm.request import Request
+from mpitrain.cli.slurm.systems import SYSTEMS, System
+
+BESIDE = 38
+"""Column of the reason in a directive's line."""
+
+
+def script(request: Request, name: str) -> str:
+    """Return the script of a request for the batch system of this name."""
+    system = SYSTEMS[name]
+    kind = _kind(request)
+    body = BODIES.get(kind, _other)(request, system)
+    untried = (
+        [] if system.tried else [f"Not run on a real {name.upper()}: read it before you submit it."]
+    )
+    if request.environment.startswith("apptainer"):
+        untried.append("Not run with a real Apptainer.")
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"# {line}" for line in [*_title(request, kind), *untried]),
+            f"# Written by: {request.written_by}",
+            *_directives(system, request, kind in RESUMES),
+            f'cd "${{{system.folder}:-.}}" || exit  # the batch system runs a copy of this script in a folder of its own',
+            "",
+            *environment_of(request),
+            "",
+            *body,
+            "",
+        ]
+    )
+
+
+def _kind(request: Request) -> str:
+    if request.sweep:
+        return "sweep"
+    return request.words[0]
+
+
+def _title(request: Request, kind: str) -> list[str]:
+    size = f"{request.nodes} host(s) with {request.ranks_per_node} rank(s) each"
+    return TITLES.get(kind, _runs)(request, size)
+
+
+def _trains(request: Request, size: str) -> list[str]:
+    return [
+        f"Train on {size}. Near its time limit the run saves a checkpoint and stops with exit code 85.",
+        "The job then queues itself again, and the run resumes.",
+        *_cancelled(request),
+    ]
+
+
+def _sweeps(request: Request, size: str) -> list[str]:
+    return [
+        f"Train {len(request.sweep)} runs with other settings, each on {size}. Each has a directory below runs/sweep-JOB.",
+        "The last one to end draws the losses of all in runs/sweep-JOB.png (needs mpitrain[report]).",
+        *_cancelled(request),
+    ]
+
+
+def _cancelled(request: Request) -> list[str]:
+    if request.by == "srun":
+        return [
+            "A cancelled run saves a checkpoint, too. To go on, submit the script with --out and the old run directory."
+        ]
+    return [
+        "A cancelled job ends at once: the batch system ends the ranks of the other hosts. Such a run goes on from its last",
+        "periodic checkpoint (checkpoint.every). To go on, submit the script with --out and the old run directory.",
+    ]
+
+
+def _measures(request: Request, size: str) -> list[str]:
+    return [f"Measure on {size}. The name of the JSON file has the number of the job."]
+
+
+def _runs(request: Request, size: str) -> list[str]:
+    return [f"Run {request.words[0]} on {size}. The log has its output."]
+
+
+TITLES: dict[str, Callable[[Request, str], list[str]]] = {
+    "train": _trains,
+    "sweep": _sweeps,
+    "bench": _measures,
+}
+
+
+def _directives(system: System, request: Request, resumes: bool) -> list[str]:
+    lines = []
+    for option, reason in system.directives(request, resumes):
+        if system.is_beside:
+            lines.append(f"{f'{system.prefix} {option}':<{BESIDE}}  # {reason}")
+        else:
+            lines += [f"# {reason}:", f"{system.prefix} {option}"]
+    return lines
+
+
+def _train(request: Request, system: System) -> list[str]:
+    words, run = request.words, f"runs/{_name(system)}-$job"
+    if named := _value(words, "--out"):
+        words, run = _without(words, "--out"), named
+    return [
+        f"job=${{MPITRAIN_JOB:-${system.job}}}  # the first job of this run",
+        f'run="{run}"',
+        *_supervised(request, system, [shlex.join(words), '--out "$run"', *_resume(words), '"$@"']),
+        *_again(system),
+    ]
+
+
+def _sweep(request: Request, system: System) -> list[str]:
+    rows = [f"  '{' '.join(settings)}'" for settings in request.sweep]
+    index = f"${system.task}" + (f" - {system.first_task}" if system.first_task else "")
+    return [
+        f"job=${{MPITRAIN_JOB:-${system.array}}}  # the first array of this sweep",
+        "job=${job%%[*}",
+        "sweep=(",
+        *rows,
+        ")",
+        f"settings=${{sweep[{index}]}}",
+        "name=${settings// /,}",
+        "run=runs/sweep-$job/${name//\\//_}",
+        'read -ra settings <<< "$settings"',
+        *_supervised(
+            request,
+            system,
+            [
+                shlex.join(request.words),
+                '"${settings[@]/#/--set=}"',
+                '--out "$run"',
+                *_resume(request.words),
+                '"$@"',
+            ],
+        ),
+        "if [ $rc = 0 ]; then",
+        "  ended=(runs/sweep-$job/*/metrics.jsonl)",
+        '  if [ "$(grep -l \'"event": "end"\' "${ended[@]}" | wc -l)" = ${#sweep[@]} ]; then',
+        '    mpitrain plot "${ended[@]%/metrics.jsonl}" --out "runs/sweep-$job.png"',
+        "  fi",
+        "fi",
+        *_again(system),
+    ]
+
+
+def _bench(request: Request, system: System) -> list[str]:
+    words = [shlex.join(request.words)]
+    if not _value(request.words, "--json") and request.words[1:2] != ["launch"]:
+        words.append(f'--json "{"-".join(request.words[:2])}-${system.job}.json"')
+    return [f'"${{start[@]}}" {" ".join(words)} "$@"']
+
+
+def _other(request: Request, system: System) -> list[str]:
+    return [f'"${{start[@]}}" {shlex.join(request.words)} "$@"']
+
+
+BODIES: dict[str, Callable[[Request, System], list[str]]] = {
+    "train": _train,
+    "sweep": _sweep,
+    "bench": _bench,
+}
+RESUMES = {"train", "sweep"}
+
+
+def _name(system: System) -> str:
+    return next(name for name, one in SYSTEMS.items() if one is system)
+
+
+def _supervised(request: Request, system: System, words: list[str]) -> list[str]:
+    """Return the lines that run a training command and pass the signals of the system on to it."""
+    term = "" if request.by == "srun" else "; kill -USR1 $P"
+    why = (
+        "cancelled or preempted: Slurm sends TERM to the ranks itself; this shell only stays alive"
+        if request.by == "srun"
+        else "cancelled or preempted"
+    )
+    timer = [
+        "# This warning comes from the script, since the system sends none:",
+        f"{{ sleep {request.seconds - request.warning}; kill -USR1 $$; }} & timer=$!",
+    ]
+    return [
+        "trap 'kill -USR1 $P' USR1  # the time limit is near: launch and srun pass USR1 on to every rank",
+        f"trap 'cancelled=1{term}' TERM  # {why}",
+        *([] if system.warns else timer),
+        f'"${{start[@]}}" {" ".join(words)} & P=$!',
+        "while kill -0 $P 2>/dev/null; do wait $P; done  # a trapped signal ends `wait` early",
+        "wait $P; rc=$?  # the shell remembers the exit code of a child",
+        *([] if system.warns else ["kill $timer"]),
+        'echo "the run in $run ended with $rc"',
+    ]
+
+
+def _again(system: System) -> list[str]:
+    """Return the lines that run the job again if the run was stopped, but not if it was cancelled."""
+    again = [
+        'if [ $rc = 85 ] && [ -z "$cancelled" ]; then',
+        "  trap '' USR1 TERM",
+        *system.again,
+        "fi",
+    ]
+    if not system.again:
+        again = [f'[ $rc = 85 ] && [ -n "$cancelled" ] && exit {system.stopped}']
+    return [*again, "exit $rc"]
+
+
+def _resume(words: list[str]) -> list[str]:
+    has = any(word.partition("=")[0] == "--resume" for word in words)
+    return [] if has else ["--resume=auto"]
+
+
+def _value(words: list[str], option: str) -> str:
+    """Return the last value of an option, or ""."""
+    found = ""
+    for number, word in enumerate(words):
+        if word == option and number + 1 < len(words):
+            found = words[number + 1]
+        elif word.startswith(f"{option}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def _without(words: list[str], option: str) -> list[str]:
+    rest, skips = [], False
+    for word in words:
+        if skips or word == option or word.startswith(f"{option}="):
+            skips = word == option and not skips
+        else:
+            rest.append(word)
+    return rest

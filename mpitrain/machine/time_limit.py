@@ -1,0 +1,74 @@
+"""The time limit of a batch job: a run stops early enough to save a checkpoint before it."""
+
+import time
+from collections.abc import Callable
+
+SAVES = 3
+"""Time left for the last checkpoint, as a multiple of the slowest one so far."""
+EXCHANGES = 2
+"""Exchanges of stop requests between the ranks that the time left must include."""
+LEAVING = 5.0
+"""Seconds for the ranks and their launcher to leave after the checkpoint."""
+UNMEASURED = 30.0
+"""Assumed time of a checkpoint in seconds, until one is measured."""
+
+
+class TimeLimit:
+    """Decides on rank 0 whether the run must stop because its batch job ends soon.
+
+    The time it leaves is 3 times its slowest checkpoint, two steps and a few seconds. It trains for
+    at least half of the time that was left when the end was first known. So even a job that is
+    too short makes progress.
+    """
+
+    def __init__(self, ends: Callable[[], float | None], checkpoint_s: float, steps: int):
+        """Start without a measured step.
+
+        ends          returns the end of the job in seconds since 1970, or None
+        checkpoint_s  time of the slowest checkpoint of the earlier part of the run; 0: none
+        steps         steps between two exchanges of stop requests
+        """
+        self._ends, self._steps = ends, steps
+        self._checkpoint_s, self._step_s = checkpoint_s, 0.0
+        self._first_s: float | None = None
+        self._most: float | None = None
+        self._left: float | None = None
+
+    def stepped(self, seconds: float) -> None:
+        """Note the time of a step. The first one compiles and allocates; it counts until the second."""
+        if self._first_s is None:
+            self._first_s = seconds
+        else:
+            self._step_s = max(self._step_s, seconds)
+
+    def saved(self, seconds: float) -> None:
+        """Note the time in which a checkpoint was written and published."""
+        self._checkpoint_s = max(self._checkpoint_s, seconds)
+
+    @property
+    def margin(self) -> float:
+        """Seconds before the end of the job at which the run stops."""
+        step_s = self._step_s or self._first_s or 0.0
+        needed = SAVES * (self._checkpoint_s or UNMEASURED) + EXCHANGES * self._steps * step_s
+        needed += LEAVING
+        return needed if self._most is None else min(needed, self._most)
+
+    def left(self) -> float | None:
+        """Return the seconds until the job ends; None if no end is known."""
+        end = self._ends()
+        return None if end is None else end - time.time()
+
+    def is_near(self) -> bool:
+        """Return whether the run must stop now."""
+        left = self.left()
+        if left is None:
+            return False
+        if self._most is None:
+            self._most = max(0.0, left / 2)
+        if left <= self.margin and self._left is None:
+            self._left = left
+        return self._left is not None
+
+    def reason(self) -> dict[str, float]:
+        """Return the seconds that were left, for the record of a stop that the limit caused."""
+        return {} if self._left is None else {"before_limit_s": self._left}

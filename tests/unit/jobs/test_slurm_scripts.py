@@ -1,0 +1,101 @@
+"""The scripts of jobs/slurm: each is the output of the command in its head, and bash reads it."""
+
+import itertools
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from mpitrain.cli import commands
+
+HERE = Path(__file__).parents[3] / "jobs"
+SCRIPTS = sorted(HERE.glob("slurm/**/*.sbatch"))
+EXAMPLES = {
+    "train_ddp": "--nodes 2 --ranks-per-node 2 -- train",
+    "train_3d": "--nodes 2 --ranks-per-node 4 -- train --dp 2 --tp 2 --pp 2",
+    "train_server": "--nodes 2 --ranks-per-node 2 -- train --set replication.mode=server --set replication.update=async",
+    "train_gpu": "--nodes 2 --gpus-per-node 4 --cores-per-rank 8 -- train --device cuda",
+    "bench_collectives": "--nodes 2 --ranks-per-node 2 --time 30 -- bench allreduce --algorithm auto,ring,native",
+    "sweep": "--nodes 1 --ranks-per-node 2 --sweep optimizer.lr=0.001,0.002,0.004 -- train",
+    "generate": "--time 10 -- generate runs/book --tokens 200",
+}
+"""{script: the words of `mpitrain slurm` that write it}; by mpirun with --mpirun before them."""
+
+
+def written(words):
+    done = CliRunner().invoke(commands, ["slurm", *words])
+    assert done.exit_code == 0, (words, done.output)
+    return done.output
+
+
+@pytest.mark.parametrize("by", ("", "--mpirun "))
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_script_is_the_output_of_its_command(name, by):
+    folder = HERE / "slurm" / ("mpirun" if by else "")
+    path = folder / f"{name}.sbatch"
+    text = written(shlex.split(by + EXAMPLES[name]))
+    assert path.read_text() == text
+    found = re.search(r"^# Written by: mpitrain slurm (.*)$", text, re.M)
+    assert shlex.split(found[1]) == shlex.split(by + EXAMPLES[name])
+
+
+def test_there_is_no_other_script():
+    assert {path.stem for path in SCRIPTS} == set(EXAMPLES) and len(SCRIPTS) == 2 * len(EXAMPLES)
+    assert (HERE / "train.sbatch").resolve() == HERE / "slurm/train_ddp.sbatch"
+
+
+@pytest.mark.parametrize("system", ("--slurm", "--pbs", "--lsf"))
+@pytest.mark.parametrize("env", ("venv", "venv:/a b/.venv", "module:a/1,b", "apptainer:x.sif"))
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_bash_reads_every_form(name, env, system):
+    words = [system, "--env", env, "--cores-per-rank", "4", *shlex.split(EXAMPLES[name])]
+    text = written(words)
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    prefix = {"--slurm": "#SBATCH", "--pbs": "#PBS", "--lsf": "#BSUB"}[system]
+    others = {"#SBATCH", "#PBS", "#BSUB"} - {prefix}
+    assert prefix in text and not any(other in text for other in others)
+    assert ("Not run on" in text) == (system != "--slurm")
+
+
+def test_a_reason_is_at_each_directive():
+    for path in SCRIPTS:
+        lines = [line for line in path.read_text().splitlines() if line.startswith("#SBATCH")]
+        assert len(lines) > 5 and all(re.search(r"\S +# \w", line) for line in lines)
+    lines = written(["--pbs", "--cores-per-rank", "4", "--", "train"]).splitlines()
+    for before, line in itertools.pairwise(lines):
+        assert not line.startswith("#PBS") or re.match(r"# .*:$", before)
+
+
+@pytest.mark.parametrize(
+    "words, wanted",
+    [
+        ("--nodes 2 -- train --dp 3", "needs 3 ranks, but 4"),
+        ("-- train --set model.widht=3", "model.width"),
+        ("-- train --steps 3", "run.steps"),
+        ("-- train --device cuda", "--gpus-per-node"),
+        ("-- train missing.toml", "missing.toml"),
+        ("--time soon -- train", "'soon'"),
+        ("--time 0 -- train", "'0'"),
+        ("--env conda -- train", "conda"),
+        ("--sweep optimizer.lr=1 -- train", "optimizer.lr=1"),
+        ("--sweep optimizer.lr=0.1,x -- train", "optimizer.lr"),
+        ("--sweep optimizer.lr=0.1,0.2 -- train --out a", "--out is a"),
+        ("--sweep optimizer.lr=0.1,0.2 -- generate a", "generate"),
+        ("--pbs -- train", "--cores-per-rank"),
+        ("--pbs --cores-per-rank 2 --submit -- train", "PBS"),
+        ("-- bench alreduce", "alreduce"),
+        ("-- bench", "Missing command"),
+        ("-- launch -n 2 -- train", "launch"),
+        ("-- nothing", "nothing"),
+        ("--partition 'a#b' -- train", "without #"),
+    ],
+)
+def test_a_wrong_request_is_refused_before_it_waits(words, wanted):
+    done = CliRunner().invoke(commands, ["slurm", *shlex.split(words)])
+    assert getattr(done.exception, "exit_code", done.exit_code) == 2, done
+    said = f"{done.exception} {done.output}"
+    assert wanted in " ".join(said.split()) and "#!/bin/bash" not in said
