@@ -7,8 +7,8 @@
     run.init_from                      base_model_name_or_path
 
 A (r, inputs) and B (outputs, r) have the same shapes there. Adapters of q, k and v become one of
-c_attn: A has the rows of all, and B is 0 where an adapter has no outputs. mpitrain.json has the
-digests of the base, which PEFT ignores.
+c_attn. Its A has the rows of all, and its B is 0 where an adapter has no outputs. The file
+mpitrain.json has the digests of the base; PEFT ignores the file.
 """
 
 import json

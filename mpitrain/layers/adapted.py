@@ -212,7 +212,7 @@ def described(weight: Parameter, region: str, rows: range, rank: int) -> list[Pa
     if weight.slices is None:
         return [p._replace(holders=weight.holders) for p in (a, b)]
     every = slice(0, rank)
-    if weight.local_shape[1] < inputs:  # row-parallel
+    if weight.local_shape[1] < inputs:  # The layer is row-parallel.
         ((_, columns),) = weight.slices
         return [
             a._replace(slices=((every, columns),)),

@@ -1,7 +1,7 @@
-"""The adapters of a run and the base under them: where each is read from, and what is saved.
+"""The adapters of a run and the base under them: the folders that both are read from.
 
-A run with lora.rank and run.init_from saves its adapters alone. Its checkpoints have the folder and
-the SHA-256 of the files of the base, which every later start reads again and compares.
+A run with lora.rank and run.init_from saves its adapters alone. Its checkpoints have the folder of
+the base, and the SHA-256 of each file. Every later start reads the base again, and compares.
 """
 
 from __future__ import annotations  # help() prints signatures as they are written here.

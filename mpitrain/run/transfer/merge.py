@@ -1,4 +1,4 @@
-"""Merges the adapters of a run into the model under them: W + alpha / r B A, tensor by tensor."""
+"""Merges the adapters of a run into the model under them: W + alpha / r B A."""
 
 from collections.abc import Mapping
 from typing import Any

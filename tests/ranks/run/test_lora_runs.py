@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from mpitrain.cli.terminal.progress import Silent
 from mpitrain.config import with_settings
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.models.targets import is_adapter
@@ -29,13 +28,13 @@ LORA = ["lora.rank=3", "lora.targets=c_attn,c_fc,mlp.c_proj", "lora.dropout=0.1"
 
 def started(ranks, resume, *settings):
     config = configured(*settings)
-    run_ranks(ranks, lambda own: train(own, lambda: config, resume, lambda: False, Silent()))
+    run_ranks(ranks, lambda own: train(own, lambda: config, resume, lambda: False))
 
 
 def resumed(ranks, folder, *settings):
     tables = {**configuration(folder).model_dump(), "layout": {}}
     config = parse(with_settings(tables, [f"run.out={folder}", *settings]))
-    run_ranks(ranks, lambda own: train(own, lambda: config, "yes", lambda: False, Silent()))
+    run_ranks(ranks, lambda own: train(own, lambda: config, "yes", lambda: False))
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +104,8 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_went_through(base, adapted
 
 
 def evaluated(transport, folder, settings=()):
-    return open_run(transport, folder, lambda: opened(folder, [*settings])).trainer.logits_of(
-        np.arange(8)[None], 7
-    )
+    trainer = open_run(transport, folder, lambda: opened(folder, [*settings])).trainer
+    return trainer.backend.to_host(trainer.logits(np.arange(8)[None])).copy()
 
 
 def test_a_moved_or_changed_base_is_refused_until_it_is_named(base, tmp_path):
@@ -168,7 +166,8 @@ def test_adapters_alone_find_their_base_and_continue(base, adapted, tmp_path):
 
 
 def logits(transport, config):
-    return build(transport, config).trainer.logits_of(np.arange(8)[None], 7)
+    trainer = build(transport, config).trainer
+    return trainer.backend.to_host(trainer.logits(np.arange(8)[None])).copy()
 
 
 def test_merged_parameters_compute_the_same_logits(base, adapted, tmp_path):
