@@ -285,6 +285,7 @@ def _configured(
 
 def _as_begun(tables: dict[str, Any]) -> dict[str, Any]:
     """Add the keys that a run took from the folder of run.init_from: it may be gone by now."""
+    from mpitrain.config.plugins import load
     from mpitrain.run.run_dir import configuration, is_run
     from mpitrain.run.transfer.adapter_keys import with_adapter_of_run
     from mpitrain.run.transfer.model_keys import with_keys
@@ -293,6 +294,7 @@ def _as_begun(tables: dict[str, Any]) -> dict[str, Any]:
     out = run.get("out") if isinstance(run, dict) and run.get("init_from") else None
     if not isinstance(out, str) or not is_run(Path(out)):
         return tables
+    load(tables)  # `configuration` asks for the plugins of the run.
     then = configuration(Path(out))
     return with_adapter_of_run(with_keys(tables, then.flat()), then)
 

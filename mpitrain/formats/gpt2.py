@@ -164,7 +164,7 @@ def read(folder: Path) -> Initial:
         tensors = _matched(found, there)
     rates = {key: rate for key in DROPOUT if (rate := getattr(found, key))}
     said = ", ".join(f"{key} {rate:g}" for key, rate in rates.items())
-    notes = [f"the dropout rates of {folder} are not taken over: {said}"] if rates else []
+    notes = [f"the dropout rates are those of [model], not of {folder}: {said}"] if rates else []
     return Initial(folder, _keys(found), tensors, [CONFIGURATION, *files], notes)
 
 
@@ -297,7 +297,9 @@ def _described(keys: Model, vocabulary: int, ends: int | None) -> dict[str, Any]
         "activation_function": "gelu_new",
         "layer_norm_epsilon": keys.epsilon,
         "tie_word_embeddings": keys.tied,
-        **dict.fromkeys(DROPOUT, 0.0),
+        "resid_pdrop": keys.dropout,
+        "embd_pdrop": keys.dropout,
+        "attn_pdrop": keys.attention_dropout,
         "bos_token_id": ends,
         "eos_token_id": ends,
     }

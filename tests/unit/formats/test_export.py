@@ -100,6 +100,15 @@ def test_conv1d_weights_are_transposed(run, tmp_path):
     assert np.array_equal(found, up.T)
 
 
+def test_dropout_rates_are_exported(tmp_path):
+    rates = ["model.dropout=0.25", "model.attention_dropout=0.5"]
+    trained = [*TINY, *rates, "run.steps=1", "run.eval_every=-1", f"run.out={tmp_path / 'run'}"]
+    go(1, trained)
+    export(tmp_path / "run", "--to", "gpt2")
+    found = json.loads((tmp_path / "run/gpt2/config.json").read_text())
+    assert (found["resid_pdrop"], found["embd_pdrop"], found["attn_pdrop"]) == (0.25, 0.25, 0.5)
+
+
 @pytest.mark.parametrize("kind", ["folder", "file", "link", "empty folder"])
 def test_an_existing_name_is_refused_and_left_alone(run, tmp_path, kind):
     out = tmp_path / "out"
