@@ -218,8 +218,8 @@ __device__ __forceinline__ void put(Sum* tile, const Sum (&values)[4][4], int ty
 // each; weights, then slopes: TILE x ROW.
 template <class Mask>
 __device__ __forceinline__ void backward_kv(
-    Mask mask, int T, int H, Sum scale, const Element* __restrict__ qkv, const Element* __restrict__ dy, const Sum* __restrict__ log_sums,
-    const Sum* __restrict__ dots, Element* dqkv, unsigned char* shared) {
+    Mask mask, int T, int H, Sum scale, const Element* __restrict__ qkv, const Element* __restrict__ dy,
+    const Sum* __restrict__ log_sums, const Sum* __restrict__ dots, Element* dqkv, unsigned char* shared) {
     Sum *ks = reinterpret_cast<Sum*>(shared), *vs = ks + TILE * PITCH, *qs = vs + TILE * PITCH;
     Sum *dys = qs + TILE * PITCH, *ps = dys + TILE * PITCH;
     const int s0 = blockIdx.x * TILE, h = blockIdx.y, b = blockIdx.z, tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
@@ -253,8 +253,8 @@ __device__ __forceinline__ void backward_kv(
 // dq of TILE queries, from all keys they see. shared: as for backward_kv.
 template <class Mask>
 __device__ __forceinline__ void backward_q(
-    Mask mask, int T, int H, Sum scale, const Element* __restrict__ qkv, const Element* __restrict__ dy, const Sum* __restrict__ log_sums,
-    const Sum* __restrict__ dots, Element* dqkv, unsigned char* shared) {
+    Mask mask, int T, int H, Sum scale, const Element* __restrict__ qkv, const Element* __restrict__ dy,
+    const Sum* __restrict__ log_sums, const Sum* __restrict__ dots, Element* dqkv, unsigned char* shared) {
     Sum *ks = reinterpret_cast<Sum*>(shared), *vs = ks + TILE * PITCH, *qs = vs + TILE * PITCH;
     Sum *dys = qs + TILE * PITCH, *ps = dys + TILE * PITCH;
     const int t0 = blockIdx.x * TILE, h = blockIdx.y, b = blockIdx.z, tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;

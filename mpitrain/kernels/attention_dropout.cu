@@ -48,7 +48,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_dropout(
     int threshold, Sum kept, long long first, long long every, long long seed, long long layer,
     const long long* __restrict__ numbers) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
-    attend(mask_of(T, threshold, kept, first, every, seed, layer, numbers), T, H, scale, qkv, y, log_sums, dynamic_shared);
+    const DropMask mask = mask_of(T, threshold, kept, first, every, seed, layer, numbers);
+    attend(mask, T, H, scale, qkv, y, log_sums, dynamic_shared);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_dropout_backward_kv(
@@ -57,7 +58,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_dropout_backward
     int threshold, Sum kept, long long first, long long every, long long seed, long long layer,
     const long long* __restrict__ numbers) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
-    backward_kv(mask_of(T, threshold, kept, first, every, seed, layer, numbers), T, H, scale, qkv, dy, log_sums, dots, dqkv, dynamic_shared);
+    const DropMask mask = mask_of(T, threshold, kept, first, every, seed, layer, numbers);
+    backward_kv(mask, T, H, scale, qkv, dy, log_sums, dots, dqkv, dynamic_shared);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_dropout_backward_q(
@@ -66,5 +68,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_dropout_backward
     int threshold, Sum kept, long long first, long long every, long long seed, long long layer,
     const long long* __restrict__ numbers) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
-    backward_q(mask_of(T, threshold, kept, first, every, seed, layer, numbers), T, H, scale, qkv, dy, log_sums, dots, dqkv, dynamic_shared);
+    const DropMask mask = mask_of(T, threshold, kept, first, every, seed, layer, numbers);
+    backward_q(mask, T, H, scale, qkv, dy, log_sums, dots, dqkv, dynamic_shared);
 }

@@ -1,5 +1,5 @@
 // Causal attention with online softmax on tensor cores: float16 or bfloat16 elements, float32 sums (Dao 2023,
-// FlashAttention-2). Arrays and meaning as in attention.cu; log_sums are in base 2 here, of scores times log2(e).
+// FlashAttention-2). Arrays and meaning as in attention.cuh; log_sums are in base 2 here, of scores times log2(e).
 // A block has OWNED queries and goes through the keys and values that they see, those on the diagonal last: only there are
 // scores masked. The blocks with most keys come first in each head, so that short ones fill the end. Any T >= 1.
 // Launch: grid (ceil(T / OWNED), H, B), block (THREADS). Dynamic shared memory: queries (OWNED x HEAD) as an Own

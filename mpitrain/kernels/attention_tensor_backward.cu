@@ -1,4 +1,4 @@
-// The gradient of causal attention on tensor cores; arrays and meaning as in attention.cu, log_sums as attention_tensor.cu
+// The gradient of causal attention on tensor cores; arrays and meaning as in attention.cuh, log_sums as attention_tensor.cu
 // leaves them.
 //
 // Two kernels, of 4 and 3 products: each computes the weights again and sums in a fixed order. One kernel of 5 products would

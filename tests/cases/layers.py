@@ -391,9 +391,15 @@ def dropouts() -> Iterator[Callable]:
     """dropout."""
     for m, c in ((1, 1), (0, 4), (3, 5), (2, 16), (5, 64), (9, 515), (270, 1040)):
         yield partial(check_dropout, m=m, c=c, columns=c, first=m * c)
-    for m, c, columns, first in ((3, 16, 48, 16), (5, 7, 21, 2**33 + 14), (4, 40, 80, 40)):
+    for m, c, columns, first in (
+        (1, 31, 31, 0),
+        (3, 16, 48, 16),
+        (5, 7, 21, 2**33 + 14),
+        (4, 40, 80, 40),
+    ):
         yield partial(check_dropout, m=m, c=c, columns=columns, first=first)
-    yield partial(check_dropout, m=3, c=48, columns=48, shifted=True)
+    for first in (0, 1):
+        yield partial(check_dropout, m=3, c=48, columns=48, first=first, shifted=True)
     for dtype in ("float64", "float16", "bfloat16"):
         yield partial(check_dropout, m=6, c=40, columns=40, first=32, dtype=dtype)
 

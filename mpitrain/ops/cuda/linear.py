@@ -11,7 +11,7 @@ from typing import Any
 
 from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda.elements import KINDS
-from mpitrain.ops.cuda.grids import POINTWISE, ROWS, blocks, row_blocks
+from mpitrain.ops.cuda.grids import MOST_BLOCKS, POINTWISE, ROWS, blocks, row_blocks
 from mpitrain.ops.cuda.product import ACTIVATIONS
 from mpitrain.ops.cuda.steps import Numbers
 from mpitrain.ops.cuda.sums import add_parts, sum_rows
@@ -215,10 +215,10 @@ def dropout(
     rows, width = x.shape
     if columns == width:
         rows, width = 1, x.size
-    runs = (width + 2 * LANES - 2) // LANES if x.size else 0
+    across = blocks((width + 2 * LANES - 2) // LANES)[0]
     kernels.launch(
         "dropout",
-        blocks(rows * runs),
+        (across, min(rows, MOST_BLOCKS) if x.size else 0),
         POINTWISE,
         (
             *(rows, width, first, columns, threshold(rate), scale(rate)),

@@ -174,12 +174,13 @@ def test_evaluations_have_no_dropout():
     assert np.array_equal(found[0][-1], found[1][-1]) and found[0][0, 0] != found[1][0, 0]
 
 
-def test_a_rate_for_a_model_without_dropout_is_refused():
+@pytest.mark.parametrize("key", ["model.dropout", "model.attention_dropout"])
+def test_a_rate_for_a_model_without_dropout_is_refused(key):
     def units(layers):
         return [
             Unit("embedding", layers.embedding(8, 4, 6)),
             Unit("head", layers.head(6, 8, normal(0.1))),
         ]
 
-    with pytest.raises(ConfigError, match=r"model\.dropout 0\.2"):
-        run_ranks(2, lambda transport: Trainer(transport, units, configured(*DROPS)))
+    with pytest.raises(ConfigError, match=f"{key} 0.2"):
+        run_ranks(2, lambda transport: Trainer(transport, units, configured(f"{key}=0.2")))

@@ -60,10 +60,15 @@ NO_ROWS = "a warp computes with rows that do not exist, and stores nothing"
 NO_KEYS = "keys that do not exist are copied as zeros, and no query that exists sees them"
 
 EQUIVALENT: dict[tuple[str, str], str] = {
-    ("attention.cu", "if (d > HEAD) break;"): PADDING,
-    ("attention.cu", "for (int s0 = 0; s0 <= 1 + t0; s0 += TILE) {"): WHOLE_TILES,
     (
-        "attention.cu",
+        "dropout.cu",
+        "for (long long i = blockIdx.x * 256LL + threadIdx.x; i <= runs; i += 256LL * gridDim.x) {",
+    ): "the block after a row's last begins at its end or later, and is skipped",
+    ("dropout.cu", "if (c > C) continue;"): "a block that begins at a row's end has no element",
+    ("attention.cuh", "if (d > HEAD) break;"): PADDING,
+    ("attention.cuh", "for (int s0 = 0; s0 <= 1 + t0; s0 += TILE) {"): WHOLE_TILES,
+    (
+        "attention.cuh",
         "for (int t0 = s0; t0 <= T; t0 += TILE) {",
     ): "one more tile, of queries that do not exist, adds 0",
     (

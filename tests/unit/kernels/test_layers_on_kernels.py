@@ -56,7 +56,8 @@ def test_layers_on_arrays_that_are_not_numpy_s_obey(law, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(cupy, "kernels_alone", True)
     cupy.faults.clear()
-    getattr(LayerLaws(), law)(Plain(bodies.cuda(gpu.kernels())), CudaBackend())
+    backend = CudaBackend()
+    getattr(LayerLaws(), law)(Plain(bodies.cuda(gpu.kernels(), backend=backend)), backend)
     assert cupy.faults == []
 
 
