@@ -1,7 +1,7 @@
 """Incremental decoding: forwards of new tokens alone, over stored keys and values of earlier ones.
 
-A layer offers this in one of three ways. With an attribute `is_rowwise` that is true, each row of
-its output depends on the same row of its input alone: the new rows then go through `forward`.
+A layer offers this in one of three ways. An attribute `is_rowwise` says that each row of its output
+depends on the same row of its input alone. The new rows then go through `forward`.
 Attention and embeddings have a method `forward_next(w, x, past, arena) -> y`. Layers made of layers
 have this method as well, and `inner_layers`, whose offers decide. A class that overrides `forward`
 repeats the offer. Models with a layer that offers nothing read whole windows of tokens instead.

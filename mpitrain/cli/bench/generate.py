@@ -56,8 +56,8 @@ def command(
 ) -> None:
     """Measure the generation of the most likely tokens, by a model with random weights.
 
-    The package transformers is measured in turns, with the same weights and threads, if it is
-    installed and there is one rank on the CPU.
+    One rank on the CPU takes turns with the package transformers, if that is installed. Both have
+    the same weights and as many threads.
 
     \b
     ratio  time relative to the first side
@@ -65,8 +65,8 @@ def command(
     """
     changed = changes(settings, **options)
 
-    def read() -> Any:
-        return configured(None, ["layout.dp=1", *changed])
+    def read(ranks: int = 1) -> Any:
+        return configured(None, ["layout.dp=1", f"batch.size={ranks}", *changed])
 
     with mpi_session(kind=lambda: read().device.kind) as transport:
         from importlib.util import find_spec
@@ -82,7 +82,7 @@ def command(
 
         def checked() -> Any:
             check_files(transport.rank, [json_file, csv_file])
-            found = read()
+            found = read(transport.size)
             check_writes(found.model.kind)
             if prompt_tokens + (count or 1) > found.model.context + 1:
                 raise ConfigError(

@@ -1,5 +1,6 @@
-"""Causal attention, with saved exponentials or in tiles, as memory.attention chooses; and attention
-of new tokens over stored keys and values (incremental decoding).
+"""Causal attention, with saved exponentials or in tiles, as memory.attention chooses.
+
+Also attention of new tokens over stored keys and values (incremental decoding).
 
 B batch, T tokens, C channels. `saved` is the state of the body that ran, and knows its backward.
 H heads, D = C / H; W tokens that a cache has room for; Q queries of a block.

@@ -54,7 +54,7 @@ class Continuation:
         return found + rest
 
     def _fed(self) -> Iterator[int]:
-        """Yield the tokens, each when its piece of text is asked for."""
+        """Yield the tokens, each before its piece of text is taken."""
         while self._next:
             yield self._next.pop()
 

@@ -18,15 +18,15 @@ class Reader:
     def __init__(
         self,
         decoder: Decoder | None,
-        asked: Callable[[np.ndarray], Any],
+        logits: Callable[[np.ndarray], Any],
         row: Callable[[Any, int], np.ndarray],
     ):
         """Bind the functions of a trainer.
 
-        asked  (tokens (1, T)) -> the output of the model on the last stage, else None
-        row    (output, token) -> (rows, V) float64 in host memory
+        logits  (tokens (1, T)) -> the output of the model on the last stage, else None
+        row     (output, token) -> (rows, V) float64 in host memory
         """
-        self._decoder, self._asked, self._row = decoder, asked, row
+        self._decoder, self._logits, self._row = decoder, logits, row
 
     @property
     def caches(self) -> bool:
@@ -35,7 +35,7 @@ class Reader:
 
     def without_cache(self) -> "Reader":
         """Return a reader of the same model that reads whole windows."""
-        return Reader(None, self._asked, self._row)
+        return Reader(None, self._logits, self._row)
 
     def read(self, windows: Sequence[Sequence[int]], context: int) -> np.ndarray | None:
         """Return the logits after the last token of each window, (sequences, V) float64.
@@ -54,5 +54,5 @@ class Reader:
         width = min(context, max(16, 1 << (len(window) - 1).bit_length()))
         tokens = np.zeros((1, width), np.int64)
         tokens[0, : len(window)] = window
-        logits = self._asked(tokens)
+        logits = self._logits(tokens)
         return None if logits is None else self._row(logits, len(window) - 1)

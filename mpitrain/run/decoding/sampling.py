@@ -37,7 +37,7 @@ def draw(logits: np.ndarray, sampling: Sampling, generator: np.random.Generator)
 def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     """Return the probability of each token, (V,); those that are left out have 0.
 
-    The order is that of transformers: temperature, top-k, then top-p among what is left.
+    The order is that of transformers: temperature, top-k, then top-p among the rest.
     """
     temperature, top_k, top_p = sampling
     if 0 < top_k < len(logits):
