@@ -3,7 +3,8 @@
 The names below are the public interface. Each is imported at its first use.
 All other modules may move without notice.
 
-ranks     connect, from_communicator: make a transport over MPI;
+ranks     ranks: connect all ranks of a job, and end it if one raises;
+          connect, from_communicator: make a transport over MPI;
           run_ranks: run ranks as threads of one process, for tests and examples
 reduce    Group, bind: all-reduce arrays of your own with the algorithms of mpitrain
 model     Plain: constructors of layers; Unit, Sequential, Residual: the elements of a model;
@@ -11,8 +12,10 @@ model     Plain: constructors of layers; Unit, Sequential, Residual: the element
           gpt, mlp: whole networks;
           ColumnParallelLinear, RowParallelLinear: tensor-parallel linear layers, as in Megatron-LM
 train     parse: make a Config from tables; Trainer: the training step over a list of units;
-          build: make a whole run from its Config;
-          replicas_equal: compare the parameters of all replicas bit by bit
+          build: make a whole run from its Config; train: a run with its files, as
+          `mpitrain train`; Watcher: an observer of a run;
+          replicas_equal: compare the parameters of all replicas bit by bit;
+          Replicated: average the gradients of your own training loop
 errors    MpitrainError: the base class of all errors that mpitrain raises on purpose
 """
 
@@ -32,14 +35,18 @@ if TYPE_CHECKING:
     from mpitrain.models.gpt import gpt as gpt
     from mpitrain.models.mlp import mlp as mlp
     from mpitrain.ops.device import ops_for as ops_for
+    from mpitrain.parallel.data.replicated import Replicated as Replicated
     from mpitrain.parallel.tensor.linear import ColumnParallelLinear as ColumnParallelLinear
     from mpitrain.parallel.tensor.linear import RowParallelLinear as RowParallelLinear
     from mpitrain.run.build import build as build
     from mpitrain.run.choices import parse as parse
+    from mpitrain.run.loop import train as train
     from mpitrain.run.trainer import Trainer as Trainer
     from mpitrain.run.trainer import replicas_equal as replicas_equal
+    from mpitrain.run.watching.watcher import Watcher as Watcher
     from mpitrain.transport.mpi import connect as connect
     from mpitrain.transport.mpi import from_communicator as from_communicator
+    from mpitrain.transport.mpi import ranks as ranks
     from mpitrain.transport.threads import run_ranks as run_ranks
 else:  # Type checkers must not see this: they would accept any name.
 
@@ -59,11 +66,13 @@ _HOMES = {
     "Group": "collectives.group",
     "MpitrainError": "errors",
     "Plain": "layers.plain",
+    "Replicated": "parallel.data.replicated",
     "Residual": "layers.compose",
     "RowParallelLinear": "parallel.tensor.linear",
     "Sequential": "layers.compose",
     "Trainer": "run.trainer",
     "Unit": "layers.base",
+    "Watcher": "run.watching.watcher",
     "bind": "collectives.bind",
     "build": "run.build",
     "connect": "transport.mpi",
@@ -73,8 +82,10 @@ _HOMES = {
     "normal": "layers.initial",
     "ops_for": "ops.device",
     "parse": "run.choices",
+    "ranks": "transport.mpi",
     "replicas_equal": "run.trainer",
     "run_ranks": "transport.threads",
+    "train": "run.loop",
 }
 """The module of each public name, for `__getattr__`; type checkers read the imports above."""
 

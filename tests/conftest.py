@@ -52,6 +52,17 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="CuPy finds no GPU here"))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
+    """Remove the all-reduces that a test has read from files: messages list all that there are."""
+    # Not above: SETTINGS come before NumPy.
+    from mpitrain.collectives.selection.own_algorithm import is_file
+    from mpitrain.collectives.selection.table import ALL_REDUCE
+
+    for name in [name for name in ALL_REDUCE if is_file(name)]:
+        del ALL_REDUCE[name]
+
+
 def pytest_collection_finish():
     """Spare what four thousand collected tests hold from being walked whenever a test collects garbage."""
     gc.freeze()

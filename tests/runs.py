@@ -3,7 +3,6 @@
 import json
 from functools import partial
 
-from mpitrain.cli.terminal.progress import Silent
 from mpitrain.config import parse, with_settings
 from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
@@ -26,12 +25,12 @@ def never(rank):
     return False
 
 
-def go(ranks, settings, resume="no", stop=never, watcher=Silent):
+def go(ranks, settings, resume="no", stop=never, watchers=()):
     """Train on so many threads; whether the run was stopped."""
     config = parse(with_settings({}, settings))
     return run_ranks(
         ranks,
-        lambda own: train(own, lambda: config, resume, partial(stop, own.rank), watcher()).stopped,
+        lambda own: train(own, lambda: config, resume, partial(stop, own.rank), watchers).stopped,
     )[0]
 
 

@@ -28,7 +28,7 @@ KILLS = {
     "collective": ("import mpitrain.transport.mpi as m; at = m.MpiTransport, 'wait_until'; "
                    "when = lambda *a: n.setdefault('n', []).append(1) or len(n['n']) == 5",
                    [r"rank 1 on \S+, .*: in step \d+, waiting for ", r"rank 0 on \S+, .*: in step \d+, .*waiting for "], []),
-    "save": ("import mpitrain.run.checkpoint.safetensors_files as s; at = s.Writing, 'write'; when = lambda self, *a: '00000006' in os.readlink(f'/proc/self/fd/{self._file.fileno()}')",
+    "save": ("import mpitrain.formats.safetensors_files as s; at = s.Writing, 'write'; when = lambda self, *a: '00000006' in os.readlink(f'/proc/self/fd/{self._file.fileno()}')",
              [r"rank 1 on \S+, .*: checkpoint", r"rank 0 on \S+, .*: in checkpoint, waiting for words of all ranks"], []),
     "worker": ("import mpitrain.layers.plain as p; at = p.LayerNorm, 'forward'; when = lambda *a: n.setdefault('n', []).append(1) "
                "or len(n['n']) == 11", [r"rank 1 on \S+, .*forward of \S+", r"rank 0 on \S+, .*: in step \d+, waiting for a header, from rank 2"], SERVERS),

@@ -10,6 +10,7 @@ import numpy as np
 from mpitrain.bench.collectives.plot import look
 from mpitrain.errors import ConfigError
 from mpitrain.plots import painter, save
+from mpitrain.run.metrics import is_number
 
 AXES = {
     "steps": "optimizer steps",
@@ -19,8 +20,6 @@ AXES = {
 }
 LONG = 180
 """Seconds above which the time axis is in minutes."""
-LARGEST = 1e300
-"""Largest number that is drawn: a log may contain an integer that no float can represent."""
 SMOOTHED = 60
 """A curve of 2 SMOOTHED points or more is a moving mean over 1 / SMOOTHED of them.
 
@@ -160,11 +159,6 @@ def _when_trained(record: Mapping[str, Any], trained: Mapping[Any, float]) -> An
     ):
         return trained.get(record["step"], record.get("wall_s"))
     return record["wall_s"] - record["eval_s"]
-
-
-def is_number(value: Any) -> bool:
-    """Return whether the value is a number that can be drawn."""
-    return isinstance(value, int | float) and -LARGEST < value < LARGEST
 
 
 def smooth(curve: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -27,11 +27,14 @@ COMMANDS = {
     "slurm": "Write a batch script: mpitrain slurm --nodes 2 -- train book.toml > book.sbatch",
     "eval": "Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source.",
     "generate": "Generate text with the newest checkpoint of RUN_DIR.",
+    "export": "Write the newest checkpoint of RUN_DIR as a folder that other programs load.",
     "data": "Make files of tokens from text, train tokenizers, and show files of tokens.",
     "doctor": "Print Python, MPI, GPUs, BLAS, ranks and hosts, and warn of problems and their remedies.",
+    "certify": "Measure every node, and print PASS or FAIL for each with the reason.",
     "bench": "Measure collectives on all ranks of the MPI job: mpitrain launch -n 4 -- bench allreduce",
     "compare": "Train one job under several modes of replication, one after the other, on all ranks of the MPI job.",
     "plan": "Print simulated pipeline schedules, steps of collectives, memory of a job, and the best number of micro-batches.",
+    "metrics": "Print losses, learning rate, speed and evaluations of runs, a line for each logged step.",
     "plot": "Draw the training and validation losses of runs.",
     "report": "Print where the time of runs went, from the traces of their ranks.",
 }
@@ -49,12 +52,16 @@ def _loaded(name: str) -> click.Command:
 
 
 HOMES = {
+    "data": "data.command",
     "launch": "launch.command",
     "slurm": "slurm.command",
+    "certify": "certify.command",
     "bench": "bench.collectives",
     "plan": "plan.command",
+    "metrics": "runs.metrics",
+    "plot": "runs.plot",
 }
-"""Modules below mpitrain.cli of commands that are packages.
+"""Modules below mpitrain.cli of commands that are in packages.
 
 Any other command is a module of the same name.
 """

@@ -1,4 +1,4 @@
-"""`mpitrain eval`: computes the held-out loss of a checkpoint."""
+"""`mpitrain eval`: computes the held-out loss of a checkpoint, or its accuracy on tasks."""
 
 import math
 from pathlib import Path
@@ -7,8 +7,9 @@ from typing import Any
 import click
 
 from mpitrain.cli.job_options import OWN_DEVICE, PLUGINS, PP, TP, changes
+from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.session import configured_of, mpi_session
-from mpitrain.errors import TrainingError, on_every_rank, visible
+from mpitrain.errors import ConfigError, TrainingError, on_every_rank, visible
 
 
 @click.command()
@@ -20,36 +21,160 @@ from mpitrain.errors import TrainingError, on_every_rank, visible
     metavar="N",
     help="Held-out rows to evaluate, spread evenly; 0: all (default: as in training).",
 )
+@click.option(
+    "--tasks",
+    "tasks_file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help='Evaluate on multiple-choice tasks instead: {"context", "choices", "answer"} on each line.',
+)
+@output_option("--json", "Write the numbers to this JSON file.")
 @TP
 @PP
 @OWN_DEVICE
 @PLUGINS
-def command(run: Path, **options: Any) -> None:
-    """Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source."""
+def command(run: Path, tasks_file: Path | None, json_file: Path | None, **options: Any) -> None:
+    """Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source.
+
+    The accuracies on tasks are those of lm-evaluation-harness. acc takes the choice with the
+    largest log-likelihood; acc_norm divides by the bytes of each choice.
+    """
+    if tasks_file and (options["data"] is not None or options["rows"] is not None):
+        raise click.UsageError("--tasks takes no held-out rows. Leave out --data and --rows.")
     settings = changes((), **options)
     configured = configured_of(run, settings)
     with mpi_session(kind=lambda: configured().device.kind) as transport:
-        from mpitrain.cli.terminal.progress import nats
-        from mpitrain.data import TENTH, bits_per_byte
-        from mpitrain.run.open_run import open_run
-        from mpitrain.run.trainer import evaluated_rows
+        from mpitrain.transport.agreement import on_all_ranks
 
-        job = open_run(transport, run, configured)
-        found = job.trainer.evaluate(job.data)
-        assert found is not None  # `evaluate` returns None only after a stop request
-        loss, accuracy = found
+        on_all_ranks(transport, lambda: check_files(transport.rank, [json_file]))
+        measure = _tasks if tasks_file else _held_out
+        line, numbers, is_finite = measure(transport, run, configured, tasks_file)
+        outputs = Outputs()
         if transport.rank == 0:
-            held_out = job.trainer.config.data.validation
-            where = job.trainer.config.data.source if held_out in ("", TENTH) else held_out
-            click.echo(
-                f"{visible(str(run))} at step {job.step} on {visible(where)}: "
-                f"validation loss {nats(loss, bits_per_byte(job.data, loss))}, accuracy {accuracy:.1%} "
-                f"({evaluated_rows(job.trainer.config.run, job.data)} of {job.data.held_out} held-out rows)"
-            )
-        if not math.isfinite(loss):
+            click.echo(line)
+            if json_file:
+                with outputs.to(json_file):
+                    _write(json_file, numbers)
+        on_all_ranks(transport, outputs.settle)
+        if not is_finite:
             raise on_every_rank(
                 TrainingError(
-                    f"The model's output is not finite: its validation loss is {loss}.",
+                    f"The model's output is not finite: its validation loss is {numbers['loss']}.",
                     "The run has diverged: train again with a lower optimizer.lr.",
                 )
             )
+
+
+def _held_out(
+    transport: Any, run: Path, configured: Any, _: Path | None
+) -> tuple[str, dict[str, Any], bool]:
+    """Return the line to print, the numbers of --json, and whether the loss is finite."""
+    import numpy as np
+
+    from mpitrain.cli.terminal.progress import nats
+    from mpitrain.data import TENTH, bits_per_byte
+    from mpitrain.run.open_run import open_run
+    from mpitrain.run.trainer import evaluated_rows
+
+    job = open_run(transport, run, configured)
+    config = job.trainer.config
+    found = job.trainer.evaluate(job.data)
+    assert found is not None  # `evaluate` returns None only after a stop request
+    loss, accuracy = found
+    bits = bits_per_byte(job.data, loss)
+    rows = evaluated_rows(config.run, job.data)
+    held_out = config.data.validation
+    where = config.data.source if held_out in ("", TENTH) else held_out
+    numbers: dict[str, Any] = {"run": str(run), "step": job.step, "data": where, "loss": loss}
+    said = ""
+    if job.data.form == "tokens":
+        with np.errstate(over="ignore"):
+            numbers["perplexity"] = float(np.exp(loss))
+        said = f", perplexity {numbers['perplexity']:.4g}"
+    numbers |= {
+        "bits_per_byte": bits,
+        "accuracy": accuracy,
+        "rows": rows,
+        "held_out_rows": job.data.held_out,
+    }
+    line = (
+        f"{visible(str(run))} at step {job.step} on {visible(where)}: "
+        f"validation loss {nats(loss, bits)}{said}, accuracy {accuracy:.1%} "
+        f"({rows} of {job.data.held_out} held-out rows)"
+    )
+    return line, numbers, math.isfinite(loss)
+
+
+def _tasks(
+    transport: Any, run: Path, configured: Any, tasks_file: Path | None
+) -> tuple[str, dict[str, Any], bool]:
+    """Return the same for a file of tasks, which needs no data source."""
+    from zlib import crc32
+
+    from mpitrain.data.tasks import read_tasks
+    from mpitrain.models.table import MODELS, kinds
+    from mpitrain.run.generate import tokenizer_of_run
+    from mpitrain.run.open_run import open_run
+    from mpitrain.run.scoring.tasks import score
+    from mpitrain.transport.agreement import on_all_ranks
+
+    assert tasks_file is not None
+    tasks = on_all_ranks(
+        transport,
+        lambda: read_tasks(tasks_file),
+        "file of tasks",
+        lambda found: {"--tasks": crc32(repr(found).encode())},
+    )
+    job = open_run(transport, run, configured, needs_data=False)
+
+    def tokenizer() -> Any:
+        kind = job.trainer.config.model.kind
+        if not MODELS[kind].writes:
+            raise ConfigError(
+                f"Tasks are for a {' or '.join(kinds(lambda row: row.writes))}, but this run trained a {kind}.",
+                "Leave out --tasks.",
+            )
+        found = tokenizer_of_run(run, job.trainer.config.data)
+        if found is None:
+            raise ConfigError(
+                f"Tasks are text, but the run in {run} has no tokenizer.",
+                "Train it on data with a tokenizer.json, as `mpitrain data prepare` writes it.",
+            )
+        return found
+
+    scores = score(job.trainer, tasks, on_all_ranks(transport, tokenizer), job.source.inputs)
+    numbers = {
+        "run": str(run),
+        "step": job.step,
+        "tasks": str(tasks_file),
+        "count": len(tasks),
+        "acc": scores.acc.mean,
+        "acc_stderr": scores.acc.stderr,
+        "acc_norm": scores.acc_norm.mean,
+        "acc_norm_stderr": scores.acc_norm.stderr,
+        "log_likelihoods": scores.log_likelihoods,
+    }
+    line = (
+        f"{visible(str(run))} at step {job.step} on {len(tasks)} task(s) of {visible(str(tasks_file))}: "
+        f"acc {_with_error(scores.acc)}, acc_norm {_with_error(scores.acc_norm)}"
+    )
+    return line, numbers, True
+
+
+def _with_error(accuracy: Any) -> str:
+    """Return an accuracy in percent with its standard error."""
+    error = "" if accuracy.stderr is None else f" +- {accuracy.stderr:.1%}"
+    return f"{accuracy.mean:.1%}{error}"
+
+
+def _write(path: Path, numbers: dict[str, Any]) -> None:
+    """Write a JSON object; numbers that are not finite are null."""
+    import json
+
+    from mpitrain.files import write_whole
+
+    found = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in numbers.items()
+    }
+    write_whole(path, json.dumps(found, indent=1, allow_nan=False) + "\n")

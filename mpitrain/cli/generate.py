@@ -1,11 +1,11 @@
 """`mpitrain generate`: generates text from a checkpoint."""
 
 import codecs
+import json
 import os
-import re
 import sys
-from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,18 @@ from mpitrain.errors import visible
 @click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))
 @click.option(
     "--prompt",
-    default="\n",
-    help="Text to continue (default: a line break); token numbers if the run knows no tokenizer.",
+    "given",
+    multiple=True,
+    metavar="TEXT",
+    help="Text to continue (repeatable; default: a line break); token numbers if the run knows no "
+    "tokenizer.",
+)
+@click.option(
+    "--prompts",
+    "file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help='More prompts: one a line; of FILE.jsonl {"prompt": TEXT} a line.',
 )
 @click.option(
     "--tokens",
@@ -48,54 +58,148 @@ from mpitrain.errors import visible
     help="Draw among this many likeliest tokens; 0: all.",
 )
 @click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the draws."
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    callback=finite,
+    default=1.0,
+    show_default=True,
+    help="Draw among the fewest likeliest tokens with this probability together; 1: all.",
+)
+@click.option(
+    "--stop",
+    "stops",
+    multiple=True,
+    metavar="TEXT",
+    help="End a text before this one (repeatable); token numbers if the run knows no tokenizer.",
+)
+@click.option(
+    "--past-context",
+    type=click.Choice(["cut", "stop"]),
+    default="cut",
+    show_default=True,
+    help="At model.context tokens: go on with the newest half of them, or end the text.",
+)
+@click.option(
+    "--batch",
+    type=click.IntRange(1, MOST),
+    default=16,
+    show_default=True,
+    help="Prompts that each replica continues at the same time.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Seed of the draws; prompt i, from 0, has seed + i.",
 )
 @click.option(
     "--raw", is_flag=True, help="Write the bytes without escapes, even if they are not text."
 )
+@click.option("--json", "as_json", is_flag=True, help="Write a JSON object a line for each prompt.")
 @TP
 @PP
 @OWN_DEVICE
 @PLUGINS
 def command(
     run: Path,
-    prompt: str,
+    given: tuple[str, ...],
+    file: Path | None,
     count: int,
     temperature: float,
     top_k: int,
+    top_p: float,
+    stops: tuple[str, ...],
+    past_context: str,
+    batch: int,
     seed: int,
     raw: bool,
+    as_json: bool,
     **options: Any,
 ) -> None:
     """Generate text with the newest checkpoint of RUN_DIR.
 
     Bytes that are not UTF-8, and control characters, are shown as \\x.. unless --raw is given.
     """
+    if raw and as_json:
+        raise click.UsageError("JSON is text, so --json takes no --raw.")
     settings = changes((), **options)
     configured = configured_of(run, settings)
     with mpi_session(kind=lambda: configured().device.kind) as transport:
-        from mpitrain.run.generate import tokenizer_of_run, tokens
+        from mpitrain.run.decoding.continuation import stop_bytes
+        from mpitrain.run.decoding.prompts import check_room, check_writes, encoded, read_prompts
+        from mpitrain.run.decoding.sampling import Sampling
+        from mpitrain.run.generate import Request, continued, tokenizer_of_run
         from mpitrain.run.open_run import open_run
-        from mpitrain.transport.agreement import on_all_ranks
+        from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 
         trainer, source, _ = open_run(transport, run, configured, needs_data=False)
         config = trainer.config
         tokenizer = on_all_ranks(transport, lambda: tokenizer_of_run(run, config.data))
-        start = on_all_ranks(
-            transport, lambda: _prompt(prompt, tokenizer, config.model.kind, source.inputs)
-        )
 
-        drawn = islice(tokens(trainer, start, temperature, top_k, seed), count)
-        written = (
-            tokenizer.stream(drawn, start)
-            if tokenizer
-            else (f" {token}".encode() for token in drawn)
+        def read() -> list[tuple[str, list[int]]]:
+            check_writes(config.model.kind)
+            for stop in stops:
+                stop_bytes(stop, tokenizer)
+            if transport.rank:
+                return []  # A file may differ on another host.
+            texts = [*given, *(read_prompts(file) if file else [])] or ["\n"]
+            found = [(text, encoded(text, tokenizer, source.inputs)) for text in texts]
+            if past_context == "stop":
+                check_room([tokens for _, tokens in found], config.model.context)
+            return found
+
+        prompts = from_all_ranks(transport, read)[0]
+        request = Request(
+            Sampling(temperature, top_k, top_p), seed, count, stops, past_context == "cut"
         )
-        parts = chain([os.fsencode(prompt)], written, [b"\n"])
-        for part in parts if raw else readable(parts):
+        written = continued(trainer, tokenizer, [tokens for _, tokens in prompts], batch, request)
+        write = _lines if as_json else _streamed if len(prompts) == 1 else _blocks
+        parts = write([text for text, _ in prompts], written)
+        for part in parts if raw or as_json else readable(parts):
             if transport.rank == 0:
                 sys.stdout.buffer.write(part)
                 sys.stdout.buffer.flush()
+
+
+def _streamed(prompts: Sequence[str], written: Iterator[Any]) -> Iterator[bytes]:
+    """Yield the only prompt, and its text as soon as it is certain."""
+    yield os.fsencode(prompts[0])
+    for piece in written:
+        yield piece.text
+    yield b"\n"
+
+
+def _blocks(prompts: Sequence[str], written: Iterator[Any]) -> Iterator[bytes]:
+    """Yield a block of each prompt and its text, in order, as soon as it has ended."""
+    for index, texts in _ended(len(prompts), written):
+        header = b"" if index == 0 else b"\n"
+        yield header + b"--- %d ---\n" % (index + 1) + os.fsencode(prompts[index])
+        yield b"".join(piece.text for piece in texts) + b"\n"
+
+
+def _lines(prompts: Sequence[str], written: Iterator[Any]) -> Iterator[bytes]:
+    """Yield a line of JSON for each prompt, in order, as soon as its text has ended."""
+    for index, texts in _ended(len(prompts), written):
+        text = b"".join(piece.text for piece in texts)
+        line = {
+            "prompt": os.fsencode(prompts[index]).decode(errors="replace"),
+            "text": text.decode(errors="replace"),
+            "tokens": texts[-1].tokens,
+            "ended": texts[-1].ended,
+        }
+        yield json.dumps(line).encode() + b"\n"
+
+
+def _ended(count: int, written: Iterator[Any]) -> Iterator[tuple[int, list[Any]]]:
+    """Yield the pieces of each prompt, in the order of the prompts."""
+    pieces: list[list[Any]] = [[] for _ in range(count)]
+    following = 0
+    for piece in written:
+        pieces[piece.prompt].append(piece)
+        while following < count and pieces[following] and pieces[following][-1].ended:
+            yield following, pieces[following]
+            following += 1
 
 
 def readable(parts: Iterable[bytes]) -> Iterator[bytes]:
@@ -111,52 +215,3 @@ def readable(parts: Iterable[bytes]) -> Iterator[bytes]:
     for part in chain(parts, [None]):
         text = decoder.decode(part or b"", final=part is None)
         yield visible(text).encode(encoding, "backslashreplace")
-
-
-def _prompt(prompt: str, tokenizer: Any, kind: str, vocabulary: int) -> list[int]:
-    """Return the prompt as tokens of a model of this kind; ConfigError if it has others."""
-    from mpitrain.errors import ConfigError
-    from mpitrain.models.table import MODELS, kinds
-
-    if not MODELS[kind].writes:
-        raise ConfigError(
-            f"Only a {' or '.join(kinds(lambda row: row.writes))} writes text, but this run trained a {kind}.",
-            "Name another run.",
-        )
-    if not prompt:
-        raise ConfigError(
-            "A prompt needs at least one token.", "Leave out --prompt to begin with a line break."
-        )
-    if tokenizer:
-        return _encoded(prompt, tokenizer, vocabulary)
-    try:
-        if not re.fullmatch(r"[0-9\s+-]*", prompt, re.ASCII):  # int() also accepts 1_0 for 10
-            raise ValueError
-        numbers = [int(word) for word in prompt.split()] or [0]
-    except ValueError:
-        raise ConfigError(
-            f"A model of token numbers takes numbers as its prompt, but got {prompt!r}.",
-            'For example: --prompt "17 4 120"',
-        ) from None
-    if not all(0 <= number < vocabulary for number in numbers):
-        raise ConfigError(
-            f"Tokens must lie in 0..{vocabulary - 1}, but the prompt is {prompt!r}.",
-            "Use known tokens.",
-        )
-    return numbers
-
-
-def _encoded(prompt: str, tokenizer: Any, vocabulary: int) -> list[int]:
-    """Return the tokens of a prompt, at least one; ConfigError if the model does not know them."""
-    from mpitrain.data.tokenizer import ByteTokenizer
-    from mpitrain.errors import ConfigError
-
-    if isinstance(tokenizer, ByteTokenizer):
-        return list(os.fsencode(prompt))  # which need not be text
-    found: list[int] = tokenizer.encode(prompt).tolist()
-    if not found or max(found) >= vocabulary:
-        raise ConfigError(
-            f"A prompt needs at least one token, and all below {vocabulary}, but {prompt!r} has {found[:8]}.",
-            "Give --prompt another text.",
-        )
-    return found

@@ -30,6 +30,11 @@ SET = click.option(
     metavar="SECTION.KEY=VALUE",
     help="Set one configuration key (repeatable).",
 )
+PRESET = click.option(
+    "--preset",
+    metavar="NAME",
+    help="Start from the keys of tiny, gpt2-124m or gpt2-350m; files and settings override them.",
+)
 DP = click.option(
     "--dp", type=int, metavar="N", help="Data-parallel replicas (default: all ranks)."
 )
@@ -66,11 +71,12 @@ def _toml(value: Any) -> str:
     return tomli_w.dumps({"value": value}).removeprefix("value = ").removesuffix("\n")
 
 
-def configured(config_file: Path | None, settings: list[str]) -> Any:
-    """Return the configuration of the file, or the defaults, with the settings applied."""
-    from mpitrain.config import read_toml, with_settings
+def configured(
+    config_file: Path | None, settings: list[str], preset_name: str | None = None
+) -> Any:
+    """Return the configuration of the file over the preset or the defaults, with the settings."""
+    from mpitrain.config import merged, preset, read_toml, with_settings
     from mpitrain.run.choices import parse
 
-    return parse(
-        with_settings(read_toml(config_file) if config_file else {}, settings), config_file
-    )
+    tables = merged(preset(preset_name), read_toml(config_file) if config_file else {})
+    return parse(with_settings(tables, settings), config_file)

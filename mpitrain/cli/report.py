@@ -77,13 +77,14 @@ def reported(run: Path, outputs: Outputs) -> "Section":
 
     Return the section of the HTML page. Raise ConfigError if `run` holds no run.
     """
+    from mpitrain.config import CONFIG
     from mpitrain.errors import ConfigError, visible
     from mpitrain.files import opened
     from mpitrain.report.page import Section
     from mpitrain.report.text import how_it_ended
     from mpitrain.report.timeline import trace_files
     from mpitrain.run.metrics import read_metrics
-    from mpitrain.run.run_dir import CONFIG, METRICS, TRACE
+    from mpitrain.run.run_dir import METRICS, TRACE
     from mpitrain.trace.startup import left
 
     try:

@@ -53,6 +53,7 @@ def mpi_session(
             from mpitrain.trace.startup import begun
 
             recorder = begun(process.launched().rank, process.launched().size)
+    from mpitrain.transport.agreement import ending_together
     from mpitrain.transport.mpi import connect
     from mpitrain.transport.traced_transport import recorded
 
@@ -62,33 +63,10 @@ def mpi_session(
     transport = recorded(connect, recorder)
     faulthandler.cancel_dump_traceback_later()
     _count_local_ranks(transport, kind)
-    try:
+    with ending_together(transport):
         if not allow_alone:
             refuse_strangers(transport)
         yield transport
-        transport.barrier()
-    except MpitrainError as error:
-        if not error.agreed:
-            transport.abort(str(error))
-        text = str(error)
-        leave_together(transport, lambda: print(text, file=sys.stderr, flush=True), error.exit_code)
-    except BrokenPipeError:
-        if transport.size > 1:
-            transport.abort("the reader of its output is gone")
-        sys.exit(1)
-    except MemoryError as error:
-        transport.abort(
-            f"out of memory: {error}. Lower batch.size, model.width or model.context, or raise batch.micro_batches; "
-            "of a benchmark, lower --max-bytes."
-        )
-    except BaseException as error:
-        if transport.size == 1 and isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
-        import traceback
-
-        transport.abort(
-            f"ended by an exception on {transport.hosts[transport.rank]}\n{traceback.format_exc()}"
-        )
 
 
 def _count_local_ranks(transport: "Transport", kind: Callable[[], str]) -> None:
@@ -139,22 +117,12 @@ def refuse_strangers(transport: "Transport") -> None:
     )
 
 
-def leave_together(transport: "Transport", show: Callable[[], None], exit_code: int) -> None:
-    """Print the reason on rank 0, then exit on every rank after a barrier.
-
-    Without the barrier a launcher could end rank 0 before the message is complete.
-    """
-    if transport.rank == 0:
-        show()
-    transport.barrier()
-    sys.exit(exit_code)
-
-
 def leave_usage(show: Callable[[], None], exit_code: int) -> None:
     """Exit as `leave_together` does, for a command line that is wrong before MPI has started."""
     if process.launched().size == 1:
         show()
         sys.exit(exit_code)
+    from mpitrain.transport.agreement import leave_together
     from mpitrain.transport.mpi import connect
 
     leave_together(connect(), show, exit_code)

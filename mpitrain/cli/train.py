@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from mpitrain.cli import NOT_BEGUN, STOPPED
-from mpitrain.cli.job_options import CONFIG_FILE, DEVICE, DP, GEMM, PP, SET, TP, changes
+from mpitrain.cli.job_options import CONFIG_FILE, DEVICE, DP, GEMM, PP, PRESET, SET, TP, changes
 from mpitrain.cli.session import mpi_session
 from mpitrain.cli.terminal import last_words
 from mpitrain.cli.terminal.output import be_courtesy
@@ -79,6 +79,7 @@ def _meant(option: str, args: list[str]) -> str:
 
 @click.command(cls=TrainCommand)
 @CONFIG_FILE
+@PRESET
 @SET
 @click.option("--out", metavar="DIR", help="Run directory (default runs/<date>-<n>).")
 @click.option(
@@ -103,6 +104,7 @@ def _meant(option: str, args: list[str]) -> str:
 )
 def command(
     config_file: Path | None,
+    preset: str | None,
     settings: tuple[str, ...],
     resume: str | None,
     described: str | None,
@@ -125,7 +127,7 @@ def command(
         return
     be_courtesy()
     changed = changes(settings, **options)
-    configured = cache(lambda: _configured(config_file, changed, resume or "no"))
+    configured = cache(lambda: _configured(config_file, changed, resume or "no", preset))
     stop = Stop()
     with mpi_session(
         kind=lambda: configured().device.kind,
@@ -220,16 +222,16 @@ class Stop:
 
 
 def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Stop) -> Any:
-    from mpitrain.cli.terminal.progress import Progress, Silent
+    from mpitrain.cli.terminal.progress import Progress
     from mpitrain.machine.batch_job import JobEnd
     from mpitrain.models.table import MODELS
     from mpitrain.run.loop import train
 
     stop.connected(transport.rank)
     is_root = transport.rank == 0
-    watcher = Progress(stop.say) if is_root else Silent()
+    watchers = [Progress(stop.say)] if is_root else []
     with closing(JobEnd(process.environment() if is_root else {})) as ends:
-        finished = train(transport, configured, resume, stop.asked, watcher, stop.note, ends)
+        finished = train(transport, configured, resume, stop.asked, watchers, stop.note, ends)
     config = finished.job.trainer.config
     if (
         finished.job.step < config.run.steps
@@ -242,28 +244,57 @@ def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Sto
     return finished
 
 
-def _configured(config_file: Path | None, settings: list[str], resume: str) -> Any:
-    """Return the configuration of the file, or of the resumed run, with the settings applied."""
-    from mpitrain.config import read_toml, with_settings
+def _configured(
+    config_file: Path | None, settings: list[str], resume: str, preset_name: str | None = None
+) -> Any:
+    """Return the configuration of the file over the preset, with the settings applied.
+
+    Without a file, a resumed run has its own configuration, and a preset counts as settings.
+    """
+    from mpitrain.config import merged, preset, read_toml, with_settings
     from mpitrain.config.plugins import load
     from mpitrain.run.choices import parse
-    from mpitrain.run.run_dir import configuration, held_out_as_before, is_run
+    from mpitrain.run.run_dir import (
+        check_algorithms_named,
+        configuration,
+        held_out_as_before,
+        is_run,
+    )
 
     out = with_settings({}, settings).get("run", {}).get("out")
-    tables: dict[str, Any] = {}
+    tables = merged(preset(preset_name), {})
     if config_file:
-        tables = read_toml(config_file)
+        tables = merged(tables, read_toml(config_file))
     elif resume != "no" and isinstance(out, str) and is_run(Path(out)):
         load(with_settings({}, settings))  # `configuration` asks for the plugins of the run.
         then = configuration(Path(out))
+        check_algorithms_named(then, settings, Path(out))
         # A resumed run may have another number of ranks, so the layout is not taken over.
-        tables = {**then.model_dump(), "layout": {}, "pipeline": {}}
-        tables["data"] = held_out_as_before(then.data, settings)
+        own = {**then.model_dump(), "layout": {}, "pipeline": {}}
+        own["data"] = held_out_as_before(then.data, settings)
+        tables = merged(own, tables)
         stages = with_settings(tables, settings)["layout"].get("pp", 1)
         if isinstance(stages, int) and stages > then.batch.micro_batches:
             # More stages than before may need more micro-batches: 0 chooses their number.
             tables["batch"]["micro_batches"] = 0
-    return parse(with_settings(tables, settings), config_file)
+    tables = with_settings(tables, settings)
+    if resume != "no" and config_file:
+        tables = _as_begun(tables)
+    return parse(tables, config_file)
+
+
+def _as_begun(tables: dict[str, Any]) -> dict[str, Any]:
+    """Add the keys that a run took from the folder of run.init_from: it may be gone by now."""
+    from mpitrain.run.run_dir import configuration, is_run
+    from mpitrain.run.transfer.adapter_keys import with_adapter_of_run
+    from mpitrain.run.transfer.model_keys import with_keys
+
+    run = tables.get("run")
+    out = run.get("out") if isinstance(run, dict) and run.get("init_from") else None
+    if not isinstance(out, str) or not is_run(Path(out)):
+        return tables
+    then = configuration(Path(out))
+    return with_adapter_of_run(with_keys(tables, then.flat()), then)
 
 
 def _print_sample(finished: Any, stop_requested: Callable[[], bool]) -> None:

@@ -95,12 +95,7 @@ class Group:
     def bind(self, array: np.ndarray, op: str = "add") -> Reduction:
         """Bind an all-reduce of `array`; a persistent collective, as MPI_Allreduce_init returns.
 
-        Parameters
-        ----------
-        array : ndarray
-            Contiguous, any shape; ends as the reduction over all ranks.
-        op : {"add", "maximum"}
-            Reduction operator, of all methods with this parameter.
+        op is "add" or "maximum", in all methods.
         """
         return self._noted(
             "all-reduce",
@@ -111,16 +106,9 @@ class Group:
     def bind_lossy(
         self, array: np.ndarray, wire: Wire, matrices: Sequence[Matrix] = ()
     ) -> Reduction:
-        """Bind a sum with compressed messages: nearly the sum, with the same bits on all ranks.
+        """Bind a sum of a float32 array in a wire format: nearly the sum, the same bits on all ranks.
 
-        Parameters
-        ----------
-        array : ndarray
-            float32, contiguous.
-        wire : Wire
-            Wire format of the messages.
-        matrices : sequence of Matrix
-            Matrices within `array`, for powersgd; empty: the array as one matrix.
+        matrices are matrices within `array`, for powersgd; empty: the array as one matrix.
         """
         return self._noted(
             "all-reduce",
@@ -189,27 +177,15 @@ class Group:
         return reduction
 
     def exchange(self, shape: Sequence[int], dtype: Any) -> ActivationBuffer:
-        """Lease a buffer for an activation, which layers reduce or gather in place.
+        """Lease an uninitialised buffer for an activation, which layers reduce or gather in place.
 
-        Parameters
-        ----------
-        shape, dtype
-            Of the activation; all ranks lease the same in the same order.
-
-        Returns
-        -------
-        ActivationBuffer
-            Uninitialised; the lease ends when its array and all views of it are garbage.
+        The lease ends when its array and all views of it are garbage. The buffer is then leased
+        again, with its bound collectives. On one host it is in a shared window.
 
         Raises
         ------
         CommError
-            On every rank, if ranks allocate buffers that differ in size or dtype.
-
-        Notes
-        -----
-        A returned buffer is leased again with its bound collectives: nothing is allocated after the
-        first step. On one host, buffers are in a shared window, until the transport closes.
+            On every rank, if ranks lease buffers that differ in size or dtype.
         """
         return self._exchanges.lease(self, shape, dtype)
 

@@ -1,10 +1,13 @@
 """The configuration of a run: `sections` defines the keys, `whole` the Config, `reading` parses it.
 
+CONFIG        the name of the file in a run directory with all keys of the run
 KEPT_ON_HOST  the compression formats with error-feedback residuals in host memory
 PATHS         the (section, key) of all paths
 """
 
+from mpitrain.config.presets import PRESETS, merged, preset
 from mpitrain.config.reading import (
+    CONFIG,
     PATHS,
     check_choice,
     check_text,
@@ -21,6 +24,7 @@ from mpitrain.config.sections import (
     Data,
     Device,
     Layout,
+    Lora,
     Memory,
     Model,
     Optimizer,
@@ -33,8 +37,10 @@ from mpitrain.config.sections import (
 from mpitrain.config.whole import Config, Key, keys
 
 __all__ = [
+    "CONFIG",
     "KEPT_ON_HOST",
     "PATHS",
+    "PRESETS",
     "Batch",
     "Checkpoint",
     "Config",
@@ -42,6 +48,7 @@ __all__ = [
     "Device",
     "Key",
     "Layout",
+    "Lora",
     "Memory",
     "Model",
     "Optimizer",
@@ -53,8 +60,10 @@ __all__ = [
     "check_choice",
     "check_text",
     "keys",
+    "merged",
     "nearest",
     "parse",
+    "preset",
     "read_toml",
     "refusal",
     "with_settings",

@@ -24,9 +24,15 @@ PATHS = (
     ("replication", "tuning"),
     ("device", "tiles"),
     ("pipeline", "schedule"),
+    ("replication", "algorithm"),
+    ("layout", "algorithm"),
     ("run", "out"),
+    ("run", "init_from"),
+    ("lora", "init_from"),
     ("run", "plugins"),
 )
+CONFIG = "config.toml"
+"""The name of the file in a run directory with all keys of the run."""
 LISTED = "`mpitrain train --help-config` lists every key with its type and range."
 
 PATTERNS = {  # The patterns of `sections` in words, for messages.
@@ -83,9 +89,10 @@ def read_toml(path: Path, inner: int = 0) -> dict[str, Any]:
             table[key] = {_beside(path, source): weight for source, weight in name.items()}
         elif isinstance(name, str):
             kind, colon, place = name.partition(":") if section == "data" else ("", "", name)
-            is_path = (
-                key != "schedule" or "/" in name or "." in name or (path.parent / name).is_file()
-            )  # Otherwise it is the name of a schedule.
+            is_path = {  # Otherwise it is the name of a row.
+                "schedule": "/" in name or "." in name or (path.parent / name).is_file(),
+                "algorithm": ".py" in name,
+            }.get(key, True)
             if place and is_path:
                 table[key] = f"{kind}{colon}{path.parent / place}"
     return tables

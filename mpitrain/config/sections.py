@@ -99,6 +99,12 @@ class Run(Section):
         description="total number of optimizer steps, including the steps before a resume",
     )
     out: str = Field("", description="run directory; empty: runs/<date>-<n>")
+    init_from: str = Field(
+        "",
+        description="folder with the initial parameters: a GPT-2 folder of HuggingFace, or the run "
+        "directory of another run. Keys of [model] that are not set come from it. A resumed run "
+        "does not read it. Empty: random parameters",
+    )
     plugins: list[str] = Field(
         [],
         description="Python files that add rows to the tables of modes, schedules and the like; "
@@ -141,6 +147,11 @@ class Run(Section):
         description="record the last actions of each rank in trace/ of the run directory, for "
         "`mpitrain report`",
     )
+    tensorboard: bool = Field(
+        False,
+        description="write the numbers of metrics.jsonl as TensorBoard event files, too, to "
+        "tensorboard/ of the run directory",
+    )
     on_nonfinite: Literal["stop", "skip"] = Field(
         "stop",
         description="reaction to a loss or gradient that is not finite; stop: end the run, skip: "
@@ -166,7 +177,7 @@ class Data(Section):
         0,
         ge=0,
         description="vocabulary size for {rows}; 0: the largest token in the file + 1. Text "
-        "always has 256",
+        "has at least 256",
     )
     dtype: Literal["auto", "uint16", "uint32"] = Field(
         "auto",
@@ -201,6 +212,11 @@ class Data(Section):
         description="one turn of a conversation of {rows} as text; the content of the role "
         "assistant, and the text behind it, are trained on",
     )
+    packing: bool = Field(
+        False,
+        description="pack several conversations of {rows} into a row to train on, as many as fit "
+        "model.context. Attention crosses their borders. Held-out rows have one each",
+    )
 
 
 class Model(Section):
@@ -220,6 +236,20 @@ class Model(Section):
     tied: bool = Field(
         False, description="tie the weights of the output projection to the token embedding"
     )
+    dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="rate of dropout in training: {rows}; a multiple of 1/65536. The random bits "
+        "depend on run.seed, step, row and layer, but not on the layout",
+    )
+    attention_dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="gpt: rate of dropout of the attention probabilities in training. cuda and "
+        "cuda-sim compute such attention without tensor cores",
+    )
     channels: list[Annotated[int, Field(ge=1)]] = Field(
         [16, 32],
         description="cnn: channels of each convolution's output; ReLU and a max-pooling follow",
@@ -230,12 +260,59 @@ class Model(Section):
     pool: int = Field(
         2, ge=1, le=16, description="cnn: rows and columns of a max-pooling's windows; 1: none"
     )
+    hidden: int = Field(0, ge=0, description="gpt: hidden units of each MLP; 0: 4 x model.width")
+    epsilon: float = Field(
+        1e-5, gt=0, description="gpt: term of the layer norms, added to the variance"
+    )
     freeze: list[str] = Field(
         [],
         description="parameters that are not trained, as patterns of full names such as "
         "blocks.0.*; a star matches any text, also dots. A frozen parameter has no gradient and "
         "no optimizer state, and no rank sends it but with replication.zero 3",
     )
+
+
+class Lora(Section):
+    rank: int = Field(
+        0,
+        ge=0,
+        description="rank of low-rank adapters (LoRA), which are trained in place of the model; 0: "
+        "none, the model is trained",
+    )
+    alpha: float = Field(
+        16.0, gt=0, description="the output of an adapter is multiplied by lora.alpha / lora.rank"
+    )
+    targets: list[str] = Field(
+        ["c_attn"],
+        description="linear layers that get an adapter, separated by commas: names of Hugging "
+        "Face's GPT-2 such as c_attn, c_fc, c_proj, lm_head or h.0.attn.c_attn, or the names of "
+        "this model, such as qkv or blocks.0.mlp.up. q, k and v are a part of qkv each",
+    )
+
+    dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="rate of dropout of the input of the adapters; the model has model.dropout",
+    )
+    base: Literal["", "int8"] = Field(
+        "",
+        description="storage of the frozen weights of linear layers, but for the head. int8: codes of 8 bits, "
+        "with a scale for each output, which layers decode for each product. Empty: as layers "
+        "compute",
+    )
+    init_from: str = Field(
+        "",
+        description="adapters to start from: a folder of HuggingFace's peft, or the run directory of "
+        "a run with adapters. Empty: A is random and B is 0. If run.init_from names such a folder, "
+        "the adapters start from there, on the model that they were trained on",
+    )
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _as_list(cls, value: Any) -> Any:
+        """Accept names with commas between as well as a list."""
+        return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
 
 
 class Batch(Section):

@@ -12,6 +12,7 @@ from mpitrain.config.sections import (
     Data,
     Device,
     Layout,
+    Lora,
     Memory,
     Model,
     Optimizer,
@@ -35,6 +36,7 @@ class Config(Section):
     run: Run = Field(default_factory=Run)
     data: Data = Field(default_factory=Data)
     model: Model = Field(default_factory=Model)
+    lora: Lora = Field(default_factory=Lora)
     batch: Batch = Field(default_factory=Batch)
     layout: Layout = Field(default_factory=Layout)
     pipeline: Pipeline = Field(default_factory=Pipeline)
@@ -80,6 +82,18 @@ class Config(Section):
             raise ConfigError(
                 f"Kernels compute attention in tiles, but memory.attention is whole on {self.device.kind}.",
                 "Set memory.attention to auto, or device.kind to cpu.",
+            )
+        if self.lora.base and not (self.lora.rank and self.run.init_from):
+            raise ConfigError(
+                "lora.base stores the model of run.init_from under adapters, but lora.rank is "
+                f"{self.lora.rank} and run.init_from is {self.run.init_from!r}.",
+                "Set both, or leave lora.base out.",
+            )
+        if self.lora.base and self.replication.gather != "none":
+            raise ConfigError(
+                f"replication.gather {self.replication.gather} rounds gathered numbers, but lora.base is {self.lora.base}, "
+                "which has codes.",
+                "Set replication.gather to none, or leave lora.base out.",
             )
         if self.memory.logit_chunks > 1 and self.replication.mode == "master":
             raise ConfigError(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.data.order import EpochOrder, positions
+from mpitrain.data.packing import first_fit
 from mpitrain.data.source import IGNORED, Form, Request
 from mpitrain.data.tokens import BYTES
 from mpitrain.errors import ConfigError, DataError
@@ -23,49 +24,69 @@ from mpitrain.strict_json import parsed
 USER, ASSISTANT = "user", "assistant"
 SHOWN = 10
 """The number of keys of a wrong line that its message lists."""
+Conversation = tuple[np.ndarray, np.ndarray]
+"""Its tokens, and whether each counts as a target; (N,) uint8 and bool."""
+Row = Sequence[Conversation]
 Turn = tuple[str, str]
 """The role and the content of a message."""
 
 
 class InstructionSource:
-    """A data source of conversations, shuffled anew in each epoch by (seed, epoch).
+    """A data source of conversations; its rows are shuffled anew in each epoch by (seed, epoch).
 
     inputs and targets are (B, T) int64. A conversation is one row, which is cut after T + 1 tokens.
-    A shorter one is filled with token 0 and IGNORED targets. The last tenth is held out.
+    A shorter one is filled with token 0 and IGNORED targets. The last tenth is held out. With
+    packing, rows to train on have as many conversations as fit, one after the other. What counts
+    is the same. Attention then crosses their borders.
 
     conversations  [(tokens, whether each counts as a target)], uint8 and bool
+    samples        rows to train on
     """
 
     form: Form = "tokens"
     inputs = classes = BYTES
 
-    def __init__(self, conversations: Sequence[tuple[np.ndarray, np.ndarray]], context: int):
+    def __init__(
+        self,
+        conversations: Sequence[Conversation],
+        context: int,
+        is_packed: bool = False,
+    ):
         self.shape: tuple[int, ...] = (context,)
+        self.is_packed = is_packed
         held_out = max(1, len(conversations) // 10)
-        self._train, self._test = conversations[:-held_out], conversations[-held_out:]
-        self.samples, self.held_out = len(self._train), held_out
-        self.cut = sum(len(tokens) > context + 1 for tokens, _ in self._train)
+        train, test = conversations[:-held_out], conversations[-held_out:]
+        self.conversations, self.held_out = len(train), held_out
+        self.cut = sum(len(tokens) > context + 1 for tokens, _ in train)
+        self._train: Sequence[Row] = [[one] for one in train]
+        self._test: Sequence[Row] = [[one] for one in test]
+        if is_packed:
+            packed = first_fit([len(tokens) for tokens, _ in train], context + 1)
+            self._train = [[train[number] for number in row] for row in packed]
+        self.samples = len(self._train)
         self._order = EpochOrder(self.samples)
 
     def batch(
         self, seed: int, step: int, size: int, rows: range, before: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         chosen = self._order.chosen(seed, positions(step, size, rows, before))
-        return self._rows([self._train[number] for number in chosen])
+        return self._filled([self._train[number] for number in chosen])
 
     def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        return self._rows([self._test[number] for number in rows])
+        return self._filled([self._test[number] for number in rows])
 
-    def _rows(
-        self, conversations: Sequence[tuple[np.ndarray, np.ndarray]]
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _filled(self, rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
         (context,) = self.shape
-        inputs = np.zeros((len(conversations), context), np.int64)
-        targets = np.full((len(conversations), context), IGNORED, np.int64)
-        for x, y, (tokens, counts) in zip(inputs, targets, conversations, strict=True):
-            x[: len(tokens)] = tokens[:context]
-            following, counted = tokens[1 : context + 1], counts[1 : context + 1]
-            y[: len(following)][counted] = following[counted]
+        inputs = np.zeros((len(rows), context), np.int64)
+        targets = np.full((len(rows), context), IGNORED, np.int64)
+        for x, y, row in zip(inputs, targets, rows, strict=True):
+            at = 0
+            for whole, counts in row:
+                tokens = whole[: context + 1 - at]
+                x[at : at + len(tokens)] = tokens[: context - at]
+                following, counted = tokens[1:], counts[1 : len(tokens)]
+                y[at : at + len(following)][counted] = following[counted]
+                at += len(tokens)
         return inputs, targets
 
 
@@ -99,9 +120,10 @@ def open_jsonl(request: Request) -> InstructionSource:
             f"{path} must have at least 2 conversations, but has {len(found)}.",
             "One of them is held out; add more.",
         )
-    source = InstructionSource(found, request.context)
+    source = InstructionSource(found, request.context, request.reading.packing)
+    source.inputs = source.classes = max(BYTES, request.vocabulary)
     for numbers, noun in (
-        (range(source.samples), "training"),
+        (range(source.conversations), "training"),
         (range(-source.held_out, 0), "held-out"),
     ):
         if not any(found[number][1][1 : request.context + 1].any() for number in numbers):
@@ -135,7 +157,7 @@ def _turns(found: Any) -> list[Turn]:
     return [(message["role"], message["content"]) for message in messages]
 
 
-def _tokens(turns: Sequence[Turn], template: str) -> tuple[np.ndarray, np.ndarray]:
+def _tokens(turns: Sequence[Turn], template: str) -> Conversation:
     """Return the bytes of a conversation, (N,) uint8, and whether each counts as a target."""
     head, _, tail = template.partition("{content}")
     pieces, counts = [], []

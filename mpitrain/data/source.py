@@ -114,6 +114,7 @@ class Reading(NamedTuple):
     separator  the token that ends a document; -1: there are no documents
     template   one turn of a conversation as text, with {role} and {content}
     mixture    {name of a token source: its weight}
+    packing    whether a row has as many conversations as fit
     """
 
     dtype: str = "auto"
@@ -121,6 +122,7 @@ class Reading(NamedTuple):
     separator: int = -1
     template: str = "{role}: {content}\n\n"
     mixture: Mapping[str, float] = {}
+    packing: bool = False
 
 
 class Request(NamedTuple):

@@ -88,7 +88,7 @@ SOURCES: Table[str, SourceKind] = Table(
         reads=WINDOWS,
     ),
     jsonl=SourceKind(
-        open_jsonl, "tokens", ":FILE", "conversations", is_text=True, reads=("template",)
+        open_jsonl, "tokens", ":FILE", "conversations", is_text=True, reads=("template", "packing")
     ),
     mixture=SourceKind(
         _open_mixture, "tokens", help="of data.mixture", reads=("separator", "mixture", "dtype")
@@ -162,9 +162,9 @@ def open_source(
             f"data.validation is of data.source {token_files()}, but that is {name}.",
             "Leave out data.validation.",
         )
-    if row.is_text and vocabulary not in (0, BYTES):
+    if row.is_text and 0 < vocabulary < BYTES:
         raise ConfigError(
-            f"Text has {BYTES} tokens, one for each byte, but data.vocabulary is {vocabulary}.",
+            f"Text has {BYTES} tokens, one for each byte, so data.vocabulary must be at least {BYTES}, but is {vocabulary}.",
             f"Leave out data.vocabulary, or name a {token_files()}.",
         )
     for key, value in reading._asdict().items():
@@ -220,9 +220,10 @@ def amounts(source: Source | Unopened) -> dict[str, int]:
     """
     if isinstance(source, InstructionSource):
         return {
-            "conversations": source.samples,
+            "conversations": source.conversations,
             "held_out_conversations": source.held_out,
             "cut_conversations": source.cut,
+            **({"packed_rows": source.samples} if source.is_packed else {}),
         }
     if isinstance(source, TokenSource | MixtureSource):
         return {

@@ -86,7 +86,8 @@ class Tokenizer(Protocol):
         Yields
         ------
         text : bytes
-            The next bytes of the text; perhaps none.
+            The next bytes of the text; perhaps none. There is one piece for each token, and
+            perhaps another one at the end.
         """
 
     def named(self, name: str) -> int | None:
@@ -163,6 +164,7 @@ class FileTokenizer(Tokenizer):
             recent, waiting = [*recent, token], waiting + 1
             text = self._text(recent)
             if text.endswith("\ufffd") and waiting < PENDING:
+                yield b""
                 continue
             yield text[len(shown) :].encode()
             recent, waiting = recent[-WINDOW:], 0

@@ -116,7 +116,10 @@ def open_text(request: Request) -> TokenSource:
 
 def _of_bytes(tokens: FlatTokens, name: str, request: Request) -> TokenSource:
     reading = request.reading
-    return TokenSource(tokens, BYTES, request.context, name, reading=reading, bytes_per_token=1.0)
+    vocabulary = max(BYTES, request.vocabulary)
+    return TokenSource(
+        tokens, vocabulary, request.context, name, reading=reading, bytes_per_token=1.0
+    )
 
 
 def open_tokens(request: Request) -> TokenSource:

@@ -22,6 +22,7 @@ __device__ __forceinline__ double wide(double x) { return x; }
 __device__ __forceinline__ float wide(__half x) { return __half2float(x); }
 __device__ __forceinline__ float wide(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ __forceinline__ float wide(signed char x) { return float(x); }    // int8 numbers on the wire
+__device__ __forceinline__ float wide(unsigned char x) { return float(x); }    // codes of a weight
 
 template <class T> struct Narrow;
 template <> struct Narrow<float> { __device__ static float from(double x) { return float(x); } };

@@ -4,7 +4,6 @@
 // lead: elements that the first block lacks, a multiple of 32; the last block may lack some, too.
 // maps: the values of the codes of m, the bounds between them, and the same of v, 256 numbers each.
 // Launch: grid (ceil(blocks / 8)), block (256); n >= 0 may be anything.
-__device__ __forceinline__ float wide(unsigned char x) { return float(x); }
 #include "flat.cuh"
 #include "reduce.cuh"
 template <> struct Narrow<unsigned char> {

@@ -10,6 +10,8 @@ A layer may also define both halves in one, `backward(w, dy, saved, dw, arena) -
 With an attribute `fusion` a layer offers to do work of its neighbours in the same pass over memory
 (fusion.py). With `saved_again` it offers to compute `saved` without its output (recomputed.py).
 
+With `is_rowwise` or `forward_next` it offers to compute new tokens alone (incremental.py).
+
 A layer that takes tokens has an attribute `vocab`, the number of tokens. A trainer checks that all
 tokens are below it.
 
@@ -51,6 +53,8 @@ class Parameter(NamedTuple):
                added before replicas reduce
     is_copy    whether this is a copy of a tied tensor that another stage owns and counts; its bits
                are equal
+    coded      bytes of an element of the flat buffer, for a frozen weight that is stored in codes of
+               8 bits (ops/int8_rows.py); 0: it is stored as numbers
     role       "embedding" or "head": a table that optimizers for hidden matrices leave out; empty:
                any other tensor
     """
@@ -65,6 +69,7 @@ class Parameter(NamedTuple):
     partial: bool = False
     is_copy: bool = False
     role: str = ""
+    coded: int = 0
 
     @property
     def local_shape(self) -> tuple[int, ...]:

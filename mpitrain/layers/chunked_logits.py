@@ -33,7 +33,7 @@ class ChunkedHead:
     count   N, the number of slices
     """
 
-    output_is_free = True
+    output_is_free = is_rowwise = True
 
     def __init__(self, head: Any, count: int):
         self.head, self.count = head, count

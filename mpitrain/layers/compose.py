@@ -8,6 +8,7 @@ from typing import Any
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Gradients, Parameter, Weights, backward
 from mpitrain.layers.fusion import Fusion, fusion_of
+from mpitrain.layers.incremental import Past, forward_next
 from mpitrain.layers.recomputed import saved_again
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Writes
@@ -90,6 +91,19 @@ class Sequential:
         x, saved = self._before_last(w, x, arena)
         last = self.children[self._last]
         return [*saved, saved_again(last, w.get(self._last, NOTHING), x, arena)]
+
+    def inner_layers(self) -> list[Any]:
+        """Return the children."""
+        return [*self.children.values()]
+
+    def forward_next(
+        self, w: Weights, x: Any, past: Past, arena: Arena, residual: Any = None
+    ) -> Any:
+        """Return the output for new tokens, plus the residual as `forward`."""
+        for name, child in self.children.items():
+            fused = () if residual is None or name != self._last else (residual,)
+            x = forward_next(child, w.get(name, NOTHING), x, past, arena, *fused)
+        return x
 
     def _before_last(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, list[Any]]:
         """Return the input of the last child, and the states of the children before it."""
@@ -177,9 +191,23 @@ class Residual:
         if self._fusion.adds_to_output:
             return self.inner.forward(w, x, arena, x)
         y, saved = self.inner.forward(w, x, arena)
+        return self._plus(x, y, arena), saved
+
+    def inner_layers(self) -> list[Any]:
+        """Return the inner layer."""
+        return [self.inner]
+
+    def forward_next(self, w: Weights, x: Any, past: Past, arena: Arena) -> Any:
+        """Return the output for new tokens."""
+        if self._fusion.adds_to_output:
+            return forward_next(self.inner, w, x, past, arena, x)
+        return self._plus(x, forward_next(self.inner, w, x, past, arena), arena)
+
+    def _plus(self, x: Any, y: Any, arena: Arena) -> Any:
+        """Return x + y, written over y if that is free."""
         total = y if self.inner.output_is_free else arena.take(y.shape, y.dtype)
         self.add(y, x, total, arena)
-        return total, saved
+        return total
 
     def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
         """Return `saved` of `forward`."""

@@ -30,8 +30,21 @@ import numpy as np
 from mpitrain.layers.base import Gradient, Gradients, Parameter, Unit, Weights
 from mpitrain.layers.frozen import parameters_of
 from mpitrain.machine.backend import Backend
+from mpitrain.ops import int8_rows
 
 GRAIN = 32  # tensors start at multiples of this number of elements
+
+
+class Piece(NamedTuple):
+    """Elements [start, stop) of a flat buffer, and their offset `offset` in the owner's compact
+    buffer.
+
+    The whole buffer is Piece(0, length, 0).
+    """
+
+    start: int
+    stop: int
+    offset: int
 
 
 class Entry(NamedTuple):
@@ -46,24 +59,41 @@ class Entry(NamedTuple):
 
     @property
     def stop(self) -> int:
+        shape, coded = self.parameter.local_shape, self.parameter.coded
         # NumPy's product would wrap at 64 bits.
-        return self.start + math.prod(self.parameter.local_shape)
+        if coded:
+            rows, columns = shape
+            return self.start + int8_rows.length(rows, columns, coded)
+        return self.start + math.prod(shape)
 
-    def view(self, flat: np.ndarray) -> np.ndarray:
-        """Return this tensor's view of a flat buffer, in its own shape."""
-        return flat[self.start : self.stop].reshape(self.parameter.local_shape)
+    def view(self, flat: Any) -> Any:
+        """Return this tensor's view of a flat buffer, in its own shape; `Coded` of 8 bits."""
+        own = flat[self.start : self.stop]
+        if self.parameter.coded:
+            rows, columns = self.parameter.local_shape
+            return int8_rows.view(own, rows, columns)
+        return own.reshape(self.parameter.local_shape)
 
+    def encoded(self, whole: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """Return the elements of a flat buffer for a whole tensor in codes: 1-D."""
+        largest = np.broadcast_to(np.abs(whole).max(1, keepdims=True), whole.shape)
+        own = self.parameter.part_of
+        return int8_rows.encoded(own(whole), own(largest)[:, 0], dtype)
 
-class Piece(NamedTuple):
-    """Elements [start, stop) of a flat buffer, and their offset `offset` in the owner's compact
-    buffer.
+    def write(
+        self, values: np.ndarray, flat: Any, backend: Backend, pieces: Sequence[Piece]
+    ) -> None:
+        """Write all elements of this tensor's region, 1-D, as far as they are in `flat`.
 
-    The whole buffer is Piece(0, length, 0).
-    """
-
-    start: int
-    stop: int
-    offset: int
+        pieces  pieces of the flat buffer in `flat`
+        """
+        for piece in pieces:
+            low, high = max(self.start, piece.start), min(self.stop, piece.stop)
+            if low < high:
+                offset = piece.offset - piece.start
+                flat[offset + low : offset + high] = backend.from_host(
+                    values[low - self.start : high - self.start]
+                )
 
 
 class Run(NamedTuple):
@@ -165,18 +195,15 @@ class FlatLayout:
             generator = np.random.default_rng([seed, zlib.crc32(entry.name.encode())])
             whole = parameter.draw(generator, parameter.shape)
             values = (
-                parameter.part_of(whole)
+                entry.encoded(whole, flat.dtype)
+                if parameter.coded
+                else parameter.part_of(whole)
                 .astype(self.dtype)
                 .astype(flat.dtype, copy=False)
                 .reshape(-1)
             )
-            for piece in [Piece(0, self.length, 0)] if pieces is None else pieces:
-                low, high = max(entry.start, piece.start), min(entry.stop, piece.stop)
-                if low < high:
-                    offset = piece.offset - piece.start
-                    flat[offset + low : offset + high] = backend.from_host(
-                        values[low - entry.start : high - entry.start]
-                    )
+            everything = [Piece(0, self.length, 0)]
+            entry.write(values, flat, backend, everything if pieces is None else pieces)
 
     def runs(self, start: int, stop: int, key: Callable[[Parameter], Any]) -> Iterator[Run]:
         """Yield the optimizer's runs within [start, stop).

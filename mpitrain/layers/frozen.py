@@ -18,7 +18,7 @@ def parameters_of(unit: Unit) -> list[Parameter]:
 def freeze(units: Sequence[Unit], patterns: Sequence[str]) -> list[Unit]:
     """Mark the tensors that match a pattern, in each unit that computes with them.
 
-    Tensors that their layer describes as not trainable are marked as well.
+    Tensors that their layer or unit describes as not trainable are marked as well.
 
     patterns  of full names, as fnmatch takes them; a tied tensor has the name of its first unit
     raises    ConfigError for a pattern without a match, or if no tensor is left to train
@@ -26,7 +26,7 @@ def freeze(units: Sequence[Unit], patterns: Sequence[str]) -> list[Unit]:
     tensors = {
         unit.full_name(p): p
         for unit in units
-        for p in unit.layer.parameters()
+        for p in parameters_of(unit)
         if p.name not in unit.tied
     }
     for pattern in patterns:

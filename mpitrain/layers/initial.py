@@ -26,3 +26,8 @@ def zeros(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 def ones(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Return all ones; the generator is not used."""
     return np.ones(shape)
+
+
+def uniform(bound: float) -> Draw:
+    """Return a function that draws uniform initial values from -`bound` to `bound`."""
+    return lambda generator, shape: generator.uniform(-bound, bound, shape)

@@ -7,22 +7,27 @@ channels, H heads, V vocabulary.
 from __future__ import annotations  # help() then prints signatures as they are written here
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
+from itertools import accumulate, pairwise
 from typing import Any
 
 from mpitrain.config import Memory
 from mpitrain.errors import ConfigError
+from mpitrain.layers.adapted import LowRank
 from mpitrain.layers.base import Gradients, Layer, Loss, Parameter, Weights
 from mpitrain.layers.chunked_logits import ChunkedHead
 from mpitrain.layers.compose import Residual
+from mpitrain.layers.dropout import Dropout, Dropped
 from mpitrain.layers.fusion import Fusion, GeluCut
 from mpitrain.layers.images import Conv, Flatten, MaxPool, PixelConv
 from mpitrain.layers.initial import Draw, normal, ones, zeros
+from mpitrain.layers.linear_state import state_of
 from mpitrain.layers.now import Now
 from mpitrain.layers.recomputed import Recomputed
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
+from mpitrain.ops.int8_rows import Coded
 
 
 class Linear:
@@ -32,7 +37,12 @@ class Linear:
     bias        (outputs,), absent if `bias` is False
     activation  None, "gelu" (tanh form) or "relu"
     role        of the weight, as `Parameter.role`
+    low_rank    the adapters of the weight, if it has any
+    coded       as `Parameter.coded` of the weight
+    joined      {name: rows of the whole weight}: the outputs that are joined in one tensor
     """
+
+    is_rowwise = True
 
     def __init__(
         self,
@@ -45,6 +55,9 @@ class Linear:
     ):
         self.inputs, self.outputs, self.draw, self.bias, self.ops = inputs, outputs, draw, bias, ops
         self.activation, self.role = activation, ""
+        self.low_rank: LowRank | None = None
+        self.joined: Mapping[str, range] = {}
+        self.coded = 0
         self.output_is_free = activation is None
         self.product, self.product_backward_input = {
             None: (ops.linear, ops.linear_backward_input),
@@ -53,14 +66,17 @@ class Linear:
         }[activation]
 
     def parameters(self) -> list[Parameter]:
-        """Return the weight and, if there is one, the bias."""
+        """Return the weight, the bias if there is one, and the adapters."""
+        return [*self._base(), *(self.low_rank.parameters if self.low_rank else ())]
+
+    def _base(self) -> list[Parameter]:
+        """Return the parameters without the adapters."""
         shape = self.outputs, self.inputs
-        weight = Parameter("weight", shape, self.draw, decayed=True, role=self.role)
-        return (
-            [weight, Parameter("bias", (self.outputs,), zeros, decayed=False)]
-            if self.bias
-            else [weight]
+        weight = Parameter(
+            "weight", shape, self.draw, decayed=True, role=self.role, coded=self.coded
         )
+        bias = [Parameter("bias", (self.outputs,), zeros, decayed=False)] if self.bias else []
+        return [weight, *bias]
 
     def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the output for an input of this shape."""
@@ -68,8 +84,8 @@ class Linear:
 
     @property
     def fusion(self) -> Fusion:
-        """The cut of this layer's GELU, if it has one."""
-        if self.activation != "gelu":
+        """The cut of this layer's GELU, if it has one and no adapters."""
+        if self.activation != "gelu" or self.low_rank:
             return Fusion()
         bare = copy(self)
         bare.product_backward_input = self.ops.linear_backward_input
@@ -81,7 +97,12 @@ class Linear:
 
     def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
         """Return the output for x, and the state for `backward_input`."""
-        y, saved = self.product(flat_rows(x), w["weight"], w.get("bias"), arena)
+        w = self._with_numbers(w, x, arena)
+        y, saved = (
+            self.low_rank.activated(w, flat_rows(x), w.get("bias"), arena)
+            if self.low_rank
+            else self.product(flat_rows(x), w["weight"], w.get("bias"), arena)
+        )
         return y.reshape(*x.shape[:-1], self.outputs), saved
 
     def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
@@ -89,11 +110,48 @@ class Linear:
         # Without an activation the backward needs no output, so there is no product.
         if self.activation:
             return self.forward(w, x, arena)[1]
-        return state_of(self.ops, flat_rows(x), w["weight"], w.get("bias"), arena)
+        return self._state(w, flat_rows(x), w.get("bias"), arena)
+
+    def _with_numbers(self, w: Weights, like: Any, arena: Arena) -> Weights:
+        """Return the same weights, with a weight of 8 bits as numbers of the dtype of `like`."""
+        if not self.coded:
+            return w
+        coded: Coded = w["weight"]
+        numbers = arena.take(coded.codes.shape, like.dtype)
+        self.ops.dequantize(coded.codes, coded.scales, numbers, arena)
+        return {**w, "weight": numbers}
+
+    def _multiply(
+        self, w: Weights, x: Any, bias: Any, arena: Arena, out: Any = None, residual: Any = None
+    ) -> tuple[Any, Any]:
+        """Return x weight^T + bias + residual, (rows, outputs), and the state for its backward."""
+        w = self._with_numbers(w, x, arena)
+        if self.low_rank:
+            return self.low_rank.multiply(w, x, bias, arena, out, residual)
+        return self.ops.linear(x, w["weight"], bias, arena, out, residual)
+
+    def _state(self, w: Weights, x: Any, bias: Any, arena: Arena) -> Any:
+        """Return the state of `_multiply`, without its product."""
+        w = self._with_numbers(w, x, arena)
+        if self.low_rank:
+            return self.low_rank.state(w, x, bias, arena)
+        return state_of(self.ops, x, w["weight"], bias, arena)
+
+    def _multiply_backward(
+        self, w: Weights, dy: Any, saved: Any, arena: Arena, *out: Any
+    ) -> tuple[Any, Any]:
+        """Return the gradient of the input (rows, inputs), and the state for `backward_weight`.
+
+        dy and saved are those of `forward`: they include an activation.
+        """
+        w = self._with_numbers(w, dy, arena)
+        if self.low_rank:
+            return self.low_rank.backward_input(w, dy, saved, arena, *out)
+        return self.product_backward_input(dy, w["weight"], saved, arena, *out)
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
         """Return the gradient of the input, and the state for `backward_weight`."""
-        dx, pending = self.product_backward_input(flat_rows(dy), w["weight"], saved, arena)
+        dx, pending = self._multiply_backward(w, flat_rows(dy), saved, arena)
         return dx.reshape(*dy.shape[:-1], self.inputs), pending
 
     def backward_input_through_gelu(
@@ -102,6 +160,7 @@ class Linear:
         """Return the results of `backward_input`, times the derivative of the GELU before this
         layer.
         """
+        w = self._with_numbers(w, dy, arena)
         dx, pending = self.ops.gelu_linear_backward_input(
             flat_rows(dy), w["weight"], saved, slope, arena
         )
@@ -109,6 +168,8 @@ class Linear:
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
         """Write the gradients of weight and bias, or add to them."""
+        if self.low_rank:
+            pending = self.low_rank.backward_weight(pending, dw, arena)
         if "weight" in dw:
             weight = dw["weight"]
             self.ops.linear_backward_weight(pending, weight.array, weight.claim(), arena)
@@ -119,15 +180,19 @@ class Linear:
 class FusedLinear(Linear):
     """A linear layer that, without an activation, adds a residual and takes the GELU before it."""
 
+    is_rowwise = True
+
     @property
     def fusion(self) -> Fusion:
-        return super().fusion if self.activation else Fusion(adds_to_output=True, takes_gelu=True)
+        if self.activation:
+            return super().fusion
+        return Fusion(adds_to_output=True, takes_gelu=not self.low_rank)
 
     def forward(self, w, x, arena, residual=None):
         if residual is None:
             return super().forward(w, x, arena)
-        y, saved = self.ops.linear(
-            flat_rows(x), w["weight"], w.get("bias"), arena, residual=flat_rows(residual)
+        y, saved = self._multiply(
+            w, flat_rows(x), w.get("bias"), arena, residual=flat_rows(residual)
         )
         return y.reshape(residual.shape), saved
 
@@ -154,6 +219,7 @@ class LayerNorm:
     """
 
     output_is_free, fusion = False, Fusion(adds_to_input=True)
+    is_rowwise = True
 
     def __init__(self, ops: Ops, width: int, epsilon: float = 1e-5):
         self.ops, self.width, self.epsilon = ops, width, epsilon
@@ -207,6 +273,16 @@ class Embedding:
     def forward(self, w, x, arena):
         return self.ops.embedding(x, w["tokens"], w["positions"], arena)
 
+    def forward_next(self, w, x, past, arena):
+        """Return the output for new tokens, each at its own position."""
+        y, _ = self.ops.embedding(x, w["tokens"], None, arena)
+        self._add_positions(w, y, past, arena)
+        return y
+
+    def _add_positions(self, w, y, past, arena):
+        found, _ = self.ops.embedding(past.positions, w["positions"], None, arena)
+        self.ops.add(y, found, y, arena)
+
     def backward_input(self, w, dy, saved, arena):
         return None, (dy, saved)
 
@@ -223,12 +299,17 @@ class Embedding:
 
 
 class Attention:
-    """Causal multi-head attention, (B, T, 3C) -> (B, T, C), without parameters."""
+    """Causal multi-head attention, (B, T, 3C) -> (B, T, C), without parameters.
+
+    heads  of this rank, `first` and following of `every` heads
+    drop   dropout of the probabilities, or None
+    """
 
     output_is_free = False
 
-    def __init__(self, ops: Ops, heads: int):
-        self.ops, self.heads = ops, heads
+    def __init__(self, ops: Ops, heads: int, drop: Dropout | None = None):
+        self.ops, self.heads, self.drop = ops, heads, drop
+        self.first, self.every = 0, heads
 
     def parameters(self):
         """Return no parameters."""
@@ -238,10 +319,23 @@ class Attention:
         return (*shape[:-1], shape[-1] // 3)
 
     def forward(self, w, x, arena):
+        if self.drop and self.drop.layers.now.trains:
+            now = self.drop.layers.now
+            first = now.row * self.every + self.first
+            return self.ops.attention_dropout(
+                x, self.heads, self.drop.key, now.step, first, self.every, self.drop.rate, arena
+            )
         return self.ops.attention(x, self.heads, arena)
 
+    def forward_next(self, w, x, past, arena):
+        """Return the output for new tokens, and store their keys and values."""
+        keys, values = past.arrays(self.heads, x.shape[-1] // 3 // self.heads, x.dtype)
+        return self.ops.attention_next(x, keys, values, past.lengths, self.heads, arena)
+
     def backward_input(self, w, dy, saved, arena):
-        return self.ops.attention_backward(dy, saved, arena), None
+        ops = self.ops
+        backward = ops.attention_dropout_backward if self.drop else ops.attention_backward
+        return backward(dy, saved, arena), None
 
     def backward_weight(self, pending, dw, arena):
         """Do nothing: there are no parameters."""
@@ -288,7 +382,10 @@ class Plain:
     def __init__(self, ops: Ops):
         self.ops, self.now = ops, Now()
         self.memory = Memory()  # A trainer sets its own: which activations the layers save.
-        self.made = set[str]()  # constructors that `memory` changes and that have been called
+        self.made = set[str]()  # constructors that a key changes and that have been called
+        self.itemsize = 4  # A trainer sets the bytes of a number that layers compute with.
+        self.seed = 0  # A trainer sets run.seed, for layers that draw random numbers.
+        self._dropouts = 0
 
     @property
     def _source(self) -> Any:
@@ -309,9 +406,9 @@ class Plain:
         """
         return self._embedding(self._source, vocab, context, width, normal(0.02))
 
-    def norm(self, width: int) -> LayerNorm:
+    def norm(self, width: int, epsilon: float = 1e-5) -> LayerNorm:
         """Return a LayerNorm over the last dim, of length `width`, with gain 1 and bias 0."""
-        return self._norm(self._source, width)
+        return self._norm(self._source, width, epsilon)
 
     def joined_linear(
         self, inputs: int, counts: Sequence[int], each: int, draw: Draw, noun: str = "outputs"
@@ -336,15 +433,49 @@ class Plain:
         shared = heads if kv_heads is None else kv_heads
         each = divided(width, heads, f"heads do not divide a width of {width}")
         divided(heads, shared, f"key and value heads do not divide {heads} heads")
-        return self.joined_linear(width, (heads, shared, shared), each, draw, "heads")
+        qkv = self.joined_linear(width, (heads, shared, shared), each, draw, "heads")
+        ends = [0, *accumulate(count * each for count in (heads, shared, shared))]
+        qkv.joined = {name: range(*run) for name, run in zip("qkv", pairwise(ends), strict=True)}
+        return qkv
 
     def residual(self, inner: Layer) -> Residual:
         """Return a residual connection, x + inner(x)."""
         return Residual(inner, self.ops.add)
 
-    def attention(self, width: int, heads: int, kv_heads: int | None = None) -> Layer:
+    def dropout(self, rate: float, columns: int = 0) -> Dropout:
+        """Return dropout, (..., C) to (..., C), with its own random bits.
+
+        A layer's number among these calls selects the bits. So all ranks make the layers in the
+        same order.
+
+        columns  C of the whole input, if the input is the output of `column_linear`; 0: layout.tp
+                 does not split it
+        raises   ConfigError unless 0 <= rate < 1
+        """
+        if not 0 <= rate < 1:
+            raise ConfigError(
+                f"A rate of dropout is at least 0 and below 1, but this one is {rate}.",
+                "Choose 0.1, for example.",
+            )
+        self.made.add("dropout")
+        self._dropouts += 1
+        own = self._own_columns(columns)
+        return Dropout(self, rate, self._dropouts, own.start, columns)
+
+    def _own_columns(self, columns: int) -> range:
+        """Return this rank's columns of an output of `column_linear`."""
+        return range(columns)
+
+    def dropped(self, layer: Layer, rate: float, columns: int = 0) -> Layer:
+        """Return a layer with dropout of its output; the layer itself if the rate is 0."""
+        return Dropped(layer, self.dropout(rate, columns)) if rate else layer
+
+    def attention(
+        self, width: int, heads: int, kv_heads: int | None = None, dropout: float = 0.0
+    ) -> Layer:
         """Return causal attention, (B, T, 3 width) to (B, T, width).
 
+        dropout  rate of dropout of the probabilities
         raises  ConfigError if heads do not divide width, or differ from kv_heads
         """
         divided(width, heads, f"heads do not divide a width of {width}")
@@ -355,7 +486,10 @@ class Plain:
                 "Leave kv_heads out, or use an attention layer of your own after `qkv`.",
             )
         self.made.add("attention")
-        attention = self._attention(self._source, heads)
+        if dropout:
+            self.made.add("attention dropout")
+        drop = self.dropout(dropout) if dropout else None
+        attention = self._attention(self._source, heads, drop)
         return Recomputed(attention) if self.memory.recompute == "attention" else attention
 
     def column_linear(
@@ -425,28 +559,6 @@ def divided(whole: int, count: int, law: str) -> int:
         near = min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: abs(n - count))
         raise ConfigError(f"{count} {law}.", f"Nearest that does: {near}.")
     return whole // count
-
-
-def state_of(ops: Ops, x: Any, weight: Any, bias: Any, arena: Arena) -> Any:
-    """Return the state that `ops.linear` saves, without its product.
-
-    The product of no rows has the same state, but for its input.
-    """
-    _, state = ops.linear(x[:0], weight, bias, arena)
-    return with_input(state, x)
-
-
-def input_of(saved: Any) -> Any:
-    """Return the input in a linear operation's saved state.
-
-    The state is the input itself, or a tuple; the first entry of the tuple is again such a state.
-    """
-    return input_of(saved[0]) if isinstance(saved, tuple) else saved
-
-
-def with_input(saved: Any, x: Any) -> Any:
-    """Return a linear operation's saved state with its input replaced by x."""
-    return (with_input(saved[0], x), *saved[1:]) if isinstance(saved, tuple) else x
 
 
 def flat_rows(x):

@@ -21,6 +21,7 @@ from typing import Any
 
 from mpitrain.layers.base import Gradients, Parameter, Unit, Weights, backward
 from mpitrain.layers.frozen import forward_only
+from mpitrain.layers.incremental import Past, forward_next
 from mpitrain.machine.arena import Arena
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -55,6 +56,14 @@ class Recomputed:
     def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
         """Return the output for x, and x."""
         return self.inner.forward(w, x, arena)[0], x
+
+    def inner_layers(self) -> list[Any]:
+        """Return the inner layer."""
+        return [self.inner]
+
+    def forward_next(self, w: Weights, x: Any, past: Past, arena: Arena) -> Any:
+        """Return the output for new tokens."""
+        return forward_next(self.inner, w, x, past, arena)
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
         """Return the gradient of the input, and the state for `backward_weight`."""

@@ -51,7 +51,7 @@ class Backend(Protocol):
     def put(self, target: Any, array: np.ndarray) -> None:
         """Write an array of host memory over `target`, an array of the same shape and dtype.
 
-        The write is in the order of this backend's work.
+        The write is in the order of this backend's work. `array` may change at once.
         """
 
     def to_host(self, array: Any) -> np.ndarray:

@@ -14,6 +14,7 @@ from mpitrain.machine.arena import Arena, Lease
 from mpitrain.machine.backend import Copy, address, on_device
 from mpitrain.machine.events import CudaMark, Mark
 from mpitrain.machine.kinds import Kind
+from mpitrain.machine.pinned import LARGEST, PinnedCopies
 
 
 class CudaBackend:
@@ -30,6 +31,7 @@ class CudaBackend:
     def __init__(self) -> None:
         self._cupy = cupy_with_gpu()
         self._messages = self._cupy.cuda.Stream(non_blocking=True)
+        self._pinned = PinnedCopies(self._cupy)
 
     def arena(self) -> Arena:
         return Arena(_CudaMemory(self._cupy))
@@ -48,7 +50,11 @@ class CudaBackend:
         return target
 
     def put(self, target: Any, array: np.ndarray) -> None:
-        target.set(np.ascontiguousarray(array))
+        array = np.ascontiguousarray(array)
+        if array.nbytes > LARGEST:
+            target.set(array)
+        else:
+            self._pinned.put(target, array)
 
     def to_host(self, array: Any) -> np.ndarray:
         return self._cupy.asnumpy(array)

@@ -165,6 +165,32 @@ def shared_memory() -> int:
     return found.f_bavail * found.f_frsize
 
 
+def shared_memory_size() -> int:
+    """Return the size of SHARED_MEMORY in bytes, used or free; 0 without it."""
+    if not os.path.isdir(SHARED_MEMORY):
+        return 0
+    found = os.statvfs(SHARED_MEMORY)
+    return found.f_blocks * found.f_frsize
+
+
+def own_cores() -> list[int]:
+    """Return the numbers of the cores that this process may run on."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def machine() -> str:
+    """Return the boot identifier: namespaces and containers of one running kernel share it."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+    return ""
+
+
+def job_id() -> str:
+    """Return the number of this job in its batch system; "" outside of one."""
+    names = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
+
+
 def room_for(nbytes: int, ranks: int) -> int:
     """Return the bytes that SHARED_MEMORY must have free before ranks share a file of `nbytes`.
 

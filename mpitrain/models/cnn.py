@@ -22,6 +22,7 @@ def cnn(
     classes: int,
     kernel: int = 3,
     pool: int = 2,
+    dropout: float = 0.0,
 ) -> list[Unit]:
     """Return the units of a convolutional network: images (B, *shape) to logits (B, classes).
 
@@ -39,6 +40,8 @@ def cnn(
         Columns of the logits.
     kernel, pool : int
         Rows and columns of each kernel, an odd number, and of each pooling window.
+    dropout : float
+        Rate of dropout after each hidden linear layer.
 
     Raises
     ------
@@ -69,4 +72,5 @@ def cnn(
         units.append(Unit(f"convolutions.{i}", Sequential(**children)))
     shrunk = pool ** len(channels)
     features = (rows // shrunk) * (columns // shrunk) * channels[-1]
-    return [*units, *mlp(layers, features=features, hidden=hidden, classes=classes)]
+    rest = mlp(layers, features=features, hidden=hidden, classes=classes, dropout=dropout)
+    return [*units, *rest]

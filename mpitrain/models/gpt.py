@@ -20,6 +20,10 @@ def gpt(
     heads: int,
     depth: int,
     tied: bool = False,
+    hidden: int = 0,
+    epsilon: float = 1e-5,
+    dropout: float = 0.0,
+    attention_dropout: float = 0.0,
 ) -> list[Unit]:
     """Return the units of a GPT-2: tokens (B, T) to logits (B, T, vocab), for T up to context.
 
@@ -35,29 +39,38 @@ def gpt(
         Transformer blocks; each is two units.
     tied : bool
         Whether the head uses the token embedding as its weight.
+    hidden : int
+        Hidden units of each MLP; 0: 4 width.
+    epsilon : float
+        Term of the LayerNorms, added to the variance.
+    dropout : float
+        Rate of dropout of the embedding, and of each branch before its residual sum.
+    attention_dropout : float
+        Rate of dropout of the attention probabilities.
     """
     # GPT-2 uses 0.02 for its width of 768. Narrower layers need a larger standard deviation to
     # preserve the variance of activations.
     std = 0.02 * (768 / width) ** 0.5
-    inner = normal(std)
+    inner, hidden = normal(std), hidden or 4 * width
     # The residual stream sums 2 depth branches. Scaling each preserves its variance (section 2.3).
     onto_residual = normal(std / (2 * max(1, depth)) ** 0.5)
-    units = [Unit("embedding", layers.embedding(vocab, context, width))]
+    embedding = layers.dropped(layers.embedding(vocab, context, width), dropout)
+    units = [Unit("embedding", embedding)]
     for block in range(depth):
         attention = Sequential(
-            norm=layers.norm(width),
+            norm=layers.norm(width, epsilon),
             qkv=layers.qkv(width, heads, inner),
-            attention=layers.attention(width, heads),
-            out=layers.row_linear(width, width, onto_residual),
+            attention=layers.attention(width, heads, dropout=attention_dropout),
+            out=layers.dropped(layers.row_linear(width, width, onto_residual), dropout),
         )
         mlp = Sequential(
-            norm=layers.norm(width),
-            up=layers.column_linear(width, 4 * width, inner, activation="gelu"),
-            down=layers.row_linear(4 * width, width, onto_residual),
+            norm=layers.norm(width, epsilon),
+            up=layers.column_linear(width, hidden, inner, activation="gelu"),
+            down=layers.dropped(layers.row_linear(hidden, width, onto_residual), dropout),
         )
         units += [
             Unit(f"blocks.{block}.attention", layers.residual(attention)),
             Unit(f"blocks.{block}.mlp", layers.residual(mlp)),
         ]
-    head = Sequential(norm=layers.norm(width), logits=layers.head(width, vocab, inner))
+    head = Sequential(norm=layers.norm(width, epsilon), logits=layers.head(width, vocab, inner))
     return [*units, Unit("head", head, {"logits.weight": "embedding.tokens"} if tied else {})]

@@ -11,7 +11,13 @@ from mpitrain.layers.plain import Plain
 
 
 def mlp(
-    layers: Plain, *, features: int, hidden: Sequence[int], classes: int, activation: str = "relu"
+    layers: Plain,
+    *,
+    features: int,
+    hidden: Sequence[int],
+    classes: int,
+    activation: str = "relu",
+    dropout: float = 0.0,
 ) -> list[Unit]:
     """Return the units of a multi-layer perceptron: features (B, features) to logits (B, classes).
 
@@ -25,6 +31,8 @@ def mlp(
         Widths of the hidden layers.
     activation : {"relu", "gelu"}
         Activation of the hidden layers.
+    dropout : float
+        Rate of dropout after each activation.
 
     Notes
     -----
@@ -34,10 +42,11 @@ def mlp(
     # Column- and row-parallel layers alternate, as in Megatron: each rank's outputs of the first
     # are its inputs of the second.
     turns = cycle((layers.column_linear, layers.row_linear))
-    units = [
-        Unit(f"hidden.{i}", linear(inputs, outputs, normal((2 / inputs) ** 0.5), activation))
-        for i, ((inputs, outputs), linear) in enumerate(zip(pairwise(widths), turns, strict=False))
-    ]
+    units = []
+    for i, ((inputs, outputs), linear) in enumerate(zip(pairwise(widths), turns, strict=False)):
+        layer = linear(inputs, outputs, normal((2 / inputs) ** 0.5), activation)
+        columns = 0 if i % 2 else outputs
+        units.append(Unit(f"hidden.{i}", layers.dropped(layer, dropout, columns)))
     last = layers.row_linear if len(hidden) % 2 else layers.linear
     head = last(widths[-1], classes, normal((2 / widths[-1]) ** 0.5))
     head.role = "head"

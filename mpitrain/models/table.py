@@ -68,6 +68,10 @@ MODELS: Table[str, Model] = Table(
             heads=keys.heads,
             depth=keys.layers,
             tied=keys.tied,
+            hidden=keys.hidden,
+            epsilon=keys.epsilon,
+            dropout=keys.dropout,
+            attention_dropout=keys.attention_dropout,
         ),
         takes="tokens",
         help="for tokens",
@@ -82,6 +86,7 @@ MODELS: Table[str, Model] = Table(
         phrases={
             "model.layers": "transformer blocks",
             "model.width": "channels of the residual stream",
+            "model.dropout": "of the embedding and of each residual branch of a gpt",
             "pipeline.partition": "The units of a gpt are the embedding, 2 per block, and the head.",
         },
     ),
@@ -91,6 +96,7 @@ MODELS: Table[str, Model] = Table(
             features=source.inputs,
             hidden=[keys.width] * keys.layers,
             classes=source.classes,
+            dropout=keys.dropout,
         ),
         takes="samples",
         help="for labelled samples",
@@ -98,6 +104,7 @@ MODELS: Table[str, Model] = Table(
         phrases={
             "model.layers": "hidden layers of the mlp",
             "model.width": "units of each hidden layer of the mlp",
+            "model.dropout": "of the hidden layers of an mlp or cnn",
         },
     ),
     cnn=Model(
@@ -109,6 +116,7 @@ MODELS: Table[str, Model] = Table(
             classes=source.classes,
             kernel=keys.kernel,
             pool=keys.pool,
+            dropout=keys.dropout,
         ),
         takes="images",
         help="for labelled images",

@@ -32,7 +32,7 @@ def host(attention: str = "auto", passes: str = "numpy") -> Ops:
     passes     as device.passes
     raises     ConfigError or KernelError if this machine cannot compile the passes
     """
-    chosen = {"attention": FORWARDS[attention], **(compiled() if passes == "compiled" else {})}
+    chosen = {**FORWARDS[attention]._asdict(), **(compiled() if passes == "compiled" else {})}
     return _each(lambda name, row: chosen.get(name, row.host))
 
 

@@ -55,6 +55,10 @@ class Device(NamedTuple):
         """The kind, as in device.kind, but never auto."""
         return self.backend.kind
 
+    def itemsize(self, stored: str) -> int:
+        """Return the bytes of a number with which layers compute; `stored` is that of parameters."""
+        return (self.half or np.dtype(stored)).itemsize
+
     def arena(self) -> Arena:
         """Return a new arena of the device's memory."""
         return self.backend.arena()

@@ -42,6 +42,7 @@ class Ops(Protocol):
     add: Writes
     weighted_sum: Writes
     add_bias: Writes
+    dequantize: Writes
     gelu: Pair
     gelu_backward: Returns
     relu: Pair
@@ -54,7 +55,11 @@ class Ops(Protocol):
     embedding_backward_table: Writes
     embedding_backward_positions: Writes
     attention: Pair
+    attention_next: Returns
     attention_backward: Returns
+    dropout: Returns
+    attention_dropout: Pair
+    attention_dropout_backward: Returns
     conv2d: Pair
     conv2d_backward_input: Returns
     conv2d_backward_weight: Writes
@@ -245,6 +250,12 @@ OPERATIONS: Table[str, Operation] = Table(
                 "out",
                 1,
             ),
+            "dequantize": (
+                "a weight of 8 bits as numbers",
+                "q%:N,K scale:N out:N,K|0 -> out",
+                "out",
+                1,
+            ),
             "gelu": ("GELU alone", "z:M,K -> y:M,K saved", "y", 1),
             "gelu_backward": ("gradient of gelu", "dy:M,K saved@gelu|M,K -> dz:M,K", "dz", 1),
             "relu": ("ReLU alone", "z:M,K -> y:M,K saved", "y", 1),
@@ -313,6 +324,12 @@ OPERATIONS: Table[str, Operation] = Table(
         cuda.attention,
         {
             "attention": ("causal attention", "qkv:B,T,3HD heads=H -> y:B,T,HD saved", "y", 1),
+            "attention_next": (
+                "attention of new tokens over stored keys and values",
+                "qkv:B,T,3HD keys:B,H,2T,D values:B,H,2T,D past<T:B heads=H -> y:B,T,HD keys values",
+                "y",
+                1,
+            ),
             "attention_backward": (
                 "gradient of attention",
                 "dy:B,T,HD saved@attention|B,T,4HD -> dqkv:B,T,3HD",
@@ -320,7 +337,44 @@ OPERATIONS: Table[str, Operation] = Table(
                 3,
             ),
         },
-        products={"attention": "2BTTHD", "attention_backward": "4BTTHD"},
+        products={
+            "attention": "2BTTHD",
+            "attention_next": "4BTTHD",
+            "attention_backward": "4BTTHD",
+        },
+    ),
+    **_built_in(
+        reference.dropout,
+        host.linear,
+        cuda.linear,
+        {
+            "dropout": (
+                "random zeros, plus a residual",
+                "x:M,C key=(5,3) step=2 first=7 columns=C rate=0.25 -> y:M,C",
+                "y",
+                1,
+            ),
+        },
+    ),
+    **_built_in(
+        reference.dropout,
+        host.attention,
+        cuda.attention,
+        {
+            "attention_dropout": (
+                "causal attention with random zeros",
+                "qkv:B,T,3HD heads=H key=(5,3) step=2 first=7 every=11 rate=0.25 -> y:B,T,HD saved",
+                "y",
+                1,
+            ),
+            "attention_dropout_backward": (
+                "gradient of attention_dropout",
+                "dy:B,T,HD saved@attention_dropout|B,T,4HD -> dqkv:B,T,3HD",
+                "dqkv",
+                3,
+            ),
+        },
+        products={"attention_dropout": "2BTTHD", "attention_dropout_backward": "4BTTHD"},
     ),
     **_built_in(
         # I rows and J columns of B images, F channels to G; kernels of S x S, windows of P x P.

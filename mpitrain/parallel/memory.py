@@ -11,8 +11,10 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.frozen import freeze
+from mpitrain.layers.plain import Plain
 from mpitrain.machine import process
 from mpitrain.models.table import MODELS
+from mpitrain.models.targets import adapt
 from mpitrain.ops.device import Device
 from mpitrain.optim import state_bytes
 from mpitrain.parallel.grid import Axes, divisor
@@ -57,7 +59,7 @@ def check_memory(
     shards = divisor(axes, transport.hosts, config.replication.shard)
     found, count = sizes(config, source, axes, chunks, device, shards)
     free = process.free_memory(config.device.kind)
-    if config.model.freeze:
+    if config.model.freeze or config.lora.rank:
         # A network that is too large even if all of it is frozen is never described as a whole.
         found = found._replace(length=0, largest=0, frozen=found.length, slot=found.largest)
         if ranks * mode_of(config).memory(found) <= free:
@@ -90,7 +92,10 @@ def sizes(
     """
     one, two = (
         Storage(units, config.precision.stored, axes.dp)
-        for units in (_described(config, depth, source, device) for depth in (1, 2))
+        for units in (
+            _described(config, depth, source, described(device.ops, config.layout))
+            for depth in (1, 2)
+        )
     )
     others = config.model.layers - 1
     length = one.length + others * (two.length - one.length)
@@ -120,12 +125,15 @@ def frozen_sizes(
     chunks: int,
     device: Device,
 ) -> Sizes:
-    """Return the sizes of the whole network, with the parameters frozen that model.freeze names.
+    """Return the sizes of the whole network, with adapters and frozen parameters.
 
     found   the sizes without frozen parameters; only numbers of elements change
     raises  ConfigError as `freeze`
     """
-    units = freeze(_described(config, config.model.layers, source, device), config.model.freeze)
+    layers = described(device.ops, config.layout)
+    layers.itemsize = device.itemsize(config.precision.stored)
+    every = _described(config, config.model.layers, source, layers)
+    units = freeze(adapt(every, config.lora, layers), config.model.freeze)
     storage = Storage(units, config.precision.stored, axes.dp)
     length, frozen = storage.length, storage.frozen.length
     state = state_bytes(config.optimizer.name, storage)
@@ -139,8 +147,8 @@ def frozen_sizes(
 
 
 def _described(
-    config: Config, depth: int, source: Source | Unopened, device: Device
+    config: Config, depth: int, source: Source | Unopened, layers: Plain
 ) -> Sequence[Unit]:
     """Return the units of the configured network with another number of layers."""
     model = config.model.model_copy(update={"layers": depth})
-    return MODELS[config.model.kind].build(described(device.ops, config.layout), model, source)
+    return MODELS[config.model.kind].build(layers, model, source)

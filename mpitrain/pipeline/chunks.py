@@ -3,14 +3,19 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from mpitrain.config import Lora
 from mpitrain.layers.base import Unit
 from mpitrain.layers.frozen import forward_only, freeze
 from mpitrain.layers.recomputed import with_recomputation
+from mpitrain.models.targets import adapt
 from mpitrain.parallel.tensor.layer_factory import LayerFactory, check_saved, check_units
 from mpitrain.pipeline.partition import assign_units, cut
 
 Units = Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]]
 """A model, or a function of a layer factory that returns one."""
+
+
+NO_LORA = Lora()
 
 
 class Chunks(NamedTuple):
@@ -37,15 +42,17 @@ def cut_in_chunks(
     stage_of: Sequence[int],
     partition: str,
     frozen: Sequence[str] = (),
+    lora: Lora = NO_LORA,
 ) -> Chunks:
     """Make the units with a rank's layer factory, and cut them.
 
     stage_of      the stage of each chunk
     partition  as pipeline.partition, but not "time"
     frozen     as model.freeze
+    lora       the section [lora]
     raises     ConfigError if the units do not fit each other, the ranks or the partition
     """
-    model = freeze(units(layers) if callable(units) else units, frozen)
+    model = freeze(adapt(units(layers) if callable(units) else units, lora, layers), frozen)
     check_units(model, layers.rows)
     check_saved(layers)
     chunks, tied = assign_units(model, cut(model, len(stage_of), partition), stage_of)

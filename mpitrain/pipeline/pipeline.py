@@ -5,8 +5,6 @@ from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
-
 from mpitrain.layers.base import Unit
 from mpitrain.layers.frozen import forward_only
 from mpitrain.layers.now import Now
@@ -154,14 +152,6 @@ class Pipeline:
     def output_shape(self, shape: Shape) -> Shape:
         """Return the shape of the model's output for an input of this shape."""
         return self.input_shape(len(self._parts), shape)
-
-    def tell_first(self, array: np.ndarray) -> None:
-        """Copy a host array, in place, from the last chunk's stage to stage 0."""
-        tag = 2 * len(self._parts)
-        if self._last and self._transport.rank == self._last:
-            self._transport.send(array, 0, tag)
-        if self._last and self._transport.rank == 0:
-            self._transport.recv(array, self._last, tag)
 
 
 # This is a function, because a cached method would make the pipeline refer to itself. That

@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Callable
 
+from mpitrain.collectives.selection.own_algorithm import shown
 from mpitrain.plan.collective import Collective, Held, Meeting, Message, complete, contents, meeting
 from mpitrain.plan.traffic import table_of_totals
 from mpitrain.plan.words import data_of, listed, several, spoken
@@ -35,7 +36,7 @@ def printed(found: Collective, width: int) -> list[str]:
     hosts = len({*found.hosts})
     where = f" on {several(hosts, 'host')}" if hosts > 1 else ""
     title = (
-        f"{found.algorithm} {spoken(found.operation)} on {several(found.ranks, 'rank')}{where}: the array is "
+        f"{shown(found.algorithm)} {spoken(found.operation)} on {several(found.ranks, 'rank')}{where}: the array is "
         f"cut into {several(len(found.bounds), 'chunk')}, {several(len(found.steps), 'step')}"
     )
     body, meaning = _body(found, width)

@@ -54,7 +54,7 @@ def count(given: Config) -> Counted:
     config, axes, plan, device = job
     shards = divisor(axes, ("",) * ranks, config.replication.shard)
     found, parameters = sizes(config, source, axes, len(plan.stage_of), device, shards)
-    if config.model.freeze:
+    if config.model.freeze or config.lora.rank:
         found = frozen_sizes(found, config, source, axes, len(plan.stage_of), device)
     counter = Counter(job, source, units)
     rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)

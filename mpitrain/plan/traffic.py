@@ -192,20 +192,18 @@ def table_of_totals(found: Collective, width: int) -> list[str]:
         sent_by(found),
     )
     busiest = listed((rank for rank, arrays in enumerate(sent) if arrays == counted.busiest), ",")
-    values = formula.value(numbers(found.hosts)) if formula else ()
+    texts = formula[:4] if formula else ("-",) * 4
+    values = formula.value(numbers(found.hosts)) if formula else (None,) * 4
     lines = [f"{'of an array of S bytes':<24}{'counted':>10}    {'formula':<31} {'is':>8}"]
     names = ("steps", "messages", "sent by all ranks", "sent by the busiest one")
-    for name, count, text, value in zip(
-        names, counted, formula[:4] if formula else (), values, strict=True
-    ):
+    for name, count, text, value in zip(names, counted, texts, values, strict=True):
         unit = " S" if name.startswith("sent") else ""
-        lines.append(
-            f"{name:<24}{amount(count) + unit:>10}    {text:<31} {amount(value) + unit:>8}"
-        )
+        given = "-" if value is None else amount(value) + unit
+        lines.append(f"{name:<24}{amount(count) + unit:>10}    {text:<31} {given:>8}")
     lines += textwrap.wrap(f"busiest rank: {busiest}", width) if counted.messages else []
     return [
         *lines,
-        *textwrap.wrap(_letters(found, " ".join(formula[:4]) if formula else ""), width),
+        *textwrap.wrap(_letters(found, " ".join(texts)), width),
     ]
 
 

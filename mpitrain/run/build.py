@@ -18,11 +18,13 @@ from mpitrain.data import (
     source_kind,
     zeros,
 )
+from mpitrain.formats.format import Initial
 from mpitrain.layers.base import Unit
 from mpitrain.layers.frozen import freeze
 from mpitrain.layers.plain import Plain
 from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.models.table import MODELS, check_data
+from mpitrain.models.targets import adapt
 from mpitrain.parallel.memory import Room, check_memory
 from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.pipeline.chunks import Units
@@ -38,6 +40,15 @@ from mpitrain.run.counting.utilisation import work_of
 from mpitrain.run.given import Given, agree_on
 from mpitrain.run.resolve import Resolved, resolve, resolve_here, with_micro_batches
 from mpitrain.run.trainer import Trainer
+from mpitrain.run.transfer.adapters import (
+    base_of,
+    check_base,
+    of_adapters,
+    of_base,
+    open_adapter,
+    open_base,
+)
+from mpitrain.run.transfer.initial import load_initial, open_initial
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport, aligned_zeros
 
@@ -105,6 +116,9 @@ def build(
     opened: list[Source | Unopened] = []
     rooms: list[Room] = []
     counted: list[Step] = []
+    initial: list[Initial] = []
+    adapters: list[tuple[Initial, dict[str, Any]]] = []
+    checkpoint = saved or given.location.saved
 
     def count(resolved: Resolved) -> None:
         """Count a step in place of an earlier one, or raise ConfigError if it does not fit."""
@@ -124,30 +138,53 @@ def build(
         opened.append(found := source or _source(resolved.config, largest))
         check_data(resolved.config.model.kind, found.form, name)
         config, axes, plan, *_, device = resolved
+        listed: dict[str, int] = {}
+        if config.run.init_from and not checkpoint:
+            initial.append(one := open_initial(config, found.inputs))
+            listed["run.init_from"] = one.fingerprint
+        elif checkpoint and config.lora.rank and (record := base_of(Path(checkpoint))):
+            initial.append(one := open_base(config, record, found.inputs))
+            listed["run.init_from"] = one.fingerprint
+        if config.lora.init_from and not checkpoint:
+            adapters.append(own := open_adapter(config))
+            listed["lora.init_from"] = own[0].fingerprint
         rooms.append(check_memory(transport, config, found, axes, len(plan.stage_of), device))
         count(resolved)
-        return {"inputs": found.inputs, "classes": found.classes, "held_out": found.held_out}
+        return {
+            **listed,
+            "inputs": found.inputs,
+            "classes": found.classes,
+            "held_out": found.held_out,
+        }
 
     resolved = resolve(transport, given, facts)
     (source,) = opened
-    checkpoint = saved or given.location.saved
     found = save_load.read_beside(transport, Path(checkpoint)) if checkpoint else None
     done = found.done if found else Done(0, 0, given.run)
     if resolved.config.pipeline.partition == TIME:
         resolved = _cut_by_time(transport, resolved, source)
         on_all_ranks(transport, partial(count, resolved))
     trainer = Trainer(transport, lambda layers: model(resolved.config, source, layers), resolved)
+    kept = trainer.replication.kept()
+    for one in initial:
+        mine = of_base(kept) if resolved.config.lora.rank else kept
+        trainer.begun_from = load_initial(transport, one, mine, trainer.storage, trainer.backend)
+    for one, record in adapters:
+        check_base(record, trainer.begun_from)
+        load_initial(transport, one, of_adapters(kept), trainer.storage, trainer.backend)
     if found:
+        check_base(found.manifest.base, trainer.begun_from)
         found = save_load.load(
             found,
-            trainer.replication.kept(),
+            of_adapters(kept) if found.manifest.base else kept,
             trainer.storage,
             transport,
             trainer.backend,
             resolved.axes._asdict(),
         )
-        trainer.replication.restore(found.manifest.scalars)
         done = found.done
+    if found or initial:
+        trainer.replication.restore(found.manifest.scalars if found else {})
     (trainer.counted,) = counted
     return Job(trainer, source, done)
 
@@ -220,8 +257,9 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
     rows = max(1, batch.size // (axes.dp * batch.micro_batches))
     layers = described(device.ops, config.layout.model_copy(update={"tp": 1}))
     layers.now.set(0, 0, rows, True)
+    layers.itemsize = device.itemsize(config.precision.stored)
     every, again = (
-        freeze(model(config, source, layers), config.model.freeze),
+        freeze(adapt(model(config, source, layers), config.lora, layers), config.model.freeze),
         layers.rows.recomputing,
     )
     (units,) = with_recomputation([every], min(1, config.memory.segment), again)

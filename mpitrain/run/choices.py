@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.collectives.selection import table as algorithm_table
+from mpitrain.collectives.selection.own_algorithm import file_algorithm, is_file
 from mpitrain.config import Config, Key, Optimizer, check_choice, refusal
 from mpitrain.config import keys as keys_of_sections
 from mpitrain.config import parse as parse_sections
-from mpitrain.config.plugins import load
+from mpitrain.config.plugins import MARK, load
 from mpitrain.data import TENTH, check_mixture, source_kind, spellings, token_files
 from mpitrain.data import names as names_of_sources
 from mpitrain.errors import ConfigError
@@ -21,6 +22,9 @@ from mpitrain.optim.rules import EVERY
 from mpitrain.parallel.modes import MODES, STREAMS, ZERO, refusal_of
 from mpitrain.pipeline import schedules
 from mpitrain.pipeline.schedules import SCHEDULES
+from mpitrain.run.transfer.model_keys import with_keys_of_folder
+
+ALGORITHMS = ("replication.algorithm", "layout.algorithm")
 
 
 def choices() -> dict[str, tuple[Any, ...]]:
@@ -48,6 +52,7 @@ def keys() -> Iterator[Key]:
         "data.order": spellings("order"),
         "data.separator": spellings("separator"),
         "data.template": spellings("template"),
+        "data.packing": spellings("packing"),
         "data.mixture": spellings("order"),
         "run.sample": " or ".join(kinds(lambda row: row.writes)),
         "model.kind": ", ".join(f"{kind} {row.help}" for kind, row in MODELS.items()),
@@ -93,7 +98,7 @@ def parse(tables: Mapping[str, Any], path: Path | None = None) -> Config:
     """Make a `Config` of tables such as {"run": {"steps": 100}}.
 
     The plugins of run.plugins are imported first. Tables without model.kind get the kind that fits
-    data.source.
+    data.source. Keys that are not set come from the folder of run.init_from.
 
     Parameters
     ----------
@@ -112,14 +117,32 @@ def parse(tables: Mapping[str, Any], path: Path | None = None) -> Config:
         One error that lists all invalid keys and values; else one about keys that exclude each
         other.
     """
-    return without_plugins(load(tables), path)
+    return without_plugins(_with_own_algorithms(load(tables)), path)
 
 
 def without_plugins(tables: Mapping[str, Any], path: Path | None = None) -> Config:
     """Make a `Config` as `parse`, but import no plugins: the tables may be another person's."""
-    config = parse_sections(_with_kind(tables), path, choices())
+    names = choices()
+    for key in ALGORITHMS:
+        section, name = key.split(".")
+        table = tables.get(section)
+        value = table.get(name) if isinstance(table, Mapping) else None
+        if isinstance(value, str) and MARK in value and is_file(value):
+            names[key] = (*names[key], value)
+    config = parse_sections(_with_kind(with_keys_of_folder(tables)), path, names)
     _check_rules(config, path)
     return config
+
+
+def _with_own_algorithms(tables: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Add the all-reduces of the user's files to their table, and pin the files' digests."""
+    for key in ALGORITHMS:
+        section, name = key.split(".")
+        table = tables.get(section)
+        value = table.get(name) if isinstance(table, Mapping) else None
+        if isinstance(table, Mapping) and isinstance(value, str) and is_file(value):
+            tables = {**tables, section: {**table, name: file_algorithm(value)}}
+    return tables
 
 
 def _with_kind(tables: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,20 +1,26 @@
-"""Autoregressive text generation with a trained GPT: temperature and top-k sampling."""
+"""Autoregressive text generation with a trained model, for one prompt or several."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import count as count_from
+from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.collectives.bind import bind_broadcast
+from mpitrain.collectives.bind import bind
 from mpitrain.config import Data
 from mpitrain.data import writes_text
 from mpitrain.data.tokenizer import TOKENIZER, ByteTokenizer, Tokenizer, open_tokenizer
 from mpitrain.errors import ConfigError, DataError, TrainingError, on_every_rank
 from mpitrain.files import contents
+from mpitrain.run.decoding.continuation import Continuation
+from mpitrain.run.decoding.reader import Reader
+from mpitrain.run.decoding.sampling import NOT_FINITE, Sampling, draw
 from mpitrain.run.trainer import Trainer
 
-NOT_FINITE = -1
-"""The value in place of a token if the logits are not finite."""
+RECURSIVE = "recursive-doubling"
+"""The all-reduce of the tokens of a round: a few numbers, in the fewest steps."""
 
 
 def tokenizer_of_run(folder: Path, data: Data) -> Tokenizer | None:
@@ -44,55 +50,158 @@ def tokens(
     seed: int,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Iterator[int]:
-    """Generate tokens after `prompt` until a stop is requested; collective.
+    """Generate tokens after one prompt until a stop is requested; collective, as `texts`."""
+    drawn = texts(
+        trainer, [prompt], Sampling(temperature, top_k), seed, stop_requested=stop_requested
+    )
+    return (token for ((_, token),) in drawn)
 
-    All ranks compute the logits; rank 0 draws a token and broadcasts it. Every rank must take
-    the same number of tokens from the iterator.
 
-    prompt          at least one token; only the last model.context of them count
-    temperature     divides the logits; 0 takes the most likely token
-    top_k           number of the most likely tokens to draw from; 0: all
-    stop_requested  called on rank 0 alone, for every token; after True this token is the last
+def texts(
+    trainer: Trainer,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    seed: int,
+    count: int | None = None,
+    ends: Callable[[int, int], bool] = lambda prompt, token: False,
+    stop_requested: Callable[[], bool] = lambda: False,
+    cuts: bool = True,
+) -> Iterator[list[tuple[int, int]]]:
+    """Generate tokens after some prompts; collective.
+
+    Replica r of n takes the prompts r, r + n, r + 2 n and so on. Its stage with the last layer
+    draws the tokens, and an all-reduce of all ranks spreads them. Every rank passes the same
+    arguments, and takes the same number of rounds from the iterator.
+
+    A full window of model.context tokens is cut to its newest half, with the next token. This half
+    is then read again, at positions from 0.
+
+    prompts         at least one token each; only the last model.context of them count
+    seed            prompt i draws with seed + i
+    count           tokens after each prompt; None: no limit
+    ends            (prompt, token) -> whether this token is the last one of its prompt; called on
+                    all ranks, with the same result
+    stop_requested  called on rank 0 alone, in every round; after True this round is the last
+    cuts            False: a text ends when its window is full; prompts are shorter than that
+    yields          (prompt, token) of each prompt that has not ended, in order
     raises          TrainingError on every rank if the logits are not finite
     """
-    context = trainer.config.model.context
-    recent = list(prompt)[-context:]
-    if not recent:
+    context, grid = trainer.config.model.context, trainer.grid
+    windows = [[*prompt][-context:] for prompt in prompts]
+    if not all(windows):
         raise ConfigError("A prompt needs at least one token.", "Give --prompt some text.")
-    generator = np.random.default_rng(seed)
-    told = np.zeros(2, np.int64)  # This holds a token, and whether it is the last.
-    telling = bind_broadcast(trainer.transport, told)
-    while not told[1]:
-        # The causal mask hides the padding on the right. Widths are powers of two: few different
-        # shapes need few buffers in the arena.
-        window = np.zeros((1, min(context, max(16, 1 << (len(recent) - 1).bit_length()))), np.int64)
-        window[0, : len(recent)] = recent
-        last = np.empty(0) if trainer.grid.is_server else trainer.logits_of(window, len(recent) - 1)
+    mine = () if grid.is_server else range(grid.coords.dp, len(windows), grid.axes.dp)
+    longest = max(map(len, windows))
+    room = context if count is None else min(context, longest + count)
+    generators = [np.random.default_rng(seed + index) for index in range(len(windows))]
+    told = np.zeros(1 + len(windows), np.int64)  # whether a stop is requested, and the tokens
+    telling = bind(trainer.transport, told, algorithm=RECURSIVE)
+    reader = None if grid.is_server else trainer.reader(len(mine), room)
+    active = list(range(len(windows)))
+    for _ in islice(count_from(), count):
+        told.fill(0)
+        if reader and not set(mine).isdisjoint(active):
+            told[1:] = _drawn(trainer, reader, windows, mine, active, sampling, generators)
         if trainer.transport.rank == 0:
-            told[:] = _draw(last, temperature, top_k, generator), stop_requested()
+            told[0] = stop_requested()
         telling.run()
-        token = int(told[0])
-        if token == NOT_FINITE:
+        stop, *drawn = told.tolist()
+        if NOT_FINITE in drawn:
             raise on_every_rank(
                 TrainingError(
                     "The model's output is not finite: its training has diverged.",
                     "Train again with a lower optimizer.lr.",
                 )
             )
-        yield token
-        recent = [*recent, token][-context:]
+        found, active = [(index, drawn[index]) for index in active], []
+        for index, token in found:
+            window = windows[index]
+            window.append(token)
+            if len(window) > context:
+                del window[: -max(1, context // 2)]
+            if not ends(index, token) and (cuts or len(window) < context):
+                active.append(index)
+        yield found
+        if stop or not active:
+            return
 
 
-def _draw(
-    logits: np.ndarray, temperature: float, top_k: int, generator: np.random.Generator
-) -> int:
-    """Draw a token from the logits, (classes,) float64; NOT_FINITE if these are not finite."""
-    if not np.isfinite(logits).all():
-        return NOT_FINITE
-    if temperature == 0:
-        return int(logits.argmax())
-    if 0 < top_k < len(logits):
-        logits = np.where(logits < np.sort(logits)[-top_k], -np.inf, logits)
-    with np.errstate(over="ignore"):  # Near temperature 0 most weights underflow to exp(-inf).
-        weights = np.exp((logits - logits.max()) / temperature)
-    return int(generator.choice(len(weights), p=weights / weights.sum()))
+class Request(NamedTuple):
+    """How to continue prompts: arguments of `texts`, with `tokens` as its count, and stop texts."""
+
+    sampling: Sampling
+    seed: int
+    tokens: int
+    stops: Sequence[str] = ()
+    cuts: bool = True
+
+
+class Piece(NamedTuple):
+    """The next text of a prompt.
+
+    ended   empty if there is more text, else the reason of the end: "stop", "tokens" or "context"
+    tokens  all tokens of the prompt's continuation so far
+    """
+
+    prompt: int
+    text: bytes
+    ended: str
+    tokens: list[int]
+
+
+def continued(
+    trainer: Trainer,
+    tokenizer: Tokenizer | None,
+    prompts: Sequence[Sequence[int]],
+    batch: int,
+    request: Request,
+) -> Iterator[Piece]:
+    """Continue prompts, in groups of `batch` for each replica, and yield their text; collective.
+
+    raises  as `texts`
+    """
+    size, sampling, stops = batch * trainer.grid.axes.dp, request.sampling, request.stops
+    for first in range(0, len(prompts), size):
+        group = prompts[first : first + size]
+        found = [Continuation(tokenizer, prompt, stops) for prompt in group]
+        fresh = [b""] * len(group)
+
+        def ends(index: int, token: int, found: Any = found, fresh: Any = fresh) -> bool:
+            fresh[index] = found[index].add(token)
+            return found[index].stopped
+
+        seed, cuts = request.seed + first, request.cuts
+        for together in texts(trainer, group, sampling, seed, request.tokens, ends, cuts=cuts):
+            for index, _ in together:
+                one, length = found[index], len(group[index]) + len(found[index].tokens)
+                ended = ""
+                if one.stopped:
+                    ended = "stop"
+                elif len(one.tokens) == request.tokens:
+                    ended = "tokens"
+                elif not cuts and length >= trainer.config.model.context:
+                    ended = "context"
+                text = fresh[index] + (one.rest() if ended else b"")
+                yield Piece(first + index, text, ended, one.tokens)
+
+
+def _drawn(
+    trainer: Trainer,
+    reader: Reader,
+    windows: Sequence[Sequence[int]],
+    mine: Sequence[int],
+    active: Collection[int],
+    sampling: Sampling,
+    generators: Sequence[np.random.Generator],
+) -> list[int]:
+    """Return a token for each prompt; 0 if the prompt is not active, or if another rank draws it.
+
+    mine  the prompts of this replica
+    """
+    found = [0] * len(windows)
+    logits = reader.read([windows[index] for index in mine], trainer.config.model.context)
+    if logits is not None and trainer.grid.reports_loss:
+        for index, row in zip(mine, logits, strict=True):
+            if index in active:
+                found[index] = draw(row, sampling, generators[index])
+    return found

@@ -3,9 +3,10 @@
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from types import NoneType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,12 +22,15 @@ from mpitrain.run.build import Job, build, utilisation
 from mpitrain.run.checkpoint import save_load
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.given import Given, RunLocation, agree_on
-from mpitrain.run.metrics import MetricsFile
+from mpitrain.run.metrics import CLOSING, MetricsFile
 from mpitrain.run.resume import ResumeInfo, past
 from mpitrain.run.run_dir import CHECKPOINTS, METRICS, claim, look
 from mpitrain.run.trace_setup import Traced
 from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.transfer.adapters import of_adapters
 from mpitrain.run.watchdog import Watchdog
+from mpitrain.run.watching.tensorboard import TensorBoard
+from mpitrain.run.watching.watcher import Watcher
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.ring_buffer import ROWS
 from mpitrain.transport.agreement import from_all_ranks
@@ -37,22 +41,6 @@ SKIPS = 10
 """Number of consecutive skipped steps that ends a run."""
 OVERFLOWS = 20
 """Number of consecutive steps with gradients beyond float16 that ends a run."""
-
-
-class Watcher(Protocol):
-    """An observer of the run on rank 0; the command line draws a progress bar with it."""
-
-    def agreed(self, config: Config, hosts: Sequence[str]) -> None:
-        """Handle the configuration as given, once all ranks agree; `hosts` by rank."""
-
-    def began(self, config: Config, folder: Path, record: dict[str, Any]) -> None:
-        """Handle the start of the run, or its resume after record["step"] steps."""
-
-    def stepped(self, step: int, loss: float) -> None:
-        """Handle the end of a step."""
-
-    def recorded(self, record: dict[str, Any]) -> None:
-        """Handle a new line of metrics.jsonl."""
 
 
 class Finished(NamedTuple):
@@ -68,28 +56,41 @@ class Finished(NamedTuple):
 
 
 def train(
-    transport: Transport,
-    configured: Callable[[], Config],
-    resume: str,
-    stop_requested: Callable[[], bool],
-    watcher: Watcher,
-    begins: Callable[[], None] = lambda: None,
-    ends: Callable[[], float | None] = lambda: None,
-) -> Finished:
-    """Train a model as configured, in its run directory; collective.
+    transport: "Transport",
+    configured: "Callable[[], Config]",
+    resume: "str" = "no",
+    stop_requested: "Callable[[], bool]" = bool,
+    watchers: "Sequence[Watcher]" = (),
+    begins: "Callable[[], Any]" = bool,
+    ends: "Callable[[], float | None]" = NoneType,
+) -> "Finished":
+    """Train a model in a run directory, as `mpitrain train` does; collective.
 
-    configured      returns this rank's configuration; it may raise an MpitrainError
-    resume          see `run_dir.look`
-    stop_requested  called once per step and per batch of an evaluation. If it returns True on any
-                    rank, the run saves a checkpoint and ends. An evaluation that is due then is
-                    left to the run that resumes.
-    watcher         observes the run on rank 0
-    begins          called on every rank before there is anything to save; from then on a signal
-                    must not end the process, but make `stop_requested` return True
-    ends            returns the end of the batch job on rank 0, in seconds since 1970, or None
-    raises          MpitrainError with `agreed` set if all ranks raise it
+    Parameters
+    ----------
+    configured : callable
+        Returns the configuration, on every rank; all ranks raise an MpitrainError of one.
+    resume : {"no", "yes", "auto"}
+        As `--resume`.
+    stop_requested : callable
+        Called once a step, and for each batch of an evaluation. If it returns True on a rank, the
+        run saves a checkpoint and ends. A resume makes the evaluation that is due. The default,
+        `bool()`, is False.
+    watchers : sequence of Watcher
+        Called in this order, on rank 0.
+    begins : callable
+        Called before there is anything to save. From then on a signal must not end the process.
+    ends : callable
+        Returns the end of the batch job on rank 0, in seconds since 1970, or None. The default,
+        `NoneType()`, is None.
     """
-    with closing(Watchdog(transport.rank, Run().stall_seconds, transport.traffic)) as watchdog:
+    watchers = watchers if transport.rank == 0 else ()
+    with (
+        closing(Watchdog(transport.rank, Run().stall_seconds, transport.traffic)) as watchdog,
+        ExitStack() as closed,
+    ):
+        for watcher in watchers:
+            closed.callback(watcher.close)
 
         def watched() -> Config:
             config = configured()
@@ -102,8 +103,8 @@ def train(
             watched,
             lambda config: look(config, resume, transport.size) if transport.rank == 0 else None,
         )
-        if transport.rank == 0:
-            watcher.agreed(given.config, transport.hosts)
+        for watcher in watchers:
+            watcher.on_agreed(given.config, transport.hosts)
         if given.config.run.trace and not transport.recorder.is_on:
             transport = Recorded(transport, Recorder())
         watchdog.alive("building the model")
@@ -118,6 +119,9 @@ def train(
             traced = Traced(transport, job, folder)
             watchdog.alive("measuring matrix products")
             rates = utilisation(job, transport.hosts.count(transport.hosts[transport.rank]))
+            if given.config.run.tensorboard and transport.rank == 0:
+                watchers = [*watchers, board := TensorBoard()]
+                closed.callback(board.close)
             run = _Run(
                 job,
                 given.location,
@@ -125,7 +129,7 @@ def train(
                 before,
                 stop_requested,
                 watchdog,
-                watcher,
+                watchers,
                 traced,
                 rates,
                 ends,
@@ -158,7 +162,7 @@ def _claimed(rank: int, given: Given, job: Job, locks: list[int]) -> tuple[str, 
 
 
 class _Run:
-    """The training loop and its output. Rank 0 alone writes metrics and calls the watcher."""
+    """The training loop and its output. Rank 0 alone writes metrics and has watchers."""
 
     def __init__(
         self,
@@ -168,7 +172,7 @@ class _Run:
         past: ResumeInfo,
         stop_requested: Callable[[], bool],
         watchdog: Watchdog,
-        watcher: Watcher,
+        watchers: Sequence[Watcher],
         traced: Traced,
         rates: Callable[[float], dict[str, float]],
         ends: Callable[[], float | None],
@@ -187,11 +191,11 @@ class _Run:
         self._config, transport = self._trainer.config, self._trainer.transport
         exchange = mode_of(self._config).exchange(self._config.replication)
         self._limit = limit = TimeLimit(ends, past.checkpoint_s, exchange)
-        self._folder, self._stop_requested, self._watchdog, self._watcher = (
+        self._folder, self._stop_requested, self._watchdog, self._watchers = (
             folder,
             lambda: stop_requested() or limit.is_near(),
             watchdog,
-            watcher,
+            watchers,
         )
         self._is_root = transport.rank == 0
         self._evaluated_at: int | None = self._first if past.is_evaluated else None
@@ -214,11 +218,10 @@ class _Run:
             **({"frozen": frozen} if (frozen := self._trainer.frozen_count) else {}),
             "held_out": self._source.held_out,
             **amounts(job.data),
+            **({"init_from": begun} if (begun := self._trainer.begun_from) else {}),
             **({"changed": location.changed} if location.changed else {}),
             **({"uncounted": problem} if (problem := self._trainer.counted.problem) else {}),
         }
-        if self._is_root:
-            watcher.began(self._config, folder, record)
         self._record(record)
 
     def close(self) -> None:
@@ -267,8 +270,8 @@ class _Run:
         is_skipped = not outcome.updated and not outcome.overflows
         self._skipped += is_skipped
         self._in_a_row = self._in_a_row + 1 if is_skipped else 0
-        if self._is_root:
-            self._watcher.stepped(step, outcome.loss)
+        for watcher in self._watchers:
+            watcher.on_step(step, outcome)
         if (
             step == 1
             or step % run.log_every == 0
@@ -450,9 +453,11 @@ class _Run:
         trainer, began = self._trainer, time.perf_counter()
         with self._recorder.pausing("checkpoint"):
             trainer.sync_parameters()
+            kept = trainer.replication.kept()
+            base = trainer.begun_from if self._config.lora.rank else {}
             saved = save_load.save(
                 self._folder / CHECKPOINTS,
-                trainer.replication.kept(),
+                of_adapters(kept) if base else kept,
                 trainer.storage,
                 trainer.transport,
                 trainer.backend,
@@ -460,6 +465,7 @@ class _Run:
                 trainer.resolved.axes._asdict(),
                 trainer.replication.scalars(),
                 self._config.checkpoint.keep,
+                base,
             )
         self._saved_at, seconds = step, time.perf_counter() - began
         self._limit.saved(seconds)
@@ -471,6 +477,8 @@ class _Run:
                 "checkpoint_bytes": saved.nbytes,
             }
         )
+        for watcher in self._watchers:
+            watcher.on_checkpoint(step, saved.path)
 
     def _record(self, record: dict[str, Any]) -> None:
         if not self._metrics:
@@ -488,7 +496,15 @@ class _Run:
                 f"{self._folder / METRICS} cannot be written: {error.strerror or error}.",
                 f"{mend(error)}, then {way_on}.",
             ) from None
-        self._watcher.recorded(record)
+        for watcher in self._watchers:
+            if record.get("event") in CLOSING:
+                watcher.on_end(record)
+            elif record.get("event") in ("start", "resume"):
+                watcher.on_begin(self._config, self._folder, record)
+            elif "val_loss" in record:
+                watcher.on_evaluation(record)
+            elif "event" not in record:  # `_save` calls on_checkpoint.
+                watcher.on_log(record)
 
     def _failed(self, step: int, law: str, way_out: str) -> TrainingError:
         """Write the last line of metrics, and return the error to raise on every rank.

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,9 @@ from mpitrain.strict_json import once
 
 LAST = 2**63 - 1
 """Upper bound of the step number in a metrics record."""
+
+LARGEST = 1e300
+"""Largest number that is shown: a file may have an integer that no float represents."""
 
 CLOSING = ("end", "stopped", "failed")
 """The events that end a run, and so its metrics file."""
@@ -32,6 +35,25 @@ def strict(record: dict[str, Any]) -> dict[str, Any]:
         if any(v is None and record[k] is not None for k, v in clean.items())
         else clean
     )
+
+
+def series(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a record by their names; NaN for one that was not finite.
+
+    Empty for an event, such as a start, and for a record without a step.
+    """
+    if "event" in record or "step" not in record:
+        return {}
+    return {
+        name: math.nan if value is None else float(value)
+        for name, value in record.items()
+        if name != "step" and (value is None or is_number(value))
+    }
+
+
+def is_number(value: Any) -> bool:
+    """Return whether the value is a number that a float represents."""
+    return isinstance(value, int | float) and -LARGEST < value < LARGEST
 
 
 class MetricsFile:

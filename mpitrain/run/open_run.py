@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from mpitrain.config import Config, with_settings
+from mpitrain.config import CONFIG, Config, with_settings
 from mpitrain.config.plugins import load
 from mpitrain.data import Unopened
 from mpitrain.errors import ConfigError
@@ -14,7 +14,6 @@ from mpitrain.run.choices import parse
 from mpitrain.run.given import RunLocation, agree_on
 from mpitrain.run.run_dir import (
     CHECKPOINTS,
-    CONFIG,
     configuration,
     held_out_as_before,
     is_run,

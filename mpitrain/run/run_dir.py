@@ -9,6 +9,7 @@ RUN/
     tokens.json    the result of the scan of a token file, if data.source is one
     tokenizer.json the tokenizer of files of tokens, if `data prepare` wrote them
     lock           locked by rank 0 during the run
+    tensorboard/   event files, with run.tensorboard
     trace/         the last actions of each rank, see trace/ring_buffer.py
 """
 
@@ -27,9 +28,10 @@ from typing import Any
 
 import tomli_w
 
+from mpitrain.collectives.selection.own_algorithm import is_file
 from mpitrain.collectives.selection.tuning import tuning_text
-from mpitrain.config import PATHS, Config, Data, check_text, keys, read_toml
-from mpitrain.config.plugins import check_named, digests, entries, imported, load
+from mpitrain.config import CONFIG, PATHS, Config, Data, check_text, keys, read_toml
+from mpitrain.config.plugins import MARK, check_named, digests, entries, imported, load
 from mpitrain.data import (
     TENTH,
     Scan,
@@ -48,14 +50,13 @@ from mpitrain.files import Directory, cannot_write, contents, opened
 from mpitrain.optim import checked, without_unread
 from mpitrain.pipeline.schedules import NAMED
 from mpitrain.run.checkpoint.directories import steps, sweep
-from mpitrain.run.choices import without_plugins
+from mpitrain.run.choices import ALGORITHMS, without_plugins
 from mpitrain.run.given import RunLocation
-from mpitrain.run.metrics import cut_after
+from mpitrain.run.metrics import cut_after, read_metrics
 from mpitrain.run.resolve import Resolved
 
-METRICS, CONFIG, TUNING, TILES, TOKENS = (
+METRICS, TUNING, TILES, TOKENS = (
     "metrics.jsonl",
-    "config.toml",
     "tuning.json",
     "tiles.json",
     "tokens.json",
@@ -65,7 +66,16 @@ RUNS = Path("runs")
 """The parent of run directories if run.out is empty."""
 WHOLE = "# All {} keys of a run of mpitrain."
 """The first line of config.toml in a run directory."""
-FIXED = ("model.", "optimizer.name", "optimizer.groups", "data.vocabulary")
+FIXED = (
+    "model.",
+    "lora.rank",
+    "lora.alpha",
+    "lora.targets",
+    "lora.base",
+    "optimizer.name",
+    "optimizer.groups",
+    "data.vocabulary",
+)
 """The keys that must not change when a run resumes: other values mean another model."""
 
 
@@ -183,6 +193,20 @@ def configuration(folder: Path) -> Config:
     return then
 
 
+def check_algorithms_named(then: Config, settings: Sequence[str], folder: Path) -> None:
+    """Raise ConfigError unless the settings name the files of all-reduces that a run used.
+
+    A run directory names no code to run: its author may be another person.
+    """
+    named = {setting.partition("=")[0].strip() for setting in settings}
+    for key in ALGORITHMS:
+        if is_file(value := then.flat()[key]) and key not in named:
+            raise ConfigError(
+                f"The run in {folder} was trained with the algorithm {value}, but none was named now.",
+                f"Read the file, then name it: --set {key}={value.partition(MARK)[0]}",
+            )
+
+
 def held_out_as_before(then: Data, settings: Sequence[str]) -> dict[str, Any]:
     """Return the table `data` of an earlier run, to open it again with the same held-out tokens.
 
@@ -209,10 +233,15 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     )
     for key in ("data.source", "data.validation"):
         new[key] = absolute(new[key])  # The run directory has absolute paths.
+    for key in ("run.init_from", "lora.init_from"):
+        new[key] = _absolute_path(new[key])
     new["data.mixture"] = _absolute(new["data.mixture"])
     new["pipeline.schedule"] = _schedule(new["pipeline.schedule"])
     for values in (old, new):  # The files may have moved.
         values["run.plugins"] = digests(values["run.plugins"])
+        for key in ALGORITHMS:
+            if is_file(values[key]):
+                (values[key],) = digests([values[key]])
     if source_kind(old["data.source"]).is_token_file:
         old["data.validation"] = old["data.validation"] or TENTH
     if new["device.kind"] == "auto":
@@ -282,7 +311,7 @@ def _begin(
         run.write_whole(TILES, tiles)
     if isinstance(source, TokenSource) and source.scan:
         run.write_whole(TOKENS, json.dumps(source.scan._asdict()) + "\n")
-    _note_tokenizer(run, config.data)
+    _note_tokenizer(run, config, bool(location.saved))
     run.remove_tree(TRACE)
     if config.run.trace:
         run.make(TRACE).close()
@@ -292,13 +321,28 @@ def _begin(
         cut_after(folder / METRICS, step)
 
 
-def _note_tokenizer(run: Directory, data: Data) -> None:
+def _note_tokenizer(run: Directory, config: Config, has_begun: bool) -> None:
     """Copy the tokenizer of the data, if it is not the bytes of text.
+
+    If the data have none, a new run takes the tokenizer in the folder of run.init_from.
 
     raises  ConfigError if the directory has another tokenizer
     """
+    data = config.data
     names = [*data.mixture] or [data.source]
-    if writes_text(data.source, data.mixture) or not (tokenizer := tokenizer_of(names)):
+    if writes_text(data.source, data.mixture):
+        return
+    tokenizer = tokenizer_of(names)
+    if config.run.init_from and not has_begun:
+        of_model = _tokenizer_in(Path(config.run.init_from))
+        if tokenizer and of_model and tokenizer != of_model:
+            print(
+                f"note: {', '.join(names)} and {config.run.init_from} have different tokenizers.",
+                file=sys.stderr,
+                flush=True,
+            )
+        tokenizer = tokenizer or of_model
+    if not tokenizer:
         return
     if run.facts(TOKENIZER):
         with run.open(TOKENIZER) as file:
@@ -309,6 +353,27 @@ def _note_tokenizer(run: Directory, data: Data) -> None:
                 )
     with run.whole(TOKENIZER) as file:
         file.write(tokenizer)
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of a run's metrics.
+
+    raises  ConfigError if the directory has none, or if they cannot be read
+    """
+    records = read_metrics(folder / METRICS)
+    if not records and not os.path.lexists(folder / METRICS):
+        raise ConfigError(
+            f"There is no run in {folder}: it has no {METRICS}.", "Name directories of runs."
+        )
+    return records
+
+
+def _tokenizer_in(folder: Path) -> bytes | None:
+    """Return the content of the tokenizer's file in a folder; None if there is none."""
+    try:
+        return contents(folder / TOKENIZER, inner=1)
+    except FileNotFoundError:
+        return None
 
 
 def trace_file(folder: Path, rank: int) -> Path:
@@ -390,6 +455,8 @@ def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict
     # The file lies in the run directory, so run.out is the file's own folder.
     tables["run"]["out"], tables["layout"]["dp"] = ".", resolved.axes.dp
     tables["run"]["plugins"] = [*map(os.path.abspath, config.run.plugins)]
+    tables["run"]["init_from"] = _absolute_path(config.run.init_from)
+    tables["lora"]["init_from"] = _absolute_path(config.lora.init_from)
     tables["data"]["source"], tables["data"]["validation"] = (
         absolute(config.data.source),
         absolute(config.data.validation),
@@ -409,6 +476,11 @@ def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict
 
 def _absolute(mixture: Mapping[str, float]) -> dict[str, float]:
     return {absolute(name): weight for name, weight in mixture.items()}
+
+
+def _absolute_path(path: str) -> str:
+    """Return a path made absolute; an empty one stays empty."""
+    return os.path.abspath(path) if path else ""
 
 
 def _schedule(name: str) -> str:

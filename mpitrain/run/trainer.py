@@ -19,17 +19,25 @@ from mpitrain.errors import DataError, MpitrainError, on_every_rank
 from mpitrain.layers.base import Loss, Unit
 from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
 from mpitrain.layers.flat import Piece, Storage
+from mpitrain.ops.int8_rows import Coded
 from mpitrain.optim import check_groups, learning_rate
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.modes import replication_for
 from mpitrain.parallel.replication.protocol import ReplicationContext
 from mpitrain.parallel.replication.records import StepInput, StepResult
-from mpitrain.parallel.tensor.layer_factory import LayerFactory, layers_for, loss_for
+from mpitrain.parallel.tensor.layer_factory import (
+    LayerFactory,
+    check_rates,
+    layers_for,
+    loss_for,
+)
 from mpitrain.pipeline.async_pipeline import pipeline_for
 from mpitrain.pipeline.chunks import Chunks, cut_in_chunks
+from mpitrain.pipeline.decoder import Decoder, can_decode
 from mpitrain.pipeline.pipeline import own
 from mpitrain.run.checkpoint.regions import within
 from mpitrain.run.counting.step import Step
+from mpitrain.run.decoding.reader import Reader
 from mpitrain.run.indices import Indices
 from mpitrain.run.resolve import Resolved, resolve
 from mpitrain.transport.agreement import on_all_ranks
@@ -65,12 +73,6 @@ class Trainer:
         The mode of data parallelism.
     grid : Grid
         The device mesh: this rank's coordinates, and a group of ranks along each axis.
-    pipe : Pipeline
-        The pipeline of stages; without layout.pp it has one stage.
-    arena : Arena
-        The memory pool of activations.
-    counted : Step
-        Activations and FLOPs of a step on this rank, as `build` counts them beforehand.
 
     Raises
     ------
@@ -89,7 +91,10 @@ class Trainer:
         config: Config | Resolved,
         loss: Loss | None = None,
     ):
+        # Activations and FLOPs of a step on this rank, as `build` counts them beforehand.
         self.counted = Step()
+        # Folder and digests of the initial parameters, if `build` read them from run.init_from.
+        self.begun_from: dict[str, Any] = {}
         self.resolved = resolved = (
             config if isinstance(config, Resolved) else resolve(transport, config)
         )
@@ -127,13 +132,20 @@ class Trainer:
         resolved, grid = self.resolved, self.grid
         ops, memory, stage_of = resolved.device.ops, self.config.memory, resolved.plan.stage_of
         self._layers = layers = layers_for(ops, grid.tp, self.config.layout)
-        layers.memory = memory
+        layers.memory, layers.seed = memory, self.config.run.seed
+        layers.itemsize = resolved.device.itemsize(self.config.precision.stored)
 
         def assigned() -> Chunks:
             config = self.config
             found = cut_in_chunks(
-                units, layers, stage_of, config.pipeline.partition, config.model.freeze
+                units,
+                layers,
+                stage_of,
+                config.pipeline.partition,
+                config.model.freeze,
+                config.lora,
             )
+            check_rates(layers, config.model)
             check_groups(
                 config.optimizer,
                 [unit.full_name(own) for unit in found.model for own in unit.layer.parameters()],
@@ -143,6 +155,15 @@ class Trainer:
 
         found = on_all_ranks(self.transport, assigned)
         model, chunks, tied = found
+        self._decoded: tuple[Sequence[Sequence[Unit]], LayerFactory] = (chunks, layers)
+        if layers.rows.partial:
+            # A single new token has no rows to divide, so text is generated with whole rows.
+            layout = self.config.layout.model_copy(update={"sequence_parallel": False})
+            whole = layers_for(ops, grid.tp, layout)
+            whole.memory = memory
+            freeze = self.config.model.freeze
+            again = cut_in_chunks(units, whole, stage_of, self.config.pipeline.partition, freeze)
+            self._decoded = again.chunks, whole
         self.parameter_count, self.frozen_count = parameter_count(model), frozen_count(model)
         grid.place_model(stage_of, tied)
         if tied:
@@ -212,13 +233,9 @@ class Trainer:
         return self.replication.gradient_buffer
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """Copy this rank's parameters to host memory; call `sync_parameters` before.
+        """Copy this rank's parameters, by full name, to host memory; call `sync_parameters` before.
 
-        Returns
-        -------
-        dict of str to ndarray
-            The tensors by full name. In half precision these are the rounded parameters that
-            layers compute with, not the float32 masters.
+        In half precision these are the rounded parameters, not the float32 masters.
         """
         found = {}
         for index, unit in enumerate(self.units):
@@ -227,7 +244,11 @@ class Trainer:
                 tensor: Any = weights
                 for chunk in parameter.name.split("."):
                     tensor = tensor[chunk]
-                found[unit.full_name(parameter)] = self.backend.to_host(tensor).copy()
+                found[unit.full_name(parameter)] = (
+                    Coded(*map(self.backend.to_host, tensor)).numbers()
+                    if parameter.coded
+                    else self.backend.to_host(tensor).copy()
+                )
             self.replication.close(index, 0)
         return {entry.name: found[entry.name] for entry in self.storage.tensors}
 
@@ -394,21 +415,33 @@ class Trainer:
             rows.astype(half) if half and rows.dtype.kind == "f" else rows, self.arena
         )
 
-    def logits_of(self, inputs: np.ndarray, token: int) -> np.ndarray:
-        """Compute the logits of one token of the first row; collective.
+    def reader(self, sequences: int, room: int) -> Reader:
+        """Return a reader of `sequences` windows, of at most `room` tokens each; collective."""
+        chunks, layers = self._decoded
+        decoder = None
+        if can_decode(chunks):
+            decoder = Decoder(
+                self.resolved.plan.stage_of,
+                chunks,
+                self.grid.pp.transport,
+                self.replication,
+                self.arena,
+                self.resolved.device.half or self.storage.dtype,
+                layers.now,
+                self.placed,
+                sequences,
+                room,
+            )
+        return Reader(decoder, self._asked, self._row)
 
-        Returns
-        -------
-        ndarray
-            (classes,) float64 in host memory; valid on the first stage only.
+    def _row(self, logits: Any, token: int) -> np.ndarray:
+        """Return whole rows of logits, (rows, classes) float64 in host memory, of one token each.
+
+        logits  this rank's columns, (rows, T, columns)
         """
-        logits = self._asked(inputs)
-        found = np.empty(self._logits_shape(inputs.shape)[-1])
-        if logits is not None:
-            row = computed(logits, self.arena)[0, token]
-            found[:] = self.backend.to_host(self._layers.whole(row, self.arena))
-        self.pipe.tell_first(found)
-        return found
+        rows = computed(logits, self.arena)[:, token]
+        whole = self._layers.whole(rows, self.arena)
+        return np.asarray(self.backend.to_host(whole), np.float64)
 
     def _logits_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the whole logits for an input of this shape, without padding rows."""
@@ -465,6 +498,24 @@ class Trainer:
                 )
             )
         return loss / count, right / count
+
+    def row_losses(self, inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """Return the summed loss of each row, (rows,) float64, on ranks that report it; collective."""
+        targets = self._indices.targets(targets, inputs.shape, self._logits_shape, "a batch")
+        flat = self.backend.from_host(targets).reshape(-1)
+        found, length = np.zeros(len(inputs)), inputs.shape[1]
+        logits = self._asked(inputs)
+        if logits is None:
+            return found
+        for mine, some in sliced(logits, self.arena):
+            first = mine.start or 0
+            stop = first + len(some)
+            # A slice may begin or end within a row.
+            for row in range(first // length, -(-stop // length)):
+                low, high = max(first, row * length), min(stop, (row + 1) * length)
+                part = some[low - first : high - first]
+                found[row] += float(self._loss.value(part, flat[low:high], self.arena))
+        return found
 
     def _losses(self, source: Source, rows: Sequence[int]) -> tuple[float, int, int]:
         """Return summed loss, correct predictions and predictions that count, of held-out rows."""

@@ -1,12 +1,16 @@
-"""Agreement on errors: an error that only some ranks see is raised on all ranks.
+"""Agreement on errors: an error that only some ranks see is raised on all ranks, or ends them.
 
 Without it, the other ranks would wait for ever for a rank that has stopped.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from mpitrain import errors
+from mpitrain.errors import MpitrainError
 from mpitrain.transport.base import Transport
 
 Result = TypeVar("Result")
@@ -95,3 +99,46 @@ def check_same(subject: str, everyone: Sequence[Mapping[str, Any]], hosts: Seque
                         "Start all ranks with the same arguments, and let them read the same files.",
                     )
                 )
+
+
+@contextmanager
+def ending_together(transport: Transport) -> Iterator[None]:
+    """Pass a barrier after the block; end all ranks if the block raises.
+
+    Rank 0 prints an error that all ranks raise, and all exit with its code. Any other exception
+    aborts the whole job at once and prints this rank's traceback.
+    """
+    try:
+        yield
+        transport.barrier()
+    except MpitrainError as error:
+        if not error.agreed:
+            transport.abort(str(error))
+        text = str(error)
+        leave_together(transport, lambda: print(text, file=sys.stderr, flush=True), error.exit_code)
+    except BrokenPipeError:
+        if transport.size > 1:
+            transport.abort("the reader of its output is gone")
+        sys.exit(1)
+    except MemoryError as error:
+        transport.abort(
+            f"out of memory: {error}. Lower batch.size, model.width or model.context, or raise batch.micro_batches; "
+            "of a benchmark, lower --max-bytes."
+        )
+    except BaseException as error:
+        if transport.size == 1 and isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        transport.abort(
+            f"ended by an exception on {transport.hosts[transport.rank]}\n{traceback.format_exc()}"
+        )
+
+
+def leave_together(transport: Transport, show: Callable[[], None], exit_code: int) -> None:
+    """Print the reason on rank 0, then exit on every rank after a barrier.
+
+    Without the barrier a launcher could end rank 0 before the message is complete.
+    """
+    if transport.rank == 0:
+        show()
+    transport.barrier()
+    sys.exit(exit_code)

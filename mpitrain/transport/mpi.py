@@ -8,13 +8,15 @@ from __future__ import annotations  # so that help() prints signatures as they a
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import numpy as np
 
 from mpitrain.errors import CommError
 from mpitrain.machine import process
+from mpitrain.transport.agreement import ending_together
 from mpitrain.transport.base import FIRST_CLAIMED_TAG, Transport, aligned_zeros
 from mpitrain.transport.mpi_requests import Receive, Send, Turns
 from mpitrain.transport.native import library_call
@@ -43,6 +45,25 @@ def connect() -> MpiTransport:
     from mpi4py import MPI
 
     return from_communicator(MPI.COMM_WORLD)
+
+
+@contextmanager
+def ranks() -> Iterator[MpiTransport]:
+    """Connect all ranks of the MPI job, and end the job if one of them raises an exception.
+
+    Leaving the block is collective: a rank waits there for the others, then closes the transport.
+    A rank that raises in the block prints its traceback and aborts the job, so that the others do
+    not wait for its messages. An error that mpitrain raises on every rank is printed once.
+
+    Examples
+    --------
+    >>> with mpitrain.ranks() as transport:
+    ...     mpitrain.Group(transport, "ring").all_reduce(array)
+    """
+    transport = connect()
+    with ending_together(transport):
+        yield transport
+    transport.close()
 
 
 def from_communicator(comm: Any) -> MpiTransport:

@@ -167,6 +167,16 @@ def check_weighted_sums(
     assert_close(over, truth, dtype, "a sum over its second")
 
 
+def check_dequantize(kernels: Kernels, m: int, n: int, dtype: str, shifted: bool = False) -> None:
+    """A weight of 8 bits as numbers: every code, rounded once."""
+    q = np.arange(m * n, dtype=np.uint8).reshape(m, n)
+    scale = stored(numbers(1, m), "float64" if dtype == "float64" else "float32", shifted)
+    out, truth = stored(np.zeros((m, n)), dtype, shifted), np.empty((m, n))
+    bodies.cuda(kernels).dequantize(q, scale, out, Arena())
+    reference.dequantize(q, values(scale), truth, None)
+    assert_close(out, truth, dtype, "a weight of 8 bits")
+
+
 def check_column_sums(
     kernels: Kernels, m: int, n: int, accumulate: bool, dtype: str = "float32"
 ) -> None:
@@ -278,6 +288,50 @@ def check_attention(
     )
 
 
+def check_next(
+    kernels: Kernels, past: tuple[int, ...], t: int, h: int, d: int, dtype: str = "float32"
+) -> None:
+    """Attention of t new tokens of each sequence, after other numbers of stored ones; the rest of the cache stays."""
+    ops, b, room = bodies.cuda(kernels), len(past), max(past, default=0) + t + 2
+    qkv = stored(numbers(1, b, t, 3 * h * d), dtype)
+    caches = [stored(numbers(seed, b, h, room, d), dtype) for seed in (2, 3)]
+    truths = [values(cache) for cache in caches]
+    firsts = np.array(past, np.int64)
+    y = ops.attention_next(qkv, *caches, firsts, h, Arena())
+    assert_close(y, reference.attention_next(values(qkv), *truths, firsts, h, None), dtype, "y")
+    for cache, truth in zip(caches, truths, strict=True):
+        np.testing.assert_array_equal(values(cache), truth)
+
+
+def check_dropped_attention(
+    kernels: Kernels, b: int, t: int, h: int, d: int, dtype: str = "float32", shifted: bool = False
+) -> None:
+    """Attention with dropout of its probabilities, of some heads of a batch's sequences."""
+    ops, arena = bodies.cuda(kernels), Arena()
+    qkv, dy = (
+        stored(numbers(1, b, t, 3 * h * d), dtype, shifted),
+        stored(numbers(2, b, t, h * d), dtype, shifted),
+    )
+    given = (5, 2**40 + 3), 2**35 + 1, 2**20 + 3, h + 2, 0.3
+    y, saved = ops.attention_dropout(qkv, h, *given, arena)
+    true_y, true_saved = reference.attention_dropout(values(qkv), h, *given, None)
+    assert_close(y, true_y, dtype, "y")
+    assert_close(
+        ops.attention_dropout_backward(dy, saved, arena),
+        reference.attention_dropout_backward(values(dy), true_saved, None),
+        dtype,
+        "dqkv",
+    )
+
+
+def dropped_attentions() -> Iterator[Callable]:
+    """attention_dropout."""
+    for b, t, h in ((1, 1, 1), (2, 5, 3), (0, 5, 1), (1, 33, 2), (2, 130, 2)):
+        yield partial(check_dropped_attention, b=b, t=t, h=h, d=4, shifted=t == 33)
+    for dtype in ("float64", "bfloat16"):
+        yield partial(check_dropped_attention, b=1, t=40, h=2, d=16, dtype=dtype)
+
+
 def check_no_sequences(kernels: Kernels, dtype: str, d: int) -> None:
     """Attention of no sequences is none, and so is its gradient."""
     ops, qkv = bodies.cuda(kernels), stored(numbers(1, 0, 5, 3 * d), dtype)
@@ -308,6 +362,42 @@ def check_masking(kernels: Kernels, dtype: str = "float32", d: int = 4) -> None:
         )
 
 
+def check_dropout(
+    kernels: Kernels,
+    m: int,
+    c: int,
+    columns: int,
+    first: int = 0,
+    dtype: str = "float32",
+    shifted: bool = False,
+) -> None:
+    """Dropout of rows that begin `columns` numbers apart, into a third array and into x: the bits of the host."""
+    ops, host = bodies.cuda(kernels), bodies.host()
+    x, residual = (stored(numbers(seed, m, c), dtype, shifted) for seed in (1, 2))
+    wide = np.float64 if dtype == "float64" else np.float32
+    for added in (None, residual):
+        given = (5, 2**40 + 3), 2**35 + 1, first, columns, 0.3
+        truth = host.dropout(
+            x.astype(wide), *given, Arena(), None if added is None else added.astype(wide)
+        )
+        found = ops.dropout(x, *given, Arena(), added)
+        np.testing.assert_array_equal(found, truth.astype(x.dtype))
+        over = stored(values(x), dtype, shifted)
+        assert ops.dropout(over, *given, Arena(), added, over) is over
+        np.testing.assert_array_equal(over, found)
+
+
+def dropouts() -> Iterator[Callable]:
+    """dropout."""
+    for m, c in ((1, 1), (0, 4), (3, 5), (2, 16), (5, 64), (9, 515), (270, 1040)):
+        yield partial(check_dropout, m=m, c=c, columns=c, first=m * c)
+    for m, c, columns, first in ((3, 16, 48, 16), (5, 7, 21, 2**33 + 14), (4, 40, 80, 40)):
+        yield partial(check_dropout, m=m, c=c, columns=columns, first=first)
+    yield partial(check_dropout, m=3, c=48, columns=48, shifted=True)
+    for dtype in ("float64", "float16", "bfloat16"):
+        yield partial(check_dropout, m=6, c=40, columns=40, first=32, dtype=dtype)
+
+
 def linears() -> Iterator[Callable]:
     """pointwise and columns."""
     for m, k, n in ((1, 1, 1), (5, 3, 7), (0, 3, 2), (33, 31, 37)):
@@ -336,6 +426,11 @@ def linears() -> Iterator[Callable]:
             yield partial(
                 check_sums, m=5, n=n, dtype=dtype, shifted=dtype == "bfloat16" and n == 37
             )
+    for m, n in ((1, 1), (0, 3), (33, 31), (9, 128), (3, 300)):
+        yield partial(check_dequantize, m=m, n=n, dtype="float32", shifted=n == 128)
+    for dtype in ("float64", "float16", "bfloat16"):
+        for n in (37, 264):
+            yield partial(check_dequantize, m=5, n=n, dtype=dtype)
     for n in (0, 1, 1031):
         yield partial(check_weighted_sums, n=n)
     for dtype in ("float64", "float16", "bfloat16"):
@@ -405,6 +500,23 @@ def attentions() -> Iterator[Callable]:
         yield partial(check_attention, b=1, t=40, h=2, d=8, dtype=dtype)
     yield partial(check_no_sequences, dtype="float32", d=4)
     yield check_masking
+
+
+def next_attentions() -> Iterator[Callable]:
+    """attention_next."""
+    for past, t, h, d in (
+        ((0,), 1, 1, 1),
+        ((3, 0, 7), 1, 3, 2),
+        ((31, 30), 1, 2, 4),
+        ((32,), 2, 1, 8),
+        ((0, 5), 34, 2, 7),
+        ((64, 1), 3, 1, 33),
+        ((2,), 2, 2, 65),
+        ((), 2, 1, 4),
+    ):
+        yield partial(check_next, past=past, t=t, h=h, d=d)
+    for dtype in ("float64", "float16", "bfloat16"):
+        yield partial(check_next, past=(9, 40), t=2, h=2, d=8, dtype=dtype)
 
 
 def tensor_attentions() -> Iterator[Callable]:

@@ -89,6 +89,7 @@ class Stream:
 
     def __init__(self, non_blocking=False):
         self.ptr, self._pending, self._after, self._outside = next(_numbers), [], [], []
+        self.non_blocking, self.reads = non_blocking, {}
         _streams[self.ptr] = self
 
     def synchronize(self):
@@ -129,6 +130,9 @@ def _end(stream, work):
         return
     stream._pending = [pending for pending in stream._pending if pending is not work]
     block, mask, where = work
+    for source, before in stream.reads.pop(id(work), ()):
+        if not np.array_equal(source, before):
+            faults.append("a pinned buffer changed before its copy was done")
     if mask is block.written:
         block.memory[where] = block.truth[where]
     mask[where] = False
@@ -161,9 +165,19 @@ class Event:
         if self.tells_times:
             return time.perf_counter() >= self.when
         self.asked += 1
-        if self.asked > 1:
+        if self.asked > 1 or self._has_ended():
             self.synchronize()
-        return self.asked > 1
+            return True
+        return False
+
+    def _has_ended(self):
+        """Whether the stream was waited for after this."""
+        pending = {id(work) for work in self.stream._pending}
+        return (
+            bool(self.works)
+            and not self.copies
+            and not any(id(work) in pending for work in self.works)
+        )
 
     def synchronize(self):
         self._reach()
@@ -226,9 +240,22 @@ def _memcpy_async(target, source, nbytes, kind, stream):
             and _in_use(target, nbytes, _streams[stream].ordered())
         ):
             faults.append("a copy onto memory that work on the stream uses")
+    if not _streams[stream].non_blocking:
+        _copy_in_order(target, source, nbytes, _streams[stream])
+        return
     target, source = _bytes(target, nbytes), _bytes(source, nbytes)
     target[:] = GARBAGE
     _streams[stream].__dict__.setdefault("_copies", []).append((target, source))
+
+
+def _copy_in_order(target, source, nbytes, stream):
+    """A copy of pinned memory as work of the stream of kernels: kernels after it see it."""
+    if stream is not get_current_stream():
+        faults.append("a copy on another stream than the current one")
+    block, found = _block_of(target), _bytes(source, nbytes)
+    array = ndarray((nbytes,), np.uint8, MemoryPointer(UnownedMemory(target, nbytes, block, 0), 0))
+    launch([array], [], lambda: np.copyto(array.truth, found))
+    stream.reads[id(stream._pending[-1])] = [(found, found.copy())]
 
 
 class CUDARuntimeError(RuntimeError):
@@ -418,6 +445,9 @@ class ndarray:
             "strides": None,
             "stream": None,
         }
+
+    def __dlpack_device__(self):
+        return 2, 0
 
     def __array__(self, *args, **kwargs):
         raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()`.")

@@ -9,6 +9,7 @@ import numpy as np
 
 from mpitrain.layers.base import Unit, backward
 from mpitrain.layers.compose import Sequential
+from mpitrain.layers.dropout import Dropout, Dropped
 from mpitrain.layers.fusion import GeluCut, fusion_of
 from mpitrain.layers.plain import Plain
 from mpitrain.layers.recomputed import Recomputed
@@ -150,8 +151,19 @@ class Pictured:
 def kinds(plain) -> dict[str, Any]:
     """One layer of each kind and some made of them, each (..., WIDTH) -> (..., WIDTH)."""
 
+    factory = getattr(plain, "_plain", plain)
+    factory.now.set(1, 0, 2, True)
+
     def linear(activation=None):
         return plain.linear(WIDTH, WIDTH, draw, activation)
+
+    def dropout():
+        return Dropout(factory, 0.25, 1)
+
+    def attention_with_dropout():
+        layer = factory.attention(WIDTH, 2, dropout=0.25)
+        layer.drop.number = 1
+        return layer
 
     return {
         "linear": linear(),
@@ -166,6 +178,12 @@ def kinds(plain) -> dict[str, Any]:
         ),
         "to a shortcut": Sequential(a=linear("relu"), b=plain.residual(linear("relu"))),
         "shortcut": plain.residual(linear("gelu")),
+        "dropout": dropout(),
+        "attention with dropout": Sequential(
+            qkv=plain.qkv(WIDTH, 2, draw), attention=attention_with_dropout()
+        ),
+        "dropped": Sequential(a=linear("gelu"), b=Dropped(linear(), dropout())),
+        "dropped norm": Dropped(plain.norm(WIDTH), dropout()),
         "convolution": Pictured(plain.conv(3, 3, 3, draw)),
         # The pooling leaves out the last of 5 rows.
         "pooled": Pictured(

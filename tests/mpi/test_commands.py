@@ -1,6 +1,7 @@
 """The commands as a user runs them, on several ranks: results, files, exit codes, interruptions, mistakes."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from mpitrain.doctor.probes import PROBES
 from tests.processes import (
     PROGRAM,
     SECONDS,
@@ -113,6 +115,34 @@ def test_a_run_leaves_what_it_promises(ranks, tmp_path):
     written = launch(ranks, "generate", "run", "--prompt", "The ", "--tokens", "20", cwd=tmp_path)
     assert written.returncode == 0 and written.stdout.startswith("The "), written.stderr
     assert len(written.stdout.encode(errors="surrogateescape")) >= 24
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "The "}\n{"prompt": "x"}\n')
+    several = ["generate", "run", "--prompts", "prompts.jsonl", "--tokens", "20", "--json"]
+    lines = [json.loads(line) for line in launch(ranks, *several, cwd=tmp_path).stdout.splitlines()]
+    assert [(line["prompt"], len(line["tokens"])) for line in lines] == [("The ", 20), ("x", 20)]
+    assert [line["ended"] for line in lines] == ["tokens"] * 2
+    refused = launch(ranks, *several, "--stop=", cwd=tmp_path)
+    assert refused.returncode == 2 and refused.stderr.count("ConfigError") == 1, refused.stderr
+
+
+def test_eval_scores_tasks_and_refuses_a_malformed_line_on_all_ranks(tmp_path):
+    done = mpitrain("train", "--out", "run", *TINY, "--set", "run.steps=1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    task = {"context": "The ", "choices": ["cat", "dog"], "answer": 0}
+    (tmp_path / "tasks").write_text(f"{json.dumps(task)}\n{json.dumps({**task, 'answer': 1})}\n")
+    words = ("eval", "run", "--json", "scores.json")
+    done = launch(2, *words, "--tasks", "tasks", cwd=tmp_path)
+    assert done.returncode == 0 and "acc 50.0% +- 50.0%" in done.stdout, done.stderr
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert scores["count"] == 2 and scores["acc"] == scores["acc_norm"] == 0.5
+    assert scores["log_likelihoods"][0] == scores["log_likelihoods"][1]
+    with (tmp_path / "tasks").open("a") as file:
+        file.write("{}\n")
+    done = launch(2, *words, "--tasks", "tasks", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("Line 3 of tasks") == 1, done.stderr
+    done = mpitrain(*words, cwd=tmp_path)
+    written = json.loads((tmp_path / "scores.json").read_text())
+    assert math.isclose(written["perplexity"], math.exp(written["loss"]))
+    assert f"perplexity {written['perplexity']:.4g}" in done.stdout
 
 
 def test_evaluating_a_diverged_model_fails_with_one_error(tmp_path):
@@ -219,13 +249,17 @@ def test_classifier_runs_on_digits(tmp_path):
     assert next(r for r in records(tmp_path / "run") if "val_loss" in r)["val_accuracy"] > 0.9
 
 
+SLOWLY = ["--set", "run.delay=0:20"]
+"""150 steps without it could end before a signal arrives on a busy machine."""
+
+
 @pytest.mark.parametrize("ranks, number", [(1, signal.SIGINT), (3, signal.SIGTERM)])
 def test_an_interrupted_run_goes_on_bitwise_as_if_it_had_not_stopped(ranks, number, tmp_path):
     many = [*TINY, "--set", "run.steps=150"]
     whole = launch(ranks, "train", "--out", "whole", *many, cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
     run = subprocess.Popen(
-        [*PROGRAM, "launch", "-n", str(ranks), "--", "train", "--out", "cut", *many],
+        [*PROGRAM, "launch", "-n", str(ranks), "--", "train", "--out", "cut", *many, *SLOWLY],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -239,7 +273,8 @@ def test_an_interrupted_run_goes_on_bitwise_as_if_it_had_not_stopped(ranks, numb
     assert run.returncode == 85, output
     stopped = records(tmp_path / "cut")[-1]
     assert stopped["event"] == "stopped" and 20 <= stopped["step"] < 150
-    went_on = launch(ranks, "train", "--out", "cut", "--resume", cwd=tmp_path)
+    at_once = ["--set", "run.delay="]
+    went_on = launch(ranks, "train", "--out", "cut", "--resume", *at_once, cwd=tmp_path)
     assert went_on.returncode == 0, went_on.stderr
     assert (
         losses(tmp_path / "cut") == losses(tmp_path / "whole")
@@ -670,6 +705,20 @@ def test_a_picture_is_drawn_or_refused_once_however_many_ranks_are_started(tmp_p
     )
 
 
+def test_ranks_prepare_the_files_of_one_process_and_refuse_together(tmp_path):
+    (tmp_path / "in.txt").write_text("Once upon a time.\n" * 200_000)
+    words = ["data", "prepare", "in.txt", "--tokenizer", "bytes", "--out"]
+    assert mpitrain(*words, "one", cwd=tmp_path).returncode == 0
+    done = launch(3, *words, "three", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.count("separator") == 1, done.stderr
+    for name in ("train.bin", "val.bin", "meta.json", "tokenizer.json"):
+        assert (tmp_path / "three" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+    for more in (["--workers", "2"], ["--separator", "999"]):
+        refused = launch(3, *words, "other", *more, cwd=tmp_path)
+        assert refused.returncode == 2 and refused.stderr.count("Error: ") == 1, refused.stderr
+        assert "Traceback" not in refused.stderr
+
+
 def test_a_closed_pipe_or_a_plain_locale_is_no_traceback(tmp_path):
     tail = shell(
         f"{sys.executable} -m mpitrain train --out a {' '.join(TINY)} | head -n 2", cwd=tmp_path
@@ -712,7 +761,12 @@ def test_processes_that_are_each_alone_are_refused(tmp_path):
 
 def test_ranks_share_the_cores_between_their_blas_threads(tmp_path):
     free = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")}
-    done = launch(4, "doctor", env=free)
+    path = tmp_path / "doctor.json"
+    done = launch(4, "doctor", "--dir", tmp_path, "--json", path, env=free)
+    found = json.loads(path.read_text())
+    assert len(found["ranks"]) == 4 and [*found["probes"]] == [*PROBES]
+    assert {len(probe["values"]) for probe in found["probes"].values()} == {4}
+    assert not found["probes"]["windows"]["problems"] and not found["probes"]["locks"]["problems"]
     assert f", {max(1, os.cpu_count() // 4)} thread(s) per rank" in done.stdout, (
         done.stdout + done.stderr
     )

@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands, and programs of users end together."""
+"""The Python of the pages runs as it stands, and programs of users end together."""
 
 import re
 import sys
@@ -8,7 +8,9 @@ import pytest
 
 from tests.processes import mpitrain, run
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+HERE = Path(__file__).parents[2]
+README, RUNS = (HERE / "README.md").read_text(), (HERE / "mpitrain/run/README.md").read_text()
+COMMAND = r"`mpitrain (launch -n) 2 (-- python own.py)`"
 
 
 def test_the_python_of_the_readme_runs_ranks_as_threads(tmp_path):
@@ -20,16 +22,28 @@ def test_the_python_of_the_readme_runs_ranks_as_threads(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", (1, 3))
-def test_the_python_of_the_readme_reduces_and_trains(ranks, tmp_path):
+def test_the_python_of_the_page_of_runs_reduces_and_trains(ranks, tmp_path):
     (tmp_path / "own.py").write_text(
-        re.search(r"<!-- python -->\n```python\n(.*?)```", README, re.S).group(1)
+        re.search(r"<!-- python -->\n```python\n(.*?)```", RUNS, re.S).group(1)
     )
-    line, script = re.search(r"`mpitrain (launch -n) 2 (-- python own.py)`", README).groups()
+    line, script = re.search(COMMAND, RUNS).groups()
     done = mpitrain(*line.split(), ranks, *script.split(), cwd=tmp_path)
     assert done.returncode == 0 and done.stderr.count("\n") == 1, done.stderr
     array, loss = re.fullmatch(r"\[(.*)\] loss (.*)\n", done.stdout).groups()
     assert [float(x) for x in array.split()] == [ranks * (ranks + 1) / 2] * 5
     assert float(loss) < 0.2
+
+
+def test_the_pytorch_loop_of_the_readme_trains_one_model_on_two_ranks(tmp_path):
+    pytest.importorskip("torch")
+    (tmp_path / "own.py").write_text(
+        re.search(r"<!-- torch -->\n```python\n(.*?)```", README, re.S).group(1)
+    )
+    line, script = re.search(COMMAND, README).groups()
+    done = mpitrain(*line.split(), 2, *script.split(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    one, other = done.stdout.splitlines()
+    assert one == other and all(abs(float(x) - 1) < 0.01 for x in one.strip("[]").split(", "))
 
 
 @pytest.mark.parametrize(

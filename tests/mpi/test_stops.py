@@ -112,6 +112,19 @@ def test_a_terminal_shows_the_bar_and_ctrl_c_is_answered(columns, tmp_path):
     ].startswith("stopped at")
 
 
+@pytest.mark.parametrize("ends", ["raise ValueError('planned')", "raise SystemExit(0)"])
+def test_ranks_ends_a_job_of_which_one_rank_leaves_the_block(ends, tmp_path):
+    code = (
+        "import numpy, mpitrain\n"
+        "with mpitrain.ranks() as transport:\n"
+        f"    if transport.rank == 1: {ends}\n"
+        "    transport.recv(numpy.zeros(1), (transport.rank + 1) % transport.size)\n"
+    )
+    done = python_ranks(3, code, tmp_path)
+    assert done.returncode != 0
+    assert ends.removeprefix("raise ").partition("(")[0] in done.stderr, done.stderr
+
+
 def test_a_late_warning_does_not_kill_a_run_that_has_ended(tmp_path):
     """Python removes its handlers before MPI ends, and USR1 would then end the process."""
     job = subprocess.Popen(

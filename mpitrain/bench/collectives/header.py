@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpitrain import __version__
-from mpitrain.machine.process import processors
+from mpitrain.machine.process import job_id, processors
 from mpitrain.machine.processor import processor
 from mpitrain.transport.base import Transport
 from mpitrain.transport.library import library
@@ -32,6 +32,7 @@ def header(
         "device": device,
         "op": operation,
         "arguments": list(arguments),
+        "job": job_id(),
     }
 
 

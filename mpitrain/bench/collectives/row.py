@@ -17,6 +17,7 @@ from mpitrain.collectives.engine.arithmetic import Arithmetic
 from mpitrain.collectives.engine.codecs import Wire
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.selection.cost_model import Tuning, predict
+from mpitrain.collectives.selection.own_algorithm import shown
 from mpitrain.collectives.selection.table import choices
 from mpitrain.errors import ConfigError
 from mpitrain.machine.backend import Backend
@@ -166,7 +167,7 @@ def _measure(
         )
     return Row(
         request.operation,
-        algorithm,
+        shown(algorithm),
         where,
         nbytes,
         count,

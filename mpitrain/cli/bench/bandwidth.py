@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.bench.options import Bytes, table_options
+from mpitrain.cli.bench.options import Bytes, against_options, compared, table_options
 from mpitrain.cli.bench.rows import Printed, between_ranks
 from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.session import MOST, mpi_session
@@ -48,6 +48,7 @@ MOST_IN_FLIGHT = 1 << 12
     help="Timed windows per row; 0: as many as fit in a quarter of a second, from 5 to 500.",
 )
 @table_options
+@against_options
 @output_option("--plot", "Draw bandwidth and messages per second to this file.")
 def command(**options: Any) -> None:
     """Measure bandwidth with many messages in flight, one way and both ways, as osu_bw, osu_bibw
@@ -61,7 +62,7 @@ def command(**options: Any) -> None:
 
 
 def _measure(transport: Any, options: dict[str, Any]) -> int:
-    """Measure, print, write and draw; return the number of wrong bytes."""
+    """Measure, print, write and draw; return the number of wrong bytes and of slow values."""
     from mpitrain.bench.collectives.columns import Table
     from mpitrain.bench.collectives.header import header
     from mpitrain.bench.collectives.request import sizes
@@ -77,6 +78,7 @@ def _measure(transport: Any, options: dict[str, Any]) -> int:
     files = options["json_file"], options["csv_file"]
     on_all_ranks(transport, lambda: check_files(transport.rank, files, options["plot_file"]))
     facts = header(transport, "bandwidth", "cpu", sys.argv[1:])
+    against = compared(transport, options, facts)
     request = BandwidthRequest(
         list(dict.fromkeys(lengths)),
         options["window"],
@@ -89,8 +91,8 @@ def _measure(transport: Any, options: dict[str, Any]) -> int:
     rows = list(Printed(transport, measured, total, table, facts, outputs, *files))
     outputs.conclude(
         transport,
-        lambda: ["", *footer(rows)],
+        lambda: ["", *footer(rows), *against.lines(rows)],
         options["plot_file"],
         lambda path: plot_bandwidth(rows, facts, path),
     )
-    return sum(row.wrong for row in rows)
+    return sum(row.wrong for row in rows) + against.failures(rows)

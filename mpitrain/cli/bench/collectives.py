@@ -10,8 +10,9 @@ from mpitrain.cli import Group
 from mpitrain.cli.bench.bandwidth import command as bandwidth
 from mpitrain.cli.bench.fit import fit
 from mpitrain.cli.bench.gemm import gemm
+from mpitrain.cli.bench.generate import command as generate
 from mpitrain.cli.bench.kernels import kernels, launch
-from mpitrain.cli.bench.options import Bytes, table_options
+from mpitrain.cli.bench.options import Bytes, against_options, compared, table_options
 from mpitrain.cli.bench.pairs import command as pairs
 from mpitrain.cli.bench.rows import printed_sweep
 from mpitrain.cli.bench.train import command as train
@@ -41,6 +42,7 @@ def command() -> None:
 
 
 command.add_command(train, "train")
+command.add_command(generate)
 command.add_command(kernels)
 command.add_command(gemm)
 command.add_command(launch)
@@ -128,6 +130,7 @@ def collective(name: str) -> click.Command:
         help="Constants of the cost model for `auto` and the predictions, from bench fit.",
     )
     @table_options
+    @against_options
     @output_option("--plot", "Draw time and bandwidth to this file, at the end.")
     @click.option(
         "--fail-below",
@@ -151,7 +154,7 @@ for _name in OPERATIONS:
 def _measure(transport: Any, name: str, options: dict[str, Any]) -> int:
     """Run one benchmark; rank 0 prints.
 
-    Return the number of wrong elements, replicas that differ and algorithms that are too slow.
+    Return the number of wrong elements, replicas that differ, and slow algorithms or values.
     """
     from mpitrain.bench.collectives.header import header
     from mpitrain.bench.collectives.plot import plot
@@ -170,16 +173,16 @@ def _measure(transport: Any, name: str, options: dict[str, Any]) -> int:
     facts = header(transport, request.operation, request.device, sys.argv[1:])
     if transport.rank == 0 and (advice := foreign(tuning, transport.hosts)):
         click.echo(f"{advice} with --tuning")
-    outputs = Outputs()
+    against, outputs = compared(transport, options, facts), Outputs()
     rows = list(printed_sweep(transport, request, tuning, facts, options["wide"], outputs, **files))
     slow = too_slow(rows, options["fail_below"]) if options["fail_below"] is not None else []
     outputs.conclude(
         transport,
-        lambda: ["", *footer(rows), *slow],
+        lambda: ["", *footer(rows), *slow, *against.lines(rows)],
         options["plot_file"],
         lambda path: plot(rows, facts, path),
     )
-    return sum(row.wrong for row in rows) + len(slow)
+    return sum(row.wrong for row in rows) + len(slow) + against.failures(rows)
 
 
 def _request(name: str, options: dict[str, Any]) -> Any:
@@ -190,9 +193,12 @@ def _request(name: str, options: dict[str, Any]) -> Any:
     from mpitrain.collectives.engine.agreement import check_name
     from mpitrain.collectives.engine.codecs import parse_wire
     from mpitrain.collectives.selection.cost_model import MEMORY
+    from mpitrain.collectives.selection.own_algorithm import file_algorithm, is_file
     from mpitrain.errors import ConfigError
 
     algorithms = () if options["algorithm"] == "all" else options["algorithm"].split(",")
+    if name == "allreduce":
+        algorithms = [file_algorithm(one) if is_file(one) else one for one in algorithms]
     for algorithm in algorithms:
         check_name(f"{name} algorithm", algorithm, names(name))
     places = options["buffers"].split(",")

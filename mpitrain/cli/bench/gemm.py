@@ -71,6 +71,8 @@ def gemm(
     tiles: str,
     json_file: Path | None,
     csv_file: Path | None,
+    against_file: Path | None,
+    tolerance: float,
     shapes: str,
     dtypes: tuple[str, ...],
     products: tuple[str, ...],
@@ -94,6 +96,11 @@ def gemm(
                 "--out is where --tune writes its table, but --tune is not given.",
                 "Add --tune, or use --json.",
             )
+        if against_file and tune:
+            raise ConfigError(
+                "--against compares times of products, but --tune chooses tiles.",
+                "Leave out one of the two.",
+            )
         device, name = device_of(kind, gemm, tiles, checked)
         wanted = bench.parse_shapes(shapes or bench.SHAPES[kind])
         click.echo(f"# {name}")
@@ -103,7 +110,7 @@ def gemm(
             f"{'product':<8} {'M x N x K':>18} {'dtype':>8}  {'tile':<13} {'time us':>10} {'library us':>11} "
             f"{'GFLOP/s':>10} {'percent':>8} {'#wrong':>7}"
         )
-        rows = printed_rows(
+        rows, slow = printed_rows(
             bench.measure(device, wanted, dtypes, products),
             (json_file, csv_file),
             {"device": name},
@@ -111,8 +118,9 @@ def gemm(
                 f"{row.product:<8} {f'{row.m} x {row.n} x {row.k}':>18} {row.dtype:>8}  {row.plan or '-':<13} "
                 f"{row.time_us:10.1f} {row.library_us:11.1f} {row.gflops:10.2f} {row.percent:8.1f} {row.wrong:7}"
             ),
+            (against_file, tolerance),
         )
-        return sum(row.wrong for row in rows)
+        return sum(row.wrong for row in rows) + slow
 
     exit_after(run)
 

@@ -22,6 +22,8 @@ def kernels(
     tiles: str,
     json_file: Path | None,
     csv_file: Path | None,
+    against_file: Path | None,
+    tolerance: float,
     peer: str | None,
 ) -> None:
     """Measure every operation of a training step on this device.
@@ -45,7 +47,7 @@ def kernels(
         click.echo(
             f"{'operation':<26} {'time us':>10} {'rate':>10} {'':<8} {'percent':>8} {'peer us':>10} {'#wrong':>7}"
         )
-        rows = printed_rows(
+        rows, slow = printed_rows(
             measure(device, theirs),
             (json_file, csv_file),
             {"device": name},
@@ -53,8 +55,9 @@ def kernels(
                 f"{row.name:<26} {row.time_us:10.1f} {row.rate:10.2f} {row.unit:<8} {row.percent:8.1f} "
                 f"{row.peer_us:10.1f} {row.wrong:7}".replace(f"{float('nan'):10.1f}", f"{'-':>10}")
             ),
+            (against_file, tolerance),
         )
-        return sum(row.wrong for row in rows)
+        return sum(row.wrong for row in rows) + slow
 
     exit_after(run)
 

@@ -1,5 +1,6 @@
 """The commands that measure one device without MPI: options, printing, exit code."""
 
+import platform
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mpitrain.cli.bench.options import CSV, JSON, write_rows
+from mpitrain.cli.bench.options import CSV, JSON, Against, against_options, write_rows
 from mpitrain.cli.output_checks import Outputs, check_files
 from mpitrain.machine import process
 from mpitrain.machine.kinds import KINDS
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 def on_a_device(command: Callable) -> Callable:
     """Add the options of `bench kernels` and `bench gemm` to a command."""
     for option in (
+        against_options,
         CSV,
         JSON,
         click.option(
@@ -73,20 +75,34 @@ def printed_rows(
     files: tuple[Path | None, Path | None],
     facts: dict[str, Any],
     line: Callable[[Any], str],
-) -> list[Any]:
-    """Print and write rows as they come, and return them.
+    against: tuple[Path | None, float] = (None, 1.0),
+) -> tuple[list[Any], int]:
+    """Print and write rows as they come; return them and the number of slow values.
 
-    files  JSON and CSV
-    facts  about the device, for the JSON file
+    files    JSON and CSV
+    facts    about the device, for the JSON file
+    against  an earlier JSON file, and how many times slower a value may be
     """
+    from mpitrain import __version__
+
     check_files(0, files)
+    facts = {
+        "mpitrain": __version__,
+        "host_names": [platform.node()],
+        **facts,
+        "arguments": sys.argv[1:],
+        "job": process.job_id(),
+    }
+    earlier = Against(*against, facts)
     seen, outputs = list[Any](), Outputs()
     for row in rows:
         seen.append(row)
         click.echo(line(row))
-        write_rows(outputs, *files, {**facts, "arguments": sys.argv[1:]}, seen)
+        write_rows(outputs, *files, facts, seen)
     outputs.settle()
-    return seen
+    if lines := earlier.lines(seen):
+        click.echo("\n".join(lines))
+    return seen, earlier.failures(seen)
 
 
 def exit_after(run: Callable[[], int]) -> None:

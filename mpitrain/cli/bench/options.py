@@ -1,13 +1,18 @@
 """Options that several sub-commands of `mpitrain bench` share: byte sizes and output files."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from mpitrain.cli.numbers import finite
 from mpitrain.cli.output_checks import Outputs, output_option
+
+if TYPE_CHECKING:
+    # This module must not import NumPy before `mpi_session` has limited the BLAS threads.
+    from mpitrain.transport.base import Transport
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 MOST_BYTES = 1 << 40
@@ -37,6 +42,71 @@ CSV = output_option("--csv", "Write the rows to this CSV file as they are measur
 WIDE = click.option(
     "--wide", is_flag=True, help="Print every column, even if the terminal is too narrow."
 )
+
+
+def against_options(command: Callable) -> Callable:
+    """Add the options that compare a benchmark with an earlier one to a command."""
+    for option in (
+        click.option(
+            "--tolerance",
+            type=click.FloatRange(min=1),
+            default=1.25,
+            show_default=True,
+            callback=finite,
+            help="With --against: how many times slower a value may be.",
+        ),
+        click.option(
+            "--against",
+            "against_file",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="Compare with this earlier --json file; exit with code 1 if a value is slower.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+class Against:
+    """The comparison that `--against` asks for; without the option it prints and counts nothing."""
+
+    def __init__(self, path: Path | None, tolerance: float, facts: dict[str, Any]):
+        """Read the earlier file; ConfigError if it is of another benchmark.
+
+        facts  the header of this benchmark
+        """
+        from mpitrain.bench.against import read_before
+
+        self._before = read_before(path, facts) if path else None
+        self._tolerance, self._facts = tolerance, facts
+
+    def lines(self, rows: Sequence[Any]) -> list[str]:
+        """Return the lines of the comparison."""
+        from mpitrain.bench.against import ratios, report
+
+        if not self._before:
+            return []
+        return report(self._before, self._facts, ratios(self._before, rows), self._tolerance)
+
+    def failures(self, rows: Sequence[Any]) -> int:
+        """Return the number of slow values; 1 if no row is in both benchmarks."""
+        from mpitrain.bench.against import ratios, slow
+
+        if not self._before:
+            return 0
+        compared = ratios(self._before, rows)
+        return len(slow(compared, self._tolerance)) if compared else 1
+
+
+def compared(transport: "Transport", options: dict[str, Any], facts: dict[str, Any]) -> "Against":
+    """Return the comparison of a benchmark on several ranks; rank 0 alone reads the file.
+
+    Collective. Other ranks compare nothing, and rank 0's exit code counts.
+    """
+    from mpitrain.transport.agreement import on_all_ranks
+
+    path = options["against_file"] if transport.rank == 0 else None
+    return on_all_ranks(transport, lambda: Against(path, options["tolerance"], facts))
 
 
 def table_options(command: Callable) -> Callable:

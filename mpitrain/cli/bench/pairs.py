@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.bench.options import Bytes, table_options, write_rows
+from mpitrain.cli.bench.options import Bytes, against_options, compared, table_options, write_rows
 from mpitrain.cli.bench.rows import between_ranks
 from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.session import MOST, mpi_session
@@ -34,6 +34,7 @@ from mpitrain.cli.session import MOST, mpi_session
     help="Round trips of each pair and size; 0: as many as fit in 0.1 s, from 3 to 500.",
 )
 @table_options
+@against_options
 @output_option("--plot", "Draw both matrices as heat maps to this file.")
 def command(**options: Any) -> None:
     """Measure latency and bandwidth of every pair of ranks, and name the links that are slow.
@@ -50,7 +51,7 @@ def command(**options: Any) -> None:
 
 
 def _measure(transport: Any, options: dict[str, Any]) -> int:
-    """Measure, print, write and draw; return the number of wrong elements."""
+    """Measure, print, write and draw; return the number of wrong elements and of slow values."""
     from mpitrain.bench.collectives.header import header, printed
     from mpitrain.bench.links.pairs import measure, merged, places_to_judge, rounds
     from mpitrain.bench.links.pairs_table import report
@@ -71,6 +72,7 @@ def _measure(transport: Any, options: dict[str, Any]) -> int:
     files = options["json_file"], options["csv_file"]
     on_all_ranks(transport, lambda: check_files(transport.rank, files, options["plot_file"]))
     facts = header(transport, "pairs", "cpu", sys.argv[1:])
+    against = compared(transport, options, facts)
     places = places_to_judge(transport.hosts, facts["cores"])
     measured = measure(
         transport, options["short"], options["long"], options["iterations"], places=places
@@ -88,8 +90,11 @@ def _measure(transport: Any, options: dict[str, Any]) -> int:
         pairs = [pair for one_round in measured for pair in one_round]
     outputs.conclude(
         transport,
-        lambda: report(pairs, 0 if options["wide"] else output_columns(), places),
+        lambda: [
+            *report(pairs, 0 if options["wide"] else output_columns(), places),
+            *against.lines(pairs),
+        ],
         options["plot_file"],
         lambda path: plot_pairs(pairs, places, facts, path),
     )
-    return sum(pair.wrong for pair in pairs)
+    return sum(pair.wrong for pair in pairs) + against.failures(pairs)

@@ -1,5 +1,6 @@
 """`mpitrain bench train`: measures training steps, in turns with other settings or with PyTorch."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import click
 
 from mpitrain.cli.bench.shapes import PEERS, measure_shapes
-from mpitrain.cli.job_options import DEVICE, GEMM, PP, SET, TP, changes, configured
+from mpitrain.cli.job_options import DEVICE, GEMM, PP, PRESET, SET, TP, changes, configured
 from mpitrain.cli.numbers import finite
 from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.session import MOST, mpi_session
@@ -100,6 +101,7 @@ ROW_SECONDS = 120.0
     show_default=True,
     help="Training steps in a turn.",
 )
+@PRESET
 @SET
 @output_option("--json", "Write the times of all sides to this JSON file, at the end.")
 @output_option("--csv", "Write the blocks of all sides to this CSV file, at the end.")
@@ -113,12 +115,15 @@ def command(
     row_seconds: float | None,
     blocks: int,
     steps: int,
+    preset: str | None,
     settings: tuple[str, ...],
     json_file: Path | None,
     csv_file: Path | None,
     **options: Any,
 ) -> None:
     """Measure whole training steps of a GPT: 4 layers, width 256, context 128, 16 sequences a rank.
+
+    A step of a --preset is one of its micro-batches on each rank.
 
     All sides start from the same weights and see the same batches. So equal losses show that they
     do the same work. For a pipeline, each stage has a line with its messages and peak memory in a
@@ -134,17 +139,19 @@ def command(
     if row_seconds is not None and shapes is None:
         raise click.UsageError("--row-seconds bounds the rows of --shapes. Add --shapes.")
     if shapes is not None:
-        if others or alone or csv_file:
-            raise click.UsageError("--shapes takes no --against, --alone and --csv.")
+        if others or alone or csv_file or preset:
+            raise click.UsageError("--shapes takes no --against, --alone, --preset and --csv.")
         turns = blocks, steps, ROW_SECONDS if row_seconds is None else row_seconds
         with mpi_session(kind=lambda: _configured(1, blocks, steps, changed).device.kind) as all_:
             measure_shapes(
                 all_, shapes, _job(), changed, [*dict.fromkeys(peers or PEERS)], turns, json_file
             )
         return
-    with mpi_session(kind=lambda: _configured(1, blocks, steps, changed).device.kind) as transport:
+    with mpi_session(
+        kind=lambda: _configured(1, blocks, steps, changed, preset).device.kind
+    ) as transport:
         if memory:
-            _measure_memory(transport, changed, blocks, steps)
+            _measure_memory(transport, changed, blocks, steps, preset)
             return
         _measure(
             transport,
@@ -157,16 +164,26 @@ def command(
             steps,
             json_file,
             csv_file,
+            preset,
         )
 
 
-def _configured(size: int, blocks: int, steps: int, settings: list[str]) -> Any:
+def _configured(
+    size: int, blocks: int, steps: int, settings: list[str], preset_name: str | None = None
+) -> Any:
     """Return the configuration to measure on `size` ranks."""
     from mpitrain.bench.training.steps import WARM_UP
+    from mpitrain.config import preset
 
-    shape = {"batch.size": SEQUENCES * size, "run.steps": WARM_UP + blocks * steps}
+    batch = preset(preset_name).get("batch", {"size": SEQUENCES, "micro_batches": 1})
+    rows = batch["size"] // max(1, batch["micro_batches"])
+    shape = {
+        "batch.size": rows * size,
+        "batch.micro_batches": 0,
+        "run.steps": WARM_UP + blocks * steps,
+    }
     ours = [f"{key}={value}" for key, value in shape.items()]
-    return configured(None, [*_job(), *ours, *settings])
+    return configured(None, [*([] if preset_name else _job()), *ours, *settings], preset_name)
 
 
 def _job() -> list[str]:
@@ -185,7 +202,9 @@ def _measure(
     steps: int,
     json_file: Path | None,
     csv_file: Path | None,
+    preset: str | None = None,
 ) -> None:
+    from mpitrain.bench.collectives.header import header
     from mpitrain.bench.collectives.table import write_csv
     from mpitrain.bench.training.bare_products import BareProducts
     from mpitrain.bench.training.stages import stage_rows, stage_table
@@ -210,7 +229,7 @@ def _measure(
     def all_configured() -> list[Any]:
         check_same_work(others)
         found = [
-            _configured(transport.size, blocks, steps, [*settings, *more])
+            _configured(transport.size, blocks, steps, [*settings, *more], preset)
             for more in ([], others, ALONE)
         ]
         for each in found:
@@ -245,6 +264,7 @@ def _measure(
     for side in sides:
         side.close()
     outputs = Outputs()
+    facts = header(transport, "train", config.device.kind, sys.argv[1:])
     if transport.rank == 0:
         if config.replication.algorithm == "auto" and (
             advice := foreign(job.trainer.resolved.tuning, transport.hosts)
@@ -266,21 +286,23 @@ def _measure(
             click.echo("\n" + "\n".join(stage_table(of_stages)))
         if json_file:
             with outputs.to(json_file):
-                write_json(json_file, config.device.kind, results, kinds)
+                write_json(json_file, facts, results, kinds)
         if csv_file:
             with outputs.to(csv_file):
                 write_csv(csv_file, block_rows(results))
     on_all_ranks(transport, outputs.settle)
 
 
-def _measure_memory(transport: Any, changed: list[str], blocks: int, steps: int) -> None:
+def _measure_memory(
+    transport: Any, changed: list[str], blocks: int, steps: int, preset: str | None = None
+) -> None:
     """Print time and activation memory of the job with each key of [memory]. Collective."""
     from mpitrain.bench.training.memory import built, memory_table, peaks
     from mpitrain.bench.training.steps import alternate, check_common_steps
     from mpitrain.cli.terminal.progress import way
 
     def configured_with(more: Sequence[str]) -> Any:
-        found = _configured(transport.size, blocks, steps, [*changed, *more])
+        found = _configured(transport.size, blocks, steps, [*changed, *more], preset)
         check_common_steps(found)
         return found
 

@@ -4,6 +4,7 @@ It adds the launcher options that this machine needs.
 """
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -208,9 +209,15 @@ def command_line(
     if not extra and not granted and not placed.hosts and not process.has_driver():
         # On one host these components start at once, while probing every network takes a second.
         # They cannot transfer GPU memory.
-        options += ["--mca", "pml", "ob1", "--mca", "btl", "sm,self"]
+        options += ["--mca", "pml", "ob1", "--mca", "btl", f"{shared_memory_btl(mpi.version)},self"]
         check_shared_memory(ranks)
     return [launcher("mpirun", "Open MPI"), "-n", str(ranks), *options, *extra, *program], {}
+
+
+def shared_memory_btl(version: str) -> str:
+    """Return the name of Open MPI's shared-memory component, which was vader before version 5."""
+    found = re.search(r"v(\d+)\.", version)
+    return "vader" if found and int(found[1]) < 5 else "sm"
 
 
 def cores_of(ranks: int, granted: Allocation | None, placed: Placement) -> int:

@@ -85,6 +85,7 @@ def _plan(
     """Print, write and draw a collective."""
     if process.launched().rank > 0:
         return  # only rank 0 prints
+    from mpitrain.collectives.selection.own_algorithm import file_algorithm, is_file
     from mpitrain.errors import ConfigError
     from mpitrain.plan.collective import collective
     from mpitrain.plan.collective_text import printed
@@ -95,6 +96,8 @@ def _plan(
             f"Every host has a rank, but there are {ranks} ranks on {hosts} hosts.",
             f"Take at most {ranks} hosts.",
         )
+    if operation == "allreduce" and is_file(algorithm):
+        algorithm = file_algorithm(algorithm)
     names = [f"host {rank * hosts // ranks}" for rank in range(ranks)]
     found = collective(operation, algorithm, names)
     check_files(0, [json_file], plot_file)

@@ -5,18 +5,31 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.job_options import CONFIG_FILE, DEVICE, DP, PP, SET, TP, changes, configured
+from mpitrain.cli.job_options import (
+    CONFIG_FILE,
+    DEVICE,
+    DP,
+    PP,
+    PRESET,
+    SET,
+    TP,
+    changes,
+    configured,
+)
 from mpitrain.machine import process
 
 
 @click.command("memory")
 @CONFIG_FILE
+@PRESET
 @SET
 @DP
 @TP
 @PP
 @DEVICE
-def command(config_file: Path | None, settings: tuple[str, ...], **options: Any) -> None:
+def command(
+    config_file: Path | None, preset: str | None, settings: tuple[str, ...], **options: Any
+) -> None:
     """Count the activations and the FLOPs of a job, unit by unit, without running it.
 
     One process counts the ranks of the configured layout; --dp defaults to 1. Bytes are those of
@@ -26,4 +39,5 @@ def command(config_file: Path | None, settings: tuple[str, ...], **options: Any)
         return  # only rank 0 prints
     from mpitrain.plan.memory import count, table
 
-    click.echo("\n".join(table(count(configured(config_file, changes(settings, **options))))))
+    job = configured(config_file, changes(settings, **options), preset)
+    click.echo("\n".join(table(count(job))))

@@ -12,13 +12,15 @@ from tqdm import tqdm
 from mpitrain.cli.terminal import last_words
 from mpitrain.cli.terminal.screen import shows_output, width
 from mpitrain.cli.terminal.status import is_launched, status
+from mpitrain.collectives.selection.own_algorithm import shown
 from mpitrain.collectives.selection.tuning import DEFAULT, foreign
 from mpitrain.config import Config
 from mpitrain.errors import visible
 from mpitrain.machine.processor import processor
 from mpitrain.ops.host.product import mkl
 from mpitrain.parallel.modes import MODES, servers_of
-from mpitrain.run.metrics import CLOSING
+from mpitrain.parallel.replication.records import StepResult
+from mpitrain.run.watching.watcher import Watcher
 
 
 class Bar(tqdm):
@@ -68,23 +70,7 @@ SKIPPED = {
 """{key of a record: reason for which the update was skipped}."""
 
 
-class Silent:
-    """A watcher that prints nothing, for every rank but 0."""
-
-    def agreed(self, config: Config, hosts: Sequence[str]) -> None:
-        pass
-
-    def began(self, config: Config, folder: Path, record: dict[str, Any]) -> None:
-        pass
-
-    def stepped(self, step: int, loss: float) -> None:
-        pass
-
-    def recorded(self, record: dict[str, Any]) -> None:
-        pass
-
-
-class Progress:
+class Progress(Watcher):
     """A watcher that prints records; on a terminal a bar shows loss, tokens/s and time left."""
 
     def __init__(self, say_last: Callable[[str], None] | None = None) -> None:
@@ -93,19 +79,19 @@ class Progress:
         self._has_bar = width() is not None
         self._has_lines = not (self._has_bar and shows_output())
 
-    def agreed(self, config: Config, hosts: Sequence[str]) -> None:
+    def on_agreed(self, config: Config, hosts: Sequence[str]) -> None:
         if advice := unmeasured(config, hosts):
             print(advice, flush=True)
         if not is_launched() and last_words.parent() == "prterun":
             print(last_words.ADVICE, flush=True)
 
-    def began(self, config: Config, folder: Path, record: dict[str, Any]) -> None:
+    def on_begin(self, config: Config, run_dir: Path, record: dict[str, Any]) -> None:
         c, m = config, config.model
         network = f"{m.kind}, {m.layers} layers of width {m.width}"
         frozen = f" ({record['frozen']:,} frozen)" if "frozen" in record else ""
         print(
-            f"{status('began', str(folder))}{network}: {record['parameters']:,} parameters{frozen} on "
-            f"{visible(c.data.source)}; {record['ranks']} rank(s), {way(c)}; run directory {folder}",
+            f"{status('began', str(run_dir))}{network}: {record['parameters']:,} parameters{frozen} on "
+            f"{visible(c.data.source)}; {record['ranks']} rank(s), {way(c)}; run directory {run_dir}",
             flush=True,
         )
         if said := amounts(c, record):
@@ -122,38 +108,40 @@ class Progress:
         self._steps, self._first, self._start = c.run.steps, record["step"], time.perf_counter()
         self._bar = bar(c.run.steps, self._first)
 
-    def stepped(self, step: int, loss: float) -> None:
+    def on_step(self, step: int, result: StepResult) -> None:
         self._bar.update()
 
-    def recorded(self, record: dict[str, Any]) -> None:
-        event, step = record.get("event"), record["step"]
-        if "loss" in record:
-            rate = record.get("tokens_per_s", record["samples_per_s"])
-            unit = "tokens/s" if "tokens_per_s" in record else "samples/s"
-            used = "".join(
-                f"  {name} {record[name]:.1%}"
-                for name in ("mfu", "hfu")
-                if name in record and (name == "mfu" or record["hfu"] != record["mfu"])
+    def on_log(self, record: dict[str, Any]) -> None:
+        rate = record.get("tokens_per_s", record["samples_per_s"])
+        unit = "tokens/s" if "tokens_per_s" in record else "samples/s"
+        used = "".join(
+            f"  {name} {record[name]:.1%}"
+            for name in ("mfu", "hfu")
+            if name in record and (name == "mfu" or record["hfu"] != record["mfu"])
+        )
+        why = next((f"  skipped: {why}" for key, why in SKIPPED.items() if record.get(key)), "")
+        if self._has_bar:
+            self._bar.set_postfix_str(
+                f"loss {record['loss']:.3f}, {rate:,.0f} {unit}{used.replace('  ', ', ')}",
+                refresh=False,
             )
-            why = next((f"  skipped: {why}" for key, why in SKIPPED.items() if record.get(key)), "")
-            if self._has_bar:
-                self._bar.set_postfix_str(
-                    f"loss {record['loss']:.3f}, {rate:,.0f} {unit}{used.replace('  ', ', ')}",
-                    refresh=False,
-                )
-            if self._has_lines or why:
-                self._line(
-                    f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {record['loss']:.4f}  "
-                    f"lr {record['lr']:.2e}  grad norm {record['grad_norm']:.3f}  {rate:,.0f} {unit}{used}  "
-                    f"left {self._left(step)}" + why
-                )
-        elif "val_loss" in record:
+        if self._has_lines or why:
             self._line(
-                f"step {step}: validation loss {nats(record['val_loss'], record.get('val_bits_per_byte'))}, "
-                f"accuracy {record['val_accuracy']:.1%}"
+                f"step {record['step']:>{len(str(self._steps))}}/{self._steps}  loss {record['loss']:.4f}  "
+                f"lr {record['lr']:.2e}  grad norm {record['grad_norm']:.3f}  {rate:,.0f} {unit}{used}  "
+                f"left {self._left(record['step'])}" + why
             )
-        elif event == "end":
-            self._bar.close()
+
+    def on_evaluation(self, record: dict[str, Any]) -> None:
+        self._line(
+            f"step {record['step']}: validation loss {nats(record['val_loss'], record.get('val_bits_per_byte'))}, "
+            f"accuracy {record['val_accuracy']:.1%}"
+        )
+
+    def on_end(self, record: dict[str, Any]) -> None:
+        self._bar.close()
+        event, step = record["event"], record["step"]
+        if event == "end":
             is_equal = record["replicas_equal"]
             peaks = record["peak_activation_bytes_of_ranks"]
             print(
@@ -162,8 +150,7 @@ class Progress:
                 f"peak activations {max(peaks) / 1e6:.1f} MB on rank {peaks.index(max(peaks))}",
                 flush=True,
             )
-        elif event in CLOSING:
-            self._bar.close()
+        else:
             said = (
                 f"{status('stopped')}stopped at step {step}{_limit(record)}; --resume goes on from there"
                 if event == "stopped"
@@ -207,6 +194,9 @@ def amounts(config: Config, record: dict[str, Any]) -> str:
         unit, there = "conversations", record["conversations"]
         extent = f"{record['cut_conversations']:,} cut after model.context"
         held_out = f"{record['held_out_conversations']:,} held out (the last tenth)"
+        if "packed_rows" in record:
+            extent = f"{there:,} conversations packed, {extent}"
+            unit, there = "rows", record["packed_rows"]
     else:
         return ""
     epochs = steps * size / there
@@ -239,9 +229,13 @@ def way(config: Config) -> str:
     said = []
     if layout.tp > 1:
         rows = ", rows of norms divided" if layout.sequence_parallel else ""
-        said.append(f"{layout.tp} of them share layers by {layout.algorithm} all-reduce{rows}")
+        said.append(
+            f"{layout.tp} of them share layers by {shown(layout.algorithm)} all-reduce{rows}"
+        )
     if layout.pp > 1:
         said.append(
             f"{layout.pp} stages by {config.pipeline.schedule}, {config.batch.micro_batches} micro-batches"
         )
-    return ", ".join(said if layout.tp > 1 else [*said, f"{replication.algorithm} all-reduce"])
+    return ", ".join(
+        said if layout.tp > 1 else [*said, f"{shown(replication.algorithm)} all-reduce"]
+    )

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from mpitrain.data.meta import META, Count, Counts, Prepared, prepared
 from mpitrain.data.prepare.documents import Chunk, Form, Input, Position, chunks, inputs
-from mpitrain.data.prepare.encode import Encoding, encoded
+from mpitrain.data.prepare.encode import Encoding, Start, encoded
 from mpitrain.data.tokenizer import TOKENIZER, Tokenizer, digest
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.files import Directory, cannot_write
@@ -26,8 +26,6 @@ PARTIAL = ".partial"
 JOURNAL = ".prepare.json"
 EVERY = 4
 """Chunks between two entries of the journal: the work that an interruption may cost."""
-LARGE_WORK = 8 << 20
-"""Bytes of input from which on several processes are worth their start."""
 
 
 class Options(NamedTuple):
@@ -61,7 +59,7 @@ class Journal(BaseModel):
 def prepare(
     options: Options,
     out: Path,
-    workers: int,
+    start: Start,
     progress: Callable[[int], None] = lambda nbytes: None,
     every: int = EVERY,
 ) -> Prepared:
@@ -70,7 +68,7 @@ def prepare(
     No file has its final name before it is complete, and train.bin gets its name last. After an
     interruption the same call goes on. A directory that is complete stays as it is.
 
-    workers   number of processes
+    start     starts the processes or ranks that encode
     progress  called with the number of input bytes so far
     every     chunks between two entries of the journal
     raises    DataError for inputs; ConfigError if `out` has other data or cannot be written
@@ -80,7 +78,7 @@ def prepare(
         out.mkdir(parents=True, exist_ok=True)
         with opened_directory(out) as folder:
             _lock(folder)
-            return _Writer(options, found, folder, progress, every).run(workers)
+            return _Writer(options, found, folder, progress, every).run(start)
     except OSError as error:
         raise cannot_write(f"The directory {out}", error) from None
 
@@ -123,13 +121,13 @@ class _Writer:
         self._dtype = "uint16" if options.tokenizer.vocabulary <= 1 << 16 else "uint32"
         self._configuration = _configuration(options, found)
 
-    def run(self, workers: int) -> Prepared:
+    def run(self, start: Start) -> Prepared:
         if done := self._finished():
             self._folder.remove(JOURNAL)
             return done
         journal = self._resumed() or self._begun()
         if journal.input < len(self._inputs):
-            journal = self._encode(journal, workers)
+            journal = self._encode(journal, start)
         return self._finish(journal)
 
     def _finished(self) -> Prepared | None:
@@ -184,7 +182,7 @@ class _Writer:
     def _files(journal: Journal) -> list[tuple[str, Counts]]:
         return [(TRAIN, journal.train), (HELD_OUT, journal.held_out)]
 
-    def _encode(self, journal: Journal, workers: int) -> Journal:
+    def _encode(self, journal: Journal, start: Start) -> Journal:
         """Encode the rest of the inputs behind the tokens of the journal."""
         files = []
         try:
@@ -195,18 +193,19 @@ class _Writer:
             encoding = Encoding(options.tokenizer.data, options.separator, self._dtype)
             rest = sum(one.nbytes for one in self._inputs[journal.input :]) - journal.offset
             turns: list[int] = []
-            work = encoded(
-                encoding, self._chunks(journal, turns), workers if rest > LARGE_WORK else 1
-            )
-            for count, (chunk, results) in enumerate(work, 1):
-                for file, one in zip(files, results, strict=True):
-                    _write(file, one.tokens)
-                journal = self._after(journal, turns.pop(0), chunk, *(r.counts for r in results))
-                self._progress(
-                    sum(one.nbytes for one in self._inputs[: journal.input]) + journal.offset
-                )
-                if count % self._every == 0:
-                    self._note(journal, files)
+            with start(encoding, rest) as encoders:
+                work = encoded(self._chunks(journal, turns), encoders)
+                for count, (chunk, results) in enumerate(work, 1):
+                    for file, one in zip(files, results, strict=True):
+                        _write(file, one.tokens)
+                    journal = self._after(
+                        journal, turns.pop(0), chunk, *(r.counts for r in results)
+                    )
+                    self._progress(
+                        sum(one.nbytes for one in self._inputs[: journal.input]) + journal.offset
+                    )
+                    if count % self._every == 0:
+                        self._note(journal, files)
             journal = journal.model_copy(update={"input": len(self._inputs), "offset": 0})
             for key, where in (("train", "to train on"), ("held_out", "for validation")):
                 if not getattr(journal, key).tokens and (key == "train" or options.form.fraction):

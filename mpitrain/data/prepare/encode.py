@@ -1,11 +1,11 @@
-"""Encoding of chunks of text: in this process, or in several that take turns."""
+"""Encoding of chunks of text: in this process, or in processes or ranks that take turns."""
 
 import multiprocessing
 import signal
-from collections.abc import Iterable, Iterator
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from mpitrain.data.meta import Counts
 from mpitrain.data.prepare.documents import Chunk, Piece
 from mpitrain.data.tokenizer import Tokenizer, open_tokenizer
 from mpitrain.errors import DataError
+
+LARGE_WORK = 8 << 20
+"""Bytes of input from which on several processes are worth their start."""
 
 
 class Encoded(NamedTuple):
@@ -38,19 +41,40 @@ Result = tuple[Encoded, Encoded]
 """The tokens of a chunk to train on, and those held out."""
 
 
-def encoded(
-    encoding: Encoding, found: Iterable[Chunk], workers: int
-) -> Iterator[tuple[Chunk, Result]]:
-    """Yield each chunk with its tokens, in order; the result does not depend on `workers`."""
-    if workers > 1:
-        yield from _by_workers(encoding, found, workers)
-        return
-    tokenizer = open_tokenizer(encoding.data, "the tokenizer")
-    for chunk in found:
-        yield chunk, _result(encoding, tokenizer, chunk.pieces)
+class Encoder(Protocol):
+    """A process or rank that encodes one chunk at a time."""
+
+    def send(self, pieces: list[Piece]) -> None:
+        """Send the pieces of a chunk, after the result of the previous chunk is received."""
+
+    def receive(self) -> Result:
+        """Return the tokens of the chunk; raise DataError if the encoder failed or has ended."""
 
 
-def _result(encoding: Encoding, tokenizer: Tokenizer, pieces: list[Piece]) -> Result:
+Start = Callable[[Encoding, int], AbstractContextManager[Sequence[Encoder]]]
+"""Starts encoders, at least one, for so many bytes of text."""
+
+
+def encoded(found: Iterable[Chunk], encoders: Sequence[Encoder]) -> Iterator[tuple[Chunk, Result]]:
+    """Yield each chunk with its tokens, in order; the result does not depend on the encoders.
+
+    Chunk k goes to encoder k mod their number, each one chunk at a time.
+    """
+    waiting: list[Chunk | None] = [None] * len(encoders)
+    number = 0
+    for number, chunk in enumerate(found, 1):
+        at = (number - 1) % len(encoders)
+        if previous := waiting[at]:
+            yield previous, encoders[at].receive()
+        encoders[at].send(chunk.pieces)
+        waiting[at] = chunk
+    for at in range(number, number + len(encoders)):
+        if last := waiting[at % len(encoders)]:
+            yield last, encoders[at % len(encoders)].receive()
+
+
+def encoded_pieces(encoding: Encoding, tokenizer: Tokenizer, pieces: list[Piece]) -> Result:
+    """Return the tokens of the pieces of a chunk."""
     train, held_out = (
         _encoded(encoding, tokenizer, [piece for piece in pieces if piece.held_out is wanted])
         for wanted in (False, True)
@@ -71,48 +95,67 @@ def _encoded(encoding: Encoding, tokenizer: Tokenizer, pieces: list[Piece]) -> E
     return Encoded(tokens, Counts(documents=documents, tokens=len(tokens), bytes=nbytes))
 
 
-def _by_workers(
-    encoding: Encoding, found: Iterable[Chunk], workers: int
-) -> Iterator[tuple[Chunk, Result]]:
-    """Give chunk k to process k mod workers, each one chunk at a time.
+class LocalEncoder(Encoder):
+    """The encoder in this process. It works in `receive`, while other encoders work, too."""
 
-    A process ends when its connection closes, so none survives a killed parent.
-    """
-    context = multiprocessing.get_context("spawn")
-    links: list[Connection] = []
-    waiting: list[Chunk | None] = [None] * workers
-    try:
-        for _ in range(workers):
-            ours, theirs = context.Pipe()
-            links.append(ours)
-            context.Process(target=_serve, args=(theirs, encoding), daemon=True).start()
-            theirs.close()
-        number = 0
-        for number, chunk in enumerate(found, 1):
-            at = (number - 1) % workers
-            if previous := waiting[at]:
-                yield previous, _received(links[at])
-            links[at].send(chunk.pieces)
-            waiting[at] = chunk
-        for at in range(number, number + workers):
-            if last := waiting[at % workers]:
-                yield last, _received(links[at % workers])
-    finally:
-        for link in links:
-            link.close()
+    def __init__(self, encoding: Encoding):
+        self._encoding = encoding
+        self._tokenizer = open_tokenizer(encoding.data, "the tokenizer")
+        self._pieces: list[Piece] = []
+
+    def send(self, pieces: list[Piece]) -> None:
+        self._pieces = pieces
+
+    def receive(self) -> Result:
+        return encoded_pieces(self._encoding, self._tokenizer, self._pieces)
 
 
-def _received(link: Connection) -> Result:
-    try:
-        found = link.recv()
-    except EOFError:
-        raise DataError(
-            "Each process must encode its text, but one has ended.",
-            "Free memory or lower --workers, then type the same command again.",
-        ) from None
-    if isinstance(found, Exception):
-        raise found
-    return found
+class ProcessEncoder(Encoder):
+    """An encoder in a process, which ends when its connection closes: none survives its parent."""
+
+    def __init__(self, encoding: Encoding):
+        context = multiprocessing.get_context("spawn")
+        self._link, theirs = context.Pipe()
+        context.Process(target=_serve, args=(theirs, encoding), daemon=True).start()
+        theirs.close()
+
+    def send(self, pieces: list[Piece]) -> None:
+        with suppress(BrokenPipeError):  # `receive` says so.
+            self._link.send(pieces)
+
+    def receive(self) -> Result:
+        try:
+            found = self._link.recv()
+        except (EOFError, ConnectionResetError):
+            raise DataError(
+                "Each process must encode its text, but one has ended.",
+                "Free memory or lower --workers, then type the same command again.",
+            ) from None
+        if isinstance(found, Exception):
+            raise found
+        return cast(Result, found)
+
+    def close(self) -> None:
+        """End the process."""
+        self._link.close()
+
+
+def processes(workers: int, least: int = LARGE_WORK) -> Start:
+    """Return a start of so many processes; for one, or at most `least` bytes, of this process."""
+
+    @contextmanager
+    def start(encoding: Encoding, nbytes: int) -> Iterator[Sequence[Encoder]]:
+        if workers == 1 or nbytes <= least:
+            yield [LocalEncoder(encoding)]
+            return
+        with ExitStack() as ended:
+            found = []
+            for _ in range(workers):
+                found.append(ProcessEncoder(encoding))
+                ended.callback(found[-1].close)
+            yield found
+
+    return start
 
 
 def _serve(link: Connection, encoding: Encoding) -> None:
@@ -122,6 +165,6 @@ def _serve(link: Connection, encoding: Encoding) -> None:
         try:
             tokenizer = open_tokenizer(encoding.data, "the tokenizer")
             while True:
-                link.send(_result(encoding, tokenizer, link.recv()))
+                link.send(encoded_pieces(encoding, tokenizer, link.recv()))
         except (DataError, MemoryError, ValueError) as error:
             link.send(error)

@@ -1,8 +1,9 @@
-"""Causal attention in tiles (FlashAttention-2, Dao 2023). `saved` is (qkv, y, log_sums, heads).
+"""Causal attention in tiles (FlashAttention-2, Dao 2023). `saved` is (qkv, y, log_sums, heads, drop).
 
 log_sums is one number per row instead of a row of weights. 16-bit elements use tensor cores if the
 device has them (capability 8.0). The head width must be a multiple of 16, up to 128. All other
-cases use the ordinary units.
+cases use the ordinary units, and so does attention with dropout. `drop` is empty, or the arguments
+of dropout that end each launch.
 """
 
 from math import e, log2
@@ -11,8 +12,10 @@ from typing import Any, NamedTuple
 from mpitrain.errors import KernelError
 from mpitrain.kernels.loader import Kernels, Macros
 from mpitrain.machine.backend import address
-from mpitrain.ops.cuda.elements import KINDS, c_type, element, sum_type
+from mpitrain.ops.cuda.elements import KINDS, c_type, element, index, sum_type
 from mpitrain.ops.cuda.grids import ROWS, most_shared, row_blocks
+from mpitrain.ops.cuda.steps import Numbers
+from mpitrain.ops.random_bits import scale, threshold
 
 
 class Way(NamedTuple):
@@ -40,22 +43,35 @@ def attention(kernels: Kernels, qkv, heads, arena):
 
     qkv: (B, T, 3C); y: (B, T, C)
     """
+    return _attended(kernels, qkv, heads, (), arena)
+
+
+def attention_dropout(
+    kernels: Kernels, numbers: Numbers, qkv, heads, key, step, first, every, rate, arena
+):
+    """Return (y, saved) with dropout of the probabilities.    qkv: (B, T, 3C); y: (B, T, C)"""
+    drop = (threshold(rate), scale(rate), first, every, *key, numbers.integer(step))
+    return _attended(kernels, qkv, heads, drop, arena)
+
+
+def _attended(kernels: Kernels, qkv: Any, heads: int, drop: tuple, arena: Any) -> Any:
     batch, length, width = _shape(qkv)
     y, log_sums = (
         arena.take((batch, length, width), qkv.dtype),
         arena.take((batch, heads, length), KINDS[qkv.dtype].sums),
     )
-    way = choose(kernels, qkv, heads, qkv.itemsize == 2 and address(qkv) % 16 == 0)
-    _launch(kernels, way, "", way.scale, qkv, heads, (qkv, y, log_sums), "y log_sums")
-    return y, (qkv, y, log_sums, heads)
+    way = choose(kernels, qkv, heads, qkv.itemsize == 2 and address(qkv) % 16 == 0, bool(drop))
+    _launch(kernels, way, "", way.scale, qkv, heads, (qkv, y, log_sums, *drop), "y log_sums")
+    return y, (qkv, y, log_sums, heads, drop)
 
 
 def attention_backward(kernels: Kernels, dy, saved, arena):
     """Return dqkv; the weights are recomputed tile by tile.    dy: (B, T, C); dqkv: (B, T, 3C)"""
-    qkv, y, log_sums, heads = saved
+    qkv, y, log_sums, heads, drop = saved
     batch, length, width = _shape(qkv)
     dots, dqkv = arena.take(log_sums.shape, log_sums.dtype), arena.take(qkv.shape, qkv.dtype)
-    way = choose(kernels, qkv, heads, qkv.itemsize == 2 and (address(qkv) | address(dy)) % 16 == 0)
+    is_chunked = qkv.itemsize == 2 and (address(qkv) | address(dy)) % 16 == 0
+    way = choose(kernels, qkv, heads, is_chunked, bool(drop))
     kernels.launch(
         "attention_dots",
         row_blocks(dots.size),
@@ -72,26 +88,48 @@ def attention_backward(kernels: Kernels, dy, saved, arena):
             (width // heads) ** -0.5,
             qkv,
             heads,
-            (qkv, dy, log_sums, dots, dqkv),
+            (qkv, dy, log_sums, dots, dqkv, *drop),
         )
     return dqkv
 
 
-def choose(kernels: Kernels, qkv: Any, heads: int, is_chunked: bool) -> Way:
+def attention_next(kernels: Kernels, qkv, keys, values, past, heads, arena):
+    """Return y of new tokens, and store their keys and values; one warp per query and head.
+
+    qkv: (B, T, 3C); keys, values: (B, H, W, D); past: (B,); y: (B, T, C)
+    """
+    batch, length, width = _shape(qkv)
+    head, y = width // heads, arena.take((batch, length, width), qkv.dtype)
+    kernels.launch(
+        "attention_next",
+        row_blocks(batch * length * heads),
+        ROWS,
+        (batch, length, heads, keys.shape[2], head**-0.5, qkv, past, keys, values, y),
+        macros=kernels.macros(**element(qkv), **index(past), HEAD=head),
+        fresh="y",
+    )
+    return y
+
+
+attention_dropout_backward = attention_backward
+
+
+def choose(kernels: Kernels, qkv: Any, heads: int, is_chunked: bool, drops: bool = False) -> Way:
     """Return the kernels for these arrays on this device, chosen once per shape.
 
     is_chunked  whether elements have 16 bits and all rows that are read begin at multiples of 16
                 bytes
+    drops       whether the probabilities have dropout
     raises      KernelError if the heads are too wide for the device
     """
-    key = ("attention", qkv.dtype, qkv.shape, heads, is_chunked)
+    key = ("attention", qkv.dtype, qkv.shape, heads, is_chunked, drops)
     way = kernels.plans.get(key)
     if way is None:
-        way = kernels.plans[key] = _choose(kernels, qkv, heads, is_chunked)
+        way = kernels.plans[key] = _choose(kernels, qkv, heads, is_chunked, drops)
     return way
 
 
-def _choose(kernels: Kernels, qkv: Any, heads: int, is_chunked: bool) -> Way:
+def _choose(kernels: Kernels, qkv: Any, heads: int, is_chunked: bool, drops: bool) -> Way:
     _, length, width = _shape(qkv)
     head, capability = width // heads, kernels.engine.capability
     limit, common = most_shared(kernels), {**element(qkv), "HEAD": head}
@@ -100,6 +138,7 @@ def _choose(kernels: Kernels, qkv: Any, heads: int, is_chunked: bool) -> Way:
         and capability >= 80
         and head % 16 == 0
         and head <= 128
+        and not drops
     ):
         # The shared memory holds one tile of 128 rows (forward) or two (backward).
         # It also holds two stages of two smaller tiles, with the statistics of their rows.
@@ -124,7 +163,7 @@ def _choose(kernels: Kernels, qkv: Any, heads: int, is_chunked: bool) -> Way:
         shared = tile * (2 * pitch + tile + 4) * size, tile * (4 * pitch + tile + 4) * size
         if shared[1] <= limit:
             return Way(
-                "attention",
+                "attention_dropout" if drops else "attention",
                 tile,
                 tile * tile // 16,
                 head**-0.5,

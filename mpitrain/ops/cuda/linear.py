@@ -1,4 +1,5 @@
-"""Linear layers with an optional activation: one product each, with all other work in its epilogue.
+"""Linear layers with an optional activation: one product each, with all other work in its epilogue;
+passes over elements.
 
 `multiply` is a function of product.py. M rows, K inputs, N outputs. `saved` is (x, has a bias), or
 a pair of that and the data for the activation's derivative. The product of the weight half also
@@ -12,7 +13,9 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda.elements import KINDS
 from mpitrain.ops.cuda.grids import POINTWISE, ROWS, blocks, row_blocks
 from mpitrain.ops.cuda.product import ACTIVATIONS
+from mpitrain.ops.cuda.steps import Numbers
 from mpitrain.ops.cuda.sums import add_parts, sum_rows
+from mpitrain.ops.random_bits import LANES, scale, threshold
 
 Multiply = Callable[..., None]
 
@@ -179,6 +182,52 @@ def add_bias(kernels: Kernels, x, b, out, arena, residual=None):
         macros=KINDS[x.dtype].macros,
         fresh="" if out is x else "y",
     )
+
+
+def dequantize(kernels: Kernels, q, scale, out, arena):
+    """Write (q - 128) times the scale of each row to out."""
+    rows, columns = out.shape
+    kernels.launch(
+        "dequantize",
+        row_blocks(rows),
+        ROWS,
+        (rows, columns, q, scale, out),
+        macros=KINDS[out.dtype].macros,
+        fresh="y",
+    )
+
+
+def dropout(
+    kernels: Kernels,
+    numbers: Numbers,
+    x,
+    key,
+    step,
+    first,
+    columns,
+    rate,
+    arena,
+    residual=None,
+    out=None,
+):
+    """Return x mask / (1 - p) + residual; out may be x.    x, residual, out: (M, C)"""
+    y = arena.take(x.shape, x.dtype) if out is None else out
+    rows, width = x.shape
+    if columns == width:
+        rows, width = 1, x.size
+    runs = (width + 2 * LANES - 2) // LANES if x.size else 0
+    kernels.launch(
+        "dropout",
+        blocks(rows * runs),
+        POINTWISE,
+        (
+            *(rows, width, first, columns, threshold(rate), scale(rate)),
+            *(*key, numbers.integer(step), x, residual, y),
+        ),
+        macros=KINDS[x.dtype].macros,
+        fresh="" if y is x else "y",
+    )
+    return y
 
 
 def _activated(kernels: Kernels, activation: str, z: Any, arena: Any) -> Any:

@@ -19,7 +19,7 @@ MIRRORED = ByDtypes(lambda p, mirror: element(p) | {"Mirror": c_type(mirror)})
 
 
 class Numbers:
-    """Up to four factors of a step, in the memory of a backend, written when they change.
+    """Up to four factors of a step, or an integer, in the memory of a backend, written when they change.
 
     There is one array per dtype of sums and user, always the same one. This is safe, because copies
     and launches follow the order of the stream.
@@ -45,6 +45,16 @@ class Numbers:
         if self._written.get(key) != values:
             self._backend.put(self._arrays[key], np.array([*values, 0, 0, 0][:4], dtype))
             self._written[key] = values
+        return self._arrays[key]
+
+    def integer(self, value: int) -> Any:
+        """Return the array of one integer of 64 bits, such as the step of a random mask."""
+        key = np.dtype(np.int64), ""
+        if key not in self._arrays:
+            self._arrays[key] = self._backend.zeros(1, key[0])
+        if self._written.get(key) != (value,):
+            self._backend.put(self._arrays[key], np.array([value], key[0]))
+            self._written[key] = (value,)
         return self._arrays[key]
 
     def constant(self, values: np.ndarray) -> Any:

@@ -1,18 +1,29 @@
-"""Causal attention, with saved exponentials or in tiles, as memory.attention chooses.
+"""Causal attention, with saved exponentials or in tiles, as memory.attention chooses; and attention
+of new tokens over stored keys and values (incremental decoding).
 
 B batch, T tokens, C channels. `saved` is the state of the body that ran, and knows its backward.
+H heads, D = C / H; W tokens that a cache has room for; Q queries of a block.
 """
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
 from mpitrain.ops.host import attention_tiled, attention_whole
+from mpitrain.ops.host.blocks import rounds
+from mpitrain.ops.random_bits import AttentionMask
 
 # From this many tokens on, tiles are at least as fast as saved exponentials, in far less memory.
 TILED_FROM = 512
 
+QUERIES = 64
+"""Queries per block: smaller blocks skip more of the masked half, but make slower products."""
+
 
 def attention(qkv, heads, arena):
     """Return (y, saved), in tiles from TILED_FROM tokens on.    qkv: (B, T, 3C); y: (B, T, C)"""
-    body = attention_tiled if qkv.shape[1] >= TILED_FROM else attention_whole
-    return body.attention(qkv, heads, arena)
+    return _body(qkv).attention(qkv, heads, arena)
 
 
 def attention_backward(dy, saved, arena):
@@ -20,9 +31,95 @@ def attention_backward(dy, saved, arena):
     return saved.backward(dy, arena)
 
 
+def attention_next(qkv, keys, values, past, heads, arena):
+    """Return y, and store the new keys and values.
+
+    A single new token of each sequence is computed for all sequences at once; several new tokens
+    are computed sequence by sequence, in blocks of queries.
+
+    qkv: (B, T, 3C); keys, values: (B, H, W, D); past: (B,); y: (B, T, C)
+    """
+    batch, length, packed = qkv.shape
+    y = arena.take((batch, length, packed // 3), qkv.dtype)
+    firsts = past.tolist()
+    if not y.size:
+        return y
+    q, k, v = qkv.reshape(batch, length, 3, heads, -1).transpose(2, 0, 3, 1, 4)
+    out = y.reshape(batch, length, heads, -1).transpose(0, 2, 1, 3)
+    for b, first in enumerate(firsts):
+        keys[b, :, first : first + length] = k[b]
+        values[b, :, first : first + length] = v[b]
+    if length == 1:
+        _attend(q, keys, values, firsts, out, arena)
+        return y
+    for b in rounds(batch, qkv):
+        for start in range(0, length, QUERIES):
+            rows = slice(start, min(start + QUERIES, length))
+            one = slice(b, b + 1)
+            _attend(
+                q[one, :, rows],
+                keys[one],
+                values[one],
+                [firsts[b] + start],
+                out[one, :, rows],
+                arena,
+            )
+    return y
+
+
+def _attend(q, keys, values, firsts, out, arena):
+    """Fill out with the attention of some queries of each sequence.
+
+    firsts      position of the first query, for each sequence
+    q, out      (B, H, Q, D)
+    keys, values  (B, H, W, D)
+    """
+    batch, heads, count, width = q.shape
+    seen = max(firsts) + count
+    exp = arena.take((batch * heads * count * keys.shape[2],), q.dtype)
+    exp = exp[: batch * heads * count * seen].reshape(batch, heads, count, seen)
+    np.matmul(q * width**-0.5, keys[:, :, :seen].swapaxes(2, 3), out=exp)
+    if count > 1 or min(firsts) < max(firsts):
+        ends = np.add.outer(firsts, np.arange(count))[:, None, :, None]
+        np.copyto(exp, -np.inf, where=np.arange(seen) > ends)
+    exp -= np.maximum.reduce(exp, -1, keepdims=True)
+    np.exp(exp, out=exp)
+    sums = np.add.reduce(exp, -1, keepdims=True)
+    np.divide(np.matmul(exp, values[:, :, :seen]), sums, out=out)
+
+
+def attention_dropout(qkv, heads, key, step, first, every, rate, arena):
+    """Return (y, saved) as `attention`, with dropout of the probabilities."""
+    return _dropping(_body)(qkv, heads, key, step, first, every, rate, arena)
+
+
+attention_dropout_backward = attention_backward
+
+
+def _body(qkv: Any) -> Any:
+    return attention_tiled if qkv.shape[1] >= TILED_FROM else attention_whole
+
+
+def _dropping(body: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return attention with dropout.    body: (qkv) -> the module of the body"""
+
+    def run(qkv, heads, key, step, first, every, rate, arena):
+        mask = AttentionMask(key, step, first, every, rate, qkv.shape[1])
+        return body(qkv).attended(qkv, heads, mask, arena)
+
+    return run
+
+
+class Forwards(NamedTuple):
+    """The two forwards of a memory.attention."""
+
+    attention: Callable[..., Any]
+    attention_dropout: Callable[..., Any]
+
+
 FORWARDS = {
-    "auto": attention,
-    "tiled": attention_tiled.attention,
-    "whole": attention_whole.attention,
+    "auto": Forwards(attention, attention_dropout),
+    "tiled": Forwards(attention_tiled.attention, _dropping(lambda qkv: attention_tiled)),
+    "whole": Forwards(attention_whole.attention, _dropping(lambda qkv: attention_whole)),
 }
-"""The forward of each memory.attention."""
+"""The forwards of each memory.attention."""

@@ -10,6 +10,7 @@ a pass over the tiles.
 B batch, T tokens, C channels, H heads, D = C / H. A tile has Q queries and K keys.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -17,18 +18,20 @@ import numpy as np
 from mpitrain.ops.host.attention_tiled_backward import backward
 from mpitrain.ops.host.attention_whole import SAFE, causal_mask, split_heads
 from mpitrain.ops.host.blocks import Tile, rounds, take_columns, tile_for
+from mpitrain.ops.random_bits import AttentionMask
 
 
 class Saved(NamedTuple):
     """The state for the backward: one number per row instead of a row of weights.
 
-    qkv: (B, T, 3C); y: (B, T, C); log_sums: (B, H, T)
+    qkv: (B, T, 3C); y: (B, T, C); log_sums: (B, H, T); drop: masks of dropout, or None
     """
 
     qkv: np.ndarray
     y: np.ndarray
     log_sums: np.ndarray
     tile: Tile
+    drop: AttentionMask | None
 
     def backward(self, dy, arena):
         """Return dqkv.    dy: (B, T, C); dqkv: (B, T, 3C)"""
@@ -42,6 +45,8 @@ class Forward(NamedTuple):
     masked, mask  the columns of the scores from the diagonal on, and 0 or -inf for each
     ones          (K,)
     is_first      whether this tile has the first keys of its queries
+    rows, keys    the queries and keys of this tile
+    dropped          (Q, K): the weights after dropout; the scores if there is none
     """
 
     q: np.ndarray
@@ -56,10 +61,18 @@ class Forward(NamedTuple):
     part: np.ndarray
     sums: np.ndarray
     part_sums: np.ndarray
+    rows: slice
+    keys: slice
+    dropped: np.ndarray
 
 
 def attention(qkv, heads, arena, tile=None):
     """Return (y, saved).    qkv: (B, T, 3C); y: (B, T, C)"""
+    return attended(qkv, heads, None, arena, tile)
+
+
+def attended(qkv, heads, drop, arena, tile=None):
+    """Return (y, saved).    qkv: (B, T, 3C); y: (B, T, C); drop: masks of dropout, or None"""
     batch, length, packed = qkv.shape
     width, dtype = packed // 3 // heads, qkv.dtype
     tile = tile or tile_for(width)
@@ -71,7 +84,7 @@ def attention(qkv, heads, arena, tile=None):
     )
     v, out = arena.take((2, length, width), dtype)
     sums = arena.take((length,), dtype)
-    tiles = _forward_tiles(q, kt, v, out, sums, tile, arena)
+    tiles = _forward_tiles(q, kt, v, out, sums, tile, arena, drop is not None)
     kt[width] = 1
     for sequence in rounds(batch, qkv):
         every_q, every_k, every_v = split_heads(qkv[sequence], 3, heads)
@@ -81,25 +94,27 @@ def attention(qkv, heads, arena, tile=None):
             q[:, width] = 0
             kt[:width] = every_k[head].T
             v[...] = every_v[head]
+            fill = partial(drop.fill, sequence, head) if drop else None
             with np.errstate(over="ignore", invalid="ignore"):
-                _sum_values(tiles)
+                _sum_values(tiles, fill)
             if not (SAFE[0] < sums.min(initial=1) and sums.max(initial=1) < SAFE[1]):
                 # A softmax does not depend on a shift of its scores. NumPy takes almost as long for
                 # the row maxima as for the exponentials. So only such a head has a shift.
                 np.multiply(_row_maxima(tiles, sums), -1, out=q[:, width])
-                _sum_values(tiles)
+                _sum_values(tiles, fill)
             np.divide(out, sums[:, None], out=every_y[head])
             np.log(sums, out=sums)
             np.subtract(sums, q[:, width], out=log_sums[sequence, head])
-    return y, Saved(qkv, y, log_sums, tile)
+    return y, Saved(qkv, y, log_sums, tile, drop)
 
 
-def _forward_tiles(q, kt, v, out, sums, tile, arena):
+def _forward_tiles(q, kt, v, out, sums, tile, arena, drops):
     """Return the views of all tiles of a head, in the order of their queries."""
     length, dtype = len(q), q.dtype
     short, long = min(tile.short, length), min(tile.long, length)
     scores, part = arena.take((short * long,), dtype), arena.take((short, v.shape[1]), dtype)
     part_sums, ones = arena.take((short,), dtype), np.ones(long, dtype)
+    dropped = arena.take((short * long,), dtype) if drops else scores
     mask, found = causal_mask(short, dtype), []
     for first in range(0, length, short):
         rows = slice(first, min(first + short, length))
@@ -122,24 +137,33 @@ def _forward_tiles(q, kt, v, out, sums, tile, arena):
                     part[:count],
                     sums[rows],
                     part_sums[:count],
+                    rows,
+                    keys,
+                    dropped[: own.size].reshape(own.shape),
                 )
             )
     return found
 
 
-def _sum_values(tiles):
-    """Fill the sums with the row sums of exp(scores), and out with exp(scores) v."""
+def _sum_values(tiles, fill):
+    """Fill the sums with the row sums of exp(scores), and out with exp(scores) v.
+
+    fill  (queries, keys, dropped): write the mask of dropout; None: there is no dropout
+    """
     for t in tiles:
         np.matmul(t.q, t.kt, out=t.scores)
         if t.mask.size:
             np.add(t.masked, t.mask, out=t.masked)
         np.exp(t.scores, out=t.scores)
+        if fill:
+            fill(t.rows, t.keys, t.dropped)
+            np.multiply(t.dropped, t.scores, out=t.dropped)
         if t.is_first:
             np.matmul(t.scores, t.ones, out=t.sums)
-            np.matmul(t.scores, t.v, out=t.out)
+            np.matmul(t.dropped, t.v, out=t.out)
         else:
             np.add(t.sums, np.matmul(t.scores, t.ones, out=t.part_sums), out=t.sums)
-            np.add(t.out, np.matmul(t.scores, t.v, out=t.part), out=t.out)
+            np.add(t.out, np.matmul(t.dropped, t.v, out=t.part), out=t.out)
 
 
 def _row_maxima(tiles, maxima):

@@ -7,6 +7,7 @@ where dot is the sum of dy y over a row.
 B batch, T tokens, C channels, H heads, D = C / H. A tile has Q queries and K keys.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,9 @@ class Backward(NamedTuple):
     dq, part_q      (Q, D)
     dk, dv, part_k  (K, D)
     is_first        whether this tile has the first queries that see its keys
+    rows, keys      the queries and keys of this tile
+    dropped            (Q, K): the weights after dropout; the weights if there is none
+    minus_dots      (Q, 1), of dropout: -dot
     """
 
     q: np.ndarray
@@ -43,12 +47,16 @@ class Backward(NamedTuple):
     dk: np.ndarray
     dv: np.ndarray
     part_k: np.ndarray
+    rows: slice
+    keys: slice
+    dropped: np.ndarray
+    minus_dots: np.ndarray
 
 
-def backward(dy, qkv, y, log_sums, tile, arena):
+def backward(dy, qkv, y, log_sums, tile, drop, arena):
     """Return dqkv; the weights are computed again, tile by tile.
 
-    dy, y: (B, T, C); qkv, dqkv: (B, T, 3C); log_sums: (B, H, T)
+    dy, y: (B, T, C); qkv, dqkv: (B, T, 3C); log_sums: (B, H, T); drop: masks of dropout, or None
     """
     batch, heads, length = log_sums.shape
     width, dtype = dy.shape[2] // heads, qkv.dtype
@@ -57,7 +65,9 @@ def backward(dy, qkv, y, log_sums, tile, arena):
     q, d = arena.take((2, length, width + 1), dtype)
     kt, vt = take_columns(2, width + 1, length, dtype, arena)
     k, dq, dk, dv = arena.take((4, length, width), dtype)
-    tiles = _backward_tiles(q, d, kt, vt, k, dq, dk, dv, tile, arena)
+    # With dropout the mask comes between the product and -dot, so the channel is 0.
+    minus_dots = arena.take((length, 1), dtype) if drop else d[:, width:]
+    tiles = _backward_tiles(q, d, kt, vt, k, dq, dk, dv, minus_dots, tile, arena, drop is not None)
     kt[width] = vt[width] = 1
     for sequence in rounds(batch, dy):
         every_q, every_k, every_v = split_heads(qkv[sequence], 3, heads)
@@ -67,23 +77,26 @@ def backward(dy, qkv, y, log_sums, tile, arena):
             np.multiply(every_q[head], scale, out=q[:, :width])
             np.multiply(log_sums[sequence, head], -1, out=q[:, width])
             d[:, :width] = every_d[head]
-            np.vecdot(every_d[head], every_y[head], out=d[:, width])
+            np.vecdot(every_d[head], every_y[head], out=minus_dots[:, 0])
             # np.negative of NumPy 2.4 computes in place with some strides wrongly.
-            d[:, width] *= -1
+            minus_dots *= -1
+            if drop:
+                d[:, width] = 0
             kt[:width], vt[:width] = every_k[head].T, every_v[head].T
             k[...] = every_k[head]
             dq.fill(0)
-            _add_gradients(tiles)
+            _add_gradients(tiles, partial(drop.fill, sequence, head) if drop else None)
             np.multiply(dq, scale, out=every_dq[head])
             every_dk[head], every_dv[head] = dk, dv
     return dqkv
 
 
-def _backward_tiles(q, d, kt, vt, k, dq, dk, dv, tile, arena):
+def _backward_tiles(q, d, kt, vt, k, dq, dk, dv, minus_dots, tile, arena, drops):
     """Return the views of all tiles of a head, in the order of their keys."""
     (length, width), dtype = k.shape, k.dtype
     short, long = min(tile.short, length), min(tile.long, length)
     weights, dscores = arena.take((2, short * long), dtype)
+    dropped = arena.take((short * long,), dtype) if drops else weights
     part = arena.take((long, width), dtype)
     mask, found = causal_mask(short, dtype), []
     for first in range(0, length, short):
@@ -113,24 +126,36 @@ def _backward_tiles(q, d, kt, vt, k, dq, dk, dv, tile, arena):
                     dk[keys],
                     dv[keys],
                     part[:count],
+                    rows,
+                    keys,
+                    dropped[:size].reshape(shape),
+                    minus_dots[rows],
                 )
             )
     return found
 
 
-def _add_gradients(tiles):
-    """Add every tile's gradient to dq, which is 0 at first; write or add those of dk and dv."""
+def _add_gradients(tiles, fill):
+    """Add every tile's gradient to dq, which is 0 at first; write or add those of dk and dv.
+
+    fill  (queries, keys, dropped): write the mask of dropout; None: there is no dropout
+    """
     for t in tiles:
         np.matmul(t.q, t.kt, out=t.weights)
         if t.mask.size:
             np.add(t.masked, t.mask, out=t.masked)
         np.exp(t.weights, out=t.weights)
         np.matmul(t.d, t.vt, out=t.dscores)
+        if fill:
+            fill(t.rows, t.keys, t.dropped)
+            np.multiply(t.dscores, t.dropped, out=t.dscores)
+            np.add(t.dscores, t.minus_dots, out=t.dscores)
+            np.multiply(t.dropped, t.weights, out=t.dropped)
         np.multiply(t.dscores, t.weights, out=t.dscores)
         if t.is_first:
-            np.matmul(t.weights.T, t.only_d, out=t.dv)
+            np.matmul(t.dropped.T, t.only_d, out=t.dv)
             np.matmul(t.dscores.T, t.only_q, out=t.dk)
         else:
-            np.add(t.dv, np.matmul(t.weights.T, t.only_d, out=t.part_k), out=t.dv)
+            np.add(t.dv, np.matmul(t.dropped.T, t.only_d, out=t.part_k), out=t.dv)
             np.add(t.dk, np.matmul(t.dscores.T, t.only_q, out=t.part_k), out=t.dk)
         np.add(t.dq, np.matmul(t.dscores, t.k, out=t.part_q), out=t.dq)

@@ -5,11 +5,13 @@ D = C / H; Q queries of a block, K keys that its last query sees. Queries, keys 
 strided views of (B, T, 3C) that BLAS reads in place. `saved` takes about B H T^2 / 2 elements.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
 from mpitrain.ops.host.blocks import rounds
+from mpitrain.ops.random_bits import AttentionMask
 
 # Queries per block: smaller blocks skip more of the masked half, but make slower products.
 QUERIES = 64
@@ -32,11 +34,15 @@ class Block(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The state for the backward: the packed input (B, T, 3C), and every block of queries."""
+    """The state for the backward: the packed input (B, T, 3C), and every block of queries.
+
+    drop  masks of dropout, or None
+    """
 
     qkv: np.ndarray
     heads: int
     blocks: list[Block]
+    drop: AttentionMask | None
 
     def backward(self, dy, arena):
         """Return dqkv.    dy: (B, T, C); dqkv: (B, T, 3C)"""
@@ -45,6 +51,11 @@ class Saved(NamedTuple):
 
 def attention(qkv, heads, arena):
     """Return (y, saved).    qkv: (B, T, 3C); y: (B, T, C)"""
+    return attended(qkv, heads, None, arena)
+
+
+def attended(qkv, heads, drop, arena):
+    """Return (y, saved).    qkv: (B, T, 3C); y: (B, T, C); drop: masks of dropout, or None"""
     batch, length, packed = qkv.shape
     width = packed // 3 // heads
     y = arena.take((batch, length, packed // 3), qkv.dtype)
@@ -57,6 +68,7 @@ def attention(qkv, heads, arena):
     mask = causal_mask(last, qkv.dtype)
     ones = np.ones(length, qkv.dtype)
     every_scaled = arena.take((heads, last, width), qkv.dtype)
+    scratch = _scratch(blocks, arena) if drop else None
     for sequence in rounds(batch, qkv):
         q, k, v = split_heads(qkv[sequence], 3, heads)
         (out,) = split_heads(y[sequence], 1, heads)
@@ -64,14 +76,31 @@ def attention(qkv, heads, arena):
             rows, exp, inverse = block.rows, block.exp[sequence], block.inverse[sequence]
             scaled = np.multiply(q[:, rows], width**-0.5, out=every_scaled[:, : exp.shape[1]])
             _exponentials(scaled, k[:, : rows.stop], mask, ones[: rows.stop], exp, inverse)
+            if drop:
+                masks = _masks(drop, sequence, rows, exp, scratch)
+                exp = np.multiply(exp, masks, out=masks)
             # The product goes into contiguous scratch, so that only one of the two writes is
             # strided.
             np.multiply(np.matmul(exp, v[:, : rows.stop], out=scaled), inverse, out=out[:, rows])
-    return y, Saved(qkv, heads, blocks)
+    return y, Saved(qkv, heads, blocks, drop)
+
+
+def _scratch(blocks, arena):
+    """Lease the masks of the largest block of one sequence, flat."""
+    like = max((block.exp for block in blocks), key=lambda exp: exp.size)
+    return arena.take((math.prod(like.shape[1:]),), like.dtype)
+
+
+def _masks(drop, sequence, rows, exp, scratch):
+    """Return the masks of a block, in scratch.    exp: (H, Q, K), as the result"""
+    masks = scratch[: exp.size].reshape(exp.shape)
+    for head in rounds(len(masks), masks):
+        drop.fill(sequence, head, rows, slice(0, rows.stop), masks[head])
+    return masks
 
 
 def _backward(dy, saved, arena):
-    qkv, heads, blocks = saved
+    qkv, heads, blocks, drop = saved
     batch, length, channels = dy.shape
     width = channels // heads
     dqkv = arena.take(qkv.shape, qkv.dtype)
@@ -80,6 +109,7 @@ def _backward(dy, saved, arena):
     part = arena.take((heads, length, width), qkv.dtype)
     every_dot = arena.take((heads, last, 1), qkv.dtype)
     dscores = [arena.take(block.exp.shape[1:], qkv.dtype) for block in blocks]
+    scratch = _scratch(blocks, arena) if drop else None
     for sequence in rounds(batch, qkv):
         q, k, v = split_heads(qkv[sequence], 3, heads)
         dq, dk, dv = split_heads(dqkv[sequence], 3, heads)
@@ -91,8 +121,13 @@ def _backward(dy, saved, arena):
             # dy takes the row sums and the scale, because it is (Q, D); exp and dscore are (Q, K).
             np.multiply(d[:, rows], inverse, out=ds)
             np.multiply(ds, width**-0.5, out=scaled)
-            _write_or_add(exp.swapaxes(1, 2), ds, dv[:, :keys], keys == length, part)
             np.matmul(scaled, v[:, :keys].swapaxes(1, 2), out=dscore)
+            weights = exp
+            if drop:
+                masks = _masks(drop, sequence, rows, exp, scratch)
+                dscore *= masks
+                weights = np.multiply(exp, masks, out=masks)
+            _write_or_add(weights.swapaxes(1, 2), ds, dv[:, :keys], keys == length, part)
             np.vecdot(exp, dscore, out=dot[..., 0])
             dot *= inverse
             dscore -= dot

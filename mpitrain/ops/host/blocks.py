@@ -49,6 +49,9 @@ def row_blocks(x: np.ndarray, nbytes: int = L2_SHARE) -> Iterator[slice]:
     """Yield slices that cover the first dim of `x`, each of about `nbytes` and at least one row."""
     if x.size == 0:
         return
+    if x.nbytes <= nbytes:
+        yield slice(0, len(x))
+        return
     rows = max(1, nbytes // (x.nbytes // len(x)))
     for number in rounds(-(-len(x) // rows), x):
         yield slice(number * rows, min((number + 1) * rows, len(x)))

@@ -1,4 +1,4 @@
-"""Matrix products with bias and activation.
+"""Matrix products with bias and activation, and passes over rows.
 
 M rows, K inputs, N outputs; z is the input of an activation. Contents of `saved` and `pending`:
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from mpitrain.ops.host.blocks import block_shape, row_blocks, sum_rows
 from mpitrain.ops.host.product import put_product
+from mpitrain.ops.random_bits import RandomBits, scale, threshold
 from mpitrain.ops.reference.layers import GELU_CUBIC, GELU_SCALE
 
 
@@ -33,6 +34,16 @@ def add_bias(x, b, out, arena, residual=None):
             sums = np.add(sums, residual[rows], out=y)
         if sums is not y and out is not x:
             y[...] = sums
+
+
+def dequantize(q, scale, out, arena):
+    """Write (q - 128) times the scale of each row to out, in blocks of rows.
+
+    q: (N, K) uint8; scale: (N,); out: (N, K)
+    """
+    for rows in row_blocks(out):
+        np.subtract(q[rows], 128, out=out[rows], dtype=out.dtype)
+        out[rows] *= scale[rows, None]
 
 
 def logits(x, w, b, arena):
@@ -155,6 +166,28 @@ def weighted_sum(a, alpha, b, beta, out, arena):
         np.multiply(a[rows], alpha, out=out[rows])
         if part is not None:
             out[rows] += part
+
+
+def dropout(x, key, step, first, columns, rate, arena, residual=None, out=None):
+    """Return x mask / (1 - p) + residual.    x, residual, out: (M, C)"""
+    y = arena.take(x.shape, x.dtype) if out is None else out
+    bits, least, most = RandomBits(key, step), np.uint16(threshold(rate)), scale(rate)
+    scratch, width = arena.take(block_shape(x), x.dtype), x.shape[1]
+    for rows in row_blocks(x):
+        mask, mine = scratch[: len(x[rows])], y[rows]
+        run = bits.run(first + rows.start * columns, (len(mask) - 1) * columns + width)
+        np.greater_equal(_rows(run, len(mask), width, columns), least, out=mask)
+        np.multiply(x[rows], mask, out=mine)
+        mine *= most
+        if residual is not None:
+            mine += residual[rows]
+    return y
+
+
+def _rows(run, rows, width, columns):
+    """Return a view (rows, width) of rows that begin `columns` elements apart."""
+    step = run.itemsize
+    return np.lib.stride_tricks.as_strided(run, (rows, width), (columns * step, step))
 
 
 def _product(x, w, arena, out=None):

@@ -32,6 +32,14 @@ def add_bias(x, b, out, arena, residual=None):
     out[...] = plus(x if b is None else x + b, residual)
 
 
+def dequantize(q, scale, out, arena):
+    """Write (q - 128) times the scale of each row to out: a weight of 8 bits as numbers.
+
+    q: (N, K) uint8; scale: (N,); out: (N, K)
+    """
+    out[...] = (q.astype(scale.dtype) - 128) * scale[:, None]
+
+
 def linear(x, w, b, arena, out=None, residual=None):
     """Return (y, saved) with y = x w^T + b + residual.
 
@@ -223,29 +231,59 @@ def attention(qkv, heads, arena):
     qkv  (B, T, 3C): queries, keys and values side by side, each with its heads side by side
     y    (B, T, C)
     """
+    return attended(qkv, heads, 1)
+
+
+def attended(qkv, heads, mask):
+    """Return (y, saved) of attention whose probabilities are multiplied by a mask, (B, H, T, T)."""
     q, k, v = _heads(qkv, heads)
     scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1], dtype=qkv.dtype)
     scores = np.where(np.tri(qkv.shape[1], dtype=bool), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    y = (weights @ v).swapaxes(1, 2).reshape(*qkv.shape[:2], qkv.shape[2] // 3)
-    return y, (qkv, weights)
+    y = (weights * mask @ v).swapaxes(1, 2).reshape(*qkv.shape[:2], qkv.shape[2] // 3)
+    return y, (qkv, weights, mask)
+
+
+def attention_next(qkv, keys, values, past, heads, arena):
+    """Return y of `attention` for new tokens that follow stored ones (incremental decoding).
+
+    New token t of sequence b has the position past[b] + t. Its key and value are stored there, and
+    it sees all positions up to its own.
+
+    qkv           (B, T, 3C), of the new tokens
+    keys, values  (B, H, W, D), finite; they receive the new keys and values
+    past          (B,) int64, with past + T <= W
+    y             (B, T, C)
+    """
+    every_q, every_k, every_v = _heads(qkv, heads)
+    y = np.empty_like(every_q)
+    for b, first in enumerate(past):
+        for t, q in enumerate(every_q[b].swapaxes(0, 1)):
+            end = first + t + 1
+            keys[b, :, end - 1], values[b, :, end - 1] = every_k[b, :, t], every_v[b, :, t]
+            scores = (keys[b, :, :end] @ q[..., None])[..., 0]
+            scores /= np.sqrt(q.shape[-1], dtype=qkv.dtype)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            weights /= weights.sum(-1, keepdims=True)
+            y[b, :, t] = (weights[:, None] @ values[b, :, :end])[:, 0]
+    return y.swapaxes(1, 2).reshape(*qkv.shape[:2], qkv.shape[2] // 3)
 
 
 def attention_backward(dy, saved, arena):
     """Return dqkv.    dy: (B, T, C); dqkv: (B, T, 3C)"""
-    qkv, weights = saved
+    qkv, weights, mask = saved
     heads = weights.shape[1]
     q, k, v = _heads(qkv, heads)
     d = dy.reshape(*dy.shape[:2], heads, v.shape[-1]).swapaxes(1, 2)
-    dweights = d @ v.swapaxes(-1, -2)
+    dweights = d @ v.swapaxes(-1, -2) * mask
     dscores = weights * (dweights - (dweights * weights).sum(-1, keepdims=True))
     dscores /= np.sqrt(q.shape[-1], dtype=qkv.dtype)
     dqkv = np.empty_like(qkv)
     dq, dk, dv = _heads(dqkv, heads)
     dq[...] = dscores @ k
     dk[...] = dscores.swapaxes(-1, -2) @ q
-    dv[...] = weights.swapaxes(-1, -2) @ d
+    dv[...] = (weights * mask).swapaxes(-1, -2) @ d
     return dqkv
 
 

@@ -70,10 +70,8 @@ class UnshardedBuffers:
             start = sum(lengths[:slot])
             self.views[bucket] = view = flat[start : start + bucket.stop - bucket.start]
             for entry in storage.within(bucket):
-                shape = entry.parameter.local_shape
-                self.tensors[entry.name] = view[
-                    entry.start - bucket.start : entry.stop - bucket.start
-                ].reshape(shape)
+                here = entry._replace(start=entry.start - bucket.start)
+                self.tensors[entry.name] = here.view(view)
 
     def bind(self, bind: Callable[[Any], Reduction]) -> dict[Bucket, Reduction]:
         """Bind a reduction for each bucket; collective.

@@ -58,6 +58,7 @@ class GatheredOnUse(ParameterStore):
     """
 
     mirror: Any = None  # `_gather` rounds the parameters of each unit
+    is_sharded = True
     engine: ProgressEngine
 
     def __init__(self, replica: ReplicationContext, shards: Shards):

@@ -63,7 +63,11 @@ class ParameterStore(Protocol):
         The groups over which the elements of a tensor are divided, besides tensor parallelism.
     frozen : FrozenParameters or None
         The parameters that are not trained; None on a server, which has none.
+    is_sharded : bool
+        Whether `open` gathers the parameters of a unit from other ranks.
     """
+
+    is_sharded: bool = False
 
     parameters: Any
     mirror: Any

@@ -87,7 +87,22 @@ class FrozenParameters:
     def loaded(self) -> None:
         """Round the values that a caller has written to `flat`."""
         if self._device.mirror and not self._device.half and self.flat.size:
-            self._device.mirror(self.flat, self.flat, self._arena)
+            for numbers in self._numbers():
+                self._device.mirror(numbers, numbers, self._arena)
+
+    def _numbers(self) -> list[Any]:
+        """Return views of all elements that are numbers, and not codes of 8 bits."""
+        numbers = [entry for entry in self._layout.entries if not entry.parameter.coded]
+        if len(numbers) == len(self._layout.entries):
+            return [self.flat]
+        found = []
+        for piece in self._pieces:
+            for entry in numbers:
+                low, high = max(entry.start, piece.start), min(entry.stop, piece.stop)
+                if low < high:
+                    offset = piece.offset - piece.start
+                    found.append(self.flat[offset + low : offset + high])
+        return found
 
     def state(self) -> list[StateBuffer]:
         """Return them for checkpoints, if there are any."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 from mpitrain.collectives.group import Group
-from mpitrain.config import Layout
+from mpitrain.config import Layout, Model
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Layer, Loss, Unit
 from mpitrain.layers.chunked_logits import ChunkedLoss
@@ -90,6 +90,9 @@ class ShardedLayerFactory(LayerFactory):
             first += count * each
         return Column(self, runs, inputs, first, draw)
 
+    def _own_columns(self, columns: int) -> range:
+        return own_run(self.rows.group, columns, "outputs")
+
     def head(self, width: int, vocab: int, draw: Draw) -> Layer:
         """Return the logits of this rank's run of the vocabulary; `loss` and `whole` then expect
         such logits.
@@ -168,6 +171,22 @@ def check_saved(layers: Plain) -> None:
             raise ConfigError(
                 f"memory.{key} changes the layer `{constructor}` of the set of layers, but this model has none.",
                 f"Leave memory.{key.partition('=')[0]} out, or make that layer from the set of layers.",
+            )
+
+
+def check_rates(layers: Plain, model: Model) -> None:
+    """Raise ConfigError if a rate of dropout is set, but the model has no such layer.
+
+    layers  the factory, after the model has been built with it
+    """
+    for key, constructor, rate in (
+        ("model.dropout", "dropout", model.dropout),
+        ("model.attention_dropout", "attention dropout", model.attention_dropout),
+    ):
+        if rate and constructor not in layers.made:
+            raise ConfigError(
+                f"{key} {rate:g} needs layers with {constructor}, but this model has none.",
+                f"Set {key} to 0, or make them with the layer factory.",
             )
 
 

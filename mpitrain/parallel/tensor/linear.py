@@ -39,9 +39,10 @@ from mpitrain.collectives.activations import ActivationBuffer
 from mpitrain.collectives.group import Group
 from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.layers.base import Gradients, Parameter, Weights
+from mpitrain.layers.dropout import Dropout
 from mpitrain.layers.fusion import Fusion
 from mpitrain.layers.initial import Draw, zeros
-from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear, flat_rows, state_of
+from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear, flat_rows
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 from mpitrain.parallel.grid import share
@@ -65,6 +66,8 @@ class Column(Linear):
     runs  this rank's outputs: runs of rows of the whole weight
     """
 
+    is_rowwise = True
+
     def __init__(
         self,
         layers: Layers,
@@ -78,10 +81,10 @@ class Column(Linear):
         super().__init__(layers.ops, inputs, sum(map(len, runs)), draw, activation, bias)
         self._rows, self._runs, self._whole = layers.rows, runs, outputs
 
-    def parameters(self) -> list[Parameter]:
+    def _base(self) -> list[Parameter]:
         """Return this rank's rows of the weight and of the bias."""
         found = []
-        for p in super().parameters():
+        for p in super()._base():
             rest = p.shape[1:]
             slices = tuple(
                 (slice(run.start, run.stop), *(slice(0, length) for length in rest))
@@ -119,9 +122,7 @@ class Column(Linear):
         """Return this rank's summand of the input's gradient, and input of `backward_weight`."""
         saved = self._rows.regained(saved)
         lease = self._rows.lease((*dy.shape[:-1], self.inputs), dy.dtype)
-        _, pending = self.product_backward_input(
-            flat_rows(dy), w["weight"], saved, arena, flat_rows(lease.array)
-        )
+        _, pending = self._multiply_backward(w, flat_rows(dy), saved, arena, flat_rows(lease.array))
         return lease, pending
 
 
@@ -151,6 +152,8 @@ class ColumnParallelLinear(Column):
     ConfigError
         If n does not divide outputs, or if gather_output is True with sequence_parallel.
     """
+
+    is_rowwise = True
 
     def __init__(
         self,
@@ -213,6 +216,8 @@ class RowParallelLinear(Linear):
         If n does not divide inputs, or if input_is_parallel is False with sequence_parallel.
     """
 
+    is_rowwise = True
+
     def __init__(
         self,
         layers: Layers,
@@ -240,9 +245,9 @@ class RowParallelLinear(Linear):
             "relu": (layers.ops.relu, layers.ops.relu_backward),
         }[activation]
 
-    def parameters(self) -> list[Parameter]:
+    def _base(self) -> list[Parameter]:
         """Return this rank's columns of the weight, and the whole bias."""
-        (weight,) = super().parameters()
+        (weight,) = super()._base()
         columns = (slice(0, self.outputs), slice(self._run.start, self._run.stop))
         weight = weight._replace(shape=(self.outputs, self._whole), slices=(columns,))
         bias = Parameter("bias", (self.outputs,), zeros, decayed=False, holders="tp")
@@ -253,13 +258,14 @@ class RowParallelLinear(Linear):
 
     @property
     def fusion(self) -> Fusion:
-        return Fusion(adds_to_output=self.output_is_free, takes_gelu=self._is_parallel)
+        takes_gelu = self._is_parallel and not self.low_rank
+        return Fusion(adds_to_output=self.output_is_free, takes_gelu=takes_gelu)
 
     def forward(self, w: Weights, x: Any, arena: Arena, residual: Any = None) -> tuple[Any, Any]:
         if not self._is_parallel:
             x = _own(self._rows.group, x, arena)
         lease = self._rows.lease((*x.shape[:-1], self.outputs), x.dtype)
-        _, saved = self.ops.linear(flat_rows(x), w["weight"], None, arena, flat_rows(lease.array))
+        _, saved = self._multiply(w, flat_rows(x), None, arena, flat_rows(lease.array))
         self._rows.reduction(lease).run()
         if self._has_bias or residual is not None:
             sums, y = self._rows.ends(lease, arena)
@@ -277,7 +283,7 @@ class RowParallelLinear(Linear):
             return self.forward(w, x, arena)[1]
         if not self._is_parallel:
             x = _own(self._rows.group, x, arena)
-        return state_of(self.ops, flat_rows(x), w["weight"], None, arena), None
+        return self._state(w, flat_rows(x), None, arena), None
 
     def backward_input(
         self, w: Weights, dy: Any, saved: Any, arena: Arena, slope: Any = None
@@ -303,6 +309,8 @@ class Head(Column):
     Returns logits of shape (B, T, columns of this rank), also if the input is sequence-parallel.
     """
 
+    is_rowwise = True
+
     def __init__(self, layers: Layers, runs: Sequence[range], width: int, vocab: int, draw: Draw):
         super().__init__(layers, runs, width, vocab, draw, bias=False)
         self.product, self.role = layers.ops.logits, "head"
@@ -318,15 +326,19 @@ class Head(Column):
 class HeadAttention(Attention):
     """Causal attention of this rank's heads, over whole sequences."""
 
-    def __init__(self, layers: Layers, heads: int):
-        super().__init__(layers.ops, len(own_run(layers.rows.group, heads, "heads")))
-        self._rows = layers.rows
+    def __init__(self, layers: Layers, heads: int, drop: Dropout | None = None):
+        mine = own_run(layers.rows.group, heads, "heads")
+        super().__init__(layers.ops, len(mine), drop)
+        self._rows, self.first, self.every = layers.rows, mine.start, heads
 
     def output_shape(self, shape):
         return self._rows.as_sequences(super().output_shape(shape))
 
     def forward(self, w, x, arena):
         return super().forward(w, self._rows.sequences(x), arena)
+
+    def forward_next(self, w, x, past, arena):
+        return super().forward_next(w, x, past, arena)
 
     def backward_input(self, w, dy, saved, arena):
         return super().backward_input(w, self._rows.sequences(dy), saved, arena)
@@ -338,9 +350,9 @@ class ReplicatedLinear(FusedLinear):
     def __init__(self, layers: Layers, *arguments: Any):
         super().__init__(layers.ops, *arguments)
 
-    def parameters(self):
+    def _base(self):
         """Return the parameters, marked as replicated in the tensor-parallel group."""
-        return [p._replace(holders="tp") for p in super().parameters()]
+        return [p._replace(holders="tp") for p in super()._base()]
 
 
 class ReplicatedNorm(LayerNorm):
@@ -349,8 +361,8 @@ class ReplicatedNorm(LayerNorm):
     With sequence-parallel rows, each rank computes a summand of their gradient (`partial`).
     """
 
-    def __init__(self, layers: Layers, width: int):
-        super().__init__(layers.ops, width)
+    def __init__(self, layers: Layers, width: int, epsilon: float):
+        super().__init__(layers.ops, width, epsilon)
         self._partial = layers.rows.partial
 
     def parameters(self):

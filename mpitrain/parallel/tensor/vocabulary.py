@@ -68,6 +68,14 @@ class VocabParallelEmbedding(Embedding):
         self._rows.reduction(lease).run()
         return self._rows.summed(lease, arena), saved
 
+    def forward_next(self, w, x, past, arena):
+        lease = self._rows.lease((*x.shape, self.width), w["tokens"].dtype)
+        self.ops.embedding(x, w["tokens"], None, arena, self._entries.start, lease.array)
+        if not self._rows.group.rank:
+            self._add_positions(w, lease.array, past, arena)
+        self._rows.reduction(lease).run()
+        return self._rows.summed(lease, arena)
+
     def backward_input(self, w, dy, saved, arena):
         return None, (self._rows.sequences(self._rows.whole(dy)), saved)
 

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from pydantic import BaseModel
 
 from mpitrain.errors import CheckpointError
-from mpitrain.files import contents, reading
+from mpitrain.files import reading
+from mpitrain.formats.folder import weight_map
+from mpitrain.formats.header import INNER, Located, located
+from mpitrain.formats.safetensors_files import MOVED, read_into
+from mpitrain.formats.stored_tensor import StoredTensor
 from mpitrain.layers.flat import Piece, Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.replication.state import StateBuffer
 from mpitrain.run.checkpoint.directories import way_out
-from mpitrain.run.checkpoint.header import INNER, Located, located
 from mpitrain.run.checkpoint.manifest import INDEX, MANIFEST, Manifest, Stored
 from mpitrain.run.checkpoint.regions import HeldRegion, Region, common, described, holdings, runs
-from mpitrain.run.checkpoint.safetensors_files import MOVED, read_into
 from mpitrain.run.checkpoint.writers import PARAMETERS
-from mpitrain.strict_json import parsed
 
 OPEN = 64
 """The largest number of files that are open at the same time."""
@@ -77,12 +77,7 @@ def fill(
                 values = _joined(files, held, found)
             else:
                 continue
-            array = kept[held.number].array
-            values = values.astype(array.dtype, copy=False)
-            for piece, packed in zip(held.part.pieces, held.part.packed().pieces, strict=True):
-                array[piece.offset : piece.offset + piece.stop - piece.start] = backend.from_host(
-                    values[packed.offset : packed.offset + piece.stop - piece.start]
-                )
+            put(kept[held.number].array, held, values, backend)
     except FileNotFoundError as error:
         raise CheckpointError(f"{error.filename} is missing.", way_out(path)) from None
     except (OSError, ValueError) as error:
@@ -90,6 +85,27 @@ def fill(
     finally:
         files.close()
     return changed
+
+
+def put(array: Any, held: HeldRegion, values: np.ndarray, backend: Backend) -> None:
+    """Write the elements of a region, 1-D and packed, into the array of its `StateBuffer`."""
+    values = values.astype(array.dtype, copy=False)
+    for piece, packed in zip(held.part.pieces, held.part.packed().pieces, strict=True):
+        array[piece.offset : piece.offset + piece.stop - piece.start] = backend.from_host(
+            values[packed.offset : packed.offset + piece.stop - piece.start]
+        )
+
+
+def parameters(path: Path) -> dict[str, StoredTensor]:
+    """Locate the parameters of a checkpoint by full names; CheckpointError if it is damaged."""
+    try:
+        listed = weight_map(path / INDEX, INNER)
+        files = {file: located(path / file)[1] for file in sorted(set(listed.values()))}
+        return {name: StoredTensor(files[file][name]) for name, file in listed.items()}
+    except KeyError as error:
+        raise CheckpointError(f"{path} has no tensor {error}.", way_out(path)) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.", way_out(path)) from None
 
 
 def _joined(files: "_Files", held: HeldRegion, found: Sequence[Stored]) -> np.ndarray:
@@ -125,23 +141,6 @@ def _summed(files: "_Files", held: HeldRegion, found: Sequence[Stored]) -> np.nd
     return total
 
 
-class _Index(BaseModel):
-    """The index of several safetensors files, as Hugging Face tools write it.
-
-    weight_map  the file of each tensor; other entries are ignored
-    """
-
-    weight_map: dict[str, str]
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """Return the file of each parameter tensor; ValueError if the index is invalid."""
-    try:
-        return _Index.model_validate(parsed(contents(index, INNER))).weight_map
-    except ValueError:
-        raise ValueError(f"{index.name} is no index of tensors") from None
-
-
 class _Files:
     """A reader of the arrays in the files of a checkpoint; it keeps at most OPEN files open."""
 
@@ -159,7 +158,7 @@ class _Files:
         tensor = held.part.tensor
         if held.name != PARAMETERS:
             return self._stored.get((held.name, tensor), [])
-        self._weight_map = self._weight_map or _weight_map(self._path / INDEX)
+        self._weight_map = self._weight_map or weight_map(self._path / INDEX, INNER)
         if tensor not in self._weight_map:
             return []
         file = self._weight_map[tensor]

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from mpitrain.errors import CheckpointError
 from mpitrain.files import contents, opened, reading
+from mpitrain.formats.header import INDEX as INDEX
+from mpitrain.formats.header import INNER, located
+from mpitrain.formats.safetensors_files import BLOCK, Writing
 from mpitrain.run.checkpoint.directories import way_out
-from mpitrain.run.checkpoint.header import INNER, located
 from mpitrain.run.checkpoint.regions import Region, part_of_text
-from mpitrain.run.checkpoint.safetensors_files import BLOCK, Writing
-from mpitrain.run.checkpoint.structure import INDEX as INDEX
 from mpitrain.run.checkpoint.structure import structure_of
 
 FORMAT = "mpitrain-3"
@@ -70,6 +70,8 @@ class Manifest(NamedTuple):
     files    all files by name, except the manifest
     stored   all stored regions of state, except parameters
     block    bytes of a block with one SHA-256
+    base     of adapters that are saved alone: the folder of the model under them, and the SHA-256
+             of its files; else empty
     """
 
     done: Done
@@ -78,12 +80,15 @@ class Manifest(NamedTuple):
     files: Mapping[str, File]
     stored: list[Stored]
     block: int = BLOCK
+    base: Mapping[str, Any] = {}
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest into the folder of the files that it lists; OSError if that fails."""
     body = {"format": FORMAT, **manifest._asdict(), **manifest.done._asdict()}
     del body["done"]
+    if not manifest.base:
+        del body["base"]
     file = Writing(folder / MANIFEST)
     file.write(_text({**body, "sha256": _digest(body)}).encode())
     file.close()
@@ -133,7 +138,8 @@ def read_manifest(path: Path) -> Manifest:
         Stored(file, key, name, kind, part_of_text(part))
         for file, key, name, kind, part in read.stored
     ]
-    return Manifest(done, read.layout, read.scalars, files, stored, read.block)
+    base = read.base.model_dump() if read.base else {}
+    return Manifest(done, read.layout, read.scalars, files, stored, read.block, base)
 
 
 def _text(body: Mapping[str, Any]) -> str:

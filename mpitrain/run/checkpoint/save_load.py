@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from mpitrain.errors import CheckpointError, TrainingError
 from mpitrain.files import mend
+from mpitrain.formats.safetensors_files import MOVED, Writing, WritingTensors
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.replication.state import StateBuffer
@@ -43,7 +44,6 @@ from mpitrain.run.checkpoint.manifest import (
     write_manifest,
 )
 from mpitrain.run.checkpoint.regions import HeldRegion, described, holdings
-from mpitrain.run.checkpoint.safetensors_files import MOVED, Writing, WritingTensors
 from mpitrain.run.checkpoint.writers import Shares, join, shared_out
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport
@@ -81,6 +81,7 @@ def save(
     layout: Mapping[str, Any],
     scalars: Mapping[str, Any],
     keep: int,
+    base: Mapping[str, Any] | None = None,
 ) -> Saved:
     """Write a checkpoint under `folder`, and remove all but the newest `keep`; collective.
 
@@ -89,6 +90,7 @@ def save(
     layout   the size of each mesh axis. `load` restores "own" and "mean" state exactly, and "bound"
              state at all, only in the same layout.
     scalars  numbers by name
+    base     as in `Manifest`
     raises   TrainingError on every rank if any of them cannot write; older checkpoints stay valid
     """
     step = done.step
@@ -109,7 +111,12 @@ def save(
     everyone = transport.gather_text([mine, stored])
     written = {name: file for files, _ in everyone for name, file in files.items()}
     manifest = Manifest(
-        done, layout, scalars, written, [one for _, stored in everyone for one in stored]
+        done,
+        layout,
+        scalars,
+        written,
+        [one for _, stored in everyone for one in stored],
+        base=base or {},
     )
     attempt(lambda: is_root and _finish(unfinished, target, shares, manifest, keep))
     return Saved(target, sum(nbytes for _, nbytes, _ in written.values()))

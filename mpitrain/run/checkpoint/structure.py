@@ -10,11 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from mpitrain.formats.header import INDEX
 from mpitrain.parallel.replication.records import DynamicLossScale
 from mpitrain.run.checkpoint.writers import PARAMETERS
 from mpitrain.strict_json import validated
-
-INDEX = "model.safetensors.index.json"
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Size = Annotated[int, Field(ge=1, lt=1 << 63)]
@@ -33,6 +32,15 @@ PartText = tuple[
 StoredText = tuple[FileName, str, str, Literal["agreed", "own", "mean", "bound"], PartText]
 
 
+class Base(BaseModel):
+    """The model under adapters that are saved alone."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    folder: Annotated[str, Field(min_length=1, max_length=4096)]
+    sha256: dict[FileName, Digest]
+
+
 class Structure(BaseModel):
     """The entries of a manifest as JSON; `Manifest` documents their meaning."""
 
@@ -48,6 +56,7 @@ class Structure(BaseModel):
     stored: list[StoredText]
     block: Size
     sha256: Digest
+    base: Base | None = None
 
 
 def structure_of(text: bytes, largest_block: int) -> Structure:

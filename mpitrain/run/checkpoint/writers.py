@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpitrain.formats.safetensors_files import BLOCK, MOVED, Writing
 from mpitrain.layers.flat import Piece
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.replication.state import StateBuffer
@@ -23,7 +24,6 @@ from mpitrain.run.checkpoint.regions import (
     runs,
     without,
 )
-from mpitrain.run.checkpoint.safetensors_files import BLOCK, MOVED, Writing
 from mpitrain.transport.base import Transport
 
 PARAMETERS = "parameters"

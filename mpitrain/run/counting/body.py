@@ -46,6 +46,7 @@ class Body:
         ops = counted(_leasing(device), self.count)
         self.layers = layers_for(ops, group, config.layout)
         self.layers.memory = config.memory
+        self.layers.itemsize = device.itemsize(config.precision.stored)
 
     def endpoint(self, rank: int, ranks: int) -> Any:
         """Return a transport without peers, which tells `count` about backwards."""

@@ -69,7 +69,12 @@ class Counter:
         self._job, self._source = job, source
         self._body = Body(device, config, tp, axes.tp)
         self._chunks = cut_in_chunks(
-            units, self._body.layers, plan.stage_of, _partition(config), config.model.freeze
+            units,
+            self._body.layers,
+            plan.stage_of,
+            _partition(config),
+            config.model.freeze,
+            config.lora,
         )
 
     def step(self, pp: int, dp: int = 0) -> Step:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from mpitrain.cli.terminal.progress import Silent
 from mpitrain.config import with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
@@ -342,9 +341,7 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not(mode, tmp_path):
         config = parse(with_settings({}, [*settings, f"run.out={tmp_path / folder}"]))
         return run_ranks(
             3,
-            lambda own: (
-                train(own, lambda: config, resume, lambda: stop(own.rank), Silent()).stopped
-            ),
+            lambda own: train(own, lambda: config, resume, lambda: stop(own.rank)).stopped,
         )
 
     def facts(folder):
@@ -390,7 +387,7 @@ def test_an_extended_run_equals_one_planned_that_long_bitwise(mode, tmp_path):
         config = parse(
             with_settings({}, [*settings, f"run.out={tmp_path / folder}", f"run.steps={steps}"])
         )
-        run_ranks(3, train, lambda: config, resume, lambda: False, Silent())
+        run_ranks(3, train, lambda: config, resume, lambda: False)
 
     def facts(
         folder,

@@ -36,8 +36,9 @@ def curve(transport, config):
         told += [outcome.loss, outcome.grad_norm]
     gradients = trainer.gradients.copy()
     assert trainer.arena.live == 0
-    row = trainer.logits_of(source.held_out_rows([0])[0][:, :5], 3)
-    own = row if transport.rank == 0 else []
+    reader = trainer.reader(1, 8)
+    own = reader.read([source.held_out_rows([0])[0][0, :4].tolist()], 8)
+    own = [] if own is None else own
     every = trainer.logits(source.held_out_rows([0])[0][:, :7])
     whole = [] if every is None else every
     numbers = np.array([*told, *trainer.evaluate(source)])

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import CheckpointError
-from mpitrain.run.checkpoint import safetensors_files, save_load
+from mpitrain.formats import safetensors_files
+from mpitrain.run.checkpoint import save_load
 from mpitrain.run.checkpoint.manifest import INDEX, MANIFEST
 from mpitrain.transport.threads import run_ranks
 from tests.cases.layouts import LAYOUTS, save

@@ -9,12 +9,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from mpitrain.errors import TrainingError
+from mpitrain.formats import safetensors_files
 from mpitrain.layers.base import Unit
 from mpitrain.layers.flat import Piece, Storage
 from mpitrain.machine.backend import HostBackend
 from mpitrain.parallel.replication.state import StateBuffer
 from mpitrain.run.checkpoint import load as checkpoint_load
-from mpitrain.run.checkpoint import safetensors_files, save_load, writers
+from mpitrain.run.checkpoint import save_load, writers
 from mpitrain.run.checkpoint.manifest import INDEX, Done
 from mpitrain.transport.threads import run_ranks
 from tests.cases.layouts import LAYOUTS, Described, Layout, kept, load, logical, save

@@ -33,13 +33,26 @@ LAYOUTS = {
     "logits by chunks": (2, ["layout.tp=2", "memory.logit_chunks=4"]),
     "release": (1, ["memory.release_every=1"]),
     "tiled attention": (1, ["memory.attention=tiled", "model.context=80"]),
+    "tiled, dropout": (
+        1,
+        ["memory.attention=tiled", "model.context=80", "model.attention_dropout=0.1"],
+    ),
     "compiled passes": (1, ["device.passes=compiled"]),
     "frozen": (2, ["layout.pp=2", 'model.freeze=["embedding*", "blocks.0*"]']),
-    "bfloat16": (1, ["precision.compute=bfloat16"]),
+    "dropout": (
+        2,
+        [
+            "layout.tp=2",
+            "model.dropout=0.2",
+            "model.attention_dropout=0.1",
+            "memory.recompute=unit",
+        ],
+    ),
+    "bfloat16": (1, ["precision.compute=bfloat16", "model.dropout=0.2"]),
     "float16": (2, ["precision.compute=float16", "layout.tp=2"]),
 }
 SIMULATED = {
-    "kernels": (1, []),
+    "kernels": (1, ["model.dropout=0.2", "model.attention_dropout=0.1"]),
     "kernels, tp": (2, ["layout.tp=2", "layout.sequence_parallel=true"]),
     "kernels, chunks": (1, ["memory.logit_chunks=4", "memory.recompute=unit"]),
     "kernels, pp": (2, ["layout.pp=2", "precision.compute=bfloat16"]),

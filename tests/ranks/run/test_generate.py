@@ -1,4 +1,4 @@
-"""Text that all ranks write together: they compute alike, and rank 0 draws."""
+"""Text that all ranks write together: with a cache the tokens of whole windows, in every layout."""
 
 from itertools import islice
 
@@ -6,39 +6,144 @@ import numpy as np
 import pytest
 
 from mpitrain.config import parse, with_settings
-from mpitrain.errors import TrainingError
+from mpitrain.data.tokenizer import ByteTokenizer
+from mpitrain.errors import ConfigError, TrainingError
+from mpitrain.layers.plain import Attention
+from mpitrain.models.gpt import gpt
+from mpitrain.run import trainer as trainer_module
 from mpitrain.run.build import build
-from mpitrain.run.generate import tokens
+from mpitrain.run.decoding.sampling import Sampling
+from mpitrain.run.generate import Request, continued, texts, tokens
+from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
+from tests.generation import every_text, whole_windows
 
 TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "batch.size=4"]
+EXACT = [*TINY[1:], "model.layers=2", "precision.compute=float64"]
+PROMPTS = [[3, 5, 7], [11], [*range(20)], [2] * 15, [40, 1]]
+COUNT = 40  # goes past the context of 16 several times
+LAYOUTS = {
+    "one rank": (1, []),
+    "tp 2": (2, ["layout.tp=2"]),
+    "tp 2, sequence parallel": (2, ["layout.tp=2", "layout.sequence_parallel=true"]),
+    "pp 2": (2, ["layout.pp=2"]),
+    "pp 2, two chunks": (2, ["layout.pp=2", "pipeline.schedule=interleaved"]),
+    "tp 2, pp 2": (4, ["layout.tp=2", "layout.pp=2", "layout.sequence_parallel=true"]),
+    "dp 3": (3, []),
+    "dp 2, tied, tp 2": (4, ["layout.tp=2", "model.tied=true"]),
+    "zero 3, dp 2, pp 2": (
+        4,
+        ["layout.pp=2", "replication.zero=3", "pipeline.schedule=gpipe", "model.tied=true"],
+    ),
+    "recomputed": (1, ["memory.recompute=attention", "memory.logit_chunks=2"]),
+    "recomputed units, a server": (3, ["memory.recompute=2", "replication.mode=server"]),
+    "async": (2, ["layout.pp=2", "pipeline.schedule=async"]),
+    "simulated kernels, tp 2": (2, ["device.kind=cuda-sim", "layout.tp=2"]),
+    "a context of 1": (1, ["model.context=1"]),
+    "an odd context": (1, ["model.context=5"]),
+}
 
 
-def trainer_of(transport):
-    return build(transport, parse(with_settings({}, TINY))).trainer
+def trainer_of(transport, *settings):
+    return build(transport, parse(with_settings({}, [*TINY, *settings]))).trainer
 
 
-def written(transport, count, stop_after):
-    """The tokens that this rank got, and how often it computed. Seed and wish to stop are its own: rank 0's count."""
-    trainer, forwards = trainer_of(transport), []
-    logits = trainer._asked
-    trainer._asked = lambda *given: (forwards.append(given), logits(*given))[1]
-    drawn = tokens(
-        trainer,
-        [10, 20],
-        0.8,
-        40,
-        seed=transport.rank,
-        stop_requested=lambda: len(forwards) >= stop_after + transport.rank,
-    )
-    return list(islice(drawn, count)), len(forwards)
+def exact(transport, settings):
+    return build(transport, parse(with_settings({}, [*EXACT, *settings]))).trainer
+
+
+def written(transport, settings, caches=True):
+    """The text of each prompt on this rank, and how many leases are left."""
+    trainer = exact(transport, settings)
+    drawn = texts(trainer, PROMPTS, Sampling(0.9, 30, 0.95), 7, COUNT)
+    found = every_text(drawn, len(PROMPTS))
+    if not trainer.grid.is_server:
+        assert trainer.reader(1, 4).caches == caches
+    return found, trainer.arena.live
+
+
+def alone(transport, settings):
+    """The same texts, one by one, without a cache."""
+    trainer = exact(transport, [s for s in settings if s.startswith("model")])
+    return [
+        whole_windows(trainer, prompt, COUNT, Sampling(0.9, 30, 0.95), 7 + index)
+        for index, prompt in enumerate(PROMPTS)
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_cached_batches_write_the_texts_of_whole_windows(layout):
+    ranks, settings = LAYOUTS[layout]
+    (truth,) = run_ranks(1, alone, settings)
+    assert all(len(text) == COUNT for text in truth)
+    for found, live in run_ranks(ranks, written, settings):
+        assert found == truth and live == 0
+
+
+def test_a_model_without_a_cache_writes_the_same(monkeypatch):
+    monkeypatch.setattr(trainer_module, "can_decode", lambda chunks: False)
+    (truth,) = run_ranks(1, alone, [])
+    for ranks, settings in ((1, []), (2, ["layout.pp=2"]), (2, ["layout.tp=2"])):
+        for found, _ in run_ranks(ranks, written, settings, False):
+            assert found == truth
+
+
+def test_texts_end_where_they_are_told_and_the_others_go_on():
+    def write(transport):
+        trainer = exact(transport, [])
+        whole = every_text(texts(trainer, PROMPTS, Sampling(), 0, COUNT), 5)
+        ends = [text[4 + 3 * index] for index, text in enumerate(whole)]
+        some = texts(trainer, PROMPTS, Sampling(), 0, COUNT, lambda i, token: token == ends[i])
+        return whole, ends, every_text(some, 5)
+
+    for ranks in (1, 2):
+        for whole, ends, some in run_ranks(ranks, write):
+            assert some == [
+                text[: text.index(end) + 1] for text, end in zip(whole, ends, strict=True)
+            ]
+
+
+def test_after_the_first_token_nothing_is_allocated():
+    def write(transport):
+        trainer = exact(transport, ["model.context=64"])
+        drawn = texts(trainer, PROMPTS, Sampling(), 0, 30)
+        next(drawn)
+        before = trainer.arena.allocations
+        found = len(list(drawn))
+        return found, trainer.arena.allocations - before
+
+    assert run_ranks(1, write) == [(29, 0)]
+    assert run_ranks(2, write) == [(29, 0)] * 2
 
 
 @pytest.mark.parametrize("count, stop_after, many", [(20, 99, 20), (20, 5, 5), (0, 99, 0)])
-def test_every_rank_computes_as_often_and_gets_the_text_of_one_rank(count, stop_after, many):
-    (alone,) = run_ranks(1, written, count, stop_after)
-    assert len(alone[0]) == alone[1] == many
-    assert run_ranks(3, written, count, stop_after) == [alone] * 3
+def test_every_rank_gets_the_text_that_one_replica_computes(count, stop_after, many):
+    def write(transport):
+        trainer, reads = trainer_of(transport), []
+        make = trainer.reader
+
+        def reader(*sizes):
+            made = make(*sizes)
+            read = made.read
+            made.read = lambda *given: (reads.append(given), read(*given))[1]
+            return made
+
+        trainer.reader = reader
+        drawn = tokens(
+            trainer,
+            [10, 20],
+            0.8,
+            40,
+            seed=3,
+            stop_requested=lambda: len(reads) >= stop_after + transport.rank,
+        )
+        return list(islice(drawn, count)), len(reads)
+
+    (one,) = run_ranks(1, write)
+    assert len(one[0]) == one[1] == many
+    replicas = run_ranks(3, write)
+    assert [text for text, _ in replicas] == [one[0]] * 3
+    assert sorted(reads for _, reads in replicas) == [0, 0, many]
 
 
 def test_a_diverged_model_is_the_same_error_on_every_rank():
@@ -50,3 +155,71 @@ def test_a_diverged_model_is_the_same_error_on_every_rank():
         return found.value.agreed
 
     assert run_ranks(3, write) == [True] * 3
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(ConfigError):
+        run_ranks(1, lambda transport: next(texts(trainer_of(transport), [[1], []], Sampling(), 0)))
+
+
+class Shifted(Attention):
+    """A caller's attention with another forward: the cache of its base class would not fit."""
+
+    def forward(self, w, x, arena):
+        return super().forward(w, x * 2, arena)
+
+
+def test_a_layer_with_its_own_forward_inherits_no_cache():
+    def write(transport, changes):
+        config = parse(with_settings({}, EXACT))
+
+        def units(layers):
+            found = gpt(layers, vocab=256, context=16, width=16, heads=2, depth=1)
+            attention = found[1].layer.inner.children
+            if changes:
+                attention["attention"] = Shifted(layers.ops, 2)
+            return found
+
+        trainer = Trainer(transport, units, config)
+        drawn = every_text(texts(trainer, [[3, 1]], Sampling(), 0, 30), 1)
+        return trainer.reader(1, 4).caches, drawn[0] == whole_windows(
+            trainer, [3, 1], 30, Sampling(), 0
+        )
+
+    for changes in (False, True):
+        assert run_ranks(1, write, changes) == [(not changes, True)]
+
+
+@pytest.mark.parametrize("ranks, batch", [(1, 2), (1, 9), (3, 1)])
+def test_groups_of_prompts_write_what_each_writes_alone(ranks, batch):
+    request = Request(Sampling(), 7, COUNT, ["q", "\x07"])
+
+    def write(transport, prompts, size, seed):
+        trainer, found = exact(transport, []), {}
+        for piece in continued(
+            trainer, ByteTokenizer(), prompts, size, request._replace(seed=seed)
+        ):
+            text, _, _ = found.get(piece.prompt, (b"", "", []))
+            found[piece.prompt] = text + piece.text, piece.ended, piece.tokens
+        return [found[index] for index in range(len(prompts))]
+
+    truth = [run_ranks(1, write, [prompt], 1, 7 + i)[0][0] for i, prompt in enumerate(PROMPTS)]
+    assert {ended for _, ended, _ in truth} == {"stop", "tokens"}
+    assert all(text == bytes(t)[: len(text)] and b"q" not in text for text, _, t in truth)
+    assert run_ranks(ranks, write, PROMPTS, batch, 7) == [truth] * ranks
+
+
+def test_a_text_ends_at_the_context_if_asked_to():
+    prompts = [PROMPTS[0], PROMPTS[3], PROMPTS[4]]
+
+    def write(transport):
+        trainer = exact(transport, [])
+        found = every_text(texts(trainer, prompts, Sampling(), 0, COUNT, cuts=False), 3)
+        truth = [
+            whole_windows(trainer, prompt, COUNT, Sampling(), index, stops=True)
+            for index, prompt in enumerate(prompts)
+        ]
+        return found, truth
+
+    ((found, truth),) = run_ranks(1, write)
+    assert found == truth and list(map(len, found)) == [13, 1, 14]

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpitrain.cli.terminal.progress import Silent
 from mpitrain.config import parse, with_settings
 from mpitrain.data import as_it_is
 from mpitrain.errors import TrainingError
@@ -334,7 +333,7 @@ def test_a_finished_run_says_that_nothing_is_left(book, tmp_path, capsys):
     capsys.readouterr()
     model = tmp_path / "run/checkpoints/step-00000006/model-00001-of-00001.safetensors"
     before = model.stat().st_mtime_ns
-    assert not go(1, book, "yes", watcher=Progress)
+    assert not go(1, book, "yes", watchers=[Progress()])
     said = capsys.readouterr().out
     assert "all 6 steps were done before; to train on, set run.steps to more" in said
     assert records(tmp_path)[-1]["event"] == "end" and model.stat().st_mtime_ns == before
@@ -458,7 +457,7 @@ def test_a_run_stops_by_itself_near_the_end_of_its_job(mode, at, book, tmp_path)
     def run(transport, ends):
         ends = ends if transport.rank == 0 else lambda: None
         return train(
-            transport, lambda: config, "auto", lambda: False, Silent(), lambda: None, ends
+            transport, lambda: config, "auto", lambda: False, (), lambda: None, ends
         ).stopped
 
     assert all(run_ranks(2, lambda own: run(own, lambda: time.time() - 1)))

@@ -6,7 +6,6 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from mpitrain.cli.terminal.progress import Silent
 from mpitrain.config import with_settings
 from mpitrain.data import SOURCES, SourceKind
 from mpitrain.errors import ConfigError
@@ -114,9 +113,7 @@ def configured(*settings):
 
 
 def trained(config, resume="no"):
-    return run_ranks(
-        2, lambda transport: train(transport, lambda: config, resume, lambda: False, Silent())
-    )
+    return run_ranks(2, lambda transport: train(transport, lambda: config, resume, lambda: False))
 
 
 def test_a_toy_model_and_source_work_on_two_replicas(tmp_path):

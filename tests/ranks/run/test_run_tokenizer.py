@@ -12,6 +12,7 @@ from mpitrain.config import Data
 from mpitrain.data import bits_per_byte, open_source, tokenizer_of
 from mpitrain.data.prepare.corpus import Options, prepare
 from mpitrain.data.prepare.documents import Form
+from mpitrain.data.prepare.encode import processes
 from mpitrain.data.prepare.train_tokenizer import train_tokenizer
 from mpitrain.data.source import Reading
 from mpitrain.data.tokenizer import BYTES_FILE, ByteTokenizer
@@ -38,7 +39,7 @@ def corpus(tmp_path_factory):
             else ByteTokenizer()
         )
         options = Options([folder / "in.txt"], found, found.separator, Form(0.2, 0, "text", ""))
-        prepare(options, folder / name, 1)
+        prepare(options, folder / name, processes(1))
     return folder
 
 

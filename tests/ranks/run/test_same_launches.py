@@ -39,6 +39,7 @@ SETTINGS = [
         (2, ["memory.recompute=2", "layout.tp=2", "memory.logit_chunks=3"]),
         (2, ["replication.mode=master"]),
         (3, ["replication.mode=server"]),
+        (1, ["model.dropout=0.2", "model.attention_dropout=0.1", "memory.recompute=unit"]),
         (1, ["optimizer.name=lamb", "precision.compute=bfloat16"]),
         (2, ["optimizer.name=adafactor", "layout.tp=2", "layout.algorithm=ring"]),
         (2, ["optimizer.name=muon", "replication.zero=1"]),

@@ -6,7 +6,6 @@ import os
 import numpy as np
 import pytest
 
-from mpitrain.cli.terminal.progress import Silent
 from mpitrain.config import parse, with_settings
 from mpitrain.data import largest_token
 from mpitrain.errors import DataError
@@ -50,9 +49,7 @@ def settings(tmp_path):
 
 def go(ranks, settings, steps, resume="no"):
     config = parse(with_settings({}, [*settings, f"run.steps={steps}"]))
-    run_ranks(
-        ranks, lambda transport: train(transport, lambda: config, resume, lambda: False, Silent())
-    )
+    run_ranks(ranks, lambda transport: train(transport, lambda: config, resume, lambda: False))
 
 
 def test_each_rank_scans_its_tokens_once_per_version_of_the_file(settings, scans, tmp_path):

@@ -4,6 +4,7 @@ import io
 import os
 import re
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,6 @@ from mpitrain.machine import process
 from mpitrain.optim import learning_rate
 from mpitrain.run.build import Job
 from mpitrain.run.choices import keys, parse
-from mpitrain.run.generate import _draw
 from tests.processes import mpitrain
 
 
@@ -191,8 +191,10 @@ def test_the_sample_is_as_long_as_asked_for_and_ends_when_a_stop_is(monkeypatch,
 
     drawn = []
     trainer = trained("run.sample=30", steps=0)
-    sure = np.where(np.arange(256) == 65, 1e6, 0.0) * np.ones((1, 16, 1))
-    trainer._asked = lambda rows: drawn.append(rows) or sure
+    sure = np.where(np.arange(256) == 65, 1e6, 0.0)[None]
+    trainer.reader = lambda *sizes: SimpleNamespace(
+        read=lambda windows, context: drawn.append(windows) or sure
+    )
     train._print_sample(Finished(trainer), lambda: False)
     assert (
         capsys.readouterr().out == f"a sample of what it writes:\n{'A' * 30}\n" and len(drawn) == 30
@@ -204,10 +206,12 @@ def test_the_sample_is_as_long_as_asked_for_and_ends_when_a_stop_is(monkeypatch,
     assert len(drawn) == 36, "it may not keep the ranks for long"
 
 
-def test_text_is_drawn_from_no_wider_a_window_than_it_needs():
+def test_windows_without_a_cache_are_no_wider_than_they_need(monkeypatch):
+    from mpitrain.run import trainer as module
     from mpitrain.run.generate import tokens
     from tests.unit.run.test_checkpoint import trained
 
+    monkeypatch.setattr(module, "can_decode", lambda chunks: False)
     trainer = trained("model.context=128", steps=1)
     widths = []
     logits = trainer._asked
@@ -250,6 +254,11 @@ def test_open_mpi_gets_what_the_machine_needs(monkeypatch):
     assert "--hostfile hosts" in line and "btl" not in line, "several hosts need their network"
     monkeypatch.setattr(process, "has_driver", lambda: True)
     assert "btl" not in line_for(monkeypatch, "Open MPI", 2)[0], "GPU memory needs other ways"
+
+
+@pytest.mark.parametrize("version, btl", [("4.1.4", "vader"), ("5.0.11", "sm"), ("3.1", "vader")])
+def test_open_mpi_before_5_has_another_name_for_shared_memory(version, btl):
+    assert launch_command.shared_memory_btl(f"Open MPI v{version}, package: Debian") == btl
 
 
 def test_mpich_gets_what_the_machine_needs(monkeypatch):
@@ -364,15 +373,6 @@ def test_the_learning_rate_rises_then_falls_to_a_tenth():
         assert rates[10:] == sorted(rates[10:], reverse=True)
     constant = Optimizer(lr=2.0, warmup=0, schedule="constant")
     assert {learning_rate(constant, step, 5) for step in range(5)} == {2.0}
-
-
-def test_draws_follow_temperature_and_top_k():
-    logits, generator = np.array([0.0, 3.0, 2.0, -1.0]), np.random.default_rng(0)
-    assert _draw(logits, 0, 0, generator) == 1
-    assert {_draw(logits, 5.0, 2, generator) for _ in range(200)} == {1, 2}
-    drawn = np.bincount([_draw(logits, 1.0, 0, generator) for _ in range(4000)], minlength=4) / 4000
-    wanted = np.exp(logits) / np.exp(logits).sum()
-    assert np.all(np.abs(drawn - wanted) < 0.04)
 
 
 def test_a_diverged_model_writes_nothing():

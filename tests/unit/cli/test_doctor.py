@@ -7,10 +7,10 @@ import pytest
 from mpitrain.bench.kernels import host_products
 from mpitrain.bench.kernels.host_products import described
 from mpitrain.bench.kernels.host_products import rates as measured_rates
-from mpitrain.cli import doctor
-from mpitrain.cli.doctor import Rank, share_of_cores, verdict
 from mpitrain.cli.terminal import progress
 from mpitrain.config import parse
+from mpitrain.doctor import facts as doctor
+from mpitrain.doctor.facts import Rank, share_of_cores, verdict
 from mpitrain.machine.process import Launched
 from mpitrain.machine.processor import Processor, processor
 from mpitrain.ops.host import product

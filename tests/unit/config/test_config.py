@@ -195,9 +195,15 @@ def test_a_value_that_is_no_value_of_anything_is_refused_in_few_words(value):
         "run.out",
         "data.source",
         "data.template",
+        "run.init_from",
+        "lora.targets",
+        "lora.init_from",
         "replication.tuning",
         "device.tiles",
         "pipeline.schedule",
+        "run.init_from",
+        "lora.targets",
+        "lora.init_from",
     )  # whatever they say
     for name in {key.name for key in keys()} - set(texts):
         text = refusal(f"{name}={value}")

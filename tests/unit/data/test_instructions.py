@@ -7,6 +7,7 @@ import pytest
 
 from mpitrain.config import Config
 from mpitrain.data import IGNORED, Reading, open_source
+from mpitrain.data.packing import first_fit
 from mpitrain.errors import ConfigError, DataError
 
 PAIRS = [{"prompt": f"{n} + 1?", "answer": str(n + 1)} for n in range(12)]
@@ -80,6 +81,59 @@ def test_an_epoch_has_each_conversation_once(tmp_path):
     whole = source.batch(3, 0, 22, range(22))[0]
     assert len({row.tobytes() for row in whole[:11]}) == 11
     assert np.array_equal(source.batch(3, 9, 4, range(1, 4), before=5)[0], whole[6:9])
+
+
+def answers(targets):
+    """The counted targets of some rows as runs without a gap."""
+    texts = [bytes(np.where(row < 0, 0, row).astype(np.uint8)).split(b"\0") for row in targets]
+    return sorted(run for runs in texts for run in runs if run)
+
+
+def conversations(inputs, targets):
+    """The tokens of some rows, cut before each conversation."""
+    last = np.where(targets[:, -1:] < 0, 0, targets[:, -1:])
+    rows = np.concatenate([inputs, last], 1).astype(np.uint8)
+    texts = [bytes(row).rstrip(b"\0").split(b"user: ") for row in rows]
+    return sorted(text for row in texts for text in row if text)
+
+
+@pytest.mark.parametrize("context", [33, 40, 64, 97, 500])
+def test_packed_rows_train_on_the_same_targets_once_an_epoch(tmp_path, context):
+    pairs = [
+        {"prompt": f"{n} + 1?", "answer": str(n + 1) * (n % 5 + 1)} for n in range(0, 1480, 37)
+    ]
+    alone, packed = (opened(tmp_path, pairs, context, packing=packing) for packing in (False, True))
+    one, other = (
+        source.batch(0, 0, source.samples, range(source.samples)) for source in (alone, packed)
+    )
+    assert answers(one[1]) == answers(other[1]) and conversations(*one) == conversations(*other)
+    assert len(answers(one[1])) == alone.samples == packed.conversations == 36
+    assert (packed.samples < alone.samples / 8) == (context == 500)
+    assert np.array_equal(alone.held_out_rows([0, 1])[0], packed.held_out_rows([0, 1])[0])
+    ranks = [packed.batch(3, 2, 6, range(start, start + 2))[0] for start in (0, 2, 4)]
+    assert np.array_equal(np.concatenate(ranks), packed.batch(3, 2, 6, range(6))[0])
+
+
+def test_a_packed_row_of_one_conversation_is_that_row(tmp_path):
+    long = [{"prompt": "a" * 9, "answer": "b" * (20 + n)} for n in range(6)]
+    alone, packed = (opened(tmp_path, long, 45, packing=packing) for packing in (False, True))
+    rows = [
+        {(x.tobytes(), y.tobytes()) for x, y in zip(*source.batch(0, 0, 5, range(5)), strict=True)}
+        for source in (alone, packed)
+    ]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 64, 301])
+def test_first_fit_puts_each_sequence_once_into_a_row_with_room(count):
+    lengths = np.random.default_rng(count).integers(0, 60, count).tolist()
+    rows = first_fit(lengths, 50)
+    assert sorted(number for row in rows for number in row) == [*range(count)]
+    sums = [sum(min(lengths[number], 50) for number in row) for row in rows]
+    assert all(total <= 50 for total in sums)
+    for number, row in enumerate(rows):  # Each found no room in any earlier row.
+        smallest = min(min(lengths[one], 50) for one in row)
+        assert all(total + smallest > 50 for total in sums[:number]) or not smallest
 
 
 def test_the_defaults_of_the_keys_are_those_of_the_reading():

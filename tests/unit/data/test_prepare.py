@@ -5,15 +5,20 @@ import os
 import random
 import signal
 import sys
+import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
 
-from mpitrain.data.prepare import corpus, documents
+from mpitrain.cli.data.rank_encoders import RankEncoders, serve
+from mpitrain.data.prepare import documents
 from mpitrain.data.prepare.corpus import Options, prepare
 from mpitrain.data.prepare.documents import Form, Position, chunks, inputs
+from mpitrain.data.prepare.encode import processes
 from mpitrain.data.tokenizer import ByteTokenizer, open_tokenizer
 from mpitrain.errors import ConfigError, DataError
+from mpitrain.transport.threads import run_ranks
 
 LINES = [f"{n}: größer 😀 {'x' * (n % 40)}\n" for n in range(300)]
 TEXT = "".join(LINES)
@@ -36,7 +41,7 @@ def written(path, kind, texts=LINES):
 
 def made(folder, paths, form=PLAIN, separator=-1, workers=1, tokenizer=None, **more):
     options = Options(paths, tokenizer or ByteTokenizer(), separator, form)
-    return prepare(options, folder, workers, **more)
+    return prepare(options, folder, processes(workers, 0), **more)
 
 
 def files(folder):
@@ -121,12 +126,46 @@ def test_the_seed_draws_the_documents(tmp_path):
     assert held_out[0] == held_out[2] and held_out[0]["val.bin"] != held_out[1]["val.bin"]
 
 
-def test_processes_give_the_same_files(tmp_path, small_chunks, monkeypatch):
-    monkeypatch.setattr(corpus, "LARGE_WORK", 0)
+def test_processes_give_the_same_files(tmp_path, small_chunks):
     paths = [written(tmp_path, "txt"), written(tmp_path, "jsonl")]
     for workers in (1, 3):
         made(tmp_path / str(workers), paths, workers=workers)
     assert files(tmp_path / "1") == files(tmp_path / "3")
+
+
+def by_ranks(folder, paths, ranks, form=PLAIN, **more):
+    """Prepare with encoders on other ranks."""
+
+    def work(transport):
+        if transport.rank > 0:
+            return serve(transport)
+        with closing(RankEncoders(transport)) as encoders:
+            return prepare(options, folder, encoders.start, **more)
+
+    options = Options(paths, ByteTokenizer(), -1, form)
+    return run_ranks(ranks, work)[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ranks_give_the_files_of_one_process(tmp_path, small_chunks, ranks):
+    paths = [written(tmp_path, "txt"), written(tmp_path, "jsonl")]
+    assert made(tmp_path / "one", paths) == by_ranks(tmp_path / "ranks", paths, ranks)
+    assert files(tmp_path / "one") == files(tmp_path / "ranks")
+
+
+def test_errors_of_inputs_and_of_ranks_end_all_ranks(tmp_path, small_chunks, monkeypatch):
+    (tmp_path / "in.jsonl").write_text('{"text": "' + "a" * 2000 + '"}\n{"body": "b"}\n')
+    with pytest.raises(DataError, match="Line 2"):
+        by_ranks(tmp_path / "line", [tmp_path / "in.jsonl"], 3)
+    with pytest.raises(DataError, match="missing"):
+        by_ranks(tmp_path / "missing", [tmp_path / "missing"], 3)
+
+    def full(*arguments):
+        raise MemoryError("full")
+
+    monkeypatch.setattr("mpitrain.cli.data.rank_encoders.encoded_pieces", full)
+    with pytest.raises(DataError, match=r"rank 1 .* full"):
+        by_ranks(tmp_path / "full", [written(tmp_path, "txt")], 3)
 
 
 def killed_at(line, call):
@@ -150,6 +189,7 @@ def killed_at(line, call):
         return trace
 
     try:
+        threading.settrace(trace)
         sys.settrace(trace)
         call()
         sys.settrace(None)
@@ -158,24 +198,29 @@ def killed_at(line, call):
         os._exit(0)
 
 
+def by_two_ranks(folder, paths, **more):
+    return by_ranks(folder, paths, 2, **more)
+
+
+@pytest.mark.parametrize("make", [made, by_two_ranks])
 def test_after_a_kill_at_any_of_50_points_no_name_is_of_half_a_file_and_it_goes_on(
-    tmp_path, small_chunks
+    tmp_path, small_chunks, make
 ):
     paths, every_chunk = [written(tmp_path, "txt"), written(tmp_path, "jsonl")], []
-    made(tmp_path / "truth", paths, progress=every_chunk.append)
+    make(tmp_path / "truth", paths, progress=every_chunk.append)
     truth = files(tmp_path / "truth")
-    total = killed_at(0, lambda: made(tmp_path / "counted", paths, every=2))
+    total = killed_at(0, lambda: make(tmp_path / "counted", paths, every=2))
     assert total > 300 and files(tmp_path / "counted") == truth
     rng, went_on = random.Random(1), 0
-    points = [*range(total - 20, total), *(rng.randrange(1, total) for _ in range(30))]
+    points = [*range(total - 20, total), *rng.sample(range(1, total - 20), 30)]
     for point in points:
         out = tmp_path / f"{point}"
-        assert killed_at(point, lambda: made(out, paths, every=2)) == -1  # noqa: B023
+        assert killed_at(point, lambda: make(out, paths, every=2)) == -1  # noqa: B023
         found = files(out) if out.exists() else {}
         assert all(found[name] == truth[name] for name in truth.keys() & found.keys())
         assert "train.bin" not in found or truth.keys() <= found.keys()
         read = []
-        made(out, paths, every=2, progress=read.append)
+        make(out, paths, every=2, progress=read.append)
         went_on += len(read) < len(every_chunk)
         assert files(out) == truth
     assert went_on > 30

@@ -8,6 +8,7 @@ import pytest
 
 from mpitrain.data.prepare.corpus import Options, prepare
 from mpitrain.data.prepare.documents import Form
+from mpitrain.data.prepare.encode import processes
 from mpitrain.data.prepare.train_tokenizer import train_tokenizer
 from mpitrain.data.tokenizer import ByteTokenizer, open_tokenizer
 from mpitrain.errors import DataError
@@ -96,7 +97,7 @@ def test_prepared_tokens_decode_to_the_documents(tmp_path):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     found = train_tokenizer(texts, 320, tmp_path / "tokenizer.json")
     options = Options([tmp_path / "in.jsonl"], found, 0, Form(0, 0, "text", ""))
-    facts = prepare(options, tmp_path, 1)
+    facts = prepare(options, tmp_path, processes(1))
     tokens = np.fromfile(tmp_path / "train.bin", "<u2")
     ends = np.flatnonzero(tokens == 0)
     documents = np.split(tokens, ends + 1)[:-1]

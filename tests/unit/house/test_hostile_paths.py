@@ -10,7 +10,6 @@ import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import commands
-from mpitrain.cli.terminal.progress import Silent
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import MpitrainError
 from mpitrain.files import Directory, opened
@@ -136,7 +135,6 @@ def trained(folder, resume="auto", *settings):
         lambda: parse(with_settings(tables, [*settings, f'run.out="{folder}"'])),
         resume,
         lambda: False,
-        Silent(),
     )
 
 

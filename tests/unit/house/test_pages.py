@@ -3,7 +3,7 @@
 import ast
 import re
 import shlex
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 
 import click
@@ -19,10 +19,18 @@ from tests.unit.house.test_imports import FLOORS, PACKAGE, SOURCES, imported_nam
 
 HERE = Path(__file__).parents[3]
 HOUSE, TESTS = HERE / "mpitrain" / "README.md", HERE / "tests" / "README.md"
-PAGES = [HERE / "README.md", TESTS, *sorted((HERE / "mpitrain").rglob("README.md"))]
+COMING_FROM = HERE / "mpitrain" / "COMING_FROM.md"
+PAGES = [
+    HERE / "README.md",
+    TESTS,
+    COMING_FROM,
+    *sorted((HERE / "mpitrain").rglob("README.md")),
+]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 every_page = pytest.mark.parametrize(
-    "page", PAGES, ids=[str(page.parent.relative_to(HERE)) for page in PAGES]
+    "page",
+    PAGES,
+    ids=[str((page if page == COMING_FROM else page.parent).relative_to(HERE)) for page in PAGES],
 )
 
 
@@ -124,11 +132,17 @@ def test_tests_and_jobs_that_a_page_names_are_there(page):
 
 
 @every_page
-def test_a_command_on_a_page_has_the_options_and_settings_that_it_takes(page, monkeypatch):
+def test_a_command_on_a_page_has_the_options_and_settings_that_it_takes(
+    page, monkeypatch, tmp_path
+):
     read = []
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").touch()  # The user's own, which settings may name.
     monkeypatch.setattr(
         click.Command, "invoke", lambda self, context: read.append(context.params)
     )  # and does nothing
+    # A page may name a folder of initial parameters, which is not there.
+    monkeypatch.setattr("mpitrain.run.choices.with_keys_of_folder", lambda tables: tables)
     for words in commands_on(page):
         while words:
             read.clear()
@@ -151,7 +165,7 @@ def commands_on(page):
             language, ()
         ):
             for _, group in groupby(shlex.split(line, comments=True), "&&".__eq__):
-                words = list(group)
+                words = list(takewhile(lambda word: word not in (">", "|"), group))
                 called = [
                     place for place, word in enumerate(words) if Path(word).name == "mpitrain"
                 ]
@@ -172,3 +186,25 @@ def test_configuration_keys_that_a_page_names_are_there(page):
             or code.partition(".")[0] not in sections
             or (HERE / "mpitrain" / code).exists()
         ), code
+
+
+def test_our_side_of_the_page_for_users_of_other_systems_exists():
+    """Every value of a key is accepted, and every option of `train` is one."""
+    options = {
+        name for option in commands.get_command(None, "train").params for name in option.opts
+    }
+    keys_named = 0
+    for theirs, ours in re.findall(r"^\| (.*?) \| (.*) \|$", COMING_FROM.read_text(), re.M):
+        codes = re.findall(r"`([^`]+)`", ours)
+        settings = [
+            code for code in codes if re.fullmatch(r"\w+\.\w+=\S+", code) and "FILE" not in code
+        ]
+        for code in codes:
+            if found := re.fullmatch(r"(\w+\.\w+)=(\S+)", code):
+                keys_named += 1
+                assert found[1] in {key.name for key in keys()}, (theirs, code)
+                if code in settings:  # The last one wins, and others of the row may be needed.
+                    parse(with_settings({}, [*settings, code]))
+            elif code.startswith("--"):
+                assert code in options, (theirs, code)
+    assert keys_named > 20

@@ -15,6 +15,7 @@ from mpitrain.ops.host import attention as chosen
 from mpitrain.ops.host import attention_tiled, attention_tiled_backward, attention_whole
 from mpitrain.ops.host.blocks import Tile
 from mpitrain.ops.host.rounded import rounded
+from mpitrain.ops.random_bits import AttentionMask
 from tests.laws.operations import TOLERANCE, OperationLaws
 from tests.laws.transport import laws_of
 from tests.training import configured
@@ -193,3 +194,20 @@ def test_kernels_compute_in_tiles_alone():
             configured(f"device.kind={kind}", "memory.attention=whole")
     with pytest.raises(ConfigError, match="attention must be"):
         configured("memory.attention=flash")
+
+
+@pytest.mark.parametrize("tile", [*TILES, Tile(64, 224)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_dropout_of_any_tiles_has_the_mask_of_the_definition(shape, tile):
+    batch, length, heads, width = shape
+    given = (5, 3), 2, 2**20 + 3, heads + 2, 0.3
+    qkv, dy = (drawn(n, batch, length, n * heads * width) for n in (3, 1))
+    truth, saved = reference.attention_dropout(qkv, heads, *given, None)
+    gradient = reference.attention_dropout_backward(dy, saved, None)
+    drop = AttentionMask(*given, length)
+    for y, state in (
+        attention_tiled.attended(qkv, heads, drop, Arena(), tile),
+        attention_whole.attended(qkv, heads, drop, Arena()),
+    ):
+        assert np.all(np.abs(y - truth) <= TOLERANCE["float64"])
+        assert np.all(np.abs(state.backward(dy, Arena()) - gradient) <= TOLERANCE["float64"])

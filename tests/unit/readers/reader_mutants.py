@@ -16,12 +16,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 SOURCES = {
     "manifests": ("run/checkpoint/structure.py", "run/checkpoint/manifest.py"),
-    "headers": ("run/checkpoint/header.py", "run/checkpoint/load.py"),
+    "headers": ("formats/header.py", "run/checkpoint/load.py"),
     "tuning": ("collectives/selection/tuning.py", "strict_json.py"),
     "tiles": ("ops/cuda/tiles.py",),
     "traces": ("trace/read.py", "report/schedule_comparison.py"),
     "metrics": ("run/metrics.py", "bench/plot_loss.py"),
     "tokens": ("data/token_files.py",),
+    "conversations": ("data/instructions.py", "strict_json.py"),
+    "arrays": ("data/token_files.py",),
+    "images": ("data/samples.py",),
 }
 LIMITS = {
     "ge",

@@ -9,9 +9,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from mpitrain.run.checkpoint.header import located
+from mpitrain.formats.header import located
 from tests.processes import SECONDS
 from tests.unit.readers.fuzz_checkpoints import Manifests
+from tests.unit.readers.fuzz_data import Arrays, Conversations, Images
 from tests.unit.readers.fuzz_headers import Headers
 from tests.unit.readers.fuzz_metrics import Metrics
 from tests.unit.readers.fuzz_readers import INVALID, emptied, verdict
@@ -30,6 +31,9 @@ FORMATS = {
     "traces": Traces,
     "metrics": Metrics,
     "tokens": Tokens,
+    "conversations": Conversations,
+    "arrays": Arrays,
+    "images": Images,
 }
 CHEAP = ("tuning", "tiles", "configurations", "metrics", "tokens")
 CPU_SECONDS, ROOM = 2, 200_000  # for a case, and KiB for all

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpitrain.cli.terminal.progress import Silent
 from mpitrain.cli.train import _configured
 from mpitrain.collectives.selection.tuning import DEFAULT, write_tuning
 from mpitrain.config import read_toml, with_settings
@@ -22,6 +21,7 @@ from mpitrain.run.choices import parse
 from mpitrain.run.loop import train
 from mpitrain.run.open_run import configured, open_run
 from mpitrain.run.run_dir import configuration, look
+from mpitrain.run.watching.watcher import Watcher
 from mpitrain.transport.threads import run_ranks
 
 TINY = [
@@ -45,7 +45,7 @@ def trained(folder, *settings, resume="no", ranks=1, base=TINY):
             {**tables, "layout": {}}, [*([] if tables else base), *settings, f'run.out="{folder}"']
         )
     )
-    run_ranks(ranks, train, lambda: config, resume, lambda: False, Silent())
+    run_ranks(ranks, train, lambda: config, resume, lambda: False)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return {r["step"]: r["loss"] for r in map(json.loads, lines) if "loss" in r}
 
@@ -125,7 +125,7 @@ def test_a_resumed_run_holds_out_what_it_began_with(tmp_path):
         typed = parse(
             with_settings({}, [*tokens, "run.steps=6", f'run.out="{tmp_path / name}"'])
         )  # as a file says it
-        run_ranks(1, train, lambda typed=typed: typed, "yes", lambda: False, Silent())
+        run_ranks(1, train, lambda typed=typed: typed, "yes", lambda: False)
         opened = run_ranks(
             1,
             lambda transport, name: (
@@ -148,8 +148,8 @@ def test_a_resumed_run_holds_out_what_it_began_with(tmp_path):
 def killed_at(step):
     """A watcher under which a run dies in `step`."""
 
-    class Killed(Silent):
-        def stepped(self, now, loss):
+    class Killed(Watcher):
+        def on_step(self, now, result):
             if now == step:
                 raise KeyboardInterrupt
 
@@ -160,12 +160,12 @@ def killed_at(step):
 def test_a_run_without_a_checkpoint_prints_how_to_start_it_again(tmp_path, resume):
     tables = with_settings({}, [*TINY, f'run.out="{tmp_path}"'])
     with pytest.raises(KeyboardInterrupt):
-        run_ranks(1, train, lambda: parse(tables), "no", lambda: False, killed_at(2))
+        run_ranks(1, train, lambda: parse(tables), "no", lambda: False, [killed_at(2)])
     with pytest.raises(ConfigError, match="--resume=auto"):
-        run_ranks(1, train, lambda: parse(tables), resume, lambda: False, Silent())
-    run_ranks(1, train, lambda: parse(tables), "auto", lambda: False, Silent())
+        run_ranks(1, train, lambda: parse(tables), resume, lambda: False)
+    run_ranks(1, train, lambda: parse(tables), "auto", lambda: False)
     with pytest.raises(ConfigError, match="Add --resume to go on"):
-        run_ranks(1, train, lambda: parse(tables), "no", lambda: False, Silent())
+        run_ranks(1, train, lambda: parse(tables), "no", lambda: False)
 
 
 def test_a_run_whose_configuration_is_gone_is_not_started_over(folder):
@@ -176,7 +176,7 @@ def test_a_run_whose_configuration_is_gone_is_not_started_over(folder):
         ("no", "already holds a run"),
     ):
         with pytest.raises(ConfigError, match=complaint):
-            run_ranks(1, train, lambda: parse(tables), resume, lambda: False, Silent())
+            run_ranks(1, train, lambda: parse(tables), resume, lambda: False)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL])
@@ -349,7 +349,7 @@ def test_a_configuration_that_does_not_say_everything_is_refused(folder, damage,
         configuration(folder)
     config = parse(with_settings({}, [*TINY, f'run.out="{folder}"', "run.steps=4"]))
     with pytest.raises(ConfigError, match=complaint):
-        run_ranks(2, train, lambda: config, "yes", lambda: False, Silent())
+        run_ranks(2, train, lambda: config, "yes", lambda: False)
 
 
 def test_keys_that_a_later_version_has_added_are_no_damage(folder):

@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -22,6 +23,8 @@ from mpitrain.strict_json import validated
 
 INNER = 3
 """The number of names below the run directory in a path: checkpoints/, the checkpoint, the file."""
+INDEX = "model.safetensors.index.json"
+"""The name of the index of several safetensors files."""
 
 DTYPES = {
     "float64": "F64",
@@ -33,6 +36,15 @@ DTYPES = {
     "uint8": "U8",
 }
 NUMPY = {name: np.dtype(dtype) for dtype, name in DTYPES.items()}
+CODES = {**DTYPES, "bfloat16": "BF16"}
+"""Names in a header of the dtypes that mpitrain writes."""
+FLOATS = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+"""The dtypes of parameters that mpitrain reads in folders of other projects."""
 WIDTHS = {
     "F64": 8,
     "F32": 4,
@@ -82,12 +94,14 @@ class Located(NamedTuple):
 
     dtype  the name of the dtype in the header
     start  offset of the tensor in the file, in bytes
+    inner  how many names at the end of the path must not be links
     """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     start: int
+    inner: int = INNER
 
     @property
     def numpy(self) -> np.dtype:
@@ -99,13 +113,14 @@ class Located(NamedTuple):
         return NUMPY[self.dtype]
 
 
-def located(path: Path) -> tuple[dict[str, str], dict[str, Located]]:
+def located(path: Path, inner: int = INNER) -> tuple[dict[str, str], dict[str, Located]]:
     """Return the metadata of a safetensors file, perhaps {}, and the location of each tensor.
 
+    inner   how many names at the end of the path must not be links
     raises  OSError if the file cannot be read; ValueError, which names the file, if it breaks a
             rule of the format
     """
-    with reading(path, INNER) as file:
+    with reading(path, inner) as file:
         size, head = os.fstat(file.fileno()).st_size, file.read(8)
         length = int.from_bytes(head, "little")
         if not 2 <= length <= min(MOST, size - 8):
@@ -118,7 +133,9 @@ def located(path: Path) -> tuple[dict[str, str], dict[str, Located]]:
     except ValueError as error:
         raise ValueError(f"the header of {path.name} is damaged: {error}") from None
     return header.metadata or {}, {
-        name: Located(path, tensor.dtype, tuple(tensor.shape), 8 + length + tensor.data_offsets[0])
+        name: Located(
+            path, tensor.dtype, tuple(tensor.shape), 8 + length + tensor.data_offsets[0], inner
+        )
         for name, tensor in tensors.items()
     }
 

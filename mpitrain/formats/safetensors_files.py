@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from mpitrain.files import opened
-from mpitrain.run.checkpoint.header import DTYPES, INNER
+from mpitrain.formats.header import CODES, INNER
 
 BLOCK = 16 << 20
 """Bytes per block of a file; each block has its own SHA-256."""
@@ -33,14 +33,16 @@ class Writing:
 
     `close` raises the errors of the constructor and of `write`. So a rank with a full disk still
     receives the messages of other ranks, and does not block them.
+
+    inner  how many names at the end of the path must not be links
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, inner: int = INNER):
         self._nbytes, self._digests, self._digest = 0, list[str](), hashlib.sha256()
         self._file: BinaryIO | None = None
         self._error: OSError | None = None
         try:
-            with opened(path.parent, INNER - 1) as folder:
+            with opened(path.parent, inner - 1) as folder:
                 self._file = os.fdopen(folder.create(path.name), "wb")
         except OSError as error:
             self._error = error
@@ -92,14 +94,15 @@ class WritingTensors(Writing):
         path: Path,
         tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
         metadata: Mapping[str, str],
+        inner: int = INNER,
     ):
-        super().__init__(path)
+        super().__init__(path, inner)
         header: dict[str, Any] = {"__metadata__": metadata}
         stop = 0
         for name, (dtype, shape) in tensors.items():
             start, stop = stop, stop + prod(shape) * dtype.itemsize
             header[name] = {
-                "dtype": DTYPES[dtype.name],
+                "dtype": CODES[dtype.name],
                 "shape": shape,
                 "data_offsets": [start, stop],
             }

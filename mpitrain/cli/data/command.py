@@ -10,7 +10,7 @@ import click
 
 from mpitrain.cli import STOPPED, Group
 from mpitrain.cli.numbers import finite
-from mpitrain.cli.session import MOST
+from mpitrain.cli.session import MOST, mpi_session
 from mpitrain.errors import visible
 from mpitrain.machine import process
 
@@ -42,8 +42,8 @@ BAR = "{percentage:3.0f}% |{bar}| {remaining} left"
 def command() -> None:
     """Make files of tokens from text, train tokenizers, and show files of tokens.
 
-    These commands need one process and no MPI. A tokenizer file needs the package tokenizers: pip
-    install 'mpitrain[text]'.
+    These commands need one process and no MPI; prepare can also use the ranks of an MPI job. A
+    tokenizer file needs the package tokenizers: pip install 'mpitrain[text]'.
     """
 
 
@@ -86,7 +86,7 @@ def command() -> None:
     "--workers",
     type=click.IntRange(1, 256),
     metavar="N",
-    help="Number of processes (default: one per core).",
+    help="Number of processes (default: one per core); not for several ranks.",
 )
 def prepare(
     inputs: tuple[Path, ...],
@@ -102,29 +102,50 @@ def prepare(
     """Write the tokens of text files, lines of JSON (.jsonl) or Parquet files.
 
     An interrupted command goes on if it is typed again. No file has its name before it is
-    complete.
+    complete. In an MPI job all ranks encode: mpitrain launch -n 4 -- data prepare ...
     """
-    if process.launched().rank > 0:
-        return  # only rank 0 prepares
+    from mpitrain.data.prepare.documents import Form
+
+    form = Form(fraction, seed, field, mark)
+    if process.launched().size == 1:
+        from mpitrain.data.prepare.encode import processes
+
+        _prepare(inputs, name, out, separator, form, processes(workers or process.cores()))
+        return
+    if workers:
+        raise click.UsageError("--workers is for one process; here the ranks encode.")
+    with mpi_session() as transport:
+        from mpitrain.cli.data.rank_encoders import RankEncoders, serve
+        from mpitrain.transport.agreement import on_all_ranks
+
+        def on_root() -> None:
+            with closing(RankEncoders(transport)) as ranks:
+                _prepare(inputs, name, out, separator, form, ranks.start)
+
+        on_all_ranks(transport, on_root if transport.rank == 0 else lambda: serve(transport))
+
+
+def _prepare(
+    inputs: tuple[Path, ...], name: str, out: Path, separator: str | None, form: Any, start: Any
+) -> None:
+    """Write the files with a progress bar, and print their sizes.
+
+    form   as `documents.Form`
+    start  see `encode.Start`
+    """
     from mpitrain.cli.terminal.progress import bar
     from mpitrain.data.prepare.corpus import Options, prepare
-    from mpitrain.data.prepare.documents import Form
     from mpitrain.data.prepare.documents import inputs as sizes
     from mpitrain.data.tokenizer import read_tokenizer
 
     tokenizer = read_tokenizer(name)
-    options = Options(
-        inputs, tokenizer, _separator(separator, tokenizer), Form(fraction, seed, field, mark)
-    )
+    options = Options(inputs, tokenizer, _separator(separator, tokenizer), form)
     total = sum(one.nbytes for one in sizes(inputs))
     try:
         with closing(bar(total, form=BAR)) as shown:
             shown.leave = False
             facts = prepare(
-                options,
-                out,
-                workers or process.cores(),
-                lambda nbytes: shown.update(nbytes - shown.n) and None,
+                options, out, start, lambda nbytes: shown.update(nbytes - shown.n) and None
             )
     except KeyboardInterrupt:
         click.echo(f"stopped; the same command goes on in {visible(str(out))}")

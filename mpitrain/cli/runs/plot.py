@@ -1,6 +1,5 @@
 """`mpitrain plot`: draws the loss curves of runs into one picture."""
 
-import os
 from pathlib import Path
 
 import click
@@ -37,21 +36,14 @@ def command(runs: tuple[Path, ...], out: Path, over: str, is_log: bool) -> None:
     Needs matplotlib: pip install 'mpitrain[report]'.
     """
     from mpitrain.bench.plot_loss import draw
-    from mpitrain.errors import ConfigError
     from mpitrain.files import cannot_write
     from mpitrain.plots import check_drawable
-    from mpitrain.run.metrics import read_metrics
-    from mpitrain.run.run_dir import METRICS
+    from mpitrain.run.run_dir import metrics_of
 
     if process.launched().rank > 0:
         return  # only rank 0 draws
     check_drawable(out, "--out")
-    found = {str(run): read_metrics(run / METRICS) for run in runs}
-    for run, records in found.items():
-        if not records and not os.path.lexists(os.path.join(run, METRICS)):
-            raise ConfigError(
-                f"There is no run in {run}: it has no {METRICS}.", "Name directories of runs."
-            )
+    found = {str(run): metrics_of(run) for run in runs}
     try:
         draw(found, over, is_log, out)
     except OSError as error:

@@ -1,0 +1,131 @@
+"""`mpitrain bench generate`: measures text generation, in turns with whole windows and a peer."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mpitrain.cli.bench.options import CSV, JSON, write_rows
+from mpitrain.cli.job_options import DEVICE, PP, SET, TP, changes, configured
+from mpitrain.cli.output_checks import Outputs, check_files
+from mpitrain.cli.session import MOST, mpi_session
+
+
+@click.command("generate")
+@DEVICE
+@TP
+@PP
+@click.option(
+    "--tokens",
+    "count",
+    type=click.IntRange(1, MOST),
+    help="Tokens after each prompt, within the context.  [default: fill the context]",
+)
+@click.option(
+    "--prompt-tokens",
+    type=click.IntRange(1, MOST),
+    default=1,
+    show_default=True,
+    help="Tokens of each prompt.",
+)
+@click.option(
+    "--batch", type=click.IntRange(1, MOST), default=1, show_default=True, help="Prompts."
+)
+@click.option("--windows", is_flag=True, help="Also measure whole windows, without a cache.")
+@click.option(
+    "--blocks",
+    type=click.IntRange(1, MOST),
+    default=5,
+    show_default=True,
+    help="Turns of each side.",
+)
+@SET
+@JSON
+@CSV
+def command(
+    count: int | None,
+    prompt_tokens: int,
+    batch: int,
+    windows: bool,
+    blocks: int,
+    settings: tuple[str, ...],
+    json_file: Path | None,
+    csv_file: Path | None,
+    **options: Any,
+) -> None:
+    """Measure the generation of the most likely tokens, by a model with random weights.
+
+    The package transformers is measured in turns, with the same weights and threads, if it is
+    installed and there is one rank on the CPU.
+
+    \b
+    ratio  time relative to the first side
+    #same  tokens equal to those of the first side, up to the first other one
+    """
+    changed = changes(settings, **options)
+
+    def read() -> Any:
+        return configured(None, ["layout.dp=1", *changed])
+
+    with mpi_session(kind=lambda: read().device.kind) as transport:
+        from importlib.util import find_spec
+
+        import numpy as np
+
+        from mpitrain.bench.generation.sides import Cached, Side, WholeWindows, measure, table
+        from mpitrain.data import Unopened
+        from mpitrain.errors import ConfigError
+        from mpitrain.run.build import build
+        from mpitrain.run.decoding.prompts import check_writes
+        from mpitrain.transport.agreement import on_all_ranks
+
+        def checked() -> Any:
+            check_files(transport.rank, [json_file, csv_file])
+            found = read()
+            check_writes(found.model.kind)
+            if prompt_tokens + (count or 1) > found.model.context + 1:
+                raise ConfigError(
+                    f"Prompt and tokens fit into model.context {found.model.context}, but there are "
+                    f"{prompt_tokens} + {count or 1}.",
+                    "Lower --tokens or --prompt-tokens, or raise model.context.",
+                )
+            if windows and transport.size > 1:
+                raise ConfigError(
+                    f"--windows measures one rank, but there are {transport.size}.", "Leave it out."
+                )
+            return found
+
+        config = on_all_ranks(transport, checked)
+        vocabulary, context = config.data.vocabulary or 256, config.model.context
+        many = count or context - prompt_tokens
+        source = Unopened("tokens", (context,), vocabulary, vocabulary)
+        trainer = build(transport, config, source=source).trainer
+        sides: list[Side] = [Cached(trainer)]
+        if windows:
+            sides.append(WholeWindows(trainer))
+        is_cpu = trainer.config.device.kind == "cpu" and config.precision.compute == "float32"
+        if transport.size == 1 and is_cpu and find_spec("transformers"):
+            from mpitrain.bench.generation.transformers_peer import Transformers
+
+            sides.append(Transformers(config.model, vocabulary, trainer.tensors()))
+        prompts = np.random.default_rng(0).integers(vocabulary, size=(batch, prompt_tokens))
+        rows = measure(sides, prompts.tolist(), many, blocks)
+        outputs = Outputs()
+        if transport.rank == 0:
+            shape = {
+                "parameters": trainer.parameter_count,
+                "layers": config.model.layers,
+                "width": config.model.width,
+                "context": context,
+                "vocabulary": vocabulary,
+                "batch": batch,
+                "prompt_tokens": prompt_tokens,
+                "ranks": transport.size,
+            }
+            click.echo(", ".join(f"{name} {number:,}" for name, number in shape.items()))
+            click.echo("\n".join(table(rows)))
+            write_rows(
+                outputs, json_file, csv_file, {**shape, "arguments": sys.argv[1:]}, list(rows)
+            )
+        on_all_ranks(transport, outputs.settle)

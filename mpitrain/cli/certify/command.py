@@ -1,0 +1,225 @@
+"""`mpitrain certify`: a verdict on every node of a machine, for users and for its operators."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mpitrain.cli.doctor import FOLDER, check_folder, write_document
+from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.session import mpi_session
+from mpitrain.errors import ConfigError, on_every_rank
+from mpitrain.machine import process
+
+LEAST_ROUNDS = 5
+
+
+def _absent(context: Any, option: Any, entries: tuple[str, ...]) -> dict[str, str]:
+    """Return {node: reason} of the options --absent NODE=REASON."""
+    found = {}
+    for entry in entries:
+        node, equals, reason = entry.partition("=")
+        if not node or not equals:
+            raise click.BadParameter(f"{entry!r} is not NODE=REASON.")
+        found[node] = reason
+    return found
+
+
+@click.command()
+@click.option(
+    "--hosts",
+    default="",
+    metavar="A:4,B:4",
+    help="Probe these nodes from outside MPI, then start so many ranks on each that answers.",
+)
+@click.option(
+    "--hostfile", type=click.Path(path_type=Path), help="File of such nodes, as for launch."
+)
+@click.option("--ppn", type=click.IntRange(min=1), help="Ranks of each node of --hosts.")
+@click.option(
+    "--agent",
+    metavar="'WORDS'",
+    help="Words that run a command on a node, before its name.  [default: ssh; srun in a Slurm job]",
+)
+@click.option(
+    "--with",
+    "extra",
+    multiple=True,
+    metavar="'OPTIONS'",
+    help="With --hosts: options for mpirun, mpiexec or srun, as for launch (repeatable).",
+)
+@click.option(
+    "--expect",
+    type=click.Path(path_type=Path),
+    help="A TOML file of limits: nodes, gemm_GFLOPs, memory_GBs, link_GBs, link_us, ratio, shm_MB.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(LEAST_ROUNDS, 1000),
+    default=LEAST_ROUNDS,
+    show_default=True,
+    help="Samples of the speed of each rank; the fastest counts.",
+)
+@FOLDER
+@click.option(
+    "--absent",
+    multiple=True,
+    metavar="NODE=REASON",
+    callback=_absent,
+    help="A node that did not answer, and fails (repeatable). --hosts sets it.",
+)
+@output_option("--json", "Write verdicts and all measurements to this JSON file.")
+@output_option("--junit", "Write a JUnit file: a test case for each node.")
+def command(
+    hosts: str,
+    hostfile: Path | None,
+    ppn: int | None,
+    agent: str | None,
+    extra: tuple[str, ...],
+    **options: Any,
+) -> None:
+    """Measure every node, and print PASS or FAIL for each with the reason.
+
+    From outside MPI, by node names: mpitrain certify --hosts a:4,b:4. On ranks that run already:
+    mpitrain launch -n 8 -- certify. With one rank per node, memory and products have no other work.
+
+    It runs the probes of `doctor`, all pairs of nodes, every collective, matrix products and memory
+    of each rank, one seeded step alone on each rank, a run on other nodes, and a resumed run. A
+    slow link fails a node only if all its links are slow. Without --expect, a node is compared with
+    the median of all nodes. The exit code is 1 if anything fails.
+    """
+    if hosts or hostfile:
+        from mpitrain.cli.launch.placement import placement
+
+        nodes = placement(hosts, hostfile, ppn or 0, "").hosts
+        sys.exit(_from_outside(nodes, agent, extra, options))
+    if agent or extra or ppn:
+        raise click.UsageError("--ppn, --agent and --with need --hosts or --hostfile.")
+    with mpi_session() as transport:
+        passes = _certify(transport, options)
+    sys.exit(0 if passes else 1)
+
+
+def _from_outside(
+    nodes: dict[str, int], agent: str | None, extra: tuple[str, ...], options: dict[str, Any]
+) -> int:
+    """Probe the nodes, then start `certify` on ranks of those that answer; return the exit code."""
+    from mpitrain.cli.certify.nodes import agent_for, probe
+
+    if process.launched().size > 1:
+        raise on_every_rank(
+            ConfigError(
+                f"--hosts starts ranks itself, but {process.launched().launcher} started this command.",
+                "Leave out --hosts, or the launcher.",
+            )
+        )
+    if options["expect"]:
+        from mpitrain.certify.limits import read_limits
+
+        read_limits(options["expect"])
+    words = shlex.split(agent) if agent else agent_for(os.environ)
+    click.echo(f"certify: {len(nodes)} node(s) from outside MPI", err=True)
+    absent = {**options["absent"], **probe(list(nodes), words)}
+    present = {node: ranks for node, ranks in nodes.items() if node not in absent}
+    for node in absent.keys() & nodes.keys():
+        click.echo(f"certify: {node}: {absent[node]}", err=True)
+    if not present:
+        return _nobody(absent, options)
+    listed = ",".join(f"{node}:{ranks}" for node, ranks in present.items())
+    line = [sys.executable, "-m", "mpitrain", "launch", "--hosts", listed]
+    line += [word for words in extra for word in ("--with", words)] + ["--", "certify"]
+    line += [word for node, why in absent.items() for word in ("--absent", f"{node}={why}")]
+    line += ["--rounds", str(options["rounds"]), "--dir", str(options["folder"].absolute())]
+    for name, key in (("expect", "expect"), ("json", "json_file"), ("junit", "junit_file")):
+        if options[key]:
+            line += [f"--{name}", str(options[key].absolute())]
+    return subprocess.run(line).returncode
+
+
+def _nobody(absent: dict[str, str], options: dict[str, Any]) -> int:
+    """Report that no node answered; return the exit code."""
+    from mpitrain.certify.evidence import Evidence, Jobs
+    from mpitrain.certify.limits import Limits
+    from mpitrain.certify.verdict import judge
+
+    evidence = Evidence([], [], [], [], 0, [], [], Jobs(), absent)
+    outputs = Outputs()
+    _show(evidence, judge(evidence, Limits()), {}, options, outputs)
+    outputs.settle()
+    return 1
+
+
+def _certify(transport: Any, options: dict[str, Any]) -> bool:
+    """Measure, judge and print; return whether everything passes."""
+    from mpitrain.bench.collectives.header import header
+    from mpitrain.certify.collect import collect
+    from mpitrain.certify.evidence import Finding
+    from mpitrain.certify.limits import Limits, read_limits
+    from mpitrain.certify.speeds import sampler
+    from mpitrain.certify.verdict import judge
+    from mpitrain.doctor.probes import examine
+    from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
+
+    folder, expect = options["folder"], options["expect"]
+    files = options["json_file"], options["junit_file"]
+    is_root = transport.rank == 0
+
+    def limits() -> dict[str, Any]:
+        # Rank 0 alone reads the file: other hosts may not have it.
+        return (read_limits(expect) if expect and is_root else Limits()).model_dump()
+
+    found = Limits(**from_all_ranks(transport, limits)[0])
+    on_all_ranks(transport, lambda: check_folder(folder))
+    on_all_ranks(transport, lambda: check_files(transport.rank, files))
+
+    def findings() -> list[Finding]:
+        return [
+            Finding(*problem)
+            for seen in examine(transport, folder)
+            if seen.is_fatal
+            for problem in seen.problems
+        ]
+
+    def say(text: str) -> None:
+        if is_root:
+            click.echo(f"certify: {text}", err=True)
+
+    evidence = collect(
+        transport,
+        found,
+        folder,
+        options["rounds"],
+        sampler(),
+        findings,
+        options["absent"],
+        say,
+    )
+    certificate, outputs = judge(evidence, found), Outputs()
+    facts = header(transport, "certify", "cpu", sys.argv[1:])
+    if is_root:
+        _show(evidence, certificate, facts, options, outputs)
+    on_all_ranks(transport, outputs.settle)
+    return certificate.passes
+
+
+def _show(
+    evidence: Any,
+    certificate: Any,
+    facts: dict[str, Any],
+    options: dict[str, Any],
+    outputs: Outputs,
+) -> None:
+    """Print the verdicts and write the files."""
+    from mpitrain.certify.report import document, junit, lines
+    from mpitrain.files import write_whole
+
+    click.echo("\n".join(lines(evidence, certificate)))
+    if options["json_file"]:
+        write_document(outputs, options["json_file"], document(evidence, certificate, facts))
+    if options["junit_file"]:
+        with outputs.to(options["junit_file"]):
+            write_whole(options["junit_file"], junit(certificate))

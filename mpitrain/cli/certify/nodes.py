@@ -1,0 +1,57 @@
+"""A probe of each node from outside MPI."""
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from mpitrain import __version__
+
+SECONDS = 20.0
+"""Time in which a node must answer."""
+ASK = "import mpitrain; print('mpitrain', mpitrain.__version__)"
+
+
+def agent_for(environ: Mapping[str, str]) -> list[str]:
+    """Return the words that run a command on a node, to be followed by its name: srun, else ssh."""
+    if "SLURM_JOB_ID" in environ:
+        return ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--nodelist"]
+    return ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={SECONDS:.0f}"]
+
+
+def probe(nodes: Sequence[str], agent: Sequence[str], seconds: float = SECONDS) -> dict[str, str]:
+    """Start this Python on every node at the same time; return {node: reason} of those that fail.
+
+    agent  words that run a command on a node, without its name
+    """
+    with ThreadPoolExecutor(min(64, len(nodes))) as pool:
+        answers = pool.map(lambda node: _answer(node, agent, seconds), nodes)
+        return {node: why for node, why in zip(nodes, answers, strict=True) if why}
+
+
+def _answer(node: str, agent: Sequence[str], seconds: float) -> str:
+    """Return why a node cannot be used; "" if it runs the same version of mpitrain."""
+    words = [sys.executable, "-c", ASK]
+    # ssh passes a line to a shell on the node; srun passes words.
+    tail = words if agent[0].endswith("srun") else [shlex.join(words)]
+    try:
+        done = subprocess.run(
+            [*agent, node, *tail],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        return f"it does not answer within {seconds:g} s"
+    except OSError as error:
+        return f"{agent[0]} cannot be started: {error.strerror}"
+    answer = done.stdout.strip().splitlines()[-1:]
+    if answer == [f"mpitrain {__version__}"]:
+        return ""
+    if answer and answer[0].startswith("mpitrain "):
+        return f"it has {answer[0]}, and this is {__version__}"
+    said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+    return f"it cannot start Python: {said[0]}"

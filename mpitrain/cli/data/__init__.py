@@ -1,0 +1,1 @@
+"""`mpitrain data`, and its encoding of text on MPI ranks."""

@@ -1,0 +1,87 @@
+"""`mpitrain export`: writes a checkpoint as a folder that programs of other projects load."""
+
+import re
+from pathlib import Path
+
+import click
+
+from mpitrain.cli.job_options import PLUGINS, changes
+from mpitrain.errors import visible
+from mpitrain.machine import process
+
+UNITS = {"KB": 1000, "MB": 1000**2, "GB": 1000**3}
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def _nbytes(context: click.Context, parameter: click.Parameter, value: str) -> int:
+    """Return the bytes of a size such as 5GB: the callback of an option."""
+    found = re.fullmatch(r"([1-9][0-9]{0,8})(KB|MB|GB)", value, re.ASCII)
+    if not found:
+        raise click.BadParameter(
+            f"{value!r} is not a size such as 5GB or 500MB.", context, parameter
+        )
+    return int(found[1]) * UNITS[found[2]]
+
+
+@click.command()
+@click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))
+@click.option(
+    "--to", "kind", metavar="FORMAT", required=True, help="Format of the folder: gpt2 or peft."
+)
+@click.option(
+    "--out",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="The new folder (default: RUN_DIR/FORMAT).",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(DTYPES),
+    default="float32",
+    show_default=True,
+    help="Dtype of the parameters.",
+)
+@click.option(
+    "--shard-size",
+    "shard_bytes",
+    metavar="SIZE",
+    default="5GB",
+    show_default=True,
+    callback=_nbytes,
+    help="Largest size of a file of parameters, in KB, MB or GB.",
+)
+@click.option("--merge", is_flag=True, help="Add the adapters of a LoRA run to its model.")
+@click.option(
+    "--base",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="The model under the adapters, if it has moved.",
+)
+@PLUGINS
+def command(
+    run: Path,
+    kind: str,
+    out: Path | None,
+    dtype: str,
+    shard_bytes: int,
+    merge: bool,
+    base: Path | None,
+    plugins: list[str] | None,
+) -> None:
+    """Write the newest checkpoint of RUN_DIR as a folder that other programs load.
+
+    gpt2: a folder for transformers, with AutoModelForCausalLM and AutoTokenizer. peft: the adapters
+    of a LoRA run, for peft. One process exports a checkpoint of any layout, and no MPI is started.
+    """
+    if process.launched().rank > 0:
+        return  # only rank 0 writes
+    from mpitrain.run.transfer.export import export
+
+    folder = out or run / kind
+    settings = changes((), plugins=plugins)
+    found = export(run, kind, folder, dtype, shard_bytes, settings, merge, base)
+    click.echo(
+        f"{visible(str(run))} at step {found.step} in {visible(str(folder))}: {', '.join(found.files)}"
+    )
+    if not found.tokenizer:
+        click.echo("note: the run knows no tokenizer, so the folder has none.", err=True)

@@ -1,0 +1,116 @@
+"""Presets: named configurations of well-known models, for `--preset`."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from mpitrain.errors import ConfigError
+
+Tables = Mapping[str, Any]
+"""{section: {key: value}}, as a configuration file has them."""
+
+
+class Preset(NamedTuple):
+    """A row of PRESETS.
+
+    help    one phrase
+    tables  the keys that the preset sets
+    """
+
+    help: str
+    tables: Tables
+
+
+def _gpt2(layers: int, width: int, heads: int, lr: float) -> Tables:
+    """Return a GPT-2 with the rates and the batch of nanoGPT's train_gpt2.py.
+
+    A step has 480 x 1,024 = 491,520 tokens. One rank computes 40 micro-batches of 12 sequences.
+    """
+    return {
+        "model": {
+            "kind": "gpt",
+            "layers": layers,
+            "width": width,
+            "heads": heads,
+            "context": 1024,
+            "tied": True,
+        },
+        "data": {"vocabulary": 50_257},
+        "batch": {"size": 480, "micro_batches": 40},
+        "optimizer": {
+            "name": "adamw",
+            "lr": lr,
+            "beta1": 0.9,
+            "beta2": 0.95,
+            "epsilon": 1e-8,
+            "weight_decay": 0.1,
+            "clip": 1.0,
+            "warmup": 2000,
+            "schedule": "cosine",
+            "final": 0.1,
+        },
+        "precision": {"compute": "bfloat16"},
+        "run": {"steps": 600_000, "eval_every": 1000},
+        "checkpoint": {"every": 1000},
+    }
+
+
+PRESETS: Mapping[str, Preset] = {
+    "tiny": Preset(
+        "the default job",
+        {
+            "model": {
+                "kind": "gpt",
+                "layers": 4,
+                "width": 128,
+                "heads": 4,
+                "context": 128,
+                "tied": False,
+            },
+            "data": {"vocabulary": 0},
+            "batch": {"size": 32, "micro_batches": 0},
+            "optimizer": {
+                "name": "adamw",
+                "lr": 2e-3,
+                "beta1": 0.8,
+                "beta2": 0.95,
+                "epsilon": 1e-8,
+                "weight_decay": 0.1,
+                "clip": 1.0,
+                "warmup": 20,
+                "schedule": "cosine",
+                "final": 0.1,
+            },
+            "precision": {"compute": "float32"},
+            "run": {"steps": 400, "eval_every": 0},
+            "checkpoint": {"every": 100},
+        },
+    ),
+    "gpt2-124m": Preset("GPT-2 small", _gpt2(12, 768, 12, 6e-4)),
+    # Brown et al. 2020 give this learning rate for GPT-3 medium, in table 2.1.
+    "gpt2-350m": Preset("GPT-2 medium", _gpt2(24, 1024, 16, 3e-4)),
+}
+"""{name: preset}; a new preset needs only a row."""
+
+
+def preset(name: str | None) -> Tables:
+    """Return the tables of a preset; none without a name; ConfigError for an unknown one."""
+    if name is None:
+        return {}
+    if name not in PRESETS:
+        raise ConfigError(
+            f"A preset is one of {', '.join(PRESETS)}, but got {name!r}.",
+            "Leave out --preset, and set keys with --set.",
+        )
+    return PRESETS[name].tables
+
+
+def merged(low: Tables, high: Tables) -> dict[str, Any]:
+    """Return both tables of tables as one; a key of `high` replaces the one of `low`."""
+    found = dict(low)
+    for section, table in high.items():
+        below = found.get(section)
+        if isinstance(below, Mapping) and isinstance(table, Mapping):
+            found[section] = {**below, **table}
+        else:
+            found[section] = table
+    return found

@@ -1,0 +1,68 @@
+"""Multiple-choice tasks: a JSON object on each line of a file, for `mpitrain eval --tasks`."""
+
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mpitrain.errors import DataError
+from mpitrain.files import contents
+from mpitrain.strict_json import validated
+
+EXAMPLE = 'Write {"context": TEXT, "choices": [TEXT, TEXT], "answer": INDEX} on each line.'
+
+
+class Task(NamedTuple):
+    """A question with several answers, one of which is right.
+
+    line     its line in the file, from 1
+    context  the text before each choice; may be empty
+    choices  the answers, as they follow the context: a space between is a part of the choice
+    answer   the index of the right choice, from 0
+    """
+
+    line: int
+    context: str
+    choices: list[str]
+    answer: int
+
+
+class _Line(BaseModel):
+    """A line of the file. Other keys are ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    context: str
+    choices: list[Annotated[str, Field(min_length=1)]] = Field(min_length=1)
+    answer: int = Field(ge=0)
+
+
+def read_tasks(path: Path) -> list[Task]:
+    """Read a file of tasks; blank lines are skipped.
+
+    raises  DataError with the number of the line, if a line is no task, or if there is none
+    """
+    try:
+        lines = contents(path).split(b"\n")
+    except OSError as error:
+        raise DataError(
+            f"The tasks {path} cannot be read: {error.strerror}.", "Name a file of tasks."
+        ) from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            task = Task(number, **validated(_Line, line).model_dump())
+            if task.answer >= len(task.choices):
+                raise ValueError(
+                    f"its answer is {task.answer}, and its choices are 0 to {len(task.choices) - 1}"
+                )
+        except ValueError as error:
+            raise DataError(
+                f"Line {number} of {path} must be a task, but {error}.", EXAMPLE
+            ) from None
+        found.append(task)
+    if not found:
+        raise DataError(f"{path} must have a task, but has none.", EXAMPLE)
+    return found

@@ -1,0 +1,1 @@
+"""Folders of other projects, and the safetensors files in them."""

@@ -1,0 +1,306 @@
+"""GPT-2 folders of HuggingFace: names of tensors and keys of config.json, there and here.
+
+    here                              there                         shape there
+    embedding.tokens                  transformer.wte.weight        (vocabulary, width)
+    embedding.positions               transformer.wpe.weight        (context, width)
+    blocks.0.attention.norm.gain      transformer.h.0.ln_1.weight   (width,)
+    blocks.0.attention.qkv.weight     transformer.h.0.attn.c_attn   (width, 3 width): transposed
+    blocks.0.attention.out.weight     transformer.h.0.attn.c_proj   (width, width): transposed
+    blocks.0.mlp.up.weight            transformer.h.0.mlp.c_fc      (width, hidden): transposed
+    blocks.0.mlp.down.weight          transformer.h.0.mlp.c_proj    (hidden, width): transposed
+    head.norm.gain                    transformer.ln_f.weight       (width,)
+    head.logits.weight                lm_head.weight                (vocabulary, width)
+
+GPT2Model writes no prefix `transformer.`. Buffers of the causal mask, attn.bias and
+attn.masked_bias, are ignored. A tied head has no tensor of its own.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mpitrain.config import Model
+from mpitrain.errors import ConfigError
+from mpitrain.formats import folder as folders
+from mpitrain.formats.folder import CONFIGURATION, check_float, configuration, refusing
+from mpitrain.formats.format import Format, Initial, Trained, Written
+from mpitrain.formats.header import Located
+from mpitrain.formats.stored_tensor import StoredTensor
+
+WEIGHTS, PREFIX = "model", "transformer."
+BUFFERS = re.compile(r"h\.[0-9]+\.attn\.(bias|masked_bias)", re.ASCII)
+OUTSIDE = {
+    "embedding.tokens": "wte.weight",
+    "embedding.positions": "wpe.weight",
+    "head.norm.gain": "ln_f.weight",
+    "head.norm.bias": "ln_f.bias",
+}
+"""Names outside of the blocks: ours, and theirs without the prefix."""
+HEAD, THEIR_HEAD = "head.logits.weight", "lm_head.weight"
+NORMS = {"attention.norm": "ln_1", "mlp.norm": "ln_2"}
+LINEARS = {
+    "attention.qkv": "attn.c_attn",
+    "attention.out": "attn.c_proj",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
+Size = Annotated[int, Field(ge=1, lt=1 << 31)]
+Rate = Annotated[float, Field(ge=0, le=1)]
+
+
+class Counterpart(NamedTuple):
+    """The tensor of a folder that corresponds to one of ours.
+
+    name           there, without the prefix
+    is_transposed  whether its dims are in reverse order
+    """
+
+    name: str
+    is_transposed: bool
+
+
+class ModelType(BaseModel):
+    """The key of config.json that names the architecture."""
+
+    model_config = ConfigDict(strict=True, protected_namespaces=())
+
+    model_type: str
+
+
+class Gpt2Configuration(ModelType):
+    """The keys of config.json that determine the model; the defaults are those of GPT2Config."""
+
+    vocab_size: Size
+    n_positions: Size
+    n_embd: Size
+    n_layer: Size
+    n_head: Size
+    n_inner: Size | None = None
+    activation_function: str = "gelu_new"
+    layer_norm_epsilon: Annotated[float, Field(ge=1e-30, le=1)] = 1e-5
+    tie_word_embeddings: bool = True
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+    reorder_and_upcast_attn: bool = False
+    add_cross_attention: bool = False
+    quantization_config: Any = None
+    resid_pdrop: Rate = 0.1
+    embd_pdrop: Rate = 0.1
+    attn_pdrop: Rate = 0.1
+
+
+ONLY = {
+    "model_type": ("gpt2",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "reorder_and_upcast_attn": (False,),
+    "add_cross_attention": (False,),
+    "quantization_config": (None,),
+}
+"""Keys of config.json with the only values that the model of mpitrain has."""
+DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+
+
+def counterparts(layers: int) -> Iterator[tuple[str, Counterpart]]:
+    """Iterate over our names and their counterparts, except the head, in the order of the model."""
+    yield from ((ours, Counterpart(OUTSIDE[ours], False)) for ours in [*OUTSIDE][:2])
+    for block in range(layers):
+        for ours, theirs in NORMS.items():
+            for own, name in (("gain", "weight"), ("bias", "bias")):
+                yield (
+                    f"blocks.{block}.{ours}.{own}",
+                    Counterpart(f"h.{block}.{theirs}.{name}", False),
+                )
+        for ours, theirs in LINEARS.items():
+            for name in ("weight", "bias"):
+                yield (
+                    f"blocks.{block}.{ours}.{name}",
+                    Counterpart(f"h.{block}.{theirs}.{name}", name == "weight"),
+                )
+    yield from ((ours, Counterpart(OUTSIDE[ours], False)) for ours in [*OUTSIDE][2:])
+
+
+def module_of(layer: str) -> str:
+    """Return the module of a linear layer in GPT2LMHeadModel, by our name; empty if it has none."""
+    if layer == HEAD.removesuffix(".weight"):
+        return THEIR_HEAD.removesuffix(".weight")
+    found = re.fullmatch(r"blocks\.([0-9]+)\.(.+)", layer, re.ASCII)
+    if not found or found[2] not in LINEARS:
+        return ""
+    return f"{PREFIX}h.{found[1]}.{LINEARS[found[2]]}"
+
+
+def layer_of(module: str) -> str:
+    """Return our name of a linear layer, by its module in GPT2LMHeadModel; empty if it is none."""
+    if module == THEIR_HEAD.removesuffix(".weight"):
+        return HEAD.removesuffix(".weight")
+    found = re.fullmatch(r"(?:transformer\.)?h\.([0-9]+)\.(.+)", module, re.ASCII)
+    ours = {theirs: own for own, theirs in LINEARS.items()}
+    return f"blocks.{found[1]}.{ours[found[2]]}" if found and found[2] in ours else ""
+
+
+def is_own(names: Sequence[str]) -> bool:
+    """Return whether a folder has a configuration of transformers."""
+    return CONFIGURATION in names and "adapter_config.json" not in names
+
+
+def keys(folder: Path) -> dict[str, Any]:
+    """Return the keys that config.json determines."""
+    with refusing(folder):
+        return _keys(_configuration(folder))
+
+
+def read(folder: Path) -> Initial:
+    """Read the configuration of a folder, and locate its tensors."""
+    with refusing(folder):
+        found = _configuration(folder)
+        files, there = folders.tensors(folder, WEIGHTS)
+        tensors = _matched(found, there)
+    rates = {key: rate for key in DROPOUT if (rate := getattr(found, key))}
+    said = ", ".join(f"{key} {rate:g}" for key, rate in rates.items())
+    notes = [f"the dropout rates of {folder} are not taken over: {said}"] if rates else []
+    return Initial(folder, _keys(found), tensors, [CONFIGURATION, *files], notes)
+
+
+def write(model: Trained) -> Written:
+    """Return the contents of a folder that transformers loads as GPT2LMHeadModel."""
+    keys, tensors = model.config.model, model.tensors
+    if keys.kind != "gpt":
+        raise ConfigError(
+            f"A folder of kind gpt2 has a model of kind gpt, but model.kind is {keys.kind}.",
+            "Name another run.",
+        )
+    here = dict(counterparts(keys.layers))
+    found = {
+        PREFIX + theirs.name: tensors[ours]._replace(is_transposed=theirs.is_transposed)
+        for ours, theirs in here.items()
+    }
+    if not keys.tied:
+        found[THEIR_HEAD] = tensors[HEAD]
+    if strange := sorted(tensors.keys() - here.keys() - {HEAD}):
+        raise ConfigError(
+            f"A folder of kind gpt2 has no tensor for {strange[0]}, which this run has.",
+            "Name another run.",
+        )
+    vocabulary = tensors["embedding.tokens"].shape[0]
+    ends = model.separator if 0 <= model.separator < vocabulary else None
+    texts = {
+        CONFIGURATION: {**_described(keys, vocabulary, ends), "dtype": model.dtype},
+        "generation_config.json": {
+            "_from_model_config": True,
+            "bos_token_id": ends,
+            "eos_token_id": ends,
+        },
+    }
+    return Written(
+        found, {name: (json.dumps(one, indent=2) + "\n").encode() for name, one in texts.items()}
+    )
+
+
+def _configuration(folder: Path) -> Gpt2Configuration:
+    kind = configuration(folder, CONFIGURATION, ModelType).model_type
+    _check_only("model_type", kind)
+    found = configuration(folder, CONFIGURATION, Gpt2Configuration)
+    for key in ONLY:
+        _check_only(key, getattr(found, key))
+    if found.n_embd % found.n_head:
+        raise ValueError(
+            f"{CONFIGURATION} says n_head {found.n_head}, which does not divide n_embd {found.n_embd}"
+        )
+    return found
+
+
+def _check_only(key: str, value: Any) -> None:
+    """Raise ValueError unless the model of mpitrain has this value of a key of config.json."""
+    if value not in ONLY[key]:
+        law = " or ".join(json.dumps(one) for one in ONLY[key])
+        raise ValueError(
+            f"{CONFIGURATION} says {key} {json.dumps(value)[:80]}, but mpitrain has {law}"
+        )
+
+
+def _keys(found: Gpt2Configuration) -> dict[str, Any]:
+    inner = found.n_inner or 4 * found.n_embd
+    return {
+        "model.kind": "gpt",
+        "model.layers": found.n_layer,
+        "model.width": found.n_embd,
+        "model.heads": found.n_head,
+        "model.context": found.n_positions,
+        "model.tied": found.tie_word_embeddings,
+        "model.hidden": 0 if inner == 4 * found.n_embd else inner,
+        "model.epsilon": found.layer_norm_epsilon,
+        "data.vocabulary": found.vocab_size,
+    }
+
+
+def _matched(found: Gpt2Configuration, there: Mapping[str, Located]) -> dict[str, StoredTensor]:
+    """Return our tensors; ValueError if one is missing, of another shape, or unknown."""
+    left = {name.removeprefix(PREFIX): (name, tensor) for name, tensor in there.items()}
+    if len(left) < len(there):
+        raise ValueError(f"it has a tensor with and without the prefix {PREFIX}")
+    matched: dict[str, StoredTensor] = {}
+    heads = [] if found.tie_word_embeddings else [(HEAD, Counterpart(THEIR_HEAD, False))]
+    # A wrong n_layer may be huge: the first missing tensor ends the iteration.
+    for ours, theirs in chain(counterparts(found.n_layer), heads):
+        if theirs.name not in left:
+            raise ValueError(f"it has no tensor {theirs.name}, which {CONFIGURATION} asks for")
+        name, tensor = left.pop(theirs.name)
+        check_float(name, tensor)
+        if tensor.shape != (shape := _shape(theirs.name, found)):
+            raise ValueError(
+                f"{name!a} has the shape {tensor.shape}, but {CONFIGURATION} asks for {shape}"
+            )
+        matched[ours] = StoredTensor(tensor, theirs.is_transposed)
+    left.pop(THEIR_HEAD, None)  # A tied head may be there as a copy.
+    if strange := sorted(name for name in left if not BUFFERS.fullmatch(name)):
+        raise ValueError(f"it has a tensor {left[strange[0]][0]!a}, which no GPT-2 has")
+    return matched
+
+
+def _shape(name: str, found: Gpt2Configuration) -> tuple[int, ...]:
+    """Return the shape of a tensor there, by its name without the prefix."""
+    width, inner = found.n_embd, found.n_inner or 4 * found.n_embd
+    columns = {
+        "attn.c_attn": 3 * width,
+        "attn.c_proj": width,
+        "mlp.c_fc": inner,
+        "mlp.c_proj": width,
+    }
+    if name in ("wte.weight", THEIR_HEAD):
+        return found.vocab_size, width
+    if name == "wpe.weight":
+        return found.n_positions, width
+    layer, _, kind = name.removeprefix("h.").partition(".")[2].rpartition(".")
+    if layer not in columns:
+        return (width,)
+    rows = inner if layer == "mlp.c_proj" else width
+    return (rows, columns[layer]) if kind == "weight" else (columns[layer],)
+
+
+def _described(keys: Model, vocabulary: int, ends: int | None) -> dict[str, Any]:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": vocabulary,
+        "n_positions": keys.context,
+        "n_embd": keys.width,
+        "n_layer": keys.layers,
+        "n_head": keys.heads,
+        "n_inner": keys.hidden or None,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": keys.epsilon,
+        "tie_word_embeddings": keys.tied,
+        **dict.fromkeys(DROPOUT, 0.0),
+        "bos_token_id": ends,
+        "eos_token_id": ends,
+    }
+
+
+GPT2 = Format("a GPT-2 of HuggingFace's transformers", WEIGHTS, is_own, keys, read, write)

@@ -1,0 +1,234 @@
+"""Folders of adapters as PEFT writes them: names of tensors, and keys of adapter_config.json.
+
+    here                               there
+    blocks.0.attention.qkv.lora_A      base_model.model.transformer.h.0.attn.c_attn.lora_A.weight
+    head.logits.lora_B                 base_model.model.lm_head.lora_B.weight
+    lora.rank, lora.alpha              r, lora_alpha
+    run.init_from                      base_model_name_or_path
+
+A (r, inputs) and B (outputs, r) have the same shapes there. Adapters of q, k and v become one of
+c_attn. Its A has the rows of all, and its B is 0 where an adapter has no outputs. The file
+mpitrain.json has the digests of the base; PEFT ignores the file.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mpitrain.errors import ConfigError
+from mpitrain.formats import folder as folders
+from mpitrain.formats.computed_tensor import AnyTensor, stacked
+from mpitrain.formats.folder import check_float, configuration, refusing
+from mpitrain.formats.format import Format, Initial, Trained, Written
+from mpitrain.formats.gpt2 import layer_of, module_of
+from mpitrain.formats.header import Located
+from mpitrain.formats.stored_tensor import StoredTensor
+
+WEIGHTS, CONFIGURATION, RECORD = "adapter_model", "adapter_config.json", "mpitrain.json"
+PREFIX = "base_model.model."
+PAIR = ("lora_A", "lora_B")
+
+
+class PeftConfiguration(BaseModel):
+    """The keys of adapter_config.json that determine an adapter; the defaults are PEFT's."""
+
+    model_config = ConfigDict(strict=True)
+
+    peft_type: str
+    r: Annotated[int, Field(ge=1, lt=1 << 31)]
+    lora_alpha: Annotated[float, Field(gt=0, le=1e30)]
+    base_model_name_or_path: str | None = None
+    bias: str = "none"
+    use_rslora: bool = False
+    use_dora: bool = False
+    lora_bias: bool = False
+    modules_to_save: list[str] | None = None
+    rank_pattern: dict[str, Any] | None = None
+    alpha_pattern: dict[str, Any] | None = None
+
+
+ONLY: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_rslora": (False,),
+    "use_dora": (False,),
+    "lora_bias": (False,),
+    "modules_to_save": (None, []),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+}
+"""Keys of adapter_config.json with the only values that adapters of mpitrain have."""
+
+
+class Base(BaseModel):
+    """The model that adapters were trained on: its folder, and the SHA-256 of each file."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    folder: str
+    sha256: dict[str, str]
+
+
+class Record(BaseModel):
+    """The content of mpitrain.json."""
+
+    model_config = ConfigDict(strict=True)
+
+    base: Base | None = None
+    version: Literal[1] = 1
+
+
+def is_own(names: Sequence[str]) -> bool:
+    """Return whether a folder has the configuration of an adapter."""
+    return CONFIGURATION in names
+
+
+def keys(folder: Path) -> dict[str, Any]:
+    """Return the keys that the configuration and the names of tensors determine."""
+    with refusing(folder):
+        return _keys(folder)[0]
+
+
+def base(folder: Path) -> dict[str, Any]:
+    """Return the record of the base that the folder has, as {"folder", "sha256"}; or {}."""
+    with refusing(folder):
+        if RECORD not in folders.names(folder):
+            return {}
+        found = configuration(folder, RECORD, Record).base
+        return found.model_dump() if found else {}
+
+
+def read(folder: Path) -> Initial:
+    """Read the configuration of a folder, and locate its tensors."""
+    with refusing(folder):
+        found, tensors, files = _keys(folder)
+    return Initial(folder, found, tensors, [CONFIGURATION, *files])
+
+
+def _keys(folder: Path) -> tuple[dict[str, Any], dict[str, StoredTensor], list[str]]:
+    found = configuration(folder, CONFIGURATION, PeftConfiguration)
+    for key, values in ONLY.items():
+        if (value := getattr(found, key)) not in values:
+            raise ValueError(
+                f"{CONFIGURATION} says {key} {json.dumps(value)[:80]}, but mpitrain has {json.dumps(values[-1])}"
+            )
+    files, there = folders.tensors(folder, WEIGHTS)
+    tensors = _matched(there)
+    layers = dict.fromkeys(name.rpartition(".")[0] for name in tensors)
+    for layer in layers:
+        if missing := [one for one in PAIR if f"{layer}.{one}" not in tensors]:
+            raise ValueError(f"it has no {missing[0]} of {PREFIX}{module_of(layer)}")
+        if tensors[f"{layer}.lora_A"].shape[0] != found.r:
+            shape = tensors[f"{layer}.lora_A"].shape
+            raise ValueError(
+                f"{CONFIGURATION} says r {found.r}, but A of {module_of(layer)} has the shape {shape}"
+            )
+    keys = {
+        "lora.rank": found.r,
+        "lora.alpha": float(found.lora_alpha),
+        "lora.targets": sorted(layers),
+        "run.init_from": found.base_model_name_or_path or "",
+    }
+    return keys, tensors, files
+
+
+def _matched(there: Mapping[str, Located]) -> dict[str, StoredTensor]:
+    """Return our tensors; ValueError for one that belongs to no linear layer of a GPT-2."""
+    found = {}
+    for name, tensor in there.items():
+        module, _, last = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
+        layer = layer_of(module)
+        is_known = name.startswith(PREFIX) and name.endswith(".weight") and last in PAIR
+        if not is_known or not layer or len(tensor.shape) != 2:
+            raise ValueError(f"it has a tensor {name!a}, which is no adapter of a GPT-2's layer")
+        check_float(name, tensor)
+        found[f"{layer}.{last}"] = StoredTensor(tensor)
+    if not found:
+        raise ValueError("it has no tensor")
+    return found
+
+
+def write(model: Trained) -> Written:
+    """Return the contents of a folder that peft loads onto a GPT-2 of transformers."""
+    config = model.config
+    if not config.lora.rank or config.model.kind != "gpt":
+        raise ConfigError(
+            "A folder of kind peft has the adapters of a gpt, but this run has "
+            f"lora.rank {config.lora.rank} and model.kind {config.model.kind}.",
+            "Export it with --to gpt2.",
+        )
+    pairs = by_layer(model.tensors, config.model.width)
+    found: dict[str, AnyTensor] = {}
+    ranks = {}
+    for layer, own in pairs.items():
+        module = module_of(layer)
+        if not module:
+            raise ConfigError(
+                f"A folder of kind peft has adapters of a GPT-2's layers, but {layer} is none.",
+                "Name another run.",
+            )
+        rows, a, b = own[0]
+        if rows != slice(None):
+            a, b = stacked(own, 3 * config.model.width)
+        ranks[module] = a.shape[0]
+        for name, tensor in zip(PAIR, (a, b), strict=True):
+            found[f"{PREFIX}{module}.{name}.weight"] = tensor
+    return Written(found, _files(model, ranks))
+
+
+def by_layer(
+    tensors: Mapping[str, AnyTensor], width: int
+) -> dict[str, list[tuple[slice, AnyTensor, AnyTensor]]]:
+    """Group adapters by layer: (rows of the weight, A, B) of each.
+
+    width  of the queries, keys and values of qkv
+    """
+    found = defaultdict(list)
+    for name, a in tensors.items():
+        adapter, _, last = name.rpartition(".")
+        if last != "lora_A":
+            continue
+        layer, rows = adapter, slice(None)
+        above, _, region = adapter.rpartition(".")
+        if region in ("q", "k", "v"):
+            first = "qkv".index(region) * width
+            layer, rows = above, slice(first, first + width)
+        found[layer].append((rows, a, tensors[f"{adapter}.lora_B"]))
+    return found
+
+
+def _files(model: Trained, ranks: Mapping[str, int]) -> dict[str, bytes]:
+    lora = model.config.lora
+    rank = max(set(ranks.values()), key=list(ranks.values()).count)
+    # A stacked adapter has the scale of its summands: alpha / r stays.
+    alphas = {module: lora.alpha * own / lora.rank for module, own in ranks.items()}
+    others = {module: own for module, own in ranks.items() if own != rank}
+    texts = {
+        CONFIGURATION: {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": model.config.run.init_from or None,
+            "r": rank,
+            "lora_alpha": _whole(lora.alpha * rank / lora.rank),
+            "lora_dropout": 0.0,
+            "target_modules": sorted(ranks),
+            "fan_in_fan_out": True,
+            "bias": "none",
+            "rank_pattern": others,
+            "alpha_pattern": {module: _whole(alphas[module]) for module in others},
+            "inference_mode": True,
+        },
+        RECORD: {"base": dict(model.base) or None, "version": 1},
+    }
+    return {name: (json.dumps(one, indent=2) + "\n").encode() for name, one in texts.items()}
+
+
+def _whole(number: float) -> int | float:
+    return int(number) if number == int(number) else number
+
+
+PEFT = Format("adapters of HuggingFace's peft", WEIGHTS, is_own, keys, read, write)

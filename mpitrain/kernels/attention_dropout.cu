@@ -1,0 +1,70 @@
+// Causal attention with dropout of its probabilities: attention.cuh, with the masks of mpitrain/ops/random_bits.py.
+//
+// Head h of sequence b has number first + b every + h. A probability becomes 0 where its 16 bits are below `threshold`, else it
+// is multiplied by `kept`, 1 / (1 - rate). numbers: the step, in device memory.
+#include "attention.cuh"
+#include "philox.cuh"
+
+constexpr int STRIP = 64;    // keys whose blocks of 4 queries x 4 keys are neighbours
+
+// The masks of a thread's 4 x 4 elements of a tile: rows t + i, columns s0 + tx + SIDE j.
+struct DropMask {
+    Stream stream;
+    long long head;    // number
+    int strips, groups;
+    unsigned threshold;
+    Sum scale;
+    unsigned kept;    // bit 4 i + j
+
+    // Four neighbouring threads need the same four blocks, one column of each: thread l draws block l, and they exchange columns.
+    __device__ __forceinline__ void draw(int t, int s0, int tx) {
+        const int lane = tx % 4, s = s0 + tx + SIDE * lane;
+        const long long group = (head * strips + s / STRIP) * groups + t / 4;
+        const Bits bits = random_block(stream, group * (STRIP / 4) + s % STRIP / 4);
+        kept = 0;
+#pragma unroll
+        for (int flip = 0; flip < 4; ++flip) {
+            unsigned long long column = 0;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) column |= (bits.word[i] >> ((lane ^ flip) * 16) & 0xffffull) << (16 * i);
+            column = __shfl_xor_sync(~0u, column, flip);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                kept |= unsigned((column >> (16 * i) & 0xffffull) >= threshold) << (4 * i + (lane ^ flip));
+        }
+    }
+    __device__ __forceinline__ Sum at(int i, int j) const { return kept >> (4 * i + j) & 1 ? scale : Sum(0); }
+};
+
+__device__ __forceinline__ DropMask mask_of(int T, int threshold, Sum kept, long long first, long long every, long long seed,
+                                            long long layer, const long long* numbers) {
+    const Stream stream = {(unsigned long long)seed, (unsigned long long)layer, (unsigned long long)*numbers};
+    const long long head = first + blockIdx.z * every + blockIdx.y;
+    return {stream, head, (T + STRIP - 1) / STRIP, (T + 3) / 4, unsigned(threshold), kept, 0};
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) attention_dropout(
+    int T, int H, Sum scale, const Element* __restrict__ qkv, Element* __restrict__ y, Sum* __restrict__ log_sums,
+    int threshold, Sum kept, long long first, long long every, long long seed, long long layer,
+    const long long* __restrict__ numbers) {
+    extern __shared__ __align__(16) unsigned char dynamic_shared[];
+    attend(mask_of(T, threshold, kept, first, every, seed, layer, numbers), T, H, scale, qkv, y, log_sums, dynamic_shared);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) attention_dropout_backward_kv(
+    int T, int H, Sum scale, const Element* __restrict__ qkv, const Element* __restrict__ dy, const Sum* __restrict__ log_sums,
+    const Sum* __restrict__ dots, Element* dqkv,
+    int threshold, Sum kept, long long first, long long every, long long seed, long long layer,
+    const long long* __restrict__ numbers) {
+    extern __shared__ __align__(16) unsigned char dynamic_shared[];
+    backward_kv(mask_of(T, threshold, kept, first, every, seed, layer, numbers), T, H, scale, qkv, dy, log_sums, dots, dqkv, dynamic_shared);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) attention_dropout_backward_q(
+    int T, int H, Sum scale, const Element* __restrict__ qkv, const Element* __restrict__ dy, const Sum* __restrict__ log_sums,
+    const Sum* __restrict__ dots, Element* dqkv,
+    int threshold, Sum kept, long long first, long long every, long long seed, long long layer,
+    const long long* __restrict__ numbers) {
+    extern __shared__ __align__(16) unsigned char dynamic_shared[];
+    backward_q(mask_of(T, threshold, kept, first, every, seed, layer, numbers), T, H, scale, qkv, dy, log_sums, dots, dqkv, dynamic_shared);
+}

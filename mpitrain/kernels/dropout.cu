@@ -1,0 +1,44 @@
+// Dropout (Srivastava et al. 2014): y = x mask scale + residual, with the mask drawn from counters, forward and backward.
+#include "element.cuh"
+#include "philox.cuh"
+
+// A product that no addition absorbs: the sum with a residual then has the bits of two passes.
+__device__ __forceinline__ float times(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double times(double a, double b) { return __dmul_rn(a, b); }
+
+// x, residual, y: (M, C) row-major; residual may be null, and y be x. Element (m, c) has number first + m columns + c; its
+// mask is 0 where its 16 bits are below `threshold`, else 1. One thread a block of 16 numbers, which may lie over a row's ends.
+// numbers: the step, in device memory. Launch: grid (any), block (256), for M runs of blocks (C + 30) / 16.
+extern "C" __global__ void __launch_bounds__(256) dropout(
+    long long M, long long C, long long first, long long columns, int threshold, Sum scale, long long seed, long long layer,
+    const long long* __restrict__ numbers, const Element* x, const Element* residual, Element* y) {
+    const long long runs = (C + 30) / 16;
+    const Stream stream = {(unsigned long long)seed, (unsigned long long)layer, (unsigned long long)*numbers};
+    for (long long i = blockIdx.x * 256LL + threadIdx.x; i < M * runs; i += 256LL * gridDim.x) {
+        const long long m = i / runs, start = first + m * columns, block = start / 16 + i % runs, c = block * 16 - start;
+        if (c >= C) continue;
+        const Bits bits = random_block(stream, block);
+        const long long at = m * C + c;
+        const bool vector = c >= 0 && c + 16 <= C && in_runs<16>(x + at, 0) && in_runs<16>(y + at, 0) &&
+                            (!residual || in_runs<16>(residual + at, 0));
+        if (vector) {
+            Sum xs[16], rs[16] = {};
+            load_run(x + at, 0, 16, true, xs);
+            if (residual) load_run(residual + at, 0, 16, true, rs);
+#pragma unroll
+            for (int j = 0; j < 16; ++j) {
+                xs[j] = times(xs[j], bits.of(j) < unsigned(threshold) ? Sum(0) : scale);
+                if (residual) xs[j] += rs[j];
+            }
+            store_run(y + at, 0, 16, true, xs);
+            continue;
+        }
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+            if (c + j < 0 || c + j >= C) continue;
+            Sum value = times(Sum(wide(x[at + j])), bits.of(j) < unsigned(threshold) ? Sum(0) : scale);
+            if (residual) value += wide(residual[at + j]);
+            y[at + j] = narrow<Element>(value);
+        }
+    }
+}

@@ -1,0 +1,144 @@
+"""Dropout (Srivastava et al. 2014): alone, and after another layer.
+
+The mask is a function of (seed, step, row, layer, element), so it is the same in any layout. No mask
+is saved: the backward draws it again. There is no dropout where `now.trains` is False.
+"""
+
+from __future__ import annotations  # help() then prints signatures as they are written here
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from mpitrain.layers.base import Gradients, Layer, Parameter, Weights, backward
+from mpitrain.layers.fusion import Fusion, fusion_of
+from mpitrain.layers.now import Now
+from mpitrain.layers.recomputed import saved_again
+from mpitrain.machine.arena import Arena
+from mpitrain.ops import Ops
+from mpitrain.ops.random_bits import Key
+
+
+class Drawing(Protocol):
+    """The part of a layer factory that layers with random bits need."""
+
+    ops: Ops
+    now: Now
+    seed: int
+
+    def row_numbers(self, shape: Sequence[int]) -> range: ...
+
+
+class Dropout:
+    """A layer that sets elements to 0 with probability `rate`, and scales the others by
+    1 / (1 - rate).
+
+    number   of the layer in the model, which selects its random bits
+    columns  of the whole input, where a rank has some of them from `column` on; 0: a rank has all
+    """
+
+    output_is_free = False
+
+    def __init__(
+        self, layers: Drawing, rate: float, number: int, column: int = 0, columns: int = 0
+    ):
+        self.layers, self.rate, self.number = layers, rate, number
+        self.column, self.columns = column, columns
+
+    def parameters(self) -> list[Parameter]:
+        """Return no parameters."""
+        return []
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the input."""
+        return shape
+
+    def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
+        """Return the output for x; x itself in an evaluation. Nothing is saved."""
+        return self.dropped(x, arena) if self.layers.now.trains else x, None
+
+    def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
+        """Return `saved` of `forward`."""
+        return None
+
+    def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
+        """Return the gradient of the input."""
+        return self.dropped(dy, arena), None
+
+    def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
+        """Do nothing: there are no parameters."""
+
+    @property
+    def key(self) -> Key:
+        """The stream of the layer's random bits."""
+        return Key(self.layers.seed, self.number)
+
+    def dropped(self, x: Any, arena: Arena, residual: Any = None, out: Any = None) -> Any:
+        """Return x with the zeros of this step and these rows, plus the residual.
+
+        out  receives the result, and may be x; None: a new buffer
+        """
+        width = x.shape[-1]
+        columns = self.columns or width
+        first = self.layers.row_numbers(x.shape).start * columns + self.column
+        arrays = [None if one is None else one.reshape(-1, width) for one in (residual, out)]
+        return self.layers.ops.dropout(
+            x.reshape(-1, width),
+            self.key,
+            self.layers.now.step,
+            first,
+            columns,
+            self.rate,
+            arena,
+            *arrays,
+        ).reshape(x.shape)
+
+
+class Dropped:
+    """A layer with dropout of its output, and with the parameter names of the layer.
+
+    Without dropout, as in an evaluation, it is the inner layer.
+    """
+
+    def __init__(self, inner: Layer, drop: Dropout):
+        self.inner, self.drop = inner, drop
+        self.output_is_free, self.vocab = inner.output_is_free, getattr(inner, "vocab", 0)
+        offer = fusion_of(inner)
+        self.fusion = Fusion(adds_to_output=offer.adds_to_output, takes_gelu=offer.takes_gelu)
+
+    def parameters(self) -> list[Parameter]:
+        """Return the parameters of the inner layer."""
+        return self.inner.parameters()
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the inner layer's output."""
+        return self.inner.output_shape(shape)
+
+    def forward(self, w: Weights, x: Any, arena: Arena, residual: Any = None) -> tuple[Any, Any]:
+        """Return the output for x, and the state for `backward_input`."""
+        forward: Any = self.inner.forward
+        if not self.drop.layers.now.trains:
+            return forward(w, x, arena, *(() if residual is None else (residual,)))
+        y, saved = forward(w, x, arena)
+        return self.drop.dropped(y, arena, residual, y if self.output_is_free else None), saved
+
+    def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
+        """Return `saved` of `forward`."""
+        return saved_again(self.inner, w, x, arena)
+
+    def backward_input(
+        self, w: Weights, dy: Any, saved: Any, arena: Arena, slope: Any = None
+    ) -> tuple[Any, Any]:
+        """Return the gradient of the input, and the state for `backward_weight`."""
+        half: Any = self.inner.backward_input
+        dy = self.drop.dropped(dy, arena)
+        return half(w, dy, saved, arena, *(() if slope is None else (slope,)))
+
+    def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
+        """Write the gradients of the parameters, or add to them."""
+        self.inner.backward_weight(pending, dw, arena)
+
+    def backward(
+        self, w: Weights, dy: Any, saved: Any, dw: Gradients, arena: Arena, slope: Any = None
+    ) -> Any:
+        """Run both halves of backward, and return the gradient of the input."""
+        return backward(self.inner, w, self.drop.dropped(dy, arena), saved, dw, arena, slope)

@@ -1,0 +1,167 @@
+"""The choice of the linear layers that get adapters, by their names in a list of units."""
+
+from __future__ import annotations  # help() then prints signatures as they are written here
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any, NamedTuple
+from zlib import crc32
+
+from mpitrain.config import Lora
+from mpitrain.errors import ConfigError
+from mpitrain.formats.gpt2 import module_of
+from mpitrain.layers.adapted import InputDropout, LowRank
+from mpitrain.layers.base import Unit
+from mpitrain.layers.chunked_logits import ChunkedHead
+from mpitrain.layers.compose import Residual, Sequential
+from mpitrain.layers.dropout import Dropped
+from mpitrain.layers.plain import Linear, Plain
+
+
+class Target(NamedTuple):
+    """A linear layer that can get an adapter, or some of its outputs.
+
+    layer   full name of the layer
+    region  name of some of its joined outputs; empty: all
+    rows    of the whole weight
+    """
+
+    layer: str
+    region: str
+    rows: range
+
+    def names(self) -> list[str]:
+        """Return the full names of the target: ours, then those of Hugging Face."""
+        found = [self.layer]
+        if module := module_of(self.layer):
+            found.append(module)
+        if not self.region:
+            return found
+        return [f"{name}.{own}" for name in found for own in (self.region, f"{self.region}_proj")]
+
+
+def adapt(units: Sequence[Unit], lora: Lora, layers: Plain) -> list[Unit]:
+    """Give adapters to the layers that lora.targets names, and freeze all other parameters.
+
+    layers   the layer factory that made the units
+    returns  the same units if lora.rank is 0
+    raises   ConfigError for a target that names no layer
+    """
+    if not lora.rank:
+        return list(units)
+    chosen = chosen_targets([*targets(units)], lora.targets)
+    found = []
+    for unit in units:
+        layer = _adapted(unit.layer, unit.name, chosen, lora, layers)
+        frozen = {p.name for p in layer.parameters() if not is_adapter(p.name)}
+        found.append(replace(unit, layer=layer, frozen=frozen))
+    return found
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter belongs to an adapter, by its name."""
+    return name.rpartition(".")[2] in ("lora_A", "lora_B")
+
+
+def targets(units: Sequence[Unit]) -> Iterator[Target]:
+    """Yield every layer that can get an adapter, in the order of computation."""
+    for unit in units:
+        for name, layer in _linear_layers(unit.layer, unit.name):
+            (weight,) = (p for p in layer.parameters() if p.name == "weight")
+            yield Target(name, "", range(weight.shape[0]))
+            for region, rows in layer.joined.items():
+                yield Target(name, region, rows)
+
+
+def chosen_targets(every: Sequence[Target], patterns: Sequence[str]) -> list[Target]:
+    """Return the targets that have one of these names, or end with one of them after a dot.
+
+    raises  ConfigError for a name that fits none, or if a layer is chosen whole and in regions
+    """
+    chosen = set[Target]()
+    for pattern in patterns:
+        fitting = [
+            target
+            for target in every
+            if pattern and any(f".{name}".endswith(f".{pattern}") for name in target.names())
+        ]
+        if not fitting:
+            raise ConfigError(
+                f"Each name of lora.targets is that of a linear layer, but {pattern!r} is none.",
+                f"These exist: {_listed(every)}.",
+            )
+        chosen |= {*fitting}
+    ordered = [target for target in every if target in chosen]
+    for target in ordered:
+        if target.region and target._replace(region="", rows=_whole(every, target)) in chosen:
+            raise ConfigError(
+                f"An adapter covers all outputs of a layer or some, but lora.targets names {target.layer} "
+                f"and its {target.region}.",
+                "Leave one of them out.",
+            )
+    return ordered
+
+
+def _whole(every: Sequence[Target], target: Target) -> range:
+    return next(one.rows for one in every if one.layer == target.layer and not one.region)
+
+
+def _listed(every: Sequence[Target]) -> str:
+    """Return the last components of all names, and two full names as examples."""
+    if not every:
+        return "none, for this model has no linear layer that can be adapted"
+    short = dict.fromkeys(name.rpartition(".")[2] for one in every for name in one.names())
+    return f"{', '.join(short)}; {' and '.join(dict.fromkeys(every[0].names()))}"
+
+
+def _linear_layers(layer: Any, name: str) -> Iterator[tuple[str, Linear]]:
+    """Yield the linear layers within a layer, with their full names."""
+    if isinstance(layer, Linear):
+        yield name, layer
+    elif isinstance(layer, ChunkedHead):
+        yield name, layer.head
+    elif isinstance(layer, Residual | Dropped):
+        yield from _linear_layers(layer.inner, name)
+    elif isinstance(layer, Sequential):
+        for child, inner in layer.children.items():
+            yield from _linear_layers(inner, f"{name}.{child}")
+
+
+def _adapted(layer: Any, name: str, chosen: Sequence[Target], lora: Lora, layers: Plain) -> Any:
+    """Return a layer with the adapters of the chosen targets within it, and weights as lora.base says."""
+    mine = [one for one in chosen if one.layer == name or one.layer.startswith(f"{name}.")]
+    if not (mine or lora.base):
+        return layer
+    if isinstance(layer, ChunkedHead) and mine:
+        raise ConfigError(
+            f"The head of lora.targets multiplies all rows at once, but memory.logit_chunks is {layer.count}.",
+            "Set memory.logit_chunks to 1, or leave lm_head out of lora.targets.",
+        )
+    if isinstance(layer, Residual):
+        return Residual(_adapted(layer.inner, name, chosen, lora, layers), layer.add)
+    if isinstance(layer, Dropped):
+        return Dropped(_adapted(layer.inner, name, chosen, lora, layers), layer.drop)
+    if isinstance(layer, Sequential):
+        return Sequential(
+            **{
+                child: _adapted(inner, f"{name}.{child}", mine, lora, layers)
+                for child, inner in layer.children.items()
+            }
+        )
+    if not isinstance(layer, Linear):
+        return layer
+    found = copy(layer)
+    found.coded = layers.itemsize if lora.base and layer.role != "head" else 0
+    if not mine:
+        return found
+    found.low_rank = LowRank(
+        layer.ops,
+        layer.parameters(),
+        {one.region: one.rows for one in mine},
+        lora.rank,
+        lora.alpha / lora.rank,
+        layer.activation,
+        InputDropout(layers, lora.dropout, crc32(name.encode())) if lora.dropout else None,
+    )
+    return found

@@ -1,0 +1,65 @@
+"""Weights of 8 bits: a code for each element, and a scale for each row (an output of a layer).
+
+value = (code - 128) x scale, and the scale of a row is its largest magnitude / 127. A flat
+buffer of floats has the bytes of a weight together: the codes, padded to 8 bytes, then the scales.
+
+N rows, K columns.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Coded(NamedTuple):
+    """A weight of 8 bits: codes (N, K) uint8, and scales (N,), float64 in a float64 buffer, else
+    float32.
+    """
+
+    codes: Any
+    scales: Any
+
+    def numbers(self) -> np.ndarray:
+        """Return the weight in host memory, of codes and scales that are there."""
+        return (self.codes.astype(self.scales.dtype) - 128) * self.scales[:, None]
+
+
+def length(rows: int, columns: int, itemsize: int) -> int:
+    """Return the elements of a flat buffer that a weight needs.
+
+    itemsize  bytes of an element
+    """
+    return -(-(_start(rows, columns) + rows * _scale(itemsize).itemsize) // itemsize)
+
+
+def view(flat: Any, rows: int, columns: int) -> Coded:
+    """Return the weight in `length` elements of a flat buffer."""
+    scale, start = _scale(flat.dtype.itemsize), _start(rows, columns)
+    held = flat.view(np.uint8)
+    codes = held[: rows * columns].reshape(rows, columns)
+    return Coded(codes, held[start : start + rows * scale.itemsize].view(scale))
+
+
+def encoded(values: np.ndarray, largest: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return the elements of a flat buffer with these values as codes.
+
+    values   (N, K)
+    largest  (N,), the largest magnitude of each row of the whole weight
+    dtype    of the flat buffer
+    """
+    rows, columns = values.shape
+    found = np.zeros(length(rows, columns, dtype.itemsize), dtype)
+    coded = view(found, rows, columns)
+    coded.scales[:] = largest / 127
+    inverse = np.divide(1, coded.scales, out=np.zeros(rows), where=coded.scales > 0)
+    coded.codes[...] = np.clip(np.rint(values * inverse[:, None]), -127, 127) + 128
+    return found
+
+
+def _start(rows: int, columns: int) -> int:
+    """Return the offset of the scales in bytes."""
+    return -(-rows * columns // 8) * 8
+
+
+def _scale(itemsize: int) -> np.dtype:
+    return np.dtype(np.float64 if itemsize == 8 else np.float32)

@@ -1,0 +1,181 @@
+"""The decoder of one rank: forwards of new tokens through all stages, with a key-value cache."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mpitrain.layers.base import Unit, Weights
+from mpitrain.layers.incremental import FixedArena, Past, forward_next, is_incremental, is_rowwise
+from mpitrain.layers.now import Now
+from mpitrain.machine.arena import Arena
+from mpitrain.parallel.replication.protocol import Replication
+from mpitrain.pipeline.channel import Channel
+from mpitrain.pipeline.execute import execute
+from mpitrain.pipeline.instructions import forward_alone, with_messages
+from mpitrain.pipeline.pipeline import input_shape, own, shape_in
+from mpitrain.transport.base import Transport
+
+
+class DecodingStage:
+    """Stage that computes new tokens through one chunk, on `past`.
+
+    arena  allocates the activations of a forward
+    end    number of units to run
+    """
+
+    def __init__(
+        self, units: Sequence[tuple[int, Unit]], replication: Replication, past: Past, arena: Arena
+    ):
+        """Bind the stage to its units.
+
+        If a unit's parameters are gathered at each use, they are copied here, once.
+
+        units  with their numbers, as the replication counts the units of this rank
+        """
+        self._replication, self._past, self.arena = replication, past, arena
+        is_sharded = replication.store.is_sharded
+        self._layers = [
+            (number, unit.layer, self._copy(number) if is_sharded else None)
+            for number, unit in units
+        ]
+        self.end = len(self._layers)
+
+    def _copy(self, number: int) -> Weights:
+        weights = _copied(self._replication.open(number, 0))
+        self._replication.close(number, 0)
+        return weights
+
+    def forward(self, micro: int, x: Any) -> Any:
+        """Return the output of unit `end` - 1 for the new tokens."""
+        replication, past, arena = self._replication, self._past, self.arena
+        for number, layer, copy in self._layers[: self.end]:
+            if copy is None:
+                x = forward_next(layer, replication.open(number, micro), x, past, arena)
+                replication.close(number, micro)
+            else:
+                x = forward_next(layer, copy, x, past, arena)
+        return x
+
+
+class Decoder:
+    """Incremental decoding of some sequences by the stages of one replica.
+
+    It caches the keys and values of the tokens that `read` has seen. All stages make each call at
+    the same time.
+
+    bytes sent  for each new token an activation over each boundary between stages
+    """
+
+    def __init__(
+        self,
+        stage_of: Sequence[int],
+        chunks: Sequence[Sequence[Unit]],
+        transport: Transport,
+        replication: Replication,
+        arena: Arena,
+        dtype: Any,
+        now: Now,
+        placed: Callable[[np.ndarray], Any],
+        sequences: int,
+        room: int,
+    ):
+        """Build this rank's stages; collective over replicas that shard the parameters.
+
+        stage_of   the stage of each chunk
+        chunks     the units of each chunk of the model; `is_incremental` is true of every layer
+        transport  of the stages
+        dtype      of the messages between stages
+        placed     copies an array of integers to the device
+        sequences  number of sequences
+        room       most tokens of a window
+        """
+        here = transport.rank
+        self._now, self._placed = now, placed
+        self._chunks, self._past = chunks, Past(sequences, room, arena)
+        self._channel = Channel(transport, arena, dtype)
+        self._program = with_messages(forward_alone(stage_of))[here]
+        self._input_shape = partial(input_shape, chunks)
+        self._arena, self._fixed = arena, FixedArena(arena)
+        self._read = [-1] * sequences  # cached tokens of each sequence; -1: none was read yet
+        self._stages, number = dict[int, Any](), 0
+        for chunk in own(stage_of, here):
+            units = [*enumerate(chunks[chunk], number)]
+            self._stages[chunk] = DecodingStage(units, replication, self._past, arena)
+            number += len(units)
+        # The last layer of the model stores nothing if it is row-wise.
+        self._unstored = is_rowwise(chunks[-1][-1].layer)
+        self._last = self._stages.get(len(chunks) - 1)
+
+    def read(self, windows: Sequence[Sequence[int]]) -> Any:
+        """Return the output of the model at the last token of each window: (sequences, 1, V).
+
+        A window that continues the one of the call before, by one token or by none, costs a single
+        new token. Any other window is read as a whole. None on all stages but the last.
+        """
+        lengths = [len(window) for window in windows]
+        stale = [
+            index
+            for index, (length, read) in enumerate(zip(lengths, self._read, strict=True))
+            if length not in (read, read + 1)
+        ]
+        if len(stale) == len(windows):
+            self._fill(slice(0, len(windows)), windows)
+        else:
+            for index in stale:
+                self._fill(slice(index, index + 1), [windows[index]])
+        self._read = lengths
+        tokens = np.array([window[-1:] for window in windows], np.int64)
+        return self._run(slice(0, len(windows)), tokens, np.array(lengths) - 1, to_end=True)
+
+    def _fill(self, rows: slice, windows: Sequence[Sequence[int]]) -> None:
+        """Cache all tokens of these windows but the last.
+
+        Shorter windows are padded on the right. The padding is overwritten before it is seen.
+        """
+        longest = max(map(len, windows)) - 1
+        if not longest:
+            return
+        tokens = np.zeros((len(windows), longest), np.int64)
+        for row, window in zip(tokens, windows, strict=True):
+            row[: len(window) - 1] = window[:-1]
+        self._run(rows, tokens, np.zeros(len(windows), np.int64), to_end=False)
+
+    def _run(self, rows: slice, tokens: np.ndarray, firsts: np.ndarray, to_end: bool) -> Any:
+        """Run new tokens (B, T) through all stages, and return the output on the last stage.
+
+        firsts  (B,) the position of the first new token of each sequence
+        """
+        count, length = tokens.shape
+        positions = np.add.outer(firsts, np.arange(length)) if length > 1 else firsts[:, None]
+        self._past.begin(rows, self._placed(firsts), self._placed(positions))
+        self._fixed.rewind()
+        for stage in self._stages.values():
+            stage.arena = self._fixed if to_end else self._arena
+        if self._last:
+            self._last.end = len(self._chunks[-1]) - (self._unstored and not to_end)
+        found: list[Any] = []
+        self._channel.begin(partial(shape_in, self._input_shape, [tokens.shape]))
+        self._now.set(0, 0, count, False)
+        execute(
+            self._program,
+            self._stages,
+            len(self._chunks),
+            lambda micro: self._placed(tokens),
+            lambda micro, y: found.append(y),
+            self._channel,
+        )
+        return found.pop() if found else None
+
+
+def can_decode(chunks: Sequence[Sequence[Unit]]) -> bool:
+    """Return whether all layers of a model can compute new tokens alone."""
+    return all(is_incremental(unit.layer) for units in chunks for unit in units)
+
+
+def _copied(weights: Weights) -> Weights:
+    return {
+        name: _copied(value) if isinstance(value, Mapping) else value.copy()
+        for name, value in weights.items()
+    }

@@ -1,0 +1,85 @@
+"""The series of runs as one table: a row for each logged step, a column for each series."""
+
+import csv
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TextIO
+
+from mpitrain.errors import visible
+from mpitrain.run.metrics import series
+
+Row = Mapping[str, Any]
+"""{name of a column: value}; the first two are run and step."""
+SHOWN = {
+    "step": ",.0f",
+    "loss": ".4f",
+    "val_loss": ".4f",
+    "val_bits_per_byte": ".4f",
+    "val_accuracy": ".1%",
+    "lr": ".2e",
+    "grad_norm": ".3f",
+    "tokens_per_s": ",.0f",
+    "samples_per_s": ",.0f",
+    "wall_s": ".1f",
+}
+"""{column of the table on a screen: its format}; the CSV has all columns."""
+
+
+def joined(run: str, records: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """Return the rows of a run by step: the series of training and evaluation in one row.
+
+    A series that both have, as wall_s, is that of training.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    for record in records:
+        if found := series(record):
+            step = int(record["step"])
+            rows[step] = {"run": run, "step": step} | found | rows.get(step, {})
+    return [rows[step] for step in sorted(rows)]
+
+
+def write_csv(rows: Sequence[Row], file: TextIO) -> None:
+    """Write a header and the rows; a series that a row lacks is empty, one not finite is nan."""
+    writer = csv.DictWriter(file, ["run", "step", *_names(rows)], lineterminator="\n")
+    writer.writerow({name: visible(name) for name in writer.fieldnames})
+    for row in rows:
+        writer.writerow({name: _exact(value) for name, value in row.items()})
+
+
+def _names(rows: Iterable[Row]) -> list[str]:
+    """Return the names of the series, in the order in which they first appear."""
+    return [
+        name
+        for name in dict.fromkeys(n for row in rows for n in row)
+        if name not in ("run", "step")
+    ]
+
+
+def _exact(value: Any) -> Any:
+    """Return a text that reads back as the same number, a whole number without a point."""
+    if isinstance(value, str):
+        return visible(value)
+    return int(value) if math.isfinite(value) and value == int(value) else repr(value)
+
+
+def print_columns(rows: Sequence[Row], file: TextIO) -> None:
+    """Print the columns that a person reads, as far as a run has them."""
+    if not rows:
+        print("no step has been logged yet", file=file)
+        return
+    names = [name for name in SHOWN if any(name in row for row in rows)]
+    if len({row["run"] for row in rows}) > 1:
+        names = ["run", *names]
+    lines = [names, *([_shown(row, name) for name in names] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print(
+            "  ".join(f"{text:>{width}}" for text, width in zip(line, widths, strict=True)),
+            file=file,
+        )
+
+
+def _shown(row: Row, name: str) -> str:
+    if name not in row:
+        return "-"
+    return visible(row[name]) if name == "run" else format(row[name], SHOWN[name])

@@ -1,0 +1,1 @@
+"""Scores of a trained model on multiple-choice tasks."""

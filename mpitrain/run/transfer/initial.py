@@ -1,0 +1,204 @@
+"""Starts a run from the parameters in the folder of run.init_from, in any layout."""
+
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpitrain.config import Config
+from mpitrain.errors import CheckpointError
+from mpitrain.formats.folder import refusing, sha256
+from mpitrain.formats.format import Initial
+from mpitrain.formats.stored_tensor import StoredTensor
+from mpitrain.formats.table import format_of
+from mpitrain.layers.base import Rectangle
+from mpitrain.layers.flat import Storage
+from mpitrain.machine.backend import Backend
+from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.run.checkpoint import save_load
+from mpitrain.run.checkpoint.directories import newest
+from mpitrain.run.checkpoint.load import parameters, put
+from mpitrain.run.checkpoint.manifest import MANIFEST
+from mpitrain.run.checkpoint.regions import Region, described, holdings
+from mpitrain.run.checkpoint.writers import PARAMETERS
+from mpitrain.run.run_dir import CHECKPOINTS, is_run
+from mpitrain.run.transfer.model_keys import check_keys, check_vocabulary, determined
+from mpitrain.transport.agreement import from_all_ranks
+from mpitrain.transport.base import Transport
+
+POSITIONS = "embedding.positions"
+"""The tensor of which a run with a shorter model.context takes the first rows."""
+
+
+def open_initial(config: Config, vocabulary: int, saved: Path | None = None) -> Initial:
+    """Locate the model of run.init_from; not collective.
+
+    vocabulary  of the data
+    saved       the checkpoint to read of a run; None: the newest
+    raises      ConfigError if it is another model than the configuration says; CheckpointError if
+                it is damaged
+    """
+    folder = Path(config.run.init_from)
+    if is_run(folder):
+        saved = saved or newest(folder / CHECKPOINTS)
+        found = Initial(saved, determined(folder), parameters(saved), [MANIFEST])
+    else:
+        found = format_of(folder).read(folder)
+    check_keys(config.run.init_from, found.keys, config.flat())
+    check_vocabulary(config, found.keys, vocabulary)
+    return found
+
+
+def load_initial(
+    transport: Transport,
+    initial: Initial,
+    kept: Sequence[StateBuffer],
+    storage: Storage,
+    backend: Backend,
+) -> dict[str, Any]:
+    """Fill the parameters of all ranks from a folder; collective.
+
+    Each rank reads the elements that it stores. To hash the files, ranks take them in turn. The
+    checkpoint of a run is verified by its own digests first.
+
+    returns  {"folder": path, "sha256": {name: digest}} for the record of the run
+    raises   CheckpointError on every rank, if the folder is damaged or lacks a tensor
+    """
+    if MANIFEST in initial.files:
+        save_load.read_beside(transport, initial.folder)
+    if transport.rank == 0:
+        for note in initial.notes:
+            print(f"note: {note}.", file=sys.stderr, flush=True)
+
+    def filled() -> dict[str, str]:
+        with refusing(initial.folder):
+            fill(initial.folder, initial.tensors, kept, storage, backend)
+            mine = initial.files[transport.rank :: transport.size]
+            return {name: sha256(initial.folder / name) for name in mine}
+
+    digests = {
+        name: one for mine in from_all_ranks(transport, filled) for name, one in mine.items()
+    }
+    return {"folder": os.path.abspath(initial.folder), "sha256": dict(sorted(digests.items()))}
+
+
+def fill(
+    folder: Path,
+    tensors: Mapping[str, StoredTensor],
+    kept: Sequence[StateBuffer],
+    storage: Storage,
+    backend: Backend,
+) -> None:
+    """Fill a rank's parameters, and the buffers that start as copies of them; not collective.
+
+    memory  the elements of one tensor on this rank
+    raises  CheckpointError if a tensor is missing, of another shape or not finite; OSError
+    """
+    kept = _filled_with_codes(folder, tensors, kept, backend)
+    for held in holdings(described(storage, kept)):
+        if PARAMETERS not in (held.name, kept[held.number].like):
+            continue
+        name, shape = held.part.tensor, held.part.shape
+        stored = tensors.get(name)
+        if stored is None or not _fits(name, stored.shape, shape):
+            raise _unfit(folder, name, shape, stored)
+        with np.errstate(over="ignore"):
+            values = elements(stored, held.part).astype(held.dtype, copy=False)
+        _check_finite(folder, name, values)
+        put(kept[held.number].array, held, values, backend)
+
+
+def _filled_with_codes(
+    folder: Path,
+    tensors: Mapping[str, StoredTensor],
+    kept: Sequence[StateBuffer],
+    backend: Backend,
+) -> list[StateBuffer]:
+    """Fill the weights of 8 bits, and return the buffers with the other tensors."""
+    found = []
+    for buffer in kept:
+        coded = [entry for entry in buffer.entries if entry.parameter.coded]
+        for entry in coded:
+            stored = tensors.get(entry.name)
+            shape = entry.parameter.shape
+            if stored is None or stored.shape != shape:
+                raise _unfit(folder, entry.name, shape, stored)
+            whole = stored.read(stored.whole)
+            _check_finite(folder, entry.name, whole)
+            values = entry.encoded(whole, buffer.array.dtype)
+            entry.write(values, buffer.array, backend, buffer.pieces)
+        others = [entry for entry in buffer.entries if not entry.parameter.coded]
+        if others or not coded:
+            found.append(buffer._replace(entries=others))
+    return found
+
+
+def _unfit(
+    folder: Path, name: str, shape: tuple[int, ...], stored: StoredTensor | None
+) -> CheckpointError:
+    has = f"the shape {stored.shape}" if stored else "no such tensor"
+    return CheckpointError(
+        f"The model needs {name} of shape {shape}, but {folder} has {has}.",
+        "Use the configuration and the data of that model.",
+    )
+
+
+def _check_finite(folder: Path, name: str, values: np.ndarray) -> None:
+    if not np.isfinite(values).all():
+        raise CheckpointError(
+            f"Parameters must be finite numbers of {values.dtype}, but {name} in {folder} is not.",
+            "Name another folder.",
+        )
+
+
+def elements(stored: StoredTensor, part: Region) -> np.ndarray:
+    """Read the elements of a region, and whole rows of its rectangles at most: 1-D, packed."""
+    rectangles = _rectangles(part)
+    dim = next(
+        (d for other in rectangles for d in range(len(other)) if other[d] != rectangles[0][d]), 0
+    )
+    width = sum(math.prod(_lengths(one)[1:]) for one in rectangles[: None if dim else 1])
+    found = []
+    for piece in part.pieces:
+        first, last = piece.start // width, -(-piece.stop // width)
+        if dim:
+            blocks = [stored.read(_rows(one, first, last)) for one in rectangles]
+        else:
+            blocks, before = [], 0
+            for one in rectangles:
+                count = _lengths(one)[0] if one else 1
+                low, high = max(first - before, 0), min(last - before, count)
+                before += count
+                if low < high:
+                    blocks.append(stored.read(_rows(one, low, high)))
+        flat = np.concatenate(blocks, dim).reshape(-1) if blocks[0].ndim else blocks[0].reshape(-1)
+        found.append(flat[piece.start - first * width : piece.stop - first * width])
+    return np.concatenate(found)
+
+
+def _fits(name: str, there: tuple[int, ...], here: tuple[int, ...]) -> bool:
+    if name == POSITIONS:
+        return there[1:] == here[1:] and there[0] >= here[0]
+    return there == here
+
+
+def _rectangles(part: Region) -> list[Rectangle]:
+    if part.rectangles is None:
+        return [tuple(slice(0, length) for length in part.shape)]
+    return [tuple(slice(*pair) for pair in rectangle) for rectangle in part.rectangles]
+
+
+def _lengths(rectangle: Rectangle) -> list[int]:
+    return [part.stop - part.start for part in rectangle]
+
+
+def _rows(rectangle: Rectangle, first: int, last: int) -> Rectangle:
+    """Return rows `first` to `last` of a rectangle; a scalar has one."""
+    if not rectangle:
+        return rectangle
+    start = rectangle[0].start
+    return (slice(start + first, start + last), *rectangle[1:])

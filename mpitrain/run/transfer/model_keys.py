@@ -1,0 +1,129 @@
+"""The keys of a model that run.init_from determines: read from its folder, and compared."""
+
+from __future__ import annotations  # help() prints signatures as they are written here.
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mpitrain.config import CONFIG, Config, Model, read_toml
+from mpitrain.data import source_kind
+from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.formats.folder import names
+from mpitrain.formats.table import format_of
+from mpitrain.run.transfer.adapter_keys import with_adapter
+
+OF_RUN = [
+    "kind",
+    "layers",
+    "width",
+    "heads",
+    "context",
+    "tied",
+    "hidden",
+    "epsilon",
+    "channels",
+    "kernel",
+    "pool",
+]
+"""The keys of [model] that the parameters of a run determine."""
+
+
+def determined(folder: Path) -> dict[str, Any]:
+    """Return {section.key: value} of the model in a folder: of a run, or of a row of FORMATS.
+
+    raises  CheckpointError if there is no model in it, or one that mpitrain does not have
+    """
+    if CONFIG not in names(folder):
+        return dict(format_of(folder).keys(folder))
+    tables = read_toml(folder / CONFIG, inner=1)
+    model, data = tables.get("model"), tables.get("data")
+    if not isinstance(model, dict) or not isinstance(data, dict):
+        raise CheckpointError(
+            f"{folder / CONFIG} is not the configuration of a run: it lacks [model] or [data].",
+            "Name the directory of another run.",
+        )
+    # A run of an earlier version has the defaults of newer keys.
+    found = {f"model.{key}": model.get(key, Model.model_fields[key].default) for key in OF_RUN}
+    return {**found, "data.vocabulary": data.get("vocabulary", 0)}
+
+
+def with_keys_of_folder(tables: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Add the keys that run.init_from and lora.init_from determine, to tables that lack them.
+
+    Tables with all keys of a model are those of a run; then the folder is not read.
+
+    raises  ConfigError for a key with another value than in the folder; CheckpointError as
+            `determined`
+    """
+    model = tables.get("model", {})
+    if not isinstance(model, Mapping) or set(OF_RUN) <= set(model):
+        return tables
+    tables = with_adapter(tables)
+    run = tables.get("run")
+    name = run.get("init_from") if isinstance(run, Mapping) else None
+    if not isinstance(name, str) or not name:
+        return tables
+    try:
+        found = determined(Path(name))
+    except ValueError:  # No path can have this name, and the check of keys says so.
+        return tables
+    given = {f"model.{key}": value for key, value in model.items()}
+    check_keys(name, found, given)
+    return with_keys(tables, found)
+
+
+def with_keys(tables: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the tables with the keys of a model that they lack.
+
+    keys  {section.key: value}; data.vocabulary counts for files of tokens alone
+    """
+    model, data = tables.get("model", {}), tables.get("data", {})
+    if not isinstance(model, Mapping) or not isinstance(data, Mapping):
+        return dict(tables)
+    own = {key: keys[f"model.{key}"] for key in OF_RUN if f"model.{key}" in keys}
+    found = {**tables, "model": {**own, **model}}
+    source = data.get("source")
+    is_file = isinstance(source, str) and (source_kind(source).is_token_file or data.get("mixture"))
+    if is_file and not data.get("vocabulary"):
+        found["data"] = {**data, "vocabulary": keys["data.vocabulary"]}
+    return found
+
+
+def check_keys(name: str, found: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a key of [model] with another value than in the folder.
+
+    A shorter model.context is allowed: the run then takes the first positions.
+
+    name   of the folder
+    found  {section.key: value} in the folder
+    given  {section.key: value} of the run; perhaps not all keys
+    """
+    for key in (f"model.{key}" for key in OF_RUN):
+        then, now = found.get(key), given.get(key)
+        if key not in found or key not in given or then == now:
+            continue
+        if key == "model.context" and isinstance(now, int) and 0 < now < found[key]:
+            continue
+        if key == "model.hidden":
+            whole = 4 * found["model.width"]
+            if (then or whole) == (now or whole):
+                continue
+        raise ConfigError(
+            f"The model of run.init_from {name} has {key} {then!r}, but the configuration says {now!r}.",
+            f"Leave out {key}, or start without run.init_from.",
+        )
+
+
+def check_vocabulary(config: Config, found: Mapping[str, Any], entries: int) -> None:
+    """Raise ConfigError unless the data has the vocabulary of the model in run.init_from.
+
+    entries  of the vocabulary of the data
+    """
+    wanted = found.get("data.vocabulary", 0)
+    if not wanted or found["model.kind"] != "gpt" or wanted == entries:
+        return
+    raise ConfigError(
+        f"The model of run.init_from {config.run.init_from} has {wanted} tokens, but {config.data.source} has {entries}.",
+        "Encode the text with the tokenizer of that model: mpitrain data prepare --tokenizer.",
+    )

@@ -1,0 +1,1 @@
+"""Observers of a run: the base class of watchers, and TensorBoard event files."""

@@ -1,0 +1,29 @@
+"""Text by the plainest loop: every token from a forward over its whole window. An independent truth."""
+
+import numpy as np
+
+from mpitrain.run.decoding.sampling import draw
+
+
+def whole_windows(trainer, prompt, count, sampling, seed=0, stops=False):
+    """The tokens after a prompt, on one rank. A full window is cut to its newest half; with `stops` it ends the text."""
+    context, generator = trainer.config.model.context, np.random.default_rng(seed)
+    window, found = [*prompt][-context:], []
+    for _ in range(count):
+        logits = trainer.logits(np.array([window], np.int64))
+        found.append(draw(np.float64(logits[0, -1]), sampling, generator))
+        window.append(found[-1])
+        if stops and len(window) == context:
+            break
+        if len(window) > context:
+            window = window[-max(1, context // 2) :]
+    return found
+
+
+def every_text(drawn, prompts):
+    """The tokens of each prompt, from the rounds of `texts`."""
+    found = [[] for _ in range(prompts)]
+    for together in drawn:
+        for index, token in together:
+            found[index].append(token)
+    return found

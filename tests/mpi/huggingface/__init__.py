@@ -1,0 +1,1 @@
+"""Comparisons with the packages transformers and peft of HuggingFace."""

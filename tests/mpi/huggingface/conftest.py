@@ -1,0 +1,31 @@
+"""Skips tests of this folder without the packages transformers and peft; the gate fails instead.
+
+Tests import the packages when they run: an import takes seconds, and every session collects all tests.
+"""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+PACKAGES = ("transformers", "peft", "torch")
+REQUIRED = "MPITRAIN_TEST_HUGGINGFACE"
+"""Where this variable is set, a missing package is an error."""
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+missing = [name for name in PACKAGES if find_spec(name) is None]
+if missing and os.environ.get(REQUIRED):
+    raise ModuleNotFoundError(f"{REQUIRED} is set, but {', '.join(missing)} is missing")
+
+
+def pytest_collection_modifyitems(items):
+    """Mark the tests of this folder."""
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker("huggingface")
+            if missing:
+                item.add_marker(pytest.mark.skip(reason=f"{', '.join(missing)} is not installed"))

@@ -1,0 +1,48 @@
+"""Text of transformers: the same tokens from the same weights, and the same probabilities."""
+
+import numpy as np
+
+from mpitrain.config import parse, with_settings
+from mpitrain.run.build import build
+from mpitrain.run.decoding.sampling import Sampling, probabilities
+from mpitrain.run.generate import texts
+from mpitrain.transport.threads import run_ranks
+from tests.generation import every_text
+
+SHAPE = ["model.layers=2", "model.width=32", "model.heads=4", "model.context=24"]
+PROMPTS = [[3, 5, 7], [200, 1, 9], [0, 0, 255]]
+
+
+def test_greedy_tokens_and_the_end_of_the_context_are_those_of_transformers():
+    from mpitrain.bench.generation.transformers_peer import Transformers
+
+    def write(transport):
+        config = parse(with_settings({}, [*SHAPE, "precision.compute=float64", "batch.size=4"]))
+        trainer = build(transport, config).trainer
+        trainer.parameters[:] *= 3  # Larger weights make repeated tokens rarer.
+        peer = Transformers(config.model, 256, trainer.tensors())
+        drawn = texts(trainer, PROMPTS, Sampling(0, 0), 0, cuts=False)
+        return every_text(drawn, len(PROMPTS)), peer.write(PROMPTS, 21)
+
+    ((ours, theirs),) = run_ranks(1, write)
+    assert ours == theirs and len({token for text in ours for token in text}) > 5
+
+
+def test_probabilities_are_those_of_transformers():
+    import torch
+    from transformers import (
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    logits = np.random.default_rng(1).standard_normal((5, 300)) * 3
+    for temperature, top_k, top_p in ((0.5, 300, 0.3), (1.0, 40, 0.9), (2.0, 7, 0.99)):
+        scores = torch.from_numpy(logits.copy())
+        warpers = TemperatureLogitsWarper(temperature), TopKLogitsWarper(top_k)
+        for warper in (*warpers, TopPLogitsWarper(top_p)):
+            scores = warper(None, scores)
+        wanted = scores.softmax(-1).numpy()
+        for row, other in zip(logits, wanted, strict=True):
+            found = probabilities(row, Sampling(temperature, top_k, top_p))
+            assert np.all(np.abs(found - other) <= 1e-12)

@@ -1,0 +1,239 @@
+"""A GPT-2 of transformers and ours are one function, in both directions and under every layout."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from mpitrain.cli import commands
+from mpitrain.errors import MpitrainError
+from mpitrain.run.build import build
+from mpitrain.run.loop import train
+from mpitrain.transport.threads import run_ranks
+from tests.mpi.huggingface.models import loaded, logits, loss_and_gradients, made, rows
+from tests.training import configured
+
+FLAT = ["run.steps=3", "batch.size=8", "model.context=16", "device.kind=cpu", "run.eval_every=-1"]
+NEAR = {"float32": 1e-4, "float64": 1e-12}
+"""Largest difference of logits and gradients, relative to the largest."""
+VARIANTS = {
+    "tied": {},
+    "untied": {"tie_word_embeddings": False},
+    "n_inner and epsilon": {"n_inner": 48, "layer_norm_epsilon": 1e-2},
+    "gelu_pytorch_tanh": {"activation_function": "gelu_pytorch_tanh"},
+}
+LAYOUTS = {
+    "dp 2": (2, []),
+    "dp 3": (3, ["batch.size=12"]),
+    "tp 2": (2, ["layout.tp=2"]),
+    "sequence parallel": (2, ["layout.tp=2", "layout.sequence_parallel=true"]),
+    "pp 2": (2, ["layout.pp=2"]),
+    "dp x tp x pp": (8, ["layout.tp=2", "layout.pp=2"]),
+    "ZeRO-1": (2, ["replication.zero=1"]),
+    "ZeRO-2": (2, ["replication.zero=2"]),
+    "ZeRO-3": (3, ["replication.zero=3", "batch.size=12"]),
+    "server": (3, ["replication.mode=server"]),
+    "master": (2, ["replication.mode=master"]),
+    "local": (2, ["replication.mode=local"]),
+    "gossip": (2, ["replication.mode=gossip"]),
+    "frozen": (2, ['model.freeze=["embedding.*", "blocks.0.*"]']),
+    "bfloat16": (2, ["precision.compute=bfloat16", "replication.zero=3"]),
+    "float16": (2, ["precision.compute=float16"]),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A saved model, and the loss that transformers computes for 12 rows."""
+    path = tmp_path_factory.mktemp("models") / "gpt2"
+    model = made(n_inner=48)
+    model.save_pretrained(path)
+    return path, {count: loss_and_gradients(model, *rows(count))[0] for count in (8, 12)}
+
+
+def trained(ranks, *settings):
+    """Train on so many threads."""
+    config = configured(*FLAT, *settings)
+    run_ranks(ranks, lambda own: train(own, lambda: config, "no", lambda: False))
+
+
+def near(ours, theirs, dtype):
+    """Whether arrays are equal to rounding; NaN is not."""
+    return np.abs(ours - theirs).max() <= NEAR[dtype] * np.abs(theirs).max()
+
+
+def computed(transport, config, inputs, targets):
+    """All logits of the first row, the loss, and the gradients by name; on one rank."""
+    trainer = build(transport, config).trainer
+    found = np.stack([trainer.logits_of(inputs[:1], token) for token in range(inputs.shape[1])])
+    loss = trainer.step(0, inputs, targets).loss
+    gradients = {one.name: one.view(trainer.gradients).copy() for one in trainer.storage.entries}
+    return found, loss, gradients
+
+
+def first_loss(transport, config, count):
+    """The loss of the first step on rows that transformers sees, too."""
+    trainer = build(transport, config).trainer
+    inputs, targets = rows(count)
+    own = trainer.share()
+    return trainer.step(0, inputs[own.start : own.stop], targets[own.start : own.stop]).loss
+
+
+@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_loss_and_gradients_equal_those_of_transformers(tmp_path, variant, dtype):
+    model = made(dtype, **VARIANTS[variant])
+    model.save_pretrained(tmp_path / "gpt2")
+    inputs, targets = rows(8)
+    config = configured(*FLAT, f"run.init_from={tmp_path / 'gpt2'}", f"precision.compute={dtype}")
+    ((found, loss, gradients),) = run_ranks(1, computed, config, inputs, targets)
+    right, wanted = loss_and_gradients(model, inputs, targets)
+    assert near(found, logits(model, inputs[:1])[0], dtype)
+    assert abs(loss - right) <= NEAR[dtype] * right
+    assert gradients.keys() == wanted.keys()
+    largest = max(np.abs(one).max() for one in wanted.values())
+    wanted["embedding.positions"] = wanted["embedding.positions"][:16]  # of a shorter context
+    for name, gradient in gradients.items():
+        assert np.abs(gradient - wanted[name]).max() <= NEAR[dtype] * largest, name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_folder_gives_its_loss_in_every_layout(folder, layout):
+    path, losses = folder
+    ranks, settings = LAYOUTS[layout]
+    config = configured(*FLAT, f"run.init_from={path}", *settings)
+    count = config.batch.size
+    tolerance = 2e-3 if config.precision.is_half else 1e-5
+    found = run_ranks(ranks, first_loss, config, count)
+    if layout in ("local", "gossip"):  # where each worker has the loss of its own rows
+        found = [np.mean(found)]
+    for loss in found:
+        assert abs(loss - losses[count]) <= tolerance * losses[count]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_sharded_folders_of_other_dtypes_are_read(tmp_path, dtype):
+    model = made(dtype)
+    model.save_pretrained(tmp_path / "gpt2", max_shard_size="40KB")
+    assert len(list((tmp_path / "gpt2").glob("*.safetensors"))) > 1
+    right = loss_and_gradients(model.float(), *rows(8))[0]
+    config = configured(*FLAT, f"run.init_from={tmp_path / 'gpt2'}")
+    (loss,) = run_ranks(1, first_loss, config, 8)
+    assert abs(loss - right) <= 1e-5 * right
+
+
+def test_a_gpt2model_without_prefix_is_read(tmp_path):
+    model = made()
+    model.transformer.save_pretrained(tmp_path / "bare")
+    right = loss_and_gradients(model, *rows(8))[0]
+    (loss,) = run_ranks(1, first_loss, configured(*FLAT, f"run.init_from={tmp_path / 'bare'}"), 8)
+    assert abs(loss - right) <= 1e-5 * right
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "dtype", "shard"),
+    [
+        (1, ["model.tied=true"], "float32", "5GB"),
+        (2, ["layout.tp=2", "model.hidden=48", "model.epsilon=0.01"], "float64", "20KB"),
+        (2, ["layout.pp=2"], "bfloat16", "30KB"),
+        (2, ["replication.zero=3"], "float16", "5GB"),
+    ],
+    ids=lambda value: None if isinstance(value, int) else str(value),
+)
+def test_transformers_loads_an_export_and_computes_the_same(
+    tmp_path, ranks, settings, dtype, shard
+):
+    compute = "float64" if dtype == "float64" else "float32"
+    settings = [
+        "model.layers=2",
+        "model.width=32",
+        f"precision.compute={compute}",
+        *settings,
+    ]
+    run = tmp_path / "run"
+    trained(ranks, *settings, f"run.out={run}")
+    words = ["export", run, "--to", "gpt2", "--dtype", dtype, "--shard-size", shard]
+    done = CliRunner().invoke(commands, [*map(str, words)])
+    assert done.exit_code == 0, done.output
+    again = [one for one in settings if not one.startswith(("layout", "replication"))]
+    inputs, targets = rows(8)
+    config = configured(*FLAT, *again, f"run.init_from={run}")
+    ((found, _, _),) = run_ranks(1, computed, config, inputs, targets)
+    theirs = logits(loaded(run / "gpt2", compute), inputs[:1])[0]
+    if dtype in NEAR:
+        assert near(found, theirs, dtype)
+    assert np.abs(found - theirs).max() <= 2e-2 * np.abs(theirs).max()
+    written = json.loads((run / "gpt2" / "config.json").read_text())
+    assert written["tie_word_embeddings"] == config.model.tied
+
+
+def test_autotokenizer_gives_the_bytes_of_text(tmp_path):
+    from transformers import AutoTokenizer
+
+    trained(1, "model.layers=1", "model.width=8", f"run.out={tmp_path / 'run'}")
+    words = ["export", str(tmp_path / "run"), "--to", "gpt2", "--out", str(tmp_path / "out")]
+    assert CliRunner().invoke(commands, words).exit_code == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "".join(map(chr, range(1, 600))) + "  \n\n\t don't 😀 <|endoftext|>"
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(list(text.encode()), clean_up_tokenization_spaces=False) == text
+
+
+def test_a_fine_tune_of_four_commands_goes_through(tmp_path):
+    """data prepare with the model's tokenizer, train from the folder, export, load."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    text = " ".join(f"word{n % 17} and {n % 5}." for n in range(900))
+    (tmp_path / "book.txt").write_text(text)
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator([text], 280, special_tokens=["<|endoftext|>"])
+    ends = dict.fromkeys(("bos_token", "eos_token"), "<|endoftext|>")
+    theirs = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, **ends)
+    theirs.save_pretrained(tmp_path / "gpt2")
+    made(vocab_size=len(theirs)).save_pretrained(tmp_path / "gpt2")
+
+    prepared = [
+        "data",
+        "prepare",
+        "book.txt",
+        "--tokenizer",
+        "gpt2/tokenizer.json",
+        "--out",
+        "tokens",
+    ]
+    export = ["export", "run", "--to", "gpt2", "--out", "new"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        assert CliRunner().invoke(commands, prepared).exit_code == 0
+        data = "data.source=tokens:tokens/train.bin"
+        trained(2, data, "run.init_from=gpt2", "run.out=run")
+        done = CliRunner().invoke(commands, export)
+        assert done.exit_code == 0, done.output
+    new = AutoTokenizer.from_pretrained(tmp_path / "new")
+    assert new(text)["input_ids"] == theirs(text)["input_ids"]
+    assert new.eos_token == "<|endoftext|>"
+    tokens = np.array([new(text)["input_ids"][:16]])
+    assert logits(loaded(tmp_path / "new"), tokens).shape == (1, 16, len(theirs))
+    first = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+    assert sorted(first["init_from"]["sha256"]) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"activation_function": "relu"},
+        {"activation_function": "gelu"},
+        {"scale_attn_by_inverse_layer_idx": True},
+        {"reorder_and_upcast_attn": True},
+        {"scale_attn_weights": False},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_our_gpt_does_not_compute_is_refused_by_name(tmp_path, changes):
+    made(**changes).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(MpitrainError) as caught:
+        configured(*FLAT, f"run.init_from={tmp_path / 'gpt2'}")
+    assert caught.value.exit_code == 2
+    assert next(iter(changes)) in caught.value.law

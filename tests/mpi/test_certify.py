@@ -1,0 +1,37 @@
+"""certify as a user runs it, from outside MPI: a node without an answer fails, the other is measured."""
+
+import json
+from xml.etree import ElementTree
+
+from tests.processes import mpitrain
+
+AGENT = """#!/bin/bash
+[[ $1 == localhost ]] || exit 255
+shift
+exec bash -c "$*"
+"""
+
+
+def test_a_node_that_does_not_answer_fails_and_the_other_one_is_measured(tmp_path):
+    agent = tmp_path / "agent"
+    agent.write_text(AGENT)
+    agent.chmod(0o755)
+    (tmp_path / "limits.toml").write_text("ratio = 0.0\n")  # no test asserts speed
+    words = ["--hosts", "localhost:2,nowhere", "--agent", agent, "--dir", tmp_path]
+    words += ["--expect", tmp_path / "limits.toml"]
+    words += ["--json", tmp_path / "found.json", "--junit", tmp_path / "found.xml"]
+    done = mpitrain("certify", *words)
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [node["passes"] for node in found["nodes"]] == [True, False], found
+    assert found["nodes"][1]["node"] == "nowhere" and found["others"] == []
+    assert len(found["ranks"]) == 2 and found["collectives"] > 40
+    assert len({found["jobs"][name] for name in ("first", "moved", "resumed")}) == 1
+    suite = ElementTree.parse(tmp_path / "found.xml").getroot()
+    assert [len(case) for case in suite] == [0, 1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "agent",
+        "found.json",
+        "found.xml",
+        "limits.toml",
+    ]

@@ -1,0 +1,185 @@
+"""Dropout trains in any layout as on one rank: the same masks, bit by bit, and the same losses."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from mpitrain.errors import ConfigError
+from mpitrain.layers.base import Unit
+from mpitrain.layers.dropout import Dropout
+from mpitrain.layers.initial import normal
+from mpitrain.machine.arena import Arena
+from mpitrain.ops.weightless import has_memory
+from mpitrain.run.build import build
+from mpitrain.run.checkpoint.manifest import Done
+from mpitrain.run.trainer import Trainer
+from mpitrain.transport.threads import run_ranks
+from tests.ranks.parallel.test_tensor import GPT, curve, source_of
+from tests.saving import load, save
+from tests.training import configured
+
+STEPS = 2
+DROPS = ["model.dropout=0.2", "model.attention_dropout=0.15", "run.seed=5"]
+MLP = ["model.kind=mlp", "model.layers=3", "model.width=24"]
+OWN_ROWS = ["layout.tp=2", "layout.sequence_parallel=true"]
+PIPE = ["layout.pp=2", "batch.micro_batches=4"]
+LAYOUTS = {
+    "micro-batches": (1, ["batch.micro_batches=3"]),
+    "recompute": (1, ["batch.micro_batches=2", "memory.recompute=unit"]),
+    "recompute 2": (1, ["memory.recompute=2"]),
+    "dp": (3, ["batch.micro_batches=2"]),
+    "zero 3": (2, ["replication.zero=3"]),
+    "tp": (2, ["layout.tp=2"]),
+    "own rows": (2, [*OWN_ROWS, "batch.micro_batches=2"]),
+    "own rows, recompute": (2, [*OWN_ROWS, "memory.recompute=unit"]),
+    "gpipe": (2, [*PIPE, "pipeline.schedule=gpipe"]),
+    "1f1b": (2, [*PIPE, "model.tied=true"]),
+    "zero-bubble": (2, [*PIPE, "pipeline.schedule=zero-bubble", "memory.recompute=2"]),
+    "interleaved": (2, [*PIPE, "pipeline.schedule=interleaved"]),
+    "tp and pp": (4, [*PIPE, "layout.tp=2"]),
+}
+MLPS = {"tp": (2, ["layout.tp=2"]), "dp and tp": (4, ["layout.tp=2", "memory.recompute=unit"])}
+
+
+class Masks:
+    """The masks of a job by (layer, step), from all ranks: 1 kept, 0 dropped, -1 unknown."""
+
+    def __init__(self, rows):
+        self.found, self._rows, self._lock = (
+            dict[tuple[int, int], np.ndarray](),
+            rows,
+            threading.Lock(),
+        )
+
+    def watch(self, monkeypatch):
+        dropped = Dropout.dropped
+
+        def watched(layer, x, arena, residual=None, out=None):
+            if has_memory(x):  # Others count the bytes of a step.
+                self._note(layer, dropped(layer, np.ones(x.shape), Arena()) != 0)
+            return dropped(layer, x, arena, residual, out)
+
+        monkeypatch.setattr(Dropout, "dropped", watched)
+
+    def _note(self, layer, mask):
+        width, mine = mask.shape[-1], layer.layers.row_numbers(mask.shape)
+        with self._lock:
+            whole = self.found.setdefault(
+                (layer.number, layer.layers.now.step),
+                np.full((self._rows, layer.columns or width), -1, np.int8),
+            )
+            region = whole[mine.start : mine.stop, layer.column : layer.column + width]
+            assert np.all((region == -1) | (region == mask.reshape(-1, width)))
+            region[...] = mask.reshape(-1, width)
+
+
+def losses(transport, config, steps):
+    """Train without any look at parameters, which servers and overlapping steps do not have."""
+    source = source_of(config)
+    trainer = build(transport, config, source=source).trainer
+    return [
+        trainer.step(step, *trainer.replication.batch(source, step)).loss for step in range(steps)
+    ]
+
+
+def trained(ranks, settings, monkeypatch, rows, train=curve):
+    masks = Masks(rows)
+    with monkeypatch.context() as patch:
+        masks.watch(patch)
+        found = run_ranks(ranks, train, configured(*settings), STEPS)
+    assert masks.found and all((one >= 0).all() for one in masks.found.values())
+    return masks.found, found
+
+
+def check_as_one_rank(base, rows, ranks, settings, monkeypatch):
+    truth, ((alone, whole, _),) = trained(1, base, monkeypatch, rows)
+    masks, found = trained(ranks, [*base, *settings], monkeypatch, rows)
+    assert masks.keys() == truth.keys()
+    for key, mask in masks.items():
+        np.testing.assert_array_equal(mask, truth[key])
+    for told, tensors, _ in found:
+        assert np.all(np.abs(told - alone) <= 1e-9 * (1 + np.abs(alone)))
+        for name, (parameter, values) in tensors.items():
+            right = parameter.part_of(whole[name][1])
+            assert np.all(np.abs(values - right) <= 1e-9), name
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_gpt_has_the_masks_and_losses_of_one_rank(name, monkeypatch):
+    ranks, settings = LAYOUTS[name]
+    base = [*GPT, *DROPS, *(one for one in settings if "tied" in one)]
+    check_as_one_rank(base, 12 * 24, ranks, settings, monkeypatch)
+
+
+@pytest.mark.parametrize("name", MLPS)
+def test_an_mlp_has_the_masks_and_losses_of_one_rank(name, monkeypatch):
+    ranks, settings = MLPS[name]
+    check_as_one_rank([*GPT, DROPS[0], *MLP], 12, ranks, settings, monkeypatch)
+
+
+def test_the_kernels_have_the_masks_of_the_host(monkeypatch):
+    small = [*GPT, *DROPS, "precision.compute=float32", "model.width=16", "model.heads=2"]
+    base = [*small, "model.context=8", "data.vocabulary=37", "batch.size=3"]
+    found = [
+        trained(1, [*base, f"device.kind={kind}"], monkeypatch, 24) for kind in ("cpu", "cuda-sim")
+    ]
+    (truth, ((told, *_),)), (masks, ((others, *_),)) = found
+    assert truth.keys() == masks.keys()
+    assert all(np.array_equal(truth[key], masks[key]) for key in truth)
+    assert np.all(np.abs(told / others - 1) <= 1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [*PIPE, "pipeline.schedule=async"],
+        [*PIPE, "pipeline.schedule=async-2bw"],
+        ["replication.mode=server"],
+    ],
+    ids=["async", "async-2bw", "server"],
+)
+def test_overlapping_steps_and_servers_have_the_masks_of_one_rank(settings, monkeypatch):
+    base = [*GPT, *DROPS, f"run.steps={STEPS}"]
+    truth, _ = trained(1, base, monkeypatch, 12 * 24)
+    masks, _ = trained(2, [*base, *settings], monkeypatch, 12 * 24, losses)
+    assert truth.keys() == masks.keys()
+    assert all(np.array_equal(truth[key], masks[key]) for key in truth)
+
+
+def test_a_resumed_run_repeats_the_uninterrupted_one_bitwise(tmp_path):
+    config = configured(*GPT, *DROPS, "model.layers=1")
+    source = source_of(config)
+
+    def run(transport, first, path):
+        trainer = build(transport, config, source=source).trainer
+        if path:
+            load(path, trainer)
+        losses, saved = [], None
+        for step in range(first, 4):
+            if step == 2 and not path:
+                saved = save(tmp_path, trainer, Done(2, 24, "run"), keep=1)
+            losses.append(trainer.step(step, *trainer.replication.batch(source, step)).loss)
+        return losses, trainer.tensors(), saved
+
+    ((losses, tensors, saved),) = run_ranks(1, run, 0, None)
+    ((again, found, _),) = run_ranks(1, run, 2, saved)
+    assert losses[2:] == again
+    assert all(np.array_equal(value, found[name]) for name, value in tensors.items())
+
+
+def test_evaluations_have_no_dropout():
+    still = [*GPT, "optimizer.lr=1e-30", "model.layers=1"]
+    found = [run_ranks(1, curve, configured(*still, *more), 1)[0][0] for more in ([], DROPS[:1])]
+    assert np.array_equal(found[0][-1], found[1][-1]) and found[0][0, 0] != found[1][0, 0]
+
+
+def test_a_rate_for_a_model_without_dropout_is_refused():
+    def units(layers):
+        return [
+            Unit("embedding", layers.embedding(8, 4, 6)),
+            Unit("head", layers.head(6, 8, normal(0.1))),
+        ]
+
+    with pytest.raises(ConfigError, match=r"model\.dropout 0\.2"):
+        run_ranks(2, lambda transport: Trainer(transport, units, configured(*DROPS)))

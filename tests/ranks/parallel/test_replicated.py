@@ -1,0 +1,223 @@
+"""Replicated: the gradients of a caller's own training loop are averaged over the ranks."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from mpitrain.errors import CommError, ConfigError
+from mpitrain.parallel.data.replicated import Replicated
+from mpitrain.transport.threads import run_ranks
+from tests.fakes import cupy, gpu
+from tests.fakes.pointers import PointerThreads
+
+SHAPES = [(3, 4), (5,), (), (0,), (37, 2), (1,)]
+PADDED = 32 + 32 + 32 + 0 + 96 + 32
+"""Elements of SHAPES, each padded to a multiple of 32."""
+CONTROL = 5 * 8
+"""Bytes of the control message."""
+
+
+def coded(rank, ranks, step, number, shape):
+    """Whole numbers that name rank, step, parameter and element; their mean over ranks is whole."""
+    places = np.arange(np.prod(shape), dtype=float)
+    return np.reshape(ranks * (1e6 * rank + 1e4 * step + 1e3 * number + places), shape)
+
+
+def mean(ranks, step, number, shape):
+    return sum(coded(rank, ranks, step, number, shape) for rank in range(ranks)) / ranks
+
+
+def parameters(rank, dtype="float64"):
+    return [coded(rank, 1, 7, n, shape).astype(dtype) for n, shape in enumerate(SHAPES)]
+
+
+@pytest.mark.parametrize("algorithm", ("ring", "auto", "star", "shared"))
+@pytest.mark.parametrize("ranks", (1, 2, 3, 4))
+def test_the_average_over_ranks_is_written_to_each_gradient(ranks, algorithm):
+    def train(transport):
+        rank = transport.rank
+        own = parameters(rank)
+        average = Replicated(transport, own, algorithm, bucket_mb=5e-4)
+        for array, first in zip(own, parameters(0), strict=True):
+            assert np.array_equal(array, first), "rank 0's parameters are everyone's"
+        for step in range(3):
+            # The second step is strided, and each rank has an order of its own.
+            gradients = [coded(rank, ranks, step, n, shape) for n, shape in enumerate(SHAPES)]
+            if step == 1:
+                gradients = [np.repeat(g, 2, -1)[..., ::2] if g.ndim else g for g in gradients]
+            order = np.random.default_rng([rank, step]).permutation(len(SHAPES)).tolist()
+            for number in order:
+                average.ready(number, gradients[number])
+            average.wait()
+            for number, (gradient, shape) in enumerate(zip(gradients, SHAPES, strict=True)):
+                assert np.array_equal(gradient, mean(ranks, step, number, shape))
+        transport.close()
+
+    run_ranks(ranks, train)
+
+
+@pytest.mark.parametrize("ranks", (1, 2, 3, 4))
+@pytest.mark.parametrize("dtype", ("float32", "float64"))
+def test_a_step_sends_the_bytes_of_a_ring_and_one_control_message(ranks, dtype):
+    def train(transport):
+        average = Replicated(transport, parameters(0, dtype), "ring")
+        before = transport.traffic.nbytes
+        for number, one in enumerate(parameters(0, dtype)):
+            average.ready(number, one)
+        average.wait()
+        return transport.traffic.nbytes - before
+
+    size = PADDED * np.dtype(dtype).itemsize
+    # 2 (n - 1) / n of the bytes on each rank: all ranks together, to avoid ragged chunks.
+    assert sum(run_ranks(ranks, train)) == 2 * (ranks - 1) * (size + CONTROL)
+
+
+def test_buckets_are_reduced_while_the_backward_pass_computes():
+    def train(transport):
+        average = Replicated(transport, parameters(0), "ring", bucket_mb=5e-4)
+        before, sent = transport.traffic.messages, []
+        for number in reversed(range(len(SHAPES))):
+            average.ready(number, parameters(0)[number])
+            sent.append(transport.traffic.messages - before)
+        average.wait()
+        return sent[0], sent[2]
+
+    first, third = run_ranks(2, train)[0]
+    assert first == 0 and third > 0, "the first bucket has parameters 5 to 3"
+
+
+@pytest.mark.parametrize("ranks", (1, 2, 3, 4))
+def test_training_equals_one_process_with_the_whole_batch(ranks):
+    rng = np.random.default_rng(3)
+    x, y = rng.standard_normal((10, 12, 6)), rng.standard_normal((10, 12, 2))
+
+    def train(transport):
+        w, b = np.full((6, 2), 0.1 * transport.rank), np.zeros(2)
+        average = Replicated(transport, [w, b])
+        rows = slice(transport.rank * 12 // ranks, (transport.rank + 1) * 12 // ranks)
+        for inputs, targets in zip(x[:, rows], y[:, rows], strict=True):
+            error = (inputs @ w + b - targets) / len(inputs)
+            db, dw = error.sum(0), inputs.T @ error
+            average.ready(1, db)
+            average.ready(0, dw)
+            average.wait()
+            w -= 0.1 * dw
+            b -= 0.1 * db
+        return w, b
+
+    w, b = np.zeros((6, 2)), np.zeros(2)
+    for inputs, targets in zip(x, y, strict=True):
+        error = (inputs @ w + b - targets) / 12
+        w, b = w - 0.1 * inputs.T @ error, b - 0.1 * error.sum(0)
+    for found in run_ranks(ranks, train):
+        assert np.abs(found[0] - w).max() < 1e-12 and np.abs(found[1] - b).max() < 1e-12
+
+
+@pytest.mark.parametrize("wire, nearly", [("bf16", 2e-2), ("int8", 3e-2)])
+def test_a_wire_format_gives_all_ranks_the_same_bits(wire, nearly):
+    def train(transport):
+        rng = np.random.default_rng(transport.rank)
+        gradient = rng.standard_normal(1000).astype("float32")
+        average = Replicated(transport, [np.zeros(1000, "float32")], wire=wire)
+        average.ready(0, gradient)
+        average.wait()
+        return gradient
+
+    one, other = run_ranks(2, train)
+    exact = sum(np.random.default_rng(r).standard_normal(1000) for r in range(2)) / 2
+    assert np.array_equal(one, other) and 0 < np.abs(one - exact).max() < nearly
+
+
+WRONG = {
+    "missing": (lambda average, own: None, "gradient 1 is missing"),
+    "twice": (
+        lambda average, own: [average.ready(1, own[1]), average.ready(1, own[1])],
+        "gradient 1 came twice",
+    ),
+    "shape": (lambda average, own: average.ready(1, own[0]), "(3, 4)"),
+    "dtype": (lambda average, own: average.ready(1, own[1].astype("f4")), "float32"),
+    "None": (lambda average, own: average.ready(1, None), "NoneType"),
+    "read-only": (lambda average, own: average.ready(1, np.broadcast_to(1.0, 5)), "read-only"),
+    "number": (
+        lambda average, own: [average.ready(9, own[1]), average.ready(1, own[1])],
+        "gradient 9",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("ranks", (1, 3))
+def test_a_wrong_gradient_on_one_rank_is_an_error_on_all(ranks, kind):
+    wrong, said = WRONG[kind]
+
+    def train(transport):
+        own = parameters(0)
+        average = Replicated(transport, own, bucket_mb=5e-4)
+        for number, one in enumerate(own):
+            if number != 1 or transport.rank != ranks - 1:
+                average.ready(number, one)
+        if transport.rank == ranks - 1:
+            wrong(average, own)
+        with pytest.raises(CommError) as error:
+            average.wait()
+        assert error.value.agreed and said in str(error.value)
+        assert f"on rank {ranks - 1}" in str(error.value)
+        assert np.array_equal(own[0], parameters(0)[0]), "unchanged"
+        gradients = [np.full(one.shape, transport.rank + 1.0) for one in own]
+        for number, gradient in enumerate(gradients):
+            average.ready(number, gradient)
+        average.wait()
+        assert (gradients[0] == (ranks + 1) / 2).all(), "the next step is in order again"
+
+    run_ranks(ranks, train)
+
+
+@pytest.mark.parametrize(
+    "arguments, kind, said",
+    [
+        (lambda rank: {"parameters": parameters(0)[rank:]}, CommError, "number of parameters"),
+        (lambda rank: {"parameters": [np.zeros(3 + rank)]}, CommError, "(3) on cpu"),
+        (lambda rank: {"parameters": [np.zeros(3, f"f{4 + 4 * rank}")]}, CommError, "float64"),
+        (lambda rank: {"algorithm": ("ring", "tree")[rank]}, CommError, "tree"),
+        (lambda rank: {"bucket_mb": 1.0 + rank}, CommError, "2.0"),
+        (lambda rank: {"algorithm": "circle"}, ConfigError, "circle"),
+        (lambda rank: {"wire": "bf61"}, ConfigError, "replication.wire"),
+        (lambda rank: {"wire": "bf16"}, ConfigError, "float64"),
+        (lambda rank: {"bucket_mb": -1}, ConfigError, "bucket_mb"),
+        (lambda rank: {"parameters": []}, ConfigError, "empty"),
+        (lambda rank: {"parameters": [np.zeros(3, "i8")]}, ConfigError, "int64"),
+        (lambda rank: {"parameters": [np.zeros(3), np.zeros(3, "f4")]}, ConfigError, "float32"),
+        (lambda rank: {"parameters": [[1.0]]}, ConfigError, "list"),
+        (lambda rank: {"parameters": [np.broadcast_to(1.0, 3)]}, ConfigError, "read-only"),
+    ],
+)
+def test_arguments_that_ranks_cannot_share_are_an_error_on_all(arguments, kind, said):
+    def build(transport):
+        with pytest.raises(kind) as error:
+            Replicated(transport, **{"parameters": parameters(0), **arguments(transport.rank)})
+        assert error.value.agreed and said in str(error.value)
+
+    run_ranks(2, build)
+
+
+@pytest.mark.compile
+def test_gradients_in_gpu_memory_are_averaged_by_kernels(monkeypatch):
+    gpu.play(monkeypatch)
+
+    def train(threads):
+        transport, rank = PointerThreads(threads), threads.rank
+        own = [cupy.asarray(one) for one in parameters(rank, "float32")]
+        average = Replicated(transport, own, "ring")
+        gradients = [
+            cupy.asarray(coded(rank, 2, 0, n, shape).astype("f4")) for n, shape in enumerate(SHAPES)
+        ]
+        for number in reversed(range(len(SHAPES))):
+            average.ready(number, gradients[number])
+        average.wait()
+        for number, shape in enumerate(SHAPES):
+            assert np.array_equal(cupy.asnumpy(own[number]), parameters(0, "f4")[number])
+            assert np.array_equal(cupy.asnumpy(gradients[number]), mean(2, 0, number, shape))
+
+    run_ranks(2, train)
+    assert not cupy.faults and sys.modules["cupy"] is cupy

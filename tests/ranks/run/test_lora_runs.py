@@ -1,0 +1,268 @@
+"""Runs with adapters: they save the adapters alone, and need the base that they were trained on."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from mpitrain.config import with_settings
+from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.models.targets import is_adapter
+from mpitrain.run.build import build
+from mpitrain.run.checkpoint.directories import newest
+from mpitrain.run.choices import parse
+from mpitrain.run.loop import train
+from mpitrain.run.open_run import configured as opened
+from mpitrain.run.open_run import open_run
+from mpitrain.run.run_dir import CHECKPOINTS, configuration
+from mpitrain.run.transfer.export import export
+from mpitrain.transport.threads import run_ranks
+from tests.training import TINY, configured
+
+FLAT = [*TINY, "run.steps=4", "run.eval_every=-1", "checkpoint.every=2", "optimizer.lr=0.05"]
+FLAT += ["precision.compute=float64"]
+LORA = ["lora.rank=3", "lora.targets=c_attn,c_fc,mlp.c_proj", "lora.dropout=0.1"]
+
+
+def started(ranks, resume, *settings):
+    config = configured(*settings)
+    run_ranks(ranks, lambda own: train(own, lambda: config, resume, lambda: False))
+
+
+def resumed(ranks, folder, *settings):
+    tables = {**configuration(folder).model_dump(), "layout": {}}
+    config = parse(with_settings(tables, [f"run.out={folder}", *settings]))
+    run_ranks(ranks, lambda own: train(own, lambda: config, "yes", lambda: False))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A trained run, and the same model as a GPT-2 folder."""
+    folder = tmp_path_factory.mktemp("base")
+    started(1, "no", *FLAT, f"run.out={folder / 'run'}")
+    export(folder / "run", "gpt2", folder / "gpt2", "float64", 10**9, [])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapted(base, tmp_path_factory):
+    """A run with adapters on the folder."""
+    folder = tmp_path_factory.mktemp("adapted") / "run"
+    started(1, "no", *FLAT, *LORA, f"run.init_from={base / 'gpt2'}", f"run.out={folder}")
+    return folder
+
+
+def saved(folder):
+    """The tensors in the newest checkpoint."""
+    found = {}
+    for file in newest(folder / CHECKPOINTS).glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def held(transport, config, path=None):
+    """This rank's parameters, with their descriptions, and its state."""
+    trainer = build(transport, config, path).trainer
+    entries = {entry.name: entry.parameter for entry in trainer.storage.tensors}
+    return {name: (entries[name], value) for name, value in trainer.tensors().items()}
+
+
+def test_a_checkpoint_has_the_adapters_alone_and_the_base_keeps_its_bits(base, adapted):
+    found = saved(adapted)
+    assert all(is_adapter([*name.split("/"), name][1]) for name in found)
+    state = [name for name in found if "_moment/" in name]
+    assert len(found) - len(state) == 2 * 2 * 3 and len(state) == 2 * (len(found) - len(state))
+    config = configured(*FLAT, *LORA, f"run.init_from={base / 'gpt2'}")
+    (own,) = run_ranks(1, held, config, newest(adapted / CHECKPOINTS))
+    whole = saved(base / "run")
+    for name, (_, value) in own.items():
+        assert np.array_equal(value, (found if is_adapter(name) else whole)[name])
+
+
+@pytest.mark.parametrize(
+    "ranks, layout", [(2, "layout.tp=2"), (3, "replication.zero=3"), (4, "layout.pp=2")]
+)
+def test_a_run_resumes_in_another_layout_with_the_same_bits(base, adapted, ranks, layout):
+    config = configured(*FLAT, *LORA, layout, f"run.init_from={base / 'gpt2'}")
+    found = saved(adapted)
+    for own in run_ranks(ranks, held, config, newest(adapted / CHECKPOINTS)):
+        for name, (region, value) in own.items():
+            if is_adapter(name):
+                assert np.array_equal(region.part_of(found[name]), value)
+
+
+def test_a_resumed_run_ends_with_the_bits_of_one_that_went_through(base, adapted, tmp_path):
+    begun = [*FLAT, *LORA, f"run.init_from={base / 'gpt2'}", f"run.out={tmp_path / 'run'}"]
+    started(1, "no", *begun, "run.steps=2", "optimizer.schedule=constant")
+    started(1, "no", *begun, f"run.out={tmp_path / 'whole'}", "optimizer.schedule=constant")
+    started(1, "yes", *begun, "optimizer.schedule=constant")
+    one, other = saved(tmp_path / "run"), saved(tmp_path / "whole")
+    assert one.keys() == other.keys()
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def evaluated(transport, folder, settings=()):
+    trainer = open_run(transport, folder, lambda: opened(folder, [*settings])).trainer
+    return trainer.backend.to_host(trainer.logits(np.arange(8)[None])).copy()
+
+
+def test_a_moved_or_changed_base_is_refused_until_it_is_named(base, tmp_path):
+    there = tmp_path / "base"
+    shutil.copytree(base / "gpt2", there)
+    begun = [*FLAT, *LORA, f"run.init_from={there}", f"run.out={tmp_path / 'run'}"]
+    started(1, "no", *begun)
+    (truth,) = run_ranks(1, evaluated, tmp_path / "run")
+    there.rename(tmp_path / "moved")
+    for action in (
+        lambda: run_ranks(2, evaluated, tmp_path / "run"),
+        lambda: resumed(2, tmp_path / "run", "run.steps=6"),
+    ):
+        with pytest.raises(CheckpointError, match="init_from") as raised:
+            action()
+        assert raised.value.agreed
+    moved = f"run.init_from={tmp_path / 'moved'}"
+    (again,) = run_ranks(1, evaluated, tmp_path / "run", [moved])
+    assert np.array_equal(truth, again)
+    with open(tmp_path / "moved" / "config.json", "a") as file:
+        file.write("\n")
+    with pytest.raises(CheckpointError, match=r"config\.json") as raised:
+        run_ranks(2, evaluated, tmp_path / "run", [moved])
+    assert raised.value.agreed
+
+
+def test_a_base_that_trains_on_keeps_the_checkpoint_of_the_adapters(base, tmp_path):
+    shutil.copytree(base / "run", tmp_path / "base")
+    started(
+        1, "no", *FLAT, *LORA, f"run.init_from={tmp_path / 'base'}", f"run.out={tmp_path / 'a'}"
+    )
+    (truth,) = run_ranks(1, evaluated, tmp_path / "a")
+    resumed(1, tmp_path / "base", "run.steps=6")
+    (again,) = run_ranks(1, evaluated, tmp_path / "a")
+    assert np.array_equal(truth, again)
+    resumed(1, tmp_path / "base", "run.steps=12")
+    with pytest.raises(CheckpointError, match="init_from"):
+        run_ranks(1, evaluated, tmp_path / "a")
+
+
+def test_adapters_alone_find_their_base_and_continue(base, adapted, tmp_path):
+    export(adapted, "peft", tmp_path / "peft", "float64", 10**9, [])
+    (truth,) = run_ranks(1, evaluated, adapted)
+    for name in (adapted, tmp_path / "peft"):
+        config = configured(*[one for one in FLAT if "model." not in one], f"run.init_from={name}")
+        assert config.run.init_from == str(base / "gpt2") and config.model.layers == 2
+        (job,) = run_ranks(1, lambda own, config=config: logits(own, config))
+        assert np.abs(job - truth).max() <= 1e-12
+    record = json.loads((tmp_path / "peft" / "mpitrain.json").read_text())["base"]
+    assert record["folder"] == str(base / "gpt2") and len(record["sha256"]) == 2
+    (tmp_path / "peft" / "mpitrain.json").write_text(
+        json.dumps({"base": {**record, "sha256": {"config.json": "0" * 64}}})
+    )
+    with pytest.raises(CheckpointError):
+        run_ranks(2, build, configured("run.steps=1", f"run.init_from={tmp_path / 'peft'}"))
+    with pytest.raises(ConfigError, match=r"lora\.rank"):
+        configured(f"run.init_from={adapted}", "lora.rank=7")
+
+
+def logits(transport, config):
+    trainer = build(transport, config).trainer
+    return trainer.backend.to_host(trainer.logits(np.arange(8)[None])).copy()
+
+
+def test_merged_parameters_compute_the_same_logits(base, adapted, tmp_path):
+    (truth,) = run_ranks(1, evaluated, adapted)
+    export(adapted, "gpt2", tmp_path / "merged", "float64", 10**9, [], merge=True)
+    config = configured("precision.compute=float64", f"run.init_from={tmp_path / 'merged'}")
+    (found,) = run_ranks(1, logits, config)
+    assert np.abs(found - truth).max() <= 1e-12 * np.abs(truth).max()
+    (other,) = run_ranks(1, evaluated, base / "run")
+    assert np.abs(other - truth).max() > 1e-3
+    with pytest.raises(ConfigError, match="--merge"):
+        export(adapted, "gpt2", tmp_path / "none", "float64", 10**9, [])
+    with pytest.raises(ConfigError, match="--merge"):
+        export(base / "run", "gpt2", tmp_path / "none", "float64", 10**9, [], merge=True)
+    with pytest.raises(ConfigError, match=r"lora\.rank"):
+        export(base / "run", "peft", tmp_path / "none", "float64", 10**9, [])
+    assert configuration(adapted).lora.targets == ["c_attn", "c_fc", "mlp.c_proj"]
+
+
+INT8 = ["lora.base=int8", "model.layers=2", "model.width=16", "model.heads=2", "model.context=16"]
+LAYOUTS = {
+    "tp": (2, "layout.tp=2"),
+    "sequence": (2, "layout.tp=2 layout.sequence_parallel=true"),
+    "zero 3": (3, "replication.zero=3"),
+    "pp": (2, "layout.pp=2"),
+    "server": (2, "replication.mode=server"),
+    "recomputed": (1, "memory.recompute=unit"),
+}
+
+
+def stepped(transport, config):
+    """Losses of 3 steps, elements of frozen parameters, and all tensors."""
+    trainer, source, _ = build(transport, config)
+    losses = []
+    for index in range(3):
+        own = None
+        for number in trainer.replication.steps(index, lambda: False):
+            own = trainer.step(number, *trainer.replication.batch(source, number))
+        losses.append(trainer.replication.outcome(index, own).loss)
+    tensors = {} if trainer.grid.is_server else trainer.tensors()
+    frozen = sum(entry.stop - entry.start for entry in trainer.storage.frozen.entries)
+    return np.array(losses), frozen, tensors
+
+
+@pytest.mark.parametrize("compute", ("float64", "bfloat16"))
+def test_a_base_of_8_bits_trains_in_every_layout_as_on_one_rank(base, compute):
+    settings = [*FLAT, *LORA, f"run.init_from={base / 'gpt2'}", f"precision.compute={compute}"]
+    ((truth, _, whole),) = run_ranks(1, stepped, configured(*settings))
+    ((alone, _, coded),) = run_ranks(1, stepped, configured(*settings, *INT8))
+    assert 0 < np.abs(alone / truth - 1).max() < 0.02
+    for name, tensor in whole.items():
+        most = np.abs(tensor).max(1)[:, None] / 127 if tensor.ndim == 2 else 0
+        if not is_adapter(name) and "embedding" not in name and "head" not in name:
+            assert np.all(
+                np.abs(coded[name] - tensor) <= 0.51 * most + 1e-2 * (compute != "float64")
+            )
+    for name, (ranks, layout) in LAYOUTS.items():
+        if name == "server" and compute != "float64":
+            continue
+        config = configured(*settings, *INT8, *layout.split())
+        for found, *_ in run_ranks(ranks, stepped, config):
+            limit = 1e-9 if compute == "float64" else 1e-2
+            assert np.abs(found / alone - 1).max() <= limit, name
+
+
+def test_a_base_of_8_bits_needs_a_byte_for_each_weight_and_is_close(base, adapted):
+    chosen = [*FLAT, *LORA, f"run.init_from={base / 'gpt2'}", "precision.compute=float32"]
+    ((_, numbers, _),) = run_ranks(1, stepped, configured(*chosen))
+    ((_, coded, _),) = run_ranks(1, stepped, configured(*chosen, "lora.base=int8"))
+    # Of each block: qkv, out, up and down; a byte each, and 4 bytes for each output.
+    elements = 2 * (48 * 16 + 16 * 16 + 64 * 16 + 16 * 64)
+    outputs = 2 * (48 + 16 + 64 + 16)
+    assert 4 * (numbers - coded) == 4 * elements - (elements + 4 * outputs)
+    (truth,) = run_ranks(1, evaluated, adapted)
+    (found,) = run_ranks(1, evaluated, adapted, ["lora.base=int8"])
+    assert 0 < np.abs(found - truth).max() <= 0.01 * np.abs(truth).max()
+
+
+@pytest.mark.compile
+def test_kernels_of_the_simulator_decode_the_base_as_the_host_does(base):
+    settings = [*FLAT, *LORA, *INT8, f"run.init_from={base / 'gpt2'}"]
+    ((truth, *_),) = run_ranks(1, stepped, configured(*settings))
+    ((found, *_),) = run_ranks(1, stepped, configured(*settings, "device.kind=cuda-sim"))
+    assert np.abs(found - truth).max() <= 1e-9
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        (["lora.base=int8"], ("lora.rank", "0")),
+        (["lora.base=int8", "lora.rank=2"], ("run.init_from",)),
+        (["lora.base=int4"], ("lora.base",)),
+    ],
+)
+def test_a_base_of_8_bits_is_refused_without_its_model(settings, words):
+    with pytest.raises(ConfigError) as raised:
+        configured(*FLAT, *settings)
+    assert all(word in str(raised.value) for word in words)

@@ -1,0 +1,226 @@
+"""The verdict on planted numbers: the node or pair at fault is named, and nothing else."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from mpitrain.bench.links.pairs import BETWEEN, Pair
+from mpitrain.certify.evidence import Evidence, Facts, Finding, Jobs, Speeds, Wrong
+from mpitrain.certify.limits import Limits, read_limits
+from mpitrain.certify.repeats import moved
+from mpitrain.certify.report import document, junit, lines
+from mpitrain.certify.speeds import turns
+from mpitrain.certify.verdict import judge
+from mpitrain.errors import ConfigError
+
+NODES = "abcd"
+FACT = Facts("", "m", [0], "CPU", "openblas 1 Zen", 1 << 30)
+JOBS = Jobs("1", "1", "1")
+
+
+def pairs(slow=(), factor=10.0, n=4):
+    """Links of 1 GB/s and 2 us; `slow` ones are worse by the factor."""
+    found = []
+    for first in range(n):
+        for second in range(first + 1, n):
+            by = factor if (first, second) in slow else 1.0
+            found.append(
+                Pair(
+                    first,
+                    second,
+                    NODES[first],
+                    NODES[second],
+                    BETWEEN,
+                    2 * by,
+                    2 * by,
+                    1 / by,
+                    1 / by,
+                    0,
+                )
+            )
+    return found
+
+
+def sound(n=4, **changes):
+    facts = [FACT._replace(node=node, machine=node) for node in NODES[:n]]
+    speeds = [Speeds([9e10, 1e11], [1e10, 2e10]) for _ in range(n)]
+    found = Evidence(facts, speeds, [("x", "x")] * n, pairs(n=n), 50, [], [], JOBS, {})
+    return found._replace(**changes)
+
+
+def failing(evidence, limits=None):
+    """The nodes that fail, and the number of other failures."""
+    certificate = judge(evidence, limits or Limits())
+    bad = [verdict.node for verdict in certificate.nodes if verdict.reasons]
+    assert certificate.passes == (not bad and not certificate.others)
+    return "".join(bad), len(certificate.others)
+
+
+def changed(values, index, value):
+    return [*values[:index], value, *values[index + 1 :]]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_sound_nodes_pass(n):
+    assert failing(sound(n)) == ("", 0)
+
+
+@pytest.mark.parametrize("field", ["gemm", "memory"])
+@pytest.mark.parametrize("factor, bad", [(0.4, "c"), (0.6, ""), (float("nan"), "c")])
+def test_a_rank_below_half_the_median_fails_its_node(field, factor, bad):
+    speeds = sound().speeds
+    slow = speeds[2]._replace(**{field: [factor * value for value in getattr(speeds[2], field)]})
+    assert failing(sound(speeds=changed(speeds, 2, slow))) == (bad, 0)
+
+
+def test_the_fastest_sample_counts():
+    speeds = sound().speeds
+    assert failing(
+        sound(speeds=changed(speeds, 0, Speeds([1.0, 1.0, 1e11, 1.0], [1.0, 2e10])))
+    ) == ("", 0)
+
+
+def test_processors_are_compared_with_their_own_kind():
+    speeds = [Speeds([rate], [1e10]) for rate in (1e11, 1e11, 2e10, 2e10)]
+    facts = sound().facts
+    assert failing(sound(speeds=speeds))[0] == "cd"
+    other = [*facts[:2], *(fact._replace(processor="old") for fact in facts[2:])]
+    assert failing(
+        sound(speeds=speeds, facts=other, steps=[("x", "x")] * 2 + [("y", "y")] * 2)
+    ) == (
+        "",
+        0,
+    )
+
+
+@pytest.mark.parametrize(
+    "steps, bad",
+    [
+        ("xxyx", ("c", 0)),
+        ("xyxx", ("b", 0)),
+        ("xxyy", ("", 1)),
+    ],
+)
+def test_other_bits_fail_the_minority(steps, bad):
+    assert failing(sound(steps=[(step, step) for step in steps])) == bad
+
+
+def test_a_rank_that_differs_from_itself_fails():
+    assert failing(sound(steps=changed(sound().steps, 3, ("x", "y")))) == ("d", 0)
+
+
+def test_the_other_blas_is_named():
+    evidence = sound(steps=changed(sound().steps, 1, ("y", "y")))
+    facts = changed(evidence.facts, 1, evidence.facts[1]._replace(blas="openblas 1 Prescott"))
+    (reason,) = judge(evidence._replace(facts=facts), Limits()).nodes[1].reasons
+    assert "Prescott" in reason and "Zen" in reason
+
+
+@pytest.mark.parametrize(
+    "slow, bad",
+    [
+        ([(1, 2)], ("", 1)),
+        ([(0, 1), (1, 2), (1, 3)], ("b", 0)),
+        ([(0, 1), (0, 2), (0, 3), (1, 2), (1, 3)], ("ab", 0)),
+        ([(0, 1), (0, 2), (0, 3), (1, 2)], ("a", 1)),
+    ],
+)
+def test_a_slow_link_fails_a_node_only_if_all_its_links_are_slow(slow, bad):
+    assert failing(sound(pairs=pairs(slow))) == bad
+
+
+def test_a_slow_link_names_both_nodes():
+    (reason,) = judge(sound(pairs=pairs([(1, 3)])), Limits()).others
+    assert "b and d" in reason
+
+
+@pytest.mark.parametrize(
+    "limits, bad",
+    [
+        (Limits(link_GBs=0.5), ("", 0)),
+        (Limits(link_GBs=2), ("", 6)),
+        (Limits(link_us=1), ("", 6)),
+        (Limits(gemm_GFLOPs=101), ("abcd", 0)),
+        (Limits(memory_GBs=19), ("", 0)),
+        (Limits(shm_MB=2000), ("abcd", 0)),
+        (Limits(nodes=["a", "e"]), ("e", 0)),
+        (Limits(ratio=0), ("", 0)),
+    ],
+)
+def test_limits_of_a_file_hold_for_every_node(limits, bad):
+    assert failing(sound(), limits) == bad
+
+
+def test_a_small_shared_memory_fails_its_node():
+    facts = sound().facts
+    assert failing(sound(facts=changed(facts, 2, facts[2]._replace(shared=1 << 20)))) == ("c", 0)
+
+
+@pytest.mark.parametrize(
+    "changes, bad",
+    [
+        ({"absent": {"e": "silent"}}, ("e", 0)),
+        ({"findings": [Finding("b", "no locks"), Finding("", "all")]}, ("b", 1)),
+        ({"wrong": [Wrong("reduce", "star", 3)]}, ("", 1)),
+        ({"jobs": Jobs("1", "2", "1")}, ("", 1)),
+        ({"jobs": Jobs("1", "1", "2")}, ("", 1)),
+        ({"jobs": Jobs("", "", "", ["broken"])}, ("", 1)),
+        ({"pairs": changed(pairs(), 0, pairs()[0]._replace(wrong=4))}, ("", 1)),
+    ],
+)
+def test_every_other_failure_is_reported(changes, bad):
+    assert failing(sound(**changes)) == bad
+
+
+def test_a_moved_run_is_compared_only_where_its_ranks_compute_the_same_bits():
+    jobs = Jobs("1", "2", "1")
+    steps = changed(sound().steps, 1, ("y", "y"))
+    assert failing(sound(jobs=jobs, steps=steps)) == ("b", 0)
+    facts = changed(sound().facts, 1, sound().facts[1]._replace(processor="old"))
+    assert failing(sound(jobs=jobs, facts=facts)) == ("", 0)
+
+
+def test_files_hold_the_verdicts():
+    evidence = sound(absent={"e": "silent <&>"}, wrong=[Wrong("reduce", "star", 3)])
+    certificate = judge(evidence, Limits())
+    assert len(lines(evidence, certificate)) == 7
+    found = json.loads(json.dumps(document(evidence, certificate, {}), allow_nan=False))
+    assert [node["passes"] for node in found["nodes"]] == [True] * 4 + [False]
+    assert found["passes"] is False and found["usual"]["gemm_GFLOPs"] == 100
+    suite = ElementTree.fromstring(junit(certificate).partition("\n")[2])
+    assert (suite.get("tests"), suite.get("failures")) == ("6", "2")
+
+
+@pytest.mark.parametrize(
+    "hosts, ranks",
+    [("ab", [1, 0]), ("abc", [1, 2, 0]), ("aabb", [2, 3, 0, 1]), ("aaa", [1, 2, 0]), ("a", [0])],
+)
+def test_ranks_move_to_the_next_node(hosts, ranks):
+    assert moved(hosts) == ranks
+
+
+def test_ranks_that_share_cores_take_turns():
+    facts = [
+        FACT._replace(machine=machine, cores=cores)
+        for machine, cores in (("m", [0, 1]), ("m", [1]), ("m", [2]), ("n", [0, 1]), ("m", [0]))
+    ]
+    assert turns(facts) == [[0, 2, 3], [1, 4]]
+
+
+@pytest.mark.parametrize(
+    "text, key",
+    [("speed = 1", "speed"), ("ratio = 2.0", "ratio"), ("nodes = 3", "nodes"), ("[", "")],
+)
+def test_a_wrong_file_of_limits_is_refused(tmp_path, text, key):
+    path = tmp_path / "limits.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read_limits(path)
+    assert key in error.value.law and str(path) in error.value.law
+
+
+def test_a_file_of_limits_is_read(tmp_path):
+    path = tmp_path / "limits.toml"
+    path.write_text('nodes = ["a"]\nlink_GBs = 2.5\n')
+    assert read_limits(path) == Limits(nodes=["a"], link_GBs=2.5)

@@ -1,0 +1,68 @@
+"""The probe of nodes from outside MPI, with agents that answer, fail or hang."""
+
+import json
+
+import pytest
+
+from mpitrain.cli import main
+from mpitrain.cli.certify.nodes import agent_for, probe
+
+AGENT = """#!/bin/bash
+case $1 in
+    good*) shift; exec bash -c "$*" ;;
+    old) echo mpitrain 0.0.1 ;;
+    broken) echo "no such interpreter" >&2; exit 127 ;;
+    silent) exec sleep 60 ;;
+esac
+"""
+
+
+@pytest.fixture
+def agent(tmp_path):
+    path = tmp_path / "agent"
+    path.write_text(AGENT)
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_nodes_that_cannot_be_used_are_named(agent):
+    found = probe(["good1", "old", "broken", "silent", "good2"], [agent], 4.0)
+    assert [*found] == ["old", "broken", "silent"]
+    assert "0.0.1" in found["old"] and "no such interpreter" in found["broken"]
+    assert "4 s" in found["silent"]
+
+
+def test_a_missing_agent_fails_every_node():
+    assert "cannot be started" in probe(["a"], ["/missing"])["a"]
+
+
+def test_a_slurm_job_has_another_agent():
+    assert agent_for({"SLURM_JOB_ID": "1"})[0] == "srun" and agent_for({})[0] == "ssh"
+
+
+def test_without_any_node_the_certificate_fails(tmp_path, agent):
+    path = tmp_path / "found.json"
+    words = ["certify", "--hosts", "old,broken:2", "--agent", agent, "--json", str(path)]
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 1
+    found = json.loads(path.read_text())
+    assert [node["node"] for node in found["nodes"]] == ["old", "broken"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--agent", "ssh"],
+        ["--absent", "a"],
+        ["--rounds", "4"],
+        ["--hosts", "a:0"],
+        ["--ppn", "2"],
+        ["--hostfile", "/missing"],
+        ["--hosts", "a", "--expect", "/missing.toml"],
+    ],
+)
+def test_wrong_usage_is_refused_before_anything_starts(words):
+    with pytest.raises(SystemExit) as end:
+        main(["certify", *words])
+    assert end.value.code == 2

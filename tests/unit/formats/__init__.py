@@ -1,0 +1,1 @@
+"""Folders of other projects: their tensors, and what is refused."""
