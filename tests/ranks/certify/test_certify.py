@@ -158,7 +158,7 @@ def test_a_failed_run_is_reported_once_and_leaves_no_files(tmp_path, monkeypatch
         raise on_every_rank(ConfigError("no room"))
 
     monkeypatch.setattr(repeats, "train", failing)
-    assert run_ranks(2, repeat, tmp_path, Silent) == [Jobs("", "", "", ["no room"])] * 2
+    assert run_ranks(2, repeat, tmp_path) == [Jobs("", "", "", ["no room"])] * 2
     assert sorted(ran) == [0, 1] and not [*tmp_path.iterdir()]
 
 
