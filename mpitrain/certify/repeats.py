@@ -35,7 +35,9 @@ def repeat(transport: Transport, folder: Path) -> Jobs:
     errors: list[str] = []
 
     def run(name: str, keys: Sequence[int], stops: int = 0, resume: str = "no") -> str:
-        """Train with the ranks in the order of `keys`; return the digest, "" after an error."""
+        """Train with the ranks in the order of `keys`; return the digest, "" after any error."""
+        if errors:
+            return ""
         placed = transport.split(0, keys[transport.rank])
         assert placed is not None
         try:
@@ -58,7 +60,7 @@ def repeat(transport: Transport, folder: Path) -> Jobs:
         if transport.rank == 0:
             with suppress(OSError):
                 shutil.rmtree(work)
-    return Jobs(first, again, resumed, list(dict.fromkeys(errors)))
+    return Jobs(first, again, resumed, errors)
 
 
 def moved(hosts: Sequence[str]) -> list[int]:

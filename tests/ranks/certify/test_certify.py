@@ -8,6 +8,7 @@ import pytest
 
 from mpitrain.bench.links import pairs as measuring
 from mpitrain.certify import collect as collecting
+from mpitrain.certify import repeats
 from mpitrain.certify.arithmetic import step_digests
 from mpitrain.certify.collect import collect, links
 from mpitrain.certify.evidence import Facts, Finding, Jobs, Speeds
@@ -18,7 +19,7 @@ from mpitrain.certify.verdict import judge
 from mpitrain.doctor import hosts
 from mpitrain.doctor.hosts import look_clocks, wrong_clocks
 from mpitrain.doctor.problem import Values
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, on_every_rank
 from mpitrain.transport.threads import ThreadTransport, run_ranks
 
 HOSTS = "abcd"
@@ -147,6 +148,18 @@ def test_a_sample_counts_work_per_second():
     now = iter(range(1000))
     gemm, memory = sampler(2.0, lambda: next(now))()
     assert gemm > 0 and memory > 0
+
+
+def test_a_failed_run_is_reported_once_and_leaves_no_files(tmp_path, monkeypatch):
+    ran = []
+
+    def failing(transport, configured, *rest):
+        ran.append(transport.rank)
+        raise on_every_rank(ConfigError("no room"))
+
+    monkeypatch.setattr(repeats, "train", failing)
+    assert run_ranks(2, repeat, tmp_path) == [Jobs("", "", "", ["no room"])] * 2
+    assert sorted(ran) == [0, 1] and not [*tmp_path.iterdir()]
 
 
 def test_a_missing_folder_is_refused_on_every_rank(tmp_path):
