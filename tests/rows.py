@@ -29,6 +29,7 @@ def tables():
         if (
             ".cli" not in module.name
             and "torch" not in module.name
+            and "transformers" not in module.name
             and "__main__" not in module.name
         ):
             importlib.import_module(module.name)

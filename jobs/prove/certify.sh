@@ -8,7 +8,7 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 hosts=$here/hosts/hosts.sh
 folder=$(mktemp -d)
-trap '$hosts down; rm -r "$folder"; rmdir "$GROUP" 2> /dev/null || true' EXIT
+trap '$hosts down; rm -r "$folder"; rmdir "$group" 2> /dev/null || true' EXIT
 faults=("$@")
 ((${#faults[@]})) || faults=(none link core blas bit locks shm clock missing)
 wrong=0
@@ -40,12 +40,9 @@ export OPENBLAS_NUM_THREADS=1
 [[ $(hostname) == mth3 ]] || exec "$@"
 case $fault in
     core)
-        mkdir -p "$GROUP" && echo $$ > "$GROUP/cgroup.procs"
-        if [[ -e $GROUP/cpu.max ]]; then
-            echo "20000 100000" > "$GROUP/cpu.max"
-        else
-            echo 100000 > "$GROUP/cpu.cfs_period_us" && echo 20000 > "$GROUP/cpu.cfs_quota_us"
-        fi ;;
+        # The /sys of a network namespace has no cgroups, so the script outside moves this process.
+        echo $$ > "$FOLDER/pid"
+        while [[ -e $FOLDER/pid ]]; do sleep 0.1; done ;;
     blas) export OPENBLAS_CORETYPE=Nehalem ;;
     bit) shift 3; exec python "$FOLDER/bit.py" "$@" ;;
     locks) export LD_PRELOAD=$FOLDER/locks.so ;;
@@ -58,7 +55,18 @@ chmod +x "$folder/faulty.sh"
 export FOLDER=$folder
 root=/sys/fs/cgroup
 [[ -d $root/cpu ]] && root=$root/cpu # version 1
-export GROUP=$root/mpitrain-certify
+group=$root/mpitrain-certify
+
+slow_core() { # give the process that announces itself a twentieth of a core
+    mkdir -p "$group"
+    if [[ -e $group/cpu.max ]]; then
+        echo "5000 100000" > "$group/cpu.max"
+    else
+        echo 100000 > "$group/cpu.cfs_period_us" && echo 5000 > "$group/cpu.cfs_quota_us"
+    fi
+    while [[ ! -s $folder/pid ]]; do sleep 0.1; done
+    cat "$folder/pid" > "$group/cgroup.procs" && rm "$folder/pid"
+}
 
 judged() { # FAULT FILE CODE: check the verdicts
     local bad
@@ -84,6 +92,7 @@ for fault in "${faults[@]}"; do
         continue
     fi
     [[ $fault == link ]] && ip netns exec mth3 tc qdisc add dev eth0 root tbf rate 20mbit burst 32kb latency 50ms
+    [[ $fault == core ]] && slow_core &
     code=0
     if [[ $fault == missing ]]; then
         # The launcher's options are those of hosts.sh.

@@ -42,7 +42,7 @@ def main(settings):
         for name, (more, overlaps) in WAYS.items():
             job = build(
                 transport,
-                _configured(None, BLOCKS, STEPS, transport.size, ["layout.tp=2", *settings, *more]),
+                _configured(transport.size, BLOCKS, STEPS, ["layout.tp=2", *settings, *more]),
                 source=source,
             )
             source = job.source

@@ -41,6 +41,6 @@ def read_limits(path: Path) -> Limits:
         return Limits.model_validate(read_toml(path))
     except ValidationError as error:
         raise ConfigError(
-            f"{path} sets the limits of a certificate, but {complaint(error)}.",
+            f"{path} is no file of limits: {complaint(error)}.",
             f"Its keys are {', '.join(Limits.model_fields)}.",
         ) from None

@@ -156,7 +156,7 @@ def _tasks(
         "log_likelihoods": scores.log_likelihoods,
     }
     line = (
-        f"{visible(str(run))} at step {job.step} on {len(tasks)} tasks of {visible(str(tasks_file))}: "
+        f"{visible(str(run))} at step {job.step} on {len(tasks)} task(s) of {visible(str(tasks_file))}: "
         f"acc {_with_error(scores.acc)}, acc_norm {_with_error(scores.acc_norm)}"
     )
     return line, numbers, True

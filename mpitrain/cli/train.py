@@ -127,7 +127,7 @@ def command(
         return
     be_courtesy()
     changed = changes(settings, **options)
-    configured = cache(lambda: _configured(config_file, preset, changed, resume or "no"))
+    configured = cache(lambda: _configured(config_file, changed, resume or "no", preset))
     stop = Stop()
     with mpi_session(
         kind=lambda: configured().device.kind,
@@ -245,7 +245,7 @@ def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Sto
 
 
 def _configured(
-    config_file: Path | None, preset_name: str | None, settings: list[str], resume: str
+    config_file: Path | None, settings: list[str], resume: str, preset_name: str | None = None
 ) -> Any:
     """Return the configuration of the file over the preset, with the settings applied.
 

@@ -273,8 +273,6 @@ class Model(Section):
 
 
 class Lora(Section):
-    basic = ("rank", "alpha", "targets")
-
     rank: int = Field(
         0,
         ge=0,

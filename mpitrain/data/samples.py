@@ -71,7 +71,7 @@ def open_idx(request: Request) -> SampleSource:
     request.place  the folder of train-images-idx3-ubyte and its three companions
     request.form   images, or else samples, with an image as a row of features
     """
-    folder, parts = Path(request.place), {}
+    folder, parts, sizes = Path(request.place), {}, set()
     for part in ("train", "t10k"):
         images = _idx_array(folder, f"{part}-images-idx3-ubyte", 3)
         labels = _idx_array(folder, f"{part}-labels-idx1-ubyte", 1)
@@ -80,9 +80,10 @@ def open_idx(request: Request) -> SampleSource:
                 f"{folder} has {len(images)} {part} images but {len(labels)} labels.",
                 "Every image needs a label.",
             )
+        sizes.add(images.shape[1:])
         pixels = images[:, None] if request.form == "images" else images.reshape(len(images), -1)
         parts[part] = pixels.astype(request.dtype) / 255, labels.astype(np.int64)
-    if parts["train"][0].shape[1:] != parts["t10k"][0].shape[1:]:
+    if len(sizes) > 1:
         raise DataError(
             f"Train and test images in {folder} differ in size.", "Use files of one data set."
         )

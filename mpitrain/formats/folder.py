@@ -17,9 +17,7 @@ CONFIGURATION = "config.json"
 HASHED = 16 << 20
 """Bytes of a file that are hashed at a time."""
 TEXT = 16 << 20
-"""The largest size of a text file in bytes, but for an index."""
-INDEX_TEXT = 100_000_000
-"""The largest size of an index in bytes."""
+"""The largest size of a text file in bytes, except of an index."""
 BENEATH = 1
 """Only the folder that the user names may be reached by links, not the files in it."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")

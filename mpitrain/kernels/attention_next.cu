@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_next(
             score = dot * scale;
         }
         const Sum peak = larger(largest, warp_max(score));
-        const Sum shrunk = exp(largest - peak), weight = k < end ? exp(score - peak) : Sum(0);
+        const Sum shrunk = exp(largest - peak), weight = exp(score - peak);
         total = total * shrunk + warp_sum(weight);
 #pragma unroll
         for (int i = 0; i < OWN; ++i) sums[i] *= shrunk;

@@ -16,9 +16,9 @@ UNMEASURED = 30.0
 class TimeLimit:
     """Decides on rank 0 whether the run must stop because its batch job ends soon.
 
-    The run stops before the end of the job by 3 times its slowest checkpoint, two steps and a few
-    seconds to leave. It trains for at least half of the time that was left when the end was first known: even a job
-    that is too short makes progress.
+    The time it leaves is 3 times its slowest checkpoint, two steps and a few seconds. It trains for
+    at least half of the time that was left when the end was first known. So even a job that is
+    too short makes progress.
     """
 
     def __init__(self, ends: Callable[[], float | None], checkpoint_s: float, steps: int):

@@ -135,8 +135,8 @@ class Sharded:
         self.first = self._mine(vocab).start
         return Table(self.group, vocab, context, width)
 
-    def norm(self, width):
-        return WholeNorm(host, width)
+    def norm(self, width, epsilon=1e-5):
+        return WholeNorm(host, width, epsilon)
 
     def residual(self, inner):
         return Residual(inner)

@@ -189,6 +189,7 @@ def test_a_peer_that_is_not_installed_is_one_message(monkeypatch):
         "layout.tp=2,layout.pp=2",
         "layout.tp=2,replication.zero=1",
         "layout.tp=2,layout.sequence_parallel=true",
+        "layout.tp=2,model.dropout=0.1",
         "model.freeze=['blocks.*']",
         "optimizer.groups=[{match='*'}]",
     ],

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from mpitrain.doctor.probes import PROBES
 from tests.processes import (
     PROGRAM,
     SECONDS,
@@ -760,7 +761,12 @@ def test_processes_that_are_each_alone_are_refused(tmp_path):
 
 def test_ranks_share_the_cores_between_their_blas_threads(tmp_path):
     free = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")}
-    done = launch(4, "doctor", env=free)
+    path = tmp_path / "doctor.json"
+    done = launch(4, "doctor", "--dir", tmp_path, "--json", path, env=free)
+    found = json.loads(path.read_text())
+    assert len(found["ranks"]) == 4 and [*found["probes"]] == [*PROBES]
+    assert {len(probe["values"]) for probe in found["probes"].values()} == {4}
+    assert not found["probes"]["windows"]["problems"] and not found["probes"]["locks"]["problems"]
     assert f", {max(1, os.cpu_count() // 4)} thread(s) per rank" in done.stdout, (
         done.stdout + done.stderr
     )

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,15 @@ def test_ranks_ends_a_job_of_which_one_rank_leaves_the_block(ends, tmp_path):
     done = python_ranks(3, code, tmp_path)
     assert done.returncode != 0
     assert ends.removeprefix("raise ").partition("(")[0] in done.stderr, done.stderr
+
+
+def test_a_late_warning_does_not_kill_a_run_that_has_ended(tmp_path):
+    """Python removes its handlers before MPI ends, and USR1 would then end the process."""
+    job = subprocess.Popen(
+        [*PROGRAM, "train", "--out", "run", *TINY], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    assert any("bitwise equal" in line for line in job.stdout)
+    while job.poll() is None:
+        job.send_signal(signal.SIGUSR1)
+        time.sleep(0.001)
+    assert job.returncode == 0 and records(tmp_path / "run")[-1]["event"] == "end"

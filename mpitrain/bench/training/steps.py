@@ -125,6 +125,12 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
             "Leave out --peer, or set layout.dp=1, layout.pp=1, replication.zero=0 and "
             "layout.sequence_parallel=false.",
         )
+    if config.layout.tp > 1 and (config.model.dropout or config.model.attention_dropout):
+        raise ConfigError(
+            f"The peer has dropout without layout.tp alone, but model.dropout is {config.model.dropout:g}, "
+            f"model.attention_dropout {config.model.attention_dropout:g}, and layout.tp {config.layout.tp}.",
+            "Leave out --peer, or set both rates to 0.",
+        )
     stages, micro_batches = config.layout.pp, config.batch.micro_batches
     peers = {name: rule.torch.name for name, rule in RULES.items() if rule.torch}
     if (
@@ -348,15 +354,17 @@ def block_rows(results: Sequence[Result]) -> list[Block]:
 
 def write_json(
     path: Path,
-    device: str,
+    header: dict[str, Any],
     results: Sequence[Result],
     kinds: Sequence[tuple[str, float, float]] = (),
 ) -> None:
     """Write every side's blocks and losses; the first result is ours.
 
-    kinds  of unit: (kind, seconds of a step, seconds of its bare products)
+    header  facts about the machine
+    kinds   of unit: (kind, seconds of a step, seconds of its bare products)
     """
-    found: dict[str, Any] = {"device": device, "sides": [each._asdict() for each in results]}
+    sides = [each._asdict() for each in results]
+    found: dict[str, Any] = {"header": header, "device": header["device"], "sides": sides}
     if kinds:
         found["kinds"] = [
             {"kind": kind, "step_s": seconds, "products_s": bare} for kind, seconds, bare in kinds

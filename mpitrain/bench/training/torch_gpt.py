@@ -4,6 +4,7 @@ A test compares it with our GPT. B batch, T tokens, C channels, H heads.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,12 +12,26 @@ import torch.nn.functional as F
 from torch import nn
 
 
+class Rates(NamedTuple):
+    """The rates of dropout in training, as our keys of these names."""
+
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+
+    def dropped(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x with dropout."""
+        return F.dropout(x, self.dropout) if self.dropout else x
+
+
+NO_DROPOUT = Rates()
+
+
 class Block(nn.Module):
     """One GPT-2 block, (B, T, C) -> (B, T, C)."""
 
-    def __init__(self, width: int, heads: int, hidden: int, epsilon: float):
+    def __init__(self, width: int, heads: int, hidden: int, epsilon: float, drops: Rates):
         super().__init__()
-        self.heads = heads
+        self.heads, self.drops = heads, drops
         self.norm1, self.norm2 = nn.LayerNorm(width, epsilon), nn.LayerNorm(width, epsilon)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
@@ -30,12 +45,15 @@ class Block(nn.Module):
         q, k, v = (
             self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(y.transpose(1, 2).reshape(batch, length, -1))
+        rate = self.drops.attention_dropout
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=rate)
+        y = self.out(y.transpose(1, 2).reshape(batch, length, -1))
+        return x + self.drops.dropped(y)
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
         """Return x + mlp(norm(x)), the second half of the block: (B, T, C) -> (B, T, C)."""
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        y = self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        return x + self.drops.dropped(y)
 
 
 class GPT(nn.Module):
@@ -52,11 +70,13 @@ class GPT(nn.Module):
         tied: bool,
         hidden: int = 0,
         epsilon: float = 1e-5,
+        drops: Rates = NO_DROPOUT,
     ):
         super().__init__()
+        self.drops = drops
         self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(
-            Block(width, heads, hidden or 4 * width, epsilon) for _ in range(depth)
+            Block(width, heads, hidden or 4 * width, epsilon, drops) for _ in range(depth)
         )
         self.norm, self.head = nn.LayerNorm(width, epsilon), nn.Linear(width, vocab, bias=False)
         if tied:
@@ -70,7 +90,7 @@ class GPT(nn.Module):
 
     def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embed tokens and positions: (B, T) -> (B, T, C)."""
-        return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        return self.drops.dropped(self.tokens(tokens) + self.positions.weight[: tokens.shape[1]])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the last norm and the head: (B, T, C) -> (B, T, vocab)."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
 from mpitrain import config
-from mpitrain.bench.training.torch_gpt import GPT
+from mpitrain.bench.training.torch_gpt import GPT, Rates
 from mpitrain.bench.training.torch_modes import compiled, way_of
 from mpitrain.errors import ConfigError
 from mpitrain.machine.process import blas_threads, launched
@@ -59,6 +59,7 @@ class TorchPeer:
             tied=m.tied,
             hidden=m.hidden,
             epsilon=m.epsilon,
+            drops=Rates(m.dropout, m.attention_dropout),
         )
         self._settings, self._way = (
             settings,

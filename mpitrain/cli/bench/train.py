@@ -1,7 +1,7 @@
 """`mpitrain bench train`: measures training steps, in turns with other settings or with PyTorch."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,6 @@ def command(
     step of the first job.
     """
     changed = changes(settings, **options)
-    job = partial(_configured, preset, blocks, steps)
     if memory and (
         others or alone or peers or floor or shapes is not None or json_file or csv_file
     ):
@@ -143,18 +142,19 @@ def command(
         if others or alone or csv_file or preset:
             raise click.UsageError("--shapes takes no --against, --alone, --preset and --csv.")
         turns = blocks, steps, ROW_SECONDS if row_seconds is None else row_seconds
-        with mpi_session(kind=lambda: job(1, changed).device.kind) as all_:
+        with mpi_session(kind=lambda: _configured(1, blocks, steps, changed).device.kind) as all_:
             measure_shapes(
                 all_, shapes, _job(), changed, [*dict.fromkeys(peers or PEERS)], turns, json_file
             )
         return
-    with mpi_session(kind=lambda: job(1, changed).device.kind) as transport:
+    with mpi_session(
+        kind=lambda: _configured(1, blocks, steps, changed, preset).device.kind
+    ) as transport:
         if memory:
-            _measure_memory(transport, job, changed, blocks, steps)
+            _measure_memory(transport, changed, blocks, steps, preset)
             return
         _measure(
             transport,
-            job,
             changed,
             list(others),
             alone,
@@ -164,11 +164,12 @@ def command(
             steps,
             json_file,
             csv_file,
+            preset,
         )
 
 
 def _configured(
-    preset_name: str | None, blocks: int, steps: int, size: int, settings: list[str]
+    size: int, blocks: int, steps: int, settings: list[str], preset_name: str | None = None
 ) -> Any:
     """Return the configuration to measure on `size` ranks."""
     from mpitrain.bench.training.steps import WARM_UP
@@ -192,7 +193,6 @@ def _job() -> list[str]:
 
 def _measure(
     transport: Any,
-    job_of: Callable[[int, list[str]], Any],
     settings: list[str],
     others: list[str],
     alone: bool,
@@ -202,7 +202,9 @@ def _measure(
     steps: int,
     json_file: Path | None,
     csv_file: Path | None,
+    preset: str | None = None,
 ) -> None:
+    from mpitrain.bench.collectives.header import header
     from mpitrain.bench.collectives.table import write_csv
     from mpitrain.bench.training.bare_products import BareProducts
     from mpitrain.bench.training.stages import stage_rows, stage_table
@@ -226,7 +228,10 @@ def _measure(
 
     def all_configured() -> list[Any]:
         check_same_work(others)
-        found = [job_of(transport.size, [*settings, *more]) for more in ([], others, ALONE)]
+        found = [
+            _configured(transport.size, blocks, steps, [*settings, *more], preset)
+            for more in ([], others, ALONE)
+        ]
         for each in found:
             check_common_steps(each)
         return found
@@ -259,6 +264,7 @@ def _measure(
     for side in sides:
         side.close()
     outputs = Outputs()
+    facts = header(transport, "train", config.device.kind, sys.argv[1:])
     if transport.rank == 0:
         if config.replication.algorithm == "auto" and (
             advice := foreign(job.trainer.resolved.tuning, transport.hosts)
@@ -280,7 +286,7 @@ def _measure(
             click.echo("\n" + "\n".join(stage_table(of_stages)))
         if json_file:
             with outputs.to(json_file):
-                write_json(json_file, config.device.kind, results, kinds)
+                write_json(json_file, facts, results, kinds)
         if csv_file:
             with outputs.to(csv_file):
                 write_csv(csv_file, block_rows(results))
@@ -288,11 +294,7 @@ def _measure(
 
 
 def _measure_memory(
-    transport: Any,
-    job_of: Callable[[int, list[str]], Any],
-    changed: list[str],
-    blocks: int,
-    steps: int,
+    transport: Any, changed: list[str], blocks: int, steps: int, preset: str | None = None
 ) -> None:
     """Print time and activation memory of the job with each key of [memory]. Collective."""
     from mpitrain.bench.training.memory import built, memory_table, peaks
@@ -300,7 +302,7 @@ def _measure_memory(
     from mpitrain.cli.terminal.progress import way
 
     def configured_with(more: Sequence[str]) -> Any:
-        found = job_of(transport.size, [*changed, *more])
+        found = _configured(transport.size, blocks, steps, [*changed, *more], preset)
         check_common_steps(found)
         return found
 

@@ -32,9 +32,14 @@ def _absent(context: Any, option: Any, entries: tuple[str, ...]) -> dict[str, st
 @click.command()
 @click.option(
     "--hosts",
+    default="",
     metavar="A:4,B:4",
     help="Probe these nodes from outside MPI, then start so many ranks on each that answers.",
 )
+@click.option(
+    "--hostfile", type=click.Path(path_type=Path), help="File of such nodes, as for launch."
+)
+@click.option("--ppn", type=click.IntRange(min=1), help="Ranks of each node of --hosts.")
 @click.option(
     "--agent",
     metavar="'WORDS'",
@@ -45,7 +50,7 @@ def _absent(context: Any, option: Any, entries: tuple[str, ...]) -> dict[str, st
     "extra",
     multiple=True,
     metavar="'OPTIONS'",
-    help="With --hosts: options for mpirun, mpiexec or srun (repeatable).",
+    help="With --hosts: options for mpirun, mpiexec or srun, as for launch (repeatable).",
 )
 @click.option(
     "--expect",
@@ -69,7 +74,14 @@ def _absent(context: Any, option: Any, entries: tuple[str, ...]) -> dict[str, st
 )
 @output_option("--json", "Write verdicts and all measurements to this JSON file.")
 @output_option("--junit", "Write a JUnit file: a test case for each node.")
-def command(hosts: str | None, agent: str | None, extra: tuple[str, ...], **options: Any) -> None:
+def command(
+    hosts: str,
+    hostfile: Path | None,
+    ppn: int | None,
+    agent: str | None,
+    extra: tuple[str, ...],
+    **options: Any,
+) -> None:
     """Measure every node, and print PASS or FAIL for each with the reason.
 
     From outside MPI, by node names: mpitrain certify --hosts a:4,b:4. On ranks that run already:
@@ -80,21 +92,23 @@ def command(hosts: str | None, agent: str | None, extra: tuple[str, ...], **opti
     slow link fails a node only if all its links are slow. Without --expect, a node is compared with
     the median of all nodes. The exit code is 1 if anything fails.
     """
-    if hosts:
-        sys.exit(_from_outside(hosts, agent, extra, options))
-    if agent or extra:
-        raise click.UsageError("--agent and --with need --hosts.")
+    if hosts or hostfile:
+        from mpitrain.cli.launch.placement import placement
+
+        nodes = placement(hosts, hostfile, ppn or 0, "").hosts
+        sys.exit(_from_outside(nodes, agent, extra, options))
+    if agent or extra or ppn:
+        raise click.UsageError("--ppn, --agent and --with need --hosts or --hostfile.")
     with mpi_session() as transport:
         passes = _certify(transport, options)
     sys.exit(0 if passes else 1)
 
 
 def _from_outside(
-    hosts: str, agent: str | None, extra: tuple[str, ...], options: dict[str, Any]
+    nodes: dict[str, int], agent: str | None, extra: tuple[str, ...], options: dict[str, Any]
 ) -> int:
     """Probe the nodes, then start `certify` on ranks of those that answer; return the exit code."""
-    from mpitrain.cli.certify.nodes import agent_for, parse_hosts, placement, probe
-    from mpitrain.cli.launch.command import library
+    from mpitrain.cli.certify.nodes import agent_for, probe
 
     if process.launched().size > 1:
         raise on_every_rank(
@@ -103,7 +117,6 @@ def _from_outside(
                 "Leave out --hosts, or the launcher.",
             )
         )
-    nodes = parse_hosts(hosts)
     if options["expect"]:
         from mpitrain.certify.limits import read_limits
 
@@ -116,8 +129,9 @@ def _from_outside(
         click.echo(f"certify: {node}: {absent[node]}", err=True)
     if not present:
         return _nobody(absent, options)
-    line = [sys.executable, "-m", "mpitrain", "launch", "-n", str(sum(present.values()))]
-    line += ["--with", " ".join([placement(library().family, present), *extra]), "--", "certify"]
+    listed = ",".join(f"{node}:{ranks}" for node, ranks in present.items())
+    line = [sys.executable, "-m", "mpitrain", "launch", "--hosts", listed]
+    line += [word for words in extra for word in ("--with", words)] + ["--", "certify"]
     line += [word for node, why in absent.items() for word in ("--absent", f"{node}={why}")]
     line += ["--rounds", str(options["rounds"]), "--dir", str(options["folder"].absolute())]
     for name, key in (("expect", "expect"), ("json", "json_file"), ("junit", "junit_file")):

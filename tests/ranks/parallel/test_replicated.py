@@ -138,6 +138,7 @@ WRONG = {
     "shape": (lambda average, own: average.ready(1, own[0]), "(3, 4)"),
     "dtype": (lambda average, own: average.ready(1, own[1].astype("f4")), "float32"),
     "None": (lambda average, own: average.ready(1, None), "NoneType"),
+    "read-only": (lambda average, own: average.ready(1, np.broadcast_to(1.0, 5)), "read-only"),
     "number": (
         lambda average, own: [average.ready(9, own[1]), average.ready(1, own[1])],
         "gradient 9",

@@ -38,6 +38,7 @@ LAYOUTS = {
     "recomputed": (1, ["memory.recompute=attention", "memory.logit_chunks=2"]),
     "recomputed units, a server": (3, ["memory.recompute=2", "replication.mode=server"]),
     "async": (2, ["layout.pp=2", "pipeline.schedule=async"]),
+    "simulated kernels, tp 2": (2, ["device.kind=cuda-sim", "layout.tp=2"]),
     "a context of 1": (1, ["model.context=1"]),
     "an odd context": (1, ["model.context=5"]),
 }

@@ -256,6 +256,11 @@ def test_open_mpi_gets_what_the_machine_needs(monkeypatch):
     assert "btl" not in line_for(monkeypatch, "Open MPI", 2)[0], "GPU memory needs other ways"
 
 
+@pytest.mark.parametrize("version, btl", [("4.1.4", "vader"), ("5.0.11", "sm"), ("3.1", "vader")])
+def test_open_mpi_before_5_has_another_name_for_shared_memory(version, btl):
+    assert launch_command.shared_memory_btl(f"Open MPI v{version}, package: Debian") == btl
+
+
 def test_mpich_gets_what_the_machine_needs(monkeypatch):
     assert line_for(monkeypatch, "MPICH", 2) == ("mpiexec -n 2", {})
     assert line_for(monkeypatch, "MPICH", 3) == (

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from mpitrain.cli import main
-from mpitrain.cli.certify.nodes import agent_for, parse_hosts, placement, probe
-from mpitrain.errors import ConfigError
+from mpitrain.cli.certify.nodes import agent_for, probe
 
 AGENT = """#!/bin/bash
 case $1 in
@@ -37,23 +36,7 @@ def test_a_missing_agent_fails_every_node():
     assert "cannot be started" in probe(["a"], ["/missing"])["a"]
 
 
-def test_hosts_are_read():
-    assert parse_hosts("a:4,b-1.site,c:12") == {"a": 4, "b-1.site": 1, "c": 12}
-
-
-@pytest.mark.parametrize("text", ["", "a:0", "a:x", "a,,b", "a b", "-a;rm", "a,a:2", "a:"])
-def test_wrong_hosts_are_refused(text):
-    with pytest.raises(ConfigError):
-        parse_hosts(text)
-
-
-def test_launchers_are_limited_to_the_nodes(monkeypatch):
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    nodes = {"a": 4, "b": 1}
-    assert placement("Open MPI", nodes) == "--host a:4,b:1"
-    assert placement("MPICH", nodes) == "-hosts a:4,b:1"
-    monkeypatch.setenv("SLURM_JOB_ID", "1")
-    assert placement("MPICH", nodes) == "--nodes=2 --nodelist=a,b"
+def test_a_slurm_job_has_another_agent():
     assert agent_for({"SLURM_JOB_ID": "1"})[0] == "srun" and agent_for({})[0] == "ssh"
 
 
@@ -74,6 +57,8 @@ def test_without_any_node_the_certificate_fails(tmp_path, agent):
         ["--absent", "a"],
         ["--rounds", "4"],
         ["--hosts", "a:0"],
+        ["--ppn", "2"],
+        ["--hostfile", "/missing"],
         ["--hosts", "a", "--expect", "/missing.toml"],
     ],
 )

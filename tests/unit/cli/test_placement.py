@@ -54,15 +54,16 @@ def test_a_wrong_host_is_refused(text, tmp_path):
 
 def test_each_launcher_has_its_own_words():
     bound = Placement({}, ppn=2, bind="core")
-    assert open_mpi_options(Placement(), {}) == ["--bind-to", "none"]
-    assert mpich_options(Placement()) == srun_options(Placement()) == []
-    assert " ".join(open_mpi_options(bound, {})) == "--bind-to core --map-by ppr:2:node"
-    assert " ".join(mpich_options(bound)) == "-ppn 2 -bind-to core"
-    assert " ".join(srun_options(bound)) == "--ntasks-per-node=2 --cpu-bind=cores"
-    assert " ".join(open_mpi_options(TWO, {"PATH": "/bin", "OMP_NUM_THREADS": "2"})) == (
-        "--bind-to none --host a:4,b:4 -x OMP_NUM_THREADS"
-    )
-    assert mpich_options(TWO) == ["-hosts", "a:4,b:4"]
+    assert open_mpi_options(Placement(), {}, 4) == ["--bind-to", "none"]
+    assert mpich_options(Placement(), 4) == srun_options(Placement()) == []
+    wanted = "--bind-to core --map-by ppr:2:node:PE=4"
+    assert " ".join(open_mpi_options(bound, {}, 4)) == wanted
+    assert mpich_options(bound, 4) == ["-ppn", "2", "-bind-to", "core:4"]
+    assert srun_options(bound) == ["--ntasks-per-node=2", "--cpu-bind=cores"]
+    wanted = "--bind-to none --host a:4,b:4 -x OMP_NUM_THREADS"
+    given = {"PATH": "/bin", "OMP_NUM_THREADS": "2"}
+    assert " ".join(open_mpi_options(TWO, given, 4)) == wanted
+    assert mpich_options(TWO, 4) == ["-hosts", "a:4,b:4"]
     assert srun_options(TWO) == ["--nodelist=a,b", "--nodes=2", "--ntasks-per-node=4"]
     with pytest.raises(ConfigError, match="a:4,b:2"):
         srun_options(Placement({"a": 4, "b": 2}))

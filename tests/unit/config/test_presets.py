@@ -80,8 +80,8 @@ def test_a_preset_of_a_resumed_run_counts_as_settings_over_those_of_the_run(tmp_
     run = with_settings(Config().model_dump(), ["optimizer.lr=1e-3", "data.order=epochs"])
     (tmp_path / "config.toml").write_text(tomli_w.dumps(run))
     where = f"run.out={tmp_path}"
-    alone = _configured(None, None, [where], "yes")
+    alone = _configured(None, [where], "yes")
     assert (alone.optimizer.lr, alone.data.order) == (1e-3, "epochs"), "presets are not inherited"
-    preset_too = _configured(None, "tiny", [where, "optimizer.clip=2.0"], "yes")
+    preset_too = _configured(None, [where, "optimizer.clip=2.0"], "yes", "tiny")
     assert (preset_too.optimizer.lr, preset_too.optimizer.clip) == (2e-3, 2.0)
     assert preset_too.data.order == "epochs"

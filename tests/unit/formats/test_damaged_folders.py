@@ -272,5 +272,25 @@ def test_damaged_folders_are_refused_by_one_message(sound, tmp_path):
         assert len(said) < 600 and said.isprintable(), (name, said)
 
 
+@pytest.mark.parametrize("file", [CONFIG, MODEL, INDEX])
+def test_random_edits_are_read_or_refused_by_one_message(file, tmp_path):
+    generator = np.random.default_rng(7)
+    folder = (sharded if file == INDEX else written)(tmp_path / "gpt2")
+    data, refused = (folder / file).read_bytes(), 0
+    header = 8 + int.from_bytes(data[:8], "little") if file == MODEL else len(data)
+    for number in range(60):
+        edited = bytearray(data)
+        for _ in range(1 + number % 3):
+            edited[generator.integers(header)] = generator.choice([*b'0123456789,:"[]{}axe-'])
+        (folder / file).write_bytes(edited)
+        try:
+            started(folder)
+        except MpitrainError as error:
+            refused += 1
+            assert error.exit_code == 2
+            assert error.law.isprintable() and len(error.law) < 600
+    assert refused > 30
+
+
 def test_there_are_more_than_100_of_them():
     assert len([*damages(), *damages_of_shards()]) > 120

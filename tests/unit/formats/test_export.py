@@ -94,9 +94,10 @@ def test_conv1d_weights_are_transposed(run, tmp_path):
     export(run, "--to", "gpt2", "--out", tmp_path / "out")
     config = configured(f"run.init_from={run}", "batch.size=2", "device.kind=cpu")
     (ours,) = run_ranks(1, lambda own: build(own, config).trainer.tensors())
+    up = ours["blocks.0.mlp.up.weight"]
     found = values(tmp_path / "out")["transformer.h.0.mlp.c_fc.weight"]
     assert found.shape == (8, 32)
-    assert np.array_equal(found, ours["blocks.0.mlp.up.weight"].T)
+    assert np.array_equal(found, up.T)
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link", "empty folder"])

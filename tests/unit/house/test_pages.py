@@ -3,7 +3,7 @@
 import ast
 import re
 import shlex
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 
 import click
@@ -165,7 +165,7 @@ def commands_on(page):
             language, ()
         ):
             for _, group in groupby(shlex.split(line, comments=True), "&&".__eq__):
-                words = list(group)
+                words = list(takewhile(lambda word: word not in (">", "|"), group))
                 called = [
                     place for place, word in enumerate(words) if Path(word).name == "mpitrain"
                 ]

@@ -114,6 +114,10 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "embedding.cu",
         "for (int m0 = 0; m0 <= M; m0 += 128) {",
     ): "one more chunk, of rows that do not exist, finds nothing",
+    (
+        "attention_next.cu",
+        "for (int k0 = 0; k0 <= end; k0 += 32) {",
+    ): "one more step, of keys that do not exist, has no weight",
     ("top_k.cu", "for (int step = 1; step <= 32; step *= 2) {"): "no lane has another 32 before it",
     (
         "top_k.cu",

@@ -239,6 +239,7 @@ class Images:
         "not gzip",
         "in the way",
         "number of labels",
+        "other size",
     )
 
     def __init__(self, folder: Path):
@@ -280,6 +281,10 @@ class Images:
         elif kind == "sizes":
             at = 4 + 4 * rng.randrange(arrays[name].ndim)
             data[at : at + 4] = struct.pack(">I", rng.choice([1, 7, 2**31, 2**32 - 1]))
+        elif kind == "other size":
+            name = rng.choice(["train-images-idx3-ubyte", "t10k-images-idx3-ubyte"])
+            path, data, start = folder / name, bytearray((folder / name).read_bytes()), 16
+            data[8:16] = struct.pack(">2I", *rng.choice([(2, 3), (6, 1), (1, 6)]))
         elif kind == "no elements":
             at = 4 + 4 * rng.randrange(arrays[name].ndim)
             data = data[:start]

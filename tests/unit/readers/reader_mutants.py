@@ -22,6 +22,9 @@ SOURCES = {
     "traces": ("trace/read.py", "report/schedule_comparison.py"),
     "metrics": ("run/metrics.py", "bench/plot_loss.py"),
     "tokens": ("data/token_files.py",),
+    "conversations": ("data/instructions.py", "strict_json.py"),
+    "arrays": ("data/token_files.py",),
+    "images": ("data/samples.py",),
 }
 LIMITS = {
     "ge",

@@ -375,10 +375,7 @@ def test_keys_that_a_later_version_has_added_are_no_damage(folder):
 )
 def test_a_run_that_goes_on_in_more_stages_has_micro_batches_for_them(folder, settings, found):
     assert configuration(folder).batch.micro_batches == 1
-    assert (
-        _configured(None, None, [f'run.out="{folder}"', *settings], "yes").batch.micro_batches
-        == found
-    )
+    assert _configured(None, [f'run.out="{folder}"', *settings], "yes").batch.micro_batches == found
 
 
 def test_resume_without_a_directory_prints_the_newest_runs_command(tmp_path, monkeypatch):
