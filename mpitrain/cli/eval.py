@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.job_options import OWN_DEVICE, PLUGINS, PP, TP, changes
+from mpitrain.cli.job_options import BASE, OWN_DEVICE, PLUGINS, PP, TP, changes
 from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.session import configured_of, mpi_session
 from mpitrain.errors import ConfigError, TrainingError, on_every_rank, visible
@@ -32,6 +32,7 @@ from mpitrain.errors import ConfigError, TrainingError, on_every_rank, visible
 @TP
 @PP
 @OWN_DEVICE
+@BASE
 @PLUGINS
 def command(run: Path, tasks_file: Path | None, json_file: Path | None, **options: Any) -> None:
     """Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from mpitrain.cli.job_options import PLUGINS, changes
+from mpitrain.cli.job_options import BASE, PLUGINS, changes
 from mpitrain.errors import visible
 from mpitrain.machine import process
 
@@ -51,12 +51,7 @@ def _nbytes(context: click.Context, parameter: click.Parameter, value: str) -> i
     help="Largest size of a file of parameters, in KB, MB or GB.",
 )
 @click.option("--merge", is_flag=True, help="Add the adapters of a LoRA run to its model.")
-@click.option(
-    "--base",
-    metavar="DIR",
-    type=click.Path(path_type=Path),
-    help="The model under the adapters, if it has moved.",
-)
+@BASE
 @PLUGINS
 def command(
     run: Path,
@@ -65,7 +60,7 @@ def command(
     dtype: str,
     shard_bytes: int,
     merge: bool,
-    base: Path | None,
+    base: str | None,
     plugins: list[str] | None,
 ) -> None:
     """Write the newest checkpoint of RUN_DIR as a folder that other programs load.
@@ -79,7 +74,7 @@ def command(
 
     folder = out or run / kind
     settings = changes((), plugins=plugins)
-    found = export(run, kind, folder, dtype, shard_bytes, settings, merge, base)
+    found = export(run, kind, folder, dtype, shard_bytes, settings, merge, base or "")
     click.echo(
         f"{visible(str(run))} at step {found.step} in {visible(str(folder))}: {', '.join(found.files)}"
     )

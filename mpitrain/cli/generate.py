@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.job_options import OWN_DEVICE, PLUGINS, PP, TP, changes
+from mpitrain.cli.job_options import BASE, OWN_DEVICE, PLUGINS, PP, TP, changes
 from mpitrain.cli.numbers import finite
 from mpitrain.cli.session import MOST, configured_of, mpi_session
 from mpitrain.errors import visible
@@ -100,6 +100,7 @@ from mpitrain.errors import visible
 @TP
 @PP
 @OWN_DEVICE
+@BASE
 @PLUGINS
 def command(
     run: Path,

@@ -17,6 +17,7 @@ KEYS = {
     "gemm": "device.gemm",
     "out": "run.out",
     "plugins": "run.plugins",
+    "base": "run.init_from",
 }
 """The configuration key that each option sets."""
 
@@ -48,6 +49,11 @@ GEMM = click.option(
     "--gemm",
     metavar="WHO",
     help="Matrix products on a GPU: tiled (our kernels) or library (cuBLAS).",
+)
+BASE = click.option(
+    "--base",
+    metavar="DIR",
+    help="The model under the adapters of the run, if it has moved: its run.init_from.",
 )
 PLUGINS = click.option(
     "--plugin",

@@ -22,9 +22,8 @@ from mpitrain.layers.dropout import Dropout, Dropped
 from mpitrain.layers.fusion import Fusion, GeluCut
 from mpitrain.layers.images import Conv, Flatten, MaxPool, PixelConv
 from mpitrain.layers.initial import Draw, normal, ones, zeros
-from mpitrain.layers.linear_state import state_of
 from mpitrain.layers.now import Now
-from mpitrain.layers.recomputed import Recomputed
+from mpitrain.layers.recomputed import Recomputed, state_of
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 from mpitrain.ops.int8_rows import Coded

@@ -23,6 +23,7 @@ from mpitrain.layers.base import Gradients, Parameter, Unit, Weights, backward
 from mpitrain.layers.frozen import forward_only
 from mpitrain.layers.incremental import Past, forward_next
 from mpitrain.machine.arena import Arena
+from mpitrain.ops import Ops
 
 Context = Callable[[], AbstractContextManager[Any]]
 """Returns a context for forwards just before their backward: `recomputing` of a layer factory."""
@@ -32,6 +33,28 @@ def saved_again(layer: Any, w: Weights, x: Any, arena: Arena) -> Any:
     """Return the state that a layer's forward saves, by its own `saved_again` if it has one."""
     offer = getattr(layer, "saved_again", None)
     return offer(w, x, arena) if offer else layer.forward(w, x, arena)[1]
+
+
+def state_of(ops: Ops, x: Any, weight: Any, bias: Any, arena: Arena) -> Any:
+    """Return the state that `ops.linear` saves, without its product.
+
+    The product of no rows has the same state, but for its input.
+    """
+    _, state = ops.linear(x[:0], weight, bias, arena)
+    return with_input(state, x)
+
+
+def input_of(saved: Any) -> Any:
+    """Return the input in a linear operation's saved state.
+
+    The state is the input itself, or a tuple; the first entry of the tuple is again such a state.
+    """
+    return input_of(saved[0]) if isinstance(saved, tuple) else saved
+
+
+def with_input(saved: Any, x: Any) -> Any:
+    """Return a linear operation's saved state with its input replaced by x."""
+    return (with_input(saved[0], x), *saved[1:]) if isinstance(saved, tuple) else x
 
 
 class Recomputed:

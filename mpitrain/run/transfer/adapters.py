@@ -97,7 +97,7 @@ def open_base(config: Config, record: Mapping[str, Any], vocabulary: int) -> Ini
     except CheckpointError as error:
         raise CheckpointError(
             f"Adapters need the model that they were trained on, but {config.run.init_from} cannot be read: {error.law}",
-            "If it has moved, name its folder with --set run.init_from=FOLDER.",
+            "If it has moved, name its folder: --base FOLDER, or --set run.init_from=FOLDER to train.",
         ) from None
 
 
@@ -117,6 +117,6 @@ def check_base(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             CheckpointError(
                 "Adapters belong to the model that they were trained on, but "
                 f"{changed[0]} in {now['folder']} has another content now.",
-                "Name the model as it was, with --set run.init_from=FOLDER.",
+                "Name the model as it was: --base FOLDER, or --set run.init_from=FOLDER to train.",
             )
         )

@@ -43,7 +43,7 @@ def export(
     shard_bytes: int,
     plugins: list[str],
     merge: bool = False,
-    base: Path | None = None,
+    base: str = "",
 ) -> Exported:
     """Write the newest checkpoint of a run to a new folder.
 
