@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from mpitrain.layers.base import Gradients, Layer, Parameter, Weights, backward
 from mpitrain.layers.fusion import Fusion, fusion_of
+from mpitrain.layers.incremental import Past, forward_next
 from mpitrain.layers.now import Now
 from mpitrain.layers.recomputed import saved_again
 from mpitrain.machine.arena import Arena
@@ -37,6 +38,7 @@ class Dropout:
     """
 
     output_is_free = False
+    is_rowwise = True
 
     def __init__(
         self, layers: Drawing, rate: float, number: int, column: int = 0, columns: int = 0
@@ -112,6 +114,14 @@ class Dropped:
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the inner layer's output."""
         return self.inner.output_shape(shape)
+
+    def inner_layers(self) -> list[Any]:
+        """Return the inner layer, whose offers for new tokens are those of this layer."""
+        return [self.inner]
+
+    def forward_next(self, w: Weights, x: Any, past: Past, arena: Arena, *fused: Any) -> Any:
+        """Return the output of new tokens, without dropout."""
+        return forward_next(self.inner, w, x, past, arena, *fused)
 
     def forward(self, w: Weights, x: Any, arena: Arena, residual: Any = None) -> tuple[Any, Any]:
         """Return the output for x, and the state for `backward_input`."""

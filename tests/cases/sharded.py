@@ -138,6 +138,10 @@ class Sharded:
     def norm(self, width, epsilon=1e-5):
         return WholeNorm(host, width, epsilon)
 
+    def dropped(self, layer, rate, columns=0):
+        assert not rate
+        return layer
+
     def residual(self, inner):
         return Residual(inner)
 
@@ -152,7 +156,8 @@ class Sharded:
         runs = [range(start + mine.start, start + mine.stop) for start in (0, width, 2 * width)]
         return Column(self.group, runs, width, 3 * width, draw)
 
-    def attention(self, width, heads):
+    def attention(self, width, heads, dropout=0.0):
+        assert not dropout
         self.inputs = self._columns(width, heads)  # of the row linear that comes next
         return Attention(host, self.heads)
 

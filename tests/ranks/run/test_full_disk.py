@@ -40,6 +40,8 @@ SWEEP = {
     "csv_file": None,
     "wide": False,
     "fail_below": None,
+    "against_file": None,
+    "tolerance": 1.0,
 }
 
 
