@@ -17,8 +17,8 @@ from mpitrain.config.delays import delay_s, delays
 from mpitrain.data import Source
 from mpitrain.errors import DataError, MpitrainError, on_every_rank
 from mpitrain.layers.base import Loss, Unit
-from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
 from mpitrain.layers.flat import Piece, Storage
+from mpitrain.layers.memory.chunked_logits import ChunkedLogits, computed, sliced
 from mpitrain.ops.int8_rows import Coded
 from mpitrain.optim import check_groups, learning_rate
 from mpitrain.parallel.grid import Grid, share

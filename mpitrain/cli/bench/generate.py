@@ -56,8 +56,8 @@ def command(
 ) -> None:
     """Measure the generation of the most likely tokens, by a model with random weights.
 
-    The package transformers is measured in turns, with the same weights and threads, if it is
-    installed and there is one rank on the CPU.
+    On one rank on the CPU, the package transformers is measured in turns, if it is installed. It
+    gets the same weights and threads.
 
     \b
     ratio  time relative to the first side

@@ -88,8 +88,8 @@ def linear_gelu(x, w, b, arena):
 def _gelu(y, b, arena):
     """Replace y by gelu(y + b), and return the slope.
 
-    The result is z h, with z = y + b, h = (1 + tanh u) / 2 and u = c1 z + c3 z^3. Its slope is h +
-    (1 - h) z h (2 c1 + 6 c3 z^2).
+    The result is z h, where z = y + b and h = (1 + tanh u) / 2. Here u = c1 z + c3 z^3. Its slope
+    is h + (1 - h) z h (2 c1 + 6 c3 z^2).
     y, slope: (M, N), computed in blocks of rows
     """
     every_slope = arena.take(y.shape, y.dtype)

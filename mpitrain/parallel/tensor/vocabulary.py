@@ -22,7 +22,7 @@ from typing import Any
 
 from mpitrain.collectives.activations import ActivationBuffer
 from mpitrain.errors import ConfigError
-from mpitrain.layers.chunked_logits import ChunkedHead, ChunkedLogits
+from mpitrain.layers.memory.chunked_logits import ChunkedHead, ChunkedLogits
 from mpitrain.layers.plain import Embedding, flat_rows
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.grid import share
