@@ -107,7 +107,7 @@ def is_incremental(layer: Any) -> bool:
 def _offers(layer: Any, name: str) -> bool:
     """Return whether an attribute belongs to the layer's own `forward`.
 
-    A class that overrides `forward` does not inherit an offer, which may not fit its new output.
+    If a subclass overrides `forward`, attributes of its base class do not count: they may not fit.
     """
     for kind in type(layer).__mro__:
         if name in vars(kind):

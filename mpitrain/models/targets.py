@@ -129,7 +129,9 @@ def _linear_layers(layer: Any, name: str) -> Iterator[tuple[str, Linear]]:
 
 
 def _adapted(layer: Any, name: str, chosen: Sequence[Target], lora: Lora, layers: Plain) -> Any:
-    """Return a layer with the adapters of the chosen targets within it, and weights as lora.base says."""
+    """Return the layer with adapters for the chosen targets in it, and with its weights stored in 8
+    bits if lora.base is int8.
+    """
     mine = [one for one in chosen if one.layer == name or one.layer.startswith(f"{name}.")]
     if not (mine or lora.base):
         return layer

@@ -16,7 +16,8 @@ from mpitrain.transport.base import Transport
 
 
 class FactSums(NamedTuple):
-    """The sums of facts over the ranks with other elements of the same tensors.
+    """The all-reduce of a tensor-wise rule's facts, such as squared norms of tensors (rule.py). It
+    runs over the ranks with other elements of the same tensors.
 
     The order of additions is the same for all ranks with the same elements.
 

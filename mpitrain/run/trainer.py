@@ -392,7 +392,7 @@ class Trainer:
         )
 
     def _asked(self, inputs: np.ndarray) -> Any:
-        """Return this rank's columns of the logits, as `logits` does with all columns.
+        """Return the logits, with the columns of this tensor-parallel rank alone.
 
         If sequence parallelism cannot divide the rows, the inputs are padded with zeros. The
         padding comes after all rows or to the right of them. The causal mask hides it.

@@ -21,7 +21,9 @@ Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class _Facts(BaseModel):
-    """Facts in a head with checked types, all optional; further facts are for human readers."""
+    """The entries of a trace's head whose types are checked. All are optional; a head may have
+    others.
+    """
 
     model_config = ConfigDict(strict=True)
 

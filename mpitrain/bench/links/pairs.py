@@ -22,7 +22,8 @@ latency above FAR times it.
 """
 
 SECONDS, ALONE, FEWEST, MOST = 0.1, 0.5, 3, 500
-"""Seconds for one message size of a pair, in a round and alone; least and most round trips."""
+"""Seconds for one message size of a pair, among other pairs and alone; least and most round trips.
+"""
 
 AGAIN = 16
 """Upper bound of the number of pairs that are measured a second time, alone."""

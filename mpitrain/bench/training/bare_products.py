@@ -120,7 +120,7 @@ class BareProducts:
         self.seconds: list[dict[str, float]] = []
 
     def _array(self, described: Array) -> np.ndarray:
-        """Return the array of a description, filled with numbers that no product overflows."""
+        """Return an array of this shape and dtype, with numbers so small that no product overflows."""
         is_transposed, plain = described.is_transposed, described._replace(is_transposed=False)
         if plain not in self._arrays:
             self._arrays[plain] = np.full(plain.shape, 1e-3, plain.dtype)

@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 class Position(NamedTuple):
     """A position in an input file.
 
-    offset     bytes before it; of Parquet, the share of the file's size
+    offset     bytes before it; of Parquet, bytes in proportion to the row groups before it
     documents  documents, lines or rows before it
     """
 

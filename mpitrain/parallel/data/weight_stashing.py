@@ -152,7 +152,7 @@ class StageUpdate(AgreeAndUpdate):
         self._stop_after: int | None = None
 
     def _updates(self) -> int:
-        """Return the updates of a step."""
+        """Return the number of updates in a step."""
         return self._micro_batches // self.every
 
     def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:

@@ -145,7 +145,7 @@ class SequenceSharded(ReplicatedRows):
                        gather them again
         """
         super().__init__(group)
-        self._keeps, self.context = keep_gathered, 0  # VocabParallelEmbedding sets the context
+        self._keeps, self.context = keep_gathered, 0  # VocabParallelEmbedding sets `context`
         self._recomputes = False
 
     def reduction(self, lease: ActivationBuffer) -> TimedReduction:
@@ -175,7 +175,7 @@ class SequenceSharded(ReplicatedRows):
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Save gathered rows within the context: the backward then gathers none again."""
+        """Save gathered rows within the context, so that the backward need not gather them again."""
         self._recomputes = True
         try:
             yield
