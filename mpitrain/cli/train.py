@@ -204,7 +204,7 @@ class Stop:
             if number[0] == signal.SIGCONT:
                 continue
             self._is_terminated |= number[0] == signal.SIGTERM
-            # The first exit may make the launcher end rank 0, which has to print.
+            # The first rank that exits may make the launcher end rank 0, so rank 0 prints first.
             time.sleep(1 if rank > 0 else 0)
             if not self._is_noted:
                 if rank == 0:

@@ -67,7 +67,9 @@ class Entry(NamedTuple):
         return self.start + math.prod(shape)
 
     def view(self, flat: Any) -> Any:
-        """Return this tensor's view of a flat buffer, in its own shape; `Coded` of 8 bits."""
+        """Return this tensor's view of a flat buffer, in its own shape. Weights of 8 bits are a
+        `Coded`.
+        """
         own = flat[self.start : self.stop]
         if self.parameter.coded:
             rows, columns = self.parameter.local_shape

@@ -129,8 +129,8 @@ def _linear_layers(layer: Any, name: str) -> Iterator[tuple[str, Linear]]:
 
 
 def _adapted(layer: Any, name: str, chosen: Sequence[Target], lora: Lora, layers: Plain) -> Any:
-    """Return the layer with adapters for the chosen targets in it, and with its weights stored in 8
-    bits if lora.base is int8.
+    """Return the layer with adapters for the chosen targets in it. If lora.base is int8, its
+    weights are stored in 8 bits.
     """
     mine = [one for one in chosen if one.layer == name or one.layer.startswith(f"{name}.")]
     if not (mine or lora.base):

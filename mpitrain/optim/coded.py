@@ -34,7 +34,7 @@ def is_coded(storage: Storage, entry: Entry) -> bool:
 
 
 def coded_bytes(storage: Storage, buffers: int) -> float:
-    """Return the bytes of `buffers` buffers of state along all tensors of a storage."""
+    """Return the bytes of state if each tensor of a storage has `buffers` buffers of its size."""
     return buffers * sum(
         (entry.stop - entry.start)
         * (

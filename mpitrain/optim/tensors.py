@@ -159,7 +159,9 @@ class TensorUpdates:
         )
 
     def sum_facts(self, views: Views, update: Update) -> None:
-        """Run all rounds over all pieces of this rank, and compute divided results; collective."""
+        """Run all rounds over all pieces of this rank; collective. Also compute results that ranks
+        divide among them.
+        """
         for each, sums in zip(self._step.rounds, self._sums, strict=True):
             sums.vector.fill(0)
             for piece, fragments in self._fragments.items():

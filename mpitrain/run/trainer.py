@@ -122,7 +122,7 @@ class Trainer:
                 self.grid.close()
                 mine.close()
             raise
-        # This comes last: closing a trainer that is half made would fail.
+        # This line comes last, because `close` would fail for a half-built trainer.
         transport.tenants.add(self.close)
 
     def _build(

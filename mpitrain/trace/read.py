@@ -107,7 +107,8 @@ def _head(
 ) -> tuple[dict[str, Any], list[tuple[str, Sequence[int]]], list[tuple[float, float]]]:
     """Return the facts, names and clocks of a head.
 
-    Reading stops at the first invalid line: a rank that is killed while it writes leaves one.
+    Reading stops at the first invalid line. A rank that was killed while it wrote leaves such a
+    line.
     """
     facts: dict[str, Any] = {}
     names, clocks = list[tuple[str, Sequence[int]]](), list[tuple[float, float]]()

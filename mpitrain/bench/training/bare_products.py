@@ -114,7 +114,7 @@ class BareProducts:
     name = "bare products"
 
     def __init__(self, recorded: Sequence[Product]):
-        """recorded: the products of a step; they may be recorded until the first `step` here."""
+        """recorded: the products of a step. The list may grow until `step` is first called."""
         self._recorded, self._arrays = recorded, dict[Array, np.ndarray]()
         self._bound: list[tuple[str, np.ndarray, np.ndarray, np.ndarray]] = []
         self.seconds: list[dict[str, float]] = []

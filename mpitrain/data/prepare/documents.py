@@ -133,7 +133,9 @@ def _text(file: IO[bytes], source: Input, form: Form, start: Position) -> Iterat
 
 
 def _line_end(file: IO[bytes], at: int, stop: int) -> int:
-    """Return the end of the line around a byte; if the line is long, of the character."""
+    """Return the end of the line that contains byte `at`. In a long line, return the end of the
+    character.
+    """
     found = os.pread(file.fileno(), min(LINE, stop - at), at)
     end = found.find(b"\n")
     return _character(file, at) if end < 0 else at + end + 1

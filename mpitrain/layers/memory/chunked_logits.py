@@ -100,7 +100,7 @@ class ChunkedLogits:
         return self
 
     def cut(self, lengths: Sequence[int], arena: Arena) -> ChunkedLogits:
-        """Return the first logits along each dim but the last."""
+        """Return the first lengths[i] rows along each dim i, with the whole vocabulary."""
         if tuple(lengths) == self.shape[:-1]:
             return self
         rows = self.rows.reshape(*self.shape[:-1], -1)[tuple(map(slice, lengths))]

@@ -75,7 +75,7 @@ def max_pool_backward(dy, saved, size, arena):
 
 
 def _candidates(x, shape, size, number):
-    """Return the view of x with the element of this number in each window, of the shape of y."""
+    """Return a strided view of x: the element with this number in each window. Its shape is y's."""
     row, column = divmod(number, size)
     return x[:, row : shape[1] * size : size, column : shape[2] * size : size]
 

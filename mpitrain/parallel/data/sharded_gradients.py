@@ -141,7 +141,8 @@ class ShardedGradients(GradientReducer):
             replica.grid.dp.transport,
             [*self._reductions.values(), *self._totals.values(), *others],
         )
-        # The key is the slot; the flag tells whether this is the last micro-batch of a step.
+        # The key is the index of a full-size buffer. The flag says whether this is the step's last
+        # micro-batch.
         self._under_way: dict[int, tuple[Bucket, bool]] = {}
         self._totalled: list[Reduction] = []
         self.begin(0)

@@ -54,11 +54,11 @@ class ReplicatedRows:
         self.group = group
 
     def lease(self, shape: Sequence[int], dtype: Any) -> ActivationBuffer:
-        """Lease the buffer in which this rank writes its summand."""
+        """Lease the buffer to which this rank writes its partial sum."""
         return self.group.exchange(shape, dtype)
 
     def reduction(self, lease: ActivationBuffer) -> TimedReduction:
-        """Return the reduction that sums the ranks' summands in the leased buffer."""
+        """Return the bound reduction of the ranks' partial sums in the leased buffer."""
         return lease.all_reduce()
 
     def ends(self, lease: ActivationBuffer, arena: Arena) -> tuple[Any, Any]:

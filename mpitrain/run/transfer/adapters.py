@@ -81,7 +81,7 @@ def folder_of(record: Mapping[str, Any]) -> Path:
 
 
 def open_base(config: Config, record: Mapping[str, Any], vocabulary: int) -> Initial:
-    """Locate the base of a checkpoint with adapters in run.init_from; not collective.
+    """Locate the base under the adapters of the checkpoint in run.init_from; not collective.
 
     The base may have moved. A run that is the base may have newer checkpoints.
 
