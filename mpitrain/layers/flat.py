@@ -279,7 +279,9 @@ class Storage(FlatLayout):
 
     @property
     def parameter_count(self) -> int:
-        """Number of elements of all logical tensors; whole shapes count, and copies do not."""
+        """Number of elements of all logical tensors. Each counts once, in its whole shape, even if
+        it is tied or divided.
+        """
         return sum(
             math.prod(entry.parameter.shape)
             for entry in self.tensors

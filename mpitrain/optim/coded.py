@@ -106,7 +106,7 @@ class CodedState:
     restores the same codes.
 
     codes   uint8, of all coded regions
-    scales  of their blocks, as numbers of float32 in the storage's dtype
+    scales  one per block: float32 values, stored in the storage's dtype
     plain   in the storage's dtype, of all other regions
     """
 
