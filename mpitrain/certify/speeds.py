@@ -43,7 +43,7 @@ def sampler(seconds: float = SECONDS, clock: Callable[[], float] = time.perf_cou
 
 
 def turns(facts: Sequence[Facts]) -> list[list[int]]:
-    """Return ranks that may measure at the same time: on one machine they share no core."""
+    """Return groups of ranks that measure at the same time. No two ranks of a group share a core."""
     found: list[list[int]] = []
     used: list[set[tuple[str, int]]] = []
     for rank, fact in enumerate(facts):

@@ -216,7 +216,8 @@ def _runs(evidence: Evidence) -> Iterator[tuple[str, str]]:
     jobs = evidence.jobs
     for error in jobs.errors:
         yield "", f"a training run failed: {error}"
-    # Other processors, and ranks that compute other bits alone, explain other bits of a moved run.
+    # A moved run may differ without a fault of the new node. Its processor may be another, or its
+    # ranks already compute other bits alone.
     is_comparable = (
         len({fact.processor for fact in evidence.facts}) == 1 and len(set(evidence.steps)) == 1
     )

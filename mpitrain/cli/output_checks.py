@@ -49,7 +49,7 @@ class Outputs:
         try:
             yield
         except BrokenPipeError:
-            # Standard output was closed, which is no error of the file.
+            # Standard output was closed: this is no error of the output file.
             raise
         except OSError as error:
             self._refusals[path] = cannot_write(path, error)

@@ -70,9 +70,8 @@ def mpi_session(
 
 
 def _count_local_ranks(transport: "Transport", kind: Callable[[], str]) -> None:
-    """Share out GPUs, cores and the screen if the launcher is unknown: by the hosts of the ranks.
-
-    Such a launcher sets no variable of the local rank, so each rank took itself for the only one.
+    """Divide the GPUs, cores and terminal of each host among its ranks if the launcher is unknown.
+    Such a launcher sets no variable with the local rank. So each rank assumed that it was alone.
     """
     if process.launched().launcher != "none" or transport.size == 1:
         return

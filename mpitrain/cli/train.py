@@ -114,8 +114,9 @@ def command(
 
     Without arguments, it trains a small GPT on the text of Python's own documentation. The
     defaults are batches of 32 sequences of 128 tokens over all ranks (batch.size, model.context),
-    400 steps (run.steps). AdamW: learning rate 0.002 after 20 steps of warm-up, cosine decay to a
-    tenth, betas 0.8 and 0.95, weight decay 0.1 of matrices, gradients clipped to norm 1.
+    400 steps (run.steps). The optimizer is AdamW, with betas 0.8 and 0.95, and weight decay 0.1 of
+    matrices. Its learning rate is 0.002 after 20 steps of warm-up, with cosine decay to a tenth.
+    Gradients are clipped to norm 1.
     """
     if described is not None:
         from mpitrain.cli.config_help import print_keys
@@ -183,8 +184,8 @@ class Stop:
     def over(self) -> None:
         """Ignore USR1 from now on: the run has nothing to save any more.
 
-        Python removes its handlers before MPI_Finalize. A late warning of a batch script would
-        then kill the rank, and a finished run would seem to have failed.
+        Python removes its handlers before MPI_Finalize. A late signal of a batch script would then
+        kill the rank. A finished run would seem to have failed.
         """
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
@@ -203,7 +204,7 @@ class Stop:
             if number[0] == signal.SIGCONT:
                 continue
             self._is_terminated |= number[0] == signal.SIGTERM
-            # The first exit may make the launcher end rank 0, which has to print.
+            # The first rank that exits may make the launcher end rank 0, so rank 0 prints first.
             time.sleep(1 if rank > 0 else 0)
             if not self._is_noted:
                 if rank == 0:

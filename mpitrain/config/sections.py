@@ -58,7 +58,9 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _of_its_type(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse True and 1.0 as choices among integers: Python takes both as equal to 1."""
+        """Refuse True and 1.0 for keys with a choice of integers. Python would accept both as equal
+        to 1.
+        """
         choices = getattr(cls.model_fields[info.field_name or ""].annotation, "__args__", ())
         if isinstance(value, bool | float) and value in choices:
             raise PydanticKnownError("int_type")

@@ -1,6 +1,7 @@
 """Data sources: deterministic samplers of a global batch, where each rank reads its own rows.
 
-The global batch of step k depends on the seed and on k, in epochs also on the samples before it.
+The global batch of step k depends on the seed and on k. In epochs it also depends on earlier
+samples.
 It does not depend on the number of ranks. Token sources hold out a second file or their last tenth.
 Sample sources have a test set.
 """

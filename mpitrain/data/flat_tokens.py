@@ -17,7 +17,7 @@ import numpy as np
 from mpitrain.errors import DataError
 
 CHUNK = 1 << 22
-"""Tokens of one read of a scan."""
+"""The number of tokens that a scan reads at a time."""
 
 
 class FlatTokens(Protocol):

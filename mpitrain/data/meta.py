@@ -31,7 +31,7 @@ class Counts(BaseModel):
     bytes: Count = 0
 
     def added(self, documents: int, tokens: int, nbytes: int) -> "Counts":
-        """Return the sums with these counts."""
+        """Return the counts with these numbers added."""
         return Counts(
             documents=self.documents + documents,
             tokens=self.tokens + tokens,

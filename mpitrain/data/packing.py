@@ -14,7 +14,8 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """
     rows: list[list[int]] = [[] for _ in lengths]
     leaves = 1 << max(0, len(lengths) - 1).bit_length()
-    # A tree of maxima: node k has the children 2 k and 2 k + 1, and the leaves are the room of rows.
+    # A binary tree of maxima: node k has the children 2 k and 2 k + 1. Leaf r is the number of
+    # tokens that row r still has space for.
     room = [capacity] * (2 * leaves)
     for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
         length, node = min(lengths[number], capacity), 1

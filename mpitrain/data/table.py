@@ -73,7 +73,7 @@ def _refuse(request: Request) -> Source:
 MIXTURE = "mixture"
 """The name of the source that draws rows from the sources of data.mixture."""
 WINDOWS = ("order", "separator")
-"""The keys that sources read whose rows are windows of one sequence of tokens."""
+"""The keys of sources whose rows are windows of one token sequence."""
 
 SOURCES: Table[str, SourceKind] = Table(
     pydocs=SourceKind(open_pydocs, "tokens", is_text=True, reads=WINDOWS),

@@ -33,7 +33,7 @@ UNREADABLE = (
 )
 """The errors of NumPy for a header that is damaged."""
 TOKEN_KEYS = "data.source and data.validation"
-"""The keys that name tokens:FILE."""
+"""The keys whose value may be tokens:FILE."""
 AUTO = "auto"
 
 

@@ -20,7 +20,9 @@ BYTES_FILE = b'{"type": "bytes"}\n'
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Usual names of the token that ends a document."""
 WINDOW, PENDING = 16, 8
-"""Earlier tokens that `Tokenizer.stream` decodes again; tokens that may wait for their character."""
+"""For `Tokenizer.stream`: earlier tokens to decode again as context; most tokens of an incomplete
+character.
+"""
 
 
 class Tokenizer(Protocol):

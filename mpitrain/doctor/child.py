@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from mpitrain.machine import process
 
 SECONDS = 20.0
-"""Time of a trial. A file system that hangs in a lock ends the child, not the rank."""
+"""Time limit of a trial. It runs in a child process: if a file lock hangs, the rank goes on."""
 FAILED = "failed"
 """The key of the result of a trial that did not end by itself."""
 

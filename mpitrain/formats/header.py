@@ -22,7 +22,9 @@ from mpitrain.files import reading
 from mpitrain.strict_json import validated
 
 INNER = 3
-"""The number of names below the run directory in a path: checkpoints/, the checkpoint, the file."""
+"""How many names of a checkpoint's path come after the run directory: checkpoints, the checkpoint,
+the file.
+"""
 INDEX = "model.safetensors.index.json"
 """The name of the index of several safetensors files."""
 

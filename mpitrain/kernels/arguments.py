@@ -55,7 +55,7 @@ class Argument(NamedTuple):
 
     @property
     def dtype(self) -> None:
-        """None: a cached launch recognises by it that this is no plain array."""
+        """Return None: by this a cached launch recognises that the argument is no plain array."""
 
 
 def fresh(array: Any) -> Argument:

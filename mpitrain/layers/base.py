@@ -8,9 +8,9 @@ A layer may also define both halves in one, `backward(w, dy, saved, dw, arena) -
 `backward` below then calls it. This is not possible where other work comes between the halves.
 
 With an attribute `fusion` a layer offers to do work of its neighbours in the same pass over memory
-(fusion.py). With `saved_again` it offers to compute `saved` without its output (recomputed.py).
+(fusion.py). A method `saved_again` computes `saved` without the output (memory/recomputed.py).
 
-With `is_rowwise` or `forward_next` it offers to compute new tokens alone (incremental.py).
+With `is_rowwise` or `forward_next` it can compute new tokens alone (incremental.py).
 
 A layer that takes tokens has an attribute `vocab`, the number of tokens. A trainer checks that all
 tokens are below it.

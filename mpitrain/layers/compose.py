@@ -9,7 +9,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Gradients, Parameter, Weights, backward
 from mpitrain.layers.fusion import Fusion, fusion_of
 from mpitrain.layers.incremental import Past, forward_next
-from mpitrain.layers.recomputed import saved_again
+from mpitrain.layers.memory.recomputed import saved_again
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Writes
 from mpitrain.ops.reference.layers import add as add_arrays

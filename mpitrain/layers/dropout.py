@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from mpitrain.layers.base import Gradients, Layer, Parameter, Weights, backward
 from mpitrain.layers.fusion import Fusion, fusion_of
 from mpitrain.layers.incremental import Past, forward_next
+from mpitrain.layers.memory.recomputed import saved_again
 from mpitrain.layers.now import Now
-from mpitrain.layers.recomputed import saved_again
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 from mpitrain.ops.random_bits import Key

@@ -67,7 +67,9 @@ class Entry(NamedTuple):
         return self.start + math.prod(shape)
 
     def view(self, flat: Any) -> Any:
-        """Return this tensor's view of a flat buffer, in its own shape; `Coded` of 8 bits."""
+        """Return this tensor's view of a flat buffer, in its own shape. Weights of 8 bits are a
+        `Coded`.
+        """
         own = flat[self.start : self.stop]
         if self.parameter.coded:
             rows, columns = self.parameter.local_shape
@@ -277,7 +279,9 @@ class Storage(FlatLayout):
 
     @property
     def parameter_count(self) -> int:
-        """Number of elements of all logical tensors; whole shapes count, and copies do not."""
+        """Number of elements of all logical tensors. Each counts once, in its whole shape, even if
+        it is tied or divided.
+        """
         return sum(
             math.prod(entry.parameter.shape)
             for entry in self.tensors

@@ -96,8 +96,8 @@ class PixelConv(Conv):
 
 
 class MaxPool:
-    """The largest number of each window (as torch.nn.MaxPool2d), (B, H, W, C) to (B, H // size,
-    W // size, C).
+    """The largest number of each window (as torch.nn.MaxPool2d). (B, H, W, C) becomes (B, H //
+    size, W // size, C).
     """
 
     output_is_free = True

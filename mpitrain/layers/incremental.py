@@ -1,10 +1,11 @@
 """Incremental decoding: forwards of new tokens alone, over stored keys and values of earlier ones.
 
-A layer offers this in one of three ways. An attribute `is_rowwise` says that each row of its output
-depends on the same row of its input alone. The new rows then go through `forward`.
+A layer offers this in one of three ways. An attribute `is_rowwise` that is true says that each
+output row depends on the same input row alone. The new rows then go through `forward`.
 Attention and embeddings have a method `forward_next(w, x, past, arena) -> y`. Layers made of layers
-have this method as well, and `inner_layers`, whose offers decide. A class that overrides `forward`
-repeats the offer. Models with a layer that offers nothing read whole windows of tokens instead.
+have this method as well, and `inner_layers`; they are incremental if all of these are. A subclass
+that overrides `forward` must define `is_rowwise` or `forward_next` again. Models with any other
+layer read whole windows of tokens instead.
 
 B sequences, T new tokens, H heads, D channels of a head, W tokens that a cache has room for.
 """
@@ -106,7 +107,7 @@ def is_incremental(layer: Any) -> bool:
 def _offers(layer: Any, name: str) -> bool:
     """Return whether an attribute belongs to the layer's own `forward`.
 
-    A class that overrides `forward` does not inherit an offer, which may not fit its new output.
+    If a subclass overrides `forward`, attributes of its base class do not count: they may not fit.
     """
     for kind in type(layer).__mro__:
         if name in vars(kind):

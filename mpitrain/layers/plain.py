@@ -16,14 +16,14 @@ from mpitrain.config import Memory
 from mpitrain.errors import ConfigError
 from mpitrain.layers.adapted import LowRank
 from mpitrain.layers.base import Gradients, Layer, Loss, Parameter, Weights
-from mpitrain.layers.chunked_logits import ChunkedHead
 from mpitrain.layers.compose import Residual
 from mpitrain.layers.dropout import Dropout, Dropped
 from mpitrain.layers.fusion import Fusion, GeluCut
 from mpitrain.layers.images import Conv, Flatten, MaxPool, PixelConv
 from mpitrain.layers.initial import Draw, normal, ones, zeros
+from mpitrain.layers.memory.chunked_logits import ChunkedHead
+from mpitrain.layers.memory.recomputed import Recomputed, state_of
 from mpitrain.layers.now import Now
-from mpitrain.layers.recomputed import Recomputed, state_of
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 from mpitrain.ops.int8_rows import Coded
@@ -534,7 +534,9 @@ class Plain:
         return PixelConv(self.ops, inputs, outputs, kernel, draw, activation)
 
     def max_pool(self, size: int) -> MaxPool:
-        """Return a max-pooling, (B, H, W, C) to (B, H // size, W // size, C), for size up to 16."""
+        """Return a max-pooling layer, for size up to 16. (B, H, W, C) becomes (B, H // size, W //
+        size, C).
+        """
         return MaxPool(self.ops, size)
 
     def flatten(self) -> Flatten:

@@ -68,7 +68,9 @@ class HostMemory:
         return buffer.ctypes.data, False
 
     def idle(self, buffers: Sequence[np.ndarray]) -> list[bool]:
-        """A slab goes back as a whole, so all its buffers must be free."""
+        """Return which buffers can be given back. A slab goes back as a whole, so all its buffers
+        must be free.
+        """
         slabs = [id(buffer.base) for buffer in buffers]
         gone = {slab for slab, count in Counter(slabs).items() if count == self._cut[slab]}
         if id(self._rest.base) in gone:

@@ -27,7 +27,7 @@ class PinnedCopies:
 
     def __init__(self, cupy: ModuleType):
         self._cuda = cupy.cuda
-        # {size: (buffer, event behind its last copy)}, the oldest first.
+        # The buffers of each size: (buffer, event after its last copy). The oldest comes first.
         self._buffers: dict[int, deque[tuple[np.ndarray, Any]]] = defaultdict(deque)
 
     def put(self, target: Any, array: np.ndarray) -> None:

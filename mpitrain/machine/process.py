@@ -179,7 +179,7 @@ def own_cores() -> list[int]:
 
 
 def machine() -> str:
-    """Return the boot identifier: namespaces and containers of one running kernel share it."""
+    """Return the boot identifier of the kernel. All containers of one machine share it."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
     return ""

@@ -70,5 +70,5 @@ class TimeLimit:
         return self._left is not None
 
     def reason(self) -> dict[str, float]:
-        """Return the seconds that were left, for the record of a stop that the limit caused."""
+        """Return the seconds that were left when the limit stopped the run, else {}."""
         return {} if self._left is None else {"before_limit_s": self._left}

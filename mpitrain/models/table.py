@@ -135,7 +135,7 @@ Configuration, help texts and commands read this table, so a new model needs onl
 
 
 def kinds(does_count: Callable[[Model], bool]) -> list[str]:
-    """Return the kinds of models whose rows count."""
+    """Return the kinds of models for whose row `does_count` is true."""
     return [kind for kind, row in MODELS.items() if does_count(row)]
 
 

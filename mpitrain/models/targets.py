@@ -13,9 +13,9 @@ from mpitrain.errors import ConfigError
 from mpitrain.formats.gpt2 import module_of
 from mpitrain.layers.adapted import InputDropout, LowRank
 from mpitrain.layers.base import Unit
-from mpitrain.layers.chunked_logits import ChunkedHead
 from mpitrain.layers.compose import Residual, Sequential
 from mpitrain.layers.dropout import Dropped
+from mpitrain.layers.memory.chunked_logits import ChunkedHead
 from mpitrain.layers.plain import Linear, Plain
 
 
@@ -129,7 +129,9 @@ def _linear_layers(layer: Any, name: str) -> Iterator[tuple[str, Linear]]:
 
 
 def _adapted(layer: Any, name: str, chosen: Sequence[Target], lora: Lora, layers: Plain) -> Any:
-    """Return a layer with the adapters of the chosen targets within it, and weights as lora.base says."""
+    """Return the layer with adapters for the chosen targets in it. If lora.base is int8, its
+    weights are stored in 8 bits.
+    """
     mine = [one for one in chosen if one.layer == name or one.layer.startswith(f"{name}.")]
     if not (mine or lora.base):
         return layer

@@ -159,7 +159,8 @@ def _product(term: str, sizes: Mapping[str, int]) -> int:
 
 
 class _Result(NamedTuple):
-    """The leases of a call, to be repeated.
+    """The memory that one call of an operation leased, so that later calls of this kind can repeat
+    it.
 
     tree    its result, with an `_Array` in place of each array
     fresh   bytes of each lease that the result keeps

@@ -13,7 +13,7 @@ Draw = Callable[[Operand, tuple[int, ...]], Any]
 
 
 def examples(ops: Ops, sizes: Sizes, draw: Draw, arena: Any) -> Callable[[str], dict[str, Any]]:
-    """Return a function of an operation's name: its arguments by name, in order, up to the arena.
+    """Return a function (name of an operation) -> {argument: example value}, without the arena.
 
     Operations share the arrays of equal operands. So an operation may overwrite the array of
     another, as `row_exponentials` does for `cross_entropy_split`.

@@ -1,8 +1,7 @@
 """Weights of 8 bits: a code for each element, and a scale for each row (an output of a layer).
 
-value = (code - 128) x scale, and the scale of a row is its largest magnitude / 127. A flat
-buffer of floats has the bytes of a weight together. They are the codes, padded to 8 bytes, and the
-scales.
+value = (code - 128) x scale, and the scale of a row is its largest magnitude / 127. In a flat
+buffer, a weight is one run of bytes: its codes, padded to 8 bytes, then its scales.
 
 N rows, K columns.
 """

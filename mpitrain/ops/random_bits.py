@@ -1,16 +1,17 @@
 """Random bits of dropout: 16 bits for each element of a tensor, as a function of its number.
 
-Element n of a tensor has bits 16 (n % 16) and up of a block of 256 bits, lowest first. The block is
-Philox4x64-10 (Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3) of
+Element n of a tensor gets the (n % 16)-th 16 bits, lowest first, of a block of 256 bits. The block
+is Philox4x64-10 (Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3) of
 
     counter  (n // 16 + 1, step, 0, 0)
     key      (seed, number of the layer)
 
-An element is dropped if its bits are below `threshold(rate)`. The bits depend on no layout, because
-n counts elements of the whole tensor: all rows of the global batch, and all columns.
+An element is dropped if its bits are below `threshold(rate)`. The bits are the same in every
+layout, because n counts the elements of the whole tensor. That is, all rows of the global batch,
+and all columns.
 
-Attention numbers its probabilities by blocks of 4 queries x 4 keys, and the blocks of a head by
-strips of STRIP keys: `attention_number`. So a tile needs few runs of blocks.
+Attention numbers its probabilities in blocks of 4 queries x 4 keys: `attention_number`. The blocks
+of a head are numbered in strips of STRIP keys. So a tile needs few runs of blocks.
 """
 
 from functools import cache

@@ -377,7 +377,7 @@ OPERATIONS: Table[str, Operation] = Table(
         products={"attention_dropout": "2BTTHD", "attention_dropout_backward": "4BTTHD"},
     ),
     **_built_in(
-        # I rows and J columns of B images, F channels to G; kernels of S x S, windows of P x P.
+        # B images of I rows and J columns; F channels in, G out. Kernels are S x S, windows P x P.
         reference.images,
         host.images,
         cuda.images,

@@ -34,7 +34,7 @@ def is_coded(storage: Storage, entry: Entry) -> bool:
 
 
 def coded_bytes(storage: Storage, buffers: int) -> float:
-    """Return the bytes of `buffers` buffers of state along all tensors of a storage."""
+    """Return the bytes of state if each tensor of a storage has `buffers` buffers of its size."""
     return buffers * sum(
         (entry.stop - entry.start)
         * (
@@ -106,7 +106,7 @@ class CodedState:
     restores the same codes.
 
     codes   uint8, of all coded regions
-    scales  of their blocks, as numbers of float32 in the storage's dtype
+    scales  one per block: float32 values, stored in the storage's dtype
     plain   in the storage's dtype, of all other regions
     """
 

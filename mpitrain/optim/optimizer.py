@@ -30,10 +30,10 @@ class Optimizer:
     """An update rule over the pieces of a flat buffer that a rank owns (as torch.optim.Optimizer).
 
     pieces   pieces to update
-    state    {name: buffer}. A buffer of `elements` is as long as the pieces together: its element
-             `piece.offset` belongs to element `piece.start` of the flat buffer. A buffer of
-             `ElementsOf` has the elements of some tensors alone. Any other buffer has a whole array
-             for each tensor with an element in the pieces.
+    state    {name: buffer}. Its length depends on its shape in the row of the rule:
+             elements: that of all pieces; element `piece.offset` is for the flat `piece.start`.
+             ElementsOf: the same, for the elements of some tensors alone.
+             Others: one small whole array for each tensor that the pieces touch.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ def columns(tensor: Parameter) -> tuple[int, ...]:
 
 
 def scalar(tensor: Parameter) -> tuple[int, ...]:
-    """Return the shape of one number."""
+    """Return (), the shape of a single number for each tensor."""
     return ()
 
 

@@ -37,7 +37,7 @@ class Layout(NamedTuple):
     tensors: Mapping[str, tuple[int, tuple[int, ...]]] | None = None
 
     def views(self, buffer: Any) -> dict[str, Any]:
-        """Return {tensor: its view} of a buffer that is not along the pieces."""
+        """Return {tensor: its view} for a buffer that does not have the layout of the pieces."""
         return {
             name: buffer[start : start + math.prod(shape)].reshape(shape)
             for name, (start, shape) in (self.tensors or {}).items()

@@ -16,7 +16,8 @@ from mpitrain.transport.base import Transport
 
 
 class FactSums(NamedTuple):
-    """The sums of facts over the ranks with other elements of the same tensors.
+    """The all-reduce of a tensor-wise rule's facts, such as squared norms of tensors (rule.py). It
+    runs over the ranks with other elements of the same tensors.
 
     The order of additions is the same for all ranks with the same elements.
 
@@ -158,7 +159,9 @@ class TensorUpdates:
         )
 
     def sum_facts(self, views: Views, update: Update) -> None:
-        """Run all rounds over all pieces of this rank, and compute divided results; collective."""
+        """Run all rounds over all pieces of this rank; collective. Also compute results that ranks
+        divide among them.
+        """
         for each, sums in zip(self._step.rounds, self._sums, strict=True):
             sums.vector.fill(0)
             for piece, fragments in self._fragments.items():

@@ -118,7 +118,7 @@ class Results:
 
 
 def _cost(shape: Sequence[int]) -> int:
-    """Return a number that grows as the time of a product of a matrix with its transpose."""
+    """Return a number in proportion to the time of a matrix times its transpose."""
     cost = min(shape)
     for length in shape:
         cost *= length

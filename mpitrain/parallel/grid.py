@@ -263,11 +263,12 @@ class Grid:
         return not holders or self.holders[holders].rank == 0
 
     def fact_sums(self, *groups: Group) -> FactSums:
-        """Return the sums of facts over the ranks that hold other elements of the same tensors.
+        """Return the all-reduce of an update rule, such as of squared norms of tensors
+        (`FactSums`). It runs over the ranks with other elements of the same tensors.
 
         Recursive doubling adds every element in one order, whatever its offset and the hosts. So
         tied stages and other replicas, which hold the same elements, get the same bits.
-        groups  the facts are summed over each of these groups in turn
+        groups  the sums run over each of these groups in turn
         """
 
         def bind(facts: Any) -> Callable[[], None]:

@@ -60,7 +60,8 @@ def check_memory(
     found, count = sizes(config, source, axes, chunks, device, shards)
     free = process.free_memory(config.device.kind)
     if config.model.freeze or config.lora.rank:
-        # A network that is too large even if all of it is frozen is never described as a whole.
+        # The first estimate is for a network that is entirely frozen. If even this does not fit,
+        # the network is not described in detail.
         found = found._replace(length=0, largest=0, frozen=found.length, slot=found.largest)
         if ranks * mode_of(config).memory(found) <= free:
             found = frozen_sizes(found, config, source, axes, chunks, device)

@@ -49,7 +49,7 @@ class Sizes(NamedTuple):
 
     @property
     def computed(self) -> int:
-        """The size of a parameter with which layers compute."""
+        """Bytes of a parameter in the dtype with which layers compute."""
         return self.mirror or self.master
 
 

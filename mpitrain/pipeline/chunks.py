@@ -6,7 +6,7 @@ from typing import NamedTuple
 from mpitrain.config import Lora
 from mpitrain.layers.base import Unit
 from mpitrain.layers.frozen import forward_only, freeze
-from mpitrain.layers.recomputed import with_recomputation
+from mpitrain.layers.memory.recomputed import with_recomputation
 from mpitrain.models.targets import adapt
 from mpitrain.parallel.tensor.layer_factory import LayerFactory, check_saved, check_units
 from mpitrain.pipeline.partition import assign_units, cut
@@ -21,7 +21,7 @@ NO_LORA = Lora()
 class Chunks(NamedTuple):
     """A model that is cut for a pipeline.
 
-    model  all units, in order
+    model   all units, in order
     chunks  the units of each chunk
     tied   {full name of a tied tensor: its stages}, for tensors on several stages
     """
@@ -46,7 +46,7 @@ def cut_in_chunks(
 ) -> Chunks:
     """Make the units with a rank's layer factory, and cut them.
 
-    stage_of      the stage of each chunk
+    stage_of   the stage of each chunk
     partition  as pipeline.partition, but not "time"
     frozen     as model.freeze
     lora       the section [lora]

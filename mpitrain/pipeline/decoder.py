@@ -111,8 +111,8 @@ class Decoder:
     def read(self, windows: Sequence[Sequence[int]]) -> Any:
         """Return the output of the model at the last token of each window: (sequences, 1, V).
 
-        A window that continues the one of the call before costs a single new token. Any other
-        window is read as a whole. None on all stages but the last.
+        A window costs a single new token if it equals the previous call's, or adds one token to it.
+        Any other window is read as a whole. The result is None on all stages but the last.
         """
         lengths = [len(window) for window in windows]
         stale = [

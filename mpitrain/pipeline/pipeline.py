@@ -127,7 +127,7 @@ class Pipeline:
             yield instruction
 
     def drain(self) -> None:
-        """Finish the micro-batches that `train` left in flight: none in this class. Collective."""
+        """Finish the micro-batches that `train` left in flight; this class leaves none. Collective."""
 
     def ask(self, shape: Shape, first: Callable[[], Any]) -> Any:
         """Run one forward without a backward, and return the model's output.

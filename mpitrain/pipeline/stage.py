@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpitrain.layers.base import Unit, backward
-from mpitrain.layers.recomputed import saved_again, segment_of
+from mpitrain.layers.memory.recomputed import saved_again, segment_of
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.trace.recorder import SILENT, Recorder

@@ -114,7 +114,7 @@ def _cell(text: str, columns: int, fill: str) -> str:
 
 
 def _ruler(makespan: float, scale: float, band: int) -> str:
-    """Return the times at their columns, without times that the end of a band would cut in two."""
+    """Return the time labels at their columns. A label that does not fit into its band is left out."""
     least = TICK / scale
     power = 10 ** math.floor(math.log10(least))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)

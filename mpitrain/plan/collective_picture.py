@@ -22,7 +22,9 @@ STRIP, WITHOUT_ARROWS = 0.62, 0.96
 """Fraction of a column that the chunks take, with arrows in the rest and without arrows."""
 
 NUMBERED = 9
-"""Largest number of chunks per rank with the number of contributing ranks written in them."""
+"""With at most this number of chunks per rank, each drawn chunk shows how many ranks contributed to
+it.
+"""
 
 
 def draw(found: Collective, path: Path) -> None:

@@ -150,7 +150,7 @@ Uneven chunks change the total of the busiest rank by less than one chunk.
 
 
 def numbers(hosts: Sequence[str]) -> Numbers:
-    """Return the values of the letters for ranks on these hosts."""
+    """Return the value of each letter in the formulas, for ranks on these hosts."""
     ranks = Counter(hosts).values()
     return Numbers(len(hosts), 1 << len(hosts).bit_length() - 1, len(ranks), min(ranks), max(ranks))
 

@@ -165,7 +165,8 @@ def _own_times(
     ]
     # A span has a smaller number than the spans nested in it.
     mine = mine[np.argsort(mine["number"])]
-    # A stack of open spans: [record, its own intervals, whether in a pause, own since] is an entry.
+    # The stack of open spans. An entry is [record, intervals of its self time, whether in a pause,
+    # start of the next such interval].
     around: list[list[Any]] = []
 
     def leave(now: float) -> None:

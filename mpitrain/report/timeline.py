@@ -159,7 +159,7 @@ def trace_files(folder: Path) -> tuple[Path, list[Path]]:
 
 
 def _unlike(mine: tuple[Any, int], others: tuple[Any, int]) -> str:
-    """Return the number of ranks of a trace as text if it differs from the other trace's, else "".
+    """Return the number of ranks in a trace as text, or "" if both traces have the same.
 
     mine, others  the second item is the number of ranks of a trace
     """

@@ -21,8 +21,8 @@ from mpitrain.data import (
 from mpitrain.formats.format import Initial
 from mpitrain.layers.base import Unit
 from mpitrain.layers.frozen import freeze
+from mpitrain.layers.memory.recomputed import with_recomputation
 from mpitrain.layers.plain import Plain
-from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.models.table import MODELS, check_data
 from mpitrain.models.targets import adapt
 from mpitrain.parallel.memory import Room, check_memory

@@ -331,7 +331,7 @@ class _Run:
         return stop and (is_left or not is_last)
 
     def _meet(self) -> None:
-        """Measure clock offsets and gather the peak activation memory of all ranks; collective."""
+        """Measure the clock offsets, and gather all ranks' peak activation memory; collective."""
         with self._recorder.pausing("the clocks"):
             self._traced.align()
             self._peaks = self._trainer.transport.gather_text(self._trainer.arena.peak)

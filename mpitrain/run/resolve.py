@@ -149,7 +149,7 @@ def _with_gain(config: Config, kind: str) -> Memory:
 
 
 def _say_that_attention_is_small(config: Config, resolved: Resolved) -> None:
-    """Print a note if memory.recompute was attention, which saves nothing with tiles."""
+    """Print a note if memory.recompute was attention. With tiled attention it would save no memory."""
     if config.memory.recompute != resolved.config.memory.recompute:
         print(
             "note: memory.recompute=attention changes nothing here: attention in tiles saves one number of each row. "

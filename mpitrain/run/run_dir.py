@@ -322,7 +322,7 @@ def _begin(
 
 
 def _note_tokenizer(run: Directory, config: Config, has_begun: bool) -> None:
-    """Copy the tokenizer of the data, if it is not the bytes of text.
+    """Copy the tokenizer of the data, unless its tokens are bytes.
 
     If the data have none, a new run takes the tokenizer in the folder of run.init_from.
 

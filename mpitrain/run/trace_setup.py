@@ -76,7 +76,7 @@ class Traced:
             self._recorder.facts(released_bytes=nbytes)
 
     def stepped(self) -> None:
-        """Note by how many bytes the process has grown, at the end of its third step."""
+        """Record by how many bytes the process has grown, at the end of its third step."""
         if self._recorder.is_on and (grown := self._grown.stepped()) is not None:
             self._recorder.facts(grown_bytes=grown)
 

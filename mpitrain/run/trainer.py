@@ -17,8 +17,8 @@ from mpitrain.config.delays import delay_s, delays
 from mpitrain.data import Source
 from mpitrain.errors import DataError, MpitrainError, on_every_rank
 from mpitrain.layers.base import Loss, Unit
-from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
 from mpitrain.layers.flat import Piece, Storage
+from mpitrain.layers.memory.chunked_logits import ChunkedLogits, computed, sliced
 from mpitrain.ops.int8_rows import Coded
 from mpitrain.optim import check_groups, learning_rate
 from mpitrain.parallel.grid import Grid, share
@@ -122,7 +122,7 @@ class Trainer:
                 self.grid.close()
                 mine.close()
             raise
-        # This comes last: closing a trainer that is half made would fail.
+        # This line comes last, because `close` would fail for a half-built trainer.
         transport.tenants.add(self.close)
 
     def _build(
@@ -392,7 +392,7 @@ class Trainer:
         )
 
     def _asked(self, inputs: np.ndarray) -> Any:
-        """Return this rank's columns of the logits, as `logits` does with all columns.
+        """Return the logits, with the columns of this tensor-parallel rank alone.
 
         If sequence parallelism cannot divide the rows, the inputs are padded with zeros. The
         padding comes after all rows or to the right of them. The causal mask hides it.

@@ -21,7 +21,9 @@ Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class _Facts(BaseModel):
-    """Facts in a head with checked types, all optional; further facts are for human readers."""
+    """The entries of a trace's head whose types are checked. All are optional; a head may have
+    others.
+    """
 
     model_config = ConfigDict(strict=True)
 
@@ -105,7 +107,8 @@ def _head(
 ) -> tuple[dict[str, Any], list[tuple[str, Sequence[int]]], list[tuple[float, float]]]:
     """Return the facts, names and clocks of a head.
 
-    Reading stops at the first invalid line: a rank that is killed while it writes leaves one.
+    Reading stops at the first invalid line. A rank that was killed while it wrote leaves such a
+    line.
     """
     facts: dict[str, Any] = {}
     names, clocks = list[tuple[str, Sequence[int]]](), list[tuple[float, float]]()

@@ -1,8 +1,8 @@
 """Traces of ranks without a run directory: files on each host, for starts that fail.
 
 A trace is at TMPDIR/mpitrain-<uid>/<parent process>/rank-00000. Every user of the host can
-foresee this path. The folder is used only if it is a real one, of this user and closed to all
-others (mode 0700). No link in it is followed.
+foresee this path. So the folder is used only if it is no link, belongs to this user, and has mode
+0700. No link in it is followed.
 """
 
 import atexit

@@ -52,8 +52,8 @@ def ranks() -> Iterator[MpiTransport]:
     """Connect all ranks of the MPI job, and end the job if one of them raises an exception.
 
     Leaving the block is collective: a rank waits there for the others, then closes the transport.
-    A rank that raises in the block prints its traceback and aborts the job, so that the others do
-    not wait for its messages. An error that mpitrain raises on every rank is printed once.
+    A rank that raises in the block prints its traceback and aborts the job. Otherwise the others
+    would wait for its messages. An error that mpitrain raises on every rank is printed once.
 
     Examples
     --------

@@ -198,8 +198,8 @@ def run_ranks(
     This is stricter than any MPI: a send ends only once its receive is posted. A receive buffer
     that is read too early holds NaN.
     """
-    # An error marked as agreed is raised only if no rank has another error.
-    # If some ranks return although it was raised, that is a CommError.
+    # An error that is marked as agreed is raised only if no rank has another error. If some ranks
+    # returned in spite of it, CommError is raised.
     world = World(n)
     hosts = ("localhost",) * n if hosts is None else hosts
     results: list[Any] = [None] * n

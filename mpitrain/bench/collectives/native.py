@@ -45,7 +45,7 @@ def operation_of(operation: str, algorithm: str) -> Operation:
 
 
 def refusals(operation: str, situation: Topology) -> dict[str, MpitrainError]:
-    """Return {algorithm: reason} for algorithms that cannot run; a reason begins "algorithm"."""
+    """Return {algorithm: error} of the algorithms that cannot run here."""
     found = {
         name: refusal
         for name, algorithm in TABLES.get(operation, {}).items()

@@ -96,7 +96,9 @@ def _transposed(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
 
 
 def gradient(rank: int, count: int) -> np.ndarray:
-    """Return a rank's input for a lossy sum: random numbers as small as gradients, repeated."""
+    """Return a rank's input for a lossy sum: random numbers as small as gradients. A short pattern
+    repeats along the array.
+    """
     return np.resize(np.random.default_rng(rank).normal(0, 1e-6, DRAWN), count)
 
 

@@ -104,7 +104,7 @@ def measure(
 
 
 def _same(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the number of first tokens that are equal."""
+    """Return the length of the longest common prefix."""
     differs = np.flatnonzero(np.array(one) != np.array(other))
     return int(differs[0]) if len(differs) else len(one)
 

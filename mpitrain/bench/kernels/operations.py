@@ -270,7 +270,7 @@ def attentions(device: Device, peer: Peer | None) -> Iterator[Work]:
         device.backend,
     )
     batch, tokens, width, heads, _ = SHAPES[device.kind]
-    # The causal forward pass has two products over half of all pairs of tokens.
+    # The causal forward pass has two matrix products, each over half of all pairs of tokens.
     pairs, rng = (
         2.0 * batch * tokens * tokens * width,
         np.random.default_rng(1),

@@ -209,7 +209,7 @@ def footer(rows: Sequence[Row]) -> list[str]:
 
 
 def _both_over_one(one: dict[int, float], both: dict[int, float]) -> list[str]:
-    """Return the ratio at the size where one way is fastest.
+    """Return the ratio of bandwidth both ways to one way, at the size at which one way is fastest.
 
     Maxima of different sizes would not compare the directions.
 

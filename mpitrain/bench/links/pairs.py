@@ -17,12 +17,13 @@ from mpitrain.transport.base import Transport
 FAR = {"bandwidth": 2.0, "latency": 3.0}
 """Limits of an outlier, here called an odd pair.
 
-Its bandwidth is below 1 / FAR of the usual value of its class, or its latency is above FAR times
-the usual value.
+The usual value is that of its class of pairs. An odd pair has a bandwidth below 1 / FAR of it, or a
+latency above FAR times it.
 """
 
 SECONDS, ALONE, FEWEST, MOST = 0.1, 0.5, 3, 500
-"""Seconds for one message size of a pair, in a round and alone; least and most round trips."""
+"""Seconds for one message size of a pair, among other pairs and alone; least and most round trips.
+"""
 
 AGAIN = 16
 """Upper bound of the number of pairs that are measured a second time, alone."""

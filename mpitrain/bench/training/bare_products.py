@@ -114,13 +114,13 @@ class BareProducts:
     name = "bare products"
 
     def __init__(self, recorded: Sequence[Product]):
-        """recorded: the products of a step; they may be recorded until the first `step` here."""
+        """recorded: the products of a step. The list may grow until `step` is first called."""
         self._recorded, self._arrays = recorded, dict[Array, np.ndarray]()
         self._bound: list[tuple[str, np.ndarray, np.ndarray, np.ndarray]] = []
         self.seconds: list[dict[str, float]] = []
 
     def _array(self, described: Array) -> np.ndarray:
-        """Return the array of a description, filled with numbers that no product overflows."""
+        """Return an array of this shape and dtype, with numbers so small that no product overflows."""
         is_transposed, plain = described.is_transposed, described._replace(is_transposed=False)
         if plain not in self._arrays:
             self._arrays[plain] = np.full(plain.shape, 1e-3, plain.dtype)

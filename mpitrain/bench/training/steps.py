@@ -296,7 +296,7 @@ def _timed(
         times.append(time.perf_counter() - start)
         if isinstance(side, Ours):
             waits.append(side.comm_s)
-    # Ranks that only look on have no times.
+    # Ranks that take no part in this job have no times.
     gathered = [each for each in transport.gather_text([times, losses, waits]) if each[0]]
     slowest, all_losses, longest = (
         list(zip(*each, strict=True)) for each in zip(*gathered, strict=True)

@@ -22,7 +22,7 @@ from mpitrain.transport.traced_transport import Recorded
 
 BETWEEN, COMMUNICATION = "between operations", "communication"
 SPANS = {"the loss": "loss", "the norm": "optimizer", "the parameters": "optimizer"}
-"""{name of a span that is no pass of a unit: its kind}."""
+"""Kinds of spans that are no forward or backward of a unit, by name."""
 
 
 def kind_of(unit: str) -> str:
@@ -45,7 +45,7 @@ class Stopwatch(Recorder):
         self.step = self.micro = -1
         self.naming, self.topic = "", 0
         self._owner, self._labels = threading.get_ident(), [""]
-        # Operations outside all spans update parameters, as those of a parameter server.
+        # Operations outside all spans are updates of parameters, for example on a parameter server.
         self._is_recording, self._units = True, ["optimizer"]
         self.restart()
 

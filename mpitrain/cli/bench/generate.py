@@ -56,8 +56,8 @@ def command(
 ) -> None:
     """Measure the generation of the most likely tokens, by a model with random weights.
 
-    One rank on the CPU takes turns with the package transformers, if that is installed. Both have
-    the same weights and as many threads.
+    On one rank on the CPU, the package transformers is measured in turns, if it is installed. It
+    gets the same weights and threads.
 
     \b
     ratio  time relative to the first side

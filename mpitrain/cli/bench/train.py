@@ -126,8 +126,8 @@ def command(
     A step of a --preset is one of its micro-batches on each rank.
 
     All sides start from the same weights and see the same batches. So equal losses show that they
-    do the same work. For a pipeline, each stage has a line with its messages and peak memory in a
-    step of the first job.
+    do the same work. For a pipeline, each stage has a line: its messages and peak memory in a step
+    of the first job.
     """
     changed = changes(settings, **options)
     if memory and (

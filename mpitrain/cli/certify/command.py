@@ -87,10 +87,10 @@ def command(
     From outside MPI, by node names: mpitrain certify --hosts a:4,b:4. On ranks that run already:
     mpitrain launch -n 8 -- certify. With one rank per node, memory and products have no other work.
 
-    It runs the probes of `doctor`, all pairs of nodes, every collective, matrix products and memory
-    of each rank, one seeded step alone on each rank, a run on other nodes, and a resumed run. A
-    slow link fails a node only if all its links are slow. Without --expect, a node is compared with
-    the median of all nodes. The exit code is 1 if anything fails.
+    It runs the probes of `doctor`, then all pairs of nodes and every collective. Each rank measures
+    matrix products and memory, and computes one seeded step alone. Two short runs compare other
+    nodes and a resumed run. A slow link fails a node only if all its links are slow. Without
+    --expect, a node is compared with the median of all nodes. The exit code is 1 if anything fails.
     """
     if hosts or hostfile:
         from mpitrain.cli.launch.placement import placement

@@ -201,7 +201,8 @@ def command_line(
     if is_crowded:
         options.append("--oversubscribe")
     if sys.stderr.isatty() or sys.stdout.isatty():
-        # With buffering, mpirun would not forward a bar, which ends no line, before the run ends.
+        # With buffering, the launcher would hold back a progress bar until the run ends, as it has
+        # no line end.
         options += ["--stream-buffering", "0"]
     for name, value in _settings(mpi, is_crowded).items():
         # mpirun forwards --mca options to other hosts, too.

@@ -96,8 +96,9 @@ def schedule(
 ) -> None:
     """Simulate a pipeline, and print its chart, its bubble and the memory of each stage.
 
-    F is a forward, B the input half of a backward, W the weight half, BW both in one. Then follow
-    the number of the micro-batch, and a, b or c for the first, second or third chunk of the stage.
+    F is a forward, B the input half of a backward, W the weight half, BW both in one. Then follows
+    the number of the micro-batch. A letter a, b or c names the first, second or third chunk of the
+    stage.
 
     A FILE gives the stage of each model chunk ("place"), and the order of computations on each
     stage. F1.0 is the forward of chunk 1 for micro-batch 0:

@@ -19,7 +19,7 @@ UNANSWERED = 60.0
 """Seconds without an answer of Slurm after which `follow` gives up."""
 FIELD = re.compile(r"(\w+)=(\S*)")
 CONTINUES = re.compile(rb"^job (\d+) continues ", re.MULTILINE)
-"""The line of a script whose run goes on in another job."""
+"""The line in a job's log that names the job in which the run continues."""
 ENDED = {
     "BOOT_FAIL",
     "CANCELLED",

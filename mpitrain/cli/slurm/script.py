@@ -8,7 +8,7 @@ from mpitrain.cli.slurm.request import Request
 from mpitrain.cli.slurm.systems import SYSTEMS, System
 
 BESIDE = 38
-"""Column of the reason in a directive's line."""
+"""The column at which the comment of an #SBATCH line begins."""
 
 
 def script(request: Request, name: str) -> str:

@@ -55,7 +55,7 @@ def bar(steps: int, first: int = 0, form: str | None = None) -> Bar:
         disable=width() is None,
         file=sys.stderr,
         ncols=size()[0],
-        nrows=20,  # tqdm hides a bar below the terminal's rows: all of them where it says 0
+        nrows=20,  # A terminal that reports 0 rows would hide every bar.
         bar_format=form,
     )
     shown.dynamic_ncols = size  # tqdm calls it each time it draws the bar

@@ -8,9 +8,10 @@ import threading
 TERMINAL = "MPITRAIN_TERMINAL"
 """Columns of the terminal behind standard error."""
 ONE_TERMINAL = "MPITRAIN_ONE_TERMINAL"
-"""Set if standard output ends on the same terminal."""
+"""`launch` sets this variable if the ranks' standard output and standard error end on one terminal.
+"""
 OUTPUT_TERMINAL = "MPITRAIN_OUTPUT_TERMINAL"
-"""Columns of the terminal behind standard output, 0 without one."""
+"""The variable in which `launch` passes the columns of its terminal, or 0 without a terminal."""
 
 USUAL = 80
 """Columns of a terminal that does not report its size."""

@@ -84,10 +84,10 @@ class Half(Shared):
 def bind_reduce_scatter(
     transport: Transport, array: np.ndarray, op: str, agreed: Agreed, arithmetic: Arithmetic
 ) -> Reduction | None:
-    """Bind a reduce-scatter through shared memory, as `bind_shared` an all-reduce; collective.
+    """Bind a reduce-scatter through shared memory; collective. Arguments are as in `bind_shared`.
 
-    order   as in the all-reduce. Small arrays: ranks 0, 1, 2 ...; other arrays: rank r sums its own
-            elements first, then the elements of ranks r + 1, r + 2 ...
+    order   of the sum, as in the all-reduce. Small arrays: ranks 0, 1, 2 ... Others: rank r sums its
+            own elements first, then the elements of ranks r + 1, r + 2 ...
     """
     if on_device(array):
         return bind_reduce_scatter_gpu(transport, array, op, agreed.tag, arithmetic)
@@ -99,7 +99,7 @@ def bind_reduce_scatter(
 def bind_all_gather(
     transport: Transport, array: np.ndarray, op: str, agreed: Agreed, arithmetic: Arithmetic
 ) -> Reduction | None:
-    """Bind an all-gather through shared memory, as `bind_shared` an all-reduce; collective."""
+    """Bind an all-gather through shared memory; collective. Arguments are as in `bind_shared`."""
     if on_device(array):
         return bind_all_gather_gpu(transport, array, agreed.tag)
     return bind_in_window(
@@ -117,7 +117,7 @@ def _reduce_scatter(
 ) -> Half:
     """Build the reduce-scatter.
 
-    slots  every rank's copy of the array, by rank; two sets of copies of a small array
+    slots  each rank's copy of the array, by rank. A small array has two such lists, used in turn
     """
     flat, rank = array.reshape(-1), transport.rank
     start, stop = chunk_bounds(flat.size, transport.size)[rank]
@@ -159,7 +159,7 @@ def _all_gather(
 ) -> Half:
     """Build the all-gather.
 
-    slots  every rank's copy of the array, by rank; two sets of copies of a small array
+    slots  each rank's copy of the array, by rank. A small array has two such lists, used in turn
     """
     flat, rank = array.reshape(-1), transport.rank
     chunks = [slice(*bounds) for bounds in chunk_bounds(flat.size, transport.size)]

@@ -24,7 +24,7 @@ def broadcast(rank: int, n: int, count: int, root: int = 0) -> Plan:
 
 
 def reduce(rank: int, n: int, count: int, root: int = 0) -> Plan:
-    """Plan a reduction, as the broadcast backwards: the root's array ends as the reduction.
+    """Plan a reduction to the root: the steps of the broadcast in reverse order.
 
     Every other rank sends its array once. Its array ends as a partial reduction.
     """

@@ -1,8 +1,9 @@
 """All-reduces of the user: a Python file that returns messages as data, which a child checks.
 
 The file defines `all_reduce(rank, ranks, count)`, a pure function. It returns the list of steps of
-a rank. A step is `(sends, receives, adds)`: lists of `(peer, start, stop)`, and whether received
-elements are added (True) or replace the rank's own (False). The code never runs in this process.
+a rank. A step is `(sends, receives, adds)`. The first two are lists of `(peer, start, stop)`. If
+`adds`, received elements are added to the rank's own; otherwise they replace these. The code never
+runs in this process.
 """
 
 import hashlib

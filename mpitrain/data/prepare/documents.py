@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 class Position(NamedTuple):
     """A position in an input file.
 
-    offset     bytes before it; of Parquet, the share of the file's size
+    offset     bytes before it; of Parquet, bytes in proportion to the row groups before it
     documents  documents, lines or rows before it
     """
 
@@ -133,7 +133,9 @@ def _text(file: IO[bytes], source: Input, form: Form, start: Position) -> Iterat
 
 
 def _line_end(file: IO[bytes], at: int, stop: int) -> int:
-    """Return the end of the line around a byte; if the line is long, of the character."""
+    """Return the end of the line that contains byte `at`. In a long line, return the end of the
+    character.
+    """
     found = os.pread(file.fileno(), min(LINE, stop - at), at)
     end = found.find(b"\n")
     return _character(file, at) if end < 0 else at + end + 1

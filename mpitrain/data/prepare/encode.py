@@ -52,7 +52,9 @@ class Encoder(Protocol):
 
 
 Start = Callable[[Encoding, int], AbstractContextManager[Sequence[Encoder]]]
-"""Starts encoders, at least one, for so many bytes of text."""
+"""Starts one encoder or more for a text: (encoding, bytes of the text) -> context with the
+encoders.
+"""
 
 
 def encoded(found: Iterable[Chunk], encoders: Sequence[Encoder]) -> Iterator[tuple[Chunk, Result]]:

@@ -1,7 +1,7 @@
 """Convolution as tiled matrix product, and max-pooling, of images with channels last.
 
-A kernel copies the windows of a tile of pixels into a matrix (im2col), which `multiply`, a function
-of product.py, takes as an operand. B images, H rows, W columns, C channels; N output channels.
+A kernel copies the windows of a tile of pixels into a matrix (im2col). `multiply`, a function of
+product.py, multiplies it. B images, H rows, W columns, C channels; N output channels.
 """
 
 from collections.abc import Iterator

@@ -37,7 +37,7 @@ def layer_norm(kernels: Kernels, x, gain, bias, epsilon, arena):
 
 
 def layer_norm_backward_input(kernels: Kernels, dy, gain, saved, arena, residual=None):
-    """Return (dx, pending), with the residual added to dx.
+    """Return dx, with the residual added, and the state for the gain and bias halves.
 
     dy, dx   (M, C)
     pending  (2, parts, C): partial sums of dy times the normalised x, and of dy

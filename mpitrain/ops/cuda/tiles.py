@@ -125,7 +125,7 @@ SHORTEST = 256  # no split of a sum over K is shorter
 # The cost of a block's start and end, in steps of TILE_K. Other blocks of the multiprocessor can
 # hide it.
 FILLING = 3
-# In `cost`, a step in K of an m x n tile counts as (m + EDGE) * (n + EDGE) multiplications. The
+# For `cost`, a step in K of an m x n tile takes (m + EDGE) * (n + EDGE) multiplications. The
 # excess over m * n stands for the traffic through shared memory.
 EDGE = 16
 BYTES = 20  # bytes of memory traffic per cycle and multiprocessor

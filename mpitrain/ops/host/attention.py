@@ -1,6 +1,5 @@
-"""Causal attention, with saved exponentials or in tiles, as memory.attention chooses.
-
-Also attention of new tokens over stored keys and values (incremental decoding).
+"""Causal attention on the host. memory.attention chooses saved exponentials or tiles. Incremental
+decoding attends from new tokens to stored keys and values.
 
 B batch, T tokens, C channels. `saved` is the state of the body that ran, and knows its backward.
 H heads, D = C / H; W tokens that a cache has room for; Q queries of a block.
@@ -35,7 +34,7 @@ def attention_backward(dy, saved, arena):
 def attention_next(qkv, keys, values, past, heads, arena):
     """Return y, and store the new keys and values.
 
-    A single new token of each sequence is computed for all sequences at once; several new tokens
+    If each sequence has a single new token, all sequences are computed at once. Several new tokens
     are computed sequence by sequence, in blocks of queries.
 
     qkv: (B, T, 3C); keys, values: (B, H, W, D); past: (B,); y: (B, T, C)

@@ -1,7 +1,7 @@
 """Causal attention with saved exponentials, for short sequences.
 
 A block of queries of one sequence skips the keys after it. B batch, T tokens, C channels, H heads,
-D = C / H; Q queries of a block, K keys that its last query sees. Queries, keys and values are
+D = C / H. A block has Q queries; its last query sees K keys. Queries, keys and values are
 strided views of (B, T, 3C) that BLAS reads in place. `saved` takes about B H T^2 / 2 elements.
 """
 

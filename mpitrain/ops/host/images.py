@@ -1,7 +1,7 @@
 """Convolution as tiled matrix product, and max-pooling, of images with channels last.
 
 A tile is a band of rows of one image, or several images. Its windows become the rows of a matrix
-(im2col) that stays in cache, so no matrix of all windows is ever in memory.
+(im2col) that stays in cache. A matrix of all windows is never in memory.
 B images, H rows, W columns, C channels; N output channels; S and P as in the definitions.
 """
 
@@ -75,7 +75,7 @@ def max_pool_backward(dy, saved, size, arena):
 
 
 def _candidates(x, shape, size, number):
-    """Return the view of x with the element of this number in each window, of the shape of y."""
+    """Return a strided view of x: the element with this number in each window. Its shape is y's."""
     row, column = divmod(number, size)
     return x[:, row : shape[1] * size : size, column : shape[2] * size : size]
 

@@ -52,14 +52,18 @@ def logits(x, w, b, arena):
 
 
 def linear_backward_input(dy, w, saved, arena, out=None):
-    """Return (dx, pending).    dy: (M, N); w: (N, K); dx: (M, K)"""
+    """Return dx = dy w, and the state for the weight and bias halves.
+
+    dy: (M, N); w: (N, K); dx: (M, K)
+    """
     dx = arena.take(saved.shape, dy.dtype) if out is None else out
     put_product(dy, w, dx, False, arena)
     return dx, (dy, saved)
 
 
 def gelu_linear_backward_input(dy, w, saved, before, arena):
-    """Return (dz, pending); dz is written over `before`, the slope.
+    """Return dz = (dy w) * slope, and the state for the weight half. dz overwrites the slope,
+    `before`.
 
     dy: (M, N); w: (N, K); before, dz: (M, K)
     """
@@ -88,8 +92,8 @@ def linear_gelu(x, w, b, arena):
 def _gelu(y, b, arena):
     """Replace y by gelu(y + b), and return the slope.
 
-    The result is z h, with z = y + b, h = (1 + tanh u) / 2 and u = c1 z + c3 z^3. Its slope is h +
-    (1 - h) z h (2 c1 + 6 c3 z^2).
+    The result is z h, where z = y + b and h = (1 + tanh u) / 2. Here u = c1 z + c3 z^3. Its slope
+    is h + (1 - h) z h (2 c1 + 6 c3 z^2).
     y, slope: (M, N), computed in blocks of rows
     """
     every_slope = arena.take(y.shape, y.dtype)
@@ -117,7 +121,7 @@ def _gelu(y, b, arena):
 
 
 def linear_gelu_backward_input(dy, w, saved, arena, out=None):
-    """Return (dx, pending); the saved slope becomes dz.
+    """Return dx, and the state for the weight and bias halves. dz overwrites the saved slope.
 
     dy and the slope: (M, N); w: (N, K); dx: (M, K)
     """

@@ -46,8 +46,7 @@ def row_maximum(logits, arena, out=None):
 
 
 def row_exponentials(logits, targets, first, maxima, arena, out=None):
-    """Return facts; logits become exp(logit - maximum), because a second pass of exp would cost
-    more.
+    """Return `facts`. The logits become exp(logit - maximum), so the gradient needs no second exp.
 
     logits: (M, V); facts: (2, M)
     """

@@ -27,8 +27,8 @@ def dropout(x, key, step, first, columns, rate, arena, residual=None, out=None):
 def attention_dropout(qkv, heads, key, step, first, every, rate, arena):
     """Return (y, saved) of causal attention with dropout of its probabilities.
 
-    The h-th head of the b-th sequence has number first + b every + h, and a probability the
-    number of `attention_number`.
+    Head h of sequence b has the number first + b every + h. `attention_number` numbers the
+    probabilities of a head.
     qkv: (B, T, 3C); y: (B, T, C); key: (seed, layer)
     """
     batch, length, _ = qkv.shape

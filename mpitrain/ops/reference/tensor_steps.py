@@ -13,7 +13,7 @@ from mpitrain.ops.reference.steps import _write
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration (Jordan et al. 2024)."""
 LEAST_NORM = 1e-7
-"""Lower bound of the norm that divides a matrix before the iteration."""
+"""Lower bound of the norm by which Muon divides a matrix before its Newton-Schulz iteration."""
 
 
 def add_squares(x, squares, arena):

@@ -84,7 +84,7 @@ class AveragedParameters(WholeParameters):
 
 
 class SkippedByWorker(SkippedUpdates):
-    """The count of a worker's skipped updates; checkpoints save that of each worker."""
+    """The count of this worker's skipped updates. Checkpoints save the counts of all workers."""
 
     def __init__(self, replica: ReplicationContext):
         super().__init__(replica.config.precision.compute)
@@ -144,9 +144,10 @@ class LocalUpdate(AgreeAndUpdate):
         weight: float,
         weight_in_average: float,
     ):
-        """Bind the exchange of results; collective.
+        """Bind the all-reduce of losses, skipped updates and stop requests; collective.
 
-        weight  of this worker in a mean over the rows of the global batch
+        weight             of this worker's loss in the mean: its fraction of the global batch
+        weight_in_average  of this worker's parameters in the average
         """
         owned, store = whole(replica.storage), AveragedParameters(replica, weight_in_average)
         super().__init__(replica, store, LocalGradients(replica, owned, owned))

@@ -82,21 +82,22 @@ class ShardedGradients(GradientReducer):
     bucket is reduce-scattered once a step. This is possible because all micro-batches finish the
     backward of one chunk before the next chunk begins.
 
-    A bucket with a tied tensor has a slot of its own. It waits for all units that use the tensor.
-    Partial gradients are summed over their tied group at the end, in the compact buffer.
+    A bucket with a tied tensor has a full-size buffer of its own. It waits for all units that use
+    the tensor. Partial gradients are summed over their tied group at the end, in the compact
+    buffer.
 
     buffer  this rank's shards of the summed gradient, concatenated
-    engine  the progress engine of these reductions and of those in the argument `beside`
+    engine  the progress engine of these reductions and of the constructor's `others`
     """
 
     delayed = False
 
     def __init__(
-        self, replica: ReplicationContext, shards: Shards, beside: Sequence[Reduction] = ()
+        self, replica: ReplicationContext, shards: Shards, others: Sequence[Reduction] = ()
     ):
         """Allocate the slots and bind the reductions; collective.
 
-        beside  other reductions for the same progress engine
+        others  other reductions for the same progress engine
         """
         pieces, storage, config = shards.pieces, replica.storage, replica.config.replication
         buckets = list(pieces)
@@ -138,9 +139,10 @@ class ShardedGradients(GradientReducer):
         self._totals = {bucket: shards.alike.bind(part) for bucket, part in self._sums.items()}
         self.engine = mover(
             replica.grid.dp.transport,
-            [*self._reductions.values(), *self._totals.values(), *beside],
+            [*self._reductions.values(), *self._totals.values(), *others],
         )
-        # The key is the slot; the flag tells whether this is the last micro-batch of a step.
+        # The key is the index of a full-size buffer. The flag says whether this is the step's last
+        # micro-batch.
         self._under_way: dict[int, tuple[Bucket, bool]] = {}
         self._totalled: list[Reduction] = []
         self.begin(0)

@@ -152,7 +152,7 @@ class StageUpdate(AgreeAndUpdate):
         self._stop_after: int | None = None
 
     def _updates(self) -> int:
-        """Return the updates of a step."""
+        """Return the number of updates in a step."""
         return self._micro_batches // self.every
 
     def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
@@ -302,9 +302,9 @@ class StageUpdate(AgreeAndUpdate):
         return self._newest
 
     def _release(self, steps: int, is_end: bool = False) -> None:
-        """Compute the results of the first `steps` steps, as far as they are not known yet.
+        """Compute the results of the first `steps` steps, unless they are known already.
 
-        is_end  whether the pipeline is drained after these steps; the last one then reports a stop
+        is_end  whether the pipeline is drained after these steps; if so, the last one reports a stop
         """
         config, m = self.replica.config, self._micro_batches
         for at in range(self._released, steps):

@@ -142,8 +142,9 @@ def scattered_once(replica: ReplicationContext, shards: Shards, store: Parameter
 
     A lossy wire format is an all-reduce, so each rank receives all sums.
 
-    bytes sent  a reduce-scatter by s ranks, and an all-reduce of 1/s of the gradient by h; with
-                s = n and the gather of the parameters this equals one all-reduce
+    bytes sent  a reduce-scatter over the s ranks of the sharding group, and an all-reduce of 1/s of
+                the gradient over the replication group. If all n ranks shard, this and the gather
+                of the parameters equal one all-reduce
     """
 
     def bind(gradients: np.ndarray) -> Reduction:

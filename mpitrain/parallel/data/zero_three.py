@@ -132,8 +132,8 @@ class GatheredOnUse(ParameterStore):
     def _next(self, unit: int) -> int:
         """Return the unit that `open` will receive next.
 
-        It continues in the direction of the last two units, and turns back at the last unit and at
-        the first one with a backward.
+        It continues in the direction of the last two units. It turns back at the last unit, and at
+        the first unit that has a backward.
         """
         last, first = len(self._needed) - 1, self._replica.first
         is_forward = unit > self._opened or unit == 0

@@ -1,6 +1,6 @@
 """The components of a replication mode: parameter store, gradient reducer, step end, and rows.
 
-A mode takes one of each. These are the implementations; a table row beside MODES names each mode:
+A mode takes one of each. These are the implementations. The table MODES (modes.py) combines them:
 
     parameter store   WholeParameters       each rank stores all of its units
                       BroadcastParameters   rank 0 updates and sends

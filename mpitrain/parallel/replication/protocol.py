@@ -215,7 +215,7 @@ class Replication:
         return 1 / self.targets(predictions, micro)
 
     def targets(self, predictions: int, micro: int) -> int:
-        """Return the targets of one update over all ranks, ignored targets included.
+        """Return the number of targets of one update over all ranks, ignored targets included.
 
         Parameters
         ----------
@@ -227,7 +227,8 @@ class Replication:
         Returns
         -------
         int
-            The update divides by the targets that count, which ranks only know together.
+            Rows of the update x predictions. A rank alone cannot exclude the ignored targets of
+            other ranks.
         """
         return self.rows.of_update(micro) * predictions
 

@@ -145,7 +145,7 @@ class ControlMessage:
         self._sum = world.bind(self._numbers)
 
     def total(self, *numbers: float) -> list[float]:
-        """Return as many sums; collective."""
+        """Return the sum of each number over all ranks; collective."""
         self._numbers[:] = 0
         self._numbers[: len(numbers)] = numbers
         self._sum.run()

@@ -105,7 +105,7 @@ class FrozenParameters:
         return found
 
     def state(self) -> list[StateBuffer]:
-        """Return them for checkpoints, if there are any."""
+        """Return the frozen parameters for checkpoints, if there are any."""
         if not self._layout.entries:
             return []
         return [StateBuffer("parameters", self.flat, self._pieces, entries=self._layout.entries)]

@@ -25,8 +25,8 @@ from mpitrain.parallel.servers.work_queue import Report, WorkQueue
 from mpitrain.transport.requests import Request
 
 DRAW, PULL, SETTLE, PUSH, LEAVE_OUT, TELL = range(6)
-"""The request, as the first number of a header; answers have none. SETTLE is the last pull before
-all ranks synchronize.
+"""The kinds of requests: the first number of a header. Answers have no kind. SETTLE is the last
+pull before all ranks synchronize.
 """
 
 NO_TICKET = -1

@@ -12,7 +12,7 @@ from mpitrain.transport.base import Transport
 from mpitrain.transport.requests import Request
 
 NUMBERS = 10
-"""The length of a header."""
+"""The number of numbers in a header."""
 
 
 def header() -> np.ndarray:

@@ -10,8 +10,8 @@ from mpitrain.collectives.group import Group
 from mpitrain.config import Layout, Model
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Layer, Loss, Unit
-from mpitrain.layers.chunked_logits import ChunkedLoss
 from mpitrain.layers.initial import Draw
+from mpitrain.layers.memory.chunked_logits import ChunkedLoss
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
@@ -150,8 +150,8 @@ def described(ops: Ops, layout: Layout) -> LayerFactory:
 
 
 def loss_for(layers: LayerFactory, own: Loss | None = None) -> Loss:
-    """Return the loss of a model: the user's own or that of the layers; by chunks of logits if
-    memory.logit_chunks says so.
+    """Return the loss of a model: the user's own, or else the loss of `layers`. With
+    memory.logit_chunks above 1 it takes logits chunk by chunk.
     """
     loss = own or layers.loss()
     return ChunkedLoss(loss, layers.ops) if layers.memory.logit_chunks > 1 else loss

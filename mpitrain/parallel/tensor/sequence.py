@@ -30,7 +30,7 @@ from mpitrain.collectives.activations import ActivationBuffer, TimedReduction
 from mpitrain.collectives.group import Group
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError, multiples_near
-from mpitrain.layers.recomputed import input_of, with_input
+from mpitrain.layers.memory.recomputed import input_of, with_input
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.grid import Axes
 
@@ -54,11 +54,11 @@ class ReplicatedRows:
         self.group = group
 
     def lease(self, shape: Sequence[int], dtype: Any) -> ActivationBuffer:
-        """Lease the buffer in which this rank writes its summand."""
+        """Lease the buffer to which this rank writes its partial sum."""
         return self.group.exchange(shape, dtype)
 
     def reduction(self, lease: ActivationBuffer) -> TimedReduction:
-        """Return the reduction that sums the ranks' summands in the leased buffer."""
+        """Return the bound reduction of the ranks' partial sums in the leased buffer."""
         return lease.all_reduce()
 
     def ends(self, lease: ActivationBuffer, arena: Arena) -> tuple[Any, Any]:
@@ -145,7 +145,7 @@ class SequenceSharded(ReplicatedRows):
                        gather them again
         """
         super().__init__(group)
-        self._keeps, self.context = keep_gathered, 0  # VocabParallelEmbedding sets the context
+        self._keeps, self.context = keep_gathered, 0  # VocabParallelEmbedding sets `context`
         self._recomputes = False
 
     def reduction(self, lease: ActivationBuffer) -> TimedReduction:
@@ -175,7 +175,7 @@ class SequenceSharded(ReplicatedRows):
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Save gathered rows within the context: the backward then gathers none again."""
+        """Save gathered rows within the context, so that the backward need not gather them again."""
         self._recomputes = True
         try:
             yield

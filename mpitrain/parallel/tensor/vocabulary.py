@@ -22,7 +22,7 @@ from typing import Any
 
 from mpitrain.collectives.activations import ActivationBuffer
 from mpitrain.errors import ConfigError
-from mpitrain.layers.chunked_logits import ChunkedHead, ChunkedLogits
+from mpitrain.layers.memory.chunked_logits import ChunkedHead, ChunkedLogits
 from mpitrain.layers.plain import Embedding, flat_rows
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.grid import share
@@ -134,7 +134,7 @@ class VocabParallelCrossEntropy:
         return self._ops.count_correct_split(places.array, targets, arena)
 
     def _maxima(self, logits: Any, arena: Arena) -> Any:
-        """Return the maximum of every whole row of logits, (M,)."""
+        """Return the maximum of each row of logits over the whole vocabulary, (M,)."""
         maxima = self._group.exchange((len(logits),), _dtype_of_facts(logits))
         self._ops.row_maximum(logits, arena, maxima.array)
         maxima.all_reduce("maximum").run()

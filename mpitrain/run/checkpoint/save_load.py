@@ -265,9 +265,9 @@ def load(
     """Fill the state of any layout from a checkpoint; collective.
 
     Each rank reads only the ranges that it needs. "agreed" state is restored bit for bit. In the
-    same layout the other kinds are, too. In another layout each replica takes an equal part of
-    the sum of "own" state, and the mean of "mean" state. "bound" state then starts anew or from
-    a mean. Rank 0 prints a note about state that starts anew or from a mean.
+    same layout the other kinds are, too. In another layout each replica gets an equal part of the
+    sum of "own" state. It gets the mean of "mean" state. "bound" state then starts anew or from a
+    mean. Rank 0 prints a note about state that starts anew or from a mean.
 
     An active run may remove the checkpoint meanwhile; then the newest one is loaded instead.
 

@@ -1,4 +1,4 @@
-"""The check that activations fit in memory too, counted before a step runs or a model exists."""
+"""The check of activation memory: its bytes are counted before a model exists or a step runs."""
 
 import math
 from collections import Counter as Numbers

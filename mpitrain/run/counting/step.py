@@ -141,9 +141,9 @@ def _is_serial(plan: Plan) -> bool:
 
 
 def _unlike(shares: Sequence[range]) -> list[range]:
-    """Return micro-batches with the peak of all of them, if each ends before the next begins.
+    """Return the micro-batches that suffice to find the peak, if each ends before the next begins.
 
-    The first one writes gradients, and the others add. Among these, sizes matter.
+    The first one writes gradients, the others add to them. Of these, one of each size suffices.
     """
     rest = {len(one): one for one in shares[1:]}
     return [*shares[:1], *rest.values()]

@@ -54,7 +54,7 @@ class Continuation:
         return found + rest
 
     def _fed(self) -> Iterator[int]:
-        """Yield the tokens, each before its piece of text is taken."""
+        """Yield each new token when the decoder of text reads it."""
         while self._next:
             yield self._next.pop()
 

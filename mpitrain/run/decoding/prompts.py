@@ -75,7 +75,7 @@ def encoded(prompt: str, tokenizer: Tokenizer | None, vocabulary: int) -> list[i
     if tokenizer is None:
         return _numbers(prompt, vocabulary)
     if isinstance(tokenizer, ByteTokenizer):
-        return list(os.fsencode(prompt))  # which need not be text
+        return list(os.fsencode(prompt))  # The bytes need not be valid UTF-8.
     found: list[int] = tokenizer.encode(prompt).tolist()
     if not found or max(found) >= vocabulary:
         raise ConfigError(

@@ -28,16 +28,16 @@ def draw(logits: np.ndarray, sampling: Sampling, generator: np.random.Generator)
         return NOT_FINITE
     if sampling.temperature == 0:
         return int(logits.argmax())
-    # This is `generator.choice` without its checks.
+    # These lines equal `generator.choice`, without its checks.
     sums = probabilities(logits, sampling).cumsum()
     sums /= sums[-1]
     return int(sums.searchsorted(generator.random(), side="right"))
 
 
 def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """Return the probability of each token, (V,); those that are left out have 0.
+    """Return the probability of each token, (V,). Excluded tokens have 0.
 
-    The order is that of transformers: temperature, top-k, then top-p among the rest.
+    The order is that of transformers: temperature, top-k, then top-p of the remaining tokens.
     """
     temperature, top_k, top_p = sampling
     if 0 < top_k < len(logits):

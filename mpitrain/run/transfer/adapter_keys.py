@@ -17,7 +17,7 @@ OF_ADAPTER = ("rank", "alpha", "targets")
 
 
 def with_adapter(tables: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Add the keys that an adapter determines, to tables that start from one.
+    """Add the keys that an adapter determines, if the tables name an adapter to start from.
 
     If run.init_from names an adapter, lora.init_from takes its place, and run.init_from becomes the
     base that the adapter was trained on.

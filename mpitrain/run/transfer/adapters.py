@@ -38,9 +38,10 @@ def _chosen(
     is_chosen: Callable[[str], bool],
     otherwise: Callable[[StateBuffer], bool],
 ) -> list[StateBuffer]:
-    """Return the buffers with the chosen tensors of frozen parameters.
+    """Return the chosen buffers. A buffer of frozen parameters has the chosen tensors alone.
 
-    otherwise  whether a buffer of other state is chosen
+    is_chosen  whether a tensor of this name is chosen
+    otherwise  whether a buffer of any other state is chosen
     """
     found = []
     for buffer in kept:
@@ -80,7 +81,7 @@ def folder_of(record: Mapping[str, Any]) -> Path:
 
 
 def open_base(config: Config, record: Mapping[str, Any], vocabulary: int) -> Initial:
-    """Locate the base of a checkpoint with adapters in run.init_from; not collective.
+    """Locate the base under the adapters of the checkpoint in run.init_from; not collective.
 
     The base may have moved. A run that is the base may have newer checkpoints.
 

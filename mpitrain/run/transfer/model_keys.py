@@ -51,7 +51,8 @@ def determined(folder: Path) -> dict[str, Any]:
 def with_keys_of_folder(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     """Add the keys that run.init_from and lora.init_from determine, to tables that lack them.
 
-    Tables with all keys of a model are those of a run; then the folder is not read.
+    Tables that already have all keys of a model come from a run directory. Then the folder is not
+    read.
 
     raises  ConfigError for a key with another value than in the folder; CheckpointError as
             `determined`

@@ -36,7 +36,7 @@ class UnderWay:
         self._is_any = False
 
     def ended(self, copies: Sequence[Copy]) -> bool:
-        """Return whether all copies have ended; otherwise note that the device is still busy."""
+        """Return whether all copies have ended; if not, record that the device is still busy."""
         if all(copy.test() for copy in copies):
             return True
         self._is_any = True

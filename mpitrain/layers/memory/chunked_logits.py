@@ -27,9 +27,9 @@ from mpitrain.ops import Ops
 
 
 class ChunkedHead:
-    """An output head that leaves its product to the loss.
+    """An output head that leaves the product x W^T to the loss.
 
-    head    a linear layer without bias, with the offer `product`
+    head    a linear layer without bias
     count   N, the number of slices
     """
 
@@ -70,7 +70,7 @@ class ChunkedHead:
         return x.reshape(-1, x.shape[-1])
 
     def sums(self, logits: ChunkedLogits, arena: Arena) -> tuple[Any, Any]:
-        """Return a buffer for the gradient of all rows of x, and an array of it: (M, C)."""
+        """Return a buffer for the gradient of x, and its array of all rows, (M, C)."""
         dx = arena.take(logits.rows.shape, logits.rows.dtype)
         return dx, dx
 
@@ -100,7 +100,7 @@ class ChunkedLogits:
         return self
 
     def cut(self, lengths: Sequence[int], arena: Arena) -> ChunkedLogits:
-        """Return the first logits along each dim but the last."""
+        """Return the first lengths[i] rows along each dim i, with the whole vocabulary."""
         if tuple(lengths) == self.shape[:-1]:
             return self
         rows = self.rows.reshape(*self.shape[:-1], -1)[tuple(map(slice, lengths))]
@@ -127,7 +127,7 @@ class ChunkedLogits:
 
 @dataclass
 class ChunkedGradient:
-    """The gradient of `ChunkedLogits`, as the gradients of the product's operands.
+    """The backward of `ChunkedLogits`: gradients of x and W in place of a gradient of the logits.
 
     sums  the buffer of the gradient of x, which the head sums over ranks
     dw    (V, C): the gradient of the weight

@@ -127,7 +127,7 @@ class SegmentUnit(Unit):
 
 
 def segment_of(unit: Unit) -> Segment | None:
-    """Return the segment of a unit of several, or None."""
+    """Return the recomputed segment that a unit consists of, or None for an ordinary unit."""
     return unit.segment if isinstance(unit, SegmentUnit) else None
 
 

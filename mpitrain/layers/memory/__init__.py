@@ -1,0 +1,1 @@
+"""Layers that save memory: recomputed activations, and logits in slices of rows."""
