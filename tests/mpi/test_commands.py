@@ -106,7 +106,7 @@ def test_a_run_leaves_what_it_promises(ranks, tmp_path):
     assert lines[-1]["event"] == "end" and lines[-1]["replicas_equal"] is True
     resolved = tomllib.loads((tmp_path / "run/config.toml").read_text())
     assert (
-        resolved["layout"]["dp"] == ranks and resolved["run"]["out"] == "." and len(resolved) == 12
+        resolved["layout"]["dp"] == ranks and resolved["run"]["out"] == "." and len(resolved) == 13
     )
     model = parameters(tmp_path / "run/checkpoints/step-00000012")
     assert model["blocks.0.attention.qkv.weight"].shape == (48, 16)
