@@ -56,8 +56,8 @@ def command(
 ) -> None:
     """Measure the generation of the most likely tokens, by a model with random weights.
 
-    One rank on the CPU takes turns with the package transformers, if that is installed. Both have
-    the same weights and as many threads.
+    One rank on the CPU takes turns with the package transformers, if that is installed and the
+    model has no adapters. Both have the same weights and as many threads.
 
     \b
     ratio  time relative to the first side
@@ -105,7 +105,8 @@ def command(
         if windows:
             sides.append(WholeWindows(trainer))
         is_cpu = trainer.config.device.kind == "cpu" and config.precision.compute == "float32"
-        if transport.size == 1 and is_cpu and find_spec("transformers"):
+        has_peer = transport.size == 1 and is_cpu and not config.lora.rank
+        if has_peer and find_spec("transformers"):
             from mpitrain.bench.generation.transformers_peer import Transformers
 
             sides.append(Transformers(config.model, vocabulary, trainer.tensors()))
