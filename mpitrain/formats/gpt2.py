@@ -18,7 +18,6 @@ attn.masked_bias, are ignored. A tied head has no tensor of its own.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -62,6 +61,11 @@ class Counterpart(NamedTuple):
 
     name: str
     is_transposed: bool
+
+    @property
+    def full_name(self) -> str:
+        """The name of the tensor in GPT2LMHeadModel."""
+        return self.name if self.name == THEIR_HEAD else PREFIX + self.name
 
 
 class ModelType(BaseModel):
@@ -107,8 +111,11 @@ ONLY = {
 DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
 
-def counterparts(layers: int) -> Iterator[tuple[str, Counterpart]]:
-    """Iterate over our names and their counterparts, except the head, in the order of the model."""
+def counterparts(layers: int, tied: bool) -> Iterator[tuple[str, Counterpart]]:
+    """Iterate over our names and their counterparts, in the order of the model.
+
+    tied  whether the head has no tensor of its own
+    """
     yield from ((ours, Counterpart(OUTSIDE[ours], False)) for ours in [*OUTSIDE][:2])
     for block in range(layers):
         for ours, theirs in NORMS.items():
@@ -124,6 +131,8 @@ def counterparts(layers: int) -> Iterator[tuple[str, Counterpart]]:
                     Counterpart(f"h.{block}.{theirs}.{name}", name == "weight"),
                 )
     yield from ((ours, Counterpart(OUTSIDE[ours], False)) for ours in [*OUTSIDE][2:])
+    if not tied:
+        yield HEAD, Counterpart(THEIR_HEAD, False)
 
 
 def module_of(layer: str) -> str:
@@ -176,13 +185,11 @@ def write(model: Trained) -> Written:
             f"A folder of kind gpt2 has a model of kind gpt, but model.kind is {keys.kind}.",
             "Name another run.",
         )
-    here = dict(counterparts(keys.layers))
+    here = dict(counterparts(keys.layers, keys.tied))
     found = {
-        PREFIX + theirs.name: tensors[ours]._replace(is_transposed=theirs.is_transposed)
+        theirs.full_name: tensors[ours]._replace(is_transposed=theirs.is_transposed)
         for ours, theirs in here.items()
     }
-    if not keys.tied:
-        found[THEIR_HEAD] = tensors[HEAD]
     if strange := sorted(tensors.keys() - here.keys() - {HEAD}):
         raise ConfigError(
             f"A folder of kind gpt2 has no tensor for {strange[0]}, which this run has.",
@@ -191,7 +198,7 @@ def write(model: Trained) -> Written:
     vocabulary = tensors["embedding.tokens"].shape[0]
     ends = model.separator if 0 <= model.separator < vocabulary else None
     texts = {
-        CONFIGURATION: {**_described(keys, vocabulary, ends), "dtype": model.dtype},
+        CONFIGURATION: {**described(keys, vocabulary, ends), "dtype": model.dtype},
         "generation_config.json": {
             "_from_model_config": True,
             "bos_token_id": ends,
@@ -246,9 +253,8 @@ def _matched(found: Gpt2Configuration, there: Mapping[str, Located]) -> dict[str
     if len(left) < len(there):
         raise ValueError(f"it has a tensor with and without the prefix {PREFIX}")
     matched: dict[str, StoredTensor] = {}
-    heads = [] if found.tie_word_embeddings else [(HEAD, Counterpart(THEIR_HEAD, False))]
     # A wrong n_layer may be huge: the first missing tensor ends the iteration.
-    for ours, theirs in chain(counterparts(found.n_layer), heads):
+    for ours, theirs in counterparts(found.n_layer, found.tie_word_embeddings):
         if theirs.name not in left:
             raise ValueError(f"it has no tensor {theirs.name}, which {CONFIGURATION} asks for")
         name, tensor = left.pop(theirs.name)
@@ -284,7 +290,11 @@ def _shape(name: str, found: Gpt2Configuration) -> tuple[int, ...]:
     return (rows, columns[layer]) if kind == "weight" else (columns[layer],)
 
 
-def _described(keys: Model, vocabulary: int, ends: int | None) -> dict[str, Any]:
+def described(keys: Model, vocabulary: int, ends: int | None) -> dict[str, Any]:
+    """Return the keys of config.json that describe a model.
+
+    ends  the token that ends a document, if there is one
+    """
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

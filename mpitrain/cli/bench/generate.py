@@ -56,8 +56,8 @@ def command(
 ) -> None:
     """Measure the generation of the most likely tokens, by a model with random weights.
 
-    On one rank on the CPU, the package transformers is measured in turns, if it is installed. It
-    gets the same weights and threads.
+    On one rank on the CPU, the package transformers is measured in turns, if it is installed and the
+    model has no adapters. It gets the same weights and threads.
 
     \b
     ratio  time relative to the first side
@@ -105,7 +105,8 @@ def command(
         if windows:
             sides.append(WholeWindows(trainer))
         is_cpu = trainer.config.device.kind == "cpu" and config.precision.compute == "float32"
-        if transport.size == 1 and is_cpu and find_spec("transformers"):
+        has_peer = transport.size == 1 and is_cpu and not config.lora.rank
+        if has_peer and find_spec("transformers"):
             from mpitrain.bench.generation.transformers_peer import Transformers
 
             sides.append(Transformers(config.model, vocabulary, trainer.tensors()))

@@ -1,6 +1,7 @@
 """Text of transformers: the same tokens from the same weights, and the same probabilities."""
 
 import numpy as np
+import pytest
 
 from mpitrain.config import parse, with_settings
 from mpitrain.run.build import build
@@ -13,11 +14,15 @@ SHAPE = ["model.layers=2", "model.width=32", "model.heads=4", "model.context=24"
 PROMPTS = [[3, 5, 7], [200, 1, 9], [0, 0, 255]]
 
 
-def test_greedy_tokens_and_the_end_of_the_context_are_those_of_transformers():
+@pytest.mark.parametrize(
+    "changes", [[], ["model.hidden=40"], ["model.epsilon=0.1", "model.tied=true"]], ids=str
+)
+def test_greedy_tokens_and_the_end_of_the_context_are_those_of_transformers(changes):
     from mpitrain.bench.generation.transformers_peer import Transformers
 
     def write(transport):
-        config = parse(with_settings({}, [*SHAPE, "precision.compute=float64", "batch.size=4"]))
+        settings = [*SHAPE, *changes, "precision.compute=float64", "batch.size=4"]
+        config = parse(with_settings({}, settings))
         trainer = build(transport, config).trainer
         trainer.parameters[:] *= 3  # Larger weights make repeated tokens rarer.
         peer = Transformers(config.model, 256, trainer.tensors())
