@@ -83,6 +83,18 @@ class Config(Section):
                 f"Kernels compute attention in tiles, but memory.attention is whole on {self.device.kind}.",
                 "Set memory.attention to auto, or device.kind to cpu.",
             )
+        fields = Lora.model_fields
+        idle = [
+            key
+            for key in ("alpha", "targets", "dropout")
+            if getattr(self.lora, key) != fields[key].default
+        ]
+        if idle and not self.lora.rank:
+            raise ConfigError(
+                f"Without adapters the keys of [lora] have their defaults, but lora.{idle[0]} is "
+                f"{getattr(self.lora, idle[0])!r} and lora.rank is 0.",
+                f"Set lora.rank, or leave lora.{idle[0]} out.",
+            )
         if self.lora.base and not (self.lora.rank and self.run.init_from):
             raise ConfigError(
                 "lora.base stores the model of run.init_from under adapters, but lora.rank is "

@@ -49,6 +49,12 @@ class PeftConfiguration(BaseModel):
     modules_to_save: list[str] | None = None
     rank_pattern: dict[str, Any] | None = None
     alpha_pattern: dict[str, Any] | None = None
+    init_lora_weights: bool | str | None = True
+    alora_invocation_tokens: list[int] | None = None
+    layer_replication: list[Any] | None = None
+    use_qalora: bool = False
+    kasa_config: dict[str, Any] | None = None
+    monteclora_config: dict[str, Any] | None = None
 
 
 ONLY: Mapping[str, tuple[Any, ...]] = {
@@ -60,6 +66,13 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "modules_to_save": (None, []),
     "rank_pattern": (None, {}),
     "alpha_pattern": (None, {}),
+    # Other initial values, such as "pissa", change the base when PEFT loads the adapter.
+    "init_lora_weights": (None, False, "gaussian", "orthogonal", "eva", True),
+    "alora_invocation_tokens": (None,),
+    "layer_replication": (None,),
+    "use_qalora": (False,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
 }
 """Keys of adapter_config.json with the only values that adapters of mpitrain have."""
 

@@ -170,6 +170,29 @@ def logits(transport, config):
     return trainer.backend.to_host(trainer.logits(np.arange(8)[None])).copy()
 
 
+def test_an_adapter_that_peft_puts_on_an_altered_base_is_refused(adapted, tmp_path):
+    export(adapted, "peft", tmp_path / "peft", "float64", 10**9, [])
+    file = tmp_path / "peft" / "adapter_config.json"
+    keys = json.loads(file.read_text())
+    for key, value in (
+        ("init_lora_weights", "pissa"),
+        ("init_lora_weights", "olora"),
+        ("alora_invocation_tokens", [1, 2]),
+        ("layer_replication", [[0, 2], [1, 2]]),
+    ):
+        file.write_text(json.dumps({**keys, key: value}))
+        with pytest.raises(CheckpointError, match=key):
+            configured(f"run.init_from={tmp_path / 'peft'}")
+    file.write_text(json.dumps({**keys, "init_lora_weights": "gaussian"}))
+    assert configured(f"run.init_from={tmp_path / 'peft'}").lora.rank == 3
+
+
+@pytest.mark.parametrize("setting", ("lora.alpha=8.0", "lora.targets=c_fc", "lora.dropout=0.1"))
+def test_a_key_of_adapters_is_refused_without_a_rank(setting):
+    with pytest.raises(ConfigError, match=r"lora\.rank is 0"):
+        configured(*FLAT, setting)
+
+
 def test_merged_parameters_compute_the_same_logits(base, adapted, tmp_path):
     (truth,) = run_ranks(1, evaluated, adapted)
     export(adapted, "gpt2", tmp_path / "merged", "float64", 10**9, [], merge=True)
