@@ -8,12 +8,19 @@ runs in this process.
 
 import hashlib
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from mpitrain.collectives.engine.agreement import Agreed
+from mpitrain.collectives.engine.arithmetic import Arithmetic
+from mpitrain.collectives.engine.executor import Execution, Reduction
 from mpitrain.collectives.plans import checked
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer
 from mpitrain.collectives.selection.algorithm import never, of_plans
@@ -22,6 +29,8 @@ from mpitrain.config.plugins import MARK
 from mpitrain.errors import ConfigError, on_every_rank
 from mpitrain.files import contents
 from mpitrain.machine.process import environment_of_one
+from mpitrain.transport.agreement import on_all_ranks
+from mpitrain.transport.base import Transport
 
 SECONDS = 8.0
 """Longest time in which a file must answer."""
@@ -59,7 +68,20 @@ def file_algorithm(name: str) -> str:
         def plans(rank: int, hosts: Sequence[str], count: int) -> tuple[Plan, ...]:
             return (answer(path, code, len(hosts), count)[rank],)
 
-        ALL_REDUCE[pinned] = of_plans(plans, is_rival=never)
+        def bind(
+            transport: Transport, array: np.ndarray, op: str, agreed: Agreed, arithmetic: Arithmetic
+        ) -> Reduction:
+            # Each rank runs the file by itself: a function that is not pure has many answers.
+            found = on_all_ranks(
+                transport,
+                lambda: answer(path, code, transport.size, array.size),
+                f"answer of {shown(path)}",
+                lambda plans: {"its digest": hashlib.sha256(repr(plans).encode()).hexdigest()[:12]},
+            )
+            plan = found[transport.rank]
+            return Execution(transport, array, op, plan, agreed.tag, arithmetic=arithmetic)
+
+        ALL_REDUCE[pinned] = of_plans(plans, is_rival=never)._replace(bind=bind)
     return pinned
 
 
@@ -81,35 +103,43 @@ def answer(path: str, code: bytes, ranks: int, count: int) -> list[Plan]:
         child = subprocess.run(
             [*map(str, words)],
             input=code,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             timeout=SECONDS,
             env=environment_of_one(),
         )
+        slow = child.returncode in (-signal.SIGXCPU, -signal.SIGKILL)  # by its limit of time
     except subprocess.TimeoutExpired:
+        slow = True
+    if slow:
         raise ConfigError(
             f"{where} it gives no answer within {SECONDS:g} s.",
             "Return the steps of one rank, as a list.",
-        ) from None
+        )
     try:
         found = json.loads(child.stdout)
-    except ValueError:
+        problem = found.get("problem", "")
+        plans = [] if problem else [_plan(found["plans"][r], r, ranks, count) for r in range(ranks)]
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, checked.Wrong):
         raise ConfigError(
-            f"{where} its process ended with {child.returncode}.",
+            f"{where} its process ended with {child.returncode} and no answer.",
             "Return the steps of one rank, as a list.",
         ) from None
-    if "problem" in found:
+    if problem:
         # Every rank asks the same question at the same time.
-        raise on_every_rank(ConfigError(f"{where} {found['problem']}.", "Correct the file."))
-    return [
-        Plan(
-            tuple(
-                Step(
-                    tuple(Transfer(*one) for one in sends),
-                    tuple(Transfer(*one) for one in receives),
-                    adds,
-                )
-                for sends, receives, adds in steps
+        raise on_every_rank(ConfigError(f"{where} {problem:.300}.", "Correct the file."))
+    return plans
+
+
+def _plan(answer: Any, rank: int, ranks: int, count: int) -> Plan:
+    """Return the plan of a rank from JSON; Wrong if the file wrote something else in its place."""
+    return Plan(
+        tuple(
+            Step(
+                tuple(Transfer(*one) for one in sends),
+                tuple(Transfer(*one) for one in receives),
+                adds,
             )
+            for sends, receives, adds in checked.steps_of(answer, rank, ranks, count)
         )
-        for steps in found["plans"]
-    ]
+    )

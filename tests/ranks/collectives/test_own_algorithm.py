@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +97,8 @@ def test_our_own_plans_pass_the_simulation(n):
         ("raise SystemExit", "raises SystemExit"),
         ("return [0] * 10**10", "more than 1024 MiB"),
         ("import os; os._exit(3)", "ended with 3"),
+        ("import os; os.write(3, b'5'); os._exit(0)", "ended with 0"),
+        ("import os; os.write(3, b'{\"plans\": [[[1]]]}'); os._exit(0)", "ended with 0"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_reason(code, said):
@@ -115,6 +118,36 @@ def test_an_endless_file_is_refused(code, monkeypatch):
     monkeypatch.setattr(own_algorithm, "SECONDS", 0.5)
     with pytest.raises(ConfigError, match="no answer within"):
         answer("own.py", (BODY + code).encode(), 2, 1)
+
+
+def test_a_file_that_prints_without_end_takes_no_memory_here(monkeypatch):
+    monkeypatch.setattr(own_algorithm, "SECONDS", 1.0)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ConfigError, match="no answer within"):
+        answer("own.py", b"while True: print('x' * 1000000)", 2, 1)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
+
+
+def test_ranks_with_different_answers_of_a_file_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(own_algorithm, "answer", own_algorithm.answer.__wrapped__)
+    (tmp_path / "own.py").write_text(
+        "import os\n"
+        f"root = 0\ntry:\n    os.mkdir({str(tmp_path / 'first')!r})\n"
+        "except FileExistsError:\n    root = 1\n"
+        + BODY
+        + "others = [r for r in range(ranks) if r != root]\n"
+        "    if rank != root:\n"
+        "        return [([(root, 0, count)], [], False), ([], [(root, 0, count)], False)]\n"
+        "    return [([], [(r, 0, count) for r in others], True),"
+        " ([(r, 0, count) for r in others], [], False)]\n"
+    )
+    name = file_algorithm(str(tmp_path / "own.py"))
+
+    def summed(transport):
+        with pytest.raises(ConfigError, match="need one answer of own"):
+            Group(transport, name).all_reduce(np.ones(5))
+
+    run_ranks(2, summed)
 
 
 def trained(ranks, resume="no", **more):
