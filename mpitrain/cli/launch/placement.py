@@ -9,7 +9,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.machine.process import BLAS_VARIABLES
 
 HOST = re.compile(
-    r"(?P<name>[\w.-]+|\[[\w:.%]+\])(?:(?::|\s+slots\s*=\s*|\s+)(?P<slots>\d+))?", re.ASCII
+    r"(?P<name>\w[\w.-]*|\[[\w:.%]+\])(?:(?::|\s+slots\s*=\s*|\s+)(?P<slots>\d+))?", re.ASCII
 )
 BINDINGS = {
     "Open MPI": {"none": "none", "core": "core", "socket": "package"},
