@@ -29,6 +29,14 @@ def _absent(context: Any, option: Any, entries: tuple[str, ...]) -> dict[str, st
     return found
 
 
+def _words(context: Any, option: Any, given: str | None) -> list[str]:
+    """Return the words of --agent."""
+    try:
+        return shlex.split(given or "")
+    except ValueError as error:
+        raise click.BadParameter(f"{given}: {error}") from None
+
+
 @click.command()
 @click.option(
     "--hosts",
@@ -43,6 +51,7 @@ def _absent(context: Any, option: Any, entries: tuple[str, ...]) -> dict[str, st
 @click.option(
     "--agent",
     metavar="'WORDS'",
+    callback=_words,
     help="Words that run a command on a node, before its name.  [default: ssh; srun in a Slurm job]",
 )
 @click.option(
@@ -78,7 +87,7 @@ def command(
     hosts: str,
     hostfile: Path | None,
     ppn: int | None,
-    agent: str | None,
+    agent: list[str],
     extra: tuple[str, ...],
     **options: Any,
 ) -> None:
@@ -105,7 +114,7 @@ def command(
 
 
 def _from_outside(
-    nodes: dict[str, int], agent: str | None, extra: tuple[str, ...], options: dict[str, Any]
+    nodes: dict[str, int], agent: list[str], extra: tuple[str, ...], options: dict[str, Any]
 ) -> int:
     """Probe the nodes, then start `certify` on ranks of those that answer; return the exit code."""
     from mpitrain.cli.certify.nodes import agent_for, probe
@@ -121,7 +130,7 @@ def _from_outside(
         from mpitrain.certify.limits import read_limits
 
         read_limits(options["expect"])
-    words = shlex.split(agent) if agent else agent_for(os.environ)
+    words = agent or agent_for(os.environ)
     click.echo(f"certify: {len(nodes)} node(s) from outside MPI", err=True)
     absent = {**options["absent"], **probe(list(nodes), words)}
     present = {node: ranks for node, ranks in nodes.items() if node not in absent}

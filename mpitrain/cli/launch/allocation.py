@@ -29,15 +29,17 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
     return None
 
 
-def ranks_of(environ: Mapping[str, str]) -> int:
-    """Return the number of ranks of the allocation; ConfigError outside one."""
-    found = allocation(environ)
+def ranks_of(found: Allocation | None, ppn: int = 0) -> int:
+    """Return the number of ranks of the allocation; ConfigError outside one.
+
+    ppn  ranks of each of its hosts; 0: as the batch system counts them
+    """
     if not found or not found.ranks:
         raise ConfigError(
             "launch needs a number of ranks outside a batch job, but none is given.",
             "Give it as -n RANKS, or as --hosts a:4,b:4.",
         )
-    return found.ranks
+    return ppn * found.hosts or found.ranks
 
 
 def _slurm(environ: Mapping[str, str]) -> tuple[int, int]:

@@ -120,11 +120,17 @@ def command(
     try:
         found = program(list(arguments))
         placed = placement(hosts, hostfile, ppn or 0, bind or "")
-        ranks = ranks or placed.ranks or ranks_of(os.environ)
-        line, settings = command_line(ranks, words, found.words, by or "", placed)
         granted = allocation(os.environ)
+        ranks = ranks or placed.ranks or ranks_of(granted, placed.ppn)
+        line, settings = command_line(ranks, words, found.words, by or "", placed)
         cores = cores_of(ranks, granted, placed)
-        said = described(ranks, hosts_of(granted, placed), max(1, cores), placed.bind)
+        said = described(
+            ranks,
+            hosts_of(granted, placed),
+            ranks_of_fullest(ranks, granted, placed),
+            max(1, cores),
+            placed.bind,
+        )
     except ConfigError as error:
         # Ctrl-C also ends the child process of `library`, which then looks like a wrong MPI.
         requests.leave_if_asked()
@@ -228,9 +234,20 @@ def cores_of(ranks: int, granted: Allocation | None, placed: Placement) -> int:
     """
     if granted and granted.system == "Slurm":
         return slurm_cores(ranks, os.environ)
+    return process.cores() // ranks_of_fullest(ranks, granted, placed)
+
+
+def ranks_of_fullest(ranks: int, granted: Allocation | None, placed: Placement) -> int:
+    """Return the ranks of the fullest host; ConfigError if the named hosts have too few places."""
     hosts = hosts_of(granted, placed)
-    each = max([*placed.hosts.values(), placed.ppn, 0 if placed.hosts else -(-ranks // hosts)])
-    return process.cores() // each
+    each = max([*placed.hosts.values(), placed.ppn])
+    most = placed.ranks or placed.ppn * hosts
+    if most and ranks > most:
+        raise ConfigError(
+            f"{hosts} host(s) with up to {each} rank(s) each take {most} ranks, but -n is {ranks}.",
+            "Leave out -n, or name more ranks or hosts.",
+        )
+    return min(ranks, each or -(-ranks // hosts))
 
 
 def hosts_of(granted: Allocation | None, placed: Placement) -> int:

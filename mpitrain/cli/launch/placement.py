@@ -9,7 +9,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.machine.process import BLAS_VARIABLES
 
 HOST = re.compile(
-    r"(?P<name>[\w.-]+|\[[\w:.%]+\])(?:(?::|\s+slots\s*=\s*|\s+)(?P<slots>\d+))?", re.ASCII
+    r"(?P<name>\w[\w.-]*|\[[\w:.%]+\])(?:(?::|\s+slots\s*=\s*|\s+)(?P<slots>\d+))?", re.ASCII
 )
 BINDINGS = {
     "Open MPI": {"none": "none", "core": "core", "socket": "package"},
@@ -90,15 +90,16 @@ def _lines(path: Path) -> list[str]:
     return [line for line in lines if line]
 
 
-def described(ranks: int, hosts: int, cores: int, bind: str) -> str:
+def described(ranks: int, hosts: int, most: int, cores: int, bind: str) -> str:
     """Return the placement of the ranks in words.
 
     hosts  number of hosts
+    most   ranks of the fullest host
     cores  cores of each rank, on each of which it computes with one BLAS thread
     """
-    each = -(-ranks // hosts)
+    each = f"{most} on each" if most * hosts == ranks else f"at most {most} on each"
     bound = {"core": ", bound to cores", "socket": ", bound to sockets"}.get(bind, "")
-    return f"{ranks} rank(s) on {hosts} host(s), {each} on each; {cores} core(s) a rank{bound}"
+    return f"{ranks} rank(s) on {hosts} host(s), {each}; {cores} core(s) a rank{bound}"
 
 
 def open_mpi_options(placed: Placement, environ: Mapping[str, str], cores: int) -> list[str]:

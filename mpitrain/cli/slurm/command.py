@@ -118,6 +118,8 @@ def command(
     if (submits or follows) and environment == "venv":
         environment = f"venv:{sys.prefix}"
     words = list(arguments[1:] if arguments[0] == "mpitrain" else arguments)
+    if not words:
+        raise click.UsageError("mpitrain has no command here.")
     per_node = ranks_per_node or gpus_per_node or (1 if words[:1] == ["generate"] else 2)
     request = Request(
         words,

@@ -17,7 +17,8 @@ LOG_EVERY = 0.5
 """Seconds between two looks at a log."""
 UNANSWERED = 60.0
 """Seconds without an answer of Slurm after which `follow` gives up."""
-FIELD = re.compile(r"(\w+)=(\S*)")
+FIELD = re.compile(r"(\w+)=(.*?)(?= \S+=|\s*$)")
+"""A field of `scontrol show job`; paths may contain spaces."""
 CONTINUES = re.compile(rb"^job (\d+) continues ", re.MULTILINE)
 """The line in a job's log that names the job in which the run continues."""
 ENDED = {

@@ -86,9 +86,9 @@ def clock(seconds: int) -> str:
 def grid(options: tuple[str, ...]) -> list[list[str]]:
     """Return the settings of each run of a sweep over all combinations of KEY=VALUE,VALUE,...
 
-    raises  ConfigError if an option names no key, one value, or a value with a space
+    raises  ConfigError if an option names no key, one twice, one value, or a value with a space
     """
-    axes = []
+    axes, keys = [], set[str]()
     for option in options:
         key, sign, values = option.partition("=")
         listed = values.split(",")
@@ -102,5 +102,11 @@ def grid(options: tuple[str, ...]) -> list[list[str]]:
                 f"The values of a sweep are words without spaces or quotes, but --sweep is {option!r}.",
                 "Write a TOML file for each such value, and submit a job for each.",
             )
+        if key in keys:
+            raise ConfigError(
+                f"Each --sweep has a key of its own, but {key} has two.",
+                f"Name all its values at once: --sweep {key}=A,B,C",
+            )
+        keys.add(key)
         axes.append([f"{key}={value}" for value in listed])
     return [list(one) for one in product(*axes)] if axes else []

@@ -101,12 +101,12 @@ def _directives(system: System, request: Request, resumes: bool) -> list[str]:
 
 
 def _train(request: Request, system: System) -> list[str]:
-    words, run = request.words, f"runs/{_name(system)}-$job"
+    words, run = request.words, f'"runs/{_name(system)}-$job"'
     if named := _value(words, "--out"):
-        words, run = _without(words, "--out"), named
+        words, run = _without(words, "--out"), shlex.quote(named)
     return [
         f"job=${{MPITRAIN_JOB:-${system.job}}}  # the first job of this run",
-        f'run="{run}"',
+        f"run={run}",
         *_supervised(request, system, [shlex.join(words), '--out "$run"', *_resume(words), '"$@"']),
         *_again(system),
     ]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpitrain.cli.launch.allocation import allocation, ranks_of
+from mpitrain.cli.launch.allocation import Allocation, allocation, ranks_of
 from mpitrain.errors import ConfigError
 from tests.processes import mpitrain
 
@@ -28,11 +28,15 @@ def test_pbs_lists_a_host_for_each_rank(tmp_path):
     (tmp_path / "nodes").write_text("a\na\nb\n")
     assert allocation({"PBS_NODEFILE": str(tmp_path / "nodes")}) == ("PBS", 3, 2)
     with pytest.raises(ConfigError, match="gone"):
-        ranks_of({"PBS_NODEFILE": str(tmp_path / "gone")})
+        allocation({"PBS_NODEFILE": str(tmp_path / "gone")})
 
 
 def test_outside_a_job_launch_needs_a_number_of_ranks():
     with pytest.raises(ConfigError, match="-n"):
-        ranks_of({})
+        ranks_of(None)
+    with pytest.raises(ConfigError, match="-n"):
+        ranks_of(None, 4)
+    assert ranks_of(Allocation("PBS", 8, 2)) == 8
+    assert ranks_of(Allocation("PBS", 8, 2), 3) == 6
     done = mpitrain("launch", "--", "train")
     assert (done.returncode, done.stdout) == (2, "") and "-n" in done.stderr

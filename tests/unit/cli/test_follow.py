@@ -100,6 +100,14 @@ def test_all_tasks_of_an_array_are_followed(slurm, capfdbinary):
     assert sorted(capfdbinary.readouterr()[0].split()) == [b"x", b"y"]
 
 
+def test_the_log_lies_in_a_folder_with_spaces(slurm, tmp_path, capfdbinary):
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b" / "log").write_text("hello\n")
+    slurm("scontrol", 'echo "JobId=17 JobState=COMPLETED ExitCode=0:0 StdOut=$PWD/a b/log Power= "')
+    assert follow("17") == 0
+    assert capfdbinary.readouterr()[0] == b"hello\n"
+
+
 def test_a_job_that_slurm_does_not_know_is_an_error(slurm):
     slurm("scontrol", "exit 1")
     with pytest.raises(ConfigError, match="17"):

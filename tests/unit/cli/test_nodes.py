@@ -54,6 +54,7 @@ def test_without_any_node_the_certificate_fails(tmp_path, agent):
     "words",
     [
         ["--agent", "ssh"],
+        ["--hosts", "a", "--agent", "'x"],
         ["--absent", "a"],
         ["--rounds", "4"],
         ["--hosts", "a:0"],

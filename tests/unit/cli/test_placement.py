@@ -2,8 +2,11 @@
 
 import pytest
 
+from mpitrain.cli.launch.allocation import Allocation
+from mpitrain.cli.launch.command import ranks_of_fullest
 from mpitrain.cli.launch.placement import (
     Placement,
+    described,
     exported,
     mpich_options,
     open_mpi_options,
@@ -41,7 +44,7 @@ def test_a_hostfile_has_the_forms_of_open_mpi_and_mpich(tmp_path):
     assert placement("", path, 0, "").ranks == 11
 
 
-@pytest.mark.parametrize("text", ("a:0", "a b c", "-o x", "a:x", "a;b", " "))
+@pytest.mark.parametrize("text", ("a:0", "-v", "a b c", "-o x", "a:x", "a;b", " "))
 def test_a_wrong_host_is_refused(text, tmp_path):
     with pytest.raises(ConfigError):
         placement(text, None, 0, "")
@@ -67,6 +70,17 @@ def test_each_launcher_has_its_own_words():
     assert srun_options(TWO) == ["--nodelist=a,b", "--nodes=2", "--ntasks-per-node=4"]
     with pytest.raises(ConfigError, match="a:4,b:2"):
         srun_options(Placement({"a": 4, "b": 2}))
+
+
+def test_more_ranks_than_the_named_hosts_take_are_refused():
+    assert ranks_of_fullest(8, None, TWO) == ranks_of_fullest(5, None, TWO) == 4
+    assert ranks_of_fullest(3, None, TWO) == ranks_of_fullest(3, None, Placement()) == 3
+    assert ranks_of_fullest(6, Allocation("PBS", 8, 2), Placement()) == 3
+    for ranks, placed in ((9, TWO), (6, Placement({}, ppn=4))):
+        with pytest.raises(ConfigError, match=f"-n is {ranks}"):
+            ranks_of_fullest(ranks, None, placed)
+    assert "2 host(s), at most 4 on each" in described(5, 2, 4, 1, "")
+    assert "2 host(s), 4 on each" in described(8, 2, 4, 1, "")
 
 
 def test_variables_of_libraries_are_exported_alone():

@@ -70,6 +70,15 @@ def test_a_reason_is_at_each_directive():
         assert not line.startswith("#PBS") or re.match(r"# .*:$", before)
 
 
+@pytest.mark.parametrize("out", ("a b", "it's", 'a"b', "$(touch gone)", "`x`", "a\\b"))
+def test_a_script_names_the_run_directory_literally(out):
+    line = next(
+        one for one in written(["--", "train", "--out", out]).splitlines() if one.startswith("run=")
+    )
+    done = subprocess.run(["bash", "-c", f'{line}; echo "$run"'], capture_output=True, text=True)
+    assert done.stdout == f"{out}\n"
+
+
 @pytest.mark.parametrize(
     "words, wanted",
     [
@@ -91,6 +100,8 @@ def test_a_reason_is_at_each_directive():
         ("-- bench", "Missing command"),
         ("-- launch -n 2 -- train", "launch"),
         ("-- nothing", "nothing"),
+        ("-- mpitrain", "no command"),
+        ("--sweep run.steps=1,2 --sweep run.steps=3,4 -- train", "run.steps"),
         ("--partition 'a#b' -- train", "without #"),
     ],
 )
