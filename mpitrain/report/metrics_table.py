@@ -1,7 +1,6 @@
 """The series of runs as one table: a row for each logged step, a column for each series."""
 
 import csv
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
@@ -9,7 +8,9 @@ from mpitrain.errors import visible
 from mpitrain.run.metrics import series
 
 Row = Mapping[str, Any]
-"""{name of a column: value}; the first two are run and step."""
+"""{name of a column: value}; run and step are always there."""
+EXACT = 2**53
+"""Every whole number below it is a float."""
 SHOWN = {
     "step": ",.0f",
     "loss": ".4f",
@@ -34,7 +35,7 @@ def joined(run: str, records: Iterable[Mapping[str, Any]]) -> list[Row]:
     for record in records:
         if found := series(record):
             step = int(record["step"])
-            rows[step] = {"run": run, "step": step} | found | rows.get(step, {})
+            rows[step] = found | rows.get(step, {}) | {"run": run, "step": step}
     return [rows[step] for step in sorted(rows)]
 
 
@@ -59,7 +60,7 @@ def _exact(value: Any) -> Any:
     """Return a text that reads back as the same number, a whole number without a point."""
     if isinstance(value, str):
         return visible(value)
-    return int(value) if math.isfinite(value) and value == int(value) else repr(value)
+    return int(value) if abs(value) < EXACT and value == int(value) else repr(value)
 
 
 def print_columns(rows: Sequence[Row], file: TextIO) -> None:

@@ -77,3 +77,11 @@ def test_a_directory_without_a_run_is_refused_and_an_empty_run_has_no_rows(runs,
     (tmp_path / "a/metrics.jsonl").write_text("")
     assert shown("a", "--csv") == "run,step\n"
     assert len(shown("a").splitlines()) == 1
+
+
+@pytest.mark.parametrize("flag", [[], ["--csv"]])
+def test_a_series_named_run_changes_no_name_and_a_large_number_stays_short(runs, tmp_path, flag):
+    """The file of another person may have any keys."""
+    (tmp_path / "a/metrics.jsonl").write_text('{"step": 1, "run": 4, "loss": 1.0, "lr": 1e299}\n')
+    text = shown("a", "b,c", *flag)
+    assert text.splitlines()[1].split("," if flag else None)[:1] == ["a"] and len(text) < 400
