@@ -98,7 +98,7 @@ def open_base(config: Config, record: Mapping[str, Any], vocabulary: int) -> Ini
     except CheckpointError as error:
         raise CheckpointError(
             f"Adapters need the model that they were trained on, but {config.run.init_from} cannot be read: {error.law}",
-            "If it has moved, name its folder with --set run.init_from=FOLDER.",
+            "If it has moved, move it back, or name it: train --set run.init_from=FOLDER, export --base FOLDER.",
         ) from None
 
 

@@ -13,7 +13,7 @@ SHAPE = ["model.layers=2", "model.width=32", "model.heads=4", "model.context=24"
 PROMPTS = [[3, 5, 7], [200, 1, 9], [0, 0, 255]]
 
 
-def test_greedy_tokens_and_the_end_of_the_context_are_those_of_transformers():
+def test_greedy_tokens_and_the_context_end_equal_those_of_transformers():
     from mpitrain.bench.generation.transformers_peer import Transformers
 
     def write(transport):
