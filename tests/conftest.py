@@ -54,7 +54,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown():
-    """Remove the all-reduces that a test has read from files: messages list all that there are."""
+    """Remove the all-reduces that a test has read from files, because error messages list all
+    algorithms.
+    """
     # Not above: SETTINGS come before NumPy.
     from mpitrain.collectives.selection.own_algorithm import is_file
     from mpitrain.collectives.selection.table import ALL_REDUCE

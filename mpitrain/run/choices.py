@@ -58,6 +58,7 @@ def keys() -> Iterator[Key]:
         "model.kind": ", ".join(f"{kind} {row.help}" for kind, row in MODELS.items()),
         "model.layers": _phrases("model.layers", ", or of "),
         "model.width": _phrases("model.width", ", or "),
+        "model.dropout": _phrases("model.dropout", ", or "),
         "pipeline.partition": _phrases("pipeline.partition", " "),
         "replication.mode": ". ".join(f"{name}: {mode.help}" for name, mode in MODES.items()),
         "replication.zero": ", ".join(f"{stage} {mode.help}" for stage, mode in ZERO.items()),

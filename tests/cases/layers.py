@@ -291,7 +291,9 @@ def check_attention(
 def check_next(
     kernels: Kernels, past: tuple[int, ...], t: int, h: int, d: int, dtype: str = "float32"
 ) -> None:
-    """Attention of t new tokens of each sequence, after other numbers of stored ones; the rest of the cache stays."""
+    """Compare attention of new tokens, after different numbers of stored tokens; the rest of the
+    cache must not change.
+    """
     ops, b, room = bodies.cuda(kernels), len(past), max(past, default=0) + t + 2
     qkv = stored(numbers(1, b, t, 3 * h * d), dtype)
     caches = [stored(numbers(seed, b, h, room, d), dtype) for seed in (2, 3)]

@@ -171,7 +171,7 @@ class Event:
         return False
 
     def _has_ended(self):
-        """Whether the stream was waited for after this."""
+        """Return whether the host waited for the stream after this event."""
         pending = {id(work) for work in self.stream._pending}
         return (
             bool(self.works)
@@ -249,7 +249,7 @@ def _memcpy_async(target, source, nbytes, kind, stream):
 
 
 def _copy_in_order(target, source, nbytes, stream):
-    """A copy of pinned memory as work of the stream of kernels: kernels after it see it."""
+    """Copy pinned memory in the order of the stream: later kernels see the copy."""
     if stream is not get_current_stream():
         faults.append("a copy on another stream than the current one")
     block, found = _block_of(target), _bytes(source, nbytes)

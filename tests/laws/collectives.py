@@ -65,7 +65,7 @@ class CollectiveLaws:
                 )
                 assert np.array_equal(mine.astype("float64"), right), (algorithm, op, dtype, count)
 
-    def law_a_sum_of_bfloat16_is_rounded_once_an_addition_and_alike_on_all_ranks(self, transport):
+    def law_a_bfloat16_sum_rounds_once_per_addition_alike_on_all_ranks(self, transport):
         """The error is at most n - 1 half-ulps of the largest partial sum: an ulp is at most 2^-7 of a number."""
         n, count = transport.size, 1001
         brought = np.stack(

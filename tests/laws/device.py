@@ -32,9 +32,7 @@ class DeviceLaws:
         cupy.log().clear()
         return DeviceTransport(host, backend, CARRIERS[carrier](host, backend))
 
-    def law_messages_of_any_length_arrive_and_nothing_is_touched_before_its_time(
-        self, host, carrier, backend
-    ):
+    def law_messages_of_any_length_arrive_untouched_before_their_time(self, host, carrier, backend):
         transport = self.device(host, carrier, backend)
         after, before = (host.rank + 1) % host.size, (host.rank - 1) % host.size
         for count in (0, 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 5):
@@ -47,9 +45,7 @@ class DeviceLaws:
             assert np.array_equal(backend.to_host(incoming), 2 * coded(before, count)), count
         assert cupy.faults == []
 
-    def law_a_start_waits_for_what_was_started_before_on_the_host_for_pointers_alone(
-        self, host, carrier, backend
-    ):
+    def law_a_start_waits_on_the_host_only_to_pass_device_pointers(self, host, carrier, backend):
         transport = self.device(host, carrier, backend)
         after, before = (host.rank + 1) % host.size, (host.rank - 1) % host.size
         outgoing, incoming = (

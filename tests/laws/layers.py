@@ -216,7 +216,7 @@ def numbers(seed, *shape):
 class LayerLaws:
     """A law is a function of a set of constructors and a backend."""
 
-    def law_outputs_stay_until_the_weight_half_has_run_and_both_at_once_are_the_halves(
+    def law_outputs_stay_until_the_weight_half_and_backward_equals_the_halves(
         self, plain: Plain, backend: Backend
     ):
         watched = watched_plain(plain, backend)

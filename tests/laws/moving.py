@@ -39,9 +39,7 @@ def brought(rank, way):
 class MovingLaws:
     """A law is a function of one rank's transport; all ranks run it together."""
 
-    def law_what_a_thread_moves_ends_with_the_same_bits_though_the_main_thread_never_polls(
-        self, transport
-    ):
+    def law_a_progress_thread_gives_the_same_bits_without_polls(self, transport):
         transport = apart(transport)
         wanted = {way: brought(transport.rank, way) for way in WAYS}
         by_caller = PolledProgress(transport)

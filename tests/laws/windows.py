@@ -69,7 +69,7 @@ class WindowLaws:
         second.close()
         root.close()
 
-    def law_jobs_interleave_and_one_that_is_closed_leaves_nothing_while_others_go_on(self, root):
+    def law_a_closed_job_leaves_nothing_while_others_go_on(self, root):
         halves = root.split(root.rank % 2)
         where = [
             (halves, "replication.zero=1"),
@@ -111,9 +111,7 @@ class WindowLaws:
         root.close()
         assert "add up to" in str(kept.value) and len(root.windows) == 0
 
-    def law_what_was_built_and_lives_on_some_ranks_alone_is_an_open_part_there_and_nobody_waits_for_it(
-        self, root
-    ):
+    def law_a_transport_refuses_to_close_under_a_job_alive_on_one_rank(self, root):
         left = (
             build(root, parse(with_settings({}, [*TINY, f"batch.size={2 * root.size}"])))
             if root.size > 1

@@ -1,4 +1,6 @@
-"""certify as a user runs it, from outside MPI: a node without an answer fails, the other is measured."""
+"""certify as a user runs it, from outside MPI: a node that does not answer fails, and the other is
+measured.
+"""
 
 import json
 from xml.etree import ElementTree

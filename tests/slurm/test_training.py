@@ -17,7 +17,9 @@ def events(cluster, run_dir):
 
 @pytest.mark.parametrize("requeue", ("--requeue", "--no-requeue"))
 def test_a_run_stops_before_its_limit_and_goes_on_to_the_same_curve(cluster, requeue):
-    """By the end that squeue tells, without a signal; where a requeue is forbidden, in a second job."""
+    """The run reads its end from squeue, without a signal. Where a requeue is forbidden, a second
+    job continues it.
+    """
     job = [*JOB, *sets(run__steps=320)]
     text = cluster.script(*TWO, "--time", "1", "--", "train", *job, drop=["--signal"])
     slow = text.replace('"$@" & P', '--set run.delay=1:200 "$@" & P')
@@ -54,7 +56,7 @@ def test_a_warning_of_slurm_stops_requeues_and_resumes(cluster, by):
 
 @pytest.mark.parametrize("by, saves", (([], True), (["--mpirun"], False)), ids=("srun", "mpirun"))
 def test_a_cancelled_job_ends_and_a_new_one_goes_on(cluster, by, saves):
-    """By mpirun from the last periodic checkpoint."""
+    """A run under mpirun resumes from its last periodic checkpoint."""
     job = [*JOB, *sets(run__steps=60, run__delay="1:100", checkpoint__every=4)]
     text = cluster.script(*by, *TWO, "--time", "9", "--", "train", *job)
     first = cluster.submit(text)

@@ -98,7 +98,7 @@ def open_base(config: Config, record: Mapping[str, Any], vocabulary: int) -> Ini
     except CheckpointError as error:
         raise CheckpointError(
             f"Adapters need the model that they were trained on, but {config.run.init_from} cannot be read: {error.law}",
-            "If it has moved, name its folder: --base FOLDER, or --set run.init_from=FOLDER to train.",
+            "If it has moved, name it: --base FOLDER, or --set run.init_from=FOLDER to train.",
         ) from None
 
 

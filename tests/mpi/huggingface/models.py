@@ -26,7 +26,7 @@ OURS = (
 
 
 def made(dtype="float32", seed=0, **changes):
-    """A GPT2LMHeadModel whose every parameter is random, gains and biases too."""
+    """Return a GPT2LMHeadModel with random values in all parameters, gains and biases included."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -49,7 +49,7 @@ def loaded(folder, dtype="float32"):
 
 
 def logits(model, tokens):
-    """Of tokens (B, T): (B, T, vocabulary)."""
+    """Return the logits (B, T, vocabulary) of tokens (B, T)."""
     import torch
 
     with torch.inference_mode():

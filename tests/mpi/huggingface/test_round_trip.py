@@ -73,7 +73,7 @@ def computed(transport, config, inputs, targets):
 
 
 def first_loss(transport, config, count):
-    """The loss of the first step on rows that transformers sees, too."""
+    """Return the loss of the first step, on rows that transformers also gets."""
     trainer = build(transport, config).trainer
     inputs, targets = rows(count)
     own = trainer.share()

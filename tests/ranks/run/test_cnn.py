@@ -51,7 +51,7 @@ def curve(transport, settings):
 
 
 @pytest.mark.parametrize("frozen", [[], [FROZEN]])
-def test_every_layout_has_the_curve_of_one_rank_and_its_activations_are_counted(frozen):
+def test_every_layout_has_the_curve_and_activation_count_of_one_rank(frozen):
     truth = run_ranks(1, curve, [*EXACT, *frozen])[0]
     assert np.ptp(truth[:-1, 0]) > 0.02
     for name, (ranks, settings) in LAYOUTS.items():
@@ -76,7 +76,7 @@ def test_the_size_of_a_tile_changes_no_result_but_by_rounding(tile, monkeypatch)
         (["precision.compute=float16"], 0.004),
     ],
 )
-def test_kernels_have_the_curve_of_the_host_and_their_activations_are_counted(settings, tolerance):
+def test_kernels_have_the_curve_and_activation_count_of_the_host(settings, tolerance):
     usual = [*CNN, "batch.size=6", "optimizer.name=sgd", *settings]
     truth = run_ranks(2, curve, usual)[0]
     found = run_ranks(2, curve, [*usual, "device.kind=cuda-sim"])[0]

@@ -1,4 +1,4 @@
-"""Text that all ranks write together: with a cache the tokens of whole windows, in every layout."""
+"""Generated text: with the key-value cache the tokens equal those without it, in every layout."""
 
 from itertools import islice
 
@@ -163,7 +163,7 @@ def test_an_empty_prompt_is_refused():
 
 
 class Shifted(Attention):
-    """A caller's attention with another forward: the cache of its base class would not fit."""
+    """A user's attention with another forward, which the cache of its base class would not fit."""
 
     def forward(self, w, x, arena):
         return super().forward(w, x * 2, arena)

@@ -39,7 +39,7 @@ def resumed(ranks, folder, *settings):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A trained run, and the same model as a GPT-2 folder."""
+    """Return a trained run, and its model as a GPT-2 folder."""
     folder = tmp_path_factory.mktemp("base")
     started(1, "no", *FLAT, f"run.out={folder / 'run'}")
     export(folder / "run", "gpt2", folder / "gpt2", "float64", 10**9, [])

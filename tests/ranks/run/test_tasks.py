@@ -113,7 +113,9 @@ def merging():
     ],
 )
 def test_context_and_choice_are_encoded_as_the_harness_does(context, choice, before, after):
-    """The choice has the tokens of the whole text behind as many as the context has alone."""
+    """If the context alone has n tokens, the choice has all tokens of the whole text after the
+    first n.
+    """
     pytest.importorskip("tokenizers")
     found = encoded_pair(merging(), context, choice)
     assert [*map(list, found)] == [before, after]

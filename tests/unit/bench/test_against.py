@@ -1,4 +1,4 @@
-"""A benchmark against an earlier one: the slower values, and files that are no benchmark."""
+"""A benchmark compared with an earlier one: slower values, and files of something else."""
 
 import json
 from typing import NamedTuple

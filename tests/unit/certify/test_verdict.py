@@ -173,7 +173,7 @@ def test_every_other_failure_is_reported(changes, bad):
     assert failing(sound(**changes)) == bad
 
 
-def test_a_moved_run_is_compared_only_where_its_ranks_compute_the_same_bits():
+def test_a_moved_run_is_compared_only_where_its_ranks_have_equal_bits():
     jobs = Jobs("1", "2", "1")
     steps = changed(sound().steps, 1, ("y", "y"))
     assert failing(sound(jobs=jobs, steps=steps)) == ("b", 0)

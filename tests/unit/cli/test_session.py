@@ -1,4 +1,4 @@
-"""Ranks of a launcher that tells them nothing."""
+"""Ranks under a launcher that sets no variable of the local rank."""
 
 import os
 import sys

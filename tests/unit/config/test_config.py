@@ -342,7 +342,7 @@ def test_a_file_that_is_not_toml_is_refused(tmp_path):
 
 
 def test_every_key_has_help():
-    assert all(key.help for key in keys())
+    assert all(key.help and "None" not in key.help for key in keys())
     assert len({key.name for key in keys()}) == len(list(keys()))
 
 
@@ -440,14 +440,15 @@ def test_the_configuration_in_the_readme_is_one(tmp_path):
 
 
 def test_page_and_help_have_the_true_defaults():
-    c, page = Config(), PAGE.read_text()
+    c, page = Config(), " ".join(PAGE.read_text().split())
     o = c.optimizer
     rule = (
-        f"learning rate {o.lr:g} after {o.warmup} steps of warm-up, {o.schedule} decay to a tenth, betas {o.beta1:g} and "
-        f"{o.beta2:g}, weight decay {o.weight_decay:g} of matrices, gradients clipped to norm {o.clip:g}"
+        f"The optimizer is AdamW, with betas {o.beta1:g} and {o.beta2:g}, and weight decay {o.weight_decay:g} of matrices. "
+        f"Its learning rate is {o.lr:g} after {o.warmup} steps of warm-up, with {o.schedule} decay to a tenth. "
+        f"Gradients are clipped to norm {o.clip:g}."
     )
     text = " ".join(mpitrain("train", "--help").stdout.split())
-    assert o.name == "adamw" and f"AdamW: {rule}" in page and f"AdamW: {rule}" in text, text
+    assert o.name == "adamw" and rule in page and rule in text, text
     assert (
         f"{c.batch.size} sequences of {c.model.context} tokens over all ranks (batch.size, model.context), "
         f"{c.run.steps} steps (run.steps)"

@@ -76,7 +76,7 @@ def test_the_help_lists_all_presets_and_an_unknown_one_is_refused():
         configured(None, [], "gpt2-1240m")
 
 
-def test_a_preset_of_a_resumed_run_counts_as_settings_over_those_of_the_run(tmp_path):
+def test_a_preset_overrides_the_keys_of_a_resumed_run(tmp_path):
     run = with_settings(Config().model_dump(), ["optimizer.lr=1e-3", "data.order=epochs"])
     (tmp_path / "config.toml").write_text(tomli_w.dumps(run))
     where = f"run.out={tmp_path}"

@@ -84,7 +84,7 @@ def test_an_epoch_has_each_conversation_once(tmp_path):
 
 
 def answers(targets):
-    """The counted targets of some rows as runs without a gap."""
+    """Return the targets that count in some rows, one list for each run without a gap."""
     texts = [bytes(np.where(row < 0, 0, row).astype(np.uint8)).split(b"\0") for row in targets]
     return sorted(run for runs in texts for run in runs if run)
 

@@ -203,7 +203,7 @@ def by_two_ranks(folder, paths, **more):
 
 
 @pytest.mark.parametrize("make", [made, by_two_ranks])
-def test_after_a_kill_at_any_of_50_points_no_name_is_of_half_a_file_and_it_goes_on(
+def test_after_a_kill_at_50_points_no_file_is_incomplete_and_it_continues(
     tmp_path, small_chunks, make
 ):
     paths, every_chunk = [written(tmp_path, "txt"), written(tmp_path, "jsonl")], []

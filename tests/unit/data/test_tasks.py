@@ -1,4 +1,4 @@
-"""Files of multiple-choice tasks: what a line may hold, and which line is refused."""
+"""Files of multiple-choice tasks: the valid forms of a line, and lines that are refused."""
 
 import json
 

@@ -27,7 +27,7 @@ def started(folder):
 
 
 def damages():
-    """Yield (name, damage of a folder, names that the message must have one of)."""
+    """Yield (name, function that damages a folder, names of which the message must contain one)."""
     for key in ("model_type", *SIZES):
         yield f"no {key}", edited(lambda found, key=key: found.pop(key)), key
     for key in SIZES:
@@ -113,7 +113,7 @@ def damages():
 
 
 def damages_of_shards():
-    """The same of a folder with an index."""
+    """Yield the same for a folder with several files and an index."""
     yield "shard missing", lambda folder: (folder / SHARD).unlink(), SHARD
     yield "shard a link", linked(SHARD), "link"
     yield "shard a directory", as_directory(SHARD), SHARD

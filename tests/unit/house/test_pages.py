@@ -189,7 +189,7 @@ def test_configuration_keys_that_a_page_names_are_there(page):
 
 
 def test_our_side_of_the_page_for_users_of_other_systems_exists():
-    """Every value of a key is accepted, and every option of `train` is one."""
+    """Each key accepts all of its values, and each option of `train` sets a key."""
     options = {
         name for option in commands.get_command(None, "train").params for name in option.opts
     }

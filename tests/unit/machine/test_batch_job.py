@@ -1,4 +1,4 @@
-"""The end of a Slurm job, asked of an `squeue` that a test writes."""
+"""The end of a Slurm job, read from a stand-in for `squeue`."""
 
 import os
 import time

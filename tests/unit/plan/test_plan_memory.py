@@ -63,7 +63,7 @@ def test_a_frozen_parameter_has_no_gradient_and_no_state():
     assert frozen > trained and count(config).state == 16 * trained + 4 * frozen
 
 
-def test_units_without_a_backward_save_nothing_and_a_chunk_of_them_is_counted():
+def test_units_without_a_backward_save_nothing_and_are_counted():
     settings = [*DEEP, FROZEN, "memory.recompute=2", "layout.pp=4"]
     stages = count(configured(*settings)).stages
     frozen = [unit for stage in stages for unit in stage.units][1:4]

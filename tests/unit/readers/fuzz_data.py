@@ -207,7 +207,7 @@ class Arrays:
 
     @staticmethod
     def meant(tokens):
-        """The sizes and two rows by the rule itself."""
+        """Return the sizes and two rows, computed from the definition in plain Python."""
         test = tokens[len(tokens) - len(tokens) // 10 :]
         rows = [test[8 * row : 8 * row + 8].tolist() for row in (0, 2)]
         return int(max(tokens)) + 1, (len(test) - 1) // 8, rows
@@ -313,6 +313,6 @@ class Images:
 
     @staticmethod
     def meant(arrays):
-        """The sizes and the held-out rows by the rule itself."""
+        """Return the sizes and the held-out rows, computed from the definition in plain Python."""
         images, labels = arrays["t10k-images-idx3-ubyte"], arrays["t10k-labels-idx1-ubyte"]
         return 20, images.reshape(6, -1).astype(int).tolist(), labels.tolist()

@@ -1,4 +1,4 @@
-"""Draws of the next token against a plain reference: temperature, top-k and top-p."""
+"""Draws of the next token, compared with a plain reference: temperature, top-k and top-p."""
 
 import numpy as np
 import pytest
