@@ -189,7 +189,7 @@ def test_loading_takes_memory_for_one_tensor_and_reads_only_its_rows(tmp_path, m
         monkeypatch.setattr(module, "MOVED", moved)
     for module in (safetensors_files, writers):
         monkeypatch.setattr(module, "BLOCK", block)
-    monkeypatch.setattr(save_load.Manifest.__new__, "__defaults__", (block,))
+    monkeypatch.setattr(save_load.Manifest.__new__, "__defaults__", (block, {}))
     held = [large(rank, ranks, tensors, rows, columns) for rank in range(ranks)]
     wanted = [[one.array.copy() for one in found] for _, found in held]
     nbytes, taken, peaks, preadv = rows * columns * 4, [], [], os.preadv
