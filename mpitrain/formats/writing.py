@@ -11,7 +11,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from mpitrain.errors import ConfigError
+from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.files import cannot_write, opened
 from mpitrain.formats.computed_tensor import AnyTensor
 from mpitrain.formats.format import Written
@@ -52,7 +52,7 @@ def write_folder(
     memory       one tensor
     returns      the names of the files
     raises       ConfigError if the folder cannot be written or a value is beyond the dtype;
-                 OSError if a tensor cannot be read
+                 CheckpointError if a tensor cannot be read
     """
     check_new(folder)
     try:
@@ -126,7 +126,13 @@ def _index(total: int, shards: Mapping[str, Sequence[str]]) -> bytes:
 
 def _converted(name: str, tensor: AnyTensor, dtype: np.dtype) -> np.ndarray:
     """Read a tensor, rounded to a dtype; ConfigError if a value is not finite there."""
-    values = tensor.read(tensor.whole)
+    try:
+        values = tensor.read(tensor.whole)
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or name} cannot be read: {error.strerror or error}.",
+            "Export again: a run in progress may have replaced its checkpoint.",
+        ) from None
     with np.errstate(over="ignore", invalid="ignore"):
         rounded = np.ascontiguousarray(values).astype(dtype)
     if not np.isfinite(rounded.astype(np.float64) if dtype.itemsize == 2 else rounded).all():

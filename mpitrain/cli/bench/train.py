@@ -183,12 +183,18 @@ def _configured(
         "run.steps": WARM_UP + blocks * steps,
     }
     ours = [f"{key}={value}" for key, value in shape.items()]
-    return configured(None, [*([] if preset_name else _job()), *ours, *settings], preset_name)
+    job = [] if preset_name else _job(settings)
+    return configured(None, [*job, *ours, *settings], preset_name)
 
 
-def _job() -> list[str]:
-    """Return the settings of SHAPE."""
-    return [f"{key}={value}" for key, value in SHAPE.items()]
+def _job(settings: Sequence[str] = ()) -> list[str]:
+    """Return the settings of SHAPE; a folder in run.init_from determines the model itself."""
+    is_given = any(one.replace(" ", "").startswith("run.init_from=") for one in settings)
+    return [
+        f"{key}={value}"
+        for key, value in SHAPE.items()
+        if not (is_given and key.startswith("model."))
+    ]
 
 
 def _measure(

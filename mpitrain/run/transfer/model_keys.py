@@ -112,7 +112,7 @@ def check_keys(name: str, found: Mapping[str, Any], given: Mapping[str, Any]) ->
                 continue
         raise ConfigError(
             f"The model of run.init_from {name} has {key} {then!r}, but the configuration says {now!r}.",
-            f"Leave out {key}, or start without run.init_from.",
+            f"Leave out {key}, or the preset that sets it; or start without run.init_from.",
         )
 
 

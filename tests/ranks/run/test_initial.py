@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from mpitrain.cli.bench.train import _configured as measured
 from mpitrain.cli.train import _configured as resumed
 from mpitrain.errors import ConfigError, MpitrainError
 from mpitrain.formats import stored_tensor
@@ -147,6 +148,20 @@ def test_a_key_equal_to_the_folder_is_accepted(tmp_path):
     folder = written(tmp_path / "gpt2")
     config = configured(*TINY, f"run.init_from={folder}", "model.hidden=32", "model.tied=true")
     run_ranks(1, begun, config)
+
+
+def test_the_folder_determines_the_model_of_bench_train(tmp_path):
+    folder = written(tmp_path / "gpt2")
+    config = measured(1, 1, 1, [f"run.init_from={folder}", "device.kind=cpu"])
+    assert (config.model.layers, config.model.width, config.model.context) == (2, 8, 12)
+    assert measured(1, 1, 1, []).model.width == 256
+
+
+def test_a_preset_with_another_model_is_named_in_the_advice(tmp_path):
+    folder = written(tmp_path / "gpt2")
+    with pytest.raises(ConfigError) as caught:
+        resumed(None, [f"run.init_from={folder}"], "no", "tiny")
+    assert "preset" in caught.value.way_out
 
 
 def test_data_of_another_vocabulary_are_refused(tmp_path):

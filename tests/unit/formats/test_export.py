@@ -218,3 +218,14 @@ def test_the_byte_tokenizer_encodes_bytes():
     text = "".join(map(chr, range(1, 1000))) + "😀 \n\n don't"
     assert found.encode(text).ids == list(text.encode())
     assert found.decode(list(text.encode())) == text
+
+
+def test_a_checkpoint_that_vanishes_is_not_reported_as_the_new_folder(run, tmp_path, monkeypatch):
+    def gone(self, rectangle):
+        raise FileNotFoundError(2, "No such file or directory", "model.safetensors")
+
+    monkeypatch.setattr(StoredTensor, "read", gone)
+    with pytest.raises(MpitrainError) as caught:
+        export(run, "--to", "gpt2", "--out", tmp_path / "new")
+    assert caught.value.law.startswith("model.safetensors cannot be read")
+    assert not list(tmp_path.iterdir())
