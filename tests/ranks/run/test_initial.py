@@ -180,7 +180,7 @@ def test_a_resumed_run_does_not_need_the_folder(tmp_path, has_file):
     file = tmp_path / "job.toml"
     file.write_text(f'[run]\ninit_from = "gpt2"\nout = "{run}"\n[batch]\nsize = 12\n')
     settings = ["run.steps=4", "device.kind=cpu", "run.eval_every=-1", f"run.out={run}"]
-    config = resumed(file if has_file else None, None, settings, "yes")
+    config = resumed(file if has_file else None, settings, "yes")
     assert config.model.hidden == configuration(run).model.hidden
     run_ranks(1, lambda own: train(own, lambda: config, "yes", lambda: False))
     assert records(tmp_path)[-1]["event"] == "end"
