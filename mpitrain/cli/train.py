@@ -261,7 +261,9 @@ def _configured(
         held_out_as_before,
         is_run,
     )
+    from mpitrain.run.transfer.adapter_keys import with_adapter_of_run
 
+    then = None
     out = with_settings({}, settings).get("run", {}).get("out")
     tables = merged(preset(preset_name), {})
     if config_file:
@@ -281,6 +283,8 @@ def _configured(
     tables = with_settings(tables, settings)
     if resume != "no" and config_file:
         tables = _as_begun(tables)
+    elif then:
+        tables = with_adapter_of_run(tables, then)
     return parse(tables, config_file)
 
 

@@ -66,9 +66,8 @@ def with_adapter_of_run(tables: dict[str, Any], then: Config) -> dict[str, Any]:
     if not then.lora.init_from or not isinstance(lora, Mapping):
         return tables
     own = {key: getattr(then.lora, key) for key in (*OF_ADAPTER, "init_from")}
-    named = {os.path.abspath(str(one)) for one in (run.get("init_from"), lora.get("init_from"))}
-    is_adapter = then.lora.init_from in named and not lora.get("init_from")
-    base = then.run.init_from if is_adapter else run.get("init_from")
+    named = os.path.abspath(str(run.get("init_from")))
+    base = then.run.init_from if named == then.lora.init_from else run.get("init_from")
     return {**tables, "run": {**run, "init_from": base}, "lora": {**own, **lora}}
 
 

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from mpitrain.cli.train import _configured
 from mpitrain.config import with_settings
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.models.targets import is_adapter
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.directories import newest
+from mpitrain.run.checkpoint.manifest import read_manifest
 from mpitrain.run.choices import parse
 from mpitrain.run.loop import train
 from mpitrain.run.open_run import configured as opened
@@ -168,6 +170,20 @@ def test_adapters_alone_find_their_base_and_continue(base, adapted, tmp_path):
 def logits(transport, config):
     trainer = build(transport, config).trainer
     return trainer.backend.to_host(trainer.logits(np.arange(8)[None])).copy()
+
+
+def test_the_command_that_started_from_adapters_resumes_the_run(adapted, tmp_path):
+    export(adapted, "peft", tmp_path / "peft", "float64", 10**9, [])
+    for name, source in (("a", adapted), ("b", tmp_path / "peft")):
+        own = [one for one in FLAT if "model." not in one]
+        own += [f"run.init_from={source}", f"run.out={tmp_path / name}"]
+        started(1, "no", *own)
+        for more in ([], [f"lora.init_from={source}"]):
+            again = _configured(None, [*own, *more, "run.steps=5"], "auto")
+            assert again.run.init_from == configuration(adapted).run.init_from
+            assert again.lora.init_from == str(source)
+        run_ranks(1, lambda rank, c=again: train(rank, lambda: c, "auto", lambda: False))
+        assert read_manifest(newest(tmp_path / name / CHECKPOINTS)).done.step == 5
 
 
 def test_an_adapter_that_peft_puts_on_an_altered_base_is_refused(adapted, tmp_path):
