@@ -28,7 +28,7 @@ from typing import Any
 
 import tomli_w
 
-from mpitrain.collectives.selection.own_algorithm import is_file
+from mpitrain.collectives.selection.own_algorithm import is_file, shown
 from mpitrain.collectives.selection.tuning import tuning_text
 from mpitrain.config import CONFIG, PATHS, Config, Data, check_text, keys, read_toml
 from mpitrain.config.plugins import MARK, check_named, digests, entries, imported, load
@@ -241,7 +241,7 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
         values["run.plugins"] = digests(values["run.plugins"])
         for key in ALGORITHMS:
             if is_file(values[key]):
-                (values[key],) = digests([values[key]])
+                values[key] = shown(values[key]) + MARK + digests([values[key]])[0]
     if source_kind(old["data.source"]).is_token_file:
         old["data.validation"] = old["data.validation"] or TENTH
     if new["device.kind"] == "auto":

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from mpitrain.collectives.selection.own_algorithm import file_algorithm, is_file
 from mpitrain.config import Config, parse
 from mpitrain.errors import CommError, ConfigError, on_every_rank
 from mpitrain.machine.arena import Arena
@@ -68,7 +69,10 @@ def agreed(
         found = [facts_of(array) for array in arrays]
         _check(arrays, found)
         kind, dtype = found[0][:2]
-        tables = {"replication": settings, "device": {"kind": kind}}
+        replication, algorithm = settings, str(settings["algorithm"])
+        if is_file(algorithm):
+            replication = {**settings, "algorithm": file_algorithm(algorithm)}
+        tables = {"replication": replication, "device": {"kind": kind}}
         configs.append(parse({**tables, "precision": {"compute": dtype}}))
         return [list(settings.items()), found]
 

@@ -12,6 +12,7 @@ pass still computes earlier parameters.
 from __future__ import annotations  # so that help() prints signatures as they are written here
 
 from collections.abc import Iterable
+from numbers import Integral
 from typing import Any, cast
 
 from mpitrain.collectives.engine.codecs import parse_wire
@@ -79,7 +80,7 @@ class Replicated:
         self._grid = Grid(
             over_device(mine, device.backend, config.device.cuda_aware),
             Axes(dp=transport.size),
-            algorithm,
+            config.replication.algorithm,
             arithmetic=arithmetic_of(device),
             arena=self._arena,
         )
@@ -150,7 +151,7 @@ class Replicated:
     def _checked(self, index: int, gradient: Any) -> tuple[str, Any]:
         """Return why a gradient is refused, or "" and its array."""
         count = len(self._parameters)
-        if index not in range(count):
+        if not isinstance(index, Integral) or index not in range(count):
             return f"gradient {index} has no parameter: they are 0 to {count - 1}", None
         if index in self._gradients:
             return f"gradient {index} came twice", None

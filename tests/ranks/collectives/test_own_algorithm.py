@@ -168,6 +168,12 @@ def test_a_file_trains_and_its_run_names_no_code(tmp_path, monkeypatch):
         check_algorithms_named(written, ["run.steps=8"], Path("own"))
     more = trained(2, "yes", run__steps=8, replication__algorithm="own.py")
     assert more[:6] == losses and len(more) == 8
+    trained(2, "yes", run__steps=9)
+    begun = json.loads(
+        re.search(r'.*"step": 8.*changed.*', Path("own/metrics.jsonl").read_text())[0]
+    )
+    before, after = begun["changed"]["replication.algorithm"]
+    assert before.startswith("own.py sha256:") and after == "auto"
     Path("own.py").write_text(RING + "\n")
     with pytest.raises(ConfigError):
         parse({"replication": {"algorithm": written.replication.algorithm}})

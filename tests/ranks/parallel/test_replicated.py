@@ -143,6 +143,7 @@ WRONG = {
         lambda average, own: [average.ready(9, own[1]), average.ready(1, own[1])],
         "gradient 9",
     ),
+    "float": (lambda average, own: average.ready(1.0, own[1]), "gradient 1.0"),
 }
 
 
@@ -182,6 +183,7 @@ def test_a_wrong_gradient_on_one_rank_is_an_error_on_all(ranks, kind):
         (lambda rank: {"algorithm": ("ring", "tree")[rank]}, CommError, "tree"),
         (lambda rank: {"bucket_mb": 1.0 + rank}, CommError, "2.0"),
         (lambda rank: {"algorithm": "circle"}, ConfigError, "circle"),
+        (lambda rank: {"algorithm": "none/own.py"}, ConfigError, "own.py cannot be read"),
         (lambda rank: {"wire": "bf61"}, ConfigError, "replication.wire"),
         (lambda rank: {"wire": "bf16"}, ConfigError, "float64"),
         (lambda rank: {"bucket_mb": -1}, ConfigError, "bucket_mb"),
@@ -199,6 +201,22 @@ def test_arguments_that_ranks_cannot_share_are_an_error_on_all(arguments, kind, 
         assert error.value.agreed and said in str(error.value)
 
     run_ranks(2, build)
+
+
+def test_an_all_reduce_of_a_file_averages(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "def all_reduce(rank, ranks, count):\n"
+        "    return [([(1 - rank, 0, count)], [(1 - rank, 0, count)], True)]\n"
+    )
+
+    def train(transport):
+        average = Replicated(transport, [np.zeros(3)], str(tmp_path / "own.py"))
+        gradient = np.full(3, transport.rank + 1.0)
+        average.ready(0, gradient)
+        average.wait()
+        return gradient.tolist()
+
+    assert run_ranks(2, train) == [[1.5] * 3] * 2
 
 
 @pytest.mark.compile
