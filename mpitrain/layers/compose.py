@@ -78,8 +78,9 @@ class Sequential:
     def forward(self, w: Weights, x: Any, arena: Arena, residual: Any = None) -> tuple[Any, Any]:
         """Return the output for x, and the state for `backward_input`.
 
-        residual is added to the output if the last child offers this. The state lists the
-        children's; the slope of a cut GELU follows the state of its layer.
+        residual is added to the output if the last child offers this. The state is a list of the
+        children's states. If a child leaves its GELU to the next one, the slope of this GELU comes
+        after its state.
         """
         x, saved = self._before_last(w, x, arena)
         forward, own = self.children[self._last].forward, w.get(self._last, NOTHING)

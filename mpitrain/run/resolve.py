@@ -160,9 +160,8 @@ def _say_that_attention_is_small(config: Config, resolved: Resolved) -> None:
 
 
 def _check_gathers(config: Config, chunks: int) -> None:
-    """Raise ConfigError if ZeRO 3 would gather units once more for recomputation.
-
-    Two units of a chunk have buffers in turn; with several chunks a whole chunk has buffers.
+    """Raise ConfigError if ZeRO 3 would gather units a third time, for recomputation of segments.
+    With several chunks this cannot happen, because a whole chunk is gathered at once.
 
     chunks  of the model
     """

@@ -178,7 +178,7 @@ class Calls:
 
         flops    floating-point operations; 0: bytes matter
         peer     takes the arguments, by name
-        changed  numbers and arrays of the host in place of the example's arguments, or besides
+        changed  numbers and host arrays that replace arguments of the example, or add to them
         """
         row, found = OPERATIONS[name], list[Any]()
         line = operands(row.operands)

@@ -75,7 +75,7 @@ def _around(rank: int, hosts: list[list[int]], columns: list[tuple[int, int]]) -
 
 
 def segments_of(hosts: Sequence[str], count: int) -> int:
-    """Return the number of segments of each chunk in a column's ring."""
+    """Return the number of segments of each chunk in the ring between hosts (step 2 above)."""
     ranks = Counter(hosts)
     return segments(len(ranks), count // min(ranks.values()))
 

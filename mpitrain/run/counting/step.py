@@ -56,12 +56,13 @@ class Step(NamedTuple):
 
 
 class Counter:
-    """Counts training steps of ranks of one configuration that have one tensor-parallel rank.
+    """Counts the memory and FLOPs of a training step, for all ranks with one tensor-parallel index.
 
-    A mode in which one rank takes the loss of all rows is counted as if each took its own.
+    In mode `master` rank 0 computes the loss of all rows. Here each rank counts that of its own
+    rows.
 
     units  the model, as a function of a layer factory
-    tp     tensor-parallel rank
+    tp     tensor-parallel index
     """
 
     def __init__(self, job: Scheduled, source: Source | Unopened, units: Units, tp: int = 0):

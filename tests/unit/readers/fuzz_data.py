@@ -114,7 +114,7 @@ class Conversations:
 
     @staticmethod
     def meant(pairs):
-        """The rows by the rule itself."""
+        """Return the rows, computed from the definition in plain Python."""
         found = []
         for prompt, answer in pairs:
             head, tail = f"user: {prompt}\n\nassistant: ".encode(), f"{answer}\n\n".encode()

@@ -93,7 +93,7 @@ class Tokens:
         return Damaged(kind, path, str(path), self.meant(tokens) if is_valid else INVALID)
 
     def meant(self, tokens):
-        """The rows by the rule itself."""
+        """Return the rows, computed from the definition in plain Python."""
         cut = len(tokens) - len(tokens) // 10
         train, test = tokens[:cut].astype(np.int64), tokens[cut:].astype(np.int64)
         starts = np.random.default_rng([1, 2]).integers(cut - CONTEXT, size=4)
