@@ -66,7 +66,9 @@ def command(
     changed = changes(settings, **options)
 
     def read(ranks: int = 1) -> Any:
-        return configured(None, ["layout.dp=1", f"batch.size={ranks}", *changed])
+        # Files of tokens take their vocabulary from run.init_from. No data are opened here.
+        random = ["data.source=tokens:random", "layout.dp=1", f"batch.size={ranks}"]
+        return configured(None, [*random, *changed])
 
     with mpi_session(kind=lambda: read().device.kind) as transport:
         from importlib.util import find_spec
