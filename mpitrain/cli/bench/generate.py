@@ -54,7 +54,9 @@ def command(
     csv_file: Path | None,
     **options: Any,
 ) -> None:
-    """Measure the generation of the most likely tokens, by a model with random weights.
+    """Measure the generation of the most likely tokens after random prompts.
+
+    The model has random weights, or is that of run.init_from.
 
     One rank on the CPU takes turns with the package transformers, if that is installed and the
     model has no adapters. Both have the same weights and as many threads.
