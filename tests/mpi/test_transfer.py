@@ -2,8 +2,10 @@
 
 import json
 
+import numpy as np
+
 from tests.processes import PROGRAM, run
-from tests.unit.formats.gpt2_folder import tensors, written
+from tests.unit.formats.gpt2_folder import shapes, tensors, written
 
 ONE_STEP = ["--set", "run.steps=1", "--set", "run.eval_every=-1", "--set", "run.sample=0"]
 SMALL = [*ONE_STEP, "--set", "batch.size=4", "--set", "optimizer.lr=1e-20"]
@@ -33,3 +35,20 @@ def test_a_wrong_folder_ends_all_ranks_with_one_error(tmp_path):
     assert done.stderr.count("CheckpointError") == 1
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_bench_generate_measures_the_model_of_a_folder_of_any_vocabulary(tmp_path):
+    generator = np.random.default_rng(0)
+    arrays = {
+        name: generator.normal(size=shape).astype("<f4")
+        for name, shape in shapes(vocabulary=300).items()
+    }
+    written(tmp_path / "gpt2", arrays, vocab_size=300)
+    words = ["bench", "generate", "--tokens", "3", "--blocks", "1"]
+    done = run([*PROGRAM, *words, "--set", "run.init_from=gpt2"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "vocabulary 300" in done.stdout
+    adapters = ["--set", "lora.rank=2", "--set", "lora.targets=q"]
+    done = run([*PROGRAM, *words, "--set", "run.init_from=gpt2", *adapters], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "transformers" not in done.stdout

@@ -54,7 +54,9 @@ def command(
     csv_file: Path | None,
     **options: Any,
 ) -> None:
-    """Measure the generation of the most likely tokens, by a model with random weights.
+    """Measure the generation of the most likely tokens after random prompts.
+
+    The model has random weights, or is that of run.init_from.
 
     On one rank on the CPU, the package transformers is measured in turns, if it is installed and the
     model has no adapters. It gets the same weights and threads.
@@ -66,7 +68,9 @@ def command(
     changed = changes(settings, **options)
 
     def read(ranks: int = 1) -> Any:
-        return configured(None, ["layout.dp=1", f"batch.size={ranks}", *changed])
+        # Files of tokens take their vocabulary from run.init_from. No data are opened here.
+        random = ["data.source=tokens:random", "layout.dp=1", f"batch.size={ranks}"]
+        return configured(None, [*random, *changed])
 
     with mpi_session(kind=lambda: read().device.kind) as transport:
         from importlib.util import find_spec
