@@ -225,6 +225,13 @@ def test_the_command_that_started_from_adapters_resumes_the_run(adapted, tmp_pat
         assert read_manifest(newest(tmp_path / name / CHECKPOINTS)).done.step == 5
 
 
+def test_a_base_is_refused_for_a_run_without_adapters(base, tmp_path):
+    with pytest.raises(ConfigError, match="--base"):
+        opened(base / "run", [f"run.init_from={base / 'gpt2'}"])
+    with pytest.raises(ConfigError, match="--base"):
+        export(base / "run", "gpt2", tmp_path / "out", "float32", 10**9, [], base=str(base))
+
+
 def test_an_adapter_that_peft_puts_on_an_altered_base_is_refused(adapted, tmp_path):
     export(adapted, "peft", tmp_path / "peft", "float64", 10**9, [])
     file = tmp_path / "peft" / "adapter_config.json"
