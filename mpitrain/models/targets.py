@@ -80,7 +80,7 @@ def chosen_targets(every: Sequence[Target], patterns: Sequence[str]) -> list[Tar
     raises  ConfigError for a name that fits none, or if a layer is chosen whole and in regions
     """
     chosen = set[Target]()
-    for pattern in patterns:
+    for pattern in patterns or [""]:
         fitting = [
             target
             for target in every

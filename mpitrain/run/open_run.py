@@ -36,6 +36,7 @@ def configured(folder: Path, settings: list[str]) -> Config:
         )
     load(with_settings({}, settings))  # `configuration` asks for the plugins of the run.
     then = configuration(folder)
+    check_has_adapters(then, with_settings({}, settings).get("run", {}).get("init_from"))
     # The rows of a micro-batch in training, which fit in the memory of a rank.
     rows = max(1, then.batch.size // (max(1, then.layout.dp) * then.batch.micro_batches))
     anew = ["run.delay=", "batch.micro_batches=0", f"batch.size={rows}"]
@@ -43,6 +44,18 @@ def configured(folder: Path, settings: list[str]) -> Config:
     alone = {**then.model_dump(), "replication": {}, "layout": {}, "pipeline": {}}
     alone["data"] = held_out_as_before(then.data, settings)
     return parse(with_settings(alone, [*anew, *settings]))
+
+
+def check_has_adapters(config: Config, base: str | None) -> None:
+    """Raise ConfigError if a base is named for a run that has no adapters.
+
+    base  of --base; empty or None: none
+    """
+    if base and not config.lora.rank:
+        raise ConfigError(
+            "--base names the model under adapters, but lora.rank of this run is 0.",
+            "Leave out --base.",
+        )
 
 
 def open_run(

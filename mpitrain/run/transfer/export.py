@@ -18,6 +18,7 @@ from mpitrain.run.checkpoint.directories import newest
 from mpitrain.run.checkpoint.load import parameters
 from mpitrain.run.checkpoint.manifest import read_manifest, verify
 from mpitrain.run.generate import tokenizer_of_run
+from mpitrain.run.open_run import check_has_adapters
 from mpitrain.run.run_dir import CHECKPOINTS, configuration, is_run
 from mpitrain.run.transfer.merge import with_adapters
 
@@ -62,6 +63,7 @@ def export(
             "For example: --to gpt2",
         )
     config = _configuration(run, plugins)
+    check_has_adapters(config, base)
     check_new(folder)
     saved = newest(run / CHECKPOINTS)
     manifest = read_manifest(saved)

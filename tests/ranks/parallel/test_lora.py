@@ -196,6 +196,7 @@ def test_recomputation_changes_no_bit(recompute):
         (["lora.targets=c_atn"], ("'c_atn'", "c_attn", "blocks.0.attention.qkv")),
         (["lora.targets=c_attn,q"], ("blocks.0.attention.qkv", "its q")),
         (["lora.targets="], ("''",)),
+        (["lora.targets=[]"], ("lora.targets", "''")),
         (["lora.targets=lm_head", "memory.logit_chunks=2"], ("memory.logit_chunks", "2")),
         (["lora.targets=c_fc", "model.freeze=['*']"], ("model.freeze",)),
     ],

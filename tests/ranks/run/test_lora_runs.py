@@ -12,13 +12,15 @@ from mpitrain.config import with_settings
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.models.targets import is_adapter
 from mpitrain.run.build import build
+from mpitrain.run.checkpoint import save_load
 from mpitrain.run.checkpoint.directories import newest
-from mpitrain.run.checkpoint.manifest import read_manifest
+from mpitrain.run.checkpoint.manifest import Done, read_manifest
 from mpitrain.run.choices import parse
 from mpitrain.run.loop import train
 from mpitrain.run.open_run import configured as opened
 from mpitrain.run.open_run import open_run
 from mpitrain.run.run_dir import CHECKPOINTS, configuration
+from mpitrain.run.transfer.adapters import of_adapters
 from mpitrain.run.transfer.export import export
 from mpitrain.transport.threads import run_ranks
 from tests.training import TINY, configured
@@ -93,6 +95,43 @@ def test_a_run_resumes_in_another_layout_with_the_same_bits(base, adapted, ranks
         for name, (region, value) in own.items():
             if is_adapter(name):
                 assert np.array_equal(region.part_of(found[name]), value)
+
+
+def resaved(transport, config, path, folder):
+    """Load a checkpoint with adapters, and save it again from this layout."""
+    trainer = build(transport, config, path).trainer
+    own = trainer.replication
+    return save_load.save(
+        folder,
+        of_adapters(own.kept()),
+        trainer.storage,
+        transport,
+        trainer.backend,
+        Done(4, 0, "run"),
+        trainer.resolved.axes._asdict(),
+        own.scalars(),
+        1,
+        trainer.begun_from,
+    ).path
+
+
+@pytest.mark.parametrize("rule", ("adamw", "momentum"))
+def test_another_layout_has_the_same_bits_of_optimizer_state(base, tmp_path, rule):
+    """One rank saves, another layout loads and saves, and one rank loads that."""
+    own = [*FLAT, *LORA, f"optimizer.name={rule}", f"run.init_from={base / 'gpt2'}"]
+    started(1, "no", *own, f"run.out={tmp_path / 'run'}")
+    first = newest(tmp_path / "run" / CHECKPOINTS)
+    truth = {
+        name: one for file in first.glob("*.safetensors") for name, one in load_file(file).items()
+    }
+    assert any("moment" in name and np.any(one) for name, one in truth.items())
+    for ranks, layout in ((2, "layout.tp=2"), (3, "replication.zero=3"), (4, "layout.pp=2")):
+        folder = tmp_path / layout
+        path, *_ = run_ranks(ranks, resaved, configured(*own, layout), first, folder)
+        run_ranks(1, resaved, configured(*own), path, folder / CHECKPOINTS)
+        found = saved(folder)
+        assert found.keys() == truth.keys()
+        assert all(np.array_equal(one, found[name]) for name, one in truth.items())
 
 
 def test_a_resumed_run_ends_with_the_bits_of_one_that_went_through(base, adapted, tmp_path):
@@ -184,6 +223,13 @@ def test_the_command_that_started_from_adapters_resumes_the_run(adapted, tmp_pat
             assert again.lora.init_from == str(source)
         run_ranks(1, lambda rank, c=again: train(rank, lambda: c, "auto", lambda: False))
         assert read_manifest(newest(tmp_path / name / CHECKPOINTS)).done.step == 5
+
+
+def test_a_base_is_refused_for_a_run_without_adapters(base, tmp_path):
+    with pytest.raises(ConfigError, match="--base"):
+        opened(base / "run", [f"run.init_from={base / 'gpt2'}"])
+    with pytest.raises(ConfigError, match="--base"):
+        export(base / "run", "gpt2", tmp_path / "out", "float32", 10**9, [], base=str(base))
 
 
 def test_an_adapter_that_peft_puts_on_an_altered_base_is_refused(adapted, tmp_path):
