@@ -170,7 +170,7 @@ def test_a_timer_ends_with_its_job(system, tmp_path):
     words = ["slurm", system, "--cores-per-rank", "2", "--", "train"]
     text = CliRunner().invoke(commands, words).output
     done = run(["bash", "-c", text], cwd=tmp_path, env=NONE)
-    assert done.returncode == 3 and "ended with 3" in done.stdout
+    assert done.returncode == 3
 
 
 def test_a_timer_warns_the_run(tmp_path):
