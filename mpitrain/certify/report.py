@@ -15,13 +15,13 @@ def lines(evidence: Evidence, certificate: Certificate) -> list[str]:
     found = [
         f"{visible(verdict.node):<{width}}  "
         + (
-            "FAIL  " + "; ".join(verdict.reasons)
+            "FAIL  " + visible("; ".join(verdict.reasons))
             if verdict.reasons
             else f"PASS  {_speeds(evidence, verdict.node)}"
         )
         for verdict in certificate.nodes
     ]
-    found += [f"{'':<{width}}  FAIL  {reason}" for reason in certificate.others]
+    found += [f"{'':<{width}}  FAIL  {visible(reason)}" for reason in certificate.others]
     bad = sum(bool(verdict.reasons) for verdict in certificate.nodes)
     return [
         *found,

@@ -12,7 +12,7 @@ import click
 from mpitrain.cli.doctor import FOLDER, check_folder, write_document
 from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.session import mpi_session
-from mpitrain.errors import ConfigError, on_every_rank
+from mpitrain.errors import ConfigError, on_every_rank, visible
 from mpitrain.machine import process
 
 LEAST_ROUNDS = 5
@@ -135,7 +135,7 @@ def _from_outside(
     absent = {**options["absent"], **probe(list(nodes), words)}
     present = {node: ranks for node, ranks in nodes.items() if node not in absent}
     for node in absent.keys() & nodes.keys():
-        click.echo(f"certify: {node}: {absent[node]}", err=True)
+        click.echo(f"certify: {node}: {visible(absent[node])}", err=True)
     if not present:
         return _nobody(absent, options)
     listed = ",".join(f"{node}:{ranks}" for node, ranks in present.items())

@@ -179,7 +179,8 @@ def _supervised(request: Request, system: System, words: list[str]) -> list[str]
     )
     timer = [
         "# This warning comes from the script, since the system sends none:",
-        f"{{ sleep {request.seconds - request.warning}; kill -USR1 $$; }} & timer=$!",
+        "{ trap 'kill $S; exit' TERM",
+        f"  sleep {request.seconds - request.warning} & S=$!; wait $S; kill -USR1 $$; }} & timer=$!",
     ]
     return [
         "trap 'kill -USR1 $P' USR1  # the time limit is near: launch and srun pass USR1 on to every rank",

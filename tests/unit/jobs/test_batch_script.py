@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from mpitrain.cli import commands
 from tests.processes import SECONDS, run
 
 ROOT = Path(__file__).parents[3]
@@ -159,3 +161,22 @@ mkdir -p "$2"; echo '{"event": "end"}' > "$2/metrics.jsonl\""""
     drawn = [line for text in said for line in text.splitlines() if line.startswith("plot")]
     wanted = f"plot {' '.join(runs)} --out runs/sweep-17.png"
     assert drawn == [wanted]
+
+
+@pytest.mark.parametrize("system", ("--pbs", "--lsf"))
+def test_a_timer_ends_with_its_job(system, tmp_path):
+    """Its sleep would else keep the log open until the time limit."""
+    environment(tmp_path / ".venv", {"mpitrain": "exit 3"})
+    words = ["slurm", system, "--cores-per-rank", "2", "--", "train"]
+    text = CliRunner().invoke(commands, words).output
+    done = run(["bash", "-c", text], cwd=tmp_path, env=NONE)
+    assert done.returncode == 3
+
+
+def test_a_timer_warns_the_run(tmp_path):
+    program = "trap 'exit 85' USR1; while :; do sleep 0.02; done"
+    environment(tmp_path / ".venv", {"mpitrain": program, "qsub": 'echo "$@" >> queued'})
+    words = ["slurm", "--pbs", "--cores-per-rank", "2", "--", "train"]
+    text = CliRunner().invoke(commands, words).output.replace("sleep 3540", "sleep 1")
+    done = run(["bash", "-c", text], cwd=tmp_path, env={**NONE, "PBS_JOBID": "7"})
+    assert done.returncode == 85 and "MPITRAIN_JOB=7" in (tmp_path / "queued").read_text()
