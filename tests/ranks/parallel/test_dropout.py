@@ -135,11 +135,11 @@ def test_the_kernels_have_the_masks_of_the_host(monkeypatch):
     [
         [*PIPE, "pipeline.schedule=async"],
         [*PIPE, "pipeline.schedule=async-2bw"],
-        ["replication.mode=server"],
+        *([f"replication.mode={mode}"] for mode in ("server", "master", "local", "gossip")),
     ],
-    ids=["async", "async-2bw", "server"],
+    ids=["async", "async-2bw", "server", "master", "local", "gossip"],
 )
-def test_overlapping_steps_and_servers_have_the_masks_of_one_rank(settings, monkeypatch):
+def test_other_modes_and_overlapping_steps_have_the_masks_of_one_rank(settings, monkeypatch):
     base = [*GPT, *DROPS, f"run.steps={STEPS}"]
     truth, _ = trained(1, base, monkeypatch, 12 * 24)
     masks, _ = trained(2, [*base, *settings], monkeypatch, 12 * 24, losses)
