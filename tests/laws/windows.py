@@ -11,6 +11,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
 from tests.laws.collectives import everyone
 from tests.laws.transport import coded, raises_comm_error
+from tests.messages import transport as says
 
 TINY = ("model.layers=1", "model.width=8", "model.heads=1", "model.context=4", "run.steps=2")
 
@@ -169,10 +170,7 @@ class WindowLaws:
         borrower = bound(inner, 5001, "shared")
         for _ in range(2):
             text = raises_comm_error(root.close)
-            assert (
-                "but rank 0 has 2 open part(s)" in text
-                and "Close the parts on all their ranks" in text
-            )
+            assert says.RANK_OPEN_PART in text and says.CLOSE_PARTS_ALL_THEIR in text
             assert is_right(inner, *borrower)
         part.close()
         inner.close()
@@ -187,6 +185,6 @@ class WindowLaws:
         root.close()
         for reduction in reductions if root.size > 1 else ():
             for begin in (reduction.run, reduction.start):
-                assert f"rank {root.rank}: a reduction through shared memory" in raises_comm_error(
+                assert says.RANK_REDUCTION_THROUGH_SHARED.format(root.rank) in raises_comm_error(
                     begin
                 )

@@ -2,6 +2,7 @@
 
 import re
 
+from tests.messages import cli as says
 from tests.mpi.test_commands import TINY, python_ranks
 from tests.processes import mpitrain
 
@@ -21,14 +22,7 @@ def test_after_a_kill_report_prints_the_last_action_of_each_rank(tmp_path):
     assert done.returncode != 0
     said = mpitrain("report", "run", cwd=tmp_path)
     assert said.returncode == 0, said.stderr
-    assert (
-        "run: It has not ended by itself" in said.stdout
-        and "Where the time went in steps 2 to 4" in said.stdout
-    )
-    assert re.search(
-        r"rank 1 on \S+, [\d.]+ s before: in step 5, update of the parameters", said.stdout
-    ), said.stdout
-    assert re.search(r"rank 0 on \S+, [\d.]+ s before: in step 6, .*waiting for ", said.stdout), (
-        said.stdout
-    )
-    assert "First to fall silent was rank 1." in said.stdout
+    assert says.RUN_ENDED_ITSELF in said.stdout and says.WHERE_TIME_WENT_STEPS in said.stdout
+    assert re.search(says.RANK_BEFORE_STEP_UPDATE, said.stdout), said.stdout
+    assert re.search(says.RANK_BEFORE_STEP_WAITING, said.stdout), said.stdout
+    assert says.FIRST_FALL_SILENT_RANK in said.stdout

@@ -20,6 +20,7 @@ from mpitrain.parallel.tensor.linear import ColumnParallelLinear
 from mpitrain.transport.forwarding import Polled
 from mpitrain.transport.mpi_requests import Receive, Turns
 from mpitrain.transport.threads import run_ranks
+from tests.messages import collectives as says
 from tests.processes import SECONDS, run
 
 
@@ -128,7 +129,7 @@ def test_a_reduction_missing_on_one_rank_is_a_deadlock_with_a_thread():
             by_thread.start(reduction)
             transport.barrier()
 
-    with pytest.raises(CommError, match="every rank waits and no message can move"):
+    with pytest.raises(CommError, match=says.EVERY_RANK_WAITS_NO):
         run_ranks(2, stay, hosts="ab")
 
 

@@ -33,6 +33,7 @@ from mpitrain.transport.threads import run_ranks
 from mpitrain.transport.traced_transport import Recorded
 from tests.fakes import cupy
 from tests.laws.transport import TransportLaws, laws_of
+from tests.messages import transport as says
 from tests.runs import go
 
 LAST = "law_a_message_of_another_size_is_an_error_at_its_receiver"  # after it threads carry no more; it knows them by their type
@@ -103,14 +104,14 @@ def test_a_trace_starts_early_and_moves_into_the_run_directory(monkeypatch, tmp_
 
     run_ranks(1, begin)
     assert (
-        "It had no run directory yet." in said[0]
-        and ": finding the other ranks" in said[0]
+        says.HAD_NO_RUN_DIRECTORY in said[0]
+        and says.FINDING_OTHER_RANKS in said[0]
         and left() == []
     )
     trace = read_trace(tmp_path / "trace")
     assert [described(trace, record) for record in trace.records] == [
-        "finding the other ranks",
-        "words of all ranks",
+        says.FINDING_OTHER,
+        says.WORDS_ALL_RANKS,
         "a barrier",
     ]
 
@@ -197,13 +198,12 @@ def test_traces_name_messages_and_the_slow_rank_and_sum_to_the_whole(book, tmp_p
             "the loss, micro-batch 1",
             "its rows",
             "run.delay",
-            "update of the parameters",
+            says.UPDATE_PARAMETERS,
         } <= set(of[COMPUTE])
-        assert of[WAIT] == ["the sums of gradients", "all-reduce of the control message"]
+        assert of[WAIT] == [says.SUMS_GRADIENTS, says.ALL_REDUCE_CONTROL_MESSAGE]
         assert "all-reduce of bucket 0" in of[REDUCTION] and len(of[SEND]) == len(of[RECEIVE]) > 4
         assert any(
-            said.startswith(f"send to rank {(rank + 1) % 3}: all-reduce of bucket 0, ")
-            for said in of[SEND]
+            said.startswith(says.SEND_RANK_ALL_REDUCE.format((rank + 1) % 3)) for said in of[SEND]
         )
         assert (trace.records["end"] > 0).all()
     assert not [*what_was_predicted(tmp_path / "run", timeline, range(1, 3))], "it has no pipeline"
@@ -244,7 +244,7 @@ def test_a_pipelines_trace_names_its_messages_and_bubble(book, tmp_path):
     assert (
         page.count("data:image/png;base64,") == 2
         and "http" not in page
-        and "Where the time went in steps 2 to 6" in page
+        and says.WHERE_TIME_WENT_STEPS in page
     )
     for micro in range(3):
         for sent, begins in (
@@ -312,7 +312,7 @@ def test_in_every_mode_the_breakdown_sums_to_the_whole(
     assert said.exit_code == 0 and said.output.count(" before: ") == ranks, said.output
     assert f"{moved}/report/perfetto.json is for https://ui.perfetto.dev" in said.output
     assert (
-        "It has no metrics." in said.output
-        and "Nothing can be predicted: " in said.output
+        says.NO_METRICS in said.output
+        and says.NOTHING_CAN_PREDICTED in said.output
         and "100.0" in said.output
     )

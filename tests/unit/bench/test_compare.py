@@ -23,6 +23,7 @@ from mpitrain.collectives.selection.table import choices
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.modes import MODES
 from mpitrain.parallel.traffic import LETTERS
+from tests.messages import bench as says
 
 
 def row(mode, **changes):
@@ -98,8 +99,8 @@ def test_lines_have_a_cell_per_column_and_a_dash_where_none_applies():
 
 def test_the_formulas_below_the_table_explain_their_letters():
     assert footer([row("star"), row("auto", formula_bytes=None)]) == [
-        "star               sends (n-1) S, the root",
-        "with S bytes of all gradients, padding included, n ranks; besides, control messages and headers",
+        says.STAR_SENDS_ROOT,
+        says.BYTES_ALL_GRADIENTS_PADDING,
     ]
     for word in settings_by_mode():
         if not (formula := formula_of(word)):

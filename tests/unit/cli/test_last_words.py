@@ -9,6 +9,7 @@ import pytest
 
 from mpitrain.cli.terminal import last_words
 from mpitrain.cli.train import Stop
+from tests.messages import cli as says
 from tests.mpi.test_commands import TINY
 from tests.processes import SECONDS
 
@@ -48,10 +49,7 @@ def test_a_rank_that_mpirun_ends_says_so_and_warned_before(tmp_path):
     forwarded = (tmp_path / "forwarded").read_text()
     (step,) = (path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert done.returncode == 85, done.stderr
-    assert (
-        done.stdout
-        == f"stopped at step {int(step.removeprefix('step-'))}; --resume goes on from there\n"
-    )
+    assert done.stdout == says.STOPPED_STEP_RESUME_GOES.format(int(step.removeprefix("step-")))
     assert forwarded.startswith(last_words.ADVICE + "\n") and "stopped at step" not in forwarded
 
 

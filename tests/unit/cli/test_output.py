@@ -9,6 +9,7 @@ import pytest
 from mpitrain.cli.launch.launcher_output import LauncherOutput, Passage
 from mpitrain.cli.launch.launcher_output import Output as OutputWords
 from mpitrain.cli.terminal.output import Output, OutputError
+from tests.messages import cli as says
 from tests.processes import SECONDS
 
 
@@ -21,7 +22,7 @@ def stream(path, encoding="utf-8"):
 
 def test_a_full_output_is_one_error_and_then_silence():
     _, text = stream("/dev/full")
-    with pytest.raises(OutputError, match="Standard output takes no more: No space left on device"):
+    with pytest.raises(OutputError, match=says.STANDARD_OUTPUT_TAKES_NO):
         print("one", file=text)
     print("two", file=text)
     text.close()

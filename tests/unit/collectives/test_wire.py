@@ -6,6 +6,7 @@ import pytest
 from mpitrain.collectives.compression.matrices import tiles
 from mpitrain.collectives.engine.codecs import BLOCK, CODECS, Wire, largest, parse_wire
 from mpitrain.errors import ConfigError
+from tests.messages import collectives as says
 
 
 def test_names_have_amounts_where_they_need_them():
@@ -32,7 +33,7 @@ def test_names_have_amounts_where_they_need_them():
     ],
 )
 def test_other_names_are_refused(text):
-    with pytest.raises(ConfigError, match="wire is one of none, fp16, bf16, int8, topk, powersgd"):
+    with pytest.raises(ConfigError, match=says.WIRE_ONE_NONE_FP):
         parse_wire(text)
 
 

@@ -20,6 +20,7 @@ from mpitrain.ops.cuda.tiles import (
     worth_measuring,
     write_tiles,
 )
+from tests.messages import ops as says
 
 
 def of(capability: int, multiprocessors: int = 132, **limits: int) -> SimpleNamespace:
@@ -156,7 +157,7 @@ def test_a_file_says_what_was_written_and_nothing_else_is_read(tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigError, match=complaint):
             read_tiles(path)
-    with pytest.raises(ConfigError, match=r"missing\.json cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=says.MISSING_JSON_CANNOT_READ):
         read_tiles(tmp_path / "missing.json")
 
 
@@ -184,5 +185,5 @@ def test_a_tiling_that_cannot_be_launched_is_refused_when_it_is_read(tiling, tmp
         "plan": tiling,
     }
     path.write_text(json.dumps({"measured": [entry]}))
-    with pytest.raises(ConfigError, match="is no table of tiles"):
+    with pytest.raises(ConfigError, match=says.NO_TABLE_TILES):
         read_tiles(path)

@@ -1,0 +1,11 @@
+"""The sentences that tests expect of `mpitrain/jobs`."""
+
+CUPY_FINDS_NO_GPU = "CuPy finds no GPU here: install mpitrain[cuda13]"
+EXIT_CODE_VALUEERROR_DRIVER = "exit code 1: ValueError: the driver is gone"
+LINES_THEM = "1 lines, 0 of them short"
+LINES_THEM_SHORT = "1 lines, {} of them short"
+LINES_THEM_SHORT_WHAT = "{} lines, 0 of them short of what is required, or failed"
+PART_SKIPPED_THERE_NO = "part 0: skipped, there is no MPI here (mpirun and mpi4py)"
+PART_STOPPED_AFTER = "part 1: stopped after its 2 s"
+RUN_REAL = "Not run on a real"
+TRAINING_STEP_GPT = "training step of a GPT"
