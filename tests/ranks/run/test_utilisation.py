@@ -111,6 +111,13 @@ def test_a_file_that_is_no_peak_is_measured_again(folder, monkeypatch, spoil):
     assert gemm_peak(device, dtype, 1, "") == 8.0
 
 
+def test_a_rate_that_a_busy_machine_had_is_replaced(folder, monkeypatch):
+    device, dtype = device_for("cpu"), np.dtype("float32")
+    for measured, peak in ((7.0, 7.0), (9.0, 9.0), (8.0, 9.0)):
+        monkeypatch.setattr(measuring, "_measured", lambda *arguments, found=measured: found)
+        assert gemm_peak(device, dtype, 1, "") == peak
+
+
 def test_a_simulated_device_has_no_peak():
     assert gemm_peak(device_for("cuda-sim"), np.dtype("float32"), 1, "") is None
 
