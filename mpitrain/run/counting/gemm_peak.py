@@ -48,8 +48,8 @@ def gemm_peak(device: Device, dtype: np.dtype, sharing: int, kernels: str) -> fl
     The first call on a machine takes less than a second. Ranks of a host must call it at the same
     time. Then each measures with its own cores while the others load theirs, as in training. The
     result is cached in a folder that only this user may write. `_facts` lists its dependencies.
-    Later calls measure a few products, and a higher rate replaces the cached one: the machine may
-    have been busy before.
+    Later calls measure a few products. A higher rate replaces the cached one, because the machine
+    may have been busy before.
 
     dtype    of the matrices
     sharing  ranks on this host
