@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from mpitrain.bench.training.compare import formula_of, jobs, predicted, usual
+from mpitrain.bench.comparison.formulas import formula_of, predicted
+from mpitrain.bench.comparison.grammar import usual
+from mpitrain.bench.comparison.jobs import jobs
 from mpitrain.cli import commands
 from mpitrain.cli.bench.train import _configured as of_bench_train
 from mpitrain.config import parse
@@ -39,7 +41,7 @@ def by_formula(hosts, settings):
         ).items():
             job = build(transport, config, source=source)
             source, axes = job.source, job.trainer.grid.axes
-            found[word] = str(axes.ranks - axes.servers), f"{predicted(job):,.0f}"
+            found[word] = str(axes.ranks - axes.servers), f"{predicted(transport, job):,.0f}"
             job.close()
         return found
 
