@@ -87,3 +87,20 @@ def test_what_cannot_be_compared_is_one_message_and_no_table(tmp_path):
     ):
         assert text.count(words) == 1, text
     assert not any("val loss" in printed for printed in shown)
+
+
+def test_tricks_are_tried_on_a_job_and_their_lines_can_be_set(tmp_path):
+    names = "recomputation,ZeRO 1,sequence parallelism"
+    file = tmp_path / "rows.json"
+    words = ["--tricks", names, "--steps", 1, "--json", file, *TINY_STEPS]
+    done = launch(2, "plan", "tricks", *words)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["name"] for row in rows] == names.split(",")
+    assert [row["settings"] for row in rows[:2]] == [
+        ["memory.recompute=unit"],
+        ["replication.zero=1"],
+    ]
+    assert all(len(row["ratios"]) == 5 and row["smaller"] < 1 for row in rows[:2])
+    assert rows[2]["reason"] and "in 4 of 4 jobs" in done.stdout
+    assert "\r" not in done.stderr, "no bar where there is no terminal"
