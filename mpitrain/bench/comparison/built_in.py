@@ -9,10 +9,10 @@ JOBS: dict[str, tuple[str, ...]] = {
         "batch.size=128",
     ),
     "large": (
-        "model.layers=4",
-        "model.width=512",
+        "model.layers=3",
+        "model.width=384",
         "model.heads=8",
-        "model.context=32",
+        "model.context=16",
         "batch.size=8",
     ),
 }

@@ -1,6 +1,7 @@
 """The configurations that `mpitrain compare` trains: one job in each mode."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from mpitrain.bench.comparison.grammar import is_replication, settings_of
 from mpitrain.config import Config, with_settings
@@ -10,7 +11,9 @@ from mpitrain.optim import checked
 from mpitrain.parallel.grid import axes, divisor
 from mpitrain.parallel.modes import servers_of
 from mpitrain.run.choices import parse
-from mpitrain.run.resolve import resolve
+from mpitrain.run.given import agree_on
+from mpitrain.run.resolve import resolve_here
+from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
 WARM_UP = 1
@@ -67,7 +70,8 @@ def check_resolved(transport: Transport, found: Mapping[str, Config]) -> None:
     """
     for mode, config in found.items():
         try:
-            resolve(transport, config)
+            given = agree_on(transport, partial(checked, config))
+            on_all_ranks(transport, partial(resolve_here, given, transport.hosts))
         except ConfigError as error:
             if not error.agreed:
                 raise

@@ -48,8 +48,10 @@ def unless(holds: Callable[[Resolved], bool], text: str) -> Callable[[Resolved],
     return lambda job: "" if holds(job) else text
 
 
-_rows = lambda job: job.config.batch.size // job.axes.dp  # noqa: E731
-"""(job) -> rows of a replica's step."""
+def _rows(job: Resolved) -> int:
+    """Return the rows of a replica's step."""
+    return job.config.batch.size // job.axes.dp
+
 
 REPLICAS = unless(lambda job: job.axes.dp > 1, "there is one replica")
 ALL_REDUCE = unless(
