@@ -47,9 +47,11 @@ def formula_of(mode: str) -> Formula | None:
     return mode_of(config).traffic(config.replication)
 
 
-def words_of(mode: str, workers: int) -> str:
-    """Return the formula of a mode in words; empty without a formula."""
-    config = parse(with_settings({}, [*settings_of(mode)]))
+def words_of(config: Config, workers: int) -> str:
+    """Return the formula of a job in words; empty without a formula.
+
+    workers  ranks that compute rows
+    """
     tp, pp = config.layout.tp, config.layout.pp
     if not _is_divided(config):
         formula = mode_of(config).traffic(config.replication)

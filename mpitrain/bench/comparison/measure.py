@@ -7,7 +7,7 @@ from contextlib import closing
 from statistics import fmean, mean, median
 from typing import NamedTuple
 
-from mpitrain.bench.comparison.formulas import predicted
+from mpitrain.bench.comparison.formulas import predicted, words_of
 from mpitrain.bench.comparison.jobs import WARM_UP
 from mpitrain.bench.comparison.waits import Waits
 from mpitrain.config import Config
@@ -39,6 +39,7 @@ class Row(NamedTuple):
                    because asynchronous servers report several steps at once
     idle           fraction of the time in which a worker waits for messages, mean over workers
     memory         by rank: bytes of each of KINDS
+    formula        the formula of `formula_bytes` in words; empty without a formula
     """
 
     mode: str
@@ -57,6 +58,7 @@ class Row(NamedTuple):
     blocks: list[float]
     idle: float
     memory: list[dict[str, int]]
+    formula: str
 
 
 class Trained(NamedTuple):
@@ -169,6 +171,7 @@ def _measured(
     times, comms, sent_bytes, idles, memories = zip(*transport.gather_text(mine), strict=True)
     lie = trainer.grid.axes
     workers = lie.ranks - lie.servers
+    formula_bytes = predicted(transport, job)
     row = Row(
         mode,
         workers,
@@ -176,7 +179,7 @@ def _measured(
         trainer.config.batch.size / max(times),
         max(comms[:workers]),
         [*sent_bytes],
-        predicted(transport, job),
+        formula_bytes,
         [sum(each.values()) - each["activations"] for each in memories],
         # Every rank has the same values of staleness and lead.
         max(outcome.staleness for outcome in outcomes),
@@ -187,6 +190,7 @@ def _measured(
         [max(times)],
         fmean(idles[:workers]),
         [*memories],
+        "" if formula_bytes is None else words_of(trainer.config, workers),
     )
     return row, found
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpitrain.bench.comparison.formulas import letters_in, words_of
+from mpitrain.bench.comparison.formulas import letters_in
 from mpitrain.bench.comparison.measure import (
     KINDS,
     Row,
@@ -102,11 +102,7 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
 def footer(rows: Sequence[Row]) -> list[str]:
     """Return the formulas of these modes in words, and the meaning of their letters."""
     first = wide([row.mode for row in rows])
-    found = {
-        row.mode: words
-        for row in rows
-        if row.formula_bytes is not None and (words := words_of(row.mode, row.workers))
-    }
+    found = {row.mode: row.formula for row in rows if row.formula}
     letters = [f"{letter} {meaning}" for letter, meaning in letters_in([*found.values()]).items()]
     return [
         *(f"{mode:<{first}} sends {words}" for mode, words in found.items()),

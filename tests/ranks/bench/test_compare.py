@@ -66,6 +66,7 @@ def test_layouts_train_as_a_ring_and_send_what_formulas_say(ranks):
     rows = measured(LAYOUTS[ranks], "a" * ranks, *settings)
     for each in rows:
         assert max(each.sent_bytes) == each.formula_bytes, each.mode
+        assert ("B T C" in each.formula) == (each.mode != "ring")
         assert abs(each.val_loss - rows[0].val_loss) <= 1e-9
 
 
