@@ -73,7 +73,9 @@ def predicted(transport: Transport, job: Job) -> float | None:
     if config.replication.zero and isinstance(RULES[config.optimizer.name].step, TensorWise):
         return None
     if _is_divided(config):
-        own = _of_layout(job) if _has_layout_formula(config) else None
+        # Replicas of asynchronous pipelines also sum more often.
+        is_known = trainer.grid.axes.dp == 1 or config.pipeline.schedule not in STREAMS
+        own = _of_layout(job) if is_known and _has_layout_formula(config) else None
         everyone = transport.gather_text(own)
         return None if None in everyone else max(everyone)
     formula = mode_of(config).traffic(config.replication)
@@ -96,7 +98,6 @@ def _has_layout_formula(config: Config) -> bool:
         model.kind == "gpt"
         and not (model.tied or model.freeze or config.lora.rank)
         and not isinstance(RULES[config.optimizer.name].step, TensorWise)
-        and config.pipeline.schedule not in STREAMS
         and (replication.mode, replication.zero, replication.algorithm) == ("all-reduce", 0, "ring")
     )
     # Recomputation and slices of the logits repeat some sums.
@@ -117,7 +118,8 @@ def _of_layout(job: Job) -> float:
     tokens, width, m = config.model.context, config.model.width, config.batch.micro_batches
     rows = [len(share(len(trainer.share()), micro, m)) for micro in range(m)]
     gradients = _ring(dp, grid.axes.dp, storage.length) * storage.dtype.itemsize
-    control = _ring(grid.world.rank, grid.axes.ranks, CONTROL) * CONTROL_ITEM
+    messages = m if config.pipeline.schedule in STREAMS else 1
+    control = _ring(grid.world.rank, grid.axes.ranks, CONTROL) * CONTROL_ITEM * messages
     plan = fused_at_the_input(trainer.resolved.plan, trainer.pipe.lowest)
     program = training_program(plan, trainer.pipe.lowest)[pp]
     activations = sum(

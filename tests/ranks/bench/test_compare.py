@@ -70,6 +70,13 @@ def test_layouts_train_as_a_ring_and_send_what_formulas_say(ranks):
         assert abs(each.val_loss - rows[0].val_loss) <= 1e-9
 
 
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_asynchronous_pipelines_send_a_control_message_per_micro_batch(stages):
+    modes = [f"pp{stages}:{name}" for name in ("1f1b", "async", "async-2bw")]
+    for each in measured(modes, "a" * stages, "run.steps=3"):
+        assert max(each.sent_bytes) == each.formula_bytes, each.mode
+
+
 @pytest.mark.parametrize("mode", ["pp2:gpipi", "zero3+pp2:1f1b", "pp2:interleaved+accumulate3"])
 def test_an_impossible_schedule_is_refused_by_name_on_every_rank(mode):
     found = jobs(["ring", mode], TINY, "aa")
