@@ -23,6 +23,7 @@ from mpitrain.run.choices import parse
 from mpitrain.transport.base import Transport
 
 OF_TENSORS = "2 (t-1)/t of 4 L + 2 times B T C, and of 3 B T numbers"
+OF_SEQUENCES = "(t-1)/t of 2 L + 1 times B T C, and 2 (t-1)/t of the norms' gradients"
 OF_STAGES = "B T C, and B T C back, to each neighbour"
 OF_REPLICAS = "2 (d-1)/d S"
 LAYOUT_LETTERS = {
@@ -37,6 +38,8 @@ LAYOUT_LETTERS = {
 """{letter of a formula in words: its meaning}."""
 SUMS = {"attention": 2, "mlp": 2, "embedding": 1, "head": 1}
 """{kind of unit: its all-reduces of B T C, forward and backward, in a tensor-parallel group}."""
+COLUMN_PARALLEL = ("attention", "mlp", "head")
+"""Kinds of units with a column-parallel layer."""
 
 
 def formula_of(mode: str) -> Formula | None:
@@ -56,8 +59,13 @@ def words_of(config: Config, workers: int) -> str:
     if not _is_divided(config):
         formula = mode_of(config).traffic(config.replication)
         return formula.words if formula else ""
-    words = [OF_TENSORS] * (tp > 1) + [OF_STAGES] * (pp > 1) + [OF_REPLICAS] * (workers > tp * pp)
-    return "; ".join(words)
+    words = {
+        OF_TENSORS: tp > 1,
+        OF_SEQUENCES: config.layout.sequence_parallel,
+        OF_STAGES: pp > 1,
+        OF_REPLICAS: workers > tp * pp,
+    }
+    return "; ".join(text for text, is_sent in words.items() if is_sent)
 
 
 def predicted(transport: Transport, job: Job) -> float | None:
@@ -103,7 +111,7 @@ def _has_layout_formula(config: Config) -> bool:
     # Recomputation and slices of the logits repeat some sums.
     has_plain_sums = (
         layout.algorithm == "ring"
-        and not layout.sequence_parallel
+        and not layout.keep_gathered
         and (config.memory.recompute, config.memory.logit_chunks) == ("none", 1)
     )
     return is_plain and (layout.tp == 1 or has_plain_sums)
@@ -127,6 +135,14 @@ def _of_layout(job: Job) -> float:
     )
     kinds = [unit.name.rpartition(".")[2] for unit in trainer.units]
     sums = sum(SUMS.get(kind, 0) for kind in kinds)
+    partial = 0
+    if config.layout.sequence_parallel:
+        activations //= grid.axes.tp  # A stage sends its own rows.
+        # Column-parallel layers gather their inputs again in backward.
+        gathered = sum(kind in COLUMN_PARALLEL for kind in kinds) * sum(rows) * tokens * width
+        activations += gathered * (grid.axes.tp - 1) // grid.axes.tp * itemsize
+        partial = sum(span.stop - span.start for span in storage.spans if span.partial)
+    gradients += _ring(tp, grid.axes.tp, partial) * storage.dtype.itemsize
     for one in rows:
         activations += sums * _ring(tp, grid.axes.tp, one * tokens * width) * itemsize
         if "head" in kinds:

@@ -54,9 +54,9 @@ def test_the_busiest_rank_sends_what_the_formula_says(hosts, parts):
 
 
 LAYOUTS = {
-    2: ["ring", "tp2+accumulate3", "pp2:gpipe", "pp2:interleaved", "pp2:zb-v"],
-    3: ["ring", "tp3", "pp3:1f1b", "pp3:v-half"],
-    4: ["ring", "pp2:zero-bubble", "tp2+pp2", "tp4", "tp2+dp2+accumulate2"],
+    2: ["ring", "tp2+accumulate3", "tp2+sequence", "pp2:gpipe", "pp2:interleaved", "pp2:zb-v"],
+    3: ["ring", "tp3", "tp3+sequence", "pp3:1f1b", "pp3:v-half"],
+    4: ["ring", "pp2:zero-bubble", "tp2+pp2+sequence", "tp4+sequence", "tp2+dp2+accumulate2"],
 }
 
 

@@ -70,6 +70,18 @@ def test_the_bytes_of_modes_are_those_of_their_formulas(command, hosts, settings
     }
 
 
+def test_tables_of_modes_have_the_bytes_of_formulas_and_sums_of_kinds():
+    blocks = re.findall(r"^\$ mpitrain .* compare --job .*\n((?s:.*?))```", BENCH.read_text(), re.M)
+    assert len(blocks) == 4
+    for block in blocks:
+        first, second = re.split(r"^mode +idle .*\n", block, flags=re.M)
+        rows = [line.replace(",", "").split() for line in first.splitlines() if "," in line[40:]]
+        assert rows and all(row[5] == row[6] for row in rows[3:] if row[6].isdigit())
+        for line in second.split("\n\n")[0].splitlines():
+            _, _, *kinds, whole, _, _ = line.split()
+            assert sum(map(float, kinds)) == pytest.approx(float(whole), abs=0.05)
+
+
 @cache
 def parameters(kind):
     """Of the job that `train` trains unless told otherwise, or of bench train's."""
