@@ -26,6 +26,7 @@ from mpitrain.collectives.selection.table import choices
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.modes import MODES
 from mpitrain.parallel.traffic import LETTERS
+from mpitrain.plan.memory import count
 from tests.messages import bench as says
 
 
@@ -87,6 +88,15 @@ def test_every_form_is_accepted_with_a_number_and_a_name():
 def test_a_built_in_job_runs_in_each_kind_of_mode(job):
     modes = ["ring", "zero3", "tp2", "tp4", "pp2:gpipe", "pp4", "pp2:async", "accumulate2"]
     assert jobs(modes, [*JOBS[job]], "aaaa").keys() == set(modes)
+
+
+def test_mixed_precision_costs_memory_in_the_large_job_and_hardly_in_the_small_one():
+    def growth(job):
+        found = jobs(["ring", "bf16"], [*JOBS[job], "layout.dp=2"], "aa").values()
+        ring, half = (count(config).state + count(config).stages[0].step.peak for config in found)
+        return half / ring
+
+    assert 1 < growth("small") < 1.02 and 1.2 < growth("large") < 1.25
 
 
 def test_one_rank_compares_tricks_but_not_replication():
