@@ -227,11 +227,15 @@ SMOOTHED = 5
 
 
 def loss_at(row: Row, seconds: float = math.inf) -> float | None:
-    """Return the mean of the last SMOOTHED finite training losses up to a time; None if none."""
-    losses = [loss for end, loss in row.curve if end <= seconds and loss is not None]
+    """Return the mean of the last SMOOTHED finite training losses up to a time; None if none.
+
+    A step takes `step_s`, the median over blocks, so that one disturbed block changes little.
+    """
+    ended = [loss for step, (_, loss) in enumerate(row.curve, 1) if step * row.step_s <= seconds]
+    losses = [loss for loss in ended if loss is not None]
     return fmean(losses[-SMOOTHED:]) if losses else None
 
 
 def equal_time(rows: Sequence[Row]) -> float:
     """Return the seconds after which the fastest mode has ended its last step."""
-    return min(row.curve[-1][0] for row in rows)
+    return min(len(row.curve) * row.step_s for row in rows)

@@ -171,9 +171,9 @@ def test_memory_is_split_by_kind_on_the_fullest_rank():
 
 
 def test_losses_are_compared_after_equal_steps_and_after_equal_time():
-    fast, slow = row("ring"), row("star", curve=[(0.9, 2.0), (1.9, 1.0)])
-    assert equal_time([fast, slow]) == 1.0
-    assert (loss_at(slow), loss_at(slow, 1.0), loss_at(slow, 0.5)) == (1.5, 2.0, None)
+    fast, slow = row("ring"), row("star", step_s=0.5, curve=[(0.9, 2.0), (1.9, 1.0)])
+    assert equal_time([fast, slow]) == 2 * 0.25
+    assert (loss_at(slow), loss_at(slow, 0.5), loss_at(slow, 0.4)) == (1.5, 2.0, None)
     assert loss_at(row("ring", curve=[(0.5, None), (1.0, 1.5)])) == 1.5
 
 
