@@ -17,7 +17,7 @@ from mpitrain.config.delays import delay_s, delays
 from mpitrain.data import Source
 from mpitrain.errors import DataError, MpitrainError, on_every_rank
 from mpitrain.layers.base import Loss, Unit
-from mpitrain.layers.flat import Piece, Storage
+from mpitrain.layers.flat import Storage
 from mpitrain.layers.memory.chunked_logits import ChunkedLogits, computed, sliced
 from mpitrain.ops.int8_rows import Coded
 from mpitrain.optim import check_groups, learning_rate
@@ -35,7 +35,7 @@ from mpitrain.pipeline.async_pipeline import pipeline_for
 from mpitrain.pipeline.chunks import Chunks, cut_in_chunks
 from mpitrain.pipeline.decoder import Decoder, can_decode
 from mpitrain.pipeline.pipeline import own
-from mpitrain.run.checkpoint.regions import within
+from mpitrain.regions import Piece, moved, overlap, within
 from mpitrain.run.counting.step import Step
 from mpitrain.run.decoding.reader import Reader
 from mpitrain.run.indices import Indices
@@ -512,9 +512,9 @@ class Trainer:
             stop = first + len(some)
             # A slice may begin or end within a row.
             for row in range(first // length, -(-stop // length)):
-                low, high = max(first, row * length), min(stop, (row + 1) * length)
-                part = some[low - first : high - first]
-                found[row] += float(self._loss.value(part, flat[low:high], self.arena))
+                both = overlap(range(first, stop), range(row * length, (row + 1) * length))
+                part = some[moved(both, -first)]
+                found[row] += float(self._loss.value(part, flat[moved(both, 0)], self.arena))
         return found
 
     def _losses(self, source: Source, rows: Sequence[int]) -> tuple[float, int, int]:

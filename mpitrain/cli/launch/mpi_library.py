@@ -53,7 +53,7 @@ def launcher(name: str, sign: str, version: str = "") -> str:
     """Return the path of the launcher whose --version prints `sign`; ConfigError if there is none.
 
     The folder of this Python comes first, then PATH. Open MPI's library and launcher
-    must have the same first number of version; else the ranks do not find each other.
+    must have the same first number of version. Otherwise the ranks do not find each other.
 
     version  version string of the MPI library; "": any launcher will do
     """

@@ -16,6 +16,8 @@ from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
+from mpitrain.regions import overlap
+
 SECONDS = 7
 """Processor time of the process, in seconds."""
 MEMORY = 1 << 30
@@ -86,9 +88,9 @@ def _check_overlap(
         return
     for _, start, stop in sends:
         for first, last in ends:
-            if max(first, start) < min(last, stop):
+            if both := overlap(range(first, last), range(start, stop)):
                 raise Wrong(
-                    f"step {step} of rank {rank} sends element {max(first, start)} and replaces it"
+                    f"step {step} of rank {rank} sends element {both.start} and replaces it"
                 )
 
 
