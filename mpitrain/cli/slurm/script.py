@@ -7,7 +7,7 @@ from mpitrain.cli.slurm.environments import environment_of
 from mpitrain.cli.slurm.request import Request
 from mpitrain.cli.slurm.systems import SYSTEMS, System
 
-BESIDE = 38
+REASON_COLUMN = 38
 """The column at which the comment of an #SBATCH line begins."""
 
 
@@ -93,8 +93,8 @@ TITLES: dict[str, Callable[[Request, str], list[str]]] = {
 def _directives(system: System, request: Request, resumes: bool) -> list[str]:
     lines = []
     for option, reason in system.directives(request, resumes):
-        if system.is_beside:
-            lines.append(f"{f'{system.prefix} {option}':<{BESIDE}}  # {reason}")
+        if system.has_reasons_in_line:
+            lines.append(f"{f'{system.prefix} {option}':<{REASON_COLUMN}}  # {reason}")
         else:
             lines += [f"# {reason}:", f"{system.prefix} {option}"]
     return lines
