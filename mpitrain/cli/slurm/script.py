@@ -179,8 +179,7 @@ def _supervised(request: Request, system: System, words: list[str]) -> list[str]
     )
     timer = [
         "# This warning comes from the script, since the system sends none:",
-        "{ trap 'kill $S; exit' TERM",
-        f"  sleep {request.seconds - request.warning} & S=$!; wait $S; kill -USR1 $$; }} & timer=$!",
+        f"{{ while ((SECONDS < {request.seconds - request.warning})); do sleep 1; done; kill -USR1 $$; }} & timer=$!",
     ]
     return [
         "trap 'kill -USR1 $P' USR1  # the time limit is near: launch and srun pass USR1 on to every rank",
