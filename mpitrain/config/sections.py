@@ -15,6 +15,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from mpitrain.config.delays import PATTERN as DELAY
+from mpitrain.config.injections import PATTERN as INJECTION
 from mpitrain.machine.kinds import Kind
 
 WIRE = r"^(none|fp16|bf16|int8|topk(:.+)?|powersgd(:.+)?)$"
@@ -138,6 +139,14 @@ class Run(Section):
         "this rank MS milliseconds longer. random:MS:P does so to each step of each "
         "rank with probability P. The draw depends on the seed, the step and the rows "
         "of the rank. Empty: none",
+    )
+    inject: str = Field(
+        "",
+        pattern=INJECTION,
+        description="an artificial failure, KIND:RANK@STEP[:POINT], for tests of jobs. KIND is kill, "
+        "segfault, stop, exit, _exit, raise, oom, disk, deadlock, mismatch, lose, nan or bitflip. It "
+        "happens once, from this step on; step 0 is the start. POINT is step, forward, backward, save "
+        "or evaluation. A resumed run does not take it over. Empty: none",
     )
     stall_seconds: float = Field(
         600.0,
