@@ -134,6 +134,7 @@ def command(
         kind=lambda: configured().device.kind,
         patience=lambda: configured().run.stall_seconds,
         does_trace=lambda: configured().run.trace,
+        grace=lambda: configured().run.grace,
     ) as transport:
         finished = _train(transport, configured, resume or "no", stop)
     sys.exit(STOPPED if finished.stopped else 0)

@@ -153,6 +153,12 @@ class Run(Section):
         ge=1,
         description="the watchdog ends the job if a rank makes no progress for this many seconds",
     )
+    grace: float = Field(
+        60.0,
+        ge=1,
+        description="seconds in which a rank must exit after the run has ended; then it ends itself, "
+        "even if MPI_Finalize waits for a rank that hangs",
+    )
     trace: bool = Field(
         True,
         description="record the last actions of each rank in trace/ of the run directory, for "
