@@ -47,7 +47,8 @@ SETTINGS = {
 class End(NamedTuple):
     """The expected end of a job.
 
-    seconds  from the failure to the end of the job, at most
+    seconds  from the failure to the end of the job, at most; with a full disk this contains the
+             steps to the next checkpoint
     last     pattern of the last line on the terminal, with Open MPI and with MPICH
     codes    the possible exit codes
     """
@@ -60,7 +61,8 @@ class End(NamedTuple):
 RESUME = r"(\. With --resume=auto .*)?"
 KILLED = r"mpitrain launch: (rank 1|process \d+) on \S+ was killed: signal {}\b.*"
 FAILED = r"mpitrain launch: the run failed: rank 1{}.*"
-SILENT = End(STALL + 5, FAILED.format(""))
+SILENT = End(STALL + 5, r"mpitrain launch: the run failed: rank [01]\b.*")
+"""The rank that reports a silence may be a victim. A lost message may also meet the next receive."""
 ENDS = {
     "kill": End(5, KILLED.format(9), (9, 137)),
     "segfault": End(5, KILLED.format(11), (11, 139)),
@@ -68,7 +70,7 @@ ENDS = {
     "exit": End(5, FAILED.format(": left the job")),
     "_exit": End(5, r"mpitrain launch: the run failed: .*"),
     "oom": End(5, FAILED.format(": out of memory")),
-    "disk": End(5, r".*then go on with --resume.*"),
+    "disk": End(30, r".*then go on with --resume.*"),
     "stop": SILENT,
     "deadlock": SILENT,
     "mismatch": SILENT,
@@ -112,12 +114,12 @@ def processes(mark: str) -> list[str]:
     return found
 
 
-def job(programs: Path, kind: str, point: str, folder: Path, mark: str) -> Found:
+def job(programs: Path, kind: str, phase: str, folder: Path, mark: str) -> Found:
     """Run a job that fails, and return its end."""
     temporary = folder / "tmp"
     temporary.mkdir()
     before = {*os.listdir("/dev/shm")}
-    settings = SETTINGS | {"run.inject": f"{kind}:1{point}"}
+    settings = SETTINGS | {"run.inject": f"{kind}:1{PHASES[phase]}"}
     words = [
         str(programs / "python"),
         "-m",
@@ -201,7 +203,7 @@ def main() -> int:
             for attempt in range(TRIES):
                 with tempfile.TemporaryDirectory() as folder:
                     mark = f"{os.getpid()}-{kind}-{phase}-{attempt}"
-                    found = job(options.mpi, kind, PHASES[phase], Path(folder), mark)
+                    found = job(options.mpi, kind, phase, Path(folder), mark)
                 wrong = verdict(found, end)
                 if not re.fullmatch(r"[\d.]+ s", wrong):
                     break
