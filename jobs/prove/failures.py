@@ -76,7 +76,7 @@ ENDS = {
     "segfault": End(5, KILLED.format(11), (11, 139)),
     "raise": End(5, FAILED.format(": ended by an exception")),
     "exit": End(5, FAILED.format(": left the job")),
-    "_exit": End(5, r"mpitrain launch: the run failed: .*"),
+    "_exit": End(5, r"mpitrain launch: (the run failed|the launcher returned 0)\b.*"),
     "oom": End(5, FAILED.format(": out of memory")),
     "disk": End(30, r".*then go on with --resume.*"),
     "stop": SILENT,
@@ -163,7 +163,7 @@ def job(programs: Path, kind: str, phase: str, folder: Path, mark: str) -> Found
     deadline.start()
     for line in running.stdout:
         lines.append(line.rstrip("\n"))
-        if "run.inject" in line and not failed:
+        if "run.inject: " in line and not failed:
             failed.append(time.monotonic())
     code = running.wait()
     seconds = time.monotonic() - failed[0] if failed else float("inf")
