@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from mpitrain.report.page import Section
-    from mpitrain.report.timeline import Timeline
+    from mpitrain.trace.timeline import Timeline
 
     Drawn = tuple[Timeline, range | None]
 
@@ -82,10 +82,10 @@ def reported(run: Path, outputs: Outputs) -> "Section":
     from mpitrain.files import opened
     from mpitrain.report.page import Section
     from mpitrain.report.text import how_it_ended
-    from mpitrain.report.timeline import trace_files
     from mpitrain.run.metrics import read_metrics
-    from mpitrain.run.run_dir import METRICS, TRACE
+    from mpitrain.run.run_dir import METRICS
     from mpitrain.trace.startup import left
+    from mpitrain.trace.timeline import TRACE, trace_files
 
     try:
         with opened(run) as found:
@@ -130,8 +130,8 @@ def _traced(run: Path, records: "Sequence[Mapping[str, Any]]") -> "tuple[list[st
         whose_traces_are_missing,
     )
     from mpitrain.report.time_breakdown import shares
-    from mpitrain.report.timeline import read_timeline
     from mpitrain.run.metrics import CLOSING
+    from mpitrain.trace.timeline import read_timeline
 
     timeline = read_timeline(run)
     lines = list(whose_traces_are_missing(timeline))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mpitrain.machine import process
 from mpitrain.run.build import Job
-from mpitrain.run.run_dir import trace_file
+from mpitrain.trace.timeline import trace_file
 from mpitrain.transport.base import Transport
 from mpitrain.transport.clocks import Clocks
 
