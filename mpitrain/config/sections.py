@@ -144,6 +144,11 @@ class Run(Section):
         ge=1,
         description="the watchdog ends the job if a rank makes no progress for this many seconds",
     )
+    on_stall: Literal["end", "warn"] = Field(
+        "end",
+        description="reaction of the watchdog; end: it names the rank to blame, and ends the job, "
+        "warn: the job goes on",
+    )
     trace: bool = Field(
         True,
         description="record the last actions of each rank in trace/ of the run directory, for "

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 from typing import NamedTuple
 
 
@@ -11,23 +12,25 @@ class ProcessId(NamedTuple):
     number     its PID
     started    ticks from the boot to its start; PIDs are used again
     namespace  that of its PID, so that containers of one host name are not mixed up
+    host       name of its host
     """
 
     number: int
     started: int
     namespace: str
+    host: str
 
 
 def own_id() -> ProcessId:
     """Return the identity of this process."""
     _, started = _status(os.getpid())
-    return ProcessId(os.getpid(), started, _namespace())
+    return ProcessId(os.getpid(), started, _namespace(), socket.gethostname())
 
 
 def process_state(process: ProcessId) -> str:
     """Return "running", "stopped", "gone", or "" if this process cannot see that one."""
     own = _namespace()
-    if not own or process.namespace != own:
+    if not own or (process.namespace, process.host) != (own, socket.gethostname()):
         return ""
     state, started = _status(process.number)
     if started != process.started or state in "ZX":

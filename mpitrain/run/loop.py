@@ -94,7 +94,7 @@ def train(
 
         def watched() -> Config:
             config = configured()
-            watchdog.patience(config.run.stall_seconds)
+            watchdog.patience(config.run.stall_seconds, config.run.on_stall)
             return config
 
         watchdog.alive("looking for the run directory")
@@ -135,7 +135,7 @@ def train(
                 ends,
             )
             if transport.recorder.is_on:
-                watchdog.traces(folder)
+                watchdog.traces(folder, transport.recorder)
             with closing(run):
                 return Finished(run.loop(), job)
         finally:

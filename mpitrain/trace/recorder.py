@@ -31,6 +31,7 @@ class Recorder:
     micro   micro-batch of the messages that start next; -1: none
     naming  name for the tags that are claimed next
     topic   number of the name for messages without a named tag
+    owner   number of the thread whose waits are recorded
     """
 
     is_on = True
@@ -39,7 +40,7 @@ class Recorder:
         """Make a recorder for the waits of the calling thread; others do not stop the rank."""
         self.clock = clock
         self._ring, self._names = ring or Ring(), dict[tuple[str, tuple[int, ...]], int]()
-        self._owner, self._waiting = threading.get_ident(), 0
+        self.owner, self._waiting = threading.get_ident(), 0
         # `_waited` is the total of all recorded waits, in seconds; the newest began at `_wait_at`.
         self._wait_at = self._waited = 0.0
         self._pace = Pace(0, 0.0, 0.0)
@@ -136,7 +137,7 @@ class Recorder:
         peer     the awaited rank; -1: all ranks that the name concerns
         message  number of the awaited message's span
         """
-        if self._waiting or threading.get_ident() != self._owner:
+        if self._waiting or threading.get_ident() != self.owner:
             return 0
         self._wait_at = self.clock()
         self._waiting = self._ring.write(
@@ -214,7 +215,7 @@ class Silent(Recorder):
 
     def __init__(self) -> None:
         self.step = self.micro = -1
-        self.naming, self.topic = "", 0
+        self.naming, self.topic, self.owner = "", 0, threading.get_ident()
 
     def about(self, name: int, micro: int) -> None:
         pass

@@ -13,6 +13,9 @@ from mpitrain.trace.timeline import described, is_open, last_sign
 GONE, LEFT, STOPPED = "gone", "left", "stopped"
 """States of a process that blame knows: dead, ended by itself, and stopped by a signal."""
 
+ACTIONS = (COMPUTE, WAIT, PAUSE)
+"""Kinds of spans of the main thread within a step."""
+
 
 class Message(NamedTuple):
     """An open message of a rank.
@@ -98,7 +101,7 @@ def state_of(trace: Trace, process: str = "") -> RankState:
     entered = now[(now["kind"] == WAIT) & (now["peer"] < 0)]
     calls = Counter(trace.names[what][0] for what in entered["what"])
     # The spans of the main thread are nested, so the newest open one is the innermost.
-    spans = records[is_open(records) & np.isin(records["kind"], (COMPUTE, WAIT, PAUSE))]
+    spans = records[is_open(records) & np.isin(records["kind"], ACTIONS)]
     waits = len(spans) > 0 and spans[-1]["kind"] == WAIT
     wait = _wait(trace, spans[-1], now, calls) if waits else None
     return RankState(
@@ -111,7 +114,7 @@ def state_of(trace: Trace, process: str = "") -> RankState:
         messages,
         started,
         calls,
-        process or (LEFT if facts.get("left") else ""),
+        LEFT if facts.get("left") else process,
     )
 
 
@@ -161,6 +164,9 @@ def _action(trace: Trace, spans: np.ndarray) -> str:
     if len(spans):
         inner = spans[-1]
         said.append(("waiting for " if inner["kind"] == WAIT else "") + described(trace, inner))
-    elif len(records) and records[-1]["kind"] not in (STEP, SEND, RECEIVE):
-        said.append(f"after {described(trace, records[-1])}")
+    else:
+        began = steps[-1]["number"] if len(steps) else 0
+        ended = records[np.isin(records["kind"], ACTIONS) & (records["number"] > began)]
+        if len(ended):
+            said.append(f"after {described(trace, ended[-1])}")
     return ", ".join(said) or "its start"

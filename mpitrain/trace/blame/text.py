@@ -9,7 +9,7 @@ LISTED = 8
 """Largest number of ranks that a line names."""
 ENDS = {
     GONE: "is gone: its process was killed, crashed or called os._exit",
-    LEFT: "has left: its process ended by itself",
+    LEFT: "has left the job: its program has ended by itself",
     STOPPED: "is stopped by a signal: `kill -CONT {process}` on its host lets it go on",
 }
 """{kind: the predicate of its rank}."""
