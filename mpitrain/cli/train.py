@@ -135,6 +135,7 @@ def command(
         kind=lambda: configured().device.kind,
         patience=lambda: configured().run.stall_seconds,
         does_trace=lambda: configured().run.trace,
+        grace=lambda: configured().run.grace,
     ) as transport:
         finished = _train(transport, configured, resume or "no", stop)
     sys.exit(STOPPED if finished.stopped else 0)
@@ -212,7 +213,8 @@ class Stop:
             time.sleep(1 if rank > 0 else 0)
             if not self._is_noted:
                 if rank == 0:
-                    self.say(status("not begun") + NOT_BEGUN)
+                    # `launch` knows whether a person asked, or a rank was lost.
+                    self.say(status("not begun").rstrip() or NOT_BEGUN)
                 os._exit(STOPPED)
 
     def say(self, text: str) -> None:
@@ -279,6 +281,7 @@ def _configured(
         # A resumed run may have another number of ranks, so the layout is not taken over.
         own = {**then.model_dump(), "layout": {}, "pipeline": {}}
         own["data"] = held_out_as_before(then.data, settings)
+        own["run"] = {**own["run"], "inject": ""}  # Else each resume would fail again.
         tables = merged(own, tables)
         stages = with_settings(tables, settings)["layout"].get("pp", 1)
         if isinstance(stages, int) and stages > then.batch.micro_batches:

@@ -498,7 +498,7 @@ def test_a_rank_that_stands_still_is_reported_and_ends_the_job(tmp_path):
     )
     done = python_ranks(2, code, tmp_path)
     assert done.returncode != 0
-    said = r"^mpitrain: the run stands still .*rank 1 on \S+ has not moved for \d+ s: step 4"
+    said = r"^rank 1 on \S+: the run stands still .*rank 1 on \S+ has not moved for \d+ s: step 4"
     assert re.search(said, done.stderr, re.MULTILINE), done.stderr
     assert len(re.findall(said, done.stderr, re.MULTILINE)) == 1, "one rank reports"
     assert "in step\n" in done.stderr, "the innermost frame of rank 1"

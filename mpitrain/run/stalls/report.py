@@ -21,6 +21,8 @@ from mpitrain.errors import visible
 from mpitrain.files import Directory, opened
 from mpitrain.run.stalls.observation import Observation, observe, question
 from mpitrain.trace.blame.find import MOVING, Finding
+from mpitrain.trace.blame.states import RankState
+from mpitrain.trace.blame.text import named
 from mpitrain.trace.timeline import TRACE
 
 PREFIX = "stall-"
@@ -107,8 +109,9 @@ class StallReport:
         """Return the report: the finding, the culprits' stacks and the command to type."""
         run = shlex.quote(str(self._run_dir))
         lines = [
-            f"mpitrain: the run stands still (run.stall_seconds is {self._seconds:g}). "
-            f"{seen.text(finding)}",
+            # `launch` repeats a line that begins with a rank as its last line.
+            f"{named(_first(seen, finding))}: the run stands still (run.stall_seconds is "
+            f"{self._seconds:g}). {seen.text(finding)}",
             *_stacks(seen, finding),
         ]
         if self._verdict == "ends":
@@ -131,6 +134,12 @@ def _read(folder: Directory, number: int) -> Verdict | None:
     with suppress(OSError, ValueError), folder.open(f"{PREFIX}{number}") as file:
         return Verdict.model_validate_json(file.read())
     return None
+
+
+def _first(seen: Observation, finding: Finding) -> RankState:
+    """Return the state of the culprit; without one, of the rank that has waited longest."""
+    first = finding.culprits[0] if finding.culprits else finding.waiter
+    return next((state for state in seen.states if state.rank == first), seen.states[0])
 
 
 def _stacks(seen: Observation, finding: Finding) -> list[str]:
