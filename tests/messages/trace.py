@@ -34,8 +34,8 @@ DIFFERENT_CALLS = (
 )
 MESSAGE_MISSING = (
     "A message is missing: rank 0 on node0 has waited for chunk of micro-batch 2 of rank 1 for 58 s "
-    "(tag 7; step 14, waiting for the sums of gradients). Rank 1 on node1 has no such send under "
-    "way: step 14, waiting for the control message."
+    "(tag 7; step 14, waiting for the sums of gradients). Rank 1 on node1 has {}: step 14, "
+    "waiting for the control message."
 )
 NO_RANK_TO_BLAME = "No rank is to blame"
 PROCESS = {"gone": "is gone", "left": "has left", "stopped": "kill -CONT 4711"}
@@ -43,3 +43,4 @@ RANK_NOT_MOVED = (
     "rank 2 on node2 has not moved for 59 s: step 14, backward of blocks.3.mlp, micro-batch 1; "
     "rank 1 on node1 has waited for activation of micro-batch 2 of rank 2 for 58 s."
 )
+SENT = ("not sent it", "sent it")

@@ -26,7 +26,7 @@ class Failure:
         """Search whole lines; lines may come again."""
         found = RANK.search(text)
         if found and not self.report:
-            self.report = brief(found[1].decode(errors="replace").strip())[:LONGEST]
+            self.report = brief(found[1].decode(errors="replace").strip().rstrip("."))[:LONGEST]
         self.is_agreed = self.is_agreed or bool(AGREED.search(text))
 
     def last_line(self, code: int, began: bool) -> str:

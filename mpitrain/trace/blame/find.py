@@ -149,7 +149,7 @@ def _judged(
     for state, message in circle:
         if message is None or not _missing(message, by_rank):
             continue
-        if _is_lost(message, by_rank) or _has_passed(by_rank[message.sender], state):
+        if is_lost(message, by_rank) or _has_passed(by_rank[message.sender], state):
             return _of(message)
     waiter = min(states, key=waited_since).rank
     calls = [state for state in states if state.wait and not state.wait.message]
@@ -203,6 +203,6 @@ def _missing(message: Message, by_rank: Mapping[int, RankState]) -> bool:
     return not any(one.is_sent and one.key == message.key for one in sender.messages)
 
 
-def _is_lost(message: Message, by_rank: Mapping[int, RankState]) -> bool:
+def is_lost(message: Message, by_rank: Mapping[int, RankState]) -> bool:
     """Return whether the sender believes that it has sent the message."""
     return by_rank[message.sender].started.get((message.key, True), 0) >= message.ordinal

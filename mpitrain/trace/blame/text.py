@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from mpitrain.trace.blame.find import CIRCLE, MISMATCH, MISSING, MOVING, SILENT, Finding
+from mpitrain.trace.blame.find import CIRCLE, MISMATCH, MISSING, MOVING, SILENT, Finding, is_lost
 from mpitrain.trace.blame.states import GONE, LEFT, STOPPED, Message, RankState, waited_since
 
 LISTED = 8
@@ -52,7 +52,8 @@ def described_finding(
         return (
             f"A message is missing: {named(receiver)} has waited for {_content(message)} of rank "
             f"{sender.rank} for {seconds:.0f} s (tag {message.tag}; {receiver.action}). "
-            f"R{named(sender)[1:]} has no such send under way: {sender.action}."
+            f"R{named(sender)[1:]} has {'sent it' if is_lost(message, by_rank) else 'not sent it'}: "
+            f"{sender.action}."
         )
     if finding.kind == MISMATCH:
         sides = "; ".join(

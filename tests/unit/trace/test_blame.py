@@ -149,7 +149,7 @@ def test_a_message_that_is_lost_or_never_sent_is_named_with_both_ends(sender, tm
     found, said = judged(tmp_path, [receiver, sender])
     assert (found.kind, found.culprits, found.message.tag) == (MISSING, [1, 0], 7)
     assert (found.message.sender, found.message.receiver) == (1, 0)
-    assert said == says.MESSAGE_MISSING
+    assert said == says.MESSAGE_MISSING.format(says.SENT[sender is sums_then_lost])
 
 
 def test_a_message_under_way_is_not_missing(tmp_path):
