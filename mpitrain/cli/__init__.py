@@ -32,7 +32,7 @@ COMMANDS = {
     "doctor": "Print Python, MPI, GPUs, BLAS, ranks and hosts, and warn of problems and their remedies.",
     "certify": "Measure every node, and print PASS or FAIL for each with the reason.",
     "bench": "Measure collectives on all ranks of the MPI job: mpitrain launch -n 4 -- bench allreduce",
-    "compare": "Train one job under several modes of replication, one after the other, on all ranks of the MPI job.",
+    "compare": "Train one job in several modes, in turns, on all ranks of the MPI job.",
     "plan": "Print simulated pipeline schedules, steps of collectives, memory of a job, and the best number of micro-batches.",
     "metrics": "Print losses, learning rate, speed and evaluations of runs, a line for each logged step.",
     "plot": "Draw the training and validation losses of runs.",
