@@ -649,6 +649,13 @@ class Memory(Section):
         ge=0,
         description="steps between releases of unused activation memory to the system; 0: never",
     )
+    limit_gb: float = Field(
+        0.0,
+        ge=0,
+        description="memory in GB that the ranks of a host, or of a GPU, may use together for "
+        "parameters, gradients, optimizer state and activations, as counted before the start; 0: "
+        "all that is free",
+    )
 
     @field_validator("recompute", mode="before")
     @classmethod
