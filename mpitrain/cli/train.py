@@ -134,6 +134,7 @@ def command(
         kind=lambda: configured().device.kind,
         patience=lambda: configured().run.stall_seconds,
         does_trace=lambda: configured().run.trace,
+        grace=lambda: configured().run.grace,
     ) as transport:
         finished = _train(transport, configured, resume or "no", stop)
     sys.exit(STOPPED if finished.stopped else 0)
@@ -275,6 +276,7 @@ def _configured(
         # A resumed run may have another number of ranks, so the layout is not taken over.
         own = {**then.model_dump(), "layout": {}, "pipeline": {}}
         own["data"] = held_out_as_before(then.data, settings)
+        own["run"] = {**own["run"], "inject": ""}  # Else each resume would fail again.
         tables = merged(own, tables)
         stages = with_settings(tables, settings)["layout"].get("pp", 1)
         if isinstance(stages, int) and stages > then.batch.micro_batches:

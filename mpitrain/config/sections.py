@@ -15,6 +15,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from mpitrain.config.delays import PATTERN as DELAY
+from mpitrain.config.injections import PATTERN as INJECTION
 from mpitrain.machine.kinds import Kind
 
 WIRE = r"^(none|fp16|bf16|int8|topk(:.+)?|powersgd(:.+)?)$"
@@ -139,10 +140,24 @@ class Run(Section):
         "rank with probability P. The draw depends on the seed, the step and the rows "
         "of the rank. Empty: none",
     )
+    inject: str = Field(
+        "",
+        pattern=INJECTION,
+        description="an artificial failure, KIND:RANK@STEP[:POINT], for tests of jobs. KIND is kill, "
+        "segfault, stop, exit, _exit, raise, oom, disk, deadlock, mismatch, lose, nan or bitflip. It "
+        "happens once, from this step on; step 0 is the start. POINT is step, forward, backward, save "
+        "or evaluation. A resumed run does not take it over. Empty: none",
+    )
     stall_seconds: float = Field(
         600.0,
         ge=1,
         description="the watchdog ends the job if a rank makes no progress for this many seconds",
+    )
+    grace: float = Field(
+        60.0,
+        ge=1,
+        description="seconds in which a rank must exit after the run has ended; then it ends itself, "
+        "even if MPI_Finalize waits for a rank that hangs",
     )
     trace: bool = Field(
         True,

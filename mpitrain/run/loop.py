@@ -92,9 +92,16 @@ def train(
         for watcher in watchers:
             closed.callback(watcher.close)
 
+        injector: list[Any] = []  # The Injector of run.inject, if the key is set.
+
         def watched() -> Config:
             config = configured()
             watchdog.patience(config.run.stall_seconds)
+            if config.run.inject:
+                from mpitrain.run.injection.injector import Injector
+
+                injector.append(Injector(config.run.inject, transport))
+                injector[0].passes("start", 0)
             return config
 
         watchdog.alive("looking for the run directory")
@@ -107,6 +114,8 @@ def train(
             watcher.on_agreed(given.config, transport.hosts)
         if given.config.run.trace and not transport.recorder.is_on:
             transport = Recorded(transport, Recorder())
+        if injector:
+            transport = injector[0].transport
         watchdog.alive("building the model")
         with transport.recorder.pausing("building the model"):
             job = build(transport, given)
@@ -133,6 +142,7 @@ def train(
                 traced,
                 rates,
                 ends,
+                injector[0].passes if injector else None,
             )
             if transport.recorder.is_on:
                 watchdog.traces(folder)
@@ -176,7 +186,13 @@ class _Run:
         traced: Traced,
         rates: Callable[[float], dict[str, float]],
         ends: Callable[[], float | None],
+        fails: Callable[[str, int], None] | None,
     ):
+        """Bind the loop to a job.
+
+        fails  (point, step): the failure of run.inject, if it is due; None without one
+        """
+        self._fails = fails
         self._trainer, self._done, data = job.trainer, job.done, job.trainer.config.data
         self._source: Source = job.data
         self._data = job.data
@@ -255,6 +271,8 @@ class _Run:
         """
         run, step, began = self._config.run, index + 1, time.perf_counter()
         self._watchdog.alive(f"step {step}")
+        if self._fails:
+            self._fails("step", step)
         replication, own = self._trainer.replication, None
         for number in replication.steps(index, self._stop_requested):
             self._watchdog.alive(f"step {number + 1}")
@@ -424,6 +442,8 @@ class _Run:
 
         began = time.perf_counter()
         with self._recorder.pausing("evaluation"):
+            if self._fails:
+                self._fails("evaluation", step)
             found = self._trainer.evaluate(self._source, stop_requested)
         if found:
             bits = bits_per_byte(self._data, found[0])
@@ -452,6 +472,8 @@ class _Run:
         self._watchdog.alive(f"the checkpoint of step {step}")
         trainer, began = self._trainer, time.perf_counter()
         with self._recorder.pausing("checkpoint"):
+            if self._fails:
+                self._fails("save", step)
             trainer.sync_parameters()
             kept = trainer.replication.kept()
             base = trainer.begun_from if self._config.lora.rank else {}

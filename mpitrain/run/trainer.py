@@ -186,6 +186,12 @@ class Trainer:
                 found.first(self.units),
             )
         )
+        if self.config.run.inject:
+            from mpitrain.run.injection.passes import failing
+
+            self.replication = failing(
+                self.replication, self.config.run.inject, self.transport, self.backend
+            )
         micro_batches = self.config.batch.micro_batches
         dtype = resolved.device.half or self.storage.dtype
         self.pipe = pipeline_for(self.config.pipeline.schedule)(
