@@ -132,6 +132,12 @@ class Run(Section):
         description="number of tokens that a {rows} generates after training, for at most 10 s; 0: "
         "none",
     )
+    digest_every: int = Field(
+        0,
+        ge=0,
+        description="steps between digests of the parameters and the optimizer state in "
+        "metrics.jsonl, which `mpitrain diff` compares. Each reads the whole state; 0: none",
+    )
     delay: str = Field(
         "",
         pattern=DELAY,

@@ -8,14 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain.config import Config
 from mpitrain.data import Source
 from mpitrain.errors import ConfigError, MpitrainError
 from mpitrain.ops.device import Device
 from mpitrain.parallel.memory import Room, check_memory
-from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.tensor.sequence import sequences_of
-from mpitrain.pipeline.schedules import STREAMS
 from mpitrain.run.build import model, scheduled
 from mpitrain.run.counting.activations import bytes_needed
 from mpitrain.run.resolve import Resolved
@@ -38,18 +35,6 @@ class Fit(NamedTuple):
     is_most: bool
     room: Room
     counted: int
-
-
-def check_job(config: Config) -> None:
-    """Raise ConfigError for a mode whose ranks have no steps in common. Local."""
-    settings, name = config.replication, config.pipeline.schedule
-    mode, rare = mode_of(config), settings.model_copy(update={"period": 2})
-    if name in STREAMS or mode.records(settings) or mode.exchange(rare) > 1:
-        key = "pipeline.schedule" if name in STREAMS else "replication.mode"
-        raise ConfigError(
-            f"plan batch measures steps that all ranks take together, but {key} is {config.flat()[key]}.",
-            "Set pipeline.schedule=1f1b and replication.mode=all-reduce.",
-        )
 
 
 def with_rows(resolved: Resolved, rows: int, micro_batches: int = 0) -> Resolved:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from mpitrain.data import Source
 from mpitrain.errors import ConfigError
 from mpitrain.models.table import check_data
-from mpitrain.plan.batch.fitting import Fit, check_job, counted_bytes, find_largest, with_rows
+from mpitrain.parallel.modes import check_synchronous
+from mpitrain.plan.batch.fitting import Fit, counted_bytes, find_largest, with_rows
 from mpitrain.plan.batch.noise import Noise, measure
 from mpitrain.plan.batch.settings import Setting, critical_size, setting
 from mpitrain.plan.batch.timing import Steps, Timed, fastest, sizes, time_sizes
@@ -80,7 +81,7 @@ def search(
     raises   ConfigError on every rank, if the smallest micro-batch does not fit
     """
     resolved = resolve(transport, given)
-    on_all_ranks(transport, lambda: check_job(resolved.config))
+    on_all_ranks(transport, lambda: check_synchronous(resolved.config, "plan batch measures"))
     source = open_data(transport, given)
     name = resolved.config.data.source
     on_all_ranks(transport, lambda: check_data(resolved.config.model.kind, source.form, name))
