@@ -209,7 +209,8 @@ class Stop:
             time.sleep(1 if rank > 0 else 0)
             if not self._is_noted:
                 if rank == 0:
-                    self.say(status("not begun") + NOT_BEGUN)
+                    # `launch` knows whether a person asked, or a rank was lost.
+                    self.say(status("not begun").rstrip() or NOT_BEGUN)
                 os._exit(STOPPED)
 
     def say(self, text: str) -> None:

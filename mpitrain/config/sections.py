@@ -151,8 +151,8 @@ class Run(Section):
         pattern=INJECTION,
         description="an artificial failure, KIND:RANK@STEP[:POINT], for tests of jobs. KIND is kill, "
         "segfault, stop, exit, _exit, raise, oom, disk, deadlock, mismatch, lose, nan or bitflip. It "
-        "happens once, from this step on; step 0 is the start. POINT is step, forward, backward, save "
-        "or evaluation. A resumed run does not take it over. Empty: none",
+        "happens once, from this step on; step 0 is the start. POINT is step, forward, backward, save, "
+        "evaluation or end. A resumed run does not take it over. Empty: none",
     )
     stall_seconds: float = Field(
         600.0,

@@ -263,6 +263,8 @@ class _Run:
             self._record({"event": "stopped", "step": self._saved_at, **self._limit.reason()})
         else:
             self._end()
+            if self._fails:
+                self._fails("end", self._config.run.steps)
         return is_stopped
 
     def _step(self, index: int) -> bool:

@@ -210,14 +210,14 @@ class MpiTransport(Transport):
 
     def admit_thread(self) -> None:
         with self.job.lock:
-            self.job.guests += 1
+            self.job.admitted += 1
 
     def dismiss_thread(self) -> None:
         with self.job.lock:
-            self.job.guests -= 1
+            self.job.admitted -= 1
 
     def barrier(self) -> None:
-        if self.job.guests:
+        if self.job.admitted:
             self._wait("Ibarrier")
         else:
             with self.guard("MPI_Barrier"):

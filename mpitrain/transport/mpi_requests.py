@@ -18,7 +18,7 @@ class MpiCalls(Protocol):
 
     MPI      the module mpi4py.MPI
     rank     in the communicator of the transport
-    job      what all transports of the job share
+    job      its lock, communicators and requests
     """
 
     rank: int
@@ -56,7 +56,7 @@ class Send:
             self._fail(error)
 
     def wait(self) -> None:
-        if self._job.guests:
+        if self._job.admitted:
             self._transport.wait_until(self.test, what=self)
             return
         self._transport.traffic.waits_for = self

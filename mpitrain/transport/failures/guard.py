@@ -21,8 +21,8 @@ class MpiJob:
 
     lock           the lock of MPI's thread level "serialized": any thread may call MPI, but only one
                    at a time. Every call of MPI holds it
-    guests         number of admitted threads besides the main thread; while it is above 0, no
-                   blocking wait holds the lock
+    admitted       number of threads besides the main thread that may call MPI; while it is above
+                   0, no blocking wait holds the lock
     communicators  the open communicators, in the order of their creation
     requests       the requests under way: messages, and non-blocking collectives of the library
     lost           the first PeerLost of this rank, or None
@@ -30,7 +30,7 @@ class MpiJob:
 
     def __init__(self, mpi: Any):
         self.MPI = mpi
-        self.lock, self.guests = RLock(), 0
+        self.lock, self.admitted = RLock(), 0
         self.communicators: list[Any] = []
         self.requests: set[Any] = set()
         self.lost: PeerLost | None = None
@@ -47,24 +47,24 @@ class MpiJob:
         self.communicators = [one for one in self.communicators if one is not comm]
         comm.Free()
 
-    def error(self, error: Any, what: str, comm: Any, members: Sequence[int]) -> CommError:
+    def error(self, error: Any, name: str, comm: Any, members: Sequence[int]) -> CommError:
         """Return the error to raise for an exception of mpi4py.
 
         The first lost peer revokes all communicators. So a rank that waits for a survivor notices
         the loss, too.
 
-        what     the failed call, for the message
+        name     of the failed call, for the message
         comm     its communicator; members has the rank of each of its ranks in the whole job
         """
         kind = error.Get_error_class()
         lost = self._failed(comm, members)
         if kind not in self._losses and not lost:
-            return CommError(f"{what} failed: {error.Get_error_string()}")
+            return CommError(f"{name} failed: {error.Get_error_string()}")
         with self.lock:
             self.revoke()
         names = f"rank {', '.join(map(str, lost))} has" if lost else "another rank has"
         found = PeerLost(
-            f"{what} cannot complete: {names} ended ({error.Get_error_string()}).",
+            f"{name} cannot complete: {names} ended ({error.Get_error_string()}).",
             "Start the job again; a run goes on from its last checkpoint with --resume=auto.",
             lost,
         )
