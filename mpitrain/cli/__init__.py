@@ -35,6 +35,7 @@ COMMANDS = {
     "compare": "Train one job in several modes, in turns, on all ranks of the MPI job.",
     "plan": "Print simulated pipeline schedules, steps of collectives, memory of a job, and the best number of micro-batches.",
     "metrics": "Print losses, learning rate, speed and evaluations of runs, a line for each logged step.",
+    "diff": "Find the first step at which two runs differ, and exit with 1 if they do.",
     "plot": "Draw the training and validation losses of runs.",
     "report": "Print where the time of runs went, from the traces of their ranks.",
 }
@@ -59,6 +60,7 @@ HOMES = {
     "bench": "bench.collectives",
     "plan": "plan.command",
     "metrics": "runs.metrics",
+    "diff": "runs.diff",
     "plot": "runs.plot",
 }
 """Modules below mpitrain.cli of commands that are in packages.

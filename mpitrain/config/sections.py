@@ -132,6 +132,12 @@ class Run(Section):
         description="number of tokens that a {rows} generates after training, for at most 10 s; 0: "
         "none",
     )
+    digest_every: int = Field(
+        0,
+        ge=0,
+        description="steps between digests of the parameters and the optimizer state in "
+        "metrics.jsonl, which `mpitrain diff` compares. Each reads the whole state; 0: none",
+    )
     delay: str = Field(
         "",
         pattern=DELAY,
@@ -668,6 +674,13 @@ class Memory(Section):
         0,
         ge=0,
         description="steps between releases of unused activation memory to the system; 0: never",
+    )
+    limit_gb: float = Field(
+        0.0,
+        ge=0,
+        description="memory in GB that the ranks of a host, or of a GPU, may use together for "
+        "parameters, gradients, optimizer state and activations, as counted before the start; 0: "
+        "all that is free",
     )
 
     @field_validator("recompute", mode="before")

@@ -36,6 +36,7 @@ from mpitrain.pipeline.chunks import Chunks, cut_in_chunks
 from mpitrain.pipeline.decoder import Decoder, can_decode
 from mpitrain.pipeline.pipeline import own
 from mpitrain.regions import Piece, moved, overlap, within
+from mpitrain.run.checkpoint.digests import digests, gradients
 from mpitrain.run.counting.step import Step
 from mpitrain.run.decoding.reader import Reader
 from mpitrain.run.indices import Indices
@@ -564,6 +565,13 @@ def frozen_count(units: Sequence[Unit]) -> int:
 def evaluated_rows(run: Run, source: Source) -> int:
     """Return the number of held-out rows in an evaluation."""
     return min(source.held_out, run.eval_rows or source.held_out)
+
+
+def state_digests(trainer: Trainer) -> dict[str, str]:
+    """Return {buffer/tensor: digest} of this rank's state and summed gradients; collective."""
+    trainer.sync_parameters()
+    kept = [*gradients(trainer.replication.reducer.summed), *trainer.replication.kept()]
+    return digests(trainer.storage, kept, trainer.backend)
 
 
 def replicas_equal(trainer: Trainer) -> bool:
