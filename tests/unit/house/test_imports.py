@@ -37,6 +37,7 @@ FLOORS = [
     "doctor",
     "certify",
     "report",
+    "textbook",
     "cli",
     "__main__",
 ]
