@@ -34,6 +34,7 @@ COMMANDS = {
     "bench": "Measure collectives on all ranks of the MPI job: mpitrain launch -n 4 -- bench allreduce",
     "compare": "Train one job under several modes of replication, one after the other, on all ranks of the MPI job.",
     "plan": "Print simulated pipeline schedules, steps of collectives, memory of a job, and the best number of micro-batches.",
+    "claims": "Measure sentences of textbooks, and print in which settings they hold.",
     "metrics": "Print losses, learning rate, speed and evaluations of runs, a line for each logged step.",
     "plot": "Draw the training and validation losses of runs.",
     "report": "Print where the time of runs went, from the traces of their ranks.",
@@ -58,6 +59,7 @@ HOMES = {
     "certify": "certify.command",
     "bench": "bench.collectives",
     "plan": "plan.command",
+    "claims": "textbook.claims",
     "metrics": "runs.metrics",
     "plot": "runs.plot",
 }
