@@ -49,7 +49,7 @@ def other(label: str, **values: Any) -> Setting:
 
 
 class Claim(NamedTuple):
-    """Row of the table of claims.
+    """Row of the table of claims; the sentence is true in one of its settings, and false in another.
 
     sentence    as a textbook states it
     source      publication in which it stands
@@ -57,8 +57,6 @@ class Claim(NamedTuple):
     relation    key of RELATIONS: the sentence is true if value, relation, threshold is
     experiment  (values of a setting) -> Figures
     command     shell command that shows the same
-    one_sided   the reason why no setting exists in which it fails, or in which it holds; empty: one
-                exists
     """
 
     sentence: str
@@ -69,7 +67,6 @@ class Claim(NamedTuple):
     experiment: Callable[..., Figures]
     settings: tuple[Setting, ...]
     command: str
-    one_sided: str = ""
 
 
 class Finding(NamedTuple):

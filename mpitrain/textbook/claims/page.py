@@ -43,8 +43,6 @@ def _section(judged: Judged, language: str) -> Iterator[str]:
     ordered = sorted(judged.findings, key=lambda each: not each.setting.is_usual)
     yield from (_row(each, language) for each in ordered)
     yield "</table>"
-    if claim.one_sided:
-        yield f"<p>{html.escape(text(claim.one_sided, language))}</p>"
     yield f"<p>{html.escape(text('published in', language))}: {html.escape(claim.source)}</p>"
     yield f"<p><code>{html.escape(claim.command)}</code></p>"
 

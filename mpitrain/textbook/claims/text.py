@@ -66,8 +66,6 @@ def lines(judged: Judged, language: str) -> Iterator[str]:
                 f"    {padded(name, columns)}  {number(each.figures.value):>10}  {truth}  "
                 f"{numbers(each, language)}"
             )
-    if claim.one_sided:
-        yield f"  {text(claim.one_sided, language)}"
     yield f"  {text('published in', language)}: {claim.source}"
     yield f"  $ {claim.command}"
 
