@@ -35,6 +35,7 @@ COMMANDS = {
     "compare": "Train one job under several modes of replication, one after the other, on all ranks of the MPI job.",
     "plan": "Print simulated pipeline schedules, steps of collectives, memory of a job, and the best number of micro-batches.",
     "explain": "Show how a method works: the package's own code runs on threads, with symbols as numbers.",
+    "claims": "Measure sentences of textbooks, and print in which settings they hold.",
     "metrics": "Print losses, learning rate, speed and evaluations of runs, a line for each logged step.",
     "plot": "Draw the training and validation losses of runs.",
     "report": "Print where the time of runs went, from the traces of their ranks.",
@@ -60,6 +61,7 @@ HOMES = {
     "bench": "bench.collectives",
     "plan": "plan.command",
     "explain": "textbook.explain",
+    "claims": "textbook.claims",
     "metrics": "runs.metrics",
     "plot": "runs.plot",
 }

@@ -8,6 +8,8 @@ import unicodedata
 from types import MappingProxyType
 
 from mpitrain.errors import ConfigError
+from mpitrain.textbook.claims.korean import CLAIMS
+from mpitrain.textbook.exercises.korean import EXERCISES
 from mpitrain.textbook.explain.korean import EXPLAIN
 
 LANGUAGES = ("en", "ko")
@@ -25,7 +27,7 @@ COMMON = {
 }
 """Words that several sub-rooms use."""
 
-WORDS = MappingProxyType({**COMMON, **EXPLAIN})
+WORDS = MappingProxyType({**COMMON, **EXPLAIN, **CLAIMS, **EXERCISES})
 """The Korean of every English text, fields in braces included."""
 
 

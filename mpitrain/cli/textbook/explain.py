@@ -7,8 +7,12 @@ import click
 
 from mpitrain.cli.language import language_option
 from mpitrain.cli.output_checks import Outputs, check_files
-from mpitrain.cli.plan.chart_width import columns
+from mpitrain.cli.terminal.screen import columns
 from mpitrain.machine import process
+
+
+NARROWEST = 80
+"""Least columns of a table."""
 
 
 @click.command()
@@ -76,7 +80,7 @@ def command(
     found = row.record(topic, setting)
     if not (picture or page) or waits:
         click.echo("\n".join(terminal.heading(found, language)))
-        for lines in terminal.frames(found, language, columns()):
+        for lines in terminal.frames(found, language, max(NARROWEST, columns(1))):
             click.echo("\n".join(lines))
             if waits and sys.stdin.isatty():
                 click.pause(text("Press Enter for the next step.", language))
