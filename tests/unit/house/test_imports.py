@@ -38,6 +38,7 @@ FLOORS = [
     "doctor",
     "certify",
     "report",
+    "textbook",
     "cli",
     "__main__",
 ]

@@ -1,0 +1,3 @@
+"""The Korean of the exercises."""
+
+EXERCISES: dict[str, str] = {}
