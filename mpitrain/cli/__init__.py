@@ -35,6 +35,8 @@ COMMANDS = {
     "compare": "Train one job under several modes of replication, one after the other, on all ranks of the MPI job.",
     "plan": "Print simulated pipeline schedules, steps of collectives, memory of a job, and the best number of micro-batches.",
     "claims": "Measure sentences of textbooks, and print in which settings they hold.",
+    "exercise": "Write the skeleton of an exercise: a statement, and a function to complete.",
+    "check": "Check the solution of an exercise, or all Python files of a folder.",
     "metrics": "Print losses, learning rate, speed and evaluations of runs, a line for each logged step.",
     "plot": "Draw the training and validation losses of runs.",
     "report": "Print where the time of runs went, from the traces of their ranks.",
@@ -60,6 +62,8 @@ HOMES = {
     "bench": "bench.collectives",
     "plan": "plan.command",
     "claims": "textbook.claims",
+    "exercise": "textbook.exercise",
+    "check": "textbook.check",
     "metrics": "runs.metrics",
     "plot": "runs.plot",
 }
