@@ -10,7 +10,6 @@ from mpitrain.cli.output_checks import Outputs, check_files
 from mpitrain.cli.terminal.screen import columns
 from mpitrain.machine import process
 
-
 NARROWEST = 80
 """Least columns of a table."""
 
