@@ -322,8 +322,11 @@ class Trainer:
             value, gradient = self.replication.loss(
                 logits.reshape(len(right), -1), right, scales[micro]
             )
-            # A slice is copied on the device; assigning one element would read it to the host.
-            self._loss_sums[micro : micro + 1] = value
+            # Arrays of one shape are copied on the device. Of two shapes, CuPy would compile a
+            # kernel; assigning one element would read it to the host.
+            self._loss_sums[micro : micro + 1] = (
+                value if isinstance(value, float) else value.reshape(1)
+            )
             self._recorder.end(span)
             return gradient.reshape(logits.shape)
 
