@@ -15,6 +15,10 @@ class Documents(NamedTuple):
     starts: Any
     positions: Any
 
+    def of(self, rows: range) -> "Documents":
+        """Return the documents of some of the rows, as views."""
+        return Documents(*(one[rows.start : rows.stop] for one in self))
+
 
 class Now:
     """The micro-batch of the running instruction, which a pipeline sets before each one.

@@ -327,12 +327,12 @@ class Trainer:
         self.replication.ignore(ignored, predictions)
         if rows:  # A parameter server has no rows.
             self._straggle(index)
-            start = self.share().start
+            start, documents = self.share().start, self._documents(starts)
             self.pipe.train(
                 [
                     (
                         *(index, start + mine.start, len(mine), True),
-                        self._documents(starts, slice(mine.start, mine.stop)),
+                        documents and documents.of(mine),
                     )
                     for mine in shares
                 ],
@@ -366,16 +366,11 @@ class Trainer:
         is_cut = self.config.data.attend == "document" and targets.ndim == 2
         return without_ends(targets) if is_cut else (targets, None)
 
-    def _documents(
-        self,
-        starts: np.ndarray | None,
-        rows: slice = slice(None),
-    ) -> Documents | None:
+    def _documents(self, starts: np.ndarray | None) -> Documents | None:
         """Return the documents of some rows, in the memory of the backend.    starts: (B, T)"""
         if starts is None:
             return None
-        mine = starts[rows]
-        return Documents(self.placed(mine), self.placed(positions_of(mine)))
+        return Documents(self.placed(starts), self.placed(positions_of(starts)))
 
     def sync_parameters(self) -> None:
         """Finish all operations in flight, and make the parameters current on all ranks."""

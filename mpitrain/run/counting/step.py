@@ -101,17 +101,16 @@ class Counter:
             _, gradient = replica.loss(logits.reshape(len(right), -1), right, 1.0)
             return gradient.reshape(logits.shape)
 
-        starts = np.zeros(inputs.shape, np.int32) if config.data.attend == "document" else None
-
-        def documents(rows: range) -> Documents | None:
-            if starts is None:
-                return None
-            mine = starts[: len(rows)]
-            return Documents(body.placed(mine), body.placed(mine))
-
+        documents = None
+        if config.data.attend == "document":
+            starts = np.zeros((len(rows), *inputs.shape[1:]), np.int32)
+            documents = Documents(body.placed(starts), body.placed(starts))
         before = replace(body.count)
         pipe.train(
-            [(0, rows.start + one.start, len(one), True, documents(one)) for one in shares],
+            [
+                (0, rows.start + one.start, len(one), True, documents and documents.of(one))
+                for one in shares
+            ],
             [(len(one), *inputs.shape[1:]) for one in shares],
             lambda micro: body.placed(inputs[: len(shares[micro])]),
             loss,

@@ -15,6 +15,7 @@ from tests.runs import TINY, go, records
 from tests.training import configured
 
 V, T, SIZE, DOCUMENTS = 11, 8, 7, 3
+CUT = ["data.attend=document", "data.packing=true"]
 
 
 def drawn(seed, step, size):
@@ -111,7 +112,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("ranks, settings", LAYOUTS, ids=str)
 def test_packed_documents_train_as_in_rows_of_their_own(ranks, settings, truth):
-    found = trained(ranks, Packed(), "data.attend=document", "data.packing=true", *settings)
+    found = trained(ranks, Packed(), *CUT, *settings)
     steps, evaluated, tensors = truth
     for own, own_evaluated, own_tensors in found:
         assert np.abs(np.subtract(own, steps)).max() <= 1e-12
@@ -132,13 +133,25 @@ class Unmarked(Packed):
         return inputs, np.where(targets == DOCUMENT_END, IGNORED, targets)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_asynchronous_pipeline_cuts_at_its_own_documents(ranks):
+    """The first update of 2BW is that of a plain step."""
+    common = ["optimizer.clip=0.0", "run.steps=1"]
+    steps, _, tensors = trained(1, Alone(), *common, f"batch.size={SIZE * DOCUMENTS}", steps=1)[0]
+    layout = ["batch.micro_batches=2", f"layout.pp={ranks}", "pipeline.schedule=async-2bw"]
+    for own, _, own_tensors in trained(ranks, Packed(), *CUT, *common, *layout, steps=1):
+        assert abs(own[0][0] - steps[0][0]) <= 1e-12
+        for name, tensor in own_tensors.items():
+            assert np.abs(tensor - tensors[name]).max() <= 1e-12, name
+
+
 @pytest.mark.parametrize(
     "ranks, settings",
     [(1, []), (2, ["layout.tp=2"]), (2, ["layout.pp=2", "batch.micro_batches=2"])],
     ids=str,
 )
 def test_the_simulator_trains_on_documents_as_the_host(ranks, settings):
-    common = ["data.attend=document", "data.packing=true", *settings, "precision.compute=float32"]
+    common = [*CUT, *settings, "precision.compute=float32"]
     host, simulated = (
         trained(ranks, Packed(), *common, f"device.kind={kind}", steps=2)
         for kind in ("cpu", "cuda-sim")
@@ -150,7 +163,7 @@ def test_the_simulator_trains_on_documents_as_the_host(ranks, settings):
 
 
 def test_dropout_within_documents_is_the_same_in_any_layout():
-    common = ["data.attend=document", "data.packing=true", "model.attention_dropout=0.3"]
+    common = [*CUT, "model.attention_dropout=0.3"]
     one = trained(1, Packed(), *common)[0][0]
     for ranks, settings in ((2, []), (2, ["layout.tp=2"]), (2, ["layout.pp=2"])):
         other = trained(ranks, Packed(), *common, *settings)[0][0]

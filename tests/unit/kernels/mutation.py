@@ -75,10 +75,6 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "for (int t0 = s0; t0 <= end; t0 += TILE) {",
     ): "one more tile, of queries that do not exist, adds 0",
     (
-        "documents.cuh",
-        "return (t);",
-    ): "rows that do not exist are copied as zeros",
-    (
         "attention_tensor.cuh",
         "if (row <= end) {",
     ): "it starts a copy of rows that the loop never comes to",
