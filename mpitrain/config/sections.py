@@ -222,7 +222,8 @@ class Data(Section):
         -1,
         ge=-1,
         description="the token that ends a document of {rows}; a row ends with its document, and "
-        "the rest of the row does not count. -1: rows cross borders of documents",
+        "the rest of the row does not count, unless data.attend is document. -1: rows cross "
+        "borders of documents",
     )
     mixture: dict[str, float] = Field(
         {},
@@ -243,7 +244,14 @@ class Data(Section):
     packing: bool = Field(
         False,
         description="pack several conversations of {rows} into a row to train on, as many as fit "
-        "model.context. Attention crosses their borders. Held-out rows have one each",
+        "model.context. Held-out rows have one each",
+    )
+    attend: Literal["window", "document"] = Field(
+        "window",
+        description="tokens that attention sees, in {rows}; window: all earlier ones of the row, "
+        "document: those of its own document, which ends at data.separator or is a conversation "
+        "of data.packing. Positions then begin anew at each document, and all documents of a row "
+        "count",
     )
 
 

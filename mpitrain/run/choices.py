@@ -53,6 +53,7 @@ def keys() -> Iterator[Key]:
         "data.separator": spellings("separator"),
         "data.template": spellings("template"),
         "data.packing": spellings("packing"),
+        "data.attend": spellings("attend"),
         "data.mixture": spellings("order"),
         "run.sample": " or ".join(kinds(lambda row: row.writes)),
         "model.kind": ", ".join(f"{kind} {row.help}" for kind, row in MODELS.items()),
