@@ -5,9 +5,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpitrain.layers.flat import Piece, Storage
+from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.regions import Piece
 from mpitrain.run.checkpoint.regions import described, holdings
 
 GRADIENT = "gradient"
