@@ -117,6 +117,11 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
             f"The peer has no stragglers, but run.delay is {config.run.delay}.",
             "Leave out --peer, or leave run.delay empty.",
         )
+    if config.data.attend != "window":
+        raise ConfigError(
+            f"The peer's attention sees whole rows, but data.attend is {config.data.attend}.",
+            "Leave out --peer, or set data.attend=window.",
+        )
     if config.layout.tp > 1 and (
         dp > 1 or config.layout.pp > 1 or config.replication.zero or config.layout.sequence_parallel
     ):

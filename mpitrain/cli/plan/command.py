@@ -7,6 +7,7 @@ import click
 
 from mpitrain.cli import Group
 from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.plan.batch import command as batch
 from mpitrain.cli.plan.chart_width import columns, filled
 from mpitrain.cli.plan.collectives import all_gather, allreduce, reduce_scatter
 from mpitrain.cli.plan.memory import command as memory
@@ -33,7 +34,7 @@ def command() -> None:
     """
 
 
-for each in (memory, tricks, micro_batches, allreduce, reduce_scatter, all_gather):
+for each in (memory, tricks, batch, micro_batches, allreduce, reduce_scatter, all_gather):
     command.add_command(each)
 
 
