@@ -1,5 +1,6 @@
 """`mpitrain train`: builds the configured training job and runs it."""
 
+import faulthandler
 import math
 import os
 import signal
@@ -148,6 +149,8 @@ class Stop:
     mpi4py starts MPI with the GIL held, so no Python code can handle a signal meanwhile. Until
     `connected`, the default action of the kernel therefore ends the process. From then on a thread
     handles signals, even while the main thread waits for a message.
+
+    USR2 prints the Python stacks of this process, at any time.
     """
 
     def __init__(self) -> None:
@@ -156,6 +159,7 @@ class Stop:
         self._announced = -math.inf
         for number in REQUESTS:
             signal.signal(number, signal.SIG_DFL)
+        faulthandler.register(signal.SIGUSR2)
 
     def connected(self, rank: int) -> None:
         """Install the handlers once the ranks are connected; rank 0 now reports an early end."""

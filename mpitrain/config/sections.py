@@ -153,6 +153,11 @@ class Run(Section):
         ge=1,
         description="the watchdog ends the job if a rank makes no progress for this many seconds",
     )
+    on_stall: Literal["end", "warn"] = Field(
+        "end",
+        description="reaction of the watchdog; end: it names the rank to blame, and ends the job, "
+        "warn: the job goes on",
+    )
     grace: float = Field(
         60.0,
         ge=1,

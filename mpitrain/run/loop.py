@@ -96,7 +96,7 @@ def train(
 
         def watched() -> Config:
             config = configured()
-            watchdog.patience(config.run.stall_seconds)
+            watchdog.patience(config.run.stall_seconds, config.run.on_stall)
             if config.run.inject:
                 from mpitrain.run.injection.injector import Injector
 
@@ -112,10 +112,10 @@ def train(
         )
         for watcher in watchers:
             watcher.on_agreed(given.config, transport.hosts)
-        if given.config.run.trace and not transport.recorder.is_on:
-            transport = Recorded(transport, Recorder())
         if injector:
             transport = injector[0].transport
+        if given.config.run.trace and not transport.recorder.is_on:
+            transport = Recorded(transport, Recorder())
         watchdog.alive("building the model")
         with transport.recorder.pausing("building the model"):
             job = build(transport, given)
@@ -145,7 +145,7 @@ def train(
                 injector[0].passes if injector else None,
             )
             if transport.recorder.is_on:
-                watchdog.traces(folder)
+                watchdog.traces(folder, transport.recorder)
             with closing(run):
                 return Finished(run.loop(), job)
         finally:

@@ -47,3 +47,6 @@ TOKENS_MUST_LIE_STEP = (
 )
 TYPE_MPITRAIN_LAUNCH_TRAIN = "type: mpitrain launch -n 3 -- train --resume --out 'runs/new est'"
 TYPE_MPITRAIN_TRAIN_RESUME = "type: mpitrain train --resume --out 'runs/new est'"
+RANK_1_NOT_MOVED = "rank 1 on localhost has not moved for "
+RANK_1_ON_NODE = "rank 1 on node has not moved for "
+STANDS_STILL = ": the run stands still"

@@ -7,6 +7,7 @@ from mpitrain.config.injections import KINDS, Injection, injection
 from mpitrain.run.injection.failures import FAILURES, partner
 from mpitrain.run.injection.lost_message import Losing
 from mpitrain.transport.base import Transport
+from mpitrain.transport.traced_transport import Recorded
 
 
 class Injector:
@@ -22,7 +23,12 @@ class Injector:
         self.failure, self._losing = found, None
         self.transport: Transport = transport
         if found.kind == "lose":
-            self.transport = self._losing = Losing(transport)
+            # The trace shows the send of the message, as if the network had lost it.
+            if isinstance(transport, Recorded):
+                self._losing = Losing(transport.inner)
+                self.transport = transport.over(self._losing)
+            else:
+                self.transport = self._losing = Losing(transport)
         # An injection that does not fit the ranks is refused after the start.
         fits = found.rank < transport.size >= KINDS[found.kind].ranks
         self._is_due = fits and transport.rank in self._ranks(transport)
