@@ -88,6 +88,8 @@ ENDS = {
 TIMER = End(STALL + 5, r"mpitrain launch: the run failed: a rank stood still for .*")
 UNLIKE: dict[tuple[str, str], End | str] = {
     ("stop", "end"): TIMER,
+    # The run is complete. MPICH takes an exit code of 0 for a success.
+    ("_exit", "end"): End(5, r"(mpitrain launch: the run failed|done): .*", (0, 1)),
     ("disk", "end"): "all files are written",
     ("lose", "end"): "no message follows",
 }
