@@ -26,7 +26,13 @@ ROOT = Path(__file__).parents[2]
 STALL = 4.0
 TRIES = 3
 """Runs of a job that is only late: on a busy machine the launcher needs seconds to start and end."""
-PHASES = {"start": "@0", "training": "@3", "checkpoint": "@3:save", "evaluation": "@3:evaluation"}
+PHASES = {
+    "start": "@0",
+    "training": "@3",
+    "checkpoint": "@3:save",
+    "evaluation": "@3:evaluation",
+    "end": "@3:end",
+}
 TRACE = re.compile(r"rank-\d{5}")
 MARK = "MPITRAIN_FAILURE"
 SETTINGS = {
@@ -38,7 +44,9 @@ SETTINGS = {
     "run.log_every": 1,
     "run.sample": 0,
     "run.stall_seconds": STALL,
+    "run.grace": STALL,
     "run.eval_every": 4,
+    "run.eval_rows": 12,
     "checkpoint.every": 4,
     "replication.algorithm": "ring",
 }
@@ -68,7 +76,7 @@ ENDS = {
     "segfault": End(5, KILLED.format(11), (11, 139)),
     "raise": End(5, FAILED.format(": ended by an exception")),
     "exit": End(5, FAILED.format(": left the job")),
-    "_exit": End(5, r"mpitrain launch: the run failed: .*"),
+    "_exit": End(5, r"mpitrain launch: (the run failed|the launcher returned 0)\b.*"),
     "oom": End(5, FAILED.format(": out of memory")),
     "disk": End(30, r".*then go on with --resume.*"),
     "stop": SILENT,
@@ -77,8 +85,13 @@ ENDS = {
     "lose": SILENT,
 }
 """The expected end by kind of failure; the same at each phase."""
-UNLIKE: dict[tuple[str, str, str], End | str] = {}
-"""Exceptions, by (MPI, kind, phase): another end, or the reason why there is none."""
+TIMER = End(STALL + 5, r"mpitrain launch: the run failed: a rank stood still for .*")
+UNLIKE: dict[tuple[str, str], End | str] = {
+    ("stop", "end"): TIMER,
+    ("disk", "end"): "all files are written",
+    ("lose", "end"): "no message follows",
+}
+"""Exceptions, by (kind, phase): another end, or the reason why there is none."""
 
 
 class Found(NamedTuple):
@@ -150,7 +163,7 @@ def job(programs: Path, kind: str, phase: str, folder: Path, mark: str) -> Found
     deadline.start()
     for line in running.stdout:
         lines.append(line.rstrip("\n"))
-        if "run.inject" in line and not failed:
+        if "run.inject: " in line and not failed:
             failed.append(time.monotonic())
     code = running.wait()
     seconds = time.monotonic() - failed[0] if failed else float("inf")
@@ -176,8 +189,9 @@ def verdict(found: Found, end: End) -> str:
     return ", ".join([*wrong, *found.left])
 
 
-def expected(mpi: str, kind: str, phase: str) -> End | str:
-    return UNLIKE.get((mpi, kind, phase), ENDS[kind])
+def expected(kind: str, phase: str) -> End | str:
+    """Return the expected end, or the reason why there is none."""
+    return UNLIKE.get((kind, phase), ENDS[kind])
 
 
 def main() -> int:
@@ -196,7 +210,7 @@ def main() -> int:
     differences, rows = 0, []
     for kind in options.only:
         for phase in options.phases:
-            end = expected(mpi, kind, phase)
+            end = expected(kind, phase)
             if isinstance(end, str):
                 print(f"{kind:<10} {phase:<11} n/a: {end}", flush=True)
                 continue

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from mpitrain.errors import ConfigError
 
-POINTS = ("start", "step", "forward", "backward", "save", "evaluation")
+POINTS = ("start", "step", "forward", "backward", "save", "evaluation", "end")
 """Points of a run at which a failure can happen, in the order of their first passage."""
-OUTSIDE_PASSES = ("start", "step", "save", "evaluation")
+OUTSIDE_PASSES = ("start", "step", "save", "evaluation", "end")
 """The points between the passes of layers."""
 
 

@@ -20,6 +20,7 @@ from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.replication.records import StepResult
 from mpitrain.run.build import Job, build, utilisation
 from mpitrain.run.checkpoint import save_load
+from mpitrain.run.checkpoint.digests import digest_record
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.given import Given, RunLocation, agree_on
 from mpitrain.run.metrics import CLOSING, MetricsFile
@@ -27,7 +28,7 @@ from mpitrain.run.resume import ResumeInfo, past
 from mpitrain.run.run_dir import CHECKPOINTS, METRICS, claim, look
 from mpitrain.run.stalls.slow_ranks import SlowRanks, alike
 from mpitrain.run.trace_setup import Traced
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.trainer import replicas_equal, state_digests
 from mpitrain.run.transfer.adapters import of_adapters
 from mpitrain.run.watchdog import Watchdog
 from mpitrain.run.watching.tensorboard import TensorBoard
@@ -272,6 +273,8 @@ class _Run:
             self._record({"event": "stopped", "step": self._saved_at, **self._limit.reason()})
         else:
             self._end()
+            if self._fails:
+                self._fails("end", self._config.run.steps)
         return is_stopped
 
     def _step(self, index: int) -> bool:
@@ -347,6 +350,9 @@ class _Run:
             stop or is_last or bool(every and step and step % every == 0),
         )
         does_rest = is_saved or is_left
+        noted = self._config.run.digest_every
+        if noted and step % noted == 0 and (step > self._first or not step):
+            self._note_digests(step)
         if is_saved:
             self._save(step)
         if is_left and not stop:
@@ -357,6 +363,14 @@ class _Run:
             self._meet()
         self._since += time.perf_counter() - began
         return stop and (is_left or not is_last)
+
+    def _note_digests(self, step: int) -> None:
+        """Record digests of the state of all ranks; collective."""
+        self._watchdog.alive(f"the digests of step {step}")
+        trainer = self._trainer
+        with self._recorder.pausing("digests"):
+            everyone = trainer.transport.gather_text(state_digests(trainer))
+        self._record({"event": "digests", "step": step, **digest_record(everyone)})
 
     def _meet(self) -> None:
         """Measure the clock offsets, and gather all ranks' peak activation memory; collective."""

@@ -21,6 +21,7 @@ from mpitrain.transport.agreement import ending_together
 from mpitrain.transport.base import FIRST_CLAIMED_TAG, Transport, aligned_zeros
 from mpitrain.transport.failures import grace
 from mpitrain.transport.failures.guard import Guard, MpiJob
+from mpitrain.transport.failures.segments import unlink_mapped
 from mpitrain.transport.mpi_requests import Receive, Send
 from mpitrain.transport.native import library_call
 from mpitrain.transport.requests import Several, Traffic, check_message, poll_until
@@ -51,6 +52,8 @@ def connect() -> MpiTransport:
     from mpi4py import MPI
 
     transport = from_communicator(MPI.COMM_WORLD)
+    if transport.hosts.index(transport.hosts[transport.rank]) == transport.rank:
+        unlink_mapped()
     if transport.size > 1 and sys.excepthook is sys.__excepthook__:
         sys.excepthook = transport.end_by_exception
     return transport

@@ -6,6 +6,8 @@ from mpitrain.errors import brief
 
 RANK = re.compile(rb"^(rank \d+(?: on \S+)?: (?!run\.inject)[^\n]*)\n", re.MULTILINE)
 """A line in which a rank reports its end."""
+TIMER = re.compile(rb"^Timeout \(([\d:.]+)\)!", re.MULTILINE)
+"""The line of the timer that limits MPI_Init and MPI_Finalize; the stack of the rank follows."""
 AGREED = re.compile(rb"^(?:Config|Data|Checkpoint|Comm|Training|Kernel)Error: ", re.MULTILINE)
 """The start of an error that rank 0 prints for all ranks."""
 LONGEST = 300
@@ -27,6 +29,9 @@ class Failure:
         found = RANK.search(text)
         if found and not self.report:
             self.report = brief(found[1].decode(errors="replace").strip().rstrip("."))[:LONGEST]
+        timer = TIMER.search(text)
+        if timer and not self.report:
+            self.report = f"a rank stood still for {timer[1].decode()} in MPI, with the stack above"
         self.is_agreed = self.is_agreed or bool(AGREED.search(text))
 
     def last_line(self, code: int, began: bool) -> str:

@@ -193,7 +193,7 @@ def training_code(screen: Screen, words: LauncherOutput, code: int, requests: in
     if code == 0:
         say(
             screen,
-            "the launcher returned 0, but rank 0 did not say that the run ended: a host may be lost",
+            "the launcher returned 0, but rank 0 did not say that the run ended: a rank may have left, or a host may be lost",
         )
     elif (
         code != USAGE

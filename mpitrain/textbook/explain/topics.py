@@ -1,0 +1,28 @@
+"""The table of topics: a row for each."""
+
+from mpitrain.tables import Table
+from mpitrain.textbook.explain import collectives, pipelines, replication
+from mpitrain.textbook.explain.explanation import Text, sentence
+from mpitrain.textbook.explain.modes import MODES
+from mpitrain.textbook.explain.schedules import SCHEDULES
+from mpitrain.textbook.explain.topic import Topic
+
+TOPICS: Table[str, Topic] = Table()
+"""{name: topic}, in the order of a lecture."""
+
+
+def _collective(name: str, shown: collectives.Shown, title: Text) -> None:
+    TOPICS[name] = Topic(title, collectives.recorder(shown, title))
+
+
+_collective("ring", collectives.RING, sentence("Ring all-reduce: the sum of all ranks, in chunks"))
+_collective("star", collectives.STAR, sentence("Star all-reduce: rank 0 adds everything"))
+for _name, (_title, _shown) in MODES.items():
+    TOPICS[_name] = Topic(
+        _title,
+        replication.recorder(_shown, _title),
+        ranks=3 if _shown.servers else 2 if _shown.is_split else 4,
+        least=2 if _shown.servers or _name == "gossip" else 1,
+    )
+for _name, (_title, _schedule) in SCHEDULES.items():
+    TOPICS[_name] = Topic(_title, pipelines.recorder(_schedule, _title), ranks=3, most=4)
