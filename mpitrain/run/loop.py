@@ -26,6 +26,7 @@ from mpitrain.run.given import Given, RunLocation, agree_on
 from mpitrain.run.metrics import CLOSING, MetricsFile
 from mpitrain.run.resume import ResumeInfo, past
 from mpitrain.run.run_dir import CHECKPOINTS, METRICS, claim, look
+from mpitrain.run.stalls.slow_ranks import SlowRanks, alike
 from mpitrain.run.trace_setup import Traced
 from mpitrain.run.trainer import replicas_equal, state_digests
 from mpitrain.run.transfer.adapters import of_adapters
@@ -225,6 +226,9 @@ class _Run:
         # The peak memory of each rank's activations in bytes, as of the last pause of all ranks.
         self._peaks = [0]
         self._metrics = MetricsFile(folder / METRICS) if self._is_root else None
+        groups = alike(self._trainer.grid.axes, self._config.batch.size, self._without())
+        does_compare = self._is_root and self._recorder.is_on and groups
+        self._slow = SlowRanks(folder, transport.hosts, groups) if does_compare else None
         record = {
             "event": "resume" if location.saved else "start",
             "step": self._first,
@@ -241,9 +245,15 @@ class _Run:
         }
         self._record(record)
 
+    def _without(self) -> tuple[int, ...]:
+        """Return the ranks with work of their own: in mode master rank 0 alone updates."""
+        return (0,) if self._config.replication.mode == "master" else ()
+
     def close(self) -> None:
         if self._prefetched:
             self._prefetched.close()
+        if self._slow:
+            self._slow.close()
         if self._metrics:
             self._metrics.close()
 
@@ -444,6 +454,7 @@ class _Run:
                 **rates,
                 "peak_activation_bytes": self._peak,
                 **skipped,
+                **(self._slow.record(step) if self._slow else {}),
             }
         )
 

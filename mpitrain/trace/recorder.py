@@ -184,6 +184,13 @@ class Recorder:
         if self._device:
             self._device.note()
 
+    @contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """Record work of the host within a pause: the watchdog counts it as progress."""
+        span = self.begin(COMPUTE, self.name(what))
+        yield
+        self.end(span)
+
     def keep(self, path: Path, inner: int = 2) -> None:
         """Move the trace, with all earlier records, into this file.
 
@@ -256,6 +263,8 @@ class Silent(Recorder):
     @contextmanager
     def pausing(self, what: str) -> Iterator[None]:
         yield
+
+    working = pausing
 
     def keep(self, path: Path, inner: int = 2) -> None:
         pass

@@ -4,6 +4,10 @@ BEFORE_STEP_WAITING_SUMS = (
     "0.000 s before: in step 7, waiting for the sums of gradients; under way: receive from rank 0"
 )
 CANNOT_SAID_WITHOUT_TRACES = "cannot be said without the traces of all ranks"
+FIRST_DIVERGENCE = (
+    "First divergence: rank 0 on host0 has not moved for 2 s: step 7, backward of blocks.1.mlp, "
+    "micro-batch 3; rank 2 on host2 has waited for the sums of gradients for 0 s."
+)
 FIRST_FALL_SILENT_RANK = "First to fall silent was rank 0."
 LONGEST_RANK_HOST_ALL = "longest for rank 2 on host2: 9.4% of all time, of 9.4%"
 RANK_COMPUTES_LONGEST = "Rank 2 computes longest: 5000.0 ms a step."

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from mpitrain.errors import CheckpointError, TrainingError
 from mpitrain.files import mend
-from mpitrain.formats.safetensors_files import MOVED, Writing, WritingTensors
+from mpitrain.formats.safetensors_files import MOVED, Writing, WritingTensors, Written
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.replication.state import StateBuffer
@@ -44,7 +44,7 @@ from mpitrain.run.checkpoint.manifest import (
     write_manifest,
 )
 from mpitrain.run.checkpoint.regions import HeldRegion, described, holdings
-from mpitrain.run.checkpoint.writers import Shares, join, shared_out
+from mpitrain.run.checkpoint.writers import PIECE, Shares, join, shared_out
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport
 
@@ -100,6 +100,10 @@ def save(
     def attempt(part: Callable[[], Any]) -> Any:
         return on_all_ranks(transport, partial(_attempt, part, step, folder))
 
+    def closed(file: Writing) -> Written:
+        with transport.recorder.working(PIECE):
+            return file.close()
+
     try:
         shares = shared_out(
             [holdings(listed) for listed in transport.gather_text(described(storage, kept))]
@@ -107,7 +111,7 @@ def save(
         attempt(lambda: is_root and prepare(unfinished))
         files, stored = _write(unfinished, shares, kept, transport, backend, done)
         mine = attempt(
-            lambda: {name: File(transport.rank, *file.close()) for name, file in files.items()}
+            lambda: {name: File(transport.rank, *closed(file)) for name, file in files.items()}
         )
         everyone = transport.gather_text([mine, stored])
         written = {name: file for files, _ in everyone for name, file in files.items()}
@@ -179,9 +183,10 @@ def _write(
             for start in range(
                 piece.offset, stop := piece.offset + piece.stop - piece.start, count
             ):
-                files[name].write(
-                    backend.to_host(kept[one.number].array[start : min(start + count, stop)])
-                )
+                with transport.recorder.working(PIECE):
+                    files[name].write(
+                        backend.to_host(kept[one.number].array[start : min(start + count, stop)])
+                    )
     return files, [
         Stored(name, key, one.name, one.kind, one.part.packed()) for key, one in held.items()
     ]

@@ -145,6 +145,10 @@ def sources(name: str, joined: Joined) -> list[Source]:
     return found
 
 
+PIECE = "a piece of the checkpoint"
+"""The name of the record of each write."""
+
+
 def join(
     shares: Shares,
     kept: Sequence[StateBuffer],
@@ -172,7 +176,8 @@ def join(
                 if here.length.size and me in (source.rank, joined.writer):
                     _bring(source, here, chunk, joined, kept, transport, backend)
             if file:
-                file.write(chunk)
+                with transport.recorder.working(PIECE):
+                    file.write(chunk)
 
 
 def _bring(

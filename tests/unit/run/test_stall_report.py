@@ -1,10 +1,14 @@
 """Judgements of a stall: one rank prints, a moving job is judged again, a warning counts once."""
 
 import json
+import sys
 import time
 
 import pytest
+from click.testing import CliRunner
 
+from mpitrain.cli import commands
+from mpitrain.errors import ConfigError
 from mpitrain.machine.process_state import own_id, process_state
 from mpitrain.run.stalls import report as stall_report
 from mpitrain.run.stalls.questions import ANSWER, ASK, Answering, ask
@@ -12,6 +16,7 @@ from mpitrain.run.stalls.report import StallReport
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.timeline import trace_file
 from tests.messages import run as says
+from tests.processes import run
 
 STALL = 5.0
 
@@ -111,3 +116,23 @@ def test_the_state_of_a_process_of_another_host_or_container_is_unknown():
     assert process_state(own_id()._replace(number=2**22 + 1)) == "gone"
     assert process_state(own_id()._replace(host="elsewhere")) == ""
     assert process_state(own_id()._replace(namespace="pid:[1]")) == ""
+
+
+def test_usr2_prints_the_stacks_of_a_process_that_goes_on():
+    code = (
+        "import os, signal; from mpitrain.cli.train import Stop\n"
+        "def here(): os.kill(os.getpid(), signal.SIGUSR2)\n"
+        "Stop(); here(); print('on')"
+    )
+    done = run([sys.executable, "-c", code])
+    assert (done.returncode, done.stdout) == (0, "on\n")
+    assert "in here" in done.stderr
+
+
+@pytest.mark.parametrize("words", [["--stacks"], ["--now"], ["--now", "--stacks"]])
+def test_only_a_living_run_with_traces_can_be_asked(words, tmp_path):
+    (tmp_path / "trace").mkdir()
+    for metrics in ("", '{"event": "end", "step": 3}\n'):
+        (tmp_path / "metrics.jsonl").write_text(metrics)
+        done = CliRunner().invoke(commands, ["report", str(tmp_path), *words])
+        assert isinstance(done.exception, ConfigError) and done.exception.exit_code == 2

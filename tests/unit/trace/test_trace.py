@@ -406,7 +406,8 @@ def test_each_rank_of_a_dead_run_is_said_to_have_done_what_it_did_not_end(tmp_pa
     said = list(what_each_did_last(read_timeline(tmp_path)))
     assert said[1] == (says.RANK_HOST_BEFORE_STEP)
     assert says.BEFORE_STEP_WAITING_SUMS in said[3]
-    assert said[-1] == says.FIRST_FALL_SILENT_RANK
+    assert said[-2] == says.FIRST_FALL_SILENT_RANK
+    assert said[-1] == says.FIRST_DIVERGENCE
 
 
 def test_sleeping_stages_take_the_simulated_time(tmp_path):
