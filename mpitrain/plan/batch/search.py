@@ -10,7 +10,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.models.table import check_data
 from mpitrain.parallel.modes import check_synchronous
 from mpitrain.plan.batch.fitting import Fit, counted_bytes, find_largest, with_rows
-from mpitrain.plan.batch.noise import Noise, measure
+from mpitrain.plan.batch.noise import LEAST, Noise, measure
 from mpitrain.plan.batch.settings import Setting, critical_size, setting
 from mpitrain.plan.batch.timing import Steps, Timed, fastest, sizes, time_sizes
 from mpitrain.run.build import Job, build, open_data
@@ -157,8 +157,9 @@ def _noise(
     seconds: float,
     show: Callable[[str], None],
 ) -> Noise | None:
-    """Measure the noise scale with the largest timed batches; None with compressed gradients."""
-    parts = min(PARTS, timed[-1].rows // unit)
+    """Measure the noise scale, with at least `LEAST` batches in the time if they can be small."""
+    affordable = max(2, int(seconds / (2 * LEAST * timed[0].first_s)))
+    parts = min(PARTS, affordable, steps.rows // unit)
     if parts < 2 or resolved.wire.name != "none":
         return None
     start = time.perf_counter()
