@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from mpitrain.config import Config
 from mpitrain.data import Source
 from mpitrain.errors import ConfigError
 from mpitrain.models.table import check_data
@@ -81,7 +82,7 @@ def search(
     raises   ConfigError on every rank, if the smallest micro-batch does not fit
     """
     resolved = resolve(transport, given)
-    on_all_ranks(transport, lambda: check_synchronous(resolved.config, "plan batch measures"))
+    on_all_ranks(transport, lambda: _check_mode(resolved.config))
     source = open_data(transport, given)
     name = resolved.config.data.source
     on_all_ranks(transport, lambda: check_data(resolved.config.model.kind, source.form, name))
@@ -126,6 +127,17 @@ def search(
         agreed(critical_size(resolved, noise, fit.unit)),
         source.shape[0] if source.form == "tokens" else 0,
     )
+
+
+def _check_mode(config: Config) -> None:
+    """Raise ConfigError for a mode without common steps, or whose memory is not counted."""
+    check_synchronous(config, "plan batch measures")
+    if config.replication.mode == "master":
+        raise ConfigError(
+            "plan batch counts the activations of each rank's rows, but with replication.mode master "
+            "rank 0 also has the logits of all rows.",
+            "Set replication.mode=all-reduce.",
+        )
 
 
 def _number(setting: Setting) -> int:
