@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 
 import numpy as np
 import pytest
@@ -19,7 +20,13 @@ from mpitrain.textbook.words import WORDS, width
 every_topic = pytest.mark.parametrize("name", TOPICS)
 
 
+@cache
 def recorded(name, ranks=None, link=None):
+    """A recording that several tests read; none of them changes it."""
+    return fresh(name, ranks, link)
+
+
+def fresh(name, ranks=None, link=None):
     topic = TOPICS[name]
     return topic.record(name, topic.setting(name, ranks, link))
 
@@ -53,8 +60,9 @@ def test_counted_numbers_of_a_topic_equal_their_formulas(name, ranks):
 
 @every_topic
 def test_a_topic_records_the_same_frames_twice(name):
-    assert [frame._replace(messages=()) for frame in recorded(name).frames] == [
-        frame._replace(messages=()) for frame in recorded(name).frames
+    again = fresh(name).frames
+    assert [f._replace(messages=()) for f in recorded(name).frames] == [
+        f._replace(messages=()) for f in again
     ]
 
 
@@ -92,6 +100,23 @@ def test_workers_of_local_sgd_differ_until_their_average():
     first, last = recorded("local", 2).frames[2], recorded("local", 2).frames[-1]
     assert {cells[0] for cells in first.cells} == {"w-g0", "w-g1"}
     assert {cells[0] for cells in last.cells} == {"w-(g0+g1+h0+h1)/2"}
+
+
+def test_a_slow_worker_pushes_a_stale_gradient():
+    frames = recorded("async-server", 3).frames
+    assert frames[3].cells == (("w-(g0+h0)", ""), ("w", "g1"), ("w-(g0+g1+h0)", ""))
+
+
+def test_a_row_parallel_layer_adds_summands_of_its_ranks():
+    frames = recorded("row", 2).frames
+    summands = [cells[8] for cells in frames[1].cells]
+    assert summands == ["x0+3x1", "2x2+x3"]
+    assert {cells[8] for cells in frames[2].cells} == {"x0+3x1+2x2+x3"}
+
+
+def test_recomputation_frees_what_a_segment_makes_again():
+    forward = recorded("recomputation").frames[4].cells
+    assert [sum(map(bool, cells[1:])) for cells in forward] == [8, 5, 4]
 
 
 @pytest.mark.parametrize(
@@ -191,6 +216,7 @@ def test_a_picture_is_drawn_without_a_font_for_hangul(tmp_path):
     "words",
     [
         ("nothing",),
+        ("tiling",),
         ("ring", "--ranks", "99"),
         ("ring", "--link", "fast"),
         ("--ranks", "3"),
