@@ -36,6 +36,8 @@ COMMANDS = {
     "plan": "Print simulated pipeline schedules, steps of collectives, memory of a job, and the best number of micro-batches.",
     "explain": "Show how a method works: the package's own code runs on threads, with symbols as numbers.",
     "claims": "Measure sentences of textbooks, and print in which settings they hold.",
+    "exercise": "Write the skeleton of an exercise: a statement, and a function to complete.",
+    "check": "Check the solution of an exercise, or all Python files of a folder.",
     "metrics": "Print losses, learning rate, speed and evaluations of runs, a line for each logged step.",
     "plot": "Draw the training and validation losses of runs.",
     "report": "Print where the time of runs went, from the traces of their ranks.",
@@ -62,6 +64,8 @@ HOMES = {
     "plan": "plan.command",
     "explain": "textbook.explain",
     "claims": "textbook.claims",
+    "exercise": "textbook.exercise",
+    "check": "textbook.check",
     "metrics": "runs.metrics",
     "plot": "runs.plot",
 }

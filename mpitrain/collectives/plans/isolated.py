@@ -20,6 +20,8 @@ SECONDS = 7
 """Processor time of the process, in seconds."""
 MEMORY = 1 << 30
 """Address space of the process, in bytes."""
+WRITTEN = 1 << 28
+"""Largest file that the process may write, its answers included, in bytes."""
 
 
 class Wrong(Exception):
@@ -33,6 +35,7 @@ def main() -> None:
     answers = getattr(importlib.import_module(module), function)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (WRITTEN, WRITTEN))
     out = os.dup(1)
     os.dup2(2, 1)  # A print of the file must not enter the answer.
     with os.fdopen(out, "w") as channel:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 from mpitrain.collectives.plans import isolated
@@ -36,23 +37,33 @@ def answers(path: str, code: bytes, law: str, *arguments: Any, seconds: float = 
     """
     # An isolated interpreter imports nothing from the working directory.
     words = [sys.executable, "-I", isolated.__file__, path, law, json.dumps(arguments)]
-    with subprocess.Popen(
-        words,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**environment_of_one(), "OPENBLAS_NUM_THREADS": "1"},
-        start_new_session=True,  # A file may start processes: they end with this one.
-    ) as child:
+    # The process limits the size of files. A pipe would have no limit, and could stay open.
+    with TemporaryFile() as given, TemporaryFile() as written:
+        given.write(code)
+        given.seek(0)
+        child = subprocess.Popen(
+            words,
+            stdin=given,
+            stdout=written,
+            stderr=subprocess.DEVNULL,
+            env={**environment_of_one(), "OPENBLAS_NUM_THREADS": "1"},
+            start_new_session=True,  # A file may start processes: they end with this one.
+        )
         try:
-            written, _ = child.communicate(code, timeout=seconds)
-            is_slow = child.returncode in (-signal.SIGXCPU, -signal.SIGKILL)  # by its limit of time
-        except subprocess.TimeoutExpired as error:
-            written, is_slow = error.stdout or b"", True
+            child.wait(seconds)
+            is_slow = child.returncode in (
+                -signal.SIGXCPU,
+                -signal.SIGKILL,
+            )  # Its limit of time ended it.
+        except subprocess.TimeoutExpired:
+            is_slow = True
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)
-    return Answers([_parsed(line) for line in written.splitlines()], child.returncode, is_slow)
+            child.wait()
+        written.seek(0)
+        found = [_parsed(line) for line in written]
+    return Answers(found, child.returncode, is_slow)
 
 
 def _parsed(line: bytes) -> Any:
