@@ -1,7 +1,8 @@
 """The table of topics: a row for each."""
 
 from mpitrain.tables import Table
-from mpitrain.textbook.explain import (
+from mpitrain.textbook.explain.explanation import Text, sentence
+from mpitrain.textbook.explain.recorders import (
     async_servers,
     collectives,
     loss_scaling,
@@ -10,9 +11,8 @@ from mpitrain.textbook.explain import (
     replication,
     tensors,
 )
-from mpitrain.textbook.explain.explanation import Text, sentence
-from mpitrain.textbook.explain.modes import MODES
-from mpitrain.textbook.explain.schedules import SCHEDULES
+from mpitrain.textbook.explain.recorders.modes import MODES
+from mpitrain.textbook.explain.recorders.schedules import SCHEDULES
 from mpitrain.textbook.explain.topic import Topic
 
 TOPICS: Table[str, Topic] = Table()

@@ -14,7 +14,6 @@ from mpitrain.layers.flat import Piece
 from mpitrain.parallel.servers.asynchronous import AsyncServing, AsyncWork
 from mpitrain.parallel.servers.work_queue import WorkQueue
 from mpitrain.run.trainer import Trainer
-from mpitrain.textbook.explain import toy
 from mpitrain.textbook.explain.explanation import (
     Columns,
     Explanation,
@@ -25,6 +24,7 @@ from mpitrain.textbook.explain.explanation import (
     sentence,
 )
 from mpitrain.textbook.explain.links import Network, Watched
+from mpitrain.textbook.explain.recorders import toy
 from mpitrain.textbook.explain.topic import Setting
 from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks

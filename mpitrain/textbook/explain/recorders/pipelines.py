@@ -17,7 +17,6 @@ from mpitrain.pipeline.memory import peak, staleness, versions
 from mpitrain.pipeline.schedule_files import LETTERS, find_plan
 from mpitrain.pipeline.simulate import Cost, Event, simulate
 from mpitrain.run.trainer import Trainer
-from mpitrain.textbook.explain import toy
 from mpitrain.textbook.explain.explanation import (
     Columns,
     Explanation,
@@ -28,6 +27,7 @@ from mpitrain.textbook.explain.explanation import (
     sentence,
 )
 from mpitrain.textbook.explain.links import Network, Watched
+from mpitrain.textbook.explain.recorders import toy
 from mpitrain.textbook.explain.topic import Setting
 from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks

@@ -10,7 +10,6 @@ from mpitrain.layers.base import Unit
 from mpitrain.layers.memory.recomputed import with_recomputation
 from mpitrain.pipeline.stage import Stage
 from mpitrain.run.trainer import Trainer
-from mpitrain.textbook.explain import toy
 from mpitrain.textbook.explain.explanation import (
     Columns,
     Explanation,
@@ -20,6 +19,7 @@ from mpitrain.textbook.explain.explanation import (
     Text,
     sentence,
 )
+from mpitrain.textbook.explain.recorders import toy
 from mpitrain.textbook.explain.topic import Setting
 from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks

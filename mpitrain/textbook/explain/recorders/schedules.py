@@ -3,7 +3,7 @@
 from mpitrain.parallel.data.weight_stashing import pipedream
 from mpitrain.pipeline import schedules
 from mpitrain.textbook.explain.explanation import Text, sentence
-from mpitrain.textbook.explain.pipelines import Shown
+from mpitrain.textbook.explain.recorders.pipelines import Shown
 
 SCHEDULES: dict[str, tuple[Text, Shown]] = {
     "gpipe": (
