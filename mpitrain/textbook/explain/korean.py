@@ -3,6 +3,7 @@
 FRAMES = {
     "bytes sent": "보낸 바이트",
     "messages": "메시지",
+    "time of all steps: {ms} ms": "모든 단계의 시간: {ms} ms",
     "play": "재생",
     "stop": "정지",
     "Press Enter for the next step.": "다음 단계는 Enter 키를 누르세요.",

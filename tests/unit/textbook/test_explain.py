@@ -11,11 +11,13 @@ from click.testing import CliRunner
 from mpitrain.cli import commands
 from mpitrain.errors import ConfigError
 from mpitrain.textbook.explain.explanation import ROOT, Text
-from mpitrain.textbook.explain.links import Network, parse_link
-from mpitrain.textbook.explain.renderers import page, terminal
+from mpitrain.textbook.explain.links import Network, Watched, parse_link
+from mpitrain.textbook.explain.renderers import page, systems, terminal
 from mpitrain.textbook.explain.symbols import IN_FLIGHT, MIXED, Symbols, written
 from mpitrain.textbook.explain.topics import TOPICS
 from mpitrain.textbook.words import WORDS, width
+from mpitrain.transport.threads import run_ranks
+from tests.laws.transport import TransportLaws, laws_of
 
 every_topic = pytest.mark.parametrize("name", TOPICS)
 
@@ -234,3 +236,36 @@ def test_the_command_lists_topics_and_prints_one():
     assert len(listed.splitlines()) == len(TOPICS)
     printed = CliRunner().invoke(commands, ["explain", "star", "--ranks", "2", "--step"]).output
     assert "a0+a1*" in printed
+
+
+def test_the_page_of_systems_and_its_pictures_are_of_this_version():
+    """If not: python jobs/textbook.py."""
+    found = {name: recorded(name) for name in TOPICS}
+    folder = ROOT / systems.PICTURES
+    assert (folder / "README.md").read_text() == systems.page(found)
+    assert (folder / systems.FRAMES).read_text() == systems.digests(found)
+    pictures = [*folder.glob("*.png")]
+    assert {path.stem for path in pictures} == {*TOPICS}
+    assert sum(path.stat().st_size for path in pictures) < 2**20
+
+
+def test_pages_and_pictures_of_the_tree_are_not_in_the_wheel():
+    assert not [*(ROOT / systems.PICTURES).glob("*.py")]
+    assert "pictures" not in (ROOT / "setup.cfg").read_text()
+
+
+LAST = "law_a_message_of_another_size_is_an_error_at_its_receiver"  # threads carry no more after it
+
+
+@pytest.mark.parametrize("link", [None, parse_link("10Gbit,100us")])
+def test_a_watched_transport_obeys_the_laws_of_transports(link):
+    network = Network(link)
+
+    def obey(transport):
+        watched = Watched(transport, network)
+        for name in laws_of(TransportLaws):
+            if name != LAST:
+                getattr(TransportLaws(), name)(watched)
+
+    run_ranks(3, obey)
+    assert network.log

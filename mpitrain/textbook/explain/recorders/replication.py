@@ -108,7 +108,7 @@ def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]
                     shown.memory[1](found[0].elements, n, found[0].elements // units),
                 )
             )
-        settings = " ".join(f"--set {each}" for each in shown.settings)
+        settings = [each for each in (*shown.settings, "run.steps=20") if "bucket" not in each]
         return Explanation(
             name,
             title,
@@ -125,7 +125,7 @@ def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]
             frames,
             formulas,
             [Source.of(each) for each in shown.sources],
-            f"mpitrain launch -n {n} -- train {settings}",
+            " ".join((f"mpitrain launch -n {n} -- train", *(f"--set {each}" for each in settings))),
             shown.laws,
         )
 
