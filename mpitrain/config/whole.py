@@ -83,6 +83,11 @@ class Config(Section):
                 f"Kernels compute attention in tiles, but memory.attention is whole on {self.device.kind}.",
                 "Set memory.attention to auto, or device.kind to cpu.",
             )
+        if self.data.attend == "document" and self.data.separator < 0 and not self.data.packing:
+            raise ConfigError(
+                "data.attend=document needs documents, but data.separator is -1 and data.packing is false.",
+                "Set data.separator to the token that ends a document, or data.attend to window.",
+            )
         fields = Lora.model_fields
         idle = [
             key

@@ -6,9 +6,20 @@ It does not depend on the number of ranks. Token sources hold out a second file 
 Sample sources have a test set.
 """
 
+from mpitrain.data.packing import positions_of, without_ends
 from mpitrain.data.prefetch import Prefetched
 from mpitrain.data.samples import SampleSource
-from mpitrain.data.source import IGNORED, Form, Reading, Request, Scan, Source, Unopened, zeros
+from mpitrain.data.source import (
+    DOCUMENT_END,
+    IGNORED,
+    Form,
+    Reading,
+    Request,
+    Scan,
+    Source,
+    Unopened,
+    zeros,
+)
 from mpitrain.data.table import (
     SOURCES,
     SourceKind,
@@ -28,6 +39,7 @@ from mpitrain.data.token_files import LLM_C_MAGIC, TENTH, as_it_is, beside, larg
 from mpitrain.data.tokens import TokenSource
 
 __all__ = [
+    "DOCUMENT_END",
     "IGNORED",
     "LLM_C_MAGIC",
     "SOURCES",
@@ -51,10 +63,12 @@ __all__ = [
     "largest_token",
     "names",
     "open_source",
+    "positions_of",
     "source_kind",
     "spellings",
     "token_files",
     "tokenizer_of",
+    "without_ends",
     "writes_text",
     "zeros",
 ]

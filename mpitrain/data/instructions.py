@@ -15,7 +15,7 @@ import numpy as np
 
 from mpitrain.data.order import EpochOrder, positions
 from mpitrain.data.packing import first_fit
-from mpitrain.data.source import IGNORED, Form, Request
+from mpitrain.data.source import DOCUMENT_END, IGNORED, Form, Request
 from mpitrain.data.tokens import BYTES
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.files import check_regular, contents
@@ -37,7 +37,7 @@ class InstructionSource:
     inputs and targets are (B, T) int64. A conversation is one row, which is cut after T + 1 tokens.
     A shorter one is filled with token 0 and IGNORED targets. The last tenth is held out. With
     packing, rows to train on have as many conversations as fit, one after the other. What counts
-    is the same. Attention then crosses their borders.
+    is the same. Attention crosses their borders, unless `marks_ends` makes each a document.
 
     conversations  [(tokens, whether each counts as a target)], uint8 and bool
     samples        rows to train on
@@ -51,9 +51,10 @@ class InstructionSource:
         conversations: Sequence[Conversation],
         context: int,
         is_packed: bool = False,
+        marks_ends: bool = False,
     ):
         self.shape: tuple[int, ...] = (context,)
-        self.is_packed = is_packed
+        self.is_packed, self._marks_ends = is_packed, marks_ends
         held_out = max(1, len(conversations) // 10)
         train, test = conversations[:-held_out], conversations[-held_out:]
         self.conversations, self.held_out = len(train), held_out
@@ -87,6 +88,8 @@ class InstructionSource:
                 following, counted = tokens[1:], counts[1 : len(tokens)]
                 y[at : at + len(following)][counted] = following[counted]
                 at += len(tokens)
+                if self._marks_ends and at <= context:
+                    y[at - 1] = DOCUMENT_END
         return inputs, targets
 
 
@@ -120,7 +123,8 @@ def open_jsonl(request: Request) -> InstructionSource:
             f"{path} must have at least 2 conversations, but has {len(found)}.",
             "One of them is held out; add more.",
         )
-    source = InstructionSource(found, request.context, request.reading.packing)
+    marks_ends = request.reading.attend == "document"
+    source = InstructionSource(found, request.context, request.reading.packing, marks_ends)
     source.inputs = source.classes = max(BYTES, request.vocabulary)
     for numbers, noun in (
         (range(source.conversations), "training"),

@@ -1,13 +1,20 @@
-"""Packing: several short sequences in one row, by first-fit decreasing (Johnson 1973)."""
+"""Packing: several documents in one row, and the targets that mark their ends.
+
+B rows, T tokens of a row.
+"""
 
 from collections.abc import Sequence
+
+import numpy as np
+
+from mpitrain.data.source import DOCUMENT_END, IGNORED
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Return the numbers of the sequences in each row; the result depends on the arguments alone.
 
     The longest sequence comes first, and each goes to the first row that has room for it. This
-    takes at most 11/9 of the fewest rows, plus 1.
+    takes at most 11/9 of the fewest rows, plus 1 (first-fit decreasing, Johnson 1973).
 
     lengths   in tokens; a longer one than `capacity` counts as `capacity`
     capacity  tokens of a row
@@ -26,3 +33,21 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         while node := node // 2:
             room[node] = max(room[2 * node], room[2 * node + 1])
     return [row for row in rows if row]
+
+
+def without_ends(targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the targets with IGNORED at the ends of documents, and the documents' first tokens.
+
+    targets  (B, T) integers; DOCUMENT_END at the last token of a document
+    returns  targets (B, T), and for each token the index in its row of its document's first token,
+             (B, T) int32
+    """
+    is_end = targets == DOCUMENT_END
+    starts = np.zeros(targets.shape, np.int32)
+    starts[:, 1:] = np.where(is_end[:, :-1], np.arange(1, targets.shape[1], dtype=np.int32), 0)
+    return np.where(is_end, IGNORED, targets), np.maximum.accumulate(starts, axis=1)
+
+
+def positions_of(starts: np.ndarray) -> np.ndarray:
+    """Return the position of each token in its document, (B, T) int32.    starts: (B, T)"""
+    return np.arange(starts.shape[1], dtype=np.int32) - starts

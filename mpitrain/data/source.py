@@ -13,6 +13,8 @@ Form = Literal["tokens", "samples", "images"]
 """The form of the data: rows of tokens, labelled features, or labelled images."""
 IGNORED = -100
 """The target that does not count: the default of PyTorch's `ignore_index`."""
+DOCUMENT_END = -101
+"""The target of the last token of a document, with data.attend=document. It does not count."""
 
 
 class Source(Protocol):
@@ -61,7 +63,8 @@ class Source(Protocol):
         inputs : ndarray
             (len(rows), T) int64 tokens, (len(rows), F) features, or (len(rows), C, H, W) pixels.
         targets : ndarray
-            (len(rows), T) int64 classes of tokens, else (len(rows),). IGNORED does not count.
+            (len(rows), T) int64 classes of tokens, else (len(rows),). IGNORED does not count. With
+            data.attend=document, DOCUMENT_END says that the next token begins a document.
         """
 
     def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -115,6 +118,7 @@ class Reading(NamedTuple):
     template   one turn of a conversation as text, with {role} and {content}
     mixture    {name of a token source: its weight}
     packing    whether a row has as many conversations as fit
+    attend     window: attention sees all of a row, document: its own document alone
     """
 
     dtype: str = "auto"
@@ -123,6 +127,7 @@ class Reading(NamedTuple):
     template: str = "{role}: {content}\n\n"
     mixture: Mapping[str, float] = {}
     packing: bool = False
+    attend: str = "window"
 
 
 class Request(NamedTuple):

@@ -76,22 +76,30 @@ WINDOWS = ("order", "separator")
 """The keys of sources whose rows are windows of one token sequence."""
 
 SOURCES: Table[str, SourceKind] = Table(
-    pydocs=SourceKind(open_pydocs, "tokens", is_text=True, reads=WINDOWS),
+    pydocs=SourceKind(open_pydocs, "tokens", is_text=True, reads=(*WINDOWS, "attend")),
     digits=SourceKind(open_digits, "samples", module="sklearn", also=("images",)),
-    text=SourceKind(open_text, "tokens", ":FILE", is_text=True, reads=WINDOWS),
+    text=SourceKind(open_text, "tokens", ":FILE", is_text=True, reads=(*WINDOWS, "attend")),
     tokens=SourceKind(
         open_tokens,
         "tokens",
         ":FILE",
         "flat uint16 or uint32; a pattern such as train_*.bin names several",
         is_token_file=True,
-        reads=WINDOWS,
+        reads=(*WINDOWS, "attend"),
     ),
     jsonl=SourceKind(
-        open_jsonl, "tokens", ":FILE", "conversations", is_text=True, reads=("template", "packing")
+        open_jsonl,
+        "tokens",
+        ":FILE",
+        "conversations",
+        is_text=True,
+        reads=("template", "packing", "attend"),
     ),
     mixture=SourceKind(
-        _open_mixture, "tokens", help="of data.mixture", reads=("separator", "mixture", "dtype")
+        _open_mixture,
+        "tokens",
+        help="of data.mixture",
+        reads=("separator", "mixture", "dtype", "attend"),
     ),
     idx=SourceKind(open_idx, "samples", ":DIR", "MNIST files", also=("images",)),
 )

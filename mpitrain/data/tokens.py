@@ -8,7 +8,7 @@ import numpy as np
 from mpitrain.data.flat_tokens import ArrayTokens, FlatTokens, windows
 from mpitrain.data.meta import bytes_per_token, prepared
 from mpitrain.data.order import EpochOrder, positions
-from mpitrain.data.source import IGNORED, Form, Reading, Request, Scan
+from mpitrain.data.source import DOCUMENT_END, IGNORED, Form, Reading, Request, Scan
 from mpitrain.data.token_files import TENTH, largest_token, pydocs, text, token_paths, tokens_of
 from mpitrain.errors import DataError
 
@@ -51,6 +51,7 @@ class TokenSource:
         self.shape: tuple[int, ...] = (context,)
         self.scan = scan
         self._context, self._separator = context, reading.separator
+        self._marks_ends = reading.attend == "document"
         cut = len(tokens) - (0 if validation else len(tokens) // 10)
         self._train = tokens.region(0, cut)
         self._test = validation[0] if validation else tokens.region(cut, len(tokens))
@@ -100,6 +101,8 @@ class TokenSource:
         inputs, targets = found[:, :-1], found[:, 1:]
         if self._separator < 0:
             return inputs, targets
+        if self._marks_ends:
+            return inputs, np.where(inputs == self._separator, DOCUMENT_END, targets)
         is_after = np.logical_or.accumulate(inputs == self._separator, axis=1)
         return np.where(is_after, self._separator, inputs), np.where(is_after, IGNORED, targets)
 

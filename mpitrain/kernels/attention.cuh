@@ -10,6 +10,7 @@
 // Launch: grid (ceil(T / TILE), H, B), block (SIDE x SIDE). Any T >= 1; HEAD is a macro, any number from 1.
 // `Mask` multiplies each probability: by 1 in attention.cu, by 0 or 1 / (1 - rate) in attention_dropout.cu.
 #pragma once
+#include "documents.cuh"
 #include "reduce.cuh"
 
 constexpr int SIDE = TILE / 4, THREADS = SIDE * SIDE;
@@ -124,7 +125,8 @@ struct NoMask {
 // shared: queries, keys or values: TILE x PITCH each; weights: TILE x ROW.
 template <class Mask>
 __device__ __forceinline__ void attend(Mask mask, int T, int H, Sum scale, const Element* __restrict__ qkv, Element* __restrict__ y,
-                                       Sum* __restrict__ log_sums, unsigned char* shared) {
+                                       Sum* __restrict__ log_sums, const int* __restrict__ starts, unsigned char* shared) {
+    const Documents documents(starts, T);
     Sum *qs = reinterpret_cast<Sum*>(shared), *kvs = qs + TILE * PITCH, *ps = kvs + TILE * PITCH;
     const int t0 = blockIdx.x * TILE, h = blockIdx.y, b = blockIdx.z, tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
     const long long C = (long long)H * HEAD, at = (long long)b * T * 3 * C + h * HEAD;
@@ -133,7 +135,7 @@ __device__ __forceinline__ void attend(Mask mask, int T, int H, Sum scale, const
     Four<Sum> out[4][GROUPS] = {};
     Sum maximum[4] = {MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY}, sum[4] = {};
     q.load(qs, t0);
-    for (int s0 = 0; s0 <= t0; s0 += TILE) {
+    for (int s0 = documents.first_key(t0) / TILE * TILE; s0 <= t0; s0 += TILE) {
         __syncthreads();    // the last tile's values and weights are done with
         k.load(kvs, s0);
         __syncthreads();
@@ -142,21 +144,24 @@ __device__ __forceinline__ void attend(Mask mask, int T, int H, Sum scale, const
         mask.draw(t0 + 4 * ty, s0, tx);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int t = t0 + 4 * ty + i;
+            const int t = t0 + 4 * ty + i, first = documents.first_key(t);
             Sum largest = maximum[i];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                scores[i][j] = s0 + tx + SIDE * j <= t ? scores[i][j] * scale : MINUS_INFINITY;
+                const int s = s0 + tx + SIDE * j;
+                scores[i][j] = s <= t && s >= first ? scores[i][j] * scale : MINUS_INFINITY;
                 largest = larger(largest, scores[i][j]);
             }
 #pragma unroll
             for (int flip = SIDE / 2; flip > 0; flip /= 2) largest = larger(largest, __shfl_xor_sync(~0u, largest, flip));
-            const Sum shrink = exp(maximum[i] - largest);    // 0 for the first tile
+            // A tile may have no key of the query's document.
+            const Sum shift = DOCUMENTS && largest == MINUS_INFINITY ? Sum(0) : largest;
+            const Sum shrink = exp(maximum[i] - shift);    // 0 for the first tile
             maximum[i] = largest;
             Sum part = 0;
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const Sum p = exp(scores[i][j] - largest);
+                const Sum p = exp(scores[i][j] - shift);
                 ps[(4 * ty + i) * ROW + tx + SIDE * j] = p * mask.at(i, j);
                 part += p;
             }
@@ -184,22 +189,24 @@ __device__ __forceinline__ void attend(Mask mask, int T, int H, Sum scale, const
 }
 
 // One tile of weights p = exp(score - log_sum) times the mask and of dscores = p (mask dy v^T - dot) scale; 0 after the causal
-// diagonal. Queries from T on have q = 0 and dy = 0: their dscores are 0, and their weights meet zeros.
+// diagonal, and before the query's document. Queries from T on have q = 0 and dy = 0: their dscores are 0, and their weights meet
+// zeros.
 template <class Mask>
 __device__ __forceinline__ void weights_and_slopes(
     Mask mask, Sum (&p)[4][4], Sum (&ds)[4][4], const Sum* qs, const Sum* ks, const Sum* vs, const Sum* dys, const Sum* log_sums,
-    const Sum* dots, Sum scale, int t0, int s0, int T, int ty, int tx) {
+    const Sum* dots, const Documents& documents, Sum scale, int t0, int s0, int T, int ty, int tx) {
     Sum scores[4][4] = {}, products[4][4] = {};
     add_rows_by_rows(scores, qs, ks, ty, tx);
     add_rows_by_rows(products, dys, vs, ty, tx);
     mask.draw(t0 + 4 * ty, s0, tx);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const int t = t0 + 4 * ty + i;
+        const int t = t0 + 4 * ty + i, first = documents.first_key(t);
         const Sum log_sum = t < T ? log_sums[t] : Sum(0), dot = t < T ? dots[t] : Sum(0);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            const bool seen = s0 + tx + SIDE * j <= t;
+            const int s = s0 + tx + SIDE * j;
+            const bool seen = s <= t && s >= first;
             p[i][j] = seen ? exp(scores[i][j] * scale - log_sum) : Sum(0);
             ds[i][j] = p[i][j] * (products[i][j] * mask.at(i, j) - dot) * scale;
             p[i][j] *= mask.at(i, j);
@@ -219,7 +226,9 @@ __device__ __forceinline__ void put(Sum* tile, const Sum (&values)[4][4], int ty
 template <class Mask>
 __device__ __forceinline__ void backward_kv(
     Mask mask, int T, int H, Sum scale, const Element* __restrict__ qkv, const Element* __restrict__ dy,
-    const Sum* __restrict__ log_sums, const Sum* __restrict__ dots, Element* dqkv, unsigned char* shared) {
+    const Sum* __restrict__ log_sums, const Sum* __restrict__ dots, Element* dqkv, const int* __restrict__ starts,
+    unsigned char* shared) {
+    const Documents documents(starts, T);
     Sum *ks = reinterpret_cast<Sum*>(shared), *vs = ks + TILE * PITCH, *qs = vs + TILE * PITCH;
     Sum *dys = qs + TILE * PITCH, *ps = dys + TILE * PITCH;
     const int s0 = blockIdx.x * TILE, h = blockIdx.y, b = blockIdx.z, tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
@@ -230,13 +239,14 @@ __device__ __forceinline__ void backward_kv(
     Four<Sum> dk[4][GROUPS] = {}, dv[4][GROUPS] = {};
     k.load(ks, s0);
     v.load(vs, s0);
-    for (int t0 = s0; t0 < T; t0 += TILE) {
+    const int end = documents.last_query(s0, s0 + TILE, TILE);
+    for (int t0 = s0; t0 < end; t0 += TILE) {
         __syncthreads();    // the last tile's queries, dy and slopes are done with
         q.load(qs, t0);
         d.load(dys, t0);
         __syncthreads();
         Sum p[4][4], ds[4][4];
-        weights_and_slopes(mask, p, ds, qs, ks, vs, dys, log_sums + row, dots + row, scale, t0, s0, T, ty, tx);
+        weights_and_slopes(mask, p, ds, qs, ks, vs, dys, log_sums + row, dots + row, documents, scale, t0, s0, T, ty, tx);
         put(ps, p, ty, tx);
         __syncthreads();
         add_columns_by_columns(dv, ps, dys, ty, tx);
@@ -254,7 +264,9 @@ __device__ __forceinline__ void backward_kv(
 template <class Mask>
 __device__ __forceinline__ void backward_q(
     Mask mask, int T, int H, Sum scale, const Element* __restrict__ qkv, const Element* __restrict__ dy,
-    const Sum* __restrict__ log_sums, const Sum* __restrict__ dots, Element* dqkv, unsigned char* shared) {
+    const Sum* __restrict__ log_sums, const Sum* __restrict__ dots, Element* dqkv, const int* __restrict__ starts,
+    unsigned char* shared) {
+    const Documents documents(starts, T);
     Sum *ks = reinterpret_cast<Sum*>(shared), *vs = ks + TILE * PITCH, *qs = vs + TILE * PITCH;
     Sum *dys = qs + TILE * PITCH, *ps = dys + TILE * PITCH;
     const int t0 = blockIdx.x * TILE, h = blockIdx.y, b = blockIdx.z, tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
@@ -265,13 +277,13 @@ __device__ __forceinline__ void backward_q(
     Four<Sum> dq[4][GROUPS] = {};
     q.load(qs, t0);
     d.load(dys, t0);
-    for (int s0 = 0; s0 <= t0; s0 += TILE) {
+    for (int s0 = documents.first_key(t0) / TILE * TILE; s0 <= t0; s0 += TILE) {
         __syncthreads();    // the last tile's keys, values and slopes are done with
         k.load(ks, s0);
         v.load(vs, s0);
         __syncthreads();
         Sum p[4][4], ds[4][4];
-        weights_and_slopes(mask, p, ds, qs, ks, vs, dys, log_sums + row, dots + row, scale, t0, s0, T, ty, tx);
+        weights_and_slopes(mask, p, ds, qs, ks, vs, dys, log_sums + row, dots + row, documents, scale, t0, s0, T, ty, tx);
         put(ps, ds, ty, tx);
         __syncthreads();
         add_rows_by_columns(dq, ps, ks, ty, tx);

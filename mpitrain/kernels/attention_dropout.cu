@@ -46,28 +46,28 @@ __device__ __forceinline__ DropMask mask_of(int T, int threshold, Sum kept, long
 extern "C" __global__ void __launch_bounds__(THREADS) attention_dropout(
     int T, int H, Sum scale, const Element* __restrict__ qkv, Element* __restrict__ y, Sum* __restrict__ log_sums,
     int threshold, Sum kept, long long first, long long every, long long seed, long long layer,
-    const long long* __restrict__ numbers) {
+    const long long* __restrict__ numbers, const int* __restrict__ starts) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
     const DropMask mask = mask_of(T, threshold, kept, first, every, seed, layer, numbers);
-    attend(mask, T, H, scale, qkv, y, log_sums, dynamic_shared);
+    attend(mask, T, H, scale, qkv, y, log_sums, starts, dynamic_shared);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_dropout_backward_kv(
     int T, int H, Sum scale, const Element* __restrict__ qkv, const Element* __restrict__ dy, const Sum* __restrict__ log_sums,
     const Sum* __restrict__ dots, Element* dqkv,
     int threshold, Sum kept, long long first, long long every, long long seed, long long layer,
-    const long long* __restrict__ numbers) {
+    const long long* __restrict__ numbers, const int* __restrict__ starts) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
     const DropMask mask = mask_of(T, threshold, kept, first, every, seed, layer, numbers);
-    backward_kv(mask, T, H, scale, qkv, dy, log_sums, dots, dqkv, dynamic_shared);
+    backward_kv(mask, T, H, scale, qkv, dy, log_sums, dots, dqkv, starts, dynamic_shared);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_dropout_backward_q(
     int T, int H, Sum scale, const Element* __restrict__ qkv, const Element* __restrict__ dy, const Sum* __restrict__ log_sums,
     const Sum* __restrict__ dots, Element* dqkv,
     int threshold, Sum kept, long long first, long long every, long long seed, long long layer,
-    const long long* __restrict__ numbers) {
+    const long long* __restrict__ numbers, const int* __restrict__ starts) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
     const DropMask mask = mask_of(T, threshold, kept, first, every, seed, layer, numbers);
-    backward_q(mask, T, H, scale, qkv, dy, log_sums, dots, dqkv, dynamic_shared);
+    backward_q(mask, T, H, scale, qkv, dy, log_sums, dots, dqkv, starts, dynamic_shared);
 }

@@ -24,13 +24,15 @@ __device__ __forceinline__ void weigh(Steps& p, Softmax& rows, Channels& out, fl
                 for (int e = 0; e < 2; ++e) largest = fmaxf(largest, p[f][j][2 * i + e]);    // a NaN's weight will be NaN
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-            const float shift = largest * scale, shrink = exp2f(rows.maximum[f][i] * scale - shift);    // 0 for the first keys
+            // All keys so far may belong to earlier documents.
+            const float shift = DOCUMENTS && largest == MINUS_INFINITY ? 0.0f : largest * scale;
+            const float shrink = exp2_flushed(rows.maximum[f][i] * scale - shift);    // 0 for the first keys
             rows.maximum[f][i] = largest;
             float part = 0.0f;
 #pragma unroll
             for (int j = 0; j < STEP / 8; ++j)
 #pragma unroll
-                for (int e = 0; e < 2; ++e) part += p[f][j][2 * i + e] = exp2f(p[f][j][2 * i + e] * scale - shift);
+                for (int e = 0; e < 2; ++e) part += p[f][j][2 * i + e] = exp2_flushed(p[f][j][2 * i + e] * scale - shift);
             rows.sum[f][i] = rows.sum[f][i] * shrink + part;
 #pragma unroll
             for (int j = 0; j < 2 * DEPTH; ++j) {
@@ -42,7 +44,8 @@ __device__ __forceinline__ void weigh(Steps& p, Softmax& rows, Channels& out, fl
 
 // scale: log2(e) / sqrt(D)
 extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor(
-    int T, int H, float scale, const Element* __restrict__ qkv, Element* __restrict__ y, float* __restrict__ log_sums) {
+    int T, int H, float scale, const Element* __restrict__ qkv, Element* __restrict__ y, float* __restrict__ log_sums,
+    const int* __restrict__ starts) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
     Element* qs = reinterpret_cast<Element*>(dynamic_shared);
     const int t0 = (gridDim.x - 1 - blockIdx.x) * OWNED, h = blockIdx.y, b = blockIdx.z, C = H * HEAD;
@@ -59,13 +62,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor(
 #pragma unroll
         for (int i = 0; i < 2; ++i) rows.maximum[f][i] = MINUS_INFINITY, rows.sum[f][i] = 0.0f;
     q.fetch<OWNED>(qs, t0);
-    keys.fetch(0);
-    for (int s0 = 0; s0 < end; s0 += STEP) {
+    const Documents documents(starts, T);
+    int first_key[FRAGMENTS][2];    // of rows g and g + 8
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; ++f)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) first_key[f][i] = documents.first_key(t0 + m + lane / 4 + 16 * f + 8 * i);
+    const int begin = documents.first_key(t0) / STEP * STEP;
+    keys.fetch(begin);
+    for (int s0 = begin; s0 < end; s0 += STEP) {
         const Element *ks = keys.arrive(s0), *vs = ks + Other::ELEMENTS;
         if (s0 >= warp_end) continue;
         Steps p;
         multiply_rows(p, qs, m, ks);
         if (t0 + m + 1 < s0 + STEP) mask<true>(p, t0 + m, s0);
+        if (DOCUMENTS) hide<true>(p, t0 + m, s0, [&](int f, int, int e) { return first_key[f][e / 2]; });
         weigh(p, rows, out, scale);
         add_weighted(out, p, vs);
     }

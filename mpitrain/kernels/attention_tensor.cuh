@@ -7,6 +7,7 @@
 // HEAD, a multiple of 16, and STEP are macros; CHUNKED: all rows can be copied 16 bytes at a time, else they are copied
 // element by element.
 #pragma once
+#include "documents.cuh"
 #include "tensor_tile.cuh"
 
 constexpr int OWNED = 128, FRAGMENTS = HEAD <= 64 ? 2 : 1, WARP_ROWS = 16 * FRAGMENTS, THREADS = OWNED / WARP_ROWS * 32;
@@ -123,6 +124,22 @@ template <bool QUERIES_ARE_ROWS> __device__ __forceinline__ void mask(Steps& sco
                 const int past = 8 * j + e % 2 - (16 * f + e / 2 * 8);
                 const bool seen = QUERIES_ARE_ROWS ? past <= apart : apart <= past;
                 if (!seen) scores[f][j][e] = MINUS_INFINITY;
+            }
+}
+
+// Scores of keys before their query's document become minus infinity; rows and columns as above. first_of(f, j, e): the first key
+// that the query of element e of fragments f and j sees.
+template <bool QUERIES_ARE_ROWS, class Of>
+__device__ __forceinline__ void hide(Steps& scores, int row0, int column0, const Of& first_of) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; ++f)
+#pragma unroll
+        for (int j = 0; j < STEP / 8; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int row = row0 + 16 * f + lane / 4 + e / 2 * 8, column = column0 + 8 * j + lane % 4 * 2 + e % 2;
+                if ((QUERIES_ARE_ROWS ? column : row) < first_of(f, j, e)) scores[f][j][e] = MINUS_INFINITY;
             }
 }
 

@@ -23,7 +23,7 @@ template <class Of> __device__ __forceinline__ void weigh(Steps& p, Steps& ds, f
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const Statistics query = of(f, j, e);
-                p[f][j][e] = exp2f(p[f][j][e] * scale - query.x);
+                p[f][j][e] = exp2_flushed(p[f][j][e] * scale - query.x);
                 ds[f][j][e] = p[f][j][e] * (ds[f][j][e] - query.y);
             }
 }
@@ -31,7 +31,8 @@ template <class Of> __device__ __forceinline__ void weigh(Steps& p, Steps& ds, f
 // dk and dv of OWNED keys. Dynamic shared memory: keys, values (OWNED x HEAD each) as Own tiles, two stages of queries and dy.
 extern "C" __global__ void __launch_bounds__(THREADS, 256 / THREADS) attention_tensor_backward_kv(
     int T, int H, float scale, const Element* __restrict__ qkv, const Element* __restrict__ dy,
-    const float* __restrict__ log_sums, const float* __restrict__ dots, Element* dqkv) {
+    const float* __restrict__ log_sums, const float* __restrict__ dots, Element* dqkv,
+    const int* __restrict__ starts) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
     Element *ks = reinterpret_cast<Element*>(dynamic_shared), *vs = ks + Own::ELEMENTS;
     const int s0 = blockIdx.x * OWNED, h = blockIdx.y, b = blockIdx.z, C = H * HEAD;
@@ -39,19 +40,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 256 / THREADS) attention_t
     const long long at = (long long)b * T * 3 * C + h * HEAD, row = ((long long)b * H + h) * T;
     const Rows q = {qkv + at, 3 * C, T}, k = {qkv + at + C, 3 * C, T}, v = {qkv + at + 2 * C, 3 * C, T};
     const Rows d = {dy + (long long)b * T * C + h * HEAD, C, T};
-    const Passing queries = {q, d, log_sums + row, dots + row, T, vs + Own::ELEMENTS};
+    const Documents documents(starts, T);
+    const int end = documents.last_query(s0, s0 + OWNED, STEP);
+    const Passing queries = {q, d, log_sums + row, dots + row, end, vs + Own::ELEMENTS};
 
     Channels dk = {}, dv = {};
     k.fetch<OWNED>(ks, s0);
     v.fetch<OWNED>(vs, s0);
     queries.fetch(s0);
-    for (int t0 = s0; t0 < T; t0 += STEP) {
+    for (int t0 = s0; t0 < end; t0 += STEP) {
         const Element *qs = queries.arrive(t0), *dys = qs + Other::ELEMENTS;
         if (s0 + m >= T || t0 + STEP <= s0 + m) continue;    // no keys, or all after these queries
         const Statistics* statistics = reinterpret_cast<const Statistics*>(dys + Other::ELEMENTS) + lane % 4 * 2;
         Steps p, ds;
         multiply_rows(p, ks, m, qs);
         if (t0 < s0 + m + WARP_ROWS - 1) mask<false>(p, s0 + m, t0);
+        if (DOCUMENTS)
+            hide<false>(p, s0 + m, t0, [&](int, int j, int e) { return documents.first_key(t0 + 8 * j + lane % 4 * 2 + e % 2); });
         multiply_rows(ds, vs, m, dys);
         weigh(p, ds, scale * LOG2_E, [&](int, int j, int e) { return statistics[8 * j + e % 2]; });
         add_weighted(dv, p, dys);
@@ -68,7 +73,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 256 / THREADS) attention_t
 // stages of keys and values.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor_backward_q(
     int T, int H, float scale, const Element* __restrict__ qkv, const Element* __restrict__ dy,
-    const float* __restrict__ log_sums, const float* __restrict__ dots, Element* dqkv) {
+    const float* __restrict__ log_sums, const float* __restrict__ dots, Element* dqkv,
+    const int* __restrict__ starts) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
     Element *qs = reinterpret_cast<Element*>(dynamic_shared), *dys = qs + Own::ELEMENTS;
     const int t0 = (gridDim.x - 1 - blockIdx.x) * OWNED, h = blockIdx.y, b = blockIdx.z, C = H * HEAD;
@@ -82,21 +88,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor_backwa
     Channels dq = {};
     q.fetch<OWNED>(qs, t0);
     d.fetch<OWNED>(dys, t0);
-    keys.fetch(0);
+    const Documents documents(starts, T);
+    const int begin = documents.first_key(t0) / STEP * STEP;
+    keys.fetch(begin);
     Statistics statistics[FRAGMENTS][2];    // of rows g and g + 8
+    int first_key[FRAGMENTS][2];
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int t = t0 + m + lane / 4 + 16 * f + 8 * i;
+            first_key[f][i] = documents.first_key(t);
             statistics[f][i] = t < T ? make_float2(log_sums[row + t], dots[row + t]) : make_float2(0.0f, 0.0f);
         }
-    for (int s0 = 0; s0 < end; s0 += STEP) {
+    for (int s0 = begin; s0 < end; s0 += STEP) {
         const Element *ks = keys.arrive(s0), *vs = ks + Other::ELEMENTS;
         if (s0 >= warp_end) continue;
         Steps p, ds;
         multiply_rows(p, qs, m, ks);
         if (t0 + m + 1 < s0 + STEP) mask<true>(p, t0 + m, s0);
+        if (DOCUMENTS) hide<true>(p, t0 + m, s0, [&](int f, int, int e) { return first_key[f][e / 2]; });
         multiply_rows(ds, dys, m, vs);
         weigh(p, ds, scale * LOG2_E, [&](int f, int, int e) { return statistics[f][e / 2]; });
         add_weighted(dq, ds, ks);

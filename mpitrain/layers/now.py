@@ -1,8 +1,23 @@
-"""Now: the rows that layers compute at this moment, for layers that draw random numbers."""
+"""Now: the rows that layers compute at this moment, for random numbers and borders of documents."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpitrain.errors import ConfigError
+
+
+class Documents(NamedTuple):
+    """The documents of some rows, in the memory of the layers (as position_ids of transformers).
+
+    starts     (B, T) int32: of each token, the first token of its document
+    positions  (B, T) int32: the position of each token in its document
+    """
+
+    starts: Any
+    positions: Any
+
+    def of(self, rows: range) -> "Documents":
+        """Return the documents of some of the rows, as views."""
+        return Documents(*(one[rows.start : rows.stop] for one in self))
 
 
 class Now:
@@ -15,16 +30,22 @@ class Now:
     row     number of the first row within the global batch of the step
     rows    number of rows in the micro-batch
     trains  False in an evaluation and for logits, with step and row 0
+
+    documents  of these rows; None: each row is one document
     """
 
     step: int
     row: int
     rows: int
     trains: bool
+    documents: Documents | None = None
 
-    def set(self, step: int, row: int, rows: int, trains: bool) -> None:
+    def set(
+        self, step: int, row: int, rows: int, trains: bool, documents: Documents | None = None
+    ) -> None:
         """Set all values."""
         self.step, self.row, self.rows, self.trains = step, row, rows, trains
+        self.documents = documents
 
     def numbers(self, count: int) -> range:
         """Return the numbers of the rows of an activation within the global batch.

@@ -252,12 +252,18 @@ class LayerNorm:
 
 
 class Embedding:
-    """Token and position embedding, tokens (B, T) -> (B, T, C). The input has no gradient."""
+    """Token and position embedding, tokens (B, T) -> (B, T, C). The input has no gradient.
+
+    now  of the layer factory: the positions begin anew at each of its documents
+    """
 
     output_is_free = False
 
-    def __init__(self, ops: Ops, vocab: int, context: int, width: int, draw: Draw):
+    def __init__(
+        self, ops: Ops, vocab: int, context: int, width: int, draw: Draw, now: Now | None = None
+    ):
         self.ops, self.vocab, self.context, self.width, self.draw = ops, vocab, context, width, draw
+        self.now = now or Now()
 
     def parameters(self):
         """Return tokens (vocab, width) and positions (context, width)."""
@@ -270,28 +276,39 @@ class Embedding:
         return (*shape, self.width)
 
     def forward(self, w, x, arena):
-        return self.ops.embedding(x, w["tokens"], w["positions"], arena)
+        documents = self.now.documents
+        if documents is None:
+            y, saved = self.ops.embedding(x, w["tokens"], w["positions"], arena)
+            return y, (saved, None)
+        y, saved = self.ops.embedding(x, w["tokens"], None, arena)
+        return y, (saved, self._add_positions(w, y, documents.positions, arena))
 
     def forward_next(self, w, x, past, arena):
         """Return the output for new tokens, each at its own position."""
         y, _ = self.ops.embedding(x, w["tokens"], None, arena)
-        self._add_positions(w, y, past, arena)
+        self._add_positions(w, y, past.positions, arena)
         return y
 
-    def _add_positions(self, w, y, past, arena):
-        found, _ = self.ops.embedding(past.positions, w["positions"], None, arena)
+    def _add_positions(self, w, y, positions, arena):
+        """Add the vectors of the positions (B, T), and return the state of their lookup."""
+        found, saved = self.ops.embedding(positions, w["positions"], None, arena)
         self.ops.add(y, found, y, arena)
+        return saved
 
     def backward_input(self, w, dy, saved, arena):
         return None, (dy, saved)
 
     def backward_weight(self, pending, dw, arena):
-        dy, saved = pending
+        dy, (saved, positions) = pending
         if "tokens" in dw:
             self.ops.embedding_backward_table(
                 dy, saved, dw["tokens"].array, dw["tokens"].claim(), arena
             )
-        if "positions" in dw:
+        if "positions" in dw and positions is not None:
+            self.ops.embedding_backward_table(
+                dy, positions, dw["positions"].array, dw["positions"].claim(), arena
+            )
+        elif "positions" in dw:
             self.ops.embedding_backward_positions(
                 dy, dw["positions"].array, dw["positions"].claim(), arena
             )
@@ -302,12 +319,13 @@ class Attention:
 
     heads  of this rank, `first` and following of `every` heads
     drop   dropout of the probabilities, or None
+    now    of the layer factory: no query sees a key of an earlier one of its documents
     """
 
     output_is_free = False
 
-    def __init__(self, ops: Ops, heads: int, drop: Dropout | None = None):
-        self.ops, self.heads, self.drop = ops, heads, drop
+    def __init__(self, ops: Ops, heads: int, drop: Dropout | None = None, now: Now | None = None):
+        self.ops, self.heads, self.drop, self.now = ops, heads, drop, now or Now()
         self.first, self.every = 0, heads
 
     def parameters(self):
@@ -318,13 +336,14 @@ class Attention:
         return (*shape[:-1], shape[-1] // 3)
 
     def forward(self, w, x, arena):
+        documents = self.now.documents
+        starts = () if documents is None else (documents.starts,)
         if self.drop and self.drop.layers.now.trains:
             now = self.drop.layers.now
-            first = now.row * self.every + self.first
-            return self.ops.attention_dropout(
-                x, self.heads, self.drop.key, now.step, first, self.every, self.drop.rate, arena
-            )
-        return self.ops.attention(x, self.heads, arena)
+            first, drop = now.row * self.every + self.first, self.drop
+            given = drop.key, now.step, first, self.every, drop.rate
+            return self.ops.attention_dropout(x, self.heads, *given, arena, *starts)
+        return self.ops.attention(x, self.heads, arena, *starts)
 
     def forward_next(self, w, x, past, arena):
         """Return the output for new tokens, and store their keys and values."""
@@ -403,7 +422,7 @@ class Plain:
 
         Both tables are drawn with deviation 0.02.
         """
-        return self._embedding(self._source, vocab, context, width, normal(0.02))
+        return self._embedding(self._source, vocab, context, width, normal(0.02), self.now)
 
     def norm(self, width: int, epsilon: float = 1e-5) -> LayerNorm:
         """Return a LayerNorm over the last dim, of length `width`, with gain 1 and bias 0."""
@@ -488,7 +507,7 @@ class Plain:
         if dropout:
             self.made.add("attention dropout")
         drop = self.dropout(dropout) if dropout else None
-        attention = self._attention(self._source, heads, drop)
+        attention = self._attention(self._source, heads, drop, self.now)
         return Recomputed(attention) if self.memory.recompute == "attention" else attention
 
     def column_linear(

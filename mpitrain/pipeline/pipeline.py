@@ -7,7 +7,7 @@ from typing import Any
 
 from mpitrain.layers.base import Unit
 from mpitrain.layers.frozen import forward_only
-from mpitrain.layers.now import Now
+from mpitrain.layers.now import Documents, Now
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.pipeline.channel import Channel
@@ -23,7 +23,7 @@ from mpitrain.pipeline.stage import ForwardOnly, Stage
 from mpitrain.transport.base import Transport
 
 Shape = tuple[int, ...]
-Rows = tuple[int, int, int, bool]
+Rows = tuple[int, int, int, bool] | tuple[int, int, int, bool, Documents | None]
 """The arguments of `Now.set` for a micro-batch."""
 
 
@@ -129,18 +129,21 @@ class Pipeline:
     def drain(self) -> None:
         """Finish the micro-batches that `train` left in flight; this class leaves none. Collective."""
 
-    def ask(self, shape: Shape, first: Callable[[], Any]) -> Any:
+    def ask(
+        self, shape: Shape, first: Callable[[], Any], documents: Documents | None = None
+    ) -> Any:
         """Run one forward without a backward, and return the model's output.
 
         Only the last chunk's stage has the output; the others return None.
 
-        shape  of the model's input
-        first  () -> that input; called only on the stage of the first chunk
+        shape      of the model's input
+        first      () -> that input; called only on the stage of the first chunk
+        documents  of these rows; None: each row is one document
         """
         found: list[Any] = []
         self.channel.begin(partial(shape_in, self.input_shape, [shape]))
         execute(
-            self._announced(self._question, {0: (0, 0, shape[0], False)}),
+            self._announced(self._question, {0: (0, 0, shape[0], False, documents)}),
             self._asked,
             len(self._parts),
             lambda micro: first(),

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from mpitrain.report.time_breakdown import COMPUTING, SHARES, Shares
-from mpitrain.report.timeline import Timeline, described, is_open, last_sign, named_steps, within
 from mpitrain.run.metrics import CLOSING
 from mpitrain.trace.read import Trace
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.ring_buffer import PAUSE, RECEIVE, REDUCTION, SEND, STEP, WAIT
+from mpitrain.trace.timeline import Timeline, described, is_open, last_sign, named_steps, within
 
 SHOWN = 8
 """Largest number of ranks with a column; the totals include the others."""

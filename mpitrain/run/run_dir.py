@@ -54,6 +54,7 @@ from mpitrain.run.choices import ALGORITHMS, without_plugins
 from mpitrain.run.given import RunLocation
 from mpitrain.run.metrics import cut_after, read_metrics
 from mpitrain.run.resolve import Resolved
+from mpitrain.trace.timeline import TRACE
 
 METRICS, TUNING, TILES, TOKENS = (
     "metrics.jsonl",
@@ -61,7 +62,7 @@ METRICS, TUNING, TILES, TOKENS = (
     "tiles.json",
     "tokens.json",
 )
-CHECKPOINTS, LOCK, TRACE = "checkpoints", "lock", "trace"
+CHECKPOINTS, LOCK = "checkpoints", "lock"
 RUNS = Path("runs")
 """The parent of run directories if run.out is empty."""
 WHOLE = "# All {} keys of a run of mpitrain."
@@ -374,11 +375,6 @@ def _tokenizer_in(folder: Path) -> bytes | None:
         return contents(folder / TOKENIZER, inner=1)
     except FileNotFoundError:
         return None
-
-
-def trace_file(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's trace in a run directory."""
-    return folder / TRACE / f"rank-{rank:05d}"
 
 
 def noted_largest(folder: Path, source: str, dtype: str) -> int | None:

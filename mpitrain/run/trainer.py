@@ -14,11 +14,12 @@ import numpy as np
 from mpitrain.collectives.engine.device_arithmetic import arithmetic_of
 from mpitrain.config import Config, Run
 from mpitrain.config.delays import delay_s, delays
-from mpitrain.data import Source
+from mpitrain.data import Source, positions_of, without_ends
 from mpitrain.errors import DataError, MpitrainError, on_every_rank
 from mpitrain.layers.base import Loss, Unit
-from mpitrain.layers.flat import Piece, Storage
+from mpitrain.layers.flat import Storage
 from mpitrain.layers.memory.chunked_logits import ChunkedLogits, computed, sliced
+from mpitrain.layers.now import Documents
 from mpitrain.ops.int8_rows import Coded
 from mpitrain.optim import check_groups, learning_rate
 from mpitrain.parallel.grid import Grid, share
@@ -35,7 +36,8 @@ from mpitrain.pipeline.async_pipeline import pipeline_for
 from mpitrain.pipeline.chunks import Chunks, cut_in_chunks
 from mpitrain.pipeline.decoder import Decoder, can_decode
 from mpitrain.pipeline.pipeline import own
-from mpitrain.run.checkpoint.regions import within
+from mpitrain.regions import Piece, moved, overlap, within
+from mpitrain.run.checkpoint.digests import digests, gradients
 from mpitrain.run.counting.step import Step
 from mpitrain.run.decoding.reader import Reader
 from mpitrain.run.indices import Indices
@@ -186,6 +188,12 @@ class Trainer:
                 found.first(self.units),
             )
         )
+        if self.config.run.inject:
+            from mpitrain.run.injection.passes import failing
+
+            self.replication = failing(
+                self.replication, self.config.run.inject, self.transport, self.backend
+            )
         micro_batches = self.config.batch.micro_batches
         dtype = resolved.device.half or self.storage.dtype
         self.pipe = pipeline_for(self.config.pipeline.schedule)(
@@ -277,7 +285,7 @@ class Trainer:
             (rows, T). A parameter server passes 0 rows.
         targets : ndarray
             The classes of these rows: (rows,) or (rows, T) integers. A target of -100 does not
-            count, as PyTorch's `ignore_index`.
+            count, as PyTorch's `ignore_index`. With data.attend=document, -101 ends a document.
         stop_requested : callable, optional
             Returns whether this rank wants all ranks to stop after this step. It is called after
             the backward pass, so a signal during the step counts in the same step.
@@ -296,6 +304,7 @@ class Trainer:
             if a prediction has no target. With several ranks the job is aborted.
         """
         where = f"step {index + 1}"
+        targets, starts = self._cut(targets)
         inputs = self._indices.tokens(inputs, where)
         self._indices.rows(inputs, self.share(), where)
         targets = self._indices.targets(targets, inputs.shape, self._logits_shape, where)
@@ -315,8 +324,11 @@ class Trainer:
             value, gradient = self.replication.loss(
                 logits.reshape(len(right), -1), right, scales[micro]
             )
-            # A slice is copied on the device; assigning one element would read it to the host.
-            self._loss_sums[micro : micro + 1] = value
+            # Arrays of one shape are copied on the device. Of two shapes, CuPy would compile a
+            # kernel; assigning one element would read it to the host.
+            self._loss_sums[micro : micro + 1] = (
+                value if isinstance(value, float) else value.reshape(1)
+            )
             self._recorder.end(span)
             return gradient.reshape(logits.shape)
 
@@ -325,9 +337,15 @@ class Trainer:
         self.replication.ignore(ignored, predictions)
         if rows:  # A parameter server has no rows.
             self._straggle(index)
-            start = self.share().start
+            start, documents = self.share().start, self._documents(starts)
             self.pipe.train(
-                [(index, start + mine.start, len(mine), True) for mine in shares],
+                [
+                    (
+                        *(index, start + mine.start, len(mine), True),
+                        documents and documents.of(mine),
+                    )
+                    for mine in shares
+                ],
                 [(len(mine), *inputs.shape[1:]) for mine in shares],
                 lambda micro: of(micro, inputs),
                 loss,
@@ -349,6 +367,20 @@ class Trainer:
         if every and (index + 1) % every == 0:
             self.arena.release()
         return outcome
+
+    def _cut(self, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the targets without the ends of documents, and the documents' first tokens.
+
+        These are None unless data.attend is document.
+        """
+        is_cut = self.config.data.attend == "document" and targets.ndim == 2
+        return without_ends(targets) if is_cut else (targets, None)
+
+    def _documents(self, starts: np.ndarray | None) -> Documents | None:
+        """Return the documents of some rows, in the memory of the backend.    starts: (B, T)"""
+        if starts is None:
+            return None
+        return Documents(self.placed(starts), self.placed(positions_of(starts)))
 
     def sync_parameters(self) -> None:
         """Finish all operations in flight, and make the parameters current on all ranks."""
@@ -391,7 +423,7 @@ class Trainer:
             None if logits is None else self._layers.whole(computed(logits, self.arena), self.arena)
         )
 
-    def _asked(self, inputs: np.ndarray) -> Any:
+    def _asked(self, inputs: np.ndarray, starts: np.ndarray | None = None) -> Any:
         """Return the logits, with the columns of this tensor-parallel rank alone.
 
         If sequence parallelism cannot divide the rows, the inputs are padded with zeros. The
@@ -400,7 +432,12 @@ class Trainer:
         inputs = self._indices.tokens(inputs, "an input")
         filled = np.zeros(self._layers.rows.filled(inputs.shape), inputs.dtype)
         filled[tuple(map(slice, inputs.shape))] = inputs
-        logits = self.pipe.ask(filled.shape, lambda: self.placed(filled))
+        if starts is not None:
+            # Padding to the right belongs to the last document.
+            more = [(0, most - own) for most, own in zip(filled.shape, inputs.shape, strict=True)]
+            starts = np.maximum.accumulate(np.pad(starts, more), axis=1)
+        documents = self._documents(starts)
+        logits = self.pipe.ask(filled.shape, lambda: self.placed(filled), documents)
         if logits is None:
             return None
         lengths = inputs.shape[: logits.ndim - 1]
@@ -512,20 +549,21 @@ class Trainer:
             stop = first + len(some)
             # A slice may begin or end within a row.
             for row in range(first // length, -(-stop // length)):
-                low, high = max(first, row * length), min(stop, (row + 1) * length)
-                part = some[low - first : high - first]
-                found[row] += float(self._loss.value(part, flat[low:high], self.arena))
+                both = overlap(range(first, stop), range(row * length, (row + 1) * length))
+                part = some[moved(both, -first)]
+                found[row] += float(self._loss.value(part, flat[moved(both, 0)], self.arena))
         return found
 
     def _losses(self, source: Source, rows: Sequence[int]) -> tuple[float, int, int]:
         """Return summed loss, correct predictions and predictions that count, of held-out rows."""
         inputs, targets = source.held_out_rows(rows)
+        targets, starts = self._cut(targets)
         targets = self._indices.targets(
             targets, inputs.shape, self._logits_shape, "a held-out batch"
         )
         counted = targets.size - self._indices.ignored(targets)
         flat = self.backend.from_host(targets).reshape(-1)
-        logits = self._asked(inputs)
+        logits = self._asked(inputs, starts)
         if logits is None:
             return 0.0, 0, 0
         total, right = 0.0, 0
@@ -558,6 +596,13 @@ def frozen_count(units: Sequence[Unit]) -> int:
 def evaluated_rows(run: Run, source: Source) -> int:
     """Return the number of held-out rows in an evaluation."""
     return min(source.held_out, run.eval_rows or source.held_out)
+
+
+def state_digests(trainer: Trainer) -> dict[str, str]:
+    """Return {buffer/tensor: digest} of this rank's state and summed gradients; collective."""
+    trainer.sync_parameters()
+    kept = [*gradients(trainer.replication.reducer.summed), *trainer.replication.kept()]
+    return digests(trainer.storage, kept, trainer.backend)
 
 
 def replicas_equal(trainer: Trainer) -> bool:

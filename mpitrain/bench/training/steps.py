@@ -117,6 +117,11 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
             f"The peer has no stragglers, but run.delay is {config.run.delay}.",
             "Leave out --peer, or leave run.delay empty.",
         )
+    if config.data.attend != "window":
+        raise ConfigError(
+            f"The peer's attention sees whole rows, but data.attend is {config.data.attend}.",
+            "Leave out --peer, or set data.attend=window.",
+        )
     if config.layout.tp > 1 and (
         dp > 1 or config.layout.pp > 1 or config.replication.zero or config.layout.sequence_parallel
     ):
@@ -219,13 +224,13 @@ def check_common_steps(config: Config) -> None:
     """Raise ConfigError for an asynchronous mode: its ranks have no common steps to time. Local."""
     if mode_of(config).records(config.replication):
         raise ConfigError(
-            "bench train measures steps that all ranks make together, but replication.update is "
+            "Turns are of steps that all ranks make together, but replication.update is "
             f"{config.replication.update}.",
             "Set replication.update=sync.",
         )
     if config.pipeline.schedule in STREAMS:
         raise ConfigError(
-            "bench train measures steps that all ranks make together, but in pipeline.schedule "
+            "Turns are of steps that all ranks make together, but in pipeline.schedule "
             f"{config.pipeline.schedule} none ends.",
             "Take another schedule, or `mpitrain train`.",
         )

@@ -1,9 +1,10 @@
-"""Causal attention in tiles (FlashAttention-2, Dao 2023). `saved` is (qkv, y, log_sums, heads, drop).
+"""Causal attention in tiles (FlashAttention-2, Dao 2023). `saved` is (qkv, y, log_sums, heads, drop,
+starts).
 
 log_sums is one number per row instead of a row of weights. 16-bit elements use tensor cores if the
 device has them (capability 8.0). The head width must be a multiple of 16, up to 128. All other
 cases use the ordinary units, and so does attention with dropout. `drop` is empty, or the arguments
-of dropout that end each launch.
+of dropout. `starts` is None, or the first token of each token's document, (B, T) int32.
 """
 
 from math import e, log2
@@ -38,40 +39,58 @@ class Way(NamedTuple):
     macros: tuple[Macros, Macros]
 
 
-def attention(kernels: Kernels, qkv, heads, arena):
+def attention(kernels: Kernels, qkv, heads, arena, starts=None):
     """Return (y, saved) with y = softmax(q k^T / sqrt(D), causal) v for each head.
 
     qkv: (B, T, 3C); y: (B, T, C)
     """
-    return _attended(kernels, qkv, heads, (), arena)
+    return _attended(kernels, qkv, heads, (), starts, arena)
 
 
 def attention_dropout(
-    kernels: Kernels, numbers: Numbers, qkv, heads, key, step, first, every, rate, arena
+    kernels: Kernels,
+    numbers: Numbers,
+    qkv,
+    heads,
+    key,
+    step,
+    first,
+    every,
+    rate,
+    arena,
+    starts=None,
 ):
     """Return (y, saved) with dropout of the probabilities.    qkv: (B, T, 3C); y: (B, T, C)"""
     drop = (threshold(rate), scale(rate), first, every, *key, numbers.integer(step))
-    return _attended(kernels, qkv, heads, drop, arena)
+    return _attended(kernels, qkv, heads, drop, starts, arena)
 
 
-def _attended(kernels: Kernels, qkv: Any, heads: int, drop: tuple, arena: Any) -> Any:
+def _attended(kernels: Kernels, qkv: Any, heads: int, drop: tuple, starts: Any, arena: Any) -> Any:
     batch, length, width = _shape(qkv)
     y, log_sums = (
         arena.take((batch, length, width), qkv.dtype),
         arena.take((batch, heads, length), KINDS[qkv.dtype].sums),
     )
-    way = choose(kernels, qkv, heads, qkv.itemsize == 2 and address(qkv) % 16 == 0, bool(drop))
-    _launch(kernels, way, "", way.scale, qkv, heads, (qkv, y, log_sums, *drop), "y log_sums")
-    return y, (qkv, y, log_sums, heads, drop)
+    way = choose(
+        kernels,
+        qkv,
+        heads,
+        qkv.itemsize == 2 and address(qkv) % 16 == 0,
+        bool(drop),
+        starts is not None,
+    )
+    arrays = qkv, y, log_sums, *drop, starts
+    _launch(kernels, way, "", way.scale, qkv, heads, arrays, "y log_sums")
+    return y, (qkv, y, log_sums, heads, drop, starts)
 
 
 def attention_backward(kernels: Kernels, dy, saved, arena):
     """Return dqkv; the weights are recomputed tile by tile.    dy: (B, T, C); dqkv: (B, T, 3C)"""
-    qkv, y, log_sums, heads, drop = saved
+    qkv, y, log_sums, heads, drop, starts = saved
     batch, length, width = _shape(qkv)
     dots, dqkv = arena.take(log_sums.shape, log_sums.dtype), arena.take(qkv.shape, qkv.dtype)
     is_chunked = qkv.itemsize == 2 and (address(qkv) | address(dy)) % 16 == 0
-    way = choose(kernels, qkv, heads, is_chunked, bool(drop))
+    way = choose(kernels, qkv, heads, is_chunked, bool(drop), starts is not None)
     kernels.launch(
         "attention_dots",
         row_blocks(dots.size),
@@ -88,7 +107,7 @@ def attention_backward(kernels: Kernels, dy, saved, arena):
             (width // heads) ** -0.5,
             qkv,
             heads,
-            (qkv, dy, log_sums, dots, dqkv, *drop),
+            (qkv, dy, log_sums, dots, dqkv, *drop, starts),
         )
     return dqkv
 
@@ -114,25 +133,37 @@ def attention_next(kernels: Kernels, qkv, keys, values, past, heads, arena):
 attention_dropout_backward = attention_backward
 
 
-def choose(kernels: Kernels, qkv: Any, heads: int, is_chunked: bool, drops: bool = False) -> Way:
+def choose(
+    kernels: Kernels,
+    qkv: Any,
+    heads: int,
+    is_chunked: bool,
+    drops: bool = False,
+    has_documents: bool = False,
+) -> Way:
     """Return the kernels for these arrays on this device, chosen once per shape.
 
-    is_chunked  whether elements have 16 bits and all rows that are read begin at multiples of 16
-                bytes
-    drops       whether the probabilities have dropout
-    raises      KernelError if the heads are too wide for the device
+    is_chunked     whether elements have 16 bits and all rows that are read begin at multiples of 16
+                   bytes
+    drops          whether the probabilities have dropout
+    has_documents  whether rows have several documents
+    raises         KernelError if the heads are too wide for the device
     """
-    key = ("attention", qkv.dtype, qkv.shape, heads, is_chunked, drops)
+    key = ("attention", qkv.dtype, qkv.shape, heads, is_chunked, drops, has_documents)
     way = kernels.plans.get(key)
     if way is None:
-        way = kernels.plans[key] = _choose(kernels, qkv, heads, is_chunked, drops)
+        way = kernels.plans[key] = _choose(kernels, qkv, heads, is_chunked, drops, has_documents)
     return way
 
 
-def _choose(kernels: Kernels, qkv: Any, heads: int, is_chunked: bool, drops: bool) -> Way:
+def _choose(
+    kernels: Kernels, qkv: Any, heads: int, is_chunked: bool, drops: bool, has_documents: bool
+) -> Way:
     _, length, width = _shape(qkv)
     head, capability = width // heads, kernels.engine.capability
     limit, common = most_shared(kernels), {**element(qkv), "HEAD": head}
+    if has_documents:
+        common["DOCUMENTS"] = 1
     if (
         c_type(qkv) in ("__half", "__nv_bfloat16")
         and capability >= 80

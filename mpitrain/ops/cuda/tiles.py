@@ -43,6 +43,13 @@ class Tile(NamedTuple):
         """Bytes of dynamic shared memory."""
         return 0
 
+    def static(self, itemsize: int) -> int:
+        """Return the bytes of static shared memory, for sums of `itemsize` bytes.
+
+        It is two buffers of both tiles. Each row has 4 elements of padding.
+        """
+        return 2 * self.TILE_K * (self.TILE_M + self.TILE_N + 2 * 4) * itemsize
+
     @property
     def threads(self) -> int:
         """Threads per block."""
@@ -116,6 +123,7 @@ TENSOR_TILES = (
     TensorTile(128, 256, 32, 64, 64, 3),
     TensorTile(256, 128, 32, 64, 64, 3),
 )
+MOST_STATIC = 48 << 10  # bytes of static shared memory that a kernel may have
 USUAL = 3  # the first USUAL tiles need no measurement; they are sorted by size, the largest first
 # A measurement holds for shapes with every dim within this factor.
 NEAR = 2.0
@@ -234,7 +242,10 @@ def possible(a: Any, capability: int) -> tuple[Tile | TensorTile, ...]:
     kind = c_type(a)
     if kind == "__half" and 75 <= capability < 80:
         return two_stages()
-    return TENSOR_TILES if kind in ("__half", "__nv_bfloat16") and capability >= 80 else TILES
+    if kind in ("__half", "__nv_bfloat16") and capability >= 80:
+        return TENSOR_TILES
+    size = max(4, a.itemsize)
+    return tuple(tile for tile in TILES if tile.static(size) <= MOST_STATIC)
 
 
 def usual(

@@ -2,6 +2,7 @@
 decoding attends from new tokens to stored keys and values.
 
 B batch, T tokens, C channels. `saved` is the state of the body that ran, and knows its backward.
+`starts` is the first token of each token's document, (B, T), or None: a row is one document.
 H heads, D = C / H; W tokens that a cache has room for; Q queries of a block.
 """
 
@@ -21,9 +22,9 @@ QUERIES = 64
 """Queries per block: smaller blocks skip more of the masked half, but make slower products."""
 
 
-def attention(qkv, heads, arena):
+def attention(qkv, heads, arena, starts=None):
     """Return (y, saved), in tiles from TILED_FROM tokens on.    qkv: (B, T, 3C); y: (B, T, C)"""
-    return _body(qkv).attention(qkv, heads, arena)
+    return _body(qkv).attention(qkv, heads, arena, starts)
 
 
 def attention_backward(dy, saved, arena):
@@ -88,9 +89,9 @@ def _attend(q, keys, values, firsts, out, arena):
     np.divide(np.matmul(exp, values[:, :, :seen]), sums, out=out)
 
 
-def attention_dropout(qkv, heads, key, step, first, every, rate, arena):
+def attention_dropout(qkv, heads, key, step, first, every, rate, arena, starts=None):
     """Return (y, saved) as `attention`, with dropout of the probabilities."""
-    return _dropping(_body)(qkv, heads, key, step, first, every, rate, arena)
+    return _dropping(_body)(qkv, heads, key, step, first, every, rate, arena, starts)
 
 
 attention_dropout_backward = attention_backward
@@ -103,9 +104,9 @@ def _body(qkv: Any) -> Any:
 def _dropping(body: Callable[[Any], Any]) -> Callable[..., Any]:
     """Return attention with dropout.    body: (qkv) -> the module of the body"""
 
-    def run(qkv, heads, key, step, first, every, rate, arena):
+    def run(qkv, heads, key, step, first, every, rate, arena, starts=None):
         mask = AttentionMask(key, step, first, every, rate, qkv.shape[1])
-        return body(qkv).attended(qkv, heads, mask, arena)
+        return body(qkv).attended(qkv, heads, mask, arena, starts)
 
     return run
 

@@ -1,8 +1,8 @@
 """Causal attention in tiles, one head at a time (FlashAttention-2, Dao 2023).
 
 A tile of scores stays in the L2 cache, and no array has T x T elements. Tiles above the diagonal
-are never computed. Every array of a head is scratch, which all heads use in turn. So the views of
-all tiles are made once per call.
+are never computed, nor are tiles whose keys all belong to earlier documents. Every array of a head
+is scratch, which all heads use in turn. So the views of all tiles are made once per call.
 
 The product of queries and keys takes one more channel, which adds -shift to the scores. This saves
 a pass over the tiles.
@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain.ops.host.attention_tiled_backward import backward
-from mpitrain.ops.host.attention_whole import SAFE, causal_mask, split_heads
+from mpitrain.ops.host.attention_tiled_backward import backward, visible
+from mpitrain.ops.host.attention_whole import SAFE, causal_mask, hide, split_heads
 from mpitrain.ops.host.blocks import Tile, rounds, take_columns, tile_for
 from mpitrain.ops.random_bits import AttentionMask
 
@@ -25,6 +25,7 @@ class Saved(NamedTuple):
     """The state for the backward: one number per row instead of a row of weights.
 
     qkv: (B, T, 3C); y: (B, T, C); log_sums: (B, H, T); drop: masks of dropout, or None
+    starts  (B, T) first token of each token's document, or None
     """
 
     qkv: np.ndarray
@@ -32,6 +33,7 @@ class Saved(NamedTuple):
     log_sums: np.ndarray
     tile: Tile
     drop: AttentionMask | None
+    starts: np.ndarray | None
 
     def backward(self, dy, arena):
         """Return dqkv.    dy: (B, T, C); dqkv: (B, T, 3C)"""
@@ -47,6 +49,7 @@ class Forward(NamedTuple):
     is_first      whether this tile has the first keys of its queries
     rows, keys    the queries and keys of this tile
     dropped          (Q, K): the weights after dropout; the scores if there is none
+    firsts        (Q,) the column of the first visible key; None: there are no documents
     """
 
     q: np.ndarray
@@ -64,14 +67,29 @@ class Forward(NamedTuple):
     rows: slice
     keys: slice
     dropped: np.ndarray
+    firsts: np.ndarray | None = None
+
+    def within(self, firsts, is_first):
+        """Return the tile without the keys before the first query's document."""
+        cut = max(0, firsts[0])
+        return self._replace(
+            kt=self.kt[:, cut:],
+            v=self.v[cut:],
+            scores=self.scores[:, cut:],
+            ones=self.ones[cut:],
+            is_first=is_first,
+            keys=slice(self.keys.start + cut, self.keys.stop),
+            dropped=self.dropped[:, cut:],
+            firsts=firsts - cut,
+        )
 
 
-def attention(qkv, heads, arena, tile=None):
-    """Return (y, saved).    qkv: (B, T, 3C); y: (B, T, C)"""
-    return attended(qkv, heads, None, arena, tile)
+def attention(qkv, heads, arena, starts=None, tile=None):
+    """Return (y, saved).    qkv: (B, T, 3C); y: (B, T, C); starts: (B, T) or None"""
+    return attended(qkv, heads, None, arena, starts, tile)
 
 
-def attended(qkv, heads, drop, arena, tile=None):
+def attended(qkv, heads, drop, arena, starts=None, tile=None):
     """Return (y, saved).    qkv: (B, T, 3C); y: (B, T, C); drop: masks of dropout, or None"""
     batch, length, packed = qkv.shape
     width, dtype = packed // 3 // heads, qkv.dtype
@@ -84,11 +102,13 @@ def attended(qkv, heads, drop, arena, tile=None):
     )
     v, out = arena.take((2, length, width), dtype)
     sums = arena.take((length,), dtype)
-    tiles = _forward_tiles(q, kt, v, out, sums, tile, arena, drop is not None)
+    every = tiles = _forward_tiles(q, kt, v, out, sums, tile, arena, drop is not None)
     kt[width] = 1
     for sequence in rounds(batch, qkv):
         every_q, every_k, every_v = split_heads(qkv[sequence], 3, heads)
         (every_y,) = split_heads(y[sequence], 1, heads)
+        if starts is not None:
+            tiles = visible(every, starts[sequence])
         for head in rounds(heads, qkv):
             np.multiply(every_q[head], width**-0.5, out=q[:, :width])
             q[:, width] = 0
@@ -105,7 +125,7 @@ def attended(qkv, heads, drop, arena, tile=None):
             np.divide(out, sums[:, None], out=every_y[head])
             np.log(sums, out=sums)
             np.subtract(sums, q[:, width], out=log_sums[sequence, head])
-    return y, Saved(qkv, y, log_sums, tile, drop)
+    return y, Saved(qkv, y, log_sums, tile, drop, starts)
 
 
 def _forward_tiles(q, kt, v, out, sums, tile, arena, drops):
@@ -154,6 +174,8 @@ def _sum_values(tiles, fill):
         np.matmul(t.q, t.kt, out=t.scores)
         if t.mask.size:
             np.add(t.masked, t.mask, out=t.masked)
+        if t.firsts is not None:
+            hide(t.scores, t.firsts)
         np.exp(t.scores, out=t.scores)
         if fill:
             fill(t.rows, t.keys, t.dropped)
@@ -173,5 +195,7 @@ def _row_maxima(tiles, maxima):
         np.matmul(t.q, t.kt, out=t.scores)
         if t.mask.size:
             np.add(t.masked, t.mask, out=t.masked)
+        if t.firsts is not None:
+            hide(t.scores, t.firsts)
         np.maximum(t.sums, t.scores.max(1), out=t.sums)
     return maxima

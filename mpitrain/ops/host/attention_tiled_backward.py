@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain.ops.host.attention_whole import causal_mask, split_heads
+from mpitrain.ops.host.attention_whole import causal_mask, hide, split_heads
 from mpitrain.ops.host.blocks import rounds, take_columns
 
 
@@ -28,6 +28,7 @@ class Backward(NamedTuple):
     rows, keys      the queries and keys of this tile
     dropped            (Q, K): the weights after dropout; the weights if there is none
     minus_dots      (Q, 1), of dropout: -dot
+    firsts       (Q,) the column of the first visible key; None: there are no documents
     """
 
     q: np.ndarray
@@ -51,12 +52,31 @@ class Backward(NamedTuple):
     keys: slice
     dropped: np.ndarray
     minus_dots: np.ndarray
+    firsts: np.ndarray | None = None
+
+    def within(self, firsts, is_first):
+        """Return the tile without the queries whose document begins after the keys."""
+        count = firsts.searchsorted(self.keys.stop - self.keys.start)
+        fewer = {name: getattr(self, name)[:count] for name in BY_QUERY}
+        rows = slice(self.rows.start, self.rows.start + count)
+        return self._replace(**fewer, is_first=is_first, rows=rows, firsts=firsts[:count])
 
 
-def backward(dy, qkv, y, log_sums, tile, drop, arena):
+BY_QUERY = (
+    *("q", "d", "only_q", "only_d", "weights", "dscores", "masked", "mask"),
+    *("dq", "part_q", "dropped", "minus_dots"),
+)
+"""The arrays of a tile with a row for each query, or for each of the first queries."""
+
+
+def backward(dy, qkv, y, log_sums, tile, drop, starts, arena):
     """Return dqkv; the weights are computed again, tile by tile.
 
-    dy, y: (B, T, C); qkv, dqkv: (B, T, 3C); log_sums: (B, H, T); drop: masks of dropout, or None
+    dy, y      (B, T, C)
+    qkv, dqkv  (B, T, 3C)
+    log_sums   (B, H, T)
+    drop       masks of dropout, or None
+    starts     (B, T) or None
     """
     batch, heads, length = log_sums.shape
     width, dtype = dy.shape[2] // heads, qkv.dtype
@@ -67,12 +87,15 @@ def backward(dy, qkv, y, log_sums, tile, drop, arena):
     k, dq, dk, dv = arena.take((4, length, width), dtype)
     # With dropout the mask comes between the product and -dot, so the channel is 0.
     minus_dots = arena.take((length, 1), dtype) if drop else d[:, width:]
-    tiles = _backward_tiles(q, d, kt, vt, k, dq, dk, dv, minus_dots, tile, arena, drop is not None)
+    views = q, d, kt, vt, k, dq, dk, dv, minus_dots
+    every = tiles = _backward_tiles(*views, tile, arena, drop is not None)
     kt[width] = vt[width] = 1
     for sequence in rounds(batch, dy):
         every_q, every_k, every_v = split_heads(qkv[sequence], 3, heads)
         every_dq, every_dk, every_dv = split_heads(dqkv[sequence], 3, heads)
         (every_y,), (every_d,) = (split_heads(one[sequence], 1, heads) for one in (y, dy))
+        if starts is not None:
+            tiles = visible(every, starts[sequence])
         for head in rounds(heads, dy):
             np.multiply(every_q[head], scale, out=q[:, :width])
             np.multiply(log_sums[sequence, head], -1, out=q[:, width])
@@ -144,6 +167,8 @@ def _add_gradients(tiles, fill):
         np.matmul(t.q, t.kt, out=t.weights)
         if t.mask.size:
             np.add(t.masked, t.mask, out=t.masked)
+        if t.firsts is not None:
+            hide(t.weights, t.firsts)
         np.exp(t.weights, out=t.weights)
         np.matmul(t.d, t.vt, out=t.dscores)
         if fill:
@@ -159,3 +184,19 @@ def _add_gradients(tiles, fill):
             np.add(t.dv, np.matmul(t.dropped.T, t.only_d, out=t.part_k), out=t.dv)
             np.add(t.dk, np.matmul(t.dscores.T, t.only_q, out=t.part_k), out=t.dk)
         np.add(t.dq, np.matmul(t.dscores, t.k, out=t.part_q), out=t.dq)
+
+
+def visible(tiles, starts):
+    """Return the tiles of a sequence in which a query sees a key, without rows that see none.
+
+    tiles   with fields `rows`, `keys` and `is_first`, and a method `within`
+    starts  (T,), of each token: the first token of its document
+    """
+    found, is_first = [], False
+    for tile in tiles:
+        firsts = starts[tile.rows] - tile.keys.start
+        is_first |= tile.is_first
+        if firsts[0] < tile.keys.stop - tile.keys.start:
+            found.append(tile.within(firsts, is_first))
+            is_first = False
+    return found

@@ -3,6 +3,7 @@
 A block of queries of one sequence skips the keys after it. B batch, T tokens, C channels, H heads,
 D = C / H. A block has Q queries; its last query sees K keys. Queries, keys and values are
 strided views of (B, T, 3C) that BLAS reads in place. `saved` takes about B H T^2 / 2 elements.
+With documents a block skips the keys before the document of its first query.
 """
 
 import math
@@ -36,25 +37,27 @@ class Block(NamedTuple):
 class Saved(NamedTuple):
     """The state for the backward: the packed input (B, T, 3C), and every block of queries.
 
-    drop  masks of dropout, or None
+    drop    masks of dropout, or None
+    starts  (B, T) first token of each token's document, or None
     """
 
     qkv: np.ndarray
     heads: int
     blocks: list[Block]
     drop: AttentionMask | None
+    starts: np.ndarray | None
 
     def backward(self, dy, arena):
         """Return dqkv.    dy: (B, T, C); dqkv: (B, T, 3C)"""
         return _backward(dy, self, arena)
 
 
-def attention(qkv, heads, arena):
-    """Return (y, saved).    qkv: (B, T, 3C); y: (B, T, C)"""
-    return attended(qkv, heads, None, arena)
+def attention(qkv, heads, arena, starts=None):
+    """Return (y, saved).    qkv: (B, T, 3C); y: (B, T, C); starts: (B, T) or None"""
+    return attended(qkv, heads, None, arena, starts)
 
 
-def attended(qkv, heads, drop, arena):
+def attended(qkv, heads, drop, arena, starts=None):
     """Return (y, saved).    qkv: (B, T, 3C); y: (B, T, C); drop: masks of dropout, or None"""
     batch, length, packed = qkv.shape
     width = packed // 3 // heads
@@ -74,15 +77,30 @@ def attended(qkv, heads, drop, arena):
         (out,) = split_heads(y[sequence], 1, heads)
         for block in blocks:
             rows, exp, inverse = block.rows, block.exp[sequence], block.inverse[sequence]
+            masks = _masks(drop, sequence, rows, exp, scratch) if drop else None
+            keys, firsts = slice(0, rows.stop), None
+            if starts is not None:
+                keys, firsts, exp, masks = _within(starts[sequence, rows], rows, exp, masks)
             scaled = np.multiply(q[:, rows], width**-0.5, out=every_scaled[:, : exp.shape[1]])
-            _exponentials(scaled, k[:, : rows.stop], mask, ones[: rows.stop], exp, inverse)
-            if drop:
-                masks = _masks(drop, sequence, rows, exp, scratch)
+            _exponentials(scaled, k[:, keys], mask, ones[keys], exp, inverse, firsts)
+            if masks is not None:
                 exp = np.multiply(exp, masks, out=masks)
             # The product goes into contiguous scratch, so that only one of the two writes is
             # strided.
-            np.multiply(np.matmul(exp, v[:, : rows.stop], out=scaled), inverse, out=out[:, rows])
-    return y, Saved(qkv, heads, blocks, drop)
+            np.multiply(np.matmul(exp, v[:, keys], out=scaled), inverse, out=out[:, rows])
+    return y, Saved(qkv, heads, blocks, drop, starts)
+
+
+def _within(starts, rows, *arrays):
+    """Return the keys from the document of a block's first query on, and the arrays of these keys.
+
+    starts   (Q,), of the queries `rows`
+    arrays   (H, Q, K) or None
+    returns  keys, the first visible of these for each query (Q,), then the arrays (H, Q, fewer)
+    """
+    first = int(starts[0])
+    cut = (None if one is None else one[..., first:] for one in arrays)
+    return slice(first, rows.stop), starts - first, *cut
 
 
 def _scratch(blocks, arena):
@@ -100,7 +118,7 @@ def _masks(drop, sequence, rows, exp, scratch):
 
 
 def _backward(dy, saved, arena):
-    qkv, heads, blocks, drop = saved
+    qkv, heads, blocks, drop, starts = saved
     batch, length, channels = dy.shape
     width = channels // heads
     dqkv = arena.take(qkv.shape, qkv.dtype)
@@ -116,28 +134,34 @@ def _backward(dy, saved, arena):
         (d,) = split_heads(dy[sequence], 1, heads)
         for block, dscore in zip(reversed(blocks), reversed(dscores), strict=True):
             rows, exp, inverse = block.rows, block.exp[sequence], block.inverse[sequence]
-            keys, count = exp.shape[2], exp.shape[1]
+            keys, is_last, count = slice(0, rows.stop), rows.stop == length, exp.shape[1]
+            masks = _masks(drop, sequence, rows, exp, scratch) if drop else None
+            if starts is not None:
+                keys, _, exp, dscore, masks = _within(
+                    starts[sequence, rows], rows, exp, dscore, masks
+                )
+                if is_last:
+                    dk[:, : keys.start] = dv[:, : keys.start] = 0
             ds, scaled, dot = every_ds[:, :count], every_scaled[:, :count], every_dot[:, :count]
             # dy takes the row sums and the scale, because it is (Q, D); exp and dscore are (Q, K).
             np.multiply(d[:, rows], inverse, out=ds)
             np.multiply(ds, width**-0.5, out=scaled)
-            np.matmul(scaled, v[:, :keys].swapaxes(1, 2), out=dscore)
+            np.matmul(scaled, v[:, keys].swapaxes(1, 2), out=dscore)
             weights = exp
-            if drop:
-                masks = _masks(drop, sequence, rows, exp, scratch)
+            if masks is not None:
                 dscore *= masks
                 weights = np.multiply(exp, masks, out=masks)
-            _write_or_add(weights.swapaxes(1, 2), ds, dv[:, :keys], keys == length, part)
+            _write_or_add(weights.swapaxes(1, 2), ds, dv[:, keys], is_last, part)
             np.vecdot(exp, dscore, out=dot[..., 0])
             dot *= inverse
             dscore -= dot
             dscore *= exp
-            np.matmul(dscore, k[:, :keys], out=dq[:, rows])
-            _write_or_add(dscore.swapaxes(1, 2), q[:, rows], dk[:, :keys], keys == length, part)
+            np.matmul(dscore, k[:, keys], out=dq[:, rows])
+            _write_or_add(dscore.swapaxes(1, 2), q[:, rows], dk[:, keys], is_last, part)
     return dqkv
 
 
-def _exponentials(q, k, mask, ones, exp, inverse):
+def _exponentials(q, k, mask, ones, exp, inverse, firsts):
     """Fill exp with the masked exponentials of q k^T, and inverse with 1 / its row sums.
 
     A softmax does not depend on a shift of its scores. NumPy takes twice as long for the row
@@ -150,17 +174,22 @@ def _exponentials(q, k, mask, ones, exp, inverse):
     ones     (K,)
     exp      (H, Q, K)
     inverse  (H, Q, 1)
+    firsts   (Q,) the first visible key of each query, or None: it sees all keys
     """
     count = q.shape[1]
     diagonal, mask = exp[..., -count:], mask[:count, :count]
     np.matmul(q, k.swapaxes(1, 2), out=exp)
     diagonal += mask
+    if firsts is not None:
+        hide(exp, firsts)
     with np.errstate(over="ignore"):
         np.exp(exp, out=exp)
         np.matmul(exp, ones, out=inverse[..., 0])
     if not (SAFE[0] < inverse.min() and inverse.max() < SAFE[1]):
         np.matmul(q, k.swapaxes(1, 2), out=exp)
         diagonal += mask
+        if firsts is not None:
+            hide(exp, firsts)
         exp -= exp.max(axis=-1, keepdims=True)
         np.exp(exp, out=exp)
         np.matmul(exp, ones, out=inverse[..., 0])
@@ -183,6 +212,16 @@ def _write_or_add(a, b, out, first, part):
 def causal_mask(count, dtype):
     """Return -inf for the keys after each query, else 0.    returns (count, count)"""
     return np.triu(np.full((count, count), -np.inf, dtype), 1)
+
+
+def hide(scores, firsts):
+    """Set the scores of keys before the first visible key of each query to -inf, in place.
+
+    scores  (..., Q, K)
+    firsts  (Q,), ascending: the column of the first visible key; 0 or less: all are visible
+    """
+    if firsts[-1] > 0:
+        np.copyto(scores, -np.inf, where=np.arange(scores.shape[-1]) < firsts[:, None])
 
 
 def split_heads(packed, parts, heads):

@@ -24,7 +24,7 @@ def dropout(x, key, step, first, columns, rate, arena, residual=None, out=None):
     return into(out, plus(x * mask * np.asarray(scale(rate), x.dtype), residual))
 
 
-def attention_dropout(qkv, heads, key, step, first, every, rate, arena):
+def attention_dropout(qkv, heads, key, step, first, every, rate, arena, starts=None):
     """Return (y, saved) of causal attention with dropout of its probabilities.
 
     Head h of sequence b has the number first + b every + h. `attention_number` numbers the
@@ -35,7 +35,8 @@ def attention_dropout(qkv, heads, key, step, first, every, rate, arena):
     number = (first + np.arange(batch)[:, None] * every + np.arange(heads))[..., None, None]
     queries, keys = np.arange(length)[:, None], np.arange(length)
     bits = random_bits(key, step, attention_number(number, queries, keys, length))
-    return attended(qkv, heads, (bits >= threshold(rate)) * np.asarray(scale(rate), qkv.dtype))
+    mask = (bits >= threshold(rate)) * np.asarray(scale(rate), qkv.dtype)
+    return attended(qkv, heads, mask, starts)
 
 
 attention_dropout_backward = attention_backward

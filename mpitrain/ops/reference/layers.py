@@ -224,21 +224,28 @@ def embedding_backward_positions(dx, dpositions, accumulate, arena):
     dpositions[: dx.shape[1]] += dx.sum(0)
 
 
-def attention(qkv, heads, arena):
+def attention(qkv, heads, arena, starts=None):
     """Return (y, saved) with y = softmax(q k^T / sqrt(D), causal) v for each head (Vaswani et al.
     2017).
 
-    qkv  (B, T, 3C): queries, keys and values side by side, each with its heads side by side
-    y    (B, T, C)
+    A query sees the keys from its document's first token on.
+
+    qkv     (B, T, 3C): queries, keys and values side by side, each with its heads side by side
+    starts  (B, T) int32: of each token, the first token of its document; ascending in a row, none
+            after its token. None: a row is one document
+    y       (B, T, C)
     """
-    return attended(qkv, heads, 1)
+    return attended(qkv, heads, 1, starts)
 
 
-def attended(qkv, heads, mask):
+def attended(qkv, heads, mask, starts=None):
     """Return (y, saved) of attention whose probabilities are multiplied by a mask, (B, H, T, T)."""
     q, k, v = _heads(qkv, heads)
     scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1], dtype=qkv.dtype)
-    scores = np.where(np.tri(qkv.shape[1], dtype=bool), scores, -np.inf)
+    is_seen = np.tri(qkv.shape[1], dtype=bool)
+    if starts is not None:
+        is_seen = is_seen & (np.arange(qkv.shape[1]) >= starts[:, None, :, None])
+    scores = np.where(is_seen, scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     y = (weights * mask @ v).swapaxes(1, 2).reshape(*qkv.shape[:2], qkv.shape[2] // 3)

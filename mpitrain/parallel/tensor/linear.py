@@ -42,6 +42,7 @@ from mpitrain.layers.base import Gradients, Parameter, Weights
 from mpitrain.layers.dropout import Dropout
 from mpitrain.layers.fusion import Fusion
 from mpitrain.layers.initial import Draw, zeros
+from mpitrain.layers.now import Now
 from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear, flat_rows
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
@@ -326,9 +327,11 @@ class Head(Column):
 class HeadAttention(Attention):
     """Causal attention of this rank's heads, over whole sequences."""
 
-    def __init__(self, layers: Layers, heads: int, drop: Dropout | None = None):
+    def __init__(
+        self, layers: Layers, heads: int, drop: Dropout | None = None, now: Now | None = None
+    ):
         mine = own_run(layers.rows.group, heads, "heads")
-        super().__init__(layers.ops, len(mine), drop)
+        super().__init__(layers.ops, len(mine), drop, now)
         self._rows, self.first, self.every = layers.rows, mine.start, heads
 
     def output_shape(self, shape):

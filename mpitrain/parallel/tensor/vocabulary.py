@@ -23,6 +23,7 @@ from typing import Any
 from mpitrain.collectives.activations import ActivationBuffer
 from mpitrain.errors import ConfigError
 from mpitrain.layers.memory.chunked_logits import ChunkedHead, ChunkedLogits
+from mpitrain.layers.now import Now
 from mpitrain.layers.plain import Embedding, flat_rows
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.grid import share
@@ -38,8 +39,16 @@ class VocabParallelEmbedding(Embedding):
     but every rank computes their whole gradient.
     """
 
-    def __init__(self, layers: Layers, vocab: int, context: int, width: int, draw: Any):
-        super().__init__(layers.ops, vocab, context, width, draw)
+    def __init__(
+        self,
+        layers: Layers,
+        vocab: int,
+        context: int,
+        width: int,
+        draw: Any,
+        now: Now | None = None,
+    ):
+        super().__init__(layers.ops, vocab, context, width, draw, now)
         self._rows = layers.rows
         self._rows.context = context
         self._entries = share(vocab, self._rows.group.rank, self._rows.group.size)
@@ -61,18 +70,24 @@ class VocabParallelEmbedding(Embedding):
                 "Pass one at a time, or longer ones.",
             )
         lease = self._rows.lease((*x.shape, self.width), w["tokens"].dtype)
-        positions = None if self._rows.group.rank else w["positions"]
+        documents, is_first = self.now.documents, not self._rows.group.rank
+        positions = w["positions"] if is_first and documents is None else None
         _, saved = self.ops.embedding(
             x, w["tokens"], positions, arena, self._entries.start, lease.array
         )
+        looked_up = None
+        if documents is not None:
+            found, looked_up = self.ops.embedding(documents.positions, w["positions"], None, arena)
+            if is_first:
+                self.ops.add(lease.array, found, lease.array, arena)
         self._rows.reduction(lease).run()
-        return self._rows.summed(lease, arena), saved
+        return self._rows.summed(lease, arena), (saved, looked_up)
 
     def forward_next(self, w, x, past, arena):
         lease = self._rows.lease((*x.shape, self.width), w["tokens"].dtype)
         self.ops.embedding(x, w["tokens"], None, arena, self._entries.start, lease.array)
         if not self._rows.group.rank:
-            self._add_positions(w, lease.array, past, arena)
+            self._add_positions(w, lease.array, past.positions, arena)
         self._rows.reduction(lease).run()
         return self._rows.summed(lease, arena)
 

@@ -2,6 +2,7 @@
 
 import re
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from mpitrain.errors import CheckpointError
@@ -17,6 +18,12 @@ def prepare(partial: Path) -> None:
     with opened(partial.parent.parent) as run, run.make(partial.parent.name) as folder:
         sweep(folder)
         folder.make(partial.name).close()
+
+
+def abandon(partial: Path) -> None:
+    """Remove the temporary directory of a checkpoint that cannot be written, if that is possible."""
+    with suppress(OSError), opened(partial.parent, inner=1) as folder:
+        folder.remove_tree(partial.name)
 
 
 def sweep(folder: Directory) -> None:

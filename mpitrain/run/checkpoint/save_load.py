@@ -30,7 +30,7 @@ from mpitrain.formats.safetensors_files import MOVED, Writing, WritingTensors
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.replication.state import StateBuffer
-from mpitrain.run.checkpoint.directories import prepare, put_in_place, steps
+from mpitrain.run.checkpoint.directories import abandon, prepare, put_in_place, steps
 from mpitrain.run.checkpoint.load import fill
 from mpitrain.run.checkpoint.manifest import (
     FORMAT,
@@ -100,25 +100,31 @@ def save(
     def attempt(part: Callable[[], Any]) -> Any:
         return on_all_ranks(transport, partial(_attempt, part, step, folder))
 
-    shares = shared_out(
-        [holdings(listed) for listed in transport.gather_text(described(storage, kept))]
-    )
-    attempt(lambda: is_root and prepare(unfinished))
-    files, stored = _write(unfinished, shares, kept, transport, backend, done)
-    mine = attempt(
-        lambda: {name: File(transport.rank, *file.close()) for name, file in files.items()}
-    )
-    everyone = transport.gather_text([mine, stored])
-    written = {name: file for files, _ in everyone for name, file in files.items()}
-    manifest = Manifest(
-        done,
-        layout,
-        scalars,
-        written,
-        [one for _, stored in everyone for one in stored],
-        base=base or {},
-    )
-    attempt(lambda: is_root and _finish(unfinished, target, shares, manifest, keep))
+    try:
+        shares = shared_out(
+            [holdings(listed) for listed in transport.gather_text(described(storage, kept))]
+        )
+        attempt(lambda: is_root and prepare(unfinished))
+        files, stored = _write(unfinished, shares, kept, transport, backend, done)
+        mine = attempt(
+            lambda: {name: File(transport.rank, *file.close()) for name, file in files.items()}
+        )
+        everyone = transport.gather_text([mine, stored])
+        written = {name: file for files, _ in everyone for name, file in files.items()}
+        manifest = Manifest(
+            done,
+            layout,
+            scalars,
+            written,
+            [one for _, stored in everyone for one in stored],
+            base=base or {},
+        )
+        attempt(lambda: is_root and _finish(unfinished, target, shares, manifest, keep))
+    except TrainingError:
+        # All ranks raise it together, so no rank still writes.
+        if is_root:
+            abandon(unfinished)
+        raise
     return Saved(target, sum(nbytes for _, nbytes, _ in written.values()))
 
 

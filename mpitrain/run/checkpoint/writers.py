@@ -11,19 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.formats.safetensors_files import BLOCK, MOVED, Writing
-from mpitrain.layers.flat import Piece
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.replication.state import StateBuffer
-from mpitrain.run.checkpoint.regions import (
-    Common,
-    HeldRegion,
-    Runs,
-    common,
-    cut,
-    one_run,
-    runs,
-    without,
-)
+from mpitrain.regions import Common, Piece, Runs, common, cut, one_run, without
+from mpitrain.run.checkpoint.regions import HeldRegion, runs
 from mpitrain.transport.base import Transport
 
 PARAMETERS = "parameters"

@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mpitrain.config import Config
 from mpitrain.data import Source, Unopened, zeros
 from mpitrain.layers.flat import Storage
+from mpitrain.layers.now import Documents
 from mpitrain.ops.device import Device
 from mpitrain.parallel.grid import Axes, share
 from mpitrain.parallel.tensor.layer_factory import loss_for
@@ -98,9 +101,16 @@ class Counter:
             _, gradient = replica.loss(logits.reshape(len(right), -1), right, 1.0)
             return gradient.reshape(logits.shape)
 
+        documents = None
+        if config.data.attend == "document":
+            starts = np.zeros((len(rows), *inputs.shape[1:]), np.int32)
+            documents = Documents(body.placed(starts), body.placed(starts))
         before = replace(body.count)
         pipe.train(
-            [(0, rows.start + one.start, len(one), True) for one in shares],
+            [
+                (0, rows.start + one.start, len(one), True, documents and documents.of(one))
+                for one in shares
+            ],
             [(len(one), *inputs.shape[1:]) for one in shares],
             lambda micro: body.placed(inputs[: len(shares[micro])]),
             loss,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.bench.training.compare import Row, compare
+from mpitrain.bench.comparison.measure import Row, compare
 from mpitrain.collectives.group import Group
 from mpitrain.config import Config, with_settings
 from mpitrain.plan.memory import Counted, count

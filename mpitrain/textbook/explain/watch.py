@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.layers.flat import Piece
+from mpitrain.regions import Piece
 from mpitrain.run.trainer import Trainer
 from mpitrain.textbook.explain.explanation import UNDER_WAY, Text, sentence
 from mpitrain.textbook.explain.symbols import Symbols

@@ -10,6 +10,7 @@ from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests.training import MLP, TINY, configured
 
+DOCUMENTS = ["data.attend=document", "data.separator=10"]
 LAYOUTS = {
     "one rank": (1, []),
     "micro-batches": (1, ["batch.micro_batches=5"]),
@@ -38,6 +39,11 @@ LAYOUTS = {
         ["memory.attention=tiled", "model.context=80", "model.attention_dropout=0.1"],
     ),
     "compiled passes": (1, ["device.passes=compiled"]),
+    "documents": (2, ["layout.tp=2", "batch.micro_batches=5", *DOCUMENTS]),
+    "documents, sequence_parallel": (
+        2,
+        ["layout.tp=2", "layout.sequence_parallel=true", *DOCUMENTS],
+    ),
     "frozen": (2, ["layout.pp=2", 'model.freeze=["embedding*", "blocks.0*"]']),
     "dropout": (
         2,
@@ -55,6 +61,7 @@ SIMULATED = {
     "kernels": (1, ["model.dropout=0.2", "model.attention_dropout=0.1"]),
     "kernels, tp": (2, ["layout.tp=2", "layout.sequence_parallel=true"]),
     "kernels, chunks": (1, ["memory.logit_chunks=4", "memory.recompute=unit"]),
+    "kernels, documents": (1, ["batch.micro_batches=5", *DOCUMENTS]),
     "kernels, pp": (2, ["layout.pp=2", "precision.compute=bfloat16"]),
 }
 

@@ -15,6 +15,7 @@ FLOORS = [
     "errors",
     "tables",
     "files",
+    "regions",
     "plots",
     "strict_json",
     "machine",

@@ -66,10 +66,13 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "the block after a row's last begins at its end or later, and is skipped",
     ("dropout.cu", "if (c > C) continue;"): "a block that begins at a row's end has no element",
     ("attention.cuh", "if (d > HEAD) break;"): PADDING,
-    ("attention.cuh", "for (int s0 = 0; s0 <= 1 + t0; s0 += TILE) {"): WHOLE_TILES,
     (
         "attention.cuh",
-        "for (int t0 = s0; t0 <= T; t0 += TILE) {",
+        "for (int s0 = documents.first_key(t0) / TILE * TILE; s0 <= 1 + t0; s0 += TILE) {",
+    ): WHOLE_TILES,
+    (
+        "attention.cuh",
+        "for (int t0 = s0; t0 <= end; t0 += TILE) {",
     ): "one more tile, of queries that do not exist, adds 0",
     (
         "attention_tensor.cuh",
@@ -93,7 +96,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
                 NO_KEYS,
             ),
             (
-                "for (int s0 = 0; s0 <= end; s0 += STEP) {",
+                "for (int s0 = begin; s0 <= end; s0 += STEP) {",
                 "one more step, of keys that no query sees",
             ),
         )

@@ -11,7 +11,7 @@ from mpitrain.kernels.multiprocessor import H100
 from mpitrain.kernels.source import package_sources
 from mpitrain.ops.cuda.attention import choose
 from mpitrain.ops.cuda.grids import SHARED
-from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, USUAL, TensorTile, Tile
+from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, USUAL, TensorTile, Tile, possible
 from tests.unit.kernels.nvrtc import OLDEST, Compiler, usages
 from tests.unit.kernels.sass import count, instructions, main_loop
 
@@ -206,6 +206,8 @@ def test_a_source_compiles_within_the_hardwares_limits(name, architecture, macro
         assert compiled.divisions_in_loops(kernel) == [], (
             f"{kernel}: tens of instructions each, for which there is none"
         )
+    exact = [each for each in compiled.flushing if ".approx." not in each]
+    assert exact == [], "a subnormal number differs from the host's"
     # x86-64 aligns every array to 16 bytes, so the simulator cannot see this.
     widest = max(compiled.shared_accesses, default=1)
     assert [
@@ -252,3 +254,17 @@ def test_a_source_compiles_by_the_oldest_nvrtc_that_is_promised(name):
 def test_every_tile_of_tensor_cores_has_the_shared_memory_it_asks_for(capability):
     for tile in TENSOR_TILES:
         assert (tile._replace(STAGES=2) if capability == 75 else tile).shared <= SHARED[capability]
+
+
+@pytest.mark.parametrize("element", ["float", "double"])
+def test_tiles_know_the_static_shared_memory_of_their_kernel(element, compiler):
+    """In double the two largest tiles need more than any device has."""
+    array = np.empty(0, "float64" if element == "double" else "float32")
+    tiles = possible(array, 80)
+    assert len(tiles) == len(TILES) - 2 * (element == "double")
+    for tile in (tiles[1], tiles[-1]):
+        stored = {"TRANSPOSED_A": 0, "TRANSPOSED_B": 1, "ROW_SUMS": 0}
+        compiled = compiler.compile(
+            SOURCES["gemm"], "sm_80", types(element) | tile._asdict() | stored
+        )
+        assert usages(compiled.log)["gemm"].shared == tile.static(array.itemsize) <= 48 << 10

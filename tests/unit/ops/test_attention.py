@@ -71,7 +71,7 @@ def test_tiles_of_any_size_equal_the_definition(shape, tile):
     for dtype, tolerance in {"float64": 1e-12, "float32": TOLERANCE["float32"]}.items():
         qkv, dy = drawn(1, b, t, 3 * h * d, dtype=dtype), drawn(2, b, t, h * d, dtype=dtype)
         assert_equals_the_definition(
-            lambda *given: attention_tiled.attention(*given, tile), qkv, dy, h, tolerance
+            lambda *given: attention_tiled.attention(*given, tile=tile), qkv, dy, h, tolerance
         )
 
 
@@ -88,7 +88,7 @@ def test_scores_beyond_the_range_of_exponentials_are_shifted(dtype, sign):
     tolerance = {"float64": 1e-11, "float32": 1e-2}[dtype]  # a score has an error of 2,000 ulps
     for forward in (
         attention_whole.attention,
-        lambda *given: attention_tiled.attention(*given, Tile(16, 48)),
+        lambda *given: attention_tiled.attention(*given, tile=Tile(16, 48)),
     ):
         assert_equals_the_definition(forward, qkv, dy, 2, tolerance)
 
@@ -97,7 +97,7 @@ def test_a_shift_changes_nothing_but_rounding(monkeypatch):
     qkv, dy, found = drawn(1, 2, 131, 3 * 14), drawn(2, 2, 131, 14), []
     for safe in (attention_tiled.SAFE, (np.inf, 0)):
         monkeypatch.setattr(attention_tiled, "SAFE", safe)
-        y, saved = attention_tiled.attention(qkv, 2, Arena(), Tile(16, 48))
+        y, saved = attention_tiled.attention(qkv, 2, Arena(), tile=Tile(16, 48))
         found.append((y, saved.log_sums, saved.backward(dy, Arena())))
     for plain, shifted in zip(*found, strict=True):
         assert not np.array_equal(plain, shifted)
@@ -206,7 +206,7 @@ def test_dropout_of_any_tiles_has_the_mask_of_the_definition(shape, tile):
     gradient = reference.attention_dropout_backward(dy, saved, None)
     drop = AttentionMask(*given, length)
     for y, state in (
-        attention_tiled.attended(qkv, heads, drop, Arena(), tile),
+        attention_tiled.attended(qkv, heads, drop, Arena(), tile=tile),
         attention_whole.attended(qkv, heads, drop, Arena()),
     ):
         assert np.all(np.abs(y - truth) <= TOLERANCE["float64"])

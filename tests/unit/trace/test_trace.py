@@ -34,8 +34,6 @@ from mpitrain.report.time_breakdown import (
     WAITING,
     shares,
 )
-from mpitrain.report.timeline import read_timeline
-from mpitrain.run.run_dir import trace_file
 from mpitrain.trace.read import read_trace
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.ring_buffer import (
@@ -52,6 +50,7 @@ from mpitrain.trace.ring_buffer import (
     UPDATE,
     Ring,
 )
+from mpitrain.trace.timeline import read_timeline, trace_file
 from tests.messages import trace as says
 
 RANKS = 3

@@ -1,0 +1,71 @@
+"""Attention with several documents in a row, on kernels."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+
+from mpitrain.kernels.loader import Kernels
+from mpitrain.machine.arena import Arena
+from mpitrain.ops import bodies
+from tests.cases.layers import reference
+from tests.cases.numbers import assert_close, numbers, stored, values
+
+DROP = (5, 2**40 + 3), 2**35 + 1, 2**20 + 3, 4, 0.3
+
+
+def starts_of(rows: list[list[int]]) -> np.ndarray:
+    """Return the first token of each token's document, from the lengths of each row's documents."""
+    return np.array([np.repeat(np.cumsum([0, *row[:-1]]), row) for row in rows], np.int32)
+
+
+def check_documents(
+    kernels: Kernels,
+    rows: list[list[int]],
+    h: int,
+    d: int,
+    dtype: str = "float32",
+    drops: bool = False,
+) -> None:
+    """Compare attention within documents, forward and backward."""
+    ops, arena, starts = bodies.cuda(kernels), Arena(), starts_of(rows)
+    shape = starts.shape
+    qkv, dy = (stored(numbers(n, *shape, n * h * d), dtype) for n in (3, 1))
+    name, given = ("attention_dropout", DROP) if drops else ("attention", ())
+    y, saved = getattr(ops, name)(qkv, h, *given, arena, starts)
+    true_y, true_saved = getattr(reference, name)(values(qkv), h, *given, None, starts)
+    assert_close(y, true_y, dtype, "y")
+    assert_close(
+        ops.attention_backward(dy, saved, arena),
+        reference.attention_backward(values(dy), true_saved, None),
+        dtype,
+        "dqkv",
+    )
+
+
+def ordinary() -> Iterator[Callable]:
+    """attention."""
+    for rows in (
+        [[1]],
+        [[2, 3], [5]],
+        [[32, 1], [31, 2]],
+        [[1] * 33],
+        [[64, 33], [33, 64], [3, 90, 4]],
+        [[60, 4]],
+    ):
+        yield partial(check_documents, rows=rows, h=2, d=4)
+    for dtype in ("float64", "bfloat16"):
+        yield partial(check_documents, rows=[[7, 33]], h=1, d=8, dtype=dtype)
+
+
+def dropped() -> Iterator[Callable]:
+    """attention_dropout."""
+    yield partial(check_documents, rows=[[40, 57], [90, 7]], h=2, d=4, drops=True)
+
+
+def tensor() -> Iterator[Callable]:
+    """attention_tensor and attention_tensor_backward."""
+    for rows in ([[1]], [[2, 3], [5]], [[64, 66], [63, 67]], [[1] * 40], [[120, 9, 141]], [[128]]):
+        yield partial(check_documents, rows=rows, h=1, d=16, dtype="float16")
+    yield partial(check_documents, rows=[[50, 50]], h=1, d=80, dtype="bfloat16")
+    yield partial(check_documents, rows=[[100, 31]], h=2, d=64, dtype="float16")

@@ -1,0 +1,205 @@
+"""Packed documents: with data.attend=document a packed row trains as its documents do in rows of their own."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mpitrain.data import DOCUMENT_END, IGNORED, Reading, open_source
+from mpitrain.errors import ConfigError, DataError
+from mpitrain.run.build import build
+from mpitrain.transport.threads import run_ranks
+from tests.masked import MASKED
+from tests.messages import data as says
+from tests.runs import TINY, go, records
+from tests.training import configured
+
+V, T, SIZE, DOCUMENTS = 11, 8, 7, 3
+CUT = ["data.attend=document", "data.packing=true"]
+
+
+def drawn(seed, step, size):
+    """Return (tokens, targets) of each document: DOCUMENTS for each row of T tokens."""
+    rng = np.random.default_rng([seed, step])
+    rows = []
+    for _ in range(size):
+        ends = np.sort(rng.choice(np.arange(1, T), DOCUMENTS - 1, replace=False))
+        for count in np.diff([0, *ends, T]):
+            tokens, targets = rng.integers(V, size=(2, count))
+            targets[rng.random(count) < 0.2] = IGNORED
+            targets[-1] = IGNORED
+            rows.append((tokens, targets))
+    return rows
+
+
+class Packed:
+    """Rows of DOCUMENTS documents each."""
+
+    form, shape, inputs, classes, held_out = "tokens", (T,), V, V, SIZE
+
+    def batch(self, seed, step, size, rows, before=None):
+        documents = drawn(seed, step, SIZE)
+        inputs, targets = (np.concatenate([one[n] for one in documents]) for n in (0, 1))
+        targets[np.cumsum([len(tokens) for tokens, _ in documents]) - 1] = DOCUMENT_END
+        return tuple(one.reshape(SIZE, T)[rows.start : rows.stop] for one in (inputs, targets))
+
+    def held_out_rows(self, rows):
+        return tuple(one[list(rows)] for one in self.batch(9, 0, SIZE, range(SIZE)))
+
+
+class Alone(Packed):
+    """The same documents, each in a row of its own."""
+
+    held_out = SIZE * DOCUMENTS
+
+    def batch(self, seed, step, size, rows, before=None):
+        inputs = np.zeros((SIZE * DOCUMENTS, T), np.int64)
+        targets = np.full(inputs.shape, IGNORED)
+        for x, y, (tokens, wanted) in zip(inputs, targets, drawn(seed, step, SIZE), strict=True):
+            x[: len(tokens)], y[: len(tokens)] = tokens, wanted
+        return inputs[rows.start : rows.stop], targets[rows.start : rows.stop]
+
+    def held_out_rows(self, rows):
+        return tuple(
+            one[list(rows)] for one in self.batch(9, 0, self.held_out, range(self.held_out))
+        )
+
+
+def trained(ranks, source, *settings, steps=3):
+    """(loss, norm) of each step, the evaluation, and the tensors of each rank."""
+
+    def go(transport):
+        config = configured(*MASKED, f"model.context={T}", *settings)
+        trainer = build(transport, config, source=source).trainer
+        replication, found = trainer.replication, []
+        for step in range(steps):
+            own = None
+            for number in replication.steps(step, lambda: False):
+                own = trainer.step(number, *replication.batch(source, number))
+            found.append(replication.outcome(step, own))
+        trainer.sync_parameters()
+        evaluated = trainer.evaluate(source)
+        tensors = {} if trainer.grid.is_server else trainer.tensors()
+        return [(one.loss, one.grad_norm) for one in found], evaluated, tensors
+
+    return run_ranks(ranks, go)
+
+
+@pytest.fixture(scope="module")
+def truth():
+    return trained(1, Alone(), f"batch.size={SIZE * DOCUMENTS}")[0]
+
+
+LAYOUTS = [
+    (1, []),
+    (1, ["batch.micro_batches=3"]),
+    (1, ["memory.attention=tiled"]),
+    (1, ["memory.recompute=attention"]),
+    (1, ["memory.recompute=2", "memory.logit_chunks=2"]),
+    (2, []),
+    (4, ["replication.overlap=false"]),
+    (2, ["layout.tp=2", "memory.recompute=unit"]),
+    (2, ["layout.pp=2", "batch.micro_batches=3"]),
+    (3, ["layout.pp=3", "batch.micro_batches=3", "pipeline.schedule=zero-bubble"]),
+    (4, ["layout.dp=2", "layout.pp=2", "batch.micro_batches=3", "pipeline.schedule=gpipe"]),
+    (4, ["layout.tp=2", "layout.pp=2"]),
+    (2, ["layout.tp=2", "layout.sequence_parallel=true"]),
+    (3, ["replication.zero=3", "batch.micro_batches=2"]),
+    (3, ["replication.mode=master", "batch.micro_batches=2"]),
+    (3, ["replication.mode=server", "replication.servers=1", "replication.update=sync"]),
+]
+
+
+@pytest.mark.parametrize("ranks, settings", LAYOUTS, ids=str)
+def test_packed_documents_train_as_in_rows_of_their_own(ranks, settings, truth):
+    found = trained(ranks, Packed(), *CUT, *settings)
+    steps, evaluated, tensors = truth
+    for own, own_evaluated, own_tensors in found:
+        assert np.abs(np.subtract(own, steps)).max() <= 1e-12
+        assert np.abs(np.subtract(own_evaluated, evaluated)).max() <= 1e-12
+        for name, tensor in own_tensors.items():
+            if tensor.shape == tensors[name].shape:
+                assert np.abs(tensor - tensors[name]).max() <= 1e-12, name
+    if not settings and ranks == 1:
+        crossing = trained(1, Unmarked())[0][0]
+        assert np.abs(np.subtract(crossing, steps)).max() > 1e-3
+
+
+class Unmarked(Packed):
+    """The same rows without borders."""
+
+    def batch(self, *given, before=None):
+        inputs, targets = super().batch(*given)
+        return inputs, np.where(targets == DOCUMENT_END, IGNORED, targets)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_asynchronous_pipeline_cuts_at_its_own_documents(ranks):
+    """The first update of 2BW is that of a plain step."""
+    common = ["optimizer.clip=0.0", "run.steps=1"]
+    steps, _, tensors = trained(1, Alone(), *common, f"batch.size={SIZE * DOCUMENTS}", steps=1)[0]
+    layout = ["batch.micro_batches=2", f"layout.pp={ranks}", "pipeline.schedule=async-2bw"]
+    for own, _, own_tensors in trained(ranks, Packed(), *CUT, *common, *layout, steps=1):
+        assert abs(own[0][0] - steps[0][0]) <= 1e-12
+        for name, tensor in own_tensors.items():
+            assert np.abs(tensor - tensors[name]).max() <= 1e-12, name
+
+
+@pytest.mark.parametrize(
+    "ranks, settings",
+    [(1, []), (2, ["layout.tp=2"]), (2, ["layout.pp=2", "batch.micro_batches=2"])],
+    ids=str,
+)
+def test_the_simulator_trains_on_documents_as_the_host(ranks, settings):
+    common = [*CUT, *settings, "precision.compute=float32"]
+    host, simulated = (
+        trained(ranks, Packed(), *common, f"device.kind={kind}", steps=2)
+        for kind in ("cpu", "cuda-sim")
+    )
+    for own, other in zip(host, simulated, strict=True):
+        assert np.abs(np.subtract(own[0], other[0])).max() <= 1e-5
+        for name, tensor in own[2].items():
+            assert np.abs(tensor - other[2][name]).max() <= 1e-5, name
+
+
+def test_dropout_within_documents_is_the_same_in_any_layout():
+    common = [*CUT, "model.attention_dropout=0.3"]
+    one = trained(1, Packed(), *common)[0][0]
+    for ranks, settings in ((2, []), (2, ["layout.tp=2"]), (2, ["layout.pp=2"])):
+        other = trained(ranks, Packed(), *common, *settings)[0][0]
+        assert np.abs(np.subtract(one, other)).max() <= 1e-12
+
+
+def test_an_end_of_a_document_is_no_target_of_windows():
+    with pytest.raises(DataError, match="-101 at"):
+        trained(1, Packed())
+
+
+def test_documents_need_a_separator_or_packing():
+    with pytest.raises(ConfigError, match=says.NEEDS_DOCUMENTS):
+        configured("data.attend=document")
+    with pytest.raises(ConfigError, match=says.ATTEND_IS_OF):
+        open_source("digits", T, "float32", reading=Reading(attend="document"))
+
+
+def test_a_packed_run_learns_in_any_layout_and_resumes(tmp_path):
+    lines = [{"prompt": f"{n}+1", "answer": f"{n + 1}"} for n in range(60)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    common = [
+        *TINY,
+        f"data.source=jsonl:{tmp_path / 'data.jsonl'}",
+        "data.packing=true",
+        "data.attend=document",
+        "model.context=64",
+        "precision.compute=float64",
+    ]
+    found = []
+    for ranks, settings in ((1, []), (2, []), (2, ["layout.pp=2"]), (1, ["run.steps=3"])):
+        folder = tmp_path / f"{len(found)}"
+        go(ranks, [*common, *settings, f"run.out={folder}/run"])
+        if "run.steps=3" in settings:
+            go(2, [*common, f"run.out={folder}/run"], resume="auto")
+        found.append([line["loss"] for line in records(folder) if "loss" in line])
+    assert len(found[0]) == 6 and found[0][-1] < found[0][0]
+    for other in found[1:]:
+        assert np.abs(np.subtract(found[0], other)).max() <= 1e-12

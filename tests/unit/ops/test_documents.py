@@ -1,0 +1,130 @@
+"""Attention with documents in a row: each document has the numbers that it has alone."""
+
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+
+from mpitrain.machine.arena import Arena
+from mpitrain.ops import bodies
+from mpitrain.ops.host import attention_tiled, attention_whole
+from mpitrain.ops.host.blocks import Tile
+from mpitrain.ops.random_bits import AttentionMask
+
+reference = bodies.reference()
+HEADS, WIDTH = 2, 3
+# The lengths of the documents of each row.
+ROWS = {
+    1: [[1]],
+    7: [[7], [1, 6], [6, 1], [1] * 7, [2, 5]],
+    131: [[131], [1, 130], [64, 67], [65, 66], [3] * 42 + [5], [128, 1, 2], [31, 33, 64, 3]],
+}
+TILES = [Tile(1, 1), Tile(3, 5), Tile(4, 4), Tile(7, 64)]
+
+
+def starts_of(rows):
+    """Return the first token of each token's document, (B, T)."""
+    return np.array([np.repeat(np.cumsum([0, *row[:-1]]), row) for row in rows], np.int32)
+
+
+def drawn(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def alone(body, qkv, dy, rows):
+    """Return y and dqkv of each document by itself, at its tokens."""
+    y, dqkv = np.empty_like(dy), np.empty_like(qkv)
+    for row, lengths in enumerate(rows):
+        for start, stop in pairwise(np.cumsum([0, *lengths])):
+            mine = np.index_exp[row : row + 1, start:stop]
+            y[mine], saved = body(qkv[mine], HEADS, Arena())
+            dqkv[mine] = (
+                reference.attention_backward(dy[mine], saved, None)
+                if isinstance(saved, tuple) and len(saved) == 3
+                else saved.backward(dy[mine], Arena())
+            )
+    return y, dqkv
+
+
+def bodies_with(tile):
+    return {
+        "whole": attention_whole.attention,
+        "tiled": lambda *given: attention_tiled.attention(*given, tile=tile),
+    }
+
+
+@pytest.mark.parametrize(("length", "tile"), [*product((1, 7), TILES), (131, Tile(7, 64))], ids=str)
+def test_each_document_of_a_row_is_that_document_alone(length, tile):
+    rows = ROWS[length]
+    qkv, dy = drawn(1, len(rows), length, 3 * HEADS * WIDTH), drawn(2, len(rows), length, 6)
+    truth = alone(reference.attention, qkv, dy, rows)
+    y, saved = reference.attention(qkv, HEADS, None, starts_of(rows))
+    found = {"reference": (y, reference.attention_backward(dy, saved, None))}
+    for name, body in bodies_with(tile).items():
+        y, saved = body(qkv, HEADS, Arena(), starts_of(rows))
+        found[name] = y, saved.backward(dy, Arena())
+    for name, own in found.items():
+        for one, other in zip(own, truth, strict=True):
+            assert np.abs(one - other).max() <= 1e-12, name
+
+
+@pytest.mark.parametrize("tile", [*TILES, Tile(64, 224)], ids=str)
+def test_dropout_within_documents_has_the_mask_of_the_definition(tile):
+    rows = ROWS[131]
+    given = (5, 3), 2, 2**20 + 3, HEADS + 2, 0.3
+    qkv, dy = drawn(1, len(rows), 131, 3 * HEADS * WIDTH), drawn(2, len(rows), 131, 6)
+    truth, saved = reference.attention_dropout(qkv, HEADS, *given, None, starts_of(rows))
+    gradient = reference.attention_dropout_backward(dy, saved, None)
+    drop = AttentionMask(*given, 131)
+    for y, state in (
+        attention_tiled.attended(qkv, HEADS, drop, Arena(), starts_of(rows), tile),
+        attention_whole.attended(qkv, HEADS, drop, Arena(), starts_of(rows)),
+    ):
+        assert np.abs(y - truth).max() <= 1e-12
+        assert np.abs(state.backward(dy, Arena()) - gradient).max() <= 1e-12
+
+
+def test_scores_beyond_exponentials_are_shifted_within_documents():
+    rows, length = [[60, 71]], 131
+    qkv, dy = drawn(1, 1, length, 3 * HEADS * WIDTH), drawn(2, 1, length, 6)
+    qkv[..., :12] = 30 * np.abs(qkv[..., :12]) + 30
+    truth = alone(reference.attention, qkv, dy, rows)
+    for body in bodies_with(Tile(16, 48)).values():
+        y, saved = body(qkv, HEADS, Arena(), starts_of(rows))
+        for one, other in zip((y, saved.backward(dy, Arena())), truth, strict=True):
+            assert np.abs(one - other).max() <= 1e-11 * max(1, np.abs(other).max())
+
+
+@pytest.mark.parametrize("name", ["whole", "tiled"])
+def test_a_row_of_one_document_has_the_bits_of_a_row_without(name):
+    qkv, dy = drawn(1, 2, 131, 3 * HEADS * WIDTH), drawn(2, 2, 131, 6)
+    body, found = bodies_with(Tile(16, 48))[name], []
+    for starts in (None, starts_of([[131]] * 2)):
+        arena = Arena()
+        y, saved = body(qkv, HEADS, arena, starts)
+        found.append((y.tobytes(), saved.backward(dy, arena).tobytes(), arena.peak))
+    assert found[0] == found[1]
+
+
+class Counting:
+    """NumPy that counts the multiplications of products."""
+
+    def __init__(self):
+        self.multiplications = 0
+
+    def __getattr__(self, name):
+        return getattr(np, name)
+
+    def matmul(self, a, b, out):
+        self.multiplications += a.size * (b.shape[-1] if b.ndim > 1 else 1)
+        return np.matmul(a, b, out=out)
+
+
+@pytest.mark.parametrize("module", [attention_whole, attention_tiled])
+def test_products_between_documents_are_not_computed(module, monkeypatch):
+    qkv, found = drawn(1, 1, 512, 3 * HEADS * WIDTH), []
+    for lengths in ([512], [64] * 8):
+        monkeypatch.setattr(module, "np", counting := Counting())
+        module.attention(qkv, HEADS, Arena(), starts_of([lengths]))
+        found.append(counting.multiplications)
+    assert found[1] < found[0] / 3
