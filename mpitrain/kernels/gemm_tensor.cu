@@ -30,6 +30,16 @@ constexpr int OUT_PITCH = WARP_N + 8, OUT_FLOATS = 16 * OUT_PITCH;
 constexpr int WIDE = RUN<Result>, ROW_LANES = WARP_N / WIDE;    // lanes that move one row
 static_assert(THREADS / 32 * OUT_FLOATS * 4 <= STAGES * STAGE * 2, "what goes out fits where the pieces were");
 
+// A lane's part of a row on its way out. Of two fours, neighbouring lanes read different ones first: eight lanes meet no bank
+// twice.
+__device__ __forceinline__ void load_out(const float* part, int lane, float (&out)[WIDE]) {
+    const Four<float>* fours = reinterpret_cast<const Four<float>*>(part);
+    const bool flip = WIDE > 4 && (ROW_LANES < 8 ? lane : lane ^ lane / 4) % 2;
+    const Four<float> one = fours[flip], other = fours[WIDE > 4 && !flip];
+#pragma unroll
+    for (int i = 0; i < WIDE; ++i) out[i] = (i < 4) != flip ? one.at[i % 4] : other.at[i % 4];
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_tensor(
     int M, int N, int K, float alpha, const Element* __restrict__ A, int lda, long long stride_a,
     const Element* __restrict__ B, int ldb, long long stride_b, float beta, Result* C, int ldc, long long stride_c,
@@ -117,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_tensor(
             const int m = m0 + mw + 16 * i + row, n = n0 + nw + column;
             if (m >= M) continue;
             float run[WIDE];
-            load_run(out + row * OUT_PITCH, column, WARP_N, true, run);
+            load_out(out + row * OUT_PITCH + column, lane, run);
             if (raw) store_run(raw + (long long)m * N, n, N, raw_vector, run);
             else epilogue.store(run, C, batch * stride_c + (long long)m * ldc, n, N, vector);
         }

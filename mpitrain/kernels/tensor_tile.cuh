@@ -11,6 +11,16 @@ template <int ROWS, int COLUMNS, int THREADS> struct SharedTile {
     static constexpr int CHUNKS = ROWS * COLUMNS / CHUNK, ROUNDS = (CHUNKS + THREADS - 1) / THREADS;
     static_assert(COLUMNS % CHUNK == 0, "whole chunks fill a row");
 
+    // The place of a chunk in the tile. Eight lanes write at once: they take one row of 64 elements or more, or eight rows of
+    // 32, which the padding keeps in different banks.
+    static constexpr bool DOWN = COLUMNS == 4 * CHUNK && ROWS % 8 == 0;
+    static __device__ __forceinline__ int row_of(int chunk) {
+        return DOWN ? chunk / 32 * 8 + chunk % 8 : chunk / (COLUMNS / CHUNK);
+    }
+    static __device__ __forceinline__ int column_of(int chunk) {
+        return (DOWN ? chunk / 8 % 4 : chunk % (COLUMNS / CHUNK)) * CHUNK;
+    }
+
     // Starts to copy the elements from (row0, column0) on of an array of rows x columns; what lies beyond it becomes 0.
     // Without `chunks` they are copied one by one: slower, not wrong.
     static __device__ __forceinline__ void fetch(Element* tile, const Element* __restrict__ array, long long pitch, int row0,
@@ -19,7 +29,7 @@ template <int ROWS, int COLUMNS, int THREADS> struct SharedTile {
         for (int i = 0; i < ROUNDS; ++i) {
             const int chunk = threadIdx.x + i * THREADS;
             if (CHUNKS % THREADS != 0 && chunk >= CHUNKS) break;
-            const int row = chunk / (COLUMNS / CHUNK), column = chunk % (COLUMNS / CHUNK) * CHUNK;
+            const int row = row_of(chunk), column = column_of(chunk);
             const int left = row0 + row < rows ? max(0, min(CHUNK, columns - column0 - column)) : 0;
             const Element* from = array + (row0 + row) * pitch + column0 + column;
             Element* to = tile + row * PITCH + column;
