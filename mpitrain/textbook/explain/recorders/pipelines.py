@@ -32,8 +32,8 @@ from mpitrain.textbook.explain.topic import Setting
 from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks
 
-MICRO_BATCHES = 4
-"""Micro-batches of a step."""
+MICRO_BATCHES, FEWEST = 4, 3
+"""Micro-batches of a step: in one step, and at least in each of several."""
 IDLE = "."
 """A slot in which a stage computes nothing."""
 
@@ -88,7 +88,7 @@ def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]
     """Return the function that records a schedule."""
 
     def record(name: str, setting: Setting) -> Explanation:
-        p, m = setting.ranks, MICRO_BATCHES
+        p, m = setting.ranks, _micro_batches(shown, setting.ranks)
         stages: list[_Stage] = run_ranks(p, _run, shown, Network(setting.link))
         plan = find_plan(shown.schedule, p, shown.steps * m, 1)
         program = training_program(plan)
@@ -156,9 +156,14 @@ def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]
     return record
 
 
+def _micro_batches(shown: Shown, stages: int) -> int:
+    """Return the micro-batches of a step; an asynchronous pipeline has at least one for each stage."""
+    return MICRO_BATCHES if shown.steps == 1 else max(FEWEST, stages)
+
+
 def _run(inner: Transport, shown: Shown, network: Network) -> _Stage:
     """Train on one stage, and return its instructions in their order."""
-    transport, m = Watched(inner, network), MICRO_BATCHES
+    transport, m = Watched(inner, network), _micro_batches(shown, inner.size)
     symbols = toy.basis(shown.steps, m, has_inputs=True)
     numbers = {
         f"{letter}{row}": step * m + row
