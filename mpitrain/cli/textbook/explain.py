@@ -75,7 +75,11 @@ def command(
         return
     row = TOPICS[listed_or_refused(topic, [*TOPICS], MISSING)]
     setting = row.setting(topic, ranks, speed)
-    check_files(0, [page], picture)
+    check_files(0, [page])
+    if picture:
+        from mpitrain.plots import check_drawable
+
+        check_drawable(picture, "--png")
     found = row.record(topic, setting)
     if not (picture or page) or waits:
         click.echo("\n".join(terminal.heading(found, language)))

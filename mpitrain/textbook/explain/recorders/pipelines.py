@@ -26,7 +26,6 @@ from mpitrain.textbook.explain.explanation import (
     Text,
     sentence,
 )
-from mpitrain.textbook.explain.links import Network, Watched
 from mpitrain.textbook.explain.recorders import toy
 from mpitrain.textbook.explain.topic import Setting
 from mpitrain.transport.base import Transport
@@ -89,7 +88,7 @@ def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]
 
     def record(name: str, setting: Setting) -> Explanation:
         p, m = setting.ranks, _micro_batches(shown, setting.ranks)
-        stages: list[_Stage] = run_ranks(p, _run, shown, Network(setting.link))
+        stages: list[_Stage] = run_ranks(p, _run, shown)
         plan = find_plan(shown.schedule, p, shown.steps * m, 1)
         program = training_program(plan)
         timeline = simulate(program, [Cost()] * p).timeline
@@ -161,9 +160,9 @@ def _micro_batches(shown: Shown, stages: int) -> int:
     return MICRO_BATCHES if shown.steps == 1 else max(FEWEST, stages)
 
 
-def _run(inner: Transport, shown: Shown, network: Network) -> _Stage:
+def _run(transport: Transport, shown: Shown) -> _Stage:
     """Train on one stage, and return its instructions in their order."""
-    transport, m = Watched(inner, network), _micro_batches(shown, inner.size)
+    m = _micro_batches(shown, transport.size)
     symbols = toy.basis(shown.steps, m, has_inputs=True)
     numbers = {
         f"{letter}{row}": step * m + row
