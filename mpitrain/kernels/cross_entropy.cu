@@ -95,8 +95,8 @@ __device__ __forceinline__ void write_gradient(
     store_run(row, v, V, vector, dx);
 }
 
-// The column of a target, or a negative number if it is not in the row.
-__device__ __forceinline__ int place_of(long long target, int V) { return target >= 0 && target < V ? int(target) : -1; }
+// The column of a target; -1 or V if it is before or after the row.
+__device__ __forceinline__ int place_of(long long target, int V) { return int(max(-1LL, min(target, (long long)V))); }
 
 // losses[m], and the gradient over the logits. With `keep` the row waits in shared memory between the two: it is read once.
 // Dynamic shared memory: with `keep` one row, V elements up to whole runs.
