@@ -74,7 +74,13 @@ SLOW_ASKED = (
     "import time; from mpitrain.cli.train import Stop\n"
     "Stop.asked = lambda self: time.sleep(0.4) or self.requested\n"
 )
-SLOW_DISK = "import os, time; real = os.fsync\ndef slow(file): time.sleep(0.8); real(file)\nos.fsync = slow\n"
+SLOW_DISK = (
+    "import os, time; from mpitrain.formats.safetensors_files import Writing\n"
+    "sync, write = os.fsync, Writing.write\n"
+    "def slow_sync(file): time.sleep(0.3); sync(file)\n"
+    "def slow_write(*rest): time.sleep(0.15); write(*rest)\n"
+    "os.fsync, Writing.write = slow_sync, slow_write\n"
+)
 ODD = {
     "long evaluation": Odd({"run.eval_every": 4, "run.eval_rows": 64}, SLOW_ASKED),
     "slow disk": Odd({"checkpoint.every": 4}, SLOW_DISK),
