@@ -69,7 +69,7 @@ class End(NamedTuple):
 RESUME = r"(\. With --resume=auto .*)?"
 KILLED = r"mpitrain launch: (rank 1|process \d+) on \S+ was killed: signal {}\b.*"
 FAILED = r"mpitrain launch: the run failed: rank 1{}.*"
-SILENT = End(STALL + 5, r"mpitrain launch: the run failed: rank [01]\b.*")
+SILENT = End(STALL + 5, r"mpitrain launch: the run failed: (rank [01]|a rank)\b.*")
 """The rank that reports a silence may be a victim. A lost message may also meet the next receive."""
 ENDS = {
     "kill": End(5, KILLED.format(9), (9, 137)),
@@ -85,9 +85,9 @@ ENDS = {
     "lose": SILENT,
 }
 """The expected end by kind of failure; the same at each phase."""
-TIMER = End(STALL + 5, r"mpitrain launch: the run failed: a rank stood still for .*")
 UNLIKE: dict[tuple[str, str], End | str] = {
-    ("stop", "end"): TIMER,
+    # The run is complete. MPICH takes an exit code of 0 for a success.
+    ("_exit", "end"): End(5, r"(mpitrain launch: the run failed|done): .*", (0, 1)),
     ("disk", "end"): "all files are written",
     ("lose", "end"): "no message follows",
 }

@@ -74,10 +74,14 @@ def check_injection(text: str, ranks: int, steps: int) -> None:
     if not found:
         return
     kind = KINDS[found.kind]
-    if found.rank >= ranks or ranks < kind.ranks:
+    if ranks < kind.ranks:
         raise ConfigError(
-            f"run.inject {found.kind} needs rank {found.rank} of at least {kind.ranks} ranks, but "
-            f"ranks are 0 to {ranks - 1}.",
+            f"run.inject {found.kind} needs at least {kind.ranks} ranks, but the job has {ranks}.",
+            "Start more ranks, or leave run.inject empty.",
+        )
+    if found.rank >= ranks:
+        raise ConfigError(
+            f"run.inject names rank {found.rank}, but ranks are 0 to {ranks - 1}.",
             "Name a rank of the job in run.inject, or start more ranks.",
         )
     if found.point not in kind.points:

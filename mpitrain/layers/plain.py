@@ -96,7 +96,8 @@ class Linear:
 
     def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
         """Return the output for x, and the state for `backward_input`."""
-        w = self._with_numbers(w, x, arena)
+        if self.coded:
+            w = self._with_numbers(w, x, arena)
         y, saved = (
             self.low_rank.activated(w, flat_rows(x), w.get("bias"), arena)
             if self.low_rank
@@ -112,9 +113,7 @@ class Linear:
         return self._state(w, flat_rows(x), w.get("bias"), arena)
 
     def _with_numbers(self, w: Weights, like: Any, arena: Arena) -> Weights:
-        """Return the same weights, with a weight of 8 bits as numbers of the dtype of `like`."""
-        if not self.coded:
-            return w
+        """Return the same weights, with the weight of 8 bits as numbers of the dtype of `like`."""
         coded: Coded = w["weight"]
         numbers = arena.take(coded.codes.shape, like.dtype)
         self.ops.dequantize(coded.codes, coded.scales, numbers, arena)
@@ -124,14 +123,16 @@ class Linear:
         self, w: Weights, x: Any, bias: Any, arena: Arena, out: Any = None, residual: Any = None
     ) -> tuple[Any, Any]:
         """Return x weight^T + bias + residual, (rows, outputs), and the state for its backward."""
-        w = self._with_numbers(w, x, arena)
+        if self.coded:
+            w = self._with_numbers(w, x, arena)
         if self.low_rank:
             return self.low_rank.multiply(w, x, bias, arena, out, residual)
         return self.ops.linear(x, w["weight"], bias, arena, out, residual)
 
     def _state(self, w: Weights, x: Any, bias: Any, arena: Arena) -> Any:
         """Return the state of `_multiply`, without its product."""
-        w = self._with_numbers(w, x, arena)
+        if self.coded:
+            w = self._with_numbers(w, x, arena)
         if self.low_rank:
             return self.low_rank.state(w, x, bias, arena)
         return state_of(self.ops, x, w["weight"], bias, arena)
@@ -143,7 +144,8 @@ class Linear:
 
         dy and saved are those of `forward`: they include an activation.
         """
-        w = self._with_numbers(w, dy, arena)
+        if self.coded:
+            w = self._with_numbers(w, dy, arena)
         if self.low_rank:
             return self.low_rank.backward_input(w, dy, saved, arena, *out)
         return self.product_backward_input(dy, w["weight"], saved, arena, *out)
@@ -159,7 +161,8 @@ class Linear:
         """Return the results of `backward_input`, times the derivative of the GELU before this
         layer.
         """
-        w = self._with_numbers(w, dy, arena)
+        if self.coded:
+            w = self._with_numbers(w, dy, arena)
         dx, pending = self.ops.gelu_linear_backward_input(
             flat_rows(dy), w["weight"], saved, slope, arena
         )

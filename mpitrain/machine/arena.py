@@ -12,6 +12,7 @@ import mmap
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
@@ -19,6 +20,7 @@ import numpy as np
 
 ALIGNMENT = 64  # bytes: a cache line, and a full AVX-512 register
 SLAB = 32 << 20  # bytes obtained from the system at once
+DESCRIBED = 1 << 14  # descriptions of arrays that are remembered
 
 
 class Memory(Protocol):
@@ -46,7 +48,8 @@ class Memory(Protocol):
 class HostMemory:
     """Allocator of host memory, as NumPy arrays.
 
-    NumPy keeps a lease alive as the base of the arrays that were made from it. Buffers are cut from
+    NumPy keeps a lease alive as the base of the arrays that were made from it. NumPy's description
+    of each array is made once (the array interface protocol, version 3). Buffers are cut from
     slabs of 32 MiB in huge pages. With pages of 4 KiB, a training step would touch far more pages
     than the TLB holds. The end of a slab is lost if the next buffer does not fit. No page of that
     end was ever touched. A slab is a mapping of its own, which ends with its last buffer: malloc
@@ -56,6 +59,7 @@ class HostMemory:
     def __init__(self) -> None:
         self._rest = np.empty(0, np.uint8)
         self._cut = Counter[int]()  # {id of a slab: buffers that were cut from it}
+        self._described: dict[tuple[int, tuple[int, ...], np.dtype], Any] = {}
 
     def allocate(self, nbytes: int) -> np.ndarray:
         if len(self._rest) < nbytes:
@@ -64,8 +68,8 @@ class HostMemory:
         self._cut[id(buffer.base)] += 1
         return buffer
 
-    def location(self, buffer: np.ndarray) -> tuple[int, bool]:
-        return buffer.ctypes.data, False
+    def location(self, buffer: np.ndarray) -> int:
+        return buffer.ctypes.data
 
     def idle(self, buffers: Sequence[np.ndarray]) -> list[bool]:
         """Return which buffers can be given back. A slab goes back as a whole, so all its buffers
@@ -80,21 +84,28 @@ class HostMemory:
         return [slab in gone for slab in slabs]
 
     def trim(self) -> None:
-        pass  # A mapping has ended with its last buffer.
+        # A mapping has ended with its last buffer, and new ones have other addresses.
+        self._described.clear()
 
     def array(
-        self, location: tuple[int, bool], lease: "Lease", shape: tuple[int, ...], dtype: np.dtype
+        self, location: int, lease: "Lease", shape: tuple[int, ...], dtype: np.dtype
     ) -> np.ndarray:
-        # bfloat16 has no typestr of its own, so it is declared as raw bytes.
-        is_raw = dtype.kind == "V"
-        lease.__array_interface__ = {
-            "data": location,
-            "shape": shape,
-            "typestr": f"|V{dtype.itemsize}" if is_raw else dtype.str,
-            "version": 3,
-        }
+        key = location, shape, dtype
+        lease.__array_struct__ = self._described.get(key) or self._describe(*key)
         array = np.asarray(lease)
-        return array.view(dtype) if is_raw else array
+        return array.view(dtype) if dtype.kind == "V" else array
+
+    def _describe(self, address: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """Return NumPy's description of an array, and remember it for the next lease."""
+        if len(self._described) >= DESCRIBED:
+            self._described.clear()
+        # bfloat16 has no typestr of its own, so it is declared as raw bytes.
+        typestr = f"|V{dtype.itemsize}" if dtype.kind == "V" else dtype.str
+        # A namespace refers to no buffer, so a description keeps no memory alive.
+        interface = {"data": (address, False), "shape": shape, "typestr": typestr, "version": 3}
+        found = np.asarray(SimpleNamespace(__array_interface__=interface)).__array_struct__
+        self._described[address, shape, dtype] = found
+        return found
 
 
 class Lease:
@@ -105,8 +116,8 @@ class Lease:
     free    list to which `leased` returns at the end
     """
 
-    __slots__ = ("__array_interface__", "_arena", "_free", "_leased", "nbytes")
-    __array_interface__: dict[str, Any]
+    __slots__ = ("__array_struct__", "_arena", "_free", "_leased", "nbytes")
+    __array_struct__: Any
 
     def __init__(self, arena: "Arena", nbytes: int, leased: Any, free: list[Any]):
         self._arena, self.nbytes, self._leased, self._free = arena, nbytes, leased, free

@@ -49,6 +49,7 @@ from mpitrain.errors import ConfigError, DataError
 from mpitrain.files import Directory, cannot_write, contents, opened
 from mpitrain.optim import checked, without_unread
 from mpitrain.pipeline.schedules import NAMED
+from mpitrain.run.checkpoint import directories
 from mpitrain.run.checkpoint.directories import steps, sweep
 from mpitrain.run.choices import ALGORITHMS, without_plugins
 from mpitrain.run.given import RunLocation
@@ -62,7 +63,7 @@ METRICS, TUNING, TILES, TOKENS = (
     "tiles.json",
     "tokens.json",
 )
-CHECKPOINTS, LOCK = "checkpoints", "lock"
+CHECKPOINTS, LOCK = directories.CHECKPOINTS, directories.LOCK
 RUNS = Path("runs")
 """The parent of run directories if run.out is empty."""
 WHOLE = "# All {} keys of a run of mpitrain."

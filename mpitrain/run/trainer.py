@@ -28,6 +28,7 @@ from mpitrain.parallel.replication.protocol import ReplicationContext
 from mpitrain.parallel.replication.records import StepInput, StepResult
 from mpitrain.parallel.tensor.layer_factory import (
     LayerFactory,
+    check_documents,
     check_rates,
     layers_for,
     loss_for,
@@ -148,6 +149,7 @@ class Trainer:
                 config.lora,
             )
             check_rates(layers, config.model)
+            check_documents(layers, config.data)
             check_groups(
                 config.optimizer,
                 [unit.full_name(own) for unit in found.model for own in unit.layer.parameters()],

@@ -4,3 +4,4 @@ HOLDS_TOKEN_SO_DATA = "holds token 700, so data\\.vocabulary must be at least 70
 LEAST = "at least 256, but is 255"
 NEEDS_DOCUMENTS = "attend=document needs documents"
 ATTEND_IS_OF = r"data\.attend is of data\.source"
+NEEDS_ATTENTION = "needs the layer"

@@ -117,38 +117,55 @@ def _has_layout_formula(config: Config) -> bool:
     return is_plain and (layout.tp == 1 or has_plain_sums)
 
 
-def _of_layout(job: Job) -> float:
+def _of_layout(job: Job) -> int:
     """Return the bytes that this rank sends in a step of a divided model."""
     trainer = job.trainer
     grid, config, storage = trainer.grid, trainer.config, trainer.storage
-    replica, (tp, dp, pp) = trainer.replication.replica, grid.coords
-    itemsize, facts = replica.computed.itemsize, _itemsize_of_facts(replica.computed)
-    tokens, width, m = config.model.context, config.model.width, config.batch.micro_batches
-    rows = [len(share(len(trainer.share()), micro, m)) for micro in range(m)]
-    gradients = _ring(dp, grid.axes.dp, storage.length) * storage.dtype.itemsize
-    messages = m if config.pipeline.schedule in STREAMS else 1
-    control = _ring(grid.world.rank, grid.axes.ranks, CONTROL) * CONTROL_ITEM * messages
-    plan = fused_at_the_input(trainer.resolved.plan, trainer.pipe.lowest)
-    program = training_program(plan, trainer.pipe.lowest)[pp]
-    activations = sum(
-        rows[each.micro] * tokens * width * itemsize for each in program if isinstance(each, Send)
-    )
+    messages = config.batch.micro_batches if config.pipeline.schedule in STREAMS else 1
+    control = messages * _ring(grid.world.rank, grid.axes.ranks, CONTROL) * CONTROL_ITEM
+    # With sequence parallelism, tensor-parallel ranks sum the gradients of norms.
+    norms = sum(span.stop - span.start for span in storage.spans if span.partial)
+    gradients = _ring(grid.coords.dp, grid.axes.dp, storage.length)
+    gradients += _ring(grid.coords.tp, grid.axes.tp, norms)
+    return gradients * storage.dtype.itemsize + control + _between_stages(job) + _within_layers(job)
+
+
+def _rows(job: Job) -> list[int]:
+    """Return the rows of each micro-batch of this rank."""
+    rows, m = len(job.trainer.share()), job.trainer.config.batch.micro_batches
+    return [len(share(rows, micro, m)) for micro in range(m)]
+
+
+def _between_stages(job: Job) -> int:
+    """Return the bytes of activations, and of their gradients, that this rank sends to stages."""
+    trainer, rows = job.trainer, _rows(job)
+    config, lowest = trainer.config, trainer.pipe.lowest
+    plan = fused_at_the_input(trainer.resolved.plan, lowest)
+    program = training_program(plan, lowest)[trainer.grid.coords.pp]
+    sent = sum(rows[each.micro] for each in program if isinstance(each, Send))
+    elements = sent * config.model.context * config.model.width
+    if config.layout.sequence_parallel:
+        elements //= trainer.grid.axes.tp
+    return elements * trainer.replication.replica.computed.itemsize
+
+
+def _within_layers(job: Job) -> int:
+    """Return the bytes that this rank sends to its tensor-parallel group."""
+    trainer, rows = job.trainer, _rows(job)
+    grid, config, computed = trainer.grid, trainer.config, trainer.replication.replica.computed
+    tokens, width = config.model.context, config.model.width
+    tp, ranks = grid.coords.tp, grid.axes.tp
     kinds = [unit.name.rpartition(".")[2] for unit in trainer.units]
     sums = sum(SUMS.get(kind, 0) for kind in kinds)
-    partial = 0
+    elements = sum(sums * _ring(tp, ranks, one * tokens * width) for one in rows)
     if config.layout.sequence_parallel:
-        activations //= grid.axes.tp  # A stage sends its own rows.
         # Column-parallel layers gather their inputs again in backward.
-        gathered = sum(kind in COLUMN_PARALLEL for kind in kinds) * sum(rows) * tokens * width
-        activations += gathered * (grid.axes.tp - 1) // grid.axes.tp * itemsize
-        partial = sum(span.stop - span.start for span in storage.spans if span.partial)
-    gradients += _ring(tp, grid.axes.tp, partial) * storage.dtype.itemsize
-    for one in rows:
-        activations += sums * _ring(tp, grid.axes.tp, one * tokens * width) * itemsize
-        if "head" in kinds:
-            maxima, others = (_ring(tp, grid.axes.tp, k * one * tokens) for k in (1, 2))
-            activations += (maxima + others) * facts
-    return gradients + control + activations
+        layers = sum(kind in COLUMN_PARALLEL for kind in kinds)
+        elements += layers * sum(rows) * tokens * width * (ranks - 1) // ranks
+    # The loss needs a maximum of each row, and two sums in one message.
+    facts = sum(_ring(tp, ranks, k * one * tokens) for one in rows for k in (1, 2))
+    of_loss = facts * _itemsize_of_facts(computed) if "head" in kinds else 0
+    return elements * computed.itemsize + of_loss
 
 
 def _ring(rank: int, ranks: int, count: int) -> int:

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from mpitrain.cli import NOT_BEGUN, STOPPED, USAGE
 from mpitrain.cli.launch.launcher_output import Errors, LauncherOutput, Output, Passage
@@ -106,6 +107,10 @@ def run(
     _kill(process.pid)  # a killed launcher may have left ranks behind
     for passage in passages:
         passage.finish(2)
+    if is_training and code and words.began:
+        from mpitrain.run.checkpoint.directories import tidy
+
+        tidy(Path(words.run))
     killed = words.killed.first()
     if killed and passed < 2 and (words.began or not passed):
         which = f". `mpitrain report {shlex.quote(words.run)}` says which one fell silent first"

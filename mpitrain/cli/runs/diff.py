@@ -11,6 +11,8 @@ from mpitrain.cli.job_options import PLUGINS
 from mpitrain.machine import process
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from mpitrain.report.diff.sides import Side
 
 DIFFERENT = 1
@@ -46,7 +48,7 @@ def command(one: Path, other: Path, does_replay: bool, plugins: list[str] | None
     changed = sides.changed_keys(*both)
     from mpitrain.report.diff import text
 
-    click.echo("\n".join(text.keys_that_differ(changed)))
+    show(text.keys_that_differ(changed))
     is_by_bits = sides.are_comparable_by_bits(*both)
     if not is_by_bits and does_replay:
         from mpitrain.errors import ConfigError
@@ -59,6 +61,13 @@ def command(one: Path, other: Path, does_replay: bool, plugins: list[str] | None
     sys.exit(0 if is_equal else DIFFERENT)
 
 
+def show(lines: "Iterable[str]") -> None:
+    """Print lines; names from the files of another person may have control characters."""
+    from mpitrain.errors import visible
+
+    click.echo("\n".join(map(visible, lines)))
+
+
 def _by_bits(both: "tuple[Side, Side]", does_replay: bool) -> bool:
     """Compare two runs of one layout, and print the result; return whether they are equal."""
     from mpitrain.cli.terminal.progress import bar
@@ -66,7 +75,7 @@ def _by_bits(both: "tuple[Side, Side]", does_replay: bool) -> bool:
     from mpitrain.report.diff.replay import replay
 
     found = series.compare_bits(*both)
-    click.echo("\n".join(text.bits(found, *both)))
+    show(text.bits(found, *both))
     if found.first is None:
         return True
     if does_replay:
@@ -75,7 +84,7 @@ def _by_bits(both: "tuple[Side, Side]", does_replay: bool) -> bool:
         with closing(bar(last - start)) as shown:
             result = replay(both, start, last, lambda step: shown.update() and None)
         names = str(both[0].folder), str(both[1].folder)
-        click.echo("\n".join(text.replayed(result, names)))
+        show(text.replayed(result, names))
     return False
 
 
@@ -85,5 +94,5 @@ def _by_numbers(both: "tuple[Side, Side]") -> bool:
 
     limit = series.tolerance(both[0].config)
     logged, compared = series.compare_numbers(*both, limit)
-    click.echo("\n".join(text.numbers(limit, logged, compared)))
+    show(text.numbers(limit, logged, compared))
     return logged is None and not any(found for _, found, _ in compared)

@@ -20,7 +20,7 @@ SECONDS = 7
 """Processor time of the process, in seconds."""
 MEMORY = 1 << 30
 """Address space of the process, in bytes."""
-WRITTEN = 1 << 28
+WRITTEN = 1 << 26
 """Largest file that the process may write, its answers included, in bytes."""
 
 

@@ -29,11 +29,19 @@ class Answers(NamedTuple):
     is_slow: bool
 
 
-def answers(path: str, code: bytes, law: str, *arguments: Any, seconds: float = SECONDS) -> Answers:
+def answers(
+    path: str,
+    code: bytes,
+    law: str,
+    *arguments: Any,
+    seconds: float = SECONDS,
+    longest: int = isolated.WRITTEN,
+) -> Answers:
     """Run a user's file in a process of its own, and return its answers.
 
     law        as in `plans/isolated.py`
     arguments  of the law, as JSON has them
+    longest    bytes of its answers that are read
     """
     # An isolated interpreter imports nothing from the working directory.
     words = [sys.executable, "-I", isolated.__file__, path, law, json.dumps(arguments)]
@@ -62,7 +70,7 @@ def answers(path: str, code: bytes, law: str, *arguments: Any, seconds: float = 
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
         written.seek(0)
-        found = [_parsed(line) for line in written]
+        found = [_parsed(line) for line in written.read(longest).splitlines()]
     return Answers(found, child.returncode, is_slow)
 
 

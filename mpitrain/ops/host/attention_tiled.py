@@ -17,7 +17,7 @@ import numpy as np
 
 from mpitrain.ops.host.attention_tiled_backward import backward, visible
 from mpitrain.ops.host.attention_whole import SAFE, causal_mask, hide, split_heads
-from mpitrain.ops.host.blocks import Tile, rounds, take_columns, tile_for
+from mpitrain.ops.host.blocks import Tile, constant, rounds, take_columns, tile_for
 from mpitrain.ops.random_bits import AttentionMask
 
 
@@ -133,7 +133,7 @@ def _forward_tiles(q, kt, v, out, sums, tile, arena, drops):
     length, dtype = len(q), q.dtype
     short, long = min(tile.short, length), min(tile.long, length)
     scores, part = arena.take((short * long,), dtype), arena.take((short, v.shape[1]), dtype)
-    part_sums, ones = arena.take((short,), dtype), np.ones(long, dtype)
+    part_sums, ones = arena.take((short,), dtype), constant(long, 1, dtype)
     dropped = arena.take((short * long,), dtype) if drops else scores
     mask, found = causal_mask(short, dtype), []
     for first in range(0, length, short):

@@ -7,11 +7,12 @@ With documents a block skips the keys before the document of its first query.
 """
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain.ops.host.blocks import rounds
+from mpitrain.ops.host.blocks import constant, rounds
 from mpitrain.ops.random_bits import AttentionMask
 
 # Queries per block: smaller blocks skip more of the masked half, but make slower products.
@@ -69,7 +70,7 @@ def attended(qkv, heads, drop, arena, starts=None):
         blocks.append(Block(slice(start, stop), exp, arena.take((*exp.shape[:3], 1), qkv.dtype)))
     last = min(length, QUERIES)
     mask = causal_mask(last, qkv.dtype)
-    ones = np.ones(length, qkv.dtype)
+    ones = constant(length, 1, qkv.dtype)
     every_scaled = arena.take((heads, last, width), qkv.dtype)
     scratch = _scratch(blocks, arena) if drop else None
     for sequence in rounds(batch, qkv):
@@ -209,9 +210,12 @@ def _write_or_add(a, b, out, first, part):
         out += np.matmul(a, b, out=part[:, : out.shape[1]])
 
 
+@lru_cache(64)
 def causal_mask(count, dtype):
-    """Return -inf for the keys after each query, else 0.    returns (count, count)"""
-    return np.triu(np.full((count, count), -np.inf, dtype), 1)
+    """Return -inf for the keys after each query, else 0.    returns (count, count), read-only"""
+    mask = np.triu(np.full((count, count), -np.inf, dtype), 1)
+    mask.flags.writeable = False
+    return mask
 
 
 def hide(scores, firsts):

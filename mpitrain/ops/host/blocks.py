@@ -1,6 +1,7 @@
 """Blocks of arrays that stay in cache, and sums that BLAS computes."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -57,6 +58,14 @@ def row_blocks(x: np.ndarray, nbytes: int = L2_SHARE) -> Iterator[slice]:
         yield slice(number * rows, min((number + 1) * rows, len(x)))
 
 
+@lru_cache(256)
+def constant(count: int, value: float, dtype: np.dtype) -> np.ndarray:
+    """Return a read-only vector of one value, (count,); micro-batches share it."""
+    found = np.full(count, value, dtype)
+    found.flags.writeable = False
+    return found
+
+
 def block_shape(x: np.ndarray, nbytes: int = L2_SHARE) -> tuple[int, ...]:
     """Return the shape of the largest block of `row_blocks`, for a scratch array of one block."""
     return x[next(row_blocks(x, nbytes), slice(0))].shape
@@ -68,6 +77,6 @@ def sum_rows(x, out, accumulate, arena):
     The sum is a product with ones, in which BLAS reads x once.
     """
     total = out if not accumulate else arena.take(out.shape, out.dtype)
-    np.matmul(np.ones(len(x), x.dtype), x, out=total)
+    np.matmul(constant(len(x), 1, x.dtype), x, out=total)
     if accumulate:
         out += total

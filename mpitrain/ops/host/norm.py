@@ -7,7 +7,7 @@ cache. `pending` is the pair of them.
 
 import numpy as np
 
-from mpitrain.ops.host.blocks import block_shape, row_blocks
+from mpitrain.ops.host.blocks import block_shape, constant, row_blocks
 from mpitrain.ops.reference.layers import put
 
 
@@ -15,7 +15,7 @@ def layer_norm(x, gain, bias, epsilon, arena):
     """Return (y, saved).    x, y: (M, C); gain, bias: (C,)"""
     every_y, normal = arena.take(x.shape, x.dtype), arena.take(x.shape, x.dtype)
     every_inverse = arena.take((len(x), 1), x.dtype)
-    mean = np.full(x.shape[1], 1 / x.shape[1], x.dtype)
+    mean = constant(x.shape[1], 1 / x.shape[1], x.dtype)
     for rows in row_blocks(x):
         y, n, inverse = every_y[rows], normal[rows], every_inverse[rows]
         np.matmul(x[rows], mean, out=inverse[:, 0])
@@ -39,7 +39,7 @@ def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
     dgain.fill(0)
     dbias.fill(0)
     scratch = arena.take(block_shape(dy), dy.dtype)
-    ones = np.ones(len(scratch), dy.dtype)
+    ones = constant(len(scratch), 1, dy.dtype)
     means = arena.take((len(scratch), 2), dy.dtype)
     weights = gain / dy.shape[1]
     for rows in row_blocks(dy):

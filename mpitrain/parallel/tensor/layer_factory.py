@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 from mpitrain.collectives.group import Group
-from mpitrain.config import Layout, Model
+from mpitrain.config import Data, Layout, Model
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Layer, Loss, Unit
 from mpitrain.layers.initial import Draw
@@ -188,6 +188,18 @@ def check_rates(layers: Plain, model: Model) -> None:
                 f"{key} {rate:g} needs layers with {constructor}, but this model has none.",
                 f"Set {key} to 0, or make them with the layer factory.",
             )
+
+
+def check_documents(layers: Plain, data: Data) -> None:
+    """Raise ConfigError if attention stops at borders of documents, but the model has no attention.
+
+    layers  the factory, after the model has been built with it
+    """
+    if data.attend == "document" and "attention" not in layers.made:
+        raise ConfigError(
+            "data.attend=document needs the layer `attention` of the layer factory, but this model has none.",
+            "Set data.attend to window, or make attention with the layer factory.",
+        )
 
 
 def check_units(units: Sequence[Unit], rows: ReplicatedRows) -> None:

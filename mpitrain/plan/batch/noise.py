@@ -16,8 +16,10 @@ import numpy as np
 
 from mpitrain.plan.batch.timing import Steps
 
-LEAST, MOST = 4, 400
-"""Numbers of large batches: at least, at most."""
+LEAST, MOST = 16, 400
+"""Numbers of large batches: at least, if the time suffices, and at most. The standard error of
+fewer batches is itself uncertain.
+"""
 
 PRECISE = 0.05
 """Relative standard error at which no further batch is read."""
@@ -51,8 +53,9 @@ class Noise(NamedTuple):
 
     @property
     def is_uncertain(self) -> bool:
-        """Whether the standard error is large, or the estimate is not finite."""
-        return not (math.isfinite(self.rows) and self.error <= UNCERTAIN * self.rows)
+        """Whether the standard error is large or uncertain, or the estimate is not finite."""
+        is_known = math.isfinite(self.rows) and 2 * self.batches >= LEAST
+        return not (is_known and self.error <= UNCERTAIN * self.rows)
 
     def samples_factor(self, size: int) -> float:
         """Return the rows that training needs with this batch size, relative to the fewest."""
@@ -109,7 +112,7 @@ def measure(
             found.append(Norms(whole**2, sum(norm**2 for norm in norms) / parts))
         show(number + 1)
         is_enough = len(found) >= LEAST and _is_precise(estimate(found, large, small))
-        if is_enough or (is_over() and (len(found) >= 2 or number >= LEAST)):
+        if is_enough or (is_over() and number):
             break
     return estimate(found, large, small) if len(found) > 1 else None
 

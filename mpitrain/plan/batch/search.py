@@ -5,12 +5,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from mpitrain.config import Config
 from mpitrain.data import Source
 from mpitrain.errors import ConfigError
 from mpitrain.models.table import check_data
 from mpitrain.parallel.modes import check_synchronous
 from mpitrain.plan.batch.fitting import Fit, counted_bytes, find_largest, with_rows
-from mpitrain.plan.batch.noise import Noise, measure
+from mpitrain.plan.batch.noise import LEAST, Noise, measure
 from mpitrain.plan.batch.settings import Setting, critical_size, setting
 from mpitrain.plan.batch.timing import Steps, Timed, fastest, sizes, time_sizes
 from mpitrain.run.build import Job, build, open_data
@@ -81,7 +82,7 @@ def search(
     raises   ConfigError on every rank, if the smallest micro-batch does not fit
     """
     resolved = resolve(transport, given)
-    on_all_ranks(transport, lambda: check_synchronous(resolved.config, "plan batch measures"))
+    on_all_ranks(transport, lambda: _check_mode(resolved.config))
     source = open_data(transport, given)
     name = resolved.config.data.source
     on_all_ranks(transport, lambda: check_data(resolved.config.model.kind, source.form, name))
@@ -128,6 +129,17 @@ def search(
     )
 
 
+def _check_mode(config: Config) -> None:
+    """Raise ConfigError for a mode without common steps, or whose memory is not counted."""
+    check_synchronous(config, "plan batch measures")
+    if config.replication.mode == "master":
+        raise ConfigError(
+            "plan batch counts the activations of each rank's rows, but with replication.mode master "
+            "rank 0 also has the logits of all rows.",
+            "Set replication.mode=all-reduce.",
+        )
+
+
 def _number(setting: Setting) -> int:
     return setting.micro_batches
 
@@ -157,8 +169,9 @@ def _noise(
     seconds: float,
     show: Callable[[str], None],
 ) -> Noise | None:
-    """Measure the noise scale with the largest timed batches; None with compressed gradients."""
-    parts = min(PARTS, timed[-1].rows // unit)
+    """Measure the noise scale, with at least `LEAST` batches in the time if they can be small."""
+    affordable = max(2, int(seconds / (2 * LEAST * timed[0].first_s)))
+    parts = min(PARTS, affordable, steps.rows // unit)
     if parts < 2 or resolved.wire.name != "none":
         return None
     start = time.perf_counter()

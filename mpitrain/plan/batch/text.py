@@ -51,7 +51,7 @@ def _largest(found: Found) -> str:
     """Return the line about the largest micro-batch."""
     fit = found.fit
     did_run = any(each.rows == fit.rows for each in found.timed)
-    proof = "a step ran" if did_run else "no step was run: --seconds is too short"
+    proof = "a step ran" if did_run else "counted alone: --seconds is too short for a step"
     if fit.is_most:
         return f"Micro-batches of {fit.rows} rows fit ({proof}); --most looks no further."
     return (

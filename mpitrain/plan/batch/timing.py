@@ -30,7 +30,7 @@ class Timed(NamedTuple):
     rows     of a micro-batch
     size     rows of a step over all ranks
     blocks   seconds of a step in each turn, on the slowest rank; empty: one step was run, not timed
-    first_s  seconds of the first step, which also allocates
+    first_s  seconds of the faster of the first two steps, of which the first also allocates
     """
 
     rows: int
@@ -124,9 +124,10 @@ def time_sizes(
     found: list[Timed] = []
     for rows in every:
         last = found[-1] if found else None
-        if last and _expected(last, rows) * (BLOCKS + 1) > seconds - _spent(found):
+        if last and _expected(last, rows) * (BLOCKS + 2) > seconds - _spent(found):
             break
-        found.append(Timed(rows, steps.size * rows // steps.rows, [], slowest(rows)))
+        first_s = min(slowest(rows), slowest(rows))
+        found.append(Timed(rows, steps.size * rows // steps.rows, [], first_s))
     last, most = found[-1], every[-1]
     proof = []
     if last.rows < most and _expected(last, most) <= seconds:
@@ -149,7 +150,7 @@ def _expected(last: Timed, rows: int) -> float:
 
 def _spent(found: Sequence[Timed]) -> float:
     """Return the seconds that all turns of these sizes take."""
-    return sum((1 + BLOCKS * _turn(each)) * each.first_s for each in found)
+    return sum((2 + BLOCKS * _turn(each)) * each.first_s for each in found)
 
 
 def fastest(timed: Sequence[Timed]) -> Timed | None:

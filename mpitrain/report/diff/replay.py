@@ -10,7 +10,9 @@ import numpy as np
 
 from mpitrain.config import Config
 from mpitrain.config.injections import injection
+from mpitrain.errors import ConfigError
 from mpitrain.machine import process
+from mpitrain.plan.memory import ranks_of
 from mpitrain.report.diff.sides import Digests, Side, order
 from mpitrain.run.build import Job, build
 from mpitrain.run.checkpoint.digests import digest_record
@@ -18,6 +20,9 @@ from mpitrain.run.metrics import strict
 from mpitrain.run.trainer import state_digests
 from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks
+
+MOST = 64
+"""The largest number of ranks of a replay."""
 
 IN_GRADIENTS = ("nan", "bitflip")
 """The failures of run.inject that a replay repeats."""
@@ -74,9 +79,15 @@ def replay(
 
     start    the step of a checkpoint of both; 0 without one: the initial parameters
     stepped  called on rank 0 after each step
-    raises   MpitrainError if a run cannot be built here, for example for a missing plugin
+    raises   ConfigError for too many ranks; MpitrainError if a run cannot be built here
     """
     one = sides[0]
+    if one.ranks > MOST or one.ranks != ranks_of(one.config):
+        raise ConfigError(
+            f"A replay has a thread for each of at most {MOST} ranks, as many as dp x tp x pp and servers, "
+            f"but {one.folder} had {one.ranks}.",
+            "Leave out --replay, or compare shorter runs on fewer ranks.",
+        )
     process.lower_blas_threads(-(-one.ranks // one.hosts))
     hosts = [f"host {rank * one.hosts // one.ranks}" for rank in range(one.ranks)]
     return run_ranks(one.ranks, _on_a_rank, sides, start, last, stepped, hosts=hosts)[0]

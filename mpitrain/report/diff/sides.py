@@ -9,6 +9,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.run.checkpoint.digests import GRADIENT
 from mpitrain.run.checkpoint.directories import steps
 from mpitrain.run.checkpoint.writers import PARAMETERS
+from mpitrain.run.metrics import is_number
 from mpitrain.run.run_dir import CHECKPOINTS, configuration, is_run, metrics_of
 
 HOW = (
@@ -91,7 +92,7 @@ def _count(value: Any) -> int:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    return float(value) if is_number(value) else None
 
 
 def _digests(record: Mapping[str, Any]) -> Digests | None:

@@ -1,5 +1,6 @@
 """The directories of checkpoints: atomic renaming of a new one, and clean-up of old ones."""
 
+import fcntl
 import re
 import stat
 from contextlib import suppress
@@ -8,6 +9,8 @@ from pathlib import Path
 from mpitrain.errors import CheckpointError
 from mpitrain.files import Directory, opened
 
+CHECKPOINTS, LOCK = "checkpoints", "lock"
+"""The names of the folder of checkpoints and of the lock file in a run directory."""
 NAME = re.compile(r"step-\d{8,18}", re.ASCII)
 UNFINISHED = re.compile(r"\.step-.*\.(partial|dropped)", re.ASCII | re.DOTALL)
 REPLACED = re.compile(r"\.(step-\d{8,18})\.replaced", re.ASCII)
@@ -36,6 +39,14 @@ def sweep(folder: Directory) -> None:
         replaced = REPLACED.fullmatch(name)
         if UNFINISHED.fullmatch(name) or (replaced and replaced[1] in names):
             folder.remove_tree(name)
+
+
+def tidy(run: Path) -> None:
+    """Remove the leftovers of a run that has died, unless a process holds the lock of the run."""
+    with suppress(OSError), opened(run) as folder, folder.open(LOCK) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with folder.subdirectory(CHECKPOINTS) as checkpoints:
+            sweep(checkpoints)
 
 
 def put_in_place(partial: Path, target: Path, keep: int) -> None:

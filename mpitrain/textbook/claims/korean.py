@@ -17,9 +17,7 @@ SENTENCES = {
     "Gradients of 8 bits need a quarter of the bytes of float32.": "8비트 기울기는 float32의 4분의 1만큼의 바이트로 충분하다.",
     "The more workers, the more asynchronous updates gain.": "워커가 많을수록 비동기 갱신의 이득이 크다.",
     "Without a common step, gradients are stale.": "공통 단계가 없으면 기울기가 낡는다.",
-    "Bounded staleness of 2 lets no worker run more than 3 steps ahead.": (
-        "지연 한계가 2이면 어떤 워커도 3단계 넘게 앞서지 못한다."
-    ),
+    "A staleness bound of 1 lets no worker run more than 1 step ahead.": "지연 한계가 1이면 워커는 1단계 넘게 앞서지 못한다.",
     "With two servers the busiest rank sends half as many bytes.": (
         "서버가 둘이면 가장 바쁜 랭크가 보내는 바이트는 절반이 된다."
     ),

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpitrain.collectives.plans.isolated import Wrong
-from mpitrain.collectives.selection.isolated_answers import SECONDS, answers
+from mpitrain.collectives.selection.isolated_answers import answers
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents
 from mpitrain.textbook.exercises import answers as asked
@@ -16,6 +16,8 @@ from mpitrain.textbook.words import text
 MARK = re.compile(rb'^EXERCISE = "([a-z0-9]+)"', re.MULTILINE)
 LARGEST = 1_000_000
 """Largest size of a file, in bytes."""
+SECONDS = 6.0
+"""Longest time in which a file must answer all cases."""
 LONGEST = 20_000
 """Largest number of characters of an answer; right ones have at most a quarter."""
 
@@ -92,6 +94,7 @@ def judged(name: str, exercise: Exercise, path: str, code: bytes) -> Checked:
         exercise.function,
         [exercise.calls(case) for case in exercise.cases],
         seconds=SECONDS,
+        longest=LONGEST * len(exercise.cases),
     )
     cost: Cost | None = None
     for number, case in enumerate(exercise.cases):

@@ -3,6 +3,7 @@
 FRAMES = {
     "bytes sent": "보낸 바이트",
     "messages": "메시지",
+    "time of all steps: {ms} ms": "모든 단계의 시간: {ms} ms",
     "play": "재생",
     "stop": "정지",
     "Press Enter for the next step.": "다음 단계는 Enter 키를 누르세요.",
@@ -273,6 +274,135 @@ PIPELINES = {
     ),
 }
 
+TENSORS = {
+    "Column-parallel linear layer: outputs are divided": "열 병렬 선형층: 출력을 나눔",
+    "Row-parallel linear layer: inputs are divided": "행 병렬 선형층: 입력을 나눔",
+    "A linear layer computes y = x W^T. Here the outputs are divided among {n} ranks.": (
+        "선형층은 y = x W^T를 계산합니다. 여기서는 출력을 랭크 {n}개로 나눕니다."
+    ),
+    "Every rank has all of x, and computes its own columns of y: no message forward.": (
+        "모든 랭크가 x 전체를 가지고 y의 자기 열을 계산하므로, 순전파에는 메시지가 없습니다."
+    ),
+    "In the backward each rank has only a summand of dx, since it has some outputs.": (
+        "역전파에서 각 랭크는 출력 일부만 있으므로 dx의 한 항만 가집니다."
+    ),
+    "An all-reduce adds the summands, so every rank has dx.": (
+        "올리듀스가 항들을 더해 모든 랭크가 dx를 가집니다."
+    ),
+    "A linear layer computes y = x W^T. Here the inputs are divided among {n} ranks.": (
+        "선형층은 y = x W^T를 계산합니다. 여기서는 입력을 랭크 {n}개로 나눕니다."
+    ),
+    "Each rank has some columns of x, and so computes only a summand of y.": (
+        "각 랭크는 x의 열 일부만 있으므로 y의 한 항만 계산합니다."
+    ),
+    "An all-reduce adds the summands, so every rank has y.": (
+        "올리듀스가 항들을 더해 모든 랭크가 y를 가집니다."
+    ),
+    "The backward needs no message: dy is on every rank, dx_r = dy W_r.": (
+        "역전파에는 메시지가 없습니다: dy가 모든 랭크에 있고 dx_r = dy W_r입니다."
+    ),
+    "After a column-parallel layer x is divided in just this way: one all-reduce for both.": (
+        "열 병렬 층 다음의 x가 바로 이렇게 나뉘므로, 둘에 올리듀스 한 번이면 됩니다."
+    ),
+    "x0+2x1 under y0: that column of y is this sum of features; d0 is a symbol of dy. W: numbers of a row or "
+    "column of the weight. -: not on this rank, or not yet.": (
+        "y0 아래의 x0+2x1: y의 그 열은 이 특징들의 합입니다. d0은 dy의 기호입니다. W: 가중치의 행이나 열의 수. "
+        "-: 이 랭크에 없거나 아직 없음."
+    ),
+    "input x": "입력 x",
+    "rows of W": "W의 행",
+    "columns of W": "W의 열",
+    "output y": "출력 y",
+    "gradient dy": "그래디언트 dy",
+    "gradient dx": "그래디언트 dx",
+    "bytes that a rank sends, forward and backward": "한 랭크가 순전파와 역전파에서 보내는 바이트",
+    "forward: a summand of y on each rank": "순전파: 각 랭크에 y의 한 항",
+    "forward: y": "순전파: y",
+    "the gradient of y arrives": "y의 그래디언트가 도착",
+    "backward: a summand of dx on each rank": "역전파: 각 랭크에 dx의 한 항",
+    "backward: dx": "역전파: dx",
+}
+
+ASYNC_SERVERS = {
+    "Parameter server, asynchronous: gradients are applied as they come": (
+        "비동기 파라미터 서버: 그래디언트가 오는 대로 갱신"
+    ),
+    "The server updates with each gradient at once, and waits for no other.": (
+        "서버는 그래디언트마다 바로 갱신하며, 다른 것을 기다리지 않습니다."
+    ),
+    "A worker pulls, computes, and pushes. Then it draws its next ticket.": (
+        "워커는 당기고, 계산하고, 밉니다. 그다음 새 티켓을 받습니다."
+    ),
+    "The last worker takes {slow} times as long here, so others overtake it.": (
+        "여기서 마지막 워커는 {slow}배 오래 걸려, 다른 워커가 앞지릅니다."
+    ),
+    "Its gradient is of old weights: it is stale by the updates since its pull.": (
+        "그 그래디언트는 옛 가중치의 것으로, 당긴 뒤의 갱신 수만큼 뒤처집니다."
+    ),
+    "w: initial parameters; g1: gradient of row 1 in step 1, h1 in step 2. Workers: the weights "
+    "that they compute with; server: after the update.": (
+        "w: 처음 파라미터, g1: 스텝 1에서 행 1의 그래디언트 (스텝 2는 h1). 워커: 계산에 쓰는 가중치, "
+        "서버: 갱신 뒤."
+    ),
+    "buffers": "버퍼",
+    "worker {r} pushes; {s} other updates since its pull": "워커 {r}이 밂; 당긴 뒤 다른 갱신 {s}번",
+    "largest staleness, in updates": "가장 큰 뒤처짐 (갱신 수)",
+    "updates": "갱신 수",
+}
+
+MEMORY = {
+    "Recomputation: activations are freed, and computed again": "재계산: 활성값을 버리고 다시 계산",
+    "The backward of a unit needs the activations that its forward saved.": (
+        "유닛의 역전파에는 순전파가 저장한 활성값이 필요합니다."
+    ),
+    "With recomputation a segment of k units saves only its input.": (
+        "재계산에서는 유닛 k개의 구간이 입력만 저장합니다."
+    ),
+    "Its backward first runs the forwards of the segment again.": (
+        "역전파는 먼저 그 구간의 순전파를 다시 합니다."
+    ),
+    "The last unit is left out, because its backward follows at once.": (
+        "마지막 유닛은 역전파가 바로 이어지므로 빠집니다."
+    ),
+    "Memory falls, and up to a third more is computed: B takes twice the time of F.": (
+        "메모리는 줄고 계산은 최대 3분의 1 늘어납니다: B는 F의 두 배 걸립니다."
+    ),
+    "A.x: input of unit A; A.h: its inner activation; x0: alive; -: freed or not yet made. F, B: passes.": (
+        "A.x: 유닛 A의 입력, A.h: 내부 활성값, x0: 살아 있음, -: 버렸거나 아직 없음. F, B: 순전파, 역전파."
+    ),
+    "recompute {way}": "재계산 {way}",
+    "now": "지금",
+    "after pass {k}": "패스 {k} 다음",
+    "most activations alive, memory.recompute {way}": "살아 있는 활성값의 최대 수, memory.recompute {way}",
+    "forwards of units with recomputation": "재계산할 때 유닛의 순전파 수",
+    "Loss scaling: small gradients survive float16": "손실 스케일링: 작은 그래디언트를 float16에서 지킴",
+    "float16 has no number between 0 and {least:.2g}: small gradients become 0.": (
+        "float16에는 0과 {least:.2g} 사이의 수가 없어 작은 그래디언트는 0이 됩니다."
+    ),
+    "The loss is multiplied by a scale, and so are all gradients.": (
+        "손실에 스케일을 곱하면 모든 그래디언트에도 곱해집니다."
+    ),
+    "In float32 the update divides by the scale: the small gradients are there.": (
+        "갱신은 float32에서 스케일로 나눕니다: 작은 그래디언트가 남아 있습니다."
+    ),
+    "Above {most:.0f} a gradient is infinite: the step is skipped, the scale halves.": (
+        "{most:.0f}보다 크면 그래디언트는 무한대가 되어, 스텝을 건너뛰고 스케일을 반으로 줄입니다."
+    ),
+    "After {good} steps without overflow the scale doubles.": (
+        "오버플로 없이 {good}스텝이 지나면 스케일은 두 배가 됩니다."
+    ),
+    "float16: the gradient as the backward computes it; divided: as the update reads it.": (
+        "float16: 역전파가 계산한 그래디언트, divided: 갱신이 읽는 값."
+    ),
+    "gradient {g:g}": "그래디언트 {g:g}",
+    "without a scale": "스케일 없이",
+    "with the scale": "스케일과 함께",
+    "step {k}: the update": "스텝 {k}: 갱신",
+    "step {k}: an overflow, no update, half the scale": "스텝 {k}: 오버플로, 갱신 없음, 스케일 절반",
+    "skipped steps": "건너뛴 스텝",
+    "gradients that are 0 without the scale": "스케일 없이 0이 되는 그래디언트",
+}
+
 EXPLAIN: dict[str, str] = {
     **FRAMES,
     **FORMULAS,
@@ -281,4 +411,7 @@ EXPLAIN: dict[str, str] = {
     **DATA,
     **SERVERS,
     **PIPELINES,
+    **TENSORS,
+    **ASYNC_SERVERS,
+    **MEMORY,
 }

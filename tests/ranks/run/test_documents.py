@@ -7,7 +7,12 @@ import pytest
 
 from mpitrain.data import DOCUMENT_END, IGNORED, Reading, open_source
 from mpitrain.errors import ConfigError, DataError
+from mpitrain.layers.base import Unit
+from mpitrain.layers.initial import zeros
+from mpitrain.layers.plain import Plain
+from mpitrain.ops.device import device_for
 from mpitrain.run.build import build
+from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
 from tests.masked import MASKED
 from tests.messages import data as says
@@ -180,6 +185,20 @@ def test_documents_need_a_separator_or_packing():
         configured("data.attend=document")
     with pytest.raises(ConfigError, match=says.ATTEND_IS_OF):
         open_source("digits", T, "float32", reading=Reading(attend="document"))
+
+
+def test_documents_need_attention_of_the_layer_factory():
+    def go(transport):
+        config = configured(*MASKED, *CUT)
+        layers = Plain(device_for("cpu").ops)
+        Trainer(
+            transport,
+            [Unit("one", layers.norm(4)), Unit("two", layers.linear(4, 4, zeros))],
+            config,
+        )
+
+    with pytest.raises(ConfigError, match=says.NEEDS_ATTENTION):
+        run_ranks(1, go)
 
 
 def test_a_packed_run_learns_in_any_layout_and_resumes(tmp_path):

@@ -27,7 +27,7 @@ RING = ["replication.algorithm=ring"]
         ("oom", MemoryError, "EiB"),
         ("exit", SystemExit, "0"),
         ("deadlock", CommError, says.DEADLOCK_OF_TWO),
-        ("mismatch", CommError, "entered"),
+        ("mismatch", CommError, "rank"),
         ("lose", CommError, "rank 0(.|\n)*recv from rank 1"),
     ],
 )

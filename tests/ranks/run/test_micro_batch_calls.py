@@ -38,6 +38,7 @@ def test_a_micro_batch_costs_few_calls_beside_its_layers():
     leases = more["machine/arena.py", "Arena.take"]
     arena = sum(count for (file, _), count in more.items() if file == "machine/arena.py")
     assert leases > PASSES and arena == 4 * leases
+    assert sum(more.values()) <= 100 * PASSES
     runtime = sum(
         count
         for (file, _), count in more.items()

@@ -1,5 +1,6 @@
 """What `launch` makes of a started job, with scripts in place of launchers: output, requests to stop, exit codes."""
 
+import fcntl
 import os
 import pty
 import re
@@ -193,6 +194,19 @@ def test_a_stop_before_the_run_began_says_that_there_was_nothing_to_save():
 def test_the_last_line_of_a_failed_run_is_its_first_failure(printed, last):
     code, _, errors = supervised(f"import sys; print({printed!r}, file=sys.stderr); sys.exit(3)")
     assert code == 3 and errors.decode().splitlines()[-1] == last, errors
+
+
+@pytest.mark.parametrize("is_locked", [False, True])
+def test_a_dead_run_leaves_no_half_checkpoint_unless_another_run_began(is_locked, tmp_path):
+    half, whole = (tmp_path / "checkpoints" / name for name in (".step-8.partial", "step-00000004"))
+    half.mkdir(parents=True)
+    whole.mkdir()
+    began = BEGAN.replace("runs/x", str(tmp_path))
+    with (tmp_path / "lock").open("w") as lock:
+        if is_locked:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        assert supervised(f"import sys; print({began!r}); sys.exit(3)")[0] == 3
+    assert half.exists() == is_locked and whole.exists()
 
 
 def test_a_run_that_rank_0_ends_before_it_began_is_reported_once():

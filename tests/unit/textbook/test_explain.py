@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 
 import numpy as np
 import pytest
@@ -10,16 +11,24 @@ from click.testing import CliRunner
 from mpitrain.cli import commands
 from mpitrain.errors import ConfigError
 from mpitrain.textbook.explain.explanation import ROOT, Text
-from mpitrain.textbook.explain.links import Network, parse_link
-from mpitrain.textbook.explain.renderers import page, terminal
+from mpitrain.textbook.explain.links import Network, Watched, parse_link
+from mpitrain.textbook.explain.renderers import page, systems, terminal
 from mpitrain.textbook.explain.symbols import IN_FLIGHT, MIXED, Symbols, written
 from mpitrain.textbook.explain.topics import TOPICS
 from mpitrain.textbook.words import WORDS, width
+from mpitrain.transport.threads import run_ranks
+from tests.laws.transport import TransportLaws, laws_of
 
 every_topic = pytest.mark.parametrize("name", TOPICS)
 
 
+@cache
 def recorded(name, ranks=None, link=None):
+    """A recording that several tests read; none of them changes it."""
+    return fresh(name, ranks, link)
+
+
+def fresh(name, ranks=None, link=None):
     topic = TOPICS[name]
     return topic.record(name, topic.setting(name, ranks, link))
 
@@ -53,8 +62,9 @@ def test_counted_numbers_of_a_topic_equal_their_formulas(name, ranks):
 
 @every_topic
 def test_a_topic_records_the_same_frames_twice(name):
-    assert [frame._replace(messages=()) for frame in recorded(name).frames] == [
-        frame._replace(messages=()) for frame in recorded(name).frames
+    again = fresh(name).frames
+    assert [f._replace(messages=()) for f in recorded(name).frames] == [
+        f._replace(messages=()) for f in again
     ]
 
 
@@ -92,6 +102,23 @@ def test_workers_of_local_sgd_differ_until_their_average():
     first, last = recorded("local", 2).frames[2], recorded("local", 2).frames[-1]
     assert {cells[0] for cells in first.cells} == {"w-g0", "w-g1"}
     assert {cells[0] for cells in last.cells} == {"w-(g0+g1+h0+h1)/2"}
+
+
+def test_a_slow_worker_pushes_a_stale_gradient():
+    frames = recorded("async-server", 3).frames
+    assert frames[3].cells == (("w-(g0+h0)", ""), ("w", "g1"), ("w-(g0+g1+h0)", ""))
+
+
+def test_a_row_parallel_layer_adds_summands_of_its_ranks():
+    frames = recorded("row", 2).frames
+    summands = [cells[8] for cells in frames[1].cells]
+    assert summands == ["x0+3x1", "2x2+x3"]
+    assert {cells[8] for cells in frames[2].cells} == {"x0+3x1+2x2+x3"}
+
+
+def test_recomputation_frees_what_a_segment_makes_again():
+    forward = recorded("recomputation").frames[4].cells
+    assert [sum(map(bool, cells[1:])) for cells in forward] == [8, 5, 4]
 
 
 @pytest.mark.parametrize(
@@ -191,6 +218,7 @@ def test_a_picture_is_drawn_without_a_font_for_hangul(tmp_path):
     "words",
     [
         ("nothing",),
+        ("tiling",),
         ("ring", "--ranks", "99"),
         ("ring", "--link", "fast"),
         ("--ranks", "3"),
@@ -208,3 +236,36 @@ def test_the_command_lists_topics_and_prints_one():
     assert len(listed.splitlines()) == len(TOPICS)
     printed = CliRunner().invoke(commands, ["explain", "star", "--ranks", "2", "--step"]).output
     assert "a0+a1*" in printed
+
+
+def test_the_page_of_systems_and_its_pictures_are_of_this_version():
+    """If not: python jobs/textbook.py."""
+    found = {name: recorded(name) for name in TOPICS}
+    folder = ROOT / systems.PICTURES
+    assert (folder / "README.md").read_text() == systems.page(found)
+    assert (folder / systems.FRAMES).read_text() == systems.digests(found)
+    pictures = [*folder.glob("*.png")]
+    assert {path.stem for path in pictures} == {*TOPICS}
+    assert sum(path.stat().st_size for path in pictures) < 2**20
+
+
+def test_pages_and_pictures_of_the_tree_are_not_in_the_wheel():
+    assert not [*(ROOT / systems.PICTURES).glob("*.py")]
+    assert "pictures" not in (ROOT / "setup.cfg").read_text()
+
+
+LAST = "law_a_message_of_another_size_is_an_error_at_its_receiver"  # threads carry no more after it
+
+
+@pytest.mark.parametrize("link", [None, parse_link("10Gbit,100us")])
+def test_a_watched_transport_obeys_the_laws_of_transports(link):
+    network = Network(link)
+
+    def obey(transport):
+        watched = Watched(transport, network)
+        for name in laws_of(TransportLaws):
+            if name != LAST:
+                getattr(TransportLaws(), name)(watched)
+
+    run_ranks(3, obey)
+    assert network.log

@@ -116,7 +116,7 @@ CLAIMS = {
             )
             for ranks, m, compute in ((1, 4, "float64"), (4, 1, "float64"), (4, 2, "float32"))
         ),
-        "mpitrain launch -n 4 -- train --set batch.micro_batches=2 --set precision.compute=float64",
+        "mpitrain launch -n 4 -- compare --modes ring --set batch.micro_batches=2 --set precision.compute=float64",
     ),
     "large-batch": Claim(
         "With k times the batch and k times the learning rate, as many rows train as well.",

@@ -143,6 +143,6 @@ CLAIMS = {
             usual("model of width {width}", width=64),
             other("model of width {width}", width=2),
         ),
-        "mpitrain train --set replication.wire=int8",
+        "mpitrain launch -n 2 -- compare --modes ring --set replication.wire=int8",
     ),
 }

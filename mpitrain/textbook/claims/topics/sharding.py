@@ -5,6 +5,9 @@ from mpitrain.textbook.claims.measure import busiest, counted
 
 ZERO = "Rajbhandari et al., ZeRO, SC 2020"
 MEGATRON = "Shoeybi et al., Megatron-LM, arXiv:1909.08053, 2019"
+COMPARE = (
+    "mpitrain launch -n 2 -- compare --modes ring --set layout.tp=2 --set layout.algorithm=ring"
+)
 DEEP = ("model.layers=8", "batch.size=16")
 
 
@@ -124,7 +127,7 @@ CLAIMS = {
                 "sequence parallelism that gathers again", is_sequence_parallel="true", keep="false"
             ),
         ),
-        "mpitrain launch -n 2 -- train --tp 2 --set layout.algorithm=ring",
+        COMPARE,
     ),
     "sequence-bytes": Claim(
         "Sequence parallelism sends no more bytes than tensor parallelism.",
@@ -137,7 +140,7 @@ CLAIMS = {
             usual("gathered inputs are saved", is_sequence_parallel="true", keep="true"),
             usual("gathered inputs are gathered again", is_sequence_parallel="true", keep="false"),
         ),
-        "mpitrain launch -n 2 -- train --tp 2 --set layout.sequence_parallel=true",
+        f"{COMPARE} --set layout.sequence_parallel=true",
     ),
     "tensor-or-data": Claim(
         "Tensor parallelism sends more bytes than data parallelism.",
@@ -150,6 +153,6 @@ CLAIMS = {
             usual("batch {batch}, context {context}, width {width}", batch=8, context=64, width=32),
             other("batch {batch}, context {context}, width {width}", batch=2, context=16, width=64),
         ),
-        "mpitrain launch -n 2 -- train --tp 2",
+        COMPARE,
     ),
 }

@@ -1,5 +1,6 @@
 """Pictures of explanations: a table of coloured cells for each frame; needs matplotlib."""
 
+import textwrap
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from mpitrain.textbook.words import width
 
 CHARACTER, LINE = 0.082, 0.27
 """Inches of a character and of a row."""
+TITLE_CHARACTER = 0.09
+"""Inches of a character of a frame's title."""
 WIDEST = 13.0
 """Inches of a picture."""
 
@@ -26,25 +29,32 @@ def hangul_font() -> str | None:
     return next((name for name in names if name.startswith(known)), None)
 
 
-def draw(found: Explanation, path: Path, language: str) -> None:
+def draw(found: Explanation, path: Path, language: str, dpi: int = 100) -> None:
     """Draw the frames of an explanation, in English unless a font has Hangul.
 
+    dpi     pixels of an inch
     raises  OSError if the file cannot be written
     """
     pyplot = painter()
     font = hangul_font() if language == "ko" else None
     language = language if font else "en"
     frames = found.drawn
-    widths = _widths(found)
+    widths = _widths(found, language)
     labels = [row.into(language) for row in found.rows]
     margin = CHARACTER * (2 + max(map(width, labels)))
-    panel = margin + sum(widths) + 0.15 * (len(found.columns) + 1)
+    titles = [frame_title(frame, language) for _, frame in frames]
+    panel = max(
+        margin + sum(widths) + 0.15 * (len(found.columns) + 1),
+        TITLE_CHARACTER * (2 + max(map(width, titles))),
+    )
     across = max(1, min(len(frames), int(WIDEST / panel)))
     down = -(-len(frames) // across)
     height = LINE * (len(found.rows) + 3.6)
     head = LINE * 1.6
-    foot = LINE * (len(found.formulas) + 0.8)
-    size = (max(across * panel, 7.5), head + down * height + foot)
+    wide = max(across * panel, 7.5)
+    notes = textwrap.wrap(found.legend.into(language), int((wide - 0.3) / CHARACTER))
+    notes += [formula_line(formula, language) for formula in found.formulas]
+    size = (wide, head + down * height + LINE * (len(notes) + 0.8))
     with pyplot.rc_context({"font.family": [font or "DejaVu Sans"]}):
         figure = pyplot.figure(figsize=size)
         axes = figure.add_axes((0, 0, 1, 1))
@@ -55,36 +65,29 @@ def draw(found: Explanation, path: Path, language: str) -> None:
         )
         most = max(summands(cell) for frame in found.frames for row in frame.cells for cell in row)
         for index, (number, frame) in enumerate(frames):
-            before = found.frames[number - 1] if number else None
+            before = found.frames[number - 1] if number and not found.pictured else None
             corner = (index % across * panel, head + index // across * height)
             _panel(axes, found, frame, before, corner, widths, margin, most, language)
-        for row, formula in enumerate(found.formulas):
-            axes.text(
-                0.15,
-                head + down * height + LINE * (row + 0.4),
-                formula_line(formula, language),
-                va="center",
-                fontsize=9,
-                color=TEXT,
-            )
-        save(figure, path, 100)
+        for row, note in enumerate(notes):
+            y = head + down * height + LINE * (row + 0.4)
+            axes.text(0.15, y, note, va="center", fontsize=9, color=TEXT)
+        save(figure, path, dpi)
         pyplot.close(figure)
 
 
-def _widths(found: Explanation) -> list[float]:
-    """Return the inches of each column, enough for its contents in all frames."""
-    names = [name for group in found.columns for name in group.names]
-    return [
-        CHARACTER
-        * (
-            1.4
-            + max(
-                len(name),
-                *(len(f.cells[r][at]) for _, f in found.drawn for r in range(len(f.cells))),
-            )
-        )
-        for at, name in enumerate(names)
-    ]
+def _widths(found: Explanation, language: str) -> list[float]:
+    """Return the inches of each column, enough for its contents and for the heading of its group."""
+    widths: list[float] = []
+    for group in found.columns:
+        first = len(widths)
+        lengths = [
+            max(len(name), *(len(cells[at]) for _, frame in found.drawn for cells in frame.cells))
+            for at, name in enumerate(group.names, first)
+        ]
+        mine = [CHARACTER * (1.4 + length) for length in lengths]
+        short = CHARACTER * width(group.heading.into(language)) - sum(mine)
+        widths += [each + max(0.0, short) / len(mine) for each in mine]
+    return widths
 
 
 def _panel(

@@ -116,8 +116,11 @@ def _block(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def ending(found: Explanation, language: str) -> list[str]:
     """Return the lines after the frames: formulas, sources, command and tests."""
+    seconds = [frame.seconds for frame in found.frames if frame.seconds is not None]
+    total = text("time of all steps: {ms} ms", language, ms=f"{1e3 * sum(seconds):.1f}")
     return [
         "",
+        *([total] if seconds else []),
         *(formula_line(each, language) for each in found.formulas),
         "",
         f"{text('source', language)}: " + ", ".join(map(source_text, found.sources)),
@@ -129,9 +132,10 @@ def ending(found: Explanation, language: str) -> list[str]:
 def formula_line(each: Formula, language: str) -> str:
     """Return a counted number and its formula."""
     sign = "=" if each.agrees else "≠"
-    return (
-        f"{each.name.into(language)}: {each.counted:,.10g} {sign} {each.words} = {each.value:,.10g}"
+    counted, value = (
+        f"{x:,.0f}" if x == int(x) else f"{x:,.4g}" for x in (each.counted, each.value)
     )
+    return f"{each.name.into(language)}: {counted} {sign} {each.words} = {value}"
 
 
 def source_text(source: Source) -> str:

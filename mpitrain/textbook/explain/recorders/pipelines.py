@@ -13,11 +13,10 @@ from mpitrain.pipeline.instructions import (
     Plan,
     training_program,
 )
-from mpitrain.pipeline.memory import peak, staleness, versions
+from mpitrain.pipeline.memory import staleness, versions
 from mpitrain.pipeline.schedule_files import LETTERS, find_plan
 from mpitrain.pipeline.simulate import Cost, Event, simulate
 from mpitrain.run.trainer import Trainer
-from mpitrain.textbook.explain import toy
 from mpitrain.textbook.explain.explanation import (
     Columns,
     Explanation,
@@ -28,6 +27,7 @@ from mpitrain.textbook.explain.explanation import (
     sentence,
 )
 from mpitrain.textbook.explain.links import Network, Watched
+from mpitrain.textbook.explain.recorders import toy
 from mpitrain.textbook.explain.topic import Setting
 from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks
@@ -54,6 +54,7 @@ class Shown(NamedTuple):
     schedule   its name in the table of schedules
     sentences  the idea
     rule       the function that orders the instructions
+    saved      formula of the most micro-batches saved on stage 0, and its function of (p, m)
     steps      of training
     words      formula of the fraction of idle slots
     idle       (stages, micro-batches) -> the same as a number
@@ -62,6 +63,7 @@ class Shown(NamedTuple):
     schedule: str
     sentences: Sequence[Text]
     rule: Any
+    saved: tuple[str, Callable[[int, int], int]]
     steps: int
     words: str
     idle: Callable[[int, int], float]
@@ -97,7 +99,6 @@ def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]
         frames = _frames(timeline, [stage.done for stage in stages], shown.steps > 1)
         slots = len(frames) - 1
         idle = sum(cell == IDLE for cells in frames[-1].cells for cell in cells[:slots])
-        peaks = [peak(mine, [Cost()] * p).live for mine in executed.lists]
         row = 8 * toy.VECTOR
         formulas = [
             Formula(
@@ -109,8 +110,8 @@ def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]
             Formula(
                 sentence("most micro-batches saved on stage 0"),
                 _most_saved(stages[0].done),
-                "pipeline.memory.peak",
-                peaks[0],
+                shown.saved[0],
+                shown.saved[1](p, m),
             ),
             Formula(
                 sentence("idle slots, as a fraction"),

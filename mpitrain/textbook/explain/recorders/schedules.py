@@ -3,7 +3,7 @@
 from mpitrain.parallel.data.weight_stashing import pipedream
 from mpitrain.pipeline import schedules
 from mpitrain.textbook.explain.explanation import Text, sentence
-from mpitrain.textbook.explain.pipelines import Shown
+from mpitrain.textbook.explain.recorders.pipelines import Shown
 
 SCHEDULES: dict[str, tuple[Text, Shown]] = {
     "gpipe": (
@@ -20,6 +20,7 @@ SCHEDULES: dict[str, tuple[Text, Shown]] = {
                 sentence("Stages wait at both ends of a step: this is the bubble."),
             ),
             schedules.gpipe,
+            ("m", lambda p, m: m),
             1,
             "(p-1) / (m+p-1)",
             lambda p, m: (p - 1) / (m + p - 1),
@@ -40,6 +41,7 @@ SCHEDULES: dict[str, tuple[Text, Shown]] = {
                 ),
             ),
             schedules.one_f_one_b,
+            ("min(p, m)", min),
             1,
             "2 (p-1) / (3m + 2 (p-1))",
             lambda p, m: 2 * (p - 1) / (3 * m + 2 * (p - 1)),
@@ -55,6 +57,7 @@ SCHEDULES: dict[str, tuple[Text, Shown]] = {
                 sentence("A stage saves no more micro-batches than p."),
             ),
             schedules.zero_bubble,
+            ("min(p, m)", min),
             1,
             "i / (3m+i), i = max(p-1, 2p-1-m)",
             lambda p, m: max(p - 1, 2 * p - 1 - m) / (3 * m + max(p - 1, 2 * p - 1 - m)),
@@ -75,6 +78,7 @@ SCHEDULES: dict[str, tuple[Text, Shown]] = {
                 sentence("Idle slots are only at the start and at the end of training."),
             ),
             pipedream,
+            ("min(p, m)", min),
             2,
             "2 (p-1) / (6m + 2 (p-1))",
             lambda p, m: 2 * (p - 1) / (6 * m + 2 * (p - 1)),

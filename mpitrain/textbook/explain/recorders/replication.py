@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.traffic import Sample
 from mpitrain.run.trainer import Trainer
-from mpitrain.textbook.explain import toy
-from mpitrain.textbook.explain.collectives import SLOWED_BYTES
 from mpitrain.textbook.explain.explanation import (
     Columns,
     Explanation,
@@ -19,8 +17,10 @@ from mpitrain.textbook.explain.explanation import (
     sentence,
 )
 from mpitrain.textbook.explain.links import Network, Watched
+from mpitrain.textbook.explain.recorders import toy
+from mpitrain.textbook.explain.recorders.collectives import SLOWED_BYTES
+from mpitrain.textbook.explain.recorders.watch import ENDED, Entry, Key, Watch
 from mpitrain.textbook.explain.topic import Setting
-from mpitrain.textbook.explain.watch import ENDED, Entry, Key, Watch
 from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks
 
@@ -108,7 +108,7 @@ def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]
                     shown.memory[1](found[0].elements, n, found[0].elements // units),
                 )
             )
-        settings = " ".join(f"--set {each}" for each in shown.settings)
+        settings = [each for each in (*shown.settings, "run.steps=20") if "bucket" not in each]
         return Explanation(
             name,
             title,
@@ -125,7 +125,7 @@ def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]
             frames,
             formulas,
             [Source.of(each) for each in shown.sources],
-            f"mpitrain launch -n {n} -- train {settings}",
+            " ".join((f"mpitrain launch -n {n} -- train", *(f"--set {each}" for each in settings))),
             shown.laws,
         )
 

@@ -11,7 +11,7 @@ from mpitrain.parallel.servers.master import BroadcastAndUpdate, BroadcastParame
 from mpitrain.parallel.servers.synchronous import PushAndPull, PushedGradients, ServedUpdate
 from mpitrain.pipeline.stage import Stage
 from mpitrain.textbook.explain.explanation import Text, sentence
-from mpitrain.textbook.explain.replication import Shown
+from mpitrain.textbook.explain.recorders.replication import Shown
 
 TRAINING = ("tests/ranks/parallel/test_training.py",)
 AVERAGING = ("tests/ranks/parallel/test_averaging.py",)

@@ -9,8 +9,8 @@ import numpy as np
 from mpitrain.regions import Piece
 from mpitrain.run.trainer import Trainer
 from mpitrain.textbook.explain.explanation import UNDER_WAY, Text, sentence
+from mpitrain.textbook.explain.recorders.toy import Pass
 from mpitrain.textbook.explain.symbols import Symbols
-from mpitrain.textbook.explain.toy import Pass
 
 Key = tuple[int, ...]
 """The order of an event: step, phase, micro-batch, direction, unit."""
