@@ -9,6 +9,8 @@
 # FOLDER: $OUT where that is set, else runs/gpu-table. Every result is written at once, so that it survives whatever ends the job;
 # `python3 jobs/gpu/table.py FOLDER/results.jsonl` prints the table again. TILES=FILE takes tiles from a table of `--tune`.
 #
+# Compiled kernels in $CUBINS, else runs/cubins, are put into the cache: jobs/gpu/cubins.py makes them where there is no GPU.
+#
 # The machine needs python3 with CuPy, PyTorch and pip. What else is missing comes from the wheels in $WHEELS, else runs/wheels,
 # which jobs/gpu/wheels.sh collects where there is a package index; they go to a folder of their own, which is removed at the end.
 set -uo pipefail
@@ -23,7 +25,14 @@ export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_pml=ob
 export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 if [[ -d $wheels ]]; then
     site=$(mktemp -d) && trap 'rm -rf "$site"' EXIT
-    exports=$(python3 jobs/gpu/wheels.py install "$wheels" "$site") && eval "$exports"
+    exports=$(python3 jobs/gpu/wheels.py install "$wheels" "$site") || { echo "the wheels in $wheels cannot be installed"; exit 2; }
+    eval "$exports"
+fi
+said=$(python3 -c "import mpitrain.config, mpitrain.kernels.loader" 2>&1) ||
+    { echo "mpitrain cannot be imported: ${said##*$'\n'}; collect wheels with jobs/gpu/wheels.sh and bring them in $wheels"; exit 2; }
+cubins=$(realpath -m "${CUBINS:-runs/cubins}") cache=${HOME:-}/.cache/mpitrain/cuda
+if [[ $device == cuda && -d $cubins && -n ${HOME:-} ]]; then
+    mkdir -p "${cache%/*}" && (umask 077; mkdir -p "$cache") && cp -n "$cubins"/*.cubin "$cache"
 fi
 if [[ $device == cuda ]]; then
     python3 -c "import sys; from mpitrain.machine.process import gpus; sys.exit(not gpus())" ||

@@ -97,6 +97,20 @@ class CommError(MpitrainError):
     """A communication error: ranks disagree about a message or a collective, or a peer is gone."""
 
 
+class PeerLost(CommError):
+    """A peer that has died or left the job while this rank needed it.
+
+    Attributes
+    ----------
+    ranks : tuple of int
+        The lost ranks of the whole job, as far as this rank knows them.
+    """
+
+    def __init__(self, law: str, way_out: str = "", ranks: tuple[int, ...] = ()):
+        super().__init__(law, way_out)
+        self.ranks = ranks
+
+
 class TrainingError(MpitrainError):
     """A failure of training itself: a loss that is not finite, or replicas that differ."""
 

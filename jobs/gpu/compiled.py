@@ -1,9 +1,9 @@
 """Part of the GPU job: everything that later parts launch is compiled into the cache, by up to 16 processes at once.
 
-python3 jobs/gpu/compiled.py DEVICE
+python3 jobs/gpu/compiled.py DEVICE [tiles]    tiles: also every tile that tuned.py measures
 
 Which kernels these are, an engine finds out that compiles and launches nothing: what is measured later runs on it once. The
-kernels of the suite compile when it runs, in as many processes.
+kernels of the suite compile when it runs, in as many processes. cubins.py compiles all of them before, where there is no GPU.
 """
 
 import sys
@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 from result import emit, micro
-from workload import all_products, config, multiply, source
+from workload import DTYPES, FORMS, PRODUCTS, all_products, config, multiply, operands, source
 
 from mpitrain.bench.kernels import operations as bench
 from mpitrain.errors import MpitrainError
@@ -29,6 +29,8 @@ from mpitrain.kernels.source import package_sources
 from mpitrain.machine.backend import HostBackend
 from mpitrain.machine.devices import BACKENDS
 from mpitrain.machine.process import processors
+from mpitrain.ops.cuda import product
+from mpitrain.ops.cuda.tiles import worth_measuring
 from mpitrain.ops.device import device_for
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
@@ -57,6 +59,20 @@ class Collector:
 
 class Nowhere(HostBackend):
     """Arrays of the host that pass for those of a device."""
+
+
+def searched(kind: str, device: Engine) -> dict[tuple[str, tuple], str]:
+    """The kernels of every tile that tuned.py measures."""
+    collector = Collector(device)
+    kernels, arena = Kernels(collector), HostBackend().arena()
+    for shape, _ in PRODUCTS[kind]:
+        for dtype in map(np.dtype, DTYPES if kind == "cuda" else DTYPES[:1]):
+            for stored in FORMS:
+                a, b, c = operands(shape, dtype, stored)
+                ways = {"transposed_a": stored[0] == "T", "transposed_b": stored[1] == "T"}
+                for tiling in worth_measuring(a, *shape, device):
+                    product.gemm(kernels, arena, a, b, c, tiling=tiling, **ways)
+    return collector.found
 
 
 def collect(kind: str, device: Engine) -> dict[tuple[str, tuple], str]:
@@ -111,13 +127,14 @@ def compile_one(kind: str, capability: int, stem: str, macros: tuple, kernel: st
     return ""
 
 
-def main(kind: str) -> None:
+def main(kind: str, tiles: bool) -> None:
     """One result, and one for each that does not compile."""
     start = time.perf_counter()
     kernels = device_for(kind).kernels
     assert kernels is not None
     capability = kernels.engine.capability
-    found = collect(kind, kernels.engine)
+    engine = kernels.engine
+    found = (searched(kind, engine) if tiles else {}) | collect(kind, engine)
     collected, processes = time.perf_counter() - start, min(PROCESSES, processors())
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         jobs = [
@@ -137,4 +154,4 @@ def main(kind: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:] == ["tiles"])

@@ -13,12 +13,24 @@ import sys
 from result import emit, micro
 
 METRICS = {
-    "gpu__time_duration.sum": "ns",
+    "gpu__time_duration.sum": "seconds",
     "sm__throughput.avg.pct_of_peak_sustained_elapsed": "sm",
     "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed": "memory",
     "sm__warps_active.avg.pct_of_peak_sustained_active": "occupancy",
     "launch__registers_per_thread": "registers",
 }
+SECONDS = {
+    "ns": 1e-9,
+    "nsecond": 1e-9,
+    "us": 1e-6,
+    "usecond": 1e-6,
+    "ms": 1e-3,
+    "msecond": 1e-3,
+    "s": 1.0,
+    "second": 1.0,
+}
+"""A second in units of ncu, old and new."""
+
 SIZES = {"cuda": (8, 1024, 768, 12, 50257)}
 
 
@@ -52,6 +64,8 @@ def main(kind: str) -> None:
         "--clock-control",
         "none",
         "--csv",
+        "--print-units",
+        "base",
         "--metrics",
         ",".join(METRICS),
         sys.executable,
@@ -71,20 +85,26 @@ def main(kind: str) -> None:
             f"ncu: refused: {next((line for line in text.splitlines() if 'ERROR' in line), 'no profile')[:100]}"
         )
         return
-    found: dict[str, dict[str, str]] = {}
-    for row in csv.DictReader(io.StringIO(text[start:])):
-        if row.get("Metric Name") in METRICS:
-            found.setdefault(f"{row['ID']} {row['Kernel Name']}", {})[
-                METRICS[row["Metric Name"]]
-            ] = row["Metric Value"]
-    for name, facts in found.items():
-        numbers = {key: float(value.replace(",", "")) for key, value in facts.items()}
+    for name, numbers in profiles(text[start:]).items():
         emit(
             f"profile of {name[:60]}: {numbers.get('sm', 0):.0f}% of peak, memory {numbers.get('memory', 0):.0f}%, "
             f"{numbers.get('registers', 0):.0f} registers, {numbers.get('occupancy', 0):.0f}% of warps",
-            micro(numbers.get("ns", 0) / 1e9),
+            micro(numbers.get("seconds", 0)),
             **numbers,
         )
+
+
+def profiles(text: str) -> dict[str, dict[str, float]]:
+    """The metrics of each launch, from ncu's CSV; a time in any unit becomes seconds."""
+    found: dict[str, dict[str, float]] = {}
+    for row in csv.DictReader(io.StringIO(text)):
+        if row.get("Metric Name") not in METRICS:
+            continue
+        key, value = METRICS[row["Metric Name"]], float(row["Metric Value"].replace(",", ""))
+        if key == "seconds":
+            value *= SECONDS[row["Metric Unit"]]
+        found.setdefault(f"{row['ID']} {row['Kernel Name']}", {})[key] = value
+    return found
 
 
 if __name__ == "__main__":

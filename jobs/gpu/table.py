@@ -13,6 +13,9 @@ from typing import Any
 WIDEST = 96
 """Characters of the first column; what is longer goes on below."""
 
+SHORT = 40
+"""Characters of a row's name among those that failed or are short."""
+
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a file: a kill may have left half of the last one."""
@@ -52,7 +55,19 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
+def shortfalls(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What failed or is short once more, in short lines: the end of a long output is what one sees."""
+    lines = []
+    for row in rows:
+        if not row["ok"]:
+            lines.append(f"{row['what'][:SHORT]:<{SHORT}} failed")
+        elif is_short(row):
+            ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+            lines.append(f"{row['what'][:SHORT]:<{SHORT}} {ratio} of {row['required']:.2f}")
+    return lines
+
+
 if __name__ == "__main__":
     found = read(Path(sys.argv[1]))
-    print("\n".join(table(found)))
+    print("\n".join([*table(found), *shortfalls(found)]))
     sys.exit(1 if misses(found) or not found else 0)

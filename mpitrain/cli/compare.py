@@ -1,4 +1,4 @@
-"""`mpitrain compare`: trains one job under several modes of replication, and tabulates them."""
+"""`mpitrain compare`: trains one job in several modes, layouts and tricks, and tabulates them."""
 
 import sys
 from contextlib import closing
@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from mpitrain.bench.comparison.built_in import JOBS
 from mpitrain.cli.job_options import DEVICE, changes, configured
 from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.session import MOST, mpi_session
@@ -20,8 +21,16 @@ EVALUATED = 512
     "--modes",
     metavar="A,B",
     help="Modes to compare: all-reduce algorithms such as star, ring or auto; zero1, zero2, zero3, "
-    "also as zero1-host ..., sharded within each host; other modes of replication. Default: star, "
-    "ring, auto, and every mode that is neither an all-reduce algorithm nor ends in -host.",
+    "also as zero1-host ..., sharded within each host; other modes of replication; layouts such as "
+    "tp2, pp2:gpipe or pp2:async; precisions bf16 and fp16; accumulate4, recompute, lora8, tiled, "
+    "compiled, wire:int8; several joined by +, such as zero3+tp2. Default: star, ring, auto, and "
+    "every mode of replication that is neither an all-reduce algorithm nor ends in -host.",
+)
+@click.option(
+    "--job",
+    type=click.Choice([*JOBS]),
+    help="A built-in job: a small model with a large batch, or a large model with a small batch. "
+    "--set changes it.",
 )
 @click.option(
     "--steps",
@@ -29,6 +38,13 @@ EVALUATED = 512
     default=30,
     show_default=True,
     help="Optimizer steps of each mode.",
+)
+@click.option(
+    "--blocks",
+    type=click.IntRange(1, MOST),
+    default=3,
+    show_default=True,
+    help="Trainings of each mode, in turns: their median time counts.",
 )
 @click.option(
     "--set",
@@ -42,16 +58,18 @@ EVALUATED = 512
 @output_option("--plot", "Draw loss over time to this file, at the end.")
 def command(
     modes: str | None,
+    job: str | None,
     steps: int,
+    blocks: int,
     settings: tuple[str, ...],
     device: str | None,
     json_file: Path | None,
     plot_file: Path | None,
 ) -> None:
-    """Train one job under several modes of replication, one after the other, on all ranks of the
-    MPI job.
+    """Train one job in several modes, in turns, on all ranks of the MPI job.
 
-    All modes have the same model, seed, order of the data and global batch. The columns are:
+    A mode is a mode of replication, a layout, a schedule, a precision or a trick. A + joins several
+    of these words. All modes have the same model, seed, order of the data and global batch. The columns are:
 
     \b
     step ms     time of a step
@@ -61,20 +79,26 @@ def command(
     held MB     parameters, gradients, optimizer state and reduction buffers
                 on the fullest rank, without activations
     stale       largest staleness of a gradient, in updates
+    idle %      time in which a worker waits for messages, mean over workers
+
+    A second table has the memory by kind, with the activations. Its last columns are training
+    losses after equal steps and after equal time.
     """
     changed = [
+        *JOBS.get(job or "", ()),
         f"run.steps={steps}",
         f"run.eval_rows={EVALUATED}",
         *changes(settings, device=device),
     ]
     with mpi_session(kind=lambda: configured(None, changed).device.kind) as transport:
-        _compare(transport, modes, changed, json_file, plot_file)
+        _compare(transport, modes, changed, blocks, json_file, plot_file)
 
 
 def _compare(
     transport: Any,
     modes: str | None,
     changes: list[str],
+    blocks: int,
     json_file: Path | None,
     plot_file: Path | None,
 ) -> None:
@@ -83,13 +107,26 @@ def _compare(
     from mpitrain import __version__
     from mpitrain.bench.collectives.header import machine
     from mpitrain.bench.collectives.table import write_json
-    from mpitrain.bench.training.compare import compare, footer, heading, jobs, line, plot, usual
+    from mpitrain.bench.comparison.grammar import usual
+    from mpitrain.bench.comparison.jobs import check_resolved, jobs
+    from mpitrain.bench.comparison.measure import compare
+    from mpitrain.bench.comparison.table import (
+        footer,
+        heading,
+        line,
+        mark,
+        memory_table,
+        plot,
+        spread,
+        wide,
+    )
     from mpitrain.cli.terminal.progress import bar
     from mpitrain.transport.agreement import on_all_ranks
 
     words = list(dict.fromkeys(modes.split(","))) if modes else usual()
     found = on_all_ranks(transport, lambda: jobs(words, changes, transport.hosts))
-    is_root = transport.rank == 0
+    check_resolved(transport, found)
+    is_root, first = transport.rank == 0, wide(words)
     on_all_ranks(transport, lambda: check_files(transport.rank, [json_file], plot_file))
     job = next(iter(found.values()))
     steps = job.run.steps
@@ -98,6 +135,7 @@ def _compare(
         "ranks": transport.size,
         **machine(transport),
         "steps": steps,
+        "blocks": blocks,
         "arguments": sys.argv[1:],
     }
     title = (
@@ -106,22 +144,25 @@ def _compare(
     )
     if is_root:
         click.echo(
-            f"{title}\n{facts['processor']}, {facts['cores']} cores; {facts['mpi']}\n\n{heading()}"
+            f"{title}\n{facts['processor']}, {facts['cores']} cores; {facts['mpi']}\n\n{heading(first)}"
         )
     rows, outputs = [], Outputs()
-    with closing(bar(len(found) * steps) if is_root else tqdm(disable=True)) as shown:
+    with closing(bar(len(found) * steps * blocks) if is_root else tqdm(disable=True)) as shown:
 
         def stepped(mode: str, loss: float) -> None:
             shown.set_postfix_str(f"{mode}, loss {loss:.3f}", refresh=False)
             shown.update()
 
-        for row in compare(transport, found, stepped):
+        for row in compare(transport, found, stepped, blocks):
             rows.append(row)
             if is_root:
-                shown.write(line(row), file=sys.stdout)
+                shown.write(line(row, first, mark(row, rows[0])), file=sys.stdout)
                 if json_file:
                     with outputs.to(json_file):
                         write_json(json_file, facts, rows)
     outputs.conclude(
-        transport, lambda: ["", *footer(rows)], plot_file, lambda path: plot(rows, title, path)
+        transport,
+        lambda: ["", *memory_table(rows), "", *spread(rows), *footer(rows)],
+        plot_file,
+        lambda path: plot(rows, title, path),
     )

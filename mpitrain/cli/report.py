@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from mpitrain.report.page import Section
-    from mpitrain.report.timeline import Timeline
+    from mpitrain.trace.timeline import Timeline
 
     Drawn = tuple[Timeline, range | None]
 
@@ -31,10 +31,21 @@ FOLDER, PAGE, TIMELINE, METRICS_PICTURE, PERFETTO = (
 @click.argument(
     "runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN [RUN ...]"
 )
-def command(runs: tuple[Path, ...]) -> None:
+@click.option(
+    "--now",
+    "is_alive",
+    is_flag=True,
+    help="Ask a running job, through files in RUN: print the rank that the others wait for, and "
+    "the last action of each rank. Needs no MPI; works on a login node, too.",
+)
+@click.option(
+    "--stacks", "with_stacks", is_flag=True, help="With --now: print the Python stacks, too."
+)
+def command(runs: tuple[Path, ...], is_alive: bool, with_stacks: bool) -> None:
     """Print where the time of runs went, from the traces of their ranks.
 
-    If a run crashed or was killed, print the last known action of each rank.
+    If a run crashed or was killed, print the last known action of each rank. With --now, ask a run
+    that has not ended.
 
     The timeline of all ranks is written to RUN/report, as a picture and as a trace for Perfetto or
     Chrome. The first RUN's report also gets an HTML page with everything. The pictures and the
@@ -42,6 +53,9 @@ def command(runs: tuple[Path, ...]) -> None:
     """
     if process.launched().rank > 0:
         return  # only rank 0 reports
+    if is_alive or with_stacks:
+        _print_now(runs, is_alive, with_stacks)
+        return
     outputs = Outputs()
     sections = {str(run): reported(run, outputs) for run in runs}
     folder = runs[0] / FOLDER
@@ -52,6 +66,18 @@ def command(runs: tuple[Path, ...]) -> None:
     else:
         _write_page(runs, sections, outputs)
     outputs.settle()
+
+
+def _print_now(runs: tuple[Path, ...], is_alive: bool, with_stacks: bool) -> None:
+    """Print the state of living runs."""
+    from mpitrain.errors import ConfigError, visible
+    from mpitrain.report.live import what_happens_now
+
+    if not is_alive:
+        raise ConfigError("--stacks is of a running job, but --now is missing.", "Add --now.")
+    for run in runs:
+        for line in what_happens_now(run, with_stacks):
+            click.echo(visible(f"{run}: {line}" if len(runs) > 1 else line))
 
 
 def _write_page(
@@ -82,10 +108,10 @@ def reported(run: Path, outputs: Outputs) -> "Section":
     from mpitrain.files import opened
     from mpitrain.report.page import Section
     from mpitrain.report.text import how_it_ended
-    from mpitrain.report.timeline import trace_files
     from mpitrain.run.metrics import read_metrics
-    from mpitrain.run.run_dir import METRICS, TRACE
+    from mpitrain.run.run_dir import METRICS
     from mpitrain.trace.startup import left
+    from mpitrain.trace.timeline import TRACE, trace_files
 
     try:
         with opened(run) as found:
@@ -130,8 +156,8 @@ def _traced(run: Path, records: "Sequence[Mapping[str, Any]]") -> "tuple[list[st
         whose_traces_are_missing,
     )
     from mpitrain.report.time_breakdown import shares
-    from mpitrain.report.timeline import read_timeline
     from mpitrain.run.metrics import CLOSING
+    from mpitrain.trace.timeline import read_timeline
 
     timeline = read_timeline(run)
     lines = list(whose_traces_are_missing(timeline))

@@ -31,6 +31,7 @@ def mpi_session(
     kind: Callable[[], str] = lambda: "cpu",
     patience: Callable[[], float] = lambda: STALL_SECONDS,
     does_trace: Callable[[], bool] = lambda: False,
+    grace: Callable[[], float] = lambda: 0.0,
 ) -> "Iterator[Transport]":
     """Connect the ranks, yield the transport, and pass a barrier before any rank exits.
 
@@ -42,6 +43,7 @@ def mpi_session(
                  its errors are ignored here, because the caller raises them again on all ranks
     patience     returns the seconds in which the ranks must connect; its errors are ignored too
     does_trace   returns whether to record a trace, from before the first message; errors as above
+    grace        returns the seconds from the end of the block to the end of this process; 0: no limit
     """
     process.limit_blas_threads()
     seconds = STALL_SECONDS
@@ -54,6 +56,7 @@ def mpi_session(
 
             recorder = begun(process.launched().rank, process.launched().size)
     from mpitrain.transport.agreement import ending_together
+    from mpitrain.transport.failures.grace import leave_within
     from mpitrain.transport.mpi import connect
     from mpitrain.transport.traced_transport import recorded
 
@@ -63,7 +66,12 @@ def mpi_session(
     transport = recorded(connect, recorder)
     faulthandler.cancel_dump_traceback_later()
     _count_local_ranks(transport, kind)
-    with ending_together(transport):
+
+    def leaving() -> None:
+        if seconds := grace():
+            leave_within(min(seconds, LONGEST))
+
+    with ending_together(transport, leaving):
         if not allow_alone:
             refuse_strangers(transport)
         yield transport

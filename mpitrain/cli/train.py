@@ -1,5 +1,6 @@
 """`mpitrain train`: builds the configured training job and runs it."""
 
+import faulthandler
 import math
 import os
 import signal
@@ -134,6 +135,7 @@ def command(
         kind=lambda: configured().device.kind,
         patience=lambda: configured().run.stall_seconds,
         does_trace=lambda: configured().run.trace,
+        grace=lambda: configured().run.grace,
     ) as transport:
         finished = _train(transport, configured, resume or "no", stop)
     sys.exit(STOPPED if finished.stopped else 0)
@@ -147,6 +149,8 @@ class Stop:
     mpi4py starts MPI with the GIL held, so no Python code can handle a signal meanwhile. Until
     `connected`, the default action of the kernel therefore ends the process. From then on a thread
     handles signals, even while the main thread waits for a message.
+
+    USR2 prints the Python stacks of this process, at any time.
     """
 
     def __init__(self) -> None:
@@ -155,6 +159,7 @@ class Stop:
         self._announced = -math.inf
         for number in REQUESTS:
             signal.signal(number, signal.SIG_DFL)
+        faulthandler.register(signal.SIGUSR2)
 
     def connected(self, rank: int) -> None:
         """Install the handlers once the ranks are connected; rank 0 now reports an early end."""
@@ -208,7 +213,8 @@ class Stop:
             time.sleep(1 if rank > 0 else 0)
             if not self._is_noted:
                 if rank == 0:
-                    self.say(status("not begun") + NOT_BEGUN)
+                    # `launch` knows whether a person asked, or a rank was lost.
+                    self.say(status("not begun").rstrip() or NOT_BEGUN)
                 os._exit(STOPPED)
 
     def say(self, text: str) -> None:
@@ -275,6 +281,7 @@ def _configured(
         # A resumed run may have another number of ranks, so the layout is not taken over.
         own = {**then.model_dump(), "layout": {}, "pipeline": {}}
         own["data"] = held_out_as_before(then.data, settings)
+        own["run"] = {**own["run"], "inject": ""}  # Else each resume would fail again.
         tables = merged(own, tables)
         stages = with_settings(tables, settings)["layout"].get("pp", 1)
         if isinstance(stages, int) and stages > then.batch.micro_batches:

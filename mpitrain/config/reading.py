@@ -37,6 +37,7 @@ LISTED = "`mpitrain train --help-config` lists every key with its type and range
 
 PATTERNS = {  # The patterns of `sections` in words, for messages.
     "run.delay": "must be RANK:MS or random:MS:P with P from 0 to 1, or several of these with commas between",
+    "run.inject": "must be KIND:RANK@STEP or KIND:RANK@STEP:POINT, with names from --help-config run",
     "replication.wire": "must be none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK]",
     "pipeline.partition": "must be time, or numbers and commas, as in 4,4,3,5",
     "memory.recompute": "must be none, attention, unit or a number of units",

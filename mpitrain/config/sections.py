@@ -15,6 +15,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from mpitrain.config.delays import PATTERN as DELAY
+from mpitrain.config.injections import PATTERN as INJECTION
 from mpitrain.machine.kinds import Kind
 
 WIRE = r"^(none|fp16|bf16|int8|topk(:.+)?|powersgd(:.+)?)$"
@@ -131,6 +132,12 @@ class Run(Section):
         description="number of tokens that a {rows} generates after training, for at most 10 s; 0: "
         "none",
     )
+    digest_every: int = Field(
+        0,
+        ge=0,
+        description="steps between digests of the parameters and the optimizer state in "
+        "metrics.jsonl, which `mpitrain diff` compares. Each reads the whole state; 0: none",
+    )
     delay: str = Field(
         "",
         pattern=DELAY,
@@ -139,10 +146,29 @@ class Run(Section):
         "rank with probability P. The draw depends on the seed, the step and the rows "
         "of the rank. Empty: none",
     )
+    inject: str = Field(
+        "",
+        pattern=INJECTION,
+        description="an artificial failure, KIND:RANK@STEP[:POINT], for tests of jobs. KIND is kill, "
+        "segfault, stop, exit, _exit, raise, oom, disk, deadlock, mismatch, lose, nan or bitflip. It "
+        "happens once, from this step on; step 0 is the start. POINT is step, forward, backward, save, "
+        "evaluation or end. A resumed run does not take it over. Empty: none",
+    )
     stall_seconds: float = Field(
         600.0,
         ge=1,
         description="the watchdog ends the job if a rank makes no progress for this many seconds",
+    )
+    on_stall: Literal["end", "warn"] = Field(
+        "end",
+        description="reaction of the watchdog; end: it names the rank to blame, and ends the job, "
+        "warn: the job goes on",
+    )
+    grace: float = Field(
+        60.0,
+        ge=1,
+        description="seconds in which a rank must exit after the run has ended; then it ends itself, "
+        "even if MPI_Finalize waits for a rank that hangs",
     )
     trace: bool = Field(
         True,
@@ -656,6 +682,13 @@ class Memory(Section):
         0,
         ge=0,
         description="steps between releases of unused activation memory to the system; 0: never",
+    )
+    limit_gb: float = Field(
+        0.0,
+        ge=0,
+        description="memory in GB that the ranks of a host, or of a GPU, may use together for "
+        "parameters, gradients, optimizer state and activations, as counted before the start; 0: "
+        "all that is free",
     )
 
     @field_validator("recompute", mode="before")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,6 +122,13 @@ def _scalar_check(kernel: str, parameter: Parameter, dtype: str) -> Callable[[An
         ):
             _refuse(kernel, parameter, f"is {value!r}, the kernel takes {dtype}", "Pass a number.")
         if limits is None:
+            if float(np.finfo(kind).max) < abs(value) != inf:
+                _refuse(
+                    kernel,
+                    parameter,
+                    f"is {value!r}, beyond what {dtype} holds",
+                    "Pass a smaller number.",
+                )
             return kind.type(value)
         if isinstance(value, (float, np.floating)):
             _refuse(

@@ -31,8 +31,7 @@ struct Rows {
             const int row = i / (PITCH / 4), d = i % (PITCH / 4) * 4;
             Sum four[4] = {};
             if (t0 + row < T) load_run(first + (t0 + row) * pitch, d, HEAD, vector, four);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) tile[row * PITCH + d + j] = four[j];
+            store_run(tile + row * PITCH, d, PITCH, true, four);
         }
     }
 };

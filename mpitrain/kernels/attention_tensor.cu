@@ -27,13 +27,13 @@ __device__ __forceinline__ void weigh(Steps& p, Softmax& rows, Channels& out, fl
                 for (int e = 0; e < 2; ++e) largest = fmaxf(largest, p[f][j][2 * i + e]);    // a NaN's weight will be NaN
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-            const float shift = largest * scale, shrink = exp2f(rows.maximum[f][i] * scale - shift);    // 0 for the first keys
+            const float shift = largest * scale, shrink = exp2_flushed(rows.maximum[f][i] * scale - shift);    // 0 for the first keys
             rows.maximum[f][i] = largest;
             float part = 0.0f;
 #pragma unroll
             for (int j = 0; j < STEP / 8; ++j)
 #pragma unroll
-                for (int e = 0; e < 2; ++e) part += p[f][j][2 * i + e] = exp2f(p[f][j][2 * i + e] * scale - shift);
+                for (int e = 0; e < 2; ++e) part += p[f][j][2 * i + e] = exp2_flushed(p[f][j][2 * i + e] * scale - shift);
             rows.sum[f][i] = rows.sum[f][i] * shrink + part;
 #pragma unroll
             for (int j = 0; j < 2 * DEPTH; ++j) {

@@ -17,8 +17,8 @@ static_assert(HEAD % 16 == 0 && STEP % 16 == 0 && OWNED % STEP == 0, "whole frag
 
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
-using Own = SharedTile<OWNED, HEAD, THREADS>;      // what stays
-using Other = SharedTile<STEP, HEAD, THREADS>;    // what passes by
+using Own = SharedTile<OWNED, HEAD>;      // what stays
+using Other = SharedTile<STEP, HEAD>;    // what passes by
 
 using Steps = float[FRAGMENTS][STEP / 8][4];         // WARP_ROWS x STEP sums, as fragments
 using Channels = float[FRAGMENTS][2 * DEPTH][4];    // WARP_ROWS x HEAD sums

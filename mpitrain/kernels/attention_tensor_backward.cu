@@ -23,7 +23,7 @@ template <class Of> __device__ __forceinline__ void weigh(Steps& p, Steps& ds, f
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const Statistics query = of(f, j, e);
-                p[f][j][e] = exp2f(p[f][j][e] * scale - query.x);
+                p[f][j][e] = exp2_flushed(p[f][j][e] * scale - query.x);
                 ds[f][j][e] = p[f][j][e] * (ds[f][j][e] - query.y);
             }
 }

@@ -6,18 +6,18 @@ constexpr int WIDE = RUN<Element, Result>, COLUMNS = 8 * WIDE;    // of a thread
 // Adds up a thread's columns over the 32 rows of its block. The first row of threads gets the sums.
 __device__ __forceinline__ void add_down(Sum (&sum)[WIDE]) {
     __shared__ __align__(16) Sum sums[8][COLUMNS];
-    const int mine = WIDE * threadIdx.x, warp = threadIdx.y / 4;
+    const int warp = threadIdx.y / 4;
 #pragma unroll
     for (int j = 0; j < WIDE; ++j) {    // a warp has four rows
         sum[j] += __shfl_xor_sync(~0u, sum[j], 8);
         sum[j] += __shfl_xor_sync(~0u, sum[j], 16);
     }
-    if (threadIdx.y % 4 == 0) store_run(sums[warp], mine, COLUMNS, true, sum);
+    if (threadIdx.y % 4 == 0) store_pieces(sums[warp], 8, threadIdx.x, sum);
     __syncthreads();
     if (threadIdx.y > 0) return;
     for (int i = 1; i < 8; ++i) {
         Sum more[WIDE];
-        load_run(sums[i], mine, COLUMNS, true, more);
+        load_pieces(sums[i], 8, threadIdx.x, more);
 #pragma unroll
         for (int j = 0; j < WIDE; ++j) sum[j] += more[j];
     }

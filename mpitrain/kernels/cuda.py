@@ -16,7 +16,7 @@ from mpitrain.kernels.multiprocessor import Multiprocessor
 from mpitrain.kernels.nvrtc import Compiler
 from mpitrain.kernels.source import Signature, SourceFile
 
-# Any kernel may use these bytes of dynamic shared memory without a request.
+# Any kernel may use these bytes of shared memory, static and dynamic together, without a request.
 WITHOUT_ASKING = 48 << 10
 CODES = {
     "float": "f",
@@ -74,7 +74,8 @@ class Launch:
         self._pointers = (ctypes.c_void_p * max(1, len(layout)))(
             *(first + start for start in starts)
         )
-        self._places, self._allowed = ctypes.addressof(self._pointers), WITHOUT_ASKING
+        self._places = ctypes.addressof(self._pointers)
+        self._allowed = WITHOUT_ASKING - kernel.shared_size_bytes
 
     def __call__(self, grid: Dims, block: Dims, arguments: Sequence[Any], shared: int) -> None:
         self._pack(

@@ -77,3 +77,26 @@ __device__ __forceinline__ void store_run(T* row, int first, int end, bool vecto
     for (int i = 0; i < N; ++i)
         if (first + i < end) row[first + i] = narrow<T>(values[i]);
 }
+
+// Runs of sums in shared memory, in pieces of 16 bytes: piece p of all runs precedes piece p + 1 of any. The pieces of
+// neighbouring threads are neighbours, so no two of them meet in a bank. runs: of the array; run: the thread's.
+template <int N> __device__ __forceinline__ void load_pieces(const Sum* array, int runs, int run, Sum (&out)[N]) {
+    constexpr int PIECE = 16 / sizeof(Sum);
+#pragma unroll
+    for (int p = 0; p < N / PIECE; ++p) {
+        const Run<Sum, PIECE> piece = *reinterpret_cast<const Run<Sum, PIECE>*>(array + (p * runs + run) * PIECE);
+#pragma unroll
+        for (int i = 0; i < PIECE; ++i) out[p * PIECE + i] = piece.at[i];
+    }
+}
+
+template <int N> __device__ __forceinline__ void store_pieces(Sum* array, int runs, int run, const Sum (&values)[N]) {
+    constexpr int PIECE = 16 / sizeof(Sum);
+#pragma unroll
+    for (int p = 0; p < N / PIECE; ++p) {
+        Run<Sum, PIECE> piece;
+#pragma unroll
+        for (int i = 0; i < PIECE; ++i) piece.at[i] = values[p * PIECE + i];
+        *reinterpret_cast<Run<Sum, PIECE>*>(array + (p * runs + run) * PIECE) = piece;
+    }
+}

@@ -36,10 +36,10 @@ extern "C" __global__ void __launch_bounds__(128) embedding_backward_table(
     __shared__ __align__(16) int row_of[128], slot_of[128];    // the chunk's rows that belong here, in order
     __shared__ __align__(16) int found_by[4];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int v0 = blockIdx.x * 32, own = WIDE * lane, c = blockIdx.y * COLUMNS + own;
+    const int v0 = blockIdx.x * 32, c = blockIdx.y * COLUMNS + WIDE * lane;
     const bool vector = in_runs<WIDE>(dx, C) && in_runs<WIDE>(dtable, C);
     Sum sum[WIDE] = {}, more[WIDE];
-    for (int v = warp; v < 32; v += 4) store_run(sums[v], own, COLUMNS, true, sum);
+    for (int v = warp; v < 32; v += 4) store_pieces(sums[v], 32, lane, sum);
     for (int m0 = 0; m0 < M; m0 += 128) {
         const int m = m0 + threadIdx.x;
         const long long slot = m < M ? tokens[m] - first - v0 : -1;
@@ -60,15 +60,15 @@ extern "C" __global__ void __launch_bounds__(128) embedding_backward_table(
         for (int i = 0; i < found; ++i) {
             if (slot_of[i] % 4 != warp) continue;
             load_run(dx + (long long)row_of[i] * C, c, C, vector, more);
-            load_run(sums[slot_of[i]], own, COLUMNS, true, sum);
+            load_pieces(sums[slot_of[i]], 32, lane, sum);
 #pragma unroll
             for (int j = 0; j < WIDE; ++j) sum[j] += more[j];
-            store_run(sums[slot_of[i]], own, COLUMNS, true, sum);
+            store_pieces(sums[slot_of[i]], 32, lane, sum);
         }
     }
     for (int v = warp; v < min(32, V - v0); v += 4) {
         Result* row = dtable + (long long)(v0 + v) * C;
-        load_run(sums[v], own, COLUMNS, true, sum);
+        load_pieces(sums[v], 32, lane, sum);
         if (scale != Sum(0)) {
             load_run(row, c, C, vector, more);
 #pragma unroll

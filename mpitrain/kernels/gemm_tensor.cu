@@ -2,7 +2,8 @@
 // epilogue are those of gemm.cu, and so are ROW_SUMS and split sums.
 //
 // A block of THREADS threads computes TILE_M x TILE_N; each warp WARP_M x WARP_N, in products of 16 x 8 x 16. STAGES
-// tiles of TILE_K are under way at once: asynchronous copies fill the stage after next while this one is computed with.
+// tiles of TILE_K are under way at once: asynchronous copies fill the stage after next while this one is computed with. A
+// thread copies the same chunks of each tile, so its two pointers run along K. Row sums are products with a column of ones.
 // In shared memory a tile keeps the order in which the operand is stored; matrix loads transpose where that order is not
 // the fragment's. Sums pass through shared memory once more on their way out, so that a warp writes whole rows of its part.
 // CHUNKED: both operands can be copied 16 bytes at a time, whatever the batch; else they are copied element by element.
@@ -13,22 +14,35 @@
 
 constexpr int WARPS_N = TILE_N / WARP_N, THREADS = TILE_M / WARP_M * WARPS_N * 32;
 constexpr int FRAGMENTS_M = WARP_M / 16, FRAGMENTS_N = WARP_N / 8;
+// Row sums are products with a column of ones. Of the warps with the same rows, each sums up so many fragments.
+constexpr int SUMMED = (FRAGMENTS_M + WARPS_N - 1) / WARPS_N;
 // As many blocks share a multiprocessor's registers as leave each thread 64 beside its sums, but no more than four.
 constexpr int ROOM = 65536 / (THREADS * (WARP_M * WARP_N / 32 + 64));
 constexpr int BLOCKS = __CUDA_ARCH__ < 800 || ROOM < 1 ? 1 : ROOM < 4 ? ROOM : 4;
 
 static_assert(WARP_M % 16 == 0 && WARP_N % 16 == 0 && TILE_K % 16 == 0, "whole fragments fill a warp's part");
-static_assert(!ROW_SUMS || THREADS >= TILE_M, "one thread sums each row");
 
 // A piece of A and one of B, each in the order in which the operand is stored.
-using PieceA = SharedTile<TRANSPOSED_A ? TILE_K : TILE_M, TRANSPOSED_A ? TILE_M : TILE_K, THREADS>;
-using PieceB = SharedTile<TRANSPOSED_B ? TILE_N : TILE_K, TRANSPOSED_B ? TILE_K : TILE_N, THREADS>;
+using CopiesA = Copies<!TRANSPOSED_A, TILE_M, TILE_K, THREADS>;
+using CopiesB = Copies<TRANSPOSED_B, TILE_N, TILE_K, THREADS>;
+using PieceA = CopiesA::Tile;
+using PieceB = CopiesB::Tile;
 constexpr int STAGE = PieceA::ELEMENTS + PieceB::ELEMENTS;
 
 // Sixteen rows of a warp's sums on their way out; the pitch keeps eight rows of pairs in different banks.
 constexpr int OUT_PITCH = WARP_N + 8, OUT_FLOATS = 16 * OUT_PITCH;
 constexpr int WIDE = RUN<Result>, ROW_LANES = WARP_N / WIDE;    // lanes that move one row
 static_assert(THREADS / 32 * OUT_FLOATS * 4 <= STAGES * STAGE * 2, "what goes out fits where the pieces were");
+
+// A lane's part of a row on its way out. Of two fours, neighbouring lanes read different ones first: eight lanes meet no bank
+// twice.
+__device__ __forceinline__ void load_out(const float* part, int lane, float (&out)[WIDE]) {
+    const Four<float>* fours = reinterpret_cast<const Four<float>*>(part);
+    const bool flip = WIDE > 4 && (ROW_LANES < 8 ? lane : lane ^ lane / 4) % 2;
+    const Four<float> one = fours[flip], other = fours[WIDE > 4 && !flip];
+#pragma unroll
+    for (int i = 0; i < WIDE; ++i) out[i] = (i < 4) != flip ? one.at[i % 4] : other.at[i % 4];
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_tensor(
     int M, int N, int K, float alpha, const Element* __restrict__ A, int lda, long long stride_a,
@@ -48,28 +62,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_tensor(
     B += batch * stride_b;
     const int steps = tiles_over(K, TILE_K);
     const int first = int((long long)steps * split / splits), end = int((long long)steps * (split + 1) / splits);
-    auto fetch = [&](int step) {    // an empty group past the end keeps the count of groups under way right
+    CopiesA next_a(A, lda, m0, M, first * TILE_K, K);
+    CopiesB next_b(B, ldb, n0, N, first * TILE_K, K);
+    auto fetch = [&](int step, int stage) {    // an empty group past the end keeps the count of groups under way right
         if (step < end) {
-            Element *a_piece = stages + step % STAGES * STAGE, *b_piece = a_piece + PieceA::ELEMENTS;
-            const int k0 = step * TILE_K;
-            if (TRANSPOSED_A) PieceA::fetch(a_piece, A, lda, k0, K, m0, M, CHUNKED);
-            else PieceA::fetch(a_piece, A, lda, m0, M, k0, K, CHUNKED);
-            if (TRANSPOSED_B) PieceB::fetch(b_piece, B, ldb, n0, N, k0, K, CHUNKED);
-            else PieceB::fetch(b_piece, B, ldb, k0, K, n0, N, CHUNKED);
+            next_a.fetch(stages + stage * STAGE, lda, CHUNKED);
+            next_b.fetch(stages + stage * STAGE + PieceA::ELEMENTS, ldb, CHUNKED);
         }
         copy_async_commit();
     };
 
     float sums[FRAGMENTS_M][FRAGMENTS_N][4] = {};
-    const bool sums_a_row = ROW_SUMS && tile.n == 0 && threadIdx.x < TILE_M;
-    float row_sum = 0.0f;    // of row m0 + threadIdx.x, in the first tile of each row of tiles
+    const bool sums_rows = ROW_SUMS && tile.n == 0;    // in the first tile of each row of tiles
+    float row_sums_of[SUMMED][4] = {};
 
-    for (int step = first; step < first + STAGES - 1; ++step) fetch(step);
+    for (int step = 0; step < STAGES - 1; ++step) fetch(first + step, step);
+    int stage = 0, free = STAGES - 1;    // the stage that is computed with, and the one that is filled next
     for (int step = first; step < end; ++step) {
         copy_async_wait<STAGES - 2>();
         __syncthreads();    // this step's copies are seen by all, and all have left the stage that is filled next
-        fetch(step + STAGES - 1);
-        const Element *a_piece = stages + step % STAGES * STAGE, *b_piece = a_piece + PieceA::ELEMENTS;
+        fetch(step + STAGES - 1, free);
+        const Element *a_piece = stages + stage * STAGE, *b_piece = a_piece + PieceA::ELEMENTS;
+        free = stage;
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
 #pragma unroll
         for (int k = 0; k < TILE_K; k += 16) {
             unsigned a[FRAGMENTS_M][4], b[FRAGMENTS_N / 2][2][2];
@@ -87,11 +102,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_tensor(
             for (int i = 0; i < FRAGMENTS_M; ++i)
 #pragma unroll
                 for (int j = 0; j < FRAGMENTS_N; ++j) mma_m16n8k16(sums[i][j], a[i], b[j / 2][j % 2], Element{});
-        }
-        if (sums_a_row) {
-#pragma unroll 1    // unrolled, it takes registers from the loop above
-            for (int k = 0; k < TILE_K; ++k)
-                row_sum += wide(TRANSPOSED_A ? PieceA::at(a_piece, k, threadIdx.x) : PieceA::at(a_piece, threadIdx.x, k));
+            if (sums_rows) {
+                const unsigned ones[2] = {packed(1.0f, 1.0f), packed(1.0f, 1.0f)};
+#pragma unroll
+                for (int i = 0; i < FRAGMENTS_M; ++i)
+                    if (i % WARPS_N == warp % WARPS_N) mma_m16n8k16(row_sums_of[i / WARPS_N], a[i], ones, Element{});
+            }
         }
     }
 
@@ -117,13 +133,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_tensor(
             const int m = m0 + mw + 16 * i + row, n = n0 + nw + column;
             if (m >= M) continue;
             float run[WIDE];
-            load_run(out + row * OUT_PITCH, column, WARP_N, true, run);
+            load_out(out + row * OUT_PITCH + column, lane, run);
             if (raw) store_run(raw + (long long)m * N, n, N, raw_vector, run);
             else epilogue.store(run, C, batch * stride_c + (long long)m * ldc, n, N, vector);
         }
     }
-    if (sums_a_row && m0 + threadIdx.x < M) {
-        const int m = m0 + threadIdx.x;
-        (raw ? raw + (long long)M * N : row_sums)[m] = row_sum;
+    if (!sums_rows || lane % 4 != 0) return;
+    float* summed = raw ? raw + (long long)M * N : row_sums;
+#pragma unroll
+    for (int i = 0; i < SUMMED; ++i) {
+        const int fragment = i * WARPS_N + warp % WARPS_N, m = m0 + mw + 16 * fragment + lane / 4;
+        if (fragment >= FRAGMENTS_M) continue;
+        if (m < M) summed[m] = row_sums_of[i][0];
+        if (m + 8 < M) summed[m + 8] = row_sums_of[i][2];
     }
 }

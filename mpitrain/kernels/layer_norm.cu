@@ -63,10 +63,25 @@ extern "C" __global__ void __launch_bounds__(1024) layer_norm_backward(
     const bool vector_gain = in_runs<WIDE>(gain, 0);
     Sum *normals = reinterpret_cast<Sum*>(dynamic_shared), *ds = normals + room;
     Sum *gains = gain_parts + (long long)blockIdx.x * C, *biases = bias_parts + (long long)blockIdx.x * C;
-    Sum *gain_sums = keep ? ds + room : gains, *bias_sums = keep ? ds + 2 * room : biases;
-    for (int c = WIDE * threadIdx.x; c < C; c += WIDE * blockDim.x) {
-        for (int i = 0; i < WIDE; ++i)
-            if (c + i < C) gain_sums[c + i] = bias_sums[c + i] = Sum(0);
+    Sum *gain_sums = ds + room, *bias_sums = ds + 2 * room;
+    const int runs = room / WIDE;
+    // Adds to a thread's columns of the sums down the rows: in shared memory with `keep`.
+    auto add = [&](Sum* shared, Sum* parts, int c, const Sum (&addend)[WIDE], bool is_first) {
+        Sum sums[WIDE] = {};
+        const bool vector_parts = in_runs<WIDE>(parts, 0);
+        if (!is_first && keep) load_pieces(shared, runs, c / WIDE, sums);
+        if (!is_first && !keep) load_run(parts, c, C, vector_parts, sums);
+#pragma unroll
+        for (int i = 0; i < WIDE; ++i) sums[i] += addend[i];
+        if (keep) store_pieces(shared, runs, c / WIDE, sums);
+        else store_run(parts, c, C, vector_parts, sums);
+    };
+    if (begin == end) {
+        const Sum none[WIDE] = {};
+        for (int c = WIDE * threadIdx.x; c < C; c += WIDE * blockDim.x) {
+            add(gain_sums, gains, c, none, true);
+            add(bias_sums, biases, c, none, true);
+        }
     }
     for (int row = begin; row < end; ++row) {
         const long long at = (long long)row * C;
@@ -89,14 +104,15 @@ extern "C" __global__ void __launch_bounds__(1024) layer_norm_backward(
             for (int i = 0; i < WIDE; ++i) {
                 sum += d[i];
                 dot += d[i] * normal[i];
-                if (c + i < C) {
-                    gain_sums[c + i] += dys[i] * normal[i];
-                    bias_sums[c + i] += dys[i];
-                }
             }
-            if (!keep) continue;
-            store_run(normals, c, room, true, normal);
-            store_run(ds, c, room, true, d);
+            if (keep) {
+                store_pieces(normals, runs, c / WIDE, normal);
+                store_pieces(ds, runs, c / WIDE, d);
+            }
+            add(bias_sums, biases, c, dys, row == begin);
+#pragma unroll
+            for (int i = 0; i < WIDE; ++i) dys[i] *= normal[i];
+            add(gain_sums, gains, c, dys, row == begin);
         }
         sum = warp_sum(sum);
         dot = warp_sum(dot);
@@ -107,8 +123,8 @@ extern "C" __global__ void __launch_bounds__(1024) layer_norm_backward(
         dot = warp_sum(lane < warps ? mine[1][lane] : Sum(0)) / Sum(C);
         for (int c = WIDE * threadIdx.x; c < C; c += WIDE * blockDim.x) {
             if (keep) {
-                load_run(normals, c, room, true, normal);
-                load_run(ds, c, room, true, d);
+                load_pieces(normals, runs, c / WIDE, normal);
+                load_pieces(ds, runs, c / WIDE, d);
             } else {
                 read(c, normal, dys, d);
             }
@@ -124,7 +140,10 @@ extern "C" __global__ void __launch_bounds__(1024) layer_norm_backward(
     }
     if (!keep) return;
     for (int c = WIDE * threadIdx.x; c < C; c += WIDE * blockDim.x) {
-        for (int i = 0; i < WIDE; ++i)
-            if (c + i < C) gains[c + i] = gain_sums[c + i], biases[c + i] = bias_sums[c + i];
+        Sum sums[WIDE];
+        load_pieces(gain_sums, runs, c / WIDE, sums);
+        store_run(gains, c, C, in_runs<WIDE>(gains, 0), sums);
+        load_pieces(bias_sums, runs, c / WIDE, sums);
+        store_run(biases, c, C, in_runs<WIDE>(biases, 0), sums);
     }
 }

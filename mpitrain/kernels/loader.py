@@ -24,7 +24,7 @@ class Function(Protocol):
     """A compiled kernel; its arguments have been checked.
 
     An engine with `takes_plain` gets the arguments unchanged: arrays, None, numbers. It raises
-    struct.error for a number outside its type. Any other engine gets arrays as `Argument`, and
+    struct.error or OverflowError for a number outside its type. Any other engine gets arrays as `Argument`, and
     numbers as NumPy scalars.
     """
 
@@ -196,7 +196,7 @@ class Kernels:
                     ready.function(grid, block, arguments, shared)
                     self.launches += 1
                     return
-            except (struct.error, AttributeError):
+            except (struct.error, OverflowError, AttributeError):
                 pass  # the error came before the launch; the checks below report it in detail
         ready.function(grid, block, self._checked(name, grid, ready, arguments), shared)
         self.launches += 1

@@ -17,8 +17,8 @@ from types import ModuleType
 from mpitrain.errors import ConfigError, KernelError
 from mpitrain.kernels.source import SourceFile
 
-OPTIONS = ("--std=c++17", "-ftz=true", "-default-device")
-"""Numbers below the smallest normal one are flushed to 0, as CuPy does in its own kernels.
+OPTIONS = ("--std=c++17", "-default-device")
+"""The options for every source. Subnormal numbers are not flushed to 0: host and GPU agree on them.
 
 Without -default-device, NVRTC up to 13.0 takes a lambda with a parameter `auto` for a host
 function.

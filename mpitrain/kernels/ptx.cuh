@@ -4,6 +4,7 @@
 // ldmatrix_x4       four 8 x 8 matrices of 16-bit elements from shared memory, lane 8 i + r naming row r of matrix i
 // copy_async_16     16 bytes from global to shared memory past the registers, the bytes from `valid` on as zeros
 // copy_async_if     4 or 16 bytes likewise; where they do not exist they are not read, and are zeros
+// exp2_flushed      2^x by one instruction: a relative error below 2^-22, and 0 where 2^x is subnormal
 // Layouts of the fragments: PTX ISA, "Matrix Fragments for mma.m16n8k16" and "ldmatrix".
 #pragma once
 #include "element.cuh"
@@ -61,6 +62,12 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global, 
     else for (int i = 0; i < valid; ++i) reinterpret_cast<char*>(&bytes)[i] = static_cast<const char*>(global)[i];
     *static_cast<uint4*>(shared) = bytes;
 #endif
+}
+
+__device__ __forceinline__ float exp2_flushed(float x) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+    return power;
 }
 
 template <int BYTES> __device__ __forceinline__ void copy_async_if(void* shared, const void* global, bool exists) {

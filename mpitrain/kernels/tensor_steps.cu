@@ -194,8 +194,8 @@ extern "C" __global__ void __launch_bounds__(256) adafactor(
     const Sum alpha = Sum(rate * max(1e-3, before) / max(1.0, step));
     for (int m = blockIdx.x; m < M; m += gridDim.x) {
         const Sum row = rows ? Sum(row_factors[rows[m]]) : Sum(1);
-        for (int n = threadIdx.x; n < N; n += 256) {
-            const long long i = (long long)m * N + n;
+        long long i = (long long)m * N + threadIdx.x;
+        for (int n = threadIdx.x; n < N; n += 256, i += 256) {
             const Sum update = adafactor_of(scale * wide(g[i]), row, Sum(column_factors[columns[n]]), epsilon);
             const Sum next = fma(keep, Sum(wide(p[i])), -(alpha * update));
             p[i] = narrow<Element>(next);

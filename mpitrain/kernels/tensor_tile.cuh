@@ -6,30 +6,9 @@ constexpr int CHUNK = 8;    // elements in 16 bytes, what one copy moves
 
 // ROWS x COLUMNS elements in the order in which global memory has them. Rows are padded by a chunk, so that the eight rows
 // of a matrix load lie in different banks.
-template <int ROWS, int COLUMNS, int THREADS> struct SharedTile {
+template <int ROWS, int COLUMNS> struct SharedTile {
     static constexpr int PITCH = COLUMNS + CHUNK, ELEMENTS = ROWS * PITCH;
-    static constexpr int CHUNKS = ROWS * COLUMNS / CHUNK, ROUNDS = (CHUNKS + THREADS - 1) / THREADS;
     static_assert(COLUMNS % CHUNK == 0, "whole chunks fill a row");
-
-    // Starts to copy the elements from (row0, column0) on of an array of rows x columns; what lies beyond it becomes 0.
-    // Without `chunks` they are copied one by one: slower, not wrong.
-    static __device__ __forceinline__ void fetch(Element* tile, const Element* __restrict__ array, long long pitch, int row0,
-                                                 int rows, int column0, int columns, bool chunks) {
-#pragma unroll
-        for (int i = 0; i < ROUNDS; ++i) {
-            const int chunk = threadIdx.x + i * THREADS;
-            if (CHUNKS % THREADS != 0 && chunk >= CHUNKS) break;
-            const int row = chunk / (COLUMNS / CHUNK), column = chunk % (COLUMNS / CHUNK) * CHUNK;
-            const int left = row0 + row < rows ? max(0, min(CHUNK, columns - column0 - column)) : 0;
-            const Element* from = array + (row0 + row) * pitch + column0 + column;
-            Element* to = tile + row * PITCH + column;
-            if (chunks) copy_async_16(to, left ? from : array, left * int(sizeof(Element)));
-            else
-                for (int j = 0; j < CHUNK; ++j) to[j] = j < left ? from[j] : narrow<Element>(0.0f);
-        }
-    }
-
-    static __device__ __forceinline__ Element at(const Element* tile, int row, int column) { return tile[row * PITCH + column]; }
 
     // 16 x 16 elements from (row, column) on, as four 8 x 8 matrices: with ROWS_FIRST (r, c), (r + 8, c), (r, c + 8),
     // (r + 8, c + 8), else the middle two in the other order. TRANSPOSED transposes each.
@@ -60,6 +39,53 @@ template <int ROWS, int COLUMNS, int THREADS> struct SharedTile {
         unsigned four[4];
         read<true, true>(four, tile, k, n);
         b[0][0] = four[0], b[0][1] = four[1], b[1][0] = four[2], b[1][1] = four[3];
+    }
+};
+
+// The tiles of one operand along K, and a thread's share of the copies: in each tile the same chunks, so that its pointer runs.
+// The operand has W x K elements, stored as rows of K if K_IS_CONTIGUOUS, else as rows of W; what lies beyond it becomes 0.
+// Eight lanes copy at once: a row of 64 elements, or eight rows of 32, which the padding keeps in different banks.
+template <bool K_IS_CONTIGUOUS, int WIDTH, int DEPTH_K, int THREADS> struct Copies {
+    static constexpr int ROWS = K_IS_CONTIGUOUS ? WIDTH : DEPTH_K, COLUMNS = K_IS_CONTIGUOUS ? DEPTH_K : WIDTH;
+    using Tile = SharedTile<ROWS, COLUMNS>;
+    static constexpr int LANES = COLUMNS % 64 == 0 ? 8 : 4, AT_ONCE = THREADS / LANES, ACROSS = LANES * CHUNK;
+    static_assert(COLUMNS % ACROSS == 0 && ROWS % AT_ONCE == 0, "all threads copy equally");
+
+    const Element* next;    // this thread's first chunk of the next tile
+    long long down;         // from it to the chunk AT_ONCE rows below, in elements
+    int rows_left, columns_left;    // from that chunk on to the end of the operand
+
+    static __device__ __forceinline__ int row() {
+        return LANES == 8 ? threadIdx.x / 8 : threadIdx.x / 32 * 8 + threadIdx.x % 8;
+    }
+    static __device__ __forceinline__ int column() { return (LANES == 8 ? threadIdx.x % 8 : threadIdx.x / 8 % 4) * CHUNK; }
+
+    __device__ __forceinline__ Copies(const Element* operand, long long pitch, int w0, int W, int k0, int K)
+        : down(AT_ONCE * pitch) {
+        const int row0 = (K_IS_CONTIGUOUS ? w0 : k0) + row(), column0 = (K_IS_CONTIGUOUS ? k0 : w0) + column();
+        next = operand + row0 * pitch + column0;
+        rows_left = (K_IS_CONTIGUOUS ? W : K) - row0;
+        columns_left = (K_IS_CONTIGUOUS ? K : W) - column0;
+    }
+
+    // Starts to copy the next tile. Without `chunks` elements are copied one by one: slower, not wrong.
+    __device__ __forceinline__ void fetch(Element* tile, long long pitch, bool chunks) {
+        Element* to = tile + row() * Tile::PITCH + column();
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c += ACROSS) {
+            const int left = max(0, min(CHUNK, columns_left - c));
+#pragma unroll
+            for (int r = 0; r < ROWS / AT_ONCE; ++r) {
+                const int there = r * AT_ONCE < rows_left ? left : 0;
+                const Element* from = next + r * down + c;
+                Element* chunk = to + r * AT_ONCE * Tile::PITCH + c;
+                if (chunks) copy_async_16(chunk, from, there * int(sizeof(Element)));
+                else
+                    for (int j = 0; j < CHUNK; ++j) chunk[j] = j < there ? from[j] : narrow<Element>(0.0f);
+            }
+        }
+        next += K_IS_CONTIGUOUS ? DEPTH_K : DEPTH_K * pitch;
+        (K_IS_CONTIGUOUS ? columns_left : rows_left) -= DEPTH_K;
     }
 };
 

@@ -27,6 +27,7 @@ from mpitrain.layers.initial import uniform, zeros
 from mpitrain.layers.memory.recomputed import input_of, state_of, with_input
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
+from mpitrain.regions import overlap
 
 
 class Adapter(NamedTuple):
@@ -234,8 +235,7 @@ def _inside(weight: Parameter, rows: range) -> list[tuple[range, int]]:
     found, offset = [], 0
     whole = ((slice(0, weight.shape[0]),),)
     for first, *_ in weight.slices or whole:
-        run = range(max(first.start, rows.start), min(first.stop, rows.stop))
-        if run:
+        if run := overlap(first, rows):
             found.append((run, offset + run.start - first.start))
         offset += first.stop - first.start
     return found

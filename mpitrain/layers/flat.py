@@ -31,20 +31,9 @@ from mpitrain.layers.base import Gradient, Gradients, Parameter, Unit, Weights
 from mpitrain.layers.frozen import parameters_of
 from mpitrain.machine.backend import Backend
 from mpitrain.ops import int8_rows
+from mpitrain.regions import Piece, moved, overlap
 
 GRAIN = 32  # tensors start at multiples of this number of elements
-
-
-class Piece(NamedTuple):
-    """Elements [start, stop) of a flat buffer, and their offset `offset` in the owner's compact
-    buffer.
-
-    The whole buffer is Piece(0, length, 0).
-    """
-
-    start: int
-    stop: int
-    offset: int
 
 
 class Entry(NamedTuple):
@@ -90,12 +79,9 @@ class Entry(NamedTuple):
         pieces  pieces of the flat buffer in `flat`
         """
         for piece in pieces:
-            low, high = max(self.start, piece.start), min(self.stop, piece.stop)
-            if low < high:
-                offset = piece.offset - piece.start
-                flat[offset + low : offset + high] = backend.from_host(
-                    values[low - self.start : high - self.start]
-                )
+            if both := overlap(self, piece):
+                own = values[moved(both, -self.start)]
+                flat[moved(both, piece.offset - piece.start)] = backend.from_host(own)
 
 
 class Run(NamedTuple):
@@ -216,14 +202,14 @@ class FlatLayout:
         """
         run: Run | None = None
         for entry in self.entries:
-            low, high = max(entry.start, start), min(entry.stop, stop)
-            if low >= high:
+            both = overlap(entry, range(start, stop))
+            if not both:
                 continue
             own = key(entry.parameter)
             if run and run.key != own:
                 yield run
                 run = None
-            run = Run(run.start if run else low, high, own)
+            run = Run(run.start if run else both.start, both.stop, own)
         if run:
             yield run
 

@@ -12,7 +12,7 @@ import numpy as np
 from mpitrain.errors import CommError, ConfigError
 from mpitrain.machine.arena import Arena, Lease
 from mpitrain.machine.backend import Copy, address, on_device
-from mpitrain.machine.events import CudaMark, Mark
+from mpitrain.machine.events import CudaMark, Mark, has_passed
 from mpitrain.machine.kinds import Kind
 from mpitrain.machine.pinned import LARGEST, PinnedCopies
 
@@ -52,7 +52,9 @@ class CudaBackend:
     def put(self, target: Any, array: np.ndarray) -> None:
         array = np.ascontiguousarray(array)
         if array.nbytes > LARGEST:
+            # The driver may read pageable memory later, for example on Grace.
             target.set(array)
+            self.synchronize()
         else:
             self._pinned.put(target, array)
 
@@ -91,7 +93,8 @@ class CudaBackend:
         return self._placed(self._messages, target, source)
 
     def _placed(self, stream: Any, *ends: Any) -> "_CudaPlace":
-        return _CudaPlace(stream.record(self._cupy.cuda.Event(disable_timing=True)), ends)
+        cuda = self._cupy.cuda
+        return _CudaPlace(cuda, stream.record(cuda.Event(disable_timing=True)), ends)
 
     def gpus(self) -> tuple[str, list[str]]:
         runtime = self._cupy.cuda.runtime
@@ -147,11 +150,11 @@ class _CudaMemory:
 class _CudaPlace:
     """Event in a stream; after a copy, it keeps both arrays alive."""
 
-    def __init__(self, event: Any, ends: tuple[Any, ...]):
-        self.event, self._ends = event, ends
+    def __init__(self, cuda: Any, event: Any, ends: tuple[Any, ...]):
+        self._cuda, self.event, self._ends = cuda, event, ends
 
     def test(self) -> bool:
-        return self.event.done
+        return has_passed(self._cuda, self.event)
 
     def wait(self) -> None:
         self.event.synchronize()

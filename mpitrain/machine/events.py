@@ -1,6 +1,10 @@
 """Marks in the work of a device, as CUDA events: they time the device without blocking the host."""
 
+import sys
 from typing import Any, Protocol
+
+NOT_READY = 600
+"""cudaErrorNotReady: the device has not passed an event."""
 
 
 class Mark(Protocol):
@@ -37,8 +41,35 @@ class CudaMark:
         self._cuda, self._event = cuda, cuda.get_current_stream().record(cuda.Event())
 
     def test(self) -> bool:
-        return self._event.done
+        return has_passed(self._cuda, self._event)
 
     def since(self, earlier: "CudaMark") -> float:
         # CUDA returns milliseconds.
         return self._cuda.get_elapsed_time(earlier._event, self._event) / 1e3
+
+
+def has_passed(cuda: Any, event: Any) -> bool:
+    """Return whether the device has passed an event; never blocks.
+
+    CuPy's `Event.done` stays False if the device has failed, so a loop that polls it has no end.
+
+    cuda    the module cupy.cuda
+    raises  CUDARuntimeError if the device has failed
+    """
+    status = cuda.runtime.eventQuery(event.ptr)
+    if status in (0, NOT_READY):
+        return status == 0
+    silence_destructors(cuda.runtime.CUDARuntimeError)
+    raise cuda.runtime.CUDARuntimeError(status)
+
+
+def silence_destructors(failure: type[BaseException]) -> None:
+    """Print nothing more of an error of this type in a destructor.
+
+    After a failure of the device every event and allocation fails when it is freed. These messages
+    would hide the first one.
+    """
+    report = sys.unraisablehook
+    sys.unraisablehook = lambda found: (
+        None if isinstance(found.exc_value, failure) else report(found)
+    )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.machine.backend import address
+from mpitrain.machine.events import has_passed
 
 LARGEST = 64 << 20
 """Bytes of the largest array that gets a pinned buffer; checkpoints and the like may be larger."""
@@ -50,6 +51,6 @@ class PinnedCopies:
     def _free(self, size: int) -> np.ndarray:
         """Return a buffer that no copy reads."""
         buffers = self._buffers[size]
-        if buffers and buffers[0][1].done:
+        if buffers and has_passed(self._cuda, buffers[0][1]):
             return buffers.popleft()[0]
         return np.frombuffer(self._cuda.alloc_pinned_memory(size), np.uint8, size)

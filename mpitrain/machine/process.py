@@ -71,10 +71,17 @@ def launched() -> Launched:
         values = [os.environ.get(name, "") for name in names]
         if values[0].isdigit() and values[3].isdigit():
             # Slurm writes 2(x4) for two tasks on each of four hosts.
-            local_size, size = int(values[1].split("(")[0].split(",")[0] or 1), int(values[3])
+            first, size = values[1].split("(")[0].split(",")[0], int(values[3])
+            local_size = int(first) if first.isdigit() else 1
             if names[1] == "FLUX_JOB_NNODES":
                 local_size = -(-size // local_size)
-            return Launched(launcher, int(values[0]), local_size, int(values[2] or 0), size)
+            return Launched(
+                launcher,
+                int(values[0]),
+                local_size,
+                int(values[2]) if values[2].isdigit() else 0,
+                size,
+            )
     return Launched("none", 0, 1, 0, 1)
 
 

@@ -15,12 +15,13 @@ import numpy as np
 
 from mpitrain import config
 from mpitrain.layers.base import Parameter
-from mpitrain.layers.flat import GRAIN, Entry, Piece, Storage
+from mpitrain.layers.flat import GRAIN, Entry, Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.ops import Ops
 from mpitrain.ops.codes import BLOCK, Map, block_count, decode, encode
 from mpitrain.optim.groups import Group, group_of
 from mpitrain.optim.rule import BlockWise, Update, Views
+from mpitrain.regions import Piece, moved, overlap
 
 LEAST = 4096
 """The least number of elements of a coded tensor."""
@@ -133,9 +134,8 @@ class CodedState:
         start, stop, _ = along.indices(self.size)
         values = np.zeros(max(0, stop - start), self.dtype)
         for region in self._regions:
-            low, high = max(start, region.start), min(stop, region.stop)
-            if low < high:
-                values[low - start : high - start] = self._decoded(region, low, high)
+            if both := overlap(region, range(start, stop)):
+                values[moved(both, -start)] = self._decoded(region, both.start, both.stop)
         return self._backend.from_host(values)
 
     def __setitem__(self, along: slice, values: Any) -> None:
@@ -143,10 +143,9 @@ class CodedState:
         start, stop, _ = along.indices(self.size)
         given = self._backend.to_host(values)
         for region in self._regions:
-            low, high = max(start, region.start), min(stop, region.stop)
-            if low < high:
+            if both := overlap(region, range(start, stop)):
                 own = self._decoded(region, region.start, region.stop).copy()
-                own[low - region.start : high - region.start] = given[low - start : high - start]
+                own[moved(both, -region.start)] = given[moved(both, -start)]
                 self._encode(region, own)
 
     def _decoded(self, region: Region, low: int, high: int) -> np.ndarray:

@@ -5,10 +5,11 @@ from functools import partial
 from typing import Any
 
 from mpitrain import config
-from mpitrain.layers.flat import Piece, Storage
+from mpitrain.layers.flat import Storage
 from mpitrain.ops import Ops
 from mpitrain.optim.groups import group_of
 from mpitrain.optim.rule import ElementWise, Update, Views
+from mpitrain.regions import Piece
 
 
 class ElementUpdates:

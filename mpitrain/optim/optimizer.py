@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpitrain import config
-from mpitrain.layers.flat import Piece, Storage
+from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend
 from mpitrain.ops import Ops
@@ -14,6 +14,7 @@ from mpitrain.optim.rule import BlockWise, ElementWise, Update, Views
 from mpitrain.optim.rules import RULES
 from mpitrain.optim.state import StateArray, layout_of
 from mpitrain.optim.tensors import ALONE, FactSums, TensorUpdates
+from mpitrain.regions import Piece
 
 
 def state_bytes(name: str, storage: Storage) -> float:

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 from mpitrain import config
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Parameter
-from mpitrain.layers.flat import Piece
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 from mpitrain.ops.codes import BLOCK, Map
+from mpitrain.regions import Piece
 
 Shape = Callable[[Parameter], tuple[int, ...] | None]
 """(tensor) -> shape of a buffer of its state, or of a sum over it; None: the tensor has none."""

@@ -4,9 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mpitrain.layers.flat import Entry, Piece, Storage
+from mpitrain.layers.flat import Entry, Storage
 from mpitrain.optim.rule import ElementsOf, Shape, elements
 from mpitrain.optim.tensors import laid_out, touched
+from mpitrain.regions import Piece, overlap
 
 
 class StateArray(NamedTuple):
@@ -63,8 +64,8 @@ def _elements_of(shape: ElementsOf, storage: Storage, pieces: Sequence[Piece]) -
     for piece in pieces:
         for entry in touched(storage, piece):
             if shape(entry.parameter) is not None:
-                low, high = max(entry.start, piece.start), min(entry.stop, piece.stop)
-                found[entry.name] = Piece(low, high, place)
-                place += high - low
+                both = overlap(entry, piece)
+                found[entry.name] = Piece(both.start, both.stop, place)
+                place += len(both)
     tensors = {name: (own.offset, (own.stop - own.start,)) for name, own in found.items()}
     return Layout(place, list(found.values()), tensors=tensors)

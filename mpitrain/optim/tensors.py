@@ -7,11 +7,12 @@ import numpy as np
 
 from mpitrain import config
 from mpitrain.layers.base import Parameter
-from mpitrain.layers.flat import Entry, Piece, Storage
+from mpitrain.layers.flat import Entry, Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.optim.groups import Group, group_of
 from mpitrain.optim.rule import Block, Shape, TensorPiece, TensorWise, Update, Views
 from mpitrain.optim.whole import Elements, Results
+from mpitrain.regions import Piece, overlap
 from mpitrain.transport.base import Transport
 
 
@@ -52,9 +53,7 @@ def laid_out(entries: Iterable[Entry], shape: Shape, start: int = 0) -> list[Ent
 def touched(storage: Storage, piece: Piece) -> list[Entry]:
     """Return the trainable tensors with elements in a piece."""
     return [
-        entry
-        for entry in storage.entries
-        if entry.parameter.trainable and max(entry.start, piece.start) < min(entry.stop, piece.stop)
+        entry for entry in storage.entries if entry.parameter.trainable and overlap(entry, piece)
     ]
 
 
@@ -267,17 +266,18 @@ def _fragment(
     entry: Entry, piece: Piece, settings: config.Optimizer, backend: Backend
 ) -> _Fragment:
     group = group_of(settings, entry.parameter)
-    low, high = max(entry.start, piece.start), min(entry.stop, piece.stop)
+    both = overlap(entry, piece)
+    low, high = both.start - entry.start, both.stop - entry.start
     return _Fragment(
         entry,
-        low - piece.start,
-        high - piece.start,
-        (low - entry.start, high - entry.start),
+        both.start - piece.start,
+        both.stop - piece.start,
+        (low, high),
         [
             block._replace(
                 rows=backend.from_host(block.rows), columns=backend.from_host(block.columns)
             )
-            for block in blocks(entry.parameter, low - entry.start, high - entry.start)
+            for block in blocks(entry.parameter, low, high)
         ],
         group,
         settings.model_copy(update={"weight_decay": group.weight_decay}),

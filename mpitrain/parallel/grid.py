@@ -13,6 +13,7 @@ from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.config import Config
 from mpitrain.config.delays import delays
+from mpitrain.config.injections import check_injection
 from mpitrain.errors import ConfigError
 from mpitrain.machine.arena import Arena
 from mpitrain.optim.tensors import FactSums
@@ -56,7 +57,7 @@ def axes(config: Config, ranks: int, servers: int) -> Axes:
 
     servers  number of the last ranks, which compute no rows
     raises  ConfigError if ranks are not dp x tp x pp + servers, if a micro-batch would have no row,
-            or if run.delay names a rank that computes no rows
+            if run.delay names a rank that computes no rows, or if run.inject cannot happen
     """
     layout = config.layout
     dp = layout.dp or max(1, (ranks - servers) // (layout.tp * layout.pp))
@@ -96,6 +97,7 @@ def axes(config: Config, ranks: int, servers: int) -> Axes:
             f"run.delay names rank {absent[0]}, but ranks that compute rows are 0 to {computing - 1}.",
             "Name one of these in run.delay, or leave it empty.",
         )
+    check_injection(config.run.inject, ranks, config.run.steps)
     return found
 
 

@@ -27,16 +27,18 @@ from mpitrain.transport.base import Transport
 class Room(NamedTuple):
     """The memory of this rank's host or GPU, in bytes.
 
-    free    before the ranks allocate theirs
-    needed  by parameters, gradients and optimizer state of these ranks
-    ranks   number of ranks that share the memory
-    where   names the memory in a message
+    free     before the ranks allocate theirs; at most memory.limit_gb
+    needed   by parameters, gradients and optimizer state of these ranks
+    ranks    number of ranks that share the memory
+    where    names the memory in a message
+    allowed  text behind the amount of `free` in a message
     """
 
     free: int
     needed: float
     ranks: int
     where: str
+    allowed: str = "are free"
 
 
 def check_memory(
@@ -58,7 +60,9 @@ def check_memory(
         ranks, where = -(-ranks // process.gpus()), "on this GPU"
     shards = divisor(axes, transport.hosts, config.replication.shard)
     found, count = sizes(config, source, axes, chunks, device, shards)
-    free = process.free_memory(config.device.kind)
+    free, allowed = process.free_memory(config.device.kind), "are free"
+    if config.memory.limit_gb and config.memory.limit_gb * 1e9 < free:
+        free, allowed = int(config.memory.limit_gb * 1e9), "are allowed by memory.limit_gb"
     if config.model.freeze or config.lora.rank:
         # The first estimate is for a network that is entirely frozen. If even this does not fit,
         # the network is not described in detail.
@@ -69,11 +73,11 @@ def check_memory(
     if needed > free:
         raise ConfigError(
             f"{count:,} parameters with gradients and optimizer state of {ranks} rank(s) need {needed / 1e9:,.1f} GB {where}, "
-            f"but {free / 1e9:,.1f} GB are free.",
+            f"but {free / 1e9:,.1f} GB {allowed}.",
             "Lower model.width or model.layers"
             + (", or start fewer ranks per host." if ranks > 1 else "."),
         )
-    return Room(free, needed, ranks, where)
+    return Room(free, needed, ranks, where, allowed)
 
 
 def sizes(

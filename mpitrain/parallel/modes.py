@@ -250,3 +250,18 @@ def refusal_of(config: Config) -> ConfigError | None:
 def servers_of(config: Config) -> int:
     """Return the number of the last ranks, which compute no rows."""
     return mode_of(config).servers(config.replication)
+
+
+def check_synchronous(config: Config, reason: str) -> None:
+    """Raise ConfigError for a mode or schedule whose ranks update by themselves.
+
+    reason  a clause that says who needs steps of all ranks together, for the message
+    """
+    settings, schedule = config.replication, config.pipeline.schedule
+    mode, rare = mode_of(config), settings.model_copy(update={"period": 2})
+    if schedule in STREAMS or mode.records(settings) or mode.exchange(rare) > 1:
+        key = "pipeline.schedule" if schedule in STREAMS else "replication.mode"
+        raise ConfigError(
+            f"{reason} steps that all ranks take together, but {key} is {config.flat()[key]}.",
+            "Set pipeline.schedule=1f1b and replication.mode=all-reduce.",
+        )

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.files import write_whole
-from mpitrain.report.timeline import Timeline, described
 from mpitrain.trace.ring_buffer import DEVICE, KINDS, RECEIVE, REDUCTION, SEND, STEP
+from mpitrain.trace.timeline import Timeline, described
 
 THREADS = ("host", "device")
 

@@ -7,7 +7,6 @@ from typing import Any
 from mpitrain.bench.collectives.plot import look
 from mpitrain.bench.plot_loss import is_number, legible, titled
 from mpitrain.plots import painter, save
-from mpitrain.report.timeline import Timeline, named_steps
 from mpitrain.trace.read import Trace
 from mpitrain.trace.ring_buffer import (
     BACKWARD,
@@ -22,6 +21,7 @@ from mpitrain.trace.ring_buffer import (
     SEND,
     WAIT,
 )
+from mpitrain.trace.timeline import Timeline, named_steps
 
 FILLS = {
     "forward": "#56b4e9",

@@ -13,7 +13,6 @@ from mpitrain.pipeline.instructions import training_program
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import STREAMS
 from mpitrain.pipeline.simulate import Cost, simulate
-from mpitrain.report.timeline import Timeline, computed, within
 from mpitrain.run.run_dir import configuration
 from mpitrain.trace.read import Trace
 from mpitrain.trace.ring_buffer import (
@@ -25,6 +24,7 @@ from mpitrain.trace.ring_buffer import (
     UPDATE,
     WAIT,
 )
+from mpitrain.trace.timeline import Timeline, computed, within
 
 LOSS = "the loss"
 

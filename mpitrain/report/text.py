@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 
 from mpitrain.report.time_breakdown import COMPUTING, SHARES, Shares
-from mpitrain.report.timeline import Timeline, described, is_open, last_sign, named_steps, within
 from mpitrain.run.metrics import CLOSING
+from mpitrain.trace.blame.find import first_divergence
+from mpitrain.trace.blame.states import state_of
+from mpitrain.trace.blame.text import described_finding
 from mpitrain.trace.read import Trace
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.ring_buffer import PAUSE, RECEIVE, REDUCTION, SEND, STEP, WAIT
+from mpitrain.trace.timeline import Timeline, described, is_open, last_sign, named_steps, within
 
 SHOWN = 8
 """Largest number of ranks with a column; the totals include the others."""
@@ -142,6 +145,10 @@ def what_each_did_last(timeline: Timeline) -> Iterator[str]:
         yield f"  rank {trace.facts['rank']} on {trace.facts['host']}, {end - last_sign(trace):.3f} s before: {_last(trace)}"
     if len(traces) > 1 and any((trace.records["kind"] == STEP).any() for trace in traces):
         yield f"First to fall silent was rank {min(traces, key=last_sign).facts['rank']}."
+        states = [state_of(trace) for trace in traces]
+        finding = first_divergence(states, end, 0.0)
+        if finding.culprits:
+            yield f"First divergence: {described_finding(finding, states, end, {})}"
 
 
 def _last(trace: Trace) -> str:

@@ -189,6 +189,12 @@ def build(
     return Job(trainer, source, done)
 
 
+def open_data(transport: Transport, given: Given) -> Source:
+    """Open the configured data source, for several jobs of it; collective."""
+    largest = _largest(transport, given)
+    return on_all_ranks(transport, lambda: _source(given.config, largest))
+
+
 def model(config: Config, source: Source | Unopened, layers: Plain) -> list[Unit]:
     """Make the units of the configured network for this data source, with a layer factory."""
     return list(MODELS[config.model.kind].build(layers, config.model, source))

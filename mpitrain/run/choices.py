@@ -19,7 +19,7 @@ from mpitrain.models.table import MODELS, check_model, kinds
 from mpitrain.optim import RULES
 from mpitrain.optim.rule import Rule
 from mpitrain.optim.rules import EVERY
-from mpitrain.parallel.modes import MODES, STREAMS, ZERO, refusal_of
+from mpitrain.parallel.modes import MODES, STREAMS, ZERO, check_synchronous, refusal_of
 from mpitrain.pipeline import schedules
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.run.transfer.model_keys import with_keys_of_folder
@@ -187,4 +187,6 @@ def _check_rules(config: Config, path: Path | None = None) -> None:
         )
     if error := refusal_of(config):
         raise error
+    if config.run.digest_every:
+        check_synchronous(config, "run.digest_every reads the state between")
     check_model(config)

@@ -94,18 +94,18 @@ def texts(
     longest = max(map(len, windows))
     room = context if count is None else min(context, longest + count)
     generators = [np.random.default_rng(seed + index) for index in range(len(windows))]
-    told = np.zeros(1 + len(windows), np.int64)  # whether a stop is requested, and the tokens
-    telling = bind(trainer.transport, told, algorithm=RECURSIVE)
+    decision = np.zeros(1 + len(windows), np.int64)  # whether a stop is requested, and the tokens
+    broadcast = bind(trainer.transport, decision, algorithm=RECURSIVE)
     reader = None if grid.is_server else trainer.reader(len(mine), room)
     active = list(range(len(windows)))
     for _ in islice(count_from(), count):
-        told.fill(0)
+        decision.fill(0)
         if reader and not set(mine).isdisjoint(active):
-            told[1:] = _drawn(trainer, reader, windows, mine, active, sampling, generators)
+            decision[1:] = _drawn(trainer, reader, windows, mine, active, sampling, generators)
         if trainer.transport.rank == 0:
-            told[0] = stop_requested()
-        telling.run()
-        stop, *drawn = told.tolist()
+            decision[0] = stop_requested()
+        broadcast.run()
+        stop, *drawn = decision.tolist()
         if NOT_FINITE in drawn:
             raise on_every_rank(
                 TrainingError(

@@ -20,13 +20,15 @@ from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.replication.records import StepResult
 from mpitrain.run.build import Job, build, utilisation
 from mpitrain.run.checkpoint import save_load
+from mpitrain.run.checkpoint.digests import digest_record
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.given import Given, RunLocation, agree_on
 from mpitrain.run.metrics import CLOSING, MetricsFile
 from mpitrain.run.resume import ResumeInfo, past
 from mpitrain.run.run_dir import CHECKPOINTS, METRICS, claim, look
+from mpitrain.run.stalls.slow_ranks import SlowRanks, alike
 from mpitrain.run.trace_setup import Traced
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.trainer import replicas_equal, state_digests
 from mpitrain.run.transfer.adapters import of_adapters
 from mpitrain.run.watchdog import Watchdog
 from mpitrain.run.watching.tensorboard import TensorBoard
@@ -92,9 +94,16 @@ def train(
         for watcher in watchers:
             closed.callback(watcher.close)
 
+        injector: list[Any] = []  # The Injector of run.inject, if the key is set.
+
         def watched() -> Config:
             config = configured()
-            watchdog.patience(config.run.stall_seconds)
+            watchdog.patience(config.run.stall_seconds, config.run.on_stall)
+            if config.run.inject:
+                from mpitrain.run.injection.injector import Injector
+
+                injector.append(Injector(config.run.inject, transport))
+                injector[0].passes("start", 0)
             return config
 
         watchdog.alive("looking for the run directory")
@@ -105,6 +114,8 @@ def train(
         )
         for watcher in watchers:
             watcher.on_agreed(given.config, transport.hosts)
+        if injector:
+            transport = injector[0].transport
         if given.config.run.trace and not transport.recorder.is_on:
             transport = Recorded(transport, Recorder())
         watchdog.alive("building the model")
@@ -133,9 +144,10 @@ def train(
                 traced,
                 rates,
                 ends,
+                injector[0].passes if injector else None,
             )
             if transport.recorder.is_on:
-                watchdog.traces(folder)
+                watchdog.traces(folder, transport.recorder)
             with closing(run):
                 return Finished(run.loop(), job)
         finally:
@@ -176,7 +188,13 @@ class _Run:
         traced: Traced,
         rates: Callable[[float], dict[str, float]],
         ends: Callable[[], float | None],
+        fails: Callable[[str, int], None] | None,
     ):
+        """Bind the loop to a job.
+
+        fails  (point, step): the failure of run.inject, if it is due; None without one
+        """
+        self._fails = fails
         self._trainer, self._done, data = job.trainer, job.done, job.trainer.config.data
         self._source: Source = job.data
         self._data = job.data
@@ -208,6 +226,9 @@ class _Run:
         # The peak memory of each rank's activations in bytes, as of the last pause of all ranks.
         self._peaks = [0]
         self._metrics = MetricsFile(folder / METRICS) if self._is_root else None
+        groups = alike(self._trainer.grid.axes, self._config.batch.size, self._without())
+        does_compare = self._is_root and self._recorder.is_on and groups
+        self._slow = SlowRanks(folder, transport.hosts, groups) if does_compare else None
         record = {
             "event": "resume" if location.saved else "start",
             "step": self._first,
@@ -224,9 +245,15 @@ class _Run:
         }
         self._record(record)
 
+    def _without(self) -> tuple[int, ...]:
+        """Return the ranks with work of their own: in mode master rank 0 alone updates."""
+        return (0,) if self._config.replication.mode == "master" else ()
+
     def close(self) -> None:
         if self._prefetched:
             self._prefetched.close()
+        if self._slow:
+            self._slow.close()
         if self._metrics:
             self._metrics.close()
 
@@ -246,6 +273,8 @@ class _Run:
             self._record({"event": "stopped", "step": self._saved_at, **self._limit.reason()})
         else:
             self._end()
+            if self._fails:
+                self._fails("end", self._config.run.steps)
         return is_stopped
 
     def _step(self, index: int) -> bool:
@@ -255,6 +284,8 @@ class _Run:
         """
         run, step, began = self._config.run, index + 1, time.perf_counter()
         self._watchdog.alive(f"step {step}")
+        if self._fails:
+            self._fails("step", step)
         replication, own = self._trainer.replication, None
         for number in replication.steps(index, self._stop_requested):
             self._watchdog.alive(f"step {number + 1}")
@@ -319,6 +350,9 @@ class _Run:
             stop or is_last or bool(every and step and step % every == 0),
         )
         does_rest = is_saved or is_left
+        noted = self._config.run.digest_every
+        if noted and step % noted == 0 and (step > self._first or not step):
+            self._note_digests(step)
         if is_saved:
             self._save(step)
         if is_left and not stop:
@@ -329,6 +363,14 @@ class _Run:
             self._meet()
         self._since += time.perf_counter() - began
         return stop and (is_left or not is_last)
+
+    def _note_digests(self, step: int) -> None:
+        """Record digests of the state of all ranks; collective."""
+        self._watchdog.alive(f"the digests of step {step}")
+        trainer = self._trainer
+        with self._recorder.pausing("digests"):
+            everyone = trainer.transport.gather_text(state_digests(trainer))
+        self._record({"event": "digests", "step": step, **digest_record(everyone)})
 
     def _meet(self) -> None:
         """Measure the clock offsets, and gather all ranks' peak activation memory; collective."""
@@ -412,6 +454,7 @@ class _Run:
                 **rates,
                 "peak_activation_bytes": self._peak,
                 **skipped,
+                **(self._slow.record(step) if self._slow else {}),
             }
         )
 
@@ -424,6 +467,8 @@ class _Run:
 
         began = time.perf_counter()
         with self._recorder.pausing("evaluation"):
+            if self._fails:
+                self._fails("evaluation", step)
             found = self._trainer.evaluate(self._source, stop_requested)
         if found:
             bits = bits_per_byte(self._data, found[0])
@@ -452,6 +497,8 @@ class _Run:
         self._watchdog.alive(f"the checkpoint of step {step}")
         trainer, began = self._trainer, time.perf_counter()
         with self._recorder.pausing("checkpoint"):
+            if self._fails:
+                self._fails("save", step)
             trainer.sync_parameters()
             kept = trainer.replication.kept()
             base = trainer.begun_from if self._config.lora.rank else {}

@@ -49,11 +49,13 @@ from mpitrain.errors import ConfigError, DataError
 from mpitrain.files import Directory, cannot_write, contents, opened
 from mpitrain.optim import checked, without_unread
 from mpitrain.pipeline.schedules import NAMED
+from mpitrain.run.checkpoint import directories
 from mpitrain.run.checkpoint.directories import steps, sweep
 from mpitrain.run.choices import ALGORITHMS, without_plugins
 from mpitrain.run.given import RunLocation
 from mpitrain.run.metrics import cut_after, read_metrics
 from mpitrain.run.resolve import Resolved
+from mpitrain.trace.timeline import TRACE
 
 METRICS, TUNING, TILES, TOKENS = (
     "metrics.jsonl",
@@ -61,7 +63,7 @@ METRICS, TUNING, TILES, TOKENS = (
     "tiles.json",
     "tokens.json",
 )
-CHECKPOINTS, LOCK, TRACE = "checkpoints", "lock", "trace"
+CHECKPOINTS, LOCK = directories.CHECKPOINTS, directories.LOCK
 RUNS = Path("runs")
 """The parent of run directories if run.out is empty."""
 WHOLE = "# All {} keys of a run of mpitrain."
@@ -374,11 +376,6 @@ def _tokenizer_in(folder: Path) -> bytes | None:
         return contents(folder / TOKENIZER, inner=1)
     except FileNotFoundError:
         return None
-
-
-def trace_file(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's trace in a run directory."""
-    return folder / TRACE / f"rank-{rank:05d}"
 
 
 def noted_largest(folder: Path, source: str, dtype: str) -> int | None:

@@ -6,8 +6,9 @@ import time
 from pathlib import Path
 
 from mpitrain.machine import process
+from mpitrain.machine.process_state import own_id
 from mpitrain.run.build import Job
-from mpitrain.run.run_dir import trace_file
+from mpitrain.trace.timeline import trace_file
 from mpitrain.transport.base import Transport
 from mpitrain.transport.clocks import Clocks
 
@@ -38,7 +39,9 @@ class Traced:
             ranks=transport.size,
             host=transport.hosts[rank],
             process=os.getpid(),
+            process_id=own_id(),
             time=time.time(),
+            clock_then=recorder.clock(),
             device=job.trainer.backend.kind,
             place=None if grid.is_server else grid.coords._asdict(),
         )

@@ -17,7 +17,7 @@ from mpitrain.config.delays import delay_s, delays
 from mpitrain.data import Source, positions_of, without_ends
 from mpitrain.errors import DataError, MpitrainError, on_every_rank
 from mpitrain.layers.base import Loss, Unit
-from mpitrain.layers.flat import Piece, Storage
+from mpitrain.layers.flat import Storage
 from mpitrain.layers.memory.chunked_logits import ChunkedLogits, computed, sliced
 from mpitrain.layers.now import Documents
 from mpitrain.ops.int8_rows import Coded
@@ -37,7 +37,8 @@ from mpitrain.pipeline.async_pipeline import pipeline_for
 from mpitrain.pipeline.chunks import Chunks, cut_in_chunks
 from mpitrain.pipeline.decoder import Decoder, can_decode
 from mpitrain.pipeline.pipeline import own
-from mpitrain.run.checkpoint.regions import within
+from mpitrain.regions import Piece, moved, overlap, within
+from mpitrain.run.checkpoint.digests import digests, gradients
 from mpitrain.run.counting.step import Step
 from mpitrain.run.decoding.reader import Reader
 from mpitrain.run.indices import Indices
@@ -189,6 +190,12 @@ class Trainer:
                 found.first(self.units),
             )
         )
+        if self.config.run.inject:
+            from mpitrain.run.injection.passes import failing
+
+            self.replication = failing(
+                self.replication, self.config.run.inject, self.transport, self.backend
+            )
         micro_batches = self.config.batch.micro_batches
         dtype = resolved.device.half or self.storage.dtype
         self.pipe = pipeline_for(self.config.pipeline.schedule)(
@@ -319,8 +326,11 @@ class Trainer:
             value, gradient = self.replication.loss(
                 logits.reshape(len(right), -1), right, scales[micro]
             )
-            # A slice is copied on the device; assigning one element would read it to the host.
-            self._loss_sums[micro : micro + 1] = value
+            # Arrays of one shape are copied on the device. Of two shapes, CuPy would compile a
+            # kernel; assigning one element would read it to the host.
+            self._loss_sums[micro : micro + 1] = (
+                value if isinstance(value, float) else value.reshape(1)
+            )
             self._recorder.end(span)
             return gradient.reshape(logits.shape)
 
@@ -541,9 +551,9 @@ class Trainer:
             stop = first + len(some)
             # A slice may begin or end within a row.
             for row in range(first // length, -(-stop // length)):
-                low, high = max(first, row * length), min(stop, (row + 1) * length)
-                part = some[low - first : high - first]
-                found[row] += float(self._loss.value(part, flat[low:high], self.arena))
+                both = overlap(range(first, stop), range(row * length, (row + 1) * length))
+                part = some[moved(both, -first)]
+                found[row] += float(self._loss.value(part, flat[moved(both, 0)], self.arena))
         return found
 
     def _losses(self, source: Source, rows: Sequence[int]) -> tuple[float, int, int]:
@@ -588,6 +598,13 @@ def frozen_count(units: Sequence[Unit]) -> int:
 def evaluated_rows(run: Run, source: Source) -> int:
     """Return the number of held-out rows in an evaluation."""
     return min(source.held_out, run.eval_rows or source.held_out)
+
+
+def state_digests(trainer: Trainer) -> dict[str, str]:
+    """Return {buffer/tensor: digest} of this rank's state and summed gradients; collective."""
+    trainer.sync_parameters()
+    kept = [*gradients(trainer.replication.reducer.summed), *trainer.replication.kept()]
+    return digests(trainer.storage, kept, trainer.backend)
 
 
 def replicas_equal(trainer: Trainer) -> bool:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents
 from mpitrain.strict_json import complaint, parsed
-from mpitrain.trace.ring_buffer import HEAD, KINDS, MAGIC, PHASES, RECORD
+from mpitrain.trace.ring_buffer import HEAD, KINDS, MAGIC, PACE, PHASES, RECORD
 
 MOST = 1 << 16
 """Largest number of ranks; a damaged head may contain any number."""
@@ -74,7 +74,7 @@ def read_trace(path: Path) -> Trace:
                 "Report with the version that wrote it.",
             )
         raise ConfigError(f"{path} is no trace.", "Name the directory of a run.")
-    facts, names, clocks = _head(data[len(MAGIC) : HEAD])
+    facts, names, clocks = _head(data[len(MAGIC) : HEAD - PACE.size])
     if (len(data) - HEAD) / RECORD.itemsize != facts.get("records"):
         raise ConfigError(
             f"The trace {path} has {len(data):,} bytes, not as many as it was made with.",

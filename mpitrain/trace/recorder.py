@@ -9,7 +9,17 @@ from typing import Any
 
 from mpitrain.files import Directory, opened
 from mpitrain.trace.device import DeviceSpans
-from mpitrain.trace.ring_buffer import COMPUTE, DEVICE, NO_PHASE, PAUSE, STEP, WAIT, Ring, spelled
+from mpitrain.trace.ring_buffer import (
+    COMPUTE,
+    DEVICE,
+    NO_PHASE,
+    PAUSE,
+    STEP,
+    WAIT,
+    Pace,
+    Ring,
+    spelled,
+)
 
 
 class Recorder:
@@ -21,6 +31,7 @@ class Recorder:
     micro   micro-batch of the messages that start next; -1: none
     naming  name for the tags that are claimed next
     topic   number of the name for messages without a named tag
+    owner   number of the thread whose waits are recorded
     """
 
     is_on = True
@@ -29,11 +40,23 @@ class Recorder:
         """Make a recorder for the waits of the calling thread; others do not stop the rank."""
         self.clock = clock
         self._ring, self._names = ring or Ring(), dict[tuple[str, tuple[int, ...]], int]()
-        self._owner, self._waiting = threading.get_ident(), 0
+        self.owner, self._waiting = threading.get_ident(), 0
+        # `_waited` is the total of all recorded waits, in seconds; the newest began at `_wait_at`.
+        self._wait_at = self._waited = 0.0
+        self._pace = Pace(0, 0.0, 0.0)
         self.step = self.micro = -1
         self.naming, self.topic = "", 0
         self._device: DeviceSpans | None = None
         self.name("")
+
+    @property
+    def newest(self) -> int:
+        """The number of the newest record; it grows while the rank makes progress."""
+        return self._ring.newest
+
+    def flush(self) -> None:
+        """Show the trace to other hosts now; some file systems show mapped memory late."""
+        self._ring.flush()
 
     def facts(self, **facts: Any) -> None:
         """Record facts about this rank, serialisable as JSON."""
@@ -114,10 +137,11 @@ class Recorder:
         peer     the awaited rank; -1: all ranks that the name concerns
         message  number of the awaited message's span
         """
-        if self._waiting or threading.get_ident() != self._owner:
+        if self._waiting or threading.get_ident() != self.owner:
             return 0
+        self._wait_at = self.clock()
         self._waiting = self._ring.write(
-            self.clock(), 0.0, message, self.step, peer, -1, self.micro, -1, name, WAIT, NO_PHASE
+            self._wait_at, 0.0, message, self.step, peer, -1, self.micro, -1, name, WAIT, NO_PHASE
         )
         if self._device:
             self._device.interrupt()
@@ -126,18 +150,25 @@ class Recorder:
     def go_on(self, wait: int) -> None:
         """End a wait."""
         if wait:
-            self._waiting = 0
-            self.end(wait)
+            self._waiting, now = 0, self.clock()
+            self._waited += now - self._wait_at
+            self._ring.end(wait, now)
             if self._device:
+                self._device.end(wait)
                 self._device.resume()
 
     @contextmanager
     def stepping(self, step: int) -> Iterator[None]:
         """Record one optimizer step, for the length of the context."""
-        self.step, self._waiting = step, 0
-        span = self.begin(STEP, 0)
+        self.step, self._waiting, waited = step, 0, self._waited
+        began = self.clock()
+        span = self._ring.write(began, 0.0, 0, step, -1, -1, -1, -1, 0, STEP, NO_PHASE)
         yield
-        self.end(span)
+        now, pace = self.clock(), self._pace
+        self._ring.end(span, now)
+        own = now - began - (self._waited - waited)
+        self._pace = Pace(pace.steps + 1, pace.seconds + now - began, pace.own + own)
+        self._ring.pace(self._pace)
 
     @contextmanager
     def pausing(self, what: str) -> Iterator[None]:
@@ -152,6 +183,13 @@ class Recorder:
         self.end(span)
         if self._device:
             self._device.note()
+
+    @contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """Record work of the host within a pause: the watchdog counts it as progress."""
+        span = self.begin(COMPUTE, self.name(what))
+        yield
+        self.end(span)
 
     def keep(self, path: Path, inner: int = 2) -> None:
         """Move the trace, with all earlier records, into this file.
@@ -184,9 +222,14 @@ class Silent(Recorder):
 
     def __init__(self) -> None:
         self.step = self.micro = -1
-        self.naming, self.topic = "", 0
+        self.naming, self.topic, self.owner = "", 0, threading.get_ident()
 
     def about(self, name: int, micro: int) -> None:
+        pass
+
+    newest = 0
+
+    def flush(self) -> None:
         pass
 
     def facts(self, **facts: Any) -> None:
@@ -220,6 +263,8 @@ class Silent(Recorder):
     @contextmanager
     def pausing(self, what: str) -> Iterator[None]:
         yield
+
+    working = pausing
 
     def keep(self, path: Path, inner: int = 2) -> None:
         pass

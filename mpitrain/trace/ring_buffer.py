@@ -13,6 +13,7 @@ the process is killed.
                      | {"clock": [time, offset]}                    |
                      | ...                                          |
                      | zeros                                        |
+    HEAD - 24        | pace: steps, seconds, own seconds            |
     HEAD             +----------------------------------------------+
                      | record n with n % CAPACITY = 0               |
     HEAD + 52        | record n with n % CAPACITY = 1               |
@@ -40,7 +41,7 @@ import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -79,10 +80,23 @@ micro, unit, tag, step  -1, as for `peer`, means none
 
 FORMAT = struct.Struct("<ddqiiiiiHBBI")
 END = struct.Struct("<d")
+PACE = struct.Struct("<qdd")
 HEAD = 1 << 16
 CAPACITY = 1 << 14
 """Records in a ring, 0.9 MB: some hundred steps of one rank, or some dozen with many messages."""
 MAGIC = b"mpitrain trace 3\n"
+
+
+class Pace(NamedTuple):
+    """Totals over the steps that a rank has finished since its start.
+
+    seconds  of these steps
+    own      seconds of these steps in which the rank did not wait for messages
+    """
+
+    steps: int
+    seconds: float
+    own: float
 
 
 class Ring:
@@ -96,7 +110,7 @@ class Ring:
         self._map[: len(MAGIC)] = MAGIC
         self._capacity, self._used = capacity, len(MAGIC)
         self._next = itertools.count(1).__next__  # No other thread can interrupt this call.
-        self._newest = 0
+        self.newest = 0
         # `move` sets the folder and the name of the file.
         self._folder: Directory | None = None
         self._name = ""
@@ -106,7 +120,7 @@ class Ring:
         """Append a line to the head; return False if the head is full."""
         text = json.dumps(line).encode() + b"\n"
         stop = self._used + len(text)
-        if stop > HEAD:
+        if stop > HEAD - PACE.size:
             return False
         self._map[self._used : stop] = text
         self._used = stop
@@ -114,14 +128,22 @@ class Ring:
 
     def write(self, *fields: float) -> int:
         """Write a record and return its number; `fields` are all other fields in order."""
-        number = self._newest = self._next()
+        number = self.newest = self._next()
         FORMAT.pack_into(self._map, HEAD + number % self._capacity * FORMAT.size, *fields, number)
         return number
 
     def end(self, number: int, end: float) -> None:
         """Write the end time of a record, unless a newer record has replaced it."""
-        if self._newest - number < self._capacity:
+        if self.newest - number < self._capacity:
             END.pack_into(self._map, HEAD + number % self._capacity * FORMAT.size + 8, end)
+
+    def pace(self, pace: Pace) -> None:
+        """Write the totals of the finished steps over the previous ones."""
+        PACE.pack_into(self._map, HEAD - PACE.size, *pace)
+
+    def flush(self) -> None:
+        """Give all written memory to the file system, so that other hosts can read it."""
+        self._map.flush()
 
     def move(self, folder: Directory, name: str) -> None:
         """Move the ring into a file, with all earlier records; no other thread may write meanwhile.

@@ -80,7 +80,8 @@ def _own() -> Directory:
 
 
 def _give_up(recorder: Recorder, folder: Path) -> None:
-    """Remove this rank's file, and the folder once it is empty."""
+    """Record that the program ends by itself; remove this rank's file, and an empty folder."""
+    recorder.facts(left=True)
     recorder.give_up(folder)
     with contextlib.suppress(OSError), _own() as home:
         home.remove_empty(folder.name)

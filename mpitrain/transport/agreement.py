@@ -102,14 +102,18 @@ def check_same(subject: str, everyone: Sequence[Mapping[str, Any]], hosts: Seque
 
 
 @contextmanager
-def ending_together(transport: Transport) -> Iterator[None]:
+def ending_together(transport: Transport, leaving: Callable[[], object] = bool) -> Iterator[None]:
     """Pass a barrier after the block; end all ranks if the block raises.
 
-    Rank 0 prints an error that all ranks raise, and all exit with its code. Any other exception
-    aborts the whole job at once and prints this rank's traceback.
+    Rank 0 prints an error that all ranks raise, and all exit with its code. A rank that exits in the
+    block ends the job with its exit code; 0 becomes 1. Any other exception aborts the whole job at
+    once and prints this rank's traceback.
+
+    leaving  called at the end of the block, before the barrier
     """
     try:
         yield
+        leaving()
         transport.barrier()
     except MpitrainError as error:
         if not error.agreed:
@@ -125,8 +129,17 @@ def ending_together(transport: Transport) -> Iterator[None]:
             f"out of memory: {error}. Lower batch.size, model.width or model.context, or raise batch.micro_batches; "
             "of a benchmark, lower --max-bytes."
         )
+    except SystemExit as error:
+        if transport.size == 1:
+            raise
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        reason = f": {error.code}" if isinstance(error.code, str) else f" by sys.exit({code})"
+        transport.abort(
+            f"left the job on {transport.hosts[transport.rank]}{reason}; the other ranks end with it",
+            code or 1,
+        )
     except BaseException as error:
-        if transport.size == 1 and isinstance(error, KeyboardInterrupt | SystemExit):
+        if transport.size == 1 and isinstance(error, KeyboardInterrupt):
             raise
         transport.abort(
             f"ended by an exception on {transport.hosts[transport.rank]}\n{traceback.format_exc()}"

@@ -414,8 +414,8 @@ class Transport(Protocol):
             On every rank, if one call of the library cannot take so many elements.
         """
 
-    def abort(self, message: str) -> None:
-        """Print a message and end every rank of the job at once with a non-zero exit code.
+    def abort(self, message: str, exit_code: int = 1) -> None:
+        """Print a message and end every rank of the job at once.
 
         Does not return.
 
@@ -423,6 +423,8 @@ class Transport(Protocol):
         ----------
         message : str
             The reason, printed to standard error after the number of this rank.
+        exit_code : int
+            The exit code of the job, not 0.
         """
 
 

@@ -80,8 +80,8 @@ class Forwarding(Transport):
     ) -> Callable[[], None]:
         return self._inner.bind_native(operation, array, other)
 
-    def abort(self, message: str) -> None:
-        self._inner.abort(message)
+    def abort(self, message: str, exit_code: int = 1) -> None:
+        self._inner.abort(message, exit_code)
 
 
 class Polled(Forwarding):

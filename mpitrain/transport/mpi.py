@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -18,7 +19,10 @@ from mpitrain.errors import CommError
 from mpitrain.machine import process
 from mpitrain.transport.agreement import ending_together
 from mpitrain.transport.base import FIRST_CLAIMED_TAG, Transport, aligned_zeros
-from mpitrain.transport.mpi_requests import Receive, Send, Turns
+from mpitrain.transport.failures import grace
+from mpitrain.transport.failures.guard import Guard, MpiJob
+from mpitrain.transport.failures.segments import unlink_mapped
+from mpitrain.transport.mpi_requests import Receive, Send
 from mpitrain.transport.native import library_call
 from mpitrain.transport.requests import Several, Traffic, check_message, poll_until
 from mpitrain.transport.windows import Tenants, Windows, no_room
@@ -35,7 +39,10 @@ LEAST_TAG_BOUND = 32767
 
 
 def connect() -> MpiTransport:
-    """Start MPI if it is not running, and return a transport over all its ranks; collective."""
+    """Start MPI if it is not running, and return a transport over all its ranks; collective.
+
+    From then on an uncaught exception of one rank ends the job.
+    """
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules:
@@ -44,7 +51,12 @@ def connect() -> MpiTransport:
         mpi4py.rc.thread_level = "serialized"
     from mpi4py import MPI
 
-    return from_communicator(MPI.COMM_WORLD)
+    transport = from_communicator(MPI.COMM_WORLD)
+    if transport.hosts.index(transport.hosts[transport.rank]) == transport.rank:
+        unlink_mapped()
+    if transport.size > 1 and sys.excepthook is sys.__excepthook__:
+        sys.excepthook = transport.end_by_exception
+    return transport
 
 
 @contextmanager
@@ -71,7 +83,11 @@ def from_communicator(comm: Any) -> MpiTransport:
 
     The transport duplicates the communicator, and frees the duplicate in its `close()`.
     """
-    return MpiTransport(comm.Dup(), comm.rank)
+    from mpi4py import MPI
+
+    job, rank = MpiJob(MPI), comm.rank
+    with Guard(job, comm, rank, range(comm.size), "MPI_Comm_dup"):
+        return MpiTransport(comm.Dup(), rank, job)
 
 
 class MpiTransport(Transport):
@@ -96,13 +112,12 @@ class MpiTransport(Transport):
         )
     )
 
-    def __init__(self, comm: Any, place: int, root: MpiTransport | None = None):
-        from mpi4py import MPI
-
-        self.MPI, self.comm, self._root = MPI, comm, root or self
+    def __init__(self, comm: Any, place: int, job: MpiJob, root: MpiTransport | None = None):
+        self.MPI, self.comm, self._root = job.MPI, job.opened(comm), root or self
+        self.job, MPI = job, job.MPI
         self.traffic: Traffic = root.traffic if root else Traffic()
         self.windows: Windows = root.windows if root else Windows()
-        self.turns: Turns = root.turns if root else Turns()
+        self.members: tuple[int, ...] = ()
         self.admits_threads = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
         self.rank, self.size = comm.rank, comm.size
         self._types = {
@@ -133,6 +148,14 @@ class MpiTransport(Transport):
         self._made: list[int] = []
         self._inherited: list[Any] = []
 
+    def guard(self, what: str) -> Guard:
+        """Return the context of an MPI call, which turns an MPI error into a CommError."""
+        return Guard(self.job, self.comm, self.rank, self.members, what)
+
+    def error(self, error: Any, what: str) -> CommError:
+        """Return the error of mpitrain for an exception of mpi4py in a request."""
+        return self.job.error(error, what, self.comm, self.members)
+
     def claim_tag(self) -> int:
         tag = self._next_tag
         self._next_tag = tag + 1 if tag < self._last_tag else FIRST_CLAIMED_TAG
@@ -162,13 +185,16 @@ class MpiTransport(Transport):
 
     def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Send:
         check_message(array, self.rank, (to,), self.size)
-        with self.turns.lock:
+        with self.job.lock:
             self.traffic.messages += 1
             self.traffic.nbytes += array.nbytes
             message, _ = self._message(array)
-            return Send(
-                self, self.comm.Isend(message, to, tag), f"send to {self._names[to]}, tag {tag}"
-            )
+            what = f"send to {self._names[to]}, tag {tag}"
+            # A guard would cost a microsecond, a tenth of a small message.
+            try:
+                return Send(self, self.comm.Isend(message, to, tag), what)
+            except self.MPI.Exception as error:
+                raise self.error(error, f"rank {self.rank}: {what}") from error
 
     def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> Receive:
         check_message(array, self.rank, (source,), self.size)
@@ -179,40 +205,44 @@ class MpiTransport(Transport):
         return self._receive(array, self.MPI.ANY_SOURCE, tag, "any rank")
 
     def _receive(self, array: np.ndarray, source: int, tag: int, name: str) -> Receive:
-        with self.turns.lock:
+        with self.job.lock:
             message, unit = self._message(array)
-            request = self.comm.Irecv(message, source, tag)
-            return Receive(self, request, array, unit, f"recv from {name}, tag {tag}")
+            what = f"recv from {name}, tag {tag}"
+            try:
+                return Receive(self, self.comm.Irecv(message, source, tag), array, unit, what)
+            except self.MPI.Exception as error:
+                raise self.error(error, f"rank {self.rank}: {what}") from error
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
         poll_until(done, self.traffic, pause, what)
 
     def admit_thread(self) -> None:
-        with self.turns.lock:
-            self.turns.guests += 1
+        with self.job.lock:
+            self.job.admitted += 1
 
     def dismiss_thread(self) -> None:
-        with self.turns.lock:
-            self.turns.guests -= 1
+        with self.job.lock:
+            self.job.admitted -= 1
 
     def barrier(self) -> None:
-        if self.turns.guests:
+        if self.job.admitted:
             self._wait("Ibarrier")
         else:
-            self.comm.Barrier()
+            with self.guard("MPI_Barrier"):
+                self.comm.Barrier()
 
     def _wait(self, name: str, *arguments: Any) -> None:
         """Start one of the library's non-blocking collectives and wait for it."""
-        with self.turns.lock:
+        with self.job.lock, self.guard(name):
             request = getattr(self.comm, name)(*arguments)
         Send(self, request, name).wait()
 
     def split(self, color: int | None, key: int = 0) -> MpiTransport | None:
-        with self.turns.lock:
+        with self.job.lock, self.guard("MPI_Comm_split"):
             part = self.comm.Split(self.MPI.UNDEFINED if color is None else color, key)
         if color is None:
             return None
-        transport = MpiTransport(part, self.members[self.rank], self._root)
+        transport = MpiTransport(part, self.members[self.rank], self.job, self._root)
         self.windows.parts.add(transport)
         return transport
 
@@ -241,13 +271,14 @@ class MpiTransport(Transport):
             if host.size > 1 and host.rank == 0:
                 print(no_room(self.hosts[self.rank], needed, left), file=sys.stderr, flush=True)
             return aligned_zeros(count, dtype)
-        with self.turns.lock:
+        with self.job.lock, host.guard("MPI_Win_allocate_shared"):
             window = self.MPI.Win.Allocate_shared(nbytes, 1, comm=host.comm)
             blocks = {
                 place: np.frombuffer(window.Shared_query(rank)[0], np.uint8)
                 for rank, place in enumerate(host.members)
             }
-        self.windows.add(max(numbers), blocks, window.Free)
+        free = host.guard("MPI_Win_free").around(window.Free)
+        self.windows.add(max(numbers), blocks, free)
         self._made.append(max(numbers))
         mine = self.windows.lend(max(numbers), self.members[self.rank])
         mine[:] = 0
@@ -259,9 +290,9 @@ class MpiTransport(Transport):
         call.
         """
         if self._host is None:
-            with self.turns.lock:
+            with self.job.lock, self.guard("MPI_Comm_split_type"):
                 comm = self.comm.Split_type(self.MPI.COMM_TYPE_SHARED)
-            self._host = MpiTransport(comm, self.members[self.rank], self._root)
+            self._host = MpiTransport(comm, self.members[self.rank], self.job, self._root)
         return self._host
 
     def close(self) -> None:
@@ -275,19 +306,19 @@ class MpiTransport(Transport):
             # later.
             self._root._inherited += host
             host = []
-        with self.turns.lock:
+        with self.job.lock, self.guard("MPI_Comm_free"):
             for comm in (*host, self.comm):
-                comm.Free()
+                self.job.free(comm)
 
     def native_all_reduce(self, array: np.ndarray, op: str = "add") -> None:
         self._check_native(array)
-        with self.turns.lock:
+        with self.job.lock, self.guard("MPI_Allreduce"):
             for message in self._parts(array):
                 self.comm.Allreduce(self.MPI.IN_PLACE, message, self._ops[op])
 
     def start_native_all_reduce(self, array: np.ndarray, op: str = "add") -> Several:
         self._check_native(array)
-        with self.turns.lock:
+        with self.job.lock, self.guard("MPI_Iallreduce"):
             return Several(
                 [
                     Send(
@@ -321,12 +352,23 @@ class MpiTransport(Transport):
                 "Use algorithm ring, which reduces any type.",
             )
 
-    def abort(self, message: str) -> NoReturn:
+    def end_by_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Print an uncaught exception and abort the job, as `sys.excepthook`.
+
+        Otherwise this rank would wait in MPI_Finalize, and the others for its messages.
+        """
+        sys.__excepthook__(kind, error, trace)
+        if not self.MPI.Is_finalized():
+            self.abort(f"ended by an exception on {self.hosts[self.rank]}")
+
+    def abort(self, message: str, exit_code: int = 1) -> NoReturn:
         print(f"rank {self.rank}: {message}", file=sys.stderr, flush=True)
         if self.MPI.COMM_WORLD.size == 1:
             # No other rank waits, and MPI_Abort would print a message of its own.
-            raise SystemExit(1)
+            raise SystemExit(exit_code)
         # The lock has a timeout, because a call of another thread may never end.
-        self.turns.lock.acquire(timeout=1)
-        self.comm.Abort(1)
-        raise SystemExit(1)
+        self.job.lock.acquire(timeout=1)
+        grace.abort(self.comm, exit_code)
+        raise SystemExit(exit_code)

@@ -4,25 +4,13 @@ This module does not import mpi4py: the transport passes in the module.
 """
 
 from collections.abc import Callable
-from threading import RLock
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
 from mpitrain.errors import CommError
+from mpitrain.transport.failures.guard import MpiJob
 from mpitrain.transport.requests import Traffic
-
-
-class Turns:
-    """The lock of MPI's thread level "serialized": any thread may call MPI, but only one at a time.
-
-    lock    every call of MPI holds it
-    guests  number of admitted threads besides the main thread; while it is above 0, no blocking
-            wait holds the lock
-    """
-
-    def __init__(self) -> None:
-        self.lock, self.guests = RLock(), 0
 
 
 class MpiCalls(Protocol):
@@ -30,14 +18,17 @@ class MpiCalls(Protocol):
 
     MPI      the module mpi4py.MPI
     rank     in the communicator of the transport
+    job      its lock, communicators and requests
     """
 
     rank: int
-    turns: Turns
+    job: MpiJob
     traffic: Traffic
 
     @property
     def MPI(self) -> Any: ...
+
+    def error(self, error: Any, what: str) -> CommError: ...
 
     def wait_until(
         self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None
@@ -53,18 +44,19 @@ class Send:
     _status: Any = None
 
     def __init__(self, transport: MpiCalls, request: Any, what: str):
-        self._transport, self._turns = transport, transport.turns
+        self._transport, self._job = transport, transport.job
         self._request, self._what = request, what
+        self._job.requests.add(self)
 
     def test(self) -> bool:
         try:
-            with self._turns.lock:
+            with self._job.lock:
                 return self._request.Test(self._status) and self._finish()
         except self._transport.MPI.Exception as error:
             self._fail(error)
 
     def wait(self) -> None:
-        if self._turns.guests:
+        if self._job.admitted:
             self._transport.wait_until(self.test, what=self)
             return
         self._transport.traffic.waits_for = self
@@ -77,6 +69,7 @@ class Send:
 
     def _finish(self) -> bool:
         """Return True: the request is complete."""
+        self._job.requests.discard(self)
         return True
 
     def __str__(self) -> str:
@@ -87,7 +80,8 @@ class Send:
         return f"rank {self._transport.rank}: {self._what}"
 
     def _fail(self, error: Any) -> NoReturn:
-        raise CommError(f"{self._in_full()} failed: {error.Get_error_string()}") from error
+        self._job.requests.discard(self)
+        raise self._transport.error(error, self._in_full()) from error
 
 
 class Receive(Send):
@@ -107,6 +101,7 @@ class Receive(Send):
 
     def _finish(self) -> bool:
         """Check the size of the message that has arrived, and set `source`. Calls MPI."""
+        self._job.requests.discard(self)
         arrived = self._status.Get_elements(self._unit)
         self.source = self._status.source
         if arrived != self._count:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpitrain.errors import CommError, on_every_rank
+from mpitrain.transport.failures.guard import Guard
 from mpitrain.transport.mpi_requests import MpiCalls
 
 OPERATIONS = ("broadcast", "reduce", "reduce-scatter", "all-gather", "all-to-all")
@@ -24,6 +25,8 @@ class Communicator(MpiCalls, Protocol):
 
     comm: Any
     size: int
+
+    def guard(self, what: str) -> Guard: ...
 
     def _message(self, array: np.ndarray) -> tuple[list, Any]: ...
 
@@ -54,10 +57,11 @@ def library_call(
         "all-gather": ("Allgather", (in_place, parts)),
         "all-to-all": ("Alltoall", (others, parts)),
     }[operation]
-    call, lock = getattr(comm, name), transport.turns.lock
+    call, lock = getattr(comm, name), transport.job.lock
+    guard = transport.guard(f"MPI's own {operation}")
 
     def run() -> None:
-        with lock:
+        with lock, guard:
             call(*arguments)
 
     return run

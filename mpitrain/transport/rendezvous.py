@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.errors import CommError
+from mpitrain.errors import CommError, PeerLost
 from mpitrain.transport.requests import LONGEST_PAUSE, named
 
 NOTHING = np.empty(0, np.uint8)
@@ -45,6 +45,8 @@ class World:
         """The blocked threads, by thread identifier."""
         self.posts = 0
         self.end: str | None = None
+        self.lost: set[int] = set()
+        """The ranks that have ended: with an error, or while another rank waits."""
         self.first_error: BaseException | None = None
 
     def post(self) -> None:
@@ -92,9 +94,13 @@ class World:
             self.wait(rank, lambda: self.posts != seen, what, LONGEST_PAUSE)
 
     def check(self, rank: int, what: Any) -> None:
-        """Raise CommError if the world has ended."""
-        if self.end is not None:
-            raise CommError(f"rank {rank}: {what} cannot complete: {self.end}")
+        """Raise CommError if the world has ended; PeerLost if a rank has ended before."""
+        if self.end is None:
+            return
+        law = f"rank {rank}: {what} cannot complete: {self.end}"
+        if self.lost:
+            raise PeerLost(law, ranks=tuple(sorted(self.lost)))
+        raise CommError(law)
 
     def find_deadlock(self) -> None:
         """End the world if every live thread waits and none is ready. The caller holds the lock."""
@@ -102,6 +108,7 @@ class World:
             return
         if not any(wait.ready() for wait in self.waits.values()):
             rows = sorted(f"rank {wait.rank} waits in {wait.what}" for wait in self.waits.values())
+            rows += [f"rank {rank} has ended" for rank in sorted(self.lost)]
             self.finish("every rank waits and no message can move.\n" + "\n".join(rows))
 
     def finish(self, reason: str) -> None:
@@ -115,15 +122,22 @@ class World:
         with self.lock:
             self.live += 1
 
+    def dismiss(self) -> None:
+        """Record the end of an admitted thread."""
+        with self.lock:
+            self.live -= 1
+            self.find_deadlock()
+
     def leave(self, rank: int, error: BaseException | None) -> None:
-        """Record the end of a rank's function, with its error if it raised, or of an admitted
-        thread.
+        """Record the end of a rank's function, with its error if it raised.
 
         An error that all ranks agree on does not end the world. Each rank raises it by itself, or
         waits for the ranks that have left.
         """
         with self.lock:
             self.live -= 1
+            if self.end is None:
+                self.lost.add(rank)
             if error is not None:
                 is_agreed = getattr(error, "agreed", False)
                 if self.first_error is None or (

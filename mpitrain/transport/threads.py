@@ -81,7 +81,7 @@ class ThreadTransport(Transport):
         self.world.admit()
 
     def dismiss_thread(self) -> None:
-        self.world.leave(self.me, None)
+        self.world.dismiss()
 
     def _meet(self, what: str, bring: Any) -> list[Any]:
         """Return the inputs of all ranks, by rank. Collective."""
@@ -163,7 +163,7 @@ class ThreadTransport(Transport):
             expected(operation, self._meet(f"native {operation}", brings.copy()), self.rank),
         )
 
-    def abort(self, message: str) -> None:
+    def abort(self, message: str, exit_code: int = 1) -> None:
         raise CommError(f"rank {self.me}: aborted: {message}")
 
 

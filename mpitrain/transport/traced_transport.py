@@ -32,6 +32,11 @@ class Recorded(Forwarding):
     def over(self, inner: Transport) -> "Recorded":
         return Recorded(inner, self.recorder)
 
+    @property
+    def inner(self) -> Transport:
+        """The transport that this one records."""
+        return self._inner
+
     def claim_tag(self) -> int:
         tag = self._inner.claim_tag()
         self._named[tag] = self.recorder.name(

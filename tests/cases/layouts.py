@@ -6,10 +6,11 @@ from typing import NamedTuple
 import numpy as np
 
 from mpitrain.layers.base import Parameter, Unit
-from mpitrain.layers.flat import Piece, Storage
+from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import HostBackend
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.regions import Piece
 from mpitrain.run.checkpoint import save_load
 from mpitrain.run.checkpoint.manifest import Done
 

@@ -234,20 +234,20 @@ def tensor() -> Iterator[partial]:
             here, m=40, n=40, k=40, shifted=True, activation=None if ta else "gelu backward"
         )
         yield partial(here, m=40, n=30, k=200, splits=3, activation=None if ta else "gelu backward")
-    for tile in (
-        medium,
-        large,
-        others[-1],
+    for tile, ways in (
+        (medium, {"tb": True}),
+        (large, {"tb": True}),
+        (others[-2], {"ta": True, "extra": True}),
     ):  # of those with warps of 64 x 64 one: each is long to compile
         yield partial(
             check,
             m=tile.TILE_M + 8,
             n=tile.TILE_N - 8,
-            k=104,
+            k=3 * tile.TILE_K + 8,
             tile=tile,
             dtype="bfloat16",
             result="float32",
-            tb=True,
+            **ways,
         )
     yield partial(check, m=48, n=40, k=136, tile=small, dtype="bfloat16", extra=True, ta=True)
     yield partial(check, m=33, n=17, k=20, tile=small, dtype="float16", batch=3, extra=True)

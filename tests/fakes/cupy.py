@@ -32,8 +32,8 @@ kernels_alone = (
 )
 faults: list[str] = []
 devices = SimpleNamespace(
-    count=1, used=[], memory=(8 << 30, 8 << 30)
-)  # memory: free and whole, bytes
+    count=1, used=[], memory=(8 << 30, 8 << 30), broken=False
+)  # memory: free and whole, bytes; broken: after an illegal address every call fails
 ipc = SimpleNamespace(
     works=lambda: True, opened=[]
 )  # whether this thread may open memory; addresses open now, in any
@@ -45,6 +45,8 @@ _pinned: list[np.ndarray] = []
 _streams = {}
 _numbers = itertools.count(1)
 _handles: dict[bytes, tuple[int, int]] = {}
+_events = weakref.WeakValueDictionary()
+ILLEGAL_ADDRESS, NOT_READY = 700, 600  # cudaErrorIllegalAddress, cudaErrorNotReady
 
 
 def log() -> list[tuple]:
@@ -93,6 +95,7 @@ class Stream:
         _streams[self.ptr] = self
 
     def synchronize(self):
+        _refuse_if_broken()
         log().append(("synchronize",))
         self.record(Event())._reach()
 
@@ -132,7 +135,7 @@ def _end(stream, work):
     block, mask, where = work
     for source, before in stream.reads.pop(id(work), ()):
         if not np.array_equal(source, before):
-            faults.append("a pinned buffer changed before its copy was done")
+            faults.append("host memory changed before its copy was done")
     if mask is block.written:
         block.memory[where] = block.truth[where]
     mask[where] = False
@@ -155,6 +158,8 @@ class Event:
     def __init__(self, disable_timing=False):
         self.asked, self.copies, self.stream, self.works, self.after = 0, [], None, [], []
         self.tells_times = not disable_timing
+        self.ptr = next(_numbers)
+        _events[self.ptr] = self
 
     def all_works(self):
         """What has ended when this is reached, on all streams."""
@@ -162,6 +167,11 @@ class Event:
 
     @property
     def done(self):
+        """As CuPy's: False for ever once the device is broken."""
+        return _event_query(self.ptr) == 0
+
+    def passed(self):
+        """Whether the stream has come past it."""
         if self.tells_times:
             return time.perf_counter() >= self.when
         self.asked += 1
@@ -180,6 +190,7 @@ class Event:
         )
 
     def synchronize(self):
+        _refuse_if_broken()
         self._reach()
 
     def _reach(self):
@@ -193,9 +204,21 @@ class Event:
             self.works, self.after, self.copies = [], [], []
 
 
+def _event_query(ptr):
+    """As cudaEventQuery: a status, never an exception."""
+    if devices.broken:
+        return ILLEGAL_ADDRESS
+    return 0 if _events[ptr].passed() else NOT_READY
+
+
+def _refuse_if_broken():
+    if devices.broken:
+        raise CUDARuntimeError(ILLEGAL_ADDRESS)
+
+
 def _elapsed(first, last):
     if not (first.done and last.done):
-        raise CUDARuntimeError("cudaErrorNotReady: device not ready")
+        raise CUDARuntimeError(NOT_READY)
     return float(np.float32(1e3 * (last.when - first.when)))
 
 
@@ -228,6 +251,7 @@ def _in_use(ptr, nbytes, before=()):
 
 
 def _memcpy_async(target, source, nbytes, kind, stream):
+    _refuse_if_broken()
     log().append(("copy", nbytes))
     for ptr in (target, source):
         is_pinned = any(p.ctypes.data <= ptr <= p.ctypes.data + p.nbytes for p in _pinned)
@@ -340,6 +364,7 @@ cuda = SimpleNamespace(
     runtime=SimpleNamespace(
         getDeviceCount=_get_device_count,
         driverGetVersion=lambda: 13000,
+        eventQuery=_event_query,
         memcpyAsync=_memcpy_async,
         memcpyDefault=4,
         CUDARuntimeError=CUDARuntimeError,
@@ -355,6 +380,7 @@ cuda = SimpleNamespace(
 
 def launch(writes, reads, work):
     """Do `work`, a function of nothing, on this thread's stream: its results are seen after a synchronisation."""
+    _refuse_if_broken()
     stream = get_current_stream()
     with _lock:
         for array in (*writes, *reads):
@@ -383,6 +409,13 @@ def _check_others(stream, block, where, name):
             is_crossed = name == "written" or mask is block.written
             if pending is block and id(work) not in ended and is_crossed and (there & where).any():
                 faults.append("work on memory that another stream uses")
+
+
+def _is_copy_or_zeros(target, value):
+    """Return whether an assignment moves elements or zeros: neither a cast, a broadcast nor a fill."""
+    if not isinstance(value, ndarray):
+        return value == 0
+    return (target.shape, target.dtype) == (value.shape, value.dtype)
 
 
 def _refuse_the_package(ufunc):
@@ -496,6 +529,8 @@ class ndarray:
         if isinstance(value, np.ndarray):
             raise TypeError("Unsupported type numpy.ndarray")
         target, sources = self[key], [value] if isinstance(value, ndarray) else []
+        if kernels_alone and not _is_copy_or_zeros(target, value):
+            _refuse_the_package("elementwise_copy" if sources else "fill")
         launch(
             [target],
             sources,
@@ -520,8 +555,9 @@ class ndarray:
 
     def set(self, array):
         assert (array.shape, array.dtype) == (self.shape, self.dtype) and array.flags.c_contiguous
-        source = array.copy()
-        launch([self], [], lambda: np.copyto(self.truth, source))
+        launch([self], [], lambda: np.copyto(self.truth, array))
+        stream = get_current_stream()
+        stream.reads[id(stream._pending[-1])] = [(array, array.copy())]
 
     def __len__(self):
         return self.shape[0]

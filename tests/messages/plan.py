@@ -16,3 +16,4 @@ STAGES_ZERO_BUBBLE_ROWS = "2 stages by zero-bubble, 4 rows in each of 2 replica(
 STREAM_LEAST_MANY_MICRO = (
     "A stream has at least as many micro-batches in a step as stages, but these are 3 and 4."
 )
+SAME_RESULTS_KEYS = "same results:   --set batch.size=8 --set batch.micro_batches="

@@ -10,6 +10,7 @@ CANNOT_WRITTEN_NO_SPACE = "{} cannot be written: No space left on device."
 CANNOT_WRITTEN_NO_SPACE_LEFT = "cannot be written.*No space left"
 DAMAGED_BYTES_WHERE_MANIFEST = "{} is damaged: it has \\d+ bytes where manifest.json says"
 DAMAGED_REGULAR_FILE = "{} is damaged: .*it is not a regular file"
+DEADLOCK_OF_TWO = "recv from rank 1, tag 16383(.|\\n)*recv from rank 0, tag 16383"
 DATA_SOURCE_MUST_UTF = "data.source must be UTF-8, but is 'text:.*\\\\udcff/book'"
 FINITE = "that are not finite"
 FORMAT_MPITRAIN_VERSION_MPITRAIN = (
@@ -46,3 +47,6 @@ TOKENS_MUST_LIE_STEP = (
 )
 TYPE_MPITRAIN_LAUNCH_TRAIN = "type: mpitrain launch -n 3 -- train --resume --out 'runs/new est'"
 TYPE_MPITRAIN_TRAIN_RESUME = "type: mpitrain train --resume --out 'runs/new est'"
+RANK_1_NOT_MOVED = "rank 1 on localhost has not moved for "
+RANK_1_ON_NODE = "rank 1 on node has not moved for "
+STANDS_STILL = ": the run stands still"

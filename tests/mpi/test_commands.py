@@ -498,8 +498,10 @@ def test_a_rank_that_stands_still_is_reported_and_ends_the_job(tmp_path):
     )
     done = python_ranks(2, code, tmp_path)
     assert done.returncode != 0
-    said = r"^rank [01] on \S+: no progress for \d+ s in step 4[,;].*`mpitrain report run` names the rank"
+    said = r"^rank 1 on \S+: the run stands still .*rank 1 on \S+ has not moved for \d+ s: step 4"
     assert re.search(said, done.stderr, re.MULTILINE), done.stderr
+    assert len(re.findall(said, done.stderr, re.MULTILINE)) == 1, "one rank reports"
+    assert "in step\n" in done.stderr, "the innermost frame of rank 1"
 
 
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_still_works(tmp_path):

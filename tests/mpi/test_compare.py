@@ -17,6 +17,8 @@ def test_compared_modes_send_their_formulas_bytes_and_reach_one_loss(tmp_path):
         *TINY,
         "--modes",
         "star,ring,zero1,zero3",
+        "--blocks",
+        2,
         "--json",
         tmp_path / "rows.json",
         "--plot",
@@ -61,19 +63,44 @@ def test_compared_modes_send_their_formulas_bytes_and_reach_one_loss(tmp_path):
             abs(loss - wanted) <= 1e-9
             for (_, loss), (_, wanted) in zip(row["curve"], star["curve"], strict=True)
         )
-        assert sum(line.startswith(f"{row['mode']} ") for line in done.stdout.splitlines()) == 2
+        assert sum(line.startswith(f"{row['mode']} ") for line in done.stdout.splitlines()) == 3
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_cannot_be_compared_is_one_message_and_no_table(tmp_path):
     calls = [
         ["compare", "--modes", "ring,rong"],
+        ["compare", "--modes", "ring,zero3+pp2:1f1b"],
         ["compare", "--set", "batch.size=1"],
         ["compare", "--json", str(tmp_path / "missing/rows.json")],
     ]
     said, shown = calls_of_one_start(2, calls, tmp_path, code=2)
     for words, text in zip(
-        ("--modes names 'rong'", "but batch.size is 1", "cannot be written"), said, strict=True
+        (
+            "--modes names 'rong'",
+            "Mode zero3+pp2:1f1b: ",
+            "but batch.size is 1",
+            "cannot be written",
+        ),
+        said,
+        strict=True,
     ):
         assert text.count(words) == 1, text
     assert not any("val loss" in printed for printed in shown)
+
+
+def test_tricks_are_tried_on_a_job_and_their_lines_can_be_set(tmp_path):
+    names = "recomputation,ZeRO 1,sequence parallelism"
+    file = tmp_path / "rows.json"
+    words = ["--tricks", names, "--steps", 1, "--json", file, *TINY_STEPS]
+    done = launch(2, "plan", "tricks", *words)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["name"] for row in rows] == names.split(",")
+    assert [row["settings"] for row in rows[:2]] == [
+        ["memory.recompute=unit"],
+        ["replication.zero=1"],
+    ]
+    assert all(len(row["ratios"]) == 5 and row["smaller"] < 1 for row in rows[:2])
+    assert rows[2]["reason"] and "in 4 of 4 jobs" in done.stdout
+    assert "\r" not in done.stderr, "no bar where there is no terminal"

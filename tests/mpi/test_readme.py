@@ -13,9 +13,9 @@ README, RUNS = (HERE / "README.md").read_text(), (HERE / "mpitrain/run/README.md
 COMMAND = r"`mpitrain (launch -n) 2 (-- python own.py)`"
 
 
-def test_the_python_of_the_readme_runs_ranks_as_threads(tmp_path):
+def test_the_python_of_the_page_of_runs_starts_ranks_as_threads(tmp_path):
     (tmp_path / "threads.py").write_text(
-        re.search(r"<!-- threads -->\n```python\n(.*?)```", README, re.S).group(1)
+        re.search(r"<!-- threads -->\n```python\n(.*?)```", RUNS, re.S).group(1)
     )
     done = run([sys.executable, "threads.py"], cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "[1.5 1.5 1.5]\n"), done.stderr

@@ -113,17 +113,25 @@ def test_a_terminal_shows_the_bar_and_ctrl_c_is_answered(columns, tmp_path):
     ].startswith("stopped at")
 
 
-@pytest.mark.parametrize("ends", ["raise ValueError('planned')", "raise SystemExit(0)"])
-def test_ranks_ends_a_job_of_which_one_rank_leaves_the_block(ends, tmp_path):
-    code = (
-        "import numpy, mpitrain\n"
-        "with mpitrain.ranks() as transport:\n"
+@pytest.mark.parametrize(
+    "begins, ends, code, reported",
+    [
+        ("with mpitrain.ranks() as transport", "raise ValueError('planned')", 1, "ValueError"),
+        ("with mpitrain.ranks() as transport", "sys.exit(3)", 3, "by sys.exit(3)"),
+        ("with mpitrain.ranks() as transport", "sys.exit(0)", 1, "by sys.exit(0)"),
+        ("if transport := mpitrain.connect()", "raise ValueError('planned')", 1, "ValueError"),
+    ],
+)
+def test_a_program_ends_when_one_rank_leaves_it(begins, ends, code, reported, tmp_path):
+    program = (
+        "import numpy, sys, mpitrain\n"
+        f"{begins}:\n"
         f"    if transport.rank == 1: {ends}\n"
         "    transport.recv(numpy.zeros(1), (transport.rank + 1) % transport.size)\n"
     )
-    done = python_ranks(3, code, tmp_path)
-    assert done.returncode != 0
-    assert ends.removeprefix("raise ").partition("(")[0] in done.stderr, done.stderr
+    done = python_ranks(3, program, tmp_path)
+    assert done.returncode == code and reported in done.stderr, done.stderr
+    assert ("Traceback" in done.stderr) == ("raise" in ends)
 
 
 def test_a_late_warning_does_not_kill_a_run_that_has_ended(tmp_path):

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,19 @@ class Cluster:
         done = run(["sbatch", "--parsable", *words, path], cwd=self.folder, env=self.environment)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
+
+    @contextmanager
+    def configured(self, line):
+        """Add a line to the configuration of the site, and take it out again."""
+        path = Path("/etc/slurm/slurm.conf")
+        before = path.read_text()
+        try:
+            path.write_text(f"{before}{line}\n")
+            assert run(["scontrol", "reconfigure"]).returncode == 0
+            yield
+        finally:
+            path.write_text(before)
+            assert run(["scontrol", "reconfigure"]).returncode == 0
 
     def records(self, job):
         """The fields of the job, or of each task of its array."""

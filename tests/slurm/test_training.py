@@ -15,15 +15,21 @@ def events(cluster, run_dir):
     return [one["event"] for one in cluster.metrics(run_dir) if "event" in one]
 
 
-@pytest.mark.parametrize("requeue", ("--requeue", "--no-requeue"))
+@pytest.mark.parametrize("requeue", ("--requeue", "--no-requeue", "JobRequeue=0"))
 def test_a_run_stops_before_its_limit_and_goes_on_to_the_same_curve(cluster, requeue):
     """The run reads its end from squeue, without a signal. Where a requeue is forbidden, a second
     job continues it.
     """
-    job = [*JOB, *sets(run__steps=320)]
-    text = cluster.script(*TWO, "--time", "1", "--", "train", *job, drop=["--signal"])
+    job, is_site = [*JOB, *sets(run__steps=320)], requeue == "JobRequeue=0"
+    drop = ["--signal", "--requeue"] if is_site else ["--signal"]
+    text = cluster.script(*TWO, "--time", "1", "--", "train", *job, drop=drop)
     slow = text.replace('"$@" & P', '--set run.delay=1:200 "$@" & P')
-    first = cluster.submit(slow, requeue)
+    if is_site:
+        with cluster.configured(requeue):
+            first = cluster.submit(slow)
+            assert cluster.records(first)[0]["Requeue"] == "0"
+    else:
+        first = cluster.submit(slow, requeue)
     run_dir = f"runs/slurm-{first}"
     state = cluster.ended(first)
     if requeue == "--requeue":

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -230,17 +230,15 @@ def case_of(device: Device, shape: Shape, dtype: str, what: Product) -> Case:
 
     The elements of the product are near 1, where GELU is not linear. Some rows are compared.
     """
-    (m, n, k), rng = shape, np.random.default_rng(shape)
-    a = stored(rng.standard_normal((k, m) if what.stored[0] == "T" else (m, k), np.float32), dtype)
-    b = stored(
-        rng.standard_normal((n, k) if what.stored[1] == "T" else (k, n), np.float32) * k**-0.5,
-        dtype,
-    )
-    bias = stored(rng.standard_normal(n, np.float32), dtype)
+    m, n, k = shape
+    drawn = _drawn(shape)
+    a = stored(drawn[0].reshape((k, m) if what.stored[0] == "T" else (m, k)), dtype)
+    b = stored(drawn[1].reshape((n, k) if what.stored[1] == "T" else (k, n)), dtype)
+    bias = stored(drawn[2], dtype)
     put, get, arena = device.backend.from_host, device.backend.to_host, device.arena()
     x, y, added = put(a), put(b), put(bias)
-    z, kept = (put(np.zeros((m, n), a.dtype)) for _ in range(2))
-    sums = put(np.zeros(m, np.float32))
+    z, kept = (device.backend.zeros(m * n, a.dtype).reshape(m, n) for _ in range(2))
+    sums = device.backend.zeros(m, np.float32)
     extras = {
         "gelu": {"bias": added, "activation": "gelu", "saved": kept},
         "sums": {"row_sums": sums},
@@ -284,6 +282,16 @@ def case_of(device: Device, shape: Shape, dtype: str, what: Product) -> Case:
         return found
 
     return Case(by, wrong)
+
+
+@lru_cache(maxsize=1)
+def _drawn(shape: Shape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the flat numbers of both operands and of the bias; the next call with this shape reuses
+    them. To draw them takes seconds for the largest shapes.
+    """
+    (m, n, k), rng = shape, np.random.default_rng(shape)
+    a, b = rng.standard_normal(m * k, np.float32), rng.standard_normal(n * k, np.float32)
+    return a, b * k**-0.5, rng.standard_normal(n, np.float32)
 
 
 def _compared(rows: int) -> tuple[slice, ...]:

@@ -23,7 +23,7 @@ SHAPES = {
 }
 """{kind of device: (sequences, tokens, channels, heads, vocabulary)}."""
 
-MOVED = {"cpu": 1024, "cuda-sim": 48, "cuda": 1 << 17}
+MOVED = {"cpu": 1024, "cuda-sim": 48, "cuda": 1 << 16}
 """Rows for memory-bound operations. On a GPU they exceed all caches and hide launch costs."""
 
 

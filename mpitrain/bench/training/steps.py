@@ -224,13 +224,13 @@ def check_common_steps(config: Config) -> None:
     """Raise ConfigError for an asynchronous mode: its ranks have no common steps to time. Local."""
     if mode_of(config).records(config.replication):
         raise ConfigError(
-            "bench train measures steps that all ranks make together, but replication.update is "
+            "Turns are of steps that all ranks make together, but replication.update is "
             f"{config.replication.update}.",
             "Set replication.update=sync.",
         )
     if config.pipeline.schedule in STREAMS:
         raise ConfigError(
-            "bench train measures steps that all ranks make together, but in pipeline.schedule "
+            "Turns are of steps that all ranks make together, but in pipeline.schedule "
             f"{config.pipeline.schedule} none ends.",
             "Take another schedule, or `mpitrain train`.",
         )

@@ -14,6 +14,7 @@ import torch
 import torch.distributed
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mpitrain import config
 from mpitrain.bench.training.torch_gpt import GPT, Rates
@@ -139,6 +140,8 @@ def _connect(transport: Transport) -> None:
 class TorchAttention:
     """Causal F.scaled_dot_product_attention, forward and backward.
 
+    On a GPU the backend is fixed: flash attention for 16-bit elements, else efficient attention.
+
     qkv  (B, T, 3C), as for our attention
     dy   (B, T, C)
     """
@@ -150,10 +153,15 @@ class TorchAttention:
 
         self._operands = [operand.detach().requires_grad_() for operand in split(qkv, 3)]
         self._dy, self._y = split(dy, 1)[0], None
+        fused = SDPBackend.EFFICIENT_ATTENTION if dtype == "float32" else SDPBackend.FLASH_ATTENTION
+        self._backends = (
+            [fused] if kind == "cuda" else [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+        )
 
     def forward(self) -> None:
         q, k, v = self._operands
-        self._y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        with sdpa_kernel(self._backends):
+            self._y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def backward(self) -> None:
         torch.autograd.grad(self._y, self._operands, self._dy, retain_graph=True)

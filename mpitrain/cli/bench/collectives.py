@@ -16,6 +16,7 @@ from mpitrain.cli.bench.options import Bytes, against_options, compared, table_o
 from mpitrain.cli.bench.pairs import command as pairs
 from mpitrain.cli.bench.rows import printed_sweep
 from mpitrain.cli.bench.train import command as train
+from mpitrain.cli.bench.transactions import transactions
 from mpitrain.cli.numbers import finite
 from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.session import MOST, mpi_session
@@ -44,6 +45,7 @@ def command() -> None:
 command.add_command(train, "train")
 command.add_command(generate)
 command.add_command(kernels)
+command.add_command(transactions)
 command.add_command(gemm)
 command.add_command(launch)
 command.add_command(fit)

@@ -31,6 +31,7 @@ ALONE = [
     "replication.mode=all-reduce",
     "replication.shard=all",
     "run.delay=",
+    "run.inject=",
 ]
 """Settings that turn the job into a job of one rank."""
 

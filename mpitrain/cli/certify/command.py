@@ -42,7 +42,7 @@ def _words(context: Any, option: Any, given: str | None) -> list[str]:
     "--hosts",
     default="",
     metavar="A:4,B:4",
-    help="Probe these nodes from outside MPI, then start so many ranks on each that answers.",
+    help="Probe these nodes from outside MPI, then start so many ranks on each that answers.  [default: those of the batch job]",
 )
 @click.option(
     "--hostfile", type=click.Path(path_type=Path), help="File of such nodes, as for launch."
@@ -93,24 +93,32 @@ def command(
 ) -> None:
     """Measure every node, and print PASS or FAIL for each with the reason.
 
-    From outside MPI, by node names: mpitrain certify --hosts a:4,b:4. On ranks that run already:
-    mpitrain launch -n 8 -- certify. With one rank per node, memory and products have no other work.
+    From outside MPI, by node names: mpitrain certify --hosts a:4,b:4. In a batch job, the nodes are
+    those of the job, with one rank each or --ppn. On ranks that run already: mpitrain launch -n 8
+    -- certify. With one rank per node, memory and products have no other work.
 
     It runs the probes of `doctor`, then all pairs of nodes and every collective. Each rank measures
     matrix products and memory, and computes one seeded step alone. Two short runs compare other
     nodes and a resumed run. A slow link fails a node only if all its links are slow. Without
     --expect, a node is compared with the median of all nodes. The exit code is 1 if anything fails.
     """
-    if hosts or hostfile:
-        from mpitrain.cli.launch.placement import placement
-
-        nodes = placement(hosts, hostfile, ppn or 0, "").hosts
+    if nodes := _nodes(hosts, hostfile, ppn or 0):
         sys.exit(_from_outside(nodes, agent, extra, options))
     if agent or extra or ppn:
-        raise click.UsageError("--ppn, --agent and --with need --hosts or --hostfile.")
+        raise click.UsageError("--ppn, --agent and --with need --hosts, --hostfile or a batch job.")
     with mpi_session() as transport:
         passes = _certify(transport, options)
     sys.exit(0 if passes else 1)
+
+
+def _nodes(hosts: str, hostfile: Path | None, ppn: int) -> dict[str, int]:
+    """Return {node: its ranks} of the options or the batch job; {} on running ranks."""
+    from mpitrain.cli.launch.allocation import nodes
+    from mpitrain.cli.launch.placement import placement
+
+    if not hosts and not hostfile and process.launched().launcher == "none":
+        hosts = ",".join(nodes(os.environ))
+    return placement(hosts, hostfile, ppn, "").hosts
 
 
 def _from_outside(

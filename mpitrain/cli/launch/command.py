@@ -4,7 +4,6 @@ It adds the launcher options that this machine needs.
 """
 
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -19,7 +18,7 @@ from mpitrain.cli.launch.allocation import (
     ranks_of,
     slurm_cores,
 )
-from mpitrain.cli.launch.mpi_library import Mpi, launcher, library
+from mpitrain.cli.launch.mpi_library import Mpi, first_number, launcher, library
 from mpitrain.cli.launch.placement import (
     Placement,
     described,
@@ -218,13 +217,19 @@ def command_line(
         # They cannot transfer GPU memory.
         options += ["--mca", "pml", "ob1", "--mca", "btl", f"{shared_memory_btl(mpi.version)},self"]
         check_shared_memory(ranks)
-    return [launcher("mpirun", "Open MPI"), "-n", str(ranks), *options, *extra, *program], {}
+    return [
+        launcher("mpirun", "Open MPI", mpi.version),
+        "-n",
+        str(ranks),
+        *options,
+        *extra,
+        *program,
+    ], {}
 
 
 def shared_memory_btl(version: str) -> str:
     """Return the name of Open MPI's shared-memory component, which was vader before version 5."""
-    found = re.search(r"v(\d+)\.", version)
-    return "vader" if found and int(found[1]) < 5 else "sm"
+    return "vader" if int(first_number(version) or 5) < 5 else "sm"
 
 
 def cores_of(ranks: int, granted: Allocation | None, placed: Placement) -> int:

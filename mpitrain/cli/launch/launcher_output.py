@@ -12,6 +12,7 @@ import threading
 import time
 from contextlib import suppress
 
+from mpitrain.cli.launch.failed import Failure
 from mpitrain.cli.launch.killed import KILLED, KilledRanks
 from mpitrain.cli.terminal.screen import Screen
 from mpitrain.cli.terminal.status import StatusFilter
@@ -38,12 +39,13 @@ class LauncherOutput:
     run     the run directory; "" before
     spoken  whether any byte was shown on standard error
     killed  the ranks that a signal ended
+    failure the first failure that a rank reported
     """
 
     def __init__(self) -> None:
         self.began = self.spoken = False
         self.end = self.run = ""
-        self.killed = KilledRanks()
+        self.killed, self.failure = KilledRanks(), Failure()
 
     def note(self, event: str, run_dir: str) -> None:
         """Update the state by a status line."""
@@ -64,7 +66,9 @@ class Output:
     def pass_on(self, chunk: bytes) -> bytes:
         """Return the bytes to show now."""
         self._recent += chunk
-        self._words.killed.read(self._recent[: self._recent.rfind(b"\n") + 1])
+        lines = self._recent[: self._recent.rfind(b"\n") + 1]
+        self._words.killed.read(lines)
+        self._words.failure.read(lines)
         self._recent = self._recent[-LONGEST:]
         return chunk
 

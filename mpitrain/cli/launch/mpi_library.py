@@ -1,6 +1,7 @@
 """The MPI library that mpi4py loads, and its launcher."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -48,27 +49,41 @@ def library() -> Mpi:
     )
 
 
-def launcher(name: str, sign: str) -> str:
+def launcher(name: str, sign: str, version: str = "") -> str:
     """Return the path of the launcher whose --version prints `sign`; ConfigError if there is none.
 
-    The folder of this Python comes first, then PATH.
+    The folder of this Python comes first, then PATH. Open MPI's library and launcher
+    must have the same first number of version. Otherwise the ranks do not find each other.
+
+    version  version string of the MPI library; "": any launcher will do
     """
+    wanted = first_number(version)
     places = [str(Path(sys.executable).parent), *os.environ.get("PATH", "").split(os.pathsep)]
     complaints = []
     for path in dict.fromkeys(path for place in places if (path := shutil.which(name, path=place))):
         asked = subprocess.run([path, "--version"], capture_output=True, text=True)
         if sign in asked.stdout:
-            return path
-        if asked.returncode:
+            if not wanted or first_number(asked.stdout) in ("", wanted):
+                return path
+            complaints.append(
+                f"{path} is of {asked.stdout.splitlines()[0].strip()}, but mpi4py loads {version}"
+            )
+        elif asked.returncode:
             said = [
                 line for line in (asked.stderr + asked.stdout).splitlines() if line.strip("- ")
             ] or ["nothing"]
             complaints.append(f"{path} --version ended with {asked.returncode} and said: {said[0]}")
     if complaints:
         raise ConfigError(
-            "\n".join(complaints), "Mend what it complains of, or start the ranks by hand."
+            "\n".join(complaints), "Load the launcher of that MPI, or start the ranks by hand."
         )
     raise ConfigError(
         f"No {name} of the MPI that mpi4py loads was found in the folder of {sys.executable} or on PATH.",
         "Install the launcher of that MPI, or unload the other one.",
     )
+
+
+def first_number(version: str) -> str:
+    """Return the first number of a version of Open MPI, of its library or its mpirun; "" if unknown."""
+    found = re.search(r"Open MPI\)? v?(\d+)\.", version)
+    return found[1] if found else ""

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from mpitrain.cli import NOT_BEGUN, STOPPED, USAGE
 from mpitrain.cli.launch.launcher_output import Errors, LauncherOutput, Output, Passage
@@ -106,6 +107,10 @@ def run(
     _kill(process.pid)  # a killed launcher may have left ranks behind
     for passage in passages:
         passage.finish(2)
+    if is_training and code and words.began:
+        from mpitrain.run.checkpoint.directories import tidy
+
+        tidy(Path(words.run))
     killed = words.killed.first()
     if killed and passed < 2 and (words.began or not passed):
         which = f". `mpitrain report {shlex.quote(words.run)}` says which one fell silent first"
@@ -182,16 +187,23 @@ def training_code(screen: Screen, words: LauncherOutput, code: int, requests: in
     requests  stop requests that were forwarded
     """
     if words.end in ("stopped", "not begun") and code in (0, STOPPED):
+        if words.end == "not begun":
+            say(screen, NOT_BEGUN)
         return STOPPED
     if words.end == "ended" and code == 0:
         return 0
     if requests == 1 and not words.began and code not in (0, USAGE):
-        if not words.end:
-            say(screen, NOT_BEGUN)
+        say(screen, NOT_BEGUN)
         return STOPPED
     if code == 0:
         say(
             screen,
-            "the launcher returned 0, but rank 0 did not say that the run ended: a host may be lost",
+            "the launcher returned 0, but rank 0 did not say that the run ended: a rank may have left, or a host may be lost",
         )
+    elif (
+        code != USAGE
+        and not (requests or words.killed.first())
+        and (line := words.failure.last_line(_positive(code), words.began))
+    ):
+        say(screen, line)
     return _positive(code) or 1

@@ -7,10 +7,12 @@ import click
 
 from mpitrain.cli import Group
 from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.plan.batch import command as batch
 from mpitrain.cli.plan.chart_width import columns, filled
 from mpitrain.cli.plan.collectives import all_gather, allreduce, reduce_scatter
 from mpitrain.cli.plan.memory import command as memory
 from mpitrain.cli.plan.micro_batches import command as micro_batches
+from mpitrain.cli.plan.tricks import command as tricks
 from mpitrain.machine import process
 from mpitrain.pipeline.schedules import NAMED, STREAMS
 
@@ -25,12 +27,14 @@ def command() -> None:
     """Print simulated pipeline schedules, steps of collectives, memory of a job, and the
     best number of micro-batches.
 
-    `micro-batches` measures on all ranks of the MPI job. The other commands need one process and
-    no MPI.
+    `tricks` prints whether each trick makes a job faster or smaller.
+
+    `micro-batches` and `tricks` measure on all ranks of the MPI job. The other commands need one
+    process and no MPI.
     """
 
 
-for each in (memory, micro_batches, allreduce, reduce_scatter, all_gather):
+for each in (memory, tricks, batch, micro_batches, allreduce, reduce_scatter, all_gather):
     command.add_command(each)
 
 

@@ -7,7 +7,7 @@ from mpitrain.cli.slurm.environments import environment_of
 from mpitrain.cli.slurm.request import Request
 from mpitrain.cli.slurm.systems import SYSTEMS, System
 
-BESIDE = 38
+REASON_COLUMN = 38
 """The column at which the comment of an #SBATCH line begins."""
 
 
@@ -93,8 +93,8 @@ TITLES: dict[str, Callable[[Request, str], list[str]]] = {
 def _directives(system: System, request: Request, resumes: bool) -> list[str]:
     lines = []
     for option, reason in system.directives(request, resumes):
-        if system.is_beside:
-            lines.append(f"{f'{system.prefix} {option}':<{BESIDE}}  # {reason}")
+        if system.has_reasons_in_line:
+            lines.append(f"{f'{system.prefix} {option}':<{REASON_COLUMN}}  # {reason}")
         else:
             lines += [f"# {reason}:", f"{system.prefix} {option}"]
     return lines
@@ -179,8 +179,7 @@ def _supervised(request: Request, system: System, words: list[str]) -> list[str]
     )
     timer = [
         "# This warning comes from the script, since the system sends none:",
-        "{ trap 'kill $S; exit' TERM",
-        f"  sleep {request.seconds - request.warning} & S=$!; wait $S; kill -USR1 $$; }} & timer=$!",
+        f"{{ while ((SECONDS < {request.seconds - request.warning})); do sleep 1; done; kill -USR1 $$; }} & timer=$!",
     ]
     return [
         "trap 'kill -USR1 $P' USR1  # the time limit is near: launch and srun pass USR1 on to every rank",

@@ -15,7 +15,7 @@ class System(NamedTuple):
 
     submit      the command that reads a script, and how
     prefix      the start of a directive's line
-    is_beside   whether a line may end with its reason; else the reason is a comment above
+    has_reasons_in_line   whether a line may end with its reason; else the reason is a comment above
     directives  (request, whether the job resumes) -> the head of a script
     folder      variable of the folder in which the job was submitted
     job         variable of the job's number
@@ -29,7 +29,7 @@ class System(NamedTuple):
 
     submit: str
     prefix: str
-    is_beside: bool
+    has_reasons_in_line: bool
     directives: Callable[[Request, bool], Directives]
     folder: str
     job: str
@@ -169,7 +169,7 @@ SYSTEMS = {
     "slurm": System(
         submit="sbatch",
         prefix="#SBATCH",
-        is_beside=True,
+        has_reasons_in_line=True,
         directives=_slurm,
         folder="SLURM_SUBMIT_DIR",
         job="SLURM_JOB_ID",
@@ -184,7 +184,7 @@ SYSTEMS = {
     "pbs": System(
         submit="qsub",
         prefix="#PBS",
-        is_beside=False,
+        has_reasons_in_line=False,
         directives=_pbs,
         folder="PBS_O_WORKDIR",
         job="PBS_JOBID",
@@ -199,7 +199,7 @@ SYSTEMS = {
     "lsf": System(
         submit="bsub <",
         prefix="#BSUB",
-        is_beside=False,
+        has_reasons_in_line=False,
         directives=_lsf,
         folder="LS_SUBCWD",
         job="LSB_JOBID",

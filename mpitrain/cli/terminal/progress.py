@@ -119,17 +119,18 @@ class Progress(Watcher):
             for name in ("mfu", "hfu")
             if name in record and (name == "mfu" or record["hfu"] != record["mfu"])
         )
+        slow = f"  {slow_rank(record)}" if "slow_rank" in record else ""
         why = next((f"  skipped: {why}" for key, why in SKIPPED.items() if record.get(key)), "")
         if self._has_bar:
             self._bar.set_postfix_str(
-                f"loss {record['loss']:.3f}, {rate:,.0f} {unit}{used.replace('  ', ', ')}",
+                f"loss {record['loss']:.3f}, {rate:,.0f} {unit}{(used + slow).replace('  ', ', ')}",
                 refresh=False,
             )
         if self._has_lines or why:
             self._line(
                 f"step {record['step']:>{len(str(self._steps))}}/{self._steps}  loss {record['loss']:.4f}  "
                 f"lr {record['lr']:.2e}  grad norm {record['grad_norm']:.3f}  {rate:,.0f} {unit}{used}  "
-                f"left {self._left(record['step'])}" + why
+                f"left {self._left(record['step'])}{why}{slow}"
             )
 
     def on_evaluation(self, record: dict[str, Any]) -> None:
@@ -167,6 +168,14 @@ class Progress(Watcher):
     def _line(self, text: str) -> None:
         self._bar.write(text, file=sys.stdout)
         sys.stdout.flush()
+
+
+def slow_rank(record: dict[str, Any]) -> str:
+    """Return the slow rank of a record as text."""
+    return (
+        f"rank {record['slow_rank']} on {record['slow_host']}: {record['slow_times']:.1f} times the median "
+        f"since step {record['slow_since']}"
+    )
 
 
 def _limit(record: dict[str, Any]) -> str:

@@ -1,25 +1,16 @@
-"""Runs an all-reduce of the user in a process of its own, and proves its messages by simulation.
+"""The rules of an all-reduce that a user writes: the form of its steps, and their simulation.
 
-    python -I checked.py FILE RANKS COUNT < FILE
-
-prints one line of JSON: `{"plans": [...]}`, the steps of each rank, or `{"problem": "..."}`. The
-process limits its own time and memory. It imports neither NumPy nor MPI.
+A step is `(sends, receives, adds)`. The first two are lists of `(peer, start, stop)`. Nothing here
+imports NumPy or MPI: the process that runs the user's file uses these rules.
 """
 
-import json
-import os
-import resource
-import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
-from types import ModuleType
 from typing import Any
 
-SECONDS = 7
-"""Processor time of the process, in seconds."""
-MEMORY = 1 << 30
-"""Address space of the process, in bytes."""
+from mpitrain.collectives.plans.isolated import Wrong
+
 MOST_STEPS = 100_000
 
 Transfer = tuple[int, int, int]
@@ -28,17 +19,19 @@ Step = tuple[list[Transfer], list[Transfer], bool]
 """Sends, receives, and whether received elements are added."""
 
 
-class Wrong(Exception):
-    """A rule of all-reduces that the plans break."""
+def steps_of(
+    answer: Any, rank: int, ranks: int, count: int, call: str = "", most: int = MOST_STEPS
+) -> list[Step]:
+    """Return the steps of a rank in the form of `Step`; Wrong if they are anything else.
 
-
-def steps_of(answer: Any, rank: int, ranks: int, count: int) -> list[Step]:
-    """Return the steps of a rank in the form of `Step`; Wrong if they are anything else."""
-    where = f"all_reduce({rank}, {ranks}, {count})"
+    call  the call that returned the answer, for messages
+    most  largest number of steps
+    """
+    where = call or f"all_reduce({rank}, {ranks}, {count})"
     if not isinstance(answer, list | tuple):
         raise Wrong(f"{where} must return a list of steps, but it is {answer!r:.60}")
-    if len(answer) > MOST_STEPS:
-        raise Wrong(f"{where} has {len(answer):,} steps, more than {MOST_STEPS:,}")
+    if len(answer) > most:
+        raise Wrong(f"{where} has {len(answer):,} steps, more than {most:,}")
     found = []
     for number, step in enumerate(answer, 1):
         if not (isinstance(step, list | tuple) and len(step) == 3 and isinstance(step[2], bool)):
@@ -92,8 +85,12 @@ def _check_overlap(
                 )
 
 
-def simulate(plans: Sequence[Sequence[Step]], count: int) -> None:
+def simulate(
+    plans: Sequence[Sequence[Step]], count: int, workers: Collection[int] | None = None
+) -> None:
     """Run the plans on symbols; Wrong unless every rank ends with the same sum of all ranks.
+
+    workers  the ranks that have summands and need the sum; others start with zeros. None: all
 
     A rank's step ends when all of its messages have been exchanged. Messages of a pair of ranks
     arrive in order. The order of summation must be the same on all ranks: otherwise their results
@@ -122,6 +119,8 @@ def simulate(plans: Sequence[Sequence[Step]], count: int) -> None:
         return sums[key]
 
     def add(x: int, y: int) -> int:
+        if not (ranks_of[x] and ranks_of[y]):
+            return x if ranks_of[x] else y
         key = (min(x, y), max(x, y))
         if key in sums:
             return sums[key]
@@ -130,7 +129,12 @@ def simulate(plans: Sequence[Sequence[Step]], count: int) -> None:
             counts[rank] = counts.get(rank, 0) + times
         return symbol(key, counts)
 
-    held = [[symbol(rank, {rank: 1})] * (len(cuts) - 1) for rank in range(ranks)]
+    used = range(ranks) if workers is None else sorted(workers)
+    zero = symbol("zero", {})
+    held = [
+        [symbol(rank, {rank: 1}) if rank in used else zero] * (len(cuts) - 1)
+        for rank in range(ranks)
+    ]
     left = [deque(mine) for mine in plans]
     waiting: list[tuple[deque, list, list[list[int]]] | None] = [None] * ranks
     arrived: list[list[tuple[int, Transfer, list[int]]]] = [[] for _ in range(ranks)]
@@ -193,17 +197,17 @@ def simulate(plans: Sequence[Sequence[Step]], count: int) -> None:
     if any(waiting):
         raise Wrong(f"no message can move: {_waits(waiting, plans, left)}")
     for number, (start, _) in enumerate(pairwise(cuts)):
-        for rank in range(ranks):
+        for rank in used:
             summed = ranks_of[held[rank][number]]
-            for other in range(ranks):
+            for other in used:
                 if (times := summed.get(other, 0)) != 1:
                     raise Wrong(
                         f"element {start} of rank {rank} has the value of rank {other} {times} "
                         "times, and must have it once"
                     )
-            if held[rank][number] != held[0][number]:
+            if held[rank][number] != held[used[0]][number]:
                 raise Wrong(
-                    f"ranks 0 and {rank} sum element {start} in another order, so their results "
+                    f"ranks {used[0]} and {rank} sum element {start} in another order, so their results "
                     "differ by rounding"
                 )
 
@@ -220,43 +224,15 @@ def _waits(waiting: Sequence[Any], plans: Sequence[Any], left: Sequence[Any]) ->
     return ", ".join(said[:4])
 
 
-def main() -> None:
-    """Answer for the arguments of the command line."""
-    file, ranks, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-    out = os.dup(1)
-    os.dup2(2, 1)  # A print of the file must not enter the answer.
-    answer: dict[str, Any]
-    try:
-        module = ModuleType("own_algorithm")
-        module.__file__ = file
-        code = sys.stdin.buffer.read()
-        exec(compile(code, file, "exec"), module.__dict__)
-        plan = getattr(module, "all_reduce", None)
-        if not callable(plan):
-            raise Wrong("the file must define all_reduce(rank, ranks, count)")
-        plans = [steps_of(plan(rank, ranks, count), rank, ranks, count) for rank in range(ranks)]
-        simulate(plans, count)
-        answer = {"plans": plans}
-    except Wrong as error:
-        answer = {"problem": str(error)}
-    except MemoryError:
-        answer = {"problem": f"it takes more than {MEMORY >> 20} MiB"}
-    except (Exception, SystemExit) as error:
-        lines = []
-        trace = error.__traceback__
-        while trace:
-            if trace.tb_frame.f_code.co_filename == file:
-                lines.append(trace.tb_lineno)
-            trace = trace.tb_next
-        if isinstance(error, SyntaxError) and error.lineno:
-            lines.append(error.lineno)
-        where = f" in line {lines[-1]}" if lines else ""
-        answer = {"problem": f"it raises {type(error).__name__}{where}: {error}"}
-    with os.fdopen(out, "w") as channel:
-        json.dump(answer, channel)
+def all_reduce(names: Mapping[str, Any], ranks: int, count: int) -> Iterator[dict[str, Any]]:
+    """Yield the proven plans of all ranks, of the function `all_reduce` of a user's file.
 
-
-if __name__ == "__main__":
-    main()
+    names   the file's own, by name
+    raises  Wrong if the plans break a rule
+    """
+    plan: Callable[..., Any] | None = names.get("all_reduce")
+    if not callable(plan):
+        raise Wrong("the file must define all_reduce(rank, ranks, count)")
+    plans = [steps_of(plan(rank, ranks, count), rank, ranks, count) for rank in range(ranks)]
+    simulate(plans, count)
+    yield {"plans": plans}

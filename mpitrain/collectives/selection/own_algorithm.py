@@ -7,10 +7,6 @@ runs in this process.
 """
 
 import hashlib
-import json
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -22,18 +18,17 @@ from mpitrain.collectives.engine.agreement import Agreed
 from mpitrain.collectives.engine.arithmetic import Arithmetic
 from mpitrain.collectives.engine.executor import Execution, Reduction
 from mpitrain.collectives.plans import checked
+from mpitrain.collectives.plans.isolated import Wrong
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer
 from mpitrain.collectives.selection.algorithm import never, of_plans
+from mpitrain.collectives.selection.isolated_answers import SECONDS, answers
 from mpitrain.collectives.selection.table import ALL_REDUCE
 from mpitrain.config.plugins import MARK
 from mpitrain.errors import ConfigError, on_every_rank
 from mpitrain.files import contents
-from mpitrain.machine.process import environment_of_one
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
-SECONDS = 8.0
-"""Longest time in which a file must answer."""
 SUFFIX = ".py"
 
 
@@ -96,33 +91,20 @@ def answer(path: str, code: bytes, ranks: int, count: int) -> list[Plan]:
 
     raises  ConfigError if the file gives wrong sums, deadlocks, raises, or takes too long
     """
-    # An isolated interpreter imports nothing from the working directory.
-    words = [sys.executable, "-I", checked.__file__, path, ranks, count]
     where = f"The algorithm {path} must sum the arrays of {ranks} ranks, but for {count:,} elements"
-    try:
-        child = subprocess.run(
-            [*map(str, words)],
-            input=code,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=SECONDS,
-            env=environment_of_one(),
-        )
-        slow = child.returncode in (-signal.SIGXCPU, -signal.SIGKILL)  # by its limit of time
-    except subprocess.TimeoutExpired:
-        slow = True
-    if slow:
+    given = answers(path, code, f"{checked.__name__}:all_reduce", ranks, count, seconds=SECONDS)
+    if given.is_slow:
         raise ConfigError(
             f"{where} it gives no answer within {SECONDS:g} s.",
             "Return the steps of one rank, as a list.",
         )
     try:
-        found = json.loads(child.stdout)
+        (found,) = given.found
         problem = found.get("problem", "")
         plans = [] if problem else [_plan(found["plans"][r], r, ranks, count) for r in range(ranks)]
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, checked.Wrong):
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, Wrong):
         raise ConfigError(
-            f"{where} its process ended with {child.returncode} and no answer.",
+            f"{where} its process ended with {given.ended} and no answer.",
             "Return the steps of one rank, as a list.",
         ) from None
     if problem:

@@ -18,7 +18,7 @@ from mpitrain.machine import process
 
 HERE = Path(__file__).parent
 WAY_OUT = "What NVRTC accepts and g++ does not belongs into simulator/language.h."
-RUNTIME = ("fibers.cpp", "schedule.cpp", "shadow.cpp", "launch.cpp")
+RUNTIME = ("fibers.cpp", "schedule.cpp", "shadow.cpp", "transactions.cpp", "launch.cpp")
 
 COMMON = (
     "-std=c++20",
@@ -36,6 +36,8 @@ COMMON = (
 FAST = ("-O2", "-march=native", "-fno-math-errno", "-fno-trapping-math")
 CHECKED = (
     "-O1",
+    # A run of 16 bytes stays one access, as on a GPU.
+    "-fno-tree-sra",
     "-fsanitize=thread,alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero",
 )
 

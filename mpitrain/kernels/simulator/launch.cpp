@@ -185,6 +185,8 @@ extern "C" int simulator_launch(const Launch* request, char* dynamic_shared, Rep
     prepare_stacks();
     dl_iterate_phdr(find_kernel, nullptr);
     open_shadow();
+    landing = false;
+    forget_requests();
     {
         FaultHandler handler;
         if (!sigsetjmp(after_fault, 1)) run_blocks();

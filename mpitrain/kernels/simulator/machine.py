@@ -4,7 +4,7 @@ import ctypes as c
 import re
 import subprocess
 import threading
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -45,6 +45,7 @@ class _Launch(c.Structure):
         ("order", c.c_uint),
         ("seed", c.c_uint),
         ("checked", c.c_uint),
+        ("counted", c.c_uint),
         ("buffers", c.POINTER(Buffer)),
         ("buffer_count", c.c_uint),
     ]
@@ -54,16 +55,52 @@ class _Report(c.Structure):
     _fields_ = [("kind", c.c_char * 24), ("text", c.c_char * 1024), ("offset", c.c_size_t)]
 
 
+class _Site(c.Structure):
+    _fields_ = [
+        ("offset", c.c_size_t),
+        ("requests", c.c_ulonglong),
+        ("passes", c.c_ulonglong),
+        ("least", c.c_ulonglong),
+        ("nbytes", c.c_uint),
+        ("writes", c.c_uint),
+    ]
+
+
+MOST_SITES = 4096
+
+
+class SharedAccess(NamedTuple):
+    """An instruction that touches shared memory, in one launch.
+
+    where     file and line, if it has bank conflicts; else ""
+    nbytes    bytes of each thread
+    requests  executions of the instruction by a warp
+    passes    passes over the 32 banks; Nsight Compute calls them wavefronts
+    least     passes without any bank conflict
+    """
+
+    where: str
+    writes: bool
+    nbytes: int
+    requests: int
+    passes: int
+    least: int
+
+
 class Traffic(NamedTuple):
     """The bytes that the threads of one launch read and wrote in global memory, by array.
 
     accesses  number of loads and stores, of at most 16 bytes each, by array
+    sectors   number of 32-byte sectors that the requests of all warps touch, by array
+    shared    the instructions that touch shared memory
     """
 
     kernel: str
     read: dict[str, int]
     written: dict[str, int]
     accesses: dict[str, int]
+    sectors: dict[str, int]
+    shared: tuple[SharedAccess, ...]
 
 
 class Simulator:
@@ -157,6 +194,7 @@ class Simulator:
                 ORDERS.index(self.order),
                 self.seed,
                 self.checked,
+                self.checked and self.traffic is not None,
                 counted,
                 len(buffers),
             )
@@ -172,8 +210,26 @@ class Simulator:
                         {name: buffer.bytes_read for name, buffer in moved},
                         {name: buffer.bytes_written for name, buffer in moved},
                         {name: buffer.accesses for name, buffer in moved},
+                        {name: buffer.sectors for name, buffer in moved},
+                        self._shared(path),
                     )
                 )
+
+    def _shared(self, path: Path) -> tuple[SharedAccess, ...]:
+        """Return the instructions of the last launch that touched shared memory, in code order."""
+        found = (_Site * MOST_SITES)()
+        count: int = self._runtime.simulator_sites(found, c.c_size_t(MOST_SITES))
+        return tuple(
+            SharedAccess(
+                _source_line(path, site.offset) if site.passes > site.least else "",
+                bool(site.writes),
+                site.nbytes,
+                site.requests,
+                site.passes,
+                site.least,
+            )
+            for site in sorted(found[:count], key=lambda site: site.offset)
+        )
 
     def _error(self, path: Path, signature: Signature, report: _Report) -> KernelError:
         place = f", {_source_line(path, report.offset)}" if report.offset else ""
@@ -191,6 +247,7 @@ def _ask(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
+@cache
 def _source_line(path: Path, offset: int) -> str:
     """Return file and line of an address within a library."""
     return _ask("addr2line", "-e", str(path), hex(offset)).split()[0].rpartition("/")[2]

@@ -30,6 +30,7 @@ class Buffer(c.Structure):
         ("bytes_read", c.c_ulonglong),
         ("bytes_written", c.c_ulonglong),
         ("accesses", c.c_ulonglong),
+        ("sectors", c.c_ulonglong),
     ]
 
 

@@ -37,15 +37,19 @@ struct Fiber {
 
 // An array argument. `member` has one byte an element, 0 for those that a strided view skips; null if it has all.
 // A checked launch counts the bytes that its threads have read and written, an atomic operation as both, and the accesses, of
-// at most 16 bytes, that this takes.
+// at most 16 bytes, that this takes. If `counted`, it also counts the sectors of 32 bytes that requests of a warp touch.
 struct Buffer {
     char* base;
     size_t nbytes;
     unsigned element_bytes, readonly, fresh;
     const uint8_t* member;
     const char* name;
-    unsigned long long bytes_read, bytes_written, accesses;
+    unsigned long long bytes_read, bytes_written, accesses, sectors;
 };
+
+// An instruction that touches shared memory: the requests of warps there, their passes over the banks, and the passes
+// without any bank conflict. nbytes: of the widest lane; writes: also an atomic operation.
+struct Site { size_t offset; unsigned long long requests, passes, least; unsigned nbytes, writes; };
 
 enum Order { FORWARD, REVERSE, RANDOM };
 
@@ -55,7 +59,7 @@ struct Launch {
     void (*call)(void** arguments);
     void** arguments;
     unsigned blocks[3], threads[3], dynamic_shared;
-    unsigned order, seed, checked;
+    unsigned order, seed, checked, counted;
     Buffer* buffers;
     unsigned buffer_count;
 };
@@ -66,6 +70,7 @@ struct Report { char kind[24]; char text[1024]; size_t offset; };
 extern Launch launch;
 extern Report* report;
 extern bool failed;
+extern bool landing;              // a copy of the past lands: no instruction does that
 extern Fiber* running;            // null while the scheduler itself runs
 extern std::vector<Fiber> fibers;
 extern char *kernel_begin, *kernel_end;     // the kernel's library in memory
@@ -90,5 +95,9 @@ void check_access(char* address, size_t nbytes, Access access, const void* from)
 void forget_value(char* address, size_t nbytes);   // its content is undefined until the next write
 void check_outputs();             // after the last block: every element of a fresh array was written
 void close_shadow();
+
+void count_part(const char* address, size_t nbytes, Access access, const void* from, Buffer* array);    // null: shared
+void count_requests();            // each time the lanes of a warp have come to a stop
+void forget_requests();
 
 }  // namespace simulator

@@ -10,6 +10,7 @@ namespace simulator {
 
 Self self;
 unsigned barrier_epoch, warp_epoch[kMostThreads / kWarp];
+bool landing;
 
 void barrier(Place place) {
     running->state = AT_BARRIER;
@@ -36,8 +37,9 @@ void order_memory(void**) {}    // the scheduler advances the warp's epoch, whic
 void start_copy(void* to, const void* from, size_t nbytes, size_t valid) {
     if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % nbytes)
         fail("alignment", "asynchronous copy of %zu bytes between addresses that are not aligned to it", nbytes);
-    if (valid) touch(from, valid, READ);
-    touch(to, nbytes, WRITE);
+    const void* here = __builtin_return_address(0);
+    if (valid) check_access(const_cast<char*>(static_cast<const char*>(from)), valid, READ, static_cast<const char*>(here) - 1);
+    check_access(static_cast<char*>(to), nbytes, WRITE, here);
     forget_value(static_cast<char*>(to), nbytes);
     running->copies.push_back({to, from, nbytes, valid, running->group});
 }
@@ -46,12 +48,14 @@ void commit_copies() { ++running->group; }
 
 void wait_copies(int groups_left) {
     auto under_way = [&](const Copy& copy) { return copy.group >= running->group - groups_left; };
+    landing = true;
     for (const auto& copy : running->copies) {
         if (under_way(copy)) continue;
         touch(copy.to, copy.nbytes, WRITE);
         std::memcpy(copy.to, copy.from, copy.valid);
         std::memset(static_cast<char*>(copy.to) + copy.valid, 0, copy.nbytes - copy.valid);
     }
+    landing = false;
     std::erase_if(running->copies, [&](const Copy& copy) { return !under_way(copy); });
 }
 
@@ -109,6 +113,7 @@ static void run_warp(Fiber* warp, unsigned lanes, std::vector<unsigned>& lane_or
             resume(warp[lane]);
             if (failed) return;
         }
+        if (launch.counted) count_requests();
     } while (complete_a_meeting(warp, lanes));
     if (failed) return;
     for (unsigned lane = 0; lane < lanes; ++lane)

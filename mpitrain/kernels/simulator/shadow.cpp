@@ -94,6 +94,7 @@ void check_access(char* address, size_t nbytes, Access access, const void* from)
     if (access != WRITE) shadow->buffer.bytes_read += nbytes;
     if (access != READ) shadow->buffer.bytes_written += nbytes;
     shadow->buffer.accesses += (nbytes + 15) / 16;
+    if (launch.counted && !landing) count_part(address, nbytes, access, from, shadow == &shared ? nullptr : &shadow->buffer);
     const unsigned me = block_number() * block_size() + running->number + 1;
     const Touch now{me, barrier_epoch, warp_epoch[running->number / kWarp], access == ATOMIC};
     const size_t first = size_t(address - shadow->buffer.base) >> shadow->shift;

@@ -1,4 +1,4 @@
-// The PTX instructions that kernels reach through ptx.cuh: tensor-core products, matrix loads, asynchronous copies.
+// The PTX instructions that kernels reach through ptx.cuh: tensor-core products, matrix loads, asynchronous copies, powers.
 // Fragment layouts are those of the PTX ISA, sections "Matrix fragments for mma.m16n8k16" and "ldmatrix", so that a
 // kernel's own index arithmetic is tested; the order and rounding of the hardware's sums is not modelled.
 #pragma once
@@ -87,6 +87,8 @@ inline SIMULATOR_OWN void ldmatrix_x4(unsigned (&result)[4], const void* row, SI
 inline SIMULATOR_OWN void ldmatrix_x4_transposed(unsigned (&result)[4], const void* row, SIMULATOR_HERE) {
     ::simulator::load_matrix(result, row, 4, true, place);
 }
+// A subnormal x is flushed to 0, whose power is 1 all the same.
+inline float exp2_flushed(float x) { return x < -126.0f ? 0.0f : exp2(x); }
 inline SIMULATOR_OWN void copy_async_16(void* shared, const void* global, int valid_bytes = 16) {
     ::simulator::start_copy(shared, global, 16, size_t(valid_bytes));
 }

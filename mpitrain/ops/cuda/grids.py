@@ -29,11 +29,12 @@ SCRATCH = 2 << 10
 
 def most_shared(kernels: Kernels) -> int:
     """Return the bytes of shared memory that a block may have on this device."""
-    return _shared(kernels.engine.capability)
+    return shared_of(kernels.engine.capability)
 
 
 @cache
-def _shared(capability: int) -> int:
+def shared_of(capability: int) -> int:
+    """Return the bytes of shared memory that a block may have at a compute capability."""
     return SHARED[max((known for known in SHARED if known <= capability), default=min(SHARED))]
 
 

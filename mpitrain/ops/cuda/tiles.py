@@ -12,6 +12,7 @@ A block of threads computes one tile of C in steps along K:
 
 import json
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -21,6 +22,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.files import contents, write_whole
 from mpitrain.kernels.loader import Engine
 from mpitrain.ops.cuda.elements import c_type
+from mpitrain.ops.cuda.grids import shared_of
 from mpitrain.strict_json import validated
 
 
@@ -43,6 +45,13 @@ class Tile(NamedTuple):
         """Bytes of dynamic shared memory."""
         return 0
 
+    def static(self, itemsize: int) -> int:
+        """Return the bytes of static shared memory, for sums of `itemsize` bytes.
+
+        It is two buffers of both tiles. Each row has 4 elements of padding.
+        """
+        return 2 * self.TILE_K * (self.TILE_M + self.TILE_N + 2 * 4) * itemsize
+
     @property
     def threads(self) -> int:
         """Threads per block."""
@@ -57,6 +66,11 @@ class Tile(NamedTuple):
     def rate(self) -> int:
         """The most multiply-adds of a multiprocessor per cycle."""
         return 128
+
+    @property
+    def alone(self) -> float:
+        """The factor on the time of a block that has a multiprocessor for itself."""
+        return 1.0
 
 
 class TensorTile(NamedTuple):
@@ -100,6 +114,14 @@ class TensorTile(NamedTuple):
         """The most multiply-adds of a multiprocessor per cycle, as mma.sync reaches it."""
         return 1024
 
+    @property
+    def alone(self) -> float:
+        """The factor on the time of a block that has a multiprocessor for itself.
+
+        Its eight warps, two for each scheduler, cannot hide all waits.
+        """
+        return 1.3
+
 
 TILES = (
     Tile(128, 128, 8, 8, 8),
@@ -109,13 +131,15 @@ TILES = (
     Tile(64, 128, 16, 4, 8),
 )
 TENSOR_TILES = (
-    TensorTile(128, 128, 32, 64, 32, 4),
+    TensorTile(128, 128, 64, 64, 32, 3),
     TensorTile(64, 64, 32, 32, 32, 4),
     TensorTile(32, 32, 32, 16, 16, 3),
     TensorTile(128, 128, 32, 64, 64, 4),
     TensorTile(128, 256, 32, 64, 64, 3),
     TensorTile(256, 128, 32, 64, 64, 3),
+    TensorTile(128, 128, 32, 64, 32, 4),
 )
+MOST_STATIC = 48 << 10  # bytes of static shared memory that a kernel may have
 USUAL = 3  # the first USUAL tiles need no measurement; they are sorted by size, the largest first
 # A measurement holds for shapes with every dim within this factor.
 NEAR = 2.0
@@ -123,8 +147,8 @@ SPLITS = (1, 2, 4, 8, 16, 32)
 MOST_SPLITS = 32
 SHORTEST = 256  # no split of a sum over K is shorter
 # The cost of a block's start and end, in steps of TILE_K. Other blocks of the multiprocessor can
-# hide it.
-FILLING = 3
+# hide it. Deep steps count as DEEPEST elements of K at most.
+FILLING, DEEPEST = 3, 96
 # For `cost`, a step in K of an m x n tile takes (m + EDGE) * (n + EDGE) multiplications. The
 # excess over m * n stands for the traffic through shared memory.
 EDGE = 16
@@ -234,7 +258,10 @@ def possible(a: Any, capability: int) -> tuple[Tile | TensorTile, ...]:
     kind = c_type(a)
     if kind == "__half" and 75 <= capability < 80:
         return two_stages()
-    return TENSOR_TILES if kind in ("__half", "__nv_bfloat16") and capability >= 80 else TILES
+    if kind in ("__half", "__nv_bfloat16") and capability >= 80:
+        return _fitting(shared_of(capability))
+    size = max(4, a.itemsize)
+    return tuple(tile for tile in TILES if tile.static(size) <= MOST_STATIC)
 
 
 def usual(
@@ -262,10 +289,13 @@ def cost(tiling: Tiling, m: int, n: int, k: int, batches: int, engine: Engine) -
     blocks = count(m, tile.TILE_M) * count(n, tile.TILE_N) * batches * splits
     area = (tile.TILE_M + EDGE) * (tile.TILE_N + EDGE)
     rounds = count(blocks, multiprocessors)
-    waves = count(rounds, engine.multiprocessor.resident(tile.threads, tile.registers, tile.shared))
-    multiplying = (
-        (rounds * count(k, tile.TILE_K * splits) + waves * FILLING) * tile.TILE_K * area / tile.rate
-    )
+    resident = engine.multiprocessor.resident(tile.threads, tile.registers, tile.shared)
+    waves = count(rounds, resident)
+    depth = rounds * count(k, tile.TILE_K * splits) * tile.TILE_K
+    filling = waves * min(FILLING * tile.TILE_K, DEEPEST)
+    multiplying = (depth + filling) * area / tile.rate
+    if min(rounds, resident) == 1:
+        multiplying *= tile.alone
     if splits == 1:
         return multiplying
     return GAIN * multiplying + LAUNCH + (2 * splits + 1) * 4 * elements / multiprocessors / BYTES
@@ -355,4 +385,14 @@ def _entry(line: _Line) -> Measured:
 
 def two_stages() -> tuple[TensorTile, ...]:
     """Return the tensor tiles with two stages, for devices with little shared memory."""
-    return tuple(tile._replace(STAGES=2) for tile in TENSOR_TILES)
+    return tuple(tile._replace(STAGES=2) for tile in _fitting(0))
+
+
+@cache
+def _fitting(nbytes: int) -> tuple[TensorTile, ...]:
+    """Return the tensor tiles for devices with this shared memory per block, the usual ones first.
+
+    Where the largest usual tile does not fit, the last one, of half its depth, takes its place.
+    """
+    largest, *others, half = TENSOR_TILES
+    return TENSOR_TILES if largest.shared <= nbytes else (half, *others)

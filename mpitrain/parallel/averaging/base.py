@@ -7,7 +7,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpitrain.collectives.group import Group
-from mpitrain.layers.flat import Piece
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
 from mpitrain.parallel.replication.records import (
     SkippedUpdates,
@@ -18,6 +17,7 @@ from mpitrain.parallel.replication.records import (
 from mpitrain.parallel.replication.state import StateBuffer
 from mpitrain.parallel.replication.step_end import AgreeAndUpdate
 from mpitrain.parallel.replication.whole import LocalGradients, OwnRows, WholeParameters, whole
+from mpitrain.regions import Piece
 
 
 class AveragedParameters(WholeParameters):

@@ -1,11 +1,11 @@
 """Data parallelism by bucketed all-reduce (as DDP)."""
 
-from mpitrain.layers.flat import Piece
 from mpitrain.parallel.data.buckets import Buckets, common_buckets
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
 from mpitrain.parallel.replication.step_end import AgreeAndUpdate
 from mpitrain.parallel.replication.whole import ReplicaRows, WholeParameters, whole
+from mpitrain.regions import Piece
 
 
 def all_reduce(replica: ReplicationContext) -> Replication:

@@ -27,12 +27,13 @@ from mpitrain.collectives.compression.matrices import Matrix, tiles
 from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.collectives.engine.progress import mover
 from mpitrain.collectives.selection.choose import part_bytes
-from mpitrain.layers.flat import Bucket, Piece
+from mpitrain.layers.flat import Bucket
 from mpitrain.parallel.data.unsharded_buffers import users
 from mpitrain.parallel.grid import Grid
 from mpitrain.parallel.replication.protocol import ReplicationContext
 from mpitrain.parallel.replication.state import StateBuffer
 from mpitrain.parallel.replication.whole import LocalGradients
+from mpitrain.regions import Piece
 
 SUMMED = -1
 """An entry of `Buckets._missing` in place of a unit: the pending sum over a tied group."""

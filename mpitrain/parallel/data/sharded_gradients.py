@@ -6,7 +6,7 @@ from typing import Any
 from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.collectives.engine.progress import mover
 from mpitrain.layers.base import Gradient, Gradients
-from mpitrain.layers.flat import Bucket, Piece, Storage, shard
+from mpitrain.layers.flat import Bucket, Storage, shard
 from mpitrain.parallel.data.buckets import tied_sums
 from mpitrain.parallel.data.unsharded_buffers import (
     UnshardedBuffers,
@@ -18,6 +18,7 @@ from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.replication.components import GradientReducer
 from mpitrain.parallel.replication.protocol import ReplicationContext
 from mpitrain.parallel.replication.state import compact
+from mpitrain.regions import Piece
 
 
 class Shards:

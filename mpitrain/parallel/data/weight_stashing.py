@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 
 from mpitrain.layers.base import Weights
-from mpitrain.layers.flat import Piece
 from mpitrain.optim import learning_rate
 from mpitrain.parallel.data.allreduce import counted_runs
 from mpitrain.parallel.data.buckets import Buckets, common_buckets
@@ -35,6 +34,7 @@ from mpitrain.parallel.replication.protocol import Replication, ReplicationConte
 from mpitrain.parallel.replication.records import StepInput, StepResult, counted_fraction
 from mpitrain.parallel.replication.step_end import AgreeAndUpdate
 from mpitrain.parallel.replication.whole import ReplicaRows, WholeParameters, whole
+from mpitrain.regions import Piece
 from mpitrain.trace.ring_buffer import UPDATE
 
 
@@ -199,7 +199,7 @@ class StageUpdate(AgreeAndUpdate):
         """
         # The last stage runs backward right after forward, so `_turns` numbers this micro-batch.
         at, size = self._turns % self._micro_batches, self.replica.config.batch.size
-        self._losses[at : at + 1] = loss
+        self._losses[at : at + 1] = loss if isinstance(loss, float) else loss.reshape(1)
         self._parts_of_mean[at] = len(share(rows, at, self._micro_batches)) / (size * targets)
 
     def turn(self) -> bool:

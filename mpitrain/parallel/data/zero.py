@@ -32,7 +32,7 @@ from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.collectives.engine.progress import mover
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.layers.base import Weights
-from mpitrain.layers.flat import Bucket, Piece
+from mpitrain.layers.flat import Bucket
 from mpitrain.parallel.data.buckets import Buckets, common_buckets
 from mpitrain.parallel.data.sharded_gradients import ShardedGradients, Shards
 from mpitrain.parallel.data.zero_three import GatheredOnUse
@@ -41,6 +41,7 @@ from mpitrain.parallel.replication.protocol import Replication, ReplicationConte
 from mpitrain.parallel.replication.state import StateBuffer, compact, spread
 from mpitrain.parallel.replication.step_end import AgreeAndUpdate
 from mpitrain.parallel.replication.whole import FrozenParameters, ReplicaRows, whole
+from mpitrain.regions import Piece
 
 
 class GatheredAfterUpdate(ParameterStore):

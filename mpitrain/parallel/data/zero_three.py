@@ -23,13 +23,14 @@ from typing import Any
 from mpitrain.collectives.engine.codecs import parse_wire
 from mpitrain.collectives.engine.progress import ProgressEngine
 from mpitrain.layers.base import Weights
-from mpitrain.layers.flat import Bucket, Entry, Piece, shard
+from mpitrain.layers.flat import Bucket, Entry, shard
 from mpitrain.parallel.data.sharded_gradients import Shards, within
 from mpitrain.parallel.data.unsharded_buffers import UnshardedBuffers, buckets_used, shared_by_ties
 from mpitrain.parallel.replication.components import ParameterStore
 from mpitrain.parallel.replication.protocol import ReplicationContext
 from mpitrain.parallel.replication.state import StateBuffer, compact
 from mpitrain.parallel.replication.whole import FrozenParameters
+from mpitrain.regions import Piece
 
 
 class GatheredOnUse(ParameterStore):

@@ -34,7 +34,6 @@ import numpy as np
 from mpitrain.collectives.group import Group
 from mpitrain.data import Source
 from mpitrain.layers.base import Gradients, Weights
-from mpitrain.layers.flat import Piece
 from mpitrain.parallel.replication.records import (
     ControlMessage,
     SkippedUpdates,
@@ -42,6 +41,7 @@ from mpitrain.parallel.replication.records import (
     StepResult,
 )
 from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.regions import Piece
 
 
 class ParameterStore(Protocol):

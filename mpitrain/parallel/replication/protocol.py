@@ -3,7 +3,7 @@
 `ReplicationContext` is the argument from which every mode is constructed.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -431,12 +431,26 @@ class Replication:
             Includes buffers of running reductions, but no activations. The caller must call
             `sync_parameters` first.
         """
-        arrays = [
-            *self.store.arrays,
-            *self.reducer.arrays,
-            *(buffer.array for buffer in self.kept()),
-        ]
-        return (
-            sum({id(array): array.nbytes for array in arrays}.values())
-            + self.replica.grid.scratch_bytes
-        )
+        return sum(self.held_by_kind().values())
+
+    def held_by_kind(self) -> dict[str, int]:
+        """Return the bytes of `held` by kind.
+
+        Returns
+        -------
+        dict
+            Bytes of `parameters`, `gradients`, optimizer `state` and `scratch`.
+        """
+        counted = set[int]()
+
+        def nbytes(arrays: Iterable[Any]) -> int:
+            new = {id(array): array.nbytes for array in arrays if id(array) not in counted}
+            counted.update(new)
+            return sum(new.values())
+
+        return {
+            "parameters": nbytes(self.store.arrays),
+            "gradients": nbytes(self.reducer.arrays),
+            "state": nbytes(buffer.array for buffer in self.kept()),
+            "scratch": self.replica.grid.scratch_bytes,
+        }

@@ -5,8 +5,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mpitrain.layers.flat import Entry, Piece
+from mpitrain.layers.flat import Entry
 from mpitrain.optim.state import StateArray
+from mpitrain.regions import Piece
 
 
 class StateBuffer(NamedTuple):

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpitrain.layers.flat import Piece
 from mpitrain.optim import Optimizer
 from mpitrain.parallel.replication.components import (
     GradientReducer,
@@ -20,6 +19,7 @@ from mpitrain.parallel.replication.records import (
     outcome_of,
 )
 from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.regions import Piece
 from mpitrain.trace.ring_buffer import UPDATE
 
 

@@ -9,11 +9,12 @@ import numpy as np
 from mpitrain.collectives.group import Group
 from mpitrain.data import Source
 from mpitrain.layers.base import Gradients, Weights
-from mpitrain.layers.flat import Piece, Storage
+from mpitrain.layers.flat import Storage
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.replication.components import GradientReducer, ParameterStore
 from mpitrain.parallel.replication.protocol import ReplicationContext
 from mpitrain.parallel.replication.state import StateBuffer, spread
+from mpitrain.regions import Piece, moved, overlap
 
 
 def whole(storage: Storage) -> list[Piece]:
@@ -98,10 +99,8 @@ class FrozenParameters:
         found = []
         for piece in self._pieces:
             for entry in numbers:
-                low, high = max(entry.start, piece.start), min(entry.stop, piece.stop)
-                if low < high:
-                    offset = piece.offset - piece.start
-                    found.append(self.flat[offset + low : offset + high])
+                if both := overlap(entry, piece):
+                    found.append(self.flat[moved(both, piece.offset - piece.start)])
         return found
 
     def state(self) -> list[StateBuffer]:

@@ -8,13 +8,13 @@ import numpy as np
 
 from mpitrain.data import Source
 from mpitrain.layers.base import Weights
-from mpitrain.layers.flat import Piece
 from mpitrain.parallel.data.buckets import Buckets, common_buckets
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
 from mpitrain.parallel.replication.state import StateBuffer
 from mpitrain.parallel.replication.step_end import AgreeAndUpdate
 from mpitrain.parallel.replication.whole import ReplicaRows, WholeParameters, whole
+from mpitrain.regions import Piece
 
 ROOT = 0
 

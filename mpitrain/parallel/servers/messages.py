@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.layers.flat import Piece, Span
+from mpitrain.layers.flat import Span
+from mpitrain.regions import Piece
 from mpitrain.transport.base import Transport
 from mpitrain.transport.requests import Request
 

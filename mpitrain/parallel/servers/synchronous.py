@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.collectives.group import Group
-from mpitrain.layers.flat import Piece, dealt
+from mpitrain.layers.flat import dealt
 from mpitrain.parallel.replication.components import GradientReducer, ParameterStore
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
 from mpitrain.parallel.replication.records import StepInput, StepResult, outcome_of
@@ -26,6 +26,7 @@ from mpitrain.parallel.replication.state import StateBuffer, compact, spread
 from mpitrain.parallel.replication.step_end import AgreeAndUpdate
 from mpitrain.parallel.replication.whole import LocalGradients, ReplicaRows, WholeParameters
 from mpitrain.parallel.servers.messages import PushPull, by_span, header
+from mpitrain.regions import Piece
 from mpitrain.transport.requests import Request
 
 

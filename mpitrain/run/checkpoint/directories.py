@@ -1,12 +1,16 @@
 """The directories of checkpoints: atomic renaming of a new one, and clean-up of old ones."""
 
+import fcntl
 import re
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from mpitrain.errors import CheckpointError
 from mpitrain.files import Directory, opened
 
+CHECKPOINTS, LOCK = "checkpoints", "lock"
+"""The names of the folder of checkpoints and of the lock file in a run directory."""
 NAME = re.compile(r"step-\d{8,18}", re.ASCII)
 UNFINISHED = re.compile(r"\.step-.*\.(partial|dropped)", re.ASCII | re.DOTALL)
 REPLACED = re.compile(r"\.(step-\d{8,18})\.replaced", re.ASCII)
@@ -19,6 +23,12 @@ def prepare(partial: Path) -> None:
         folder.make(partial.name).close()
 
 
+def abandon(partial: Path) -> None:
+    """Remove the temporary directory of a checkpoint that cannot be written, if that is possible."""
+    with suppress(OSError), opened(partial.parent, inner=1) as folder:
+        folder.remove_tree(partial.name)
+
+
 def sweep(folder: Directory) -> None:
     """Remove the leftovers of killed processes.
 
@@ -29,6 +39,14 @@ def sweep(folder: Directory) -> None:
         replaced = REPLACED.fullmatch(name)
         if UNFINISHED.fullmatch(name) or (replaced and replaced[1] in names):
             folder.remove_tree(name)
+
+
+def tidy(run: Path) -> None:
+    """Remove the leftovers of a run that has died, unless a process holds the lock of the run."""
+    with suppress(OSError), opened(run) as folder, folder.open(LOCK) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with folder.subdirectory(CHECKPOINTS) as checkpoints:
+            sweep(checkpoints)
 
 
 def put_in_place(partial: Path, target: Path, keep: int) -> None:

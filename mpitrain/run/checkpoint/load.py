@@ -15,12 +15,13 @@ from mpitrain.formats.folder import weight_map
 from mpitrain.formats.header import INNER, Located, located
 from mpitrain.formats.safetensors_files import MOVED, read_into
 from mpitrain.formats.stored_tensor import StoredTensor
-from mpitrain.layers.flat import Piece, Storage
+from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.regions import Piece, common
 from mpitrain.run.checkpoint.directories import way_out
 from mpitrain.run.checkpoint.manifest import INDEX, MANIFEST, Manifest, Stored
-from mpitrain.run.checkpoint.regions import HeldRegion, Region, common, described, holdings, runs
+from mpitrain.run.checkpoint.regions import HeldRegion, Region, described, holdings, runs
 from mpitrain.run.checkpoint.writers import PARAMETERS
 
 OPEN = 64

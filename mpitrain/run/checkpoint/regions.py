@@ -14,14 +14,15 @@ rectangle is ((0, 3), (3, 6)). The numbers are offsets in the flattened whole te
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.layers.flat import Entry, Piece, Storage
+from mpitrain.layers.flat import Entry, Storage
 from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.regions import Piece, Runs, one_run, within
 
 Rectangles = tuple[tuple[tuple[int, int], ...], ...]
 """The rectangles of `Parameter.slices`, each slice as (start, stop): [rectangle][dim]."""
@@ -69,32 +70,6 @@ class HeldRegion(NamedTuple):
     kind: str
     dtype: np.dtype
     part: Region
-
-
-class Runs(NamedTuple):
-    """Runs of elements that are contiguous both in the flattened tensor and in an array.
-
-    start   offset of each run in the flattened tensor, ascending; (runs,) int64
-    offset   offset of each run in the array; (runs,) int64
-    length  elements of each run; (runs,) int64
-    """
-
-    start: np.ndarray
-    offset: np.ndarray
-    length: np.ndarray
-
-
-class Common(NamedTuple):
-    """The intersection of two `Runs`, ascending in the tensor.
-
-    one     offset of each common run in the array of the first; (runs,) int64
-    other   offset of each common run in the array of the second; (runs,) int64
-    length  elements of each common run; (runs,) int64
-    """
-
-    one: np.ndarray
-    other: np.ndarray
-    length: np.ndarray
 
 
 def part_of_text(listed: Sequence[Any]) -> Region:
@@ -156,38 +131,6 @@ def holdings(description: dict[str, Any]) -> list[HeldRegion]:
     return found
 
 
-def within(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:
-    """Intersect pieces with the interval [start, stop)."""
-    for piece in pieces:
-        low, high = max(piece.start, start), min(piece.stop, stop)
-        if low < high:
-            yield Piece(low, high, piece.offset + low - piece.start)
-
-
-def without(pieces: Iterable[Piece], others: Iterable[Piece]) -> list[Piece]:
-    """Subtract the intervals of other pieces from pieces."""
-    left = list(pieces)
-    for other in others:
-        if all(other.stop <= piece.start or piece.stop <= other.start for piece in left):
-            continue
-        left = [
-            rest
-            for piece in left
-            for rest in (
-                *within([piece], piece.start, other.start),
-                *within([piece], other.stop, piece.stop),
-            )
-        ]
-    return left
-
-
-def cut(pieces: Iterable[Piece], count: int) -> Iterator[Piece]:
-    """Split pieces into pieces of at most `count` elements."""
-    for piece in pieces:
-        for start in range(piece.start, piece.stop, count):
-            yield from within([piece], start, start + count)
-
-
 def runs(part: Region) -> Runs:
     """Return the runs of a region; a rectangle narrower than its tensor has one run per row."""
     start, offset, length = _runs_of_rectangles(part.shape, part.rectangles)
@@ -202,24 +145,6 @@ def runs(part: Region) -> Runs:
     firsts, places, lengths = (np.concatenate(column) for column in zip(*found, strict=True))
     order = np.argsort(firsts, kind="stable")
     return Runs(firsts[order], places[order], lengths[order])
-
-
-def one_run(start: int, length: int, offset: int = 0) -> Runs:
-    """Return one contiguous run as `Runs`."""
-    return Runs(*(np.array([number], np.int64) for number in (start, offset, length)))
-
-
-def common(one: Runs, other: Runs) -> Common:
-    """Intersect two `Runs` of the same tensor."""
-    first = np.searchsorted(other.start + other.length, one.start, "right")
-    matches = np.maximum(np.searchsorted(other.start, one.start + one.length, "left") - first, 0)
-    i = np.repeat(np.arange(len(matches)), matches)
-    j = np.arange(len(i)) + np.repeat(first - np.cumsum(matches) + matches, matches)
-    start = np.maximum(one.start[i], other.start[j])
-    length = np.minimum(one.start[i] + one.length[i], other.start[j] + other.length[j]) - start
-    return Common(
-        one.offset[i] + start - one.start[i], other.offset[j] + start - other.start[j], length
-    )
 
 
 def _runs_of_rectangles(

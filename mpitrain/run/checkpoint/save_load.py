@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 
 from mpitrain.errors import CheckpointError, TrainingError
 from mpitrain.files import mend
-from mpitrain.formats.safetensors_files import MOVED, Writing, WritingTensors
+from mpitrain.formats.safetensors_files import MOVED, Writing, WritingTensors, Written
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.replication.state import StateBuffer
-from mpitrain.run.checkpoint.directories import prepare, put_in_place, steps
+from mpitrain.run.checkpoint.directories import abandon, prepare, put_in_place, steps
 from mpitrain.run.checkpoint.load import fill
 from mpitrain.run.checkpoint.manifest import (
     FORMAT,
@@ -44,7 +44,7 @@ from mpitrain.run.checkpoint.manifest import (
     write_manifest,
 )
 from mpitrain.run.checkpoint.regions import HeldRegion, described, holdings
-from mpitrain.run.checkpoint.writers import Shares, join, shared_out
+from mpitrain.run.checkpoint.writers import PIECE, Shares, join, shared_out
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport
 
@@ -100,25 +100,35 @@ def save(
     def attempt(part: Callable[[], Any]) -> Any:
         return on_all_ranks(transport, partial(_attempt, part, step, folder))
 
-    shares = shared_out(
-        [holdings(listed) for listed in transport.gather_text(described(storage, kept))]
-    )
-    attempt(lambda: is_root and prepare(unfinished))
-    files, stored = _write(unfinished, shares, kept, transport, backend, done)
-    mine = attempt(
-        lambda: {name: File(transport.rank, *file.close()) for name, file in files.items()}
-    )
-    everyone = transport.gather_text([mine, stored])
-    written = {name: file for files, _ in everyone for name, file in files.items()}
-    manifest = Manifest(
-        done,
-        layout,
-        scalars,
-        written,
-        [one for _, stored in everyone for one in stored],
-        base=base or {},
-    )
-    attempt(lambda: is_root and _finish(unfinished, target, shares, manifest, keep))
+    def closed(file: Writing) -> Written:
+        with transport.recorder.working(PIECE):
+            return file.close()
+
+    try:
+        shares = shared_out(
+            [holdings(listed) for listed in transport.gather_text(described(storage, kept))]
+        )
+        attempt(lambda: is_root and prepare(unfinished))
+        files, stored = _write(unfinished, shares, kept, transport, backend, done)
+        mine = attempt(
+            lambda: {name: File(transport.rank, *closed(file)) for name, file in files.items()}
+        )
+        everyone = transport.gather_text([mine, stored])
+        written = {name: file for files, _ in everyone for name, file in files.items()}
+        manifest = Manifest(
+            done,
+            layout,
+            scalars,
+            written,
+            [one for _, stored in everyone for one in stored],
+            base=base or {},
+        )
+        attempt(lambda: is_root and _finish(unfinished, target, shares, manifest, keep))
+    except TrainingError:
+        # All ranks raise it together, so no rank still writes.
+        if is_root:
+            abandon(unfinished)
+        raise
     return Saved(target, sum(nbytes for _, nbytes, _ in written.values()))
 
 
@@ -173,9 +183,10 @@ def _write(
             for start in range(
                 piece.offset, stop := piece.offset + piece.stop - piece.start, count
             ):
-                files[name].write(
-                    backend.to_host(kept[one.number].array[start : min(start + count, stop)])
-                )
+                with transport.recorder.working(PIECE):
+                    files[name].write(
+                        backend.to_host(kept[one.number].array[start : min(start + count, stop)])
+                    )
     return files, [
         Stored(name, key, one.name, one.kind, one.part.packed()) for key, one in held.items()
     ]

@@ -11,19 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.formats.safetensors_files import BLOCK, MOVED, Writing
-from mpitrain.layers.flat import Piece
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.replication.state import StateBuffer
-from mpitrain.run.checkpoint.regions import (
-    Common,
-    HeldRegion,
-    Runs,
-    common,
-    cut,
-    one_run,
-    runs,
-    without,
-)
+from mpitrain.regions import Common, Piece, Runs, common, cut, one_run, without
+from mpitrain.run.checkpoint.regions import HeldRegion, runs
 from mpitrain.transport.base import Transport
 
 PARAMETERS = "parameters"
@@ -154,6 +145,10 @@ def sources(name: str, joined: Joined) -> list[Source]:
     return found
 
 
+PIECE = "a piece of the checkpoint"
+"""The name of the record of each write."""
+
+
 def join(
     shares: Shares,
     kept: Sequence[StateBuffer],
@@ -181,7 +176,8 @@ def join(
                 if here.length.size and me in (source.rank, joined.writer):
                     _bring(source, here, chunk, joined, kept, transport, backend)
             if file:
-                file.write(chunk)
+                with transport.recorder.working(PIECE):
+                    file.write(chunk)
 
 
 def _bring(

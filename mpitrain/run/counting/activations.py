@@ -47,7 +47,7 @@ def check_activations(
     """
 
     def needed(found: Scheduled) -> tuple[int, Step]:
-        return _needed(found, source, units, room, hosts, rank)
+        return bytes_needed(found, source, units, room, hosts, rank)
 
     try:
         activations, mine = needed(job)
@@ -65,7 +65,7 @@ def check_activations(
     raise ConfigError(
         f"{room.ranks} rank(s) need {room.needed / 1e9:,.2f} GB for parameters, gradients and optimizer state "
         f"and {activations / 1e9:,.2f} GB for activations {room.where}, with {micro_batches} micro-batch(es) of "
-        f"{-(-rows // micro_batches)} row(s), but {room.free / 1e9:,.2f} GB are free.",
+        f"{-(-rows // micro_batches)} row(s), but {room.free / 1e9:,.2f} GB {room.allowed}.",
         f"Set batch.micro_batches to {found.micro_batches}: activations then need {found.needed / 1e9:,.2f} GB."
         if found
         else f"{'Lower' if job.config.memory.segment else 'Set memory.recompute to unit, or lower'} "
@@ -73,7 +73,7 @@ def check_activations(
     )
 
 
-def _needed(
+def bytes_needed(
     job: Scheduled,
     source: Source | Unopened,
     units: Units,
@@ -81,7 +81,10 @@ def _needed(
     hosts: Sequence[str],
     rank: int,
 ) -> tuple[int, Step]:
-    """Return the bytes of activations in this rank's memory, and its own counts."""
+    """Return the bytes of activations in the memory of this rank, and its own counts.
+
+    The memory is that of its host or GPU. All other ranks that share it are counted, too.
+    """
     axes = job.axes
     workers = axes.ranks - axes.servers
     tp, dp, pp = axes.coords(rank) if rank < workers else (0, 0, 0)

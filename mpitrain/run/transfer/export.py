@@ -97,7 +97,7 @@ def _check_adapters(run: Path, config: Config, name: str, merge: bool) -> None:
         )
     if rank and not merge and name != "peft":
         raise ConfigError(
-            f"{run} has adapters of rank {rank} beside its model, which a folder of kind {name} cannot have.",
+            f"{run} has adapters of rank {rank}, which a folder of kind {name} cannot have.",
             "Export them --to peft, or add --merge to have them in the parameters.",
         )
 

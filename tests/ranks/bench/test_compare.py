@@ -6,9 +6,14 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from mpitrain.bench.training.compare import compare, formula_of, jobs, settings_by_mode
+from mpitrain.bench.comparison.formulas import formula_of
+from mpitrain.bench.comparison.grammar import settings_by_mode
+from mpitrain.bench.comparison.jobs import check_resolved, jobs
+from mpitrain.bench.comparison.measure import compare
 from mpitrain.config import parse, with_settings
+from mpitrain.errors import ConfigError
 from mpitrain.machine import arena
+from mpitrain.plan.memory import count
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests.training import TINY
@@ -46,6 +51,81 @@ def test_the_busiest_rank_sends_what_the_formula_says(hosts, parts):
             for (_, one), (_, other) in zip(each.curve, rows[0].curve, strict=True)
         )
         assert abs(each.val_loss - rows[0].val_loss) <= 1e-9
+
+
+LAYOUTS = {
+    2: ["ring", "tp2+accumulate3", "tp2+sequence", "pp2:gpipe", "pp2:interleaved", "pp2:zb-v"],
+    3: ["ring", "tp3", "tp3+sequence", "pp3:1f1b", "pp3:v-half"],
+    4: ["ring", "pp2:zero-bubble", "tp2+pp2+sequence", "tp4+sequence", "tp2+dp2+accumulate2"],
+}
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_layouts_train_as_a_ring_and_send_what_formulas_say(ranks):
+    settings = ["run.steps=2", "model.width=12", "model.heads=12"]
+    rows = measured(LAYOUTS[ranks], "a" * ranks, *settings)
+    for each in rows:
+        assert max(each.sent_bytes) == each.formula_bytes, each.mode
+        assert ("B T C" in each.formula) == (each.mode != "ring")
+        assert abs(each.val_loss - rows[0].val_loss) <= 1e-9
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_asynchronous_pipelines_send_a_control_message_per_micro_batch(stages):
+    modes = [f"pp{stages}:{name}" for name in ("1f1b", "async", "async-2bw")]
+    for each in measured(modes, "a" * stages, "run.steps=3"):
+        assert max(each.sent_bytes) == each.formula_bytes, each.mode
+
+
+@pytest.mark.parametrize("mode", ["pp2:gpipi", "zero3+pp2:1f1b", "pp2:interleaved+accumulate3"])
+def test_an_impossible_schedule_is_refused_by_name_on_every_rank(mode):
+    found = jobs(["ring", mode], TINY, "aa")
+
+    def refused(transport):
+        with pytest.raises(ConfigError) as error:
+            check_resolved(transport, found)
+        return error.value.law, error.value.agreed
+
+    first, second = run_ranks(2, refused)
+    assert first == second and first[0].startswith(f"Mode {mode}: ") and first[1]
+
+
+def test_tricks_have_the_bytes_that_are_counted():
+    """Activations equal the count of `plan memory`, and the rest the formula of the mode."""
+    modes = ["bf16", "accumulate3", "recompute", "logits2", "lora2", "tiled", "pp2:gpipe", "zero3"]
+    found = jobs(modes, [*TINY, "run.eval_rows=4", "run.steps=2"], "aa")
+    rows = run_ranks(2, lambda transport: [*compare(transport, found, lambda mode, loss: None)])[0]
+    for each in rows:
+        config = found[each.mode]
+        layout = config.layout.model_copy(update={"dp": 2 // config.layout.pp})
+        counted = count(config.model_copy(update={"layout": layout}))
+        peaks = [
+            stage.step.peak for stage in counted.stages for _ in range(2 // len(counted.stages))
+        ]
+        assert [memory["activations"] for memory in each.memory] == peaks, each.mode
+        assert [sum(memory.values()) - memory["activations"] for memory in each.memory] == (
+            each.held_bytes
+        )
+        assert each.memory[0]["parameters"] > 0 and 0 < each.idle < 1
+
+
+def test_blocks_repeat_a_training_and_asynchronous_modes_too():
+    found = jobs(
+        ["ring", "server-async", "pp3:async"], [*TINY, "run.eval_rows=4", "run.steps=3"], "aaa"
+    )
+    seen = []
+
+    def train(transport):
+        def stepped(mode, loss):
+            if transport.rank == 0:
+                seen.append((mode, loss))
+
+        return [*compare(transport, found, stepped, 2)]
+
+    rows = run_ranks(3, train)[0]
+    assert [len(each.blocks) for each in rows] == [2, 2, 2] and len(seen) == 2 * 3 * 3
+    assert seen[:3] == seen[9:12], "a block repeats the training"
+    assert all(each.memory[0]["activations"] for each in rows)
 
 
 @pytest.mark.parametrize("hosts, parts", [("aa", 1), ("aaa", 2)])

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from mpitrain.bench.training.compare import formula_of, jobs, predicted, usual
+from mpitrain.bench.comparison.formulas import formula_of, predicted
+from mpitrain.bench.comparison.grammar import usual
+from mpitrain.bench.comparison.jobs import jobs
 from mpitrain.cli import commands
 from mpitrain.cli.bench.train import _configured as of_bench_train
 from mpitrain.config import parse
@@ -39,7 +41,7 @@ def by_formula(hosts, settings):
         ).items():
             job = build(transport, config, source=source)
             source, axes = job.source, job.trainer.grid.axes
-            found[word] = str(axes.ranks - axes.servers), f"{predicted(job):,.0f}"
+            found[word] = str(axes.ranks - axes.servers), f"{predicted(transport, job):,.0f}"
             job.close()
         return found
 
@@ -66,6 +68,20 @@ def test_the_bytes_of_modes_are_those_of_their_formulas(command, hosts, settings
     assert {word: figures for word, figures in shown.items() if word in right} == {
         word: (workers, nbytes, nbytes) for word, (workers, nbytes) in right.items()
     }
+
+
+def test_tables_of_modes_have_the_bytes_of_formulas_and_sums_of_kinds():
+    blocks = re.findall(r"^\$ mpitrain .* compare --job .*\n((?s:.*?))```", BENCH.read_text(), re.M)
+    assert len(blocks) == 4
+    for block in blocks:
+        first, second = re.split(r"^mode +idle .*\n", block, flags=re.M)
+        rows = re.findall(
+            r"^\S+ +\d+ +[\d.]+~? +[\d.]+ +[\d.]+ +([\d,]+) +([\d,]+|-) ", first, re.M
+        )
+        assert len(rows) > 5 and all(formula in (sent, "-") for sent, formula in rows)
+        for line in second.split("\n\n")[0].splitlines():
+            _, _, *kinds, whole, _, _ = line.split()
+            assert sum(map(float, kinds)) == pytest.approx(float(whole), abs=0.05)
 
 
 @cache

@@ -17,8 +17,9 @@ from mpitrain.layers.initial import normal
 from mpitrain.ops.device import ops_for
 from mpitrain.parallel.tensor.layer_factory import layers_for
 from mpitrain.parallel.tensor.linear import ColumnParallelLinear
+from mpitrain.transport.failures.guard import MpiJob
 from mpitrain.transport.forwarding import Polled
-from mpitrain.transport.mpi_requests import Receive, Turns
+from mpitrain.transport.mpi_requests import Receive
 from mpitrain.transport.threads import run_ranks
 from tests.messages import collectives as says
 from tests.processes import SECONDS, run
@@ -194,22 +195,24 @@ raise SystemExit(7)
 
 
 def test_a_receive_that_is_tested_calls_mpi_under_the_lock_alone():
-    turns, calls = Turns(), []
+    calls = []
 
     class Status:
         source = 1
 
         def Get_elements(self, unit):
-            calls.append(turns.lock._is_owned())
+            calls.append(job.lock._is_owned())
             return 3
 
     class Request:
         def Test(self, status):
-            calls.append(turns.lock._is_owned())
+            calls.append(job.lock._is_owned())
             return True
 
-    transport = SimpleNamespace(
-        rank=0, turns=turns, MPI=SimpleNamespace(Status=Status, Exception=OSError)
-    )
+    mpi = SimpleNamespace(Status=Status, Exception=OSError, ERR_UNKNOWN=13)
+    job = MpiJob(mpi)
+    transport = SimpleNamespace(rank=0, job=job, MPI=mpi)
     receive = Receive(transport, Request(), np.zeros(3), None, "recv")
+    assert job.requests == {receive}
     assert receive.test() and receive.source == 1 and calls == [True, True]
+    assert not job.requests

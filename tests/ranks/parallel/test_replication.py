@@ -6,13 +6,13 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from mpitrain.layers.flat import Piece
 from mpitrain.optim import Optimizer
 from mpitrain.parallel.modes import MODES
 from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.parallel.replication.records import StepResult
 from mpitrain.parallel.replication.step_end import AgreeAndUpdate
 from mpitrain.parallel.replication.whole import LocalGradients, ReplicaRows, WholeParameters, whole
+from mpitrain.regions import Piece
 from mpitrain.run.build import build
 from mpitrain.run.generate import tokens
 from mpitrain.transport.threads import run_ranks

@@ -11,9 +11,10 @@ from safetensors.numpy import load_file
 from mpitrain.errors import TrainingError
 from mpitrain.formats import safetensors_files
 from mpitrain.layers.base import Unit
-from mpitrain.layers.flat import Piece, Storage
+from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import HostBackend
 from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.regions import Piece
 from mpitrain.run.checkpoint import load as checkpoint_load
 from mpitrain.run.checkpoint import save_load, writers
 from mpitrain.run.checkpoint.manifest import INDEX, Done

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpitrain.bench.training.compare import jobs
+from mpitrain.bench.comparison.jobs import jobs
 from mpitrain.config.delays import delay_s, delays
 from mpitrain.errors import ConfigError
 from mpitrain.run.build import build

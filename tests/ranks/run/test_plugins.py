@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpitrain.bench.training.compare import settings_by_mode
+from mpitrain.bench.comparison.grammar import settings_by_mode
 from mpitrain.errors import ConfigError
 from mpitrain.machine.backend import HostBackend
 from mpitrain.ops import bodies

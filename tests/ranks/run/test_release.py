@@ -4,8 +4,8 @@ import numpy as np
 
 from mpitrain.report.text import where_the_time_went
 from mpitrain.report.time_breakdown import shares
-from mpitrain.report.timeline import read_timeline
 from mpitrain.run.build import build
+from mpitrain.trace.timeline import read_timeline
 from mpitrain.transport.threads import run_ranks
 from tests import runs
 from tests.laws.exchange import Counted

@@ -10,12 +10,12 @@ from mpitrain.kernels import cache
 from mpitrain.models.table import MODELS
 from mpitrain.ops import OPERATIONS
 from mpitrain.ops.device import device_for
-from mpitrain.report.timeline import read_timeline
 from mpitrain.run import build as building
 from mpitrain.run.build import build
 from mpitrain.run.counting import gemm_peak as measuring
 from mpitrain.run.counting.gemm_peak import gemm_peak
 from mpitrain.run.counting.utilisation import Work, work_of
+from mpitrain.trace.timeline import read_timeline
 from mpitrain.transport.threads import run_ranks
 from tests.rows import replaced
 from tests.runs import go, records

@@ -21,12 +21,12 @@ from mpitrain.machine.cuda import CudaBackend
 from mpitrain.pipeline.stage import Stage
 from mpitrain.report.schedule_comparison import compare, what_was_predicted
 from mpitrain.report.time_breakdown import BUBBLE, shares
-from mpitrain.report.timeline import described, on_the_clock_of_rank_0, read_timeline
 from mpitrain.run.run_dir import configuration
 from mpitrain.trace.read import read_trace
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.ring_buffer import COMPUTE, DEVICE, FORWARD, RECEIVE, REDUCTION, SEND, WAIT
 from mpitrain.trace.startup import left
+from mpitrain.trace.timeline import described, on_the_clock_of_rank_0, read_timeline
 from mpitrain.transport import mpi
 from mpitrain.transport.clocks import Clocks
 from mpitrain.transport.threads import run_ranks

@@ -3,26 +3,32 @@
 import json
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from mpitrain.bench.collectives.table import write_json
-from mpitrain.bench.training.compare import (
+from mpitrain.bench.comparison.built_in import JOBS
+from mpitrain.bench.comparison.formulas import formula_of
+from mpitrain.bench.comparison.grammar import FORMS, settings_by_mode, settings_of, usual
+from mpitrain.bench.comparison.jobs import jobs
+from mpitrain.bench.comparison.measure import KINDS, Row, equal_time, loss_at
+from mpitrain.bench.comparison.table import (
     COLUMNS,
-    Row,
     footer,
-    formula_of,
     heading,
-    jobs,
     line,
+    mark,
+    memory_table,
     plot,
-    settings_by_mode,
-    usual,
+    spread,
 )
+from mpitrain.bench.comparison.waits import Waits
 from mpitrain.collectives.selection.table import choices
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.modes import MODES
 from mpitrain.parallel.traffic import LETTERS
+from mpitrain.plan.memory import count
 from tests.messages import bench as says
 
 
@@ -42,8 +48,64 @@ def row(mode, **changes):
         1.5,
         curve,
         2.0,
+        [0.25, 0.5],
+        0.125,
+        [dict.fromkeys(KINDS, 1_000_000), dict.fromkeys(KINDS, 500_000)],
+        formula.words if (formula := mode in settings_by_mode() and formula_of(mode)) else "",
     )
     return base._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    "mode, settings",
+    [
+        ("zero3+tp2", {"replication.zero": 3, "layout.tp": 2, "layout.algorithm": "ring"}),
+        ("star+bf16", {"replication.algorithm": "star", "precision.compute": "bfloat16"}),
+        ("bf16+star", {"replication.algorithm": "star", "precision.compute": "bfloat16"}),
+        ("pp2:async", {"layout.pp": 2, "pipeline.schedule": "async"}),
+        ("pp2:zb-v", {"layout.pp": 2, "pipeline.schedule": "zb-v"}),
+        ("accumulate4+recompute", {"batch.micro_batches": 4, "memory.recompute": "unit"}),
+        ("recompute12", {"memory.recompute": "12"}),
+        ("lora8+wire:powersgd:2", {"lora.rank": 8, "replication.wire": "powersgd:2"}),
+        ("optimizer:adamw8bit", {"optimizer.name": "adamw8bit"}),
+    ],
+)
+def test_words_of_a_mode_are_settings_over_a_ring(mode, settings):
+    (found,) = jobs([mode], [], "aaaa").values()
+    (ring,) = jobs(["ring"], [], "aaaa").values()
+    one, other = found.flat(), ring.flat()
+    expected = {"replication.algorithm": "ring", **settings}
+    assert {key: one[key] for key in expected} == expected
+    assert {key for key in one if one[key] != other[key]} <= {*expected, "replication.shard"}
+
+
+def test_every_form_is_accepted_with_a_number_and_a_name():
+    values = {"N": "2", "SCHEDULE": "gpipe", "FORMAT": "int8", "NAME": "lamb"}
+    for form, settings in FORMS.items():
+        word = re.sub("SCHEDULE|FORMAT|NAME|N", lambda hole: values[hole[0]], form)
+        assert len(settings_of(word)) >= len(settings), word
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_built_in_job_runs_in_each_kind_of_mode(job):
+    modes = ["ring", "zero3", "tp2", "tp4", "pp2:gpipe", "pp4", "pp2:async", "accumulate2"]
+    assert jobs(modes, [*JOBS[job]], "aaaa").keys() == set(modes)
+
+
+def test_mixed_precision_costs_memory_in_the_large_job_and_hardly_in_the_small_one():
+    def growth(job):
+        found = jobs(["ring", "bf16"], [*JOBS[job], "layout.dp=2"], "aa").values()
+        ring, half = (count(config).state + count(config).stages[0].step.peak for config in found)
+        return half / ring
+
+    assert 1 < growth("small") < 1.02 and 1.2 < growth("large") < 1.25
+
+
+def test_one_rank_compares_tricks_but_not_replication():
+    assert [*jobs(["ring", "bf16"], [], "a")] == ["ring", "bf16"]
+    with pytest.raises(ConfigError) as refused:
+        jobs(["ring", "zero1"], [], "a")
+    assert "sends nothing" in str(refused.value)
 
 
 def test_every_all_reduce_and_every_mode_of_the_package_has_a_word():
@@ -70,6 +132,12 @@ def test_a_mode_is_stronger_than_a_setting_of_all_and_nothing_else_differs():
     [
         (["ring", "rong"], [], "aa", "--modes names 'rong'"),
         (["zero1-host"], [], "aba", "there are 2 on a, 1 on b"),
+        (["ring+tp"], [], "aa", "names 'tp' of ring+tp"),
+        (["tp0"], [], "aa", "accumulateN, recompute, "),
+        (["tp2+tp4"], [], "aaaa", "tp4 sets layout.tp=4"),
+        (["ring+star"], [], "aa", "star sets replication.algorithm=star"),
+        (["ring", "local+tp2"], [], "aa", "Mode local+tp2: "),
+        (["ring", "tp4"], [], "aa", "needs 4 ranks"),
         (["ring"], [], "a", "one rank sends nothing"),
         (["ring"], ["layout.dp=4"], "aa", "needs 4 ranks, but 2 were started"),
         (["ring"], ["batch.size=2"], "aaa", "but batch.size is 2"),
@@ -94,11 +162,47 @@ def test_lines_have_a_cell_per_column_and_a_dash_where_none_applies():
     assert len(cells) == len(COLUMNS) and len(line(row("star"))) == len(heading())
     assert cells == ["star", "2", "250.0", "16.0", "50.0", "3,000", "3,000", "4.0", "-", "1.5000"]
     assert line(row("auto", formula_bytes=None, staleness=3)).split()[6:9] == ["-", "4.0", "3"]
-    assert footer([row("auto", formula_bytes=None)]) == []
+    assert footer([row("auto")]) == []
+
+
+def test_memory_is_split_by_kind_on_the_fullest_rank():
+    rows = [row("star", val_loss=math.nan), row("a-mode-of-many-letters+bf16")]
+    first, *others = memory_table(rows)
+    assert [len(each) for each in others] == [len(first)] * 2
+    assert others[0].split() == ["star", "12.5", *["1.00"] * 5, "5.00", "1.8500", "1.8500"]
+
+
+def test_losses_are_compared_after_equal_steps_and_after_equal_time():
+    fast, slow = row("ring"), row("star", step_s=0.5, curve=[(0.9, 2.0), (1.9, 1.0)])
+    assert equal_time([fast, slow]) == 2 * 0.25
+    assert (loss_at(slow), loss_at(slow, 0.5), loss_at(slow, 0.4)) == (1.5, 2.0, None)
+    assert loss_at(row("ring", curve=[(0.5, None), (1.0, 1.5)])) == 1.5
+
+
+def test_waits_within_a_wait_and_of_another_thread_do_not_count():
+    times = iter([1.0, 4.0, 10.0, 11.0])
+    waits = Waits(lambda: next(times))
+    outer, inner = waits.wait(0), waits.wait(0, 1, 2)
+    with ThreadPoolExecutor(1) as pool:
+        waits.go_on(pool.submit(waits.wait, 0).result())
+    waits.go_on(inner)
+    waits.go_on(outer)
+    assert waits.seconds == 3.0
+    waits.go_on(waits.wait(0))
+    assert waits.seconds == 4.0
+
+
+def test_a_time_is_marked_where_blocks_disagree_which_mode_is_faster():
+    first = row("ring", blocks=[1.0, 1.0, 1.0])
+    faster, unsure = row("a", blocks=[0.9, 0.8, 0.9]), row("b", blocks=[0.9, 1.1, 0.9])
+    assert [mark(each, first) for each in (first, faster, unsure)] == ["", "", "~"]
+    assert "250.0~" in line(unsure, mark="~").split()
+    assert "1 of 3 modes" in spread([first, faster, unsure])[0]
+    assert spread([row("ring", blocks=[1.0])]) == []
 
 
 def test_the_formulas_below_the_table_explain_their_letters():
-    assert footer([row("star"), row("auto", formula_bytes=None)]) == [
+    assert footer([row("star"), row("auto")]) == [
         says.STAR_SENDS_ROOT,
         says.BYTES_ALL_GRADIENTS_PADDING,
     ]

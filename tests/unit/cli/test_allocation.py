@@ -1,8 +1,10 @@
 """The ranks and hosts that a batch system grants, from its environment variables."""
 
+import os
+
 import pytest
 
-from mpitrain.cli.launch.allocation import Allocation, allocation, ranks_of
+from mpitrain.cli.launch.allocation import Allocation, allocation, nodes, ranks_of, slurm_cores
 from mpitrain.errors import ConfigError
 from tests.processes import mpitrain
 
@@ -40,3 +42,49 @@ def test_outside_a_job_launch_needs_a_number_of_ranks():
     assert ranks_of(Allocation("PBS", 8, 2), 3) == 6
     done = mpitrain("launch", "--", "train")
     assert (done.returncode, done.stdout) == (2, "") and "-n" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "x"},
+        {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "-2"},
+        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "²"},
+        {"LSB_MCPU_HOSTS": "a 4 b"},
+        {"LSB_MCPU_HOSTS": "a four"},
+        {"PE_HOSTFILE": "file", "NSLOTS": "5.5"},
+    ],
+)
+def test_a_variable_without_a_number_is_one_error(environ):
+    with pytest.raises(ConfigError):
+        allocation(environ)
+
+
+def test_cores_of_a_rank_are_a_number():
+    assert slurm_cores(2, {"SLURM_CPUS_PER_TASK": "3"}) == 3
+    with pytest.raises(ConfigError, match="SLURM_CPUS_PER_TASK"):
+        slurm_cores(2, {"SLURM_CPUS_PER_TASK": "many"})
+
+
+def test_launch_in_a_damaged_job_says_which_variable():
+    done = mpitrain(
+        "launch", "--", "train", env={**os.environ, "SLURM_JOB_ID": "7", "SLURM_NTASKS": "x"}
+    )
+    assert done.returncode == 2 and "SLURM_NTASKS" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_batch_systems_name_their_hosts_once(tmp_path, monkeypatch):
+    (tmp_path / "nodes").write_text("a\na\n\nb\n")
+    (tmp_path / "hosts").write_text("c 2 all.q UNDEFINED\nd 1 all.q UNDEFINED\n")
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\n[ "$3" = "n[1-2]" ] && printf "n1\\nn2\\n"\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert nodes({}) == []
+    assert nodes({"PBS_NODEFILE": str(tmp_path / "nodes")}) == ["a", "b"]
+    assert nodes({"LSB_MCPU_HOSTS": "a 4 b 3"}) == ["a", "b"]
+    assert nodes({"PE_HOSTFILE": str(tmp_path / "hosts")}) == ["c", "d"]
+    assert nodes({"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]"}) == ["n1", "n2"]
+    with pytest.raises(ConfigError, match="--hosts"):
+        nodes({"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "gone"})

@@ -219,7 +219,7 @@ def test_windows_without_a_cache_are_no_wider_than_they_need(monkeypatch):
 def line_for(monkeypatch, family, ranks, cores=2, root=False, slurm=False, extra=()):
     """The words of the launcher's line, without paths."""
     monkeypatch.setattr(launch_command, "library", lambda: launch_command.Mpi(family, family))
-    monkeypatch.setattr(launch_command, "launcher", lambda name, sign: name)
+    monkeypatch.setattr(launch_command, "launcher", lambda name, *library: name)
     monkeypatch.setattr(launch_command.shutil, "which", lambda name: name)
     monkeypatch.setattr(process, "cores", lambda: cores)
     monkeypatch.setattr(launch_command.os, "geteuid", lambda: 0 if root else 1000)
@@ -293,6 +293,21 @@ def test_a_missing_launcher_is_one_clear_error(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=says.NO_MPIEXEC_MPI_MPI):
         launch_command.launcher("mpiexec", "of no MPI at all")
+
+
+def test_a_launcher_of_another_open_mpi_is_passed_over(monkeypatch, tmp_path):
+    for folder, version in (("four", "4.1.4"), ("five", "5.0.8")):
+        path = tmp_path / folder / "mpirun"
+        path.parent.mkdir()
+        path.write_text(f"#!/bin/sh\necho 'mpirun (Open MPI) {version}'\n")
+        path.chmod(0o755)
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    loaded = "Open MPI v5.0.11, package: any"
+    monkeypatch.setenv("PATH", f"{tmp_path}/four:{tmp_path}/five")
+    assert launch_command.launcher("mpirun", "Open MPI", loaded) == f"{tmp_path}/five/mpirun"
+    monkeypatch.setenv("PATH", f"{tmp_path}/four")
+    with pytest.raises(ConfigError, match=r"4\.1\.4"):
+        launch_command.launcher("mpirun", "Open MPI", loaded)
 
 
 def test_a_launcher_that_fails_is_quoted(monkeypatch, tmp_path):

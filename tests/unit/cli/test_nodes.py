@@ -50,6 +50,15 @@ def test_without_any_node_the_certificate_fails(tmp_path, agent):
     assert [node["node"] for node in found["nodes"]] == ["old", "broken"]
 
 
+def test_in_a_batch_job_the_nodes_are_those_of_the_job(tmp_path, agent, monkeypatch):
+    path = tmp_path / "found.json"
+    monkeypatch.setenv("LSB_MCPU_HOSTS", "old 4 broken 4")
+    with pytest.raises(SystemExit) as end:
+        main(["certify", "--agent", agent, "--json", str(path)])
+    assert end.value.code == 1
+    assert [node["node"] for node in json.loads(path.read_text())["nodes"]] == ["old", "broken"]
+
+
 @pytest.mark.parametrize(
     "words",
     [

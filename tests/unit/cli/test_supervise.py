@@ -1,5 +1,6 @@
 """What `launch` makes of a started job, with scripts in place of launchers: output, requests to stop, exit codes."""
 
+import fcntl
 import os
 import pty
 import re
@@ -15,6 +16,7 @@ import pytest
 from mpitrain.cli import NOT_BEGUN
 from mpitrain.cli.launch.launcher_output import Errors, LauncherOutput
 from mpitrain.cli.terminal.status import FLAG, StatusFilter
+from tests.messages import cli as says
 from tests.processes import SECONDS, run
 
 ROOT = Path(__file__).parents[3]
@@ -41,6 +43,11 @@ BEGAN = '\x1e{"mpitrain": "began", "run_dir": "runs/x"}'
 ENDED, STOPPED, NOTHING = (
     f'\x1e{{"mpitrain": "{event}", "run_dir": ""}}' for event in ("ended", "stopped", "not begun")
 )
+
+
+FAILED_1 = f"{says.RUN_FAILED} rank 1: ended by an exception"
+SILENT_1 = f"{says.RUN_FAILED} rank 1 on vm: no progress for 4 s"
+NO_REASON = f"{says.RUN_FAILED} {says.NO_REASON_GIVEN}"
 
 
 def started(code, training=True, prelude="signal.signal(signal.SIGHUP, signal.SIG_DFL)", **more):
@@ -175,8 +182,35 @@ def test_a_stop_before_the_run_began_says_that_there_was_nothing_to_save():
     assert process.returncode == 85 and NOT_BEGUN.encode() in errors
 
 
-def test_what_rank_0_said_of_that_is_not_said_again():
-    process = started(LISTENS.format(first="ready", last=f"{NOTHING}\n{NOT_BEGUN}", code=14))
+@pytest.mark.parametrize(
+    "printed, last",
+    [
+        ("rank 1: run.inject: raise at step 3\nrank 1: ended by an exception\nTraceback", FAILED_1),
+        ("rank 1 on vm: no progress for 4 s\nrank 0 on vm: no progress for 4 s", SILENT_1),
+        ("a box of the MPI", NO_REASON),
+        ("TrainingError: a law\n               a way out", "               a way out"),
+    ],
+)
+def test_the_last_line_of_a_failed_run_is_its_first_failure(printed, last):
+    code, _, errors = supervised(f"import sys; print({printed!r}, file=sys.stderr); sys.exit(3)")
+    assert code == 3 and errors.decode().splitlines()[-1] == last, errors
+
+
+@pytest.mark.parametrize("is_locked", [False, True])
+def test_a_dead_run_leaves_no_half_checkpoint_unless_another_run_began(is_locked, tmp_path):
+    half, whole = (tmp_path / "checkpoints" / name for name in (".step-8.partial", "step-00000004"))
+    half.mkdir(parents=True)
+    whole.mkdir()
+    began = BEGAN.replace("runs/x", str(tmp_path))
+    with (tmp_path / "lock").open("w") as lock:
+        if is_locked:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        assert supervised(f"import sys; print({began!r}); sys.exit(3)")[0] == 3
+    assert half.exists() == is_locked and whole.exists()
+
+
+def test_a_run_that_rank_0_ends_before_it_began_is_reported_once():
+    process = started(LISTENS.format(first="ready", last=NOTHING, code=14))
     assert process.stdout.readline() == b"ready\n"
     process.send_signal(signal.SIGTERM)
     out, errors = process.communicate(timeout=PATIENCE)

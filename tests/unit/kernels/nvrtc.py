@@ -33,6 +33,11 @@ class Compiled(NamedTuple):
         return {f"{verb} {int(count or 1) * int(bits) // 8}" for verb, count, bits in found}
 
     @property
+    def flushing(self) -> set[str]:
+        """The instructions that take or leave 0 for a subnormal number."""
+        return set(re.findall(r"\b[a-z]\w*\.(?:\w+\.)*ftz\.\w+", self.ptx))
+
+    @property
     def shared_accesses(self) -> set[int]:
         """Bytes that instructions move to or from shared memory at a time, where that is more than one number."""
         vectors = re.findall(r"(?:ld|st)\.shared\.v([24])\.[a-z](\d+)", self.ptx)

@@ -35,17 +35,32 @@ def instructions(cubin: bytes, kernel: str) -> list[str]:
     ]
 
 
-def main_loop(code: list[str], work: str) -> list[str]:
-    """The innermost loop with most instructions whose name begins with `work`: from its label to the jump back."""
+def loops(code: list[str]) -> list[range]:
+    """The places of every loop, from its label to a jump back to it."""
     labels = {line[:-1]: place for place, line in enumerate(code) if line.endswith(":")}
-    loops = []
+    found = []
     for place, line in enumerate(code):
         jump = re.search(r"\bBRA\b.*?(\.L_\w+)", line)
         if jump and labels.get(jump[1], place) < place:
-            loops.append(
-                [each for each in code[labels[jump[1]] : place + 1] if not each.endswith(":")]
-            )
-    return max(loops, key=lambda loop: (count(loop, work), -len(loop)))
+            found.append(range(labels[jump[1]], place + 1))
+    return found
+
+
+def main_loop(code: list[str], work: str) -> list[str]:
+    """The innermost loop with most instructions whose name begins with `work`."""
+    bodies = [[code[i] for i in loop if not code[i].endswith(":")] for loop in loops(code)]
+    return max(bodies, key=lambda loop: (count(loop, work), -len(loop)))
+
+
+def loops_beside_work(code: list[str], work: str) -> list[list[str]]:
+    """The loops without such instructions inside of a loop that has some: the others wait for them."""
+    found = loops(code)
+    working = [loop for loop in found if count([code[i] for i in loop], work)]
+    return [
+        [code[i] for i in loop]
+        for loop in found
+        if loop not in working and any(loop[0] in other for other in working)
+    ]
 
 
 def count(code: list[str], work: str) -> int:

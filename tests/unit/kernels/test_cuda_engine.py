@@ -18,12 +18,13 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.multiprocessor import H100
 from mpitrain.kernels.source import package_sources
 from mpitrain.machine.arena import Arena
+from mpitrain.ops import bodies
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, Measured, Table, Tiling
 from tests.cases.numbers import assert_close, numbers, stored, values
 from tests.fakes.cupy import ATTRIBUTES
 from tests.messages import kernels as says
-from tests.unit.kernels.nvrtc import NEWEST, Module
+from tests.unit.kernels.nvrtc import NEWEST, Compiler, Module, usages
 
 LIBC = ctypes.CDLL(None)
 LIBC.uselocale.restype = LIBC.newlocale.restype = ctypes.c_void_p
@@ -44,10 +45,21 @@ def there(*shape, dtype=np.float32):
     return np.ones(shape, dtype).view(OnDevice)
 
 
+class OnDeviceArena:
+    """An arena whose arrays are on the device."""
+
+    def __init__(self, arena):
+        self._arena = arena
+
+    def take(self, shape, dtype):
+        return self._arena.take(shape, dtype).view(OnDevice)
+
+
 class RememberingKernel:
     """Stands in for cupy.RawKernel; `calls` are those of the driver: (grid, block, addresses of the arguments, shared)."""
 
     numbers = iter(range(1, 10**9))
+    shared_size_bytes = 0
 
     def __init__(self):
         self.kernel = SimpleNamespace(ptr=next(self.numbers))
@@ -176,6 +188,7 @@ class RememberingCupy:
     def launch_kernel(self, function, gx, gy, gz, bx, by, bz, shared, stream, places, extra):
         (kernel,) = (kernel for kernel in self.kernels.values() if kernel.kernel.ptr == function)
         assert (stream, extra) == (77, 0)
+        assert shared <= max([(48 << 10) - kernel.shared_size_bytes, *kernel.asked])
         kernel.calls.append(((gx, gy, gz), (bx, by, bz), places, shared))
 
     def RawModule(self, path):
@@ -288,7 +301,6 @@ def test_a_source_is_compiled_once_for_each_set_of_macros():
     assert '#include "' not in code, "CuPy's cache would not notice a changed header"
     assert {
         "--std=c++17",
-        "-ftz=true",
         "-default-device",
         "-DElement=float",
         "-DTILE_M=32",
@@ -424,6 +436,50 @@ def test_shared_memory_above_48_kib_is_asked_for_first():
     assert (
         kernel.asked == [kernel.calls[0][3]] == [kernel.calls[1][3]] and kernel.asked[0] > 48 << 10
     )
+
+
+@pytest.mark.parametrize(
+    ("source", "kernel", "dynamic"),
+    [
+        ("layer_norm", "layer_norm_backward", 16 * 3072),
+        ("cross_entropy", "cross_entropy", 2 * 24576),
+    ],
+)
+def test_static_and_dynamic_shared_memory_share_48_kib(source, kernel, dynamic):
+    """A width of 3072 and a vocabulary of 24,576 in bfloat16 ask for all of it as dynamic memory."""
+    macros = {"Element": "__nv_bfloat16", "Sum": "float", "Index": "long long"}
+    compiled = Compiler().compile(package_sources()[source], "sm_90a", macros)
+    static = usages(compiled.log)[kernel].shared
+    assert static > 0 and dynamic <= 48 << 10 < static + dynamic
+    cupy = RememberingCupy()
+    cupy.kernels[kernel] = RememberingKernel()
+    cupy.kernels[kernel].shared_size_bytes = static
+    kernels, arena = Kernels(CudaEngine(cupy)), Arena()
+    if source == "layer_norm":
+        x, gain, saved = there(2, 3072), there(3072), there(2)
+        cuda_ops = bodies.cuda(kernels)
+        cuda_ops.layer_norm_backward_input(x, gain, (x, saved, saved), OnDeviceArena(arena))
+    else:
+        logits = stored(np.ones((2, 24576)), "bfloat16").view(OnDevice)
+        targets = there(2, dtype=np.int64)
+        bodies.cuda(kernels).cross_entropy(logits, targets, 1.0, OnDeviceArena(arena))
+    assert cupy.kernels[kernel].asked == [dynamic]
+
+
+@pytest.mark.parametrize(("number", "before"), [(1e39, 0), (-1e300, 0), (10**400, 0), (10**400, 3)])
+def test_a_number_beyond_its_type_is_refused(number, before):
+    cupy = RememberingCupy()
+    kernels = Kernels(CudaEngine(cupy))
+    p, g, numbers = (there(4) for _ in range(3))
+    for decay in (0.5, float("inf"), float("nan"))[:before]:
+        kernels.launch(
+            "sgd", (1,), (256,), (4, p, g, None, numbers, decay), Element="float", Sum="float"
+        )
+    with pytest.raises(KernelError, match="beyond what float32"):
+        kernels.launch(
+            "sgd", (1,), (256,), (4, p, g, None, numbers, number), Element="float", Sum="float"
+        )
+    assert len(cupy.kernels["sgd"].calls if cupy.kernels else ()) == before
 
 
 def test_a_failed_compilation_is_our_error_with_the_compilers_words():

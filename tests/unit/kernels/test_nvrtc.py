@@ -11,9 +11,17 @@ from mpitrain.kernels.multiprocessor import H100
 from mpitrain.kernels.source import package_sources
 from mpitrain.ops.cuda.attention import choose
 from mpitrain.ops.cuda.grids import SHARED
-from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, USUAL, TensorTile, Tile
+from mpitrain.ops.cuda.tiles import (
+    TENSOR_TILES,
+    TILES,
+    USUAL,
+    TensorTile,
+    Tile,
+    possible,
+    two_stages,
+)
 from tests.unit.kernels.nvrtc import OLDEST, Compiler, usages
-from tests.unit.kernels.sass import count, instructions, main_loop
+from tests.unit.kernels.sass import count, instructions, loops_beside_work, main_loop
 
 SOURCES = package_sources()
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90a")
@@ -133,16 +141,14 @@ def jobs():
             for tile in (
                 (TENSOR_TILES if sums else TENSOR_TILES[1:USUAL])
                 if architecture == "sm_80"
-                else TENSOR_TILES[:1]
+                else (two_stages() if architecture == "sm_75" else TENSOR_TILES)[:1]
             ):
-                element, stages = (
-                    ("__half", {"STAGES": 2}) if architecture == "sm_75" else ("__nv_bfloat16", {})
-                )
+                element = "__half" if architecture == "sm_75" else "__nv_bfloat16"
                 result = {"Result": "float"} if sums else {}  # gradients of weights are float32
                 yield (
                     "gemm_tensor",
                     architecture,
-                    types(element) | tile._asdict() | stages | stored | result,
+                    types(element) | tile._asdict() | stored | result,
                 )
 
 
@@ -217,6 +223,8 @@ def test_a_source_compiles_within_the_hardwares_limits(name, architecture, macro
         assert compiled.divisions_in_loops(kernel) == [], (
             f"{kernel}: tens of instructions each, for which there is none"
         )
+    exact = [each for each in compiled.flushing if ".approx." not in each]
+    assert exact == [], "a subnormal number differs from the host's"
     # x86-64 aligns every array to 16 bytes, so the simulator cannot see this.
     widest = max(compiled.shared_accesses, default=1)
     assert [
@@ -231,7 +239,9 @@ def test_a_source_compiles_within_the_hardwares_limits(name, architecture, macro
         )
     if is_default_on_tensor_cores(name, architecture, macros):
         assert kernels["gemm_tensor"].registers <= 128, "two blocks do not fit a multiprocessor"
-        check_loop(compiled.code, "gemm_tensor", 32, 6.25)
+        # Row sums are 4 products more for each 16 of depth; a warp makes one of the 4.
+        products, most = (80, 4.25) if macros["ROW_SUMS"] else (64, 3.5)
+        check_loop(compiled.code, "gemm_tensor", products, most)
     if name in ATTENTIONS and architecture == "sm_90a":
         way = attention_way(90, macros["HEAD"])
         for kernel, usage in kernels.items():
@@ -245,7 +255,9 @@ def test_a_source_compiles_within_the_hardwares_limits(name, architecture, macro
 
 def check_loop(code, kernel, products, most):
     """The main loop of a kernel is one step of so many products, and has at most so many instructions for each."""
-    loop = main_loop(instructions(code, kernel), "HMMA")
+    text = instructions(code, kernel)
+    loop = main_loop(text, "HMMA")
+    assert loops_beside_work(text, "HMMA") == [], "tensor cores wait for a serial loop"
     assert count(loop, "HMMA") == products, "the main loop is not one step"
     assert len(loop) <= most * products, (
         f"{kernel}: tensor cores wait for other instructions: {len(loop) / products:.2f}"
@@ -259,7 +271,23 @@ def test_a_source_compiles_by_the_oldest_nvrtc_that_is_promised(name):
     Compiler(OLDEST).compile(SOURCES[name], "compute_80", macros)
 
 
-@pytest.mark.parametrize("capability", [75, 80, 90])
+@pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 120])
 def test_every_tile_of_tensor_cores_has_the_shared_memory_it_asks_for(capability):
-    for tile in TENSOR_TILES:
-        assert (tile._replace(STAGES=2) if capability == 75 else tile).shared <= SHARED[capability]
+    tiles = possible(np.empty(0, np.float16), capability)
+    assert len(tiles) >= USUAL and len(set(tiles)) == len(tiles)
+    for tile in tiles:
+        assert tile.shared <= SHARED[capability]
+
+
+@pytest.mark.parametrize("element", ["float", "double"])
+def test_tiles_know_the_static_shared_memory_of_their_kernel(element, compiler):
+    """In double the two largest tiles need more than any device has."""
+    array = np.empty(0, "float64" if element == "double" else "float32")
+    tiles = possible(array, 80)
+    assert len(tiles) == len(TILES) - 2 * (element == "double")
+    for tile in (tiles[1], tiles[-1]):
+        stored = {"TRANSPOSED_A": 0, "TRANSPOSED_B": 1, "ROW_SUMS": 0}
+        compiled = compiler.compile(
+            SOURCES["gemm"], "sm_80", types(element) | tile._asdict() | stored
+        )
+        assert usages(compiled.log)["gemm"].shared == tile.static(array.itemsize) <= 48 << 10

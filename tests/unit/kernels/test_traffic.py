@@ -284,7 +284,7 @@ def test_attention_on_tensor_cores_reads_what_its_128_rows_see_once():
 def test_what_is_counted_is_what_a_kernel_moves():
     z, dy = np.ones(1031, np.float32), np.ones(1031, ml_dtypes.bfloat16).astype(np.float32)
     found = moved("activation_backward", lambda ops: ops.gelu_backward(dy, z, Arena()))
-    assert found == Traffic(
+    assert found[:4] == (
         "activation_backward",
         {"z": z.nbytes, "dy": dy.nbytes},
         {"z": z.nbytes, "dy": 0},

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from mpitrain.layers.base import Parameter, Unit
-from mpitrain.layers.flat import Piece, Storage
+from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import HostBackend
+from mpitrain.regions import Piece
 
 HOST = HostBackend()
 

@@ -7,7 +7,7 @@ import pytest
 
 from mpitrain.config import Optimizer, parse
 from mpitrain.layers.base import Parameter, Unit
-from mpitrain.layers.flat import Piece, Storage
+from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import HostBackend
 from mpitrain.ops import bodies
@@ -15,6 +15,7 @@ from mpitrain.ops.codes import BLOCK, SIGNED, TINY, UNSIGNED, block_count, decod
 from mpitrain.optim import Optimizer as OptimizerOfRank
 from mpitrain.optim import checked, state_bytes
 from mpitrain.optim.coded import CodedState, is_coded, regions
+from mpitrain.regions import Piece
 
 MAPS = {"signed": SIGNED, "unsigned": UNSIGNED}
 SHAPES = {"small": (63, 64), "bias": (100,), "weight": (70, 64), "long": (5000,), "tiny": (3,)}

@@ -9,12 +9,13 @@ import tomli_w
 from mpitrain.config import Optimizer, ParameterGroup, parse, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Parameter, Unit
-from mpitrain.layers.flat import Piece, Storage
+from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import HostBackend
 from mpitrain.ops.device import device_for
 from mpitrain.optim import RULES, check_groups, checked
 from mpitrain.optim import Optimizer as OptimizerOfRank
 from mpitrain.optim.groups import Group, group_of
+from mpitrain.regions import Piece
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests.unit.run.test_run_dir import TINY, trained

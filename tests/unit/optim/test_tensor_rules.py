@@ -5,11 +5,12 @@ import pytest
 
 from mpitrain.config import parse, with_settings
 from mpitrain.layers.base import Parameter, Unit
-from mpitrain.layers.flat import Piece, Storage
+from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
 from mpitrain.ops.device import device_for
 from mpitrain.optim import Optimizer, checked
 from mpitrain.optim.muon import is_hidden_matrix
+from mpitrain.regions import Piece
 
 STEPS, LR, SCALE = 10, 0.03, 0.5
 SHAPES = {"wide": (5, 9), "tall": (8, 3), "row": (1, 6), "table": (7, 4), "bias": (11,)}

@@ -11,10 +11,11 @@ import tomli_w
 from mpitrain.cli import report
 from mpitrain.cli.output_checks import Outputs
 from mpitrain.config import CONFIG, parse
-from mpitrain.run.run_dir import METRICS, trace_file
+from mpitrain.run.run_dir import METRICS
 from mpitrain.trace.read import read_trace
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.ring_buffer import BACKWARD, FORWARD, HEAD, MAGIC, RECORD, Ring
+from mpitrain.trace.timeline import trace_file
 from tests.unit.readers.fuzz_readers import INVALID, Damaged, in_the_way
 
 RANKS, CAPACITY = 2, 64

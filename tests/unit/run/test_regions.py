@@ -6,17 +6,8 @@ import numpy as np
 import pytest
 
 from mpitrain.layers.base import Parameter
-from mpitrain.layers.flat import Piece
-from mpitrain.run.checkpoint.regions import (
-    HeldRegion,
-    Region,
-    common,
-    cut,
-    part_of_text,
-    runs,
-    within,
-    without,
-)
+from mpitrain.regions import Piece, common
+from mpitrain.run.checkpoint.regions import HeldRegion, Region, part_of_text, runs
 from mpitrain.run.checkpoint.writers import Joined, shared_out, sources
 
 SHAPE = (4, 5, 6)
@@ -92,20 +83,6 @@ def test_what_two_parts_share_lies_where_each_has_it(one, other):
         assert length > 0 and np.array_equal(first[a : a + length], second[b : b + length])
         found += first[a : a + length].tolist()
     assert sorted(found) == sorted({*first} & {*second})
-
-
-def test_pieces_are_cut_and_taken_from_each_other():
-    pieces = [Piece(0, 10, 100), Piece(20, 25, 3)]
-    assert list(within(pieces, 8, 22)) == [Piece(8, 10, 108), Piece(20, 22, 3)]
-    left = [Piece(0, 2, 100), Piece(4, 9, 104), Piece(21, 25, 4)]
-    assert without(pieces, [Piece(2, 4, 0), Piece(9, 21, 0), Piece(30, 40, 0)]) == left
-    assert list(cut(pieces, 4)) == [
-        Piece(0, 4, 100),
-        Piece(4, 8, 104),
-        Piece(8, 10, 108),
-        Piece(20, 24, 3),
-        Piece(24, 25, 7),
-    ]
 
 
 def test_a_part_comes_back_from_text():

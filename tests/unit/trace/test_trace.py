@@ -34,8 +34,6 @@ from mpitrain.report.time_breakdown import (
     WAITING,
     shares,
 )
-from mpitrain.report.timeline import read_timeline
-from mpitrain.run.run_dir import trace_file
 from mpitrain.trace.read import read_trace
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.ring_buffer import (
@@ -52,6 +50,7 @@ from mpitrain.trace.ring_buffer import (
     UPDATE,
     Ring,
 )
+from mpitrain.trace.timeline import read_timeline, trace_file
 from tests.messages import trace as says
 
 RANKS = 3
@@ -407,7 +406,8 @@ def test_each_rank_of_a_dead_run_is_said_to_have_done_what_it_did_not_end(tmp_pa
     said = list(what_each_did_last(read_timeline(tmp_path)))
     assert said[1] == (says.RANK_HOST_BEFORE_STEP)
     assert says.BEFORE_STEP_WAITING_SUMS in said[3]
-    assert said[-1] == says.FIRST_FALL_SILENT_RANK
+    assert said[-2] == says.FIRST_FALL_SILENT_RANK
+    assert said[-1] == says.FIRST_DIVERGENCE
 
 
 def test_sleeping_stages_take_the_simulated_time(tmp_path):

@@ -9,9 +9,11 @@ import numpy as np
 
 from mpitrain.errors import ConfigError
 from mpitrain.files import opened
-from mpitrain.run.run_dir import TRACE, trace_file
 from mpitrain.trace.read import MOST, Trace, read_trace
 from mpitrain.trace.ring_buffer import COMPUTE, DEVICE, PHASES, RECEIVE, SEND, STEP
+
+TRACE = "trace"
+"""The folder of a run directory that contains the traces."""
 
 
 class Timeline(NamedTuple):
@@ -135,6 +137,11 @@ def read_timeline(folder: Path) -> Timeline:
     return Timeline(
         [_on_one_clock(found[rank]) for rank in sorted(found)], dict(sorted(missing.items()))
     )
+
+
+def trace_file(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's trace in a run directory."""
+    return folder / TRACE / f"rank-{rank:05d}"
 
 
 def trace_files(folder: Path) -> tuple[Path, list[Path]]:

@@ -1,0 +1,38 @@
+"""Build the page of the textbook's systems, with a picture of each, from recordings of this version.
+
+Run `python jobs/textbook.py` after a change of a topic; a test finds a page that is out of date. It needs mpitrain[report].
+"""
+
+from pathlib import Path
+
+from PIL import Image
+from tqdm import tqdm
+
+from mpitrain.files import write_whole
+from mpitrain.textbook.explain.renderers.picture import draw
+from mpitrain.textbook.explain.renderers.systems import FRAMES, PICTURES, digests, page
+from mpitrain.textbook.explain.topics import TOPICS
+
+COLOURS = 24
+"""Colours of a picture: a third of the bytes of one with all."""
+
+
+def main() -> None:
+    """Write the page, the pictures and the digests of their frames."""
+    folder = Path(__file__).parents[1] / PICTURES
+    folder.mkdir(exist_ok=True)
+    found = {
+        name: topic.record(name, topic.setting(name, None, None)) for name, topic in TOPICS.items()
+    }
+    for name in tqdm(found, desc="pictures", leave=False, disable=None):
+        path = folder / f"{name}.png"
+        draw(found[name], path, "en", dpi=80)
+        with Image.open(path) as drawn:
+            small = drawn.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+        small.save(path, optimize=True)
+    write_whole(folder / FRAMES, digests(found))
+    write_whole(folder / "README.md", page(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""One job under several modes, layouts, schedules, precisions and tricks, measured in turns."""

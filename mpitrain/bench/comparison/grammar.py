@@ -1,0 +1,125 @@
+"""The names of `--modes`: a table of words, each with its settings, and words joined by +."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+from mpitrain.collectives.selection.table import choices
+from mpitrain.errors import ConfigError
+from mpitrain.parallel.modes import MODES
+
+RING = "replication.algorithm=ring"
+BASELINE = "ring"
+"""The mode that changes nothing else in the job."""
+
+FORMS: dict[str, tuple[str, ...]] = {
+    "dpN": ("layout.dp=N",),
+    "tpN": ("layout.tp=N", "layout.algorithm=ring"),
+    "sequence": ("layout.sequence_parallel=true",),
+    "ppN": ("layout.pp=N",),
+    "ppN:SCHEDULE": ("layout.pp=N", "pipeline.schedule=SCHEDULE"),
+    "float64": ("precision.compute=float64",),
+    "bf16": ("precision.compute=bfloat16",),
+    "fp16": ("precision.compute=float16",),
+    "accumulateN": ("batch.micro_batches=N",),
+    "recompute": ("memory.recompute=unit",),
+    "recomputeN": ("memory.recompute=N",),
+    "logitsN": ("memory.logit_chunks=N",),
+    "tiled": ("memory.attention=tiled",),
+    "loraN": ("lora.rank=N",),
+    "wire:FORMAT": ("replication.wire=FORMAT",),
+    "optimizer:NAME": ("optimizer.name=NAME",),
+    "compiled": ("device.passes=compiled",),
+    "no-overlap": ("replication.overlap=false",),
+}
+"""{form of a word: its settings}. N is an integer, and another word in capitals is a name."""
+
+_HOLES = re.compile(r"N(?![A-Z])|[A-Z]{2,}")
+
+
+def settings_by_mode() -> dict[str, tuple[str, ...]]:
+    """Return {mode of replication: its settings}.
+
+    Modes that are not all-reduce algorithms use a ring for their sums: the transport counts its
+    bytes.
+    """
+    sharded = {stage for mode in MODES.values() for stage in mode.stages}
+    return {
+        **{name: (f"replication.algorithm={name}",) for name in choices("allreduce")},
+        **{
+            f"zero{stage}{end}": (f"replication.zero={stage}", f"replication.shard={shard}", RING)
+            for end, shard in (("", "all"), ("-host", "host"))
+            for stage in sorted(sharded)
+        },
+        **{
+            name: (f"replication.mode={name}", RING)
+            for name, mode in MODES.items()
+            if not mode.stages and not mode.variants
+        },
+        **{
+            f"{name}-{end}": (f"replication.mode={name}", setting, RING)
+            for name, mode in MODES.items()
+            for end, setting in mode.variants.items()
+        },
+    }
+
+
+def usual() -> list[str]:
+    """Return the default of --modes.
+
+    On one host, a `-host` mode equals the mode without the suffix.
+    """
+    others = (mode for mode in settings_by_mode() if mode not in choices("allreduce"))
+    return ["star", "ring", "auto", *(mode for mode in others if not mode.endswith("-host"))]
+
+
+def settings_of(mode: str) -> tuple[str, ...]:
+    """Return the settings of a mode, as `section.key=value`; sums use a ring unless it names one.
+
+    mode    words joined by +, such as zero3+tp2
+    raises  ConfigError for an unknown word, and for words that set one key to different values
+    """
+    known = settings_by_mode()
+    found: dict[str, tuple[str, str]] = {}
+    for word in mode.split("+"):
+        for setting in known.get(word) or _formed(word, mode):
+            if setting == RING and word != BASELINE:
+                continue  # It is the default, which another word may replace.
+            key, _, value = setting.partition("=")
+            first, before = found.setdefault(key, (word, value))
+            if before != value:
+                raise ConfigError(
+                    f"Words of a mode set each key once, but in {mode} {first} sets {key}={before} "
+                    f"and {word} sets {key}={value}.",
+                    f"Take one of {first} and {word}.",
+                )
+    found.setdefault("replication.algorithm", (BASELINE, BASELINE))
+    return tuple(f"{key}={value}" for key, (_, value) in found.items())
+
+
+def is_replication(mode: str) -> bool:
+    """Return whether a mode is one mode of replication, without further words."""
+    return mode in settings_by_mode()
+
+
+def _formed(word: str, mode: str) -> Iterable[str]:
+    """Return the settings of a word that has one of FORMS."""
+    for form, settings in FORMS.items():
+        if found := re.fullmatch(_HOLES.sub(_pattern, re.escape(form)), word):
+            values = dict(zip(_HOLES.findall(form), found.groups(), strict=True))
+            return [_HOLES.sub(_value_in(values), setting) for setting in settings]
+    whole = "" if word == mode else f" of {mode}"
+    raise ConfigError(
+        f"A mode is one of {', '.join([*settings_by_mode(), *FORMS])}, or several joined by +, but "
+        f"--modes names {word!r}{whole}.",
+        "Name some of these.",
+    )
+
+
+def _pattern(hole: re.Match[str]) -> str:
+    """Return the pattern of the values of a hole in a form."""
+    return r"([1-9]\d{0,8})" if hole[0] == "N" else r"([\w./:-]+)"
+
+
+def _value_in(values: Mapping[str, str]) -> Callable[[re.Match[str]], str]:
+    """Return the function that looks up the value of a hole."""
+    return lambda hole: values[hole[0]]

@@ -1,0 +1,78 @@
+"""The configurations that `mpitrain compare` trains: one job in each mode."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from mpitrain.bench.comparison.grammar import is_replication, settings_of
+from mpitrain.config import Config, with_settings
+from mpitrain.config.plugins import load
+from mpitrain.errors import ConfigError, on_every_rank
+from mpitrain.optim import checked
+from mpitrain.parallel.grid import axes, divisor
+from mpitrain.parallel.modes import servers_of
+from mpitrain.run.choices import parse
+from mpitrain.run.given import agree_on
+from mpitrain.run.resolve import resolve_here
+from mpitrain.transport.agreement import on_all_ranks
+from mpitrain.transport.base import Transport
+
+WARM_UP = 1
+"""Steps that are not timed: the first one allocates buffers."""
+
+
+def jobs(modes: Sequence[str], settings: Sequence[str], hosts: Sequence[str]) -> dict[str, Config]:
+    """Return the configuration of each mode. Local.
+
+    settings  section.key=value for all modes; a mode's own settings take precedence
+    hosts     host of every rank, by rank
+    raises    ConfigError if a mode does not exist or cannot run on these ranks, or if a plugin
+              cannot be imported
+    """
+    load(with_settings({}, [*settings]))  # Plugins add modes.
+    own = {mode: settings_of(mode) for mode in modes}
+    if len(hosts) == 1 and all(map(is_replication, modes)):
+        raise ConfigError(
+            "compare measures what ranks send each other, and one rank sends nothing.",
+            "mpitrain launch -n 2 -- compare",
+        )
+    found, refused = {}, {}
+    for mode, changes in own.items():
+        try:
+            found[mode] = _job([*settings, *changes], hosts)
+        except ConfigError as error:
+            refused[mode] = error
+    laws = {refusal.law for refusal in refused.values()}
+    for mode, refusal in refused.items():
+        if not found and len(laws) == 1 and is_replication(mode):
+            raise refusal  # The job itself is refused.
+        rest = f"\nOr compare what works: --modes {','.join(found)}" if found else ""
+        raise ConfigError(f"Mode {mode}: {refusal.law}", f"{refusal.way_out}{rest}")
+    return found
+
+
+def _job(settings: list[str], hosts: Sequence[str]) -> Config:
+    config = parse(with_settings({}, settings))
+    if config.run.steps <= WARM_UP:
+        raise ConfigError(
+            f"compare needs more than {WARM_UP} step, whose time does not count, but run.steps is "
+            f"{config.run.steps}.",
+            "Leave run.steps to --steps.",
+        )
+    config = checked(config)
+    divisor(axes(config, len(hosts), servers_of(config)), hosts, config.replication.shard)
+    return config
+
+
+def check_resolved(transport: Transport, found: Mapping[str, Config]) -> None:
+    """Raise ConfigError for a mode whose schedule or device does not fit these ranks; collective.
+
+    Then no mode is refused after another has been measured.
+    """
+    for mode, config in found.items():
+        try:
+            given = agree_on(transport, partial(checked, config))
+            on_all_ranks(transport, partial(resolve_here, given, transport.hosts))
+        except ConfigError as error:
+            if not error.agreed:
+                raise
+            raise on_every_rank(ConfigError(f"Mode {mode}: {error.law}", error.way_out)) from None

@@ -1,0 +1,129 @@
+"""Memory transactions of every kernel of a training step, counted in the checked simulator.
+
+A warp's load or store is a request. Shared memory serves it in passes over its 32 banks, and global
+memory in sectors of 32 bytes. Nsight Compute counts both on a GPU.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain.kernels.loader import Kernels
+from mpitrain.kernels.simulator.machine import SharedAccess, Simulator, Traffic
+from mpitrain.machine.arena import Arena
+from mpitrain.ops import bodies
+from mpitrain.ops.example import examples
+from mpitrain.ops.operands import Operand
+
+SECTOR = 32
+
+SIZES = {
+    "M": 128,
+    "K": 64,
+    "N": 128,
+    "C": 128,
+    "V": 256,
+    "L": 4096,
+    "B": 1,
+    "T": 128,
+    "H": 2,
+    "D": 64,
+    "F": 8,
+    "I": 4,
+    "Y": 9,
+    "X": 8,
+    "S": 3,
+    "P": 2,
+    "W": 4,
+}
+"""Sizes of the example calls: whole tiles and whole vectors, with heads of 64 as in GPT-2."""
+
+STEP = (
+    "linear linear_gelu linear_backward_input gelu_linear_backward_input linear_backward_weight "
+    "linear_backward_bias add add_bias gelu gelu_backward layer_norm layer_norm_backward_input "
+    "layer_norm_backward_gain embedding embedding_backward_table embedding_backward_positions "
+    "attention attention_backward cross_entropy cross_entropy_loss gradient_facts"
+)
+"""The operations of a GPT's training step whose arrays may have 16-bit elements."""
+
+UPDATES = "sgd momentum nesterov lion adam adamw"
+"""Optimizer steps, on float32."""
+
+
+class Row(NamedTuple):
+    """The transactions of one launch.
+
+    nbytes    bytes that its threads read and write in global memory
+    sectors   bytes of the sectors that this takes; fewer than `nbytes` where threads read one word
+    requests  requests of its warps to shared memory
+    passes    passes over the banks for these requests
+    least     passes without any bank conflict
+    conflicts instructions with bank conflicts, as file:line
+    """
+
+    dtype: str
+    operation: str
+    kernel: str
+    nbytes: int
+    sectors: int
+    requests: int
+    passes: int
+    least: int
+    conflicts: str
+
+
+def count(dtypes: Sequence[str]) -> Iterator[Row]:
+    """Yield a row for each launch of each operation.
+
+    dtypes  of the elements: "float32", "float16" or "bfloat16"
+    """
+    for dtype in dtypes:
+        launches: list[Traffic] = []
+        ops = bodies.cuda(Kernels(Simulator(checked=True, traffic=launches)))
+        arguments = examples(ops, SIZES, _Draw(dtype), Arena())
+        for name in (STEP + f" {UPDATES}" * (dtype == "float32")).split():
+            given = arguments(name)
+            launches.clear()
+            getattr(ops, name)(**given)
+            yield from (row_of(dtype, name, launch) for launch in launches)
+
+
+def row_of(dtype: str, operation: str, launch: Traffic) -> Row:
+    """Return the row of one launch."""
+
+    def total(field: str) -> int:
+        return sum(getattr(access, field) for access in launch.shared)
+
+    where = dict.fromkeys(access.where for access in launch.shared if has_conflicts(access))
+    return Row(
+        dtype,
+        operation,
+        launch.kernel,
+        sum(launch.read.values()) + sum(launch.written.values()),
+        SECTOR * sum(launch.sectors.values()),
+        total("requests"),
+        total("passes"),
+        total("least"),
+        " ".join(where),
+    )
+
+
+def has_conflicts(access: SharedAccess) -> bool:
+    """Return whether two threads of a request met in a bank."""
+    return access.passes > access.least
+
+
+class _Draw:
+    """Draws the arrays of the examples."""
+
+    def __init__(self, dtype: str):
+        self._dtype, self._rng = dtype, np.random.default_rng(0)
+
+    def __call__(self, one: Operand, shape: tuple[int, ...]) -> np.ndarray:
+        if one.coded:
+            return self._rng.integers(256, size=shape, dtype=np.uint8)
+        if one.below:
+            return self._rng.integers(SIZES[one.below], size=shape)
+        numbers: Any = self._rng.standard_normal(shape, np.float32)
+        return (np.abs(numbers) if one.positive else numbers).astype(self._dtype)

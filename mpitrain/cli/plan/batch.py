@@ -1,0 +1,100 @@
+"""`mpitrain plan batch`: the largest and the fastest micro-batch, and the critical batch size."""
+
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mpitrain.cli.job_options import (
+    CONFIG_FILE,
+    DEVICE,
+    DP,
+    PP,
+    PRESET,
+    SET,
+    TP,
+    changes,
+    configured,
+)
+from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.session import mpi_session
+
+
+@click.command("batch")
+@CONFIG_FILE
+@PRESET
+@SET
+@DP
+@TP
+@PP
+@DEVICE
+@click.option(
+    "--most",
+    type=click.IntRange(1, 10**6),
+    default=1024,
+    show_default=True,
+    help="Rows of the largest micro-batch to look at.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(1, 86400),
+    default=60,
+    show_default=True,
+    help="Time for the timed steps, and again for the noise scale.",
+)
+@output_option("--json", "Write the table and the estimates to this file.")
+def command(
+    config_file: Path | None,
+    preset: str | None,
+    settings: tuple[str, ...],
+    most: int,
+    seconds: float,
+    json_file: Path | None,
+    **options: Any,
+) -> None:
+    """Find the batch of a job by results, then by memory: mpitrain launch -n 2 -- plan batch
+
+    It counts the largest micro-batch that fits in memory, or in memory.limit_gb, and runs a step of
+    it. It times steps of several sizes in turns. Gradient norms of two batch sizes give the
+    critical batch size. Larger batches than this need many more rows, smaller ones more steps.
+    """
+    changed = changes(settings, **options)
+    read = cache(lambda: configured(config_file, changed, preset))
+    with mpi_session(kind=lambda: read().device.kind) as transport:
+        _plan(transport, read, most, seconds, json_file)
+
+
+def _plan(
+    transport: Any,
+    configured: Callable[[], Any],
+    most: int,
+    seconds: float,
+    json_file: Path | None,
+) -> None:
+    """Count, run and time micro-batches, measure the noise, and print all on rank 0; collective."""
+    from tqdm import tqdm
+
+    from mpitrain.bench.collectives.header import machine
+    from mpitrain.bench.collectives.table import write_json
+    from mpitrain.cli.terminal.progress import bar
+    from mpitrain.plan.batch.search import search
+    from mpitrain.plan.batch.text import report
+    from mpitrain.run.given import agree_on
+    from mpitrain.transport.agreement import on_all_ranks
+
+    given = agree_on(transport, configured)
+    on_all_ranks(transport, lambda: check_files(transport.rank, [json_file]))
+    is_root, outputs = transport.rank == 0, Outputs()
+    with closing(bar(1, form="{desc}") if is_root else tqdm(disable=True)) as shown:
+        found = search(transport, given, most, seconds, shown.set_description_str)
+    if is_root:
+        click.echo("\n".join(report(found)))
+        if json_file:
+            facts = {**machine(transport), "arguments": sys.argv[1:], **found.facts()}
+            with outputs.to(json_file):
+                write_json(json_file, facts, found.timed)
+    on_all_ranks(transport, outputs.settle)

@@ -1,0 +1,137 @@
+"""`mpitrain plan tricks`: measures a job with and without each trick."""
+
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mpitrain.cli.job_options import (
+    CONFIG_FILE,
+    DEVICE,
+    DP,
+    PP,
+    PRESET,
+    SET,
+    TP,
+    changes,
+    configured,
+)
+from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.session import MOST, mpi_session
+
+LEAST_BLOCKS = 5
+"""Fewer blocks may agree by chance."""
+
+
+@click.command("tricks")
+@CONFIG_FILE
+@PRESET
+@SET
+@DP
+@TP
+@PP
+@DEVICE
+@click.option(
+    "--tricks",
+    metavar="A,B",
+    help="Tricks to try, such as recomputation or ZeRO 3. Default: all.",
+)
+@click.option(
+    "--blocks",
+    type=click.IntRange(LEAST_BLOCKS, MOST),
+    default=LEAST_BLOCKS,
+    show_default=True,
+    help="Turns of the job with and without each trick.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(1, MOST),
+    default=3,
+    show_default=True,
+    help="Steps of a turn.",
+)
+@output_option("--json", "Write the tricks to this JSON file as they are measured.")
+def command(
+    config_file: Path | None,
+    preset: str | None,
+    settings: tuple[str, ...],
+    tricks: str | None,
+    blocks: int,
+    steps: int,
+    json_file: Path | None,
+    **options: Any,
+) -> None:
+    """Measure a job with and without each trick: mpitrain launch -n 2 -- plan tricks job.toml
+
+    Start it like the training run. A trick that the job has already is compared with the job
+    without it. A time counts as faster or slower if all turns agree, otherwise ~ marks it.
+    """
+    changed = changes(settings, **options)
+    read = cache(lambda: configured(config_file, changed, preset))
+    with mpi_session(kind=lambda: read().device.kind) as transport:
+        _try(transport, read, tricks, blocks, steps, json_file)
+
+
+def _try(
+    transport: Any,
+    read: Callable[[], Any],
+    tricks: str | None,
+    blocks: int,
+    steps: int,
+    json_file: Path | None,
+) -> None:
+    """Measure the tricks, and print a line for each. Collective."""
+    from mpitrain import __version__
+    from mpitrain.bench.collectives.header import machine
+    from mpitrain.bench.collectives.table import write_json
+    from mpitrain.bench.comparison.trick_table import as_row, heading, line, summary
+    from mpitrain.bench.comparison.tricks import names_of, try_all
+    from mpitrain.bench.training.steps import WARM_UP, check_common_steps
+    from mpitrain.cli.terminal.progress import way
+    from mpitrain.cli.terminal.table_rows import Rows
+    from mpitrain.config import with_settings
+    from mpitrain.run.build import build
+    from mpitrain.run.choices import parse
+    from mpitrain.transport.agreement import on_all_ranks
+
+    def checked() -> tuple[Any, list[str]]:
+        names, config = names_of(tricks), read()
+        check_common_steps(config)
+        length = f"run.steps={len(names) * (WARM_UP + blocks * steps)}"
+        return parse(with_settings(config.model_dump(), [length])), names
+
+    on_all_ranks(transport, lambda: check_files(transport.rank, [json_file]))
+    config, names = on_all_ranks(transport, checked)
+    job = build(transport, config)
+    config, outputs, tried = job.trainer.config, Outputs(), []
+    facts = {
+        "mpitrain": __version__,
+        "ranks": transport.size,
+        **machine(transport),
+        "arguments": sys.argv[1:],
+    }
+    is_root = transport.rank == 0
+    if is_root:
+        click.echo(
+            f"{config.model.kind}, {job.trainer.parameter_count:,} parameters: {config.batch.size} rows a step by "
+            f"{transport.size} rank(s), {way(config)}, {config.precision.compute}, {config.device.kind}\n"
+            f"{blocks} blocks of {steps} step(s), with and without each trick in turns\n\n{heading()}"
+        )
+    with closing(Rows(len(names), "tricks")) as shown:
+        for found in try_all(transport, job, names, blocks, steps):
+            tried.append(found)
+            if not is_root:
+                continue
+            if found.reason:
+                shown.count()
+            else:
+                shown.row(line(found))
+            if json_file:
+                with outputs.to(json_file):
+                    write_json(json_file, facts, [*map(as_row, tried)])
+    job.close()
+    outputs.conclude(transport, lambda: summary(tried), None, lambda path: None)

@@ -1,0 +1,98 @@
+"""`mpitrain diff`: names the first step and tensor at which two runs differ."""
+
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mpitrain.cli.job_options import PLUGINS
+from mpitrain.machine import process
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from mpitrain.report.diff.sides import Side
+
+DIFFERENT = 1
+"""Exit code of two runs that differ."""
+
+
+@click.command()
+@click.argument("one", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("other", metavar="RUN", type=click.Path(path_type=Path))
+@click.option(
+    "--replay",
+    "does_replay",
+    is_flag=True,
+    help="Run both again from their nearest equal checkpoint, and name the first tensor that differs.",
+)
+@PLUGINS
+def command(one: Path, other: Path, does_replay: bool, plugins: list[str] | None) -> None:
+    """Find the first step at which two runs differ, and exit with 1 if they do.
+
+    Runs of one layout are compared bit for bit: losses, gradient norms, checkpoints, and the
+    digests of run.digest_every. --replay takes their steps again, with ranks as threads of this
+    process. Runs of two layouts are compared by numbers of each tensor against a tolerance. Keys
+    of the configuration that differ come first.
+    """
+    if process.launched().rank > 0:
+        return  # only rank 0 compares
+    process.limit_blas_threads()
+    from mpitrain.config.plugins import load
+    from mpitrain.report.diff import sides
+
+    load({"run": {"plugins": plugins or []}})
+    both = sides.read(one), sides.read(other)
+    changed = sides.changed_keys(*both)
+    from mpitrain.report.diff import text
+
+    show(text.keys_that_differ(changed))
+    is_by_bits = sides.are_comparable_by_bits(*both)
+    if not is_by_bits and does_replay:
+        from mpitrain.errors import ConfigError
+
+        raise ConfigError(
+            "--replay is for two runs of one layout, but these divide their work in different ways.",
+            "Leave out --replay.",
+        )
+    is_equal = _by_bits(both, does_replay) if is_by_bits else _by_numbers(both)
+    sys.exit(0 if is_equal else DIFFERENT)
+
+
+def show(lines: "Iterable[str]") -> None:
+    """Print lines; names from the files of another person may have control characters."""
+    from mpitrain.errors import visible
+
+    click.echo("\n".join(map(visible, lines)))
+
+
+def _by_bits(both: "tuple[Side, Side]", does_replay: bool) -> bool:
+    """Compare two runs of one layout, and print the result; return whether they are equal."""
+    from mpitrain.cli.terminal.progress import bar
+    from mpitrain.report.diff import series, text
+    from mpitrain.report.diff.replay import replay
+
+    found = series.compare_bits(*both)
+    show(text.bits(found, *both))
+    if found.first is None:
+        return True
+    if does_replay:
+        start = series.start_of_replay(found.first, *both)
+        last = max(start + 1, found.first)
+        with closing(bar(last - start)) as shown:
+            result = replay(both, start, last, lambda step: shown.update() and None)
+        names = str(both[0].folder), str(both[1].folder)
+        show(text.replayed(result, names))
+    return False
+
+
+def _by_numbers(both: "tuple[Side, Side]") -> bool:
+    """Compare two runs of different layouts, and print the result; return whether they agree."""
+    from mpitrain.report.diff import series, text
+
+    limit = series.tolerance(both[0].config)
+    logged, compared = series.compare_numbers(*both, limit)
+    show(text.numbers(limit, logged, compared))
+    return logged is None and not any(found for _, found, _ in compared)

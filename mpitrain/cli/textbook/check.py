@@ -1,0 +1,63 @@
+"""`mpitrain check`: says whether solutions of exercises are right, and why not."""
+
+from pathlib import Path
+
+import click
+
+from mpitrain.cli.language import language_option
+from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.machine import process
+
+
+@click.command("check")
+@click.argument("path", metavar="FILE|DIR", type=click.Path(path_type=Path))
+@output_option("--csv", "Write a row for each file of DIR to this file.")
+@language_option
+def command(path: Path, csv_file: Path | None, language: str) -> int:
+    """Check the solution of an exercise, or all Python files of a folder.
+
+    The code runs in a process of its own, with limits of time and memory. The exit code is 1 if a
+    solution is wrong. Of a folder it is 0 once all files are checked.
+    """
+    if process.launched().rank > 0:
+        return 0  # only rank 0 prints
+    from mpitrain.errors import ConfigError, visible
+    from mpitrain.files import write_whole
+    from mpitrain.textbook.exercises.check import check
+    from mpitrain.textbook.exercises.report import lines, row, table
+    from mpitrain.textbook.words import text
+
+    check_files(0, [csv_file])
+    if not path.is_dir():
+        if csv_file:
+            raise ConfigError(
+                f"--csv is for a folder of solutions, but {path} is none.",
+                "Leave out --csv, or name the folder.",
+            )
+        found = check(path)
+        click.echo("\n".join(lines(str(path), found, language)))
+        return 0 if found.is_right else 1
+    files = sorted(path.glob("*.py"))
+    if not files:
+        raise ConfigError(
+            f"A class has a Python file for each student, but {path} has none.",
+            "Name a folder of files that `mpitrain exercise` wrote.",
+        )
+    rows, right = [], 0
+    for file in files:
+        try:
+            found = check(file)
+        except ConfigError as error:
+            click.echo(visible(f"{file.name}: {error.law}"))
+            rows.append([file.name, "", "wrong", "", "", error.law, "", ""])
+            continue
+        click.echo("\n".join(lines(file.name, found, language)))
+        rows.append(row(file.name, found, language))
+        right += found.is_right
+    click.echo(text("{right} of {files} files are right", language, right=right, files=len(files)))
+    outputs = Outputs()
+    if csv_file:
+        with outputs.to(csv_file):
+            write_whole(csv_file, table(rows))
+    outputs.settle()
+    return 0

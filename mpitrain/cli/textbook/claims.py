@@ -1,0 +1,71 @@
+"""`mpitrain claims`: measures textbook sentences, and says in which settings they hold."""
+
+from pathlib import Path
+
+import click
+
+from mpitrain.cli.language import language_option
+from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.machine import process
+
+
+@click.command("claims")
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option(
+    "--list", "lists", is_flag=True, help="Print names and sentences, and measure nothing."
+)
+@output_option("--html", "Write the claims to this page, which needs no other file.")
+@output_option("--json", "Write the claims and their numbers to this file.")
+@language_option
+def command(
+    names: tuple[str, ...],
+    lists: bool,
+    html_file: Path | None,
+    json_file: Path | None,
+    language: str,
+) -> None:
+    """Measure sentences of textbooks, and print in which settings they hold.
+
+    Without a NAME it measures all claims, in about a minute. Each is an experiment with this
+    package: simulated schedules, bytes that ranks in threads send, counted memory. The verdict is
+    that of the settings which the sentence means. The lines below "elsewhere" show a setting in
+    which the sentence changes its truth.
+    """
+    if process.launched().rank > 0:
+        return  # only rank 0 prints
+    process.limit_blas_threads()
+    from mpitrain.errors import ConfigError
+    from mpitrain.files import write_whole
+    from mpitrain.textbook.claims.claim import judge
+    from mpitrain.textbook.claims.page import page
+    from mpitrain.textbook.claims.table import CLAIMS
+    from mpitrain.textbook.claims.text import lines, record, summary
+    from mpitrain.textbook.words import text
+
+    for name in names:
+        if name not in CLAIMS:
+            raise ConfigError(
+                f"A claim is one of {', '.join(CLAIMS)}, but this is {name!r}.",
+                "`mpitrain claims --list` prints them with their sentences.",
+            )
+    if lists:
+        for name in names or CLAIMS:
+            click.echo(f"{name:24}{text(CLAIMS[name].sentence, language)}")
+        return
+    check_files(0, [html_file, json_file])
+    judged = []
+    for name in dict.fromkeys(names or CLAIMS):
+        judged.append(judge(name, CLAIMS[name]))
+        click.echo("\n".join([*lines(judged[-1], language), ""]))
+    click.echo(summary(judged, language))
+    outputs = Outputs()
+    if html_file:
+        with outputs.to(html_file):
+            write_whole(html_file, page(judged, language))
+    if json_file:
+        import json
+
+        with outputs.to(json_file):
+            records = [record(each, language) for each in judged]
+            write_whole(json_file, json.dumps(records, indent=1, ensure_ascii=False) + "\n")
+    outputs.settle()

@@ -1,0 +1,114 @@
+"""`mpitrain explain`: shows how a method works, on real messages between threads."""
+
+import sys
+from pathlib import Path
+
+import click
+
+from mpitrain.cli.language import language_option
+from mpitrain.cli.output_checks import Outputs, check_files
+from mpitrain.cli.terminal.screen import columns
+from mpitrain.machine import process
+
+NARROWEST = 80
+"""Least columns of a table."""
+
+
+@click.command()
+@click.argument("topic", required=False)
+@click.option(
+    "--ranks", type=click.IntRange(1), help="Ranks, each a thread. Default: by the topic."
+)
+@click.option("--step", "waits", is_flag=True, help="Wait for Enter after each frame.")
+@click.option(
+    "--png",
+    "picture",
+    type=click.Path(path_type=Path),
+    help="Draw the frames. Needs mpitrain[report].",
+)
+@click.option(
+    "--html",
+    "page",
+    type=click.Path(path_type=Path),
+    help="Write one page with a slider. Without a TOPIC: a folder with the pages of all topics.",
+)
+@click.option(
+    "--link",
+    metavar="SPEED,LATENCY",
+    help="Slow the links between the threads, as in 200Mbit,1ms. Needs no root.",
+)
+@language_option
+def command(
+    topic: str | None,
+    ranks: int | None,
+    waits: bool,
+    picture: Path | None,
+    page: Path | None,
+    link: str | None,
+    language: str,
+) -> None:
+    """Show how a method works: the package's own code runs on threads, with symbols as numbers.
+
+    Each frame shows the buffers of all ranks after a step. At the end come the bytes sent with
+    their formula, and the lines of source. Without a TOPIC, list all topics.
+    """
+    if process.launched().rank > 0:
+        return  # only rank 0 prints
+    from mpitrain.errors import ConfigError
+    from mpitrain.textbook.explain.links import parse_link
+    from mpitrain.textbook.explain.renderers import terminal
+    from mpitrain.textbook.explain.topic import listed_or_refused
+    from mpitrain.textbook.explain.topics import MISSING, TOPICS
+    from mpitrain.textbook.words import text
+
+    speed = parse_link(link) if link is not None else None
+    if topic is None:
+        if picture or waits or ranks or link:
+            raise ConfigError(
+                "--ranks, --step, --png and --link are of one topic, but no topic is given.",
+                f"Name one of {', '.join(TOPICS)}.",
+            )
+        if page:
+            _write_all(page, language)
+            return
+        click.echo("\n".join(terminal.listing(TOPICS, language)))
+        return
+    row = TOPICS[listed_or_refused(topic, [*TOPICS], MISSING)]
+    setting = row.setting(topic, ranks, speed)
+    check_files(0, [page], picture)
+    found = row.record(topic, setting)
+    if not (picture or page) or waits:
+        click.echo("\n".join(terminal.heading(found, language)))
+        for lines in terminal.frames(found, language, max(NARROWEST, columns(1))):
+            click.echo("\n".join(lines))
+            if waits and sys.stdin.isatty():
+                click.pause(text("Press Enter for the next step.", language))
+        click.echo("\n".join(terminal.ending(found, language)))
+    outputs = Outputs()
+    if picture:
+        from mpitrain.textbook.explain.renderers.picture import draw
+
+        with outputs.to(picture):
+            draw(found, picture, language)
+            click.echo(text("drawn in {file}", language, file=picture))
+    if page:
+        from mpitrain.textbook.explain.renderers.page import write
+
+        with outputs.to(page):
+            write(found, page, language)
+            click.echo(text("written to {file}", language, file=page))
+    outputs.settle()
+
+
+def _write_all(folder: Path, language: str) -> None:
+    """Write the pages of all topics, and an index."""
+    from mpitrain.cli.terminal.progress import bar
+    from mpitrain.textbook.explain.renderers.page import write_all
+    from mpitrain.textbook.explain.topics import TOPICS
+    from mpitrain.textbook.words import text
+
+    with bar(len(TOPICS)) as shown:
+        for name in write_all(folder, language):
+            shown.set_postfix_str(name, refresh=False)
+            shown.update()
+    click.echo(text("written to {file}", language, file=folder / "index.html"))

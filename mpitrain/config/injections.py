@@ -1,0 +1,103 @@
+"""Artificial failures: parses and checks run.inject; `mpitrain/run/injection` carries it out."""
+
+import re
+from typing import NamedTuple
+
+from mpitrain.errors import ConfigError
+
+POINTS = ("start", "step", "forward", "backward", "save", "evaluation", "end")
+"""Points of a run at which a failure can happen, in the order of their first passage."""
+OUTSIDE_PASSES = ("start", "step", "save", "evaluation", "end")
+"""The points between the passes of layers."""
+
+
+class Kind(NamedTuple):
+    """A kind of failure.
+
+    effect  the effect on the rank, for the help
+    points  the points at which it can happen, the default first
+    ranks   the least number of ranks
+    """
+
+    effect: str
+    points: tuple[str, ...] = ("step", *POINTS)
+    ranks: int = 1
+
+
+KINDS = {
+    "kill": Kind("SIGKILL"),
+    "segfault": Kind("a read of address 0"),
+    "stop": Kind("SIGSTOP"),
+    "exit": Kind("sys.exit(0)"),
+    "_exit": Kind("os._exit(0)"),
+    "raise": Kind("an exception"),
+    "oom": Kind("MemoryError"),
+    "disk": Kind("from now on no file of this rank can grow"),
+    "deadlock": Kind("this rank and the next one wait for a message of each other", ranks=2),
+    "mismatch": Kind("one barrier more than the other ranks", ranks=2),
+    "lose": Kind("the next message is never sent", ("step", *OUTSIDE_PASSES), 2),
+    "nan": Kind("the first element of a gradient becomes NaN", ("backward",)),
+    "bitflip": Kind("one bit of the first element of a gradient changes", ("backward",)),
+}
+"""The kinds of failure, by name."""
+
+PATTERN = rf"^(({'|'.join(KINDS)}):[0-9]{{1,6}}@[0-9]{{1,9}}(:({'|'.join(POINTS)}))?)?$"
+
+
+class Injection(NamedTuple):
+    """A failure of one rank. It happens once, at the first passage of `point` from `step` on.
+
+    step  as printed, from 1; 0 for the point "start"
+    """
+
+    kind: str
+    rank: int
+    step: int
+    point: str
+
+
+def injection(text: str) -> Injection | None:
+    """Parse a text that matches PATTERN; None for an empty text."""
+    if not text:
+        return None
+    kind, rank, step, point = re.split("[:@]", text + ("" if text.count(":") > 1 else ":"))
+    default = "start" if int(step) == 0 else KINDS[kind].points[0]
+    return Injection(kind, int(rank), int(step), point or default)
+
+
+def check_injection(text: str, ranks: int, steps: int) -> None:
+    """Raise ConfigError if the failure of run.inject cannot happen.
+
+    steps  run.steps
+    """
+    found = injection(text)
+    if not found:
+        return
+    kind = KINDS[found.kind]
+    if ranks < kind.ranks:
+        raise ConfigError(
+            f"run.inject {found.kind} needs at least {kind.ranks} ranks, but the job has {ranks}.",
+            "Start more ranks, or leave run.inject empty.",
+        )
+    if found.rank >= ranks:
+        raise ConfigError(
+            f"run.inject names rank {found.rank}, but ranks are 0 to {ranks - 1}.",
+            "Name a rank of the job in run.inject, or start more ranks.",
+        )
+    if found.point not in kind.points:
+        raise ConfigError(
+            f"run.inject {found.kind} can happen at {', '.join(dict.fromkeys(kind.points))}, but the point is "
+            f"{found.point}.",
+            "Leave the point out, or name one of these behind the step.",
+        )
+    if (found.step == 0) != (found.point == "start"):
+        raise ConfigError(
+            f"In run.inject step 0 is the start and steps count from 1, but {text!r} has step {found.step} and "
+            f"point {found.point}.",
+            f"Write {found.kind}:{found.rank}@0 for the start, or a step from 1 on.",
+        )
+    if found.step > steps:
+        raise ConfigError(
+            f"The step of run.inject is at most run.steps {steps}, but it is {found.step}.",
+            "Name an earlier step, or raise run.steps.",
+        )

@@ -1,0 +1,123 @@
+"""Reads one of two compared runs: its configuration, logged steps, digests and checkpoints."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpitrain.config import Config
+from mpitrain.errors import ConfigError
+from mpitrain.run.checkpoint.digests import GRADIENT
+from mpitrain.run.checkpoint.directories import steps
+from mpitrain.run.checkpoint.writers import PARAMETERS
+from mpitrain.run.metrics import is_number
+from mpitrain.run.run_dir import CHECKPOINTS, configuration, is_run, metrics_of
+
+HOW = (
+    "layout.",
+    "replication.",
+    "pipeline.",
+    "device.",
+    "batch.micro_batches",
+    "memory.logit_chunks",
+    "memory.attention",
+)
+"""Keys, or beginnings of keys, that change the order of sums: then bits are not compared."""
+
+
+ORDER = (GRADIENT, PARAMETERS)
+"""The order in which a step writes buffers; optimizer state comes last."""
+
+
+class Digests(NamedTuple):
+    """The digests of a step.
+
+    tensors  {buffer/tensor: digest over all ranks}
+    ranks    digest of each rank
+    """
+
+    tensors: Mapping[str, str]
+    ranks: list[str]
+
+
+class Side(NamedTuple):
+    """One of two compared runs.
+
+    ranks, hosts  of its last start
+    logged        {step: (loss, gradient norm)}; None for a number that is not finite
+    digests       {step: digests}
+    saved         {step: checkpoint}
+    last          the last step of a record
+    """
+
+    folder: Path
+    config: Config
+    ranks: int
+    hosts: int
+    logged: dict[int, tuple[float | None, float | None]]
+    digests: dict[int, Digests]
+    saved: dict[int, Path]
+    last: int
+
+
+def read(folder: Path) -> Side:
+    """Read a run; ConfigError if there is none in the folder."""
+    if not is_run(folder):
+        raise ConfigError(f"There is no run in {folder}.", "Name the directories of two runs.")
+    records = metrics_of(folder)
+    starts = [one for one in records if one.get("event") in ("start", "resume")]
+    start = starts[-1] if starts else {}
+    found = [one for one in records if type(one.get("step")) is int]
+    digests = {one["step"]: _digests(one) for one in found if one.get("event") == "digests"}
+    return Side(
+        folder,
+        configuration(folder),
+        _count(start.get("ranks")),
+        _count(start.get("hosts")),
+        {
+            one["step"]: (_number(one["loss"]), _number(one["grad_norm"]))
+            for one in found
+            if "event" not in one and "loss" in one and "grad_norm" in one
+        },
+        {step: each for step, each in digests.items() if each},
+        {
+            int(path.name.strip(".").split("-")[1].split(".")[0]): path
+            for path in steps(folder / CHECKPOINTS)
+        },
+        max((one["step"] for one in found), default=0),
+    )
+
+
+def _count(value: Any) -> int:
+    return value if type(value) is int and value > 0 else 1
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if is_number(value) else None
+
+
+def _digests(record: Mapping[str, Any]) -> Digests | None:
+    """Return the digests of a record; None if it is damaged."""
+    tensors, ranks = record.get("tensors"), record.get("ranks")
+    if not isinstance(tensors, dict) or not isinstance(ranks, list):
+        return None
+    return Digests(tensors, ranks)
+
+
+def changed_keys(one: Side, other: Side) -> dict[str, tuple[Any, Any]]:
+    """Return {key: the values of both runs} of all keys that differ, but for the directory."""
+    first, second = one.config.flat(), other.config.flat()
+    found = {key: (first[key], second[key]) for key in first if first[key] != second[key]}
+    return {key: values for key, values in found.items() if key != "run.out"}
+
+
+def are_comparable_by_bits(one: Side, other: Side) -> bool:
+    """Return whether equal runs of these configurations have equal bits."""
+    if (one.ranks, one.hosts) != (other.ranks, other.hosts):
+        return False
+    return not any(key.startswith(HOW) for key in changed_keys(one, other))
+
+
+def order(name: str) -> tuple[int, str]:
+    """Return the sorting key of a buffer/tensor: gradients come first, optimizer state last."""
+    buffer, _, tensor = name.partition("/")
+    return ORDER.index(buffer) if buffer in ORDER else len(ORDER), tensor

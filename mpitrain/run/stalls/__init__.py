@@ -1,0 +1,1 @@
+"""Stalls and stragglers of a run: questions to its ranks, one report of a stall, slow ranks."""

@@ -1,0 +1,109 @@
+"""An observation of a living run: traces of all ranks, states of processes and stacks."""
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+
+from mpitrain.machine.process_state import ProcessId, process_state
+from mpitrain.run.stalls.questions import Answer, ask
+from mpitrain.trace.blame.find import Finding, first_divergence
+from mpitrain.trace.blame.states import GONE, STOPPED, RankState, state_of
+from mpitrain.trace.blame.text import described_finding
+from mpitrain.trace.timeline import Timeline, on_the_clock_of_rank_0, read_timeline
+
+ONE = TypeAdapter(ProcessId)
+
+
+class Observation(NamedTuple):
+    """A run at one moment.
+
+    states   of the ranks whose traces can be read
+    now      time of the moment on the clock of rank 0
+    answers  by rank; none before a question
+    """
+
+    timeline: Timeline
+    states: list[RankState]
+    now: float
+    answers: Mapping[int, Answer]
+
+    def finding(self, quiet: float) -> Finding:
+        """Return the first divergence; a rank with a sign in the last `quiet` seconds moves."""
+        return first_divergence(self.states, self.now, quiet)
+
+    def text(self, finding: Finding) -> str:
+        """Return a finding as text."""
+        return described_finding(finding, self.states, self.now, self.processes)
+
+    @property
+    def processes(self) -> dict[int, int]:
+        """Return the process number of each rank, as far as it is known."""
+        return {
+            trace.facts["rank"]: trace.facts["process"]
+            for trace in self.timeline.traces
+            if type(trace.facts.get("process")) is int
+        }
+
+
+def observe(run_dir: Path) -> Observation:
+    """Observe a run by its files alone.
+
+    raises   ConfigError if it has no traces
+    """
+    return _observed(run_dir, {})
+
+
+def question(
+    run_dir: Path,
+    before: Observation,
+    with_stacks: bool,
+    seconds: float,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Observation:
+    """Observe a run by asking its ranks; arguments as in `ask`.
+
+    before  an observation by files alone
+    raises  OSError if the directory cannot be written; ConfigError if it has no traces any more
+    """
+    processes = {
+        trace.facts["rank"]: found
+        for trace in before.timeline.traces
+        if (found := _process(trace.facts))
+    }
+    asked = [state.rank for state in before.states if state.process not in (GONE, STOPPED)]
+    return _observed(run_dir, ask(run_dir, asked, processes, with_stacks, seconds, meanwhile))
+
+
+def _observed(run_dir: Path, answers: Mapping[int, Answer]) -> Observation:
+    timeline = read_timeline(run_dir)
+    known = {int(rank): state for one in answers.values() for rank, state in one.processes.items()}
+    states = []
+    for trace in timeline.traces:
+        process, rank = _process(trace.facts), trace.facts["rank"]
+        own = process_state(process) if process else ""
+        found = own or known.get(rank, "")
+        states.append(state_of(trace, found if found in (GONE, STOPPED) else ""))
+    return Observation(timeline, states, _now(timeline), answers)
+
+
+def _process(facts: Mapping[str, Any]) -> ProcessId | None:
+    """Return the process of a rank, if its trace names it."""
+    with suppress(ValidationError):
+        return ONE.validate_python(facts.get("process_id"))
+    return None
+
+
+def _now(timeline: Timeline) -> float:
+    """Return the present time on the clock of rank 0, by the clocks of the hosts."""
+    for trace in timeline.traces:
+        wall, clock = trace.facts.get("time"), trace.facts.get("clock_then")
+        if isinstance(wall, float) and isinstance(clock, float):
+            own = clock + time.time() - wall
+            now = float(on_the_clock_of_rank_0(np.array([own]), trace.clocks)[0])
+            return max(now, timeline.end())
+    return timeline.end()

@@ -1,0 +1,160 @@
+"""Slow ranks of a living run, named by their own time: the time of steps without waits.
+
+Ranks of a synchronous job take the same time for a step, so their own times are compared. Each rank
+writes its totals into its mapped trace. Rank 0 reads all of them when it logs a step. No message is
+sent. A file system that shows mapped memory late delays a name.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any, BinaryIO, NamedTuple
+
+from mpitrain.errors import ConfigError
+from mpitrain.files import reading
+from mpitrain.parallel.grid import Axes, share
+from mpitrain.trace.ring_buffer import HEAD, PACE, Pace
+from mpitrain.trace.timeline import trace_file
+
+SLOW, HEALTHY = 1.3, 1.15
+"""Ratio to the median of the others from which a rank is slow, and below which it no longer is."""
+EXCESS = 0.002
+"""Least excess over the median in seconds of a step; logging alone takes a part of this."""
+TIMES = 3
+"""Number of consecutive readings that name a rank, or clear it."""
+STEPS, SECONDS = 5, 1.0
+"""Least number of steps and seconds between two readings."""
+
+
+class SlowRank(NamedTuple):
+    """A slow rank.
+
+    times  its own time of a step, as a multiple of the median of the ranks with equal work
+    since  step after which it was slow
+    """
+
+    rank: int
+    times: float
+    since: int
+
+
+class Readings:
+    """The judgement of successive readings of all ranks' totals."""
+
+    def __init__(self, alike: Sequence[Sequence[int]]):
+        """Begin without a slow rank.
+
+        alike  groups of ranks that have equal work
+        """
+        self._alike = alike
+        self._last: Mapping[int, Pace] = {}
+        self._step = 0
+        self._suspect, self._seen, self._healthy = SlowRank(-1, 0.0, 0), 0, 0
+        self.slow: SlowRank | None = None
+
+    def add(self, step: int, paces: Mapping[int, Pace]) -> None:
+        """Judge a reading after step `step`; ranks without totals are left out."""
+        if not self._last:
+            self._last, self._step = paces, step
+            return
+        steps = {rank: paces[rank].steps - self._last[rank].steps for rank in paces}
+        seconds = [paces[rank].seconds - self._last[rank].seconds for rank in paces]
+        if not steps or min(steps.values()) < STEPS or min(seconds) < SECONDS:
+            return
+        own = {rank: (paces[rank].own - self._last[rank].own) / steps[rank] for rank in paces}
+        self._judge(_ratios(own, self._alike))
+        self._last, self._step = paces, step
+
+    def _judge(self, ratios: Mapping[int, float]) -> None:
+        """Update the slow rank from the ratios of one reading, {rank: times the median}."""
+        worst = max(ratios, key=lambda rank: ratios[rank], default=-1)
+        if ratios.get(worst, 0.0) < SLOW:
+            self._seen = 0
+        elif worst == self._suspect.rank and self._seen:
+            self._seen += 1
+        else:
+            self._suspect, self._seen = SlowRank(worst, 0.0, self._step), 1
+        if self.slow:
+            times = ratios.get(self.slow.rank, 0.0)
+            self._healthy = self._healthy + 1 if times < HEALTHY else 0
+            self.slow = None if self._healthy >= TIMES else self.slow._replace(times=times)
+        if self._seen >= TIMES and (not self.slow or self.slow.rank != worst):
+            self.slow, self._healthy = self._suspect._replace(times=ratios[worst]), 0
+
+
+def _ratios(own: Mapping[int, float], alike: Sequence[Sequence[int]]) -> dict[int, float]:
+    """Return {rank: own time of a step over the median of the others in its group}."""
+    found = {}
+    for group in alike:
+        for rank in group:
+            others = [own[other] for other in group if other != rank and other in own]
+            if others and rank in own and (middle := median(others)) > 0:
+                is_over = own[rank] - middle >= EXCESS
+                found[rank] = own[rank] / middle if is_over else min(1.0, own[rank] / middle)
+    return found
+
+
+def alike(axes: Axes, rows: int, without: Sequence[int] = ()) -> list[list[int]]:
+    """Return the groups of ranks that have equal work: the same stage, and as many rows.
+
+    rows     batch.size
+    without  ranks with work of their own; parameter servers are left out, too
+    """
+    groups = defaultdict(list)
+    for rank in range(axes.ranks - axes.servers):
+        if rank not in without:
+            here = axes.coords(rank)
+            groups[here.pp, len(share(rows, here.dp, axes.dp))].append(rank)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+class Paces:
+    """The totals of all ranks, read from their traces; its files stay open until `close`."""
+
+    def __init__(self, run_dir: Path, ranks: int):
+        self._run_dir, self._ranks = run_dir, ranks
+        self._files: dict[int, BinaryIO] = {}
+
+    def read(self) -> dict[int, Pace]:
+        """Return the totals of each rank whose trace can be read."""
+        found = {}
+        for rank in range(self._ranks):
+            with suppress(OSError, ConfigError):
+                if rank not in self._files:
+                    self._files[rank] = reading(trace_file(self._run_dir, rank), inner=2)
+                data = os.pread(self._files[rank].fileno(), PACE.size, HEAD - PACE.size)
+                if len(data) == PACE.size:
+                    found[rank] = Pace(*PACE.unpack(data))
+        return found
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+class SlowRanks:
+    """The slow rank of a run, for the lines of metrics on rank 0."""
+
+    def __init__(self, run_dir: Path, hosts: Sequence[str], groups: Sequence[Sequence[int]]):
+        """Begin without a reading; hosts by rank, groups as `alike` returns them."""
+        self._hosts = hosts
+        self._paces, self._readings = Paces(run_dir, len(hosts)), Readings(groups)
+
+    def record(self, step: int) -> dict[str, Any]:
+        """Read the totals after step `step`; return keys of a slow rank for metrics, or {}."""
+        self._readings.add(step, self._paces.read())
+        slow = self._readings.slow
+        if slow is None:
+            return {}
+        return {
+            "slow_rank": slow.rank,
+            "slow_host": self._hosts[slow.rank],
+            "slow_times": slow.times,
+            "slow_since": slow.since,
+        }
+
+    def close(self) -> None:
+        self._paces.close()

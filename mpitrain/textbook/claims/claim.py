@@ -1,0 +1,117 @@
+"""Claims: a textbook sentence, the experiment that measures it, and the verdict by its threshold."""
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+HOLDS, ONLY_IF, FAILS = "holds", "holds only if", "does not hold here"
+
+RELATIONS: dict[str, Callable[[float, float], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+
+class Figures(NamedTuple):
+    """Result of an experiment in one setting.
+
+    value    the number that the threshold judges
+    numbers  {label: number} that explain the value
+    """
+
+    value: float
+    numbers: Mapping[str, float]
+
+
+class Setting(NamedTuple):
+    """Arguments of an experiment.
+
+    label     with fields in braces for the values, as `{ranks} ranks`
+    is_usual  whether the sentence means this setting; others show where the sentence changes
+    """
+
+    label: str
+    values: Mapping[str, Any]
+    is_usual: bool = True
+
+
+def usual(label: str, **values: Any) -> Setting:
+    """Return a setting that the sentence means."""
+    return Setting(label, values)
+
+
+def other(label: str, **values: Any) -> Setting:
+    """Return a setting outside the sentence, in which its truth changes."""
+    return Setting(label, values, is_usual=False)
+
+
+class Claim(NamedTuple):
+    """Row of the table of claims; the sentence is true in one of its settings, and false in another.
+
+    sentence    as a textbook states it
+    source      publication in which it stands
+    measure     meaning of the value
+    relation    key of RELATIONS: the sentence is true if value, relation, threshold is
+    experiment  (values of a setting) -> Figures
+    command     shell command that shows the same
+    """
+
+    sentence: str
+    source: str
+    measure: str
+    relation: str
+    threshold: float
+    experiment: Callable[..., Figures]
+    settings: tuple[Setting, ...]
+    command: str
+
+
+class Finding(NamedTuple):
+    """A measured setting, and whether the sentence is true in it."""
+
+    setting: Setting
+    figures: Figures
+    is_true: bool
+
+
+class Judged(NamedTuple):
+    """A measured claim with its verdict: HOLDS, ONLY_IF or FAILS."""
+
+    name: str
+    claim: Claim
+    findings: tuple[Finding, ...]
+    verdict: str
+
+    @property
+    def conditions(self) -> list[Setting]:
+        """The usual settings in which the sentence is true."""
+        return [each.setting for each in self.findings if each.setting.is_usual and each.is_true]
+
+
+def judge(name: str, claim: Claim, settings: Sequence[Setting] | None = None) -> Judged:
+    """Measure a claim in its settings, and derive the verdict from the usual ones.
+
+    settings  in place of the claim's own
+    """
+    findings = tuple(
+        Finding(setting, figures, is_true(claim, figures.value))
+        for setting in (claim.settings if settings is None else settings)
+        for figures in [claim.experiment(**setting.values)]
+    )
+    return Judged(name, claim, findings, verdict(findings))
+
+
+def is_true(claim: Claim, value: float) -> bool:
+    """Return whether the value meets the claim's threshold; NaN never does."""
+    return not math.isnan(value) and RELATIONS[claim.relation](value, claim.threshold)
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """Return the verdict: of the usual settings all hold, some, or none."""
+    truths = [each.is_true for each in findings if each.setting.is_usual]
+    if all(truths):
+        return HOLDS
+    return ONLY_IF if any(truths) else FAILS

@@ -1,0 +1,1 @@
+"""The experiments of claims, one file for each subject."""

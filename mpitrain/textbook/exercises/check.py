@@ -1,0 +1,127 @@
+"""Checks a student's file: runs it in the isolated child, and judges each answer by the laws."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from mpitrain.collectives.plans.isolated import Wrong
+from mpitrain.collectives.selection.isolated_answers import answers
+from mpitrain.errors import ConfigError
+from mpitrain.files import contents
+from mpitrain.textbook.exercises import answers as asked
+from mpitrain.textbook.exercises.exercise import Broken, Case, Cost, Exercise
+from mpitrain.textbook.exercises.table import EXERCISES
+from mpitrain.textbook.words import text
+
+MARK = re.compile(rb'^EXERCISE = "([a-z0-9]+)"', re.MULTILINE)
+LARGEST = 1_000_000
+"""Largest size of a file, in bytes."""
+SECONDS = 6.0
+"""Longest time in which a file must answer all cases."""
+LONGEST = 20_000
+"""Largest number of characters of an answer; right ones have at most a quarter."""
+
+
+class Checked(NamedTuple):
+    """Result of a check.
+
+    name    of the exercise
+    cases   number of cases that are right
+    case    the smallest counterexample; None if the file is right
+    reason  the law that it breaks, or the problem
+    cost    of the largest case that is right
+    """
+
+    name: str
+    exercise: Exercise
+    cases: int
+    case: Case | None
+    reason: Broken | None
+    cost: Cost | None
+
+    @property
+    def is_right(self) -> bool:
+        """Whether every case is right."""
+        return self.reason is None
+
+    def why(self, language: str) -> str:
+        """Return the reason in a language; problems of the child are English."""
+        if self.reason is None:
+            return ""
+        return text(self.reason.law, language, **self.reason.values)
+
+    def sizes(self, case: Case) -> str:
+        """Return the numbers of a case with their names."""
+        return ", ".join(
+            f"{name} {size}" for name, size in zip(self.exercise.sizes, case, strict=True)
+        )
+
+
+def check(path: Path) -> Checked:
+    """Check a file.
+
+    raises  ConfigError if it cannot be read, or does not name its exercise
+    """
+    try:
+        code = contents(path)
+    except OSError as error:
+        raise ConfigError(
+            f"The file {path} cannot be read: {error.strerror or error}.",
+            "Name a file that `mpitrain exercise` wrote.",
+        ) from None
+    if len(code) > LARGEST:
+        raise ConfigError(
+            f"A solution has at most {LARGEST:,} bytes, but {path} has {len(code):,}.",
+            "Name a file that `mpitrain exercise` wrote.",
+        )
+    marked = MARK.search(code)
+    name = marked[1].decode() if marked else ""
+    if name not in EXERCISES:
+        raise ConfigError(
+            f'A solution has a line EXERCISE = "...", one of {", ".join(EXERCISES)}, but {path} '
+            + (f"has {name!r}." if name else "has none."),
+            "Begin with the file of `mpitrain exercise NAME --out FILE`.",
+        )
+    return judged(name, EXERCISES[name], str(path), code)
+
+
+def judged(name: str, exercise: Exercise, path: str, code: bytes) -> Checked:
+    """Run the code on all cases in one child, and judge the answers from the smallest case on."""
+    given = answers(
+        path,
+        code,
+        f"{asked.__name__}:{exercise.way}",
+        exercise.function,
+        [exercise.calls(case) for case in exercise.cases],
+        seconds=SECONDS,
+        longest=LONGEST * len(exercise.cases),
+    )
+    cost: Cost | None = None
+    for number, case in enumerate(exercise.cases):
+        try:
+            if number >= len(given.found):
+                raise _unanswered(given.is_slow, given.ended)
+            answer = given.found[number]
+            if not isinstance(answer, dict) or len(answer) > 2:
+                raise _unanswered(False, given.ended)
+            if len(repr(answer)) > LONGEST:
+                raise Broken("the answer has more than {most} characters", most=LONGEST)
+            if "problem" in answer:
+                raise Wrong(str(answer["problem"])[:300])
+            cost = exercise.judge(case, answer)
+        except Broken as broken:
+            return Checked(name, exercise, number, case, broken, cost)
+        except Wrong as wrong:
+            reason = Broken("{problem}", problem=str(wrong))
+            return Checked(name, exercise, number, case, reason, cost)
+        except (ValueError, TypeError, LookupError, AttributeError):
+            reason = _unanswered(False, given.ended)
+            return Checked(name, exercise, number, case, reason, cost)
+    return Checked(name, exercise, len(exercise.cases), None, None, cost)
+
+
+def _unanswered(is_slow: bool, ended: int) -> Broken:
+    """Return the reason that a child gave no answer, or none of the right form."""
+    if is_slow:
+        return Broken("it gives no answer within {seconds:g} s", seconds=SECONDS)
+    return Broken("its process ended with {ended} and no answer", ended=ended)

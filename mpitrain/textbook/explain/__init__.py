@@ -1,0 +1,1 @@
+"""Explanations of topics: frames recorded from real plans, layers and schedules."""

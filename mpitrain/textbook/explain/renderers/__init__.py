@@ -1,0 +1,1 @@
+"""Renderers of explanations: text for a terminal, pictures, and pages."""

@@ -1,0 +1,70 @@
+"""A topic: a row of the table TOPICS, with the function that records it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from mpitrain.errors import ConfigError
+from mpitrain.textbook.explain.explanation import Explanation, Text
+from mpitrain.textbook.explain.links import Link
+
+MOST_RANKS = 8
+"""Ranks of an explanation: more do not fit on a screen."""
+
+
+class Setting(NamedTuple):
+    """The setting of a recording.
+
+    ranks    threads, each one rank
+    link     speed of every rank's link; None: as fast as memory
+    """
+
+    ranks: int
+    link: Link | None = None
+
+
+class Topic(NamedTuple):
+    """Descriptor of a topic.
+
+    title   one line
+    record  (name, setting) -> the explanation, recorded from a run on threads
+    ranks   the default number of ranks
+    least   the smallest number of ranks
+    most    the largest number of ranks
+    """
+
+    title: Text
+    record: Callable[[str, Setting], Explanation]
+    ranks: int = 4
+    least: int = 1
+    most: int = MOST_RANKS
+
+    def setting(self, name: str, ranks: int | None, link: Link | None) -> Setting:
+        """Return the setting for a number of ranks; None: the default.
+
+        raises  ConfigError if the topic cannot run on so many
+        """
+        count = self.ranks if ranks is None else ranks
+        if not self.least <= count <= self.most:
+            raise ConfigError(
+                f"{name} has {self.least} to {self.most} ranks, but --ranks is {count}.",
+                f"Set --ranks to {self.ranks}.",
+            )
+        return Setting(count, link)
+
+
+def listed_or_refused(name: str, names: Sequence[str], missing: Mapping[str, str]) -> str:
+    """Return the name of a topic; ConfigError with all names if it is none.
+
+    missing  {topic: the feature that it shows and that this version lacks}
+    """
+    if name in names:
+        return name
+    if name in missing:
+        raise ConfigError(
+            f"A topic runs code of the package, but {name} needs {missing[name]}, which this version lacks.",
+            f"Choose one of {', '.join(names)}.",
+        )
+    raise ConfigError(
+        f"A topic is one of {', '.join(names)}, but this is {name!r}.",
+        "Run `mpitrain explain` for a list.",
+    )

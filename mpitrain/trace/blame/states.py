@@ -1,0 +1,172 @@
+"""The state of each rank at the end of its trace: its last action, its wait and its messages."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain.trace.read import Trace
+from mpitrain.trace.ring_buffer import COMPUTE, PAUSE, RECEIVE, SEND, STEP, WAIT
+from mpitrain.trace.timeline import described, is_open, last_sign
+
+GONE, LEFT, STOPPED = "gone", "left", "stopped"
+"""States of a process that blame knows: dead, ended by itself, and stopped by a signal."""
+
+ACTIONS = (COMPUTE, WAIT, PAUSE)
+"""Kinds of spans of the main thread within a step."""
+
+
+class Message(NamedTuple):
+    """An open message of a rank.
+
+    name     as recorded, such as "activation"
+    is_sent  whether this rank sends it
+    ordinal  number of messages with the same ends, name and tag in this step, this one included
+    """
+
+    name: str
+    micro: int
+    sender: int
+    receiver: int
+    tag: int
+    is_sent: bool
+    ordinal: int
+
+    @property
+    def key(self) -> tuple:
+        """Return the same value for all messages with these ends, name and tag."""
+        return self.name, self.sender, self.receiver, self.tag
+
+
+class Wait(NamedTuple):
+    """An open wait of a rank.
+
+    name     as recorded; that of the collective call, if `message` is None
+    ranks    ranks of the collective call, if `message` is None
+    message  the awaited message, or None
+    since    time at which it began
+    ordinal  number of waits with this name in this step, this one included
+    """
+
+    name: str
+    ranks: Sequence[int]
+    message: Message | None
+    since: float
+    ordinal: int
+
+
+class RankState(NamedTuple):
+    """State of a rank.
+
+    step      number of its optimizer step as printed, from 1; 0 before the first
+    since     time of its last sign: the begin or the end of a record
+    action    its last action as text
+    wait      its open wait, or None while it computes
+    messages  open messages with a known peer
+    started   messages of this step that this rank has started: {(key, is_sent): number}
+    calls     collective calls of this step that this rank has entered: {name: number}
+    process   GONE, LEFT, STOPPED, or "" if the process runs or is not known
+    """
+
+    rank: int
+    host: str
+    step: int
+    since: float
+    action: str
+    wait: Wait | None
+    messages: Sequence[Message]
+    started: Mapping[tuple, int]
+    calls: Mapping[str, int]
+    process: str = ""
+
+
+def waited_since(state: RankState) -> float:
+    """Return the begin of a rank's wait; without one the time of its last sign."""
+    return state.wait.since if state.wait else state.since
+
+
+def state_of(trace: Trace, process: str = "") -> RankState:
+    """Return the state of a rank from its trace."""
+    records, facts = trace.records, trace.facts
+    steps = records[records["kind"] == STEP]
+    step = int(steps[-1]["step"]) + 1 if len(steps) else 0
+    started: Counter[tuple] = Counter()
+    messages = []
+    now = records[records["step"] == records["step"][-1]] if len(records) else records
+    for record in now[np.isin(now["kind"], (SEND, RECEIVE)) & (now["peer"] >= 0)]:
+        message = _message(trace, record, started)
+        if record["end"] == 0:
+            messages.append(message)
+    entered = now[(now["kind"] == WAIT) & (now["peer"] < 0)]
+    calls = Counter(trace.names[what][0] for what in entered["what"])
+    # The spans of the main thread are nested, so the newest open one is the innermost.
+    spans = records[is_open(records) & np.isin(records["kind"], ACTIONS)]
+    waits = len(spans) > 0 and spans[-1]["kind"] == WAIT
+    wait = _wait(trace, spans[-1], now, calls) if waits else None
+    return RankState(
+        facts["rank"],
+        facts["host"],
+        step,
+        last_sign(trace),
+        _action(trace, spans),
+        wait,
+        messages,
+        started,
+        calls,
+        LEFT if facts.get("left") else process,
+    )
+
+
+def _message(trace: Trace, record: Any, started: Counter[tuple]) -> Message:
+    """Return a message, and count it in `started`."""
+    rank, peer, is_sent = trace.facts["rank"], int(record["peer"]), record["kind"] == SEND
+    sender, receiver = (rank, peer) if is_sent else (peer, rank)
+    what, tag = trace.names[record["what"]][0], int(record["tag"])
+    started[(what, sender, receiver, tag), is_sent] += 1
+    ordinal = started[(what, sender, receiver, tag), is_sent]
+    return Message(what, int(record["micro"]), sender, receiver, tag, is_sent, ordinal)
+
+
+def _wait(trace: Trace, record: Any, now: np.ndarray, calls: Mapping[str, int]) -> Wait:
+    """Return an open wait.
+
+    now    the records of the rank's newest step
+    calls  as in RankState
+    """
+    what, ranks = trace.names[record["what"]]
+    message = None
+    if record["peer"] >= 0:
+        started: Counter[tuple] = Counter()
+        for other in now[np.isin(now["kind"], (SEND, RECEIVE)) & (now["peer"] >= 0)]:
+            found = _message(trace, other, started)
+            if other["number"] == record["nbytes"]:
+                message = found
+        if message is None:  # Its record is of an earlier step, or has been overwritten.
+            rank, peer = trace.facts["rank"], int(record["peer"])
+            message = Message(what, int(record["micro"]), peer, rank, -1, False, 0)
+    return Wait(what, tuple(ranks), message, float(record["start"]), calls.get(what, 0))
+
+
+def _action(trace: Trace, spans: np.ndarray) -> str:
+    """Return the last action of a rank as text.
+
+    spans  open spans of its main thread
+    """
+    records = trace.records
+    steps = records[records["kind"] == STEP]
+    said = []
+    if len(steps) and steps[-1]["end"] == 0:
+        said.append(f"step {steps[-1]['step'] + 1}")
+    elif len(steps):
+        said.append(f"after step {steps[-1]['step'] + 1}")
+    said += [described(trace, span) for span in spans[:-1] if span["kind"] == PAUSE]
+    if len(spans):
+        inner = spans[-1]
+        said.append(("waiting for " if inner["kind"] == WAIT else "") + described(trace, inner))
+    else:
+        began = steps[-1]["number"] if len(steps) else 0
+        ended = records[np.isin(records["kind"], ACTIONS) & (records["number"] > began)]
+        if len(ended):
+            said.append(f"after {described(trace, ended[-1])}")
+    return ", ".join(said) or "its start"

@@ -1,0 +1,1 @@
+"""Failed MPI calls and lost peers, as errors of mpitrain."""

@@ -1,0 +1,74 @@
+"""A job with and without each trick, on threads: bytes, reasons and tricks that are used already."""
+
+import pytest
+
+from mpitrain.bench.comparison.trick_rows import TRICKS
+from mpitrain.bench.comparison.trick_table import checks
+from mpitrain.bench.comparison.tricks import try_all
+from mpitrain.run.build import build
+from mpitrain.transport.threads import run_ranks
+from tests.training import MLP, TINY, configured
+
+RING = ["replication.algorithm=ring", "run.steps=100"]
+
+
+def tried(ranks, names, *settings):
+    """{name: trick} after one block of one step on threads."""
+
+    def one(transport):
+        job = build(transport, configured(*settings, *RING))
+        found = [*try_all(transport, job, names, 1, 1)]
+        job.close()
+        return found
+
+    return {each.name: each for each in run_ranks(ranks, one)[0]}
+
+
+@pytest.mark.parametrize("ranks, layout", [(1, []), (2, []), (2, ["layout.tp=2"]), (3, [])])
+def test_bytes_with_and_without_each_trick_are_the_counted_ones(ranks, layout):
+    names = [name for name in TRICKS if name != "compiled passes"]
+    found = tried(ranks, names, *TINY, *layout)
+    measured = [each for each in found.values() if not each.reason]
+    activations, sent = checks(measured)
+    assert activations == (2 * len(measured), 2 * len(measured))
+    assert sent[0] == sent[1] and (ranks == 1 or layout or sent[1] > 10)
+    assert found["recomputation"].smaller < 1 < found["mixed precision"].smaller
+    assert found["prefetch"].smaller == 1 and found["prefetch"].is_used
+
+
+@pytest.mark.parametrize("trick", ["recomputation", "ZeRO 1", "gradient accumulation"])
+def test_a_trick_that_the_job_has_is_compared_with_the_job_without_it(trick):
+    own = {
+        "recomputation": "memory.recompute=2",
+        "ZeRO 1": "replication.zero=1",
+        "gradient accumulation": "batch.micro_batches=3",
+    }[trick]
+    plain = tried(2, [trick], *TINY)[trick]
+    used = tried(2, [trick], *TINY, own)[trick]
+    assert used.is_used and not plain.is_used and used.settings == [own]
+    assert used.off.memory == plain.off.memory and used.smaller < 1
+
+
+@pytest.mark.parametrize(
+    "ranks, settings, absent",
+    [
+        (1, TINY, {"ZeRO 1", "ZeRO 2", "ZeRO 3", "overlap", "wire int8", "sequence parallelism"}),
+        (
+            2,
+            [*TINY, "layout.pp=2", "pipeline.schedule=gpipe"],
+            {"gradient accumulation", "ZeRO 1", "overlap", "wire int8", "sequence parallelism"},
+        ),
+        (
+            2,
+            [*TINY, "replication.mode=master"],
+            {"ZeRO 1", "overlap", "wire int8", "logits in slices"},
+        ),
+        (2, MLP, {"LoRA", "attention in tiles", "sequence parallelism"}),
+        (2, [*TINY, "precision.compute=float64"], {"mixed precision", "wire int8"}),
+        (2, [*TINY, "optimizer.name=sgd"], {"8-bit optimizer"}),
+    ],
+)
+def test_a_trick_that_does_not_apply_has_a_reason(ranks, settings, absent):
+    found = tried(ranks, sorted(absent | {"recomputation"}), *settings)
+    assert {name for name, each in found.items() if each.reason} == absent
+    assert all(len(each.reason) > 10 for name, each in found.items() if name in absent)

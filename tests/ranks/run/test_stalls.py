@@ -1,0 +1,32 @@
+"""A run in which a rank stands still: one warning, and the answers of the living run."""
+
+import os
+import time
+
+from mpitrain.report.live import what_happens_now
+from mpitrain.run.metrics import read_metrics
+from mpitrain.run.run_dir import METRICS
+from tests.messages import run as says
+from tests.runs import TINY, go
+
+
+def test_a_stall_is_warned_of_once_and_the_living_run_answers(tmp_path, capfd):
+    text, run = tmp_path / "book", tmp_path / "run"
+    text.write_text("word " * 2000)
+    said = []
+
+    def stand(rank):
+        if rank == 1 and not said:
+            time.sleep(3.3)
+            said.extend(what_happens_now(run, True))
+        return False
+
+    settings = [*TINY, "run.steps=3", "run.stall_seconds=1", "run.on_stall=warn"]
+    go(3, [*settings, f"data.source=text:{text}", f"run.out={run}", "run.sample=0"], stop=stand)
+    assert said[0].startswith(says.RANK_1_NOT_MOVED)
+    assert "no answer" not in "".join(said) and any("in stand" in line for line in said)
+    errors = capfd.readouterr().err
+    assert errors.count(says.STANDS_STILL) == 1 and says.RANK_1_NOT_MOVED in errors
+    assert "in stand\n" in errors  # the innermost frame of rank 1
+    assert read_metrics(run / METRICS)[-1]["event"] == "end"
+    assert not [name for name in os.listdir(run / "trace") if name.startswith(("ask", "answer"))]

@@ -1,0 +1,169 @@
+"""Right solutions pass, every mutant of them is found, and hostile files are refused in time."""
+
+import ast
+import csv
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from mpitrain.cli import commands
+from mpitrain.errors import ConfigError
+from mpitrain.textbook.exercises import check as checking
+from mpitrain.textbook.exercises.check import check, judged
+from mpitrain.textbook.exercises.korean import STATEMENTS
+from mpitrain.textbook.exercises.skeleton import skeleton
+from mpitrain.textbook.exercises.table import EXERCISES
+from mpitrain.textbook.words import LANGUAGES, WORDS
+from tests.messages import textbook as says
+from tests.unit.textbook.mutants import MUTANTS
+
+SOLUTIONS = Path(__file__).parent / "solutions"
+
+
+def solution(name):
+    return (SOLUTIONS / f"{name}.py").read_text()
+
+
+def found(name, code):
+    return judged(name, EXERCISES[name], "own.py", code.encode())
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_solution_is_right_and_costs_no_more_than_the_formula(name):
+    result = check(SOLUTIONS / f"{name}.py")
+    assert result.is_right, result.reason
+    assert result.cost.counted == pytest.approx(result.cost.formula)
+
+
+def test_there_are_30_mutants_or_more():
+    assert sum(map(len, MUTANTS.values())) >= 30 and MUTANTS.keys() == EXERCISES.keys()
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_every_mutant_of_the_solution_is_found(name):
+    for old, new in MUTANTS[name]:
+        code = solution(name)
+        assert code.count(old) == 1, old
+        result = found(name, code.replace(old, new))
+        assert not result.is_right, new
+        assert result.case in EXERCISES[name].cases
+
+
+def test_the_counterexample_is_the_smallest_case_that_fails():
+    wrong = solution("ring").replace("size + min(c, longer)", "size")
+    result = found("ring", wrong)
+    smaller = EXERCISES["ring"].cases[: result.cases]
+    assert result.case == (2, 1) and smaller == ((1, 0), (1, 3))
+    unequal = solution("server").replace("range(servers)]", "range(min(servers, 2))]")
+    assert found("server", unequal).case == (2, 3, 12)
+
+
+def test_a_deadlock_names_the_ranks_that_wait():
+    steps = "return [([], every, False), (every, [], False)]"
+    stuck = solution("server").replace("return [(every, [], False), ([], every, False)]", steps)
+    assert says.RANK_WAITS_STEP in str(found("server", stuck).reason)
+    late = "    if rank == 0:\n        return mine\n    every = yield"
+    alone = found("column", solution("column").replace("    every = yield", late))
+    assert says.RANK_RETURNED_OTHER_WAITS in str(alone.reason) and alone.case[0] == 2
+    crossed = solution("1f1b").replace("min(2 - stage, micro_batches)", "min(stage, micro_batches)")
+    stages = found("1f1b", crossed)
+    assert "stage 0 waits" in str(stages.reason) and stages.case == (2,)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("raise ValueError('planned')", "ValueError in line 2"),
+        ("raise SystemExit", "SystemExit"),
+        ("return 7", ""),
+        ("return None", ""),
+        ("return [object()]", ""),
+        ("return [[[0, 0]]]", ""),
+        ("return [0] * 10**10", "1024 MiB"),
+        ("import os; os._exit(3)", "with 3"),
+        ("import os; os.write(3, b'[1]\\n' * 20); os._exit(0)", "ended with 0"),
+        ("return ['F0'] * 100000", ""),
+    ],
+)
+def test_exceptions_and_wrong_types_are_refused(body, reason):
+    name = "ring"
+    function = EXERCISES[name].function
+    result = found(name, f"def {function}(*arguments):\n    {body}\n")
+    assert not result.is_right and result.cases == 0
+    assert reason in str(result.reason)
+
+
+@pytest.mark.parametrize("name", ["server", "1f1b", "column"])
+@pytest.mark.parametrize("body", ["return 7", "return [[1, 2], [object()]]", "yield 5"])
+def test_wrong_types_are_refused_by_every_exercise(name, body):
+    function = EXERCISES[name].function
+    assert not found(name, f"def {function}(*arguments):\n    {body}\n").is_right
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True: pass",
+        "import time; time.sleep(60)",
+        "import os\nif os.fork() == 0:\n    import time; time.sleep(60)\nos.wait()",
+    ],
+)
+def test_an_endless_file_is_refused_in_time(code, monkeypatch):
+    monkeypatch.setattr(checking, "SECONDS", 1.0)
+    began = time.monotonic()
+    result = found("ring", code)
+    assert "no answer within" in str(result.reason) and time.monotonic() - began < 10
+
+
+def test_a_file_without_the_function_or_the_mark_is_refused(tmp_path):
+    assert "must define" in str(found("1f1b", "order = []").reason)
+    (tmp_path / "own.py").write_text("def backward_ring(): pass\n")
+    with pytest.raises(ConfigError):
+        check(tmp_path / "own.py")
+    with pytest.raises(ConfigError):
+        check(tmp_path / "missing.py")
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("name", EXERCISES)
+def test_a_skeleton_is_python_and_not_yet_right(name, language):
+    code = skeleton(name, EXERCISES[name], language)
+    assert "NotImplementedError" in str(found(name, code).reason)
+
+
+def test_every_text_of_an_exercise_has_a_korean_one():
+    room = Path(checking.__file__).parent
+    for path in room.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Broken":
+                law = node.args[0]
+                assert not isinstance(law, ast.Constant) or law.value in WORDS
+    assert STATEMENTS.keys() == EXERCISES.keys()
+    assert all(one.cost in WORDS for one in EXERCISES.values())
+    for name in EXERCISES:
+        old, new = MUTANTS[name][0]
+        assert found(name, solution(name).replace(old, new)).why("ko")
+
+
+def test_a_class_is_marked_in_a_table(tmp_path):
+    folder = tmp_path / "class"
+    folder.mkdir()
+    (folder / "a.py").write_text(solution("1f1b"))
+    (folder / "b.py").write_text(solution("1f1b").replace("return order", "return ['=1+1']"))
+    (folder / "c.py").write_text("nothing")
+    run = CliRunner()
+    done = run.invoke(commands, ["check", str(folder), "--csv", str(tmp_path / "class.csv")])
+    assert done.exit_code == 0
+    rows = [*csv.DictReader((tmp_path / "class.csv").open())]
+    assert [row["verdict"] for row in rows] == ["right", "wrong", "wrong"]
+    assert rows[0]["cost"] == rows[0]["formula"] == "30" and rows[1]["counterexample"]
+
+
+def test_a_skeleton_never_replaces_a_file(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("solved")
+    done = CliRunner().invoke(commands, ["exercise", "ring", "--out", str(own)])
+    assert done.exception.exit_code == 2 and own.read_text() == "solved"
+    assert CliRunner().invoke(commands, ["exercise", "square"]).exception.exit_code == 2

@@ -1,0 +1,271 @@
+"""Every topic of `explain` runs the package's code, and its counted numbers equal the formulas."""
+
+import json
+import re
+from functools import cache
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from mpitrain.cli import commands
+from mpitrain.errors import ConfigError
+from mpitrain.textbook.explain.explanation import ROOT, Text
+from mpitrain.textbook.explain.links import Network, Watched, parse_link
+from mpitrain.textbook.explain.renderers import page, systems, terminal
+from mpitrain.textbook.explain.symbols import IN_FLIGHT, MIXED, Symbols, written
+from mpitrain.textbook.explain.topics import TOPICS
+from mpitrain.textbook.words import WORDS, width
+from mpitrain.transport.threads import run_ranks
+from tests.laws.transport import TransportLaws, laws_of
+
+every_topic = pytest.mark.parametrize("name", TOPICS)
+
+
+@cache
+def recorded(name, ranks=None, link=None):
+    """A recording that several tests read; none of them changes it."""
+    return fresh(name, ranks, link)
+
+
+def fresh(name, ranks=None, link=None):
+    topic = TOPICS[name]
+    return topic.record(name, topic.setting(name, ranks, link))
+
+
+def texts(found):
+    """Every text of an explanation, and the texts within their fields."""
+    if isinstance(found, Text):
+        yield found.english
+        yield from texts([*found.values.values()])
+    elif isinstance(found, list | tuple):
+        for one in found:
+            yield from texts(one)
+
+
+@every_topic
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_counted_numbers_of_a_topic_equal_their_formulas(name, ranks):
+    topic = TOPICS[name]
+    if not topic.least <= ranks <= topic.most:
+        pytest.skip("the topic has other numbers of ranks")
+    found = recorded(name, ranks)
+    assert [
+        f"{each.counted} {each.words} {each.value}" for each in found.formulas if not each.agrees
+    ] == []
+    columns = sum(len(group.names) for group in found.columns)
+    for frame in found.frames:
+        assert len(frame.cells) == len(found.rows)
+        assert {len(cells) for cells in frame.cells} == {columns}
+        assert not {IN_FLIGHT, MIXED} & {cell for cells in frame.cells for cell in cells}
+
+
+@every_topic
+def test_a_topic_records_the_same_frames_twice(name):
+    again = fresh(name).frames
+    assert [f._replace(messages=()) for f in recorded(name).frames] == [
+        f._replace(messages=()) for f in again
+    ]
+
+
+@every_topic
+def test_texts_sources_laws_and_commands_of_a_topic_exist(name):
+    found = recorded(name)
+    assert not {each for each in texts(tuple(found)) if each not in WORDS}
+    assert TOPICS[name].title.english in WORDS
+    for source in found.sources:
+        line = (ROOT / source.file).read_text().splitlines()[source.line - 1]
+        assert re.match(rf"(@|\s*(def|class) {source.name.split('.')[-1]}\b)", line), source
+    for law in found.laws:
+        assert (ROOT / law).exists()
+    assert found.command.startswith("mpitrain ")
+
+
+def test_a_ring_ends_with_every_sum_on_every_rank():
+    *_, last = recorded("ring", 3).frames
+    assert {*last.cells} == {("a0+a1+a2", "b0+b1+b2", "c0+c1+c2")}
+
+
+def test_a_bucket_is_on_its_way_while_an_earlier_unit_computes():
+    frames = recorded("ddp", 2).frames
+    assert frames[2].cells[1][3:] == ("", "g1", "g1→")
+    assert frames[-1].cells[0] == ("w-(g0+g1)",) * 3 + ("g0+g1",) * 3
+
+
+def test_zero_3_makes_one_unit_whole_before_its_forward():
+    forward = recorded("zero3", 2).frames[1].cells
+    assert forward[0][:6] == ("w", "w", "w", "", "w", "")
+    assert forward[1][:6] == ("w", "w", "", "w", "", "w")
+
+
+def test_workers_of_local_sgd_differ_until_their_average():
+    first, last = recorded("local", 2).frames[2], recorded("local", 2).frames[-1]
+    assert {cells[0] for cells in first.cells} == {"w-g0", "w-g1"}
+    assert {cells[0] for cells in last.cells} == {"w-(g0+g1+h0+h1)/2"}
+
+
+def test_a_slow_worker_pushes_a_stale_gradient():
+    frames = recorded("async-server", 3).frames
+    assert frames[3].cells == (("w-(g0+h0)", ""), ("w", "g1"), ("w-(g0+g1+h0)", ""))
+
+
+def test_a_row_parallel_layer_adds_summands_of_its_ranks():
+    frames = recorded("row", 2).frames
+    summands = [cells[8] for cells in frames[1].cells]
+    assert summands == ["x0+3x1", "2x2+x3"]
+    assert {cells[8] for cells in frames[2].cells} == {"x0+3x1+2x2+x3"}
+
+
+def test_recomputation_frees_what_a_segment_makes_again():
+    forward = recorded("recomputation").frames[4].cells
+    assert [sum(map(bool, cells[1:])) for cells in forward] == [8, 5, 4]
+
+
+@pytest.mark.parametrize(
+    ("terms", "text"),
+    [
+        ({}, "0"),
+        ({"a": 1.0}, "a"),
+        ({"a": 1, "b": 1}, "a+b"),
+        ({"w": 1, "g": -1}, "w-g"),
+        ({"w": 1, "g": -1, "h": -1}, "w-(g+h)"),
+        ({"a": 0.5, "b": 0.5}, "(a+b)/2"),
+        ({"a": 2.0, "b": -0.75}, "2a-3b/4"),
+        (dict.fromkeys("abcdef", 1), "a+..+f"),
+    ],
+)
+def test_a_linear_form_is_written_as_a_sum(terms, text):
+    assert written(terms) == text
+
+
+def test_cells_in_flight_and_mixed_cells_are_no_sums():
+    symbols = Symbols(["a", "b"])
+    assert symbols.read(np.array([np.nan, 1.0])) == IN_FLIGHT
+    assert symbols.read(np.array([1.0, 0.0, 0.0, 1.0])) == MIXED
+    assert symbols.read(np.array([1.0, 0.0, 1.0, 0.0])) == "a"
+
+
+@pytest.mark.parametrize(
+    "words", ["", "200Mbit", "200,1", "1Mbit,2h", "1bit,1ms", "1Mbit,9s", "1..2Mbit,1ms"]
+)
+def test_a_link_that_is_none_is_refused(words):
+    with pytest.raises(ConfigError, match="link"):
+        parse_link(words)
+
+
+def test_messages_to_one_rank_share_its_link_and_others_do_not():
+    link = parse_link("8Mbit,5ms")
+    network = Network(link)
+    ends = [
+        network.sent((sender,), sender, target, 10**6)
+        for sender, target in ((1, 0), (2, 0), (3, 4))
+    ]
+    assert ends[1] - ends[0] == pytest.approx(10**6 / link.bandwidth)
+    assert ends[2] < ends[1]
+    assert network.arrival((1,)) == pytest.approx(ends[0] + link.latency)
+
+
+def test_frames_over_slow_links_have_seconds():
+    found = recorded("ring", 2, parse_link("200Mbit,1ms"))
+    assert all(frame.seconds > 1e-3 for frame in found.frames[1:])
+
+
+@pytest.mark.parametrize("name", ["server", "zero3", "gossip", "1f1b"])
+def test_a_topic_ends_over_slow_links(name):
+    assert recorded(name, None, parse_link("1Gbit,1ms")).frames
+
+
+@pytest.mark.parametrize("language", ["en", "ko"])
+@every_topic
+def test_columns_of_a_frame_align(name, language):
+    found = recorded(name)
+    for lines in terminal.frames(found, language, 100):
+        starts = {}
+        for line in lines[2:]:
+            label = line.split("  ")[0]
+            if label:
+                rest = line[len(label) :]
+                starts.setdefault(width(label) + width(rest) - width(rest.lstrip()), []).append(
+                    line
+                )
+        assert len(starts) == 1, lines
+
+
+def test_a_page_has_all_frames_and_needs_no_network(tmp_path):
+    page.write(recorded("ring"), tmp_path / "ring.html", "ko")
+    text = (tmp_path / "ring.html").read_text()
+    contents = json.loads(re.search(r'application/json">(.*?)</script>', text, re.S)[1])
+    assert len(contents["frames"]) == 7
+    assert contents["rows"][0] == "랭크 0"
+    assert not re.search(r"(src|href)=|https?:|@import|url\(", text)
+
+
+def test_the_pages_of_all_topics_have_an_index(tmp_path):
+    assert [*page.write_all(tmp_path, "en")] == [*TOPICS]
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"index.html", *(f"{name}.html" for name in TOPICS)}
+
+
+def test_a_picture_is_drawn_without_a_font_for_hangul(tmp_path):
+    pytest.importorskip("matplotlib")
+    from mpitrain.textbook.explain.renderers.picture import draw
+
+    draw(recorded("1f1b"), tmp_path / "a.png", "ko")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("nothing",),
+        ("tiling",),
+        ("ring", "--ranks", "99"),
+        ("ring", "--link", "fast"),
+        ("--ranks", "3"),
+        ("ring", "--html", "/nonexistent/a.html"),
+    ],
+)
+def test_a_wrong_use_is_one_error(words):
+    done = CliRunner().invoke(commands, ["explain", *words])
+    assert isinstance(done.exception, ConfigError), done.output
+    assert done.exception.exit_code == 2
+
+
+def test_the_command_lists_topics_and_prints_one():
+    listed = CliRunner().invoke(commands, ["explain", "--language", "ko"]).output
+    assert len(listed.splitlines()) == len(TOPICS)
+    printed = CliRunner().invoke(commands, ["explain", "star", "--ranks", "2", "--step"]).output
+    assert "a0+a1*" in printed
+
+
+def test_the_page_of_systems_and_its_pictures_are_of_this_version():
+    """If not: python jobs/textbook.py."""
+    found = {name: recorded(name) for name in TOPICS}
+    folder = ROOT / systems.PICTURES
+    assert (folder / "README.md").read_text() == systems.page(found)
+    assert (folder / systems.FRAMES).read_text() == systems.digests(found)
+    pictures = [*folder.glob("*.png")]
+    assert {path.stem for path in pictures} == {*TOPICS}
+    assert sum(path.stat().st_size for path in pictures) < 2**20
+
+
+def test_pages_and_pictures_of_the_tree_are_not_in_the_wheel():
+    assert not [*(ROOT / systems.PICTURES).glob("*.py")]
+    assert "pictures" not in (ROOT / "setup.cfg").read_text()
+
+
+LAST = "law_a_message_of_another_size_is_an_error_at_its_receiver"  # threads carry no more after it
+
+
+@pytest.mark.parametrize("link", [None, parse_link("10Gbit,100us")])
+def test_a_watched_transport_obeys_the_laws_of_transports(link):
+    network = Network(link)
+
+    def obey(transport):
+        watched = Watched(transport, network)
+        for name in laws_of(TransportLaws):
+            if name != LAST:
+                getattr(TransportLaws(), name)(watched)
+
+    run_ranks(3, obey)
+    assert network.log
