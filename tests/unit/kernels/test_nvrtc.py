@@ -122,6 +122,14 @@ def jobs():
         "sm_90",
         types("__nv_bfloat16") | {"HEAD": 128, "STEP": 32, "CHUNKED": 0},
     )
+    for name in ("attention", "attention_dropout"):
+        yield name, "sm_80", types("float") | {"DOCUMENTS": 1}
+    for (name, step), head in product(zip(ATTENTIONS, (64, 32), strict=True), (64, 128)):
+        yield (
+            name,
+            "sm_80",
+            types("__nv_bfloat16") | {"HEAD": head, "STEP": step, "DOCUMENTS": 1},
+        )
     for (ta, tb, sums), architecture in product(PRODUCTS, ARCHITECTURES):
         stored = {"TRANSPOSED_A": ta, "TRANSPOSED_B": tb, "ROW_SUMS": sums}
         if sums or architecture != "sm_75":
@@ -166,7 +174,10 @@ def called(name, architecture, macros):
         for macro in ("Result", "Mirror")
         if macros.get(macro, element) != element
     )
-    return " ".join(filter(None, (name, architecture, element + mixed, tile, transposed)))
+    documents = "documents" if "DOCUMENTS" in macros else ""
+    return " ".join(
+        filter(None, (name, architecture, element + mixed, tile, transposed, documents))
+    )
 
 
 def is_large(name, architecture, macros):
