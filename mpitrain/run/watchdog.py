@@ -119,7 +119,8 @@ class Watchdog:
         ends = "ending the job" if self._does_end else "run.on_stall is warn"
         print(
             f"rank {self._rank} on {socket.gethostname()}: no progress for {silent:.0f} s in {self._doing}{waiting}; "
-            f"{ends} (run.stall_seconds is {self._seconds:g}).{self._pointer} Where it stands:",
+            f"{ends} (run.stall_seconds is {self._seconds:g}).{self._pointer}\n"
+            "Its stacks:",
             file=sys.stderr,
             flush=True,
         )
