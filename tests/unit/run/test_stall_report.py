@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import commands
+from mpitrain.cli.launch.failed import Failure
 from mpitrain.errors import ConfigError
 from mpitrain.machine.process_state import own_id, process_state
 from mpitrain.report.live import what_happens_now
@@ -135,6 +136,14 @@ def test_usr2_prints_the_stacks_of_a_process_that_goes_on():
     done = run([sys.executable, "-c", code])
     assert (done.returncode, done.stdout) == (0, "on\n")
     assert "in here" in done.stderr
+
+
+@pytest.mark.parametrize("on_stall", ["end", "warn"])
+def test_launch_takes_a_report_as_the_failure_of_a_job_that_it_ends(on_stall, job, capfd):
+    job(6.0, 6.5, on_stall=on_stall)[0].verdict(time.time() - STALL)
+    failure = Failure()
+    failure.read(capfd.readouterr().err.encode())
+    assert (says.STANDS_STILL in failure.report) == (on_stall == "end")
 
 
 @pytest.mark.parametrize("is_dead", [False, True])
