@@ -1,6 +1,6 @@
 """A topic: a row of the table TOPICS, with the function that records it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from mpitrain.errors import ConfigError
@@ -59,18 +59,10 @@ class Topic(NamedTuple):
         return Setting(count, link)
 
 
-def listed_or_refused(name: str, names: Sequence[str], missing: Mapping[str, str]) -> str:
-    """Return the name of a topic; ConfigError with all names if it is none.
-
-    missing  {topic: the feature that it shows and that this version lacks}
-    """
+def listed_or_refused(name: str, names: Sequence[str]) -> str:
+    """Return the name of a topic; ConfigError with all names if it is none."""
     if name in names:
         return name
-    if name in missing:
-        raise ConfigError(
-            f"A topic runs code of the package, but {name} needs {missing[name]}, which this version lacks.",
-            f"Choose one of {', '.join(names)}.",
-        )
     raise ConfigError(
         f"A topic is one of {', '.join(names)}, but this is {name!r}.",
         "Run `mpitrain explain` for a list.",
