@@ -112,8 +112,11 @@ def _write_all(folder: Path, language: str) -> None:
     from mpitrain.textbook.explain.topics import TOPICS
     from mpitrain.textbook.words import text
 
-    with bar(len(TOPICS)) as shown:
+    missing = [name for name, topic in TOPICS.items() if not topic.runs_here]
+    with bar(len(TOPICS) - len(missing)) as shown:
         for name in write_all(folder, language):
             shown.set_postfix_str(name, refresh=False)
             shown.update()
+    if missing:
+        click.echo(text("left out without g++: {names}", language, names=", ".join(missing)))
     click.echo(text("written to {file}", language, file=folder / "index.html"))

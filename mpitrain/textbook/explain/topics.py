@@ -47,4 +47,4 @@ _ASYNC = sentence("Parameter server, asynchronous: gradients are applied as they
 TOPICS["async-server"] = Topic(_ASYNC, async_servers.recorder(_ASYNC), ranks=3, least=2, most=6)
 TOPICS["recomputation"] = Topic(recomputation.TITLE, recomputation.record, ranks=1, most=1)
 TOPICS["loss-scaling"] = Topic(loss_scaling.TITLE, loss_scaling.record, ranks=1, most=1)
-TOPICS["tiling"] = Topic(tiling.TITLE, tiling.record, ranks=1, most=1)
+TOPICS["tiling"] = Topic(tiling.TITLE, tiling.record, ranks=1, most=1, compiled=True)

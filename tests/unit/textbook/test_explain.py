@@ -19,11 +19,12 @@ from mpitrain.textbook.words import WORDS, width
 from mpitrain.transport.threads import run_ranks
 from tests.laws.transport import TransportLaws, laws_of
 
-COMPILED = ("tiling",)
-"""Topics that compile kernels."""
 every_topic = pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.compile] * (name in COMPILED)) for name in TOPICS],
+    [
+        pytest.param(name, marks=[pytest.mark.compile] * topic.compiled)
+        for name, topic in TOPICS.items()
+    ],
 )
 
 
@@ -212,6 +213,14 @@ def test_the_pages_of_all_topics_have_an_index(tmp_path):
     assert [*page.write_all(tmp_path, "en")] == [*TOPICS]
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"index.html", *(f"{name}.html" for name in TOPICS)}
+
+
+@pytest.mark.slow
+def test_pages_without_a_compiler_lack_the_topics_that_need_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    done = CliRunner().invoke(commands, ["explain", "--html", str(tmp_path)])
+    assert done.exit_code == 0 and ": tiling" in done.output, done.output
+    assert {path.stem for path in tmp_path.iterdir()} == {"index", *TOPICS} - {"tiling"}
 
 
 @pytest.mark.slow
