@@ -34,7 +34,7 @@ COMMANDS = {
     "bench": "Measure collectives on all ranks of the MPI job: mpitrain launch -n 4 -- bench allreduce",
     "compare": "Train one job in several modes, in turns, on all ranks of the MPI job.",
     "plan": "Print simulated pipeline schedules, steps of collectives, memory of a job, and the best number of micro-batches.",
-    "explain": "Show how a method works: the package's own code runs on threads, with symbols as numbers.",
+    "explain": "Show how a method works: its real code runs on threads, with symbols for numbers.",
     "claims": "Measure sentences of textbooks, and print in which settings they hold.",
     "exercise": "Write the skeleton of an exercise: a statement, and a function to complete.",
     "check": "Check the solution of an exercise, or all Python files of a folder.",

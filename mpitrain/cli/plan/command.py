@@ -17,7 +17,10 @@ from mpitrain.machine import process
 from mpitrain.pipeline.schedules import NAMED, STREAMS
 
 LEAST, MOST = 1e-12, 1e12
-"""Bounds of milliseconds and megabytes other than 0: their sums and ratios stay finite."""
+"""Bounds of the times in ms and sizes in MB that options take; 0 is valid too.
+
+Sums and ratios of these numbers stay finite.
+"""
 
 HALVES, KEPT = ("forward", "backward", "weight"), ("saved", "pending")
 
