@@ -16,8 +16,8 @@ UNMEASURED = 30.0
 class TimeLimit:
     """Decides on rank 0 whether the run must stop because its batch job ends soon.
 
-    The time reserved before the end covers 3 of the slowest checkpoints, two exchanges of stop
-    requests, and a few seconds. The run trains for at least half of the time that was left when the
+    It reserves time for 3 of the slowest checkpoints, two exchanges of stop requests, and a few
+    seconds. The run trains for at least half of the time that was left when the
     end was first known. So even a job that is too short makes progress.
     """
 
