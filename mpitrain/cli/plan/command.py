@@ -27,13 +27,11 @@ HALVES, KEPT = ("forward", "backward", "weight"), ("saved", "pending")
 
 @click.group(cls=Group)
 def command() -> None:
-    """Print simulated pipeline schedules, steps of collectives, memory of a job, and the
-    best number of micro-batches.
+    """Simulate pipelines and collectives, count memory, and measure which batch and techniques
+    suit a job.
 
-    `tricks` prints whether each trick makes a job faster or smaller.
-
-    `micro-batches` and `tricks` measure on all ranks of the MPI job. The other commands need one
-    process and no MPI.
+    `micro-batches`, `tricks` and `batch` measure on all ranks of the MPI job. The other commands
+    need one process and no MPI.
     """
 
 

@@ -49,7 +49,7 @@ def command(
     link: str | None,
     language: str,
 ) -> None:
-    """Show how a method works: its real code runs on threads, with symbols for numbers.
+    """Show how a method works: its real code runs on threads, with symbols as data.
 
     Each frame shows the buffers of all ranks after a step. The last lines are the bytes sent, their
     formula, and the source lines that ran. Without a TOPIC, list all topics.
