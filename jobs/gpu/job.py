@@ -48,6 +48,7 @@ class Part(NamedTuple):
 
 MODES = {
     "table": (
+        Part("predicted", 20, "predicted.py"),
         Part("machine", 60, "machine.py"),
         Part("compiled", 60, "compiled.py"),
         Part("suite", 90, "suite.py"),

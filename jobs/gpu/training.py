@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
+from predicted import GPUS, total
 from result import emit
 from workload import BLOCKS, STEPS, config, source
 
@@ -169,6 +170,8 @@ def compare(transport: Any, kind: str, compute: str, compiles: bool) -> None:
         sides.append((rival.events(), lambda index: rival.step(index, *rows[index])))
     found = measured(kind, sides)
     words = f"{size * settings.model.context / found[0].event:,.0f} tokens/s"
+    if kind == "cuda":
+        words += f", predicted for an {GPUS[0].name} {milli(total(GPUS[0], compute))}"
     if not rival:
         emit(f"{what}, {words}: PyTorch is not installed", milli(found[0].event), **facts(found))
         return

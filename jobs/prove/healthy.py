@@ -1,6 +1,6 @@
 """Claim: 50 healthy but unusual runs end by themselves, and the watchdog blames no rank of them.
 
-    python jobs/prove/healthy.py [--runs N]
+    python jobs/prove/healthy.py [--runs N] [--first K]
 
 The kinds of ODD come in turns, each in the next of LAYOUTS. Every run has something that takes longer than run.stall_seconds
 in all, or nearly as long at once: evaluations, writes to a slow disk, computations, pauses by SIGSTOP, or 40 busy processes
@@ -74,15 +74,21 @@ SLOW_ASKED = (
     "import time; from mpitrain.cli.train import Stop\n"
     "Stop.asked = lambda self: time.sleep(0.4) or self.requested\n"
 )
-SLOW_DISK = "import os, time; real = os.fsync\ndef slow(file): time.sleep(0.8); real(file)\nos.fsync = slow\n"
+SLOW_DISK = (
+    "import os, time; from mpitrain.formats.safetensors_files import Writing\n"
+    "sync, write = os.fsync, Writing.write\n"
+    "def slow_sync(file): time.sleep(0.3); sync(file)\n"
+    "def slow_write(*rest): time.sleep(0.15); write(*rest)\n"
+    "os.fsync, Writing.write = slow_sync, slow_write\n"
+)
 ODD = {
     "long evaluation": Odd({"run.eval_every": 4, "run.eval_rows": 64}, SLOW_ASKED),
     "slow disk": Odd({"checkpoint.every": 4}, SLOW_DISK),
     "long computation": Odd({"run.delay": f"0:{600 * STALL:.0f}", "run.steps": 4}),
     "a rank paused": Odd(
-        {"run.steps": 400, "run.stall_seconds": 9.0}, disturb=lambda ranks: pause(ranks[-1:])
+        {"run.steps": 60, "run.stall_seconds": 9.0}, disturb=lambda ranks: pause(ranks[-1:])
     ),
-    "all ranks paused": Odd({"run.steps": 400}, disturb=pause),
+    "all ranks paused": Odd({"run.steps": 60}, disturb=pause),
     "a load of 40": Odd({"run.steps": 20, "run.stall_seconds": 8.0}),
 }
 """The kinds of unusual runs. In the last one 40 processes compute meanwhile."""
@@ -132,8 +138,10 @@ def blamed(kind: str, layout: tuple[int, dict[str, object]], folder: Path) -> st
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--runs", type=int, default=50, metavar="N")
-    runs, wrong = parser.parse_args().runs, 0
-    for number in range(runs):
+    parser.add_argument("--first", type=int, default=1, metavar="K", help="begin with run K")
+    options = parser.parse_args()
+    runs, wrong = options.runs, 0
+    for number in range(options.first - 1, runs):
         kind, layout = list(ODD)[number % len(ODD)], LAYOUTS[number % len(LAYOUTS)]
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:

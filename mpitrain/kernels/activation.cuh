@@ -1,15 +1,19 @@
 // Activations and their slopes. GELU is the tanh form of Hendrycks & Gimpel 2016, section 2.
 #pragma once
-#include "element.cuh"
+#include "ptx.cuh"
 
 #define ACTIVATION_NONE 0
 #define ACTIVATION_GELU 1
 #define ACTIVATION_RELU 2
 #define ACTIVATION_GELU_BACKWARD -1
 
-__device__ __forceinline__ Sum gelu_gate(Sum z) {    // (1 + tanh u) / 2 with u = sqrt(2 / pi) (z + 0.044715 z^3)
-    const Sum u = Sum(0.7978845608028654) * (z + Sum(0.044715) * z * z * z);
-    return Sum(0.5) * (Sum(1) + tanh(u));
+// 1 / (1 + e^-x). In float by two approximate instructions, with a relative error of a few 2^-24.
+__device__ __forceinline__ float logistic(float x) { return __fdividef(1.0f, 1.0f + exp2_flushed(-1.4426950408889634f * x)); }
+__device__ __forceinline__ double logistic(double x) { return 1.0 / (1.0 + exp(-x)); }
+
+// (1 + tanh u) / 2 with u = sqrt(2 / pi) (z + 0.044715 z^3), which is the logistic function of 2 u: a slow tanh is not needed.
+__device__ __forceinline__ Sum gelu_gate(Sum z) {
+    return logistic(Sum(2 * 0.7978845608028654) * (z + Sum(0.044715) * z * z * z));
 }
 
 __device__ __forceinline__ Sum activate(Sum z, int kind) {

@@ -6,6 +6,9 @@
 // tile, two stages of keys and values.
 #include "attention_tensor.cuh"
 
+// Less than every score. It is finite with documents, because all keys so far may belong to earlier ones.
+#define NO_SCORE (DOCUMENTS ? -3.4028235e38f : MINUS_INFINITY)
+
 // What a warp knows of its queries: of row g + 8 i of fragment f the largest score so far, and this lane's part of the sum.
 struct Softmax {
     float maximum[FRAGMENTS][2], sum[FRAGMENTS][2];
@@ -24,9 +27,7 @@ __device__ __forceinline__ void weigh(Steps& p, Softmax& rows, Channels& out, fl
                 for (int e = 0; e < 2; ++e) largest = fmaxf(largest, p[f][j][2 * i + e]);    // a NaN's weight will be NaN
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-            // All keys so far may belong to earlier documents.
-            const float shift = DOCUMENTS && largest == MINUS_INFINITY ? 0.0f : largest * scale;
-            const float shrink = exp2_flushed(rows.maximum[f][i] * scale - shift);    // 0 for the first keys
+            const float shift = largest * scale, shrink = exp2_flushed(rows.maximum[f][i] * scale - shift);    // 0 for the first keys
             rows.maximum[f][i] = largest;
             float part = 0.0f;
 #pragma unroll
@@ -60,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor(
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) rows.maximum[f][i] = MINUS_INFINITY, rows.sum[f][i] = 0.0f;
+        for (int i = 0; i < 2; ++i) rows.maximum[f][i] = NO_SCORE, rows.sum[f][i] = 0.0f;
     q.fetch<OWNED>(qs, t0);
     const Documents documents(starts, T);
     int first_key[FRAGMENTS][2];    // of rows g and g + 8

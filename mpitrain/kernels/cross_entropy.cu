@@ -5,6 +5,7 @@
 // dx[v] = scale (exp(x[v] - max) / sum - (1 if v is the target)).    targets: (M,)
 // One block a row. Launch: grid (M), block (any whole warps). A target outside the row gives loss NaN.
 // A row with the target IGNORED, PyTorch's default `ignore_index`, has loss and gradient 0.
+#include "ptx.cuh"
 #include "reduce.cuh"
 
 constexpr long long IGNORED = -100;
@@ -23,29 +24,44 @@ template <class Take> __device__ __forceinline__ void each_run(const Element* ro
     }
 }
 
+// e^x for x <= 0. In float a multiplication and one instruction, with a relative error of 2^-22 + |x| 2^-24.
+__device__ __forceinline__ float exponential(float x) { return exp2_flushed(x * 1.4426950408889634f); }
+__device__ __forceinline__ double exponential(double x) { return exp(x); }
+
 struct Normalizer { Sum maximum, sum; };    // of exp(x - maximum)
 
 // Joins two parts of a row. Where both maxima are -infinity (no element yet) their difference must not become NaN.
 __device__ __forceinline__ Normalizer join(Normalizer a, Normalizer b) {
     const Sum maximum = larger(a.maximum, b.maximum);
-    const Sum of_a = a.maximum == maximum ? a.sum : a.sum * exp(a.maximum - maximum);
-    const Sum of_b = b.maximum == maximum ? b.sum : b.sum * exp(b.maximum - maximum);
+    const Sum of_a = a.maximum == maximum ? a.sum : a.sum * exponential(a.maximum - maximum);
+    const Sum of_b = b.maximum == maximum ? b.sum : b.sum * exponential(b.maximum - maximum);
     return {maximum, of_a + of_b};
 }
 
-// The normalizer of one row; every thread of the block gets it. Four a thread: none waits for the one before.
+// The normalizer of one row; every thread of the block gets it. A thread takes the maximum of a run first, then one
+// exponential an element.
 // kept: shared memory that receives the row, each thread's runs at their places; or null
 __device__ __forceinline__ Normalizer row_normalizer(const Element* row, int V, bool vector, Element* kept, Normalizer* scratch) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const Normalizer none = {MINUS_INFINITY, Sum(0)};
-    Normalizer four[4] = {none, none, none, none};
+    Normalizer own = none;
     each_run(row, V, vector, [&](int v, const Sum (&x)[WIDE]) {
         if (kept) store_run(kept, v, V, true, x);
+        Sum logits[WIDE], largest = own.maximum, part = 0;
 #pragma unroll
-        for (int j = 0; j < WIDE; ++j)
-            if (v + j < V) four[j % 4] = join(four[j % 4], {x[j], Sum(1)});
+        for (int j = 0; j < WIDE; ++j) logits[j] = x[j];
+        if (v + WIDE > V) {
+#pragma unroll
+            for (int j = 0; j < WIDE; ++j)
+                if (v + j >= V) logits[j] = MINUS_INFINITY;
+        }
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j) largest = larger(largest, logits[j]);
+        const Sum centre = largest == MINUS_INFINITY ? Sum(0) : largest;
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j) part += exponential(logits[j] - centre);
+        own = {largest, own.sum * exponential(own.maximum - centre) + part};
     });
-    Normalizer own = join(join(four[0], four[1]), join(four[2], four[3]));
     for (int round = 0; round < 2; ++round) {
 #pragma unroll
         for (int flip = 16; flip > 0; flip /= 2) {
@@ -65,6 +81,23 @@ __device__ __forceinline__ Sum loss_of(Normalizer whole, const Element* row, lon
     return target >= 0 && target < V ? log(whole.sum) + whole.maximum - wide(row[target]) : NOT_A_NUMBER;
 }
 
+// Writes dx[v] = factor exp(x[v] - maximum) - (scale if v is `place`) over a run of the row, or 0 if the row does not count.
+__device__ __forceinline__ void write_gradient(
+    Element* row, int v, int V, bool vector, const Sum (&x)[WIDE], Sum factor, Sum maximum, int place, Sum scale, bool counts) {
+    Sum dx[WIDE];
+#pragma unroll
+    for (int j = 0; j < WIDE; ++j) dx[j] = counts ? factor * exponential(x[j] - maximum) : Sum(0);
+    if (counts && place >= v && place - v < WIDE) {
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j)
+            if (v + j == place) dx[j] -= scale;
+    }
+    store_run(row, v, V, vector, dx);
+}
+
+// The column of a target; -1 or V if it is before or after the row.
+__device__ __forceinline__ int place_of(long long target, int V) { return int(max(-1LL, min(target, (long long)V))); }
+
 // losses[m], and the gradient over the logits. With `keep` the row waits in shared memory between the two: it is read once.
 // Dynamic shared memory: with `keep` one row, V elements up to whole runs.
 extern "C" __global__ void __launch_bounds__(1024) cross_entropy(
@@ -76,13 +109,10 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy(
     const long long target = targets[blockIdx.x];
     const bool counts = target != IGNORED;
     const Normalizer whole = row_normalizer(row, V, vector, keep ? kept : nullptr, scratch);
-    const Sum inverse = Sum(1) / whole.sum;
+    const Sum factor = scale / whole.sum;
+    const int place = place_of(target, V);
     auto write = [&](int v, const Sum (&x)[WIDE]) {
-        Sum dx[WIDE];
-#pragma unroll
-        for (int j = 0; j < WIDE; ++j)
-            dx[j] = counts ? scale * (exp(x[j] - whole.maximum) * inverse - (v + j == target ? Sum(1) : Sum(0))) : Sum(0);
-        store_run(row, v, V, vector, dx);
+        write_gradient(row, v, V, vector, x, factor, whole.maximum, place, scale, counts);
     };
     if (keep) {
         if (threadIdx.x == 0) losses[blockIdx.x] = loss_of(whole, kept, target, V);
@@ -143,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(1024) row_exponentials(
     each_run(row, V, in_runs<WIDE>(logits, pitch), [&](int v, const Sum (&x)[WIDE]) {
 #pragma unroll
         for (int j = 0; j < WIDE; ++j)
-            if (v + j < V) own += exp(x[j] - maximum);
+            if (v + j < V) own += exponential(x[j] - maximum);
     });
     own = block_sum(own, scratch);
     if (threadIdx.x > 0) return;
@@ -160,12 +190,10 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy_split(
     const Sum maximum = maxima[blockIdx.x], sum = sums[blockIdx.x];
     const long long target = targets[blockIdx.x] - first;
     const bool counts = targets[blockIdx.x] != IGNORED;
+    const Sum factor = scale / sum;
+    const int place = place_of(target, V);
     each_run(row, V, vector, [&](int v, const Sum (&x)[WIDE]) {
-        Sum dx[WIDE];
-#pragma unroll
-        for (int j = 0; j < WIDE; ++j)
-            dx[j] = counts ? scale * (exp(x[j] - maximum) / sum - (v + j == target ? Sum(1) : Sum(0))) : Sum(0);
-        store_run(row, v, V, vector, dx);
+        write_gradient(row, v, V, vector, x, factor, maximum, place, scale, counts);
     });
     if (threadIdx.x == 0) losses[blockIdx.x] = counts ? log(sum) - target_logits[blockIdx.x] : Sum(0);
 }

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpitrain.config import Memory
 from mpitrain.errors import ConfigError
@@ -254,6 +254,13 @@ class LayerNorm:
             self.ops.layer_norm_backward_bias(pending, dw["bias"].array, dw["bias"].claim(), arena)
 
 
+class Lookups(NamedTuple):
+    """The states of an embedding's lookups of tokens and of positions within documents."""
+
+    tokens: Any
+    positions: Any
+
+
 class Embedding:
     """Token and position embedding, tokens (B, T) -> (B, T, C). The input has no gradient.
 
@@ -281,10 +288,9 @@ class Embedding:
     def forward(self, w, x, arena):
         documents = self.now.documents
         if documents is None:
-            y, saved = self.ops.embedding(x, w["tokens"], w["positions"], arena)
-            return y, (saved, None)
+            return self.ops.embedding(x, w["tokens"], w["positions"], arena)
         y, saved = self.ops.embedding(x, w["tokens"], None, arena)
-        return y, (saved, self._add_positions(w, y, documents.positions, arena))
+        return y, Lookups(saved, self._add_positions(w, y, documents.positions, arena))
 
     def forward_next(self, w, x, past, arena):
         """Return the output for new tokens, each at its own position."""
@@ -302,7 +308,10 @@ class Embedding:
         return None, (dy, saved)
 
     def backward_weight(self, pending, dw, arena):
-        dy, (saved, positions) = pending
+        dy, saved = pending
+        positions = None
+        if isinstance(saved, Lookups):
+            saved, positions = saved
         if "tokens" in dw:
             self.ops.embedding_backward_table(
                 dy, saved, dw["tokens"].array, dw["tokens"].claim(), arena

@@ -65,7 +65,7 @@ class Watchdog:
         self._pointer = f" `mpitrain report {shlex.quote(str(folder))}` names the rank that the others waited for."
         answering = Answering(folder, self._rank, recorder)
         on_stall = "end" if self._does_end else "warn"
-        self._report = StallReport(folder, self._seconds, on_stall, answering.look)
+        self._report = StallReport(folder, self._seconds, on_stall, answering)
         self._recorder, self._answering = recorder, answering
 
     def close(self) -> None:
@@ -98,7 +98,8 @@ class Watchdog:
                         os._exit(1)  # A launcher then ends the other ranks.
                     if verdict.verdict == "warned":
                         return math.inf
-                    return max(LEAST, verdict.time + verdict.seconds - time.time())
+                    rest = verdict.time + verdict.seconds - time.time()
+                    return max(LEAST, min(verdict.seconds, rest))
                 if self._answering:
                     self._answering.look()
                 self._closed.wait(min(LONGEST, self._seconds / 4))

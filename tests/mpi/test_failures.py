@@ -1,11 +1,14 @@
 """Eight of the failures of jobs/prove/failures.py: in time, with our line last, and nothing left behind."""
 
 import importlib.util
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from tests.messages import run as says
 
 JOB = Path(__file__).parents[2] / "jobs/prove/failures.py"
 CASES = [
@@ -16,6 +19,8 @@ CASES = [
     ("oom", "start"),
     ("disk", "training"),
     ("deadlock", "training"),
+    ("mismatch", "training"),
+    ("lose", "training"),
     ("stop", "end"),
 ]
 AT_ONCE = 3
@@ -47,3 +52,11 @@ def test_a_failure_ends_the_job_as_the_table_says(case, ended):
     left = [one for one in found.left if not one.startswith("/dev/shm")]
     patient = end._replace(seconds=60)
     assert not failures.verdict(found._replace(left=left), patient), found.lines[-20:]
+
+
+@pytest.mark.parametrize("kind", ["deadlock", "mismatch", "lose"])
+def test_a_silence_is_explained_once_with_its_kind(kind, ended):
+    lines = ended[1][kind, "training"].lines
+    reports = [line for line in lines if says.STANDS_STILL in line and "launch" not in line]
+    assert len(reports) == 1, lines[-20:]
+    assert re.search(says.STALLS[kind], reports[0]), reports

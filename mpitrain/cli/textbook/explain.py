@@ -77,14 +77,19 @@ def command(
         return
     row = TOPICS[listed_or_refused(topic, [*TOPICS], MISSING)]
     setting = row.setting(topic, ranks, speed)
-    check_files(0, [page], picture)
+    check_files(0, [page])
+    if picture:
+        from mpitrain.plots import check_drawable
+
+        check_drawable(picture, "--png")
     found = row.record(topic, setting)
     if not (picture or page) or waits:
         click.echo("\n".join(terminal.heading(found, language)))
-        for lines in terminal.frames(found, language, max(NARROWEST, columns(1))):
-            click.echo("\n".join(lines))
-            if waits and sys.stdin.isatty():
+        shown = terminal.frames(found, language, max(NARROWEST, columns(1)))
+        for number, lines in enumerate(shown):
+            if number and waits and sys.stdin.isatty():
                 click.pause(text("Press Enter for the next step.", language))
+            click.echo("\n".join(lines))
         click.echo("\n".join(terminal.ending(found, language)))
     outputs = Outputs()
     if picture:

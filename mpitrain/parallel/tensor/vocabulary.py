@@ -24,7 +24,7 @@ from mpitrain.collectives.activations import ActivationBuffer
 from mpitrain.errors import ConfigError
 from mpitrain.layers.memory.chunked_logits import ChunkedHead, ChunkedLogits
 from mpitrain.layers.now import Now
-from mpitrain.layers.plain import Embedding, flat_rows
+from mpitrain.layers.plain import Embedding, Lookups, flat_rows
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.tensor.linear import Layers
@@ -75,13 +75,13 @@ class VocabParallelEmbedding(Embedding):
         _, saved = self.ops.embedding(
             x, w["tokens"], positions, arena, self._entries.start, lease.array
         )
-        looked_up = None
         if documents is not None:
             found, looked_up = self.ops.embedding(documents.positions, w["positions"], None, arena)
+            saved = Lookups(saved, looked_up)
             if is_first:
                 self.ops.add(lease.array, found, lease.array, arena)
         self._rows.reduction(lease).run()
-        return self._rows.summed(lease, arena), (saved, looked_up)
+        return self._rows.summed(lease, arena), saved
 
     def forward_next(self, w, x, past, arena):
         lease = self._rows.lease((*x.shape, self.width), w["tokens"].dtype)

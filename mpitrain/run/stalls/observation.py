@@ -14,6 +14,7 @@ from mpitrain.run.stalls.questions import Answer, ask
 from mpitrain.trace.blame.find import Finding, first_divergence
 from mpitrain.trace.blame.states import GONE, STOPPED, RankState, state_of
 from mpitrain.trace.blame.text import described_finding
+from mpitrain.trace.read import Trace
 from mpitrain.trace.timeline import Timeline, on_the_clock_of_rank_0, read_timeline
 
 ONE = TypeAdapter(ProcessId)
@@ -50,12 +51,13 @@ class Observation(NamedTuple):
         }
 
 
-def observe(run_dir: Path) -> Observation:
+def observe(run_dir: Path, clocks: Mapping[int, float] | None = None) -> Observation:
     """Observe a run by its files alone.
 
-    raises   ConfigError if it has no traces
+    clocks  {rank: the present time on the clock of its trace}, as far as it is known
+    raises  ConfigError if the run has no traces
     """
-    return _observed(run_dir, {})
+    return _observed(run_dir, {}, clocks or {})
 
 
 def question(
@@ -76,10 +78,13 @@ def question(
         if (found := _process(trace.facts))
     }
     asked = [state.rank for state in before.states if state.process not in (GONE, STOPPED)]
-    return _observed(run_dir, ask(run_dir, asked, processes, with_stacks, seconds, meanwhile))
+    answers = ask(run_dir, asked, processes, with_stacks, seconds, meanwhile)
+    return _observed(run_dir, answers, {rank: one.clock for rank, one in answers.items()})
 
 
-def _observed(run_dir: Path, answers: Mapping[int, Answer]) -> Observation:
+def _observed(
+    run_dir: Path, answers: Mapping[int, Answer], clocks: Mapping[int, float]
+) -> Observation:
     timeline = read_timeline(run_dir)
     known = {int(rank): state for one in answers.values() for rank, state in one.processes.items()}
     states = []
@@ -88,7 +93,7 @@ def _observed(run_dir: Path, answers: Mapping[int, Answer]) -> Observation:
         own = process_state(process) if process else ""
         found = own or known.get(rank, "")
         states.append(state_of(trace, found if found in (GONE, STOPPED) else ""))
-    return Observation(timeline, states, _now(timeline), answers)
+    return Observation(timeline, states, _now(timeline, clocks), answers)
 
 
 def _process(facts: Mapping[str, Any]) -> ProcessId | None:
@@ -98,12 +103,24 @@ def _process(facts: Mapping[str, Any]) -> ProcessId | None:
     return None
 
 
-def _now(timeline: Timeline) -> float:
-    """Return the present time on the clock of rank 0, by the clocks of the hosts."""
-    for trace in timeline.traces:
+def _now(timeline: Timeline, clocks: Mapping[int, float]) -> float:
+    """Return the present time on the clock of rank 0.
+
+    Without a rank's clock it is the time of this host, which may differ from that of rank 0.
+    """
+    times = [
+        _on_rank_0(trace, clocks[trace.facts["rank"]])
+        for trace in timeline.traces
+        if trace.facts["rank"] in clocks
+    ]
+    for trace in timeline.traces[: 0 if times else None]:
         wall, clock = trace.facts.get("time"), trace.facts.get("clock_then")
         if isinstance(wall, float) and isinstance(clock, float):
-            own = clock + time.time() - wall
-            now = float(on_the_clock_of_rank_0(np.array([own]), trace.clocks)[0])
-            return max(now, timeline.end())
-    return timeline.end()
+            times = [_on_rank_0(trace, clock + time.time() - wall)]
+            break
+    return max([*times, timeline.end()])
+
+
+def _on_rank_0(trace: Trace, seconds: float) -> float:
+    """Return a time of a rank's clock on the clock of rank 0."""
+    return float(on_the_clock_of_rank_0(np.array([seconds]), trace.clocks)[0])

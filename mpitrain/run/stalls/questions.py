@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from mpitrain.files import Directory, opened
 from mpitrain.machine.process_state import ProcessId, process_state
 from mpitrain.run.stalls.stacks import stacks
+from mpitrain.trace.read import LATEST
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.timeline import TRACE
 
@@ -43,11 +44,13 @@ class Question(BaseModel):
 class Answer(BaseModel):
     """The answer of a rank.
 
+    clock      time of the answer, on the clock of the rank's trace
     stacks     Python stacks of its threads, as `stacks` returns them; {} if not wanted
     processes  {rank of its host: "running", "stopped", "gone" or ""}
     """
 
     number: int
+    clock: Annotated[float, Field(ge=-LATEST, le=LATEST)]
     stacks: dict[str, list[str]]
     processes: dict[str, str]
 
@@ -58,6 +61,10 @@ class Answering:
     def __init__(self, run_dir: Path, rank: int, recorder: Recorder):
         self._run_dir, self._rank = run_dir, rank
         self._recorder, self._seen = recorder, (0, 0)
+
+    def clocks(self) -> dict[int, float]:
+        """Return {this rank: the present time on the clock of its trace}."""
+        return {self._rank: self._recorder.clock()}
 
     def look(self) -> None:
         """Answer a new question; without one, this takes a few system calls."""
@@ -73,6 +80,7 @@ class Answering:
                 self._recorder.flush()
             answer = Answer(
                 number=question.number,
+                clock=self._recorder.clock(),
                 stacks=stacks(self._recorder.owner) if question.stacks else {},
                 processes={
                     rank: process_state(process) for rank, process in question.processes.items()

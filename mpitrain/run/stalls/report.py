@@ -10,7 +10,6 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -20,6 +19,7 @@ from pydantic import BaseModel
 from mpitrain.errors import visible
 from mpitrain.files import Directory, opened
 from mpitrain.run.stalls.observation import Observation, observe, question
+from mpitrain.run.stalls.questions import Answering
 from mpitrain.trace.blame.find import MOVING, Finding
 from mpitrain.trace.blame.states import RankState
 from mpitrain.trace.blame.text import named
@@ -50,14 +50,14 @@ class Verdict(BaseModel):
 class StallReport:
     """The judgements of one run, as one rank sees them."""
 
-    def __init__(self, run_dir: Path, seconds: float, on_stall: str, look: Callable[[], None]):
+    def __init__(self, run_dir: Path, seconds: float, on_stall: str, answering: Answering):
         """Prepare judgements.
 
-        seconds   run.stall_seconds
-        on_stall  run.on_stall
-        look      answers a question to this rank
+        seconds    run.stall_seconds
+        on_stall   run.on_stall
+        answering  of this rank
         """
-        self._run_dir, self._seconds, self._look = run_dir, seconds, look
+        self._run_dir, self._seconds, self._answering = run_dir, seconds, answering
         self._verdict: Literal["warned", "ends"] = "ends" if on_stall == "end" else "warned"
 
     def verdict(self, since: float) -> Verdict | None:
@@ -85,11 +85,11 @@ class StallReport:
             os.close(os.open(f"{PREFIX}{number}", flags, 0o644, dir_fd=folder.descriptor))
         except FileExistsError:
             return None
-        seen = observe(self._run_dir)
+        seen = observe(self._run_dir, self._answering.clocks())
         finding = seen.finding(self._seconds)
         if finding.kind != MOVING:
             # Some file systems show traces late, so a question comes before blame.
-            seen = question(self._run_dir, seen, True, ANSWERED, self._look)
+            seen = question(self._run_dir, seen, True, ANSWERED, self._answering.look)
             finding = seen.finding(self._seconds)
         if finding.kind == MOVING:
             verdict = Verdict(verdict="moving", seconds=self._rest(seen), time=time.time())

@@ -30,6 +30,7 @@ class Topic(NamedTuple):
     ranks   the default number of ranks
     least   the smallest number of ranks
     most    the largest number of ranks
+    timed   whether its frames have seconds, so that slow links show
     """
 
     title: Text
@@ -37,6 +38,7 @@ class Topic(NamedTuple):
     ranks: int = 4
     least: int = 1
     most: int = MOST_RANKS
+    timed: bool = False
 
     def setting(self, name: str, ranks: int | None, link: Link | None) -> Setting:
         """Return the setting for a number of ranks; None: the default.
@@ -48,6 +50,11 @@ class Topic(NamedTuple):
             raise ConfigError(
                 f"{name} has {self.least} to {self.most} ranks, but --ranks is {count}.",
                 f"Set --ranks to {self.ranks}.",
+            )
+        if link and not self.timed:
+            raise ConfigError(
+                f"Slow links show in topics that measure time, but {name} measures none.",
+                "Leave out --link, or choose ring, star or a mode of replication.",
             )
         return Setting(count, link)
 

@@ -20,7 +20,7 @@ TOPICS: Table[str, Topic] = Table()
 
 
 def _collective(name: str, shown: collectives.Shown, title: Text) -> None:
-    TOPICS[name] = Topic(title, collectives.recorder(shown, title))
+    TOPICS[name] = Topic(title, collectives.recorder(shown, title), timed=True)
 
 
 _collective("ring", collectives.RING, sentence("Ring all-reduce: the sum of all ranks, in chunks"))
@@ -31,6 +31,7 @@ for _name, (_title, _shown) in MODES.items():
         replication.recorder(_shown, _title),
         ranks=3 if _shown.servers else 2 if _shown.is_split else 4,
         least=2 if _shown.servers or _name == "gossip" else 1,
+        timed=True,
     )
 for _name, _layer, _title in (
     ("column", tensors.COLUMN, sentence("Column-parallel linear layer: outputs are divided")),

@@ -154,6 +154,21 @@ def test_a_tool_of_the_sanitizer_says_what_it_found(said, code, found, job):
     assert all(one.ok for one in sanitizer.findings("memcheck", everything, 0))
 
 
+def test_the_prediction_has_every_product_and_no_gpu_is_faster_than_its_bytes(job):
+    import predicted
+
+    found = list(predicted.products())
+    assert len(found) == 3 * (4 * 12 + 1)
+    operations = sum(2 * m * n * k for _, (m, n, k) in found)
+    assert operations == pytest.approx(6.07e12, rel=0.01)
+    h100, h200 = predicted.GPUS
+    for compute, peak in (("bfloat16", 990e12), ("float32", 67e12)):
+        parts = predicted.step(h100, compute)
+        assert operations / peak < parts["products"] < 4 * operations / peak
+        assert parts["updates"] > 30 * predicted.PARAMETERS / h100.memory
+        assert predicted.total(h200, compute) < predicted.total(h100, compute)
+
+
 def test_code_compiled_beforehand_is_found_by_the_engine(job, tmp_path, monkeypatch):
     import cubins
 
@@ -343,6 +358,7 @@ def test_all_of_it_runs_in_the_simulator_and_leaves_two_files(tmp_path):
     )
     assert done.stdout.splitlines()[-1] == says.LINES_THEM_SHORT_WHAT.format(len(rows))
     assert list(dict.fromkeys(row["part"] for row in rows)) == [
+        "predicted",
         "machine",
         "compiled",
         "suite",

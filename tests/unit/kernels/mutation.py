@@ -28,12 +28,12 @@ from tests.cases.suite import SUITE
 
 # What a comparison with it on the right guards an edge, as does a minimum with it. Loops over tiles of fixed size are none.
 EDGES = (
-    "M|N|K|T|C|V|D|B|P|n|HEAD|CHUNKS|end|rows|columns|count|used|runs|warps|found|left|splits|k_end|k_left|t0|t|ties|"
+    "M|N|K|T|C|V|D|B|P|n|HEAD|CHUNKS|end|rows|columns|count|used|runs|warps|found|left|rows_left|splits|k_end|k_left|t0|t|ties|"
     r"apart|past|\(long long\)(?:B|rows)|int\(blockDim"
 )
 BOUNDS = (
     r"n - i|n - mine|end - i|used - here\.first|n|K|tiles_m - first|V - v0|W - 1|width_left - 1|T|"
-    r"columns - column0 - column|ties"
+    r"columns_left - c|ties"
 )
 MUTATIONS = {
     "barrier removed": (re.compile(r"__sync(?:threads|warp)\(\);"), ";"),

@@ -21,7 +21,7 @@ from mpitrain.ops.cuda.tiles import (
     two_stages,
 )
 from tests.unit.kernels.nvrtc import OLDEST, Compiler, usages
-from tests.unit.kernels.sass import count, instructions, loops_beside_work, main_loop
+from tests.unit.kernels.sass import count, instructions, loops, loops_beside_work, main_loop
 
 SOURCES = package_sources()
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90a")
@@ -122,6 +122,14 @@ def jobs():
         "sm_90",
         types("__nv_bfloat16") | {"HEAD": 128, "STEP": 32, "CHUNKED": 0},
     )
+    for name in ("attention", "attention_dropout"):
+        yield name, "sm_80", types("float") | {"DOCUMENTS": 1}
+    for (name, step), head in product(zip(ATTENTIONS, (64, 32), strict=True), (64, 128)):
+        yield (
+            name,
+            "sm_80",
+            types("__nv_bfloat16") | {"HEAD": head, "STEP": step, "DOCUMENTS": 1},
+        )
     for (ta, tb, sums), architecture in product(PRODUCTS, ARCHITECTURES):
         stored = {"TRANSPOSED_A": ta, "TRANSPOSED_B": tb, "ROW_SUMS": sums}
         if sums or architecture != "sm_75":
@@ -166,7 +174,10 @@ def called(name, architecture, macros):
         for macro in ("Result", "Mirror")
         if macros.get(macro, element) != element
     )
-    return " ".join(filter(None, (name, architecture, element + mixed, tile, transposed)))
+    documents = "documents" if "DOCUMENTS" in macros else ""
+    return " ".join(
+        filter(None, (name, architecture, element + mixed, tile, transposed, documents))
+    )
 
 
 def is_large(name, architecture, macros):
@@ -240,6 +251,29 @@ def test_a_source_compiles_within_the_hardwares_limits(name, architecture, macro
                 way.threads, usage.registers, way.shared[name == ATTENTIONS[1]]
             )
             assert resident * way.threads >= 32 * warps, f"{kernel}: {usage}"
+
+
+ONE_EXPONENTIAL = {
+    "cross_entropy": ("cross_entropy", "cross_entropy_loss", "cross_entropy_split"),
+    "pointwise": ("activation_forward", "activation_backward"),
+}
+
+
+@pytest.mark.parametrize("name", ONE_EXPONENTIAL)
+def test_a_logit_and_a_gelu_take_one_exponential_each(name, compiler):
+    """Loss: 8 logits a turn, and one exponential for the sum so far. GELU also has one reciprocal, and no slow tanh."""
+    compiled = compiler.compile(SOURCES[name], "sm_90a", types("__nv_bfloat16"))
+    for kernel in ONE_EXPONENTIAL[name]:
+        text = instructions(compiled.code, kernel)
+        assert count(text, "CALL") == 0 or name == "cross_entropy"
+        bodies = [[text[i] for i in loop] for loop in loops(text)]
+        wide = [body for body in bodies if count(body, "LDG.E.128") + count(body, "LDS.128")]
+        assert wide
+        for body in wide:
+            if name == "cross_entropy":
+                assert count(body, "MUFU.EX2") <= 9 and len(body) <= 230, kernel
+            else:
+                assert count(body, "MUFU.TANH") == 0 and len(body) <= 480, kernel
 
 
 def check_loop(code, kernel, products, most):

@@ -26,22 +26,23 @@ def job(tmp_path, monkeypatch):
     """Returns a function: ages in seconds of the last sign of each rank -> reports of the ranks."""
     monkeypatch.setattr(stall_report, "ANSWERED", 0.1)  # The invented ranks do not answer.
 
-    def made(*ages, on_stall="end"):
+    def made(*ages, on_stall="end", skew=0.0):
         (tmp_path / "trace").mkdir()
         reports = []
         for rank, age in enumerate(ages):
-            now = time.perf_counter()
-            recorder = Recorder(clock=lambda now=now, age=age: now - age)
+            behind = [age]
+            recorder = Recorder(clock=lambda behind=behind: time.perf_counter() - behind[0])
             recorder.facts(rank=rank, ranks=len(ages), host="node", process_id=own_id())
-            recorder.facts(time=time.time(), clock_then=now)
+            recorder.facts(time=time.time() + skew, clock_then=time.perf_counter())
             recorder.step = 1
             if rank == 0:
                 recorder.wait(recorder.name("a barrier", range(len(ages))))
             else:
                 recorder.compute(recorder.name("a layer"))
             recorder.keep(trace_file(tmp_path, rank))
-            look = Answering(tmp_path, rank, recorder).look
-            reports.append(StallReport(tmp_path, STALL, on_stall, look))
+            behind[0] = 0.0
+            answering = Answering(tmp_path, rank, recorder)
+            reports.append(StallReport(tmp_path, STALL, on_stall, answering))
         return reports
 
     return made
@@ -53,6 +54,12 @@ def test_one_rank_prints_the_report_and_the_others_end(job, capfd):
     assert [verdict.verdict for verdict in verdicts] == ["ends", "ends"]
     errors = capfd.readouterr().err
     assert errors.count(says.STANDS_STILL) == 1 and says.RANK_1_ON_NODE in errors
+
+
+@pytest.mark.parametrize("skew", [-1000.0, 1000.0])
+def test_a_wrong_clock_of_a_host_changes_no_finding(skew, job, capfd):
+    assert job(6.0, 6.5, skew=skew)[0].verdict(time.time() - STALL).verdict == "ends"
+    assert says.RANK_1_ON_NODE + "6 s" in capfd.readouterr().err.replace("7 s", "6 s")
 
 
 def test_a_job_that_moves_is_judged_again_when_its_rank_may_stall(job, capfd):

@@ -170,7 +170,7 @@ def test_frames_over_slow_links_have_seconds():
     assert all(frame.seconds > 1e-3 for frame in found.frames[1:])
 
 
-@pytest.mark.parametrize("name", ["server", "zero3", "gossip", "1f1b"])
+@pytest.mark.parametrize("name", ["server", "zero3", "gossip", "ddp"])
 def test_a_topic_ends_over_slow_links(name):
     assert recorded(name, None, parse_link("1Gbit,1ms")).frames
 
@@ -200,12 +200,14 @@ def test_a_page_has_all_frames_and_needs_no_network(tmp_path):
     assert not re.search(r"(src|href)=|https?:|@import|url\(", text)
 
 
+@pytest.mark.slow
 def test_the_pages_of_all_topics_have_an_index(tmp_path):
     assert [*page.write_all(tmp_path, "en")] == [*TOPICS]
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"index.html", *(f"{name}.html" for name in TOPICS)}
 
 
+@pytest.mark.slow
 def test_a_picture_is_drawn_without_a_font_for_hangul(tmp_path):
     pytest.importorskip("matplotlib")
     from mpitrain.textbook.explain.renderers.picture import draw
@@ -222,6 +224,8 @@ def test_a_picture_is_drawn_without_a_font_for_hangul(tmp_path):
         ("ring", "--ranks", "99"),
         ("ring", "--link", "fast"),
         ("--ranks", "3"),
+        ("1f1b", "--link", "1Gbit,1ms"),
+        ("ring", "--png", "a.txt"),
         ("ring", "--html", "/nonexistent/a.html"),
     ],
 )

@@ -23,7 +23,6 @@ from mpitrain.textbook.explain.explanation import (
     Text,
     sentence,
 )
-from mpitrain.textbook.explain.links import Network, Watched
 from mpitrain.textbook.explain.recorders import toy
 from mpitrain.textbook.explain.topic import Setting
 from mpitrain.transport.base import Transport
@@ -90,8 +89,8 @@ def recorder(title: Text) -> Callable[[str, Setting], Explanation]:
 
     def record(name: str, setting: Setting) -> Explanation:
         n, workers = setting.ranks, setting.ranks - 1
-        conductor, network = Conductor(workers), Network(setting.link)
-        results = run_ranks(n, _run, conductor, network)
+        conductor = Conductor(workers)
+        results = run_ranks(n, _run, conductor)
         served, staleness = results[-1].parameters, max(each.staleness for each in results)
         frames = [Frame(sentence("start"), (*(("w", "") for _ in range(workers)), ("w", "")))]
         pulled, stalest = [0] * workers, 0
@@ -160,9 +159,8 @@ class _Result(NamedTuple):
     staleness: int
 
 
-def _run(inner: Transport, conductor: Conductor, network: Network) -> _Result:
+def _run(transport: Transport, conductor: Conductor) -> _Result:
     """Train on one rank: a worker, or on the last rank the server."""
-    transport = Watched(inner, network)
     workers, me = transport.size - 1, transport.rank
     symbols = toy.basis(STEPS, workers)
 

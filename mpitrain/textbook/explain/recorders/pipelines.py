@@ -26,14 +26,13 @@ from mpitrain.textbook.explain.explanation import (
     Text,
     sentence,
 )
-from mpitrain.textbook.explain.links import Network, Watched
 from mpitrain.textbook.explain.recorders import toy
 from mpitrain.textbook.explain.topic import Setting
 from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks
 
-MICRO_BATCHES = 4
-"""Micro-batches of a step."""
+MICRO_BATCHES, FEWEST = 4, 3
+"""Micro-batches of a step: in one step, and at least in each of several."""
 IDLE = "."
 """A slot in which a stage computes nothing."""
 
@@ -88,8 +87,8 @@ def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]
     """Return the function that records a schedule."""
 
     def record(name: str, setting: Setting) -> Explanation:
-        p, m = setting.ranks, MICRO_BATCHES
-        stages: list[_Stage] = run_ranks(p, _run, shown, Network(setting.link))
+        p, m = setting.ranks, _micro_batches(shown, setting.ranks)
+        stages: list[_Stage] = run_ranks(p, _run, shown)
         plan = find_plan(shown.schedule, p, shown.steps * m, 1)
         program = training_program(plan)
         timeline = simulate(program, [Cost()] * p).timeline
@@ -156,9 +155,14 @@ def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]
     return record
 
 
-def _run(inner: Transport, shown: Shown, network: Network) -> _Stage:
+def _micro_batches(shown: Shown, stages: int) -> int:
+    """Return the micro-batches of a step; an asynchronous pipeline has at least one for each stage."""
+    return MICRO_BATCHES if shown.steps == 1 else max(FEWEST, stages)
+
+
+def _run(transport: Transport, shown: Shown) -> _Stage:
     """Train on one stage, and return its instructions in their order."""
-    transport, m = Watched(inner, network), MICRO_BATCHES
+    m = _micro_batches(shown, transport.size)
     symbols = toy.basis(shown.steps, m, has_inputs=True)
     numbers = {
         f"{letter}{row}": step * m + row

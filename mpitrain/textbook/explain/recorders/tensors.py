@@ -25,7 +25,6 @@ from mpitrain.textbook.explain.explanation import (
     Text,
     sentence,
 )
-from mpitrain.textbook.explain.links import Network, Watched
 from mpitrain.textbook.explain.symbols import written
 from mpitrain.textbook.explain.topic import Setting
 from mpitrain.transport.base import Transport
@@ -95,8 +94,8 @@ def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]
     """Return the function that records a layer."""
 
     def record(name: str, setting: Setting) -> Explanation:
-        n, network, count = setting.ranks, Network(setting.link), FEATURES[setting.ranks]
-        found: list[_Rank] = run_ranks(n, _run, shown, network)
+        n, count = setting.ranks, FEATURES[setting.ranks]
+        found: list[_Rank] = run_ranks(n, _run, shown)
         groups = ("x", "W", "y", "dy", "dx")
         frames = [
             Frame(
@@ -149,9 +148,8 @@ def _numbered(letter: str, count: int) -> tuple[str, ...]:
     return tuple(f"{letter}{feature}" for feature in range(count))
 
 
-def _run(inner: Transport, shown: Shown, network: Network) -> _Rank:
+def _run(transport: Transport, shown: Shown) -> _Rank:
     """Run the layer forward and backward on one rank."""
-    transport = Watched(inner, network)
     group, arena = Group(transport, "ring"), Arena()
     layers = layers_for(ops_for("cpu"), group, Layout())
     partial: list[np.ndarray] = []

@@ -1,0 +1,102 @@
+"""Part of the GPU job: a training step of GPT-2 124M on paper, so that each measured row has a figure beside it.
+
+python3 jobs/gpu/predicted.py DEVICE    a row for each part of the step: milliseconds on an H100, and on an H200
+
+Nothing here was measured. Products take the cycles of the cost model that also chooses their tiles. Attention takes the rate
+that its instructions allow. All other kernels take their bytes at a share of the memory's rate, or their instructions.
+"""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
+import numpy as np
+from result import emit
+from workload import VOCABULARY
+
+from mpitrain.kernels.multiprocessor import H100
+from mpitrain.ops.cuda.tiles import DEFAULT, cost
+
+LAYERS, WIDTH, TOKENS, CONTEXT = 12, 768, 8192, 1024
+PARAMETERS = 124_439_808
+LANES = 128
+"""Instructions of threads that a multiprocessor issues in a cycle."""
+
+
+class Gpu(NamedTuple):
+    """A GPU on paper: cycles and bytes a second."""
+
+    name: str
+    clock: float
+    memory: float
+    multiprocessors: int = 132
+
+
+GPUS = (Gpu("H100", 1.755e9, 3.35e12), Gpu("H200", 1.755e9, 4.8e12))
+ATTENTION = {"bfloat16": (330e12, 230e12), "float32": (35e12, 25e12)}
+"""Operations a second, forward and backward: by instructions for each product of tensor cores, or for each multiply-add."""
+SHARE = {"norms": 0.7, "updates": 0.9, "others": 0.85}
+"""Of the memory's rate."""
+LOSS = (199 + 140) / 8
+"""Instructions for an element of bfloat16 logits in both passes: NVRTC 13.5, sm_90a."""
+
+
+def products() -> Iterator[tuple[str, tuple[int, int, int]]]:
+    """(how operands are stored, shape) of every product of a step."""
+    wide = [3 * WIDTH, WIDTH, 4 * WIDTH, WIDTH], [WIDTH, WIDTH, WIDTH, 4 * WIDTH]
+    layers = list(zip(*wide, strict=True)) * LAYERS + [(VOCABULARY, WIDTH)]
+    for outputs, inputs in layers:
+        yield "NT", (TOKENS, outputs, inputs)
+        yield "NN", (TOKENS, inputs, outputs)
+        yield "TN", (outputs, inputs, TOKENS)
+
+
+def step(gpu: Gpu, compute: str) -> dict[str, float]:
+    """Seconds of each part of a step."""
+    size = 2 if compute == "bfloat16" else 4
+    like = np.empty(0, compute)
+    engine: object = SimpleNamespace(
+        capability=90, multiprocessors=gpu.multiprocessors, multiprocessor=H100
+    )
+    cycles = sum(
+        cost(DEFAULT.tiling(like, stored, (*shape, 1), engine), *shape, 1, engine)
+        for stored, shape in products()
+    )
+    pairs = 2.0 * LAYERS * TOKENS * CONTEXT * WIDTH
+    forward, backward = ATTENTION[compute]
+    rows, logits = (2 * LAYERS + 1) * TOKENS * WIDTH, TOKENS * VOCABULARY
+    issued = gpu.multiprocessors * gpu.clock * LANES
+    others = (4 * LAYERS + 6) * TOKENS * WIDTH * size
+    return {
+        "products": cycles / gpu.clock,
+        "attention": pairs / forward + 2.5 * pairs / backward,
+        "norms": 6 * rows * size / (SHARE["norms"] * gpu.memory),
+        "loss": max(2 * logits * size / gpu.memory, LOSS * logits / issued),
+        "updates": PARAMETERS * (28 + 2 * (size == 2) + 4) / (SHARE["updates"] * gpu.memory),
+        "others": others / (SHARE["others"] * gpu.memory),
+    }
+
+
+def total(gpu: Gpu, compute: str) -> float:
+    """Seconds of a step."""
+    return sum(step(gpu, compute).values())
+
+
+def main() -> None:
+    """A row for each part and dtype."""
+    for compute in ("float32", "bfloat16"):
+        sides = [step(gpu, compute) for gpu in GPUS]
+        for part in sides[0]:
+            emit(
+                f"predicted on paper, {compute}: {part}, {GPUS[0].name} and {GPUS[1].name}",
+                *(f"{1e3 * side[part]:,.2f} ms" for side in sides),
+            )
+        emit(
+            f"predicted on paper, {compute}: the step, {GPUS[0].name} and {GPUS[1].name}",
+            *(f"{1e3 * sum(side.values()):,.2f} ms" for side in sides),
+        )
+
+
+if __name__ == "__main__":
+    main()
