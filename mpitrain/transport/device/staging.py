@@ -28,6 +28,7 @@ class _StagingMemory(HostMemory):
     """Page-locked host memory of an arena, which a device can copy to and from by itself."""
 
     def __init__(self, backend: DeviceBackend):
+        super().__init__()
         self._backend = backend
 
     def allocate(self, nbytes: int) -> np.ndarray:

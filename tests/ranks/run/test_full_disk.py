@@ -82,7 +82,7 @@ MEASURED = {
     ),
     "compare": (
         lambda transport, file: compare._compare(
-            transport, "ring,star", ["run.steps=2", "run.eval_rows=8", *SMALL], file, None
+            transport, "ring,star", ["run.steps=2", "run.eval_rows=8", *SMALL], 1, file, None
         ),
         2,
         "sends (n-1) S, the root",
