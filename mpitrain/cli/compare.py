@@ -24,7 +24,7 @@ EVALUATED = 512
     "also as zero1-host ..., sharded within each host; other modes of replication; layouts such as "
     "tp2, pp2:gpipe or pp2:async; precisions bf16 and fp16; accumulate4, recompute, lora8, tiled, "
     "compiled, wire:int8; several joined by +, such as zero3+tp2. Default: star, ring, auto, and "
-    "every mode of replication that is neither an all-reduce algorithm nor ends in -host.",
+    "all modes of replication without -host.",
 )
 @click.option(
     "--job",
@@ -44,7 +44,7 @@ EVALUATED = 512
     type=click.IntRange(1, MOST),
     default=3,
     show_default=True,
-    help="Trainings of each mode, in turns: their median time counts.",
+    help="Number of times that each mode is trained, in turns. The median of their times counts.",
 )
 @click.option(
     "--set",
@@ -68,12 +68,13 @@ def command(
 ) -> None:
     """Train one job in several modes, in turns, on all ranks of the MPI job.
 
-    A mode is a mode of replication, a layout, a schedule, a precision or a trick. A + joins several
-    of these words. All modes have the same model, seed, order of the data and global batch. The columns are:
+    A mode is a mode of replication, a layout, a schedule, a precision or a trick such as
+    recomputation. A + joins several of these words. All modes have the same model, seed, order of
+    the data and global batch. The columns are:
 
     \b
     step ms     time of a step
-    exposed ms  time in a step that a worker waits for messages
+    exposed ms  time in a step in which a worker waits for messages
     sent bytes  bytes that the busiest rank sends in a step, also by formula;
                 without shared memory and the MPI library's own reductions
     held MB     parameters, gradients, optimizer state and reduction buffers

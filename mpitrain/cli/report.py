@@ -44,8 +44,8 @@ FOLDER, PAGE, TIMELINE, METRICS_PICTURE, PERFETTO = (
 def command(runs: tuple[Path, ...], is_alive: bool, with_stacks: bool) -> None:
     """Print where the time of runs went, from the traces of their ranks.
 
-    If a run crashed or was killed, print the last known action of each rank. With --now, ask a run
-    that has not ended.
+    If a run crashed or was killed, print the last known action of each rank. With --now,
+    print the state of a run in progress.
 
     The timeline of all ranks is written to RUN/report, as a picture and as a trace for Perfetto or
     Chrome. The first RUN's report also gets an HTML page with everything. The pictures and the
@@ -74,7 +74,9 @@ def _print_now(runs: tuple[Path, ...], is_alive: bool, with_stacks: bool) -> Non
     from mpitrain.report.live import what_happens_now
 
     if not is_alive:
-        raise ConfigError("--stacks is of a running job, but --now is missing.", "Add --now.")
+        raise ConfigError(
+            "--stacks prints stacks of a running job, but --now is missing.", "Add --now."
+        )
     for run in runs:
         for line in what_happens_now(run, with_stacks):
             click.echo(visible(f"{run}: {line}" if len(runs) > 1 else line))
@@ -126,7 +128,7 @@ def reported(run: Path, outputs: Outputs) -> "Section":
             f"There is no run in {run}.",
             "Name the directory of a run"
             + (
-                f", or that of a start which had none yet; on this host {starts}."
+                f". Starts on this host that failed before they had one left traces in {starts}."
                 if starts
                 else "."
             ),

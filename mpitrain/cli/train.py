@@ -173,12 +173,12 @@ class Stop:
             signal.signal(signal.SIGCONT, self._announce)
 
     def note(self) -> None:
-        """Let later signals request a stop: the run is about to have something to save."""
+        """Let later signals stop the run after a checkpoint. Earlier ones end the process at once."""
         self._is_noted = True
 
     def _note(self, number: int, frame: object) -> None:
         if number == signal.SIGINT and self.requested and self._is_noted:
-            # A second INT comes from a person, who wants the end at once. Schedulers repeat TERM.
+            # A second INT is from a person who wants the end at once. Schedulers send TERM repeatedly.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.requested = True
@@ -187,7 +187,7 @@ class Stop:
         self._announced = time.monotonic()
 
     def over(self) -> None:
-        """Ignore USR1 from now on: the run has nothing to save any more.
+        """Ignore USR1 from now on, because the run has saved everything.
 
         Python removes its handlers before MPI_Finalize. A late signal of a batch script would then
         kill the rank. A finished run would seem to have failed.
@@ -213,7 +213,7 @@ class Stop:
             time.sleep(1 if rank > 0 else 0)
             if not self._is_noted:
                 if rank == 0:
-                    # `launch` knows whether a person asked, or a rank was lost.
+                    # Under `launch`, print a status line: `launch` then reports the reason of the signal.
                     self.say(status("not begun").rstrip() or NOT_BEGUN)
                 os._exit(STOPPED)
 

@@ -1,4 +1,4 @@
-"""Tokenizer files of a folder that AutoTokenizer of transformers loads."""
+"""Tokenizer files of a folder that `transformers.AutoTokenizer` loads."""
 
 import json
 from collections.abc import Mapping
@@ -8,13 +8,13 @@ from mpitrain.data.tokenizer import BYTES_FILE, ENDS, TOKENIZER, Tokenizer
 
 SETTINGS = "tokenizer_config.json"
 CLASS = "PreTrainedTokenizerFast"
-"""The class of transformers that needs nothing but tokenizer.json."""
+"""The class of the library transformers that reads a tokenizer from tokenizer.json alone."""
 
 
 def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, bytes]:
     """Return {name: content} of the files that a tokenizer needs.
 
-    context  tokens that the model can read at once
+    context  longest sequence of the model, in tokens
     """
     data = byte_level() if tokenizer.data == BYTES_FILE else tokenizer.data
     settings: dict[str, Any] = {"tokenizer_class": CLASS, "model_max_length": context}
@@ -63,7 +63,7 @@ def byte_level() -> bytes:
 
 
 def _characters() -> list[str]:
-    """Return the character that names each byte: itself if it is printable, else one from 256 on."""
+    """Return the character for each byte: the same number if printable, else one from 256 on."""
     printable = {
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),

@@ -31,10 +31,10 @@ from mpitrain.regions import overlap
 
 
 class Adapter(NamedTuple):
-    """An adapter of some outputs of a layer.
+    """A LoRA adapter of all outputs of a layer, or of one named range, such as the queries of qkv.
 
-    region   of joined outputs: its name; empty for all outputs
-    columns  the outputs within those of this rank
+    region   name of the range; empty if the adapter covers all outputs
+    columns  the covered outputs, as indices into this rank's outputs
     """
 
     region: str
@@ -49,9 +49,9 @@ class Adapter(NamedTuple):
 class InputDropout:
     """Dropout of the input of a layer's adapters; the frozen weight sees the whole input.
 
-    A layer's input has all rows of a micro-batch, with sequence-parallel rows too.
+    A layer's input has all rows of a micro-batch, also under sequence parallelism.
 
-    number  selects the random bits of the layer
+    number  number of the layer, which selects its random bits
     """
 
     def __init__(self, layers: Drawing, rate: float, number: int):
@@ -95,10 +95,10 @@ class LowRank:
         """Describe the adapters of a layer.
 
         base        the parameters of the layer without adapters
-        regions     {region: its rows of the whole weight}
-        scale       s
-        activation  of the layer: None, "gelu" or "relu"
-        dropout     of the input of the adapters
+        regions     {region: its rows of the unsharded weight}
+        scale       s = alpha / r
+        activation  activation after the layer: None, "gelu" or "relu"
+        dropout     dropout of the adapters' input; None: no dropout
         """
         self._ops, self._scale = ops, scale
         weight = next(p for p in base if p.name == "weight")
@@ -202,9 +202,9 @@ class LowRank:
 
 
 def described(weight: Parameter, region: str, rows: range, rank: int) -> list[Parameter]:
-    """Describe A and B of an adapter, cut as this rank's region of the weight.
+    """Describe A and B of an adapter, sharded as the weight of its layer is.
 
-    rows  of the whole weight
+    rows  the rows of the unsharded weight that the adapter covers
     """
     inputs, prefix = weight.shape[1], f"{region}." if region else ""
     bound = inputs**-0.5
@@ -225,7 +225,7 @@ def described(weight: Parameter, region: str, rows: range, rank: int) -> list[Pa
 
 
 def local(weight: Parameter, rows: range) -> slice:
-    """Return the outputs of this rank that are among these rows of the whole weight."""
+    """Return the outputs of this rank that are among these rows of the unsharded weight."""
     found = [slice(offset, offset + len(run)) for run, offset in _inside(weight, rows)]
     return slice(found[0].start, found[-1].stop)
 

@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 
 SAVES = 3
-"""Time left for the last checkpoint, as a multiple of the slowest one so far."""
+"""Time reserved for the last checkpoint, as a multiple of the slowest one so far."""
 EXCHANGES = 2
-"""Exchanges of stop requests between the ranks that the time left must include."""
+"""Number of exchanges of stop requests between the ranks for which time is reserved."""
 LEAVING = 5.0
 """Seconds for the ranks and their launcher to leave after the checkpoint."""
 UNMEASURED = 30.0
@@ -16,16 +16,16 @@ UNMEASURED = 30.0
 class TimeLimit:
     """Decides on rank 0 whether the run must stop because its batch job ends soon.
 
-    The time it leaves is 3 times its slowest checkpoint, two steps and a few seconds. It trains for
-    at least half of the time that was left when the end was first known. So even a job that is
-    too short makes progress.
+    It reserves time for 3 of the slowest checkpoints, two exchanges of stop requests, and a few
+    seconds. The run trains for at least half of the time that was left when the
+    end was first known. So even a job that is too short makes progress.
     """
 
     def __init__(self, ends: Callable[[], float | None], checkpoint_s: float, steps: int):
         """Start without a measured step.
 
         ends          returns the end of the job in seconds since 1970, or None
-        checkpoint_s  time of the slowest checkpoint of the earlier part of the run; 0: none
+        checkpoint_s  seconds of the slowest checkpoint before this job resumed the run; 0: none
         steps         steps between two exchanges of stop requests
         """
         self._ends, self._steps = ends, steps
@@ -35,7 +35,10 @@ class TimeLimit:
         self._left: float | None = None
 
     def stepped(self, seconds: float) -> None:
-        """Note the time of a step. The first one compiles and allocates; it counts until the second."""
+        """Note the time of a step.
+
+        The first step also compiles and allocates. It is the estimate until a second one has ended.
+        """
         if self._first_s is None:
             self._first_s = seconds
         else:
@@ -70,5 +73,5 @@ class TimeLimit:
         return self._left is not None
 
     def reason(self) -> dict[str, float]:
-        """Return the seconds that were left when the limit stopped the run, else {}."""
+        """Return {"before_limit_s": seconds left} if the limit stopped the run, else {}."""
         return {} if self._left is None else {"before_limit_s": self._left}

@@ -21,15 +21,15 @@ class Model(NamedTuple):
     build     (layer factory, section [model], source or its sizes) -> the units of the model.
               From one layer on, model.layers adds the same number of parameters each time.
     takes     the form of the data
-    help      words about the kind for the help of model.kind
+    help      the text after this kind in the help of model.kind
     split     the key of [model] that layout.tp must divide; empty: layout.tp must be 1
     divides   (key, other key) of [model]: the first value must divide the second
     check     raises ConfigError for keys that break another rule of this kind
-    writes    whether it predicts the next token, so that text can be drawn from it
+    writes    whether it predicts the next token, so that it can generate text
     has_peer  whether `bench train --peer torch` has the same network
     flops     (section [model], parameters) -> floating-point operations of forward and backward of
               one row, without recomputation; None: they are counted
-    phrases   {key: words about the kind for the help of another key}
+    phrases   {key: text about this kind in the help of that key}
     """
 
     build: Callable[[Plain, Keys, Source | Unopened], Sequence[Unit]]
@@ -135,12 +135,12 @@ Configuration, help texts and commands read this table, so a new model needs onl
 
 
 def kinds(does_count: Callable[[Model], bool]) -> list[str]:
-    """Return the kinds of models for whose row `does_count` is true."""
+    """Return the kinds of models whose row satisfies `does_count`."""
     return [kind for kind, row in MODELS.items() if does_count(row)]
 
 
 def check_model(config: Config) -> None:
-    """Raise ConfigError for keys that the model, or layout.tp ranks of the model, cannot have."""
+    """Raise ConfigError for keys that this model does not allow, alone or with layout.tp ranks."""
     model, tp, row = config.model, config.layout.tp, MODELS[config.model.kind]
     if config.layout.sequence_parallel and row.takes != "tokens":
         raise ConfigError(
@@ -160,7 +160,7 @@ def check_model(config: Config) -> None:
 
 
 def _check_split(row: Model, model: Keys, tp: int) -> None:
-    """Raise ConfigError unless layout.tp divides the model, with the nearest numbers that do."""
+    """Raise ConfigError unless layout.tp divides the model; the message has the nearest divisors."""
     if not row.split and tp > 1:
         raise ConfigError(
             f"Tensor parallelism does not split a model of kind {model.kind}, but layout.tp is {tp}.",
@@ -189,7 +189,7 @@ def _check_split(row: Model, model: Keys, tp: int) -> None:
 def check_data(kind: str, form: Form, name: str) -> None:
     """Raise ConfigError unless a model takes data of this form.
 
-    name  of the data, for the message
+    name  name of the data source, for the message
     """
     if MODELS[kind].takes == form:
         return

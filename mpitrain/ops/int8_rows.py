@@ -20,20 +20,20 @@ class Coded(NamedTuple):
     scales: Any
 
     def numbers(self) -> np.ndarray:
-        """Return the weight in host memory, of codes and scales that are there."""
+        """Decode the weight. Codes and scales must be in host memory."""
         return (self.codes.astype(self.scales.dtype) - 128) * self.scales[:, None]
 
 
 def length(rows: int, columns: int, itemsize: int) -> int:
-    """Return the elements of a flat buffer that a weight needs.
+    """Return the number of elements that a weight takes in a flat buffer.
 
-    itemsize  bytes of an element
+    itemsize  bytes of an element of the buffer
     """
     return -(-(_start(rows, columns) + rows * _scale(itemsize).itemsize) // itemsize)
 
 
 def view(flat: Any, rows: int, columns: int) -> Coded:
-    """Return the weight in `length` elements of a flat buffer."""
+    """Return the codes and scales in a region of a flat buffer, which `encoded` has made."""
     scale, start = _scale(flat.dtype.itemsize), _start(rows, columns)
     held = flat.view(np.uint8)
     codes = held[: rows * columns].reshape(rows, columns)
@@ -41,11 +41,11 @@ def view(flat: Any, rows: int, columns: int) -> Coded:
 
 
 def encoded(values: np.ndarray, largest: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return the elements of a flat buffer with these values as codes.
+    """Encode a weight: return the elements that represent it in a flat buffer.
 
-    values   (N, K)
-    largest  (N,), the largest magnitude of each row of the whole weight
-    dtype    of the flat buffer
+    values   the weight, (N, K)
+    largest  largest magnitude of each row of the unsharded weight, (N,)
+    dtype    dtype of the flat buffer
     """
     rows, columns = values.shape
     found = np.zeros(length(rows, columns, dtype.itemsize), dtype)

@@ -159,7 +159,7 @@ def holds(plan: Plan, costs: Sequence[Cost]) -> list[str]:
     lines = [f"peak live, by stage: {listed(each.live for each in peaks)} {held}"]
     if any(each.pending for each in peaks):
         lines.append(
-            f"of these wait for their weight half: at most {listed(each.pending for each in peaks)}"
+            f"of these, with a pending weight half: at most {listed(each.pending for each in peaks)}"
         )
     if any(each.nbytes for each in peaks):
         lines.append(

@@ -14,10 +14,10 @@ from mpitrain.run.counting.units import UnitCount
 
 
 class Stage(NamedTuple):
-    """The counts of the ranks of one pipeline stage, in replica 0.
+    """Counts of memory and FLOPs of one pipeline stage, for its ranks in replica 0.
 
-    units  of one micro-batch
-    step   of a whole step
+    units  the count of each unit, for one micro-batch
+    step   the count of a whole step
     """
 
     units: list[UnitCount]
@@ -25,12 +25,12 @@ class Stage(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """A job that is counted.
+    """A job with the counts of all its stages.
 
-    config      as resolved
-    parameters  of the whole model
+    config      the configuration with all defaults resolved
+    parameters  number of parameters of the whole model
     state       bytes of parameters, gradients and optimizer state, as the mean over the ranks
-    rows        of a micro-batch
+    rows        largest number of rows of a micro-batch
     """
 
     config: Config
@@ -42,7 +42,7 @@ class Counted(NamedTuple):
 
 
 def ranks_of(config: Config) -> int:
-    """Return the ranks of a configuration: dp x tp x pp, with dp 1 if it is open, and servers."""
+    """Return the ranks of a configuration: dp x tp x pp and servers; an unset dp counts as 1."""
     layout = config.layout
     return max(1, layout.dp) * layout.tp * layout.pp + servers_of(config)
 

@@ -50,9 +50,9 @@ class Compared(NamedTuple):
     def __str__(self) -> str:
         return (
             f"Schedule {self.schedule} on {self.stages} stage(s) with {self.micro_batches} micro-batch(es): "
-            f"{1e3 * self.predicted_s:.1f} ms a step, in which stages do not compute for {100 * self.predicted_bubble:.1f}%, "
-            f"predicted from what each chunk computed; {1e3 * self.measured_s:.1f} ms and "
-            f"{100 * self.measured_bubble:.1f}% measured."
+            f"{1e3 * self.predicted_s:.1f} ms a step with {100 * self.predicted_bubble:.1f}% idle time, "
+            f"predicted from the compute time of each chunk. Measured: {1e3 * self.measured_s:.1f} ms, "
+            f"{100 * self.measured_bubble:.1f}% idle."
         )
 
 

@@ -61,8 +61,8 @@ def where_the_time_went(found: Shares, timeline: Timeline) -> Iterator[str]:
     waits, total = found.waits, found.seconds[workers].sum()
     yield (
         f"{who} waited longest for rank {slowest}{role} on {timeline.traces[slowest].facts['host']}: "
-        f"{100 * waits[slowest] / total:.1f}% of {of_them}, of {100 * waits.sum() / total:.1f}% that "
-        f"{'workers' if has_servers else 'ranks'} waited for another."
+        f"{100 * waits[slowest] / total:.1f}% of {of_them}. In total, {'workers' if has_servers else 'ranks'} "
+        f"waited {100 * waits.sum() / total:.1f}% of {of_them} for another."
     )
     computing = {rank: found.seconds[rank, COMPUTING] / len(steps) for rank in workers}
     longest = max(computing, key=lambda rank: computing[rank])

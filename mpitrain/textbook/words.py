@@ -22,7 +22,7 @@ COMMON = {
     "formula": "공식",
     "source": "소스",
     "command": "명령",
-    "law": "법칙",
+    "tests": "테스트",
     "topic": "주제",
 }
 """Words that several sub-rooms use."""

@@ -19,8 +19,8 @@ TRACE = "trace"
 class Timeline(NamedTuple):
     """Timeline of a run: the trace of each rank, in seconds of the clock of rank 0.
 
-    traces   by rank; with a trace missing, an index is not the rank's number
-    missing  {rank: why it has no trace}
+    traces   by rank; if a trace is missing, indices are not the numbers of ranks
+    missing  {rank: reason for which its trace is missing}
     """
 
     traces: Sequence[Trace]
@@ -29,8 +29,8 @@ class Timeline(NamedTuple):
     def steps(self) -> range:
         """Return the newest steps that every rank has finished and has in its trace.
 
-        The first of several is left out, because it may allocate memory. The range is empty if a
-        trace is missing: other ranks waited for that rank.
+        If there are several, the first is left out, because it may allocate memory. The range is
+        empty if a trace is missing, since other ranks waited for that rank.
         """
         if self.missing or not self.traces:
             return range(0)
@@ -82,9 +82,10 @@ def named_steps(steps: range) -> str:
 def within(trace: Trace, steps: range, records: np.ndarray | None = None) -> np.ndarray:
     """Return the records that a rank began during these steps.
 
-    The rank must have finished the steps. Records between steps, as of an evaluation, are left out.
+    The rank must have finished the steps. Records between steps are left out, for example those of
+    an evaluation.
 
-    records  to choose from; None: all
+    records  records to choose from; None: all records of the trace
     """
     records, steps_of = (
         trace.records if records is None else records,
@@ -96,15 +97,17 @@ def within(trace: Trace, steps: range, records: np.ndarray | None = None) -> np.
 
 
 def computed(trace: Trace) -> np.ndarray:
-    """Return the compute records of a rank: of its device if it has one."""
+    """Return the compute records of a rank: those of its device, or of its host without one."""
     on_device = trace.records[(trace.records["kind"] == DEVICE) & (trace.records["end"] > 0)]
     return on_device if len(on_device) else trace.records[trace.records["kind"] == COMPUTE]
 
 
 def read_timeline(folder: Path) -> Timeline:
-    """Read the traces of a run directory, or of a start without one, as far as they are readable.
+    """Read the traces in a run directory, or those of a failed start, which has no run directory.
 
-    raises   ConfigError if there are none
+    Unreadable traces are listed as missing.
+
+    raises  ConfigError if there is no trace
     """
     found: dict[int, Trace] = {}
     missing: dict[int, str] = {}
@@ -112,7 +115,7 @@ def read_timeline(folder: Path) -> Timeline:
     for file in files:
         rank = int(digits) if (digits := file.name.removeprefix("rank-")).isdecimal() else -1
         try:
-            found[rank] = _told_by(read_trace(file), rank, file)
+            found[rank] = _checked(read_trace(file), rank, file)
         except ConfigError as error:
             missing[rank] = error.law
     if not found and not missing:
@@ -147,7 +150,7 @@ def trace_file(folder: Path, rank: int) -> Path:
 def trace_files(folder: Path) -> tuple[Path, list[Path]]:
     """Return the directory of a run's traces, and the files in it.
 
-    folder  run directory, or traces of a start without one
+    folder  run directory, or directory with the traces of a failed start
     raises  ConfigError if the folder cannot be read or its traces are a link
     """
     try:
@@ -166,15 +169,15 @@ def trace_files(folder: Path) -> tuple[Path, list[Path]]:
 
 
 def _unlike(mine: tuple[Any, int], others: tuple[Any, int]) -> str:
-    """Return the number of ranks in a trace as text, or "" if both traces have the same.
+    """Return ", of N ranks" for the first trace, or "" if both runs have equally many ranks.
 
-    mine, others  the second item is the number of ranks of a trace
+    mine, others  (identifier of the run, its number of ranks)
     """
     return f", of {mine[1]} ranks" if mine[1] != others[1] else ""
 
 
-def _told_by(trace: Trace, rank: int, file: Path) -> Trace:
-    """Return the trace; raise ConfigError unless its facts belong to this rank."""
+def _checked(trace: Trace, rank: int, file: Path) -> Trace:
+    """Return the trace; raise ConfigError unless its header names this rank and is complete."""
     facts, place = trace.facts, trace.facts.setdefault("place", None)
     is_placed = place is None or (
         isinstance(place, dict) and all(type(place.get(axis)) is int for axis in ("dp", "tp", "pp"))
@@ -206,7 +209,7 @@ def on_the_clock_of_rank_0(times: np.ndarray, clocks: Sequence[tuple[float, floa
     The offset is interpolated linearly between comparisons of the clocks. Outside, it drifts at the
     mean rate from the first comparison to the last.
 
-    clocks  (time of the rank's clock, seconds to add) of each comparison
+    clocks  for each comparison: (time of the rank's clock, seconds to add)
     """
     if not clocks:
         return times

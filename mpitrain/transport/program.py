@@ -35,9 +35,7 @@ def main(words: list[str]) -> None:
 
 
 def _below_here(frames: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from the program's own first frame on, without the frames that started
-    it.
-    """
+    """Return the traceback without the frames that started the user's program."""
     while frames and (
         frames.tb_frame.f_globals is globals()
         or frames.tb_frame.f_globals.get("__name__") in ("mpi4py.run", "runpy")

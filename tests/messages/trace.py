@@ -9,7 +9,7 @@ FIRST_DIVERGENCE = (
     "micro-batch 3; rank 2 on host2 has waited for the sums of gradients for 0 s."
 )
 FIRST_FALL_SILENT_RANK = "First to fall silent was rank 0."
-LONGEST_RANK_HOST_ALL = "longest for rank 2 on host2: 9.4% of all time, of 9.4%"
+LONGEST_RANK_HOST_ALL = "longest for rank 2 on host2: 9.4% of all time. In total, ranks waited 9.4%"
 RANK_COMPUTES_LONGEST = "Rank 2 computes longest: 5000.0 ms a step."
 RANK_COMPUTES_LONGEST_MS = (
     "Rank 2 computes longest: 5200.0 ms a step, 1.30 times the median of the others."

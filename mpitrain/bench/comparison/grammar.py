@@ -89,7 +89,7 @@ def settings_of(mode: str) -> tuple[str, ...]:
             first, before = found.setdefault(key, (word, value))
             if before != value:
                 raise ConfigError(
-                    f"Words of a mode set each key once, but in {mode} {first} sets {key}={before} "
+                    f"Two words of a mode must not set the same key, but in {mode} {first} sets {key}={before} "
                     f"and {word} sets {key}={value}.",
                     f"Take one of {first} and {word}.",
                 )

@@ -126,9 +126,9 @@ def gemm(
 
 
 def _tune(rows: Any, out: Path, name: str) -> int:
-    """Print the best tilings as they are found, and add them to the file, which has other shapes.
+    """Print the best tilings as they are found, and add them to the file of tilings.
 
-    Return the number of wrong elements.
+    Entries of the file for other shapes remain. Return the number of wrong elements in all products.
     """
     from mpitrain.ops.cuda.tiles import read_tiles, write_tiles
 

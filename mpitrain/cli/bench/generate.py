@@ -56,10 +56,10 @@ def command(
 ) -> None:
     """Measure the generation of the most likely tokens after random prompts.
 
-    The model has random weights, or is that of run.init_from.
+    The model has random weights, or the weights of run.init_from.
 
-    On one rank on the CPU, the package transformers is measured in turns, if it is installed and the
-    model has no adapters. It gets the same weights and threads.
+    On one rank on the CPU, the package transformers is measured in turns, if it is installed. It
+    gets the same weights and threads. A model with adapters has no such comparison.
 
     \b
     ratio  time relative to the first side

@@ -38,7 +38,7 @@ from mpitrain.cli.session import mpi_session
     type=click.IntRange(1, 10**6),
     default=1024,
     show_default=True,
-    help="Rows of the largest micro-batch to look at.",
+    help="Rows of the largest micro-batch to try.",
 )
 @click.option(
     "--seconds",
@@ -46,7 +46,7 @@ from mpitrain.cli.session import mpi_session
     callback=finite,
     default=60,
     show_default=True,
-    help="Time for the timed steps, and again for the noise scale.",
+    help="Time limit for the timed steps, and again for the gradient noise scale.",
 )
 @output_option("--json", "Write the table and the estimates to this file.")
 def command(
@@ -58,11 +58,12 @@ def command(
     json_file: Path | None,
     **options: Any,
 ) -> None:
-    """Find the batch of a job by results, then by memory: mpitrain launch -n 2 -- plan batch
+    """Find the best batch size of a job: mpitrain launch -n 2 -- plan batch job.toml
 
-    It counts the largest micro-batch that fits in memory, or in memory.limit_gb, and runs a step of
-    it. It times steps of several sizes in turns. Gradient norms of two batch sizes give the
-    critical batch size. Larger batches than this need many more rows, smaller ones more steps.
+    It computes the largest micro-batch that fits in memory, or in memory.limit_gb, and runs a step
+    of it. It times steps of several sizes in turns. Gradient norms of two batch sizes give the
+    critical batch size. For the same loss, larger batches need many more rows, and smaller batches
+    more steps.
     """
     changed = changes(settings, **options)
     read = cache(lambda: configured(config_file, changed, preset))

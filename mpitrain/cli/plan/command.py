@@ -17,20 +17,21 @@ from mpitrain.machine import process
 from mpitrain.pipeline.schedules import NAMED, STREAMS
 
 LEAST, MOST = 1e-12, 1e12
-"""Bounds of milliseconds and megabytes other than 0: their sums and ratios stay finite."""
+"""Bounds of the times in ms and sizes in MB that options take; 0 is valid too.
+
+Sums and ratios of these numbers stay finite.
+"""
 
 HALVES, KEPT = ("forward", "backward", "weight"), ("saved", "pending")
 
 
 @click.group(cls=Group)
 def command() -> None:
-    """Print simulated pipeline schedules, steps of collectives, memory of a job, and the
-    best number of micro-batches.
+    """Simulate pipelines and collectives, count memory, and measure which batch and techniques
+    suit a job.
 
-    `tricks` prints whether each trick makes a job faster or smaller.
-
-    `micro-batches` and `tricks` measure on all ranks of the MPI job. The other commands need one
-    process and no MPI.
+    `micro-batches`, `tricks` and `batch` measure on all ranks of the MPI job. The other commands
+    need one process and no MPI.
     """
 
 

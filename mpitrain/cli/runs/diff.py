@@ -26,16 +26,16 @@ DIFFERENT = 1
     "--replay",
     "does_replay",
     is_flag=True,
-    help="Run both again from their nearest equal checkpoint, and name the first tensor that differs.",
+    help="Repeat both runs from their nearest equal checkpoint, and name the first tensor that differs.",
 )
 @PLUGINS
 def command(one: Path, other: Path, does_replay: bool, plugins: list[str] | None) -> None:
     """Find the first step at which two runs differ, and exit with 1 if they do.
 
-    Runs of one layout are compared bit for bit: losses, gradient norms, checkpoints, and the
-    digests of run.digest_every. --replay takes their steps again, with ranks as threads of this
-    process. Runs of two layouts are compared by numbers of each tensor against a tolerance. Keys
-    of the configuration that differ come first.
+    Configuration keys that differ are printed first. Runs of one layout are compared bit for bit:
+    losses, gradient norms, checkpoints, and the digests of run.digest_every. --replay repeats their
+    steps, with ranks as threads of this process. Runs of two layouts are compared within a
+    tolerance: losses, gradient norms, and a few sums over each parameter tensor.
     """
     if process.launched().rank > 0:
         return  # only rank 0 compares
@@ -54,7 +54,7 @@ def command(one: Path, other: Path, does_replay: bool, plugins: list[str] | None
         from mpitrain.errors import ConfigError
 
         raise ConfigError(
-            "--replay is for two runs of one layout, but these divide their work in different ways.",
+            "--replay needs two runs of one layout, but these runs have different layouts.",
             "Leave out --replay.",
         )
     is_equal = _by_bits(both, does_replay) if is_by_bits else _by_numbers(both)

@@ -1,10 +1,10 @@
-"""The terminal behind standard error: its width, and the bar that other text must not overwrite."""
+"""The terminal of standard error: its width, and a progress bar that text must not overwrite."""
 
 import os
 import re
 import threading
 
-# The ranks of `launch` write to pipes. These environment variables describe the terminal behind.
+# The ranks of `launch` write to pipes. These environment variables describe the terminal of `launch`.
 TERMINAL = "MPITRAIN_TERMINAL"
 """Columns of the terminal behind standard error."""
 ONE_TERMINAL = "MPITRAIN_ONE_TERMINAL"
@@ -22,7 +22,7 @@ LONGEST = 4096
 
 
 def columns(descriptor: int = 2) -> int:
-    """Return the columns of a descriptor's terminal, else the variable COLUMNS, else USUAL."""
+    """Return the columns of the terminal of a file descriptor, else of COLUMNS, else USUAL."""
     try:
         known = os.get_terminal_size(descriptor).columns
     except OSError:
@@ -66,7 +66,7 @@ def shows_output() -> bool:
 
 
 class Screen:
-    """The last line of a terminal, on which a bar and other text alternate.
+    """Tracker of the last line of a terminal, on which a progress bar and other text alternate.
 
     lock  serialises the calls and writes of several threads that share a terminal
     """
@@ -79,7 +79,7 @@ class Screen:
     def lead(self, data: bytes) -> bytes:
         """Return a line break if `data` must not continue the current line, else b"".
 
-        That is, if `data` is text after a bar, or a bar after unfinished text.
+        Text after a bar must not, nor a bar after an unfinished line of text.
         """
         is_bar = self._line != b"\r\x1b[K" and bool(DRAWN.fullmatch(self._line))
         is_text = self._line[:1] not in (b"", b"\r")
@@ -90,11 +90,11 @@ class Screen:
         return b"\n" if runs_into else b""
 
     def place(self, data: bytes) -> bytes:
-        """Return `data` with the line breaks of `lead`, and with bars cut to the terminal's width.
+        """Separate the bars and texts in `data` by line breaks, and cut bars to the terminal's width.
 
-        A launcher may forward the output of several ranks in one piece.
+        One `data` may have the output of several ranks, as a launcher forwards it.
         """
-        # In a line that fills the last column, the terminal would erase its end.
+        # If a line fills the last column, the terminal erases its last character.
         most = len("\r") + columns() - 1
         placed = b""
         for piece in filter(None, DRAWN.split(data)):

@@ -1,1 +1,1 @@
-"""The commands of the textbook: claims, exercise, check."""
+"""The commands of the textbook: explain, claims, exercise, check."""

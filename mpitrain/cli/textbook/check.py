@@ -16,8 +16,8 @@ from mpitrain.machine import process
 def command(path: Path, csv_file: Path | None, language: str) -> int:
     """Check the solution of an exercise, or all Python files of a folder.
 
-    The code runs in a process of its own, with limits of time and memory. The exit code is 1 if a
-    solution is wrong. Of a folder it is 0 once all files are checked.
+    The code runs in a separate process, with limits on time and memory. The exit code is 1 if the
+    solution is wrong. For a folder it is 0 after all files are checked.
     """
     if process.launched().rank > 0:
         return 0  # only rank 0 prints

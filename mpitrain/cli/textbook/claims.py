@@ -24,12 +24,12 @@ def command(
     json_file: Path | None,
     language: str,
 ) -> None:
-    """Measure sentences of textbooks, and print in which settings they hold.
+    """Measure sentences of textbooks, and print in which settings they are true.
 
-    Without a NAME it measures all claims, in about a minute. Each is an experiment with this
-    package: simulated schedules, bytes that ranks in threads send, counted memory. The verdict is
-    that of the settings which the sentence means. The lines below "elsewhere" show a setting in
-    which the sentence changes its truth.
+    Without a NAME it measures all claims, in about a minute. Each claim is an experiment with this
+    package: it simulates schedules, counts the bytes that ranks send, or counts memory. The verdict
+    is for the settings to which the sentence refers. The lines below "elsewhere" show another
+    setting, in which the opposite is true.
     """
     if process.launched().rank > 0:
         return  # only rank 0 prints
@@ -45,8 +45,8 @@ def command(
     for name in names:
         if name not in CLAIMS:
             raise ConfigError(
-                f"A claim is one of {', '.join(CLAIMS)}, but this is {name!r}.",
-                "`mpitrain claims --list` prints them with their sentences.",
+                f"There are {len(CLAIMS)} claims, but none has the name {name!r}.",
+                "`mpitrain claims --list` prints their names and sentences.",
             )
     if lists:
         for name in names or CLAIMS:

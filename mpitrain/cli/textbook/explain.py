@@ -11,13 +11,15 @@ from mpitrain.cli.terminal.screen import columns
 from mpitrain.machine import process
 
 NARROWEST = 80
-"""Least columns of a table."""
+"""Minimum width of a table, in columns."""
 
 
 @click.command()
 @click.argument("topic", required=False)
 @click.option(
-    "--ranks", type=click.IntRange(1), help="Ranks, each a thread. Default: by the topic."
+    "--ranks",
+    type=click.IntRange(1),
+    help="Number of ranks; each is a thread. Default: depends on the topic.",
 )
 @click.option("--step", "waits", is_flag=True, help="Wait for Enter after each frame.")
 @click.option(
@@ -30,12 +32,12 @@ NARROWEST = 80
     "--html",
     "page",
     type=click.Path(path_type=Path),
-    help="Write one page with a slider. Without a TOPIC: a folder with the pages of all topics.",
+    help="Write an HTML page with a slider. Without a TOPIC: write a folder with a page for each topic.",
 )
 @click.option(
     "--link",
     metavar="SPEED,LATENCY",
-    help="Slow the links between the threads, as in 200Mbit,1ms. Needs no root.",
+    help="Slow down the links between the threads, e.g. 200Mbit,1ms. Needs no root.",
 )
 @language_option
 def command(
@@ -47,10 +49,10 @@ def command(
     link: str | None,
     language: str,
 ) -> None:
-    """Show how a method works: the package's own code runs on threads, with symbols as numbers.
+    """Show how a method works: its real code runs on threads, with symbols as data.
 
-    Each frame shows the buffers of all ranks after a step. At the end come the bytes sent with
-    their formula, and the lines of source. Without a TOPIC, list all topics.
+    Each frame shows the buffers of all ranks after a step. The last lines are the bytes sent, their
+    formula, and the source lines that ran. Without a TOPIC, list all topics.
     """
     if process.launched().rank > 0:
         return  # only rank 0 prints
@@ -65,7 +67,7 @@ def command(
     if topic is None:
         if picture or waits or ranks or link:
             raise ConfigError(
-                "--ranks, --step, --png and --link are of one topic, but no topic is given.",
+                "--ranks, --step, --png and --link need a topic, but none is given.",
                 f"Name one of {', '.join(TOPICS)}.",
             )
         if page:

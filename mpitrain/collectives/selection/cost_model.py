@@ -28,7 +28,10 @@ from mpitrain.collectives.plans.steps import DEPTH, Plan, Transfer
 from mpitrain.collectives.selection.table import PLANS, TABLES
 
 KNOTS = (1 << 8, 1 << 12, 1 << 16, 1 << 21, 1 << 24)
-"""Array sizes in bytes at which the constants are known; outside, the nearest knot counts."""
+"""Knots of the interpolation: array sizes in bytes at which the constants are measured.
+
+Smaller and larger arrays use the constants of the nearest knot.
+"""
 
 EAGER = 4000
 """Largest message within a host, in bytes, that MPI sends eagerly.
@@ -51,7 +54,7 @@ MEMORY = ("window", "plain")
 """Classes of memory: windows shared by the ranks of a host, and all other memory."""
 
 ENDS = 2
-"""Number of hosts at either end of a job that `work` evaluates, plus the host of most ranks.
+"""Number of hosts at each end of a job that `work` evaluates, in addition to the fullest host.
 
 Plans treat all other hosts like one of these.
 """
@@ -75,7 +78,7 @@ class Work(NamedTuple):
 
 
 Constants = dict[int, tuple[float, ...]]
-"""{knot: seconds per unit of each amount}."""
+"""{array size in bytes, one of KNOTS: the constants, in the order of TERMS or (a, b)}."""
 
 
 class Tuning(NamedTuple):
@@ -108,7 +111,7 @@ def work(
 ) -> Work:
     """Return the work of the busiest rank in one run.
 
-    If the work of all ranks of its host, divided by the cores, is more, this counts instead.
+    The work of all ranks of its host, divided by the cores, counts instead if it is more.
 
     hosts   host name of every rank; ranks of a host need not be adjacent
     cores   number of cores of a host
@@ -156,7 +159,7 @@ def work(
 
 
 def _segments(operation: str, algorithm: str, hosts: Sequence[str], count: int) -> int:
-    """Return how often the plan of an array repeats the plan of one segment; 1 without segments."""
+    """Return the number of segments of an array, which run the same plan; 1 without segments."""
     return TABLES[operation][algorithm].segments(hosts, count) if operation in TABLES else 1
 
 
@@ -181,9 +184,9 @@ def _of_rank(
 ) -> Work:
     """Return the work of one rank: the sum over the steps of its plans.
 
-    A step costs the larger of its sends and receives, because both progress at once. Messages
-    within a host are mostly work for their two ranks. So each message sent or received counts
-    there.
+    A step costs the larger of its sends and receives, because both progress at once. Within a host
+    each message occupies the core of its sender and of its receiver. So sends and receives both
+    count there.
 
     plans  plans of one segment; of three plans, only the middle one is repeated for each segment,
            and the first and the last move all segments at once

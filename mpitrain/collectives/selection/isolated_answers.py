@@ -1,4 +1,4 @@
-"""The parent of `plans/isolated.py`: starts the process of a user's file, and ends it in time."""
+"""Runs a user's Python file in a process (`plans/isolated.py`), and kills it after a time limit."""
 
 import json
 import os
@@ -13,15 +13,15 @@ from mpitrain.collectives.plans import isolated
 from mpitrain.machine.process import environment_of_one
 
 SECONDS = 8.0
-"""Longest time in which a file must answer."""
+"""Time limit for the process that runs a user's file and prints results, in seconds."""
 
 
 class Answers(NamedTuple):
-    """Result of the process of a user's file.
+    """Output of the process that ran a user's file.
 
-    found    the lines of JSON that it wrote; a line that is no JSON is None
+    found    the lines of JSON that it printed, parsed; an invalid line is None
     ended    its exit status
-    is_slow  whether its time was over
+    is_slow  whether it exceeded its time limit
     """
 
     found: list[Any]
@@ -37,15 +37,15 @@ def answers(
     seconds: float = SECONDS,
     longest: int = isolated.WRITTEN,
 ) -> Answers:
-    """Run a user's file in a process of its own, and return its answers.
+    """Run a user's file in a separate process, and return its output.
 
-    law        as in `plans/isolated.py`
-    arguments  of the law, as JSON has them
-    longest    bytes of its answers that are read
+    law        `module:function` that evaluates the file, as in `plans/isolated.py`
+    arguments  arguments of this function; JSON must be able to represent them
+    longest    number of bytes of output that are read
     """
     # An isolated interpreter imports nothing from the working directory.
     words = [sys.executable, "-I", isolated.__file__, path, law, json.dumps(arguments)]
-    # The process limits the size of files. A pipe would have no limit, and could stay open.
+    # The process limits the size of its files. A pipe has no such limit, and could stay open.
     with TemporaryFile() as given, TemporaryFile() as written:
         given.write(code)
         given.seek(0)
@@ -55,14 +55,14 @@ def answers(
             stdout=written,
             stderr=subprocess.DEVNULL,
             env={**environment_of_one(), "OPENBLAS_NUM_THREADS": "1"},
-            start_new_session=True,  # A file may start processes: they end with this one.
+            start_new_session=True,  # The session ends all processes that the file starts.
         )
         try:
             child.wait(seconds)
             is_slow = child.returncode in (
                 -signal.SIGXCPU,
                 -signal.SIGKILL,
-            )  # Its limit of time ended it.
+            )  # These signals mean that it used up its processor time.
         except subprocess.TimeoutExpired:
             is_slow = True
         finally:

@@ -28,14 +28,14 @@ class AveragedParameters(WholeParameters):
     full length. In half precision the mirror follows the parameters in use.
 
     own         this worker's parameters
-    average     the average since the last `sync`; other code may use it between updates
+    average     the average that the last `sync` computed; also scratch memory between updates
     is_current  whether `average` is the average of the present parameters
     """
 
     def __init__(self, replica: ReplicationContext, weight: float):
         """Allocate the second buffer, and bind the sum over all workers; collective.
 
-        weight  of this worker's parameters in the average
+        weight  weight of this worker's parameters in the average
         """
         super().__init__(replica, whole(replica.storage))
         storage, grid = replica.storage, replica.grid
@@ -59,7 +59,7 @@ class AveragedParameters(WholeParameters):
         self.loaded()
 
     def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
-        """Update this worker's own parameters; `resume` writes the mirror, as they change again."""
+        """Update this worker's own parameters; `resume` writes the mirror later, after the mixer."""
         for piece, own in self.owned.items():
             apply(piece, own, None)
         self.is_current = False
@@ -84,7 +84,7 @@ class AveragedParameters(WholeParameters):
 
 
 class SkippedByWorker(SkippedUpdates):
-    """The count of this worker's skipped updates. Checkpoints save the counts of all workers."""
+    """Counter of this worker's skipped updates. Checkpoints save the counts of all workers."""
 
     def __init__(self, replica: ReplicationContext):
         super().__init__(replica.config.precision.compute)
@@ -101,7 +101,7 @@ class SkippedByWorker(SkippedUpdates):
     def restore(self, scalars: Mapping[str, float]) -> None:
         super().restore(scalars)
         workers, me = self._workers.size, self._workers.rank
-        # This is true if the checkpoint has as many workers as this run.
+        # The condition is true if the checkpoint has as many workers as this run.
         if [_skipped_by(worker) in scalars for worker in (workers - 1, workers)] == [
             True,
             False,
@@ -126,7 +126,7 @@ class Mixer(Protocol):
 class LocalUpdate(AgreeAndUpdate):
     """Each worker updates from its own rows; then a `Mixer` combines the workers' parameters.
 
-    Each worker updates from the mean gradient of its own rows, clipped by its own norm. It skips an
+    The gradient of a worker is the mean over its own rows, clipped by its own norm. It skips an
     update if a number is not finite.
 
     At the end of a period, and of the run, all ranks exchange skipped updates and stop requests. A
@@ -146,8 +146,8 @@ class LocalUpdate(AgreeAndUpdate):
     ):
         """Bind the all-reduce of losses, skipped updates and stop requests; collective.
 
-        weight             of this worker's loss in the mean: its fraction of the global batch
-        weight_in_average  of this worker's parameters in the average
+        weight             weight of this worker's loss: its fraction of the global batch
+        weight_in_average  weight of this worker's parameters in the average
         """
         owned, store = whole(replica.storage), AveragedParameters(replica, weight_in_average)
         super().__init__(replica, store, LocalGradients(replica, owned, owned))
@@ -204,13 +204,13 @@ class LocalUpdate(AgreeAndUpdate):
         )
 
     def state(self) -> list[StateBuffer]:
-        """Return each worker's optimizer state, and that of the mixer."""
+        """Return each worker's optimizer state, and the state of the mixer."""
         own = [buffer._replace(kind="mean") for buffer in super().state()]
         return [*own, *self._mixer.state()]
 
 
 def _alone(*numbers: float) -> Sequence[float]:
-    """Return the numbers unchanged: no all-reduce runs at every step."""
+    """Return this rank's own numbers. `LocalUpdate` does not all-reduce them at every step."""
     return numbers
 
 
@@ -221,7 +221,7 @@ def averaging(
 ) -> Replication:
     """Return a mode of model averaging; collective.
 
-    weight_in_average  of this worker's parameters; None: in proportion to its rows
+    weight_in_average  weight of this worker's parameters in the average; None: its fraction of rows
     """
     rows, size = OwnRows(replica), replica.config.batch.size
     weight = len(rows.share(size)) / size

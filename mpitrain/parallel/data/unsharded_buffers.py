@@ -26,8 +26,8 @@ class UnshardedBuffers:
     `frozen`) never share a slot, since one unit may need both. Each bucket of `alone` has its own slot.
 
     slot     {bucket: number of its slot}
-    views    {bucket: its elements in the slot}
-    tensors  {full name: the tensor in the slot}
+    views    {bucket: view of its elements in the slot}
+    tensors  {full name: view of the tensor in its bucket's slot}
     flat     one array with all slots
     """
 
@@ -42,9 +42,9 @@ class UnshardedBuffers:
     ):
         """Allocate the slots; collective, since shared-memory transports allocate them in windows.
 
-        alone  buckets with a slot of their own
+        alone   buckets that get their own slot
         chunks  as in `ReplicationContext`; no bucket has units of two chunks
-        dtype  None: the dtype of the storage
+        dtype   dtype of the slots; None: the dtype of the storage
         """
         numbers: dict[Any, int] = {}
         turns: dict[Any, count] = {}
@@ -87,7 +87,10 @@ class UnshardedBuffers:
 
 
 def buckets_used(storage: Storage, buckets: Sequence[Bucket]) -> list[list[Bucket]]:
-    """Return, for each unit, the buckets of its tensors in order of storage. Tied tensors count."""
+    """Return, for each unit, the buckets of the tensors that it uses, in order of storage.
+
+    A tied tensor counts for each unit that uses it.
+    """
     names = {bucket: {entry.name for entry in storage.within(bucket)} for bucket in sorted(buckets)}
     used = [{entry.name for entry in storage.used(unit)} for unit in range(len(storage.units))]
     return [[bucket for bucket, held in names.items() if held & mine] for mine in used]
@@ -96,7 +99,7 @@ def buckets_used(storage: Storage, buckets: Sequence[Bucket]) -> list[list[Bucke
 def users(storage: Storage, buckets: Sequence[Bucket]) -> dict[Bucket, set[int]]:
     """Return, for each bucket, the units that compute with its tensors.
 
-    Units that only use a tied tensor of the bucket count as well.
+    A unit that only shares a tied tensor of the bucket is one of them.
     """
     used = buckets_used(storage, buckets)
     return {

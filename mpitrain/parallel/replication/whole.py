@@ -137,9 +137,9 @@ class LocalGradients(GradientReducer):
         return self._gradients[unit]
 
     def ready(self, unit: int, is_last: bool) -> None:
-        """Set tensors to zero that no layer has written, with the last micro-batch of the step.
+        """Zero the gradients that no layer has written, after the last micro-batch of a step.
 
-        Otherwise the gradient of the previous step would remain there.
+        Otherwise they would contain the gradients of the previous step.
         """
         if is_last:
             for leaf in self._leaves[unit]:

@@ -1,6 +1,6 @@
 """Assignment of the elements of a checkpoint to writers, balanced by bytes.
 
-Each element is written once, by a rank that has it or joins its tensor.
+Each element is written once. Its writer has it already, or gathers the whole tensor.
 """
 
 from collections import defaultdict

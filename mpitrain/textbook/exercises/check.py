@@ -18,7 +18,7 @@ MARK = re.compile(rb"""^(?:\xef\xbb\xbf)?EXERCISE *= *(["'])([a-z0-9]+)\1""", re
 LARGEST = 1_000_000
 """Largest size of a file, in bytes."""
 SECONDS = 6.0
-"""Longest time in which a file must answer all cases."""
+"""Time limit for the process that runs a solution on all cases, in seconds."""
 LONGEST = 20_000
 """Largest number of characters of an answer; right ones have at most a quarter."""
 

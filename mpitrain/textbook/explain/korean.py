@@ -115,23 +115,23 @@ DATA = {
     ),
     "ZeRO stage 1: optimizer state is sharded": "ZeRO 1단계: 옵티마이저 상태를 나눔",
     "Every rank has all parameters and all gradients.": "모든 랭크는 모든 파라미터와 그래디언트를 가집니다.",
-    "A reduce-scatter leaves the sum of one shard on each rank; the rest is a partial sum.": (
+    "After a reduce-scatter each rank has the sum of one shard; the rest is a partial sum.": (
         "리듀스-스캐터는 각 랭크에 샤드 하나의 합을 남깁니다. 나머지는 부분합입니다."
     ),
-    "A rank has optimizer state of its shard alone, and updates only this shard.": (
+    "A rank has only the optimizer state of its shard, and updates only this shard.": (
         "랭크는 자기 샤드의 옵티마이저 상태만 가지며, 그 샤드만 갱신합니다."
     ),
     "An all-gather sends the updated shards to all ranks.": (
         "올게더가 갱신된 샤드를 모든 랭크에 보냅니다."
     ),
     "ZeRO stage 2: gradients are sharded, too": "ZeRO 2단계: 그래디언트도 나눔",
-    "Every rank has all parameters, but a shard of gradients and optimizer state.": (
+    "Every rank has all parameters, but only a shard of gradients and optimizer state.": (
         "모든 랭크는 모든 파라미터를 가지지만, 그래디언트와 옵티마이저 상태는 샤드만 가집니다."
     ),
-    "The gradient of a bucket lies in a full-size buffer only until it is reduce-scattered.": (
+    "The gradient of a bucket is in a full-size buffer only until it is reduce-scattered.": (
         "버킷의 그래디언트는 리듀스-스캐터될 때까지만 전체 크기 버퍼에 있습니다."
     ),
-    "Then the buffer serves the next bucket; the rank adds its chunk to its shard.": (
+    "Then the rank adds its chunk to its shard, and the next bucket uses the buffer.": (
         "그다음 버퍼는 다음 버킷에 쓰이고, 랭크는 자기 청크를 샤드에 더합니다."
     ),
     "An all-gather sends the updated shards to all ranks, as in stage 1.": (
@@ -141,10 +141,10 @@ DATA = {
     "A rank stores a shard of every unit: parameters, gradients and optimizer state.": (
         "랭크는 모든 유닛의 샤드를 저장합니다: 파라미터, 그래디언트, 옵티마이저 상태."
     ),
-    "Just before a unit computes, an all-gather makes its parameters whole.": (
+    "Just before a unit computes, an all-gather collects its parameters.": (
         "유닛이 계산하기 바로 전에 올게더가 파라미터를 모읍니다."
     ),
-    "The buffer is used again by a later unit, so at most two units are whole at once.": (
+    "A later unit uses the buffer again, so at most two units are unsharded at once.": (
         "버퍼는 뒤의 유닛이 다시 쓰므로, 동시에 모인 유닛은 많아야 둘입니다."
     ),
     "After its backward, a reduce-scatter leaves each rank the sum of its shard.": (
@@ -211,7 +211,7 @@ SERVERS = {
     "Each worker updates alone, then takes the mean with one other worker.": (
         "각 워커는 따로 갱신한 뒤 다른 워커 하나와 평균을 냅니다."
     ),
-    "The neighbour is at distance 1, 2, 4, ... in turn: news spreads in lg n steps.": (
+    "The neighbour is at distance 1, 2, 4, ... in turn, so news reaches all in lg n steps.": (
         "이웃의 거리는 차례로 1, 2, 4, ...이므로 소식은 lg n 스텝에 퍼집니다."
     ),
     "At the end of the run an all-reduce takes the average of all workers.": (
@@ -243,10 +243,10 @@ PIPELINES = {
     "So it saves at most p micro-batches, however many a step has.": (
         "그래서 마이크로배치가 아무리 많아도 p개까지만 저장합니다."
     ),
-    "The bubble is that of GPipe; here its backward is in halves B and W.": (
+    "With whole backwards the bubble equals GPipe's. Here a backward has two halves, B and W.": (
         "버블은 GPipe와 같습니다. 여기서는 역전파를 B와 W로 나눕니다."
     ),
-    "B comes first, since another stage waits for its result: the bubble shrinks.": (
+    "B comes first, since another stage waits for its result. This shortens the bubble.": (
         "다른 스테이지가 B의 결과를 기다리므로 B가 먼저이고, 버블이 줄어듭니다."
     ),
     "Zero bubble (ZB-H1): weight halves fill the bubble": "제로 버블 (ZB-H1): 가중치 부분이 버블을 채움",
@@ -301,7 +301,7 @@ TENSORS = {
     "The backward needs no message: dy is on every rank, dx_r = dy W_r.": (
         "역전파에는 메시지가 없습니다: dy가 모든 랭크에 있고 dx_r = dy W_r입니다."
     ),
-    "After a column-parallel layer x is divided in just this way: one all-reduce for both.": (
+    "After a column-parallel layer, x is divided in this way: one all-reduce for both.": (
         "열 병렬 층 다음의 x가 바로 이렇게 나뉘므로, 둘에 올리듀스 한 번이면 됩니다."
     ),
     "x0+2x1 under y0: that column of y is this sum of features; d0 is a symbol of dy. W: numbers of a row or "
@@ -330,13 +330,13 @@ ASYNC_SERVERS = {
     "The server updates with each gradient at once, and waits for no other.": (
         "서버는 그래디언트마다 바로 갱신하며, 다른 것을 기다리지 않습니다."
     ),
-    "A worker pulls, computes, and pushes. Then it draws its next ticket.": (
+    "A worker pulls, computes, and pushes. Then it takes its next rows (a ticket).": (
         "워커는 당기고, 계산하고, 밉니다. 그다음 새 티켓을 받습니다."
     ),
     "The last worker takes {slow} times as long here, so others overtake it.": (
         "여기서 마지막 워커는 {slow}배 오래 걸려, 다른 워커가 앞지릅니다."
     ),
-    "Its gradient is of old weights: it is stale by the updates since its pull.": (
+    "Its gradient is from old weights. The staleness is the number of updates since its pull.": (
         "그 그래디언트는 옛 가중치의 것으로, 당긴 뒤의 갱신 수만큼 뒤처집니다."
     ),
     "w: initial parameters; g1: gradient of row 1 in step 1, h1 in step 2. Workers: the weights "

@@ -46,7 +46,7 @@ the pipe fills at the start, and after evaluations and checkpoints: the last sta
 versions of the weights that are held, by stage: 2, 2
 staleness of a gradient when it is applied, by stage: 1, 1 updates
 peak live, by stage: 2, 1 micro-batches
-of these wait for their weight half: at most 1, 1
+of these, with a pending weight half: at most 1, 1
 """
     )
 

@@ -40,7 +40,7 @@ stage 2  ..... F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3 .....
 F forward, B input half of backward, W weight half, dots idle
 makespan 16 ms, of which a stage computes 12: bubble 25.0%
 peak live, by stage: 3, 2, 1 micro-batches
-of these wait for their weight half: at most 1, 1, 1
+of these, with a pending weight half: at most 1, 1, 1
 """
     )
 

@@ -116,13 +116,15 @@ def recorder(title: Text) -> Callable[[str, Setting], Explanation]:
             title,
             [
                 sentence("The server updates with each gradient at once, and waits for no other."),
-                sentence("A worker pulls, computes, and pushes. Then it draws its next ticket."),
+                sentence(
+                    "A worker pulls, computes, and pushes. Then it takes its next rows (a ticket)."
+                ),
                 sentence(
                     "The last worker takes {slow} times as long here, so others overtake it.",
                     slow=SLOW,
                 ),
                 sentence(
-                    "Its gradient is of old weights: it is stale by the updates since its pull."
+                    "Its gradient is from old weights. The staleness is the number of updates since its pull."
                 ),
             ],
             sentence(

@@ -78,10 +78,10 @@ MODES: dict[str, tuple[Text, Shown]] = {
             (
                 sentence("Every rank has all parameters and all gradients."),
                 sentence(
-                    "A reduce-scatter leaves the sum of one shard on each rank; the rest is a partial sum."
+                    "After a reduce-scatter each rank has the sum of one shard; the rest is a partial sum."
                 ),
                 sentence(
-                    "A rank has optimizer state of its shard alone, and updates only this shard."
+                    "A rank has only the optimizer state of its shard, and updates only this shard."
                 ),
                 sentence("An all-gather sends the updated shards to all ranks."),
             ),
@@ -98,13 +98,13 @@ MODES: dict[str, tuple[Text, Shown]] = {
             ("replication.zero=2", MOMENTUM, ONE_UNIT),
             (
                 sentence(
-                    "Every rank has all parameters, but a shard of gradients and optimizer state."
+                    "Every rank has all parameters, but only a shard of gradients and optimizer state."
                 ),
                 sentence(
-                    "The gradient of a bucket lies in a full-size buffer only until it is reduce-scattered."
+                    "The gradient of a bucket is in a full-size buffer only until it is reduce-scattered."
                 ),
                 sentence(
-                    "Then the buffer serves the next bucket; the rank adds its chunk to its shard."
+                    "Then the rank adds its chunk to its shard, and the next bucket uses the buffer."
                 ),
                 sentence("An all-gather sends the updated shards to all ranks, as in stage 1."),
             ),
@@ -127,9 +127,9 @@ MODES: dict[str, tuple[Text, Shown]] = {
                 sentence(
                     "A rank stores a shard of every unit: parameters, gradients and optimizer state."
                 ),
-                sentence("Just before a unit computes, an all-gather makes its parameters whole."),
+                sentence("Just before a unit computes, an all-gather collects its parameters."),
                 sentence(
-                    "The buffer is used again by a later unit, so at most two units are whole at once."
+                    "A later unit uses the buffer again, so at most two units are unsharded at once."
                 ),
                 sentence(
                     "After its backward, a reduce-scatter leaves each rank the sum of its shard."
@@ -189,7 +189,7 @@ MODES: dict[str, tuple[Text, Shown]] = {
             (
                 sentence("Each worker updates alone, then takes the mean with one other worker."),
                 sentence(
-                    "The neighbour is at distance 1, 2, 4, ... in turn: news spreads in lg n steps."
+                    "The neighbour is at distance 1, 2, 4, ... in turn, so news reaches all in lg n steps."
                 ),
                 sentence("At the end of the run an all-reduce takes the average of all workers."),
             ),

@@ -35,9 +35,11 @@ SCHEDULES: dict[str, tuple[Text, Shown]] = {
                     "A stage runs a backward as soon as one is ready, before the next forward."
                 ),
                 sentence("So it saves at most p micro-batches, however many a step has."),
-                sentence("The bubble is that of GPipe; here its backward is in halves B and W."),
                 sentence(
-                    "B comes first, since another stage waits for its result: the bubble shrinks."
+                    "With whole backwards the bubble equals GPipe's. Here a backward has two halves, B and W."
+                ),
+                sentence(
+                    "B comes first, since another stage waits for its result. This shortens the bubble."
                 ),
             ),
             schedules.one_f_one_b,

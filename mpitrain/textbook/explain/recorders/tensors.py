@@ -78,7 +78,7 @@ ROW = Shown(
         sentence("An all-reduce adds the summands, so every rank has y."),
         sentence("The backward needs no message: dy is on every rank, dx_r = dy W_r."),
         sentence(
-            "After a column-parallel layer x is divided in just this way: one all-reduce for both."
+            "After a column-parallel layer, x is divided in this way: one all-reduce for both."
         ),
     ),
 )

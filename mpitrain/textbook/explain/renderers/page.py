@@ -74,7 +74,7 @@ def data(found: Explanation, language: str) -> dict[str, Any]:
             ],
             [text("source", language), ", ".join(map(source_text, found.sources))],
             [text("command", language), found.command],
-            [text("law", language), ", ".join(found.laws)],
+            [text("tests", language), ", ".join(found.laws)],
         ],
         "words": {
             "sent": text("bytes sent", language),

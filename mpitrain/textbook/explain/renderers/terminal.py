@@ -125,7 +125,7 @@ def ending(found: Explanation, language: str) -> list[str]:
         "",
         f"{text('source', language)}: " + ", ".join(map(source_text, found.sources)),
         f"{text('command', language)}: {found.command}",
-        f"{text('law', language)}: {', '.join(found.laws)}",
+        f"{text('tests', language)}: {', '.join(found.laws)}",
     ]
 
 
