@@ -127,12 +127,15 @@ def processes(mark: str) -> list[str]:
     return found
 
 
-def job(programs: Path, kind: str, phase: str, folder: Path, mark: str) -> Found:
-    """Run a job that fails, and return its end."""
+def job(programs: Path, kind: str, phase: str, folder: Path, mark: str, **more: object) -> Found:
+    """Run a job that fails, and return its end.
+
+    more  settings besides SETTINGS
+    """
     temporary = folder / "tmp"
     temporary.mkdir()
     before = {*os.listdir("/dev/shm")}
-    settings = SETTINGS | {"run.inject": f"{kind}:1{PHASES[phase]}"}
+    settings = SETTINGS | more | {"run.inject": f"{kind}:1{PHASES[phase]}"}
     words = [
         str(programs / "python"),
         "-m",

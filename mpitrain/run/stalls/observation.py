@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from mpitrain.errors import ConfigError
 from mpitrain.machine.process_state import ProcessId, process_state
 from mpitrain.run.stalls.questions import Answer, ask
 from mpitrain.trace.blame.find import Finding, first_divergence
@@ -55,7 +56,7 @@ def observe(run_dir: Path, clocks: Mapping[int, float] | None = None) -> Observa
     """Observe a run by its files alone.
 
     clocks  {rank: the present time on the clock of its trace}, as far as it is known
-    raises  ConfigError if the run has no traces
+    raises  ConfigError if the run has no traces that can be read
     """
     return _observed(run_dir, {}, clocks or {})
 
@@ -86,6 +87,12 @@ def _observed(
     run_dir: Path, answers: Mapping[int, Answer], clocks: Mapping[int, float]
 ) -> Observation:
     timeline = read_timeline(run_dir)
+    if not timeline.traces:
+        reason = next(iter(timeline.missing.values()), "")
+        raise ConfigError(
+            f"No trace of the run in {run_dir} can be read. {reason}",
+            "Name the directory of another run.",
+        )
     known = {int(rank): state for one in answers.values() for rank, state in one.processes.items()}
     states = []
     for trace in timeline.traces:

@@ -10,7 +10,9 @@ from tests.messages import run as says
 from tests.runs import TINY, go
 
 
-def test_a_stall_is_warned_of_once_and_the_living_run_answers(tmp_path, capfd):
+def test_a_stall_is_warned_of_once_and_the_living_run_answers(tmp_path, capfd, monkeypatch):
+    # On a busy machine the first steps may compute for seconds, and --now would be as patient.
+    monkeypatch.setattr("mpitrain.report.live.longest", lambda timeline: 0.0)
     text, run = tmp_path / "book", tmp_path / "run"
     text.write_text("word " * 2000)
     said = []
@@ -26,7 +28,8 @@ def test_a_stall_is_warned_of_once_and_the_living_run_answers(tmp_path, capfd):
     assert said[0].startswith(says.RANK_1_NOT_MOVED)
     assert "no answer" not in "".join(said) and any("in stand" in line for line in said)
     errors = capfd.readouterr().err
-    assert errors.count(says.STANDS_STILL) == 1 and says.RANK_1_NOT_MOVED in errors
-    assert "in stand\n" in errors  # the innermost frame of rank 1
+    # A busy machine may have stalls of its own; the innermost frame of rank 1 is in this one.
+    reports = [one for one in errors.split(says.STANDS_STILL)[1:] if "in stand\n" in one]
+    assert len(reports) == 1 and says.RANK_1_NOT_MOVED in reports[0]
     assert read_metrics(run / METRICS)[-1]["event"] == "end"
     assert not [name for name in os.listdir(run / "trace") if name.startswith(("ask", "answer"))]

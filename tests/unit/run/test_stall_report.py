@@ -158,6 +158,16 @@ def test_a_run_without_a_living_process_is_called_dead(is_dead, job, tmp_path, m
     assert lines[is_dead].startswith(says.RANK_1_ON_NODE)
 
 
+def test_a_run_whose_traces_are_all_damaged_is_refused(job, tmp_path):
+    reports = job(6.0, 6.5)
+    for rank in range(2):
+        trace_file(tmp_path, rank).write_text("damaged")
+    with pytest.raises(ConfigError, match="rank-00000"):
+        list(what_happens_now(tmp_path, False))
+    with pytest.raises(ConfigError):  # Each rank then reports its own position.
+        reports[0].verdict(time.time() - STALL)
+
+
 @pytest.mark.parametrize("words", [["--stacks"], ["--now"], ["--now", "--stacks"]])
 def test_only_a_living_run_with_traces_can_be_asked(words, tmp_path):
     (tmp_path / "trace").mkdir()
