@@ -221,6 +221,15 @@ def test_a_picture_is_drawn_without_a_font_for_hangul(tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("language", ["en", "ko"])
+@every_topic
+def test_no_note_of_a_picture_is_wider_than_its_columns(name, language):
+    from mpitrain.textbook.explain.renderers.picture import notes_of
+
+    notes = notes_of(recorded(name), language, 80)
+    assert max(map(width, notes)) <= 80
+
+
 @pytest.mark.parametrize(
     "words",
     [
