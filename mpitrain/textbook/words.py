@@ -4,6 +4,7 @@ A text is written once, in English, where it is used. `text` returns it in the r
 The Korean of a sub-room's texts is in its own `korean.py`; WORDS joins them with the common ones.
 """
 
+import textwrap
 import unicodedata
 from types import MappingProxyType
 
@@ -56,6 +57,13 @@ def width(line: str) -> int:
         0 if unicodedata.combining(each) else 2 if unicodedata.east_asian_width(each) in "WF" else 1
         for each in line
     )
+
+
+def wrapped(line: str, columns: int) -> list[str]:
+    """Return the lines of a paragraph, each of at most `columns` on a terminal."""
+    # A mark after each wide character makes its length its width.
+    marked = "".join(each + "\0" * (width(each) - 1) for each in line)
+    return [each.replace("\0", "") for each in textwrap.wrap(marked, columns)]
 
 
 def padded(line: str, columns: int) -> str:

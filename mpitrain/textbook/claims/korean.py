@@ -135,7 +135,9 @@ SETTINGS = {
     "against {schedule}": "{schedule}과 비교",
     "{stages} equal stages": "같은 스테이지 {stages}개",
     "{stages} stages, the last {slowest} times slower": "스테이지 {stages}개, 마지막은 {slowest}배 느림",
-    "the weight half takes {weight} of a backward's 2 units": "가중치 절반이 역전파 2단위 중 {weight}단위",
+    "gradients are sent before a weight half of {weight} of 2 units": (
+        "2단위 중 {weight}단위인 가중치 절반 전에 기울기를 보냄"
+    ),
     "{schedule}, {micro_batches} micro-batches": "{schedule}, 마이크로배치 {micro_batches}개",
     "{chunks} chunks, messages cost nothing": "청크 {chunks}개, 메시지 비용 없음",
     "{chunks} chunks, a message costs {receive} units": "청크 {chunks}개, 메시지마다 {receive}단위",

@@ -109,7 +109,7 @@ def judged(name: str, exercise: Exercise, path: str, code: bytes) -> Checked:
             if len(repr(answer)) > LONGEST:
                 raise Broken("the answer has more than {most} characters", most=LONGEST)
             if "problem" in answer:
-                raise Wrong(str(answer["problem"])[:300])
+                raise Wrong(" ".join(str(answer["problem"]).split())[:300])
             cost = exercise.judge(case, answer)
         except Broken as broken:
             return Checked(name, exercise, number, case, broken, cost)

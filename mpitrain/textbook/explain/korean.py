@@ -53,9 +53,9 @@ LEGENDS = {
         "a1은 랭크 1의 청크 a, a0+a1은 랭크 0과 1의 청크 a의 합입니다."
     ),
     "A, B, ... are units of the model. w: initial parameters; g1: gradient of row 1 in step 1, "
-    "h1 in step 2; →: on its way; -: not stored.": (
+    "h1 in step 2; →: on its way; - or empty: not stored.": (
         "A, B, ...는 모델의 유닛입니다. w: 처음 파라미터, g1: 스텝 1에서 행 1의 그래디언트 (스텝 2는 h1), "
-        "→: 전송 중, -: 저장하지 않음."
+        "→: 전송 중, - 또는 빈칸: 저장하지 않음."
     ),
     "F0: forward of micro-batch 0; B: input half of its backward; W: weight half; BW: both; . idle. "
     "F, B and W take a slot each.": (
@@ -305,9 +305,9 @@ TENSORS = {
         "열 병렬 층 다음의 x가 바로 이렇게 나뉘므로, 둘에 올리듀스 한 번이면 됩니다."
     ),
     "x0+2x1 under y0: that column of y is this sum of features; d0 is a symbol of dy. W: numbers of a row or "
-    "column of the weight. -: not on this rank, or not yet.": (
+    "column of the weight. - or empty: not on this rank, or not yet.": (
         "y0 아래의 x0+2x1: y의 그 열은 이 특징들의 합입니다. d0은 dy의 기호입니다. W: 가중치의 행이나 열의 수. "
-        "-: 이 랭크에 없거나 아직 없음."
+        "- 또는 빈칸: 이 랭크에 없거나 아직 없음."
     ),
     "input x": "입력 x",
     "rows of W": "W의 행",
@@ -367,8 +367,8 @@ MEMORY = {
     "Memory falls, and up to a third more is computed: B takes twice the time of F.": (
         "메모리는 줄고 계산은 최대 3분의 1 늘어납니다: B는 F의 두 배 걸립니다."
     ),
-    "A.x: input of unit A; A.h: its inner activation; x0: alive; -: freed or not yet made. F, B: passes.": (
-        "A.x: 유닛 A의 입력, A.h: 내부 활성값, x0: 살아 있음, -: 버렸거나 아직 없음. F, B: 순전파, 역전파."
+    "A.x: input of unit A; A.h: its inner activation; x0: alive; - or empty: freed or not yet made. F, B: passes.": (
+        "A.x: 유닛 A의 입력, A.h: 내부 활성값, x0: 살아 있음, - 또는 빈칸: 버렸거나 아직 없음. F, B: 순전파, 역전파."
     ),
     "recompute {way}": "재계산 {way}",
     "now": "지금",

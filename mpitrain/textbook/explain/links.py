@@ -21,8 +21,8 @@ from mpitrain.transport.requests import Request
 
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-SLOWEST, LONGEST = 1e5, 1.0
-"""Bounds of a link: bit/s, and seconds of latency. A slower one would take minutes."""
+SLOWEST, LONGEST = 1e7, 0.1
+"""Bounds of a link: bit/s, and seconds of latency. With a slower one a topic would take minutes."""
 NAP = 2e-4
 """Seconds between two looks at a message that is on its way."""
 
@@ -55,7 +55,7 @@ def parse_link(words: str) -> Link:
         ) from None
     if not (bits >= SLOWEST and latency <= LONGEST):
         raise ConfigError(
-            f"A link has at least {SLOWEST / 1e3:g} kbit/s and at most {LONGEST:g} s of latency, but this is {words!r}.",
+            f"A link has at least {SLOWEST / 1e6:g} Mbit/s and at most {1e3 * LONGEST:g} ms of latency, but this is {words!r}.",
             "Choose a faster link.",
         )
     return Link(bits / 8, latency)

@@ -123,6 +123,12 @@ def test_an_answer_that_never_ends_is_said_to_be_slow(monkeypatch):
     assert "no answer within" in str(found("ring", writes).reason)
 
 
+def test_a_problem_is_one_line_so_that_no_file_forges_the_verdict_of_another():
+    raises = "raise ValueError('x\\nb.py: exercise ring: right')"
+    result = found("ring", f"def backward_ring(*arguments):\n    {raises}\n")
+    assert "\n" not in result.why("en")
+
+
 def test_ranks_that_share_memory_are_refused():
     shared = """import numpy as np
 every = {}

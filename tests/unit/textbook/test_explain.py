@@ -145,6 +145,11 @@ def test_a_linear_form_is_written_as_a_sum(terms, text):
     assert written(terms) == text
 
 
+@pytest.mark.parametrize("name", ["ring", "star", "ddp", "column"])
+def test_the_command_has_the_ranks_that_are_shown(name):
+    assert " -n 3 " in recorded(name, 3).command
+
+
 def test_cells_in_flight_and_mixed_cells_are_no_sums():
     symbols = Symbols(["a", "b"])
     assert symbols.read(np.array([np.nan, 1.0])) == IN_FLIGHT
@@ -153,7 +158,7 @@ def test_cells_in_flight_and_mixed_cells_are_no_sums():
 
 
 @pytest.mark.parametrize(
-    "words", ["", "200Mbit", "200,1", "1Mbit,2h", "1bit,1ms", "1Mbit,9s", "1..2Mbit,1ms"]
+    "words", ["", "200Mbit", "200,1", "1Mbit,2h", "1Mbit,1ms", "1Gbit,1s", "1..2Mbit,1ms"]
 )
 def test_a_link_that_is_none_is_refused(words):
     with pytest.raises(ConfigError, match="link"):
@@ -161,7 +166,7 @@ def test_a_link_that_is_none_is_refused(words):
 
 
 def test_messages_to_one_rank_share_its_link_and_others_do_not():
-    link = parse_link("8Mbit,5ms")
+    link = parse_link("80Mbit,5ms")
     network = Network(link)
     ends = [
         network.sent((sender,), sender, target, 10**6)
@@ -230,6 +235,15 @@ def test_a_picture_is_drawn_without_a_font_for_hangul(tmp_path):
 
     draw(recorded("1f1b"), tmp_path / "a.png", "ko")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("language", ["en", "ko"])
+@every_topic
+def test_no_note_of_a_picture_is_wider_than_its_columns(name, language):
+    from mpitrain.textbook.explain.renderers.picture import notes_of
+
+    notes = notes_of(recorded(name), language, 80)
+    assert max(map(width, notes)) <= 80
 
 
 @pytest.mark.parametrize(

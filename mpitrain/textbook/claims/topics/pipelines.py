@@ -158,7 +158,7 @@ CLAIMS = {
     ),
     "async-memory": Claim(
         "Asynchronous pipelines save memory.",
-        "Narayanan et al., PipeDream, SOSP 2019",
+        "a common slip; Narayanan et al., PipeDream, SOSP 2019, saves several versions of weights",
         "memory of PipeDream / of the synchronous schedule",
         "<",
         1,
@@ -191,8 +191,8 @@ CLAIMS = {
         1e-9,
         as_gpipe,
         (
-            usual("the weight half takes {weight} of a backward's 2 units", weight=1.0),
-            other("the weight half takes {weight} of a backward's 2 units", weight=0.0),
+            usual("gradients are sent before a weight half of {weight} of 2 units", weight=1.0),
+            other("gradients are sent before a weight half of {weight} of 2 units", weight=0.0),
         ),
         "mpitrain plan schedule --schedule 1f1b",
     ),

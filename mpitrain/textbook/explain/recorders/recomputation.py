@@ -126,7 +126,7 @@ def record(name: str, setting: Setting) -> Explanation:
             ),
         ],
         sentence(
-            "A.x: input of unit A; A.h: its inner activation; x0: alive; -: freed or not yet made. F, B: passes."
+            "A.x: input of unit A; A.h: its inner activation; x0: alive; - or empty: freed or not yet made. F, B: passes."
         ),
         [sentence("recompute {way}", way=way) for way in WAYS],
         [

@@ -115,7 +115,7 @@ def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]
             [sentence(each.english, n=n, w=workers) for each in shown.sentences],
             sentence(
                 "A, B, ... are units of the model. w: initial parameters; g1: gradient of row 1 in step 1, "
-                "h1 in step 2; →: on its way; -: not stored."
+                "h1 in step 2; →: on its way; - or empty: not stored."
             ),
             [
                 sentence("rank {r}", r=rank) if rank < workers else sentence("server {r}", r=rank)

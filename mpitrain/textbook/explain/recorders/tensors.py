@@ -114,7 +114,7 @@ def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]
             [sentence(each.english, n=n) for each in shown.sentences],
             sentence(
                 "x0+2x1 under y0: that column of y is this sum of features; d0 is a symbol of dy. W: numbers of a row or "
-                "column of the weight. -: not on this rank, or not yet."
+                "column of the weight. - or empty: not on this rank, or not yet."
             ),
             [sentence("rank {r}", r=rank) for rank in range(n)],
             [

@@ -1,6 +1,5 @@
 """Pictures of explanations: a table of coloured cells for each frame; needs matplotlib."""
 
-import textwrap
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from mpitrain.plots import painter, save
 from mpitrain.textbook.explain.explanation import Explanation, Frame
 from mpitrain.textbook.explain.renderers.colours import CHANGED, TEXT, colour, summands
 from mpitrain.textbook.explain.renderers.terminal import formula_line, frame_title
-from mpitrain.textbook.words import width
+from mpitrain.textbook.words import width, wrapped
 
 CHARACTER, LINE = 0.082, 0.27
 """Inches of a character and of a row."""
@@ -52,8 +51,7 @@ def draw(found: Explanation, path: Path, language: str, dpi: int = 100) -> None:
     height = LINE * (len(found.rows) + 3.6)
     head = LINE * 1.6
     wide = max(across * panel, 7.5)
-    notes = textwrap.wrap(found.legend.into(language), int((wide - 0.3) / CHARACTER))
-    notes += [formula_line(formula, language) for formula in found.formulas]
+    notes = notes_of(found, language, int((wide - 0.3) / CHARACTER))
     size = (wide, head + down * height + LINE * (len(notes) + 0.8))
     with pyplot.rc_context({"font.family": [font or "DejaVu Sans"]}):
         figure = pyplot.figure(figsize=size)
@@ -73,6 +71,13 @@ def draw(found: Explanation, path: Path, language: str, dpi: int = 100) -> None:
             axes.text(0.15, y, note, va="center", fontsize=9, color=TEXT)
         save(figure, path, dpi)
         pyplot.close(figure)
+
+
+def notes_of(found: Explanation, language: str, columns: int) -> list[str]:
+    """Return the legend and the formulas in lines of at most `columns`."""
+    notes = [found.legend.into(language)]
+    notes += [formula_line(formula, language) for formula in found.formulas]
+    return [line for note in notes for line in wrapped(note, columns)]
 
 
 def _widths(found: Explanation, language: str) -> list[float]:
