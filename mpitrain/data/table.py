@@ -42,6 +42,10 @@ class SourceKind(NamedTuple):
     module: str = ""
     also: Sequence[Form] = ()
 
+    def does_read(self, key: str) -> bool:
+        """Return whether sources of this kind read a key of `Reading`."""
+        return key in self.reads or (key == "dtype" and self.is_token_file)
+
 
 def _open_mixture(request: Request) -> MixtureSource:
     """Open the sources of a mixture. Files of tokens are scanned on each rank."""
@@ -176,8 +180,7 @@ def open_source(
             f"Leave out data.vocabulary, or name a {token_files()}.",
         )
     for key, value in reading._asdict().items():
-        is_read = key in row.reads or (key == "dtype" and row.is_token_file)
-        if value != Reading._field_defaults[key] and not is_read:
+        if value != Reading._field_defaults[key] and not row.does_read(key):
             raise ConfigError(
                 f"data.{key} is of data.source {token_files() if key == 'dtype' else spellings(key)}, but that is {name}.",
                 f"Leave out data.{key}.",

@@ -1,11 +1,12 @@
 """Opens a trained run again, for an evaluation or to generate text."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from mpitrain.config import CONFIG, Config, with_settings
 from mpitrain.config.plugins import load
-from mpitrain.data import Unopened
+from mpitrain.data import Reading, Unopened, source_kind
 from mpitrain.errors import ConfigError
 from mpitrain.models.table import MODELS
 from mpitrain.run.build import Job, build
@@ -43,7 +44,22 @@ def configured(folder: Path, settings: list[str]) -> Config:
     # The layout of the training run does not matter here, nor how it reduced gradients.
     alone = {**then.model_dump(), "replication": {}, "layout": {}, "pipeline": {}}
     alone["data"] = held_out_as_before(then.data, settings)
+    if source := with_settings({}, settings).get("data", {}).get("source"):
+        alone["data"] = _read_by(source, alone["data"])
     return parse(with_settings(alone, [*anew, *settings]))
+
+
+def _read_by(source: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a run's data that another source reads, for an evaluation on it."""
+    kind = source_kind(source)
+    found = {
+        key: value
+        for key, value in data.items()
+        if kind.does_read(key) or key not in Reading._fields
+    }
+    if found.get("separator", -1) < 0 and not found.get("packing"):
+        found.pop("attend", None)  # Rows of this source have no documents.
+    return found
 
 
 def check_has_adapters(config: Config, base: str | None) -> None:

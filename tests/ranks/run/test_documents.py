@@ -1,6 +1,7 @@
 """Packed documents: with data.attend=document a packed row trains as its documents do in rows of their own."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from mpitrain.layers.initial import zeros
 from mpitrain.layers.plain import Plain
 from mpitrain.ops.device import device_for
 from mpitrain.run.build import build
+from mpitrain.run.open_run import configured as reopened
+from mpitrain.run.open_run import open_run
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
 from tests.masked import MASKED
@@ -222,3 +225,28 @@ def test_a_packed_run_learns_in_any_layout_and_resumes(tmp_path):
     assert len(found[0]) == 6 and found[0][-1] < found[0][0]
     for other in found[1:]:
         assert np.abs(np.subtract(found[0], other)).max() <= 1e-12
+
+
+@pytest.mark.parametrize(
+    "own, other",
+    [
+        (["data.source=jsonl:DATA", "data.packing=true"], "pydocs"),
+        (["data.separator=10", "data.order=epochs"], "jsonl:DATA"),
+        (["data.source=mixture", 'data.mixture={"pydocs"=1}', "data.separator=10"], "pydocs"),
+    ],
+    ids=str,
+)
+def test_a_run_is_evaluated_on_a_source_of_another_kind(own, other, tmp_path):
+    """Keys of the run that the other source does not read are left out."""
+    line = json.dumps({"prompt": "2", "answer": "3"})
+    (tmp_path / "data.jsonl").write_text(f"{line}\n" * 20)
+    own, other = (
+        json.loads(json.dumps(one).replace("DATA", str(tmp_path / "data.jsonl")))
+        for one in (own, other)
+    )
+    common = [*TINY, "data.attend=document", "model.context=24", "run.steps=1", "run.eval_rows=4"]
+    go(1, [*common, *own, f"run.out={tmp_path}/run"])
+    for settings in ([], [f"data.source={other}"]):
+        opened = partial(reopened, tmp_path / "run", settings)
+        job = run_ranks(1, open_run, tmp_path / "run", opened)[0]
+        assert np.isfinite(job.trainer.evaluate(job.data)[0])
