@@ -86,7 +86,8 @@ class Config(Section):
         if self.data.attend == "document" and self.data.separator < 0 and not self.data.packing:
             raise ConfigError(
                 "data.attend=document needs documents, but data.separator is -1 and data.packing is false.",
-                "Set data.separator to the token that ends a document, or data.attend to window.",
+                "Set data.separator to the token that ends a document, data.packing=true for conversations, "
+                "or data.attend to window.",
             )
         fields = Lora.model_fields
         idle = [

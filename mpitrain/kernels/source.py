@@ -57,6 +57,7 @@ def _expand(path: Path, seen: set[Path]) -> str:
     """Return the file's text with its own headers inserted.
 
     Each header replaces its first #include; #line marks give compiler messages their file and line.
+    A header that is not in the file's folder comes from the package's kernels.
     """
     if path in seen:
         return ""
@@ -64,7 +65,8 @@ def _expand(path: Path, seen: set[Path]) -> str:
     text, parts, end = path.read_text(encoding="utf-8"), [f'#line 1 "{path.name}"\n'], 0
     for include in _INCLUDE.finditer(text):
         line = text.count("\n", 0, include.end()) + 2
-        header = _expand(path.parent / include[1], seen)
+        own = path.parent / include[1]
+        header = _expand(own if own.exists() else FOLDER / include[1], seen)
         parts += [text[end : include.start()], header, f'\n#line {line} "{path.name}"']
         end = include.end()
     return "".join([*parts, text[end:]])

@@ -8,7 +8,7 @@ from mpitrain.run.metrics import CLOSING, read_metrics
 from mpitrain.run.run_dir import METRICS
 from mpitrain.run.stalls.observation import Observation, observe, question
 from mpitrain.run.stalls.report import stack_of
-from mpitrain.trace.blame.states import RankState
+from mpitrain.trace.blame.states import GONE, RankState
 from mpitrain.trace.blame.text import named
 from mpitrain.trace.ring_buffer import COMPUTE
 from mpitrain.trace.timeline import Timeline
@@ -38,6 +38,8 @@ def what_happens_now(run: Path, with_stacks: bool) -> Iterator[str]:
     if problem:
         yield f"{problem} The following is from their traces alone."
     yield from seen.timeline.missing.values()
+    if all(state.process == GONE for state in seen.states):
+        yield "No process of this run is left: it was killed, or it crashed."
     yield seen.text(seen.finding(max(QUIET, 2 * longest(seen.timeline))))
     yield f"The last sign of each of {len(seen.states)} rank(s):"
     for state in seen.states:

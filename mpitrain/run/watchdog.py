@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mpitrain.errors import ConfigError
 from mpitrain.run.stalls.questions import Answering
-from mpitrain.run.stalls.report import LEAST, StallReport
+from mpitrain.run.stalls.report import LEAST, WARNING, StallReport
 from mpitrain.trace.recorder import SILENT, Recorder
 from mpitrain.transport.requests import Traffic
 
@@ -117,9 +117,11 @@ class Watchdog:
             f", waiting for {f'{content}: ' if content else ''}{waits_for}" if waits_for else ""
         )
         ends = "ending the job" if self._does_end else "run.on_stall is warn"
+        who = f"{'' if self._does_end else WARNING}rank {self._rank} on {socket.gethostname()}"
         print(
-            f"rank {self._rank} on {socket.gethostname()}: no progress for {silent:.0f} s in {self._doing}{waiting}; "
-            f"{ends} (run.stall_seconds is {self._seconds:g}).{self._pointer} Where it stands:",
+            f"{who}: no progress for {silent:.0f} s in {self._doing}{waiting}; "
+            f"{ends} (run.stall_seconds is {self._seconds:g}).{self._pointer}\n"
+            "Its stacks:",
             file=sys.stderr,
             flush=True,
         )

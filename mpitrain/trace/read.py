@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents
 from mpitrain.strict_json import complaint, parsed
-from mpitrain.trace.ring_buffer import HEAD, KINDS, MAGIC, PACE, PHASES, RECORD
+from mpitrain.trace.ring_buffer import HEAD, KINDS, MAGIC, NUMBERS, PACE, PHASES, RECORD
 
 MOST = 1 << 16
 """Largest number of ranks; a damaged head may contain any number."""
@@ -99,7 +99,15 @@ def read_trace(path: Path) -> Trace:
     is_good &= (
         (records["start"] >= -LATEST) & (records["start"] <= LATEST) & (records["end"] <= LATEST)
     )
-    return Trace(facts, names, np.sort(records[is_good], order="number"), tuple(clocks))
+    return Trace(facts, names, _in_order(records[is_good]), tuple(clocks))
+
+
+def _in_order(records: np.ndarray) -> np.ndarray:
+    """Return the records in the order in which they began; their numbers may begin again at 0."""
+    numbers = records["number"].astype(np.int64)
+    if len(numbers) and np.ptp(numbers) > NUMBERS // 2:
+        numbers[numbers < NUMBERS // 2] += NUMBERS
+    return records[np.argsort(numbers, kind="stable")]
 
 
 def _head(

@@ -13,6 +13,7 @@ from mpitrain.trace.ring_buffer import (
     COMPUTE,
     DEVICE,
     NO_PHASE,
+    NUMBERS,
     PAUSE,
     STEP,
     WAIT,
@@ -140,8 +141,9 @@ class Recorder:
         if self._waiting or threading.get_ident() != self.owner:
             return 0
         self._wait_at = self.clock()
+        awaited = message % NUMBERS
         self._waiting = self._ring.write(
-            self._wait_at, 0.0, message, self.step, peer, -1, self.micro, -1, name, WAIT, NO_PHASE
+            self._wait_at, 0.0, awaited, self.step, peer, -1, self.micro, -1, name, WAIT, NO_PHASE
         )
         if self._device:
             self._device.interrupt()

@@ -81,6 +81,8 @@ micro, unit, tag, step  -1, as for `peer`, means none
 FORMAT = struct.Struct("<ddqiiiiiHBBI")
 END = struct.Struct("<d")
 PACE = struct.Struct("<qdd")
+NUMBERS = 1 << 32
+"""The number of a record is stored modulo NUMBERS: a run of some days writes more records."""
 HEAD = 1 << 16
 CAPACITY = 1 << 14
 """Records in a ring, 0.9 MB: some hundred steps of one rank, or some dozen with many messages."""
@@ -129,7 +131,8 @@ class Ring:
     def write(self, *fields: float) -> int:
         """Write a record and return its number; `fields` are all other fields in order."""
         number = self.newest = self._next()
-        FORMAT.pack_into(self._map, HEAD + number % self._capacity * FORMAT.size, *fields, number)
+        stored = number % NUMBERS
+        FORMAT.pack_into(self._map, HEAD + number % self._capacity * FORMAT.size, *fields, stored)
         return number
 
     def end(self, number: int, end: float) -> None:

@@ -51,6 +51,7 @@ def ordinary() -> Iterator[Callable]:
         [[32, 1], [31, 2]],
         [[1] * 33],
         [[64, 33], [33, 64], [3, 90, 4]],
+        [[63, 3]],
         [[60, 4]],
     ):
         yield partial(check_documents, rows=rows, h=2, d=4)
@@ -65,7 +66,14 @@ def dropped() -> Iterator[Callable]:
 
 def tensor() -> Iterator[Callable]:
     """attention_tensor and attention_tensor_backward."""
-    for rows in ([[1]], [[2, 3], [5]], [[64, 66], [63, 67]], [[1] * 40], [[120, 9, 141]], [[128]]):
+    for rows in (
+        [[1]],
+        [[2, 3], [5]],
+        [[64, 66], [63, 67]],
+        [[1] * 40],
+        [[120, 9, 141]],
+        [[127, 3]],
+    ):
         yield partial(check_documents, rows=rows, h=1, d=16, dtype="float16")
     yield partial(check_documents, rows=[[50, 50]], h=1, d=80, dtype="bfloat16")
     yield partial(check_documents, rows=[[100, 31]], h=2, d=64, dtype="float16")

@@ -23,7 +23,7 @@ LAST_LINE_METRICS_STEP = "the last line of its metrics is of step 3"
 MAKE_ROOM_THEN_START = "Make room, then start again with --resume=auto"
 MISSING_GO_STEP = "{} is missing.[^$]*to go on from step-00000001"
 MPITRAIN_REPORT_RUNS_MY = (
-    " `mpitrain report 'runs/my run'` names the rank that the others waited for. Where it stands:\n"
+    " `mpitrain report 'runs/my run'` names the rank that the others waited for.\nIts stacks:\n"
 )
 MUST_INTEGERS_THOSE_STEP = "must be integers, but those of step 1 on rank 0 (localhost) are {}."
 MUST_LIE_STEP = "{} must lie in 0..{}, but step 1 on rank"
@@ -47,6 +47,7 @@ TOKENS_MUST_LIE_STEP = (
 )
 TYPE_MPITRAIN_LAUNCH_TRAIN = "type: mpitrain launch -n 3 -- train --resume --out 'runs/new est'"
 TYPE_MPITRAIN_TRAIN_RESUME = "type: mpitrain train --resume --out 'runs/new est'"
+NO_PROCESS_LEFT = "No process of this run is left: it was killed, or it crashed."
 RANK_1_NOT_MOVED = "rank 1 on localhost has not moved for "
 RANK_1_ON_NODE = "rank 1 on node has not moved for "
 STANDS_STILL = ": the run stands still"

@@ -11,6 +11,7 @@ from typing import Any
 
 from mpitrain.bench.collectives.columns import Column, figure
 from mpitrain.bench.collectives.row import Row
+from mpitrain.collectives.selection.own_algorithm import shown
 from mpitrain.files import write_whole
 
 FAR = 2.0
@@ -49,7 +50,9 @@ def columns(places: Sequence[str], has_wires: bool = False) -> list[Column]:
 
 def _name(row: Row, places: Sequence[str]) -> str:
     """Return the algorithm, the choice of auto, and the memory class if several are requested."""
-    name = row.algorithm if row.chosen == row.algorithm else f"{row.algorithm}: {row.chosen}"
+    # `chosen` of a file has its digest, too.
+    chosen = shown(row.chosen)
+    name = row.algorithm if chosen == row.algorithm else f"{row.algorithm}: {chosen}"
     return name if list(places) == [row.buffers] else f"{name}, {row.buffers}"
 
 

@@ -77,6 +77,10 @@ def predicted(transport: Transport, job: Job) -> float | None:
     config = trainer.config
     if config.replication.wire != "none":
         return None
+    # Other formulas than those of all-reduces assume rings.
+    is_all_reduce = (config.replication.mode, config.replication.zero) == ("all-reduce", 0)
+    if config.replication.algorithm != "ring" and not is_all_reduce:
+        return None
     # No formula counts the sums over divided tensors, nor the matrices of Muon.
     if config.replication.zero and isinstance(RULES[config.optimizer.name].step, TensorWise):
         return None

@@ -30,6 +30,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "optimizer:NAME": ("optimizer.name=NAME",),
     "compiled": ("device.passes=compiled",),
     "no-overlap": ("replication.overlap=false",),
+    "FILE.py": ("replication.algorithm=FILE.py",),
 }
 """{form of a word: its settings}. N is an integer, and another word in capitals is a name."""
 

@@ -186,7 +186,8 @@ def _side(transport: Transport, side: Counting, blocks: list[float]) -> Side:
     """Gather the measurements of a side. Collective."""
     trainer = side.job.trainer
     side.sync()
-    memory = {**trainer.replication.held_by_kind(), "activations": trainer.arena.peak}
+    # The update of a small model needs more of the arena than its activations do.
+    memory = {**trainer.replication.held_by_kind(), "activations": trainer.pipe.peak_bytes}
     mine = memory, trainer.counted.peak, side.sent / side.steps
     memories, counted, sent = zip(*transport.gather_text(mine), strict=True)
     return Side(blocks, [*memories], [*counted], [*sent], predicted(transport, side.job))

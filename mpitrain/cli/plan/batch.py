@@ -20,6 +20,7 @@ from mpitrain.cli.job_options import (
     changes,
     configured,
 )
+from mpitrain.cli.numbers import finite
 from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.session import mpi_session
 
@@ -42,6 +43,7 @@ from mpitrain.cli.session import mpi_session
 @click.option(
     "--seconds",
     type=click.FloatRange(1, 86400),
+    callback=finite,
     default=60,
     show_default=True,
     help="Time limit for the timed steps, and again for the gradient noise scale.",

@@ -60,7 +60,7 @@ def command(
     from mpitrain.textbook.explain.links import parse_link
     from mpitrain.textbook.explain.renderers import terminal
     from mpitrain.textbook.explain.topic import listed_or_refused
-    from mpitrain.textbook.explain.topics import MISSING, TOPICS
+    from mpitrain.textbook.explain.topics import TOPICS
     from mpitrain.textbook.words import text
 
     speed = parse_link(link) if link is not None else None
@@ -75,7 +75,7 @@ def command(
             return
         click.echo("\n".join(terminal.listing(TOPICS, language)))
         return
-    row = TOPICS[listed_or_refused(topic, [*TOPICS], MISSING)]
+    row = TOPICS[listed_or_refused(topic, [*TOPICS])]
     setting = row.setting(topic, ranks, speed)
     check_files(0, [page])
     if picture:
@@ -114,8 +114,11 @@ def _write_all(folder: Path, language: str) -> None:
     from mpitrain.textbook.explain.topics import TOPICS
     from mpitrain.textbook.words import text
 
-    with bar(len(TOPICS)) as shown:
+    missing = [name for name, topic in TOPICS.items() if not topic.runs_here]
+    with bar(len(TOPICS) - len(missing)) as shown:
         for name in write_all(folder, language):
             shown.set_postfix_str(name, refresh=False)
             shown.update()
+    if missing:
+        click.echo(text("left out without g++: {names}", language, names=", ".join(missing)))
     click.echo(text("written to {file}", language, file=folder / "index.html"))

@@ -1,6 +1,6 @@
 """Reads one of two compared runs: its configuration, logged steps, digests and checkpoints."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +43,7 @@ class Side(NamedTuple):
     """One of two compared runs.
 
     ranks, hosts  of its last start
+    is_mixed      whether it was resumed in another layout
     logged        {step: (loss, gradient norm)}; None for a number that is not finite
     digests       {step: digests}
     saved         {step: checkpoint}
@@ -53,6 +54,7 @@ class Side(NamedTuple):
     config: Config
     ranks: int
     hosts: int
+    is_mixed: bool
     logged: dict[int, tuple[float | None, float | None]]
     digests: dict[int, Digests]
     saved: dict[int, Path]
@@ -73,6 +75,7 @@ def read(folder: Path) -> Side:
         configuration(folder),
         _count(start.get("ranks")),
         _count(start.get("hosts")),
+        _is_mixed(starts),
         {
             one["step"]: (_number(one["loss"]), _number(one["grad_norm"]))
             for one in found
@@ -85,6 +88,14 @@ def read(folder: Path) -> Side:
         },
         max((one["step"] for one in found), default=0),
     )
+
+
+def _is_mixed(starts: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the starts of a run divide the work in several ways."""
+    sizes = {(_count(one.get("ranks")), _count(one.get("hosts"))) for one in starts}
+    changed = [one.get("changed") for one in starts]
+    keys = [key for each in changed if isinstance(each, dict) for key in each]
+    return len(sizes) > 1 or any(key.startswith(HOW) for key in keys)
 
 
 def _count(value: Any) -> int:
@@ -112,7 +123,7 @@ def changed_keys(one: Side, other: Side) -> dict[str, tuple[Any, Any]]:
 
 def are_comparable_by_bits(one: Side, other: Side) -> bool:
     """Return whether equal runs of these configurations have equal bits."""
-    if (one.ranks, one.hosts) != (other.ranks, other.hosts):
+    if one.is_mixed or other.is_mixed or (one.ranks, one.hosts) != (other.ranks, other.hosts):
         return False
     return not any(key.startswith(HOW) for key in changed_keys(one, other))
 

@@ -32,6 +32,8 @@ BLAMED, INNERMOST = 2, 8
 """Largest number of ranks whose stacks the report shows, and of frames of each."""
 LEAST = 0.25
 """Shortest time in seconds between two judgements."""
+WARNING = "warning: "
+"""The begin of a report after which the job goes on; `launch` takes any other as the failure."""
 
 
 class Verdict(BaseModel):
@@ -108,9 +110,10 @@ class StallReport:
     def _text(self, seen: Observation, finding: Finding) -> str:
         """Return the report: the finding, the culprits' stacks and the command to type."""
         run = shlex.quote(str(self._run_dir))
+        begin = "" if self._verdict == "ends" else WARNING
         lines = [
             # `launch` repeats a line that begins with a rank as its last line.
-            f"{named(_first(seen, finding))}: the run stands still (run.stall_seconds is "
+            f"{begin}{named(_first(seen, finding))}: the run stands still (run.stall_seconds is "
             f"{self._seconds:g}). {seen.text(finding)}",
             *_stacks(seen, finding),
         ]

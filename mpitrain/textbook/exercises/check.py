@@ -7,13 +7,14 @@ from typing import NamedTuple
 from mpitrain.collectives.plans.isolated import Wrong
 from mpitrain.collectives.selection.isolated_answers import answers
 from mpitrain.errors import ConfigError
-from mpitrain.files import contents
+from mpitrain.files import reading
 from mpitrain.textbook.exercises import answers as asked
 from mpitrain.textbook.exercises.exercise import Broken, Case, Cost, Exercise
 from mpitrain.textbook.exercises.table import EXERCISES
 from mpitrain.textbook.words import text
 
-MARK = re.compile(rb'^EXERCISE = "([a-z0-9]+)"', re.MULTILINE)
+MARK = re.compile(rb"""^(?:\xef\xbb\xbf)?EXERCISE *= *(["'])([a-z0-9]+)\1""", re.MULTILINE)
+"""The line that names the exercise; an editor may have put a byte order mark before it."""
 LARGEST = 1_000_000
 """Largest size of a file, in bytes."""
 SECONDS = 6.0
@@ -63,7 +64,8 @@ def check(path: Path) -> Checked:
     raises  ConfigError if it cannot be read, or does not name its exercise
     """
     try:
-        code = contents(path)
+        with reading(path) as file:
+            code = file.read(LARGEST + 1)
     except OSError as error:
         raise ConfigError(
             f"The file {path} cannot be read: {error.strerror or error}.",
@@ -71,11 +73,11 @@ def check(path: Path) -> Checked:
         ) from None
     if len(code) > LARGEST:
         raise ConfigError(
-            f"A solution has at most {LARGEST:,} bytes, but {path} has {len(code):,}.",
+            f"A solution has at most {LARGEST:,} bytes, but {path} has more.",
             "Name a file that `mpitrain exercise` wrote.",
         )
     marked = MARK.search(code)
-    name = marked[1].decode() if marked else ""
+    name = marked[2].decode() if marked else ""
     if name not in EXERCISES:
         raise ConfigError(
             f'A solution has a line EXERCISE = "...", one of {", ".join(EXERCISES)}, but {path} '
@@ -103,7 +105,7 @@ def judged(name: str, exercise: Exercise, path: str, code: bytes) -> Checked:
                 raise _unanswered(given.is_slow, given.ended)
             answer = given.found[number]
             if not isinstance(answer, dict) or len(answer) > 2:
-                raise _unanswered(False, given.ended)
+                raise _unanswered(given.is_slow, given.ended)
             if len(repr(answer)) > LONGEST:
                 raise Broken("the answer has more than {most} characters", most=LONGEST)
             if "problem" in answer:

@@ -90,6 +90,11 @@ EXERCISES = {
     "stage {stage} has {one} before the forward of the same micro-batch": (
         "스테이지 {stage}에는 같은 마이크로배치의 순전파 전에 {one}이 있다"
     ),
+    "the collectives move {counted:g} elements, but a result needs {formula:g}: "
+    "ranks share no memory": (
+        "집합 통신이 원소 {counted:g}개를 옮기지만 결과에는 {formula:g}개가 필요하다: "
+        "랭크는 메모리를 공유하지 않는다"
+    ),
     "rank {rank} must return the shape {expected}, but returns {found}": (
         "랭크 {rank}는 모양 {expected}를 반환해야 하는데 {found}를 반환한다"
     ),

@@ -79,6 +79,14 @@ def judge(case: Case, answer: Any) -> Cost:
         for name, total in answer["collectives"]
     )
     formula = share * (2 * rows * hidden + rows * outputs)
+    if counted < formula - 1e-9:
+        # All ranks run in one process, so a global name would be memory that they share.
+        raise Broken(
+            "the collectives move {counted:g} elements, but a result needs {formula:g}: "
+            "ranks share no memory",
+            counted=counted,
+            formula=formula,
+        )
     return check_cost(Cost(counted, formula), "elements that a rank sends by rings")
 
 

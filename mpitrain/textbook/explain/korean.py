@@ -403,6 +403,47 @@ MEMORY = {
     "gradients that are 0 without the scale": "스케일 없이 0이 되는 그래디언트",
 }
 
+LADDER = {
+    "naive": "단순",
+    "coalesced": "병합 접근",
+    "shared tiles": "공유 메모리 타일",
+    "register tiles": "레지스터 타일",
+    "tensor cores": "텐서 코어",
+    "Tiling: a matrix product reads global memory less with each rung of a ladder": (
+        "타일링: 사다리를 오를 때마다 행렬 곱이 전역 메모리를 덜 읽음"
+    ),
+    "a block: its tile of C, and the operands it reads": "블록: C의 타일과 읽는 피연산자",
+    "reads of each element": "원소마다 읽는 횟수",
+    "sectors of 32 bytes": "32바이트 섹터",
+    "shared memory": "공유 메모리",
+    "left out without g++: {names}": "g++가 없어 빠짐: {names}",
+    "rung {k}: {rung}": "{k}단: {rung}",
+    "sectors of A and B, {rung}": "A와 B의 섹터 수, {rung}",
+    "A warp of 32 threads reads global memory in sectors of 32 bytes.": (
+        "스레드 32개의 워프는 전역 메모리를 32바이트 섹터로 읽습니다."
+    ),
+    "Naive: 32 threads read a column of A, and take a sector for each word.": (
+        "단순: 스레드 32개가 A의 한 열을 읽어 워드마다 섹터 하나를 가져옵니다."
+    ),
+    "Coalesced: they read neighbours in B, so every byte of a sector is used.": (
+        "병합 접근: B의 이웃을 읽으므로 섹터의 모든 바이트를 씁니다."
+    ),
+    "Shared tiles: a block loads a tile once, and its threads share each element.": (
+        "공유 메모리 타일: 블록이 타일을 한 번 읽고 스레드들이 각 원소를 함께 씁니다."
+    ),
+    "Register tiles: a thread computes 16 elements, so the tile has four times the side.": (
+        "레지스터 타일: 스레드가 원소 16개를 계산하므로 타일의 변이 네 배입니다."
+    ),
+    "Tensor cores: 16-bit elements take half the sectors; a warp multiplies fragments.": (
+        "텐서 코어: 16비트 원소는 섹터가 절반이고, 워프가 조각끼리 곱합니다."
+    ),
+    "C = A B with M, N, K = {m}, {n}, {k}. Sectors: of all requests, without caches. "
+    "passes: over the 32 banks; conflicts: passes that equal banks add.": (
+        "C = A B, M, N, K = {m}, {n}, {k}. 섹터: 캐시 없이 모든 요청의 합. "
+        "passes: 뱅크 32개를 지나는 횟수; conflicts: 같은 뱅크 때문에 늘어난 횟수."
+    ),
+}
+
 EXPLAIN: dict[str, str] = {
     **FRAMES,
     **FORMULAS,
@@ -414,4 +455,5 @@ EXPLAIN: dict[str, str] = {
     **TENSORS,
     **ASYNC_SERVERS,
     **MEMORY,
+    **LADDER,
 }

@@ -1,9 +1,10 @@
 """A topic: a row of the table TOPICS, with the function that records it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from mpitrain.errors import ConfigError
+from mpitrain.machine.devices import compiler
 from mpitrain.textbook.explain.explanation import Explanation, Text
 from mpitrain.textbook.explain.links import Link
 
@@ -14,7 +15,7 @@ MOST_RANKS = 8
 class Setting(NamedTuple):
     """The setting of a recording.
 
-    ranks    threads, each one rank
+    ranks      threads, each one rank
     link     speed of every rank's link; None: as fast as memory
     """
 
@@ -25,12 +26,13 @@ class Setting(NamedTuple):
 class Topic(NamedTuple):
     """Descriptor of a topic.
 
-    title   one line
-    record  (name, setting) -> the explanation, recorded from a run on threads
-    ranks   the default number of ranks
-    least   the smallest number of ranks
-    most    the largest number of ranks
-    timed   whether its frames have seconds, so that slow links show
+    title     one line
+    record    (name, setting) -> the explanation, recorded from a run on threads
+    ranks     the default number of ranks
+    least     the smallest number of ranks
+    most      the largest number of ranks
+    timed     whether its frames have seconds, so that slow links show
+    compiled  whether it compiles kernels for the simulator, which needs g++
     """
 
     title: Text
@@ -39,6 +41,15 @@ class Topic(NamedTuple):
     least: int = 1
     most: int = MOST_RANKS
     timed: bool = False
+    compiled: bool = False
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether this machine has the compiler that the topic needs."""
+        try:
+            return not self.compiled or bool(compiler())
+        except ConfigError:
+            return False
 
     def setting(self, name: str, ranks: int | None, link: Link | None) -> Setting:
         """Return the setting for a number of ranks; None: the default.
@@ -59,18 +70,10 @@ class Topic(NamedTuple):
         return Setting(count, link)
 
 
-def listed_or_refused(name: str, names: Sequence[str], missing: Mapping[str, str]) -> str:
-    """Return the name of a topic; ConfigError with all names if it is none.
-
-    missing  {topic: the feature that it shows and that this version lacks}
-    """
+def listed_or_refused(name: str, names: Sequence[str]) -> str:
+    """Return the name of a topic; ConfigError with all names if it is none."""
     if name in names:
         return name
-    if name in missing:
-        raise ConfigError(
-            f"A topic runs code of the package, but {name} needs {missing[name]}, which this version lacks.",
-            f"Choose one of {', '.join(names)}.",
-        )
     raise ConfigError(
         f"A topic is one of {', '.join(names)}, but this is {name!r}.",
         "Run `mpitrain explain` for a list.",

@@ -10,6 +10,7 @@ from mpitrain.textbook.explain.recorders import (
     recomputation,
     replication,
     tensors,
+    tiling,
 )
 from mpitrain.textbook.explain.recorders.modes import MODES
 from mpitrain.textbook.explain.recorders.schedules import SCHEDULES
@@ -46,6 +47,4 @@ _ASYNC = sentence("Parameter server, asynchronous: gradients are applied as they
 TOPICS["async-server"] = Topic(_ASYNC, async_servers.recorder(_ASYNC), ranks=3, least=2, most=6)
 TOPICS["recomputation"] = Topic(recomputation.TITLE, recomputation.record, ranks=1, most=1)
 TOPICS["loss-scaling"] = Topic(loss_scaling.TITLE, loss_scaling.record, ranks=1, most=1)
-
-MISSING = {"tiling": "the ladder of matrix products in the simulator"}
-"""{topic: the feature that it shows and that this version lacks}."""
+TOPICS["tiling"] = Topic(tiling.TITLE, tiling.record, ranks=1, most=1, compiled=True)

@@ -70,6 +70,12 @@ def test_layouts_train_as_a_ring_and_send_what_formulas_say(ranks):
         assert abs(each.val_loss - rows[0].val_loss) <= 1e-9
 
 
+def test_formulas_of_rings_are_not_those_of_other_algorithms():
+    modes = ["zero1+auto", "zero3+auto", "zero2+star", "local+auto", "local+shared", "star"]
+    for each in measured(modes, "aa", "run.steps=2"):
+        assert each.formula_bytes in (None, max(each.sent_bytes)), each.mode
+
+
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_asynchronous_pipelines_send_a_control_message_per_micro_batch(stages):
     modes = [f"pp{stages}:{name}" for name in ("1f1b", "async", "async-2bw")]

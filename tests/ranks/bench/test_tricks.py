@@ -36,6 +36,11 @@ def test_bytes_with_and_without_each_trick_are_the_counted_ones(ranks, layout):
     assert found["prefetch"].smaller == 1 and found["prefetch"].is_used
 
 
+def test_bytes_are_the_counted_ones_where_the_update_needs_more_than_the_activations():
+    (found,) = tried(2, ["recomputation"], *TINY, "batch.micro_batches=4", "batch.size=8").values()
+    assert checks([found])[0] == (2, 2)
+
+
 @pytest.mark.parametrize("trick", ["recomputation", "ZeRO 1", "gradient accumulation"])
 def test_a_trick_that_the_job_has_is_compared_with_the_job_without_it(trick):
     own = {

@@ -291,6 +291,11 @@ def test_a_job_without_common_steps_is_refused(settings, law, capsys):
     assert caught.value.agreed and law in caught.value.law and capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("seconds", ["nan", "inf", "0"])
+def test_seconds_that_limit_nothing_are_wrong_usage(seconds):
+    assert CliRunner().invoke(commands, ["plan", "batch", "--seconds", seconds]).exit_code == 2
+
+
 def test_it_is_a_command_with_the_options_of_training():
     done = CliRunner().invoke(commands, ["plan", "batch", "--help"])
     assert done.exit_code == 0 and all(

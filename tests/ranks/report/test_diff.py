@@ -224,6 +224,16 @@ def test_a_resumed_run_has_the_digests_of_one_that_was_not_stopped(tmp_path):
     assert steps == [0, 1, 2, 3, 4]
 
 
+def test_a_run_that_was_resumed_in_another_layout_is_compared_by_numbers(tmp_path):
+    one = trained(tmp_path / "one", 1)
+    trained(tmp_path / "mixed", 2, "run.steps=2")
+    go(1, [*SMALL, f"run.out={tmp_path / 'mixed'}", "layout.dp=1"], resume="yes")
+    mixed = sides.read(tmp_path / "mixed")
+    assert one.ranks == mixed.ranks and not sides.are_comparable_by_bits(one, mixed)
+    code, output = invoke(tmp_path / "one", tmp_path / "mixed")
+    assert code == 0 and f"{tolerance(one.config):g}" in output
+
+
 class Stop:
     """Requests a stop at the n-th call."""
 

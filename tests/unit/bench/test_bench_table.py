@@ -77,6 +77,8 @@ def test_averages_need_no_native_rows():
 
 def test_what_auto_has_chosen_and_where_arrays_lie_are_told_apart():
     assert "  auto: shared  " in line(row("auto", 64, 1.0, chosen="shared"), ["window"])
+    pinned = "/home/me/own.py sha256:" + 64 * "a"
+    assert "  own.py  " in line(row("own.py", 64, 1.0, chosen=pinned), ["window"])
     assert "  auto: shared, window  " in line(
         row("auto", 64, 1.0, chosen="shared"), ["window", "plain"]
     )

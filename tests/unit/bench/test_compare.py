@@ -80,9 +80,9 @@ def test_words_of_a_mode_are_settings_over_a_ring(mode, settings):
 
 
 def test_every_form_is_accepted_with_a_number_and_a_name():
-    values = {"N": "2", "SCHEDULE": "gpipe", "FORMAT": "int8", "NAME": "lamb"}
+    values = {"N": "2", "SCHEDULE": "gpipe", "FORMAT": "int8", "NAME": "lamb", "FILE": "./own"}
     for form, settings in FORMS.items():
-        word = re.sub("SCHEDULE|FORMAT|NAME|N", lambda hole: values[hole[0]], form)
+        word = re.sub("SCHEDULE|FORMAT|NAME|FILE|N", lambda hole: values[hole[0]], form)
         assert len(settings_of(word)) >= len(settings), word
 
 

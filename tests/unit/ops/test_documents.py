@@ -10,6 +10,7 @@ from mpitrain.ops import bodies
 from mpitrain.ops.host import attention_tiled, attention_whole
 from mpitrain.ops.host.blocks import Tile
 from mpitrain.ops.random_bits import AttentionMask
+from tests.cases.documents import starts_of
 
 reference = bodies.reference()
 HEADS, WIDTH = 2, 3
@@ -20,11 +21,6 @@ ROWS = {
     131: [[131], [1, 130], [64, 67], [65, 66], [3] * 42 + [5], [128, 1, 2], [31, 33, 64, 3]],
 }
 TILES = [Tile(1, 1), Tile(3, 5), Tile(4, 4), Tile(7, 64)]
-
-
-def starts_of(rows):
-    """Return the first token of each token's document, (B, T)."""
-    return np.array([np.repeat(np.cumsum([0, *row[:-1]]), row) for row in rows], np.int32)
 
 
 def drawn(seed, *shape):
@@ -68,14 +64,18 @@ def test_each_document_of_a_row_is_that_document_alone(length, tile):
             assert np.abs(one - other).max() <= 1e-12, name
 
 
-@pytest.mark.parametrize("tile", [*TILES, Tile(64, 224)], ids=str)
-def test_dropout_within_documents_has_the_mask_of_the_definition(tile):
-    rows = ROWS[131]
+@pytest.mark.parametrize(
+    ("length", "tile"),
+    [(7, TILES[0]), (7, TILES[1]), *((131, tile) for tile in (*TILES[2:], Tile(64, 224)))],
+    ids=str,
+)
+def test_dropout_within_documents_has_the_mask_of_the_definition(length, tile):
+    rows = ROWS[length]
     given = (5, 3), 2, 2**20 + 3, HEADS + 2, 0.3
-    qkv, dy = drawn(1, len(rows), 131, 3 * HEADS * WIDTH), drawn(2, len(rows), 131, 6)
+    qkv, dy = drawn(1, len(rows), length, 3 * HEADS * WIDTH), drawn(2, len(rows), length, 6)
     truth, saved = reference.attention_dropout(qkv, HEADS, *given, None, starts_of(rows))
     gradient = reference.attention_dropout_backward(dy, saved, None)
-    drop = AttentionMask(*given, 131)
+    drop = AttentionMask(*given, length)
     for y, state in (
         attention_tiled.attended(qkv, HEADS, drop, Arena(), starts_of(rows), tile),
         attention_whole.attended(qkv, HEADS, drop, Arena(), starts_of(rows)),

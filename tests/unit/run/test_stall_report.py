@@ -8,8 +8,10 @@ import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import commands
+from mpitrain.cli.launch.failed import Failure
 from mpitrain.errors import ConfigError
 from mpitrain.machine.process_state import own_id, process_state
+from mpitrain.report.live import what_happens_now
 from mpitrain.run.stalls import report as stall_report
 from mpitrain.run.stalls.questions import ANSWER, ASK, Answering, ask
 from mpitrain.run.stalls.report import StallReport
@@ -134,6 +136,26 @@ def test_usr2_prints_the_stacks_of_a_process_that_goes_on():
     done = run([sys.executable, "-c", code])
     assert (done.returncode, done.stdout) == (0, "on\n")
     assert "in here" in done.stderr
+
+
+@pytest.mark.parametrize("on_stall", ["end", "warn"])
+def test_launch_takes_a_report_as_the_failure_of_a_job_that_it_ends(on_stall, job, capfd):
+    job(6.0, 6.5, on_stall=on_stall)[0].verdict(time.time() - STALL)
+    failure = Failure()
+    failure.read(capfd.readouterr().err.encode())
+    assert (says.STANDS_STILL in failure.report) == (on_stall == "end")
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_a_run_without_a_living_process_is_called_dead(is_dead, job, tmp_path, monkeypatch):
+    monkeypatch.setattr("mpitrain.report.live.SECONDS", 0.1)
+    if is_dead:
+        monkeypatch.setattr("mpitrain.run.stalls.observation.process_state", lambda process: "gone")
+    job(6.0, 6.5)
+    (tmp_path / "metrics.jsonl").write_text("")
+    lines = list(what_happens_now(tmp_path, False))
+    assert (lines[0] == says.NO_PROCESS_LEFT) == is_dead
+    assert lines[is_dead].startswith(says.RANK_1_ON_NODE)
 
 
 @pytest.mark.parametrize("words", [["--stacks"], ["--now"], ["--now", "--stacks"]])

@@ -117,6 +117,40 @@ def test_an_endless_file_is_refused_in_time(code, monkeypatch):
     assert "no answer within" in str(result.reason) and time.monotonic() - began < 10
 
 
+def test_an_answer_that_never_ends_is_said_to_be_slow(monkeypatch):
+    monkeypatch.setattr(checking, "SECONDS", 1.0)
+    writes = "import os\nos.write(3, b'x' * 9)\nwhile True: pass"
+    assert "no answer within" in str(found("ring", writes).reason)
+
+
+def test_ranks_that_share_memory_are_refused():
+    shared = """import numpy as np
+every = {}
+def row_then_column(rank, ranks, *own):
+    every[rank] = own
+    yield "all-gather", np.zeros(0)
+    x, a, b = (np.concatenate([every[r][k] for r in range(ranks)], 1 - k % 2) for k in range(3))
+    return np.maximum(x @ a, 0) @ b
+"""
+    result = found("column", shared)
+    assert result.case[0] == 2 and says.RANKS_SHARE_NO_MEMORY in str(result.reason)
+
+
+@pytest.mark.parametrize("mark", [b'\xef\xbb\xbfEXERCISE = "ring"\r\n', b"EXERCISE = 'ring'\n"])
+def test_a_file_of_another_editor_names_its_exercise(mark, tmp_path):
+    (tmp_path / "own.py").write_bytes(mark + b"def backward_ring(*arguments): return 7")
+    result = check(tmp_path / "own.py")
+    assert result.name == "ring" and "must return a list" in str(result.reason)
+
+
+def test_a_huge_file_is_refused_and_not_read(tmp_path):
+    with (tmp_path / "own.py").open("wb") as huge:
+        huge.truncate(1 << 40)
+    with pytest.raises(ConfigError) as refused:
+        check(tmp_path / "own.py")
+    assert f"{checking.LARGEST:,}" in refused.value.law
+
+
 def test_a_file_without_the_function_or_the_mark_is_refused(tmp_path):
     assert "must define" in str(found("1f1b", "order = []").reason)
     (tmp_path / "own.py").write_text("def backward_ring(): pass\n")

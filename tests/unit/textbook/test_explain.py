@@ -19,7 +19,13 @@ from mpitrain.textbook.words import WORDS, width
 from mpitrain.transport.threads import run_ranks
 from tests.laws.transport import TransportLaws, laws_of
 
-every_topic = pytest.mark.parametrize("name", TOPICS)
+every_topic = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.compile] * topic.compiled)
+        for name, topic in TOPICS.items()
+    ],
+)
 
 
 @cache
@@ -75,7 +81,8 @@ def test_texts_sources_laws_and_commands_of_a_topic_exist(name):
     assert TOPICS[name].title.english in WORDS
     for source in found.sources:
         line = (ROOT / source.file).read_text().splitlines()[source.line - 1]
-        assert re.match(rf"(@|\s*(def|class) {source.name.split('.')[-1]}\b)", line), source
+        begins = r"\s*(def|class)|extern .*void( __launch_bounds__\(.*\))?"
+        assert re.match(rf"(@|({begins}) {source.name.split('.')[-1]}\b)", line), source
     for law in found.laws:
         assert (ROOT / law).exists()
     assert found.command.startswith("mpitrain ")
@@ -201,10 +208,19 @@ def test_a_page_has_all_frames_and_needs_no_network(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.compile
 def test_the_pages_of_all_topics_have_an_index(tmp_path):
     assert [*page.write_all(tmp_path, "en")] == [*TOPICS]
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"index.html", *(f"{name}.html" for name in TOPICS)}
+
+
+@pytest.mark.slow
+def test_pages_without_a_compiler_lack_the_topics_that_need_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    done = CliRunner().invoke(commands, ["explain", "--html", str(tmp_path)])
+    assert done.exit_code == 0 and ": tiling" in done.output, done.output
+    assert {path.stem for path in tmp_path.iterdir()} == {"index", *TOPICS} - {"tiling"}
 
 
 @pytest.mark.slow
@@ -220,7 +236,7 @@ def test_a_picture_is_drawn_without_a_font_for_hangul(tmp_path):
     "words",
     [
         ("nothing",),
-        ("tiling",),
+        ("tiling", "--ranks", "2"),
         ("ring", "--ranks", "99"),
         ("ring", "--link", "fast"),
         ("--ranks", "3"),
@@ -242,6 +258,7 @@ def test_the_command_lists_topics_and_prints_one():
     assert "a0+a1*" in printed
 
 
+@pytest.mark.compile
 def test_the_page_of_systems_and_its_pictures_are_of_this_version():
     """If not: python jobs/textbook.py."""
     found = {name: recorded(name) for name in TOPICS}

@@ -1,5 +1,6 @@
 """Traces and what is said of them: rings that overwrite, waits whose cause is known, and who was waited for."""
 
+import itertools
 import json
 import re
 from urllib.parse import unquote
@@ -139,6 +140,19 @@ def test_records_are_read_as_written_and_the_oldest_are_overwritten(tmp_path):
         11,
     ]
     assert found.records[-1].tolist()[2:-1] == (4 << 33, 5, 5, 6, 3, 2, 1, SEND, 1)
+
+
+def test_a_run_of_days_writes_more_records_than_their_numbers_have_values(tmp_path):
+    ring = Ring(capacity=8)
+    ring._next = itertools.count(2**32 - 3).__next__
+    recorder = Recorder(ring)
+    for recorder.step in range(5):
+        recorder.go_on(recorder.wait(0, 1, recorder.begin(SEND, 0)))
+    recorder.keep(tmp_path / "trace")
+    found = read_trace(tmp_path / "trace").records
+    steps = found["step"].tolist()
+    assert steps == sorted(steps) and steps[-1] == 4
+    assert found["nbytes"][-1] == found["number"][-2] < 10
 
 
 def test_names_that_find_no_room_cost_their_records_nothing_but_the_name(tmp_path):

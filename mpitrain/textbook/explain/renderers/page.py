@@ -26,15 +26,19 @@ def write(found: Explanation, path: Path, language: str) -> None:
 
 
 def write_all(folder: Path, language: str) -> Iterator[str]:
-    """Record all topics, and write a page for each and an index; yield each name when it is done."""
+    """Record all topics that run here, and write a page for each and an index.
+
+    yields  each name when it is done
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for name, topic in TOPICS.items():
+    found = {name: topic for name, topic in TOPICS.items() if topic.runs_here}
+    for name, topic in found.items():
         write(
             topic.record(name, topic.setting(name, None, None)), folder / f"{name}.html", language
         )
         yield name
-    title = text("How distributed training works: {n} topics", language, n=len(TOPICS))
-    topics = [{"name": name, "title": topic.title.into(language)} for name, topic in TOPICS.items()]
+    title = text("How distributed training works: {n} topics", language, n=len(found))
+    topics = [{"name": name, "title": topic.title.into(language)} for name, topic in found.items()]
     _fill(folder / "index.html", "index.html", language, title, {"topics": topics})
 
 
