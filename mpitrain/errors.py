@@ -70,7 +70,7 @@ Error = TypeVar("Error", bound=MpitrainError)
 
 
 def on_every_rank(error: Error) -> Error:
-    """Mark an error as raised by every rank: rank 0 alone prints it, and all ranks exit."""
+    """Mark an error as raised by every rank: only rank 0 prints it, and all ranks exit."""
     error.agreed = True
     return error
 

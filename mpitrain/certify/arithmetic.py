@@ -1,4 +1,4 @@
-"""The bits that a rank computes alone: a digest of seeded training steps of a small GPT."""
+"""Bits that each rank computes without the others: a digest of seeded training steps of a small GPT."""
 
 import hashlib
 from collections.abc import Mapping

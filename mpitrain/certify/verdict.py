@@ -160,7 +160,7 @@ def _rates(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]:
 
 
 def _links(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]:
-    """Yield (node, reason) for nodes with slow links alone, and ("", reason) for other slow pairs."""
+    """Yield (node, reason) for nodes with only slow links, and ("", reason) for other slow pairs."""
     slow: dict[tuple[int, int], str] = {}
     for odd in odd_pairs(evidence.pairs, (BETWEEN,)):
         value, unit = (

@@ -140,7 +140,7 @@ def situation(transport: Transport, array: np.ndarray) -> Topology:
 def memory_of(transport: Transport, array: np.ndarray) -> str:
     """Return the memory class of an array in the cost model; collective.
 
-    It is "window" if the array lies in a shared window on every rank, else "plain".
+    It is "window" if the array is in a shared window on every rank, else "plain".
     """
     found = transport.windows.locate(array, transport.members[transport.rank])
     return "window" if all(transport.gather_text(found is not None)) else "plain"

@@ -24,7 +24,7 @@ RECOMPUTE = r"^(none|attention|unit|[1-9][0-9]{0,8})$"
 PARTITION = r"^time$|^( *[0-9]{1,9} *(, *[0-9]{1,9} *)*)?$"
 HALVES = ("bfloat16", "float16")
 KEPT_ON_HOST = ("topk", "powersgd")
-"""The compression formats with error-feedback residuals, which lie in host memory."""
+"""The compression formats with error-feedback residuals, which are in host memory."""
 WHOLE = 2**63 - 1
 """The largest integer of 64 bits."""
 SMALL, LARGE = 1e-30, 1e30

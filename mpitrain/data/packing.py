@@ -11,7 +11,7 @@ from mpitrain.data.source import DOCUMENT_END, IGNORED
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return the numbers of the sequences in each row; the result depends on the arguments alone.
+    """Return the numbers of the sequences in each row; the result depends only on the arguments.
 
     The longest sequence comes first, and each goes to the first row that has room for it. This
     takes at most 11/9 of the fewest rows, plus 1 (first-fit decreasing, Johnson 1973).

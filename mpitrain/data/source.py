@@ -1,4 +1,4 @@
-"""The protocol of a data source, and a stand-in with its sizes alone.
+"""The protocol of a data source, and a stand-in that has only its sizes.
 
 B batch, T tokens of a context, F features, C channels, H height, W width of an image.
 """
@@ -23,7 +23,7 @@ class Source(Protocol):
     Attributes
     ----------
     form : {"tokens", "samples", "images"}
-        The form of the data. A model says which one it takes.
+        The form of the data. A model declares which one it takes.
     shape : tuple of int
         Shape of the inputs of one row: (T,) tokens, (F,) features, or (C, H, W) pixels.
     inputs : int
@@ -64,7 +64,7 @@ class Source(Protocol):
             (len(rows), T) int64 tokens, (len(rows), F) features, or (len(rows), C, H, W) pixels.
         targets : ndarray
             (len(rows), T) int64 classes of tokens, else (len(rows),). IGNORED does not count. With
-            data.attend=document, DOCUMENT_END says that the next token begins a document.
+            data.attend=document, DOCUMENT_END means that the next token begins a document.
         """
 
     def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -28,7 +28,7 @@ class SourceKind(NamedTuple):
     is_text        its tokens are the bytes of text
     is_token_file  it is a file of tokens. All ranks scan it for its largest token, and
                    data.validation may name another one.
-    reads          the keys of `Reading` that it reads, besides dtype of a file of tokens
+    reads          the keys of `Reading` that it reads, in addition to the dtype of a file of tokens
     module         optional Python module that it needs; empty: none
     """
 

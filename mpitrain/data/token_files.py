@@ -45,7 +45,7 @@ class Layout(NamedTuple):
     """The layout of a file of tokens.
 
     offset  of the first token, in bytes
-    length  number of tokens, as a header says; None without a header
+    length  number of tokens in the header; None without a header
     """
 
     dtype: np.dtype

@@ -140,7 +140,7 @@ class FileTokenizer(Tokenizer):
             self._inner.no_padding()
             self._inner.encode_special_tokens = True
             tokens = self._inner.get_vocab(True).values()
-        except Exception as error:  # The package raises this type alone.
+        except Exception as error:  # The package raises only this type.
             raise DataError(
                 f"{name} must be a tokenizer.json of HuggingFace, but {str(error)[:100] or 'is empty'}.",
                 "Write one with mpitrain data train-tokenizer, or name another file.",

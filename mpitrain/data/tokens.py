@@ -113,7 +113,7 @@ def open_pydocs(request: Request) -> TokenSource:
 
 
 def open_text(request: Request) -> TokenSource:
-    """Open a text file, the bytes of which are tokens."""
+    """Open a text file, whose bytes are tokens."""
     return _of_bytes(text(Path(request.place)), request.place, request)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from mpitrain.machine import process
 
 SECONDS = 20.0
-"""Time limit of a trial. It runs in a child process: if a file lock hangs, the rank goes on."""
+"""Time limit of a trial. It runs in a child process: if a file lock hangs, the rank continues."""
 FAILED = "failed"
 """The key of the result of a trial that did not end by itself."""
 

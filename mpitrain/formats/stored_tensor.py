@@ -1,4 +1,4 @@
-"""A parameter tensor in a safetensors file, of which any rectangle can be read alone."""
+"""A parameter tensor in a safetensors file, from which any rectangle can be read."""
 
 import math
 from typing import NamedTuple

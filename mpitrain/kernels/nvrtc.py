@@ -43,7 +43,7 @@ def own_locale() -> Iterator[None]:
 def architecture(capability: int, known: Sequence[int]) -> str:
     """Return the architecture that NVRTC compiles for.
 
-    From 9.0 on, this is the variant with the features of this chip alone (sm_90a).
+    From 9.0 on, this is the variant with features that only this chip has (sm_90a).
     capability  of the device, times ten
     known       capabilities that this NVRTC knows; for a newer device, the driver translates the
                 newest one's PTX

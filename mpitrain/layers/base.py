@@ -10,7 +10,7 @@ A layer may also define both halves in one, `backward(w, dy, saved, dw, arena) -
 With an attribute `fusion` a layer offers to do work of its neighbours in the same pass over memory
 (fusion.py). A method `saved_again` computes `saved` without the output (memory/recomputed.py).
 
-With `is_rowwise` or `forward_next` it can compute new tokens alone (incremental.py).
+With `is_rowwise` or `forward_next` it can compute only new tokens (incremental.py).
 
 A layer that takes tokens has an attribute `vocab`, the number of tokens. A trainer checks that all
 tokens are below it.
@@ -280,7 +280,7 @@ class Loss(Protocol):
         """
 
     def value(self, logits: np.ndarray, targets: np.ndarray, arena: Arena) -> Any:
-        """Compute the summed loss alone.
+        """Compute only the summed loss.
 
         Parameters
         ----------

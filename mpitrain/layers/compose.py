@@ -154,7 +154,7 @@ class Sequential:
     def _fused(self, name: str, saved: list, residual: Any) -> Any:
         """Return the last argument of a child's fused call in backward; None: it is not fused.
 
-        The slope before a child lies below the child's own state, and is removed.
+        The slope before a child is below the child's own state, and is removed.
         """
         if name in self._takers:
             return saved.pop(-2)

@@ -3,7 +3,7 @@
 `Storage` computes the offset of each tensor. `weights` returns named views of a flat buffer, with
 which layers compute.
 
-Frozen tensors lie in a flat buffer of their own, which has no gradients and no state:
+Frozen tensors are in a separate flat buffer, which has no gradients and no state:
 
     trained   parameters   [ unit 0 | unit 1 | ... ]   all that ranks reduce, update and average
               gradients    [ unit 0 | unit 1 | ... ]

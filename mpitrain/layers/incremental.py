@@ -1,7 +1,7 @@
-"""Incremental decoding: forwards of new tokens alone, over stored keys and values of earlier ones.
+"""Incremental decoding: forwards of only the new tokens, over stored keys and values of earlier ones.
 
-A layer offers this in one of three ways. An attribute `is_rowwise` that is true says that each
-output row depends on the same input row alone. The new rows then go through `forward`.
+A layer offers this in one of three ways. An attribute `is_rowwise` that is true means that each
+output row depends only on the same input row. The new rows then go through `forward`.
 Attention and embeddings have a method `forward_next(w, x, past, arena) -> y`. Layers made of layers
 have this method as well, and `inner_layers`; they are incremental if all of these are. A subclass
 that overrides `forward` must define `is_rowwise` or `forward_next` again. Models with any other
@@ -91,14 +91,14 @@ def forward_next(layer: Any, w: Weights, x: Any, past: Past, arena: Arena, *fuse
 
 
 def is_rowwise(layer: Any) -> bool:
-    """Return whether each output row of a layer depends on the same row of its input alone."""
+    """Return whether each output row of a layer depends only on the same row of its input."""
     if _offers(layer, "inner_layers"):
         return all(map(is_rowwise, layer.inner_layers()))
     return _offers(layer, "is_rowwise") and layer.is_rowwise
 
 
 def is_incremental(layer: Any) -> bool:
-    """Return whether a layer, with all layers inside it, can compute new tokens alone."""
+    """Return whether a layer, with all layers inside it, can compute only new tokens."""
     if _offers(layer, "inner_layers"):
         return all(map(is_incremental, layer.inner_layers()))
     return _offers(layer, "forward_next") or is_rowwise(layer)

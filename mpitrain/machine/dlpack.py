@@ -51,5 +51,5 @@ def as_array(array: Any, name: str) -> Any:
 
 
 def kind_of(array: Any) -> Kind:
-    """Return the kind of device in whose memory an array of `as_array` lies."""
+    """Return the kind of device that stores an array of `as_array`."""
     return "cpu" if isinstance(array, np.ndarray) else "cuda"

@@ -6,7 +6,7 @@ that decoded values have the same codes again:
 
 -1 and 1 are codes of the signed map. The largest element of a block has one of them.
 
-Code 0 of the unsigned map is 0 alone. A positive second moment never becomes 0.
+In the unsigned map only code 0 is 0. A positive second moment never becomes 0.
 
 Blocks whose largest magnitude is below TINY are 0.
 
@@ -74,7 +74,7 @@ UNSIGNED = _map(np.concatenate([[0], _positive(2), [1]]), 0)
 
 
 def block_count(count: int, lead: int) -> int:
-    """Return the number of blocks of `count` elements, of which the first one lacks `lead`."""
+    """Return the number of blocks of `count` elements; the first block lacks `lead` elements."""
     return -(-(count + lead) // BLOCK) if count else 0
 
 

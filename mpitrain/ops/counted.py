@@ -1,6 +1,6 @@
 """Operations that count: those of a backend on arrays without memory, with FLOPs and bytes summed.
 
-A counted operation runs the backend's own function, on arrays of which no page exists
+A counted operation runs the backend's own function, on arrays without memory
 (weightless.py). So it leases from the arena exactly what the function leases. A second call with
 the same shapes repeats the leases of the first one without running the function.
 """

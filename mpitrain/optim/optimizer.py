@@ -33,7 +33,7 @@ class Optimizer:
     pieces   pieces to update
     state    {name: buffer}. Its length depends on its shape in the row of the rule:
              elements: that of all pieces; element `piece.offset` is for the flat `piece.start`.
-             ElementsOf: the same, for the elements of some tensors alone.
+             ElementsOf: the same, only for the elements of some tensors.
              Others: one small whole array for each tensor that the pieces touch.
     """
 

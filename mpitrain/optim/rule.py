@@ -2,7 +2,7 @@
 
 A rule is element-wise, block-wise or tensor-wise. An element-wise rule is one operation over runs
 of a flat buffer. A block-wise rule is one with state in codes of 8 bits (coded.py). A tensor-wise
-rule needs sums over whole tensors, whose elements may lie on several ranks:
+rule needs sums over whole tensors, whose elements may be on several ranks:
 
     facts   each rank adds its elements' share to a flat float64 vector, tensor by tensor
     sum     one all-reduce over the ranks with other elements of the same tensors
@@ -56,7 +56,7 @@ def rows(tensor: Parameter) -> tuple[int, ...]:
 
 
 def columns(tensor: Parameter) -> tuple[int, ...]:
-    """Return the shape of the last dim alone."""
+    """Return the shape with only the last dim."""
     return tensor.shape[-1:]
 
 
@@ -186,8 +186,8 @@ class TensorWise(NamedTuple):
     """The step of a rule that needs sums over whole tensors, or whole tensors.
 
     rounds  in their order; a round sees the sums of all earlier ones
-    apply   (piece, update): step the parameters. It runs once for each tensor of which this rank
-            updates an element. State that is not `elements` must follow from state and sums alone,
+    apply   (piece, update): step the parameters. It runs once for each tensor in which this rank
+            updates an element. State that is not `elements` must follow only from state and sums,
             so that it has the same bits on all ranks.
     whole   a result of whole tensors, which `apply` gets; the rule refuses tensor parallelism
     """
@@ -200,7 +200,7 @@ class TensorWise(NamedTuple):
 class TorchClass(NamedTuple):
     """The class of torch.optim with the same update, as a peer of `mpitrain bench train`.
 
-    arguments  (settings) -> its arguments besides learning rate and weight decay
+    arguments  (settings) -> its arguments except learning rate and weight decay
     """
 
     name: str

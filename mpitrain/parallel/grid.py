@@ -141,7 +141,7 @@ class Grid:
 
     world         all ranks
     tp, dp, pp    the group along that axis: all ranks that share this rank's other two coordinates;
-                  on a server, itself alone
+                  on a server, only itself
     servers       the servers; None on all other ranks
     reports_loss  whether this rank reports its replica's loss: one rank of the stage with the last
                   model chunk does

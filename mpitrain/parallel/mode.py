@@ -64,7 +64,7 @@ class Mode(NamedTuple):
               depends on the machine or on the schedule
     refusal   (configuration) -> error that names a key that the mode does not support, or None
     servers   (settings) -> number of the last ranks, which compute no rows
-    records   (settings) -> fields of StepResult that metrics.jsonl has in this mode alone
+    records   (settings) -> fields of StepResult that metrics.jsonl has only in this mode
     exchange  (settings) -> steps between two exchanges of stop requests
     stages    {replication.zero: descriptor} for each ZeRO stage of the mode
     variants  {end of the mode's name in `mpitrain compare`: setting}; empty: there is one variant

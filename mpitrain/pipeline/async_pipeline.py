@@ -3,7 +3,7 @@
 The pipeline does not drain at the end of a step, and each stage updates its parameters by itself. A
 call of `train` is a step. It runs all forwards of its micro-batches, and the backwards that 1F1B
 puts between them. The first of these backwards belong to the step before. The next step, or
-`drain`, runs the remaining backwards. A drawing stands at `schedules.STREAMS`.
+`drain`, runs the remaining backwards. `schedules.STREAMS` has a drawing.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -80,7 +80,7 @@ class Receive(NamedTuple):
 class Complete(NamedTuple):
     """Completion of a send to stage `peer` (MPI_Wait).
 
-    It stands where the peer has surely received the message, or at the end of a step.
+    Its position is one where the peer has surely received the message, or at the end of a step.
     """
 
     what: What

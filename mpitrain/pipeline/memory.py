@@ -1,4 +1,4 @@
-"""Memory, weight versions and ZeRO gathers of a stage, from its list of instructions alone.
+"""Memory, weight versions and ZeRO gathers of a stage, computed only from its list of instructions.
 
 The durations of instructions have no influence.
 """

@@ -316,7 +316,7 @@ STREAMS: Table[str, Schedule] = Table(
 They run 1F1B without a flush between steps: the pipeline does not drain, and each stage updates by
 itself. `async_pipeline.py` runs the steps; `parallel/data/weight_stashing.py` updates.
 
-PipeDream (async) with steps of 4 micro-batches. Below each instruction stands its weight version;
+PipeDream (async) with steps of 4 micro-batches. Below each instruction is its weight version;
 * marks an update, which makes the next version. Micro-batches 4 to 7 belong to the next step:
 
     stage 0  F0 F1 F2 ..... B0 W0 F3 B1 W1 F4 B2 W2 F5 B3 W3 F6 B4 W4 F7 B5 W5

@@ -32,7 +32,7 @@ class Stage:
     """Stage that trains one chunk of the model.
 
     It announces each use of a unit's parameters and gradients to the replication. Of a segment of
-    units it saves the input alone. The backward of the segment's last unit begins with the other
+    units it saves only the input. The backward of the segment's last unit begins with the other
     activations of the segment.
 
     A micro-batch goes forward, then backward: through the two halves, or through both at once. Each

@@ -30,7 +30,7 @@ class Stream(NamedTuple):
     plan           of all simulated steps
     micro_batches  of a step
     every          micro-batches of an update, as in `memory.weights`
-    drawn          the first steps alone; the stages continue with the next one
+    drawn          only the first steps; the stages continue with the next one
     step_ms        from step to step in the steady state
     fill_ms        from the first forward of the pipeline to the first forward of its last stage
     """

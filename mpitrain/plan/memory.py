@@ -48,7 +48,7 @@ def ranks_of(config: Config) -> int:
 
 
 def count(given: Config) -> Counted:
-    """Count a job of `ranks_of` ranks on one host; tensor-parallel rank 0 stands for its group."""
+    """Count a job of `ranks_of` ranks on one host; tensor-parallel rank 0 represents its group."""
     ranks = ranks_of(given)
     job, source, units = alone(given, ranks)
     config, axes, plan, device = job

@@ -158,7 +158,7 @@ def predict(
 
 
 def best(predicted: Sequence[Predicted]) -> Predicted:
-    """Return the fastest prediction; the one with the fewest micro-batches among equals.
+    """Return the fastest prediction; among equals, the one with the fewest micro-batches.
 
     Spoilt predictions count only if all are spoilt.
     """

@@ -57,7 +57,7 @@ class Job(NamedTuple):
     """A run in memory: a model ready for training or inference, its data, and its progress.
 
     trainer  the trainer
-    source   the data source, or its sizes alone
+    source   the data source, or only its sizes
     done     the progress: steps and samples so far, and the identity of the run
     """
 

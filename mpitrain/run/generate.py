@@ -81,7 +81,7 @@ def texts(
     count           tokens after each prompt; None: no limit
     ends            (prompt, token) -> whether this token is the last one of its prompt; called on
                     all ranks, with the same result
-    stop_requested  called on rank 0 alone, in every round; after True this round is the last
+    stop_requested  called only on rank 0, in every round; after True this round is the last
     cuts            False: a text ends when its window is full; prompts are shorter than that
     yields          (prompt, token) of each prompt that has not ended, in order
     raises          TrainingError on every rank if the logits are not finite

@@ -114,7 +114,7 @@ class Indices:
 
 
 def known(array: np.ndarray, count: int, what: str, where: str) -> np.ndarray:
-    """Return the array as int32 or int64; DataError unless all elements lie in 0 .. count - 1.
+    """Return the array as int32 or int64; DataError unless all elements are in 0 .. count - 1.
 
     A target may also be IGNORED.
 

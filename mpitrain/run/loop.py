@@ -174,7 +174,7 @@ def _claimed(rank: int, given: Given, job: Job, locks: list[int]) -> tuple[str, 
 
 
 class _Run:
-    """The training loop and its output. Rank 0 alone writes metrics and has watchers."""
+    """The training loop and its output. Only rank 0 writes metrics and has watchers."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class _Run:
         self._record(record)
 
     def _without(self) -> tuple[int, ...]:
-        """Return the ranks with work of their own: in mode master rank 0 alone updates."""
+        """Return the ranks with work of their own: in mode master only rank 0 updates."""
         return (0,) if self._config.replication.mode == "master" else ()
 
     def close(self) -> None:

@@ -167,7 +167,7 @@ def configuration(folder: Path) -> Config:
     """Return the configuration that a run was last trained with.
 
     A file of an earlier version may lack newer keys; their defaults keep the earlier behaviour.
-    Such a file has as many keys as its first line says.
+    The first line of such a file has the number of its keys.
 
     raises  ConfigError if any other file lacks a key: its present default may be another value
     """
@@ -449,7 +449,7 @@ def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict
     """
     config = resolved.config
     tables = config.model_dump()
-    # The file lies in the run directory, so run.out is the file's own folder.
+    # The file is in the run directory, so run.out is the file's own folder.
     tables["run"]["out"], tables["layout"]["dp"] = ".", resolved.axes.dp
     tables["run"]["plugins"] = [*map(os.path.abspath, config.run.plugins)]
     tables["run"]["init_from"] = _absolute_path(config.run.init_from)

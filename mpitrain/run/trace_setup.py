@@ -22,7 +22,7 @@ class Traced:
     def __init__(self, transport: Transport, job: Job, folder: Path):
         """Open the trace file in the run directory, and write its header; collective.
 
-        If the file cannot be written, the rank prints a warning, and the run goes on.
+        If the file cannot be written, the rank prints a warning, and the run continues.
         """
         self._recorder, self._peak, self._grown = transport.recorder, -1, Growth()
         self._released = 0

@@ -222,7 +222,7 @@ class Trainer:
         if self._own is None:
             return
         self.sync_parameters()  # No operation may be in flight.
-        del self.pipe, self.replication  # They own arrays that lie in windows.
+        del self.pipe, self.replication  # They own arrays in windows.
         self.grid.close()
         self._own.close()
         self._own = None
@@ -426,7 +426,7 @@ class Trainer:
         )
 
     def _asked(self, inputs: np.ndarray, starts: np.ndarray | None = None) -> Any:
-        """Return the logits, with the columns of this tensor-parallel rank alone.
+        """Return the logits, with only the columns of this tensor-parallel rank.
 
         If sequence parallelism cannot divide the rows, the inputs are padded with zeros. The
         padding comes after all rows or to the right of them. The causal mask hides it.
@@ -635,7 +635,7 @@ def replicas_equal(trainer: Trainer) -> bool:
     if grid.axes.servers:
         served = trainer.transport.gather_text(parameters.pieces)[-grid.axes.servers :]
         # A worker's buffer is not sharded. So a piece [start, stop) of the flat parameter buffer
-        # lies at offset `start` of the worker's array.
+        # is at offset `start` of the worker's array.
         whole = [Piece(start, stop, start) for pieces in served for start, stop, _ in pieces]
         equal &= _same_bits(trainer.transport, parameters.pieces if grid.is_server else whole, flat)
     return all(trainer.transport.gather_text(equal))
@@ -646,7 +646,7 @@ def _same_bits(
 ) -> bool:
     """Return whether equal pieces have equal bits on all ranks; collective.
 
-    pieces  which elements of the flat buffer lie at which offset in `array`
+    pieces  the elements of the flat buffer, and their offsets in `array`
     origin  subtracted from `start` and `stop` of each piece before ranks compare them
     """
     held = [

@@ -21,7 +21,7 @@ class Wait(NamedTuple):
 
     ready  returns whether the thread may continue
     what   names the wait
-    woken  wakes this thread alone
+    woken  wakes only this thread
     """
 
     rank: int

@@ -155,7 +155,7 @@ def _measured(
     watchdog: Watchdog,
     stepped: Callable[[str, float], None],
 ) -> tuple[Row, Trained]:
-    """Train and evaluate a job; return its row, with the times of this block alone. Collective."""
+    """Train and evaluate a job; return its row, with only the times of this block. Collective."""
     trainer, sent = job.trainer, transport.traffic.nbytes
     found = _trained(transport, job, mode, waits, watchdog, stepped)
     outcomes, ends = found.outcomes, found.ends

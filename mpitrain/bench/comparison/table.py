@@ -71,7 +71,7 @@ def mark(row: Row, first: Row) -> str:
 def memory_table(rows: Sequence[Row]) -> list[str]:
     """Return lines with the idle time, the memory by kind and the losses of each mode.
 
-    Memory is of the fullest rank. Losses are training losses after equal steps and equal time.
+    Memory is that of the fullest rank. Losses are training losses after equal steps and equal time.
     """
     seconds, steps = equal_time(rows), len(rows[0].curve)
     names = (*MEMORY, f"loss, {steps} steps", f"loss, {seconds:.3g} s")

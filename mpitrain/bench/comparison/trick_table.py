@@ -20,7 +20,7 @@ def heading() -> str:
 def line(found: Tried) -> str:
     """Format a measured trick.
 
-    Memory is of the fullest rank, sent bytes are of the busiest rank in a step.
+    Memory is that of the fullest rank. Sent bytes are those of the busiest rank in a step.
     """
     assert found.on and found.off
     ratios = found.ratios
@@ -79,7 +79,7 @@ def checks(measured: Sequence[Tried]) -> tuple[tuple[int, int], tuple[int, int]]
 
 
 class TrickRow(NamedTuple):
-    """A trick in the JSON file; without measurements, `reason` says why.
+    """A trick in the JSON file; without measurements, `reason` gives the cause.
 
     speed         `faster`, `slower`, or ~ if the blocks disagree
     ratios        times as fast with the trick, by block

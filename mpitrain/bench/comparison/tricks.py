@@ -120,7 +120,7 @@ def try_all(
 ) -> Iterator[Tried]:
     """Measure a job with and without each trick in turns, and yield the tricks. Collective.
 
-    Each trick is built for its turns alone, so that two jobs are in memory together at most.
+    Each trick is built only for its turns, so that at most two jobs are in memory.
 
     blocks  turns of each side
     steps   steps of a turn

@@ -1,4 +1,4 @@
-"""The floor of a training step: its matrix products alone, with the shapes that it had.
+"""The floor of a training step: only its matrix products, with their shapes.
 
 M rows, K inputs, N outputs of a linear layer. B batch, T tokens, C channels, H heads.
 """

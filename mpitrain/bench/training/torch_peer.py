@@ -1,6 +1,6 @@
 """The peer: the same GPT in PyTorch, trained over gloo with its counterpart of our mode.
 
-It also has attention alone, for `bench kernels`. It runs on the CPU or a GPU. Products of float32
+It also has a separate attention, for `bench kernels`. It runs on the CPU or a GPU. Products of float32
 have full precision: TF32, with 10 bits, is off. B batch, T tokens, C channels.
 """
 
@@ -69,7 +69,7 @@ class TorchPeer:
         self.name = self._way.name
 
     def step(self, index: int, inputs: np.ndarray, targets: np.ndarray) -> float:
-        """Take an optimizer step on this rank's rows; return the loss of these rows alone."""
+        """Take an optimizer step on this rank's rows; return the loss of only these rows."""
         optimizer = self._way.optimizer
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(self._settings.optimizer, index, self._settings.run.steps)

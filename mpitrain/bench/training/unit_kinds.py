@@ -110,7 +110,7 @@ class Stopwatch(Recorder):
             self.leave()
 
     def timed(self, ops: Ops) -> Ops:
-        """Return the operations, each of which also adds to the seconds of its kind."""
+        """Return the operations; each also adds its time to the seconds of its kind."""
 
         def wrapped(name: str, body: Callable[..., Any]) -> Callable[..., Any]:
             def run(*arguments: Any, **named: Any) -> Any:
@@ -130,7 +130,7 @@ class Stopwatch(Recorder):
         return cast(Ops, SimpleNamespace(**bodies))
 
     def communicates(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Return a call, of which all seconds are communication."""
+        """Return a function whose time counts as communication."""
 
         def run() -> None:
             self.enter(COMMUNICATION)

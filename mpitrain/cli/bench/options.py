@@ -71,7 +71,7 @@ class Against:
     """The comparison that `--against` asks for; without the option it prints and counts nothing."""
 
     def __init__(self, path: Path | None, tolerance: float, facts: dict[str, Any]):
-        """Read the earlier file; ConfigError if it is of another benchmark.
+        """Read the earlier file; ConfigError if another benchmark wrote it.
 
         facts  the header of this benchmark
         """
@@ -99,7 +99,7 @@ class Against:
 
 
 def compared(transport: "Transport", options: dict[str, Any], facts: dict[str, Any]) -> "Against":
-    """Return the comparison of a benchmark on several ranks; rank 0 alone reads the file.
+    """Return the comparison of a benchmark on several ranks; only rank 0 reads the file.
 
     Collective. Other ranks compare nothing, and rank 0's exit code counts.
     """

@@ -186,7 +186,7 @@ def _certify(transport: Any, options: dict[str, Any]) -> bool:
     is_root = transport.rank == 0
 
     def limits() -> dict[str, Any]:
-        # Rank 0 alone reads the file: other hosts may not have it.
+        # Only rank 0 reads the file: other hosts may not have it.
         return (read_limits(expect) if expect and is_root else Limits()).model_dump()
 
     found = Limits(**from_all_ranks(transport, limits)[0])

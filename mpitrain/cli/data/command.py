@@ -101,7 +101,7 @@ def prepare(
 ) -> None:
     """Write the tokens of text files, lines of JSON (.jsonl) or Parquet files.
 
-    An interrupted command goes on if it is typed again. No file has its name before it is
+    An interrupted command continues if it is repeated. No file has its name before it is
     complete. In an MPI job all ranks encode: mpitrain launch -n 4 -- data prepare ...
     """
     from mpitrain.data.prepare.documents import Form

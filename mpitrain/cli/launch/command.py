@@ -105,7 +105,7 @@ def command(
     A Python file: mpitrain launch -n 4 -- python own.py ARGUMENTS. It can also be python -m MODULE
     or python -c CODE; `python` is the interpreter of this environment. If one rank raises or exits
     with a code other than 0, all ranks end, and that code is returned.
-    Read from files instead of standard input: Open MPI 5 forwards it to rank 0 alone, without its
+    Read from files instead of standard input: Open MPI 5 forwards it only to rank 0, without its
     end.
 
     Ctrl-C, TERM and USR1 ask a training run to checkpoint and stop (exit code 85). A second signal

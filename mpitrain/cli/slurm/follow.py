@@ -50,7 +50,7 @@ def submit(text: str) -> str:
 def follow(job: str) -> int:
     """Print the logs of a job as they grow, until it ends; return its exit code.
 
-    A run that goes on in another job is followed there.
+    If a run continues in another job, its log is followed there.
     """
     logs: dict[str, _Log] = {}
     records: list[dict[str, str]] = []

@@ -1,4 +1,4 @@
-"""`mpitrain check`: says whether solutions of exercises are right, and why not."""
+"""`mpitrain check`: prints whether solutions of exercises are right, or why they are wrong."""
 
 from pathlib import Path
 

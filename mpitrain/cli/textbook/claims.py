@@ -1,4 +1,4 @@
-"""`mpitrain claims`: measures textbook sentences, and says in which settings they hold."""
+"""`mpitrain claims`: measures textbook sentences, and prints in which settings they are true."""
 
 from pathlib import Path
 

@@ -117,7 +117,7 @@ def work(
     cores   number of cores of a host
     """
     distinct, times = list(dict.fromkeys(hosts)), _segments(operation, algorithm, hosts, count)
-    # One segment stands for all of them, because a long plan takes seconds to make.
+    # One segment represents all of them, because a long plan takes seconds to make.
     short, busiest = count // times, Work()
     longer = count / short if short else 1.0
     for host in dict.fromkeys(

@@ -1,4 +1,4 @@
-"""`prepare`: writes a directory of tokens, atomically, and goes on after an interruption."""
+"""`prepare`: writes a directory of tokens, atomically, and continues after an interruption."""
 
 import fcntl
 import hashlib
@@ -66,7 +66,7 @@ def prepare(
     """Write train.bin, val.bin, tokenizer.json and meta.json into the directory `out`.
 
     No file has its final name before it is complete, and train.bin gets its name last. After an
-    interruption the same call goes on. A directory that is complete stays as it is.
+    interruption the same call continues. A directory that is complete stays as it is.
 
     start     starts the processes or ranks that encode
     progress  called with the number of input bytes so far

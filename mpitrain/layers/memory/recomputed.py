@@ -1,6 +1,6 @@
 """Recomputation of activations (gradient checkpointing, Chen et al. 2016, arXiv:1604.06174).
 
-A recomputed layer saves its input alone. The input half of its backward first computes the other
+A recomputed layer saves only its input. The input half of its backward first computes the other
 saved activations again. With an attribute `saved_again(w, x, arena) -> saved` a layer offers to
 skip work that only its output needs. So a linear layer skips its product, and a
 row-parallel layer its all-reduce.
@@ -58,7 +58,7 @@ def with_input(saved: Any, x: Any) -> Any:
 
 
 class Recomputed:
-    """A layer that saves its input alone (as torch.utils.checkpoint).
+    """A layer that saves only its input (as torch.utils.checkpoint).
 
     inner        computes the same outputs and gradients, bit for bit
     recomputing  the context of each second forward

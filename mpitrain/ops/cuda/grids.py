@@ -23,7 +23,7 @@ SHARED = {
     120: 99 << 10,
 }
 
-# shared memory, in bytes, that a kernel may need besides the rows it stores there
+# shared memory, in bytes, that a kernel may need in addition to the rows it stores there
 SCRATCH = 2 << 10
 
 

@@ -38,7 +38,7 @@ def cross_entropy(kernels: Kernels, logits, targets, scale, arena):
 
 
 def cross_entropy_loss(kernels: Kernels, logits, targets, arena):
-    """Return loss_sum alone, an array without dims."""
+    """Return only loss_sum, an array without dims."""
     losses = arena.take((len(logits),), KINDS[logits.dtype].sums)
     _launch(
         kernels, "cross_entropy_loss", logits, (targets, logits, losses), targets.dtype, "losses"

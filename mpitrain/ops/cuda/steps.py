@@ -201,7 +201,7 @@ def adamw(
 ):
     """Step p, m and v in place, with decoupled decay; step counts from 1.
 
-    The host computes the bias corrections, which depend on the step alone, in double.
+    The host computes the bias corrections, which depend only on the step, in double.
     """
     _step(
         kernels,

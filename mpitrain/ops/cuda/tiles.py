@@ -150,7 +150,7 @@ SHORTEST = 256  # no split of a sum over K is shorter
 # hide it. Deep steps count as DEEPEST elements of K at most.
 FILLING, DEEPEST = 3, 96
 # For `cost`, a step in K of an m x n tile takes (m + EDGE) * (n + EDGE) multiplications. The
-# excess over m * n stands for the traffic through shared memory.
+# excess over m * n represents the traffic through shared memory.
 EDGE = 16
 BYTES = 20  # bytes of memory traffic per cycle and multiprocessor
 LAUNCH = 5000  # cycles that one more kernel takes

@@ -12,7 +12,7 @@ def conv2d(x, w, b, side, arena):
 
     x: (B, H, W, C); w: (N, S S C), by row, column and channel; b: (N,) or None; y: (B, H, W, N)
 
-    The channels or the rows and columns of x lie together, so x may be a view of (B, C, H, W).
+    The channels, or the rows and columns, of x are contiguous, so x may be a view of (B, C, H, W).
     side  S
     """
     (_, rows, columns, _), around = x.shape, _surrounded(x, side)

@@ -36,7 +36,7 @@ def cross_entropy(logits, targets, scale, arena):
 
 
 def cross_entropy_loss(logits, targets, arena):
-    """Return loss_sum alone, for evaluation; logits do not change."""
+    """Return only loss_sum, for evaluation; logits do not change."""
     shifted = (logits - logits.max(-1, keepdims=True)).astype(np.float64)
     log_sum, rows = np.log(np.exp(shifted).sum(-1)), counted_rows(targets)
     return float((log_sum[rows] - shifted[rows, targets[rows]]).sum())
@@ -121,6 +121,6 @@ def counted_rows(targets):
 
 
 def columns_of(targets, first, logits):
-    """Return (rows, columns) of the targets that lie in these columns."""
+    """Return (rows, columns) of the targets in these columns."""
     rows = np.flatnonzero((targets >= first) & (targets < first + logits.shape[-1]))
     return rows, targets[rows] - first

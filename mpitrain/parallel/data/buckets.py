@@ -58,7 +58,7 @@ def bucket_bytes(replica: ReplicationContext) -> float:
 def common_buckets(replica: ReplicationContext, firsts: Sequence[int] = ()) -> list[Bucket]:
     """Return the buckets of the flat buffer, in the order of their reduction; collective.
 
-    A tensor-parallel group agrees on their bytes. Its replicated tensors must lie in the same
+    A tensor-parallel group agrees on their bytes. Its replicated tensors must be in the same
     buckets. Otherwise its ranks would sum these tensors in different orders.
 
     firsts  units at which a bucket must start

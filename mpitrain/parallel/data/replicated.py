@@ -207,7 +207,7 @@ class Replicated:
         if self._own is None:
             return
         self._leaves.clear()
-        del self._reducer, self._control  # They own arrays that lie in windows.
+        del self._reducer, self._control  # They own arrays in windows.
         self._grid.close()
         self._own.close()
         self._own = None

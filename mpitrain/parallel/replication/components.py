@@ -45,7 +45,7 @@ from mpitrain.regions import Piece
 
 
 class ParameterStore(Protocol):
-    """Where the parameters of a rank lie, and how those of other ranks reach it.
+    """Storage of the parameters of a rank, and access to those of other ranks.
 
     Methods that return None do nothing by default.
 
@@ -60,7 +60,7 @@ class ParameterStore(Protocol):
     owned : dict
         {piece: its parameters}, for the pieces that this rank updates.
     sharing : sequence of Group
-        The groups over which the elements of a tensor are divided, besides tensor parallelism.
+        The groups over which the elements of a tensor are divided, in addition to tensor parallelism.
     frozen : FrozenParameters or None
         The parameters that are not trained; None on a server, which has none.
     is_sharded : bool
@@ -109,7 +109,7 @@ class ParameterStore(Protocol):
 
 
 class GradientReducer(Protocol):
-    """Where the gradients of a rank lie, and how they are summed over replicas.
+    """Storage of the gradients of a rank, and their sum over replicas.
 
     Methods that return None do nothing by default.
 
@@ -186,7 +186,7 @@ class StepEnd(Protocol):
     control: ControlMessage
 
     def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
-        """Yield the steps to compute, as `Replication.steps`; by default `step` alone."""
+        """Yield the steps to compute, as `Replication.steps`; by default only `step`."""
         return iter((step,))
 
     def outcome(self, step: int, own: StepResult | None) -> StepResult:

@@ -136,7 +136,7 @@ class Replication:
         Returns
         -------
         iterator of int
-            The caller computes each step before it takes the next one. By default `step` alone.
+            The caller computes each step before it takes the next one. By default only `step`.
             Asynchronous workers may compute several other steps first; servers compute none.
         """
         return self.step_end.steps(step, stop_requested)
@@ -398,7 +398,7 @@ class Replication:
         return [*self.store.state(), *self.step_end.state(), *self.reducer.state()]
 
     def scalars(self) -> dict[str, float]:
-        """Return the numbers that checkpoints save besides arrays; collective.
+        """Return the numbers that checkpoints save in addition to arrays; collective.
 
         Returns
         -------

@@ -77,7 +77,7 @@ class MasterRows(ReplicaRows):
         self._forms: list[tuple[str, list[int]]] = []
 
     def batch(self, source: Source, step: int, before: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Scatter the rows of a batch, which rank 0 alone reads; collective."""
+        """Scatter the rows of a batch, which only rank 0 reads; collective."""
         with self._replica.exposed:
             seed, size, transport = self._replica.config.run.seed, self._size, self._transport
             full = source.batch(seed, step, size, range(size), before) if self._is_root else ()

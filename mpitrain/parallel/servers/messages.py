@@ -17,7 +17,7 @@ NUMBERS = 10
 
 
 def header() -> np.ndarray:
-    """Return an empty header, (NUMBERS,) float64. It lies on the host, so a rank can wait for any
+    """Return an empty header, (NUMBERS,) float64. It is in host memory, so a rank can wait for any
     sender.
     """
     return np.zeros(NUMBERS)

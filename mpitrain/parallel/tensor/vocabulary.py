@@ -35,7 +35,7 @@ class VocabParallelEmbedding(Embedding):
     """A vocabulary-parallel embedding, tokens (B, T) -> (B, T, C) (as Megatron's
     VocabParallelEmbedding).
 
-    Each rank has its rows of the token table, and all positions. Rank 0 alone adds the positions,
+    Each rank has its rows of the token table, and all positions. Only rank 0 adds the positions,
     but every rank computes their whole gradient.
     """
 

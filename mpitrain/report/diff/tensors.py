@@ -111,7 +111,7 @@ def beyond(one: Path, other: Path, tolerance: float, skips_keys: bool) -> tuple[
     """Compare the parameters of two checkpoints of any layouts by three numbers of each.
 
     tolerance   of a difference, relative to the 2-norm of the tensor; of sums to sqrt(size) norms
-    skips_keys  leave out the key biases, whose gradient is rounding alone
+    skips_keys  leave out the key biases, whose gradient is only rounding error
     returns     the tensors beyond it, the farthest first; and the number of compared tensors
     """
     for path in (one, other):
@@ -145,7 +145,7 @@ def _flat(stored: StoredTensor, name: str, skips_keys: bool) -> np.ndarray:
 
 
 def numbers(array: np.ndarray, name: str) -> Numbers:
-    """Return the numbers of a tensor, 1-D; the random signs depend on its name alone."""
+    """Return the numbers of a tensor, 1-D; the random signs depend only on its name."""
     total, squares, projection = 0.0, 0.0, 0.0
     draw = np.random.default_rng(zlib.crc32(name.encode()))
     for values in _chunks(array):

@@ -70,7 +70,7 @@ class Manifest(NamedTuple):
     files    all files by name, except the manifest
     stored   all stored regions of state, except parameters
     block    bytes of a block with one SHA-256
-    base     of adapters that are saved alone: the folder of the model under them, and the SHA-256
+    base of adapters, if only these are saved: the folder of the model under them, and the SHA-256
              of its files; else empty
     """
 

@@ -33,7 +33,7 @@ StoredText = tuple[FileName, str, str, Literal["agreed", "own", "mean", "bound"]
 
 
 class Base(BaseModel):
-    """The model under adapters that are saved alone."""
+    """The base model of adapters, if a checkpoint has only these."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 

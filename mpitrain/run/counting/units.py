@@ -12,7 +12,7 @@ from mpitrain.trace.ring_buffer import BACKWARD_WEIGHT, FORWARD
 
 
 class UnitCount(NamedTuple):
-    """The counts of one unit in one micro-batch. All bytes are of activations.
+    """The counts of one unit in one micro-batch. All bytes are bytes of activations.
 
     The last unit of a recomputed segment runs the segment's forwards again: it has their bytes and
     FLOPs.

@@ -12,7 +12,7 @@ class Reader:
     """Reader of windows of tokens, one window for each sequence of a replica.
 
     A decoder caches keys and values. Without one, each window is read as a whole at each call. That
-    happens for models with a layer of a caller that cannot compute new tokens alone.
+    happens for models with a caller's layer that cannot compute only new tokens.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ ELEMENT_FAILURES: dict[str, Callable[[Backend, Any], None]] = {"nan": set_nan, "
 class FailingPasses:
     """A Replication that fails at the first unit of a forward or of a backward.
 
-    Every call goes on to the replication that it wraps. Gradients change before their reduction.
+    Every call is passed to the replication that this class wraps. Gradients change before their reduction.
     """
 
     def __init__(self, inner: Replication, injector: Injector, backend: Backend):

@@ -53,7 +53,7 @@ class Observation(NamedTuple):
 
 
 def observe(run_dir: Path, clocks: Mapping[int, float] | None = None) -> Observation:
-    """Observe a run by its files alone.
+    """Observe a run only through its files.
 
     clocks  {rank: the present time on the clock of its trace}, as far as it is known
     raises  ConfigError if the run has no traces that can be read
@@ -70,7 +70,7 @@ def question(
 ) -> Observation:
     """Observe a run by asking its ranks; arguments as in `ask`.
 
-    before  an observation by files alone
+    before an observation through files
     raises  OSError if the directory cannot be written; ConfigError if it has no traces any more
     """
     processes = {

@@ -1,6 +1,6 @@
 """The adapters of a run and the base under them: the folders that both are read from.
 
-A run with lora.rank and run.init_from saves its adapters alone. Its checkpoints have the folder of
+A run with lora.rank and run.init_from saves only its adapters. Its checkpoints have the folder of
 the base, and the SHA-256 of each file. Every later start reads the base again, and compares.
 """
 
@@ -38,7 +38,7 @@ def _chosen(
     is_chosen: Callable[[str], bool],
     otherwise: Callable[[StateBuffer], bool],
 ) -> list[StateBuffer]:
-    """Return the chosen buffers. A buffer of frozen parameters has the chosen tensors alone.
+    """Return the chosen buffers. A buffer of frozen parameters has only the chosen tensors.
 
     is_chosen  whether a tensor of this name is chosen
     otherwise  whether a buffer of any other state is chosen

@@ -31,7 +31,7 @@ from mpitrain.transport.agreement import from_all_ranks
 from mpitrain.transport.base import Transport
 
 POSITIONS = "embedding.positions"
-"""The tensor of which a run with a shorter model.context takes the first rows."""
+"""The tensor whose first rows are enough for a run with a shorter model.context."""
 
 
 def open_initial(config: Config, vocabulary: int, saved: Path | None = None) -> Initial:

@@ -77,7 +77,7 @@ def with_keys_of_folder(tables: Mapping[str, Any]) -> Mapping[str, Any]:
 def with_keys(tables: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the tables with the keys of a model that they lack.
 
-    keys  {section.key: value}; data.vocabulary counts for files of tokens alone
+    keys  {section.key: value}; data.vocabulary applies only to files of tokens
     """
     model, data = tables.get("model", {}), tables.get("data", {})
     if not isinstance(model, Mapping) or not isinstance(data, Mapping):

@@ -52,7 +52,7 @@ class Claim(NamedTuple):
     """Row of the table of claims; the sentence is true in one of its settings, and false in another.
 
     sentence    as a textbook states it
-    source      publication in which it stands
+    source      publication that contains it
     measure     meaning of the value
     relation    key of RELATIONS: the sentence is true if value, relation, threshold is
     experiment  (values of a setting) -> Figures

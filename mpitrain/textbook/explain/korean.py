@@ -422,7 +422,7 @@ LADDER = {
     "A warp of 32 threads reads global memory in sectors of 32 bytes.": (
         "스레드 32개의 워프는 전역 메모리를 32바이트 섹터로 읽습니다."
     ),
-    "Naive: 32 threads read a column of A, and take a sector for each word.": (
+    "Naive: 32 threads read a column of A, so each word needs its own sector.": (
         "단순: 스레드 32개가 A의 한 열을 읽어 워드마다 섹터 하나를 가져옵니다."
     ),
     "Coalesced: they read neighbours in B, so every byte of a sector is used.": (
@@ -431,14 +431,14 @@ LADDER = {
     "Shared tiles: a block loads a tile once, and its threads share each element.": (
         "공유 메모리 타일: 블록이 타일을 한 번 읽고 스레드들이 각 원소를 함께 씁니다."
     ),
-    "Register tiles: a thread computes 16 elements, so the tile has four times the side.": (
+    "Register tiles: a thread computes 16 elements, so a tile is four times as wide and high.": (
         "레지스터 타일: 스레드가 원소 16개를 계산하므로 타일의 변이 네 배입니다."
     ),
-    "Tensor cores: 16-bit elements take half the sectors; a warp multiplies fragments.": (
+    "Tensor cores: 16-bit elements need half the sectors, and a warp multiplies fragments.": (
         "텐서 코어: 16비트 원소는 섹터가 절반이고, 워프가 조각끼리 곱합니다."
     ),
-    "C = A B with M, N, K = {m}, {n}, {k}. Sectors: of all requests, without caches. "
-    "passes: over the 32 banks; conflicts: passes that equal banks add.": (
+    "C = A B with M, N, K = {m}, {n}, {k}. Sectors are those of all requests, without caches. "
+    "Passes are over the 32 banks; conflicts are passes added by equal banks.": (
         "C = A B, M, N, K = {m}, {n}, {k}. 섹터: 캐시 없이 모든 요청의 합. "
         "passes: 뱅크 32개를 지나는 횟수; conflicts: 같은 뱅크 때문에 늘어난 횟수."
     ),

@@ -142,7 +142,7 @@ def _wait(trace: Trace, record: Any, now: np.ndarray, calls: Mapping[str, int]) 
             found = _message(trace, other, started)
             if other["number"] == record["nbytes"]:
                 message = found
-        if message is None:  # Its record is of an earlier step, or has been overwritten.
+        if message is None:  # Its record belongs to an earlier step, or has been overwritten.
             rank, peer = trace.facts["rank"], int(record["peer"])
             message = Message(what, int(record["micro"]), peer, rank, -1, False, 0)
     return Wait(what, tuple(ranks), message, float(record["start"]), calls.get(what, 0))

@@ -1,6 +1,6 @@
 """Shared-memory files of MPICH: unlinked as soon as all ranks have mapped them.
 
-MPICH unlinks them in MPI_Finalize alone, so a job that dies would leave them in /dev/shm. A mapping
+MPICH unlinks them only in MPI_Finalize, so a job that dies would leave them in /dev/shm. A mapping
 outlives the name of its file. Open MPI opens its files later, by name, and its mpirun removes them.
 """
 

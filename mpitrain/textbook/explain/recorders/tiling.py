@@ -48,21 +48,21 @@ def record(name: str, setting: Setting) -> Explanation:
         TITLE,
         [
             sentence("A warp of 32 threads reads global memory in sectors of 32 bytes."),
-            sentence("Naive: 32 threads read a column of A, and take a sector for each word."),
+            sentence("Naive: 32 threads read a column of A, so each word needs its own sector."),
             sentence("Coalesced: they read neighbours in B, so every byte of a sector is used."),
             sentence(
                 "Shared tiles: a block loads a tile once, and its threads share each element."
             ),
             sentence(
-                "Register tiles: a thread computes 16 elements, so the tile has four times the side."
+                "Register tiles: a thread computes 16 elements, so a tile is four times as wide and high."
             ),
             sentence(
-                "Tensor cores: 16-bit elements take half the sectors; a warp multiplies fragments."
+                "Tensor cores: 16-bit elements need half the sectors, and a warp multiplies fragments."
             ),
         ],
         sentence(
-            "C = A B with M, N, K = {m}, {n}, {k}. Sectors: of all requests, without caches. "
-            "passes: over the 32 banks; conflicts: passes that equal banks add.",
+            "C = A B with M, N, K = {m}, {n}, {k}. Sectors are those of all requests, without caches. "
+            "Passes are over the 32 banks; conflicts are passes added by equal banks.",
             m=SHAPE.M,
             n=SHAPE.N,
             k=SHAPE.K,
