@@ -5,7 +5,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-HOLDS, ONLY_IF, FAILS = "holds", "holds in some settings", "does not hold here"
+HOLDS, ONLY_IF, FAILS = "holds", "holds only if", "does not hold here"
 
 RELATIONS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,

@@ -235,7 +235,7 @@ NUMBERS = {
 
 OTHERS = {
     "holds": "성립한다",
-    "holds in some settings": "다음 조건에서만 성립한다",
+    "holds only if": "다음 조건에서만 성립한다",
     "does not hold here": "여기서는 성립하지 않는다",
     "true": "참",
     "false": "거짓",
@@ -243,7 +243,7 @@ OTHERS = {
     "elsewhere": "그 밖에서는",
     "{measure}; true if {relation} {threshold}": "{measure}; {relation} {threshold}이면 참",
     "Claims of textbooks, measured": "교과서 문장의 측정",
-    "holds: {holds}, holds in some settings: {only}, does not hold here: {fails}": (
+    "holds: {holds}, holds only if: {only}, does not hold here: {fails}": (
         "성립 {holds}개, 조건부 성립 {only}개, 불성립 {fails}개"
     ),
 }

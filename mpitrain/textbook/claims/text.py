@@ -74,7 +74,7 @@ def summary(judged: Sequence[Judged], language: str) -> str:
     """Return the numbers of claims by verdict."""
     found = Counter(each.verdict for each in judged)
     return text(
-        "holds: {holds}, holds in some settings: {only}, does not hold here: {fails}",
+        "holds: {holds}, holds only if: {only}, does not hold here: {fails}",
         language,
         holds=found[HOLDS],
         only=found[ONLY_IF],
