@@ -31,7 +31,7 @@ def lines(evidence: Evidence, certificate: Certificate) -> list[str]:
 
 
 def _speeds(evidence: Evidence, node: str) -> str:
-    """Return the slowest rank's rates of a node."""
+    """Return the number of ranks on a node, and the lowest of their rates for each of RATES."""
     ranks = [rank for rank, fact in enumerate(evidence.facts) if fact.node == node]
     rates = [
         f"{what} {figure(min(best(evidence.speeds[rank], name) for rank in ranks) / unit)} {units}"

@@ -99,7 +99,7 @@ class Weightless(np.ndarray):
 
 
 class WeightlessForKernels(Weightless):
-    """An array without memory, in place of an array that simulated kernels compute with."""
+    """Stand-in without memory for a NumPy array that is an operand of kernels in the simulator."""
 
     @property
     def ctypes(self) -> Any:
@@ -108,7 +108,7 @@ class WeightlessForKernels(Weightless):
 
 
 class WeightlessOnDevice(Weightless):
-    """An array without memory, in place of an array in GPU memory."""
+    """Stand-in without memory for an array on a GPU."""
 
     __cuda_array_interface__ = Weightless.ctypes
 

@@ -11,10 +11,11 @@ from mpitrain.regions import Piece, overlap
 
 
 class StateArray(NamedTuple):
-    """A buffer of the state as checkpoints describe it.
+    """A buffer of the optimizer state, as checkpoints describe it.
 
-    pieces   its elements in the flat buffer, or in the buffer that `entries` lay out
-    entries  whole tensors in the buffer, if they are not those of the flat buffer
+    pieces   this rank's ranges of the flat buffer, if each element belongs to one of its elements
+    entries  otherwise the tensors in this buffer, each whole and with its offset; `pieces` are then
+             ranges of this buffer
     """
 
     name: str

@@ -35,11 +35,11 @@ class RunLocation(NamedTuple):
 class Given(NamedTuple):
     """A configuration on which all ranks agree, before it is resolved.
 
-    config  from `parse`; rank 0 has replaced an empty data.validation
-    gpus    the number of GPUs that each rank finds, by rank; 0 where device.kind needs none
-    chosen  the PCI address of each rank's GPU, by rank; "" without one
-    run     an identity for a new run
-    location   the location of the run
+    config    from `parse`; rank 0 has replaced an empty data.validation
+    gpus      the number of GPUs that each rank finds, by rank; 0 where device.kind needs none
+    chosen    the PCI address of each rank's GPU, by rank; "" without one
+    run       a random identity, for a run that resumes no checkpoint
+    location  the run directory and the checkpoint to resume from, as rank 0 found them
     """
 
     config: Config

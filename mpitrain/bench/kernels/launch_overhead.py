@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
     looked_at_us  time with checks of all arguments, as in a first launch
     found_us      time with cached launches
-    calls         calls of Python functions with cached launches
+    calls         Python function calls of one operation with cached launches
     launches      kernel launches
     """
 

@@ -68,9 +68,12 @@ def kernels(
 def launch(json_file: Path | None, csv_file: Path | None) -> None:
     """Measure the host overhead of kernel launches, on an engine that does nothing.
 
-    The first launch of a kind checks its arguments one by one ("looked at"). Later launches with
-    such arguments come from a cache ("found again"); the simulator checks every launch. calls is
-    the number of Python calls with cached launches. Leasing of buffers is not included.
+    \b
+    looked at us    time with a check of each argument: a first launch, or any in the simulator
+    found again us  time of later launches with such arguments, which come from a cache
+    calls           Python function calls of one operation with cached launches
+
+    Leasing of buffers is not included.
     """
 
     def run() -> int:

@@ -112,7 +112,7 @@ def _dropping(body: Callable[[Any], Any]) -> Callable[..., Any]:
 
 
 class Forwards(NamedTuple):
-    """The two forwards of a memory.attention."""
+    """The forward functions for one value of memory.attention, without and with dropout."""
 
     attention: Callable[..., Any]
     attention_dropout: Callable[..., Any]
@@ -123,4 +123,4 @@ FORWARDS = {
     "tiled": Forwards(attention_tiled.attention, _dropping(lambda qkv: attention_tiled)),
     "whole": Forwards(attention_whole.attention, _dropping(lambda qkv: attention_whole)),
 }
-"""The forwards of each memory.attention."""
+"""{value of memory.attention: its forward functions}"""

@@ -37,9 +37,10 @@ WARNING = "warning: "
 
 
 class Verdict(BaseModel):
-    """The verdict of a judgement.
+    """The decision of the judging rank about a stall; the other ranks read it.
 
-    verdict  "moving": no rank is to blame yet; "warned" and "ends": the finding has been printed
+    verdict  "moving": no rank is to blame yet, so they judge again later; else the finding has been
+             printed, and the job goes on ("warned") or ends ("ends")
     seconds  until the next judgement, for "moving"
     time     of the judgement, in seconds since 1970
     """

@@ -92,9 +92,9 @@ class Judged(NamedTuple):
 
 
 def judge(name: str, claim: Claim, settings: Sequence[Setting] | None = None) -> Judged:
-    """Measure a claim in its settings, and derive the verdict from the usual ones.
+    """Measure a claim in all settings; those with `is_usual` decide the verdict.
 
-    settings  in place of the claim's own
+    settings  replace the claim's own; None: the claim's own
     """
     findings = tuple(
         Finding(setting, figures, is_true(claim, figures.value))

@@ -1,4 +1,7 @@
-"""Claims about servers and averaging workers, on threads whose stragglers sleep."""
+"""Claims about parameter servers and averaging workers.
+
+The ranks are threads, and a straggler is a rank that sleeps in its steps.
+"""
 
 from functools import partial
 

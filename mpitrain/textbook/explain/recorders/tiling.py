@@ -14,7 +14,7 @@ from mpitrain.textbook.explain.topic import Setting
 from mpitrain.textbook.ladder.rungs import FOLDER, RUNGS, Climbed, Rung, Shape, climb
 
 SHAPE = Shape(128, 128, 32)
-"""The product that every rung computes: small, and with more than one tile in each dim of C."""
+"""The product that each kernel of the ladder computes: small, but with several tiles per dim of C."""
 LABELS = {
     "naive": sentence("naive"),
     "coalesced": sentence("coalesced"),
