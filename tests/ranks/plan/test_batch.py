@@ -67,8 +67,10 @@ def stepped(transport, config):
 
 @pytest.mark.parametrize("ranks, settings", JOBS)
 def test_the_answer_runs_and_one_unit_more_does_not(ranks, settings, monkeypatch):
-    monkeypatch.setattr(noise, "MOST", 2)  # the noise has tests of its own
-    monkeypatch.setattr(timing, "BLOCKS", 1)
+    # The noise and the times have tests of their own.
+    for module, name, least in ((noise, "MOST", 2), (search, "PARTS", 2), (timing, "BLOCKS", 1)):
+        monkeypatch.setattr(module, name, least)
+    monkeypatch.setattr(timing, "TURN", 1)
     measured = run_ranks(ranks, stepped, parsed(*settings))
     axes, count = measured[0][1].axes, measured[0][1].plan.micro_batches
 
@@ -216,7 +218,7 @@ def test_the_noise_scale_of_a_linear_regression_is_the_known_one(
 
     The bias adds y to it: variance |w|^2 + sigma^2, mean 0.
     """
-    monkeypatch.setattr(noise, "PRECISE", 0.07)
+    monkeypatch.setattr(noise, "PRECISE", 0.1)
     every = run_ranks(ranks, regression, sigma, micro_batches, rows)
     found, source = every[0]
     assert all(other == found for other, _ in every)

@@ -14,6 +14,7 @@ from mpitrain.layers.base import Gradient
 from mpitrain.report.diff import sides, tensors
 from mpitrain.report.diff.replay import replay
 from mpitrain.report.diff.series import compare_bits, compare_numbers, start_of_replay, tolerance
+from mpitrain.run import build as building
 from mpitrain.run import trainer as trainers
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint import save_load
@@ -67,6 +68,12 @@ def leaves(nested, before=""):
             yield before + name, one.array
         else:
             yield from leaves(one, f"{before}{name}.")
+
+
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch):
+    """A run measures the rate of products, which takes longer than its steps here."""
+    monkeypatch.setattr(building, "gemm_peak", lambda *facts: None)
 
 
 @pytest.fixture
