@@ -17,10 +17,12 @@ class MpiCalls(Protocol):
     """The part of an MPI transport that its requests use.
 
     MPI      the module mpi4py.MPI
+    rank     in the communicator of the transport
     own_name as errors name this rank
     job      its lock, communicators and requests
     """
 
+    rank: int
     own_name: str
     job: MpiJob
     traffic: Traffic

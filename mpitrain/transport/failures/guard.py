@@ -100,7 +100,7 @@ class Guard:
     __slots__ = ("_comm", "_job", "_members", "_name", "_what")
 
     def __init__(self, job: MpiJob, comm: Any, name: str, members: Sequence[int], what: str):
-        """Make a context; name: of this rank, what: of the call."""
+        """Make a context; `name` is the name of this rank in errors."""
         self._job, self._comm, self._name, self._members = job, comm, name, members
         self._what = what
 
