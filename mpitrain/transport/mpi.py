@@ -86,7 +86,7 @@ def from_communicator(comm: Any) -> MpiTransport:
     from mpi4py import MPI
 
     job, rank = MpiJob(MPI), comm.rank
-    with Guard(job, comm, rank, range(comm.size), "MPI_Comm_dup"):
+    with Guard(job, comm, f"rank {rank}", range(comm.size), "MPI_Comm_dup"):
         return MpiTransport(comm.Dup(), rank, job)
 
 
@@ -120,6 +120,7 @@ class MpiTransport(Transport):
         self.members: tuple[int, ...] = ()
         self.admits_threads = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
         self.rank, self.size = comm.rank, comm.size
+        self.own_name = f"rank {comm.rank}"
         self._types = {
             np.dtype(name): MPI.Datatype.fromcode(np.dtype(name).char)
             for name in self.native_dtypes
@@ -143,6 +144,7 @@ class MpiTransport(Transport):
             f"rank {rank}" + (f" (of all ranks {place})" if place != rank else "")
             for rank, place in enumerate(self.members)
         ]
+        self.own_name = self._names[self.rank]
         self._host: MpiTransport | None = None
         self.tenants = Tenants()
         self._made: list[int] = []
@@ -150,7 +152,7 @@ class MpiTransport(Transport):
 
     def guard(self, what: str) -> Guard:
         """Return the context of an MPI call, which turns an MPI error into a CommError."""
-        return Guard(self.job, self.comm, self.rank, self.members, what)
+        return Guard(self.job, self.comm, self.own_name, self.members, what)
 
     def error(self, error: Any, what: str) -> CommError:
         """Return the error of mpitrain for an exception of mpi4py in a request."""
@@ -194,7 +196,7 @@ class MpiTransport(Transport):
             try:
                 return Send(self, self.comm.Isend(message, to, tag), what)
             except self.MPI.Exception as error:
-                raise self.error(error, f"rank {self.rank}: {what}") from error
+                raise self.error(error, f"{self.own_name}: {what}") from error
 
     def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> Receive:
         check_message(array, self.rank, (source,), self.size)
@@ -211,7 +213,7 @@ class MpiTransport(Transport):
             try:
                 return Receive(self, self.comm.Irecv(message, source, tag), array, unit, what)
             except self.MPI.Exception as error:
-                raise self.error(error, f"rank {self.rank}: {what}") from error
+                raise self.error(error, f"{self.own_name}: {what}") from error
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
         poll_until(done, self.traffic, pause, what)
@@ -364,7 +366,8 @@ class MpiTransport(Transport):
             self.abort(f"ended by an exception on {self.hosts[self.rank]}")
 
     def abort(self, message: str, exit_code: int = 1) -> NoReturn:
-        print(f"rank {self.rank}: {message}", file=sys.stderr, flush=True)
+        # `launch` reads the number of the rank in the whole job.
+        print(f"rank {self.members[self.rank]}: {message}", file=sys.stderr, flush=True)
         if self.MPI.COMM_WORLD.size == 1:
             # No other rank waits, and MPI_Abort would print a message of its own.
             raise SystemExit(exit_code)

@@ -18,10 +18,12 @@ class MpiCalls(Protocol):
 
     MPI      the module mpi4py.MPI
     rank     in the communicator of the transport
+    own_name as errors name this rank
     job      its lock, communicators and requests
     """
 
     rank: int
+    own_name: str
     job: MpiJob
     traffic: Traffic
 
@@ -77,7 +79,7 @@ class Send:
 
     def _in_full(self) -> str:
         """Return the name for an error."""
-        return f"rank {self._transport.rank}: {self._what}"
+        return f"{self._transport.own_name}: {self._what}"
 
     def _fail(self, error: Any) -> NoReturn:
         self._job.requests.discard(self)

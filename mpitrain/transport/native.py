@@ -40,7 +40,7 @@ def library_call(
     if array.size > MOST:
         raise on_every_rank(
             CommError(
-                f"rank {transport.rank}: one call of MPI's own {operation} takes {MOST} elements, but the "
+                f"{transport.own_name}: one call of MPI's own {operation} takes {MOST} elements, but the "
                 f"array has {array.size}.",
                 "Lower --max-bytes, or leave out algorithm native.",
             )

@@ -60,15 +60,17 @@ class Output:
 
     held = b""
 
-    def __init__(self, words: LauncherOutput):
-        self._words, self._recent = words, b""
+    def __init__(self, words: LauncherOutput, has_errors: bool = False):
+        """Make a filter; has_errors: ranks report failures here, as to standard error."""
+        self._words, self._recent, self._has_errors = words, b"", has_errors
 
     def pass_on(self, chunk: bytes) -> bytes:
         """Return the bytes to show now."""
         self._recent += chunk
         lines = self._recent[: self._recent.rfind(b"\n") + 1]
         self._words.killed.read(lines)
-        self._words.failure.read(lines)
+        if self._has_errors:
+            self._words.failure.read(lines)
         self._recent = self._recent[-LONGEST:]
         return chunk
 
@@ -86,7 +88,7 @@ class Errors:
 
     def __init__(self, words: LauncherOutput, server: bytes):
         self._words, self._server = words, server
-        self._said = Output(words)
+        self._said = Output(words, True)
         self._at_line_start, self._follows_box = True, False
         self.held = b""
 

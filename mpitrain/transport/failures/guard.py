@@ -97,10 +97,11 @@ class MpiJob:
 class Guard:
     """A context of one MPI call: an exception of mpi4py becomes a CommError that names the call."""
 
-    __slots__ = ("_comm", "_job", "_members", "_rank", "_what")
+    __slots__ = ("_comm", "_job", "_members", "_name", "_what")
 
-    def __init__(self, job: MpiJob, comm: Any, rank: int, members: Sequence[int], what: str):
-        self._job, self._comm, self._rank, self._members = job, comm, rank, members
+    def __init__(self, job: MpiJob, comm: Any, name: str, members: Sequence[int], what: str):
+        """Make a context; `name` is the name of this rank in errors."""
+        self._job, self._comm, self._name, self._members = job, comm, name, members
         self._what = what
 
     def around(self, call: Callable[[], Any]) -> Callable[[], None]:
@@ -122,5 +123,5 @@ class Guard:
         trace: TracebackType | None,
     ) -> None:
         if kind is not None and issubclass(kind, self._job.MPI.Exception):
-            what = f"rank {self._rank}: {self._what}"
+            what = f"{self._name}: {self._what}"
             raise self._job.error(error, what, self._comm, self._members) from error

@@ -196,6 +196,14 @@ def test_the_last_line_of_a_failed_run_is_its_first_failure(printed, last):
     assert code == 3 and errors.decode().splitlines()[-1] == last, errors
 
 
+def test_what_a_plugin_prints_to_standard_output_is_no_failure():
+    printed = "import sys; print('rank 0: the data are read', flush=True); "
+    code = f"{printed}print('rank 1: ended by an exception', file=sys.stderr); sys.exit(3)"
+    _, out, errors = supervised(code)
+    assert out == b"rank 0: the data are read\n"
+    assert errors.decode().splitlines()[-1] == FAILED_1, errors
+
+
 @pytest.mark.parametrize("is_locked", [False, True])
 def test_a_dead_run_leaves_no_half_checkpoint_unless_another_run_began(is_locked, tmp_path):
     half, whole = (tmp_path / "checkpoints" / name for name in (".step-8.partial", "step-00000004"))
