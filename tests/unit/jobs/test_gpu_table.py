@@ -8,9 +8,14 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from mpitrain.bench.kernels import operations as bench
+from mpitrain.kernels.engines import KERNELS
+from mpitrain.kernels.multiprocessor import H100
+from mpitrain.machine.devices import BACKENDS
 from mpitrain.machine.process import gpus
 from tests.messages import jobs as says
 from tests.processes import run
@@ -177,6 +182,21 @@ def test_code_compiled_beforehand_is_found_by_the_engine(job, tmp_path, monkeypa
     monkeypatch.setattr(cubins.Module, "compileProgram", None)
     found = cubins.compiler(tmp_path, 90).compile(cubins.package_sources()["convert"], macros)
     assert found.name == name and found.read_bytes()[:4] == b"\x7fELF"
+
+
+def test_the_kernels_of_the_job_are_known_without_a_gpu(job, monkeypatch):
+    import cubins
+    import workload
+
+    for name, table in (("gpus", lambda: 0), ("free_memory", None)):
+        monkeypatch.setattr(cubins.process, name, table)
+    for tables in (BACKENDS, KERNELS, bench.MOVED, bench.SHAPES):
+        monkeypatch.setitem(tables, "cuda", tables["cuda"])
+    for tables in (workload.MODELS, workload.PRODUCTS, workload.VOCABULARIES):
+        monkeypatch.setitem(tables, "cuda", tables["cuda-sim"])
+    device = SimpleNamespace(capability=90, multiprocessors=132, multiprocessor=H100)
+    found = {source for source, _ in cubins.of_the_job(device)}
+    assert found >= {"gemm_tensor", "attention_tensor_backward", "cross_entropy", "steps", "totals"}
 
 
 def test_without_a_gpu_nothing_is_too_slow(parts):
