@@ -88,7 +88,9 @@ def command(
         shown = terminal.frames(found, language, max(NARROWEST, columns(1)))
         for number, lines in enumerate(shown):
             if number and waits and sys.stdin.isatty():
-                click.pause(text("Press Enter for the next step.", language))
+                # click.pause would take Ctrl-C as Enter.
+                click.echo(text("Press Enter for the next step.", language), nl=False)
+                sys.stdin.readline()
             click.echo("\n".join(lines))
         click.echo("\n".join(terminal.ending(found, language)))
     outputs = Outputs()
