@@ -329,7 +329,7 @@ class Trainer:
             # Arrays of one shape are copied on the device. Of two shapes, CuPy would compile a
             # kernel; assigning one element would read it to the host.
             self._loss_sums[micro : micro + 1] = (
-                value if isinstance(value, float) else value.reshape(1)
+                value.reshape(1) if hasattr(value, "reshape") else value
             )
             self._recorder.end(span)
             return gradient.reshape(logits.shape)
