@@ -262,7 +262,7 @@ def test_attention_on_tensor_cores_reads_what_its_128_rows_see_once():
     )
     forward = moved("attention_tensor", lambda ops: ops.attention(qkv, heads, Arena()))
     assert (forward.read["qkv"], forward.written["y"]) == (row * (200 + 2 * 328), row * 200)
-    saved = qkv, np.zeros_like(dy), np.zeros((1, heads, 200), np.float32), heads, ()
+    saved = qkv, np.zeros_like(dy), np.zeros((1, heads, 200), np.float32), heads, (), None
     for_keys, for_queries = (
         moved(
             f"attention_tensor_backward_{half}",
