@@ -8,6 +8,7 @@
 set -euo pipefail
 nodes=${NODES:-4} cores=${CORES:-4} gpus=2 state=${STATE:-/tmp/mpitrain-slurm}
 host=$(hostname -s) run=$state/run
+PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin # the daemons are there
 
 say() { printf '[slurm %3ss] %s\n' "$SECONDS" "$*"; }
 unable() { say "no Slurm here: $*"; exit 77; }
@@ -116,12 +117,12 @@ up() {
   if sinfo -h >/dev/null 2>&1 && ! is_alive "$run/slurmctld.pid" slurmctld; then unable "another Slurm answers on this machine"; fi
   mkdir -p "$state"
   install_packages; configure; start_munge
-  is_alive "$run/slurmctld.pid" slurmctld || slurmctld
+  is_alive "$run/slurmctld.pid" slurmctld || slurmctld || unable "slurmctld does not start"
   for node in $(seq "$nodes"); do
     is_alive "$run/slurmd.node$node.pid" slurmd && continue
     mkdir -p "$state/spool.node$node" "$state/tmp.node$node"
     # Its own UTS namespace gives each node its own host name. The wheel of Open MPI has no munge in PMIx.
-    unshare --uts sh -c "hostname node$node && exec env PMIX_MCA_psec=native slurmd -N node$node"
+    unshare --uts sh -c "hostname node$node && exec env PMIX_MCA_psec=native slurmd -N node$node" || unable "slurmd of node$node does not start"
   done
   local ready=0
   for _ in $(seq 300); do
