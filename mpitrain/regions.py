@@ -70,7 +70,7 @@ def overlap(one: Interval, other: Interval) -> range:
 
 
 def moved(interval: Interval, by: int) -> slice:
-    """Return the slice of an interval whose elements are stored `by` places later."""
+    """Return the slice [start + by, stop + by)."""
     return slice(interval.start + by, interval.stop + by)
 
 

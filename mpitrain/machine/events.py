@@ -1,6 +1,7 @@
 """Marks in the work of a device, as CUDA events: they time the device without blocking the host."""
 
 import sys
+from collections.abc import Callable
 from typing import Any, Protocol
 
 NOT_READY = 600
@@ -69,7 +70,16 @@ def silence_destructors(failure: type[BaseException]) -> None:
     After a failure of the device every event and allocation fails when it is freed. These messages
     would hide the first one.
     """
-    report = sys.unraisablehook
-    sys.unraisablehook = lambda found: (
-        None if isinstance(found.exc_value, failure) else report(found)
-    )
+    if not isinstance(sys.unraisablehook, _Silence):
+        sys.unraisablehook = _Silence(failure, sys.unraisablehook)
+
+
+class _Silence:
+    """A hook for errors of destructors that drops those of one type."""
+
+    def __init__(self, failure: type[BaseException], report: Callable[[Any], object]):
+        self._failure, self._report = failure, report
+
+    def __call__(self, found: Any) -> None:
+        if not isinstance(found.exc_value, self._failure):
+            self._report(found)

@@ -140,7 +140,7 @@ def kinds(does_count: Callable[[Model], bool]) -> list[str]:
 
 
 def check_model(config: Config) -> None:
-    """Raise ConfigError for keys that this model does not allow, on one rank or on layout.tp ranks."""
+    """Raise ConfigError for keys that the model does not support, with or without tensor parallelism."""
     model, tp, row = config.model, config.layout.tp, MODELS[config.model.kind]
     if config.layout.sequence_parallel and row.takes != "tokens":
         raise ConfigError(

@@ -21,7 +21,8 @@ HOW = (
     "memory.logit_chunks",
     "memory.attention",
 )
-"""Keys, or beginnings of keys, that change the order of sums: then bits are not compared."""
+"""Prefixes of configuration keys. If such a key differs, sums have another order, and bits are not
+compared."""
 
 
 ORDER = (GRADIENT, PARAMETERS)
