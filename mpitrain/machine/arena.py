@@ -10,7 +10,7 @@ back to the system, and later leases allocate again.
 import math
 import mmap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
@@ -20,7 +20,14 @@ import numpy as np
 
 ALIGNMENT = 64  # bytes: a cache line, and a full AVX-512 register
 SLAB = 32 << 20  # bytes obtained from the system at once
-DESCRIBED = 1 << 14  # descriptions of arrays that are remembered
+SHAPES = 1 << 12  # shapes of leases that are remembered
+
+
+Maker = Callable[[Any, "Lease"], Any]
+"""(location, lease) -> the first bytes of a buffer as an array.
+
+The lease must live as long as the array or any view of it.
+"""
 
 
 class Memory(Protocol):
@@ -32,11 +39,8 @@ class Memory(Protocol):
     def location(self, buffer: Any) -> Any:
         """Return the start of a buffer in the form that `array` takes."""
 
-    def array(self, location: Any, lease: "Lease", shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """Return the first bytes of a buffer as an array.
-
-        lease  must live as long as the array or any view of it
-        """
+    def maker(self, shape: tuple[int, ...], dtype: np.dtype) -> "Maker":
+        """Return a function that makes arrays of one shape; the function refers to no buffer."""
 
     def idle(self, buffers: Sequence[Any]) -> list[bool]:
         """Return whether the system can have each of these free buffers, and forget it then."""
@@ -59,7 +63,6 @@ class HostMemory:
     def __init__(self) -> None:
         self._rest = np.empty(0, np.uint8)
         self._cut = Counter[int]()  # {id of a slab: buffers that were cut from it}
-        self._described: dict[tuple[int, tuple[int, ...], np.dtype], Any] = {}
 
     def allocate(self, nbytes: int) -> np.ndarray:
         if len(self._rest) < nbytes:
@@ -84,47 +87,45 @@ class HostMemory:
         return [slab in gone for slab in slabs]
 
     def trim(self) -> None:
-        # A mapping has ended with its last buffer, and new ones have other addresses.
-        self._described.clear()
+        """Do nothing: a mapping has ended with its last buffer."""
 
-    def array(
-        self, location: int, lease: "Lease", shape: tuple[int, ...], dtype: np.dtype
-    ) -> np.ndarray:
-        key = location, shape, dtype
-        lease.__array_struct__ = self._described.get(key) or self._describe(*key)
-        array = np.asarray(lease)
-        return array.view(dtype) if dtype.kind == "V" else array
-
-    def _describe(self, address: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """Return NumPy's description of an array, and remember it for the next lease."""
-        if len(self._described) >= DESCRIBED:
-            self._described.clear()
+    def maker(self, shape: tuple[int, ...], dtype: np.dtype) -> Maker:
         # bfloat16 has no typestr of its own, so it is declared as raw bytes.
-        typestr = f"|V{dtype.itemsize}" if dtype.kind == "V" else dtype.str
-        # A namespace refers to no buffer, so a description keeps no memory alive.
-        interface = {"data": (address, False), "shape": shape, "typestr": typestr, "version": 3}
-        found = np.asarray(SimpleNamespace(__array_interface__=interface)).__array_struct__
-        self._described[address, shape, dtype] = found
-        return found
+        is_raw = dtype.kind == "V"
+        typestr = f"|V{dtype.itemsize}" if is_raw else dtype.str
+        described: dict[int, Any] = {}  # {address: NumPy's description of the array}
+
+        def array(address: int, lease: Lease) -> np.ndarray:
+            struct = described.get(address)
+            if struct is None:
+                struct = described[address] = _described(address, shape, typestr)
+            lease.__array_struct__ = struct
+            return np.asarray(lease)
+
+        return (lambda address, lease: array(address, lease).view(dtype)) if is_raw else array
 
 
-class Lease:
+class Lease(list[Any]):
     """Ownership of a leased buffer, which ends with the last reference to this object.
 
-    nbytes  bytes that count as leased
-    leased  the buffer, or an object that keeps it alive
-    free    list to which `leased` returns at the end
+    It is a list, because C code fills and reads lists. An arena makes some hundred leases in a
+    micro-batch. The items are the arena, the bytes that count as leased, and the buffer with the
+    list to which it returns.
     """
 
-    __slots__ = ("__array_struct__", "_arena", "_free", "_leased", "nbytes")
+    __slots__ = ("__array_struct__",)
     __array_struct__: Any
 
-    def __init__(self, arena: "Arena", nbytes: int, leased: Any, free: list[Any]):
-        self._arena, self.nbytes, self._leased, self._free = arena, nbytes, leased, free
+    @property
+    def nbytes(self) -> int:
+        """The bytes that count as leased."""
+        nbytes: int = self[1]
+        return nbytes
 
     def __del__(self) -> None:
-        self._arena.live -= self.nbytes
-        self._free.append(self._leased)
+        arena, nbytes, leased, free = self
+        arena.live -= nbytes
+        free.append(leased)
 
 
 class Leased(NamedTuple):
@@ -145,12 +146,13 @@ class LeaseSize(NamedTuple):
     nbytes  bytes that a lease counts
     size    bytes of the buffer that serves it
     free    the free buffers of this size class
+    make    makes the arrays
     """
 
     nbytes: int
     size: int
-    dtype: np.dtype
     free: list[Leased]
+    make: Maker
 
 
 class Arena:
@@ -181,6 +183,7 @@ class Arena:
         stay, as those of collectives.
         """
         nbytes = self._dropped()
+        self._sizes.clear()
         self._memory.trim()
         self.held -= nbytes
         self.released = max(self.released, nbytes)
@@ -204,12 +207,12 @@ class Arena:
         Its buffer returns when the array and all its views have died.
         """
         shape = tuple(shape)
-        nbytes, size, exact, free = self._sizes.get((shape, dtype)) or self._size(shape, dtype)
+        nbytes, size, free, make = self._sizes.get((shape, dtype)) or self._size(shape, dtype)
         leased = free.pop() if free else self._allocated(size)
-        self.live += nbytes
-        if self.live > self.peak:
-            self.peak = self.live
-        return self._memory.array(leased.location, Lease(self, nbytes, leased, free), shape, exact)
+        self.live = live = self.live + nbytes
+        if live > self.peak:
+            self.peak = live
+        return make(leased.location, Lease((self, nbytes, leased, free)))
 
     def lend(
         self,
@@ -228,14 +231,19 @@ class Arena:
         """
         self.live += buffer.nbytes
         self.peak = max(self.peak, self.live)
-        lease = Lease(self, buffer.nbytes, leased, free)
-        return self._memory.array(self._memory.location(buffer), lease, tuple(shape), dtype)
+        shape, lease = tuple(shape), Lease((self, buffer.nbytes, leased, free))
+        size = self._sizes.get((shape, dtype)) or self._size(shape, dtype)
+        return size.make(self._memory.location(buffer), lease)
 
     def _size(self, shape: tuple[int, ...], dtype: Any) -> LeaseSize:
+        """Return the size of leases of one shape and dtype, and remember it."""
+        if len(self._sizes) >= SHAPES:
+            self._sizes.clear()
         exact = np.dtype(dtype)
         nbytes = padded(math.prod(shape) * exact.itemsize)
         size = size_class(nbytes)
-        found = LeaseSize(nbytes, size, exact, self._free.setdefault(size, []))
+        make = self._memory.maker(shape, exact)
+        found = LeaseSize(nbytes, size, self._free.setdefault(size, []), make)
         self._sizes[shape, dtype] = found
         return found
 
@@ -253,6 +261,12 @@ def size_class(nbytes: int) -> int:
     """
     step = max(ALIGNMENT, 1 << (nbytes - 1).bit_length() >> 4)
     return -(-nbytes // step) * step
+
+
+def _described(address: int, shape: tuple[int, ...], typestr: str) -> Any:
+    """Return NumPy's description of an array; it keeps no memory alive."""
+    interface = {"data": (address, False), "shape": shape, "typestr": typestr, "version": 3}
+    return np.asarray(SimpleNamespace(__array_interface__=interface)).__array_struct__
 
 
 def _number(leased: Leased) -> int:

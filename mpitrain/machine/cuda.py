@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.errors import CommError, ConfigError
-from mpitrain.machine.arena import Arena, Lease
+from mpitrain.machine.arena import Arena, Lease, Maker
 from mpitrain.machine.backend import Copy, address, on_device
 from mpitrain.machine.events import CudaMark, Mark, has_passed
 from mpitrain.machine.kinds import Kind
@@ -138,13 +138,18 @@ class _CudaMemory:
     def location(self, buffer: Any) -> Any:
         return buffer
 
-    def array(self, location: Any, lease: Lease, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        # A view refers to its memory object, which refers to its owner, the lease. So the lease
-        # lives as long as the last view.
-        memory = self._cupy.cuda.UnownedMemory(
-            location.data.ptr, location.nbytes, lease, location.data.device_id
-        )
-        return self._cupy.ndarray(shape, dtype, self._cupy.cuda.MemoryPointer(memory, 0))
+    def maker(self, shape: tuple[int, ...], dtype: np.dtype) -> Maker:
+        cupy, cuda = self._cupy, self._cupy.cuda
+
+        def array(location: Any, lease: Lease) -> Any:
+            # A view refers to its memory object, which refers to its owner, the lease. So the
+            # lease lives as long as the last view.
+            memory = cuda.UnownedMemory(
+                location.data.ptr, location.nbytes, lease, location.data.device_id
+            )
+            return cupy.ndarray(shape, dtype, cuda.MemoryPointer(memory, 0))
+
+        return array
 
 
 class _CudaPlace:

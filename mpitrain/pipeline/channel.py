@@ -83,8 +83,10 @@ class Channel:
 
         Called between layers, because messages progress only inside calls of the transport.
         """
-        for request, _ in (*self._sends.values(), *self._receives.values()):
-            request.test()
+        for under_way in (self._sends, self._receives):
+            if under_way:
+                for request, _ in under_way.values():
+                    request.test()
 
 
 def _tag(message: Message) -> int:

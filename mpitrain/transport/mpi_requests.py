@@ -19,7 +19,7 @@ class MpiCalls(Protocol):
     MPI      the module mpi4py.MPI
     rank     in the communicator of the transport
     own_name as errors name this rank
-    job      its lock, communicators and requests
+    job      its lock and communicators
     """
 
     rank: int
@@ -48,7 +48,6 @@ class Send:
     def __init__(self, transport: MpiCalls, request: Any, what: str):
         self._transport, self._job = transport, transport.job
         self._request, self._what = request, what
-        self._job.requests.add(self)
 
     def test(self) -> bool:
         try:
@@ -71,7 +70,6 @@ class Send:
 
     def _finish(self) -> bool:
         """Return True: the request is complete."""
-        self._job.requests.discard(self)
         return True
 
     def __str__(self) -> str:
@@ -82,7 +80,6 @@ class Send:
         return f"{self._transport.own_name}: {self._what}"
 
     def _fail(self, error: Any) -> NoReturn:
-        self._job.requests.discard(self)
         raise self._transport.error(error, self._in_full()) from error
 
 
@@ -103,7 +100,6 @@ class Receive(Send):
 
     def _finish(self) -> bool:
         """Check the size of the message that has arrived, and set `source`. Calls MPI."""
-        self._job.requests.discard(self)
         arrived = self._status.Get_elements(self._unit)
         self.source = self._status.source
         if arrived != self._count:

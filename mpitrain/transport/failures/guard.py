@@ -24,7 +24,6 @@ class MpiJob:
     admitted       number of threads besides the main thread that may call MPI; while it is above
                    0, no blocking wait holds the lock
     communicators  the open communicators, in the order of their creation
-    requests       the requests under way: messages, and non-blocking collectives of the library
     lost           the first PeerLost of this rank, or None
     """
 
@@ -32,7 +31,6 @@ class MpiJob:
         self.MPI = mpi
         self.lock, self.admitted = RLock(), 0
         self.communicators: list[Any] = []
-        self.requests: set[Any] = set()
         self.lost: PeerLost | None = None
         # Without ULFM mpi4py gives these names the value of ERR_UNKNOWN.
         self._losses = {getattr(mpi, name, mpi.ERR_UNKNOWN) for name in LOSSES} - {mpi.ERR_UNKNOWN}
