@@ -16,8 +16,8 @@ The computation never waits, and the host only polls. The order is safe:
    passed.
 3. No wait is for a later record. R(k+1) follows the end of run k, when all ranks have launched
    their waits for R(k).
-4. Streams never wait in a circle, in any order of several reductions: a wait is launched after the
-   record that it is for.
+4. Streams never wait in a circle, in any order of several reductions. Each wait is launched after
+   the record that it is for.
 5. The loss of a rank ends the run, even if a device waits for the lost rank. While a rank polls its
    device, its receives from all ranks are posted.
 """
