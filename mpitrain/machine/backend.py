@@ -28,6 +28,16 @@ class Copy(Protocol):
         """Block until `test` would return True."""
 
 
+class Recordable(Protocol):
+    """Event that this process records, again and again, and other processes wait for."""
+
+    handle: str
+    """The CUDA IPC handle, in hexadecimal digits."""
+
+    def record(self) -> None:
+        """Record the event behind all work started so far on the current stream."""
+
+
 class Backend(Protocol):
     """Memory that the ops of `kind` work on, and copies between it and host memory."""
 
@@ -75,10 +85,12 @@ class DeviceBackend(Backend, Protocol):
     def so_far(self) -> Copy:
         """Return an event behind all work started so far on the current stream."""
 
-    def follow(self, place: Copy) -> None:
+    def follow(self, place: Any) -> None:
         """Make later work on the current stream wait for an event (as cudaStreamWaitEvent).
 
-        The host does not wait.
+        The host does not wait. The stream waits for the last record before this call.
+
+        place  a result of `so_far`, `shared_event` or `open_event`
         """
 
     def aside(self) -> AbstractContextManager[Any]:
@@ -112,6 +124,20 @@ class DeviceBackend(Backend, Protocol):
         handle, offset  as `export` returned them
         like            array of this process with the same shape and dtype
         raises          CommError if the driver refuses
+        """
+
+    def shared_event(self) -> Recordable:
+        """Return an event that other processes of the host can open, not yet recorded.
+
+        It must outlive its use there.
+
+        raises  CommError if the driver refuses
+        """
+
+    def open_event(self, handle: str) -> Any:
+        """Open a shared event of another process, for `follow`; closed when its last reference dies.
+
+        raises  CommError if the driver refuses
         """
 
 

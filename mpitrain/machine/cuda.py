@@ -12,7 +12,7 @@ import numpy as np
 from mpitrain.errors import CommError, ConfigError
 from mpitrain.machine.arena import Arena, Lease, Maker
 from mpitrain.machine.backend import Copy, address, on_device
-from mpitrain.machine.events import CudaMark, Mark, has_passed
+from mpitrain.machine.events import CudaMark, Mark, OpenedEvent, SharedEvent, has_passed
 from mpitrain.machine.kinds import Kind
 from mpitrain.machine.pinned import LARGEST, PinnedCopies
 
@@ -118,6 +118,18 @@ class CudaBackend:
             opened.address + offset, like.nbytes, opened, like.data.device_id
         )
         return self._cupy.ndarray(like.shape, like.dtype, cuda.MemoryPointer(memory, 0))
+
+    def shared_event(self) -> SharedEvent:
+        try:
+            return SharedEvent(self._cupy.cuda)
+        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            raise CommError(f"GPU events cannot be shared with other processes: {error}.") from None
+
+    def open_event(self, handle: str) -> OpenedEvent:
+        try:
+            return OpenedEvent(self._cupy.cuda, handle)
+        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            raise CommError(f"GPU events of another process cannot be opened: {error}.") from None
 
 
 class _CudaMemory:
