@@ -36,7 +36,7 @@ class Gpu(NamedTuple):
 GPUS = (Gpu("H100", 1.755e9, 3.35e12), Gpu("H200", 1.755e9, 4.8e12))
 ATTENTION = {"bfloat16": (330e12, 230e12), "float32": (35e12, 25e12)}
 """Operations a second, forward and backward: by instructions for each product of tensor cores, or for each multiply-add."""
-SHARE = {"norms": 0.7, "updates": 0.9, "others": 0.85}
+SHARE = {"norms": 0.8, "updates": 0.9, "others": 0.85}
 """Of the memory's rate."""
 LOSS = (199 + 140) / 8
 """Instructions for an element of bfloat16 logits in both passes: NVRTC 13.5, sm_90a."""

@@ -71,10 +71,12 @@ def gelu_linear_backward_input(dy, w, saved, before, arena):
     return before, pending
 
 
-def linear_backward_weight(pending, dw, accumulate, arena):
-    """Write or add dw.    dw: (N, K)"""
+def linear_backward_weight(pending, dw, accumulate, arena, db=None):
+    """Write or add dw, and write db if it is given.    dw: (N, K); db: (N,)"""
     dy, x = pending
     put_product(dy.T, x, dw, accumulate, arena)
+    if db is not None:
+        linear_backward_bias(pending, db, False, arena)
 
 
 def linear_backward_bias(pending, db, accumulate, arena):

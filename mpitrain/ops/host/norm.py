@@ -59,11 +59,8 @@ def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
     return dx, (dgain, dbias)
 
 
-def layer_norm_backward_gain(pending, dgain, accumulate, arena):
-    """Write or add dgain.    dgain: (C,)"""
-    put(pending[0], dgain, accumulate)
-
-
-def layer_norm_backward_bias(pending, dbias, accumulate, arena):
-    """Write or add dbias.    dbias: (C,)"""
-    put(pending[1], dbias, accumulate)
+def layer_norm_backward_weight(pending, dgain, dbias, accumulate, arena):
+    """Write or add dgain and dbias, as far as they are given.    dgain, dbias: (C,)"""
+    for sums, out in zip(pending, (dgain, dbias), strict=True):
+        if out is not None:
+            put(sums, out, accumulate)

@@ -114,6 +114,10 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("layer_norm.cu", "for (int c = WIDE * lane; c <= C; c += 32 * WIDE) {"): EMPTY_RUN,
     (
         "layer_norm.cu",
+        "if (WIDE * (lane + 32 * r) <= C) take(WIDE * (lane + 32 * r), held[r]);",
+    ): EMPTY_RUN,
+    (
+        "layer_norm.cu",
         "for (int c = WIDE * threadIdx.x; c <= C; c += WIDE * blockDim.x) {",
     ): EMPTY_RUN,
     ("embedding.cu", "for (int c = WIDE * lane; c <= C; c += COLUMNS) {"): EMPTY_RUN,

@@ -52,11 +52,13 @@ WIDE = {
     "ld": "activation_backward activation_forward adam adamw add add_bias add_into add_parts column_sums convert count_chosen "
     "count_digits cross_entropy cross_entropy_loss cross_entropy_split decode_fp16 decode_int8 embedding "
     "embedding_backward_positions embedding_backward_table encode_fp16 encode_int8 gemm_combine gradient_facts "
-    "largest_is_target layer_norm layer_norm_backward lion maximum_into momentum nesterov row_argmax row_exponentials "
+    "largest_is_target layer_norm layer_norm_backward "
+    "layer_norm_backward_wide lion maximum_into momentum nesterov row_argmax row_exponentials "
     "row_maximum sgd sum_parts total weighted_sum write_chosen",
     "st": "activation_backward activation_forward adam adamw add add_bias add_into add_parts column_sums convert cross_entropy "
     "cross_entropy_split decode_fp16 decode_int8 dequantize embedding embedding_backward_positions embedding_backward_table "
-    "encode_fp16 gemm_combine layer_norm layer_norm_backward lion maximum_into momentum nesterov sgd weighted_sum",
+    "encode_fp16 gemm_combine layer_norm layer_norm_backward "
+    "layer_norm_backward_wide lion maximum_into momentum nesterov sgd weighted_sum",
 }
 
 
@@ -100,6 +102,8 @@ def jobs():
                 types("float" if macro == "Mirror" else short)
                 | {macro: short if macro == "Mirror" else "float"},
             )
+    for runs in (4, 8):
+        yield "layer_norm", "sm_90a", types("__nv_bfloat16") | {"ROW_RUNS": runs}
     of_sums = types("float") | {"Result": "double", "Mirror": "__nv_bfloat16"}
     yield "tensor_steps", "sm_90a", of_sums
     for is_backward, name in enumerate(ATTENTIONS):
