@@ -199,6 +199,8 @@ def test_a_class_is_marked_in_a_table(tmp_path):
     rows = [*csv.DictReader((tmp_path / "class.csv").open())]
     assert [row["verdict"] for row in rows] == ["right", "wrong", "wrong"]
     assert rows[0]["cost"] == rows[0]["formula"] == "30" and rows[1]["counterexample"]
+    printed = run.invoke(commands, ["check", str(folder), "--csv"])
+    assert (printed.exit_code, printed.output) == (0, (tmp_path / "class.csv").read_text())
 
 
 def test_a_skeleton_never_replaces_a_file(tmp_path):
