@@ -15,6 +15,7 @@ from mpitrain.config.sections import listed
 from mpitrain.config.whole import Config, keys
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents
+from mpitrain.strict_json import parsed
 
 # These keys hold paths, which in a configuration file are relative to its folder.
 PATHS = (
@@ -108,7 +109,7 @@ def _beside(path: Path, source: str) -> str:
 def with_settings(tables: Mapping[str, Any], settings: list[str]) -> dict[str, Any]:
     """Return a copy of the tables with each `section.key=value` put in.
 
-    A value is parsed as TOML; if that fails, it is a string.
+    A value is parsed as TOML; if that fails, as a JSON object; if that fails, it is a string.
     """
     merged = {
         name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()
@@ -137,13 +138,22 @@ def _toml_value(text: str) -> Any:
     try:
         found = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
-        return text
+        return _json_object(text)
     if len(found) != 1:
         return text  # The text has a line break, and so defines a second key.
     is_spaced = (
         isinstance(found["value"], int | float) and "_" in text
     )  # 1_000 is a number in a file, but on the command line more likely a slip.
     return text if is_spaced else found["value"]
+
+
+def _json_object(text: str) -> Any:
+    """Return the table that a JSON object describes, such as {"text:a.txt": 0.7}; else the text."""
+    try:
+        found = parsed(text.encode()) if text.startswith("{") else text
+    except ValueError:
+        return text
+    return found if isinstance(found, dict) else text
 
 
 def parse(

@@ -197,8 +197,8 @@ class Data(Section):
     )
     validation: str = Field(
         "",
-        description="held-out tokens for a data.source {rows}: another {rows}, or tenth "
-        "for the last tenth of the source. Empty: the file val.bin in the folder of a "
+        description="held-out rows for a data.source {rows}: another file of the same kind, or "
+        "tenth for the last tenth of the source. Empty: the file val.bin in the folder of a "
         "train.bin, if there is one, else tenth",
     )
     vocabulary: int = Field(

@@ -2,7 +2,7 @@
 
 The global batch of step k depends on the seed and on k. In epochs it also depends on earlier
 samples.
-It does not depend on the number of ranks. Token sources hold out a second file or their last tenth.
+It does not depend on the number of ranks. Sources of a file hold out a second file or their last tenth.
 Sample sources have a test set.
 """
 
@@ -33,6 +33,7 @@ from mpitrain.data.table import (
     spellings,
     token_files,
     tokenizer_of,
+    validating,
     writes_text,
 )
 from mpitrain.data.token_files import LLM_C_MAGIC, TENTH, as_it_is, beside, largest_token
@@ -68,6 +69,7 @@ __all__ = [
     "spellings",
     "token_files",
     "tokenizer_of",
+    "validating",
     "without_ends",
     "writes_text",
     "zeros",

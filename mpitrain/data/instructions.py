@@ -40,6 +40,7 @@ class InstructionSource:
     is the same. Attention crosses their borders, unless `marks_ends` makes each a document.
 
     conversations  [(tokens, whether each counts as a target)], uint8 and bool
+    test           the held-out conversations; empty: the last tenth of `conversations`
     samples        rows to train on
     """
 
@@ -52,12 +53,13 @@ class InstructionSource:
         context: int,
         is_packed: bool = False,
         marks_ends: bool = False,
+        test: Sequence[Conversation] = (),
     ):
         self.shape: tuple[int, ...] = (context,)
         self.is_packed, self._marks_ends = is_packed, marks_ends
-        held_out = max(1, len(conversations) // 10)
-        train, test = conversations[:-held_out], conversations[-held_out:]
-        self.conversations, self.held_out = len(train), held_out
+        cut = len(conversations) - (0 if test else max(1, len(conversations) // 10))
+        train, test = conversations[:cut], test or conversations[cut:]
+        self.conversations, self.held_out = len(train), len(test)
         self.cut = sum(len(tokens) > context + 1 for tokens, _ in train)
         self._train: Sequence[Row] = [[one] for one in train]
         self._test: Sequence[Row] = [[one] for one in test]
@@ -94,19 +96,44 @@ class InstructionSource:
 
 
 def open_jsonl(request: Request) -> InstructionSource:
-    """Open a file of conversations."""
-    path, template = Path(request.place), request.reading.template
+    """Open a file of conversations, and the file of the held-out ones."""
+    template = request.reading.template
     if template.count("{content}") != 1 or "{role}" in template.partition("{content}")[2]:
         raise ConfigError(
             f"data.template must have one {{content}}, and {{role}} only before it, but is {template!r}.",
             "For example: {role}: {content}\\n\\n",
         )
+    place, other = request.place, request.other
+    found = _conversations(Path(place), template, 1 if other else 2)
+    test = _conversations(Path(other), template, 1) if other else []
+    marks_ends = request.reading.attend == "document"
+    source = InstructionSource(found, request.context, request.reading.packing, marks_ends, test)
+    source.inputs = source.classes = max(BYTES, request.vocabulary)
+    for some, noun, path in (
+        (found[: source.conversations], "training", place),
+        (test or found[source.conversations :], "held-out", other or place),
+    ):
+        if not any(counts[1 : request.context + 1].any() for _, counts in some):
+            raise DataError(
+                f"A {noun} conversation of {path} must have an answer in its first {request.context + 1} tokens, but none has.",
+                "Raise model.context, or shorten the prompts.",
+            )
+    return source
+
+
+def _conversations(path: Path, template: str, least: int) -> list[Conversation]:
+    """Return the conversations of a file.
+
+    least   the smallest number of them
+    raises  DataError if the file cannot be read, or a line is no conversation
+    """
     try:
         check_regular(path)
         lines = contents(path).split(b"\n")
     except OSError as error:
         raise DataError(
-            f"The data file {path} cannot be read: {error.strerror}.", "Check data.source."
+            f"The data file {path} cannot be read: {error.strerror}.",
+            "Check data.source and data.validation.",
         ) from None
     found = []
     for number, line in enumerate(lines, 1):
@@ -118,24 +145,12 @@ def open_jsonl(request: Request) -> InstructionSource:
                     f"Line {number} of {path} must be a conversation, but {error}.",
                     'Write {"prompt": TEXT, "answer": TEXT} or {"messages": [...]} on each line.',
                 ) from None
-    if len(found) < 2:
+    if len(found) < least:
         raise DataError(
-            f"{path} must have at least 2 conversations, but has {len(found)}.",
-            "One of them is held out; add more.",
+            f"{path} must have at least {least} conversation(s), but has {len(found)}.",
+            "One of them is held out; add more." if least > 1 else "Add conversations.",
         )
-    marks_ends = request.reading.attend == "document"
-    source = InstructionSource(found, request.context, request.reading.packing, marks_ends)
-    source.inputs = source.classes = max(BYTES, request.vocabulary)
-    for numbers, noun in (
-        (range(source.conversations), "training"),
-        (range(-source.held_out, 0), "held-out"),
-    ):
-        if not any(found[number][1][1 : request.context + 1].any() for number in numbers):
-            raise DataError(
-                f"A {noun} conversation of {path} must have an answer in its first {request.context + 1} tokens, but none has.",
-                "Raise model.context, or shorten the prompts.",
-            )
-    return source
+    return found
 
 
 def _turns(found: Any) -> list[Turn]:

@@ -137,7 +137,7 @@ class Request(NamedTuple):
     context     tokens per row of a token source
     dtype       of features and pixels
     vocabulary  of a token source, as configured; 0: from the data
-    validation  held-out tokens of a token file: a source name, or a word; empty: the default
+    validation  held-out rows of a file: the name of a source, or a word; empty: the default
     scan        the scan of a token file; None for other sources
     reading     how rows are made of tokens
     form        the form that the model takes; of digits and idx: images, or else samples
@@ -156,6 +156,11 @@ class Request(NamedTuple):
     def place(self) -> str:
         """The path in the name, behind the colon; empty without one."""
         return self.name.partition(":")[2]
+
+    @property
+    def other(self) -> str:
+        """The path of the held-out file; empty if the source itself has the held-out rows."""
+        return self.validation.partition(":")[2]
 
 
 def zeros(source: Source | Unopened, rows: int, dtype: DTypeLike) -> tuple[np.ndarray, np.ndarray]:

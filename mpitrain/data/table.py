@@ -3,6 +3,7 @@
 import math
 import os.path
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from mpitrain.data.instructions import InstructionSource, open_jsonl
@@ -10,7 +11,7 @@ from mpitrain.data.meta import tokenizer_beside
 from mpitrain.data.mixture import MixtureSource
 from mpitrain.data.samples import SampleSource, open_digits, open_idx
 from mpitrain.data.source import Form, Reading, Request, Scan, Source, Unopened
-from mpitrain.data.token_files import as_it_is, largest_token, token_paths
+from mpitrain.data.token_files import TENTH, as_it_is, largest_token, token_paths
 from mpitrain.data.tokenizer import BYTES_FILE
 from mpitrain.data.tokens import BYTES, TokenSource, open_pydocs, open_text, open_tokens
 from mpitrain.errors import ConfigError, DataError
@@ -26,8 +27,8 @@ class SourceKind(NamedTuple):
     argument       the path behind the prefix as help texts write it, :FILE; empty: there is none
     help           a remark for the help of data.source, in brackets; may be empty
     is_text        its tokens are the bytes of text
-    is_token_file  it is a file of tokens. All ranks scan it for its largest token, and
-                   data.validation may name another one.
+    is_token_file  it is a file of tokens. All ranks scan it for its largest token
+    can_validate   data.validation may name another file of this kind, as for files of tokens
     reads          the keys of `Reading` that it reads, in addition to the dtype of a file of tokens
     module         optional Python module that it needs; empty: none
     """
@@ -38,6 +39,7 @@ class SourceKind(NamedTuple):
     help: str = ""
     is_text: bool = False
     is_token_file: bool = False
+    can_validate: bool = False
     reads: Sequence[str] = ()
     module: str = ""
     also: Sequence[Form] = ()
@@ -45,6 +47,11 @@ class SourceKind(NamedTuple):
     def does_read(self, key: str) -> bool:
         """Return whether sources of this kind read a key of `Reading`."""
         return key in self.reads or (key == "dtype" and self.is_token_file)
+
+    @property
+    def takes_validation(self) -> bool:
+        """Whether data.validation may name another file of this kind."""
+        return self.can_validate or self.is_token_file
 
 
 def _open_mixture(request: Request) -> MixtureSource:
@@ -82,7 +89,14 @@ WINDOWS = ("order", "separator")
 SOURCES: Table[str, SourceKind] = Table(
     pydocs=SourceKind(open_pydocs, "tokens", is_text=True, reads=(*WINDOWS, "attend")),
     digits=SourceKind(open_digits, "samples", module="sklearn", also=("images",)),
-    text=SourceKind(open_text, "tokens", ":FILE", is_text=True, reads=(*WINDOWS, "attend")),
+    text=SourceKind(
+        open_text,
+        "tokens",
+        ":FILE",
+        is_text=True,
+        can_validate=True,
+        reads=(*WINDOWS, "attend"),
+    ),
     tokens=SourceKind(
         open_tokens,
         "tokens",
@@ -97,6 +111,7 @@ SOURCES: Table[str, SourceKind] = Table(
         ":FILE",
         "conversations",
         is_text=True,
+        can_validate=True,
         reads=("template", "packing", "attend"),
     ),
     mixture=SourceKind(
@@ -133,17 +148,43 @@ def names(with_help: bool = False) -> str:
     return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
+def _spelled(is_meant: Callable[[SourceKind], bool]) -> str:
+    """Return the spellings of some sources: text:FILE, tokens:FILE or jsonl:FILE."""
+    *others, last = [prefix + row.argument for prefix, row in SOURCES.items() if is_meant(row)]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def spellings(key: str) -> str:
     """Return the spellings of the sources that read a key of `Reading`."""
-    found = [prefix + row.argument for prefix, row in SOURCES.items() if key in row.reads]
-    return " or ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
+    return _spelled(lambda row: key in row.reads)
 
 
 def token_files() -> str:
     """Return the spellings of the sources that are files of tokens: tokens:FILE."""
-    return " or ".join(
-        prefix + row.argument for prefix, row in SOURCES.items() if row.is_token_file
-    )
+    return _spelled(lambda row: row.is_token_file)
+
+
+def validating() -> str:
+    """Return the spellings of the sources for which data.validation may name another file."""
+    return _spelled(lambda row: row.takes_validation)
+
+
+def check_validation(name: str, validation: str) -> None:
+    """Raise ConfigError unless data.validation fits data.source.
+
+    name  of the source
+    """
+    if validation and not source_kind(name).takes_validation:
+        raise ConfigError(
+            f"data.validation is of data.source {validating()}, but that is {name}.",
+            "Leave out data.validation.",
+        )
+    if validation not in ("", TENTH) and source_kind(validation) is not source_kind(name):
+        kind = name.partition(":")[0]
+        raise ConfigError(
+            f"data.validation must be {kind}:FILE as data.source, or tenth, or empty, but is {validation!r}.",
+            f"For example: --set data.validation={kind}:held_out{Path(name).suffix}",
+        )
 
 
 def open_source(
@@ -162,18 +203,14 @@ def open_source(
     dtype       of the features of a sample source
     vocabulary  of a token source; 0: 256 for text, largest token + 1 for tokens:FILE
     scan        the scan of a tokens:FILE if it is known; None costs a pass over the file
-    validation  held-out tokens of a tokens:FILE: another one; tenth or empty: the last tenth
+    validation  held-out rows of a source of a file: another one; tenth or empty: the last tenth
     reading     how rows are made of tokens
     form        the form that the model takes, for sources with several; None: the first of them
     raises      ConfigError for a name that is no source or has options of another kind;
                 DataError if it is missing, unreadable, too small, or exceeds the vocabulary
     """
     row = source_kind(name)
-    if validation and not row.is_token_file:
-        raise ConfigError(
-            f"data.validation is of data.source {token_files()}, but that is {name}.",
-            "Leave out data.validation.",
-        )
+    check_validation(name, validation)
     if row.is_text and 0 < vocabulary < BYTES:
         raise ConfigError(
             f"Text has {BYTES} tokens, one for each byte, so data.vocabulary must be at least {BYTES}, but is {vocabulary}.",

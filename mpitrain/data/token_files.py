@@ -32,8 +32,8 @@ UNREADABLE = (
     RecursionError,
 )
 """The errors of NumPy for a header that is damaged."""
-TOKEN_KEYS = "data.source and data.validation"
-"""The keys whose value may be tokens:FILE."""
+KEYS = "data.source and data.validation"
+"""The keys that may have named a file, for messages."""
 AUTO = "auto"
 
 
@@ -72,7 +72,7 @@ def as_it_is(name: str, dtype: str = AUTO) -> Scan:
     """
     place = name.partition(":")[2]
     paths = token_paths(place)
-    sizes = [_size(path, TOKEN_KEYS) for path in paths]
+    sizes = [_size(path) for path in paths]
     dtypes = {_layout(*one, dtype).dtype.name for one in zip(paths, sizes, strict=True)}
     changed = sum(path.stat().st_mtime_ns for path in paths) % (1 << 62)
     return Scan(str(Path(place).resolve()), sum(sizes), changed, -1, " ".join(sorted(dtypes)))
@@ -108,7 +108,7 @@ def token_paths(place: str) -> list[Path]:
         return [Path(place)]
     found = sorted(map(Path, glob.glob(place)))
     if not found:
-        raise DataError(f"{place} must match a file, but matches none.", f"Check {TOKEN_KEYS}.")
+        raise DataError(f"{place} must match a file, but matches none.", f"Check {KEYS}.")
     return found
 
 
@@ -123,7 +123,7 @@ def tokens_of(place: str, dtype: str = AUTO) -> FlatTokens:
 
 
 def _tokens_of(path: Path, dtype: str) -> FlatTokens:
-    size = _size(path, TOKEN_KEYS)
+    size = _size(path)
     layout = _layout(path, size, dtype)
     itemsize, room = layout.dtype.itemsize, size - layout.offset
     if dtype not in (AUTO, layout.dtype.name):
@@ -195,12 +195,10 @@ def _npy(path: Path) -> Layout:
     return Layout(found, offset, shape[0])
 
 
-def _size(path: Path, keys: str = "data.source") -> int:
+def _size(path: Path) -> int:
     """Return the size of a regular file in bytes; DataError if it cannot be read.
 
     Opening a pipe or a terminal would block forever.
-
-    keys  the keys that may have named the file, for the message
     """
     try:
         check_regular(path)
@@ -212,5 +210,5 @@ def _size(path: Path, keys: str = "data.source") -> int:
             f"The data file {path} cannot be read: {error.strerror}.",
             "Raise the limit of open files with ulimit -n, or join the files."
             if is_full
-            else f"Check {keys}.",
+            else f"Check {KEYS}.",
         ) from None

@@ -9,7 +9,7 @@ from mpitrain.data.flat_tokens import ArrayTokens, FlatTokens, windows
 from mpitrain.data.meta import bytes_per_token, prepared
 from mpitrain.data.order import EpochOrder, positions
 from mpitrain.data.source import DOCUMENT_END, IGNORED, Form, Reading, Request, Scan
-from mpitrain.data.token_files import TENTH, largest_token, pydocs, text, token_paths, tokens_of
+from mpitrain.data.token_files import largest_token, pydocs, text, token_paths, tokens_of
 from mpitrain.errors import DataError
 
 BYTES = 256
@@ -109,19 +109,27 @@ class TokenSource:
 
 def open_pydocs(request: Request) -> TokenSource:
     """Open CPython's documentation topics."""
-    return _of_bytes(ArrayTokens(pydocs()), "pydocs", request)
+    return _of_bytes(ArrayTokens(pydocs()), "pydocs", request, None)
 
 
 def open_text(request: Request) -> TokenSource:
-    """Open a text file, whose bytes are tokens."""
-    return _of_bytes(text(Path(request.place)), request.place, request)
+    """Open a text file, whose bytes are tokens, and the file of its held-out text."""
+    other = request.other
+    held_out = (text(Path(other)), other) if other else None
+    return _of_bytes(text(Path(request.place)), request.place, request, held_out)
 
 
-def _of_bytes(tokens: FlatTokens, name: str, request: Request) -> TokenSource:
-    reading = request.reading
-    vocabulary = max(BYTES, request.vocabulary)
+def _of_bytes(
+    tokens: FlatTokens, name: str, request: Request, held_out: tuple[FlatTokens, str] | None
+) -> TokenSource:
     return TokenSource(
-        tokens, vocabulary, request.context, name, reading=reading, bytes_per_token=1.0
+        tokens,
+        max(BYTES, request.vocabulary),
+        request.context,
+        name,
+        validation=held_out,
+        reading=request.reading,
+        bytes_per_token=1.0,
     )
 
 
@@ -130,10 +138,8 @@ def open_tokens(request: Request) -> TokenSource:
     place, vocabulary, scan = request.place, request.vocabulary, request.scan
     dtype = request.reading.dtype
     assert scan is not None
-    other, most = "", -1
-    if request.validation not in ("", TENTH):
-        other = request.validation.partition(":")[2]
-        most = largest_token(request.validation, 0, 1, dtype)
+    other = request.other
+    most = largest_token(request.validation, 0, 1, dtype) if other else -1
     for path, largest, way in (
         (place, scan.largest, "train on other tokens"),
         (other, most, "name other tokens with data.validation"),

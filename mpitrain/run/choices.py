@@ -12,7 +12,7 @@ from mpitrain.config import Config, Key, Optimizer, check_choice, refusal
 from mpitrain.config import keys as keys_of_sections
 from mpitrain.config import parse as parse_sections
 from mpitrain.config.plugins import MARK, load
-from mpitrain.data import TENTH, check_mixture, source_kind, spellings, token_files
+from mpitrain.data import TENTH, check_mixture, source_kind, spellings, token_files, validating
 from mpitrain.data import names as names_of_sources
 from mpitrain.errors import ConfigError
 from mpitrain.models.table import MODELS, check_model, kinds
@@ -46,7 +46,7 @@ def keys() -> Iterator[Key]:
     names = choices()
     rows = {
         "data.source": names_of_sources(with_help=True),
-        "data.validation": token_files(),
+        "data.validation": validating(),
         "data.vocabulary": token_files(),
         "data.dtype": token_files(),
         "data.order": spellings("order"),
@@ -172,9 +172,9 @@ def _check_rules(config: Config, path: Path | None = None) -> None:
     path  the file that the configuration was read from, for messages
     """
     validation = config.data.validation
-    if validation not in ("", TENTH) and not source_kind(validation).is_token_file:
+    if validation not in ("", TENTH) and not source_kind(validation).takes_validation:
         raise refusal(
-            f"data.validation must be {token_files()} or tenth, or empty, but is {validation!r}.",
+            f"data.validation must be {validating()}, or else tenth or empty, but is {validation!r}.",
             path,
         )
     check_mixture(config.data.source, config.data.mixture)

@@ -24,7 +24,7 @@ def script(request: Request, name: str) -> str:
     return "\n".join(
         [
             "#!/bin/bash",
-            *(f"# {line}" for line in [*_title(request, kind), *untried]),
+            *(f"# {line}" for line in [*untried, *_title(request, kind)]),
             f"# Written by: {request.written_by}",
             *_directives(system, request, kind in RESUMES),
             f'cd "${{{system.folder}:-.}}" || exit  # the batch system runs a copy of this script in a folder of its own',

@@ -191,18 +191,19 @@ def nats(loss: float, bits: float | None) -> str:
 
 def amounts(config: Config, record: dict[str, Any]) -> str:
     """Return the size of the data and the epochs of the run, or "" if the source has no size."""
-    size, steps, data = config.batch.size, config.run.steps, config.data
+    size, steps = config.batch.size, config.run.steps
+    other = config.data.validation.partition(":")[2] or "the last tenth"
     if "tokens" in record:
         size *= config.model.context
         unit, there, extent = "tokens", record["tokens"], f"vocabulary {record['vocabulary']:,}"
-        held_out = f"{record['held_out_tokens']:,} held out ({data.validation.partition(':')[2] or 'the last tenth'})"
+        held_out = f"{record['held_out_tokens']:,} held out ({other})"
     elif "samples" in record:
         unit, there, extent = "samples", record["samples"], f"{record['classes']:,} classes"
         held_out = f"{record['held_out_samples']:,} held out"
     elif "conversations" in record:
         unit, there = "conversations", record["conversations"]
         extent = f"{record['cut_conversations']:,} cut after model.context"
-        held_out = f"{record['held_out_conversations']:,} held out (the last tenth)"
+        held_out = f"{record['held_out_conversations']:,} held out ({other})"
         if "packed_rows" in record:
             extent = f"{there:,} conversations packed, {extent}"
             unit, there = "rows", record["packed_rows"]

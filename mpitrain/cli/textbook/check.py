@@ -5,13 +5,24 @@ from pathlib import Path
 import click
 
 from mpitrain.cli.language import language_option
-from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.output_checks import Outputs, check_files
 from mpitrain.machine import process
+
+PRINTED = Path("-")
+"""The value of --csv without a file."""
 
 
 @click.command("check")
 @click.argument("path", metavar="FILE|DIR", type=click.Path(path_type=Path))
-@output_option("--csv", "Write a row for each file of DIR to this file.")
+@click.option(
+    "--csv",
+    "csv_file",
+    is_flag=False,
+    flag_value=str(PRINTED),
+    metavar="[FILE]",
+    type=click.Path(path_type=Path),
+    help="Write a row for each file of DIR to this file. Without a FILE, print only these rows.",
+)
 @language_option
 def command(path: Path, csv_file: Path | None, language: str) -> int:
     """Check the solution of an exercise, or all Python files of a folder.
@@ -27,7 +38,8 @@ def command(path: Path, csv_file: Path | None, language: str) -> int:
     from mpitrain.textbook.exercises.report import lines, row, table
     from mpitrain.textbook.words import text
 
-    check_files(0, [csv_file])
+    is_printed = csv_file == PRINTED
+    check_files(0, [None if is_printed else csv_file])
     if not path.is_dir():
         if csv_file:
             raise ConfigError(
@@ -44,19 +56,26 @@ def command(path: Path, csv_file: Path | None, language: str) -> int:
             "Name a folder of files that `mpitrain exercise` wrote.",
         )
     rows, right = [], 0
+
+    def say(line: str) -> None:
+        if not is_printed:
+            click.echo(line)
+
     for file in files:
         try:
             found = check(file)
         except ConfigError as error:
-            click.echo(visible(f"{file.name}: {error.law}"))
+            say(visible(f"{file.name}: {error.law}"))
             rows.append([file.name, "", "wrong", "", "", error.law, "", ""])
             continue
-        click.echo("\n".join(lines(file.name, found, language)))
+        say("\n".join(lines(file.name, found, language)))
         rows.append(row(file.name, found, language))
         right += found.is_right
-    click.echo(text("{right} of {files} files are right", language, right=right, files=len(files)))
+    say(text("{right} of {files} files are right", language, right=right, files=len(files)))
     outputs = Outputs()
-    if csv_file:
+    if is_printed:
+        click.echo(table(rows), nl=False)
+    elif csv_file:
         with outputs.to(csv_file):
             write_whole(csv_file, table(rows))
     outputs.settle()

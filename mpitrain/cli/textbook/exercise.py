@@ -1,5 +1,6 @@
 """`mpitrain exercise`: writes the file with which a student begins."""
 
+import shlex
 from pathlib import Path
 
 import click
@@ -45,4 +46,4 @@ def command(name: str, out_file: Path | None, language: str) -> None:
         )
     check_writable(out_file)
     write_whole(out_file, written)
-    click.echo(f"mpitrain check {out_file}")
+    click.echo(shlex.join(["mpitrain", "check", str(out_file)]))

@@ -70,7 +70,8 @@ def raised(error: BaseException, file: str) -> str:
     if isinstance(error, SyntaxError) and error.lineno:
         lines.append(error.lineno)
     where = f" in line {lines[-1]}" if lines else ""
-    return f"it raises {type(error).__name__}{where}: {error}"
+    reason = f": {error}" if str(error) else ""
+    return f"it raises {type(error).__name__}{where}{reason}"
 
 
 if __name__ == "__main__":

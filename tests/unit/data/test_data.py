@@ -269,7 +269,19 @@ def test_a_val_bin_beside_a_train_bin_is_what_is_held_out(tmp_path):
 @pytest.mark.parametrize(
     "source, validation, vocabulary, law",
     [
-        ("pydocs", TENTH, 0, "data.validation is of data.source tokens:FILE, but that is pydocs."),
+        (
+            "pydocs",
+            TENTH,
+            0,
+            "data.validation is of data.source text:FILE, tokens:FILE or jsonl:FILE, but that is pydocs.",
+        ),
+        (
+            "text:train.bin",
+            "tokens:val.bin",
+            0,
+            "data.validation must be text:FILE as data.source, or tenth, or empty, but is 'tokens:val.bin'.",
+        ),
+        ("text:train.bin", "text:nowhere", 0, "The data file nowhere cannot be read"),
         ("tokens:train.bin", "tokens:nowhere", 0, "The data file nowhere cannot be read"),
         (
             "tokens:train.bin",
@@ -295,6 +307,18 @@ def test_a_validation_that_cannot_be_held_out_is_refused(
     assert law in refused.value.law
     if "cannot be read" in law:
         assert refused.value.way_out == "Check data.source and data.validation."
+
+
+def test_a_second_text_is_what_is_held_out(tmp_path):
+    (tmp_path / "train.txt").write_text("a" * 100)
+    (tmp_path / "val.txt").write_text("b" * 50)
+    names = f"text:{tmp_path}/train.txt", f"text:{tmp_path}/val.txt"
+    source = open_source(names[0], 16, "float32", validation=names[1])
+    assert (source.tokens, source.held_out_tokens, source.held_out) == (100, 50, 3)
+    assert set(source.held_out_rows(range(3))[0].ravel()) == {ord("b")}
+    assert set(source.batch(0, 0, 99, range(99))[0].ravel()) == {ord("a")}
+    tenth = open_source(names[0], 9, "float32", validation=TENTH)
+    assert (tenth.tokens, tenth.held_out_tokens) == (90, 10)
 
 
 def test_the_kind_of_the_model_follows_the_source_where_nobody_sets_it(source, request):

@@ -189,6 +189,21 @@ def test_a_file_with_fewer_than_two_conversations_is_refused(tmp_path, lines):
         open_source(written(tmp_path, lines), 40, "float32")
 
 
+def test_a_second_file_of_conversations_is_what_is_held_out(tmp_path):
+    (tmp_path / "other").mkdir()
+    other = written(tmp_path / "other", map(json.dumps, PAIRS[:1]))
+    name = written(tmp_path, map(json.dumps, PAIRS[1:]))
+    source = open_source(name, 40, "float32", validation=other)
+    assert (source.conversations, source.samples, source.held_out) == (11, 11, 1)
+    assert text_of(source.held_out_rows([0])[0][0]).startswith("user: 0 + 1?")
+    texts = [text_of(row) for row in source.batch(0, 0, 11, range(11))[0]]
+    assert not any(text.startswith("user: 0 + 1?") for text in texts)
+    with pytest.raises(DataError, match="at least 1"):
+        open_source(name, 40, "float32", validation=written(tmp_path / "other", []))
+    with pytest.raises(ConfigError, match="jsonl:FILE as"):
+        open_source(name, 40, "float32", validation="text:a")
+
+
 def test_bytes_that_are_not_utf_8_are_refused(tmp_path):
     name = written(tmp_path, [GOOD])
     with open(name.partition(":")[2], "ab") as file:

@@ -73,6 +73,8 @@ def test_a_separator_is_one_of_every_source(names):
     "settings, said",
     [
         (["data.source=mixture"], "data.mixture has 0"),
+        (["data.source=mixture", 'data.mixture={"pydocs": 0}'], "above 0"),
+        (["data.source=mixture", 'data.mixture={"pydocs": 1'], "data.mixture"),
         (['data.mixture={"pydocs"=1}'], "data.source is pydocs"),
         (["data.source=mixture", 'data.mixture={"digits"=1}'], "'digits'"),
         (["data.source=mixture", 'data.mixture={"jsonl:x"=1}'], "'jsonl:x'"),

@@ -5,6 +5,7 @@ from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from mpitrain import __version__
 from mpitrain.cli import commands
@@ -34,8 +35,19 @@ def test_a_site_file_claims_nothing_that_was_not_tried(path):
     assert says.RUN_REAL in " ".join(head)
 
 
-@pytest.mark.parametrize("path", sorted(SITE.glob("*.sh")), ids=lambda path: path.name)
-def test_scripts_are_parsed_and_use_options_that_exist(path):
+@pytest.mark.parametrize("system", ("pbs", "lsf"))
+def test_the_scripts_for_pbs_and_lsf_are_output_of_mpitrain_slurm(system):
+    words = f"slurm --{system} --nodes 2 --ranks-per-node 2 --cores-per-rank 32 -- train"
+    done = CliRunner().invoke(commands, words.split())
+    assert done.exit_code == 0
+    path = SITE / f"train.{system}.sh"
+    assert path.read_text() == done.output
+    assert run(["bash", "-n", path]).returncode == 0
+
+
+@pytest.mark.parametrize("launcher", ("pals", "flux"))
+def test_scripts_are_parsed_and_use_options_that_exist(launcher):
+    path = SITE / f"train.{launcher}.sh"
     assert run(["bash", "-n", path]).returncode == 0
     line = re.search(r"mpitrain train (.*)", path.read_text().replace("\\\n", " "))[1]
     train = commands.get_command(None, "train")

@@ -2,6 +2,7 @@
 
 import ast
 import csv
+import shlex
 import time
 from pathlib import Path
 
@@ -199,6 +200,8 @@ def test_a_class_is_marked_in_a_table(tmp_path):
     rows = [*csv.DictReader((tmp_path / "class.csv").open())]
     assert [row["verdict"] for row in rows] == ["right", "wrong", "wrong"]
     assert rows[0]["cost"] == rows[0]["formula"] == "30" and rows[1]["counterexample"]
+    printed = run.invoke(commands, ["check", str(folder), "--csv"])
+    assert (printed.exit_code, printed.output) == (0, (tmp_path / "class.csv").read_text())
 
 
 def test_a_skeleton_never_replaces_a_file(tmp_path):
@@ -207,3 +210,11 @@ def test_a_skeleton_never_replaces_a_file(tmp_path):
     done = CliRunner().invoke(commands, ["exercise", "ring", "--out", str(own)])
     assert done.exception.exit_code == 2 and own.read_text() == "solved"
     assert CliRunner().invoke(commands, ["exercise", "square"]).exception.exit_code == 2
+
+
+def test_the_command_for_a_new_skeleton_can_be_typed(tmp_path):
+    path = tmp_path / "my ring.py"
+    done = CliRunner().invoke(commands, ["exercise", "ring", "--out", str(path)])
+    assert shlex.split(done.output) == ["mpitrain", "check", str(path)]
+    reason = check(path).why("en")
+    assert reason.startswith("it raises") and reason[-1].isdigit()

@@ -74,6 +74,11 @@ def test_a_topic_records_the_same_frames_twice(name):
     ]
 
 
+def test_the_command_of_a_topic_has_its_micro_batches():
+    assert "batch.micro_batches=2 " in recorded("accumulation").command
+    assert "micro_batches" not in recorded("ddp").command
+
+
 @every_topic
 def test_texts_sources_laws_and_commands_of_a_topic_exist(name):
     found = recorded(name)

@@ -108,7 +108,10 @@ def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]
                     shown.memory[1](found[0].elements, n, found[0].elements // units),
                 )
             )
-        settings = [each for each in (*shown.settings, "run.steps=20") if "bucket" not in each]
+        micros = [f"batch.micro_batches={shown.micros}"] if shown.micros > 1 else []
+        settings = [
+            each for each in (*shown.settings, *micros, "run.steps=20") if "bucket" not in each
+        ]
         return Explanation(
             name,
             title,

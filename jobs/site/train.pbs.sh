@@ -1,0 +1,48 @@
+#!/bin/bash
+# Not run on a real PBS: read it before you submit it.
+# Train on 2 host(s) with 2 rank(s) each. Near its time limit the run saves a checkpoint and stops with exit code 85.
+# The job then queues itself again, and the run resumes.
+# A cancelled job ends at once: the batch system ends the ranks of the other hosts. Such a run goes on from its last
+# periodic checkpoint (checkpoint.every). To go on, submit the script with --out and the old run directory.
+# Written by: mpitrain slurm --pbs --nodes 2 --ranks-per-node 2 --cores-per-rank 32 -- train
+# the name in qstat:
+#PBS -N mpitrain
+# hosts, and of each its cores, ranks and GPUs:
+#PBS -l select=2:ncpus=64:mpiprocs=2
+# each chunk on a host of its own, without other jobs:
+#PBS -l place=scatter:excl
+# PBS ends the job then:
+#PBS -l walltime=01:00:00
+# one log for both streams:
+#PBS -j oe
+# whether PBS may run the job again after a failed host:
+#PBS -r y
+cd "${PBS_O_WORKDIR:-.}" || exit  # the batch system runs a copy of this script in a folder of its own
+
+start=(mpitrain launch --launcher mpirun --)
+#start=(mpirun -n "${SLURM_NTASKS:-4}" apptainer exec --bind "$PWD" "mpitrain.sif" mpitrain)  # instead: an image with mpitrain
+#mpitrain() { apptainer exec --bind "$PWD" "mpitrain.sif" mpitrain "$@"; }
+#module load openmpi  # the MPI of the site, if mpi4py was built with it
+venv=${MPITRAIN_VENV:-${VIRTUAL_ENV:-$PWD/.venv}}
+[ -e "$venv/bin/activate" ] && source "$venv/bin/activate"
+if [ -n "$MPITRAIN_VENV" ] && [ ! -x "$MPITRAIN_VENV/bin/mpitrain" ] || ! command -v mpitrain >/dev/null; then
+  echo "no mpitrain in $venv. Name its environment as MPITRAIN_VENV=/path/to/.venv" >&2
+  exit 2
+fi
+
+job=${MPITRAIN_JOB:-$PBS_JOBID}  # the first job of this run
+run="runs/pbs-$job"
+trap 'kill -USR1 $P' USR1  # the time limit is near: launch and srun pass USR1 on to every rank
+trap 'cancelled=1; kill -USR1 $P' TERM  # cancelled or preempted
+# This warning comes from the script, since the system sends none:
+{ while ((SECONDS < 3540)); do sleep 1; done; kill -USR1 $$; } & timer=$!
+"${start[@]}" train --out "$run" --resume=auto "$@" & P=$!
+while kill -0 $P 2>/dev/null; do wait $P; done  # a trapped signal ends `wait` early
+wait $P; rc=$?  # the shell remembers the exit code of a child
+kill $timer
+echo "the run in $run ended with $rc"
+if [ $rc = 85 ] && [ -z "$cancelled" ]; then
+  trap '' USR1 TERM
+  next=$(qsub -W depend=afterany:"$PBS_JOBID" -v MPITRAIN_JOB="$job" "$0") && echo "job $next continues $run"
+fi
+exit $rc
