@@ -96,12 +96,22 @@ def imports(_: str) -> dict[str, str]:
     return {"seconds": f"{time.perf_counter() - start:.3f}", "files": str(opened)}
 
 
+def products(kernels: str) -> dict[str, str]:
+    """Multiply with these kernels of OpenBLAS, or its own choice; return the processor's seconds."""
+    if kernels:
+        os.environ["OPENBLAS_CORETYPE"] = kernels
+    from mpitrain.bench.kernels.host_products import seconds
+
+    return {"seconds": str(seconds(clock=time.process_time)["NumPy"])}
+
+
 TRIALS = {
     "locks": locks,
     "locked": locked,
     "mapped": mapped,
     "shared": shared,
     "imports": imports,
+    "products": products,
 }
 """{name: trial}."""
 

@@ -19,6 +19,10 @@ from mpitrain.machine.backend import host_address
 from mpitrain.ops.weightless import has_memory
 
 ROW_MAJOR, AS_IT_IS, TRANSPOSED = 101, 111, 112  # constants of the CBLAS interface
+AVX512 = ("SkylakeX", "Cooperlake", "SapphireRapids")
+"""OpenBLAS's names of its AVX-512 kernels."""
+AVX2_WAY = "export OPENBLAS_CORETYPE=Haswell"
+"""The command that selects the AVX2 kernels."""
 Pair = tuple[int, int]
 ONE_SUM = 1024
 """Bytes of a column of K numbers that OpenBLAS sums without a break, on every processor.
@@ -74,6 +78,11 @@ def mkl() -> dict[np.dtype, Callable]:
 def multiplier() -> str:
     """Return the name of the library that multiplies matrices: MKL or NumPy."""
     return "MKL" if mkl() else "NumPy"
+
+
+def uses_avx512() -> bool:
+    """Return whether NumPy's OpenBLAS multiplies with its AVX-512 kernels."""
+    return any(pool.get("architecture") in AVX512 for pool in threadpool_info())
 
 
 @cache
