@@ -109,8 +109,8 @@ class Lease(list[Any]):
     """Ownership of a leased buffer, which ends with the last reference to this object.
 
     It is a list, because C code fills and reads lists. An arena makes some hundred leases in a
-    micro-batch. Its items: the arena, the bytes that count as leased, the buffer, and the list to
-    which the buffer returns.
+    micro-batch. The items are the arena, the bytes that count as leased, the buffer, and the list of
+    free buffers.
     """
 
     __slots__ = ("__array_struct__",)
