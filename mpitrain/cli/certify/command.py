@@ -22,8 +22,8 @@ def _absent(context: Any, option: Any, entries: tuple[str, ...]) -> dict[str, st
     """Return {node: reason} of the options --absent NODE=REASON."""
     found = {}
     for entry in entries:
-        node, equals, reason = entry.partition("=")
-        if not node or not equals:
+        node, _, reason = entry.partition("=")
+        if not node or not reason:
             raise click.BadParameter(f"{entry!r} is not NODE=REASON.")
         found[node] = reason
     return found
