@@ -372,8 +372,8 @@ def _export_event(ptr):
 
 
 def _open_event(handle):
-    ptr, owner = _handles[handle]
-    if owner == threading.get_ident() or not ipc.shares_events():
+    ptr, owner = _handles.get(handle, (None, None))  # other processes have other handles
+    if ptr is None or owner == threading.get_ident() or not ipc.shares_events():
         raise CUDARuntimeError("cudaErrorInvalidContext: invalid device context")
     here = next(_numbers)
     ipc.events[here] = weakref.ref(_events[ptr])

@@ -32,7 +32,7 @@ from mpitrain.collectives.engine.executor import Execution, started_twice
 from mpitrain.collectives.plans.pairwise import barrier
 from mpitrain.machine.backend import Copy, Recordable
 from mpitrain.transport.device.messages import DeviceTransport
-from mpitrain.transport.requests import Request
+from mpitrain.transport.requests import Request, named
 
 
 class StreamOrdered:
@@ -85,7 +85,11 @@ class StreamOrdered:
         return not self._left
 
     def wait(self) -> None:
-        self._transport.wait_until(self.poll)
+        self._transport.wait_until(self.poll, what=self)
+
+    def __str__(self) -> str:
+        """Return the name of the wait, for reports of stalls."""
+        return f"{self._recorded}{self._ended}" or "the work of this GPU"
 
     def _has_launched(self) -> bool:
         """Launch the waits and the work when all ranks have recorded R; return whether they have."""
@@ -120,6 +124,9 @@ class _Announcements:
         self._transport, self._tag, self._empty = transport, tag, np.empty(0, np.uint8)
         self._peers = [peer for peer in range(transport.size) if peer != transport.rank]
         self._requests: list[Request] = []
+
+    def __str__(self) -> str:
+        return named(self._requests)
 
     def expect(self) -> None:
         """Post the receives of one run."""
