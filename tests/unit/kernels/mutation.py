@@ -124,6 +124,10 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("embedding.cu", "const bool mine = slot >= -1 && slot < 32;"): "no warp owns a row below 0",
     (
         "embedding.cu",
+        "for (int i = 0; i <= found; i += AHEAD) {",
+    ): "one more round finds no row",
+    (
+        "embedding.cu",
         "for (int m0 = 0; m0 <= M; m0 += 128) {",
     ): "one more chunk, of rows that do not exist, finds nothing",
     (

@@ -284,6 +284,26 @@ def test_a_logit_and_a_gelu_take_one_exponential_each(name, compiler):
                 assert count(body, "MUFU.TANH") == 0 and len(body) <= 480, kernel
 
 
+@pytest.mark.parametrize(
+    ("name", "kernel", "macros", "work", "wait", "loads"),
+    [
+        ("layer_norm", "layer_norm", {"ROW_RUNS": 4}, "", "SHFL", 4),
+        ("layer_norm", "layer_norm_backward", {}, "BAR", "BAR", 3),
+        ("embedding", "embedding_backward_table", {"Result": "float"}, "LDG.E.128", "FADD", 8),
+    ],
+)
+def test_loads_of_rows_are_all_under_way_before_a_warp_waits(
+    name, kernel, macros, work, wait, loads, compiler
+):
+    """The runs of a row; x, dy and residual of the next row; rows of the tokens of a chunk. None is loaded again later."""
+    defines = types("__nv_bfloat16") | macros
+    text = instructions(compiler.compile(SOURCES[name], "sm_90a", defines).code, kernel)
+    text = main_loop(text, work) if work else text
+    first = next(place for place, line in enumerate(text) if count([line], wait))
+    assert count(text[:first], "LDG.E.128") == loads
+    assert work == "" or count(text[first:], "LDG.E.128") == 0
+
+
 def check_loop(code, kernel, products, most):
     """The main loop of a kernel is one step of so many products, and has at most so many instructions for each."""
     text = instructions(code, kernel)
