@@ -17,7 +17,18 @@ from typing import Any
 import click
 
 from mpitrain.cli import NOT_BEGUN, STOPPED
-from mpitrain.cli.job_options import CONFIG_FILE, DEVICE, DP, GEMM, PP, PRESET, SET, TP, changes
+from mpitrain.cli.job_options import (
+    ALGORITHM,
+    CONFIG_FILE,
+    DEVICE,
+    DP,
+    GEMM,
+    PP,
+    PRESET,
+    SET,
+    TP,
+    changes,
+)
 from mpitrain.cli.session import mpi_session
 from mpitrain.cli.terminal import last_words
 from mpitrain.cli.terminal.output import be_courtesy
@@ -95,6 +106,7 @@ def _meant(option: str, args: list[str]) -> str:
 @PP
 @DEVICE
 @GEMM
+@ALGORITHM
 @click.option(
     "--help-config",
     "described",
