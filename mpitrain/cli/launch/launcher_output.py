@@ -137,9 +137,8 @@ class Errors:
 
         That is, from the launcher after the end was reported, or from any rank after the run.
         """
-        is_servers = (
-            line.startswith(self._server) and b"PMIX ERROR" in line
-        ) or line.startswith(EPOLL)
+        is_pmix = line.startswith(self._server) and b"PMIX ERROR" in line
+        is_servers = is_pmix or line.startswith(EPOLL)
         return (is_servers and self._is_told()) or bool(self._words.end and PMIX.match(line))
 
     def _is_told(self) -> bool:
