@@ -15,6 +15,7 @@ KEYS = {
     "pp": "layout.pp",
     "device": "device.kind",
     "gemm": "device.gemm",
+    "algorithm": "replication.algorithm",
     "out": "run.out",
     "plugins": "run.plugins",
     "base": "run.init_from",
@@ -49,6 +50,11 @@ GEMM = click.option(
     "--gemm",
     metavar="WHO",
     help="Matrix products on a GPU: tiled (our kernels) or library (cuBLAS).",
+)
+ALGORITHM = click.option(
+    "--algorithm",
+    metavar="NAME|FILE.py",
+    help="All-reduce of the gradients, or a file with one of your own (default: auto).",
 )
 BASE = click.option(
     "--base",

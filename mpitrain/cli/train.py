@@ -12,7 +12,18 @@ from typing import Any
 import click
 
 from mpitrain.cli import STOPPED
-from mpitrain.cli.job_options import CONFIG_FILE, DEVICE, DP, GEMM, PP, PRESET, SET, TP, changes
+from mpitrain.cli.job_options import (
+    ALGORITHM,
+    CONFIG_FILE,
+    DEVICE,
+    DP,
+    GEMM,
+    PP,
+    PRESET,
+    SET,
+    TP,
+    changes,
+)
 from mpitrain.cli.session import mpi_session
 from mpitrain.cli.terminal.output import be_courtesy
 from mpitrain.cli.terminal.stop_requests import Stop
@@ -85,6 +96,7 @@ def _meant(option: str, args: list[str]) -> str:
 @PP
 @DEVICE
 @GEMM
+@ALGORITHM
 @click.option(
     "--help-config",
     "described",

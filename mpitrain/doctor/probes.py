@@ -121,14 +121,14 @@ PROBES: dict[str, Probe] = {
         files.look_locks,
         files.line_locks,
         files.missing_locks,
-        "Choose another --out, or mount the file system with locks (Lustre: flock).",
+        "Choose another --dir and --out, or mount the file system with locks (Lustre: flock).",
     ),
     "mapped files": Probe(
         "Are bytes equal in a file and in a map of it?",
         files.look_maps,
         files.line_maps,
         files.broken_maps,
-        "Keep files of tokens on another file system.",
+        "Choose another --dir, or keep files of tokens on another file system.",
     ),
 }
 """{name: probe}, in the order of the report."""

@@ -12,6 +12,8 @@ import tempfile
 import time
 from collections.abc import Callable
 
+from mpitrain.doctor.child import FAILED
+
 WORKS, UNLOCKED = "works", "two processes hold one lock"
 """Results of a trial."""
 SIZE = 1 << 20
@@ -119,7 +121,11 @@ TRIALS = {
 def main() -> None:
     """Run a trial: the entry point of the child process."""
     name, argument = sys.argv[1:]
-    print(json.dumps(TRIALS[name](argument)))
+    try:
+        found = TRIALS[name](argument)
+    except OSError as error:
+        found = {FAILED: f"files cannot be written in {argument}: {error.strerror or error}"}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

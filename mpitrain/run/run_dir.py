@@ -205,7 +205,8 @@ def check_algorithms_named(then: Config, settings: Sequence[str], folder: Path) 
         if is_file(value := then.flat()[key]) and key not in named:
             raise ConfigError(
                 f"The run in {folder} was trained with the algorithm {value}, but none was named now.",
-                f"Read the file, then name it: --set {key}={value.partition(MARK)[0]}",
+                "Read the file, then name it: --set "
+                + shlex.quote(f"{key}={value.partition(MARK)[0]}"),
             )
 
 

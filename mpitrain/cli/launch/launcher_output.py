@@ -2,7 +2,7 @@
 
 Bytes are forwarded at once and unchanged, with three exceptions. Status lines of rank 0 are
 removed. Open MPI's boxes about an ended rank are dropped if our own message reports the same. PMIX
-errors are dropped after such a message or after the end of the run.
+errors and warnings of libevent are dropped after such a message or after the end of the run.
 """
 
 import os
@@ -26,6 +26,8 @@ PAUSE = 0.3
 """Seconds without a byte after which an unfinished box is shown."""
 
 PMIX = re.compile(rb"\[\S+:\d+\] PMIX ERROR")
+EPOLL = b"[warn] Epoll "
+"""The start of a line of libevent in Open MPI's mpirun, when a rank ends while it is watched."""
 ENDINGS = re.compile(
     rb"processes exited with non-zero status|MPI_ABORT was invoked|exited due to process rank"
 )
@@ -122,7 +124,8 @@ class Errors:
         return (
             RULE.startswith(data)
             or self._server.startswith(data)
-            or (data.startswith(self._server) and b"\n" not in data)
+            or EPOLL.startswith(data)
+            or (data.startswith((self._server, EPOLL)) and b"\n" not in data)
         )
 
     def _repeats(self, box: bytes) -> bool:
@@ -130,11 +133,12 @@ class Errors:
         return bool(KILLED[0].search(box)) or (bool(ENDINGS.search(box)) and self._is_told())
 
     def _is_late(self, line: bytes) -> bool:
-        """Return whether this line is a PMIX error that adds nothing.
+        """Return whether this line adds nothing: a PMIX error, or a warning of libevent.
 
         That is, from the launcher after the end was reported, or from any rank after the run.
         """
-        is_servers = line.startswith(self._server) and b"PMIX ERROR" in line
+        is_pmix = line.startswith(self._server) and b"PMIX ERROR" in line
+        is_servers = is_pmix or line.startswith(EPOLL)
         return (is_servers and self._is_told()) or bool(self._words.end and PMIX.match(line))
 
     def _is_told(self) -> bool:

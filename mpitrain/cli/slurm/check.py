@@ -65,7 +65,7 @@ def _check_training(request: Request, given: dict[str, Any], settings: list[str]
             f"Each run of a sweep has a directory of its own, but --out is {given['out']}.",
             "Leave out --out.",
         )
-    options = {key: given[key] for key in ("out", "dp", "tp", "pp", "device", "gemm")}
+    options = {key: given[key] for key in ("out", "dp", "tp", "pp", "device", "gemm", "algorithm")}
     config = _configured(
         given["config_file"],
         changes((*given["settings"], *settings), **options),

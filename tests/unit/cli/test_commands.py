@@ -48,9 +48,10 @@ def test_every_command_explains_itself(name):
     ],
 )
 def test_a_path_of_an_option_reaches_the_configuration_as_it_was_named(name):
-    assert with_settings({}, changes((), out=name, dp=3, data=None)) == {
+    assert with_settings({}, changes((), out=name, dp=3, data=None, algorithm=name)) == {
         "run": {"out": name},
         "layout": {"dp": 3},
+        "replication": {"algorithm": name},
     }
 
 

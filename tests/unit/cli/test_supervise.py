@@ -336,6 +336,17 @@ def test_a_box_that_repeats_our_own_error_is_dropped_however_it_is_cut(pieces):
         assert shown == ours
 
 
+@pytest.mark.parametrize("size", (1, 7, 1000))
+def test_a_warning_of_libevent_does_not_follow_our_own_error(size):
+    ours = b"Error: No such option: --algorithm\n"
+    said = ours + b"[warn] Epoll MOD(4) on fd 21 failed. Old events were 6\n"
+    errors = Errors(LauncherOutput(), SERVER)
+    shown = b"".join(errors.pass_on(said[at : at + size]) for at in range(0, len(said), size))
+    assert shown + errors.release() == ours
+    alone = Errors(LauncherOutput(), SERVER)
+    assert alone.pass_on(said[len(ours) :]) == said[len(ours) :]
+
+
 def test_a_box_that_alone_tells_what_happened_stays():
     for text in (EXITED, NO_SLOTS, b"ours\n" + NO_SLOTS, PMIX, RULE, RULE[:10]):
         assert sifted(text)[0] == text

@@ -88,6 +88,13 @@ def test_a_trial_that_crashes_or_hangs_is_a_result(code, failed):
     assert failed in found[FAILED]
 
 
+@pytest.mark.parametrize("name", ["locks", "mapped"])
+def test_a_folder_without_files_is_named_with_its_reason(tmp_path, name):
+    folder = str(tmp_path / "nowhere")
+    found = in_child(name, folder)
+    assert set(found) == {FAILED} and f"written in {folder}: No such" in found[FAILED]
+
+
 def test_locks_that_two_processes_get_are_no_locks(tmp_path, monkeypatch):
     from mpitrain.doctor import trials
 
