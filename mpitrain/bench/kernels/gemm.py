@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.bench.kernels.operations import count_wrong, stored, values
 from mpitrain.bench.kernels.timing import seconds
+from mpitrain.bench.kernels.work import count_wrong, stored, values
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.loader import Engine
 from mpitrain.ops.cuda import product

@@ -214,6 +214,7 @@ def _measure(
     from mpitrain.bench.collectives.header import header
     from mpitrain.bench.collectives.table import write_csv
     from mpitrain.bench.training.bare_products import BareProducts
+    from mpitrain.bench.training.peers import peer_of
     from mpitrain.bench.training.stages import stage_rows, stage_table
     from mpitrain.bench.training.steps import (
         LookingOn,
@@ -223,7 +224,6 @@ def _measure(
         check_common_steps,
         check_same_work,
         named,
-        peer_of,
         table,
         write_json,
     )
