@@ -6,7 +6,7 @@ import pytest
 
 from mpitrain.bench.training import peers
 from mpitrain.bench.training import steps as training_steps
-from mpitrain.cli.bench.train import _measure as measure
+from mpitrain.cli.bench.training.command import _measure as measure
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.transport.threads import run_ranks
