@@ -125,6 +125,13 @@ def test_asynchronous_pipelines_send_a_control_message_per_micro_batch(stages):
         assert max(each.sent_bytes) == each.formula_bytes, each.mode
 
 
+@pytest.mark.parametrize("name", ["1f1b", "async", "async-2bw"])
+def test_a_step_ends_with_its_last_backward_and_not_with_its_result(name):
+    (row,) = measured([f"pp2:{name}"], "aa", "run.steps=2", "run.delay=0:100")
+    ends = [end for end, _ in row.curve]
+    assert row.step_s > 0.05 and 0 <= row.idle <= 1 and ends == sorted(ends)
+
+
 @pytest.mark.parametrize("mode", ["pp2:gpipi", "zero3+pp2:1f1b", "pp2:interleaved+accumulate3"])
 def test_an_impossible_schedule_is_refused_by_name_on_every_rank(mode):
     found = jobs(["ring", mode], TINY, "aa")
