@@ -35,7 +35,7 @@ def main() -> None:
     answers = getattr(importlib.import_module(module), function)
     keep_secret()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
     resource.setrlimit(resource.RLIMIT_FSIZE, (WRITTEN, WRITTEN))
     own, status = UserFile(file, sys.stdin.buffer.read()), 0
 

@@ -65,10 +65,7 @@ def answers(
         )
         try:
             child.wait(max(0.0, end - time.monotonic()))
-            is_slow = child.returncode in (
-                -signal.SIGXCPU,
-                -signal.SIGKILL,
-            )  # These signals mean that it used up its processor time.
+            is_slow = child.returncode == -signal.SIGXCPU  # It has used up its processor time.
         except subprocess.TimeoutExpired:
             is_slow = True
         finally:

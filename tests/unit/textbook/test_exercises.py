@@ -93,6 +93,7 @@ def test_a_deadlock_names_the_ranks_that_wait():
         ("return [[[0, 0]]]", ""),
         ("return [0] * 10**10", "1024 MiB"),
         ("import os; os._exit(3)", "with 3"),
+        ("import os; os.kill(os.getppid(), 9)", "with -9"),
         ("import os; [os.write(n, b'[1]\\n') for n in (1, 2)]; os._exit(0)", "ended with 0"),
         ("return ['F0'] * 100000", ""),
     ],
