@@ -12,6 +12,8 @@ import tempfile
 import time
 from collections.abc import Callable
 
+from mpitrain.machine.process import choose_blas_kernels
+
 from mpitrain.doctor.child import FAILED
 
 WORKS, UNLOCKED = "works", "two processes hold one lock"
@@ -101,7 +103,7 @@ def imports(_: str) -> dict[str, str]:
 def products(kernels: str) -> dict[str, str]:
     """Multiply with these kernels of OpenBLAS, or its own choice; return the processor's seconds."""
     if kernels:
-        os.environ["OPENBLAS_CORETYPE"] = kernels
+        choose_blas_kernels(kernels)
     from mpitrain.bench.kernels.host_products import seconds
 
     return {"seconds": str(seconds(clock=time.process_time)["NumPy"])}
