@@ -12,9 +12,8 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from mpitrain.machine.process import choose_blas_kernels
-
 from mpitrain.doctor.child import FAILED
+from mpitrain.machine.process import choose_blas_kernels
 
 WORKS, UNLOCKED = "works", "two processes hold one lock"
 """Results of a trial."""
