@@ -23,11 +23,22 @@ SLAB = 32 << 20  # bytes obtained from the system at once
 SHAPES = 1 << 12  # shapes of leases that are remembered
 
 
-Maker = Callable[[Any, "Lease"], Any]
-"""(location, lease) -> the first bytes of a buffer as an array.
+Maker = Callable[["Lease"], Any]
+"""(lease) -> the array that its description names; the lease lives as long as any view of it."""
 
-The lease must live as long as the array or any view of it.
-"""
+
+class Descriptions(dict[Any, Any]):
+    """Descriptions of arrays of one shape by their location, each made at its first use.
+
+    describe  (location) -> the description
+    """
+
+    def __init__(self, describe: Callable[[Any], Any]):
+        self._describe = describe
+
+    def __missing__(self, location: Any) -> Any:
+        found = self[location] = self._describe(location)
+        return found
 
 
 class Memory(Protocol):
@@ -39,8 +50,11 @@ class Memory(Protocol):
     def location(self, buffer: Any) -> Any:
         """Return the start of a buffer in the form that `array` takes."""
 
-    def maker(self, shape: tuple[int, ...], dtype: np.dtype) -> "Maker":
-        """Return a function that makes arrays of one shape; the function refers to no buffer."""
+    def maker(self, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Any, Maker]:
+        """Return descriptions of arrays of one shape, by location, and a function that makes them.
+
+        Neither refers to a buffer.
+        """
 
     def idle(self, buffers: Sequence[Any]) -> list[bool]:
         """Return whether the system can have each of these free buffers, and forget it then."""
@@ -89,41 +103,35 @@ class HostMemory:
     def trim(self) -> None:
         """Do nothing: a mapping has ended with its last buffer."""
 
-    def maker(self, shape: tuple[int, ...], dtype: np.dtype) -> Maker:
+    def maker(self, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Any, Maker]:
         # bfloat16 has no typestr of its own, so it is declared as raw bytes.
         is_raw = dtype.kind == "V"
         typestr = f"|V{dtype.itemsize}" if is_raw else dtype.str
-        described: dict[int, Any] = {}  # {address: NumPy's description of the array}
-
-        def array(address: int, lease: Lease) -> np.ndarray:
-            struct = described.get(address)
-            if struct is None:
-                struct = described[address] = _described(address, shape, typestr)
-            lease.__array_struct__ = struct
-            return np.asarray(lease)
-
-        return (lambda address, lease: array(address, lease).view(dtype)) if is_raw else array
+        described = Descriptions(lambda address: _described(address, shape, typestr))
+        return described, (lambda lease: np.asarray(lease).view(dtype)) if is_raw else np.asarray
 
 
-class Lease(list[Any]):
+class Lease:
     """Ownership of a leased buffer, which ends with the last reference to this object.
 
-    It is a list, because C code fills and reads lists. An arena makes some hundred leases in a
-    micro-batch. The items are the arena, the bytes that count as leased, the buffer, and the list of
-    free buffers.
+    An arena makes some hundred leases in a micro-batch, so a lease has no constructor.
+
+    state             the arena, the bytes that count as leased, the buffer or an object that keeps it
+                      alive, and the list to which this object returns at the end
+    __array_struct__  the description of the array, under the name that NumPy reads
     """
 
-    __slots__ = ("__array_struct__",)
+    __slots__ = ("__array_struct__", "state")
     __array_struct__: Any
+    state: tuple["Arena", int, Any, list[Any]]
 
     @property
     def nbytes(self) -> int:
         """The bytes that count as leased."""
-        nbytes: int = self[1]
-        return nbytes
+        return self.state[1]
 
     def __del__(self) -> None:
-        arena, nbytes, leased, free = self
+        arena, nbytes, leased, free = self.state
         arena.live -= nbytes
         free.append(leased)
 
@@ -140,19 +148,13 @@ class Leased(NamedTuple):
     location: Any
 
 
-class LeaseSize(NamedTuple):
-    """The size of every lease of one shape and dtype.
+LeaseSize = tuple[int, int, list[Leased], Any, Maker]
+"""The size of every lease of one shape and dtype.
 
-    nbytes  bytes that a lease counts
-    size    bytes of the buffer that serves it
-    free    the free buffers of this size class
-    make    makes the arrays
-    """
-
-    nbytes: int
-    size: int
-    free: list[Leased]
-    make: Maker
+First come the bytes that a lease counts, and the bytes of the buffer that serves it. The free
+buffers of this size class follow, then the results of `Memory.maker`. It is a plain tuple, because
+Python unpacks a named one more slowly.
+"""
 
 
 class Arena:
@@ -206,13 +208,22 @@ class Arena:
 
         Its buffer returns when the array and all its views have died.
         """
-        shape = tuple(shape)
-        nbytes, size, free, make = self._sizes.get((shape, dtype)) or self._size(shape, dtype)
+        try:
+            nbytes, size, free, described, make = self._sizes[shape, dtype]
+        except (
+            KeyError,
+            TypeError,
+        ):  # The lease is the first of its shape, or the shape is a list.
+            shape = tuple(shape)
+            nbytes, size, free, described, make = self._size(shape, dtype)
         leased = free.pop() if free else self._allocated(size)
         self.live = live = self.live + nbytes
         if live > self.peak:
             self.peak = live
-        return make(leased.location, Lease((self, nbytes, leased, free)))
+        lease = Lease()
+        lease.state = self, nbytes, leased, free
+        lease.__array_struct__ = described[leased.location]
+        return make(lease)
 
     def lend(
         self,
@@ -231,20 +242,23 @@ class Arena:
         """
         self.live += buffer.nbytes
         self.peak = max(self.peak, self.live)
-        shape, lease = tuple(shape), Lease((self, buffer.nbytes, leased, free))
-        size = self._sizes.get((shape, dtype)) or self._size(shape, dtype)
-        return size.make(self._memory.location(buffer), lease)
+        *_, described, make = self._size(tuple(shape), dtype)
+        lease = Lease()
+        lease.state = self, buffer.nbytes, leased, free
+        lease.__array_struct__ = described[self._memory.location(buffer)]
+        return make(lease)
 
     def _size(self, shape: tuple[int, ...], dtype: Any) -> LeaseSize:
         """Return the size of leases of one shape and dtype, and remember it."""
+        if found := self._sizes.get((shape, dtype)):
+            return found
         if len(self._sizes) >= SHAPES:
             self._sizes.clear()
         exact = np.dtype(dtype)
         nbytes = padded(math.prod(shape) * exact.itemsize)
         size = size_class(nbytes)
-        make = self._memory.maker(shape, exact)
-        found = LeaseSize(nbytes, size, self._free.setdefault(size, []), make)
-        self._sizes[shape, dtype] = found
+        free = self._free.setdefault(size, [])
+        self._sizes[shape, dtype] = found = nbytes, size, free, *self._memory.maker(shape, exact)
         return found
 
     def _allocated(self, size: int) -> Leased:

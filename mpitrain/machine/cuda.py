@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.errors import CommError, ConfigError
-from mpitrain.machine.arena import Arena, Lease, Maker
+from mpitrain.machine.arena import Arena, Descriptions, Lease, Maker
 from mpitrain.machine.backend import Copy, address, on_device
 from mpitrain.machine.events import CudaMark, Mark, OpenedEvent, SharedEvent, has_passed
 from mpitrain.machine.kinds import Kind
@@ -148,20 +148,19 @@ class _CudaMemory:
         self._cupy.get_default_memory_pool().free_all_blocks()
 
     def location(self, buffer: Any) -> Any:
-        return buffer
+        return buffer.data.ptr, buffer.nbytes, buffer.data.device_id
 
-    def maker(self, shape: tuple[int, ...], dtype: np.dtype) -> Maker:
+    def maker(self, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Any, Maker]:
         cupy, cuda = self._cupy, self._cupy.cuda
 
-        def array(location: Any, lease: Lease) -> Any:
+        def array(lease: Lease) -> Any:
             # A view refers to its memory object, which refers to its owner, the lease. So the
             # lease lives as long as the last view.
-            memory = cuda.UnownedMemory(
-                location.data.ptr, location.nbytes, lease, location.data.device_id
-            )
+            address, nbytes, gpu = lease.__array_struct__
+            memory = cuda.UnownedMemory(address, nbytes, lease, gpu)
             return cupy.ndarray(shape, dtype, cuda.MemoryPointer(memory, 0))
 
-        return array
+        return Descriptions(lambda location: location), array
 
 
 class _CudaPlace:

@@ -139,8 +139,8 @@ class WeightlessMemory:
     def trim(self) -> None:
         """Do nothing."""
 
-    def maker(self, shape: Shape, dtype: np.dtype) -> Maker:
-        return lambda location, lease: self.made(shape, dtype, lease)
+    def maker(self, shape: Shape, dtype: np.dtype) -> tuple[Any, Maker]:
+        return {None: None}, lambda lease: self.made(shape, dtype, lease)
 
     def made(self, shape: Sequence[int], dtype: Any, lease: Lease | None = None) -> Weightless:
         """Return a contiguous array without memory, which keeps the lease alive."""

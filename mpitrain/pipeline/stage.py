@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpitrain.layers.base import Unit, backward
-from mpitrain.layers.memory.recomputed import saved_again, segment_of
+from mpitrain.layers.memory.recomputed import Segment, saved_again, segment_of
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.trace.recorder import SILENT, Recorder
@@ -81,13 +81,12 @@ class Stage:
         """Return whether a unit of a segment is its first."""
         return index == 0 or self._segments[index - 1] is not self._segments[index]
 
-    def _save_again(self, micro: int, index: int, saved: list[Any]) -> None:
+    def _save_again(self, micro: int, index: int, segment: Segment, saved: list[Any]) -> None:
         """Replace the saved input of a segment by the activations of its units.
 
-        index  of a unit; nothing is done unless it is the last of a segment
+        index  of a unit of this segment; nothing is done unless it is the last
         """
-        segment = self._segments[index]
-        if not segment or (index + 1 < len(self._layers) and self._segments[index + 1] is segment):
+        if index + 1 < len(self._layers) and self._segments[index + 1] is segment:
             return
         replication, x = self._replication, saved.pop()
         with segment.recomputing():
@@ -114,7 +113,8 @@ class Stage:
         begin, poll, end, names = self._pass
         for index, number, layer in self._backward:
             span = begin(names[number], BACKWARD_INPUT, number, micro)
-            self._save_again(micro, index, saved)
+            if segment := self._segments[index]:
+                self._save_again(micro, index, segment, saved)
             dy, state = layer.backward_input(
                 replication.open(number, micro), dy, saved.pop(), self._arena
             )
@@ -144,7 +144,8 @@ class Stage:
         self._left -= 1
         for index, number, layer in self._backward:
             span = begin(names[number], BACKWARD, number, micro)
-            self._save_again(micro, index, saved)
+            if segment := self._segments[index]:
+                self._save_again(micro, index, segment, saved)
             dy = backward(
                 layer,
                 replication.open(number, micro),

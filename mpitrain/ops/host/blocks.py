@@ -93,6 +93,9 @@ def sum_rows(x, out, accumulate, arena):
 
     The sum is a product with ones, in which BLAS reads x once.
     """
+    if accumulate and len(x) == 1:
+        out += x[0]
+        return
     total = out if not accumulate else arena.take(out.shape, out.dtype)
     np.matmul(constant(len(x), 1, x.dtype), x, out=total)
     if accumulate:
