@@ -3,8 +3,8 @@
 // numbers: what changes with the step, in device memory, so that the arguments of a launch do not: scale, correction1,
 // correction2 (both of adamw), then lr and decay of each parameter group. scale multiplies the gradient: it holds clipping
 // and the loss scale, so neither costs a pass.
-// runs: the buffers are that many runs of elements, each of one group. Run r begins at starts[r], a multiple of WIDE, and
-// has group groups[r]; starts ascend from 0. One run needs neither array: its group is 0.
+// table: the buffers are R runs of elements, each of one group: R, then the start of each run, then its group, (1 + 2 R,).
+// Starts ascend from 0 and are multiples of WIDE. Null: one run, of group 0.
 // p parameters, g gradients, m and v moments (0 before the first step); mirror: the parameters, rounded to Mirror, or null.
 // fma says which products are not rounded: were it left to the compiler, an element could change with where its share ends.
 // Launch: grid (any), block (256); n >= 0 may be anything, arrays need no alignment.
@@ -15,29 +15,30 @@ constexpr int WIDE = RUN<Element, Mirror>;
 struct Rates { Sum lr, decay; };
 
 // The rates of the run that has element i. Threads of a warp mostly find one run, and read one address.
-__device__ __forceinline__ Rates rates_at(
-    long long i, int runs, const long long* __restrict__ starts, const int* __restrict__ groups,
-    const Sum* __restrict__ numbers) {
-    int run = 0;
-    for (int left = runs; left > 1;) {    // the run is one of `left` from `run` on
-        const int half = left / 2;
-        if (starts[run + half] <= i) run += half;
-        left -= half;
+__device__ __forceinline__ Rates rates_at(long long i, const long long* __restrict__ table, const Sum* __restrict__ numbers) {
+    int run = 0, group = 0;
+    if (table) {
+        const int runs = int(table[0]);
+        for (int left = runs; left > 1;) {    // the run is one of `left` from `run` on
+            const int half = left / 2;
+            if (table[1 + run + half] <= i) run += half;
+            left -= half;
+        }
+        group = int(table[1 + runs + run]);
     }
-    const Sum* own = numbers + 3 + 2 * (runs > 1 ? groups[run] : 0);
-    return {own[0], own[1]};
+    return {numbers[3 + 2 * group], numbers[4 + 2 * group]};
 }
 
 // p -= lr (scale g + decay p)
 extern "C" __global__ void __launch_bounds__(256) sgd(
     long long n, Element* __restrict__ p, const Element* __restrict__ g, Mirror* __restrict__ mirror,
-    int runs, const long long* __restrict__ starts, const int* __restrict__ groups, const Sum* __restrict__ numbers) {
+    const long long* __restrict__ table, const Sum* __restrict__ numbers) {
     const Sum scale = numbers[0];
     each_share<WIDE>(n, [&](auto here) {
         Sum ps[WIDE], gs[WIDE];
         here.load(p, ps);
         here.load(g, gs);
-        const auto [lr, decay] = rates_at(here.first, runs, starts, groups, numbers);
+        const auto [lr, decay] = rates_at(here.first, table, numbers);
 #pragma unroll
         for (int j = 0; j < WIDE; ++j) ps[j] = fma(-lr, fma(scale, gs[j], decay * ps[j]), ps[j]);
         here.store(p, ps);
@@ -48,15 +49,14 @@ extern "C" __global__ void __launch_bounds__(256) sgd(
 // m = beta m + scale g + decay p;  p -= lr m
 extern "C" __global__ void __launch_bounds__(256) momentum(
     long long n, Element* __restrict__ p, const Element* __restrict__ g, Element* __restrict__ m,
-    Mirror* __restrict__ mirror, int runs, const long long* __restrict__ starts, const int* __restrict__ groups,
-    const Sum* __restrict__ numbers, Sum beta) {
+    Mirror* __restrict__ mirror, const long long* __restrict__ table, const Sum* __restrict__ numbers, Sum beta) {
     const Sum scale = numbers[0];
     each_share<WIDE>(n, [&](auto here) {
         Sum ps[WIDE], gs[WIDE], ms[WIDE];
         here.load(p, ps);
         here.load(g, gs);
         here.load(m, ms);
-        const auto [lr, decay] = rates_at(here.first, runs, starts, groups, numbers);
+        const auto [lr, decay] = rates_at(here.first, table, numbers);
 #pragma unroll
         for (int j = 0; j < WIDE; ++j) {
             ms[j] = fma(decay, ps[j], fma(beta, ms[j], scale * gs[j]));
@@ -71,15 +71,14 @@ extern "C" __global__ void __launch_bounds__(256) momentum(
 // d = scale g + decay p;  m = beta m + d;  p -= lr (d + beta m)
 extern "C" __global__ void __launch_bounds__(256) nesterov(
     long long n, Element* __restrict__ p, const Element* __restrict__ g, Element* __restrict__ m,
-    Mirror* __restrict__ mirror, int runs, const long long* __restrict__ starts, const int* __restrict__ groups,
-    const Sum* __restrict__ numbers, Sum beta) {
+    Mirror* __restrict__ mirror, const long long* __restrict__ table, const Sum* __restrict__ numbers, Sum beta) {
     const Sum scale = numbers[0];
     each_share<WIDE>(n, [&](auto here) {
         Sum ps[WIDE], gs[WIDE], ms[WIDE];
         here.load(p, ps);
         here.load(g, gs);
         here.load(m, ms);
-        const auto [lr, decay] = rates_at(here.first, runs, starts, groups, numbers);
+        const auto [lr, decay] = rates_at(here.first, table, numbers);
 #pragma unroll
         for (int j = 0; j < WIDE; ++j) {
             const Sum gradient = fma(decay, ps[j], scale * gs[j]);
@@ -96,15 +95,14 @@ extern "C" __global__ void __launch_bounds__(256) nesterov(
 // Chen et al. 2023, algorithm 2; the sign of 0 is 0.
 extern "C" __global__ void __launch_bounds__(256) lion(
     long long n, Element* __restrict__ p, const Element* __restrict__ g, Element* __restrict__ m,
-    Mirror* __restrict__ mirror, int runs, const long long* __restrict__ starts, const int* __restrict__ groups,
-    const Sum* __restrict__ numbers, Sum rest1, Sum rest2) {
+    Mirror* __restrict__ mirror, const long long* __restrict__ table, const Sum* __restrict__ numbers, Sum rest1, Sum rest2) {
     const Sum scale = numbers[0];
     each_share<WIDE>(n, [&](auto here) {
         Sum ps[WIDE], gs[WIDE], ms[WIDE];
         here.load(p, ps);
         here.load(g, gs);
         here.load(m, ms);
-        const auto [lr, decay] = rates_at(here.first, runs, starts, groups, numbers);
+        const auto [lr, decay] = rates_at(here.first, table, numbers);
         const Sum keep = Sum(1) - lr * decay;
 #pragma unroll
         for (int j = 0; j < WIDE; ++j) {
@@ -123,8 +121,7 @@ extern "C" __global__ void __launch_bounds__(256) lion(
 // The corrections are those of adamw. Kingma & Ba 2015, algorithm 1.
 extern "C" __global__ void __launch_bounds__(256) adam(
     long long n, Element* __restrict__ p, const Element* __restrict__ g, Element* __restrict__ m, Element* __restrict__ v,
-    Mirror* __restrict__ mirror, int runs, const long long* __restrict__ starts, const int* __restrict__ groups,
-    const Sum* __restrict__ numbers, Sum rest1, Sum rest2, Sum epsilon) {
+    Mirror* __restrict__ mirror, const long long* __restrict__ table, const Sum* __restrict__ numbers, Sum rest1, Sum rest2, Sum epsilon) {
     const Sum scale = numbers[0], correction1 = numbers[1], correction2 = numbers[2];
     each_share<WIDE>(n, [&](auto here) {
         Sum ps[WIDE], gs[WIDE], ms[WIDE], vs[WIDE];
@@ -132,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(256) adam(
         here.load(g, gs);
         here.load(m, ms);
         here.load(v, vs);
-        const auto [lr, decay] = rates_at(here.first, runs, starts, groups, numbers);
+        const auto [lr, decay] = rates_at(here.first, table, numbers);
         const Sum rate = lr / correction1;
 #pragma unroll
         for (int j = 0; j < WIDE; ++j) {
@@ -154,8 +151,7 @@ extern "C" __global__ void __launch_bounds__(256) adam(
 // with lr in the decay.
 extern "C" __global__ void __launch_bounds__(256) adamw(
     long long n, Element* __restrict__ p, const Element* __restrict__ g, Element* __restrict__ m, Element* __restrict__ v,
-    Mirror* __restrict__ mirror, int runs, const long long* __restrict__ starts, const int* __restrict__ groups,
-    const Sum* __restrict__ numbers, Sum rest1, Sum rest2, Sum epsilon) {
+    Mirror* __restrict__ mirror, const long long* __restrict__ table, const Sum* __restrict__ numbers, Sum rest1, Sum rest2, Sum epsilon) {
     const Sum scale = numbers[0], correction1 = numbers[1], correction2 = numbers[2];
     each_share<WIDE>(n, [&](auto here) {
         Sum ps[WIDE], gs[WIDE], ms[WIDE], vs[WIDE];
@@ -163,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(256) adamw(
         here.load(g, gs);
         here.load(m, ms);
         here.load(v, vs);
-        const auto [lr, decay] = rates_at(here.first, runs, starts, groups, numbers);
+        const auto [lr, decay] = rates_at(here.first, table, numbers);
         const Sum keep = Sum(1) - lr * decay, rate = lr / correction1;
 #pragma unroll
         for (int j = 0; j < WIDE; ++j) {

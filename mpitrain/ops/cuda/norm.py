@@ -4,18 +4,43 @@ The input half of the backward reads all of x and dy. So it also makes the parti
 weight half adds up.
 """
 
+import numpy as np
+
 from mpitrain.kernels.loader import Kernels
-from mpitrain.ops.cuda.elements import KINDS, ByDtypes, element
+from mpitrain.ops.cuda.elements import KINDS, ByDtypes, Kind, element
 from mpitrain.ops.cuda.grids import ROWS, SCRATCH, WIDE_ROWS, most_shared, row_blocks
 from mpitrain.ops.cuda.sums import add_parts
 
 PARTS = 4  # the most parts of the rows per multiprocessor, in a backward
 FEWEST_ROWS = 8  # there are at most rows / FEWEST_ROWS parts, rounded up
 MOST_RUNS = 512  # a backward has a row of at most so many runs in the registers of a block
-REGISTERS = {
-    runs: ByDtypes(lambda x, runs=runs: element(x) | {"ROW_RUNS": runs}) for runs in (4, 8)
-}
-"""Macros of a forward with at most so many runs of a row in the registers of each thread."""
+REGISTERS = 4, 8
+"""Numbers of runs of a row that a thread of a forward has in registers; longer rows are read again."""
+
+
+class Forward(dict):
+    """A cache of the `Kind` of a forward, by dtype and width of its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._macros = {
+            runs: ByDtypes(lambda x, runs=runs: element(x) | {"ROW_RUNS": runs})
+            for runs in REGISTERS
+        }
+
+    def __missing__(self, key: tuple[np.dtype, int]) -> Kind:
+        dtype, width = key
+        kind = KINDS[dtype]
+        runs = -(-width // (32 * kind.macros.run))
+        for most, macros in self._macros.items():
+            if runs <= most:
+                kind = kind._replace(macros=macros[(dtype,)])
+                break
+        self[key] = kind
+        return kind
+
+
+FORWARD = Forward()
 
 
 def layer_norm(kernels: Kernels, x, gain, bias, epsilon, arena):
@@ -24,9 +49,7 @@ def layer_norm(kernels: Kernels, x, gain, bias, epsilon, arena):
     x, y: (M, C); gain, bias: (C,)
     """
     rows, width = x.shape
-    sums, macros = KINDS[x.dtype]
-    runs = -(-width // (32 * macros.run))
-    most = next((most for most in REGISTERS if runs <= most), 0)
+    sums, macros = FORWARD[x.dtype, width]
     y, mean, inverse = (
         arena.take(x.shape, x.dtype),
         arena.take((rows,), sums),
@@ -37,7 +60,7 @@ def layer_norm(kernels: Kernels, x, gain, bias, epsilon, arena):
         row_blocks(rows),
         ROWS,
         (rows, width, epsilon, x, gain, bias, y, mean, inverse),
-        macros=REGISTERS[most][(x.dtype,)] if most else macros,
+        macros=macros,
         fresh="y mean inverse",
     )
     return y, (x, mean, inverse)

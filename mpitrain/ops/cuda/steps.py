@@ -25,15 +25,12 @@ TAKE_RUNS = frozenset(("sgd", "momentum", "nesterov", "lion", "adam", "adamw"))
 class Runs(NamedTuple):
     """Runs of a flat buffer, as kernels find them, and the rates of their parameter groups.
 
-    table   number of runs; their starts (R,) int64 and groups (R,) int32, None for a single run
+    table   (1 + 2 R,) int64: R, the start of each run, the group of each run; None: one run
     groups  factor of the learning rate and weight decay of each group
     """
 
-    table: tuple[int, Any, Any]
+    table: Any
     groups: tuple[tuple[float, float], ...]
-
-
-ONE_RUN = 1, None, None
 
 
 class Numbers:
@@ -45,61 +42,62 @@ class Numbers:
 
     def __init__(self, backend: Backend):
         self._constant: Any = None
-        self._backend, self._arrays, self._written = (
-            backend,
-            dict[tuple[np.dtype, Hashable], Any](),
-            dict[tuple[np.dtype, Hashable], tuple[float, ...]](),
-        )
+        self._backend = backend
+        self._arrays = dict[tuple[np.dtype, Hashable], tuple[Any, tuple[float, ...]]]()
 
     def of(self, like: Any, *values: float, of: Hashable = "") -> Any:
         """Return the array of these values, for sums over elements like `like`.
 
         of  the user; operations that run in turns have an array each, so none is written twice
         """
-        dtype = KINDS[like.dtype].sums
-        key = dtype, of
+        key = KINDS[like.dtype].sums, of
+        found = self._arrays.get(key)
+        return found[0] if found and found[1] == values else self._write(key, values)
+
+    def _write(self, key: tuple[np.dtype, Hashable], values: tuple[float, ...]) -> Any:
+        """Return the array of a user, with these values."""
         if key not in self._arrays:
-            self._arrays[key] = self._backend.zeros(max(4, len(values)), dtype)
-        if self._written.get(key) != values:
-            padding = [0] * (self._arrays[key].size - len(values))
-            self._backend.put(self._arrays[key], np.array([*values, *padding], dtype))
-            self._written[key] = values
-        return self._arrays[key]
+            self._arrays[key] = self._backend.zeros(max(4, len(values)), key[0]), ()
+        array, _ = self._arrays[key]
+        padding = [0] * (array.size - len(values))
+        self._backend.put(array, np.array([*values, *padding], key[0]))
+        self._arrays[key] = array, values
+        return array
 
     def rates(
         self, like: Any, lr: float, weight_decay: Any, scale: float, *corrections: float
-    ) -> tuple[Any, ...]:
-        """Return the arguments runs, starts, groups and numbers of a step of elements like `like`.
+    ) -> tuple[Any, Any]:
+        """Return the arguments table and numbers of a step of elements like `like`.
 
         weight_decay  a number, or `Runs`, whose factors multiply lr
         """
+        both = corrections or (1, 1)
         if isinstance(weight_decay, Runs):
             table, groups = weight_decay
             rates = [each for factor, decay in groups for each in (lr * factor, decay)]
+            values = scale, *both, *rates
         else:
-            table, groups, rates = ONE_RUN, weight_decay, [lr, weight_decay]
-        return (*table, self.of(like, scale, *(corrections or (1, 1)), *rates, of=groups))
+            table, groups, values = None, weight_decay, (scale, *both, lr, weight_decay)
+        key = KINDS[like.dtype].sums, groups
+        found = self._arrays.get(key)
+        return table, found[0] if found and found[1] == values else self._write(key, values)
 
     def runs(self, runs: Sequence[GroupRun]) -> Runs:
         """Copy the starts and groups of ascending runs to the memory of the backend."""
         of_run = [(run.lr, run.weight_decay) for run in runs]
         groups = {rates: index for index, rates in enumerate(dict.fromkeys(of_run))}
-        if len(groups) == 1:
-            return Runs(ONE_RUN, tuple(groups))
-        starts = np.array([run.start - runs[0].start for run in runs], np.int64)
-        indices = np.array([groups[rates] for rates in of_run], np.int32)
-        copied = self._backend.from_host(starts), self._backend.from_host(indices)
-        return Runs((len(runs), *copied), tuple(groups))
+        starts = [run.start - runs[0].start for run in runs]
+        table = [len(runs), *starts, *(groups[rates] for rates in of_run)]
+        is_one = len(groups) == 1
+        return Runs(
+            None if is_one else self._backend.from_host(np.array(table, np.int64)), tuple(groups)
+        )
 
     def integer(self, value: int) -> Any:
         """Return the array of one integer of 64 bits, such as the step of a random mask."""
         key = np.dtype(np.int64), ""
-        if key not in self._arrays:
-            self._arrays[key] = self._backend.zeros(1, key[0])
-        if self._written.get(key) != (value,):
-            self._backend.put(self._arrays[key], np.array([value], key[0]))
-            self._written[key] = (value,)
-        return self._arrays[key]
+        found = self._arrays.get(key)
+        return found[0] if found and found[1] == (value,) else self._write(key, (value,))
 
     def constant(self, values: np.ndarray) -> Any:
         """Return a copy of float32 values that never change; there is one such array."""

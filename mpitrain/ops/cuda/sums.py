@@ -21,9 +21,10 @@ def add_parts(kernels: Kernels, sums: Any, out: Any, accumulate: bool, other: An
     other  (N,), for the sum of the second P rows; None: there are none
     """
     macros = KINDS[out.dtype].macros
+    across = -(-out.size // (8 * macros.run))
     kernels.launch(
         "add_parts",
-        (-(-out.size // (8 * macros.run)), 1 if other is None else 2),
+        (across,) if other is None else (across, 2),
         COLUMNS,
         (sums.shape[-2], out.size, sums, float(accumulate), out, other),
         macros=macros,

@@ -276,7 +276,7 @@ def test_a_launch_that_is_found_again_is_refused_as_the_first_one_is(wrong, said
     kernels = Kernels(CudaEngine(cupy))
     p, g, m, numbers = (np.ones(4, np.float32).view(OnDevice) for _ in range(4))
     arrays = {"p": p, "g": g, "m": m, "mirror": None}
-    good = arrays | {"runs": 1, "starts": None, "groups": None, "numbers": numbers, "beta": 0.0}
+    good = arrays | {"table": None, "numbers": numbers, "beta": 0.0}
     every = {"Element": "float", "Sum": "float"}
     for _ in range(2):
         kernels.launch("momentum", (1,), (256,), (4, *good.values()), **every)
@@ -475,7 +475,7 @@ def test_a_number_beyond_its_type_is_refused(number, before):
     p, g, m, numbers = (there(4) for _ in range(4))
 
     def launch(beta):
-        arguments = 4, p, g, m, None, 1, None, None, numbers, beta
+        arguments = 4, p, g, m, None, None, numbers, beta
         kernels.launch("momentum", (1,), (256,), arguments, Element="float", Sum="float")
 
     for beta in (0.5, float("inf"), float("nan"))[:before]:
