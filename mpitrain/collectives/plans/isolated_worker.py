@@ -71,14 +71,14 @@ class Worker:
     """A process with the user's file."""
 
     def __init__(self, path: str, code: bytes):
-        requests, self._requests = os.pipe()
-        self._replies, replies = os.pipe()
+        requests, to = os.pipe()
+        of, replies = os.pipe()
         self.pid = os.fork()
         if not self.pid:
             _begin(path, code, requests, replies)
         os.close(requests)
         os.close(replies)
-        self._to, self._of = os.fdopen(self._requests, "wb", 0), os.fdopen(self._replies, "rb")
+        self._to, self._of = os.fdopen(to, "wb", 0), os.fdopen(of, "rb")
 
     def ask(self, **request: Any) -> Any:
         """Return the answer to a request.
