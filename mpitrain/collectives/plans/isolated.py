@@ -70,8 +70,7 @@ def raised(error: BaseException, file: str) -> str:
     if isinstance(error, SyntaxError) and error.lineno:
         lines.append(error.lineno)
     where = f" in line {lines[-1]}" if lines else ""
-    reason = f": {error}" if str(error) else ""
-    return f"it raises {type(error).__name__}{where}{reason}"
+    return f"it raises {type(error).__name__}{where}: {error}"
 
 
 if __name__ == "__main__":
