@@ -28,6 +28,10 @@ def parsed(data: bytes) -> Json:
             json.dumps(found, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("it nests too deeply") from None
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        where = f"{line}column {error.colno}"
+        raise ValueError(f"it breaks the rules of JSON in {where} ({error.msg})") from None
     return found
 
 

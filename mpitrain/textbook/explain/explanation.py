@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpitrain.textbook.words import text
+from mpitrain.textbook.words import WORDS, text
 
 ROOT = Path(__file__).parents[3]
 """The folder of the package: sources are named relative to it."""
@@ -126,6 +126,10 @@ class Columns(NamedTuple):
 
     heading: Text
     names: tuple[str, ...]
+
+    def named(self, language: str) -> tuple[str, ...]:
+        """Return the names of the columns; names that are words are translated."""
+        return tuple(text(name, language) if name in WORDS else name for name in self.names)
 
 
 class Explanation(NamedTuple):

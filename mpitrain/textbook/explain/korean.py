@@ -18,6 +18,14 @@ FRAMES = {
     "server {r}": "서버 {r}",
     "stage {s}": "스테이지 {s}",
     "chunks": "청크",
+    "weights": "가중치",
+    "pushed": "보낸 값",
+    "scale": "스케일",
+    "divided": "나눈 값",
+    "saved": "저장",
+    "pass": "패스",
+    "passes": "통과",
+    "conflicts": "충돌",
     "parameters": "파라미터",
     "gradients": "그래디언트",
     "optimizer state": "옵티마이저 상태",
@@ -392,7 +400,7 @@ MEMORY = {
         "오버플로 없이 {good}스텝이 지나면 스케일은 두 배가 됩니다."
     ),
     "float16: the gradient as the backward computes it; divided: as the update reads it.": (
-        "float16: 역전파가 계산한 그래디언트, divided: 갱신이 읽는 값."
+        "float16: 역전파가 계산한 그래디언트, 나눈 값: 갱신이 읽는 값."
     ),
     "gradient {g:g}": "그래디언트 {g:g}",
     "without a scale": "스케일 없이",
@@ -440,7 +448,7 @@ LADDER = {
     "C = A B with M, N, K = {m}, {n}, {k}. Sectors are those of all requests, without caches. "
     "Passes are over the 32 banks; conflicts are passes added by equal banks.": (
         "C = A B, M, N, K = {m}, {n}, {k}. 섹터: 캐시 없이 모든 요청의 합. "
-        "passes: 뱅크 32개를 지나는 횟수; conflicts: 같은 뱅크 때문에 늘어난 횟수."
+        "통과: 뱅크 32개를 지나는 횟수; 충돌: 같은 뱅크 때문에 늘어난 횟수."
     ),
 }
 

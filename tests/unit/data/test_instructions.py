@@ -176,6 +176,11 @@ def test_a_wrong_line_is_refused_by_its_number(tmp_path, line):
         open_source(written(tmp_path, [GOOD, "", line, GOOD]), 40, "float32")
 
 
+def test_a_line_that_is_no_json_names_its_column(tmp_path):
+    with pytest.raises(DataError, match=r"in column 2 \("):
+        open_source(written(tmp_path, [GOOD, "{prompt: 1}"]), 40, "float32")
+
+
 def test_the_message_of_a_line_with_many_keys_lists_some(tmp_path):
     line = json.dumps(dict.fromkeys(map(str, range(50_000)), 1))
     with pytest.raises(DataError, match=r"'8', '9', \.\.\.\.") as raised:

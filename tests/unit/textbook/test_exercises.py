@@ -3,7 +3,6 @@
 import ast
 import csv
 import re
-import shlex
 import time
 from pathlib import Path
 
@@ -256,6 +255,4 @@ def test_a_skeleton_never_replaces_a_file(tmp_path):
 def test_the_command_for_a_new_skeleton_can_be_typed(tmp_path):
     path = tmp_path / "my ring.py"
     done = CliRunner().invoke(commands, ["exercise", "ring", "--out", str(path)])
-    assert shlex.split(done.output) == ["mpitrain", "check", str(path)]
-    reason = check(path).why("en")
-    assert reason.startswith("it raises") and reason[-1].isdigit()
+    assert done.output == f"mpitrain check '{path}'\n"

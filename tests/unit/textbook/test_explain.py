@@ -86,6 +86,8 @@ def test_the_command_of_a_topic_has_its_micro_batches():
 def test_texts_sources_laws_and_commands_of_a_topic_exist(name):
     found = recorded(name)
     assert not {each for each in texts(tuple(found)) if each not in WORDS}
+    names = {name for group in found.columns for name in group.names}
+    assert not {name for name in names if re.fullmatch("[a-z]{4,}", name)} - {*WORDS}
     assert TOPICS[name].title.english in WORDS
     for source in found.sources:
         line = (ROOT / source.file).read_text().splitlines()[source.line - 1]

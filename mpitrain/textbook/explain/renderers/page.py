@@ -65,7 +65,9 @@ def data(found: Explanation, language: str) -> dict[str, Any]:
         "sentences": [each.into(language) for each in found.sentences],
         "legend": found.legend.into(language),
         "rows": [row.into(language) for row in found.rows],
-        "columns": [[group.heading.into(language), *group.names] for group in found.columns],
+        "columns": [
+            [group.heading.into(language), *group.named(language)] for group in found.columns
+        ],
         "frames": frames,
         "notes": [
             [

@@ -86,8 +86,8 @@ def _widths(found: Explanation, language: str) -> list[float]:
     for group in found.columns:
         first = len(widths)
         lengths = [
-            max(len(name), *(len(cells[at]) for _, frame in found.drawn for cells in frame.cells))
-            for at, name in enumerate(group.names, first)
+            max(width(name), *(len(cells[at]) for _, frame in found.drawn for cells in frame.cells))
+            for at, name in enumerate(group.named(language), first)
         ]
         mine = [CHARACTER * (1.4 + length) for length in lengths]
         short = CHARACTER * width(group.heading.into(language)) - sum(mine)
@@ -122,7 +122,7 @@ def _panel(
             fontsize=8,
             style="italic",
         )
-        for name in group.names:
+        for name in group.named(language):
             wide = widths[column]
             axes.text(x + wide / 2, top + LINE * 2.4, name, va="center", ha="center", fontsize=8)
             for row, cells in enumerate(frame.cells):

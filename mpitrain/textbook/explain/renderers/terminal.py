@@ -50,9 +50,10 @@ def frame_lines(
             ]
             for row, mine in enumerate(frame.cells)
         ]
-        for run in _runs([group.names, *cells], columns - margin - len(GAP)):
+        names = group.named(language)
+        for run in _runs([names, *cells], columns - margin - len(GAP)):
             heading_text = group.heading.into(language)
-            bands.append([[heading_text], *([*row[run]] for row in (group.names, *cells))])
+            bands.append([[heading_text], *([*row[run]] for row in (names, *cells))])
         first += len(group.names)
     if frame.sent:
         bands.append(
