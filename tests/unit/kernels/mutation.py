@@ -29,7 +29,7 @@ from tests.cases.suite import SUITE
 # What a comparison with it on the right guards an edge, as does a minimum with it. Loops over tiles of fixed size are none.
 EDGES = (
     "M|N|K|T|C|V|D|B|P|n|HEAD|CHUNKS|end|rows|columns|count|used|runs|warps|found|left|rows_left|splits|k_end|k_left|t0|t|ties|"
-    r"apart|past|\(long long\)(?:B|rows)|int\(blockDim"
+    r"apart|past|\(long long\)(?:B|rows)|int\(blockDim|key|whole_end|seen_by_all|all_keys_end"
 )
 BOUNDS = (
     r"n - i|n - mine|end - i|used - here\.first|n|K|tiles_m - first|V - v0|W - 1|width_left - 1|T|"
@@ -80,11 +80,11 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "it starts a copy of rows that the loop never comes to",
     (
         "attention_tensor_backward.cu",
-        "if (s0 + m > T || t0 + STEP <= s0 + m) continue;    // no keys, or all after these queries",
+        "if (masks && (s0 + m > T || t0 + STEP <= s0 + m)) return;    // no keys, or all after these queries",
     ): NO_ROWS,
     **{
         (f"attention_tensor{half}.cu", line): why
-        for half in ("", "_backward")
+        for half, step in (("", "attend"), ("_backward", "add"))
         for line, why in (
             (
                 "const int end = min(t0 + OWNED, T), "
@@ -96,8 +96,12 @@ EQUIVALENT: dict[tuple[str, str], str] = {
                 NO_KEYS,
             ),
             (
-                "for (int s0 = begin; s0 <= end; s0 += STEP) {",
+                f"for (; s0 <= end; s0 += STEP) {step}(s0, true);",
                 "one more step, of keys that no query sees",
+            ),
+            (
+                f"for (; s0 <= seen_by_all; s0 += STEP) {step}(s0, true);",
+                "one more step is masked, of keys that all queries see",
             ),
         )
     },
