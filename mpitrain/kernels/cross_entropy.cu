@@ -86,21 +86,23 @@ __device__ __forceinline__ Sum loss_of(Normalizer whole, const Element* row, lon
     return target >= 0 && target < V ? log(whole.sum) + whole.maximum - wide(row[target]) : NOT_A_NUMBER;
 }
 
-// Writes the gradient over the row: scale exp(x - maximum) / sum as one power of 2, then the element of the target. scale >= 0
+// Writes the gradient over the row: scale exp(x - maximum) / sum as one power of 2, less scale at the target. scale >= 0
 // logits: the row, or its copy in shared memory
 __device__ __forceinline__ void write_gradient(
     const Element* logits, Element* row, int V, bool vector, Normalizer whole, long long target, Sum scale) {
     const Sum factor = log2(scale / whole.sum);
-    auto gradient = [&](Sum x) { return power_of_2(fma(x - whole.maximum, LOG2_E, factor)); };
-    const bool mine = target >= 0 && target < V && threadIdx.x == int(target) / WIDE % blockDim.x;    // in this thread's runs
-    const Sum of_target = mine ? gradient(wide(logits[target])) - scale : Sum(0);    // its logit is overwritten now
+    const int place = target >= 0 && target < V ? int(target) : -1, run_of_target = place / WIDE * WIDE;
     each_run(logits, V, vector, [&](int v, bool is_whole, const Sum (&x)[WIDE]) {
         Sum dx[WIDE];
 #pragma unroll
-        for (int j = 0; j < WIDE; ++j) dx[j] = gradient(x[j]);
+        for (int j = 0; j < WIDE; ++j) dx[j] = power_of_2(fma(x[j] - whole.maximum, LOG2_E, factor));
+        if (v == run_of_target) {
+#pragma unroll
+            for (int j = 0; j < WIDE; ++j)
+                if (v + j == place) dx[j] -= scale;
+        }
         store_run(row, v, is_whole ? v + WIDE : V, is_whole, dx);
     });
-    if (mine) row[target] = narrow<Element>(of_target);
 }
 
 // Writes the gradient of a row that does not count, whatever its logits are.
