@@ -3,7 +3,8 @@
 python3 jobs/gpu/predicted.py DEVICE    a row for each part of the step: milliseconds on an H100, and on an H200
 
 Nothing here was measured. Products take the cycles of the cost model that also chooses their tiles. Attention takes the rate
-that its instructions allow. All other kernels take their bytes at a share of the memory's rate, or their instructions.
+that its instructions allow: they and the tensor cores take turns. All other kernels take their bytes at a share of the memory's
+rate, or their instructions.
 """
 
 from collections import Counter
@@ -23,6 +24,8 @@ LAYERS, WIDTH, TOKENS, CONTEXT = 12, 768, 8192, 1024
 PARAMETERS = 124_439_808
 LANES = 128
 """Instructions of threads that a multiprocessor issues in a cycle."""
+TENSOR = 6.5
+"""Cycles of a warp scheduler's tensor core for an m16n8k16 instruction, which is 4096 operations."""
 
 
 class Gpu(NamedTuple):
@@ -35,11 +38,14 @@ class Gpu(NamedTuple):
 
 
 GPUS = (Gpu("H100", 1.755e9, 3.35e12), Gpu("H200", 1.755e9, 4.8e12))
-ATTENTION = {"bfloat16": (330e12, 230e12), "float32": (35e12, 25e12)}
-"""Operations a second, forward and backward: by instructions for each product of tensor cores, or for each multiply-add."""
+ATTENDED = ((612 / 128, 1), ((401 + 321) / (128 + 96), 7 / 5))
+"""Attention, forward and backward: instructions for each tensor-core instruction (NVRTC 13.5, sm_90a), and the operations
+computed for each that counts. The backward computes 7 products for 5."""
+ATTENTION = {"float32": (35e12, 25e12)}
+"""Operations a second of attention without tensor cores, forward and backward: by instructions for each multiply-add."""
 SHARE = {"norms": 0.8, "updates": 0.9, "others": 0.85}
 """Of the memory's rate."""
-LOSS = (199 + 140) / 8
+LOSS = (74 + 55) / 8
 """Instructions for an element of bfloat16 logits in both passes: NVRTC 13.5, sm_90a."""
 
 
@@ -73,7 +79,11 @@ def step(gpu: Gpu, compute: str) -> dict[str, float]:
     """Seconds of each part of a step."""
     size = 2 if compute == "bfloat16" else 4
     pairs = 2.0 * LAYERS * TOKENS * CONTEXT * WIDTH
-    forward, backward = ATTENTION[compute]
+    schedulers = 4 * gpu.multiprocessors * gpu.clock
+    forward, backward = ATTENTION.get(
+        compute,
+        tuple(4096 * schedulers / (TENSOR + issued) / computed for issued, computed in ATTENDED),
+    )
     rows, logits = (2 * LAYERS + 1) * TOKENS * WIDTH, TOKENS * VOCABULARY
     issued = gpu.multiprocessors * gpu.clock * LANES
     others = (4 * LAYERS + 6) * TOKENS * WIDTH * size

@@ -238,7 +238,7 @@ __device__ __forceinline__ void backward_kv(
     Four<Sum> dk[4][GROUPS] = {}, dv[4][GROUPS] = {};
     k.load(ks, s0);
     v.load(vs, s0);
-    const int end = documents.last_query(s0, s0 + TILE, TILE);
+    const int end = documents.first_query(s0, s0 + TILE);
     for (int t0 = s0; t0 < end; t0 += TILE) {
         __syncthreads();    // the last tile's queries, dy and slopes are done with
         q.load(qs, t0);

@@ -1,7 +1,8 @@
 // Causal attention with online softmax on tensor cores: float16 or bfloat16 elements, float32 sums (Dao 2023,
 // FlashAttention-2). Arrays and meaning as in attention.cuh; log_sums are in base 2 here, of scores times log2(e).
-// A block has OWNED queries and goes through the keys and values that they see, those on the diagonal last: only there are
-// scores masked. The blocks with most keys come first in each head, so that short ones fill the end. Any T >= 1.
+// A block has OWNED queries and goes through the keys and values that they see. The steps on the diagonal are the last, in a
+// loop of their own: the loop before them does not mask. With documents a first loop goes through the keys that only some
+// of the queries see. The blocks with most keys come first in each head, so that short ones fill the end. Any T >= 1.
 // Launch: grid (ceil(T / OWNED), H, B), block (THREADS). Dynamic shared memory: queries (OWNED x HEAD) as an Own
 // tile, two stages of keys and values.
 #include "attention_tensor.cuh"
@@ -53,8 +54,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor(
     const int lane = threadIdx.x % 32, m = threadIdx.x / 32 * WARP_ROWS;
     const int end = min(t0 + OWNED, T), warp_end = t0 + m < T ? t0 + m + WARP_ROWS : 0;    // of the keys that are seen
     const long long at = (long long)b * T * 3 * C + h * HEAD;
-    const Rows q = {qkv + at, 3 * C, T}, k = {qkv + at + C, 3 * C, T}, v = {qkv + at + 2 * C, 3 * C, T};
-    const Passing keys = {k, v, nullptr, nullptr, end, qs + Own::ELEMENTS};
+    const Documents documents(starts, T);
+    int s0 = documents.first_key(t0) / STEP * STEP;
+    const RowCopies k(qkv + at + C, 3 * C, s0), v(qkv + at + 2 * C, 3 * C, s0);
+    Passing<false> keys = {k, v, nullptr, T, qs + Own::ELEMENTS};
 
     Softmax rows;
     Channels out = {};
@@ -62,25 +65,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor(
     for (int f = 0; f < FRAGMENTS; ++f)
 #pragma unroll
         for (int i = 0; i < 2; ++i) rows.maximum[f][i] = NO_SCORE, rows.sum[f][i] = 0.0f;
-    q.fetch<OWNED>(qs, t0);
-    const Documents documents(starts, T);
-    int first_key[FRAGMENTS][2];    // of rows g and g + 8
-#pragma unroll
-    for (int f = 0; f < FRAGMENTS; ++f)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) first_key[f][i] = documents.first_key(t0 + m + lane / 4 + 16 * f + 8 * i);
-    const int begin = documents.first_key(t0) / STEP * STEP;
-    keys.fetch(begin);
-    for (int s0 = begin; s0 < end; s0 += STEP) {
-        const Element *ks = keys.arrive(s0), *vs = ks + Other::ELEMENTS;
-        if (s0 >= warp_end) continue;
+    RowCopies(qkv + at, 3 * C, t0).fetch<OWNED>(qs, t0, T);
+    const int seen_by_all = documents.first_key(end - 1);    // all queries see the keys from this one to t0
+    // To STEP keys. masks: some of them may come after a query, or belong to an earlier document.
+    auto attend = [&](int s0, bool masks) {
+        const Element *ks = keys.arrive(s0, !masks || s0 + STEP < end), *vs = ks + Other::ELEMENTS;
+        if (masks && s0 >= warp_end) return;
         Steps p;
         multiply_rows(p, qs, m, ks);
-        if (t0 + m + 1 < s0 + STEP) mask<true>(p, t0 + m, s0);
-        if (DOCUMENTS) hide<true>(p, t0 + m, s0, [&](int f, int, int e) { return first_key[f][e / 2]; });
+        if (masks && t0 + m + 1 < s0 + STEP) mask<true>(p, t0 + m, s0);
+        if (masks && s0 < seen_by_all) hide<true>(p, t0 + m, s0, documents);
         weigh(p, rows, out, scale);
         add_weighted(out, p, vs);
-    }
+    };
+    keys.fetch(s0, true);
+    for (; ROOMY && s0 < seen_by_all; s0 += STEP) attend(s0, true);
+    for (; ROOMY && s0 < t0; s0 += STEP) attend(s0, false);
+    for (; s0 < end; s0 += STEP) attend(s0, true);
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f) {
         const int first = t0 + m + 16 * f;

@@ -12,6 +12,8 @@
 
 constexpr int OWNED = 128, FRAGMENTS = HEAD <= 64 ? 2 : 1, WARP_ROWS = 16 * FRAGMENTS, THREADS = OWNED / WARP_ROWS * 32;
 constexpr int DEPTH = HEAD / 16;    // fragments along the channels
+// With 255 registers a thread, steps without masks have a loop of their own, and pointers run. With 128 both would spill.
+constexpr bool ROOMY = FRAGMENTS > 1;
 
 static_assert(HEAD % 16 == 0 && STEP % 16 == 0 && OWNED % STEP == 0, "whole fragments, and whole steps before the diagonal");
 
@@ -23,67 +25,77 @@ using Other = SharedTile<STEP, HEAD>;    // what passes by
 using Steps = float[FRAGMENTS][STEP / 8][4];         // WARP_ROWS x STEP sums, as fragments
 using Channels = float[FRAGMENTS][2 * DEPTH][4];    // WARP_ROWS x HEAD sums
 
-// One operand of one batch and head: T rows, `pitch` elements apart.
-struct Rows {
-    const Element* first;
-    int pitch, T;
+// A thread's share of the copies of one operand of one batch and head, whose rows lie `pitch` elements apart. So many lanes go
+// along a row that all of a thread's chunks lie at fixed distances. Tiles follow each other, each from row t0 on.
+struct RowCopies {
+    static constexpr int LANES = HEAD % 64 == 0 ? 8 : HEAD % 32 == 0 ? 4 : 2, AT_ONCE = THREADS / LANES;
 
-    // Starts to copy COUNT of them to a tile; those from T on become 0. So many lanes go along a row that all of a thread's
-    // chunks lie at fixed distances.
-    template <int COUNT> __device__ __forceinline__ void fetch(Element* tile, int t0) const {
-        constexpr int LANES = HEAD % 64 == 0 ? 8 : HEAD % 32 == 0 ? 4 : 2, AT_ONCE = THREADS / LANES;
-        const int lane = threadIdx.x % LANES * CHUNK, row = threadIdx.x / LANES;
+    const Element* next;    // if ROOMY, this thread's first chunk of the next tile, else the operand
+    int pitch;
+
+    static __device__ __forceinline__ int row() { return threadIdx.x / LANES; }
+    static __device__ __forceinline__ int column() { return threadIdx.x % LANES * CHUNK; }
+
+    __device__ __forceinline__ RowCopies(const Element* operand, int pitch, int t0)
+        : next(ROOMY ? operand + (long long)(t0 + row()) * pitch + column() : operand), pitch(pitch) {}
+
+    // Starts to copy COUNT rows, from t0 on, to a tile; those from T on become 0.
+    template <int COUNT> __device__ __forceinline__ void fetch(Element* tile, int t0, int T) {
+        const Element* first = ROOMY ? next : next + (long long)(t0 + row()) * pitch + column();
+        Element* to = tile + row() * Own::PITCH + column();
 #pragma unroll
         for (int r = 0; r < COUNT; r += AT_ONCE) {
-            if (COUNT < AT_ONCE && row >= COUNT) break;
-            const bool exists = t0 + row + r < T;
-            const char* from = reinterpret_cast<const char*>(first + lane) + (long long)(t0 + row + r) * (pitch * 2);
-            Element* to = tile + (row + r) * Own::PITCH + lane;
+            if (COUNT < AT_ONCE && row() >= COUNT) break;
+            const bool exists = t0 + row() + r < T;
 #pragma unroll
             for (int c = 0; c < HEAD; c += LANES * CHUNK) {
-                const Element* chunk = reinterpret_cast<const Element*>(from) + c;
-                if (CHUNKED) copy_async_if<16>(to + c, chunk, exists);
+                const Element* from = first + (long long)r * pitch + c;
+                Element* chunk = to + r * Own::PITCH + c;
+                if (CHUNKED) copy_async_if<16>(chunk, from, exists);
                 else
-                    for (int i = 0; i < CHUNK; ++i) to[c + i] = exists ? chunk[i] : narrow<Element>(0.0f);
+                    for (int i = 0; i < CHUNK; ++i) chunk[i] = exists ? from[i] : narrow<Element>(0.0f);
             }
         }
+        if (ROOMY) next += (long long)COUNT * pitch;
     }
 };
 
 // Of a query: log_sum and dot.
 using Statistics = float2;
 
-// What a block goes through: STEP rows of each of two operands at a time, and the statistics of these rows unless `log_sums` is
-// null. In a stage the operands lie after each other, as tiles, and then the statistics.
-struct Passing {
+// What a block goes through: STEP rows of each of two operands at a time, and with STATISTICS those of these rows. In a stage
+// the operands lie after each other, as tiles, and then the statistics.
+template <bool STATISTICS> struct Passing {
     static constexpr int STAGE = 2 * Other::ELEMENTS + STEP * int(sizeof(Statistics) / sizeof(Element));
     static_assert(2 * STEP <= THREADS, "a number of the statistics to a thread");
-    Rows one, two;
-    const float *log_sums, *dots;
-    int end;    // of the rows
+    RowCopies one, two;
+    const float* statistic;    // this thread's of the next rows, with STATISTICS
+    int T;
     Element* stages;
+    int turn = 0;    // the number of the stage that is filled next
 
-    __device__ __forceinline__ Element* stage_of(int row) const { return stages + row / STEP % 2 * STAGE; }
-
-    __device__ __forceinline__ void fetch(int row) const {
-        if (row < end) {
-            Element* stage = stage_of(row);
-            one.fetch<STEP>(stage, row);
-            two.fetch<STEP>(stage + Other::ELEMENTS, row);
-            const int mine = row + threadIdx.x / 2;
-            if (log_sums && threadIdx.x < 2 * STEP)
-                copy_async_if<4>(reinterpret_cast<float*>(stage + 2 * Other::ELEMENTS) + threadIdx.x,
-                                 (threadIdx.x % 2 ? dots : log_sums) + mine, mine < end);
+    __device__ __forceinline__ void fetch(int row, bool more) {
+        if (more) {
+            Element* stage = stages + turn * STAGE;
+            one.fetch<STEP>(stage, row, T);
+            two.fetch<STEP>(stage + Other::ELEMENTS, row, T);
+            if (STATISTICS && threadIdx.x < 2 * STEP) {
+                float* to = reinterpret_cast<float*>(stage + 2 * Other::ELEMENTS) + threadIdx.x;
+                copy_async_if<4>(to, statistic, row + int(threadIdx.x / 2) < T);
+            }
+            statistic += STEP;
         }
         copy_async_commit();
+        turn ^= 1;
     }
 
-    // The stage of the rows from `row` on, which have been fetched; the next are fetched into the other.
-    __device__ __forceinline__ const Element* arrive(int row) const {
+    // The stage of the rows from `row` on, which have been fetched. If there are more, the next are fetched into the other.
+    __device__ __forceinline__ const Element* arrive(int row, bool more) {
+        const Element* stage = stages + (turn ^ 1) * STAGE;
         copy_async_wait<0>();
         __syncthreads();    // this stage is seen by all, and all have left the other
-        fetch(row + STEP);
-        return stage_of(row);
+        fetch(row + STEP, more);
+        return stage;
     }
 };
 
@@ -127,11 +139,15 @@ template <bool QUERIES_ARE_ROWS> __device__ __forceinline__ void mask(Steps& sco
             }
 }
 
-// Scores of keys before their query's document become minus infinity; rows and columns as above. first_of(f, j, e): the first key
-// that the query of element e of fragments f and j sees.
-template <bool QUERIES_ARE_ROWS, class Of>
-__device__ __forceinline__ void hide(Steps& scores, int row0, int column0, const Of& first_of) {
-    const int lane = threadIdx.x % 32;
+// Scores of keys before their query's document become minus infinity; rows and columns as above.
+template <bool QUERIES_ARE_ROWS>
+__device__ __forceinline__ void hide(Steps& scores, int row0, int column0, const Documents& documents) {
+    const int lane = threadIdx.x % 32, query0 = QUERIES_ARE_ROWS ? row0 + lane / 4 : column0 + lane % 4 * 2;
+    int first_key[QUERIES_ARE_ROWS ? FRAGMENTS : STEP / 8][2];    // of rows g and g + 8, or columns 2 t and 2 t + 1
+#pragma unroll
+    for (int n = 0; n < int(sizeof first_key / sizeof first_key[0]); ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) first_key[n][i] = documents.first_key(query0 + (QUERIES_ARE_ROWS ? 16 * n + 8 * i : 8 * n + i));
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f)
 #pragma unroll
@@ -139,7 +155,8 @@ __device__ __forceinline__ void hide(Steps& scores, int row0, int column0, const
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int row = row0 + 16 * f + lane / 4 + e / 2 * 8, column = column0 + 8 * j + lane % 4 * 2 + e % 2;
-                if ((QUERIES_ARE_ROWS ? column : row) < first_of(f, j, e)) scores[f][j][e] = MINUS_INFINITY;
+                const bool before = QUERIES_ARE_ROWS ? column < first_key[f][e / 2] : row < first_key[j][e % 2];
+                if (before) scores[f][j][e] = MINUS_INFINITY;
             }
 }
 

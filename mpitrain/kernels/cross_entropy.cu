@@ -12,21 +12,32 @@ constexpr long long IGNORED = -100;
 
 #define MINUS_INFINITY Sum(__int_as_float(0xff800000))
 #define NOT_A_NUMBER Sum(__int_as_float(0x7fc00000))
+#define LOG2_E Sum(1.4426950408889634)
 
 constexpr int WIDE = RUN<Element>;
 
-// Calls take(v, x) for each run of the row that is this thread's: x holds the elements v .. v + WIDE - 1, 0 from V on.
+// Calls take(v, whole, x) for each run of the row that is this thread's: x holds the elements v .. v + WIDE - 1, 0 from V on.
+// Whole runs have a loop of their own, which asks for no end. The other loop takes elements one by one.
 template <class Take> __device__ __forceinline__ void each_run(const Element* row, int V, bool vector, Take take) {
-    for (int v = WIDE * threadIdx.x; v < V; v += WIDE * blockDim.x) {
-        Sum x[WIDE];
-        load_run(row, v, V, vector, x);
-        take(v, x);
+    const int whole_end = vector ? V - V % WIDE : 0;
+    int v = WIDE * threadIdx.x;
+    Sum x[WIDE];
+    for (; v < whole_end; v += WIDE * blockDim.x) {
+        load_run(row, v, v + WIDE, true, x);
+        take(v, true, x);
+    }
+    for (; v < V; v += WIDE * blockDim.x) {
+        load_run(row, v, V, false, x);
+        take(v, false, x);
     }
 }
 
-// e^x for x <= 0. In float a multiplication and one instruction, with a relative error of 2^-22 + |x| 2^-24.
-__device__ __forceinline__ float exponential(float x) { return exp2_flushed(x * 1.4426950408889634f); }
-__device__ __forceinline__ double exponential(double x) { return exp(x); }
+// 2^x. In float one instruction, with a relative error of 2^-22.
+__device__ __forceinline__ float power_of_2(float x) { return exp2_flushed(x); }
+__device__ __forceinline__ double power_of_2(double x) { return exp2(x); }
+
+// e^x for x <= 0, with a relative error of 2^-22 + |x| 2^-24 in float.
+__device__ __forceinline__ Sum exponential(Sum x) { return power_of_2(x * LOG2_E); }
 
 struct Normalizer { Sum maximum, sum; };    // of exp(x - maximum)
 
@@ -45,16 +56,11 @@ __device__ __forceinline__ Normalizer row_normalizer(const Element* row, int V, 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const Normalizer none = {MINUS_INFINITY, Sum(0)};
     Normalizer own = none;
-    each_run(row, V, vector, [&](int v, const Sum (&x)[WIDE]) {
-        if (kept) store_run(kept, v, V, true, x);
+    each_run(row, V, vector, [&](int v, bool whole, const Sum (&x)[WIDE]) {
+        if (kept) store_run(kept, v, whole ? v + WIDE : V, true, x);
         Sum logits[WIDE], largest = own.maximum, part = 0;
 #pragma unroll
-        for (int j = 0; j < WIDE; ++j) logits[j] = x[j];
-        if (v + WIDE > V) {
-#pragma unroll
-            for (int j = 0; j < WIDE; ++j)
-                if (v + j >= V) logits[j] = MINUS_INFINITY;
-        }
+        for (int j = 0; j < WIDE; ++j) logits[j] = whole || v + j < V ? x[j] : MINUS_INFINITY;
 #pragma unroll
         for (int j = 0; j < WIDE; ++j) largest = larger(largest, logits[j]);
         const Sum centre = largest == MINUS_INFINITY ? Sum(0) : largest;
@@ -77,28 +83,36 @@ __device__ __forceinline__ Normalizer row_normalizer(const Element* row, int V, 
 }
 
 __device__ __forceinline__ Sum loss_of(Normalizer whole, const Element* row, long long target, int V) {
-    if (target == IGNORED) return Sum(0);
     return target >= 0 && target < V ? log(whole.sum) + whole.maximum - wide(row[target]) : NOT_A_NUMBER;
 }
 
-// Writes dx[v] = factor exp(x[v] - maximum) - (scale if v is `place`) over a run of the row, or 0 if the row does not count.
+// Writes the gradient over the row: scale exp(x - maximum) / sum as one power of 2, less scale at the target. scale >= 0
+// logits: the row, or its copy in shared memory
 __device__ __forceinline__ void write_gradient(
-    Element* row, int v, int V, bool vector, const Sum (&x)[WIDE], Sum factor, Sum maximum, int place, Sum scale, bool counts) {
-    Sum dx[WIDE];
+    const Element* logits, Element* row, int V, bool vector, Normalizer whole, long long target, Sum scale) {
+    const Sum factor = log2(scale / whole.sum);
+    const int place = target >= 0 && target < V ? int(target) : -1, run_of_target = place / WIDE * WIDE;
+    each_run(logits, V, vector, [&](int v, bool is_whole, const Sum (&x)[WIDE]) {
+        Sum dx[WIDE];
 #pragma unroll
-    for (int j = 0; j < WIDE; ++j) dx[j] = counts ? factor * exponential(x[j] - maximum) : Sum(0);
-    if (counts && place >= v && place - v < WIDE) {
+        for (int j = 0; j < WIDE; ++j) dx[j] = power_of_2(fma(x[j] - whole.maximum, LOG2_E, factor));
+        if (v == run_of_target) {
 #pragma unroll
-        for (int j = 0; j < WIDE; ++j)
-            if (v + j == place) dx[j] -= scale;
-    }
-    store_run(row, v, V, vector, dx);
+            for (int j = 0; j < WIDE; ++j)
+                if (v + j == place) dx[j] -= scale;
+        }
+        store_run(row, v, is_whole ? v + WIDE : V, is_whole, dx);
+    });
 }
 
-// The column of a target; -1 or V if it is before or after the row.
-__device__ __forceinline__ int place_of(long long target, int V) { return int(max(-1LL, min(target, (long long)V))); }
+// Writes the gradient of a row that does not count, whatever its logits are.
+__device__ __forceinline__ void write_zeros(Element* row, int V, bool vector) {
+    const Sum zeros[WIDE] = {};
+    for (int v = WIDE * threadIdx.x; v < V; v += WIDE * blockDim.x) store_run(row, v, V, vector, zeros);
+}
 
 // losses[m], and the gradient over the logits. With `keep` the row waits in shared memory between the two: it is read once.
+// Two blocks of 512 threads share a multiprocessor where two rows fit: one writes while the other reads.
 // Dynamic shared memory: with `keep` one row, V elements up to whole runs.
 extern "C" __global__ void __launch_bounds__(1024) cross_entropy(
     int M, int V, int pitch, int keep, const Index* __restrict__ targets, Sum scale, Element* logits, Sum* __restrict__ losses) {
@@ -107,21 +121,20 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy(
     Element *row = logits + (long long)blockIdx.x * pitch, *kept = reinterpret_cast<Element*>(dynamic_shared);
     const bool vector = in_runs<WIDE>(logits, pitch);
     const long long target = targets[blockIdx.x];
-    const bool counts = target != IGNORED;
+    if (target == IGNORED) {
+        if (threadIdx.x == 0) losses[blockIdx.x] = Sum(0);
+        write_zeros(row, V, vector);
+        return;
+    }
     const Normalizer whole = row_normalizer(row, V, vector, keep ? kept : nullptr, scratch);
-    const Sum factor = scale / whole.sum;
-    const int place = place_of(target, V);
-    auto write = [&](int v, const Sum (&x)[WIDE]) {
-        write_gradient(row, v, V, vector, x, factor, whole.maximum, place, scale, counts);
-    };
     if (keep) {
         if (threadIdx.x == 0) losses[blockIdx.x] = loss_of(whole, kept, target, V);
-        each_run(kept, V, true, write);
+        write_gradient(kept, row, V, vector, whole, target, scale);
         return;
     }
     if (threadIdx.x == 0) losses[blockIdx.x] = loss_of(whole, row, target, V);
     __syncthreads();    // the target's logit is read before it is overwritten
-    each_run(row, V, vector, write);
+    write_gradient(row, row, V, vector, whole, target, scale);
 }
 
 // losses[m] alone; logits stay as they are.
@@ -129,8 +142,13 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy_loss(
     int M, int V, int pitch, const Index* __restrict__ targets, const Element* __restrict__ logits, Sum* __restrict__ losses) {
     __shared__ __align__(16) Normalizer scratch[32];
     const Element* row = logits + (long long)blockIdx.x * pitch;
+    const long long target = targets[blockIdx.x];
+    if (target == IGNORED) {
+        if (threadIdx.x == 0) losses[blockIdx.x] = Sum(0);
+        return;
+    }
     const Normalizer whole = row_normalizer(row, V, in_runs<WIDE>(logits, pitch), nullptr, scratch);
-    if (threadIdx.x == 0) losses[blockIdx.x] = loss_of(whole, row, targets[blockIdx.x], V);
+    if (threadIdx.x == 0) losses[blockIdx.x] = loss_of(whole, row, target, V);
 }
 
 // The vocabulary split in parts: this one has columns first .. first + V - 1. For the loss in order: row_maximum; a maximum over
@@ -152,10 +170,10 @@ extern "C" __global__ void __launch_bounds__(1024) row_maximum(
     __shared__ __align__(16) Sum scratch[32];
     const Element* row = logits + (long long)blockIdx.x * pitch;
     Sum own = MINUS_INFINITY;
-    each_run(row, V, in_runs<WIDE>(logits, pitch), [&](int v, const Sum (&x)[WIDE]) {
+    each_run(row, V, in_runs<WIDE>(logits, pitch), [&](int v, bool whole, const Sum (&x)[WIDE]) {
 #pragma unroll
         for (int j = 0; j < WIDE; ++j)
-            if (v + j < V) own = larger(own, x[j]);
+            if (whole || v + j < V) own = larger(own, x[j]);
     });
     own = block_max(own, scratch);
     if (threadIdx.x == 0) maxima[blockIdx.x] = own;
@@ -170,10 +188,10 @@ extern "C" __global__ void __launch_bounds__(1024) row_exponentials(
     const Sum maximum = maxima[blockIdx.x];
     const long long target = targets[blockIdx.x] - first;
     Sum own = 0;
-    each_run(row, V, in_runs<WIDE>(logits, pitch), [&](int v, const Sum (&x)[WIDE]) {
+    each_run(row, V, in_runs<WIDE>(logits, pitch), [&](int v, bool whole, const Sum (&x)[WIDE]) {
 #pragma unroll
         for (int j = 0; j < WIDE; ++j)
-            if (v + j < V) own += exponential(x[j] - maximum);
+            if (whole || v + j < V) own += exponential(x[j] - maximum);
     });
     own = block_sum(own, scratch);
     if (threadIdx.x > 0) return;
@@ -187,15 +205,12 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy_split(
     const Sum* __restrict__ sums, const Sum* __restrict__ target_logits, Element* logits, Sum* __restrict__ losses) {
     Element* row = logits + (long long)blockIdx.x * pitch;
     const bool vector = in_runs<WIDE>(logits, pitch);
-    const Sum maximum = maxima[blockIdx.x], sum = sums[blockIdx.x];
-    const long long target = targets[blockIdx.x] - first;
-    const bool counts = targets[blockIdx.x] != IGNORED;
-    const Sum factor = scale / sum;
-    const int place = place_of(target, V);
-    each_run(row, V, vector, [&](int v, const Sum (&x)[WIDE]) {
-        write_gradient(row, v, V, vector, x, factor, maximum, place, scale, counts);
-    });
-    if (threadIdx.x == 0) losses[blockIdx.x] = counts ? log(sum) - target_logits[blockIdx.x] : Sum(0);
+    const Normalizer whole = {maxima[blockIdx.x], sums[blockIdx.x]};
+    const long long target = targets[blockIdx.x];
+    const bool counts = target != IGNORED;
+    if (threadIdx.x == 0) losses[blockIdx.x] = counts ? log(whole.sum) - target_logits[blockIdx.x] : Sum(0);
+    if (counts) write_gradient(row, row, V, vector, whole, target - first, scale);
+    else write_zeros(row, V, vector);
 }
 
 // places[m] = -(first + v) of the lowest column v of this part whose logit is the largest of the whole row, or a NaN; -infinity
@@ -207,10 +222,10 @@ extern "C" __global__ void __launch_bounds__(1024) row_argmax(
     const Element* row = logits + (long long)blockIdx.x * pitch;
     const Sum maximum = maxima[blockIdx.x];
     Sum own = MINUS_INFINITY;
-    each_run(row, V, in_runs<WIDE>(logits, pitch), [&](int v, const Sum (&x)[WIDE]) {
+    each_run(row, V, in_runs<WIDE>(logits, pitch), [&](int v, bool whole, const Sum (&x)[WIDE]) {
 #pragma unroll
         for (int j = 0; j < WIDE; ++j)
-            if (v + j < V && (x[j] == maximum || x[j] != x[j])) own = larger(own, -Sum(first + v + j));
+            if ((whole || v + j < V) && (x[j] == maximum || x[j] != x[j])) own = larger(own, -Sum(first + v + j));
     });
     own = block_max(own, scratch);
     if (threadIdx.x == 0) places[blockIdx.x] = own;
@@ -241,10 +256,10 @@ extern "C" __global__ void __launch_bounds__(1024) largest_is_target(
             place = at;
         }
     };
-    each_run(row, V, in_runs<WIDE>(logits, pitch), [&](int v, const Sum (&x)[WIDE]) {
+    each_run(row, V, in_runs<WIDE>(logits, pitch), [&](int v, bool whole, const Sum (&x)[WIDE]) {
 #pragma unroll
         for (int j = 0; j < WIDE; ++j)
-            if (v + j < V) take(x[j], v + j);
+            if (whole || v + j < V) take(x[j], v + j);
     });
     for (int round = 0; round < 2; ++round) {
 #pragma unroll

@@ -17,11 +17,15 @@ struct Documents {
     // The first key that query t sees. A query from T on sees all keys.
     __device__ __forceinline__ int first_key(int t) const { return DOCUMENTS && t < T ? starts[t] : 0; }
 
-    // The end of the queries that see a key before `key`, from query t0 on, in steps of `step` queries.
-    __device__ __forceinline__ int last_query(int t0, int key, int step) const {
+    // The first query from t0 on that sees no key before `key`, by bisection; T if there is none.
+    __device__ __forceinline__ int first_query(int t0, int key) const {
         if (!DOCUMENTS) return T;
-        int t = t0;
-        while (t < T && starts[t] < key) t += step;
-        return min(t, T);
+        int before = t0, end = T;
+        while (before < end) {
+            const int middle = (before + end) / 2;
+            if (starts[middle] < key) before = middle + 1;
+            else end = middle;
+        }
+        return end;
     }
 };

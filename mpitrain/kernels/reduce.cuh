@@ -12,6 +12,14 @@ template <class T> __device__ __forceinline__ T warp_sum(T value) {
 // A NaN wins: it must not vanish in a maximum.
 template <class T> __device__ __forceinline__ T larger(T a, T b) { return a > b || a != a ? a : b; }
 
+#if !defined(KERNEL_SIMULATOR) && __CUDA_ARCH__ >= 800
+__device__ __forceinline__ float larger(float a, float b) {    // by one instruction
+    float largest;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(largest) : "f"(a), "f"(b));
+    return largest;
+}
+#endif
+
 template <class T> __device__ __forceinline__ T warp_max(T value) {
 #pragma unroll
     for (int flip = 16; flip > 0; flip /= 2) value = larger(value, __shfl_xor_sync(~0u, value, flip));

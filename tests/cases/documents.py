@@ -73,6 +73,7 @@ def tensor() -> Iterator[Callable]:
         [[1] * 40],
         [[120, 9, 141]],
         [[127, 3]],
+        [[100, 300], [300, 100], [129, 271]],  # steps with and without masks in turn
     ):
         yield partial(check_documents, rows=rows, h=1, d=16, dtype="float16")
     yield partial(check_documents, rows=[[50, 50]], h=1, d=80, dtype="bfloat16")

@@ -72,7 +72,9 @@ def check_stray_target(kernels: Kernels) -> None:
     ops, logits = bodies.cuda(kernels), np.zeros((2, 4), np.float32)
     for stray in (-1, 4):
         assert np.isnan(ops.cross_entropy_loss(logits, np.array([0, stray]), Arena()))
-        assert np.isnan(ops.cross_entropy(logits.copy(), np.array([0, stray]), 1.0, Arena())[0])
+        loss, dlogits = ops.cross_entropy(logits.copy(), np.array([0, stray]), 1.0, Arena())
+        assert np.isnan(loss)
+        assert_close(dlogits, [[-0.75, 0.25, 0.25, 0.25], [0.25] * 4])
 
 
 def check_ignored_rows(kernels: Kernels) -> None:

@@ -14,6 +14,7 @@ from mpitrain.ops.cuda.grids import POINTWISE, SCRATCH, WIDE_ROWS, blocks, most_
 from mpitrain.ops.cuda.sums import sum_all
 
 ANY = np.dtype(np.int64)  # the dtype of targets for kernels that take none
+REGISTERS = 64  # the most registers per thread of kernels whose blocks may have 1024 threads
 
 
 def cross_entropy(kernels: Kernels, logits, targets, scale, arena):
@@ -127,6 +128,19 @@ def count_correct_split(kernels: Kernels, places, targets, arena):
     return sum_all(kernels, correct, arena)
 
 
+def row_threads(kernels: Kernels, columns: int, shared: int) -> tuple[int]:
+    """Return the threads of a block: half of the most where two blocks fit a multiprocessor.
+
+    One block then writes a row while the other reads one.
+    shared  bytes of shared memory for the row
+    """
+    if columns <= 16 * POINTWISE[0]:
+        return POINTWISE
+    half = WIDE_ROWS[0] // 2
+    both = kernels.engine.multiprocessor.resident(half, REGISTERS, shared + SCRATCH) >= 2
+    return (half,) if both else WIDE_ROWS
+
+
 def _launch(
     kernels: Kernels,
     name: str,
@@ -136,16 +150,15 @@ def _launch(
     fresh: str,
     shared: int = 0,
 ) -> None:
-    """Launch one block per row, with more threads for long rows.
+    """Launch one block per row.
 
     rest  the arguments after M, V and the pitch
     """
     rows, columns = logits.shape
-    threads = POINTWISE if columns <= 16 * POINTWISE[0] else WIDE_ROWS
     kernels.launch(
         name,
         (rows,),
-        threads,
+        row_threads(kernels, columns, shared),
         (rows, columns, logits.strides[0] // logits.itemsize, *rest),
         shared,
         INDEXED[logits.dtype, indices],

@@ -29,7 +29,7 @@ from tests.cases.suite import SUITE
 # What a comparison with it on the right guards an edge, as does a minimum with it. Loops over tiles of fixed size are none.
 EDGES = (
     "M|N|K|T|C|V|D|B|P|n|HEAD|CHUNKS|end|rows|columns|count|used|runs|warps|found|left|rows_left|splits|k_end|k_left|t0|t|ties|"
-    r"apart|past|\(long long\)(?:B|rows)|int\(blockDim"
+    r"apart|past|\(long long\)(?:B|rows)|int\(blockDim|key|whole_end|seen_by_all|masked_end"
 )
 BOUNDS = (
     r"n - i|n - mine|end - i|used - here\.first|n|K|tiles_m - first|V - v0|W - 1|width_left - 1|T|"
@@ -56,6 +56,7 @@ PADDING = "the tile is padded by a four of zeros there, which load_run, store_ru
 WHOLE_TILES = "both sides are multiples of the tile, so one more changes nothing"
 OVER_SHARES = "for (long long i = N * (blockIdx.x * 256LL + threadIdx.x); i <= n; i += N * 256LL * gridDim.x) {"
 EMPTY_RUN = "in a run of which no element exists nothing is loaded or stored"
+UNUSED_COPY = "it starts a copy of rows that the loop never comes to"
 NO_ROWS = "a warp computes with rows that do not exist, and stores nothing"
 NO_KEYS = "keys that do not exist are copied as zeros, and no query that exists sees them"
 
@@ -75,16 +76,16 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "for (int t0 = s0; t0 <= end; t0 += TILE) {",
     ): "one more tile, of queries that do not exist, adds 0",
     (
-        "attention_tensor.cuh",
-        "if (row <= end) {",
-    ): "it starts a copy of rows that the loop never comes to",
+        "attention_tensor_backward.cu",
+        "const Element *qs = queries.arrive(t0, t0 + STEP <= end), *dys = qs + Other::ELEMENTS;",
+    ): UNUSED_COPY,
     (
         "attention_tensor_backward.cu",
-        "if (s0 + m > T || t0 + STEP <= s0 + m) continue;    // no keys, or all after these queries",
+        "if (masks && (s0 + m > T || t0 + STEP <= s0 + m)) return;    // no keys, or all after these queries",
     ): NO_ROWS,
     **{
         (f"attention_tensor{half}.cu", line): why
-        for half in ("", "_backward")
+        for half, step in (("", "attend"), ("_backward", "add"))
         for line, why in (
             (
                 "const int end = min(t0 + OWNED, T), "
@@ -96,8 +97,20 @@ EQUIVALENT: dict[tuple[str, str], str] = {
                 NO_KEYS,
             ),
             (
-                "for (int s0 = begin; s0 <= end; s0 += STEP) {",
+                f"for (; s0 <= end; s0 += STEP) {step}(s0, true);",
                 "one more step, of keys that no query sees",
+            ),
+            (
+                f"for (; ROOMY && s0 <= seen_by_all; s0 += STEP) {step}(s0, true);",
+                "one more step is masked, of keys that all queries see",
+            ),
+            (
+                "if (masks && s0 <= seen_by_all) hide<true>(p, t0 + m, s0, documents);",
+                "it hides no key of a step that all queries see",
+            ),
+            (
+                "const Element *ks = keys.arrive(s0, !masks || s0 + STEP <= end), *vs = ks + Other::ELEMENTS;",
+                UNUSED_COPY,
             ),
         )
     },
@@ -120,6 +133,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "layer_norm.cu",
         "for (int c = WIDE * threadIdx.x; c <= C; c += WIDE * blockDim.x) {",
     ): EMPTY_RUN,
+    ("cross_entropy.cu", "for (; v <= V; v += WIDE * blockDim.x) {"): EMPTY_RUN,
     ("embedding.cu", "for (int c = WIDE * lane; c <= C; c += COLUMNS) {"): EMPTY_RUN,
     ("embedding.cu", "const bool mine = slot >= -1 && slot < 32;"): "no warp owns a row below 0",
     (

@@ -11,6 +11,7 @@ from mpitrain.kernels.multiprocessor import H100
 from mpitrain.kernels.source import package_sources
 from mpitrain.ops.cuda.attention import choose
 from mpitrain.ops.cuda.grids import SHARED
+from mpitrain.ops.cuda.loss import row_threads
 from mpitrain.ops.cuda.tiles import (
     TENSOR_TILES,
     TILES,
@@ -40,14 +41,15 @@ ATTENTIONS = ("attention_tensor", "attention_tensor_backward")
 # Of attention on tensor cores, on sm_90a: kernel and head size -> products of a step, most instructions of the main loop for
 # each, least warps on a multiprocessor. While tensor cores make a product, in 8 cycles on sm_80 and some 6.5 on sm_90, a warp
 # scheduler issues one instruction a cycle. Four numbers of scores take 18 to 20 of these beside D / 8 products forward, D / 4
-# and 3 D / 16 backward: most of all in the forward of narrow heads. The mask of the diagonal, which is jumped over, counts.
+# and 3 D / 16 backward: most of all in the forward of narrow heads. Where the main loop masks, the mask counts, although it
+# is jumped over. The limits hold for NVRTC 13.5.37 and 13.0.88.
 LOOPS = {
-    ("attention_tensor", 64): (128, 6.25, 8),
-    ("attention_tensor", 128): (128, 5, 16),
-    ("attention_tensor_backward_kv", 64): (128, 5, 8),
-    ("attention_tensor_backward_kv", 128): (128, 5, 8),
-    ("attention_tensor_backward_q", 64): (96, 5, 8),
-    ("attention_tensor_backward_q", 128): (96, 5, 16),
+    ("attention_tensor", 64): (128, 4.9, 8),
+    ("attention_tensor", 128): (128, 4.65, 16),
+    ("attention_tensor_backward_kv", 64): (128, 3.4, 8),
+    ("attention_tensor_backward_kv", 128): (128, 2.85, 8),
+    ("attention_tensor_backward_q", 64): (96, 3.65, 8),
+    ("attention_tensor_backward_q", 128): (96, 3.7, 16),
 }
 
 # Kernels that load and store 16 bytes of global memory at a time, whatever the type of elements.
@@ -201,6 +203,13 @@ def is_taken(name, architecture, macros):
     return name == "gemm_tensor" and architecture == "sm_90a"
 
 
+def has_unmasked_loop(kernel, macros):
+    """True where steps without masks have a loop of their own: elsewhere two loops would need more registers."""
+    if kernel.endswith("kv"):
+        return "DOCUMENTS" not in macros
+    return macros["HEAD"] <= 64
+
+
 def test_every_source_compiles_for_every_architecture():
     found = {(name, architecture) for name, architecture, _ in jobs()}
     assert found == {*product(SOURCES, ARCHITECTURES), ("attention_tensor", "sm_90")}
@@ -250,6 +259,15 @@ def test_a_source_compiles_within_the_hardwares_limits(name, architecture, macro
         fragments = tile.WARP_M // 16
         products = fragments * (tile.WARP_N // 8 + macros["ROW_SUMS"]) * tile.TILE_K // 16
         check_loop(compiled.code, name, products, TAKEN[tile][macros["ROW_SUMS"]])
+    if name in ATTENTIONS:
+        for kernel in kernels:
+            if has_unmasked_loop(kernel, macros):
+                text = instructions(compiled.code, kernel)
+                bodies = [[text[i] for i in loop] for loop in loops(text)]
+                working = [body for body in bodies if count(body, "HMMA")]
+                assert min(count(body, "FSEL") for body in working) == 0, (
+                    f"{kernel}: all loops mask"
+                )
     if name in ATTENTIONS and architecture == "sm_90a":
         way = attention_way(90, macros["HEAD"])
         for kernel, usage in kernels.items():
@@ -279,7 +297,7 @@ def test_a_logit_and_a_gelu_take_one_exponential_each(name, compiler):
         assert wide
         for body in wide:
             if name == "cross_entropy":
-                assert count(body, "MUFU.EX2") <= 9 and len(body) <= 230, kernel
+                assert count(body, "MUFU.EX2") <= 9 and len(body) <= 80, kernel
             else:
                 assert count(body, "MUFU.TANH") == 0 and len(body) <= 480, kernel
 
@@ -302,6 +320,17 @@ def test_loads_of_rows_are_all_under_way_before_a_warp_waits(
     first = next(place for place, line in enumerate(text) if count([line], wait))
     assert count(text[:first], "LDG.E.128") == loads
     assert work == "" or count(text[first:], "LDG.E.128") == 0
+
+
+def test_two_rows_of_logits_share_a_multiprocessor(compiler):
+    """Of GPT-2 in 16-bit elements: one block of 512 threads writes its row while the other reads."""
+    compiled = compiler.compile(SOURCES["cross_entropy"], "sm_90a", types("__nv_bfloat16"))
+    used = usages(compiled.log)
+    kernels = SimpleNamespace(engine=SimpleNamespace(multiprocessor=H100))
+    for columns, size, threads in ((50257, 2, 512), (50257, 4, 1024), (4096, 4, 256)):
+        assert row_threads(kernels, columns, columns * size) == (threads,)
+    assert H100.resident(512, used["cross_entropy"].registers, 50257 * 2 + 256) == 2
+    assert max(usage.registers for usage in used.values()) <= 64
 
 
 def check_loop(code, kernel, products, most):
