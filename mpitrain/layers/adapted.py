@@ -26,6 +26,7 @@ from mpitrain.layers.dropout import Drawing, Dropout
 from mpitrain.layers.initial import uniform, zeros
 from mpitrain.layers.memory.recomputed import input_of, state_of, with_input
 from mpitrain.machine.arena import Arena
+from mpitrain.machine.copies import copy_rows
 from mpitrain.ops import Ops
 from mpitrain.regions import overlap
 
@@ -138,7 +139,7 @@ class LowRank:
                 if delta is residual:
                     delta = arena.take((len(x), self._outputs), x.dtype)
                     delta[...] = 0
-                delta[:, adapter.columns] = some
+                copy_rows(delta[:, adapter.columns], some)
             states.append((with_input(first, None), second))
         if residual is not None and not self.adapters[0].is_whole:
             own.add(delta, residual, delta, arena)
@@ -181,7 +182,7 @@ class LowRank:
             if not adapter.is_whole:
                 columns = dy[:, adapter.columns]
                 some = arena.take(columns.shape, dy.dtype)
-                some[...] = columns
+                copy_rows(some, columns)
             dh, outer = own.linear_backward_input(some, b, second, arena)
             own.weighted_sum(dh, self._scale, None, 0.0, dh, arena)
             more, inner = own.linear_backward_input(dh, a, with_input(first, x), arena)

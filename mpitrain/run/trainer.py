@@ -326,11 +326,8 @@ class Trainer:
             value, gradient = self.replication.loss(
                 logits.reshape(len(right), -1), right, scales[micro]
             )
-            # Arrays of one shape are copied on the device. Of two shapes, CuPy would compile a
-            # kernel; assigning one element would read it to the host.
-            self._loss_sums[micro : micro + 1] = (
-                value.reshape(1) if hasattr(value, "reshape") else value
-            )
+            # Arrays without dims are copied on the device. For others CuPy would compile a kernel.
+            self._loss_sums[micro] = value.reshape(()) if hasattr(value, "reshape") else value
             self._recorder.end(span)
             return gradient.reshape(logits.shape)
 

@@ -325,6 +325,24 @@ def _copy_in_order(target, source, nbytes, stream):
     stream.reads[id(stream._pending[-1])] = [(found, found.copy())]
 
 
+def _memcpy_2d_async(target, target_pitch, source, source_pitch, width, height, kind, stream):
+    """Copy rows of bytes on the device, in the order of the stream."""
+    if _streams[stream] is not get_current_stream():
+        faults.append("a copy on another stream than the current one")
+    if min(target_pitch, source_pitch) < width:
+        faults.append("a pitch shorter than its rows")
+    target, source = (
+        ndarray(
+            (height, width),
+            np.uint8,
+            MemoryPointer(UnownedMemory(ptr, height * pitch, _block_of(ptr), 0), 0),
+            (pitch, 1),
+        )
+        for ptr, pitch in ((target, target_pitch), (source, source_pitch))
+    )
+    launch([target], [source], lambda: np.copyto(target.truth, source.truth))
+
+
 class CUDARuntimeError(RuntimeError):
     """What the runtime says."""
 
@@ -426,6 +444,7 @@ cuda = SimpleNamespace(
         driverGetVersion=lambda: 13000,
         eventQuery=_event_query,
         memcpyAsync=_memcpy_async,
+        memcpy2DAsync=_memcpy_2d_async,
         memcpyDefault=4,
         CUDARuntimeError=CUDARuntimeError,
         getDevice=lambda: 0,
@@ -475,10 +494,15 @@ def _check_others(stream, block, where, name):
 
 
 def _is_copy_or_zeros(target, value):
-    """Return whether an assignment moves elements or zeros: neither a cast, a broadcast nor a fill."""
-    if not isinstance(value, ndarray):
-        return value == 0
-    return (target.shape, target.dtype) == (value.shape, value.dtype)
+    """Return whether CuPy makes a copy or a memset of an assignment; else it compiles a kernel.
+
+    It leaves out leading dims of 1 of the value alone, so that the shapes differ.
+    """
+    if not target.flags.c_contiguous or not isinstance(value, ndarray):
+        return target.flags.c_contiguous and value == 0
+    first = next((at for at, length in enumerate(value.shape) if length != 1), value.ndim)
+    moved = value.shape[first:], value.strides[first:], value.dtype
+    return not target.size or (target.shape, target.strides, target.dtype) == moved
 
 
 def _refuse_the_package(ufunc):

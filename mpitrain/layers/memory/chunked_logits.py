@@ -23,6 +23,7 @@ from typing import Any
 from mpitrain.layers.base import Gradients, Loss, Parameter, Weights
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import on_device
+from mpitrain.machine.copies import copy_rows
 from mpitrain.ops import Ops
 
 
@@ -105,7 +106,7 @@ class ChunkedLogits:
             return self
         rows = self.rows.reshape(*self.shape[:-1], -1)[tuple(map(slice, lengths))]
         own = arena.take(rows.shape, rows.dtype)
-        own[...] = rows
+        copy_rows(own, rows)
         shape = (*lengths, self.shape[-1])
         return ChunkedLogits(self.layer, self.weight, own.reshape(-1, own.shape[-1]), shape)
 

@@ -23,6 +23,7 @@ from mpitrain.layers.base import Layer, Parameter, Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.initial import zeros
 from mpitrain.layers.plain import Plain
+from mpitrain.machine.copies import copy_rows
 from mpitrain.machine.dlpack import as_array
 from mpitrain.ops.device import Device, device_for
 from mpitrain.parallel.data.buckets import Buckets, common_buckets
@@ -118,10 +119,10 @@ class Replicated:
     def _broadcast(self) -> None:
         """Overwrite the parameters of all ranks with those of rank 0; collective."""
         for leaf, array in zip(self._leaves, self._parameters, strict=True):
-            leaf.array[...] = array
+            copy_rows(leaf.array, array)
         self._grid.dp.broadcast(self._reducer.buffer)
         for leaf, array in zip(self._leaves, self._parameters, strict=True):
-            array[...] = leaf.array
+            copy_rows(array, leaf.array)
 
     def _begin(self) -> None:
         self._reducer.begin(self._step)
@@ -136,7 +137,7 @@ class Replicated:
             self._faults.append(fault)
             return
         self._gradients[index] = array
-        self._leaves[index].array[...] = array
+        copy_rows(self._leaves[index].array, array)
         self._leaves[index].filled = True
         # The last parameter first: so all ranks start their buckets in one order.
         while self._next in self._gradients:

@@ -199,7 +199,7 @@ class StageUpdate(AgreeAndUpdate):
         """
         # The last stage runs backward right after forward, so `_turns` numbers this micro-batch.
         at, size = self._turns % self._micro_batches, self.replica.config.batch.size
-        self._losses[at : at + 1] = loss.reshape(1) if hasattr(loss, "reshape") else loss
+        self._losses[at] = loss.reshape(()) if hasattr(loss, "reshape") else loss
         self._parts_of_mean[at] = len(share(rows, at, self._micro_batches)) / (size * targets)
 
     def turn(self) -> bool:

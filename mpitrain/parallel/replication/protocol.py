@@ -15,6 +15,7 @@ from mpitrain.data import Source
 from mpitrain.layers.base import Gradients, Loss, Weights
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
+from mpitrain.machine.copies import copy_rows
 from mpitrain.ops.device import Device
 from mpitrain.parallel.grid import Grid
 from mpitrain.parallel.replication.components import Rows, StepEnd
@@ -69,7 +70,7 @@ class ReplicationContext:
             return 0.0, 0.0, 0
         found = self.arena.take((len(losses) + 2 * len(gradients),), np.float64)
         if len(losses):
-            found[: len(losses)] = losses
+            copy_rows(found[: len(losses)], losses)
         for place, gradient in enumerate(gradients):
             at = len(losses) + 2 * place
             found[at : at + 2] = ops.gradient_facts(gradient, self.arena)

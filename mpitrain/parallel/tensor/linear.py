@@ -45,6 +45,7 @@ from mpitrain.layers.initial import Draw, zeros
 from mpitrain.layers.now import Now
 from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear, flat_rows
 from mpitrain.machine.arena import Arena
+from mpitrain.machine.copies import copy_rows
 from mpitrain.ops import Ops
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.tensor.sequence import ReplicatedRows
@@ -399,10 +400,12 @@ def _gathered(group: Group, own: Any, arena: Arena) -> Any:
     """All-gather the columns of an array (..., K / n) to (..., K)."""
     rows, width = flat_rows(own).shape
     lease = group.exchange((group.size, rows, width), own.dtype)
-    lease.array[group.rank] = flat_rows(own)
+    copy_rows(lease.array[group.rank], flat_rows(own))
     lease.all_gather().run()
     whole = arena.take((*own.shape[:-1], group.size * width), own.dtype)
-    whole.reshape(rows, group.size, width)[...] = lease.array.swapaxes(0, 1)
+    for rank in range(group.size):
+        columns = slice(rank * width, (rank + 1) * width)
+        copy_rows(flat_rows(whole)[:, columns], lease.array[rank])
     return whole
 
 
@@ -410,5 +413,5 @@ def _own(group: Group, whole: Any, arena: Arena) -> Any:
     """Return this rank's K / n columns of an array (..., K)."""
     mine = share(whole.shape[-1], group.rank, group.size)
     own = arena.take((*whole.shape[:-1], len(mine)), whole.dtype)
-    own[...] = whole[..., mine.start : mine.stop]
+    copy_rows(flat_rows(own), flat_rows(whole)[:, mine.start : mine.stop])
     return own

@@ -32,6 +32,7 @@ from mpitrain.config import Config
 from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.layers.memory.recomputed import input_of, with_input
 from mpitrain.machine.arena import Arena
+from mpitrain.machine.copies import copy_rows
 from mpitrain.parallel.grid import Axes
 
 
@@ -72,7 +73,7 @@ class ReplicatedRows:
         """Return the finished sum in an output buffer."""
         sums, y = self.ends(lease, arena)
         if y is not sums:
-            y[...] = sums
+            copy_rows(y, sums)
         return y
 
     def whole(self, x: Any) -> Any:
@@ -158,7 +159,7 @@ class SequenceSharded(ReplicatedRows):
 
     def whole(self, x: Any) -> Any:
         lease = self.group.exchange(self.entered(x.shape), x.dtype)
-        lease.own_rows[...] = x
+        copy_rows(lease.own_rows, x)
         lease.all_gather().run()
         return lease.array
 

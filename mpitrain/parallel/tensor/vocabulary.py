@@ -26,6 +26,7 @@ from mpitrain.layers.memory.chunked_logits import ChunkedHead, ChunkedLogits
 from mpitrain.layers.now import Now
 from mpitrain.layers.plain import Embedding, Lookups, flat_rows
 from mpitrain.machine.arena import Arena
+from mpitrain.machine.copies import copy_rows
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.tensor.linear import Layers
 from mpitrain.parallel.tensor.sequence import ReplicatedRows
@@ -139,7 +140,7 @@ class VocabParallelCrossEntropy:
 
     def value(self, logits: Any, targets: Any, arena: Arena) -> Any:
         copy = arena.take(logits.shape, logits.dtype)
-        copy[...] = logits
+        copy_rows(copy, logits)
         return self.gradient(copy, targets, 1.0, arena)[0]
 
     def correct(self, logits: Any, targets: Any, arena: Arena) -> Any:
@@ -159,11 +160,12 @@ class VocabParallelCrossEntropy:
         """Return all columns of the logits, (..., V), on every rank."""
         lease = self._group.exchange((*logits.shape[:-1], self.vocab), logits.dtype)
         lease.array[...] = 0
-        lease.array[..., self._first : self._first + logits.shape[-1]] = logits
+        columns = slice(self._first, self._first + logits.shape[-1])
+        copy_rows(lease.array[..., columns], logits)
         lease.all_reduce().run()
         # The caller gets a copy: a lease would have to end at the same time on all ranks.
         whole = arena.take(lease.array.shape, logits.dtype)
-        whole[...] = lease.array
+        copy_rows(whole, lease.array)
         return whole
 
 

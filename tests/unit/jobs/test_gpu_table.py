@@ -172,6 +172,9 @@ def test_the_prediction_has_every_product_and_no_gpu_is_faster_than_its_bytes(jo
         assert operations / peak < parts["products"] < 4 * operations / peak
         assert parts["updates"] > 30 * predicted.PARAMETERS / h100.memory
         assert predicted.total(h200, compute) < predicted.total(h100, compute)
+        tilings = list(predicted.tilings(h100, compute))
+        assert len(tilings) == len(found)
+        assert sum(seconds for *_, seconds in tilings) == parts["products"]
 
 
 def test_code_compiled_beforehand_is_found_by_the_engine(job, tmp_path, monkeypatch):

@@ -254,3 +254,17 @@ def test_names_of_no_array_are_refused(kernels):
         kernels.launch(
             "past_the_end", (1,), (32,), (32, FLOATS, FLOATS.copy()), fresh="y z", RIGHT=1
         )
+
+
+def test_kernels_of_products_take_the_same_arguments_in_one_order():
+    """A launch passes them by position. On tensor cores sums are float; gemm_combine takes those of an epilogue."""
+    sources = package_sources()
+    plain, tensor, combine = (
+        sources[name].kernels[name].parameters for name in ("gemm", "gemm_tensor", "gemm_combine")
+    )
+    as_float = [each._replace(type=each.type.replace("Sum", "float")) for each in plain]
+    assert as_float == list(tensor)
+    names = [each.name for each in combine]
+    assert [each.name for each in plain if each.name in names] == names
+    readonly = {"workspace"}  # the other two kernels write it
+    assert {each for each in combine if each.name not in readonly} <= set(plain)

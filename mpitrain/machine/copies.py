@@ -1,0 +1,46 @@
+"""Copies between arrays of one memory, whose rows may have gaps."""
+
+from typing import Any
+
+from mpitrain.machine.backend import address, on_device
+
+
+def copy_rows(target: Any, source: Any) -> None:
+    """Copy one array onto another, in the order of the current stream (as cudaMemcpy2DAsync).
+
+    An assignment would do on the host. But CuPy compiles a kernel for it if strides differ, or if
+    the first dim is 1.
+
+    target, source  of one shape and dtype, in one memory; the last dim is contiguous. If rows have
+                    gaps, a device copies each matrix of the last two dims separately
+    """
+    if not on_device(target):
+        target[...] = source
+        return
+    if target.flags.c_contiguous and source.flags.c_contiguous:
+        shape: Any = () if source.size == 1 else -1
+        target.reshape(shape)[...] = source.reshape(shape)
+        return
+    if source.ndim > 2:
+        for at in range(len(source)):
+            copy_rows(target[at], source[at])
+        return
+    from cupy import cuda
+
+    cuda.runtime.memcpy2DAsync(
+        address(target),
+        _pitch(target),
+        address(source),
+        _pitch(source),
+        source.shape[1] * source.itemsize,
+        source.shape[0],
+        cuda.runtime.memcpyDefault,
+        cuda.get_current_stream().ptr,
+    )
+
+
+def _pitch(matrix: Any) -> int:
+    """Return the bytes from row to row; a single row may have any stride."""
+    rows, columns = matrix.shape
+    pitch: int = matrix.strides[0] if rows > 1 else columns * matrix.itemsize
+    return pitch
