@@ -140,20 +140,6 @@ def test_a_run_recommends_mkl_once_and_only_where_it_gains(monkeypatch, tmp_path
     assert not progress.slow_products(config)
 
 
-@pytest.mark.parametrize(
-    "family, kernels, gains", [(25, True, True), (26, True, False), (25, False, False)]
-)
-def test_a_run_recommends_avx2_where_openblas_uses_avx512(
-    monkeypatch, tmp_path, family, kernels, gains
-):
-    config, path = parse({"device": {"kind": "cpu"}}), tmp_path / "cpuinfo"
-    path.write_text(f"vendor_id\t: AuthenticAMD\ncpu family\t: {family}\nflags\t\t: fpu avx512f\n")
-    monkeypatch.setattr(progress, "processor", lambda: processor(str(path)))
-    monkeypatch.setattr(progress, "uses_avx512", lambda: kernels)
-    monkeypatch.setattr(progress, "mkl", dict)
-    assert ("OPENBLAS_CORETYPE" in progress.slow_products(config)) == gains
-
-
 def test_children_measure_the_kernels_for_avx2_in_turns(monkeypatch):
     monkeypatch.setattr(product, "uses_avx512", lambda: True)
     assert doctor._rate_of_avx2(5e10) > 0
