@@ -55,7 +55,7 @@ def test_a_stop_while_the_model_is_built_ends_all_ranks(tmp_path):
     [
         (
             f"{RANK}if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n",
-            r"Timeout \(0:00:02\)!\n.*in connect\n",
+            r"Timeout \(0:00:02\)!\n.*in join_world\n",
         ),
         (
             f"{RANK}from mpitrain.run import loop\n"
