@@ -172,7 +172,7 @@ class Linear:
         """Write the gradients of weight and bias, or add to them."""
         if self.low_rank:
             pending = self.low_rank.backward_weight(pending, dw, arena)
-        bias, written = dw.get("bias"), None
+        bias, written = dw.get("bias") if self.bias else None, None
         if "weight" in dw:
             weight = dw["weight"]
             if bias and not bias.filled:  # The product sums dy over its rows, too.

@@ -137,6 +137,10 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("embedding.cu", "for (int c = WIDE * lane; c <= C; c += COLUMNS) {"): EMPTY_RUN,
     ("embedding.cu", "const bool mine = slot >= -1 && slot < 32;"): "no warp owns a row below 0",
     (
+        "element.cuh",
+        "if (vector && first + N <= 1 + end) return *reinterpret_cast<const Run<T, N>*>(row + first);",
+    ): "rows that are in runs end with a whole run",
+    (
         "embedding.cu",
         "for (int i = 0; i <= found; i += AHEAD) {",
     ): "one more round finds no row",
