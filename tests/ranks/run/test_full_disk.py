@@ -11,7 +11,8 @@ from click.testing import CliRunner
 
 from mpitrain.cli import commands, compare
 from mpitrain.cli.bench import collectives as bench_collectives
-from mpitrain.cli.bench import fit, one_device, train
+from mpitrain.cli.bench import fit, one_device
+from mpitrain.cli.bench.training import command as bench_train
 from mpitrain.errors import ConfigError
 from mpitrain.files import check_writable
 from mpitrain.transport.threads import run_ranks
@@ -88,7 +89,7 @@ MEASURED = {
         "sends (n-1) S, the root",
     ),
     "train": (
-        lambda transport, file: train._measure(
+        lambda transport, file: bench_train._measure(
             transport, [*SMALL, "run.steps=7"], [], False, [], False, 1, 2, file, None
         ),
         1,
