@@ -16,7 +16,8 @@ train     parse: make a Config from tables; Trainer: the training step over a li
           `mpitrain train`; Watcher: an observer of a run;
           replicas_equal: compare the parameters of all replicas bit by bit;
           Replicated: average the gradients of your own training loop
-errors    MpitrainError: the base class of all errors that mpitrain raises on purpose
+errors    MpitrainError: the base class of all errors that mpitrain raises on purpose;
+          PeerLost: a peer has died or left the job
 """
 
 from importlib import import_module as _import_module
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from mpitrain.collectives.group import Group as Group
     from mpitrain.config import Config as Config
     from mpitrain.errors import MpitrainError as MpitrainError
+    from mpitrain.errors import PeerLost as PeerLost
     from mpitrain.layers.base import Unit as Unit
     from mpitrain.layers.compose import Residual as Residual
     from mpitrain.layers.compose import Sequential as Sequential
@@ -65,6 +67,7 @@ _HOMES = {
     "Config": "config",
     "Group": "collectives.group",
     "MpitrainError": "errors",
+    "PeerLost": "errors",
     "Plain": "layers.plain",
     "Replicated": "parallel.data.replicated",
     "Residual": "layers.compose",
@@ -89,8 +92,10 @@ _HOMES = {
 }
 """The module of each public name, for `__getattr__`; type checkers read the imports above."""
 
-__all__ = [name for name in _HOMES if name != "Config"]
-"""Config is left out: it is for annotations, and help() would list sixty methods of pydantic."""
+__all__ = [name for name in _HOMES if name not in ("Config", "PeerLost")]
+"""Config is for annotations, and PeerLost for `except`. With them help() would list sixty methods of
+pydantic, and the methods of MpitrainError twice.
+"""
 
 
 def __dir__() -> list[str]:

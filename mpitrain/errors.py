@@ -32,6 +32,28 @@ def multiples_near(number: int, unit: int) -> str:
     return f"{below} or {below + unit}" if below else f"{unit}"
 
 
+class Sentence(str):
+    """A sentence that a page can translate: a text with the values of its fields in braces.
+
+    law     the text with its fields
+    values  {field: value}; a value may be a Sentence, or a tuple of them
+    """
+
+    law: str
+    values: dict[str, object]
+
+    def __new__(cls, law: str, **values: object) -> "Sentence":
+        found = super().__new__(cls, law.format(**{k: joined(v) for k, v in values.items()}))
+        found.law, found.values = law, values
+        return found
+
+
+def joined(value: object) -> object:
+    """Return a tuple of texts as one text; any other value stays as it is."""
+    is_list = isinstance(value, tuple) and value and all(isinstance(one, str) for one in value)
+    return "; ".join(value) if is_list else value  # type: ignore[arg-type]
+
+
 class MpitrainError(Exception):
     """Base of every error that mpitrain raises on purpose.
 

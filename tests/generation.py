@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from mpitrain.data.packing import without_ends
+from mpitrain.data.source import DOCUMENT_END
 from mpitrain.run.decoding.sampling import draw
 
 
@@ -18,6 +20,16 @@ def whole_windows(trainer, prompt, count, sampling, seed=0, stops=False):
         if len(window) > context:
             window = window[-max(1, context // 2) :]
     return found
+
+
+def whole_rows(trainer, prompt, count, sampling, seed=0):
+    """The same with documents in one row, as training sees them; all tokens are in the context."""
+    row, generator = [*prompt], np.random.default_rng(seed)
+    for _ in range(count):
+        ends = np.where(np.array([row]) == trainer.config.data.separator, DOCUMENT_END, 0)
+        logits = trainer._asked(np.array([row], np.int64), without_ends(ends)[1])
+        row.append(draw(np.float64(logits[0, -1]), sampling, generator))
+    return row[len(prompt) :]
 
 
 def every_text(drawn, prompts):

@@ -8,7 +8,8 @@ from importlib.util import find_spec
 
 from result import emit, micro, wrong_words
 
-from mpitrain.bench.kernels.operations import Row, measure
+from mpitrain.bench.kernels.operations import measure
+from mpitrain.bench.kernels.work import Row
 from mpitrain.ops.device import device_for
 
 OF_A_COPY = 0.85

@@ -6,6 +6,7 @@ Nothing here was measured. Products take the cycles of the cost model that also 
 that its instructions allow. All other kernels take their bytes at a share of the memory's rate, or their instructions.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -36,7 +37,7 @@ class Gpu(NamedTuple):
 GPUS = (Gpu("H100", 1.755e9, 3.35e12), Gpu("H200", 1.755e9, 4.8e12))
 ATTENTION = {"bfloat16": (330e12, 230e12), "float32": (35e12, 25e12)}
 """Operations a second, forward and backward: by instructions for each product of tensor cores, or for each multiply-add."""
-SHARE = {"norms": 0.7, "updates": 0.9, "others": 0.85}
+SHARE = {"norms": 0.8, "updates": 0.9, "others": 0.85}
 """Of the memory's rate."""
 LOSS = (199 + 140) / 8
 """Instructions for an element of bfloat16 logits in both passes: NVRTC 13.5, sm_90a."""
@@ -52,24 +53,32 @@ def products() -> Iterator[tuple[str, tuple[int, int, int]]]:
         yield "TN", (outputs, inputs, TOKENS)
 
 
-def step(gpu: Gpu, compute: str) -> dict[str, float]:
-    """Seconds of each part of a step."""
-    size = 2 if compute == "bfloat16" else 4
+def tilings(gpu: Gpu, compute: str) -> Iterator[tuple[str, str, float]]:
+    """(name of the tile, how operands are stored and the shape, seconds) of every product of a step."""
     like = np.empty(0, compute)
     engine: object = SimpleNamespace(
         capability=90, multiprocessors=gpu.multiprocessors, multiprocessor=H100
     )
-    cycles = sum(
-        cost(DEFAULT.tiling(like, stored, (*shape, 1), engine), *shape, 1, engine)
-        for stored, shape in products()
-    )
+    for stored, shape in products():
+        chosen = DEFAULT.tiling(like, stored, (*shape, 1), engine)
+        tile = chosen.tile
+        yield (
+            f"{tile.TILE_M} x {tile.TILE_N} x {tile.TILE_K}",
+            f"{stored} {' x '.join(map(str, shape))}, splits {chosen.splits}",
+            cost(chosen, *shape, 1, engine) / gpu.clock,
+        )
+
+
+def step(gpu: Gpu, compute: str) -> dict[str, float]:
+    """Seconds of each part of a step."""
+    size = 2 if compute == "bfloat16" else 4
     pairs = 2.0 * LAYERS * TOKENS * CONTEXT * WIDTH
     forward, backward = ATTENTION[compute]
     rows, logits = (2 * LAYERS + 1) * TOKENS * WIDTH, TOKENS * VOCABULARY
     issued = gpu.multiprocessors * gpu.clock * LANES
     others = (4 * LAYERS + 6) * TOKENS * WIDTH * size
     return {
-        "products": cycles / gpu.clock,
+        "products": sum(seconds for *_, seconds in tilings(gpu, compute)),
         "attention": pairs / forward + 2.5 * pairs / backward,
         "norms": 6 * rows * size / (SHARE["norms"] * gpu.memory),
         "loss": max(2 * logits * size / gpu.memory, LOSS * logits / issued),
@@ -95,6 +104,16 @@ def main() -> None:
         emit(
             f"predicted on paper, {compute}: the step, {GPUS[0].name} and {GPUS[1].name}",
             *(f"{1e3 * sum(side.values()):,.2f} ms" for side in sides),
+        )
+    for tile in dict.fromkeys(tile for tile, *_ in tilings(GPUS[0], "bfloat16")):
+        found = [
+            [(name, seconds) for other, name, seconds in tilings(gpu, "bfloat16") if other == tile]
+            for gpu in GPUS
+        ]
+        emit(
+            f"predicted on paper, bfloat16: {len(found[0])} products in tiles of {tile}",
+            *(f"{1e3 * sum(seconds for _, seconds in side):,.2f} ms" for side in found),
+            products=dict(Counter(name for name, _ in found[0])),
         )
 
 

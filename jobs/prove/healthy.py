@@ -71,7 +71,7 @@ def pause(ranks: list[int], seconds: float = 5.0) -> None:
 
 
 SLOW_ASKED = (
-    "import time; from mpitrain.cli.train import Stop\n"
+    "import time; from mpitrain.cli.terminal.stop_requests import Stop\n"
     "Stop.asked = lambda self: time.sleep(0.4) or self.requested\n"
 )
 SLOW_DISK = (

@@ -128,6 +128,7 @@ def command(
     configured = configured_of(run, settings)
     with mpi_session(kind=lambda: configured().device.kind) as transport:
         from mpitrain.run.decoding.continuation import stop_bytes
+        from mpitrain.run.decoding.document import last_document, separator_of
         from mpitrain.run.decoding.prompts import check_room, check_writes, encoded, read_prompts
         from mpitrain.run.decoding.sampling import Sampling
         from mpitrain.run.generate import Request, continued, tokenizer_of_run
@@ -147,7 +148,9 @@ def command(
             texts = [*given, *(read_prompts(file) if file else [])] or ["\n"]
             found = [(text, encoded(text, tokenizer, source.inputs)) for text in texts]
             if past_context == "stop":
-                check_room([tokens for _, tokens in found], config.model.context)
+                separator = separator_of(config.data)
+                documents = [last_document(tokens, separator) for _, tokens in found]
+                check_room(documents, config.model.context)
             return found
 
         prompts = from_all_ranks(transport, read)[0]

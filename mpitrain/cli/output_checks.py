@@ -1,5 +1,6 @@
 """Output files: their options, and checks before a command measures and after it has printed all."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,13 +22,21 @@ def output_option(name: str, text: str) -> Callable[[Callable], Callable]:
 
 
 def check_files(rank: int, written: Sequence[Path | None], drawn: Path | None = None) -> None:
-    """Raise ConfigError unless rank 0 can write these files and draw this picture."""
+    """Raise ConfigError unless rank 0 can write these files, all different, and draw this picture."""
     if rank != 0 or not any((*written, drawn)):
         # Without files the imports below are skipped: `plan schedule` then loads no NumPy.
         return
     from mpitrain.files import check_writable
     from mpitrain.plots import check_drawable
 
+    files: set[str] = set()
+    for path in filter(None, (*written, drawn)):
+        files, others = files | {os.path.realpath(path)}, files
+        if files == others:
+            raise ConfigError(
+                f"Each output has a file of its own, but {path} is given twice.",
+                "Name another file for one of them.",
+            )
     for path in filter(None, written):
         check_writable(path)
     if drawn:

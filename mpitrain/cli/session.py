@@ -57,13 +57,13 @@ def mpi_session(
             recorder = begun(process.launched().rank, process.launched().size)
     from mpitrain.transport.agreement import ending_together
     from mpitrain.transport.failures.grace import leave_within
-    from mpitrain.transport.mpi import connect
+    from mpitrain.transport.mpi import join_world
     from mpitrain.transport.traced_transport import recorded
 
     # mpi4py holds the GIL during MPI_Init, so a watchdog thread in Python could not run.
     # The timer of faulthandler needs no GIL, and exits with code 1.
     faulthandler.dump_traceback_later(min(seconds, LONGEST), exit=True, file=2)
-    transport = recorded(connect, recorder)
+    transport = recorded(join_world, recorder)
     faulthandler.cancel_dump_traceback_later()
     _count_local_ranks(transport, kind)
 
@@ -130,6 +130,6 @@ def leave_usage(show: Callable[[], None], exit_code: int) -> None:
         show()
         sys.exit(exit_code)
     from mpitrain.transport.agreement import leave_together
-    from mpitrain.transport.mpi import connect
+    from mpitrain.transport.mpi import join_world
 
-    leave_together(connect(), show, exit_code)
+    leave_together(join_world(), show, exit_code)

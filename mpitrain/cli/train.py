@@ -1,11 +1,6 @@
 """`mpitrain train`: builds the configured training job and runs it."""
 
-import faulthandler
-import math
-import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -16,7 +11,7 @@ from typing import Any
 
 import click
 
-from mpitrain.cli import NOT_BEGUN, STOPPED
+from mpitrain.cli import STOPPED
 from mpitrain.cli.job_options import (
     ALGORITHM,
     CONFIG_FILE,
@@ -30,17 +25,12 @@ from mpitrain.cli.job_options import (
     changes,
 )
 from mpitrain.cli.session import mpi_session
-from mpitrain.cli.terminal import last_words
 from mpitrain.cli.terminal.output import be_courtesy
-from mpitrain.cli.terminal.status import status
+from mpitrain.cli.terminal.stop_requests import Stop
 from mpitrain.machine import process
 
-ANNOUNCED = 1.2 * last_words.SECONDS
-"""Seconds to wait for a TERM after the CONT that Open MPI's mpirun sends first."""
 SAMPLE_SECONDS = 10
 """Longest time, in seconds, to generate the sample after training: all ranks wait for it."""
-REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that request a stop."""
 
 
 class TrainCommand(click.Command):
@@ -151,93 +141,6 @@ def command(
     ) as transport:
         finished = _train(transport, configured, resume or "no", stop)
     sys.exit(STOPPED if finished.stopped else 0)
-
-
-class Stop:
-    """The handling of INT, TERM and USR1 on this rank.
-
-    Until `note`, a signal ends the process; from then on it requests a stop.
-
-    mpi4py starts MPI with the GIL held, so no Python code can handle a signal meanwhile. Until
-    `connected`, the default action of the kernel therefore ends the process. From then on a thread
-    handles signals, even while the main thread waits for a message.
-
-    USR2 prints the Python stacks of this process, at any time.
-    """
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._is_noted = self._is_terminated = False
-        self._announced = -math.inf
-        for number in REQUESTS:
-            signal.signal(number, signal.SIG_DFL)
-        faulthandler.register(signal.SIGUSR2)
-
-    def connected(self, rank: int) -> None:
-        """Install the handlers once the ranks are connected; rank 0 now reports an early end."""
-        heard, wakes = os.pipe()
-        os.set_blocking(wakes, False)
-        signal.set_wakeup_fd(wakes)
-        threading.Thread(target=self._listen, args=(heard, rank), name="stop", daemon=True).start()
-        for number in REQUESTS:
-            signal.signal(number, self._note)
-        if last_words.parent() in ("prterun", "prted"):
-            signal.signal(signal.SIGCONT, self._announce)
-
-    def note(self) -> None:
-        """Let later signals stop the run after a checkpoint. Earlier ones end the process at once."""
-        self._is_noted = True
-
-    def _note(self, number: int, frame: object) -> None:
-        if number == signal.SIGINT and self.requested and self._is_noted:
-            # A second INT is from a person who wants the end at once. Schedulers send TERM repeatedly.
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        self.requested = True
-
-    def _announce(self, number: int, frame: object) -> None:
-        self._announced = time.monotonic()
-
-    def over(self) -> None:
-        """Ignore USR1 from now on, because the run has saved everything.
-
-        Python removes its handlers before MPI_Finalize. A late signal of a batch script would then
-        kill the rank. A finished run would seem to have failed.
-        """
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-
-    def asked(self) -> bool:
-        """Return whether a stop was requested.
-
-        A CONT from Open MPI's mpirun may announce its TERM, so wait for that TERM. Otherwise the
-        next step would take time that the checkpoint needs. Any other CONT costs only this wait.
-        """
-        while not self.requested and time.monotonic() < self._announced + ANNOUNCED:
-            time.sleep(0.002)
-        return self.requested
-
-    def _listen(self, heard: int, rank: int) -> None:
-        while number := os.read(heard, 1):
-            if number[0] == signal.SIGCONT:
-                continue
-            self._is_terminated |= number[0] == signal.SIGTERM
-            # The first rank that exits may make the launcher end rank 0, so rank 0 prints first.
-            time.sleep(1 if rank > 0 else 0)
-            if not self._is_noted:
-                if rank == 0:
-                    # Under `launch`, print a status line: `launch` then reports the reason of the signal.
-                    self.say(status("not begun").rstrip() or NOT_BEGUN)
-                os._exit(STOPPED)
-
-    def say(self, text: str) -> None:
-        """Print the line of rank 0 that ends the run.
-
-        After TERM, mpirun forwards no output: the line then goes to mpirun's own standard output.
-        """
-        if self._is_terminated:
-            last_words.say(text)
-        else:
-            print(text, flush=True)
 
 
 def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Stop) -> Any:

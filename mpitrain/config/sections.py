@@ -516,7 +516,8 @@ class Replication(Section):
         0.0,
         ge=0,
         description="size of gradient buckets in megabytes, rounded to whole units; 0: 4 MB "
-        "within a host, between hosts by the latency and bandwidth in the tuning",
+        "within a host, 25 MB between its GPUs, between hosts by the latency and bandwidth in the "
+        "tuning",
     )
     overlap: bool = Field(
         True,

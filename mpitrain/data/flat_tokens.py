@@ -5,6 +5,7 @@ page fault of a memory map would stop all threads of Python.
 """
 
 import os
+import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
 from copy import copy
@@ -51,6 +52,18 @@ class ArrayTokens(FlatTokens):
         out[:] = self._array[start : start + len(out)]
 
 
+class _Opened:
+    """A file that is closed with the last reference to this object.
+
+    number  its descriptor
+    """
+
+    def __init__(self, path: Path):
+        file = path.open("rb", buffering=0)
+        self.number = file.fileno()
+        weakref.finalize(self, file.close)
+
+
 class FileTokens(FlatTokens):
     """Tokens in a file.
 
@@ -59,7 +72,7 @@ class FileTokens(FlatTokens):
 
     def __init__(self, path: Path, dtype: np.dtype, offset: int, count: int):
         self._path, self.dtype, self._offset, self._count = path, dtype, offset, count
-        self._file = path.open("rb", buffering=0)
+        self._file = _Opened(path)
 
     def __len__(self) -> int:
         return self._count
@@ -72,7 +85,7 @@ class FileTokens(FlatTokens):
     def read(self, start: int, out: np.ndarray) -> None:
         rest, at = memoryview(out).cast("B"), self._offset + start * self.dtype.itemsize
         while rest:
-            found = os.preadv(self._file.fileno(), [rest], at)
+            found = os.preadv(self._file.number, [rest], at)
             if not found:
                 raise DataError(
                     f"{self._path} has become shorter while it is in use.",

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from mpitrain import __version__
+from mpitrain.doctor.child import FAILED, in_child
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 from mpitrain.machine.kinds import KINDS
@@ -23,8 +24,9 @@ MKL = "mkl"
 
 def look() -> "Rank":
     """Return the environment of this rank, without its host. Ranks multiply at the same time."""
-    from mpitrain.bench.kernels.host_products import rates
+    from mpitrain.bench.kernels.host_products import AVX2, rates
 
+    measured = rates()
     return Rank(
         "",
         process.own_cores(),
@@ -33,7 +35,7 @@ def look() -> "Rank":
         process.shared_memory(),
         process.free_memory("cpu"),
         _kinds(),
-        rates(),
+        measured | {AVX2: _rate_of_avx2(measured["NumPy"])},
     )
 
 
@@ -238,6 +240,23 @@ def _cupy() -> str:
     except ConfigError as error:
         return f"{error.law} {error.way_out}"
     return f"CuPy uses {process.gpus()} of them"
+
+
+def _rate_of_avx2(rate: float) -> float:
+    """Return the rate of OpenBLAS's kernels for AVX2, if it multiplies at `rate` with AVX-512, else 0.
+
+    Both multiply in children that take turns. Their seconds are the processor's, so that other work
+    does not change the ratio.
+    """
+    from mpitrain.ops.host.product import uses_avx512
+
+    if not uses_avx512():
+        return 0
+    found = [in_child("products", kernels) for kernels in ("", "Haswell", "", "Haswell")]
+    if any(FAILED in one for one in found):
+        return 0
+    seconds = [float(one["seconds"]) for one in found]
+    return rate * min(seconds[::2]) / min(seconds[1::2])
 
 
 def _blas() -> tuple[str, int]:

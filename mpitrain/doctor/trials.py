@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from mpitrain.doctor.child import FAILED
+from mpitrain.machine.process import choose_blas_kernels
 
 WORKS, UNLOCKED = "works", "two processes hold one lock"
 """Results of a trial."""
@@ -98,12 +99,22 @@ def imports(_: str) -> dict[str, str]:
     return {"seconds": f"{time.perf_counter() - start:.3f}", "files": str(opened)}
 
 
+def products(kernels: str) -> dict[str, str]:
+    """Multiply with these kernels of OpenBLAS, or its own choice; return the processor's seconds."""
+    if kernels:
+        choose_blas_kernels(kernels)
+    from mpitrain.bench.kernels.host_products import seconds
+
+    return {"seconds": str(seconds(clock=time.process_time)["NumPy"])}
+
+
 TRIALS = {
     "locks": locks,
     "locked": locked,
     "mapped": mapped,
     "shared": shared,
     "imports": imports,
+    "products": products,
 }
 """{name: trial}."""
 

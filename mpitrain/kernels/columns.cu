@@ -40,11 +40,16 @@ extern "C" __global__ void __launch_bounds__(256) column_sums(
     if (threadIdx.y == 0) store_run(parts + (long long)blockIdx.y * N, n, N, in_runs<WIDE>(parts, N), sum);
 }
 
-// y[n] = scale y[n] + sum over p of parts[p, n]; with scale = 0 y is not read.    parts: (P, N)
-// Launch: grid (ceil(N / COLUMNS)), block (8, 32).
+// y[n] = scale y[n] + sum over p of parts[p, n]; with scale = 0 y is not read.    parts: (P, N); y: (N,)
+// The second row of blocks does the same for `other` with P more rows of parts: (2, P, N).
+// Launch: grid (ceil(N / COLUMNS), 1, or 2 with `other`), block (8, 32).
 extern "C" __global__ void __launch_bounds__(256) add_parts(
-    int P, int N, const Sum* __restrict__ parts, Sum scale, Element* __restrict__ y) {
+    int P, int N, const Sum* __restrict__ parts, Sum scale, Element* __restrict__ y, Element* __restrict__ other) {
     const int n = blockIdx.x * COLUMNS + WIDE * threadIdx.x;
+    if (blockIdx.y > 0) {
+        parts += (long long)P * N;
+        y = other;
+    }
     const bool vector = in_runs<WIDE>(parts, N), vector_y = in_runs<WIDE>(y, 0);
     Sum sum[WIDE] = {}, more[WIDE];
     for (int p = threadIdx.y; p < P; p += 32) {

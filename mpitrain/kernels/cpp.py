@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from mpitrain.errors import KernelError
+from mpitrain.kernels.compiling import compiling
 from mpitrain.machine.devices import compiler
 
 
@@ -46,11 +47,13 @@ def compile_cpp(arguments: list[str], target: Path, what: str, way_out: str) -> 
 
 
 @contextmanager
-def locked(target: Path) -> Iterator[None]:
+def locked(target: Path, source: str) -> Iterator[None]:
     """Lock the library's file, so that only one rank of a host compiles it, where files can be
     locked.
+
+    source  name for the observer of compilations
     """
-    with target.with_suffix(".lock").open("w") as file:
+    with compiling(source), target.with_suffix(".lock").open("w") as file:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

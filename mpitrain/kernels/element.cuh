@@ -63,6 +63,21 @@ __device__ __forceinline__ void load_run(const T* __restrict__ row, int first, i
     for (int i = 0; i < N; ++i) out[i] = first + i < end ? S(wide(row[first + i])) : S(0);
 }
 
+// The same as stored, for `widened`: nothing waits for such a load until it is used, so several can be under way.
+template <int N, class T>
+__device__ __forceinline__ Run<T, N> stored_run(const T* __restrict__ row, int first, int end, bool vector) {
+    if (vector && first + N <= end) return *reinterpret_cast<const Run<T, N>*>(row + first);
+    Run<T, N> run;
+#pragma unroll
+    for (int i = 0; i < N; ++i) run.at[i] = first + i < end ? row[first + i] : narrow<T>(Sum(0));
+    return run;
+}
+
+template <class T, int N> __device__ __forceinline__ void widened(const Run<T, N>& run, Sum (&out)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) out[i] = wide(run.at[i]);
+}
+
 // row[first .. first + N - 1] = values, as far as `end`.
 template <class T, int N>
 __device__ __forceinline__ void store_run(T* row, int first, int end, bool vector, const Sum (&values)[N]) {

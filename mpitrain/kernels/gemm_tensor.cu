@@ -31,7 +31,9 @@ constexpr int STAGE = PieceA::ELEMENTS + PieceB::ELEMENTS;
 
 // Sixteen rows of a warp's sums on their way out; the pitch keeps eight rows of pairs in different banks.
 constexpr int OUT_PITCH = WARP_N + 8, OUT_FLOATS = 16 * OUT_PITCH;
-constexpr int WIDE = RUN<Result>, ROW_LANES = WARP_N / WIDE;    // lanes that move one row
+constexpr int WIDE = RUN<Result>;
+// Lanes that move one row, of a width that they divide. Two lanes move 32 bytes or more: a whole sector.
+constexpr int ROW_LANES = WARP_N % 32 == 0 ? WARP_N / WIDE : 2;
 static_assert(THREADS / 32 * OUT_FLOATS * 4 <= STAGES * STAGE * 2, "what goes out fits where the pieces were");
 
 // A lane's part of a row on its way out. Of two fours, neighbouring lanes read different ones first: eight lanes meet no bank
@@ -129,13 +131,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_tensor(
         __syncwarp();
 #pragma unroll
         for (int r = 0; r < 16; r += 32 / ROW_LANES) {
-            const int row = r + lane / ROW_LANES, column = lane % ROW_LANES * WIDE;
-            const int m = m0 + mw + 16 * i + row, n = n0 + nw + column;
+            const int row = r + lane / ROW_LANES, m = m0 + mw + 16 * i + row;
             if (m >= M) continue;
-            float run[WIDE];
-            load_out(out + row * OUT_PITCH + column, lane, run);
-            if (raw) store_run(raw + (long long)m * N, n, N, raw_vector, run);
-            else epilogue.store(run, C, batch * stride_c + (long long)m * ldc, n, N, vector);
+#pragma unroll
+            for (int c = 0; c < WARP_N; c += ROW_LANES * WIDE) {
+                const int column = c + lane % ROW_LANES * WIDE, n = n0 + nw + column;
+                float run[WIDE];
+                load_out(out + row * OUT_PITCH + column, lane, run);
+                if (raw) store_run(raw + (long long)m * N, n, N, raw_vector, run);
+                else epilogue.store(run, C, batch * stride_c + (long long)m * ldc, n, N, vector);
+            }
         }
     }
     if (!sums_rows || lane % 4 != 0) return;

@@ -1,12 +1,17 @@
 // LayerNorm over the last dim of x: (M, C) row-major (Ba, Kiros & Hinton 2016), forward and backward.
 //
 // normal = (x - mean) inverse, inverse = 1 / sqrt(variance + epsilon), y = normal gain + bias; gain, bias: (C,)
-// One warp a row, so C >= 1 may be anything; the variance is taken about the mean, in a second pass over the row, which
-// is still in the nearest cache. Launch: grid (ceil(M / 4)), block (128); whole warps past the last row leave.
+// One warp a row, so C >= 1 may be anything; the variance is taken about the mean, in a second pass over the row.
+// Launch: grid (ceil(M / 4)), block (128); whole warps past the last row leave.
 #include "reduce.cuh"
 
-constexpr int WARPS = 4, WIDE = RUN<Element>;
+#ifndef ROW_RUNS
+#define ROW_RUNS 0
+#endif
 
+constexpr int WARPS = 4, WIDE = RUN<Element>, HELD = ROW_RUNS > 0 ? ROW_RUNS : 1;
+
+// With ROW_RUNS a lane has its runs of a row in registers, so C <= ROW_RUNS 32 WIDE; with 0 it reads them anew for each pass.
 extern "C" __global__ void __launch_bounds__(128) layer_norm(
     int M, int C, Sum epsilon, const Element* __restrict__ x, const Element* __restrict__ gain,
     const Element* __restrict__ bias, Element* __restrict__ y, Sum* __restrict__ mean, Sum* __restrict__ inverse) {
@@ -15,29 +20,46 @@ extern "C" __global__ void __launch_bounds__(128) layer_norm(
     const long long at = (long long)row * C;
     const bool vector = in_runs<WIDE>(x, C) && in_runs<WIDE>(y, C);
     const bool vector_weights = in_runs<WIDE>(gain, 0) && in_runs<WIDE>(bias, 0);
-    Sum run[WIDE], sum = 0, squares = 0;
-    for (int c = WIDE * lane; c < C; c += 32 * WIDE) {
-        load_run(x + at, c, C, vector, run);
+    Sum held[HELD][WIDE], sum = 0, squares = 0;
+    if constexpr (ROW_RUNS > 0) {
+        Run<Element, WIDE> runs[HELD];
+#pragma unroll
+        for (int r = 0; r < HELD; ++r) runs[r] = stored_run<WIDE>(x + at, WIDE * (lane + 32 * r), C, vector);
+#pragma unroll
+        for (int r = 0; r < HELD; ++r) widened(runs[r], held[r]);
+    }
+    // Calls take(c, run) for each run of the row that is this lane's.
+    auto each_run = [&](auto take) {
+        if constexpr (ROW_RUNS > 0) {
+#pragma unroll
+            for (int r = 0; r < HELD; ++r)
+                if (WIDE * (lane + 32 * r) < C) take(WIDE * (lane + 32 * r), held[r]);
+        } else {
+            for (int c = WIDE * lane; c < C; c += 32 * WIDE) {
+                load_run(x + at, c, C, vector, held[0]);
+                take(c, held[0]);
+            }
+        }
+    };
+    each_run([&](int, Sum (&run)[WIDE]) {
 #pragma unroll
         for (int i = 0; i < WIDE; i += 4) sum += (run[i] + run[i + 1]) + (run[i + 2] + run[i + 3]);
-    }
+    });
     const Sum centre = warp_sum(sum) / Sum(C);
-    for (int c = WIDE * lane; c < C; c += 32 * WIDE) {
-        load_run(x + at, c, C, vector, run);
+    each_run([&](int c, Sum (&run)[WIDE]) {
 #pragma unroll
         for (int i = 0; i < WIDE; ++i)
             if (c + i < C) squares += (run[i] - centre) * (run[i] - centre);
-    }
+    });
     const Sum scale = Sum(1) / sqrt(warp_sum(squares) / Sum(C) + epsilon);
-    for (int c = WIDE * lane; c < C; c += 32 * WIDE) {
+    each_run([&](int c, Sum (&run)[WIDE]) {
         Sum g[WIDE], b[WIDE];
-        load_run(x + at, c, C, vector, run);
         load_run(gain, c, C, vector_weights, g);
         load_run(bias, c, C, vector_weights, b);
 #pragma unroll
         for (int i = 0; i < WIDE; ++i) run[i] = (run[i] - centre) * scale * g[i] + b[i];
         store_run(y + at, c, C, vector, run);
-    }
+    });
     if (lane == 0) {
         mean[row] = centre;
         inverse[row] = scale;
@@ -47,10 +69,70 @@ extern "C" __global__ void __launch_bounds__(128) layer_norm(
 // With d = dy gain: dx = inverse (d - mean of d - normal x mean of (d normal)) + residual, means over the row; residual: (M, C),
 // or null for none. And for the weights, of the
 // rows of part p: gain_parts[p, c] = sum of dy normal, bias_parts[p, c] = sum of dy; parts: (P, C), for add_parts.
-// All threads of a block go through one part's rows together. A thread has the same columns of each, so that sums down them
-// need no barrier. With `keep` what a row needs again waits in shared memory, beside the sums: x and dy are read once.
+// All threads of a block go through one part's rows together. A thread has one run of columns, in registers, so that sums down
+// them need no barrier. The next row is loaded before the barrier of a row.
+// Launch: grid (P), block (whole warps, at least C / WIDE threads).
+extern "C" __global__ void __launch_bounds__(512) layer_norm_backward(
+    int M, int C, const Element* __restrict__ dy, const Element* __restrict__ gain, const Element* __restrict__ x,
+    const Sum* __restrict__ mean, const Sum* __restrict__ inverse, const Element* __restrict__ residual, Element* __restrict__ dx,
+    Sum* __restrict__ gain_parts, Sum* __restrict__ bias_parts) {
+    __shared__ __align__(16) Sum scratch[2][2][16];    // of rows by turns: one barrier a row
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, c = WIDE * threadIdx.x;
+    const int begin = int((long long)M * blockIdx.x / gridDim.x), end = int((long long)M * (blockIdx.x + 1) / gridDim.x);
+    const bool vector = in_runs<WIDE>(x, C) && in_runs<WIDE>(dy, C) && in_runs<WIDE>(dx, C) &&
+        (!residual || in_runs<WIDE>(residual, C));
+    Run<Element, WIDE> xs, dys, residuals;
+    Sum centre = 0, scale = 0, g[WIDE], gains[WIDE] = {}, biases[WIDE] = {};
+    load_run(gain, c, C, in_runs<WIDE>(gain, 0), g);
+    auto fetch = [&](int row) {
+        const long long at = (long long)row * C;
+        xs = stored_run<WIDE>(x + at, c, C, vector);
+        dys = stored_run<WIDE>(dy + at, c, C, vector);
+        if (residual) residuals = stored_run<WIDE>(residual + at, c, C, vector);
+        centre = mean[row];
+        scale = inverse[row];
+    };
+    if (begin < end) fetch(begin);
+    for (int row = begin; row < end; ++row) {
+        Sum normal[WIDE], d[WIDE], added[WIDE] = {}, sum = 0, dot = 0;
+        const Sum row_scale = scale;
+        widened(xs, normal);
+        widened(dys, d);
+        if (residual) widened(residuals, added);
+#pragma unroll
+        for (int i = 0; i < WIDE; ++i) {    // beyond C the gain is 0
+            normal[i] = (normal[i] - centre) * scale;
+            biases[i] += d[i];
+            gains[i] += d[i] * normal[i];
+            d[i] *= g[i];
+            sum += d[i];
+            dot += d[i] * normal[i];
+        }
+        if (row + 1 < end) fetch(row + 1);
+        sum = warp_sum(sum);
+        dot = warp_sum(dot);
+        Sum (&mine)[2][16] = scratch[row % 2];
+        if (lane == 0) mine[0][warp] = sum, mine[1][warp] = dot;
+        __syncthreads();    // all have left the row before, and with it the other scratch
+        sum = warp_sum(lane < warps ? mine[0][lane] : Sum(0)) / Sum(C);
+        dot = warp_sum(lane < warps ? mine[1][lane] : Sum(0)) / Sum(C);
+#pragma unroll
+        for (int i = 0; i < WIDE; ++i) {
+            d[i] = row_scale * (d[i] - sum - normal[i] * dot);
+            if (residual) d[i] += added[i];
+        }
+        store_run(dx + (long long)row * C, c, C, vector, d);
+    }
+    gain_parts += (long long)blockIdx.x * C;
+    bias_parts += (long long)blockIdx.x * C;
+    store_run(gain_parts, c, C, in_runs<WIDE>(gain_parts, 0), gains);
+    store_run(bias_parts, c, C, in_runs<WIDE>(bias_parts, 0), biases);
+}
+
+// The same for rows of any length: a thread has several runs of columns.
+// With `keep` what a row needs again waits in shared memory, beside the sums: x and dy are read once.
 // Launch: grid (P), block (any whole warps). Dynamic shared memory: with `keep` normal, d and both sums, (4, C up to runs).
-extern "C" __global__ void __launch_bounds__(1024) layer_norm_backward(
+extern "C" __global__ void __launch_bounds__(1024) layer_norm_backward_wide(
     int M, int C, int keep, const Element* __restrict__ dy, const Element* __restrict__ gain, const Element* __restrict__ x,
     const Sum* __restrict__ mean, const Sum* __restrict__ inverse, const Element* __restrict__ residual, Element* __restrict__ dx,
     Sum* gain_parts, Sum* bias_parts) {

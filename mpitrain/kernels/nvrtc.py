@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 from mpitrain.errors import ConfigError, KernelError
+from mpitrain.kernels.compiling import compiling
 from mpitrain.kernels.source import SourceFile
 
 OPTIONS = ("--std=c++17", "-default-device")
@@ -115,7 +116,7 @@ class Compiler:
         nvrtc = self._cupy.cuda.nvrtc
         program = nvrtc.createProgram(source.text, source.path.name, (), ())
         try:
-            with own_locale():
+            with compiling(source.path.name), own_locale():
                 nvrtc.compileProgram(program, options)
             # CuPy drops the last byte, as the end of a text. For machine code, the 0 restores it.
             return nvrtc.getCUBIN(program) + b"\0" if is_code else nvrtc.getPTX(program)

@@ -1,6 +1,7 @@
 // The step of adamw on flat buffers of n elements, whose moments are codes of 8 bits. ops/codes.py has the codes.
 //
-// numbers as in steps.cu. m, v: codes; each block of 256 elements has a scale, the largest magnitude in it.
+// numbers, in device memory: scale, lr, correction1, correction2, as in steps.cu.
+// m, v: codes; each block of 256 elements has a scale, the largest magnitude in it.
 // lead: elements that the first block lacks, a multiple of 32; the last block may lack some, too.
 // maps: the values of the codes of m, the bounds between them, and the same of v, 256 numbers each.
 // Launch: grid (ceil(blocks / 8)), block (256); n >= 0 may be anything.

@@ -237,12 +237,12 @@ def backward(
     fused    the last argument of a fused call (`Fusion`); None: the call is not fused
     returns  dx, or None if the input has no gradient
     """
-    both, half = getattr(layer, "backward", None), layer.backward_input
     # Unpacking arguments from a tuple would keep `saved` alive.
-    if both:
+    if both := getattr(layer, "backward", None):
         return (
             both(w, dy, saved, dw, arena) if fused is None else both(w, dy, saved, dw, arena, fused)
         )
+    half = layer.backward_input
     dx, pending = half(w, dy, saved, arena) if fused is None else half(w, dy, saved, arena, fused)
     del saved  # the weight half may reuse these buffers
     layer.backward_weight(pending, dw, arena)

@@ -49,17 +49,23 @@ class Sequential:
                     "Write Sequential(a, b); with a list of layers Sequential(*layers).",
                 )
         first, *_, last = (*children, *children)
-        self.children, self._first, self._last = children, first, last
+        self.children, self._last = children, last
         self.output_is_free = children[last].output_is_free
         self.vocab = getattr(children[first], "vocab", 0)
         offers = {name: fusion_of(child) for name, child in children.items()}
         self.fusion = Fusion(offers[last].adds_to_output, offers[first].adds_to_input)
-        self._back: dict[str, Any] = dict(children)
-        self._cuts, self._takers = dict[str, Any](), set()
+        back: dict[str, Any] = dict(children)
+        cuts, takers = dict[str, Any](), set()
         for (name, offer), (after, next_offer) in pairwise(offers.items()):
             if offer.gelu_cut and next_offer.takes_gelu:
-                self._cuts[name], self._back[name] = offer.gelu_cut
-                self._takers.add(after)
+                cuts[name], back[name] = offer.gelu_cut
+                takers.add(after)
+        # The forwards lack the last child. A child that leaves its GELU has another forward.
+        self._forwards = [(name, child, cuts.get(name)) for name, child in children.items()][:-1]
+        # The two booleans: the child takes a slope; it takes the residual.
+        self._backwards = [
+            (name, child, name in takers, name == first) for name, child in reversed(back.items())
+        ]
 
     def parameters(self) -> list[Parameter]:
         """Return the parameters of all children, with the children's names as prefixes."""
@@ -109,11 +115,9 @@ class Sequential:
     def _before_last(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, list[Any]]:
         """Return the input of the last child, and the states of the children before it."""
         saved: list[Any] = []
-        for name, child in self.children.items():
-            if name != self._last:
-                forward, own = self._cuts.get(name, child.forward), w.get(name, NOTHING)
-                x, *state = forward(own, x, arena)
-                saved += state
+        for name, child, cut in self._forwards:
+            x, *state = (cut or child.forward)(w.get(name, NOTHING), x, arena)
+            saved += state
         return x, saved
 
     def backward_input(
@@ -124,10 +128,11 @@ class Sequential:
         residual is added to the gradient if the first child offers this.
         """
         pending = {}
-        for name, child in reversed(self._back.items()):
+        for name, child, takes_slope, is_first in self._backwards:
             # `pop` drops the last reference, so this child's buffers return to the arena before
-            # the next child allocates.
-            own, fused = w.get(name, NOTHING), self._fused(name, saved, residual)
+            # the next child allocates. A slope is below the state of the child that takes it.
+            own = w.get(name, NOTHING)
+            fused = saved.pop(-2) if takes_slope else residual if is_first else None
             dy, pending[name] = (
                 child.backward_input(own, dy, saved.pop(), arena)
                 if fused is None
@@ -145,20 +150,11 @@ class Sequential:
         self, w: Weights, dy: Any, saved: Any, dw: Gradients, arena: Arena, residual: Any = None
     ) -> Any:
         """Run both halves of backward, child by child, and return the gradient of the input."""
-        for name, child in reversed(self._back.items()):
+        for name, child, takes_slope, is_first in self._backwards:
             own, gradients = w.get(name, NOTHING), dw.get(name, NOTHING)
-            fused = self._fused(name, saved, residual)
+            fused = saved.pop(-2) if takes_slope else residual if is_first else None
             dy = backward(child, own, dy, saved.pop(), gradients, arena, fused)
         return dy
-
-    def _fused(self, name: str, saved: list, residual: Any) -> Any:
-        """Return the last argument of a child's fused call in backward; None: it is not fused.
-
-        The slope before a child is below the child's own state, and is removed.
-        """
-        if name in self._takers:
-            return saved.pop(-2)
-        return residual if name == self._first else None
 
 
 class Residual:

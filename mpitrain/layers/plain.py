@@ -172,11 +172,15 @@ class Linear:
         """Write the gradients of weight and bias, or add to them."""
         if self.low_rank:
             pending = self.low_rank.backward_weight(pending, dw, arena)
+        bias, written = dw.get("bias"), None
         if "weight" in dw:
             weight = dw["weight"]
-            self.ops.linear_backward_weight(pending, weight.array, weight.claim(), arena)
-        if self.bias and "bias" in dw:
-            self.ops.linear_backward_bias(pending, dw["bias"].array, dw["bias"].claim(), arena)
+            if bias and not bias.filled:  # The product sums dy over its rows, too.
+                bias.claim()
+                written, bias = bias.array, None
+            self.ops.linear_backward_weight(pending, weight.array, weight.claim(), arena, written)
+        if bias:
+            self.ops.linear_backward_bias(pending, bias.array, bias.claim(), arena)
 
 
 class FusedLinear(Linear):
@@ -248,10 +252,14 @@ class LayerNorm:
         return dx.reshape(dy.shape), pending
 
     def backward_weight(self, pending, dw, arena):
-        if "gain" in dw:
-            self.ops.layer_norm_backward_gain(pending, dw["gain"].array, dw["gain"].claim(), arena)
-        if "bias" in dw:
-            self.ops.layer_norm_backward_bias(pending, dw["bias"].array, dw["bias"].claim(), arena)
+        written: dict[bool, dict[str, Any]] = {False: {}, True: {}}
+        for name in ("gain", "bias"):
+            if name in dw:
+                written[dw[name].claim()][name] = dw[name].array
+        for adds, arrays in written.items():
+            if arrays:
+                gradients = arrays.get("gain"), arrays.get("bias")
+                self.ops.layer_norm_backward_weight(pending, *gradients, adds, arena)
 
 
 class Lookups(NamedTuple):

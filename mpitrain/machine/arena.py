@@ -10,7 +10,7 @@ back to the system, and later leases allocate again.
 import math
 import mmap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
@@ -20,7 +20,25 @@ import numpy as np
 
 ALIGNMENT = 64  # bytes: a cache line, and a full AVX-512 register
 SLAB = 32 << 20  # bytes obtained from the system at once
-DESCRIBED = 1 << 14  # descriptions of arrays that are remembered
+SHAPES = 1 << 12  # shapes of leases that are remembered
+
+
+Maker = Callable[["Lease"], Any]
+"""(lease) -> the array that its description names; the lease lives as long as any view of it."""
+
+
+class Descriptions(dict[Any, Any]):
+    """Descriptions of arrays of one shape by their location, each made at its first use.
+
+    describe  (location) -> the description
+    """
+
+    def __init__(self, describe: Callable[[Any], Any]):
+        self._describe = describe
+
+    def __missing__(self, location: Any) -> Any:
+        found = self[location] = self._describe(location)
+        return found
 
 
 class Memory(Protocol):
@@ -32,10 +50,10 @@ class Memory(Protocol):
     def location(self, buffer: Any) -> Any:
         """Return the start of a buffer in the form that `array` takes."""
 
-    def array(self, location: Any, lease: "Lease", shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """Return the first bytes of a buffer as an array.
+    def maker(self, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Any, Maker]:
+        """Return descriptions of arrays of one shape, by location, and a function that makes them.
 
-        lease  must live as long as the array or any view of it
+        Neither refers to a buffer.
         """
 
     def idle(self, buffers: Sequence[Any]) -> list[bool]:
@@ -59,7 +77,6 @@ class HostMemory:
     def __init__(self) -> None:
         self._rest = np.empty(0, np.uint8)
         self._cut = Counter[int]()  # {id of a slab: buffers that were cut from it}
-        self._described: dict[tuple[int, tuple[int, ...], np.dtype], Any] = {}
 
     def allocate(self, nbytes: int) -> np.ndarray:
         if len(self._rest) < nbytes:
@@ -84,47 +101,39 @@ class HostMemory:
         return [slab in gone for slab in slabs]
 
     def trim(self) -> None:
-        # A mapping has ended with its last buffer, and new ones have other addresses.
-        self._described.clear()
+        """Do nothing: a mapping has ended with its last buffer."""
 
-    def array(
-        self, location: int, lease: "Lease", shape: tuple[int, ...], dtype: np.dtype
-    ) -> np.ndarray:
-        key = location, shape, dtype
-        lease.__array_struct__ = self._described.get(key) or self._describe(*key)
-        array = np.asarray(lease)
-        return array.view(dtype) if dtype.kind == "V" else array
-
-    def _describe(self, address: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """Return NumPy's description of an array, and remember it for the next lease."""
-        if len(self._described) >= DESCRIBED:
-            self._described.clear()
+    def maker(self, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Any, Maker]:
         # bfloat16 has no typestr of its own, so it is declared as raw bytes.
-        typestr = f"|V{dtype.itemsize}" if dtype.kind == "V" else dtype.str
-        # A namespace refers to no buffer, so a description keeps no memory alive.
-        interface = {"data": (address, False), "shape": shape, "typestr": typestr, "version": 3}
-        found = np.asarray(SimpleNamespace(__array_interface__=interface)).__array_struct__
-        self._described[address, shape, dtype] = found
-        return found
+        is_raw = dtype.kind == "V"
+        typestr = f"|V{dtype.itemsize}" if is_raw else dtype.str
+        described = Descriptions(lambda address: _described(address, shape, typestr))
+        return described, (lambda lease: np.asarray(lease).view(dtype)) if is_raw else np.asarray
 
 
 class Lease:
     """Ownership of a leased buffer, which ends with the last reference to this object.
 
-    nbytes  bytes that count as leased
-    leased  the buffer, or an object that keeps it alive
-    free    list to which `leased` returns at the end
+    An arena makes some hundred leases in a micro-batch, so a lease has no constructor.
+
+    state             the arena, the bytes that count as leased, the buffer or an object that keeps it
+                      alive, and the list to which this object returns at the end
+    __array_struct__  the description of the array, under the name that NumPy reads
     """
 
-    __slots__ = ("__array_struct__", "_arena", "_free", "_leased", "nbytes")
+    __slots__ = ("__array_struct__", "state")
     __array_struct__: Any
+    state: tuple["Arena", int, Any, list[Any]]
 
-    def __init__(self, arena: "Arena", nbytes: int, leased: Any, free: list[Any]):
-        self._arena, self.nbytes, self._leased, self._free = arena, nbytes, leased, free
+    @property
+    def nbytes(self) -> int:
+        """The bytes that count as leased."""
+        return self.state[1]
 
     def __del__(self) -> None:
-        self._arena.live -= self.nbytes
-        self._free.append(self._leased)
+        arena, nbytes, leased, free = self.state
+        arena.live -= nbytes
+        free.append(leased)
 
 
 class Leased(NamedTuple):
@@ -139,18 +148,13 @@ class Leased(NamedTuple):
     location: Any
 
 
-class LeaseSize(NamedTuple):
-    """The size of every lease of one shape and dtype.
+LeaseSize = tuple[int, int, list[Leased], Any, Maker]
+"""The size of every lease of one shape and dtype.
 
-    nbytes  bytes that a lease counts
-    size    bytes of the buffer that serves it
-    free    the free buffers of this size class
-    """
-
-    nbytes: int
-    size: int
-    dtype: np.dtype
-    free: list[Leased]
+First come the bytes that a lease counts, and the bytes of the buffer that serves it. The free
+buffers of this size class follow, then the results of `Memory.maker`. It is a plain tuple, because
+Python unpacks a named one more slowly.
+"""
 
 
 class Arena:
@@ -181,6 +185,7 @@ class Arena:
         stay, as those of collectives.
         """
         nbytes = self._dropped()
+        self._sizes.clear()
         self._memory.trim()
         self.held -= nbytes
         self.released = max(self.released, nbytes)
@@ -203,13 +208,22 @@ class Arena:
 
         Its buffer returns when the array and all its views have died.
         """
-        shape = tuple(shape)
-        nbytes, size, exact, free = self._sizes.get((shape, dtype)) or self._size(shape, dtype)
+        try:
+            nbytes, size, free, described, make = self._sizes[shape, dtype]
+        except (
+            KeyError,
+            TypeError,
+        ):  # The lease is the first of its shape, or the shape is a list.
+            shape = tuple(shape)
+            nbytes, size, free, described, make = self._size(shape, dtype)
         leased = free.pop() if free else self._allocated(size)
-        self.live += nbytes
-        if self.live > self.peak:
-            self.peak = self.live
-        return self._memory.array(leased.location, Lease(self, nbytes, leased, free), shape, exact)
+        self.live = live = self.live + nbytes
+        if live > self.peak:
+            self.peak = live
+        lease = Lease()
+        lease.state = self, nbytes, leased, free
+        lease.__array_struct__ = described[leased.location]
+        return make(lease)
 
     def lend(
         self,
@@ -228,15 +242,23 @@ class Arena:
         """
         self.live += buffer.nbytes
         self.peak = max(self.peak, self.live)
-        lease = Lease(self, buffer.nbytes, leased, free)
-        return self._memory.array(self._memory.location(buffer), lease, tuple(shape), dtype)
+        *_, described, make = self._size(tuple(shape), dtype)
+        lease = Lease()
+        lease.state = self, buffer.nbytes, leased, free
+        lease.__array_struct__ = described[self._memory.location(buffer)]
+        return make(lease)
 
     def _size(self, shape: tuple[int, ...], dtype: Any) -> LeaseSize:
+        """Return the size of leases of one shape and dtype, and remember it."""
+        if found := self._sizes.get((shape, dtype)):
+            return found
+        if len(self._sizes) >= SHAPES:
+            self._sizes.clear()
         exact = np.dtype(dtype)
         nbytes = padded(math.prod(shape) * exact.itemsize)
         size = size_class(nbytes)
-        found = LeaseSize(nbytes, size, exact, self._free.setdefault(size, []))
-        self._sizes[shape, dtype] = found
+        free = self._free.setdefault(size, [])
+        self._sizes[shape, dtype] = found = nbytes, size, free, *self._memory.maker(shape, exact)
         return found
 
     def _allocated(self, size: int) -> Leased:
@@ -253,6 +275,12 @@ def size_class(nbytes: int) -> int:
     """
     step = max(ALIGNMENT, 1 << (nbytes - 1).bit_length() >> 4)
     return -(-nbytes // step) * step
+
+
+def _described(address: int, shape: tuple[int, ...], typestr: str) -> Any:
+    """Return NumPy's description of an array; it keeps no memory alive."""
+    interface = {"data": (address, False), "shape": shape, "typestr": typestr, "version": 3}
+    return np.asarray(SimpleNamespace(__array_interface__=interface)).__array_struct__
 
 
 def _number(leased: Leased) -> int:

@@ -4,6 +4,7 @@ Only a backend knows how arrays get to its memory and back, and which work a cop
 This module has the protocols and the backend of host memory.
 """
 
+import ctypes
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,6 +26,16 @@ class Copy(Protocol):
 
     def wait(self) -> None:
         """Block until `test` would return True."""
+
+
+class Recordable(Protocol):
+    """Event that this process records, again and again, and other processes wait for."""
+
+    handle: str
+    """The CUDA IPC handle, in hexadecimal digits."""
+
+    def record(self) -> None:
+        """Record the event behind all work started so far on the current stream."""
 
 
 class Backend(Protocol):
@@ -74,10 +85,12 @@ class DeviceBackend(Backend, Protocol):
     def so_far(self) -> Copy:
         """Return an event behind all work started so far on the current stream."""
 
-    def follow(self, place: Copy) -> None:
+    def follow(self, place: Any) -> None:
         """Make later work on the current stream wait for an event (as cudaStreamWaitEvent).
 
-        The host does not wait.
+        The host does not wait. The stream waits for the last record before this call.
+
+        place  a result of `so_far`, `shared_event` or `open_event`
         """
 
     def aside(self) -> AbstractContextManager[Any]:
@@ -111,6 +124,20 @@ class DeviceBackend(Backend, Protocol):
         handle, offset  as `export` returned them
         like            array of this process with the same shape and dtype
         raises          CommError if the driver refuses
+        """
+
+    def shared_event(self) -> Recordable:
+        """Return an event that other processes of the host can open, not yet recorded.
+
+        It must outlive its use there.
+
+        raises  CommError if the driver refuses
+        """
+
+    def open_event(self, handle: str) -> Any:
+        """Open a shared event of another process, for `follow`; closed when its last reference dies.
+
+        raises  CommError if the driver refuses
         """
 
 
@@ -158,3 +185,21 @@ def overlap(one: Any, other: Any) -> bool:
 def address(array: Any) -> int:
     """Return the address of an array's first element in its memory."""
     return array.data.ptr if on_device(array) else array.ctypes.data
+
+
+def _first_field(array: np.ndarray) -> int:
+    # NumPy's PyArrayObject begins with the header of every Python object, then this address.
+    return _pointer(id(array) + object.__basicsize__).value or 0
+
+
+def _by_ctypes(array: np.ndarray) -> int:
+    return array.ctypes.data
+
+
+_pointer, _probe = ctypes.c_void_p.from_address, np.zeros(1)
+host_address = _first_field if _first_field(_probe) == _by_ctypes(_probe) else _by_ctypes
+"""(array) -> the address of a NumPy array's first element.
+
+`array.ctypes.data` takes a microsecond, and a call of C code needs up to nine addresses. The field
+of NumPy's C structure takes a sixth of that.
+"""

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from mpitrain.errors import CommError, ConfigError
-from mpitrain.machine.arena import Arena, Lease
+from mpitrain.machine.arena import Arena, Descriptions, Lease, Maker
 from mpitrain.machine.backend import Copy, address, on_device
-from mpitrain.machine.events import CudaMark, Mark, has_passed
+from mpitrain.machine.events import CudaMark, Mark, OpenedEvent, SharedEvent, has_passed
 from mpitrain.machine.kinds import Kind
 from mpitrain.machine.pinned import LARGEST, PinnedCopies
 
@@ -119,6 +119,18 @@ class CudaBackend:
         )
         return self._cupy.ndarray(like.shape, like.dtype, cuda.MemoryPointer(memory, 0))
 
+    def shared_event(self) -> SharedEvent:
+        try:
+            return SharedEvent(self._cupy.cuda)
+        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            raise CommError(f"GPU events cannot be shared with other processes: {error}.") from None
+
+    def open_event(self, handle: str) -> OpenedEvent:
+        try:
+            return OpenedEvent(self._cupy.cuda, handle)
+        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            raise CommError(f"GPU events of another process cannot be opened: {error}.") from None
+
 
 class _CudaMemory:
     """Allocator of GPU memory from CuPy's default pool."""
@@ -136,15 +148,19 @@ class _CudaMemory:
         self._cupy.get_default_memory_pool().free_all_blocks()
 
     def location(self, buffer: Any) -> Any:
-        return buffer
+        return buffer.data.ptr, buffer.nbytes, buffer.data.device_id
 
-    def array(self, location: Any, lease: Lease, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        # A view refers to its memory object, which refers to its owner, the lease. So the lease
-        # lives as long as the last view.
-        memory = self._cupy.cuda.UnownedMemory(
-            location.data.ptr, location.nbytes, lease, location.data.device_id
-        )
-        return self._cupy.ndarray(shape, dtype, self._cupy.cuda.MemoryPointer(memory, 0))
+    def maker(self, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Any, Maker]:
+        cupy, cuda = self._cupy, self._cupy.cuda
+
+        def array(lease: Lease) -> Any:
+            # A view refers to its memory object, which refers to its owner, the lease. So the
+            # lease lives as long as the last view.
+            address, nbytes, gpu = lease.__array_struct__
+            memory = cuda.UnownedMemory(address, nbytes, lease, gpu)
+            return cupy.ndarray(shape, dtype, cuda.MemoryPointer(memory, 0))
+
+        return Descriptions(lambda location: location), array
 
 
 class _CudaPlace:

@@ -1,6 +1,7 @@
-"""Marks in the work of a device, as CUDA events: they time the device without blocking the host."""
+"""CUDA events: marks that time a device without blocking the host, and events of other processes."""
 
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -47,6 +48,47 @@ class CudaMark:
     def since(self, earlier: "CudaMark") -> float:
         # CUDA returns milliseconds.
         return self._cuda.get_elapsed_time(earlier._event, self._event) / 1e3
+
+
+class SharedEvent:
+    """CUDA event of this process that other processes of the host can wait for.
+
+    raises  CUDARuntimeError if the driver refuses to share it
+    """
+
+    def __init__(self, cuda: Any):
+        """Create the event.
+
+        cuda  the module cupy.cuda
+        """
+        self._cuda = cuda
+        self.event = cuda.Event(disable_timing=True, interprocess=True)
+        self.handle: str = cuda.runtime.ipcGetEventHandle(self.event.ptr).hex()
+
+    def record(self) -> None:
+        """Record the event behind all work started so far on the current stream."""
+        self._cuda.get_current_stream().record(self.event)
+
+
+class OpenedEvent:
+    """CUDA event of another process, opened until no reference to it is left.
+
+    raises  CUDARuntimeError if the driver refuses
+    """
+
+    def __init__(self, cuda: Any, handle: str):
+        """Open the event.
+
+        cuda  the module cupy.cuda
+        """
+        self.ptr = cuda.runtime.ipcOpenEventHandle(bytes.fromhex(handle))
+        # At the exit of the process the driver closes the event.
+        weakref.finalize(self, cuda.runtime.eventDestroy, self.ptr).atexit = False
+
+    @property
+    def event(self) -> "OpenedEvent":
+        """The event for `wait_event` of a stream, which reads its `ptr`."""
+        return self
 
 
 def has_passed(cuda: Any, event: Any) -> bool:

@@ -110,6 +110,11 @@ def limit_blas_threads() -> None:
             os.environ[name] = str(blas_threads())
 
 
+def choose_blas_kernels(kernels: str) -> None:
+    """Select kernels of OpenBLAS, such as Haswell, before NumPy is imported."""
+    os.environ["OPENBLAS_CORETYPE"] = kernels
+
+
 def lower_blas_threads(local_size: int) -> None:
     """Divide the cores among the ranks of this host, after NumPy is imported.
 

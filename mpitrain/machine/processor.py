@@ -9,16 +9,26 @@ class Processor(NamedTuple):
 
     vendor    such as GenuineIntel or AuthenticAMD; empty if unknown
     features  instruction sets, as the kernel names them
+    family    the vendor's number of the architecture; 0 if unknown
     """
 
     name: str
     vendor: str
     features: frozenset[str]
+    family: int = 0
 
     @property
     def gains_from_mkl(self) -> bool:
         """Whether MKL multiplies faster than OpenBLAS: on Intel processors with AVX-512."""
         return self.vendor == "GenuineIntel" and "avx512f" in self.features
+
+    @property
+    def gains_from_avx2(self) -> bool:
+        """Whether OpenBLAS multiplies faster with its AVX2 kernels: on AMD's Zen 4.
+
+        Zen 4 divides a 512-bit instruction into two of 256 bits.
+        """
+        return (self.vendor, self.family) == ("AuthenticAMD", 25) and "avx512f" in self.features
 
 
 def processor(path: str = "/proc/cpuinfo") -> Processor:
@@ -32,4 +42,5 @@ def processor(path: str = "/proc/cpuinfo") -> Processor:
         facts.get("model name", platform.machine()),
         facts.get("vendor_id", ""),
         frozenset(facts.get("flags", "").split()),
+        int(facts.get("cpu family", "0")),
     )

@@ -3,7 +3,7 @@
 Plugins may add rows until then.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.linear import Multiply
 from mpitrain.ops.cuda.steps import Numbers
 from mpitrain.ops.host.attention import FORWARDS
+from mpitrain.ops.runs import GroupRun
 from mpitrain.ops.table import OPERATIONS, Operation, Ops
 
 
@@ -54,9 +55,18 @@ def cuda(
         if row.cuda is None:
             return partial(_refuse, name)
         first = [given[known] for known in signature(row.cuda).parameters if known in given]
-        return partial(row.cuda, *first)
+        return (_OverRuns if row.takes_runs else partial)(row.cuda, *first)
 
     return _each(bound)
+
+
+class _OverRuns(partial):
+    """A step on a device that takes runs of several parameter groups in one launch."""
+
+    def over_runs(self, runs: Sequence[GroupRun]) -> Callable[..., None]:
+        """Return the step of these runs, as `ops.runs.over_runs` describes it."""
+        numbers: Numbers = self.args[1]
+        return partial(self, weight_decay=numbers.runs(runs))
 
 
 def _refuse(name: str, *arguments: Any, **named: Any) -> None:

@@ -49,8 +49,7 @@ class Ops(Protocol):
     relu_backward: Returns
     layer_norm: Pair
     layer_norm_backward_input: Pair
-    layer_norm_backward_gain: Writes
-    layer_norm_backward_bias: Writes
+    layer_norm_backward_weight: Writes
     embedding: Pair
     embedding_backward_table: Writes
     embedding_backward_positions: Writes
@@ -107,6 +106,7 @@ class Operation(NamedTuple):
     reference  the definition, in plain NumPy; None: that is `host`
     products   multiply-adds of its matrix products, as a dim of the operands: MNK; empty: none.
                Causal attention counts whole squares of scores, as PaLM's appendix B does
+    takes_runs whether `cuda` takes `Runs` of parameter groups in place of a weight decay
 
     A plugin adds a row as it is imported, before a backend is made: `OPERATIONS["scale"] =
     Operation(...)`.
@@ -120,6 +120,7 @@ class Operation(NamedTuple):
     cuda: Callable[..., Any] | None = None
     reference: Callable[..., Any] | None = None
     products: str = ""
+    takes_runs: bool = False
 
     def nbytes(self, itemsize: int = 4, **sizes: int) -> int:
         """Return the bytes that a device reads and writes in the example, each array once.
@@ -155,6 +156,7 @@ def _built_in(
             getattr(kernels, name),
             getattr(definitions, name),
             (products or {}).get(name, ""),
+            name in getattr(kernels, "TAKE_RUNS", ()),
         )
         for name, (help, line, rounds, launches) in rows.items()
     }
@@ -279,15 +281,9 @@ OPERATIONS: Table[str, Operation] = Table(
                 "dx",
                 1,
             ),
-            "layer_norm_backward_gain": (
-                "gain gradient of layer_norm",
-                "pending@layer_norm_backward_input|C dgain:C accumulate=1 -> dgain",
-                "nothing",
-                1,
-            ),
-            "layer_norm_backward_bias": (
-                "bias gradient of layer_norm",
-                "pending@layer_norm_backward_input|C dbias:C accumulate=1 -> dbias",
+            "layer_norm_backward_weight": (
+                "gain and bias gradients of layer_norm",
+                "pending@layer_norm_backward_input|2,C dgain:C dbias:C accumulate=1 -> dgain dbias",
                 "nothing",
                 1,
             ),
@@ -306,7 +302,7 @@ OPERATIONS: Table[str, Operation] = Table(
             ),
             "embedding_backward_table": (
                 "gradient of an embedding's table",
-                "dx:B,T,C saved@embedding dtable:V,C accumulate=1 -> dtable",
+                "dx:B,T,C saved@embedding dtable:V,C|0 accumulate=0 -> dtable",
                 "nothing",
                 1,
             ),

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.machine.arena import Lease
+from mpitrain.machine.arena import Lease, Maker
 
 Shape = tuple[int, ...]
 
@@ -139,8 +139,8 @@ class WeightlessMemory:
     def trim(self) -> None:
         """Do nothing."""
 
-    def array(self, location: Any, lease: Lease, shape: Shape, dtype: np.dtype) -> Any:
-        return self.made(shape, dtype, lease)
+    def maker(self, shape: Shape, dtype: np.dtype) -> tuple[Any, Maker]:
+        return {None: None}, lambda lease: self.made(shape, dtype, lease)
 
     def made(self, shape: Sequence[int], dtype: Any, lease: Lease | None = None) -> Weightless:
         """Return a contiguous array without memory, which keeps the lease alive."""

@@ -7,6 +7,7 @@ from typing import Any
 from mpitrain import config
 from mpitrain.layers.flat import Storage
 from mpitrain.ops import Ops
+from mpitrain.ops.runs import GroupRun, over_runs
 from mpitrain.optim.groups import group_of
 from mpitrain.optim.rule import ElementWise, Update, Views
 from mpitrain.regions import Piece
@@ -27,11 +28,17 @@ class ElementUpdates:
         state: Mapping[str, Any],
         ops: Ops,
     ):
-        self._arguments, self._operation = step.arguments, getattr(ops, step.op)
-        self._state = list(state.values())
-        groups = partial(group_of, settings)
-        self._runs = {
-            piece: list(storage.runs(piece.start, piece.stop, groups)) for piece in pieces
+        self._arguments, self._state = step.arguments, list(state.values())
+        groups, operation = partial(group_of, settings), getattr(ops, step.op)
+        self._steps = {
+            piece: over_runs(
+                operation,
+                [
+                    GroupRun(run.start - piece.start, run.stop - piece.start, *run.key)
+                    for run in storage.runs(piece.start, piece.stop, groups)
+                ],
+            )
+            for piece in pieces
         }
 
     def sum_facts(self, views: Views, update: Update) -> None:
@@ -40,19 +47,15 @@ class ElementUpdates:
     def update(
         self, piece: Piece, parameters: Any, gradients: Any, mirror: Any, update: Update
     ) -> None:
-        """Update the parameters of a piece in place, run by run."""
-        arguments = self._arguments(update)
-        for run in self._runs[piece]:
-            here = slice(run.start - piece.start, run.stop - piece.start)
-            along = slice(piece.offset + here.start, piece.offset + here.stop)
-            self._operation(
-                parameters[here],
-                gradients[here],
-                *(buffer[along] for buffer in self._state),
-                scale=update.scale,
-                lr=update.lr * run.key.lr,
-                weight_decay=run.key.weight_decay,
-                arena=update.arena,
-                **arguments,
-                **({} if mirror is None else {"mirror": mirror[here]}),
-            )
+        """Update the parameters of a piece in place."""
+        along = slice(piece.offset, piece.offset + piece.stop - piece.start)
+        self._steps[piece](
+            parameters,
+            gradients,
+            *(buffer[along] for buffer in self._state),
+            scale=update.scale,
+            lr=update.lr,
+            arena=update.arena,
+            mirror=mirror,
+            **self._arguments(update),
+        )

@@ -83,7 +83,7 @@ def _summed(words: str, elements: Callable[[int, int], float]) -> Formula:
     return Formula(words, of)
 
 
-def _ring_of(rank: int, n: int, count: int) -> int:
+def sent_in_ring(rank: int, n: int, count: int) -> int:
     """Return the elements that a rank sends in a ring all-reduce.
 
     They are all chunks but its own, and then all chunks but its neighbour's.
@@ -93,7 +93,7 @@ def _ring_of(rank: int, n: int, count: int) -> int:
 
 
 def _ring(n: int, count: int) -> int:
-    return max(_ring_of(rank, n, count) for rank in range(n))
+    return max(sent_in_ring(rank, n, count) for rank in range(n))
 
 
 def _halving(n: int, count: int) -> int:
@@ -130,23 +130,25 @@ def zero(words: str, travelled: Travelled) -> Callable[[Settings], Formula]:
 
 def _divided(words: str, travelled: Travelled) -> Formula:
     def of(replica: ReplicationContext, sample: Sample) -> float | None:
-        grid, elements, storage = replica.grid, travelled(replica), replica.storage
-        if elements is None:
-            return None
-        n, hosts = grid.axes.ranks, grid.transport.hosts
-        s = divisor(grid.axes, hosts, replica.config.replication.shard)
-        between = 2 * (n // s - 1) * storage.length / n
-        summed, gathered = (
-            elements[0] * storage.dtype.itemsize,
-            elements[1] * replica.computed.itemsize,
-        )
-        return (
-            (summed + gathered) * (s - 1) / s
-            + between * storage.dtype.itemsize
-            + _ring(n, CONTROL) * CONTROL_ITEM
-        )
+        nbytes = sharded(replica, travelled)
+        control = _ring(replica.grid.axes.ranks, CONTROL) * CONTROL_ITEM
+        return None if nbytes is None else nbytes + control
 
     return Formula(words, of)
+
+
+def sharded(replica: ReplicationContext, travelled: Travelled) -> float | None:
+    """Return the bytes that a rank sends in a step to the replicas that shard its parameters."""
+    grid, elements, storage = replica.grid, travelled(replica), replica.storage
+    if elements is None:
+        return None
+    n, hosts = grid.axes.dp, grid.world.transport.hosts
+    s = divisor(grid.axes, hosts, replica.config.replication.shard)
+    summed, gathered = elements
+    between = 2 * (n // s - 1) * storage.length / n
+    return (summed * storage.dtype.itemsize + gathered * replica.computed.itemsize) * (
+        s - 1
+    ) / s + between * storage.dtype.itemsize
 
 
 def once(replica: ReplicationContext) -> tuple[float, float]:
@@ -155,42 +157,61 @@ def once(replica: ReplicationContext) -> tuple[float, float]:
 
 
 def by_micro_batch(replica: ReplicationContext) -> tuple[float, float]:
-    """Return the elements that ZeRO stage 2 moves: the gradients of each micro-batch."""
+    """Return the elements that ZeRO stage 2 moves: the gradients of each micro-batch.
+
+    A pipeline stage sums the micro-batches of a chunk first.
+    """
     length = replica.storage.length
-    return replica.config.batch.micro_batches * length, length
+    return _scatters(replica) * length, length
 
 
 def by_use(replica: ReplicationContext) -> tuple[float, float] | None:
     """Return the elements that ZeRO stage 3 reduce-scatters and all-gathers in a step.
 
-    The last two units stay gathered for backward, the first two for the next micro-batch. Frozen
-    tensors stay gathered after an update, and their first units run no backward. Returns None if
-    more units stay gathered, because of tied weights or replication.zero_keep, and if
-    replication.gather compresses the all-gathers.
+    The last two units stay gathered for backward, the first two for the next micro-batch. On a
+    pipeline stage its last chunk does. Frozen tensors stay gathered after an update, and their first
+    units run no backward. Returns None if more units stay gathered, because of tied weights or
+    replication.zero_keep, and if replication.gather compresses the all-gathers.
     """
     config, storage = replica.config, replica.storage
     if config.model.tied or config.replication.zero_keep or config.replication.gather != "none":
         return None
+    summed, frozen = _scatters(replica) * storage.length, storage.frozen.spans
+    if replica.chunks:
+        if any(span.start < span.stop for span in frozen):
+            return None
+        last = [s.stop - s.start for s in storage.spans if s.unit in replica.chunks[-1]]
+        return summed, 2 * storage.length - sum(last)
     m, steps, units = config.batch.micro_batches, config.run.steps, range(len(storage.units))
     opened = [*units, *reversed(units[replica.first :])] * m
     # With overlap, the last backward of the run gathers the first unit for another step.
     ahead = [0] if replica.first and config.replication.overlap else []
-    frozen = _gathered(storage.frozen.spans, opened * steps + ahead) / max(1, steps)
-    return m * storage.length, _gathered(storage.spans, opened) + frozen
+    stored = _gathered(frozen, opened * steps + ahead) / max(1, steps)
+    return summed, _gathered(storage.spans, opened) + stored
+
+
+def _scatters(replica: ReplicationContext) -> int:
+    """Return the times in a step that ZeRO stages 2 and 3 reduce-scatter each gradient."""
+    return 1 if replica.chunks else replica.config.batch.micro_batches
 
 
 def _gathered(spans: Sequence[Span], opened: Iterable[int]) -> int:
-    """Return the elements to gather if spans alternate between two slots, empty at first.
+    """Return the elements to gather if the spans of a kind alternate between two slots.
 
     opened  the units in the order of their use
     """
-    own = {span.unit: span for span in spans if span.start < span.stop}
-    slot = {unit: number % TURNS for number, unit in enumerate(own)}
-    contents, count = dict[int, int](), 0
-    for unit in opened:
-        if unit in own and contents.get(slot[unit]) != unit:
-            contents[slot[unit]] = unit
-            count += own[unit].stop - own[unit].start
+    kinds: dict[tuple[str, bool], dict[int, Span]] = {}
+    for span in spans:
+        if span.start < span.stop:
+            kinds.setdefault((span.holders, span.partial), {})[span.unit] = span
+    order, count = [*opened], 0
+    for own in kinds.values():
+        slot = {unit: number % TURNS for number, unit in enumerate(own)}
+        contents = dict[int, int]()
+        for unit in order:
+            if unit in own and contents.get(slot[unit]) != unit:
+                contents[slot[unit]] = unit
+                count += own[unit].stop - own[unit].start
     return count
 
 
@@ -225,7 +246,7 @@ def _master(replica: ReplicationContext, sample: Sample) -> float:
         return length + rows * (logits + sample.targets)
 
     return max(
-        _children(rank, n) * length + sent(rank) + _ring_of(rank, n, CONTROL) * CONTROL_ITEM
+        _children(rank, n) * length + sent(rank) + sent_in_ring(rank, n, CONTROL) * CONTROL_ITEM
         for rank in range(n)
     )
 
@@ -264,7 +285,7 @@ def _server_sync(replica: ReplicationContext, sample: Sample) -> float:
     return max(
         sum(stored) + servers * HEADER,
         *(
-            workers * (nbytes + HEADER) + _ring_of(server, servers, SQUARES) * CONTROL_ITEM
+            workers * (nbytes + HEADER) + sent_in_ring(server, servers, SQUARES) * CONTROL_ITEM
             for server, nbytes in enumerate(stored)
         ),
     )

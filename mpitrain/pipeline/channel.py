@@ -33,6 +33,7 @@ class Channel:
         }
         self._sends: dict[Message, tuple[Request, Any]] = {}
         self._receives: dict[Message, tuple[Request, Any]] = {}
+        self._under_way: list[Request] = []
 
     def begin(self, shape: Callable[[int, int], tuple[int, ...]]) -> None:
         """Begin a step, and reset the counts of sent messages.
@@ -51,7 +52,9 @@ class Channel:
         messages, nbytes = self.sent[what]
         self.sent[what] = messages + 1, nbytes + array.nbytes
         self._recorder.about(self._names[what], micro)
-        self._sends[message] = self._transport.start_send(array, peer, _tag(message)), array
+        request = self._transport.start_send(array, peer, _tag(message))
+        self._sends[message] = request, array
+        self._under_way.append(request)
         self._recorder.about(0, -1)
 
     def complete(self, message: Message) -> None:
@@ -63,7 +66,9 @@ class Channel:
         what, chunk, micro = message
         array = self._arena.take(self._shape(chunk + (what == "gradient"), micro), self._dtype)
         self._recorder.about(self._names[what], micro)
-        self._receives[message] = self._transport.start_recv(array, peer, _tag(message)), array
+        request = self._transport.start_recv(array, peer, _tag(message))
+        self._receives[message] = request, array
+        self._under_way.append(request)
         self._recorder.about(0, -1)
 
     def received(self, message: Message) -> Any:
@@ -77,14 +82,16 @@ class Channel:
         self._transport.traffic.content = f"the {what} of micro-batch {micro} for chunk {chunk}"
         request.wait()
         self._transport.traffic.content = ""
+        if request in self._under_way:
+            self._under_way.remove(request)
 
     def poll(self) -> None:
         """Progress all messages in flight.
 
         Called between layers, because messages progress only inside calls of the transport.
         """
-        for request, _ in (*self._sends.values(), *self._receives.values()):
-            request.test()
+        if self._under_way:
+            self._under_way = [request for request in self._under_way if not request.test()]
 
 
 def _tag(message: Message) -> int:

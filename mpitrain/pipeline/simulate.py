@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from mpitrain.errors import Sentence
 from mpitrain.pipeline.instructions import (
     Backward,
     BackwardInput,
@@ -69,7 +70,7 @@ class Simulation(NamedTuple):
     """
 
     timeline: tuple[tuple[Event, ...], ...]
-    waits: tuple[str, ...]
+    waits: tuple[Sentence, ...]
 
     @property
     def makespan(self) -> float:
@@ -198,7 +199,7 @@ class _Running:
             else max(sent, posted) + self._transfer
         )
 
-    def waits(self) -> tuple[str, ...]:
+    def waits(self) -> tuple[Sentence, ...]:
         """Return a sentence per stage about its pending message; empty if all have finished."""
         standing = [
             mine[at] if at < len(mine) else None
@@ -206,12 +207,19 @@ class _Running:
         ]
         return tuple(map(self._wait, range(len(standing)), standing)) if any(standing) else ()
 
-    def _wait(self, stage: int, instruction: Instruction | None) -> str:
+    def _wait(self, stage: int, instruction: Instruction | None) -> Sentence:
         match instruction:
             case None:
-                return f"stage {stage} has finished"
+                return Sentence("stage {stage} has finished", stage=stage)
             case Complete(what, chunk, micro, peer):
-                return f"stage {stage} waits until stage {peer} receives the {what} of micro-batch {micro} for chunk {chunk}"
+                return Sentence(
+                    "stage {stage} waits until stage {peer} receives the {what} of micro-batch {micro} for chunk {chunk}",
+                    stage=stage,
+                    peer=peer,
+                    what=Sentence(what),
+                    micro=micro,
+                    chunk=chunk,
+                )
         message = needed(instruction, len(self._costs))
         assert message is not None  # No other instruction waits.
         what, chunk, micro = message
@@ -219,4 +227,11 @@ class _Running:
             (i.peer for i in self._program[stage] if isinstance(i, Receive) and i[:3] == message),
             stage,
         )
-        return f"stage {stage} waits for the {what} of micro-batch {micro} for chunk {chunk}, from stage {source}"
+        return Sentence(
+            "stage {stage} waits for the {what} of micro-batch {micro} for chunk {chunk}, from stage {source}",
+            stage=stage,
+            what=Sentence(what),
+            micro=micro,
+            chunk=chunk,
+            source=source,
+        )

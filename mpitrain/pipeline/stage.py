@@ -4,28 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpitrain.layers.base import Unit, backward
-from mpitrain.layers.memory.recomputed import saved_again, segment_of
+from mpitrain.layers.memory.recomputed import Segment, saved_again, segment_of
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.trace.recorder import SILENT, Recorder
 from mpitrain.trace.ring_buffer import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
-
-
-class _Pass:
-    """Context of a unit's pass. An error leaves its span open in the trace."""
-
-    __slots__ = ("_poll", "_recorder", "_span")
-
-    def __init__(self, recorder: Recorder, span: int, poll: Callable[[], None]):
-        self._recorder, self._span, self._poll = recorder, span, poll
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
-        if error is None:
-            self._poll()
-            self._recorder.end(self._span)
 
 
 class Stage:
@@ -62,10 +45,9 @@ class Stage:
             (index, *each) for index, each in enumerate(self._layers) if each[0] >= lowest
         ][::-1]
         self._replication, self._arena, self._poll = replication, arena, poll or replication.poll
-        self._recorder, self._names = (
-            recorder,
-            {first + index: recorder.name(unit.name) for index, unit in enumerate(units)},
-        )
+        # Begin and end of a pass of a unit: an error leaves its span open in the trace.
+        names = {first + index: recorder.name(unit.name) for index, unit in enumerate(units)}
+        self._pass = recorder.compute, self._poll, recorder.end, names
         self._segments = [segment_of(unit) for unit in units]
         # Both map a micro-batch to a list with the saved activations of each unit.
         self._saved: dict[int, list[Any]] = {}
@@ -78,14 +60,17 @@ class Stage:
 
     def forward(self, micro: int, x: Any) -> Any:
         """Run the forward of a micro-batch; return the output of the last unit."""
-        replication, save = self._replication, self._saving(micro)
+        replication, save, arena = self._replication, self._saving(micro), self._arena
+        begin, poll, end, names = self._pass
         for index, (number, layer) in enumerate(self._layers):
             segment = self._segments[index]
             if segment and self._is_first(index):
                 save(x)
-            with self._running(FORWARD, number, micro):
-                x, saved = layer.forward(replication.open(number, micro), x, self._arena)
-                replication.close(number, micro)
+            span = begin(names[number], FORWARD, number, micro)
+            x, saved = layer.forward(replication.open(number, micro), x, arena)
+            replication.close(number, micro)
+            poll()
+            end(span)
             if segment or number < self._lowest:
                 del saved
             else:
@@ -96,13 +81,12 @@ class Stage:
         """Return whether a unit of a segment is its first."""
         return index == 0 or self._segments[index - 1] is not self._segments[index]
 
-    def _save_again(self, micro: int, index: int, saved: list[Any]) -> None:
+    def _save_again(self, micro: int, index: int, segment: Segment, saved: list[Any]) -> None:
         """Replace the saved input of a segment by the activations of its units.
 
-        index  of a unit; nothing is done unless it is the last of a segment
+        index  of a unit of this segment; nothing is done unless it is the last
         """
-        segment = self._segments[index]
-        if not segment or (index + 1 < len(self._layers) and self._segments[index + 1] is segment):
+        if index + 1 < len(self._layers) and self._segments[index + 1] is segment:
             return
         replication, x = self._replication, saved.pop()
         with segment.recomputing():
@@ -120,24 +104,23 @@ class Stage:
         saved = self._saved[micro] = []
         return saved.append
 
-    def _running(self, phase: int, number: int, micro: int) -> "_Pass":
-        """Record a pass of a unit, and poll messages at its end."""
-        span = self._recorder.compute(self._names[number], phase, number, micro)
-        return _Pass(self._recorder, span, self._poll)
-
     def backward_input(self, micro: int, dy: Any) -> Any:
         """Run the half of the backward pass that computes input gradients.
 
         Return the gradient of the chunk's input, or None if that input has no gradient, as tokens.
         """
         replication, saved, pending = self._replication, self._saved.pop(micro), []
+        begin, poll, end, names = self._pass
         for index, number, layer in self._backward:
-            with self._running(BACKWARD_INPUT, number, micro):
-                self._save_again(micro, index, saved)
-                dy, state = layer.backward_input(
-                    replication.open(number, micro), dy, saved.pop(), self._arena
-                )
-                replication.close(number, micro)
+            span = begin(names[number], BACKWARD_INPUT, number, micro)
+            if segment := self._segments[index]:
+                self._save_again(micro, index, segment, saved)
+            dy, state = layer.backward_input(
+                replication.open(number, micro), dy, saved.pop(), self._arena
+            )
+            replication.close(number, micro)
+            poll()
+            end(span)
             pending.append(state)
         self._pending[micro] = pending[::-1]
         return dy
@@ -145,31 +128,36 @@ class Stage:
     def backward_weight(self, micro: int) -> None:
         """Run the weight half: accumulate the gradients of the parameters."""
         replication, pending = self._replication, self._pending.pop(micro)
+        begin, poll, end, names = self._pass
         self._left -= 1
         for _, number, layer in self._backward:
-            with self._running(BACKWARD_WEIGHT, number, micro):
-                layer.backward_weight(
-                    pending.pop(), replication.gradients(number, micro), self._arena
-                )
-                replication.gradient_ready(number, self._left == 0)
+            span = begin(names[number], BACKWARD_WEIGHT, number, micro)
+            layer.backward_weight(pending.pop(), replication.gradients(number, micro), self._arena)
+            replication.gradient_ready(number, self._left == 0)
+            poll()
+            end(span)
 
     def backward(self, micro: int, dy: Any) -> Any:
         """Run both halves, unit by unit; return the input gradient as `backward_input`."""
         replication, saved = self._replication, self._saved.pop(micro)
+        begin, poll, end, names = self._pass
         self._left -= 1
         for index, number, layer in self._backward:
-            with self._running(BACKWARD, number, micro):
-                self._save_again(micro, index, saved)
-                dy = backward(
-                    layer,
-                    replication.open(number, micro),
-                    dy,
-                    saved.pop(),
-                    replication.gradients(number, micro),
-                    self._arena,
-                )
-                replication.close(number, micro)
-                replication.gradient_ready(number, self._left == 0)
+            span = begin(names[number], BACKWARD, number, micro)
+            if segment := self._segments[index]:
+                self._save_again(micro, index, segment, saved)
+            dy = backward(
+                layer,
+                replication.open(number, micro),
+                dy,
+                saved.pop(),
+                replication.gradients(number, micro),
+                self._arena,
+            )
+            replication.close(number, micro)
+            replication.gradient_ready(number, self._left == 0)
+            poll()
+            end(span)
         return dy
 
 

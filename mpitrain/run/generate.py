@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.collectives.bind import bind
-from mpitrain.config import Data
+from mpitrain.config import Config, Data
 from mpitrain.data import writes_text
 from mpitrain.data.tokenizer import TOKENIZER, ByteTokenizer, Tokenizer, open_tokenizer
 from mpitrain.errors import ConfigError, DataError, TrainingError, on_every_rank
 from mpitrain.files import contents
 from mpitrain.run.decoding.continuation import Continuation
+from mpitrain.run.decoding.document import last_document, separator_of
 from mpitrain.run.decoding.reader import Reader
 from mpitrain.run.decoding.sampling import NOT_FINITE, Sampling, draw
 from mpitrain.run.trainer import Trainer
@@ -74,7 +75,8 @@ def texts(
     arguments, and takes the same number of rounds from the iterator.
 
     A full window of model.context tokens is cut to its newest half, with the next token. This half
-    is then read again, at positions from 0.
+    is then read again, at positions from 0. If the model was trained with data.attend=document, a
+    window also begins anew after each separator.
 
     prompts         at least one token each; only the last model.context of them count
     seed            prompt i draws with seed + i
@@ -87,9 +89,10 @@ def texts(
     raises          TrainingError on every rank if the logits are not finite
     """
     context, grid = trainer.config.model.context, trainer.grid
-    windows = [[*prompt][-context:] for prompt in prompts]
-    if not all(windows):
+    separator = separator_of(trainer.config.data)
+    if not all(map(len, prompts)):
         raise ConfigError("A prompt needs at least one token.", "Give --prompt some text.")
+    windows = [last_document(prompt, separator)[-context:] for prompt in prompts]
     mine = () if grid.is_server else range(grid.coords.dp, len(windows), grid.axes.dp)
     longest = max(map(len, windows))
     room = context if count is None else min(context, longest + count)
@@ -116,6 +119,8 @@ def texts(
         found, active = [(index, drawn[index]) for index in active], []
         for index, token in found:
             window = windows[index]
+            if window[-1] == separator:
+                window.clear()
             window.append(token)
             if len(window) > context:
                 del window[: -max(1, context // 2)]
@@ -173,16 +178,20 @@ def continued(
         seed, cuts = request.seed + first, request.cuts
         for together in texts(trainer, group, sampling, seed, request.tokens, ends, cuts=cuts):
             for index, _ in together:
-                one, length = found[index], len(group[index]) + len(found[index].tokens)
-                ended = ""
+                one, ended = found[index], ""
                 if one.stopped:
                     ended = "stop"
                 elif len(one.tokens) == request.tokens:
                     ended = "tokens"
-                elif not cuts and length >= trainer.config.model.context:
+                elif not cuts and _fills([*group[index], *one.tokens], trainer.config):
                     ended = "context"
                 text = fresh[index] + (one.rest() if ended else b"")
                 yield Piece(first + index, text, ended, one.tokens)
+
+
+def _fills(tokens: Sequence[int], config: Config) -> bool:
+    """Return whether the document of the last token fills a window."""
+    return len(last_document(tokens, separator_of(config.data))) >= config.model.context
 
 
 def _drawn(

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 from mpitrain.errors import ConfigError
+from mpitrain.kernels.compiling import OBSERVER
+from mpitrain.run.stalls.compilations import Compilations
 from mpitrain.run.stalls.questions import Answering
 from mpitrain.run.stalls.report import LEAST, WARNING, StallReport
 from mpitrain.trace.recorder import SILENT, Recorder
@@ -24,6 +26,8 @@ GRACE = 15.0
 
 class Watchdog:
     """A thread that reports a stall: `seconds` without a new record and without a call of `alive`.
+
+    A compilation by the thread that makes the watchdog is progress.
 
     One rank prints the first divergence of all ranks, and ends the job with exit code 1. Without
     traces each rank prints its own position. The thread makes no MPI call. A launcher ends the job
@@ -43,6 +47,8 @@ class Watchdog:
         self._answering: Answering | None = None
         self._report: StallReport | None = None
         self._does_end = True
+        self._compilations = Compilations()
+        self._observed = OBSERVER.set(self._compilations.running)
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
@@ -67,17 +73,22 @@ class Watchdog:
         on_stall = "end" if self._does_end else "warn"
         self._report = StallReport(folder, self._seconds, on_stall, answering)
         self._recorder, self._answering = recorder, answering
+        self._compilations.recorder = recorder
 
     def close(self) -> None:
+        """End the thread; the thread that made the watchdog calls this."""
+        OBSERVER.reset(self._observed)
         self._closed.set()
 
     def _watch(self) -> None:
-        before, seen, silent, again = time.monotonic(), (-1, -1), 0.0, 0.0
+        before, seen, silent, again = time.monotonic(), (-1, -1, -1), 0.0, 0.0
+        compiled = 0
         while not self._closed.wait(pause := min(LONGEST, self._seconds / 4)):
             now = time.monotonic()
             # A pause of this process, as by SIGSTOP, is no silence.
             silent += min(now - before, 2 * pause)
-            before, progress = now, (self._calls, self._recorder.newest)
+            compiled += self._compilations.look()
+            before, progress = now, (self._calls, self._recorder.newest, compiled)
             if progress != seen:
                 seen, silent, again = progress, 0.0, 0.0
             if self._answering:

@@ -8,9 +8,10 @@ import textwrap
 import unicodedata
 from types import MappingProxyType
 
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, Sentence, joined
 from mpitrain.textbook.claims.korean import CLAIMS
 from mpitrain.textbook.exercises.korean import EXERCISES
+from mpitrain.textbook.exercises.korean_reasons import REASONS
 from mpitrain.textbook.explain.korean import EXPLAIN
 
 LANGUAGES = ("en", "ko")
@@ -28,7 +29,7 @@ COMMON = {
 }
 """Words that several sub-rooms use."""
 
-WORDS = MappingProxyType({**COMMON, **EXPLAIN, **CLAIMS, **EXERCISES})
+WORDS = MappingProxyType({**COMMON, **EXPLAIN, **CLAIMS, **EXERCISES, **REASONS})
 """The Korean of every English text, fields in braces included."""
 
 
@@ -40,6 +41,8 @@ def language_of(locale: str) -> str:
 def text(english: str, language: str, **values: object) -> str:
     """Return a text in a language, with `values` in place of its fields.
 
+    A value that is a Sentence is translated as well, and so is each Sentence of a tuple.
+
     raises  ConfigError if the language is unknown; a missing Korean text is an error of the package
     """
     if language not in LANGUAGES:
@@ -48,7 +51,15 @@ def text(english: str, language: str, **values: object) -> str:
             "Set --language to one of them.",
         )
     found = WORDS[english] if language == "ko" else english
-    return found.format(**values) if values else found
+    inner = {name: joined(_into(value, language)) for name, value in values.items()}
+    return found.format(**inner) if values else found
+
+
+def _into(value: object, language: str) -> object:
+    """Return a value of a text in a language."""
+    if isinstance(value, Sentence):
+        return text(value.law, language, **value.values)
+    return tuple(_into(one, language) for one in value) if isinstance(value, tuple) else value
 
 
 def width(line: str) -> int:

@@ -20,6 +20,7 @@ from mpitrain.machine import process
 from mpitrain.transport.agreement import ending_together
 from mpitrain.transport.base import FIRST_CLAIMED_TAG, Transport, aligned_zeros
 from mpitrain.transport.failures import grace
+from mpitrain.transport.failures.departures import LARGEST, departures
 from mpitrain.transport.failures.guard import Guard, MpiJob
 from mpitrain.transport.failures.segments import unlink_mapped
 from mpitrain.transport.mpi_requests import Receive, Send
@@ -41,8 +42,17 @@ LEAST_TAG_BOUND = 32767
 def connect() -> MpiTransport:
     """Start MPI if it is not running, and return a transport over all its ranks; collective.
 
-    From then on an uncaught exception of one rank ends the job.
+    From then on an uncaught exception of one rank ends the job. If a rank ends by itself, others go
+    on. One that waits for the ended rank in the transport ends the job after 2 seconds.
     """
+    transport = join_world()
+    if 1 < transport.size <= LARGEST:
+        departures(transport.MPI).watch(transport.job, transport.traffic)
+    return transport
+
+
+def join_world() -> MpiTransport:
+    """Do as `connect`, for programs whose ranks leave together: no rank looks for ended ranks."""
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules:
@@ -72,7 +82,7 @@ def ranks() -> Iterator[MpiTransport]:
     >>> with mpitrain.ranks() as transport:
     ...     mpitrain.Group(transport, "ring").all_reduce(array)
     """
-    transport = connect()
+    transport = join_world()
     with ending_together(transport):
         yield transport
     transport.close()
@@ -194,7 +204,7 @@ class MpiTransport(Transport):
             what = f"send to {self._names[to]}, tag {tag}"
             # A guard would cost a microsecond, a tenth of a small message.
             try:
-                return Send(self, self.comm.Isend(message, to, tag), what)
+                return Send(self, self.comm.Isend(message, to, tag), what, to)
             except self.MPI.Exception as error:
                 raise self.error(error, f"{self.own_name}: {what}") from error
 
@@ -211,12 +221,13 @@ class MpiTransport(Transport):
             message, unit = self._message(array)
             what = f"recv from {name}, tag {tag}"
             try:
-                return Receive(self, self.comm.Irecv(message, source, tag), array, unit, what)
+                request = self.comm.Irecv(message, source, tag)
+                return Receive(self, request, array, unit, what, source)
             except self.MPI.Exception as error:
                 raise self.error(error, f"{self.own_name}: {what}") from error
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
-        poll_until(done, self.traffic, pause, what)
+        poll_until(done, self.traffic, pause, self.job if what is None else what)
 
     def admit_thread(self) -> None:
         with self.job.lock:

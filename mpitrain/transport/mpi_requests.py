@@ -3,7 +3,7 @@
 This module does not import mpi4py: the transport passes in the module.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -19,11 +19,13 @@ class MpiCalls(Protocol):
     MPI      the module mpi4py.MPI
     rank     in the communicator of the transport
     own_name as errors name this rank
+    members  rank in the whole job of each rank
     job      its lock, communicators and requests
     """
 
     rank: int
     own_name: str
+    members: tuple[int, ...]
     job: MpiJob
     traffic: Traffic
 
@@ -40,15 +42,27 @@ class MpiCalls(Protocol):
 class Send:
     """A send, or a non-blocking collective of the library, in progress; `what` is its name in
     messages.
+
+    peer  the other rank of a message; negative: any rank; None: a collective
     """
 
     source: int = -1
     _status: Any = None
 
-    def __init__(self, transport: MpiCalls, request: Any, what: str):
+    def __init__(self, transport: MpiCalls, request: Any, what: str, peer: int | None = None):
         self._transport, self._job = transport, transport.job
-        self._request, self._what = request, what
+        self._request, self._what, self._peer = request, what, peer
         self._job.requests.add(self)
+
+    def needs(self, left: Set[int]) -> bool:
+        """Return whether this request cannot complete once the ranks of `left` have ended."""
+        members = self._transport.members
+        if self._peer is None:
+            return any(rank in left for rank in members)
+        if self._peer < 0:
+            others = (rank for place, rank in enumerate(members) if place != self._transport.rank)
+            return all(rank in left for rank in others)
+        return members[self._peer] in left
 
     def test(self) -> bool:
         try:
@@ -66,7 +80,8 @@ class Send:
             self._request.Wait(self._status)
         except self._transport.MPI.Exception as error:
             self._fail(error)
-        self._transport.traffic.waits_for = None
+        finally:
+            self._transport.traffic.waits_for = None
         self._finish()
 
     def _finish(self) -> bool:
@@ -89,8 +104,16 @@ class Send:
 class Receive(Send):
     """A receive in progress."""
 
-    def __init__(self, transport: MpiCalls, request: Any, array: np.ndarray, unit: Any, what: str):
-        super().__init__(transport, request, what)
+    def __init__(
+        self,
+        transport: MpiCalls,
+        request: Any,
+        array: np.ndarray,
+        unit: Any,
+        what: str,
+        peer: int,
+    ):
+        super().__init__(transport, request, what, peer)
         self._unit, self._count, self._status = unit, array.size, transport.MPI.Status()
         self._done = False
 

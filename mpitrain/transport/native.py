@@ -16,6 +16,9 @@ from mpitrain.transport.mpi_requests import MpiCalls
 OPERATIONS = ("broadcast", "reduce", "reduce-scatter", "all-gather", "all-to-all")
 """The names, as in `mpitrain bench`. Broadcast and reduce have root 0."""
 
+ROOTED = ("broadcast", "reduce")
+"""The operations that some ranks leave before others enter."""
+
 MOST = (1 << 31) - 1
 """The most elements that one call of an MPI-3 library takes."""
 
@@ -59,6 +62,8 @@ def library_call(
     }[operation]
     call, lock = getattr(comm, name), transport.job.lock
     guard = transport.guard(f"MPI's own {operation}")
+    if operation in ROOTED:
+        guard.awaits = ()
 
     def run() -> None:
         with lock, guard:

@@ -1,7 +1,7 @@
 """Requests: messages in progress, the waits for them, and the count of messages sent."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from os import sched_yield
 from typing import Any, Protocol
@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpitrain.errors import CommError
+from mpitrain.transport.failures.guard import needs
 
 SPIN, LONGEST_PAUSE = 5e-5, 1e-3
 """Seconds. While its pauses are shorter than SPIN, a wait only yields the processor. Then it
@@ -84,6 +85,10 @@ class AnyOf:
     def __init__(self, requests: Sequence[Request]):
         self._requests = requests
 
+    def needs(self, left: Set[int]) -> bool:
+        """Return whether no request can complete once the ranks of `left` have ended."""
+        return all(needs(request, left) for request in self._requests)
+
     def __str__(self) -> str:
         return f"wait_any of ({named(self._requests)})"
 
@@ -97,15 +102,17 @@ def poll_until(done: Callable[[], bool], traffic: Traffic, pause: float, what: A
     """Implement `Transport.wait_until` by polling: no event signals that a message has arrived."""
     now, sent = pause, traffic.messages
     traffic.waits_for = what
-    while not done():
-        if traffic.messages != sent:
-            now, sent = pause, traffic.messages
-        if now < SPIN:
-            sched_yield()
-        else:
-            time.sleep(now)
-        now = min(1.1 * now, LONGEST_PAUSE)
-    traffic.waits_for = None
+    try:
+        while not done():
+            if traffic.messages != sent:
+                now, sent = pause, traffic.messages
+            if now < SPIN:
+                sched_yield()
+            else:
+                time.sleep(now)
+            now = min(1.1 * now, LONGEST_PAUSE)
+    finally:
+        traffic.waits_for = None
 
 
 def check_message(array: np.ndarray, rank: int, peers: Iterable[int], size: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.trace.recorder import Recorder
-from mpitrain.trace.ring_buffer import RECEIVE, REDUCTION, SEND
+from mpitrain.trace.ring_buffer import LIBRARY_CALLS, MESSAGES, RECEIVE, REDUCTION, SEND
 from mpitrain.transport.base import Transport
 from mpitrain.transport.forwarding import Forwarding
 from mpitrain.transport.requests import Request
@@ -25,8 +25,7 @@ class Recorded(Forwarding):
         self.recorder = recorder
         self._named: dict[int, int] = {}
         self._messages, self._barrier, self._text, self._native = (
-            recorder.name(what, inner.members)
-            for what in ("messages", "a barrier", "words of all ranks", "MPI's all-reduce")
+            recorder.name(what, inner.members) for what in (MESSAGES, *LIBRARY_CALLS)
         )
 
     def over(self, inner: Transport) -> "Recorded":

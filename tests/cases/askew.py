@@ -44,9 +44,9 @@ def check_bias(kernels: Kernels, which: int) -> None:
 
 def check_norm(kernels: Kernels, which: int) -> None:
     """Any array of a LayerNorm may begin anywhere."""
-    ops, (arena, (x, gain, bias, dy, residual, dgain)) = (
+    ops, (arena, (x, gain, bias, dy, residual, dgain, dbias)) = (
         bodies.cuda(kernels),
-        one_askew(which, (3, 8), (8,), (8,), (3, 8), (3, 8), (8,)),
+        one_askew(which, (3, 8), (8,), (8,), (3, 8), (3, 8), (8,), (8,)),
     )
     y, saved = ops.layer_norm(x, gain, bias, 1e-5, arena)
     true_y, true_saved = reference.layer_norm(values(x), values(gain), values(bias), 1e-5, None)
@@ -56,9 +56,11 @@ def check_norm(kernels: Kernels, which: int) -> None:
         values(dy), values(gain), true_saved, None, values(residual)
     )
     assert_close(dx, true_dx)
-    reference.layer_norm_backward_gain(truth, true_dgain := values(dgain), True, None)
-    ops.layer_norm_backward_gain(pending, dgain, True, arena)
-    assert_close(dgain, true_dgain)
+    sums = [values(dgain), values(dbias)]
+    reference.layer_norm_backward_weight(truth, *sums, True, None)
+    ops.layer_norm_backward_weight(pending, dgain, dbias, True, arena)
+    assert_close(dgain, sums[0])
+    assert_close(dbias, sums[1])
 
 
 def check_embedding(kernels: Kernels, which: int) -> None:
@@ -83,6 +85,6 @@ def check_embedding(kernels: Kernels, which: int) -> None:
 
 def askew() -> Iterator[partial]:
     """Kernels with a row or a column to a warp; of the others whole groups of arrays are out of line in their own cases."""
-    for check, arrays in ((check_bias, 5), (check_norm, 6), (check_embedding, 6)):
+    for check, arrays in ((check_bias, 5), (check_norm, 7), (check_embedding, 6)):
         for which in range(arrays + 1):
             yield partial(check, which=which)

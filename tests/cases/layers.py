@@ -58,6 +58,15 @@ def check_linear(
     names, shapes = ["linear_backward_weight", "linear_backward_bias"], [(n, k), (n,)]
     count = 2 if biased else 1
     halves(names[:count], ops, (pending,), (truth,), shapes[:count], dtype)
+    if biased:
+        summed = "float32" if dtype in ("float16", "bfloat16") else dtype
+        for kind in {summed, dtype}:
+            dw, db = stored(numbers(9, n, k), summed), stored(numbers(8, n), kind)
+            expected = values(dw), values(db)
+            ops.linear_backward_weight(pending, dw, False, arena, db)
+            reference.linear_backward_weight(truth, expected[0], False, None, expected[1])
+            assert_close(dw, expected[0], dtype, "dw")
+            assert_close(db, expected[1], dtype, "db")
 
 
 def check_fused(
@@ -195,7 +204,7 @@ def check_layer_norm(
     shifted: bool = False,
     adds: bool = False,
 ) -> None:
-    """LayerNorm of rows with a mean far from 0, forward and the three backward halves.
+    """LayerNorm of rows with a mean far from 0, forward and both backward halves.
 
     adds: dx has a residual in its sum
     """
@@ -221,14 +230,15 @@ def check_layer_norm(
         initial=0
     )  # in a row of one number all cancels
     assert_close(dx, true_dx, dtype, "dx", size)
-    halves(
-        ["layer_norm_backward_gain", "layer_norm_backward_bias"],
-        ops,
-        (pending,),
-        (truth,),
-        [(c,), (c,)],
-        dtype,
-    )
+    stored_as = "float32" if dtype in ("float16", "bfloat16") else dtype
+    for accumulate in (False, True):
+        for frozen in (None, 0, 1):
+            outs = [None if n == frozen else stored(numbers(n, c), stored_as) for n in range(2)]
+            expected = [None if out is None else values(out) for out in outs]
+            ops.layer_norm_backward_weight(pending, *outs, accumulate, Arena())
+            reference.layer_norm_backward_weight(truth, *expected, accumulate, None)
+            for out, wanted in zip(outs, expected, strict=True):
+                assert out is None or assert_close(out, wanted, dtype, "gain and bias") is None
 
 
 def check_embedding(
@@ -459,7 +469,11 @@ def norms() -> Iterator[Callable]:
         (5, 127),
         (70, 128),
         (9, 129),
+        (2, 512),
         (2, 523),
+        (2, 1024),
+        (9, 1025),
+        (3, 2049),
         (3, 10_501),
     ):
         yield partial(check_layer_norm, m=m, c=c, adds=c % 2 == 0 or c > 1000)

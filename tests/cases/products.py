@@ -224,7 +224,7 @@ def by_library() -> Iterator[partial]:
 
 def tensor() -> Iterator[partial]:
     """gemm_tensor."""
-    large, medium, small, *others = tiles.TENSOR_TILES
+    large, medium, small, _, tall, *_ = tiles.TENSOR_TILES
     for ta, tb in TRANSPOSITIONS:
         here = partial(check, ta=ta, tb=tb, dtype="float16", result="float32", tile=small)
         for m, n, k in [*SHAPES, (32, 40, 200)]:
@@ -234,11 +234,12 @@ def tensor() -> Iterator[partial]:
             here, m=40, n=40, k=40, shifted=True, activation=None if ta else "gelu backward"
         )
         yield partial(here, m=40, n=30, k=200, splits=3, activation=None if ta else "gelu backward")
-    for tile, ways in (
-        (medium, {"tb": True}),
-        (large, {"tb": True}),
-        (others[-2], {"ta": True, "extra": True}),
-    ):  # of those with warps of 64 x 64 one: each is long to compile
+    for tile, result, ways in (
+        (medium, "float32", {"tb": True}),
+        (large, "float32", {"tb": True}),
+        (tall, "float32", {"ta": True, "extra": True}),
+        (tall, "bfloat16", {"tb": True}),
+    ):  # one of those with warps of 64 x 64: each is long to compile
         yield partial(
             check,
             m=tile.TILE_M + 8,
@@ -246,7 +247,7 @@ def tensor() -> Iterator[partial]:
             k=3 * tile.TILE_K + 8,
             tile=tile,
             dtype="bfloat16",
-            result="float32",
+            result=result,
             **ways,
         )
     yield partial(check, m=48, n=40, k=136, tile=small, dtype="bfloat16", extra=True, ta=True)

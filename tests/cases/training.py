@@ -11,6 +11,7 @@ from mpitrain.data import IGNORED
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import OPERATIONS, bodies, codes
+from mpitrain.ops.cuda.steps import TAKE_RUNS
 from mpitrain.ops.cuda.sums import sum_all, total
 from mpitrain.ops.cuda.wire import (
     add_into,
@@ -23,6 +24,7 @@ from mpitrain.ops.cuda.wire import (
     top_k,
 )
 from mpitrain.ops.operands import operands
+from mpitrain.ops.runs import GroupRun, over_runs
 from tests.cases.numbers import assert_close, numbers, stored, values
 
 reference = bodies.reference()
@@ -174,6 +176,44 @@ def check_mirrored_step(
     for one, other in zip(mine, alone, strict=True):
         np.testing.assert_array_equal(one, other)
     np.testing.assert_array_equal(rounded, mine[0].astype(rounded.dtype))
+
+
+RATES = (1.0, 0.3), (0.5, 0.0), (1.0, 0.0)
+RUNS = {
+    "one": [(0, 37)],
+    "two": [(32, 64), (64, 71)],
+    "padded": [(0, 1), (32, 63), (64, 96), (128, 2080), (2080, 2081)],
+    "many": [(32 * n, 32 * n + 1 + n % 32) for n in range(77)],
+}
+"""Runs of a flat buffer by name; elements between two of them are padding."""
+
+
+def check_runs(
+    kernels: Kernels, name: str, bounds: str, dtype: str = "float32", mirror: str | None = None
+) -> None:
+    """Runs of several parameter groups: one launch, with the bits of a launch for each run."""
+    runs = [GroupRun(*run, *RATES[n % 3]) for n, run in enumerate(RUNS[bounds])]
+    ops, count = bodies.cuda(kernels), runs[-1].stop + 5
+    mine, scalars = step_of(name, count, dtype)
+    alone, lr = [array.copy() for array in mine], scalars.pop("lr")
+    scalars = {**scalars, "arena": Arena()}
+    del scalars["weight_decay"]
+    rounded = [stored(np.zeros(count), mirror or dtype) for _ in range(2)]
+    whole = over_runs(getattr(ops, name), runs)
+    for rate in (lr, lr / 3):  # numbers in device memory are written anew
+        before = kernels.launches
+        whole(*mine, lr=rate, **scalars, mirror=rounded[0] if mirror else None)
+        assert kernels.launches == before + 1
+        for run in runs:
+            here = slice(run.start, run.stop)
+            own = {"lr": rate * run.lr, "weight_decay": run.weight_decay} | scalars
+            if mirror:
+                own["mirror"] = rounded[1][here]
+            getattr(ops, name)(*(array[here] for array in alone), **own)
+    outside = [slice(0, runs[0].start), slice(runs[-1].stop, None)]
+    for here in [*(slice(run.start, run.stop) for run in runs), *outside]:
+        for one, other in zip([*mine, rounded[0]], [*alone, rounded[1]], strict=True):
+            np.testing.assert_array_equal(one[here], other[here])
 
 
 def check_signs(kernels: Kernels) -> None:
@@ -379,6 +419,11 @@ def steps() -> Iterator[Callable]:
             yield partial(
                 check_mirrored_step, name=name, count=count, mirror=mirror, shifted=shifted
             )
+    for name in sorted(TAKE_RUNS):
+        for bounds in RUNS:
+            yield partial(check_runs, name=name, bounds=bounds)
+        yield partial(check_runs, name=name, bounds="padded", dtype="float64")
+        yield partial(check_runs, name=name, bounds="padded", mirror="bfloat16")
     yield check_signs
 
 

@@ -5,11 +5,11 @@ pointer or a copy on another stream, sees 0xFF in every byte that the work write
 to what it still reads or writes is a fault. A copy fills its target with 0xFF when it starts and moves the bytes when it
 is waited for, or asked twice. Like CuPy's, these arrays refuse to become NumPy's by themselves.
 
-A stream that waits for an event is ordered behind what was before that; work on one stream that touches what another, not ordered
-with it, still uses is a fault.
+A stream that waits for an event is ordered behind the last record until then; work on one stream that touches what another, not
+ordered with it, still uses is a fault.
 
-Threads are processes: each has its own stream, may open the memory of the others by handle but not its own, and work on
-what another's stream still uses is a fault.
+Threads are processes: each has its own stream, may open the memory and the events of the others by handle but not its own, and
+work on what another's stream still uses is a fault.
 
 `log` has what happened, per thread: ("synchronize",), ("pointer", nbytes), ("copy", nbytes); `faults` what must not have.
 """
@@ -35,8 +35,8 @@ devices = SimpleNamespace(
     count=1, used=[], memory=(8 << 30, 8 << 30), broken=False
 )  # memory: free and whole, bytes; broken: after an illegal address every call fails
 ipc = SimpleNamespace(
-    works=lambda: True, opened=[]
-)  # whether this thread may open memory; addresses open now, in any
+    works=lambda: True, shares_events=lambda: True, opened=[], events={}
+)  # whether this thread may open memory, and events; addresses open now, in any; events open now, by their address here
 
 _local = threading.local()
 _lock = threading.RLock()
@@ -91,7 +91,7 @@ class Stream:
 
     def __init__(self, non_blocking=False):
         self.ptr, self._pending, self._after, self._outside = next(_numbers), [], [], []
-        self.non_blocking, self.reads = non_blocking, {}
+        self.non_blocking, self.reads, self._copies = non_blocking, {}, []
         _streams[self.ptr] = self
 
     def synchronize(self):
@@ -100,12 +100,17 @@ class Stream:
         self.record(Event())._reach()
 
     def wait_event(self, event):
-        self._after.append(event)
+        _refuse_if_broken()
+        with _lock:
+            self._after = [record for record in self._after if record.is_left()]
+            record = _event_at(event.ptr).recorded
+            self._after += [record] if record else []
 
     def record(self, event):
-        event.copies, self._copies = getattr(self, "_copies", []), []
-        event.stream, event.works, event.after = self, list(self._pending), list(self._after)
-        event.when = self.idle_at = max(time.perf_counter(), getattr(self, "idle_at", 0.0))
+        _refuse_if_broken()
+        with _lock:
+            event.recorded, event.asked = _Record(self), 0
+        self.idle_at = event.recorded.when
         return event
 
     def computes(self, seconds):
@@ -116,7 +121,7 @@ class Stream:
 
     def ordered(self):
         """Everything that has ended before whatever is started here now begins."""
-        return [*self._pending, *(work for event in self._after for work in event.all_works())]
+        return [*self._pending, *(work for record in self._after for work in record.all_works())]
 
     def __enter__(self):
         self._outside.append(get_current_stream())
@@ -155,15 +160,18 @@ class Event:
     One that tells times is done when the stream comes past it.
     """
 
-    def __init__(self, disable_timing=False):
-        self.asked, self.copies, self.stream, self.works, self.after = 0, [], None, [], []
+    def __init__(self, disable_timing=False, interprocess=False):
+        if interprocess and not disable_timing:
+            raise ValueError("Timing must be disabled for interprocess events")
+        self.asked, self.recorded, self.is_shared = 0, None, interprocess
         self.tells_times = not disable_timing
-        self.ptr = next(_numbers)
+        self.ptr, self.owner = next(_numbers), threading.get_ident()
         _events[self.ptr] = self
 
-    def all_works(self):
-        """What has ended when this is reached, on all streams."""
-        return [*self.works, *(work for event in self.after for work in event.all_works())]
+    @property
+    def when(self):
+        """When the stream comes past it."""
+        return self.recorded.when
 
     @property
     def done(self):
@@ -182,6 +190,35 @@ class Event:
 
     def _has_ended(self):
         """Return whether the host waited for the stream after this event."""
+        return self.recorded is not None and self.recorded.has_ended()
+
+    def synchronize(self):
+        _refuse_if_broken()
+        self._reach()
+
+    def _reach(self):
+        if self.recorded:
+            self.recorded.reach()
+
+
+class _Record:
+    """What one record of an event is behind: the work and the copies of its stream, and the records that the stream waits for."""
+
+    def __init__(self, stream):
+        self.stream, self.works, self.after = stream, list(stream._pending), list(stream._after)
+        self.copies, stream._copies = stream._copies, []
+        self.when = max(time.perf_counter(), getattr(stream, "idle_at", 0.0))
+
+    def all_works(self):
+        """What has ended when this is reached, on all streams."""
+        return [*self.works, *(work for record in self.after for work in record.all_works())]
+
+    def is_left(self):
+        """Whether anything has to end before this is reached."""
+        return bool(self.works or self.after or self.copies)
+
+    def has_ended(self):
+        """Whether the host waited for the stream since then."""
         pending = {id(work) for work in self.stream._pending}
         return (
             bool(self.works)
@@ -189,14 +226,11 @@ class Event:
             and not any(id(work) in pending for work in self.works)
         )
 
-    def synchronize(self):
-        _refuse_if_broken()
-        self._reach()
-
-    def _reach(self):
+    def reach(self):
+        """The device passes this record."""
         with _lock:
-            for event in self.after:
-                event._reach()
+            for record in self.after:
+                record.reach()
             for work in self.works:
                 _end(self.stream, work)
             for target, source in self.copies:
@@ -204,11 +238,20 @@ class Event:
             self.works, self.after, self.copies = [], [], []
 
 
+def _event_at(ptr):
+    """The event of this process, or the opened one of another."""
+    event = ipc.events[ptr]() if ptr in ipc.events else _events[ptr]
+    if event is None:
+        faults.append("an event of another process that is destroyed")
+        return Event(disable_timing=True)
+    return event
+
+
 def _event_query(ptr):
     """As cudaEventQuery: a status, never an exception."""
     if devices.broken:
         return ILLEGAL_ADDRESS
-    return 0 if _events[ptr].passed() else NOT_READY
+    return 0 if _event_at(ptr).passed() else NOT_READY
 
 
 def _refuse_if_broken():
@@ -269,7 +312,7 @@ def _memcpy_async(target, source, nbytes, kind, stream):
         return
     target, source = _bytes(target, nbytes), _bytes(source, nbytes)
     target[:] = GARBAGE
-    _streams[stream].__dict__.setdefault("_copies", []).append((target, source))
+    _streams[stream]._copies.append((target, source))
 
 
 def _copy_in_order(target, source, nbytes, stream):
@@ -318,6 +361,23 @@ def _open(handle):
         raise CUDARuntimeError("cudaErrorInvalidContext: invalid device context")
     ipc.opened.append(ptr)
     return ptr
+
+
+def _export_event(ptr):
+    if not _events[ptr].is_shared:
+        raise CUDARuntimeError("cudaErrorInvalidResourceHandle: invalid resource handle")
+    handle = next(_numbers).to_bytes(64, "little")
+    _handles[handle] = ptr, threading.get_ident()
+    return handle
+
+
+def _open_event(handle):
+    ptr, owner = _handles.get(handle, (None, None))  # other processes have other handles
+    if ptr is None or owner == threading.get_ident() or not ipc.shares_events():
+        raise CUDARuntimeError("cudaErrorInvalidContext: invalid device context")
+    here = next(_numbers)
+    ipc.events[here] = weakref.ref(_events[ptr])
+    return here
 
 
 def _alloc_pinned(nbytes):
@@ -374,6 +434,9 @@ cuda = SimpleNamespace(
         ipcGetMemHandle=_export,
         ipcOpenMemHandle=_open,
         ipcCloseMemHandle=ipc.opened.remove,
+        ipcGetEventHandle=_export_event,
+        ipcOpenEventHandle=_open_event,
+        eventDestroy=lambda ptr: ipc.events.pop(ptr),
     ),
 )
 

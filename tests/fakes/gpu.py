@@ -15,6 +15,7 @@ class FakeEngine:
     """Launches kernels on tests.fakes.cupy arrays.
 
     noted   by thread, what it has launched: kernel, blocks, threads, and each argument as an address or a number
+    streams by thread and launch: whether the current stream was one of messages
     """
 
     def __init__(self):
@@ -22,7 +23,7 @@ class FakeEngine:
         simulated = self._simulator
         self.capability, self.multiprocessors = simulated.capability, simulated.multiprocessors
         self.multiprocessor = simulated.multiprocessor
-        self.noted = defaultdict(list)
+        self.noted, self.streams = defaultdict(list), defaultdict(list)
 
     name, takes_plain = "a fake GPU", False
 
@@ -30,6 +31,7 @@ class FakeEngine:
         function = self._simulator.load(source, signature, defines)
 
         def start(grid, block, arguments, shared):
+            self.streams[threading.get_ident()].append(cupy.get_current_stream().non_blocking)
             self.noted[threading.get_ident()].append(
                 (
                     signature.name,

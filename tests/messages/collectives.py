@@ -13,10 +13,11 @@ ARRAY_GAPS = "an array with gaps"
 CANNOT_HANDED_OTHER_PROCESSES = "cannot be handed to other processes: libcuda.so.1: cannot open"
 EVERY_RANK_WAITS_NO = "every rank waits and no message can move"
 EXCHANGE_NEEDS_ONE_SIZE = "exchange needs one size on every rank, but it is 5 on rank 0"
-MPITRAIN_ALGORITHM_SHARED_FALLS = (
-    "mpitrain: algorithm shared falls back on ring. On rank 1 (localhost): GPU memory of "
+FALLS_BACK_ON_RING = {
+    name: f"mpitrain: algorithm shared falls back on ring. On rank 1 (localhost): {refused} of "
     "another process cannot be opened: cudaErrorInvalidContext: invalid device context.\n"
-)
+    for name, refused in (("works", "GPU memory"), ("shares_events", "GPU events"))
+}
 MUST_ONE_RING_AUTO = "must be one of ring, .*{}, auto, but"
 NEEDS_ALL_RANKS_ONE = "needs all ranks on one host, but they are on 2."
 NEEDS_CONTIGUOUS_ARRAYS_PLAIN = (

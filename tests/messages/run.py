@@ -53,6 +53,10 @@ RANK_1_ON_NODE = "rank 1 on node has not moved for "
 STANDS_STILL = ": the run stands still"
 STALLS = {
     "deadlock": r"in a circle: rank (0|1) on .* of rank (1|0) for \d+ s; rank (1|0) on .* of rank (0|1) for ",
-    "mismatch": "different collective calls: rank (1|0) in .*; rank (0|1) in ",
+    "mismatch": "different calls: rank (1|0) in .*; rank (0|1) in ",
+    (
+        "mismatch",
+        "training of two stages",
+    ): "different calls: rank 1 in a barrier, which rank 0 has not",
     "lose": r"A message is missing: rank 0 on \S+ has waited for .* of rank 1 for .*Rank 1 on \S+ has sent it",
 }

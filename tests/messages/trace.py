@@ -31,8 +31,12 @@ CIRCLE = (
     "Ranks wait for each other in a circle: rank 1 on node1 has waited for gradient of micro-batch 2 "
     "of rank 2 for 56 s; rank 2 on node2 has waited for activation of micro-batch 2 of rank 1 for 57 s."
 )
+CALL_NOT_ENTERED = (
+    "Ranks are in different calls: rank 1 in a barrier, which rank 0 has not entered (rank 1 on node1: "
+    "step 14, waiting for a barrier; rank 0 on node0: step 14, waiting for gradient)."
+)
 DIFFERENT_CALLS = (
-    "Ranks are in different collective calls: rank 1 in a barrier; ranks 0, 2, 3 in the sums of "
+    "Ranks are in different calls: rank 1 in a barrier; ranks 0, 2, 3 in the sums of "
     "gradients (rank 1 on node1: step 14, waiting for a barrier; rank 0 on node0: step 14, waiting "
     "for the sums of gradients)."
 )

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from mpitrain.bench.training import peers
 from mpitrain.bench.training import steps as training_steps
-from mpitrain.cli.bench.train import _measure as measure
+from mpitrain.cli.bench.training.command import _measure as measure
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.transport.threads import run_ranks
@@ -125,12 +126,12 @@ def test_an_unknown_shape_is_one_error():
 def test_the_compiled_peer_is_ddp_and_needs_a_compiler(monkeypatch):
     torch_peer = pytest.importorskip("mpitrain.bench.training.torch_peer")
     job = {"optimizer": {"clip": 0.0}, "device": {"kind": "cpu"}}
-    assert training_steps.peer_class("torch-compiled", parse(job)) is torch_peer.CompiledPeer
+    assert peers.peer_class("torch-compiled", parse(job)) is torch_peer.CompiledPeer
     with pytest.raises(ConfigError, match="compiled peer"):
-        training_steps.peer_class("torch-compiled", parse({**job, "replication": {"zero": 1}}))
+        peers.peer_class("torch-compiled", parse({**job, "replication": {"zero": 1}}))
     monkeypatch.setattr(torch_peer, "COMPILERS", ("no-such-compiler",))
     with pytest.raises(ConfigError, match="no-such-compiler"):
-        training_steps.peer_class("torch-compiled", parse(job))
+        peers.peer_class("torch-compiled", parse(job))
 
 
 def test_kernels_take_turns_with_a_peer_and_a_file_has_the_times(tmp_path):
@@ -157,18 +158,14 @@ def test_a_peer_that_cannot_use_the_gpu_is_one_message(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=says.PEER_CANNOT_USE_GPU):
-        training_steps.peer_class(
-            "torch", parse({"optimizer": {"clip": 0.0}, "device": {"kind": "cuda"}})
-        )
+        peers.peer_class("torch", parse({"optimizer": {"clip": 0.0}, "device": {"kind": "cuda"}}))
 
 
 def test_a_peer_that_is_not_installed_is_one_message(monkeypatch):
-    monkeypatch.setitem(
-        training_steps.PEERS, "torch", ("nothing_of_this_name", "pip install torch", "Peer")
-    )
+    monkeypatch.setitem(peers.PEERS, "torch", ("nothing_of_this_name", "pip install torch", "Peer"))
     config = parse({"optimizer": {"clip": 0.0}})
     with pytest.raises(ConfigError, match=says.NEEDS_MODULE_NOTHING_NAME):
-        training_steps.peer_class("torch", config)
+        peers.peer_class("torch", config)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +189,7 @@ def test_a_peer_that_is_not_installed_is_one_message(monkeypatch):
 )
 def test_a_peer_that_would_do_other_work_is_refused(setting):
     with pytest.raises(ConfigError, match="The peer "):
-        training_steps.peer_class(
+        peers.peer_class(
             "torch", parse(with_settings({}, ["optimizer.clip=0.0", *setting.split(",")]))
         )
 

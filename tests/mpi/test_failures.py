@@ -23,6 +23,7 @@ CASES = [
     ("lose", "training"),
     ("stop", "end"),
 ]
+STAGES = "mismatch", "training of two stages"
 SILENT = {"stop", "deadlock", "mismatch", "lose"}
 """Kinds that end after run.stall_seconds. The others end at once, so theirs may be long."""
 AT_ONCE = 3
@@ -41,10 +42,13 @@ def ended(tmp_path_factory):
         folder = tmp_path_factory.mktemp("-".join(case))
         # Between two ranks that start on a busy machine there may be seconds.
         seconds = dict.fromkeys(["run.stall_seconds", "run.grace"], 3 if case[0] in SILENT else 60)
-        return failures.job(programs, *case, folder, f"test-{folder}", **seconds)
+        stages = {"layout.pp": 2, "batch.micro_batches": 2} if case == STAGES else {}
+        phase = case[1].split()[0]
+        return failures.job(programs, case[0], phase, folder, f"test-{folder}", **seconds, **stages)
 
+    cases = [*CASES, STAGES]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return failures, dict(zip(CASES, pool.map(end, CASES), strict=True))
+        return failures, dict(zip(cases, pool.map(end, cases), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
@@ -57,9 +61,13 @@ def test_a_failure_ends_the_job_as_the_table_says(case, ended):
     assert not failures.verdict(found._replace(left=left), patient), found.lines[-20:]
 
 
-@pytest.mark.parametrize("kind", ["deadlock", "mismatch", "lose"])
-def test_a_silence_is_explained_once_with_its_kind(kind, ended):
-    lines = ended[1][kind, "training"].lines
+@pytest.mark.parametrize(
+    "case",
+    [STAGES, *((kind, "training") for kind in ("deadlock", "mismatch", "lose"))],
+    ids="-".join,
+)
+def test_a_silence_is_explained_once_with_its_kind(case, ended):
+    lines = ended[1][case].lines
     reports = [line for line in lines if says.STANDS_STILL in line and "launch" not in line]
     assert len(reports) == 1, lines[-20:]
-    assert re.search(says.STALLS[kind], reports[0]), reports
+    assert re.search(says.STALLS[case if case == STAGES else case[0]], reports[0]), reports

@@ -1,7 +1,7 @@
 """The names of `--modes`: a table of words, each with its settings, and words joined by +."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from mpitrain.collectives.selection.table import choices
 from mpitrain.errors import ConfigError
@@ -10,6 +10,8 @@ from mpitrain.parallel.modes import MODES
 RING = "replication.algorithm=ring"
 BASELINE = "ring"
 """The mode that changes nothing else in the job."""
+COUNTED = (RING, "layout.algorithm=ring")
+"""Settings of words that --set replaces: the transport counts the bytes of a ring."""
 
 FORMS: dict[str, tuple[str, ...]] = {
     "dpN": ("layout.dp=N",),
@@ -40,8 +42,7 @@ _HOLES = re.compile(r"N(?![A-Z])|[A-Z]{2,}")
 def settings_by_mode() -> dict[str, tuple[str, ...]]:
     """Return {mode of replication: its settings}.
 
-    Modes that are not all-reduce algorithms use a ring for their sums: the transport counts its
-    bytes.
+    Modes that are not all-reduce algorithms use a ring for their sums, unless --set names another.
     """
     sharded = {stage for mode in MODES.values() for stage in mode.stages}
     return {
@@ -73,19 +74,21 @@ def usual() -> list[str]:
     return ["star", "ring", "auto", *(mode for mode in others if not mode.endswith("-host"))]
 
 
-def settings_of(mode: str) -> tuple[str, ...]:
+def settings_of(mode: str, given: Collection[str] = ()) -> tuple[str, ...]:
     """Return the settings of a mode, as `section.key=value`; sums use a ring unless it names one.
 
     mode    words joined by +, such as zero3+tp2
+    given   keys of --set, for which no word sets a value of COUNTED
     raises  ConfigError for an unknown word, and for words that set one key to different values
     """
     known = settings_by_mode()
     found: dict[str, tuple[str, str]] = {}
     for word in mode.split("+"):
         for setting in known.get(word) or _formed(word, mode):
-            if setting == RING and word != BASELINE:
-                continue  # It is the default, which another word may replace.
             key, _, value = setting.partition("=")
+            is_default = setting == RING or key in given
+            if setting in COUNTED and is_default and word != BASELINE:
+                continue  # Another word may replace a default.
             first, before = found.setdefault(key, (word, value))
             if before != value:
                 raise ConfigError(
@@ -93,7 +96,8 @@ def settings_of(mode: str) -> tuple[str, ...]:
                     f"and {word} sets {key}={value}.",
                     f"Take one of {first} and {word}.",
                 )
-    found.setdefault("replication.algorithm", (BASELINE, BASELINE))
+    if "replication.algorithm" not in given:
+        found.setdefault("replication.algorithm", (BASELINE, BASELINE))
     return tuple(f"{key}={value}" for key, (_, value) in found.items())
 
 

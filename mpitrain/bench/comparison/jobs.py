@@ -4,13 +4,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from mpitrain.bench.comparison.grammar import is_replication, settings_of
+from mpitrain.collectives.selection.own_algorithm import is_file
 from mpitrain.config import Config, with_settings
 from mpitrain.config.plugins import load
 from mpitrain.errors import ConfigError, on_every_rank
 from mpitrain.optim import checked
 from mpitrain.parallel.grid import axes, divisor
 from mpitrain.parallel.modes import servers_of
-from mpitrain.run.choices import parse
+from mpitrain.run.build import build
+from mpitrain.run.choices import ALGORITHMS, parse
 from mpitrain.run.given import agree_on
 from mpitrain.run.resolve import resolve_here
 from mpitrain.transport.agreement import on_all_ranks
@@ -28,8 +30,10 @@ def jobs(modes: Sequence[str], settings: Sequence[str], hosts: Sequence[str]) ->
     raises    ConfigError if a mode does not exist or cannot run on these ranks, or if a plugin
               cannot be imported
     """
-    load(with_settings({}, [*settings]))  # Plugins add modes.
-    own = {mode: settings_of(mode) for mode in modes}
+    tables = with_settings({}, [*settings])
+    load(tables)  # Plugins add modes.
+    given = {f"{section}.{key}" for section, values in tables.items() for key in values}
+    own = {mode: settings_of(mode, given) for mode in modes}
     if len(hosts) == 1 and all(map(is_replication, modes)):
         raise ConfigError(
             "compare measures what ranks send each other, and one rank sends nothing.",
@@ -64,14 +68,17 @@ def _job(settings: list[str], hosts: Sequence[str]) -> Config:
 
 
 def check_resolved(transport: Transport, found: Mapping[str, Config]) -> None:
-    """Raise ConfigError for a mode whose schedule or device does not fit these ranks; collective.
+    """Raise ConfigError for a mode that does not fit these ranks; collective.
 
-    Then no mode is refused after another has been measured.
+    Schedules and devices are checked. A job with a file for its sums is built, which simulates the
+    file for each of its arrays. Then no mode is refused after another has been measured.
     """
     for mode, config in found.items():
         try:
             given = agree_on(transport, partial(checked, config))
             on_all_ranks(transport, partial(resolve_here, given, transport.hosts))
+            if any(is_file(config.flat()[key]) for key in ALGORITHMS):
+                build(transport, config).close()
         except ConfigError as error:
             if not error.agreed:
                 raise

@@ -139,10 +139,10 @@ def _trained(
     """Train a job to its end. Collective."""
     transport.barrier()
     found = Trained(time.perf_counter(), [], [], [])
-    for outcome in _steps(job, lambda step: watchdog.alive(f"step {step} of {mode}")):
+    for outcome, waited in _steps(job, waits, lambda n: watchdog.alive(f"step {n} of {mode}")):
         found.outcomes.append(outcome)
-        found.ends.append(time.perf_counter() - found.began)
-        found.waits.append(waits.seconds)
+        found.ends.append((outcome.ended or time.perf_counter()) - found.began)
+        found.waits.append(waited)
         stepped(mode, outcome.loss)
     return found
 
@@ -195,15 +195,24 @@ def _measured(
     return row, found
 
 
-def _steps(job: Job, alive: Callable[[int], None]) -> Iterator[StepResult]:
-    """Train a job, and yield the result of every step when it is complete. Collective."""
+def _steps(
+    job: Job, waits: Waits, alive: Callable[[int], None]
+) -> Iterator[tuple[StepResult, float]]:
+    """Train a job, and yield the result of every step when it is complete. Collective.
+
+    yields  a result, and the seconds of waits up to the end of its step. An asynchronous pipeline
+            knows a result some steps later.
+    """
     trainer, replication = job.trainer, job.trainer.replication
+    by_step: dict[int, float] = {}
     for index in range(trainer.config.run.steps):
         alive(index + 1)
         own = None
         for number in replication.steps(index, lambda: False):
             own = trainer.step(number, *replication.batch(job.data, number))
-        yield replication.outcome(index, own)
+            by_step[number] = waits.seconds
+        outcome = replication.outcome(index, own)
+        yield outcome, waits.seconds if outcome.ended is None else by_step.pop(index)
 
 
 def finite(loss: float) -> float | None:

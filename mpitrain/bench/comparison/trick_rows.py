@@ -53,6 +53,14 @@ def _rows(job: Resolved) -> int:
     return job.config.batch.size // job.axes.dp
 
 
+def _at_most(stage: int) -> Callable[[Resolved], str]:
+    """Return the reason against a stage of ZeRO that is below the job's."""
+    return unless(
+        lambda job: job.config.replication.zero <= stage,
+        "replication.zero is higher: the job shards more already",
+    )
+
+
 REPLICAS = unless(lambda job: job.axes.dp > 1, "there is one replica")
 ALL_REDUCE = unless(
     lambda job: job.config.replication.mode == "all-reduce", "replication.mode is not all-reduce"
@@ -98,7 +106,11 @@ TRICKS: dict[str, Trick] = {
     ),
     **{
         f"ZeRO {stage}": row(
-            {"replication.zero": stage}, {"replication.zero": 0}, REPLICAS, ALL_REDUCE
+            {"replication.zero": stage},
+            {"replication.zero": 0},
+            REPLICAS,
+            ALL_REDUCE,
+            _at_most(stage),
         )
         for stage in (1, 2, 3)
     },
@@ -137,6 +149,10 @@ TRICKS: dict[str, Trick] = {
         {"replication.wire": "none"},
         REPLICAS,
         ALL_REDUCE,
+        unless(
+            lambda job: job.config.replication.wire in ("none", "int8"),
+            "replication.wire is another format",
+        ),
     ),
     "compiled passes": row(
         {"device.passes": "compiled"},

@@ -190,7 +190,9 @@ def _side(transport: Transport, side: Counting, blocks: list[float]) -> Side:
     memory = {**trainer.replication.held_by_kind(), "activations": trainer.pipe.peak_bytes}
     mine = memory, trainer.counted.peak, side.sent / side.steps
     memories, counted, sent = zip(*transport.gather_text(mine), strict=True)
-    return Side(blocks, [*memories], [*counted], [*sent], predicted(transport, side.job))
+    # The first steps of a run may send more than these do.
+    formula = None if trainer.config.dense_steps else predicted(transport, side.job)
+    return Side(blocks, [*memories], [*counted], [*sent], formula)
 
 
 def settings_of(values: Mapping[str, Any]) -> list[str]:

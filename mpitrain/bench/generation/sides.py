@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from mpitrain.run.decoding.document import last_document, separator_of
 from mpitrain.run.decoding.sampling import Sampling
 from mpitrain.run.generate import texts
 from mpitrain.run.trainer import Trainer
@@ -47,12 +48,14 @@ class WholeWindows:
 
     def __init__(self, trainer: Trainer):
         self._context = trainer.config.model.context
+        self._separator = separator_of(trainer.config.data)
         self._reader = trainer.reader(1, self._context).without_cache()
 
     def write(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
         windows = [[*prompt] for prompt in prompts]
         for _ in range(count):
-            logits = self._reader.read(windows, self._context)
+            seen = [last_document(window, self._separator) for window in windows]
+            logits = self._reader.read(seen, self._context)
             assert logits is not None
             for window, row in zip(windows, logits, strict=True):
                 window.append(int(row.argmax()))

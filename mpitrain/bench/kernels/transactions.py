@@ -42,7 +42,7 @@ SIZES = {
 STEP = (
     "linear linear_gelu linear_backward_input gelu_linear_backward_input linear_backward_weight "
     "linear_backward_bias add add_bias gelu gelu_backward layer_norm layer_norm_backward_input "
-    "layer_norm_backward_gain embedding embedding_backward_table embedding_backward_positions "
+    "layer_norm_backward_weight embedding embedding_backward_table embedding_backward_positions "
     "attention attention_backward cross_entropy cross_entropy_loss gradient_facts"
 )
 """The operations of a GPT's training step whose arrays may have 16-bit elements."""

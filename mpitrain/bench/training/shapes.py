@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.bench.training.bare_products import BareProducts
+from mpitrain.bench.training.peers import peer_of
 from mpitrain.bench.training.steps import (
     Ours,
     Result,
     against,
     alternate,
-    peer_of,
 )
 from mpitrain.bench.training.unit_kinds import ByKind, kind_rows
 from mpitrain.config import Config

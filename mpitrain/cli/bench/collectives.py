@@ -15,7 +15,7 @@ from mpitrain.cli.bench.kernels import kernels, launch
 from mpitrain.cli.bench.options import Bytes, against_options, compared, table_options
 from mpitrain.cli.bench.pairs import command as pairs
 from mpitrain.cli.bench.rows import printed_sweep
-from mpitrain.cli.bench.train import command as train
+from mpitrain.cli.bench.training.command import command as train
 from mpitrain.cli.bench.transactions import transactions
 from mpitrain.cli.numbers import finite
 from mpitrain.cli.output_checks import Outputs, check_files, output_option

@@ -39,7 +39,7 @@ def kernels(
 
     def run() -> int:
         from mpitrain.bench.kernels.operations import measure
-        from mpitrain.bench.training.steps import imported
+        from mpitrain.bench.training.peers import imported
 
         theirs = imported(peer).TorchAttention if peer else None
         device, name = device_of(kind, gemm, tiles, checked)

@@ -22,8 +22,8 @@ def _absent(context: Any, option: Any, entries: tuple[str, ...]) -> dict[str, st
     """Return {node: reason} of the options --absent NODE=REASON."""
     found = {}
     for entry in entries:
-        node, equals, reason = entry.partition("=")
-        if not node or not equals:
+        node, _, reason = entry.partition("=")
+        if not node or not reason:
             raise click.BadParameter(f"{entry!r} is not NODE=REASON.")
         found[node] = reason
     return found
@@ -40,7 +40,6 @@ def _words(context: Any, option: Any, given: str | None) -> list[str]:
 @click.command()
 @click.option(
     "--hosts",
-    default="",
     metavar="A:4,B:4",
     help="Probe these nodes from outside MPI, then start so many ranks on each that answers.  [default: those of the batch job]",
 )
@@ -84,7 +83,7 @@ def _words(context: Any, option: Any, given: str | None) -> list[str]:
 @output_option("--json", "Write verdicts and all measurements to this JSON file.")
 @output_option("--junit", "Write a JUnit file: a test case for each node.")
 def command(
-    hosts: str,
+    hosts: str | None,
     hostfile: Path | None,
     ppn: int | None,
     agent: list[str],
@@ -111,13 +110,13 @@ def command(
     sys.exit(0 if passes else 1)
 
 
-def _nodes(hosts: str, hostfile: Path | None, ppn: int) -> dict[str, int]:
+def _nodes(hosts: str | None, hostfile: Path | None, ppn: int) -> dict[str, int]:
     """Return {node: its ranks} of the options or the batch job; {} on running ranks."""
     from mpitrain.cli.launch.allocation import nodes
     from mpitrain.cli.launch.placement import placement
 
-    if not hosts and not hostfile and process.launched().launcher == "none":
-        hosts = ",".join(nodes(os.environ))
+    if hosts is None and not hostfile and process.launched().launcher == "none":
+        hosts = ",".join(nodes(os.environ)) or None
     return placement(hosts, hostfile, ppn, "").hosts
 
 

@@ -60,7 +60,7 @@ class LaunchCommand(click.Command):
     type=click.IntRange(min=1),
     help="Ranks to start (default: those of the hosts, or the tasks of the Slurm, PBS or LSF job).",
 )
-@click.option("--hosts", default="", metavar="A:4,B:4", help="Hosts, with the ranks of each.")
+@click.option("--hosts", metavar="A:4,B:4", help="Hosts, with the ranks of each.")
 @click.option(
     "--hostfile",
     type=click.Path(path_type=Path),
@@ -91,7 +91,7 @@ class LaunchCommand(click.Command):
 )
 def command(
     ranks: int | None,
-    hosts: str,
+    hosts: str | None,
     hostfile: Path | None,
     ppn: int | None,
     bind: str | None,

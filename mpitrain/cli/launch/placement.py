@@ -47,17 +47,19 @@ class Placement(NamedTuple):
         return sum(self.hosts.values())
 
 
-def placement(hosts: str, hostfile: Path | None, ppn: int, bind: str) -> Placement:
-    """Return the placement of the options of `launch`.
+def placement(hosts: str | None, hostfile: Path | None, ppn: int, bind: str) -> Placement:
+    """Return the placement of the options of `launch`; None is an option that is not given.
 
     raises  ConfigError if hosts are named twice, or cannot be read
     """
-    if hosts and hostfile:
+    if hosts is not None and hostfile:
         raise ConfigError(
             "The hosts are named once, but --hosts and --hostfile are both given.",
             "Leave one of them out.",
         )
-    lines = hosts.split(",") if hosts else _lines(hostfile) if hostfile else []
+    lines = [] if hosts is None else hosts.split(",")
+    if hostfile:
+        lines = _lines(hostfile)
     found: dict[str, int] = {}
     for line in lines:
         match = HOST.fullmatch(line.strip())

@@ -17,7 +17,7 @@ from mpitrain.collectives.selection.tuning import DEFAULT, foreign
 from mpitrain.config import Config
 from mpitrain.errors import visible
 from mpitrain.machine.processor import processor
-from mpitrain.ops.host.product import mkl
+from mpitrain.ops.host.product import AVX2_WAY, mkl, uses_avx512
 from mpitrain.parallel.modes import MODES, servers_of
 from mpitrain.parallel.replication.records import StepResult
 from mpitrain.run.watching.watcher import Watcher
@@ -224,9 +224,15 @@ def unmeasured(config: Config, hosts: Sequence[str]) -> str:
 
 
 def slow_products(config: Config) -> str:
-    """Return a line of advice if MKL would multiply faster on this processor, else ""."""
-    would_gain = config.device.kind == "cpu" and processor().gains_from_mkl and not mkl()
-    return "MKL multiplies faster on this processor: pip install 'mpitrain[mkl]'" * would_gain
+    """Return a line of advice if products could be faster on this processor, else ""."""
+    if config.device.kind != "cpu" or mkl():
+        return ""
+    here = processor()
+    if here.gains_from_mkl:
+        return "MKL multiplies faster on this processor: pip install 'mpitrain[mkl]'"
+    if here.gains_from_avx2 and uses_avx512():
+        return f"OpenBLAS multiplies faster on this processor with AVX2: {AVX2_WAY}"
+    return ""
 
 
 def way(config: Config) -> str:

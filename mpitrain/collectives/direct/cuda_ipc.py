@@ -1,8 +1,8 @@
-"""Collectives between the GPUs of one host through CUDA IPC, without messages.
+"""Collectives between the GPUs of one host through CUDA IPC; messages carry no elements.
 
-As in shared_memory.py and shared_memory_halves.py, each rank reads the memory of all ranks,
-between two barriers. In an all-reduce each rank also writes to the memory of all ranks. Other
-processes cannot wait for a rank's stream, so the rank waits for it before each barrier.
+As in shared_memory.py and shared_memory_halves.py, each rank reads the memory of all ranks. In an
+all-reduce each rank also writes to the memory of all ranks. stream_ordered.py orders this work
+between the ranks, by events that they share.
 """
 
 import sys
@@ -10,14 +10,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import numpy as np
-
+from mpitrain.collectives.direct.stream_ordered import StreamOrdered
 from mpitrain.collectives.engine.arithmetic import Arithmetic
-from mpitrain.collectives.engine.compose import Chain, LocalReduction
-from mpitrain.collectives.engine.executor import Execution, Reduction
-from mpitrain.collectives.plans.pairwise import barrier
+from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.errors import CommError, ConfigError, on_every_rank
+from mpitrain.machine.backend import Recordable
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device.messages import DeviceTransport
@@ -82,10 +80,10 @@ def _turned(transport: Transport, arrays: list[Any]) -> list[Any]:
 def _bound(
     transport: Transport, array: Any, tag: int, work: Callable[[list[Any]], None]
 ) -> Reduction | None:
-    """Return a reduction that calls `work` between two barriers; collective, for ranks of one host.
+    """Return a reduction that launches `work` when all arrays are ready; collective, within a host.
 
-    If a rank cannot open the memory of another rank, the result is None on every rank. Rank 0 then
-    prints one line.
+    If a rank cannot open the memory or the event of another rank, the result is None on every
+    rank. Rank 0 then prints one line.
 
     work    takes the arrays of all ranks, by rank; they stay open as long as the reduction lives
     raises  ConfigError on every rank if the ranks do not see each other's GPUs, or if the transport
@@ -101,24 +99,15 @@ def _bound(
             )
         )
     _check_gpus_are_seen(transport)
-    gpu = transport.backend
     try:
         arrays = _opened(transport, array.reshape(-1))
+        own, others = _events(transport)
     except CommError as error:
         if transport.rank == 0:
             _say_once(f"mpitrain: algorithm shared falls back on ring. {error.law}")
         return None
 
-    def run() -> None:
-        work(arrays)
-        gpu.synchronize()
-
-    meeting = Execution(
-        transport, np.empty(0, np.uint8), "add", barrier(transport.rank, transport.size), tag
-    )
-    return Chain(
-        transport, [LocalReduction(gpu.synchronize), meeting, LocalReduction(run), meeting]
-    )
+    return StreamOrdered(transport, array, tag, own, others, lambda: work(arrays))
 
 
 def _check_gpus_are_seen(transport: DeviceTransport) -> None:
@@ -157,6 +146,18 @@ def _opened(transport: DeviceTransport, flat: Any) -> list[Any]:
             for peer, (handle, offset) in enumerate(places)
         ],
     )
+
+
+def _events(transport: DeviceTransport) -> tuple[Recordable, list[Any]]:
+    """Return an event of this rank, and the opened events of all other ranks; collective.
+
+    raises  CommError on all ranks if one rank cannot share or open an event
+    """
+    gpu = transport.backend
+    own = on_all_ranks(transport, gpu.shared_event)
+    handles = transport.gather_text(own.handle)
+    others = [handle for peer, handle in enumerate(handles) if peer != transport.rank]
+    return own, on_all_ranks(transport, lambda: [gpu.open_event(handle) for handle in others])
 
 
 @cache  # a run binds many arrays, but prints the line once

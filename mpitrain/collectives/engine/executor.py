@@ -13,7 +13,7 @@ from mpitrain.collectives.engine.arithmetic import HOST, Arithmetic
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer, pieces
 from mpitrain.errors import CommError
 from mpitrain.transport.base import Transport
-from mpitrain.transport.requests import Request
+from mpitrain.transport.requests import Request, named
 
 OPS = ("add", "maximum")
 """Names of the reduction operators."""
@@ -213,6 +213,10 @@ class Execution:
             self._post()
             self._finish()
         return self._aside.end()
+
+    def __str__(self) -> str:
+        """Return the names of the messages in progress."""
+        return named(request for requests in self._requests for request in requests)
 
     def _go_on(self) -> bool:
         while self._ended < len(self._steps):

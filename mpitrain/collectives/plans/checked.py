@@ -5,11 +5,12 @@ imports NumPy or MPI: the process that runs the user's file uses these rules.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from mpitrain.collectives.plans.isolated import Wrong
+from mpitrain.collectives.plans.isolated_worker import UserFile, Wrong
+from mpitrain.errors import Sentence
 
 MOST_STEPS = 100_000
 
@@ -29,14 +30,26 @@ def steps_of(
     """
     where = call or f"all_reduce({rank}, {ranks}, {count})"
     if not isinstance(answer, list | tuple):
-        raise Wrong(f"{where} must return a list of steps, but it is {answer!r:.60}")
+        raise Wrong(
+            "{call} must return a list of steps, but it is {found}",
+            call=where,
+            found=f"{answer!r:.60}",
+        )
     if len(answer) > most:
-        raise Wrong(f"{where} has {len(answer):,} steps, more than {most:,}")
+        raise Wrong(
+            "{call} has {steps:,} steps, more than {most:,}",
+            call=where,
+            steps=len(answer),
+            most=most,
+        )
     found = []
     for number, step in enumerate(answer, 1):
         if not (isinstance(step, list | tuple) and len(step) == 3 and isinstance(step[2], bool)):
             raise Wrong(
-                f"step {number} of {where} must be (sends, receives, adds), but it is {step!r:.60}"
+                "step {step} of {call} must be (sends, receives, adds), but it is {found}",
+                step=number,
+                call=where,
+                found=f"{step!r:.60}",
             )
         sends, receives = (
             [_transfer(one, number, where, rank, ranks, count) for one in side]
@@ -57,13 +70,28 @@ def _transfer(one: Any, step: int, where: str, rank: int, ranks: int, count: int
         and all(isinstance(number, int) and not isinstance(number, bool) for number in one)
     ):
         raise Wrong(
-            f"step {step} of {where} must list (peer, start, stop) of integers, but has {one!r:.60}"
+            "step {step} of {call} must list (peer, start, stop) of integers, but has {found}",
+            step=step,
+            call=where,
+            found=f"{one!r:.60}",
         )
     peer, start, stop = one
     if not 0 <= peer < ranks or peer == rank:
-        raise Wrong(f"step {step} of {where} names peer {peer}, which is no other rank")
+        raise Wrong(
+            "step {step} of {call} names peer {peer}, which is no other rank",
+            step=step,
+            call=where,
+            peer=peer,
+        )
     if not 0 <= start <= stop <= count:
-        raise Wrong(f"step {step} of {where} names elements {start} to {stop} of {count}")
+        raise Wrong(
+            "step {step} of {call} names elements {start} to {stop} of {count}",
+            step=step,
+            call=where,
+            start=start,
+            stop=stop,
+            count=count,
+        )
     return peer, start, stop
 
 
@@ -74,14 +102,22 @@ def _check_overlap(
     ends = sorted((start, stop) for _, start, stop in receives if start < stop)
     for (_, stop), (start, _) in pairwise(ends):
         if start < stop and not adds:
-            raise Wrong(f"step {step} of rank {rank} receives element {start} twice")
+            raise Wrong(
+                "step {step} of rank {rank} receives element {start} twice",
+                step=step,
+                rank=rank,
+                start=start,
+            )
     if adds:
         return
     for _, start, stop in sends:
         for first, last in ends:
             if max(first, start) < min(last, stop):
                 raise Wrong(
-                    f"step {step} of rank {rank} sends element {max(first, start)} and replaces it"
+                    "step {step} of rank {rank} sends element {start} and replaces it",
+                    step=step,
+                    rank=rank,
+                    start=max(first, start),
                 )
 
 
@@ -175,8 +211,11 @@ def simulate(
                 number, (_, first, last) = match
                 if last - first != stop - start:
                     raise Wrong(
-                        f"rank {rank} sends {stop - start} elements to rank {peer}, which receives "
-                        f"{last - first} in their place"
+                        "rank {rank} sends {sent} elements to rank {peer}, which receives {received}",
+                        rank=rank,
+                        sent=stop - start,
+                        peer=peer,
+                        received=last - first,
                     )
                 theirs[1].remove(match)
                 arrived[peer].append((number, match[1], data))
@@ -195,44 +234,56 @@ def simulate(
                 begin(rank)
                 moved = True
     if any(waiting):
-        raise Wrong(f"no message can move: {_waits(waiting, plans, left)}")
+        raise Wrong("no message can move: {waits}", waits=_waits(waiting, plans, left))
     for number, (start, _) in enumerate(pairwise(cuts)):
         for rank in used:
             summed = ranks_of[held[rank][number]]
             for other in used:
                 if (times := summed.get(other, 0)) != 1:
                     raise Wrong(
-                        f"element {start} of rank {rank} has the value of rank {other} {times} "
-                        "times, and must have it once"
+                        "element {start} of rank {rank} has the value of rank {other} {times} "
+                        "times, and must have it once",
+                        start=start,
+                        rank=rank,
+                        other=other,
+                        times=times,
                     )
             if held[rank][number] != held[used[0]][number]:
                 raise Wrong(
-                    f"ranks {used[0]} and {rank} sum element {start} in another order, so their results "
-                    "differ by rounding"
+                    "ranks {rank} and {other} sum element {start} in another order, so their results "
+                    "differ by rounding",
+                    rank=used[0],
+                    other=rank,
+                    start=start,
                 )
 
 
-def _waits(waiting: Sequence[Any], plans: Sequence[Any], left: Sequence[Any]) -> str:
+def _waits(
+    waiting: Sequence[Any], plans: Sequence[Any], left: Sequence[Any]
+) -> tuple[Sentence, ...]:
     """Return the first message that each rank waits for."""
-    said = []
+    found = []
     for rank, mine in enumerate(waiting):
         if mine is not None:
-            to = [f"to send to rank {peer}" for (peer, *_), _ in mine[0]]
-            of = [f"to receive from rank {peer}" for _, (peer, *_) in mine[1]]
-            step = len(plans[rank]) - len(left[rank]) + 1
-            said.append(f"rank {rank} waits in step {step} {(to + of)[0]}")
-    return ", ".join(said[:4])
+            at = {"rank": rank, "step": len(plans[rank]) - len(left[rank]) + 1}
+            if mine[0]:
+                (peer, *_), _ = mine[0][0]
+                law = "rank {rank} waits in step {step} to send to rank {peer}"
+            else:
+                _, (peer, *_) = mine[1][0]
+                law = "rank {rank} waits in step {step} to receive from rank {peer}"
+            found.append(Sentence(law, **at, peer=peer))
+    return tuple(found[:4])
 
 
-def all_reduce(names: Mapping[str, Any], ranks: int, count: int) -> Iterator[dict[str, Any]]:
+def all_reduce(own: UserFile, ranks: int, count: int) -> Iterator[dict[str, Any]]:
     """Yield the proven plans of all ranks, of the function `all_reduce` of a user's file.
 
-    names   the file's own, by name
     raises  Wrong if the plans break a rule
     """
-    plan: Callable[..., Any] | None = names.get("all_reduce")
-    if not callable(plan):
-        raise Wrong("the file must define all_reduce(rank, ranks, count)")
+    plan = own.function("all_reduce")
+    if not plan:
+        raise Wrong("the file must define {function}", function="all_reduce(rank, ranks, count)")
     plans = [steps_of(plan(rank, ranks, count), rank, ranks, count) for rank in range(ranks)]
     simulate(plans, count)
     yield {"plans": plans}

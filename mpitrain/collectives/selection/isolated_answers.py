@@ -1,19 +1,21 @@
-"""Runs a user's Python file in a process (`plans/isolated.py`), and kills it after a time limit."""
+"""Runs a user's Python file in processes (`plans/isolated.py`), and kills them after a time limit."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 from mpitrain.collectives.plans import isolated
+from mpitrain.collectives.selection.strays import adopt_orphans, children, end_strays
 from mpitrain.machine.process import environment_of_one
 
-SECONDS = 8.0
-"""Time limit for the process that runs a user's file and prints results, in seconds."""
+SECONDS = 5.0
+"""Time limit for a user's file, in seconds from the start of its process."""
 
 
 class Answers(NamedTuple):
@@ -39,6 +41,8 @@ def answers(
 ) -> Answers:
     """Run a user's file in a separate process, and return its output.
 
+    A process makes one call at a time: it takes the processes of another one for strays.
+
     law        `module:function` that evaluates the file, as in `plans/isolated.py`
     arguments  arguments of this function; JSON must be able to represent them
     longest    number of bytes of output that are read
@@ -49,26 +53,26 @@ def answers(
     with TemporaryFile() as given, TemporaryFile() as written:
         given.write(code)
         given.seek(0)
+        adopt_orphans()
+        before, end = children(), time.monotonic() + seconds
         child = subprocess.Popen(
             words,
             stdin=given,
             stdout=written,
             stderr=subprocess.DEVNULL,
             env={**environment_of_one(), "OPENBLAS_NUM_THREADS": "1"},
-            start_new_session=True,  # The session ends all processes that the file starts.
+            start_new_session=True,
         )
         try:
-            child.wait(seconds)
-            is_slow = child.returncode in (
-                -signal.SIGXCPU,
-                -signal.SIGKILL,
-            )  # These signals mean that it used up its processor time.
+            child.wait(max(0.0, end - time.monotonic()))
+            is_slow = child.returncode == -signal.SIGXCPU  # It has used up its processor time.
         except subprocess.TimeoutExpired:
             is_slow = True
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
+            end_strays(before)
         written.seek(0)
         found = [_parsed(line) for line in written.read(longest).splitlines()]
     return Answers(found, child.returncode, is_slow)

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from mpitrain.collectives.engine.agreement import Agreed
 from mpitrain.collectives.engine.arithmetic import Arithmetic
 from mpitrain.collectives.engine.executor import Execution, Reduction
 from mpitrain.collectives.plans import checked
-from mpitrain.collectives.plans.isolated import Wrong
+from mpitrain.collectives.plans.isolated_values import from_json
+from mpitrain.collectives.plans.isolated_worker import Wrong
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer
 from mpitrain.collectives.selection.algorithm import never, of_plans
 from mpitrain.collectives.selection.isolated_answers import SECONDS, answers
@@ -30,6 +32,7 @@ from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
 SUFFIX = ".py"
+_ONE_AT_A_TIME = Lock()
 
 
 def is_file(name: str) -> bool:
@@ -85,12 +88,17 @@ def shown(name: str) -> str:
     return Path(name.partition(MARK)[0]).name if is_file(name) else name
 
 
-@cache
 def answer(path: str, code: bytes, ranks: int, count: int) -> list[Plan]:
     """Return the plan of each rank for an array of `count` elements, proven by simulation.
 
     raises  ConfigError if the file gives wrong sums, deadlocks, raises, or takes too long
     """
+    with _ONE_AT_A_TIME:  # Ranks may be threads.
+        return _answer(path, code, ranks, count)
+
+
+@cache
+def _answer(path: str, code: bytes, ranks: int, count: int) -> list[Plan]:
     where = f"The algorithm {path} must sum the arrays of {ranks} ranks, but for {count:,} elements"
     given = answers(path, code, f"{checked.__name__}:all_reduce", ranks, count, seconds=SECONDS)
     if given.is_slow:
@@ -100,7 +108,7 @@ def answer(path: str, code: bytes, ranks: int, count: int) -> list[Plan]:
         )
     try:
         (found,) = given.found
-        problem = found.get("problem", "")
+        problem = from_json(found.get("problem", ""))
         plans = [] if problem else [_plan(found["plans"][r], r, ranks, count) for r in range(ranks)]
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, Wrong):
         raise ConfigError(

@@ -77,7 +77,7 @@ def build_runtime(folder: Path) -> Path:
     if target.exists():
         return target
     _say_that_it_compiles(folder)
-    with locked(target):
+    with locked(target, "the simulator"):
         if not target.exists():
             sources = [str(HERE / name) for name in RUNTIME]
             compile_cpp(
@@ -117,7 +117,7 @@ def build_kernels(
     if target.exists():
         return target
     _say_that_it_compiles(folder)
-    with locked(target), tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with locked(target, source.path.name), tempfile.TemporaryDirectory(dir=folder) as scratch:
         if target.exists():
             return target
         code, compiled = Path(scratch) / source.path.name, Path(scratch) / "kernels.o"

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mpitrain.machine.backend import host_address
 from mpitrain.ops.compiled.library import library
 from mpitrain.ops.host import linear as host_linear
 from mpitrain.ops.host import norm as host_norm
@@ -89,4 +90,4 @@ def _are_plain(*arrays):
 
 def _address(array):
     """Return the address of the first element; None for None."""
-    return None if array is None else array.ctypes.data
+    return None if array is None else host_address(array)

@@ -41,7 +41,7 @@ def library() -> ctypes.CDLL:
     key = "\0".join([SOURCE.read_text(encoding="utf-8"), *FLAGS, processor_and_compiler()])
     target = folder / f"passes-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if not target.exists():
-        with locked(target):
+        with locked(target, SOURCE.name):
             if not target.exists():
                 way_out = f"{INSTEAD.capitalize()}, or install another g++."
                 compile_cpp([*FLAGS, str(SOURCE)], target, SOURCE.name, way_out)

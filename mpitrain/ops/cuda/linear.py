@@ -3,7 +3,7 @@ passes over elements.
 
 `multiply` is a function of product.py. M rows, K inputs, N outputs. `saved` is (x, has a bias), or
 a pair of that and the data for the activation's derivative. The product of the weight half also
-sums dy over its rows: this is the bias gradient. `_Pending` passes it to the bias half.
+sums dy over its rows: this is the bias gradient. `_Pending` passes it to a bias half that adds.
 """
 
 from collections.abc import Callable
@@ -69,9 +69,18 @@ def gelu_linear_backward_input(kernels: Kernels, multiply: Multiply, dy, w, save
     return before, _Pending(dy, *saved)
 
 
-def linear_backward_weight(kernels: Kernels, multiply: Multiply, pending, dw, accumulate, arena):
-    """Write or add dw = dy^T x; also compute dy's sum over rows for the bias half."""
-    sums = arena.take(dw.shape[:1], KINDS[pending.dy.dtype].sums) if pending.has_bias else None
+def linear_backward_weight(
+    kernels: Kernels, multiply: Multiply, pending, dw, accumulate, arena, db=None
+):
+    """Write or add dw = dy^T x; also sum dy over rows, for db or for the bias half.
+
+    The product writes its row sums to db, if db has their dtype.
+    """
+    dtype = KINDS[pending.dy.dtype].sums
+    is_direct = db is not None and db.dtype == dtype
+    sums = db if is_direct else None
+    if sums is None and (pending.has_bias or db is not None):
+        sums = arena.take(dw.shape[:1], dtype)
     multiply(
         kernels,
         arena,
@@ -82,7 +91,9 @@ def linear_backward_weight(kernels: Kernels, multiply: Multiply, pending, dw, ac
         beta=float(accumulate),
         row_sums=sums,
     )
-    pending.sums = sums
+    pending.sums = None if is_direct else sums
+    if db is not None and not is_direct:
+        linear_backward_bias(kernels, pending, db, False, arena)
 
 
 def linear_backward_bias(kernels: Kernels, pending, db, accumulate, arena):

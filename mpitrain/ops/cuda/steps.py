@@ -4,7 +4,8 @@ Numbers that change from step to step are in device memory. So the arguments of 
 change.
 """
 
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,12 +15,26 @@ from mpitrain.ops.codes import SIGNED, UNSIGNED, block_count
 from mpitrain.ops.cuda.elements import KINDS, ByDtypes, Typed, c_type, element
 from mpitrain.ops.cuda.grids import POINTWISE, blocks
 from mpitrain.ops.cuda.sums import total
+from mpitrain.ops.runs import GroupRun
 
 MIRRORED = ByDtypes(lambda p, mirror: element(p) | {"Mirror": c_type(mirror)})
+TAKE_RUNS = frozenset(("sgd", "momentum", "nesterov", "lion", "adam", "adamw"))
+"""The steps here that take `Runs` in place of a weight decay."""
+
+
+class Runs(NamedTuple):
+    """Runs of a flat buffer, as kernels find them, and the rates of their parameter groups.
+
+    table   (1 + 2 R,) int64: R, the start of each run, the group of each run; None: one run
+    groups  factor of the learning rate and weight decay of each group
+    """
+
+    table: Any
+    groups: tuple[tuple[float, float], ...]
 
 
 class Numbers:
-    """Up to four factors of a step, or an integer, in the memory of a backend, written when they change.
+    """Factors of a step, or an integer, in the memory of a backend, written when they change.
 
     There is one array per dtype of sums and user, always the same one. This is safe, because copies
     and launches follow the order of the stream.
@@ -27,35 +42,62 @@ class Numbers:
 
     def __init__(self, backend: Backend):
         self._constant: Any = None
-        self._backend, self._arrays, self._written = (
-            backend,
-            dict[tuple[np.dtype, str], Any](),
-            dict[tuple[np.dtype, str], tuple[float, ...]](),
-        )
+        self._backend = backend
+        self._arrays = dict[tuple[np.dtype, Hashable], tuple[Any, tuple[float, ...]]]()
 
-    def of(self, like: Any, *values: float, of: str = "") -> Any:
+    def of(self, like: Any, *values: float, of: Hashable = "") -> Any:
         """Return the array of these values, for sums over elements like `like`.
 
         of  the user; operations that run in turns have an array each, so none is written twice
         """
-        dtype = KINDS[like.dtype].sums
-        key = dtype, of
+        key = KINDS[like.dtype].sums, of
+        found = self._arrays.get(key)
+        return found[0] if found and found[1] == values else self._write(key, values)
+
+    def _write(self, key: tuple[np.dtype, Hashable], values: tuple[float, ...]) -> Any:
+        """Return the array of a user, with these values."""
         if key not in self._arrays:
-            self._arrays[key] = self._backend.zeros(4, dtype)
-        if self._written.get(key) != values:
-            self._backend.put(self._arrays[key], np.array([*values, 0, 0, 0][:4], dtype))
-            self._written[key] = values
-        return self._arrays[key]
+            self._arrays[key] = self._backend.zeros(max(4, len(values)), key[0]), ()
+        array, _ = self._arrays[key]
+        padding = [0] * (array.size - len(values))
+        self._backend.put(array, np.array([*values, *padding], key[0]))
+        self._arrays[key] = array, values
+        return array
+
+    def rates(
+        self, like: Any, lr: float, weight_decay: Any, scale: float, *corrections: float
+    ) -> tuple[Any, Any]:
+        """Return the arguments table and numbers of a step of elements like `like`.
+
+        weight_decay  a number, or `Runs`, whose factors multiply lr
+        """
+        both = corrections or (1, 1)
+        if isinstance(weight_decay, Runs):
+            table, groups = weight_decay
+            rates = [each for factor, decay in groups for each in (lr * factor, decay)]
+            values = scale, *both, *rates
+        else:
+            table, groups, values = None, weight_decay, (scale, *both, lr, weight_decay)
+        key = KINDS[like.dtype].sums, groups
+        found = self._arrays.get(key)
+        return table, found[0] if found and found[1] == values else self._write(key, values)
+
+    def runs(self, runs: Sequence[GroupRun]) -> Runs:
+        """Copy the starts and groups of ascending runs to the memory of the backend."""
+        of_run = [(run.lr, run.weight_decay) for run in runs]
+        groups = {rates: index for index, rates in enumerate(dict.fromkeys(of_run))}
+        starts = [run.start - runs[0].start for run in runs]
+        table = [len(runs), *starts, *(groups[rates] for rates in of_run)]
+        is_one = len(groups) == 1
+        return Runs(
+            None if is_one else self._backend.from_host(np.array(table, np.int64)), tuple(groups)
+        )
 
     def integer(self, value: int) -> Any:
         """Return the array of one integer of 64 bits, such as the step of a random mask."""
         key = np.dtype(np.int64), ""
-        if key not in self._arrays:
-            self._arrays[key] = self._backend.zeros(1, key[0])
-        if self._written.get(key) != (value,):
-            self._backend.put(self._arrays[key], np.array([value], key[0]))
-            self._written[key] = (value,)
-        return self._arrays[key]
+        found = self._arrays.get(key)
+        return found[0] if found and found[1] == (value,) else self._write(key, (value,))
 
     def constant(self, values: np.ndarray) -> Any:
         """Return a copy of float32 values that never change; there is one such array."""
@@ -69,57 +111,40 @@ MAPS = np.concatenate([SIGNED.values, SIGNED.bounds, UNSIGNED.values, UNSIGNED.b
 """Values and bounds of the codes of both moments, (1024,) float32."""
 
 
-def _step(kernels: Kernels, name: str, p, arrays, mirror, *numbers) -> None:
+def _step(kernels: Kernels, name: str, p, arrays, mirror, rates, *constants) -> None:
     """Launch an element-wise step of p.
 
-    arrays   the gradient, then the state
-    numbers  the numbers of this step in device memory, then those that stay
+    arrays     the gradient, then the state
+    rates      of `Numbers.rates`
+    constants  the numbers that stay
     """
     macros = _types(p, mirror)
     kernels.launch(
         name,
         blocks(p.size, macros.run),
         POINTWISE,
-        (p.size, p, *arrays, mirror, *numbers),
+        (p.size, p, *arrays, mirror, *rates, *constants),
         macros=macros,
     )
 
 
 def sgd(kernels: Kernels, numbers: Numbers, p, g, scale, lr, weight_decay, arena, mirror=None):
     """Step p in place: p -= lr (scale g + weight_decay p)."""
-    _step(kernels, "sgd", p, (g,), mirror, numbers.of(p, scale, lr), weight_decay)
+    _step(kernels, "sgd", p, (g,), mirror, numbers.rates(p, lr, weight_decay, scale))
 
 
 def momentum(
     kernels: Kernels, numbers: Numbers, p, g, m, scale, lr, beta, weight_decay, arena, mirror=None
 ):
     """Step p and m in place: m = beta m + scale g + weight_decay p, p -= lr m."""
-    _step(
-        kernels,
-        "momentum",
-        p,
-        (g, m),
-        mirror,
-        numbers.of(p, scale, lr),
-        beta,
-        weight_decay,
-    )
+    _step(kernels, "momentum", p, (g, m), mirror, numbers.rates(p, lr, weight_decay, scale), beta)
 
 
 def nesterov(
     kernels: Kernels, numbers: Numbers, p, g, m, scale, lr, beta, weight_decay, arena, mirror=None
 ):
     """Step p and m in place, with Nesterov momentum."""
-    _step(
-        kernels,
-        "nesterov",
-        p,
-        (g, m),
-        mirror,
-        numbers.of(p, scale, lr),
-        beta,
-        weight_decay,
-    )
+    _step(kernels, "nesterov", p, (g, m), mirror, numbers.rates(p, lr, weight_decay, scale), beta)
 
 
 def lion(
@@ -137,17 +162,8 @@ def lion(
     mirror=None,
 ):
     """Step p by lr times a sign, with decoupled decay; then move m towards the gradient."""
-    _step(
-        kernels,
-        "lion",
-        p,
-        (g, m),
-        mirror,
-        numbers.of(p, scale, lr),
-        1 - beta1,
-        1 - beta2,
-        weight_decay,
-    )
+    rates = numbers.rates(p, lr, weight_decay, scale)
+    _step(kernels, "lion", p, (g, m), mirror, rates, 1 - beta1, 1 - beta2)
 
 
 def adam(
@@ -168,18 +184,8 @@ def adam(
     mirror=None,
 ):
     """Step p, m and v in place, with coupled decay; step counts from 1."""
-    _step(
-        kernels,
-        "adam",
-        p,
-        (g, m, v),
-        mirror,
-        numbers.of(p, scale, lr, 1 - beta1**step, 1 - beta2**step),
-        1 - beta1,
-        1 - beta2,
-        eps,
-        weight_decay,
-    )
+    rates = numbers.rates(p, lr, weight_decay, scale, 1 - beta1**step, 1 - beta2**step)
+    _step(kernels, "adam", p, (g, m, v), mirror, rates, 1 - beta1, 1 - beta2, eps)
 
 
 def adamw(
@@ -203,18 +209,8 @@ def adamw(
 
     The host computes the bias corrections, which depend only on the step, in double.
     """
-    _step(
-        kernels,
-        "adamw",
-        p,
-        (g, m, v),
-        mirror,
-        numbers.of(p, scale, lr, 1 - beta1**step, 1 - beta2**step),
-        1 - beta1,
-        1 - beta2,
-        eps,
-        weight_decay,
-    )
+    rates = numbers.rates(p, lr, weight_decay, scale, 1 - beta1**step, 1 - beta2**step)
+    _step(kernels, "adamw", p, (g, m, v), mirror, rates, 1 - beta1, 1 - beta2, eps)
 
 
 def adamw8bit(

@@ -14,19 +14,21 @@ COLUMNS = (
 )
 
 
-def add_parts(kernels: Kernels, sums: Any, out: Any, accumulate: bool) -> None:
+def add_parts(kernels: Kernels, sums: Any, out: Any, accumulate: bool, other: Any = None) -> None:
     """Write or add the sum of the rows of `sums` to out.
 
-    sums: (P, N) in the dtype of sums; out: (N,)
+    sums   (P, N) in the dtype of sums; with `other` (2, P, N)
+    other  (N,), for the sum of the second P rows; None: there are none
     """
     macros = KINDS[out.dtype].macros
+    across = -(-out.size // (8 * macros.run))
     kernels.launch(
         "add_parts",
-        (-(-out.size // (8 * macros.run)),),
+        (across,) if other is None else (across, 2),
         COLUMNS,
-        (len(sums), out.size, sums, float(accumulate), out),
+        (sums.shape[-2], out.size, sums, float(accumulate), out, other),
         macros=macros,
-        fresh="" if accumulate else "y",
+        fresh="" if accumulate else "y other",
     )
 
 

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents, write_whole
 from mpitrain.kernels.loader import Engine
+from mpitrain.kernels.multiprocessor import GRAIN
 from mpitrain.ops.cuda.elements import c_type
 from mpitrain.ops.cuda.grids import shared_of
 from mpitrain.strict_json import validated
@@ -63,9 +64,13 @@ class Tile(NamedTuple):
         return 128
 
     @property
-    def rate(self) -> int:
-        """The most multiply-adds of a multiprocessor per cycle."""
-        return 128
+    def step(self) -> float:
+        """Cycles of a multiprocessor for one element of K of a block.
+
+        It makes 128 multiply-adds per cycle. The excess over the tile's area represents the
+        traffic through shared memory.
+        """
+        return (self.TILE_M + EDGE) * (self.TILE_N + EDGE) / 128
 
     @property
     def alone(self) -> float:
@@ -107,18 +112,32 @@ class TensorTile(NamedTuple):
         The bounds count a thread's sums and 64 registers more.
         """
         room = 65536 // (self.threads * (self.WARP_M * self.WARP_N // 32 + 64))
-        return min(255, 65536 // (self.threads * min(4, max(1, room))))
+        return min(255, 65536 // (self.threads * min(4, max(1, room))) // GRAIN * GRAIN)
 
     @property
-    def rate(self) -> int:
-        """The most multiply-adds of a multiprocessor per cycle, as mma.sync reaches it."""
-        return 1024
+    def loading(self) -> float:
+        """Cycles of shared memory for one element of K of a block.
+
+        It serves 64 elements per cycle. Each warp reads its rows of A and columns of B, and
+        copies write those of the block.
+        """
+        warps = self.threads // 32
+        return (warps * (self.WARP_M + self.WARP_N) + self.TILE_M + self.TILE_N) / 64
+
+    @property
+    def step(self) -> float:
+        """Cycles of a multiprocessor for one element of K of a block.
+
+        Tensor cores and shared memory work at the same time, and the slower one decides.
+        """
+        times = self.loading, self.TILE_M * self.TILE_N / TENSOR_RATE
+        return max(times) + EXPOSED * min(times)
 
     @property
     def alone(self) -> float:
         """The factor on the time of a block that has a multiprocessor for itself.
 
-        Its eight warps, two for each scheduler, cannot hide all waits.
+        Its few warps, at most two for each scheduler, cannot hide all waits.
         """
         return 1.3
 
@@ -131,16 +150,18 @@ TILES = (
     Tile(64, 128, 16, 4, 8),
 )
 TENSOR_TILES = (
-    TensorTile(128, 128, 64, 64, 32, 3),
+    TensorTile(128, 128, 64, 64, 64, 3),
     TensorTile(64, 64, 32, 32, 32, 4),
     TensorTile(32, 32, 32, 16, 16, 3),
     TensorTile(128, 128, 32, 64, 64, 4),
+    TensorTile(192, 96, 32, 96, 48, 4),
     TensorTile(128, 256, 32, 64, 64, 3),
     TensorTile(256, 128, 32, 64, 64, 3),
+    TensorTile(128, 128, 64, 64, 32, 3),
     TensorTile(128, 128, 32, 64, 32, 4),
 )
+ONLY_MEASURED = TILES[3:]  # they take a measurement: `cost` finds them a few percent apart
 MOST_STATIC = 48 << 10  # bytes of static shared memory that a kernel may have
-USUAL = 3  # the first USUAL tiles need no measurement; they are sorted by size, the largest first
 # A measurement holds for shapes with every dim within this factor.
 NEAR = 2.0
 SPLITS = (1, 2, 4, 8, 16, 32)
@@ -149,9 +170,13 @@ SHORTEST = 256  # no split of a sum over K is shorter
 # The cost of a block's start and end, in steps of TILE_K. Other blocks of the multiprocessor can
 # hide it. Deep steps count as DEEPEST elements of K at most.
 FILLING, DEEPEST = 3, 96
-# For `cost`, a step in K of an m x n tile takes (m + EDGE) * (n + EDGE) multiplications. The
-# excess over m * n represents the traffic through shared memory.
+# `cost` counts (m + EDGE) * (n + EDGE) multiplications for a step in K of an m x n tile of `gemm`.
 EDGE = 16
+# Multiply-adds per cycle of the tensor cores of a multiprocessor. On an H100, each of its four
+# schedulers issues a product of 16 x 8 x 16 every 6.5 cycles.
+TENSOR_RATE = 1260
+# Of the times of tensor cores and shared memory, the fraction of the shorter one that is not hidden.
+EXPOSED = 0.25
 BYTES = 20  # bytes of memory traffic per cycle and multiprocessor
 LAUNCH = 5000  # cycles that one more kernel takes
 GAIN = 1.05  # splitting must win by this factor, because the estimate is rough
@@ -242,7 +267,7 @@ class Table:
         ]
         if known:
             return min(known, key=lambda entry: entry.distance(*dims)).tiling
-        return usual(tiles[:USUAL], *shape, engine)
+        return usual(tuple(tile for tile in tiles if tile not in ONLY_MEASURED), *shape, engine)
 
 
 DEFAULT = Table()
@@ -267,9 +292,7 @@ def possible(a: Any, capability: int) -> tuple[Tile | TensorTile, ...]:
 def usual(
     tiles: tuple[Tile | TensorTile, ...], m: int, n: int, k: int, batches: int, engine: Engine
 ) -> Tiling:
-    """Return the tiling of the lowest cost; of equals, the one with the largest tile and the fewest
-    splits.
-    """
+    """Return the tiling of the lowest cost; of equals, the first tile and the fewest splits."""
     splits = range(1, max(1, min(k // SHORTEST, MOST_SPLITS)) + 1)
     return min(
         (Tiling(tile, parts) for tile in tiles for parts in splits),
@@ -283,19 +306,18 @@ def cost(tiling: Tiling, m: int, n: int, k: int, batches: int, engine: Engine) -
     It is the cost of one block times the blocks on the busiest multiprocessor, plus the addition of
     the splits. Blocks that share a multiprocessor are no faster: they count as if they
     ran one after another. While one block loads its first tiles, or writes, the others multiply.
-    That cost therefore counts once for all blocks that are resident together.
+    That cost therefore counts once for all blocks that are resident together. A block without such
+    company, perhaps the last one, is slower by the factor `alone`.
     """
     (tile, splits), elements, multiprocessors = tiling, batches * m * n, engine.multiprocessors
     blocks = count(m, tile.TILE_M) * count(n, tile.TILE_N) * batches * splits
-    area = (tile.TILE_M + EDGE) * (tile.TILE_N + EDGE)
     rounds = count(blocks, multiprocessors)
     resident = engine.multiprocessor.resident(tile.threads, tile.registers, tile.shared)
     waves = count(rounds, resident)
-    depth = rounds * count(k, tile.TILE_K * splits) * tile.TILE_K
+    lonely = rounds if resident == 1 else rounds % resident == 1
+    depth = count(k, tile.TILE_K * splits) * tile.TILE_K
     filling = waves * min(FILLING * tile.TILE_K, DEEPEST)
-    multiplying = (depth + filling) * area / tile.rate
-    if min(rounds, resident) == 1:
-        multiplying *= tile.alone
+    multiplying = ((rounds + lonely * (tile.alone - 1)) * depth + filling) * tile.step
     if splits == 1:
         return multiplying
     return GAIN * multiplying + LAUNCH + (2 * splits + 1) * 4 * elements / multiprocessors / BYTES
@@ -383,16 +405,13 @@ def _entry(line: _Line) -> Measured:
     raise ValueError(f"no kernel takes {wanted} of {line.kernel}")
 
 
+@cache
 def two_stages() -> tuple[TensorTile, ...]:
     """Return the tensor tiles with two stages, for devices with little shared memory."""
-    return tuple(tile._replace(STAGES=2) for tile in _fitting(0))
+    return tuple(tile._replace(STAGES=2) for tile in TENSOR_TILES if tile.TILE_K == 32)
 
 
 @cache
 def _fitting(nbytes: int) -> tuple[TensorTile, ...]:
-    """Return the tensor tiles for devices with this shared memory per block, the usual ones first.
-
-    Where the largest usual tile does not fit, the last one, of half its depth, takes its place.
-    """
-    largest, *others, half = TENSOR_TILES
-    return TENSOR_TILES if largest.shared <= nbytes else (half, *others)
+    """Return the tensor tiles for devices with this shared memory per block."""
+    return tuple(tile for tile in TENSOR_TILES if tile.shared <= nbytes)

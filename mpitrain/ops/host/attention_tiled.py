@@ -104,9 +104,9 @@ def attended(qkv, heads, drop, arena, starts=None, tile=None):
     sums = arena.take((length,), dtype)
     every = tiles = _forward_tiles(q, kt, v, out, sums, tile, arena, drop is not None)
     kt[width] = 1
+    given, (ys,) = split_heads(qkv, 3, heads), split_heads(y, 1, heads)
     for sequence in rounds(batch, qkv):
-        every_q, every_k, every_v = split_heads(qkv[sequence], 3, heads)
-        (every_y,) = split_heads(y[sequence], 1, heads)
+        (every_q, every_k, every_v), every_y = given[:, sequence], ys[sequence]
         if starts is not None:
             tiles = visible(every, starts[sequence])
         for head in rounds(heads, qkv):

@@ -90,10 +90,12 @@ def backward(dy, qkv, y, log_sums, tile, drop, starts, arena):
     views = q, d, kt, vt, k, dq, dk, dv, minus_dots
     every = tiles = _backward_tiles(*views, tile, arena, drop is not None)
     kt[width] = vt[width] = 1
+    given, results = split_heads(qkv, 3, heads), split_heads(dqkv, 3, heads)
+    (ys,), (ds,) = split_heads(y, 1, heads), split_heads(dy, 1, heads)
     for sequence in rounds(batch, dy):
-        every_q, every_k, every_v = split_heads(qkv[sequence], 3, heads)
-        every_dq, every_dk, every_dv = split_heads(dqkv[sequence], 3, heads)
-        (every_y,), (every_d,) = (split_heads(one[sequence], 1, heads) for one in (y, dy))
+        every_q, every_k, every_v = given[:, sequence]
+        every_dq, every_dk, every_dv = results[:, sequence]
+        every_y, every_d = ys[sequence], ds[sequence]
         if starts is not None:
             tiles = visible(every, starts[sequence])
         for head in rounds(heads, dy):

@@ -58,6 +58,7 @@ def attention(qkv, heads, arena, starts=None):
     return attended(qkv, heads, None, arena, starts)
 
 
+@np.errstate(over="ignore")  # The row sums show an overflow of an exponential.
 def attended(qkv, heads, drop, arena, starts=None):
     """Return (y, saved).    qkv: (B, T, 3C); y: (B, T, C); drop: masks of dropout, or None"""
     batch, length, packed = qkv.shape
@@ -73,11 +74,12 @@ def attended(qkv, heads, drop, arena, starts=None):
     ones = constant(length, 1, qkv.dtype)
     every_scaled = arena.take((heads, last, width), qkv.dtype)
     scratch = _scratch(blocks, arena) if drop else None
+    every_q, every_k, every_v = split_heads(qkv, 3, heads)
+    (every_out,) = split_heads(y, 1, heads)
     for sequence in rounds(batch, qkv):
-        q, k, v = split_heads(qkv[sequence], 3, heads)
-        (out,) = split_heads(y[sequence], 1, heads)
-        for block in blocks:
-            rows, exp, inverse = block.rows, block.exp[sequence], block.inverse[sequence]
+        q, k, v, out = every_q[sequence], every_k[sequence], every_v[sequence], every_out[sequence]
+        for rows, every_exp, every_inverse in blocks:
+            exp, inverse = every_exp[sequence], every_inverse[sequence]
             masks = _masks(drop, sequence, rows, exp, scratch) if drop else None
             keys, firsts = slice(0, rows.stop), None
             if starts is not None:
@@ -129,12 +131,15 @@ def _backward(dy, saved, arena):
     every_dot = arena.take((heads, last, 1), qkv.dtype)
     dscores = [arena.take(block.exp.shape[1:], qkv.dtype) for block in blocks]
     scratch = _scratch(blocks, arena) if drop else None
+    every_q, every_k, every_v = split_heads(qkv, 3, heads)
+    every_dq, every_dk, every_dv = split_heads(dqkv, 3, heads)
+    (every_d,) = split_heads(dy, 1, heads)
+    backwards = [*zip(reversed(blocks), reversed(dscores), strict=True)]
     for sequence in rounds(batch, qkv):
-        q, k, v = split_heads(qkv[sequence], 3, heads)
-        dq, dk, dv = split_heads(dqkv[sequence], 3, heads)
-        (d,) = split_heads(dy[sequence], 1, heads)
-        for block, dscore in zip(reversed(blocks), reversed(dscores), strict=True):
-            rows, exp, inverse = block.rows, block.exp[sequence], block.inverse[sequence]
+        q, k, v, d = every_q[sequence], every_k[sequence], every_v[sequence], every_d[sequence]
+        dq, dk, dv = every_dq[sequence], every_dk[sequence], every_dv[sequence]
+        for (rows, every_exp, every_inverse), dscore in backwards:
+            exp, inverse = every_exp[sequence], every_inverse[sequence]
             keys, is_last, count = slice(0, rows.stop), rows.stop == length, exp.shape[1]
             masks = _masks(drop, sequence, rows, exp, scratch) if drop else None
             if starts is not None:
@@ -183,10 +188,11 @@ def _exponentials(q, k, mask, ones, exp, inverse, firsts):
     diagonal += mask
     if firsts is not None:
         hide(exp, firsts)
-    with np.errstate(over="ignore"):
-        np.exp(exp, out=exp)
-        np.matmul(exp, ones, out=inverse[..., 0])
-    if not (SAFE[0] < inverse.min() and inverse.max() < SAFE[1]):
+    np.exp(exp, out=exp)
+    np.matmul(exp, ones, out=inverse[..., 0])
+    # A method of the array would call these through a function in Python.
+    least, most = np.minimum.reduce(inverse, None), np.maximum.reduce(inverse, None)
+    if not (SAFE[0] < least and most < SAFE[1]):
         np.matmul(q, k.swapaxes(1, 2), out=exp)
         diagonal += mask
         if firsts is not None:
@@ -229,5 +235,7 @@ def hide(scores, firsts):
 
 
 def split_heads(packed, parts, heads):
-    """Return `parts` views (H, T, D) into (T, parts C)."""
-    return packed.reshape(len(packed), parts, heads, -1).transpose(1, 2, 0, 3)
+    """Return `parts` views (B, H, T, D) into (B, T, parts C)."""
+    batch, length, channels = packed.shape
+    width = channels // (parts * heads)
+    return packed.reshape(batch, length, parts, heads, width).transpose(2, 0, 3, 1, 4)

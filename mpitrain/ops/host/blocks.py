@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -66,9 +66,26 @@ def constant(count: int, value: float, dtype: np.dtype) -> np.ndarray:
     return found
 
 
+def blocks_of(x: np.ndarray, *others: Any, nbytes: int = L2_SHARE) -> Iterator[tuple[Any, ...]]:
+    """Yield the blocks of rows of several arrays together, cut as `row_blocks` cuts `x`.
+
+    A single block is the arrays themselves: views would cost a small micro-batch more than they
+    save. An argument None stays None.
+    """
+    if not x.size:
+        return
+    if x.nbytes <= nbytes:
+        yield x, *others
+        return
+    for rows in row_blocks(x, nbytes):
+        yield tuple([one if one is None else one[rows] for one in (x, *others)])
+
+
 def block_shape(x: np.ndarray, nbytes: int = L2_SHARE) -> tuple[int, ...]:
     """Return the shape of the largest block of `row_blocks`, for a scratch array of one block."""
-    return x[next(row_blocks(x, nbytes), slice(0))].shape
+    if x.nbytes <= nbytes:
+        return x.shape if x.size else (0, *x.shape[1:])
+    return max(1, nbytes // (x.nbytes // len(x))), *x.shape[1:]
 
 
 def sum_rows(x, out, accumulate, arena):
@@ -76,6 +93,9 @@ def sum_rows(x, out, accumulate, arena):
 
     The sum is a product with ones, in which BLAS reads x once.
     """
+    if accumulate and len(x) == 1:
+        out += x[0]
+        return
     total = out if not accumulate else arena.take(out.shape, out.dtype)
     np.matmul(constant(len(x), 1, x.dtype), x, out=total)
     if accumulate:

@@ -8,7 +8,7 @@ with activation  saved is (x, the activation's slope at every element); pending 
 
 import numpy as np
 
-from mpitrain.ops.host.blocks import block_shape, row_blocks, sum_rows
+from mpitrain.ops.host.blocks import block_shape, blocks_of, row_blocks, sum_rows
 from mpitrain.ops.host.product import put_product
 from mpitrain.ops.random_bits import RandomBits, scale, threshold
 from mpitrain.ops.reference.layers import GELU_CUBIC, GELU_SCALE
@@ -26,12 +26,11 @@ def add_bias(x, b, out, arena, residual=None):
 
     x, residual, out: (..., N); b: (N,) or None
     """
-    for rows in row_blocks(out):
-        sums, y = x[rows], out[rows]
+    for y, sums, more in blocks_of(out, x, residual):
         if b is not None:
             sums = np.add(sums, b, out=y)
-        if residual is not None:
-            sums = np.add(sums, residual[rows], out=y)
+        if more is not None:
+            sums = np.add(sums, more, out=y)
         if sums is not y and out is not x:
             y[...] = sums
 
@@ -72,10 +71,12 @@ def gelu_linear_backward_input(dy, w, saved, before, arena):
     return before, pending
 
 
-def linear_backward_weight(pending, dw, accumulate, arena):
-    """Write or add dw.    dw: (N, K)"""
+def linear_backward_weight(pending, dw, accumulate, arena, db=None):
+    """Write or add dw, and write db if it is given.    dw: (N, K); db: (N,)"""
     dy, x = pending
     put_product(dy.T, x, dw, accumulate, arena)
+    if db is not None:
+        linear_backward_bias(pending, db, False, arena)
 
 
 def linear_backward_bias(pending, db, accumulate, arena):
@@ -99,8 +100,7 @@ def _gelu(y, b, arena):
     every_slope = arena.take(y.shape, y.dtype)
     scratch = arena.take((2, *block_shape(y)), y.dtype)
     c1, c3 = GELU_SCALE, GELU_SCALE * GELU_CUBIC
-    for rows in row_blocks(y):
-        z, slope = y[rows], every_slope[rows]
+    for z, slope in blocks_of(y, every_slope):
         h, rest = scratch[:, : len(z)]
         if b is not None:
             z += b

@@ -7,7 +7,7 @@ cache. `pending` is the pair of them.
 
 import numpy as np
 
-from mpitrain.ops.host.blocks import block_shape, constant, row_blocks
+from mpitrain.ops.host.blocks import block_shape, blocks_of, constant
 from mpitrain.ops.reference.layers import put
 
 
@@ -16,11 +16,11 @@ def layer_norm(x, gain, bias, epsilon, arena):
     every_y, normal = arena.take(x.shape, x.dtype), arena.take(x.shape, x.dtype)
     every_inverse = arena.take((len(x), 1), x.dtype)
     mean = constant(x.shape[1], 1 / x.shape[1], x.dtype)
-    for rows in row_blocks(x):
-        y, n, inverse = every_y[rows], normal[rows], every_inverse[rows]
-        np.matmul(x[rows], mean, out=inverse[:, 0])
-        np.subtract(x[rows], inverse, out=n)
-        np.vecdot(n, n, out=inverse[:, 0])
+    for block, y, n, inverse in blocks_of(x, every_y, normal, every_inverse):
+        column = inverse[:, 0]
+        np.matmul(block, mean, out=column)
+        np.subtract(block, inverse, out=n)
+        np.vecdot(n, n, out=column)
         inverse *= mean[0]
         inverse += epsilon
         np.sqrt(inverse, out=inverse)
@@ -42,9 +42,9 @@ def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
     ones = constant(len(scratch), 1, dy.dtype)
     means = arena.take((len(scratch), 2), dy.dtype)
     weights = gain / dy.shape[1]
-    for rows in row_blocks(dy):
-        block, n, d = dy[rows], normal[rows], dx[rows]
-        one, product, mean = ones[: len(d)], scratch[: len(d)], means[: len(d)]
+    for block, n, d, inverse, more in blocks_of(dy, normal, dx, every_inverse, residual):
+        count = len(d)
+        one, product, mean = ones[:count], scratch[:count], means[:count]
         np.multiply(block, n, out=product)
         dgain += np.matmul(one, product, out=part)
         dbias += np.matmul(one, block, out=part)
@@ -53,17 +53,14 @@ def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
         np.multiply(block, gain, out=d)
         d -= mean[:, :1]
         d -= np.multiply(n, mean[:, 1:], out=product)
-        d *= every_inverse[rows]
-        if residual is not None:
-            d += residual[rows]
+        d *= inverse
+        if more is not None:
+            d += more
     return dx, (dgain, dbias)
 
 
-def layer_norm_backward_gain(pending, dgain, accumulate, arena):
-    """Write or add dgain.    dgain: (C,)"""
-    put(pending[0], dgain, accumulate)
-
-
-def layer_norm_backward_bias(pending, dbias, accumulate, arena):
-    """Write or add dbias.    dbias: (C,)"""
-    put(pending[1], dbias, accumulate)
+def layer_norm_backward_weight(pending, dgain, dbias, accumulate, arena):
+    """Write or add dgain and dbias, as far as they are given.    dgain, dbias: (C,)"""
+    for sums, out in zip(pending, (dgain, dbias), strict=True):
+        if out is not None:
+            put(sums, out, accumulate)

@@ -7,7 +7,7 @@ so short sums call its OpenBLAS directly.
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from threadpoolctl import threadpool_info
 
+from mpitrain.machine.backend import host_address
 from mpitrain.ops.weightless import has_memory
 
 ROW_MAJOR, AS_IT_IS, TRANSPOSED = 101, 111, 112  # constants of the CBLAS interface
+AVX512 = ("SkylakeX", "Cooperlake", "SapphireRapids")
+"""OpenBLAS's names of its AVX-512 kernels."""
+AVX2_WAY = "export OPENBLAS_CORETYPE=Haswell"
+"""The command that selects the AVX2 kernels."""
+Pair = tuple[int, int]
 ONE_SUM = 1024
 """Bytes of a column of K numbers that OpenBLAS sums without a break, on every processor.
 
@@ -30,34 +36,27 @@ def put_product(a, b, out, accumulate, arena):
 
     a: (M, K); b: (K, N); out: (M, N), all of one dtype
     """
-    multiply = mkl().get(out.dtype)
-    if not multiply and accumulate and a.shape[1] * out.itemsize <= ONE_SUM:
-        multiply = numpy_blas().get(out.dtype)
-    if (
-        multiply
-        and (order_a := _order(a))
-        and (order_b := _order(b))
-        and out.flags.c_contiguous
-        and out.size
-    ):
-        if not has_memory(out):
+    products = mkl()
+    if not products and accumulate and a.shape[1] * out.itemsize <= ONE_SUM:
+        products = numpy_blas()
+    if products and (multiply := products.get(out.dtype)):
+        found = arguments(a.shape, b.shape, a.strides, b.strides, out.strides, out.itemsize)
+        if found:
+            if has_memory(out):
+                sizes, stride_a, stride_b, stride_out = found
+                multiply(
+                    *sizes,
+                    1,
+                    host_address(a),
+                    stride_a,
+                    host_address(b),
+                    stride_b,
+                    accumulate,
+                    host_address(out),
+                    stride_out,
+                )
             return
-        multiply(
-            ROW_MAJOR,
-            order_a.how,
-            order_b.how,
-            *out.shape,
-            a.shape[1],
-            1,
-            _address(a),
-            order_a.stride,
-            _address(b),
-            order_b.stride,
-            float(accumulate),
-            _address(out),
-            out.shape[1],
-        )
-    elif accumulate:
+    if accumulate:
         out += np.matmul(a, b, out=arena.take(out.shape, out.dtype))
     else:
         np.matmul(a, b, out=out)
@@ -79,6 +78,11 @@ def mkl() -> dict[np.dtype, Callable]:
 def multiplier() -> str:
     """Return the name of the library that multiplies matrices: MKL or NumPy."""
     return "MKL" if mkl() else "NumPy"
+
+
+def uses_avx512() -> bool:
+    """Return whether NumPy's OpenBLAS multiplies with its AVX-512 kernels."""
+    return any(pool.get("architecture") in AVX512 for pool in threadpool_info())
 
 
 @cache
@@ -110,28 +114,45 @@ def _products(single: Any, double: Any, integer: type) -> dict[np.dtype, Callabl
     return found
 
 
-class Order(NamedTuple):
-    """The layout of a matrix for BLAS: transpose flag and leading dimension.
+class Arguments(NamedTuple):
+    """The arguments of a product that depend only on shapes and strides.
 
-    how     AS_IT_IS or TRANSPOSED
-    stride  stride of the rows, or of the columns if transposed, in elements
+    sizes  order, transpose flags, M, N and K
+    a, b, out  leading dimension of each matrix, in elements
     """
 
-    how: int
-    stride: int
+    sizes: tuple[int, ...]
+    a: int
+    b: int
+    out: int
 
 
-def _order(matrix: np.ndarray) -> Order | None:
-    """Return the layout of a matrix; None if BLAS cannot read it in place."""
-    if not matrix.size:
+@lru_cache(1024)
+def arguments(
+    shape_a: Pair, shape_b: Pair, strides_a: Pair, strides_b: Pair, strides_out: Pair, item: int
+) -> Arguments | None:
+    """Return the arguments of BLAS; None if it cannot read or write a matrix in place.
+
+    strides, item  in bytes; the result is (rows of a, columns of b)
+    """
+    (count, inner), columns = shape_a, shape_b[1]
+    order_a, order_b = _order(shape_a, strides_a, item), _order(shape_b, strides_b, item)
+    if not (order_a and order_b) or strides_out != (columns * item, item):
         return None
-    (rows, columns), (down, across), item = matrix.shape, matrix.strides, matrix.itemsize
+    (how_a, a), (how_b, b) = order_a, order_b
+    return Arguments((ROW_MAJOR, how_a, how_b, count, columns, inner), a, b, columns)
+
+
+def _order(shape: Pair, strides: Pair, item: int) -> tuple[int, int] | None:
+    """Return the transpose flag and the leading dimension of a matrix, in elements.
+
+    None: BLAS cannot read it in place.
+    """
+    (rows, columns), (down, across) = shape, strides
+    if not rows * columns:
+        return None
     if across == item and down >= columns * item and down % item == 0:
-        return Order(AS_IT_IS, down // item)
+        return AS_IT_IS, down // item
     if down == item and across >= rows * item and across % item == 0:
-        return Order(TRANSPOSED, across // item)
+        return TRANSPOSED, across // item
     return None
-
-
-def _address(matrix: np.ndarray) -> int:
-    return matrix.__array_interface__["data"][0]

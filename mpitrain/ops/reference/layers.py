@@ -78,10 +78,15 @@ def gelu_linear_backward_input(dy, w, saved, before, arena):
     return dy @ w * _gelu_slope(before), (dy, saved)
 
 
-def linear_backward_weight(pending, dw, accumulate, arena):
-    """Write or add dw = dy^T x.    dw: (N, K)"""
+def linear_backward_weight(pending, dw, accumulate, arena, db=None):
+    """Write or add dw = dy^T x.    dw: (N, K)
+
+    db  receives the bias gradient, as from `linear_backward_bias`, in the same pass where possible
+    """
     dy, x = pending
     put(dy.T @ x, dw, accumulate)
+    if db is not None:
+        linear_backward_bias(pending, db, False, arena)
 
 
 def linear_backward_bias(pending, db, accumulate, arena):
@@ -163,8 +168,7 @@ def layer_norm(x, gain, bias, epsilon, arena):
 def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
     """Return (dx, pending), the input half of the backward pass of `layer_norm`.
 
-    The gradient `residual` is added to dx. `pending` holds the arrays that
-    `layer_norm_backward_gain` and `layer_norm_backward_bias` need later.
+    The gradient `residual` is added to dx. `pending` is the input of `layer_norm_backward_weight`.
     dy, dx, residual: (M, C); gain: (C,)
     """
     normal, inverse = saved
@@ -173,15 +177,16 @@ def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
     return plus(dx, residual), (dy, normal)
 
 
-def layer_norm_backward_gain(pending, dgain, accumulate, arena):
-    """Write or add the sum over rows of dy times the normalised x.    dgain: (C,)"""
+def layer_norm_backward_weight(pending, dgain, dbias, accumulate, arena):
+    """Write or add dgain, the sum over rows of dy times the normalised x, and dbias, that of dy.
+
+    dgain, dbias: (C,); None: a frozen tensor has no gradient
+    """
     dy, normal = pending
-    put((dy * normal).sum(0), dgain, accumulate)
-
-
-def layer_norm_backward_bias(pending, dbias, accumulate, arena):
-    """Write or add the sum over rows of dy.    dbias: (C,)"""
-    put(pending[0].sum(0), dbias, accumulate)
+    if dgain is not None:
+        put((dy * normal).sum(0), dgain, accumulate)
+    if dbias is not None:
+        put(dy.sum(0), dbias, accumulate)
 
 
 def embedding(tokens, table, positions, arena, first=0, out=None):

@@ -43,6 +43,11 @@ WITHIN_A_HOST = 4e6
 its units.
 """
 
+ON_GPUS = 25e6
+"""Bytes of a bucket in GPU memory if all ranks share a host, as in DDP. A reduction there takes few
+calls for many bytes, and each call costs a latency.
+"""
+
 
 def bucket_bytes(replica: ReplicationContext) -> float:
     """Return the bytes of a bucket: as configured, or the best size for the replicas' hosts."""
@@ -51,7 +56,7 @@ def bucket_bytes(replica: ReplicationContext) -> float:
     group, storage = replica.grid.dp, replica.storage
     hosts = group.transport.hosts
     if len(set(hosts)) == 1:
-        return WITHIN_A_HOST
+        return ON_GPUS if group.transport.allocates_on_device else WITHIN_A_HOST
     return part_bytes(group.tuning, group.algorithm, hosts, storage.length, storage.dtype.itemsize)
 
 

@@ -298,11 +298,6 @@ class RowParallelLinear(Linear):
         dx, pending = super().backward_input(w, dy, saved, arena)
         return dx if self._is_parallel else _gathered(self._rows.group, dx, arena), pending
 
-    def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
-        super().backward_weight(pending, dw, arena)
-        if "bias" in dw:
-            self.ops.linear_backward_bias(pending, dw["bias"].array, dw["bias"].claim(), arena)
-
 
 class Head(Column):
     """The output head: a column-parallel linear layer without bias.

@@ -1,42 +1,42 @@
-"""Calls of a student's function, made in the isolated child; each question is one answer.
+"""Calls of a student's function, which runs in workers of its own; each question is one answer.
 
-The parent judges the answers, so the student's code never runs in the process with the laws.
+The student's code never runs in a process with the laws or with the collectives.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from mpitrain.collectives.plans.isolated import Wrong
+from mpitrain.collectives.plans.isolated_values import kind_of
+from mpitrain.collectives.plans.isolated_worker import Running, UserFile, Wrong
+from mpitrain.errors import Sentence
 
 Call = list[Any]
 LONGEST = 1000
 """Largest number of entries in a list of an answer."""
 
 
-def values(names: Mapping[str, Any], function: str, questions: list[list[Call]]) -> Iterator[dict]:
+def values(own: UserFile, function: str, questions: list[list[Call]]) -> Iterator[dict]:
     """Yield the results of the calls of each question."""
-    called = _defined(names, function)
+    called = _defined(own, function)
     for calls in questions:
         yield {"results": [_plain(called(*call), _shown(function, call)) for call in calls]}
 
 
-def programs(
-    names: Mapping[str, Any], function: str, questions: list[list[Call]]
-) -> Iterator[dict]:
+def programs(own: UserFile, function: str, questions: list[list[Call]]) -> Iterator[dict]:
     """Run the ranks' generators of each question together; yield results and collectives.
 
     A generator yields ("all-reduce", array) or ("all-gather", array), and gets the sum or the list
-    of all ranks' arrays.
+    of all ranks' arrays. Each rank has a worker: ranks share no memory.
     """
     import numpy as np
 
-    called = _defined(names, function)
     for calls in questions:
         arguments = [
             [np.array(one, float) if isinstance(one, list) else one for one in call]
             for call in calls
         ]
-        yield _together([called(*call) for call in arguments], function)
+        started = [_defined(own, function, rank)(*call) for rank, call in enumerate(arguments)]
+        yield _together(started, function)
 
 
 def _together(started: list[Any], function: str) -> dict[str, Any]:
@@ -48,8 +48,12 @@ def _together(started: list[Any], function: str) -> dict[str, Any]:
 
     ranks = len(started)
     for rank, own in enumerate(started):
-        if not isinstance(own, Generator):
-            raise Wrong(f"{function} of rank {rank} must yield its collectives, but only returns")
+        if not isinstance(own, Running):
+            raise Wrong(
+                "{function} of rank {rank} must yield its collectives, but only returns",
+                function=function,
+                rank=rank,
+            )
     received: list[Any] = [None] * ranks
     results: list[Any] = [None] * ranks
     said: list[tuple[str, int]] = []
@@ -62,27 +66,33 @@ def _together(started: list[Any], function: str) -> dict[str, Any]:
                 results[rank] = end.value
         if all(one is None for one in asked):
             return {
-                "results": [
-                    _array(one, f"the result of rank {r}") for r, one in enumerate(results)
-                ],
+                "results": [_array(one, rank) for rank, one in enumerate(results)],
                 "collectives": said,
             }
         operations = [_operation(one, rank) for rank, one in enumerate(asked)]
         if len(set(operations)) > 1:
             waits = (
-                f"rank {rank} " + (f"waits in {name}" if name else "has returned")
+                Sentence("rank {rank} waits in {name}", rank=rank, name=name)
+                if name
+                else Sentence("rank {rank} has returned", rank=rank)
                 for rank, name in enumerate(operations)
             )
-            raise Wrong(f"the ranks wait forever: {', '.join(waits)}")
+            raise Wrong("the ranks wait forever: {waits}", waits=tuple(waits))
         arrays = [np.array(one[1], float) for one in asked]
         if operations[0] == "all-reduce":
             if len({one.shape for one in arrays}) > 1:
-                raise Wrong(f"an all-reduce needs one shape, but has {[a.shape for a in arrays]}")
+                raise Wrong(
+                    "an all-reduce needs one shape, but has {shapes}",
+                    shapes=f"{[one.shape for one in arrays]}",
+                )
             received = [sum(arrays) for _ in range(ranks)]
         else:
             received = [[one.copy() for one in arrays] for _ in range(ranks)]
         said.append((operations[0], sum(one.size for one in arrays)))
-    raise Wrong(f"{function} must return after its collectives, but yields more than 100 times")
+    raise Wrong(
+        "{function} must return after its collectives, but yields more than 100 times",
+        function=function,
+    )
 
 
 def _operation(asked: Any, rank: int) -> str:
@@ -97,8 +107,9 @@ def _operation(asked: Any, rank: int) -> str:
     ):
         return str(asked[0])
     raise Wrong(
-        f'rank {rank} must yield ("all-reduce", array) or ("all-gather", array), but yields '
-        f"{asked!r:.60}"
+        'rank {rank} must yield ("all-reduce", array) or ("all-gather", array), but yields {found}',
+        rank=rank,
+        found=f"{asked!r:.60}",
     )
 
 
@@ -109,19 +120,23 @@ def _is_array(one: Any) -> bool:
     return isinstance(one, np.ndarray) and one.dtype.kind in "fiu"
 
 
-def _array(one: Any, where: str) -> list:
+def _array(one: Any, rank: int) -> list:
     """Return an array as lists."""
     if not _is_array(one):
-        raise Wrong(f"{where} must be an array of numbers, but is {type(one).__name__}")
+        raise Wrong(
+            "the result of rank {rank} must be an array of numbers, but is {kind}",
+            rank=rank,
+            kind=kind_of(one),
+        )
     found: list = one.tolist()
     return found
 
 
-def _defined(names: Mapping[str, Any], function: str) -> Callable[..., Any]:
-    """Return the student's function."""
-    found: Callable[..., Any] | None = names.get(function)
-    if not callable(found):
-        raise Wrong(f"the file must define the function {function}")
+def _defined(own: UserFile, function: str, rank: int = 0) -> Callable[..., Any]:
+    """Return the student's function, in the worker of a rank."""
+    found = own.function(function, rank)
+    if not found:
+        raise Wrong("the file must define {function}", function=function)
     return found
 
 
@@ -135,6 +150,12 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
         return value
     if isinstance(value, list | tuple) and depth < 5:
         if len(value) > LONGEST:
-            raise Wrong(f"{where} must return a short list, but one has {len(value):,} entries")
+            raise Wrong(
+                "{call} must return a short list, but one has {entries:,} entries",
+                call=where,
+                entries=len(value),
+            )
         return [_plain(one, where, depth + 1) for one in value]
-    raise Wrong(f"{where} must return a list, but it contains or is a {type(value).__name__}")
+    raise Wrong(
+        "{call} must return a list, but it contains or is a {kind}", call=where, kind=kind_of(value)
+    )

@@ -4,12 +4,13 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from mpitrain.collectives.plans.isolated import Wrong
-from mpitrain.collectives.selection.isolated_answers import answers
+from mpitrain.collectives.plans.isolated_values import from_json
+from mpitrain.collectives.plans.isolated_worker import Wrong
+from mpitrain.collectives.selection.isolated_answers import SECONDS, answers
 from mpitrain.errors import ConfigError
 from mpitrain.files import reading
 from mpitrain.textbook.exercises import answers as asked
-from mpitrain.textbook.exercises.exercise import Broken, Case, Cost, Exercise
+from mpitrain.textbook.exercises.exercise import Case, Cost, Exercise
 from mpitrain.textbook.exercises.table import EXERCISES
 from mpitrain.textbook.words import text
 
@@ -17,8 +18,6 @@ MARK = re.compile(rb"""^(?:\xef\xbb\xbf)?EXERCISE *= *(["'])([a-z0-9]+)\1""", re
 """The line that names the exercise; an editor may have put a byte order mark before it."""
 LARGEST = 1_000_000
 """Largest size of a file, in bytes."""
-SECONDS = 6.0
-"""Time limit for the process that runs a solution on all cases, in seconds."""
 LONGEST = 20_000
 """Largest number of characters of an answer; right ones have at most a quarter."""
 
@@ -37,7 +36,7 @@ class Checked(NamedTuple):
     exercise: Exercise
     cases: int
     case: Case | None
-    reason: Broken | None
+    reason: Wrong | None
     cost: Cost | None
 
     @property
@@ -46,7 +45,7 @@ class Checked(NamedTuple):
         return self.reason is None
 
     def why(self, language: str) -> str:
-        """Return the reason in a language; problems of the child are English."""
+        """Return the reason in a language."""
         if self.reason is None:
             return ""
         return text(self.reason.law, language, **self.reason.values)
@@ -107,23 +106,21 @@ def judged(name: str, exercise: Exercise, path: str, code: bytes) -> Checked:
             if not isinstance(answer, dict) or len(answer) > 2:
                 raise _unanswered(given.is_slow, given.ended)
             if len(repr(answer)) > LONGEST:
-                raise Broken("the answer has more than {most} characters", most=LONGEST)
+                raise Wrong("the answer has more than {most} characters", most=LONGEST)
             if "problem" in answer:
-                raise Wrong(" ".join(str(answer["problem"]).split())[:300])
+                problem = from_json(answer["problem"])
+                raise Wrong(problem.law, **problem.values)
             cost = exercise.judge(case, answer)
-        except Broken as broken:
-            return Checked(name, exercise, number, case, broken, cost)
         except Wrong as wrong:
-            reason = Broken("{problem}", problem=str(wrong))
-            return Checked(name, exercise, number, case, reason, cost)
+            return Checked(name, exercise, number, case, wrong, cost)
         except (ValueError, TypeError, LookupError, AttributeError):
             reason = _unanswered(False, given.ended)
             return Checked(name, exercise, number, case, reason, cost)
     return Checked(name, exercise, len(exercise.cases), None, None, cost)
 
 
-def _unanswered(is_slow: bool, ended: int) -> Broken:
+def _unanswered(is_slow: bool, ended: int) -> Wrong:
     """Return the reason that a child gave no answer, or none of the right form."""
     if is_slow:
-        return Broken("it gives no answer within {seconds:g} s", seconds=SECONDS)
-    return Broken("its process ended with {ended} and no answer", ended=ended)
+        return Wrong("it gives no answer within {seconds:g} s", seconds=SECONDS)
+    return Wrong("its process ended with {ended} and no answer", ended=ended)

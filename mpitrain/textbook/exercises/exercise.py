@@ -3,20 +3,11 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from mpitrain.collectives.plans.isolated_worker import Wrong
+from mpitrain.errors import Sentence
+
 Case = tuple[int, ...]
 """Sizes of one question, as ranks and elements."""
-
-
-class Broken(Exception):
-    """A law that an answer breaks.
-
-    law     sentence with fields in braces
-    values  of the fields
-    """
-
-    def __init__(self, law: str, **values: Any):
-        super().__init__(law.format(**values))
-        self.law, self.values = law, values
 
 
 class Cost(NamedTuple):
@@ -37,7 +28,7 @@ class Exercise(NamedTuple):
     cases       the questions, the smallest first
     calls       (case) -> arguments of each call of the function
     way         function of `answers.py` that makes the calls in the child
-    judge       (case, answer of the child) -> cost; Broken or Wrong if the answer breaks a law
+    judge       (case, answer of the child) -> cost; Wrong if the answer breaks a law
     cost        meaning of the cost
     formula     the formula of the cost, in words
     """
@@ -56,11 +47,11 @@ class Exercise(NamedTuple):
 
 
 def check_cost(cost: Cost, name: str) -> Cost:
-    """Return the cost; Broken if it is above the formula."""
+    """Return the cost; Wrong if it is above the formula."""
     if not cost.counted <= cost.formula + 1e-9:
-        raise Broken(
+        raise Wrong(
             "the cost ({name}) must be at most {formula:g}, but is {counted:g}",
-            name=name,
+            name=Sentence(name),
             formula=cost.formula,
             counted=cost.counted,
         )

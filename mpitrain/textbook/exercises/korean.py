@@ -55,7 +55,6 @@ EXERCISES = {
     "elements sent by the busiest rank": "가장 바쁜 랭크가 보내는 원소",
     "time of a step in forwards": "순전파 단위의 한 단계 시간",
     "elements that a rank sends by rings": "링에서 한 랭크가 보내는 원소",
-    "{problem}": "{problem}",
     "it gives no answer within {seconds:g} s": "{seconds:g}초 안에 답이 없다",
     "its process ended with {ended} and no answer": "프로세스가 답 없이 {ended}(으)로 끝났다",
     "the answer has more than {most} characters": "답이 {most}자보다 길다",

@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.textbook.exercises.exercise import Broken, Case, Cost, Exercise, check_cost
+from mpitrain.collectives.plans.isolated_worker import Wrong
+from mpitrain.textbook.exercises.exercise import Case, Cost, Exercise, check_cost
 
 STATEMENT = """Two linear layers with ReLU between, divided over ranks: rows first, then columns.
 
@@ -55,7 +56,7 @@ def judge(case: Case, answer: Any) -> Cost:
     for rank, result in enumerate(answer["results"]):
         found = np.array(result, float)
         if found.shape != expected.shape:
-            raise Broken(
+            raise Wrong(
                 "rank {rank} must return the shape {expected}, but returns {found}",
                 rank=rank,
                 expected=expected.shape,
@@ -64,7 +65,7 @@ def judge(case: Case, answer: Any) -> Cost:
         wrong = np.argwhere(~(found == expected))  # NaN is wrong, too.
         if len(wrong):
             row, column = map(int, wrong[0])
-            raise Broken(
+            raise Wrong(
                 "rank {rank} must have {expected:g} in row {row}, column {column}, but has {found:g}",
                 rank=rank,
                 expected=expected[row, column],
@@ -81,7 +82,7 @@ def judge(case: Case, answer: Any) -> Cost:
     formula = share * (2 * rows * hidden + rows * outputs)
     if counted < formula - 1e-9:
         # All ranks run in one process, so a global name would be memory that they share.
-        raise Broken(
+        raise Wrong(
             "the collectives move {counted:g} elements, but a result needs {formula:g}: "
             "ranks share no memory",
             counted=counted,

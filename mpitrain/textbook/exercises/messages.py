@@ -5,7 +5,8 @@ from itertools import pairwise
 from typing import Any
 
 from mpitrain.collectives.plans.checked import Step, Transfer, simulate, steps_of
-from mpitrain.textbook.exercises.exercise import Broken, Case, Cost, Exercise, check_cost
+from mpitrain.collectives.plans.isolated_worker import Wrong
+from mpitrain.textbook.exercises.exercise import Case, Cost, Exercise, check_cost
 
 MOST_STEPS = 100
 
@@ -69,7 +70,7 @@ def judge_ring(case: Case, answer: Any) -> Cost:
             _check_peers(rank, "receives from", receives, (rank + 1) % ranks)
             for _, start, stop in (*sends, *receives):
                 if (start, stop) not in bounds:
-                    raise Broken(
+                    raise Wrong(
                         "a message of rank {rank} has elements {start} to {stop}, which are no chunk",
                         rank=rank,
                         start=start,
@@ -85,7 +86,7 @@ def judge_ring(case: Case, answer: Any) -> Cost:
 def _check_peers(rank: int, way: str, transfers: Sequence[Transfer], peer: int) -> None:
     for other, _, _ in transfers:
         if other != peer:
-            raise Broken(
+            raise Wrong(
                 f"rank {{rank}} {way} rank {{other}}, and must do so with rank {{peer}} alone",
                 rank=rank,
                 other=other,
@@ -112,14 +113,14 @@ def judge_server(case: Case, answer: Any) -> Cost:
     for rank, mine in enumerate(steps):
         for peer, start, stop in (one for step in mine for way in step[:2] for one in way):
             if (rank < servers) == (peer < servers):
-                raise Broken(
+                raise Wrong(
                     "rank {rank} exchanges with rank {peer}, but only a worker and a server may",
                     rank=rank,
                     peer=peer,
                 )
             server = min(rank, peer)
             if not cuts[server] <= start <= stop <= cuts[server + 1]:
-                raise Broken(
+                raise Wrong(
                     "elements {start} to {stop} go through server {server}, which stores {first} "
                     "to {last}",
                     start=start,

@@ -3,11 +3,12 @@
 import re
 from typing import Any
 
+from mpitrain.collectives.plans.isolated_worker import Wrong
 from mpitrain.pipeline.instructions import Backward, Compute, Forward, Plan, with_messages
 from mpitrain.pipeline.memory import peak
 from mpitrain.pipeline.simulate import Cost as Times
 from mpitrain.pipeline.simulate import simulate
-from mpitrain.textbook.exercises.exercise import Broken, Case, Cost, Exercise, check_cost
+from mpitrain.textbook.exercises.exercise import Case, Cost, Exercise, check_cost
 
 STAGES = 3
 
@@ -38,11 +39,11 @@ def judge(case: Case, answer: Any) -> Cost:
     costs = [Times(1, 1, 1)] * STAGES
     found = simulate(with_messages(plan), costs)
     if found.waits:
-        raise Broken("the stages wait forever: {waits}", waits="; ".join(found.waits))
+        raise Wrong("the stages wait forever: {waits}", waits=found.waits)
     for stage, mine in enumerate(lists):
         live = peak(mine, costs).live
         if live > STAGES - stage:
-            raise Broken(
+            raise Wrong(
                 "stage {stage} may save {most} micro-batches at a time, but saves {live}",
                 stage=stage,
                 most=STAGES - stage,
@@ -54,12 +55,12 @@ def judge(case: Case, answer: Any) -> Cost:
 
 
 def _instructions(stage: int, mine: Any, micro_batches: int) -> tuple[Compute, ...]:
-    """Return a stage's instructions; Broken unless each one that it needs is there once."""
+    """Return a stage's instructions; Wrong unless each one that it needs is there once."""
     found: list[Compute] = []
     for one in mine:
         match = re.fullmatch(r"([FB])([0-9]{1,6})", one) if isinstance(one, str) else None
         if not match or int(match[2]) >= micro_batches:
-            raise Broken(
+            raise Wrong(
                 "stage {stage} has no computation {one} with {micro_batches} micro-batches",
                 stage=stage,
                 one=repr(one)[:40],
@@ -77,14 +78,14 @@ def _instructions(stage: int, mine: Any, micro_batches: int) -> tuple[Compute, .
         }
         for letter, positions in at.items():
             if len(positions) != 1:
-                raise Broken(
+                raise Wrong(
                     "stage {stage} must compute {one} once, but does so {times} times",
                     stage=stage,
                     one=f"{letter}{micro}",
                     times=len(positions),
                 )
         if at["B"] < at["F"]:
-            raise Broken(
+            raise Wrong(
                 "stage {stage} has {one} before the forward of the same micro-batch",
                 stage=stage,
                 one=f"B{micro}",

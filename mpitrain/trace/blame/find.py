@@ -7,7 +7,8 @@ does not wait, or runs in a circle.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from mpitrain.trace.blame.states import GONE, LEFT, STOPPED, Message, RankState, waited_since
+from mpitrain.trace.blame.states import GONE, LEFT, STOPPED, Message, RankState, Wait, waited_since
+from mpitrain.trace.ring_buffer import LIBRARY_CALLS
 
 MOVING, SILENT, UNKNOWN = "moving", "silent", "unknown"
 CIRCLE, MISSING, MISMATCH = "circle", "missing message", "mismatched collectives"
@@ -23,6 +24,7 @@ class Finding(NamedTuple):
     waiter    the rank that has waited longest because of them, or None
     message   of MISSING
     sides     of MISMATCH: {name of the call: ranks in it}
+    absent    of MISMATCH: with one side, the ranks of its call that wait for something else
     """
 
     kind: str
@@ -30,6 +32,7 @@ class Finding(NamedTuple):
     waiter: int | None = None
     message: Message | None = None
     sides: Mapping[str, Sequence[int]] = {}
+    absent: Sequence[int] = ()
 
 
 def first_divergence(states: Sequence[RankState], now: float, quiet: float) -> Finding:
@@ -81,6 +84,7 @@ def _awaited(
 
     Within a collective call these are the peers of its open receives, else of its open sends. A
     call of MPI itself has no messages: then these are the ranks that have not entered the call.
+    A wait for any message is for the peers of all open messages, else for all ranks.
     """
     wait = state.wait
     if wait is None:
@@ -89,13 +93,10 @@ def _awaited(
         message = wait.message
         yield (message.receiver if message.is_sent else message.sender), message
         return
-    receives = [message for message in state.messages if not message.is_sent]
-    sends = [message for message in state.messages if message.is_sent]
-    absent = [
-        rank
-        for rank in wait.ranks
-        if rank != state.rank and rank in by_rank and not _is_in(by_rank[rank], state)
-    ]
+    messages = _messages_of(wait, state.messages)
+    receives = [message for message in messages if not message.is_sent]
+    sends = [message for message in messages if message.is_sent]
+    absent = _absent(state, by_rank)
     if receives:
         yield from ((message.sender, message) for message in receives)
     elif absent:
@@ -104,14 +105,37 @@ def _awaited(
         yield from ((message.receiver, message) for message in sends)
 
 
+def _messages_of(wait: Wait, messages: Sequence[Message]) -> Sequence[Message]:
+    """Return the open messages that belong to a wait; a pipeline may have others under way."""
+    if wait.name in LIBRARY_CALLS:
+        return ()
+    own = [message for message in messages if message.ranks == wait.ranks]
+    return own if own and not wait.is_any else messages
+
+
+def _absent(state: RankState, by_rank: Mapping[int, RankState]) -> list[int]:
+    """Return the ranks of a rank's collective call that are not in this call."""
+    return [
+        rank
+        for rank in (state.wait.ranks if state.wait else ())
+        if rank != state.rank and rank in by_rank and not _is_in(by_rank[rank], state)
+    ]
+
+
+def _is_in_call(state: RankState) -> bool:
+    """Return whether a rank is in a collective call."""
+    return bool(state.wait and state.wait.is_call)
+
+
 def _is_in(other: RankState, state: RankState) -> bool:
     """Return whether another rank is in the collective call of this rank."""
     mine, its = state.wait, other.wait
     return bool(
         mine
         and its
-        and not its.message
-        and (its.name, its.ordinal, other.step) == (mine.name, mine.ordinal, state.step)
+        and its.is_call
+        and (its.name, its.ranks, its.ordinal) == (mine.name, mine.ranks, mine.ordinal)
+        and other.step == state.step
     )
 
 
@@ -131,8 +155,14 @@ def _circles(
             awaited = [pair for pair in _awaited(at, by_rank) if pair[0] in among]
             if not awaited:
                 break
-            # A message that is missing explains more than one whose sender waits.
-            awaited.sort(key=lambda pair: not (pair[1] and _missing(pair[1], by_rank)))
+            # A message that is missing explains more than one whose sender waits. After it comes a
+            # rank in a collective call: it shows whether all ranks of the call have entered.
+            awaited.sort(
+                key=lambda pair: (
+                    not (pair[1] and _missing(pair[1], by_rank)),
+                    not _is_in_call(by_rank[pair[0]]),
+                )
+            )
             following, message = awaited[0]
             path.append((at, message))
             at = by_rank[following]
@@ -143,7 +173,8 @@ def _judged(
 ) -> Finding:
     """Return the finding of a circle of waits.
 
-    A message is missing if its sender has ended it, or has passed the call that awaits it.
+    A message is missing if its sender has ended it, or has passed the call that awaits it. A call
+    does not match if one of its ranks waits for something else instead of entering it.
     """
     states = [state for state, _ in circle]
     for state, message in circle:
@@ -152,12 +183,18 @@ def _judged(
         if is_lost(message, by_rank) or _has_passed(by_rank[message.sender], state):
             return _of(message)
     waiter = min(states, key=waited_since).rank
-    calls = [state for state in states if state.wait and not state.wait.message]
-    if len(calls) == len(states) and (sides := _sides(states, by_rank)):
-        return Finding(MISMATCH, [state.rank for state in states], waiter, sides=sides)
-    for state, message in circle:
-        if calls and message and state.wait and state.wait.message and _missing(message, by_rank):
-            return _of(message)
+    for state, called in zip(states, [*states[1:], states[0]], strict=True):
+        absent = [] if _is_in_call(state) else _absent(called, by_rank)
+        if _is_in_call(called) and state.rank in absent:
+            ranks, sides = [called.rank, state.rank], _sides([called], by_rank)
+            return Finding(MISMATCH, ranks, waiter, sides=sides, absent=absent)
+    calls = [state for state in states if _is_in_call(state)]
+    sides = _sides(calls, by_rank)
+    if len(sides) > 1:
+        return Finding(MISMATCH, [state.rank for state in calls], waiter, sides=sides)
+    if calls and (absent := _absent(calls[0], by_rank)):
+        ranks = [calls[0].rank, absent[0]]
+        return Finding(MISMATCH, ranks, waiter, sides=sides, absent=absent)
     return Finding(CIRCLE, [state.rank for state in states], waiter)
 
 
@@ -169,27 +206,26 @@ def _of(message: Message) -> Finding:
 def _has_passed(other: RankState, state: RankState) -> bool:
     """Return whether another rank has left the collective call that this rank is in."""
     wait = state.wait
-    if wait is None or wait.message:
+    if wait is None or not wait.is_call:
         return False
-    return not _is_in(other, state) and other.calls.get(wait.name, 0) >= wait.ordinal
+    passed = other.calls.get((wait.name, wait.ranks), 0)
+    return not _is_in(other, state) and passed >= wait.ordinal
 
 
 def _sides(states: Sequence[RankState], by_rank: Mapping[int, RankState]) -> dict[str, list[int]]:
-    """Return the ranks in each collective call of a circle; {} if all are in the same call.
+    """Return the ranks in each collective call that one of these ranks is in.
 
-    Ranks of one call whose numbers of calls differ are on different sides, too.
+    Ranks of one call whose numbers of calls differ are on different sides, and so are ranks of
+    different groups.
     """
-    calls = {(state.wait.name, state.wait.ordinal) for state in states if state.wait}
-    if len(calls) < 2:
-        return {}
-    is_repeated = len({what for what, _ in calls}) < len(calls)
+    calls = [(one.wait.name, one.wait.ordinal, one.wait.ranks) for one in states if one.wait]
+    is_repeated = len({name for name, *_ in calls}) < len(set(calls))
     sides: dict[str, list[int]] = {}
     for state in by_rank.values():
-        if state.wait and not state.wait.message:
-            call = state.wait.name, state.wait.ordinal
-            if call in calls:
-                name = f"{call[0]}, call {call[1]} of its step" if is_repeated else call[0]
-                sides.setdefault(name, []).append(state.rank)
+        wait = state.wait
+        if wait and wait.is_call and (wait.name, wait.ordinal, wait.ranks) in calls:
+            name = f"{wait.name}, call {wait.ordinal} of its step" if is_repeated else wait.name
+            sides.setdefault(name, []).append(state.rank)
     return sides
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.trace.read import Trace
-from mpitrain.trace.ring_buffer import COMPUTE, PAUSE, RECEIVE, SEND, STEP, WAIT
+from mpitrain.trace.ring_buffer import COMPUTE, MESSAGES, PAUSE, RECEIVE, SEND, STEP, WAIT
 from mpitrain.trace.timeline import described, is_open, last_sign
 
 GONE, LEFT, STOPPED = "gone", "left", "stopped"
@@ -17,10 +17,15 @@ ACTIONS = (COMPUTE, WAIT, PAUSE)
 """Kinds of spans of the main thread within a step."""
 
 
+Call = tuple[str, tuple[int, ...]]
+"""The name of a collective call, and its ranks."""
+
+
 class Message(NamedTuple):
     """An open message of a rank.
 
     name     as recorded, such as "activation"
+    ranks    ranks that the name concerns; those of the collective call, if it is of one
     is_sent  whether this rank sends it
     ordinal  number of messages with the same ends, name and tag in this step, this one included
     """
@@ -32,6 +37,7 @@ class Message(NamedTuple):
     tag: int
     is_sent: bool
     ordinal: int
+    ranks: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple:
@@ -47,13 +53,20 @@ class Wait(NamedTuple):
     message  the awaited message, or None
     since    time at which it began
     ordinal  number of waits with this name in this step, this one included
+    is_any   the wait is for any of several messages, and no collective call
     """
 
     name: str
-    ranks: Sequence[int]
+    ranks: tuple[int, ...]
     message: Message | None
     since: float
     ordinal: int
+    is_any: bool = False
+
+    @property
+    def is_call(self) -> bool:
+        """Return whether the rank is in a collective call."""
+        return self.message is None and not self.is_any
 
 
 class RankState(NamedTuple):
@@ -65,7 +78,7 @@ class RankState(NamedTuple):
     wait      its open wait, or None while it computes
     messages  open messages with a known peer
     started   messages of this step that this rank has started: {(key, is_sent): number}
-    calls     collective calls of this step that this rank has entered: {name: number}
+    calls     collective calls of this step that this rank has entered: {(name, ranks): number}
     process   GONE, LEFT, STOPPED, or "" if the process runs or is not known
     """
 
@@ -77,7 +90,7 @@ class RankState(NamedTuple):
     wait: Wait | None
     messages: Sequence[Message]
     started: Mapping[tuple, int]
-    calls: Mapping[str, int]
+    calls: Mapping[Call, int]
     process: str = ""
 
 
@@ -99,7 +112,7 @@ def state_of(trace: Trace, process: str = "") -> RankState:
         if record["end"] == 0:
             messages.append(message)
     entered = now[(now["kind"] == WAIT) & (now["peer"] < 0)]
-    calls = Counter(trace.names[what][0] for what in entered["what"])
+    calls = Counter(_call(trace, what) for what in entered["what"])
     # The spans of the main thread are nested, so the newest open one is the innermost.
     spans = records[is_open(records) & np.isin(records["kind"], ACTIONS)]
     waits = len(spans) > 0 and spans[-1]["kind"] == WAIT
@@ -122,20 +135,27 @@ def _message(trace: Trace, record: Any, started: Counter[tuple]) -> Message:
     """Return a message, and count it in `started`."""
     rank, peer, is_sent = trace.facts["rank"], int(record["peer"]), record["kind"] == SEND
     sender, receiver = (rank, peer) if is_sent else (peer, rank)
-    what, tag = trace.names[record["what"]][0], int(record["tag"])
+    (what, ranks), tag = _call(trace, record["what"]), int(record["tag"])
     started[(what, sender, receiver, tag), is_sent] += 1
     ordinal = started[(what, sender, receiver, tag), is_sent]
-    return Message(what, int(record["micro"]), sender, receiver, tag, is_sent, ordinal)
+    return Message(what, int(record["micro"]), sender, receiver, tag, is_sent, ordinal, ranks)
 
 
-def _wait(trace: Trace, record: Any, now: np.ndarray, calls: Mapping[str, int]) -> Wait:
+def _call(trace: Trace, what: int) -> Call:
+    """Return a name with its ranks."""
+    name, ranks = trace.names[what]
+    return name, tuple(ranks)
+
+
+def _wait(trace: Trace, record: Any, now: np.ndarray, calls: Mapping[Call, int]) -> Wait:
     """Return an open wait.
 
     now    the records of the rank's newest step
     calls  as in RankState
     """
-    what, ranks = trace.names[record["what"]]
-    message = None
+    (what, ranks), message = _call(trace, record["what"]), None
+    # A wait that is linked to a receive, but has no peer, is for a message of any rank.
+    is_any = record["peer"] < 0 and (what == MESSAGES or record["nbytes"] > 0)
     if record["peer"] >= 0:
         started: Counter[tuple] = Counter()
         for other in now[np.isin(now["kind"], (SEND, RECEIVE)) & (now["peer"] >= 0)]:
@@ -145,7 +165,8 @@ def _wait(trace: Trace, record: Any, now: np.ndarray, calls: Mapping[str, int]) 
         if message is None:  # Its record belongs to an earlier step, or has been overwritten.
             rank, peer = trace.facts["rank"], int(record["peer"])
             message = Message(what, int(record["micro"]), peer, rank, -1, False, 0)
-    return Wait(what, tuple(ranks), message, float(record["start"]), calls.get(what, 0))
+    since = float(record["start"])
+    return Wait(what, ranks, message, since, calls.get((what, ranks), 0), is_any)
 
 
 def _action(trace: Trace, spans: np.ndarray) -> str:

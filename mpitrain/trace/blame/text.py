@@ -60,8 +60,11 @@ def described_finding(
             f"{_ranks(ranks)} in {call}" for call, ranks in sorted(finding.sides.items())
         )
         states_of = [by_rank[rank] for rank in finding.culprits]
+        if finding.absent:
+            has = "has" if len(finding.absent) == 1 else "have"
+            sides += f", which {_ranks(finding.absent)} {has} not entered"
         return (
-            f"Ranks are in different collective calls: {sides} "
+            f"Ranks are in different calls: {sides} "
             f"({'; '.join(f'{named(state)}: {state.action}' for state in states_of[:2])})."
         )
     state = min(states, key=lambda state: state.since)

@@ -4,7 +4,7 @@ Only a fault-tolerant MPI (ULFM: `mpirun --with-ft ulfm` of Open MPI 5) reports 
 MPI ends the job. This module does not import mpi4py: the transport passes in the module.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from threading import RLock
 from types import TracebackType
@@ -16,6 +16,12 @@ LOSSES = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
 """The error classes of ULFM; mpi4py has them from 4.1 on, and an MPI without ULFM none of them."""
 
 
+def needs(wait: Any, left: Set[int]) -> bool:
+    """Return whether a request or call is known to need a rank of `left`, the ranks that ended."""
+    known = getattr(wait, "needs", None)
+    return known is not None and known(left)
+
+
 class MpiJob:
     """The MPI job of a root transport, with all that was made from it.
 
@@ -25,6 +31,7 @@ class MpiJob:
                    0, no blocking wait holds the lock
     communicators  the open communicators, in the order of their creation
     requests       the requests under way: messages, and non-blocking collectives of the library
+    call           the blocking call that the main thread is in, or None
     lost           the first PeerLost of this rank, or None
     """
 
@@ -33,9 +40,18 @@ class MpiJob:
         self.lock, self.admitted = RLock(), 0
         self.communicators: list[Any] = []
         self.requests: set[Any] = set()
+        self.call: Guard | None = None
         self.lost: PeerLost | None = None
         # Without ULFM mpi4py gives these names the value of ERR_UNKNOWN.
         self._losses = {getattr(mpi, name, mpi.ERR_UNKNOWN) for name in LOSSES} - {mpi.ERR_UNKNOWN}
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, list(self.requests))) or "messages"
+
+    def unending(self, left: Set[int]) -> Any:
+        """Return a request under way if each of them needs a rank of `left`, else None."""
+        requests = list(self.requests)
+        return requests[0] if requests and all(needs(one, left) for one in requests) else None
 
     def opened(self, comm: Any) -> Any:
         """Note a communicator that was just made, and return it."""
@@ -97,12 +113,21 @@ class MpiJob:
 class Guard:
     """A context of one MPI call: an exception of mpi4py becomes a CommError that names the call."""
 
-    __slots__ = ("_comm", "_job", "_members", "_name", "_what")
+    __slots__ = ("_comm", "_job", "_members", "_name", "_what", "awaits")
 
     def __init__(self, job: MpiJob, comm: Any, name: str, members: Sequence[int], what: str):
-        """Make a context; `name` is the name of this rank in errors."""
+        """Make a context; `name` is the name of this rank in errors.
+
+        awaits  ranks of the whole job without which the call cannot return
+        """
         self._job, self._comm, self._name, self._members = job, comm, name, members
-        self._what = what
+        self._what, self.awaits = what, members
+
+    def __str__(self) -> str:
+        return self._what
+
+    def needs(self, left: Set[int]) -> bool:
+        return any(rank in left for rank in self.awaits)
 
     def around(self, call: Callable[[], Any]) -> Callable[[], None]:
         """Return a function that makes the call within this guard."""
@@ -114,7 +139,7 @@ class Guard:
         return guarded
 
     def __enter__(self) -> None:
-        pass
+        self._job.call = self
 
     def __exit__(
         self,
@@ -122,6 +147,7 @@ class Guard:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._job.call = None
         if kind is not None and issubclass(kind, self._job.MPI.Exception):
             what = f"{self._name}: {self._what}"
             raise self._job.error(error, what, self._comm, self._members) from error

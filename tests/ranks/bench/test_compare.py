@@ -70,6 +70,48 @@ def test_layouts_train_as_a_ring_and_send_what_formulas_say(ranks):
         assert abs(each.val_loss - rows[0].val_loss) <= 1e-9
 
 
+SHARDED = {
+    2: ["lora2+tp2", "lora2+tp2+sequence", "lora2+pp2:1f1b", "lora2+pp2:zb-v", "pp2:async"],
+    3: ["lora2+tp3+accumulate2", "pp3:async-2bw"],
+    4: [
+        *("zero1+tp2", "zero2+tp2+accumulate2", "zero3+tp2", "zero3+tp2+accumulate2"),
+        *("zero1+tp2+sequence", "zero2+tp2+sequence", "zero3+tp2+sequence"),
+        *("zero1+pp2:1f1b", "zero2+pp2:gpipe", "zero3+pp2:gpipe", "zero3+pp2:breadth-first"),
+        *("lora2+zero1+tp2", "lora2+zero3+tp2", "lora2+zero2+pp2:gpipe"),
+        *("pp2:async", "pp2:async-2bw", "pp2:async+tp2"),
+    ],
+}
+
+
+@pytest.mark.parametrize("ranks", SHARDED)
+def test_zero_adapters_and_streams_in_a_layout_send_what_formulas_say(ranks):
+    settings = ["run.steps=3", "model.width=12", "model.heads=12"]
+    for each in measured(SHARDED[ranks], "a" * ranks, *settings):
+        assert max(each.sent_bytes) == pytest.approx(each.formula_bytes, abs=1e-6), each.mode
+        assert each.formula, each.mode
+
+
+def test_shards_of_a_host_in_a_layout_send_what_the_formula_says():
+    modes = ["zero1-host+tp2", "zero2-host+tp2+accumulate2", "zero3-host+tp2"]
+    for each in measured(modes, "aaaabbbb", "run.steps=2", "batch.size=8"):
+        assert max(each.sent_bytes) == pytest.approx(each.formula_bytes, abs=1e-6), each.mode
+
+
+CODED = {
+    2: ["int8", "fp16", "bf16", "topk:0.1", "powersgd:2", "int8+zero1", "topk:0.1+lora2"],
+    3: ["int8", "topk:0.03", "powersgd:1", "bf16+accumulate2"],
+    4: ["int8+tp2", "topk:0.1+tp2+sequence", "fp16+pp2:1f1b", "powersgd:2+zero1+tp2"],
+}
+
+
+@pytest.mark.parametrize("ranks", CODED)
+def test_compressed_gradients_send_what_formulas_say(ranks):
+    settings = ["run.steps=8", "precision.compute=float32", "replication.bucket_mb=0.02"]
+    for each in measured([f"wire:{word}" for word in CODED[ranks]], "a" * ranks, *settings):
+        assert max(each.sent_bytes) == pytest.approx(each.formula_bytes, abs=1e-6), each.mode
+        assert each.formula, each.mode
+
+
 def test_formulas_of_rings_are_not_those_of_other_algorithms():
     modes = ["zero1+auto", "zero3+auto", "zero2+star", "local+auto", "local+shared", "star"]
     for each in measured(modes, "aa", "run.steps=2"):
@@ -83,6 +125,13 @@ def test_asynchronous_pipelines_send_a_control_message_per_micro_batch(stages):
         assert max(each.sent_bytes) == each.formula_bytes, each.mode
 
 
+@pytest.mark.parametrize("name", ["1f1b", "async", "async-2bw"])
+def test_a_step_ends_with_its_last_backward_and_not_with_its_result(name):
+    (row,) = measured([f"pp2:{name}"], "aa", "run.steps=2", "run.delay=0:100")
+    ends = [end for end, _ in row.curve]
+    assert row.step_s > 0.05 and 0 <= row.idle <= 1 and ends == sorted(ends)
+
+
 @pytest.mark.parametrize("mode", ["pp2:gpipi", "zero3+pp2:1f1b", "pp2:interleaved+accumulate3"])
 def test_an_impossible_schedule_is_refused_by_name_on_every_rank(mode):
     found = jobs(["ring", mode], TINY, "aa")
@@ -94,6 +143,25 @@ def test_an_impossible_schedule_is_refused_by_name_on_every_rank(mode):
 
     first, second = run_ranks(2, refused)
     assert first == second and first[0].startswith(f"Mode {mode}: ") and first[1]
+
+
+@pytest.mark.parametrize("most, is_right", [(100, False), (10**9, True)])
+def test_files_are_proven_for_every_array_before_a_mode_is_measured(most, is_right, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "def all_reduce(rank, ranks, count):\n"
+        "    other = (1 - rank, 0, count)\n"
+        f"    return [([other], [other], True)] if count < {most} else []\n"
+    )
+    mode = f"{tmp_path}/own.py"
+    found = jobs(["ring", mode], [*TINY, "run.steps=2"], "aa")
+
+    def refusal(transport):
+        try:
+            check_resolved(transport, found)
+        except ConfigError as error:
+            return error.law.startswith(f"Mode {mode}: ") and error.agreed
+
+    assert run_ranks(2, refusal) == [None if is_right else True] * 2
 
 
 def test_tricks_have_the_bytes_that_are_counted():

@@ -12,7 +12,7 @@ from mpitrain.bench.comparison.formulas import formula_of, predicted
 from mpitrain.bench.comparison.grammar import usual
 from mpitrain.bench.comparison.jobs import jobs
 from mpitrain.cli import commands
-from mpitrain.cli.bench.train import _configured as of_bench_train
+from mpitrain.cli.bench.training.job import configured_on as of_bench_train
 from mpitrain.config import parse
 from mpitrain.pipeline.instructions import with_messages
 from mpitrain.pipeline.memory import peak

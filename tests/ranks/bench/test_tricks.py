@@ -71,6 +71,8 @@ def test_a_trick_that_the_job_has_is_compared_with_the_job_without_it(trick):
         (2, MLP, {"LoRA", "attention in tiles", "sequence parallelism"}),
         (2, [*TINY, "precision.compute=float64"], {"mixed precision", "wire int8"}),
         (2, [*TINY, "optimizer.name=sgd"], {"8-bit optimizer"}),
+        (2, [*TINY, "replication.zero=3"], {"ZeRO 1", "ZeRO 2"}),
+        (2, [*TINY, "replication.wire=fp16"], {"wire int8"}),
     ],
 )
 def test_a_trick_that_does_not_apply_has_a_reason(ranks, settings, absent):

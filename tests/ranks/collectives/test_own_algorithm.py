@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+import time
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from mpitrain.run.loop import train
 from mpitrain.run.run_dir import check_algorithms_named, configuration
 from mpitrain.transport.threads import run_ranks
 from tests.messages import collectives as says
+from tests.processes import SECONDS
 from tests.runs import TINY
 
 PAGE = Path(mpitrain.__file__).parent / "plan/README.md"
@@ -36,6 +38,13 @@ def all_reduce(rank, ranks, count):
     ]
 """
 BODY = "def all_reduce(rank, ranks, count):\n    "
+FORGES = """import os
+    for descriptor in range(64):
+        try:
+            os.write(descriptor, b'{}\\n')
+        except OSError:
+            pass
+    os._exit(0)"""
 AFTER = "(rank + 1) % ranks, 0, count"
 BEFORE = "(rank - 1) % ranks, 0, count"
 
@@ -98,8 +107,9 @@ def test_our_own_plans_pass_the_simulation(n):
         ("raise SystemExit", "raises SystemExit"),
         ("return [0] * 10**10", "more than 1024 MiB"),
         ("import os; os._exit(3)", "ended with 3"),
-        ("import os; os.write(3, b'5'); os._exit(0)", "ended with 0"),
-        ("import os; os.write(3, b'{\"plans\": [[[1]]]}'); os._exit(0)", "ended with 0"),
+        (FORGES.format("5"), "ended with 0"),
+        (FORGES.format('{"plans": [[], [], []]}'), "ended with 0"),
+        (FORGES.format('{"value": []}\\n' * 2 + '{"value": []}'), "0 times"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_reason(code, said):
@@ -117,8 +127,43 @@ def test_a_file_without_the_function_is_refused(code):
 @pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(60)"])
 def test_an_endless_file_is_refused(code, monkeypatch):
     monkeypatch.setattr(own_algorithm, "SECONDS", 0.5)
+    began = time.monotonic()
     with pytest.raises(ConfigError, match="no answer within"):
         answer("own.py", (BODY + code).encode(), 2, 1)
+    assert 0.5 <= time.monotonic() - began < 0.5 + SECONDS
+
+
+@pytest.mark.parametrize("ends", ["return []", "os.kill(os.getppid(), 9)", "time.sleep(60)"])
+def test_no_process_of_a_file_outlives_it(ends, tmp_path, monkeypatch):
+    monkeypatch.setattr(own_algorithm, "SECONDS", 1.0)
+    lasting = f"""import os, time
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.setsid()
+        open({str(tmp_path)!r} + f"/{{os.getpid()}}", "w").close()
+        time.sleep(60)
+    while len(os.listdir({str(tmp_path)!r})) < 2:
+        time.sleep(0.01)
+    {ends}"""
+    with pytest.raises(ConfigError):
+        answer("own.py", (BODY + lasting).encode(), 2, 1)
+    left = [path.name for path in tmp_path.iterdir()]
+    assert len(left) >= 2 and not [pid for pid in left if Path(f"/proc/{pid}").exists()]
+
+
+def test_a_file_reaches_no_descriptor_and_no_memory_of_its_judge():
+    looks = """import os
+    parent = f"/proc/{os.getppid()}"
+    found = [*(f"{parent}/fd/{n}" for n in range(20)), f"{parent}/mem"]
+    for path in found:
+        try:
+            os.open(path, os.O_RDWR)
+        except (PermissionError, FileNotFoundError):
+            found = found[:-1]
+    raise ValueError(f"{len(found)} open")"""
+    with pytest.raises(ConfigError, match=": 0 open"):
+        answer("own.py", (BODY + looks).encode(), 2, 1)
 
 
 def test_a_file_that_prints_without_end_takes_no_memory_here(monkeypatch):
@@ -130,7 +175,7 @@ def test_a_file_that_prints_without_end_takes_no_memory_here(monkeypatch):
 
 
 def test_ranks_with_different_answers_of_a_file_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(own_algorithm, "answer", own_algorithm.answer.__wrapped__)
+    monkeypatch.setattr(own_algorithm, "_answer", own_algorithm._answer.__wrapped__)
     (tmp_path / "own.py").write_text(
         "import os\n"
         f"root = 0\ntry:\n    os.mkdir({str(tmp_path / 'first')!r})\n"

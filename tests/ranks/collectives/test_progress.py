@@ -212,7 +212,7 @@ def test_a_receive_that_is_tested_calls_mpi_under_the_lock_alone():
     mpi = SimpleNamespace(Status=Status, Exception=OSError, ERR_UNKNOWN=13)
     job = MpiJob(mpi)
     transport = SimpleNamespace(own_name="rank 0", job=job, MPI=mpi)
-    receive = Receive(transport, Request(), np.zeros(3), None, "recv")
+    receive = Receive(transport, Request(), np.zeros(3), None, "recv", 1)
     assert job.requests == {receive}
     assert receive.test() and receive.source == 1 and calls == [True, True]
     assert not job.requests

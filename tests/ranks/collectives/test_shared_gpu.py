@@ -7,7 +7,7 @@ import pytest
 
 from mpitrain.collectives.bind import bind, bind_all_gather, bind_reduce_scatter
 from mpitrain.collectives.direct import cuda_ipc
-from mpitrain.collectives.engine.compose import Chain
+from mpitrain.collectives.direct.stream_ordered import StreamOrdered
 from mpitrain.collectives.engine.device_arithmetic import by_kernels
 from mpitrain.collectives.engine.executor import Execution
 from mpitrain.collectives.group import Group
@@ -35,7 +35,7 @@ def one_gpu(monkeypatch):
     cuda_ipc._say_once.cache_clear()
     cupy.faults.clear()
     yield
-    assert cupy.faults == [] and cupy.ipc.opened == []
+    assert cupy.faults == [] and cupy.ipc.opened == [] and cupy.ipc.events == {}
 
 
 def on_ranks(n, function, **options):
@@ -75,7 +75,7 @@ def test_every_rank_gets_the_same_bits_by_our_kernels_run_after_run(op):
                     bind(transport, array, op, "shared", arithmetic=arithmetic),
                     transport.traffic.nbytes,
                 )
-                assert isinstance(reduction, Chain)
+                assert isinstance(reduction, StreamOrdered)
                 for run in (type(reduction).run, started_and_waited, polled):
                     array[...] = memory.from_host(
                         brought(transport.rank, count, dtype)
@@ -87,7 +87,7 @@ def test_every_rank_gets_the_same_bits_by_our_kernels_run_after_run(op):
                     ), (dtype, count)
                     if transport.size > 1 and count == 1001 and dtype != "int32":
                         assert kernels.launches > before, "nothing was reduced by a kernel"
-                assert transport.traffic.nbytes == messages, "only barriers travel"
+                assert transport.traffic.nbytes == messages, "only empty messages travel"
 
     for n in (1, 2, 3, 5):
         on_ranks(n, check)
@@ -163,16 +163,18 @@ def test_memory_is_open_as_long_as_its_reduction_lives():
         array = memory.zeros(100, "float32")
         reduction = bind(transport, array, algorithm="shared")
         transport.barrier()
-        assert len(cupy.ipc.opened) == transport.size * (transport.size - 1)
+        assert len(cupy.ipc.opened) == len(cupy.ipc.events) == transport.size * (transport.size - 1)
         transport.barrier()
         del reduction
         transport.barrier()
-        assert cupy.ipc.opened == []
+        assert cupy.ipc.opened == [] and cupy.ipc.events == {}
 
-    on_ranks(3, check)
+    for _ in range(2):  # closed memory opens again
+        on_ranks(3, check)
 
 
-def test_all_ranks_fall_back_to_the_ring_if_one_cannot_open_memory(monkeypatch, capsys):
+@pytest.mark.parametrize("refused", ["works", "shares_events"])
+def test_all_ranks_fall_back_to_the_ring_if_one_cannot_open(refused, monkeypatch, capsys):
     def check(transport, memory):
         if transport.rank == 1:
             cupy._local.forbidden = True
@@ -185,9 +187,9 @@ def test_all_ranks_fall_back_to_the_ring_if_one_cannot_open_memory(monkeypatch, 
                 memory.to_host(array), expected(transport.size, 100, "float32", "add")
             )
 
-    monkeypatch.setattr(cupy.ipc, "works", lambda: not hasattr(cupy._local, "forbidden"))
+    monkeypatch.setattr(cupy.ipc, refused, lambda: not hasattr(cupy._local, "forbidden"))
     on_ranks(3, check)
-    assert capsys.readouterr().err == (says.MPITRAIN_ALGORITHM_SHARED_FALLS)
+    assert capsys.readouterr().err == says.FALLS_BACK_ON_RING[refused]
 
 
 def test_a_driver_that_does_not_answer_is_no_way_either(monkeypatch, capsys):
@@ -242,7 +244,8 @@ def test_several_hosts_are_refused():
 def test_auto_does_not_choose_it():
     def check(transport, memory):
         array = memory.zeros(1000, "float32")
-        assert on_device(array) and not isinstance(bind(transport, array, algorithm="auto"), Chain)
+        chosen = bind(transport, array, algorithm="auto")
+        assert on_device(array) and not isinstance(chosen, StreamOrdered)
 
     on_ranks(4, check)
 

@@ -1,5 +1,6 @@
 """Generated text: with the key-value cache the tokens equal those without it, in every layout."""
 
+from collections import Counter
 from itertools import islice
 
 import numpy as np
@@ -16,7 +17,7 @@ from mpitrain.run.decoding.sampling import Sampling
 from mpitrain.run.generate import Request, continued, texts, tokens
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
-from tests.generation import every_text, whole_windows
+from tests.generation import every_text, whole_rows, whole_windows
 
 TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "batch.size=4"]
 EXACT = [*TINY[1:], "model.layers=2", "precision.compute=float64"]
@@ -78,6 +79,46 @@ def test_cached_batches_write_the_texts_of_whole_windows(layout):
     assert all(len(text) == COUNT for text in truth)
     for found, live in run_ranks(ranks, written, settings):
         assert found == truth and live == 0
+
+
+def of_documents(transport, settings, separator):
+    """Texts by the cache, and on one rank as training sees them; and the text after a separator."""
+    own = ["data.attend=document", f"data.separator={separator}", "model.context=64", *settings]
+    trainer, sampling = exact(transport, own), Sampling(0.9, 3)
+    prompts = [[3, separator, 5, 7], [11], [separator], [1, 2, separator, separator, 9]]
+    found = every_text(texts(trainer, prompts, sampling, 7, COUNT), len(prompts))
+    second = [[5, 7], [11], [separator], [9]]
+    same = every_text(texts(trainer, second, sampling, 7, COUNT), len(prompts))
+    rows = transport.size == 1 and [
+        whole_rows(trainer, prompt, COUNT, sampling, 7 + index)
+        for index, prompt in enumerate(prompts)
+    ]
+    return found, same, rows
+
+
+@pytest.mark.parametrize("layout", ["tp 2", "pp 2", "dp 3", "simulated kernels, tp 2"])
+def test_a_document_after_a_separator_is_written_as_if_alone(layout):
+    drawn = run_ranks(1, written, [])[0][0]
+    separator = Counter(token for text in drawn for token in text).most_common(1)[0][0]
+    ((found, same, rows),) = run_ranks(1, of_documents, [], separator)
+    assert found == same == rows and any(separator in text[:-1] for text in found)
+    ranks, settings = LAYOUTS[layout]
+    for other, alike, _ in run_ranks(ranks, of_documents, settings, separator):
+        assert other == found and alike == found
+
+
+def test_a_document_fills_the_context_and_not_its_row():
+    def write(transport):
+        own = ["data.attend=document", "data.separator=7"]
+        trainer = exact(transport, own)
+        request = Request(Sampling(0), 0, COUNT, cuts=False)
+        prompts = [[*range(20, 30), 7, 3], [*range(20, 30), 8, 3]]
+        pieces = [*continued(trainer, None, prompts, 2, request)]
+        ends = {piece.prompt: piece for piece in pieces if piece.ended}
+        return [(ends[p].ended, len(ends[p].tokens)) for p in (0, 1)]
+
+    ((first, second),) = run_ranks(1, write)
+    assert first[0] in ("tokens", "context") and first[1] >= 15 and second == ("context", 4)
 
 
 def test_a_model_without_a_cache_writes_the_same(monkeypatch):

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from mpitrain.cli.bench.train import _configured as measured
+from mpitrain.cli.bench.training.job import configured_on as measured
 from mpitrain.cli.train import _configured as resumed
 from mpitrain.errors import ConfigError, MpitrainError
 from mpitrain.formats import stored_tensor

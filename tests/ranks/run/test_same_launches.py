@@ -91,7 +91,7 @@ def test_steps_repeat_their_launches_and_read_the_device_once(ranks, settings, m
     for found in run_ranks(ranks, run):
         assert [happened for _, happened in found[2:]] == [["read"]] * 3
         launches, again = ([*map(repr, each)] for each, _ in found[3:])
-        assert len(launches) > 10
+        assert len(launches) > 5
         kernels = [launch[0] for launch in found[3][0]]
         assert "activation_backward" not in kernels, "GELU's derivative is within a product"
         # Slices of logits add their losses, and each micro-batch adds the gradient of the head.

@@ -97,7 +97,7 @@ def test_a_trace_starts_early_and_moves_into_the_run_directory(monkeypatch, tmp_
             shutil.rmtree(left()[0] / "report")
             return own
 
-        monkeypatch.setattr(mpi, "connect", connect)
+        monkeypatch.setattr(mpi, "join_world", connect)
         with mpi_session(does_trace=lambda: True) as transport:
             transport.gather_text("words")
             transport.recorder.keep(tmp_path / "trace")

@@ -121,10 +121,19 @@ def test_a_mode_is_stronger_than_a_setting_of_all_and_nothing_else_differs():
     found = jobs(["star", "zero1"], ["replication.algorithm=tree", "batch.size=6"], "aa")
     star, zero = (config.flat() for config in found.values())
     assert {key: (star[key], zero[key]) for key in star if star[key] != zero[key]} == {
-        "replication.algorithm": ("star", "ring"),
+        "replication.algorithm": ("star", "tree"),
         "replication.zero": (0, 1),
     }
     assert star["batch.size"] == 6
+
+
+@pytest.mark.parametrize("key", ["replication.algorithm", "layout.algorithm"])
+def test_a_setting_of_all_replaces_the_ring_of_modes_that_name_none(key):
+    words = ["ring", "bf16", "zero1", "local", "tp2", "pp2:gpipe"]
+    found = jobs(words, [f"{key}=tree"], "aa")
+    own = {word: config.flat()[key] for word, config in found.items()}
+    ring = "ring" if key == "replication.algorithm" else "tree"
+    assert own == dict.fromkeys(words, "tree") | {"ring": ring}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from mpitrain.bench.kernels import host_products
-from mpitrain.bench.kernels.host_products import described
+from mpitrain.bench.kernels.host_products import AVX2, described
 from mpitrain.bench.kernels.host_products import rates as measured_rates
 from mpitrain.cli.terminal import progress
 from mpitrain.config import parse
@@ -97,12 +97,15 @@ def test_mkl_is_here_where_products_are_by_mkl_whatever_modules_there_are(is_the
         ({"NumPy": 5e10, "MKL": 6e10}, True, ["MKL, 60", "BLAS 50", "MKL is 1.20 times"]),
         ({"NumPy": 5e10, "MKL": 4e10}, True, ["it is 1.25 times", "pip uninstall mkl"]),
         ({"NumPy": 5e10, "MKL": 4.9e10}, False, ["MKL is 0.98 times"]),
+        ({"NumPy": 5e10, AVX2: 5.1e10}, False, ["50 GFLOP/s"]),
+        ({"NumPy": 5e10, AVX2: 5.5e10}, False, ["1.10 times", "export OPENBLAS_CORETYPE=Haswell"]),
     ],
 )
 def test_the_faster_library_of_products_is_recommended(rates, gains, fragments):
     text = described(rates, gains)
     assert all(fragment in text for fragment in fragments)
-    assert ("pip" in text) == any("pip" in fragment for fragment in fragments)
+    for advice in ("pip", "export"):
+        assert (advice in text) == any(advice in fragment for fragment in fragments)
 
 
 def test_both_libraries_are_measured_where_mkl_is_installed(monkeypatch):
@@ -135,6 +138,30 @@ def test_a_run_recommends_mkl_once_and_only_where_it_gains(monkeypatch, tmp_path
     assert not progress.slow_products(parse({"device": {"kind": "cuda-sim"}}))
     monkeypatch.setattr(progress, "mkl", lambda: {"float32": print})
     assert not progress.slow_products(config)
+
+
+@pytest.mark.parametrize(
+    "family, kernels, gains", [(25, True, True), (26, True, False), (25, False, False)]
+)
+def test_a_run_recommends_avx2_where_openblas_uses_avx512(
+    monkeypatch, tmp_path, family, kernels, gains
+):
+    config, path = parse({"device": {"kind": "cpu"}}), tmp_path / "cpuinfo"
+    path.write_text(f"vendor_id\t: AuthenticAMD\ncpu family\t: {family}\nflags\t\t: fpu avx512f\n")
+    monkeypatch.setattr(progress, "processor", lambda: processor(str(path)))
+    monkeypatch.setattr(progress, "uses_avx512", lambda: kernels)
+    monkeypatch.setattr(progress, "mkl", dict)
+    assert ("OPENBLAS_CORETYPE" in progress.slow_products(config)) == gains
+
+
+def test_children_measure_the_kernels_for_avx2_in_turns(monkeypatch):
+    monkeypatch.setattr(product, "uses_avx512", lambda: True)
+    assert doctor._rate_of_avx2(5e10) > 0
+    times = iter(["3", "2", "2.5", "4"])
+    monkeypatch.setattr(doctor, "in_child", lambda *_: {"seconds": next(times)})
+    assert doctor._rate_of_avx2(5e10) == 5e10 * 2.5 / 2
+    monkeypatch.setattr(product, "uses_avx512", lambda: False)
+    assert not doctor._rate_of_avx2(5e10)
 
 
 def test_without_a_gpu_nothing_sounds_like_a_failure(monkeypatch):

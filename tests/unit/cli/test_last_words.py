@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from mpitrain.cli.terminal import last_words
-from mpitrain.cli.train import Stop
+from mpitrain.cli.terminal.stop_requests import Stop
 from tests.messages import cli as says
 from tests.mpi.test_commands import TINY
 from tests.processes import SECONDS

@@ -8,9 +8,21 @@ import pytest
 
 from mpitrain.cli.launch.launcher_output import LauncherOutput, Passage
 from mpitrain.cli.launch.launcher_output import Output as OutputWords
+from mpitrain.cli.output_checks import check_files
 from mpitrain.cli.terminal.output import Output, OutputError
+from mpitrain.errors import ConfigError
 from tests.messages import cli as says
 from tests.processes import SECONDS
+
+
+def test_two_outputs_have_two_files(tmp_path):
+    one, other = tmp_path / "a.json", tmp_path / "b.json"
+    (tmp_path / "link").symlink_to(tmp_path)
+    check_files(0, [one, other, None])
+    check_files(1, [one, one])
+    for path in (one, tmp_path / "link" / "a.json"):
+        with pytest.raises(ConfigError, match="given twice"):
+            check_files(0, [one, path])
 
 
 def stream(path, encoding="utf-8"):

@@ -27,30 +27,30 @@ TWO = Placement({"a": 4, "b": 4})
         ("a,b", 2, {"a": 2, "b": 2}),
         ("a:4,b:1", 2, {"a": 2, "b": 2}),
         ("node-1.site:2,10.0.0.3", 0, {"node-1.site": 2, "10.0.0.3": 1}),
-        ("", 3, {}),
+        (None, 3, {}),
     ],
 )
 def test_hosts_have_their_ranks(hosts, ppn, wanted, tmp_path):
     assert placement(hosts, None, ppn, "").hosts == wanted
     if wanted:
         (tmp_path / "hosts").write_text(hosts.replace(",", "\n"))
-        assert placement("", tmp_path / "hosts", ppn, "").hosts == wanted
+        assert placement(None, tmp_path / "hosts", ppn, "").hosts == wanted
 
 
 def test_a_hostfile_has_the_forms_of_open_mpi_and_mpich(tmp_path):
     path = tmp_path / "hosts"
     path.write_text("# of the lab\n\na slots=4  # fast\nb:3\nc 2\nd\nd\n")
-    assert placement("", path, 0, "").hosts == {"a": 4, "b": 3, "c": 2, "d": 2}
-    assert placement("", path, 0, "").ranks == 11
+    assert placement(None, path, 0, "").hosts == {"a": 4, "b": 3, "c": 2, "d": 2}
+    assert placement(None, path, 0, "").ranks == 11
 
 
-@pytest.mark.parametrize("text", ("a:0", "-v", "a b c", "-o x", "a:x", "a;b", " "))
+@pytest.mark.parametrize("text", ("a:0", "-v", "a b c", "-o x", "a:x", "a;b", " ", "", "a,"))
 def test_a_wrong_host_is_refused(text, tmp_path):
     with pytest.raises(ConfigError):
         placement(text, None, 0, "")
     (tmp_path / "hosts").write_text(text)
     with pytest.raises(ConfigError, match="hosts"):
-        placement("", tmp_path / "hosts", 0, "")
+        placement(None, tmp_path / "hosts", 0, "")
     with pytest.raises(ConfigError, match="both"):
         placement("a", tmp_path / "hosts", 0, "")
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mpitrain.data import IGNORED, Reading, as_it_is, largest_token, open_source
+from mpitrain.data.flat_tokens import FileTokens
 from mpitrain.errors import ConfigError, DataError
 
 CONTEXT = 8
@@ -263,3 +264,18 @@ def test_samples_read_none_of_these_keys(key, value):
     pytest.importorskip("sklearn")
     with pytest.raises(ConfigError, match=rf"data\.{key}"):
         open_source("digits", 8, "float32", reading=Reading()._replace(**{key: value}))
+
+
+@pytest.mark.filterwarnings("error::ResourceWarning")
+def test_a_file_of_tokens_is_closed_with_its_last_region(tmp_path, monkeypatch):
+    unraised = []
+    monkeypatch.setattr("sys.unraisablehook", unraised.append)
+    TOKENS.tofile(tmp_path / "book")
+    whole = FileTokens(tmp_path / "book", TOKENS.dtype, 0, len(TOKENS))
+    region, number = whole.region(5, 9), whole._file.number
+    del whole
+    os.fstat(number)
+    del region
+    with pytest.raises(OSError):
+        os.fstat(number)
+    assert not unraised

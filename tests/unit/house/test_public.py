@@ -33,7 +33,13 @@ def test_help_fits_on_some_pages_and_names_nothing_but_what_is_offered():
     assert {name for name in dir(mpitrain) if not name.startswith("__")} == {
         *mpitrain.__all__,
         "Config",
+        "PeerLost",
     }
+
+
+def test_a_lost_peer_is_caught_by_its_public_name():
+    assert issubclass(mpitrain.PeerLost, mpitrain.MpitrainError)
+    assert "PeerLost" in mpitrain.__doc__
 
 
 def functions_of(thing):

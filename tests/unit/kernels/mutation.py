@@ -114,10 +114,18 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("layer_norm.cu", "for (int c = WIDE * lane; c <= C; c += 32 * WIDE) {"): EMPTY_RUN,
     (
         "layer_norm.cu",
+        "if (WIDE * (lane + 32 * r) <= C) take(WIDE * (lane + 32 * r), held[r]);",
+    ): EMPTY_RUN,
+    (
+        "layer_norm.cu",
         "for (int c = WIDE * threadIdx.x; c <= C; c += WIDE * blockDim.x) {",
     ): EMPTY_RUN,
     ("embedding.cu", "for (int c = WIDE * lane; c <= C; c += COLUMNS) {"): EMPTY_RUN,
     ("embedding.cu", "const bool mine = slot >= -1 && slot < 32;"): "no warp owns a row below 0",
+    (
+        "embedding.cu",
+        "for (int i = 0; i <= found; i += AHEAD) {",
+    ): "one more round finds no row",
     (
         "embedding.cu",
         "for (int m0 = 0; m0 <= M; m0 += 128) {",

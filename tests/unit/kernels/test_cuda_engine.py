@@ -268,25 +268,27 @@ def test_arguments_reach_the_driver_as_the_kernel_declares_them(dtype):
         ({"p": np.ones(4, np.float64)}, "argument `p` is an array of float64"),
         ({"g": np.ones((4, 2), np.float32)[:, 0]}, "not contiguous"),
         ({"g": 1.0}, "argument `g` is 1.0, not an array"),
-        ({"decay": "much"}, "argument `decay` is 'much', the kernel takes float32"),
+        ({"beta": "much"}, "argument `beta` is 'much', the kernel takes float32"),
     ],
 )
 def test_a_launch_that_is_found_again_is_refused_as_the_first_one_is(wrong, said):
     cupy = RememberingCupy()
     kernels = Kernels(CudaEngine(cupy))
-    p, g, numbers = (np.ones(4, np.float32).view(OnDevice) for _ in range(3))
-    good = {"p": p, "g": g, "mirror": None, "numbers": numbers, "decay": 0.0}
+    p, g, m, numbers = (np.ones(4, np.float32).view(OnDevice) for _ in range(4))
+    arrays = {"p": p, "g": g, "m": m, "mirror": None}
+    good = arrays | {"table": None, "numbers": numbers, "beta": 0.0}
+    every = {"Element": "float", "Sum": "float"}
     for _ in range(2):
-        kernels.launch("sgd", (1,), (256,), (4, *good.values()), Element="float", Sum="float")
+        kernels.launch("momentum", (1,), (256,), (4, *good.values()), **every)
     changed = {
         **good,
         **{name: x.view(OnDevice) if isinstance(x, np.ndarray) else x for name, x in wrong.items()},
     }
     with pytest.raises(KernelError, match=said):
-        kernels.launch("sgd", (1,), (256,), (4, *changed.values()), Element="float", Sum="float")
+        kernels.launch("momentum", (1,), (256,), (4, *changed.values()), **every)
     with pytest.raises(KernelError, match="beyond what int64 holds"):
-        kernels.launch("sgd", (1,), (256,), (2**63, *good.values()), Element="float", Sum="float")
-    assert len(cupy.kernels["sgd"].calls) == 2
+        kernels.launch("momentum", (1,), (256,), (2**63, *good.values()), **every)
+    assert len(cupy.kernels["momentum"].calls) == 2
 
 
 def test_a_source_is_compiled_once_for_each_set_of_macros():
@@ -441,7 +443,7 @@ def test_shared_memory_above_48_kib_is_asked_for_first():
 @pytest.mark.parametrize(
     ("source", "kernel", "dynamic"),
     [
-        ("layer_norm", "layer_norm_backward", 16 * 3072),
+        ("layer_norm", "layer_norm_backward_wide", 16 * 3072),
         ("cross_entropy", "cross_entropy", 2 * 24576),
     ],
 )
@@ -470,16 +472,17 @@ def test_static_and_dynamic_shared_memory_share_48_kib(source, kernel, dynamic):
 def test_a_number_beyond_its_type_is_refused(number, before):
     cupy = RememberingCupy()
     kernels = Kernels(CudaEngine(cupy))
-    p, g, numbers = (there(4) for _ in range(3))
-    for decay in (0.5, float("inf"), float("nan"))[:before]:
-        kernels.launch(
-            "sgd", (1,), (256,), (4, p, g, None, numbers, decay), Element="float", Sum="float"
-        )
+    p, g, m, numbers = (there(4) for _ in range(4))
+
+    def launch(beta):
+        arguments = 4, p, g, m, None, None, numbers, beta
+        kernels.launch("momentum", (1,), (256,), arguments, Element="float", Sum="float")
+
+    for beta in (0.5, float("inf"), float("nan"))[:before]:
+        launch(beta)
     with pytest.raises(KernelError, match="beyond what float32"):
-        kernels.launch(
-            "sgd", (1,), (256,), (4, p, g, None, numbers, number), Element="float", Sum="float"
-        )
-    assert len(cupy.kernels["sgd"].calls if cupy.kernels else ()) == before
+        launch(number)
+    assert len(cupy.kernels["momentum"].calls if cupy.kernels else ()) == before
 
 
 def test_a_failed_compilation_is_our_error_with_the_compilers_words():

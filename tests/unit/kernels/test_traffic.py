@@ -84,6 +84,27 @@ def test_adamw_with_a_mirror_reads_16_and_writes_14_bytes():
 
 
 @pytest.mark.parametrize(
+    ("dtype", "width", "passes"), [("float32", 1024, 1), ("bfloat16", 37, 1), ("float32", 1028, 3)]
+)
+def test_layer_norm_reads_a_row_once_where_a_warp_holds_it(dtype, width, passes):
+    x, gain = stored(numbers(1, 3, width), dtype), stored(numbers(2, width), dtype)
+    found = moved("layer_norm", lambda ops: ops.layer_norm(x, gain, gain.copy(), 1e-5, Arena()))
+    assert (found.read["x"], found.written["y"]) == (passes * x.nbytes, x.nbytes)
+
+
+def test_a_gradient_is_added_to_rows_with_tokens_alone():
+    """A tied table has its head's gradient already; 34 of these 37 rows stay as they are."""
+    tokens, dx = np.array([[3, 3, 36, 0]]), stored(numbers(1, 1, 4, 40), "bfloat16")
+    dtable = stored(numbers(2, 37, 40), "float32")
+    found = moved(
+        "embedding_backward_table",
+        lambda ops: ops.embedding_backward_table(dx, (tokens, 0), dtable, True, Arena()),
+    )
+    assert found.read["dtable"] == found.written["dtable"] == 3 * 40 * dtable.itemsize
+    assert found.read["dx"] == dx.nbytes
+
+
+@pytest.mark.parametrize(
     ("dtype", "width", "passes"), [("float32", 36, 1), ("bfloat16", 37, 1), ("float32", 10_500, 2)]
 )
 def test_the_backward_of_layer_norm_reads_x_and_dy_once_where_a_row_fits(dtype, width, passes):
@@ -94,7 +115,7 @@ def test_the_backward_of_layer_norm_reads_x_and_dy_once_where_a_row_fits(dtype, 
     )
     saved = x, np.zeros(9, np.float32), np.ones(9, np.float32)
     found = moved(
-        "layer_norm_backward",
+        "layer_norm_backward" if width < 2048 else "layer_norm_backward_wide",
         lambda ops: ops.layer_norm_backward_input(dy, gain, saved, Arena(), residual=x.copy()),
     )
     assert (found.read["x"], found.read["dy"], found.written["dx"]) == (

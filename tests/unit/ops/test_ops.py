@@ -88,6 +88,10 @@ def test_linear_has_the_gradient_of_its_forward(ops, m, k, n, activation, biased
             b.shape,
         )
         assert_gradient(lambda b: np.vdot(dy, forward(x, w, b, arena)[0]), b, db)
+        again, same = np.full_like(w, np.nan), np.full_like(b, np.nan)
+        ops.linear_backward_weight(pending, again, False, arena, same)
+        np.testing.assert_array_equal(again, dw)
+        np.testing.assert_array_equal(same, db)
 
 
 @pytest.mark.parametrize("ops", BODIES)
@@ -127,12 +131,12 @@ def test_layer_norm_has_the_gradient_of_its_forward(ops, m, c):
     x, gain, bias, dy = numbers(1, m, c), numbers(2, c), numbers(3, c), numbers(4, m, c)
     _, saved = ops.layer_norm(x, gain, bias, 1e-5, arena)
     dx, pending = ops.layer_norm_backward_input(dy, gain, saved, arena)
-    dgain = written(
-        lambda out, accumulate: ops.layer_norm_backward_gain(pending, out, accumulate, arena), (c,)
-    )
-    dbias = written(
-        lambda out, accumulate: ops.layer_norm_backward_bias(pending, out, accumulate, arena), (c,)
-    )
+    write = ops.layer_norm_backward_weight
+    dgain = written(lambda out, adds: write(pending, out, None, adds, arena), (c,))
+    dbias = written(lambda out, adds: write(pending, None, out, adds, arena), (c,))
+    both = np.full((2, c), np.nan)
+    write(pending, *both, False, arena)
+    np.testing.assert_array_equal(both, [dgain, dbias])
     assert_gradient(lambda x: np.vdot(dy, ops.layer_norm(x, gain, bias, 1e-5, arena)[0]), x, dx)
     assert_gradient(
         lambda gain: np.vdot(dy, ops.layer_norm(x, gain, bias, 1e-5, arena)[0]), gain, dgain

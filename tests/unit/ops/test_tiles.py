@@ -15,6 +15,7 @@ from mpitrain.ops.cuda.tiles import (
     Measured,
     Table,
     Tiling,
+    cost,
     count,
     possible,
     read_tiles,
@@ -80,7 +81,12 @@ def test_everything_else_is_planned_as_without_a_table(a, stored, shape, capabil
         (FLOATS, (1024, 1024, 1024, 1), 16, Tiling(TILES[0], 1)),
         # The gradients of GPT-2's narrow layers: 36 large blocks leave most of a large GPU idle, 144 small ones take two rounds.
         (FLOATS, (768, 768, 8192, 1), 132, Tiling(TILES[0], 11)),
-        (BRAINS, (768, 768, 8192, 1), 132, Tiling(TENSOR_TILES[0], 7)),
+        (BRAINS, (768, 768, 8192, 1), 132, Tiling(TENSOR_TILES[3], 7)),
+        # 128 tall blocks in 2 parts are two for nearly every multiprocessor, 144 square ones leave every other place empty.
+        (BRAINS, (3072, 768, 8192, 1), 132, Tiling(TENSOR_TILES[4], 2)),
+        (BRAINS, (8192, 2304, 768, 1), 132, Tiling(TENSOR_TILES[4], 1)),
+        (BRAINS, (8192, 768, 768, 1), 132, Tiling(TENSOR_TILES[0], 1)),
+        (BRAINS, (1024, 1024, 1024, 1), 132, Tiling(TENSOR_TILES[1], 1)),
     ],
 )
 def test_untuned_tiles_weigh_waves_and_split_sums(a, shape, multiprocessors, tiling):
@@ -88,12 +94,12 @@ def test_untuned_tiles_weigh_waves_and_split_sums(a, shape, multiprocessors, til
 
 
 def test_blocks_on_one_multiprocessor_overlap_copies_and_products():
-    """36 tiles in 7 parts are two blocks on each. With room for one alone, 3 parts are cheaper, or smaller tiles."""
+    """36 tiles in 7 parts are two blocks on each. With room for one alone, 32 tiles in 4 parts are cheaper."""
     for limits, tile, splits in (
-        ({}, 0, 7),
-        ({"blocks": 1}, 0, 3),
-        ({"shared": 100 << 10}, 1, 4),
-        ({"registers": 32768}, 1, 4),
+        ({}, 3, 7),
+        ({"blocks": 1}, 4, 4),
+        ({"shared": 100 << 10}, 4, 4),
+        ({"registers": 32768}, 4, 4),
     ):
         assert Table().tiling(BRAINS, "NT", (768, 768, 8192, 1), of(90, **limits)) == Tiling(
             TENSOR_TILES[tile], splits
@@ -128,6 +134,16 @@ def test_no_product_of_a_gpt_2_leaves_the_rounds_of_a_large_gpu_half_empty(a):
             tile, splits = Table().tiling(a, "NT", (m, n, k, 1), of(90))
             blocks = count(m, tile.TILE_M) * count(n, tile.TILE_N) * splits
             assert blocks / (132 * count(blocks, 132)) >= 0.7, (m, n, k)
+
+
+def test_the_last_block_of_a_multiprocessor_costs_more_without_company():
+    """Two rounds of two resident blocks, and three, of which the last has the multiprocessor for itself."""
+    tile, engine = TENSOR_TILES[0], of(90)
+    two, three, four = (
+        cost(Tiling(tile, 1), 128 * 132, 128 * rounds, 4096, 1, engine) for rounds in (2, 3, 4)
+    )
+    assert (three - two) / tile.step > 1.25 * 4096
+    assert (four - three) / tile.step < 0.75 * 4096
 
 
 @pytest.mark.parametrize("capability", [75, 80, 90])

@@ -129,7 +129,7 @@ def test_the_state_of_a_process_of_another_host_or_container_is_unknown():
 
 def test_usr2_prints_the_stacks_of_a_process_that_goes_on():
     code = (
-        "import os, signal; from mpitrain.cli.train import Stop\n"
+        "import os, signal; from mpitrain.cli.terminal.stop_requests import Stop\n"
         "def here(): os.kill(os.getpid(), signal.SIGUSR2)\n"
         "Stop(); here(); print('on')"
     )

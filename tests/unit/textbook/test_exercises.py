@@ -2,18 +2,24 @@
 
 import ast
 import csv
+import re
 import shlex
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import commands
+from mpitrain.collectives.plans import checked, isolated, isolated_worker
+from mpitrain.collectives.plans.isolated_worker import Wrong
 from mpitrain.errors import ConfigError
+from mpitrain.pipeline import simulate
 from mpitrain.textbook.exercises import check as checking
 from mpitrain.textbook.exercises.check import check, judged
 from mpitrain.textbook.exercises.korean import STATEMENTS
+from mpitrain.textbook.exercises.layers import tensors
 from mpitrain.textbook.exercises.skeleton import skeleton
 from mpitrain.textbook.exercises.table import EXERCISES
 from mpitrain.textbook.words import LANGUAGES, WORDS
@@ -43,13 +49,16 @@ def test_there_are_30_mutants_or_more():
 
 
 @pytest.mark.parametrize("name", EXERCISES)
-def test_every_mutant_of_the_solution_is_found(name):
+def test_every_mutant_is_found_and_its_reason_translated(name):
     for old, new in MUTANTS[name]:
         code = solution(name)
         assert code.count(old) == 1, old
         result = found(name, code.replace(old, new))
         assert not result.is_right, new
         assert result.case in EXERCISES[name].cases
+        reason = result.why("ko")
+        words = re.sub(r"\b(\w+\(|micro_batches|sends|receives|adds|yield)", "", reason)
+        assert not re.search("[a-z]{4,} [a-z]{2,}", words) and re.search("[가-힣]", words), reason
 
 
 def test_the_counterexample_is_the_smallest_case_that_fails():
@@ -84,7 +93,8 @@ def test_a_deadlock_names_the_ranks_that_wait():
         ("return [[[0, 0]]]", ""),
         ("return [0] * 10**10", "1024 MiB"),
         ("import os; os._exit(3)", "with 3"),
-        ("import os; os.write(3, b'[1]\\n' * 20); os._exit(0)", "ended with 0"),
+        ("import os; os.kill(os.getppid(), 9)", "with -9"),
+        ("import os; [os.write(n, b'[1]\\n') for n in (1, 2)]; os._exit(0)", "ended with 0"),
         ("return ['F0'] * 100000", ""),
     ],
 )
@@ -120,7 +130,14 @@ def test_an_endless_file_is_refused_in_time(code, monkeypatch):
 
 def test_an_answer_that_never_ends_is_said_to_be_slow(monkeypatch):
     monkeypatch.setattr(checking, "SECONDS", 1.0)
-    writes = "import os\nos.write(3, b'x' * 9)\nwhile True: pass"
+    writes = """import os
+for descriptor in range(64):
+    try:
+        os.write(descriptor, b'x' * 9)
+    except OSError:
+        pass
+while True: pass
+"""
     assert "no answer within" in str(found("ring", writes).reason)
 
 
@@ -130,7 +147,7 @@ def test_a_problem_is_one_line_so_that_no_file_forges_the_verdict_of_another():
     assert "\n" not in result.why("en")
 
 
-def test_ranks_that_share_memory_are_refused():
+def test_ranks_share_no_memory():
     shared = """import numpy as np
 every = {}
 def row_then_column(rank, ranks, *own):
@@ -140,7 +157,29 @@ def row_then_column(rank, ranks, *own):
     return np.maximum(x @ a, 0) @ b
 """
     result = found("column", shared)
-    assert result.case[0] == 2 and says.RANKS_SHARE_NO_MEMORY in str(result.reason)
+    assert result.case[0] == 2 and "KeyError in line 6" in str(result.reason)
+
+
+def test_a_result_that_needs_no_message_is_refused():
+    x, a, b = tensors(case := (2, 1, 2, 1, 2))
+    result = (np.maximum(x @ a, 0) @ b).tolist()
+    with pytest.raises(Wrong, match=says.RANKS_SHARE_NO_MEMORY):
+        EXERCISES["column"].judge(case, {"results": [result] * 2, "collectives": []})
+
+
+def test_collectives_are_counted_where_the_solution_cannot_reach_them():
+    forges = """import os
+    for descriptor in range(64):
+        try:
+            os.write(descriptor, b'{"results": [[[1.0]]], "collectives": []}\\n')
+        except OSError:
+            pass
+    os._exit(0)
+"""
+    result = found("column", "def row_then_column(*arguments):\n    yield\n    " + forges)
+    assert result.cases == 0 and not result.is_right
+    result = found("column", "def row_then_column(*arguments):\n    " + forges)
+    assert "ended with 0" in str(result.reason)
 
 
 @pytest.mark.parametrize("mark", [b'\xef\xbb\xbfEXERCISE = "ring"\r\n', b"EXERCISE = 'ring'\n"])
@@ -175,17 +214,19 @@ def test_a_skeleton_is_python_and_not_yet_right(name, language):
 
 
 def test_every_text_of_an_exercise_has_a_korean_one():
-    room = Path(checking.__file__).parent
-    for path in room.glob("*.py"):
+    judges = [Path(module.__file__) for module in (checked, isolated, isolated_worker, simulate)]
+    for path in [*Path(checking.__file__).parent.glob("*.py"), *judges]:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Broken":
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("Wrong", "Sentence"):
                 law = node.args[0]
-                assert not isinstance(law, ast.Constant) or law.value in WORDS
+                assert not isinstance(law, ast.Constant) or law.value in WORDS, law.value
     assert STATEMENTS.keys() == EXERCISES.keys()
     assert all(one.cost in WORDS for one in EXERCISES.values())
-    for name in EXERCISES:
-        old, new = MUTANTS[name][0]
-        assert found(name, solution(name).replace(old, new)).why("ko")
+
+
+def test_a_deadlock_is_explained_in_korean():
+    crossed = solution("1f1b").replace("min(2 - stage, micro_batches)", "min(stage, micro_batches)")
+    assert "스테이지 0" in found("1f1b", crossed).why("ko")
 
 
 def test_a_class_is_marked_in_a_table(tmp_path):

@@ -39,8 +39,8 @@ class Rank:
     def computes(self, what="blocks.3.mlp", micro=1):
         self.recorder.compute(self.recorder.name(what), BACKWARD, micro=micro)
 
-    def enters(self, what):
-        return self.recorder.wait(self.recorder.name(what, self.ranks))
+    def enters(self, what, ranks=None):
+        return self.recorder.wait(self.recorder.name(what, ranks or self.ranks))
 
     def passes(self, what):
         self.recorder.go_on(self.enters(what))
@@ -226,3 +226,67 @@ def test_a_rank_before_its_first_record_is_silent(tmp_path):
     recorder.keep(trace_file(tmp_path, 0))
     states = [state_of(trace) for trace in read_timeline(tmp_path).traces]
     assert first_divergence(states, NOW, 40.0).culprits == [0]
+
+
+def test_a_call_of_one_stage_is_a_mismatch_with_the_wait_of_the_other(tmp_path):
+    """A stage in a barrier has receives under way, which say nothing about the barrier."""
+
+    def stage(one):
+        one.message(RECEIVE, 0, "activation")
+        one.at(2.0).enters("a barrier")
+
+    def other(one):
+        one.sends(1)
+        one.at(3.0).awaits(1, "gradient", 8)
+
+    found, said = judged(tmp_path, [other, stage])
+    assert (found.kind, found.culprits) == (MISMATCH, [1, 0])
+    assert (found.sides, found.absent) == ({"a barrier": [1]}, [0])
+    assert said == says.CALL_NOT_ENTERED
+
+
+def test_a_mismatch_between_stages_is_told_from_the_sums_of_replicas(tmp_path):
+    """Ranks 0 and 2, and ranks 1 and 3, are the stages of a replica; rank 3 enters a barrier."""
+
+    def sums(one):
+        one.message(RECEIVE, (one.rank + 1) % 2 + one.rank // 2 * 2, "chunk", 9)
+        one.at(4.0).enters(GRADIENT_SUMS, range(one.rank // 2 * 2, one.rank // 2 * 2 + 2))
+
+    found, _ = judged(
+        tmp_path,
+        [
+            sums,
+            lambda one: one.at(5.0).awaits(3, "gradient", 8),
+            sums,
+            lambda one: one.at(2.0).enters("a barrier"),
+        ],
+    )
+    assert found.kind == MISMATCH and found.culprits[0] == 3
+    assert found.sides["a barrier"] == [3]
+
+
+def test_equal_calls_of_two_groups_are_no_mismatch(tmp_path):
+    """Two groups sum at the same time; one of them waits for a rank in a barrier of all ranks."""
+
+    def sums(one):
+        first = one.rank // 2 * 2
+        one.at(3.0).enters(GRADIENT_SUMS, range(first, first + 2))
+
+    scripts = [sums, lambda one: one.at(2.0).enters("a barrier"), sums, sums]
+    found, _ = judged(tmp_path, scripts)
+    assert found.kind == MISMATCH
+    assert found.sides == {"a barrier": [1], GRADIENT_SUMS: [0]}
+
+
+def test_a_server_that_waits_for_any_message_is_no_side_of_a_mismatch(tmp_path):
+    def server(one):
+        one.message(RECEIVE, -1, "a header")
+        one.at(4.0).enters("messages")
+
+    def worker(one):
+        one.message(RECEIVE, 0, "parameters")
+        one.at(3.0).enters("messages")
+
+    found, _ = judged(tmp_path, [server, lambda one: one.at(2.0).enters("a barrier"), worker])
+    assert (found.kind, found.culprits) == (MISMATCH, [1, 0])
+    assert (found.sides, found.absent) == ({"a barrier": [1]}, [0, 2])

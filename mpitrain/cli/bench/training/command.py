@@ -7,34 +7,12 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.bench.shapes import PEERS, measure_shapes
-from mpitrain.cli.job_options import DEVICE, GEMM, PP, PRESET, SET, TP, changes, configured
+from mpitrain.cli.bench.training.job import ALONE, configured_on, settings_of
+from mpitrain.cli.bench.training.shapes import PEERS, measure_shapes
+from mpitrain.cli.job_options import DEVICE, GEMM, PP, PRESET, SET, TP, changes
 from mpitrain.cli.numbers import finite
 from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.session import MOST, mpi_session
-
-SHAPE = {
-    "model.layers": 4,
-    "model.width": 256,
-    "model.heads": 4,
-    "model.context": 128,
-    "optimizer.clip": 0.0,
-    "optimizer.lr": 1e-3,
-}
-SEQUENCES = 16
-"""Sequences per rank in a step."""
-ALONE = [
-    "layout.dp=1",
-    "layout.tp=1",
-    "layout.pp=1",
-    "layout.sequence_parallel=false",
-    "replication.mode=all-reduce",
-    "replication.shard=all",
-    "run.delay=",
-    "run.inject=",
-]
-"""Settings that turn the job into a job of one rank."""
-
 
 ROW_SECONDS = 120.0
 """The default of --row-seconds."""
@@ -143,13 +121,19 @@ def command(
         if others or alone or csv_file or preset:
             raise click.UsageError("--shapes takes no --against, --alone, --preset and --csv.")
         turns = blocks, steps, ROW_SECONDS if row_seconds is None else row_seconds
-        with mpi_session(kind=lambda: _configured(1, blocks, steps, changed).device.kind) as all_:
+        with mpi_session(kind=lambda: configured_on(1, blocks, steps, changed).device.kind) as all_:
             measure_shapes(
-                all_, shapes, _job(), changed, [*dict.fromkeys(peers or PEERS)], turns, json_file
+                all_,
+                shapes,
+                settings_of(),
+                changed,
+                [*dict.fromkeys(peers or PEERS)],
+                turns,
+                json_file,
             )
         return
     with mpi_session(
-        kind=lambda: _configured(1, blocks, steps, changed, preset).device.kind
+        kind=lambda: configured_on(1, blocks, steps, changed, preset).device.kind
     ) as transport:
         if memory:
             _measure_memory(transport, changed, blocks, steps, preset)
@@ -169,35 +153,6 @@ def command(
         )
 
 
-def _configured(
-    size: int, blocks: int, steps: int, settings: list[str], preset_name: str | None = None
-) -> Any:
-    """Return the configuration to measure on `size` ranks."""
-    from mpitrain.bench.training.steps import WARM_UP
-    from mpitrain.config import preset
-
-    batch = preset(preset_name).get("batch", {"size": SEQUENCES, "micro_batches": 1})
-    rows = batch["size"] // max(1, batch["micro_batches"])
-    shape = {
-        "batch.size": rows * size,
-        "batch.micro_batches": 0,
-        "run.steps": WARM_UP + blocks * steps,
-    }
-    ours = [f"{key}={value}" for key, value in shape.items()]
-    job = [] if preset_name else _job(settings)
-    return configured(None, [*job, *ours, *settings], preset_name)
-
-
-def _job(settings: Sequence[str] = ()) -> list[str]:
-    """Return the settings of SHAPE; a folder in run.init_from determines the model itself."""
-    is_given = any(one.replace(" ", "").startswith("run.init_from=") for one in settings)
-    return [
-        f"{key}={value}"
-        for key, value in SHAPE.items()
-        if not (is_given and key.startswith("model."))
-    ]
-
-
 def _measure(
     transport: Any,
     settings: list[str],
@@ -214,6 +169,7 @@ def _measure(
     from mpitrain.bench.collectives.header import header
     from mpitrain.bench.collectives.table import write_csv
     from mpitrain.bench.training.bare_products import BareProducts
+    from mpitrain.bench.training.peers import peer_of
     from mpitrain.bench.training.stages import stage_rows, stage_table
     from mpitrain.bench.training.steps import (
         LookingOn,
@@ -223,7 +179,6 @@ def _measure(
         check_common_steps,
         check_same_work,
         named,
-        peer_of,
         table,
         write_json,
     )
@@ -236,7 +191,7 @@ def _measure(
     def all_configured() -> list[Any]:
         check_same_work(others)
         found = [
-            _configured(transport.size, blocks, steps, [*settings, *more], preset)
+            configured_on(transport.size, blocks, steps, [*settings, *more], preset)
             for more in ([], others, ALONE)
         ]
         for each in found:
@@ -309,7 +264,7 @@ def _measure_memory(
     from mpitrain.cli.terminal.progress import way
 
     def configured_with(more: Sequence[str]) -> Any:
-        found = _configured(transport.size, blocks, steps, [*changed, *more], preset)
+        found = configured_on(transport.size, blocks, steps, [*changed, *more], preset)
         check_common_steps(found)
         return found
 

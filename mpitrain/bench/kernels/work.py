@@ -1,0 +1,162 @@
+"""The work of an operation on arrays of a device: how to run it, its true result, its amount."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from mpitrain.ops import OPERATIONS, Ops, bodies
+from mpitrain.ops.device import Device
+from mpitrain.ops.example import examples
+from mpitrain.ops.operands import Operand, operands
+
+WRONG = 1e-4
+"""Upper bound of the error of a right element, relative to the reference's largest element."""
+SHAPES = {
+    "cpu": (8, 128, 256, 4, 512),
+    "cuda-sim": (2, 24, 32, 2, 40),
+    "cuda": (16, 1024, 768, 12, 50304),
+}
+"""{kind of device: (sequences, tokens, channels, heads, vocabulary)}."""
+
+MOVED = {"cpu": 1024, "cuda-sim": 48, "cuda": 1 << 16}
+"""Rows for memory-bound operations. On a GPU they exceed all caches and hide launch costs."""
+
+
+class Row(NamedTuple):
+    """One measurement.
+
+    rate     10^9 bytes/s or, if `unit` is GFLOP/s, 10^9 floating-point operations/s
+    percent  rate relative to the copy, or relative to the first matrix product
+    peer_us  time of the peer in turns with ours; nan without a peer
+    """
+
+    name: str
+    time_us: float
+    rate: float
+    unit: str
+    percent: float
+    peer_us: float
+    wrong: int
+
+
+class Work(NamedTuple):
+    """An operation on given arrays.
+
+    run        runs the operation
+    result     () -> array to compare
+    truth      () -> reference on the host
+    amount     bytes moved or floating-point operations of a run
+    tolerance  as in `count_wrong`
+    peer       runs PyTorch's operation, or two operations of ours in place of a fused one
+    """
+
+    name: str
+    run: Callable[[], Any]
+    result: Callable[[], Any]
+    truth: Callable[[], Any]
+    amount: float
+    unit: str = "GB/s"
+    tolerance: float = WRONG
+    peer: Callable[[], Any] | None = None
+
+
+class Attention(Protocol):
+    """A protocol for the attention of a reference library, such as PyTorch, on given arrays."""
+
+    def forward(self) -> None:
+        """Compute the attention."""
+
+    def backward(self) -> None:
+        """Compute the gradient of the input, after `forward`."""
+
+
+Peer = Callable[[str, np.ndarray, np.ndarray, int, str], Attention]
+"""(device kind, qkv, dy, heads, dtype) -> attention of the reference library, PyTorch."""
+
+
+def count_wrong(mine: np.ndarray, truth: np.ndarray, tolerance: float = WRONG) -> int:
+    """Return the number of elements with an error above tolerance times the largest element.
+
+    NaN counts as wrong.
+    """
+    return int(
+        (~(np.abs(mine - truth) <= tolerance * max(np.abs(truth).max(initial=0), 1e-3))).sum()
+    )
+
+
+def stored(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Convert the numbers to a storage dtype."""
+    return x.astype(dtype)
+
+
+def values(x: np.ndarray) -> np.ndarray:
+    """Convert stored numbers to float32."""
+    return x.astype(np.float32)
+
+
+class Calls:
+    """Example calls of operations at given sizes: on a device, and by their definitions.
+
+    device     made the operations
+    sizes      as in `mpitrain.ops.table`
+    """
+
+    def __init__(self, device: Device, **sizes: int):
+        def draw(one: Operand, shape: tuple[int, ...]) -> np.ndarray:
+            rng = np.random.default_rng([*one.name.encode()])
+            if one.below:
+                return rng.integers(sizes[one.below], size=shape)
+            if one.coded:
+                return rng.integers(256, size=shape, dtype=np.uint8)
+            numbers = rng.standard_normal(shape, np.float32)
+            return np.abs(numbers) if one.positive else numbers
+
+        self._sizes, self._ops, self._put = sizes, device.ops, device.backend.from_host
+        self._given = examples(
+            self._ops, sizes, lambda *drawn: self._put(draw(*drawn)), device.arena()
+        )
+        self._reference = bodies.reference()
+        self._true = examples(self._reference, sizes, draw, None)
+
+    def work(
+        self,
+        label: str,
+        name: str,
+        flops: float = 0.0,
+        peer: Callable[[dict[str, Any]], Any] | None = None,
+        **changed: Any,
+    ) -> Work:
+        """Return an operation's work, whose first result is compared.
+
+        flops    floating-point operations; 0: bytes matter
+        peer     takes the arguments, by name
+        changed  numbers and host arrays that replace arguments of the example, or add to them
+        """
+        row, found = OPERATIONS[name], list[Any]()
+        line = operands(row.operands)
+        given = self._given(name) | {
+            key: self._put(value) if hasattr(value, "nbytes") else value
+            for key, value in changed.items()
+        }
+
+        def call(ops: Ops, given: dict[str, Any]) -> Any:
+            result, output = getattr(ops, name)(**given), line.gives[0].name
+            first = result[0] if len(line.results) > 1 else result
+            return given.get(output, first)
+
+        def run() -> None:
+            found[:] = [call(self._ops, given)]
+
+        return Work(
+            label,
+            run,
+            lambda: found[0],
+            lambda: call(self._reference, self._true(name) | changed),
+            flops
+            or row.nbytes(**self._sizes)
+            + sum(getattr(value, "nbytes", 0) for value in changed.values()),
+            "GFLOP/s" if row.products else "GB/s",
+            peer=partial(peer, given) if peer else None,
+        )

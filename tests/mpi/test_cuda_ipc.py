@@ -1,0 +1,86 @@
+"""Processes that reduce each other's GPU memory, on a GPU whose streams take their time (tests.fakes.processes)."""
+
+import gc
+import sys
+
+import numpy as np
+import pytest
+
+from mpitrain.collectives.bind import bind
+from mpitrain.collectives.direct.stream_ordered import StreamOrdered
+from mpitrain.collectives.engine.progress import PolledProgress
+from mpitrain.machine import cuda
+from mpitrain.machine.cuda import CudaBackend
+from mpitrain.transport.device.messages import DeviceTransport
+from mpitrain.transport.device.staging import Staged
+from tests.fakes.processes import Gpu
+from tests.mpi.test_lost_peers import survivors
+
+COUNTS = (1001, 0, 3, 50)  # elements of buckets that are in flight together
+RUNS = 5
+DYING = """
+import os, signal, sys, time
+from mpitrain.errors import PeerLost
+from mpitrain.machine import cuda
+from mpitrain.machine.cuda import CudaBackend
+from mpitrain.collectives.bind import bind
+from mpitrain.transport.device.messages import DeviceTransport
+from mpitrain.transport.device.staging import Staged
+from mpitrain.transport.mpi import connect
+from tests.fakes.processes import Gpu
+host = connect()
+sys.modules["cupy"] = gpu = Gpu({folder!r}, host.rank)
+cuda._allocation_start = gpu.allocation_start
+memory = CudaBackend()
+transport = DeviceTransport(host, memory, Staged(host, memory))
+array = memory.zeros(100, "float32")
+reduction = bind(transport, array, algorithm="shared")
+if host.rank == 1:
+    gpu.current.do(lambda: time.sleep(0.5))  # meanwhile the others launch a wait for the event behind this work
+    gpu.current.do(lambda: os.kill(os.getpid(), signal.SIGKILL))
+reduction.start()
+try: reduction.wait()
+except PeerLost as error: sys.stdout.write(f"rank {{host.rank}} lost {{[*error.ranks]}}\\n"); sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def brought(rank, count, run):
+    """Different on every rank, place and run; whole numbers, so that sums are exact."""
+    return (np.arange(count) * 7 + 31 * rank + 101 * run) % 97 - 40.0
+
+
+@pytest.mark.parametrize("mpi_ranks", [2, 3, 4])
+def test_processes_sum_exactly_with_several_buckets_in_flight(
+    mpi_ranks, transport, tmp_path, monkeypatch
+):
+    gpu = Gpu(transport.gather_text(str(tmp_path))[0], transport.rank)
+    monkeypatch.setitem(sys.modules, "cupy", gpu)
+    monkeypatch.setattr(cuda, "_allocation_start", gpu.allocation_start)
+    memory = CudaBackend()
+    over = DeviceTransport(transport, memory, Staged(transport, memory))
+    for _ in range(2):  # memory and events that are closed open again
+        arrays = [memory.zeros(3 + count, "float64")[3:] for count in COUNTS]
+        reductions = [bind(over, array, algorithm="shared") for array in arrays]
+        assert all(isinstance(one, StreamOrdered) for one in reductions)
+        assert len(gpu.opened) == (mpi_ranks - 1) * (2 * len(COUNTS) - 1), "not of empty arrays"
+        moving = PolledProgress(over)
+        for run in range(RUNS):
+            for array, reduction in zip(arrays, reductions, strict=True):
+                array[...] = memory.from_host(brought(transport.rank, array.size, run))
+                moving.start(reduction)
+                moving.poll()
+            moving.wait()
+            for array in arrays:
+                total = sum(brought(rank, array.size, run) for rank in range(mpi_ranks))
+                assert np.array_equal(memory.to_host(array), total), run
+        del moving, reductions, reduction
+        gc.collect()
+        assert gpu.opened == []
+        transport.barrier()
+
+
+def test_survivors_of_a_dead_rank_end_though_their_devices_wait_for_it(tmp_path):
+    lines, errors = survivors(3, DYING.format(folder=str(tmp_path)))
+    found = sorted(line for line in lines if " lost " in line)
+    assert [line.split()[:2] for line in found] == [["rank", "0"], ["rank", "2"]], errors

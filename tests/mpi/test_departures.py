@@ -1,0 +1,46 @@
+"""Programs in which a rank ends early: a rank that waits for the ended one ends the job, and no other does."""
+
+import pytest
+
+from tests.processes import python_ranks
+
+BEGIN = """
+import sys, time
+import numpy as np, mpitrain
+from mpitrain.transport.failures import departures
+departures.PATIENCE = 0.75
+transport, one = mpitrain.connect(), np.zeros(1)
+"""
+"""Messages need far less than PATIENCE here."""
+CAUGHT = """
+try: transport.rank != 1 or 1 / 0
+except ZeroDivisionError: sys.exit()
+transport.recv(one, 1)
+"""
+WAITS = {
+    "caught": CAUGHT,
+    "split": "transport.rank == 1 or transport.split(0)",
+    "any": "transport.MPI.Finalize() if transport.rank else transport.start_recv_any(one).wait()",
+}
+"""Calls of three ranks, of which rank 1 ends."""
+EARLY = """
+rest = transport.split(int(transport.rank == 2))
+if transport.rank == 2:
+    transport.send(one + 5, 0)
+    sys.exit()
+if transport.rank == 0: transport.start_recv_any(one).wait(); assert one[0] == 5
+if transport.rank == 1: time.sleep(3 * departures.PATIENCE)
+rest.barrier()
+rest.exchange(one, 1 - rest.rank, np.zeros(1), 1 - rest.rank)
+"""
+
+
+@pytest.mark.parametrize("call", WAITS)
+def test_a_rank_that_waits_for_an_ended_rank_ends_the_job(call, tmp_path):
+    done = python_ranks(3, BEGIN + WAITS[call], tmp_path)
+    assert done.returncode == 1 and "PeerLost" in done.stderr, done.stderr
+
+
+def test_ranks_that_need_no_ended_rank_go_on(tmp_path):
+    done = python_ranks(3, BEGIN + EARLY, tmp_path)
+    assert done.returncode == 0 and not done.stderr, done.stderr

@@ -1,0 +1,203 @@
+"""Collectives over the GPU memory of all ranks, in every order of hosts and devices: tests.fakes.cupy finds each race.
+
+One thread plays all ranks: a generator with a seed chooses the rank that goes on, and when a device passes an event.
+"""
+
+import gc
+import sys
+
+import numpy as np
+import pytest
+
+from mpitrain.collectives.bind import bind
+from mpitrain.collectives.direct.stream_ordered import StreamOrdered
+from mpitrain.errors import CommError, PeerLost
+from mpitrain.machine import cuda
+from mpitrain.machine.cuda import CudaBackend
+from mpitrain.transport.device.messages import DeviceTransport
+from mpitrain.transport.device.staging import Staged
+from mpitrain.transport.threads import run_ranks
+from tests.fakes import cupy
+
+COUNTS = (37, 0, 3)  # elements of the buckets: ragged, empty, and fewer than some ranks
+RUNS = 2
+
+
+@pytest.fixture(autouse=True)
+def one_gpu(monkeypatch):
+    """A machine with CuPy and a GPU that all ranks share."""
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(cuda, "_allocation_start", cupy.allocation_start)
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    cupy.faults.clear()
+    yield
+    cupy.devices.broken = False
+    cupy.faults.clear()
+    gc.collect()  # a run that has not ended refers to itself
+    assert cupy.ipc.opened == [] and cupy.ipc.events == {}
+
+
+class Rank:
+    """One rank: its stream of computation, its arrays, and a reduction of each."""
+
+    def __init__(self, threads):
+        self.memory = CudaBackend()
+        transport = DeviceTransport(threads, self.memory, Staged(threads, self.memory))
+        self.rank, self.size, self.stream = threads.rank, threads.size, cupy.get_current_stream()
+        self.arrays = [self.memory.zeros(count, "float64") for count in COUNTS]
+        self.other = self.memory.zeros(4, "float64")
+        self.reductions = [bind(transport, array, algorithm="shared") for array in self.arrays]
+
+    def brought(self, rank, count, run):
+        """Different on every rank, place and run; whole numbers, so that sums are exact."""
+        return (np.arange(count) * 7 + 31 * rank + 101 * run) % 97 - 40.0
+
+    def program(self, rng):
+        """Steps: gradients on the stream, their reductions, other computation meanwhile, results, again."""
+        for run in range(RUNS):
+            for array, reduction in zip(self.arrays, self.reductions, strict=True):
+                array[...] = self.memory.from_host(self.brought(self.rank, array.size, run))
+                reduction.start()
+                yield
+                self.other += self.other
+                if rng.random() < 0.5:
+                    self.reductions[rng.integers(len(COUNTS))].poll()
+                yield
+            left = list(self.reductions)
+            while left:
+                at = rng.integers(len(left))
+                if left[at].poll():
+                    left.pop(at)
+                yield
+            for array in self.arrays:
+                everyone = [self.brought(rank, array.size, run) for rank in range(self.size)]
+                if not np.array_equal(self.memory.to_host(array), sum(everyone)):
+                    raise Wrong
+            yield
+
+
+class Wrong(Exception):
+    """A sum that is not the sum."""
+
+
+def played(ranks, seed, monkeypatch):
+    """Run all programs in an order of this seed; return whether a race or a wrong sum was found."""
+    rng = np.random.default_rng(seed)
+    slow = 0.02 + rng.random(3) ** 3  # of the device, and of two kinds of ranks
+
+    def passed(event):
+        if event._has_ended() or rng.random() < slow[0]:
+            event.synchronize()
+            return True
+        return False
+
+    monkeypatch.setattr(cupy.Event, "passed", passed)
+    programs = {rank: rank.program(rng) for rank in ranks}
+    try:
+        while programs:
+            each = [slow[1 + rank.rank % 2] for rank in programs]
+            rank = list(programs)[rng.choice(len(each), p=np.divide(each, sum(each)))]
+            cupy._local.stream = rank.stream
+            if next(programs[rank], "ended") == "ended":
+                del programs[rank]
+    except (Wrong, CommError):
+        return True
+    return bool(cupy.faults)
+
+
+@pytest.mark.parametrize("n, seeds", [(1, 2), (2, 10), (3, 5), (4, 3)])
+def test_no_order_of_hosts_and_devices_lets_ranks_race(n, seeds, monkeypatch):
+    ranks = run_ranks(n, Rank)
+    assert all(isinstance(one, StreamOrdered) for rank in ranks for one in rank.reductions)
+    for seed in range(seeds):
+        assert not played(ranks, seed, monkeypatch), (seed, cupy.faults)
+
+
+def no_waits(rank, one):
+    rank.memory.follow = lambda place: None
+
+
+def no_barrier(rank, one):
+    one._recorded = Stub()
+
+
+def no_announcements(rank, one):
+    one._ended = Stub()
+
+
+def announced_early(rank, one):
+    one._aside.has_passed = lambda event: True
+
+
+class Stub:
+    """A step that has always ended."""
+
+    def start(self):
+        pass
+
+    send = expect = start
+
+    def poll(self):
+        return True
+
+    have_arrived = poll
+
+
+@pytest.mark.parametrize("broken", [no_waits, no_barrier, no_announcements, announced_early])
+def test_each_step_of_the_protocol_is_needed(broken, monkeypatch):
+    found = []
+    for seed in range(4):
+        ranks = run_ranks(2, Rank)
+        cupy.faults.clear()
+        for rank in ranks:
+            for one in rank.reductions:
+                broken(rank, one)
+        found.append(played(ranks, seed, monkeypatch))
+    assert any(found)
+
+
+def test_a_lost_rank_ends_a_run_that_its_device_would_never_end(monkeypatch):
+    """The devices of the survivors wait forever for the work of the lost one."""
+    monkeypatch.setattr(cupy.Event, "passed", lambda event: False)
+
+    def run(threads):
+        rank = Rank(threads)
+        reduction = rank.reductions[0]
+        reduction.start()
+        while reduction._done is None:
+            reduction.poll()
+        threads.barrier()
+        if threads.rank == 1:
+            raise KeyError("died")
+        with pytest.raises(PeerLost) as lost:
+            reduction.wait()
+        losses.append(lost.value.ranks)
+
+    losses = []
+    with pytest.raises(KeyError):
+        run_ranks(3, run)
+    assert losses == [(1,)] * 2
+
+
+def test_a_wait_for_a_rank_that_does_not_start_names_it():
+    def run(threads):
+        rank = Rank(threads)
+        if threads.rank == 0:
+            rank.reductions[0].run()
+
+    with pytest.raises(PeerLost, match="recv from rank 1"):
+        run_ranks(2, run)
+
+
+def test_a_failed_device_ends_a_run(monkeypatch):
+    def run(threads):
+        reduction = Rank(threads).reductions[0]
+        reduction.start()
+        while reduction._done is None:
+            reduction.poll()
+        threads.barrier()
+        cupy.devices.broken = True
+        reduction.wait()
+
+    with pytest.raises(cupy.CUDARuntimeError, match="700"):
+        run_ranks(2, run)

@@ -1,0 +1,78 @@
+"""Reductions between GPUs overlap with the backward pass: by the order of launches on the streams of tests.fakes.cupy."""
+
+import threading
+from itertools import groupby
+
+import pytest
+
+from mpitrain.config import parse, with_settings
+from mpitrain.kernels.engines import KERNELS
+from mpitrain.machine import cuda
+from mpitrain.parallel.data.buckets import Buckets
+from mpitrain.run.build import build
+from mpitrain.transport.threads import run_ranks
+from tests.fakes import cupy, gpu
+
+pytestmark = pytest.mark.compile
+
+SETTINGS = [
+    "model.layers=2",
+    "model.width=16",
+    "model.heads=2",
+    "model.context=8",
+    "batch.size=4",
+    "run.steps=3",
+    "device.kind=cuda",
+    "device.cuda_aware=no",
+    "replication.algorithm=shared",
+    "replication.bucket_mb=0.000001",
+]
+
+
+def poll_until_launched(buckets):
+    """Poll until all ranks have started what this rank has started, and it has launched its work."""
+
+    def launched():
+        buckets._mover.poll()
+        return all(len(one._left) < 3 for one in buckets._mover._started)
+
+    buckets._mover._transport.wait_until(launched)
+
+
+def test_a_reduction_lies_between_units_and_the_computation_never_waits(monkeypatch):
+    gpu.play(monkeypatch)
+    monkeypatch.setattr(cuda, "_allocation_start", cupy.allocation_start)
+    monkeypatch.setattr(Buckets, "poll", poll_until_launched)
+    engine, waits = KERNELS["cuda"]().engine, []
+    wait_event, wait = cupy.Stream.wait_event, cuda._CudaPlace.wait
+
+    def noting(stream, event):
+        if not stream.non_blocking:
+            waits.append("the computation waits")
+        wait_event(stream, event)
+
+    def noted(place):
+        waits.append("the host waits")
+        wait(place)
+
+    monkeypatch.setattr(cupy.Stream, "wait_event", noting)
+    monkeypatch.setattr(cuda._CudaPlace, "wait", noted)
+
+    def run(transport):
+        trainer, source, _ = build(transport, parse(with_settings({}, SETTINGS)))
+        buckets = trainer.replication.step_end.reducer
+        for step in range(2):
+            batch = source.batch(0, step, 4, trainer.share())
+            transport.barrier()
+            cupy.log().clear()
+            waits.clear()
+            engine.streams[threading.get_ident()].clear()
+            transport.barrier()
+            trainer.step(step, *batch)
+        on_messages = [aside for aside, _ in groupby(engine.streams[threading.get_ident()])]
+        return len(buckets), sum(on_messages), cupy.log().count(("synchronize",)), list(waits)
+
+    for buckets, reductions, synchronisations, waited in run_ranks(2, run):
+        assert buckets == 6 and reductions == buckets, "each between two units, or after the last"
+        assert (synchronisations, waited) == (1, []), "the host reads the device once"
+    assert cupy.faults == []

@@ -1,0 +1,62 @@
+"""Waits that cannot end once some ranks have ended: requests, collective calls, and several requests at once."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from mpitrain.transport.failures.guard import Guard, MpiJob, needs
+from mpitrain.transport.mpi_requests import Send
+from mpitrain.transport.requests import AnyOf
+
+MEMBERS = (0, 4, 5)
+"""Ranks of a split transport in the whole job; this one is rank 0."""
+
+
+@pytest.fixture
+def job():
+    return MpiJob(SimpleNamespace(ERR_UNKNOWN=0))
+
+
+def request(job, peer):
+    transport = SimpleNamespace(job=job, members=MEMBERS, rank=0)
+    return Send(transport, None, "recv", peer)
+
+
+@pytest.mark.parametrize(
+    "peer, left, needed",
+    [
+        (1, {4}, True),
+        (1, {1, 5}, False),
+        (-1, {4}, False),
+        (-1, {4, 5}, True),
+        (None, {5}, True),
+        (None, {1, 2, 3}, False),
+    ],
+)
+def test_a_request_needs_its_peer_or_all_ranks_of_a_collective(peer, left, needed, job):
+    assert needs(request(job, peer), left) == needed
+
+
+def test_a_wait_for_any_request_needs_the_ranks_of_all(job):
+    two = [request(job, 1), request(job, 2)]
+    assert not needs(AnyOf(two), {4}) and needs(AnyOf(two), {4, 5})
+    assert not needs(AnyOf([*two, "of another kind"]), {4, 5})
+
+
+def test_a_wait_for_progress_needs_the_ranks_of_all_requests(job):
+    assert job.unending({4}) is None
+    stuck = request(job, 1)
+    assert job.unending({4}) is stuck and job.unending({5}) is None
+    request(job, 2)
+    assert job.unending({4}) is None
+
+
+def test_a_collective_call_needs_its_ranks_until_it_returns(job):
+    guard = Guard(SimpleNamespace(MPI=SimpleNamespace(Exception=OSError)), None, "", MEMBERS, "")
+    assert needs(guard, {5}) and not needs(guard, {2})
+    guard.awaits = ()
+    assert not needs(guard, {5})
+    guard._job.call = None
+    with guard:
+        assert guard._job.call is guard
+    assert guard._job.call is None
