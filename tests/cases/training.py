@@ -90,7 +90,7 @@ def check_split_vocabulary(
     kernels: Kernels, m: int, v: int, ranks: int, dtype: str = "float32", room: int = 0
 ) -> None:
     """The vocabulary cut into ranks: the four steps, with the sums over ranks done here, equal the whole."""
-    ops, logits = bodies.cuda(kernels), stored(3 * numbers(1, m, v), dtype)
+    ops, logits = bodies.cuda(kernels), stored(3 * numbers(1, m, v) - 9, dtype)
     targets, cuts = (
         np.random.default_rng(0).integers(v, size=m),
         [v * rank // ranks for rank in range(ranks + 1)],
