@@ -138,6 +138,10 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "cross_entropy.cu",
         "const int place = target >= 0 && target <= V ? int(target) : -1, run_of_target = place / WIDE * WIDE;",
     ): "no run stores an element of column V",
+    (
+        "cross_entropy.cu",
+        "const int place = target >= -1 && target < V ? int(target) : -1, run_of_target = place / WIDE * WIDE;",
+    ): "-1 stands for no column",
     ("embedding.cu", "for (int c = WIDE * lane; c <= C; c += COLUMNS) {"): EMPTY_RUN,
     ("embedding.cu", "const bool mine = slot >= -1 && slot < 32;"): "no warp owns a row below 0",
     (
