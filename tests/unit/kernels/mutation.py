@@ -134,6 +134,18 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "for (int c = WIDE * threadIdx.x; c <= C; c += WIDE * blockDim.x) {",
     ): EMPTY_RUN,
     ("cross_entropy.cu", "for (; v <= V; v += WIDE * blockDim.x) {"): EMPTY_RUN,
+    (
+        "cross_entropy.cu",
+        "for (int v = WIDE * threadIdx.x; v <= V; v += WIDE * blockDim.x) store_run(row, v, V, vector, zeros);",
+    ): EMPTY_RUN,
+    (
+        "cross_entropy.cu",
+        "const int place = target >= 0 && target <= V ? int(target) : -1, run_of_target = place / WIDE * WIDE;",
+    ): "no run stores an element of column V",
+    (
+        "cross_entropy.cu",
+        "const int place = target >= -1 && target < V ? int(target) : -1, run_of_target = place / WIDE * WIDE;",
+    ): "-1 stands for no column",
     ("embedding.cu", "for (int c = WIDE * lane; c <= C; c += COLUMNS) {"): EMPTY_RUN,
     ("embedding.cu", "const bool mine = slot >= -1 && slot < 32;"): "no warp owns a row below 0",
     (
