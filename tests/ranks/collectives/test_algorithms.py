@@ -114,8 +114,8 @@ def test_an_unknown_name_is_refused_on_every_rank_with_the_nearest():
 
     for agreed, text in run_ranks(2, refusal):
         assert agreed and text.splitlines()[0] == (says.REPLICATION_ALGORITHM_MUST_RING)
-    option = CliRunner().invoke(commands, ["train", "--algorithm", "rign"])
-    assert "--set replication.algorithm=rign" in option.output
+    option = CliRunner().invoke(commands, ["train", "--staleness", "3"])
+    assert "--set replication.staleness=3" in option.output
 
 
 def test_the_readme_names_every_algorithm():
