@@ -11,8 +11,9 @@ def copy_rows(target: Any, source: Any) -> None:
     An assignment would do on the host. But CuPy compiles a kernel for it if strides differ, or if
     the first dim is 1.
 
-    target, source  of one shape and dtype, in one memory; the last dim is contiguous. If rows have
-                    gaps, a device copies each matrix of the last two dims separately
+    target, source  of one shape and dtype, in one memory. If rows have gaps, a device copies each
+                    matrix of the last two dims separately. Only if the last dim is not contiguous,
+                    as in a transposed weight of another library, CuPy's kernel copies
     """
     if not on_device(target):
         target[...] = source
@@ -20,6 +21,9 @@ def copy_rows(target: Any, source: Any) -> None:
     if target.flags.c_contiguous and source.flags.c_contiguous:
         shape: Any = () if source.size == 1 else -1
         target.reshape(shape)[...] = source.reshape(shape)
+        return
+    if not (_has_rows(target) and _has_rows(source)):
+        target[...] = source
         return
     if source.ndim > 2:
         for at in range(len(source)):
@@ -37,6 +41,16 @@ def copy_rows(target: Any, source: Any) -> None:
         cuda.runtime.memcpyDefault,
         cuda.get_current_stream().ptr,
     )
+
+
+def _has_rows(array: Any) -> bool:
+    """Return whether the last dim is contiguous, and its rows do not overlap."""
+    if array.ndim < 2:
+        return False
+    *_, rows, columns = array.shape
+    *_, pitch, step = array.strides
+    is_contiguous = columns == 1 or step == array.itemsize
+    return is_contiguous and (rows == 1 or pitch >= columns * array.itemsize)
 
 
 def _pitch(matrix: Any) -> int:

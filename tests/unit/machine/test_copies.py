@@ -67,6 +67,23 @@ def test_one_row_needs_no_second_dim(count, fake):
     assert np.array_equal(fake.asnumpy(target), wanted)
 
 
+@pytest.mark.parametrize("view", ["last dim", "second dim", "every other", "repeated"])
+def test_elements_that_are_not_in_rows_are_copied_by_cupy(view, fake, monkeypatch):
+    """The second dim is contiguous in PyTorch's memory format channels_last."""
+    monkeypatch.setattr(fake, "kernels_alone", False)
+    array = np.arange(120.0).reshape(2, 3, 4, 5)
+    stored, wanted, strides = {
+        "last dim": (array[0, 0].T.copy(), array[0, 0], (8, 32)),
+        "second dim": (np.moveaxis(array, 1, -1).copy(), array, (480, 8, 120, 24)),
+        "every other": (array.ravel(), array.ravel()[::2], (16,)),
+        "repeated": (array[0, 0, 0], array[0, 0, [0, 0, 0]], (0, 8)),
+    }[view]
+    source = fake.ndarray(wanted.shape, float, fake.asarray(stored).data, strides)
+    target = fake.zeros(wanted.shape)
+    copy_rows(target, source)
+    assert np.array_equal(fake.asnumpy(target), wanted) and fake.faults == []
+
+
 def test_a_copy_is_in_the_order_of_the_stream(fake):
     first, second = (fake.asarray(np.full((2, 3), number)) for number in (1.0, 2.0))
     target = fake.zeros((2, 6))
