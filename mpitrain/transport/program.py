@@ -17,12 +17,17 @@ def main(words: list[str]) -> None:
     ends all ranks. Other ranks may be waiting for its messages.
     """
     process.limit_blas_threads()
+    # These import NumPy, which must find the limit set.
     from mpi4py.run import run_command_line, set_abort_status
+
+    from mpitrain.transport.failures.departures import leave_at_once
 
     try:
         run_command_line(words)
     except SystemExit as end:
         set_abort_status(end)
+        if end.code:
+            leave_at_once()
         raise
     except BaseException as error:
         print(
@@ -31,6 +36,7 @@ def main(words: list[str]) -> None:
         )
         traceback.print_exception(error.with_traceback(_below_here(error.__traceback__)))
         set_abort_status(error)
+        leave_at_once()
         sys.exit(1)
 
 

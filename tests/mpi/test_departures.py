@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.processes import python_ranks
+from tests.processes import launch, python_ranks
 
 BEGIN = """
 import sys, time
@@ -44,3 +44,17 @@ def test_a_rank_that_waits_for_an_ended_rank_ends_the_job(call, tmp_path):
 def test_ranks_that_need_no_ended_rank_go_on(tmp_path):
     done = python_ranks(3, BEGIN + EARLY, tmp_path)
     assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+FAILS = {"sys.exit(3)": 3, "raise ValueError": 1}
+"""Ends of rank 1, and the exit code of the job."""
+
+
+@pytest.mark.parametrize("end", FAILS)
+def test_a_failed_rank_of_launch_ends_ranks_that_compute(end, tmp_path):
+    """No rank waits for it, so no rank would notice its departure."""
+    late = 'time.sleep(20); print("late")'
+    code = f"{BEGIN}\nif transport.rank == 1: {end}\n{late}\n"
+    done = launch(2, "python", "-c", code, cwd=tmp_path)
+    assert done.returncode == FAILS[end] and "late" not in done.stdout, done.stderr
+    assert "PeerLost" not in done.stderr

@@ -61,7 +61,7 @@ class Departures:
         # MPI_Finalize begins by deleting the attributes of MPI_COMM_SELF.
         self._key = mpi.Comm.Create_keyval(delete_fn=lambda *of: self._leave())
         mpi.COMM_SELF.Set_attr(self._key, self)
-        atexit.register(self._at_exit)
+        atexit.register(_at_exit, self)
 
     def watch(self, job: MpiJob, waits: Waits) -> None:
         """Watch the waits of one more root transport."""
@@ -95,16 +95,19 @@ class Departures:
         lost = tuple(rank for rank in left if needs(found, {rank})) or tuple(left)
         names = f"rank {lost[0]} has" if len(lost) == 1 else f"ranks {str(lost)[1:-1]} have"
         error = PeerLost(
-            f"{found} needs all its ranks, but {names} ended.",
+            f"{found} cannot complete: {names} ended.",
             "Let all ranks make the same calls; `with mpitrain.ranks() as transport:` ends a job at once.",
             lost,
         )
-        print(f"rank {self._comm.rank}: {error}", file=sys.stderr, flush=True)
+        # In one write, so that no line of another rank stands within it.
+        sys.stderr.write(f"rank {self._comm.rank}: {error}\n")
+        sys.stderr.flush()
         # The main thread is inside MPI, and may hold the lock.
         self._watched[0][0].lock.acquire(timeout=PAUSE)
         grace.abort(self._comm, PeerLost.exit_code)
 
-    def _at_exit(self) -> None:
+    def at_exit(self) -> None:
+        """Leave now; MPI_Finalize comes after the interpreter, which can then call no Python."""
         if not self._mpi.Is_finalized() and os.getpid() == self._process:
             self._mpi.COMM_SELF.Delete_attr(self._key)
 
@@ -113,6 +116,8 @@ class Departures:
 
         MPI_Finalize would wait for them, too, but would occupy a core.
         """
+        if os.getpid() != self._process:
+            return
         self._closed.set()
         lock, notice, pause = self._watched[0][0].lock, np.array([ENDED], np.int32), 1e-4
         with suppress(self._mpi.Exception):
@@ -124,6 +129,15 @@ class Departures:
                         return
                 time.sleep(pause)
                 pause = min(2 * pause, 0.01)
+
+
+def _at_exit(departures: Departures) -> None:
+    departures.at_exit()
+
+
+def leave_at_once() -> None:
+    """Let the end of this process end the job: it sends no notices, and waits for no other rank."""
+    atexit.unregister(_at_exit)
 
 
 @cache
