@@ -235,10 +235,11 @@ def simulate(
                 moved = True
     if any(waiting):
         raise Wrong("no message can move: {waits}", waits=_waits(waiting, plans, left))
+    right: set[int] = set()  # Expressions that have every summand once.
     for number, (start, _) in enumerate(pairwise(cuts)):
         for rank in used:
             summed = ranks_of[held[rank][number]]
-            for other in used:
+            for other in () if held[rank][number] in right else used:
                 if (times := summed.get(other, 0)) != 1:
                     raise Wrong(
                         "element {start} of rank {rank} has the value of rank {other} {times} "
@@ -248,6 +249,7 @@ def simulate(
                         other=other,
                         times=times,
                     )
+            right.add(held[rank][number])
             if held[rank][number] != held[used[0]][number]:
                 raise Wrong(
                     "ranks {rank} and {other} sum element {start} in another order, so their results "

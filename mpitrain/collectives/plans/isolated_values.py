@@ -1,7 +1,7 @@
 """Values of a user's functions, and sentences about them, as JSON.
 
-Numbers, text, lists and tuples are themselves. Of any other object only its type and a short text
-are sent. Nothing here imports NumPy unless an array is sent.
+Numbers, text, lists and tuples are themselves, and so are named tuples and other subclasses. Of any
+other object only its type and a short text are sent. Nothing here imports NumPy unless an array is sent.
 """
 
 import sys
@@ -38,11 +38,11 @@ def kind_of(value: Any) -> str:
 
 def encoded(value: Any, generators: list[Any]) -> Any:
     """Return a value as JSON.    generators: gets each generator of the value"""
-    if type(value) in PLAIN:
+    if isinstance(value, PLAIN):
         return value
-    if type(value) is list:
+    if isinstance(value, list):
         return [encoded(one, generators) for one in value]
-    if type(value) is tuple:
+    if isinstance(value, tuple):
         return {"tuple": [encoded(one, generators) for one in value]}
     numpy: Any = sys.modules.get("numpy")
     if numpy and isinstance(value, numpy.ndarray) and value.dtype.kind in DTYPES:

@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import resource
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, BinaryIO, NoReturn
@@ -169,6 +170,7 @@ def _serve(path: str, code: bytes, requests: BinaryIO, replies: BinaryIO) -> Non
     """Load the user's file, and answer requests until there are no more."""
     own = ModuleType("own")
     own.__file__ = path
+    sys.modules[own.__name__] = own  # A dataclass looks for its module there.
     generators: list[Any] = []
     failed = b""
     try:
