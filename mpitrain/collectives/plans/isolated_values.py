@@ -4,6 +4,7 @@ Numbers, text, lists and tuples are themselves, and so are named tuples and othe
 other object only its type and a short text are sent. Nothing here imports NumPy unless an array is sent.
 """
 
+import json
 import sys
 from collections.abc import Callable, Generator
 from typing import Any
@@ -53,27 +54,30 @@ def encoded(value: Any, generators: list[Any]) -> Any:
     return {"foreign": [type(value).__name__, f"{value!r:.{SHOWN}}"]}
 
 
-def decoded(found: Any, running: Callable[[int], Any]) -> Any:
-    """Return a value from JSON; ValueError, TypeError or LookupError if it is none.
+def decoded(line: bytes | str, running: Callable[[int], Any]) -> Any:
+    """Return a value from a line of JSON; ValueError, TypeError or LookupError if it is none.
 
     running  (number of a generator) -> its stand-in here
     """
-    if isinstance(found, list):
-        return [decoded(one, running) for one in found]
-    if not isinstance(found, dict):
-        return found
-    ((key, inner),) = ((key, inner) for key, inner in found.items() if key != "of")
-    if key == "tuple":
-        return tuple(decoded(one, running) for one in inner)
-    if key == "array":
-        import numpy as np
 
-        kind, *shape = found["of"]
-        return np.array(inner, DTYPES[kind]).reshape(shape)
-    if key == "generator":
-        return running(int(inner))
-    kind, text = inner
-    return Foreign(str(kind)[:SHOWN], str(text)[:SHOWN])
+    def value(found: dict[str, Any]) -> Any:
+        key = next(iter(found), "")
+        inner = found.get(key)
+        if key == "tuple":
+            return tuple(inner)  # type: ignore[arg-type]
+        if key == "array":
+            import numpy as np
+
+            kind, *shape = found["of"]
+            return np.array(inner, DTYPES[kind]).reshape(shape)
+        if key == "generator":
+            return running(int(inner))  # type: ignore[arg-type]
+        if key == "foreign":
+            kind, text = inner  # type: ignore[misc]
+            return Foreign(str(kind)[:SHOWN], str(text)[:SHOWN])
+        return found
+
+    return json.loads(line, object_hook=value)
 
 
 def as_json(value: Any) -> Any:
