@@ -145,30 +145,26 @@ def simulate(
     )
     chunk = {cut: number for number, cut in enumerate(cuts)}
     sums: dict[Any, int] = {}
-    ranks_of: list[dict[int, int]] = []
+    # Bit r of the first number: the expression has the value of rank r; of the second: twice or more.
+    ranks_of: list[tuple[int, int]] = []
 
-    def symbol(key: Any, summed: dict[int, int]) -> int:
+    def symbol(key: Any, once: int, more: int = 0) -> int:
         """Return the number of an expression; equal expressions have one number."""
         if key not in sums:
             sums[key] = len(ranks_of)
-            ranks_of.append(summed)
+            ranks_of.append((once, more))
         return sums[key]
 
     def add(x: int, y: int) -> int:
-        if not (ranks_of[x] and ranks_of[y]):
-            return x if ranks_of[x] else y
-        key = (min(x, y), max(x, y))
-        if key in sums:
-            return sums[key]
-        counts = dict(ranks_of[x])
-        for rank, times in ranks_of[y].items():
-            counts[rank] = counts.get(rank, 0) + times
-        return symbol(key, counts)
+        (some, twice), (others, again) = ranks_of[x], ranks_of[y]
+        if not (some and others):
+            return x if some else y
+        return symbol((min(x, y), max(x, y)), some | others, twice | again | some & others)
 
     used = range(ranks) if workers is None else sorted(workers)
-    zero = symbol("zero", {})
+    zero = symbol("zero", 0)
     held = [
-        [symbol(rank, {rank: 1}) if rank in used else zero] * (len(cuts) - 1)
+        [symbol(rank, 1 << rank) if rank in used else zero] * (len(cuts) - 1)
         for rank in range(ranks)
     ]
     left = [deque(mine) for mine in plans]
@@ -235,19 +231,20 @@ def simulate(
                 moved = True
     if any(waiting):
         raise Wrong("no message can move: {waits}", waits=_waits(waiting, plans, left))
+    every = sum(1 << rank for rank in used)
     for number, (start, _) in enumerate(pairwise(cuts)):
         for rank in used:
-            summed = ranks_of[held[rank][number]]
-            for other in used:
-                if (times := summed.get(other, 0)) != 1:
-                    raise Wrong(
-                        "element {start} of rank {rank} has the value of rank {other} {times} "
-                        "times, and must have it once",
-                        start=start,
-                        rank=rank,
-                        other=other,
-                        times=times,
-                    )
+            once, more = ranks_of[held[rank][number]]
+            if (once, more) != (every, 0):
+                other = next(r for r in used if not once >> r & 1 or more >> r & 1)
+                raise Wrong(
+                    "element {start} of rank {rank} has the value of rank {other} {times} "
+                    "times, and must have it once",
+                    start=start,
+                    rank=rank,
+                    other=other,
+                    times=_times([*sums], other)[held[rank][number]],
+                )
             if held[rank][number] != held[used[0]][number]:
                 raise Wrong(
                     "ranks {rank} and {other} sum element {start} in another order, so their results "
@@ -256,6 +253,14 @@ def simulate(
                     other=rank,
                     start=start,
                 )
+
+
+def _times(expressions: Sequence[Any], rank: int) -> list[int]:
+    """Return how often each expression has the value of a rank; a pair is a sum of earlier ones."""
+    found: list[int] = []
+    for key in expressions:
+        found.append(sum(found[one] for one in key) if isinstance(key, tuple) else int(key == rank))
+    return found
 
 
 def _waits(

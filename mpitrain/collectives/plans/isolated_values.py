@@ -1,9 +1,10 @@
 """Values of a user's functions, and sentences about them, as JSON.
 
-Numbers, text, lists and tuples are themselves. Of any other object only its type and a short text
-are sent. Nothing here imports NumPy unless an array is sent.
+Numbers, text, lists and tuples are themselves, and so are named tuples and other subclasses. Of any
+other object only its type and a short text are sent. Nothing here imports NumPy unless an array is sent.
 """
 
+import json
 import sys
 from collections.abc import Callable, Generator
 from typing import Any
@@ -38,11 +39,11 @@ def kind_of(value: Any) -> str:
 
 def encoded(value: Any, generators: list[Any]) -> Any:
     """Return a value as JSON.    generators: gets each generator of the value"""
-    if type(value) in PLAIN:
+    if isinstance(value, PLAIN):
         return value
-    if type(value) is list:
+    if isinstance(value, list):
         return [encoded(one, generators) for one in value]
-    if type(value) is tuple:
+    if isinstance(value, tuple):
         return {"tuple": [encoded(one, generators) for one in value]}
     numpy: Any = sys.modules.get("numpy")
     if numpy and isinstance(value, numpy.ndarray) and value.dtype.kind in DTYPES:
@@ -53,27 +54,30 @@ def encoded(value: Any, generators: list[Any]) -> Any:
     return {"foreign": [type(value).__name__, f"{value!r:.{SHOWN}}"]}
 
 
-def decoded(found: Any, running: Callable[[int], Any]) -> Any:
-    """Return a value from JSON; ValueError, TypeError or LookupError if it is none.
+def decoded(line: bytes | str, running: Callable[[int], Any]) -> Any:
+    """Return a value from a line of JSON; ValueError, TypeError or LookupError if it is none.
 
     running  (number of a generator) -> its stand-in here
     """
-    if isinstance(found, list):
-        return [decoded(one, running) for one in found]
-    if not isinstance(found, dict):
-        return found
-    ((key, inner),) = ((key, inner) for key, inner in found.items() if key != "of")
-    if key == "tuple":
-        return tuple(decoded(one, running) for one in inner)
-    if key == "array":
-        import numpy as np
 
-        kind, *shape = found["of"]
-        return np.array(inner, DTYPES[kind]).reshape(shape)
-    if key == "generator":
-        return running(int(inner))
-    kind, text = inner
-    return Foreign(str(kind)[:SHOWN], str(text)[:SHOWN])
+    def value(found: dict[str, Any]) -> Any:
+        key = next(iter(found), "")
+        inner = found.get(key)
+        if key == "tuple":
+            return tuple(inner)  # type: ignore[arg-type]
+        if key == "array":
+            import numpy as np
+
+            kind, *shape = found["of"]
+            return np.array(inner, DTYPES[kind]).reshape(shape)
+        if key == "generator":
+            return running(int(inner))  # type: ignore[arg-type]
+        if key == "foreign":
+            kind, text = inner  # type: ignore[misc]
+            return Foreign(str(kind)[:SHOWN], str(text)[:SHOWN])
+        return found
+
+    return json.loads(line, object_hook=value)
 
 
 def as_json(value: Any) -> Any:

@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import resource
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, BinaryIO, NoReturn
@@ -88,16 +89,15 @@ class Worker:
         """
         try:
             self._to.write(json.dumps(request).encode() + b"\n")
-            (way, found), *_ = json.loads(self._of.readline(LINE)).items()
-            if way in ("value", "returned"):
-                value = decoded(found, lambda number: Running(self, number))
-            else:
+            answer = decoded(self._of.readline(LINE), lambda number: Running(self, number))
+            (way, found), *_ = answer.items()
+            if way not in ("value", "returned"):
                 error = _problem(way, *found)
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
             raise self._ended() from None
         if way == "value":
-            return value
-        raise StopIteration(value) if way == "returned" else error
+            return found
+        raise StopIteration(found) if way == "returned" else error
 
     def _ended(self) -> Ended:
         """Wait for the end of the process; the time limit of `isolated_answers` ends this wait."""
@@ -169,6 +169,7 @@ def _serve(path: str, code: bytes, requests: BinaryIO, replies: BinaryIO) -> Non
     """Load the user's file, and answer requests until there are no more."""
     own = ModuleType("own")
     own.__file__ = path
+    sys.modules[own.__name__] = own  # A dataclass looks for its module there.
     generators: list[Any] = []
     failed = b""
     try:
@@ -176,7 +177,7 @@ def _serve(path: str, code: bytes, requests: BinaryIO, replies: BinaryIO) -> Non
     except (Exception, SystemExit) as error:
         failed = _failed(error, path)
     for line in requests:
-        replies.write(failed or _answer(json.loads(line), own.__dict__, generators, path))
+        replies.write(failed or _answer(decoded(line, int), own.__dict__, generators, path))
 
 
 def _answer(request: dict[str, Any], own: dict[str, Any], generators: list, path: str) -> bytes:
@@ -186,20 +187,15 @@ def _answer(request: dict[str, Any], own: dict[str, Any], generators: list, path
         if "defines" in request:
             value = callable(own.get(request["defines"]))
         elif "call" in request:
-            value = own[request["call"]](*_given(request["given"]))
+            value = own[request["call"]](*request["given"])
         else:
             try:
-                value = generators[request["send"]].send(*_given([request["value"]]))
+                value = generators[request["send"]].send(request["value"])
             except StopIteration as end:
                 way, value = "returned", end.value
         return _line({way: encoded(value, generators)})
     except (Exception, SystemExit) as error:
         return _failed(error, path)
-
-
-def _given(values: list[Any]) -> list[Any]:
-    """Return arguments from JSON."""
-    return [decoded(one, lambda number: None) for one in values]
 
 
 def _failed(error: BaseException, path: str) -> bytes:
