@@ -16,7 +16,7 @@ TURNS = 15
 AVX2 = "NumPy with AVX2"
 """The name of OpenBLAS's kernels for AVX2, where it would choose those for AVX-512."""
 MARGIN = 1.03
-"""Least ratio of two rates for which the faster library is recommended."""
+"""Smallest ratio of two rates for which the faster library is recommended."""
 
 
 def rates() -> dict[str, float]:

@@ -19,7 +19,7 @@ PEERS = {"torch": (*TORCH, "TorchPeer"), "torch-compiled": (*TORCH, "CompiledPee
 
 
 def peer_class(name: str, config: Config, dp: int = 1) -> Any:
-    """Return the class of a peer. Local.
+    """Return the class of a peer. It sends no message.
 
     config  its device.kind is resolved, not "auto"
     dp      replicas

@@ -93,7 +93,7 @@ class Block(NamedTuple):
 
 
 def check_same_work(settings: Sequence[str]) -> None:
-    """Raise ConfigError if one of these `section.key=value` would change the computation. Local."""
+    """Raise ConfigError if one of these `section.key=value` would change the computation."""
     for key in map(key_of, settings):
         if key.startswith(THE_WORK):
             raise ConfigError(
@@ -103,7 +103,7 @@ def check_same_work(settings: Sequence[str]) -> None:
 
 
 def check_common_steps(config: Config) -> None:
-    """Raise ConfigError for an asynchronous mode: its ranks have no common steps to time. Local."""
+    """Raise ConfigError for an asynchronous mode: its ranks have no common steps to time."""
     if mode_of(config).records(config.replication):
         raise ConfigError(
             "Turns are of steps that all ranks make together, but replication.update is "

@@ -21,7 +21,7 @@ RULE = b"-" * 74
 """The line above and below each of Open MPI's boxes."""
 BOX = re.compile(RULE + rb"\r?\n.*?\n" + RULE + rb"\r?\n", re.DOTALL)
 LONGEST = 4096
-"""Most bytes of a box, and of earlier output that is searched again together with new output."""
+"""Largest box in bytes. As much earlier output is searched again together with new output."""
 PAUSE = 0.3
 """Seconds without a byte after which an unfinished box is shown."""
 

@@ -29,7 +29,7 @@ EVERY = 4
 
 
 class Options(NamedTuple):
-    """The configuration of `prepare`; another one starts anew.
+    """The configuration of `prepare`. Only an interrupted call with the same one is continued.
 
     separator  the token behind each document; -1: none
     """
