@@ -235,7 +235,7 @@ class Rule(NamedTuple):
     def nbytes(self, itemsize: int) -> float:
         """Return the bytes of optimizer state for each parameter.
 
-        For a rule with codes of 8 bits, this is the number of a tensor in codes. Small tensors and
+        For a rule with codes of 8 bits, this holds for a tensor in codes. Small tensors and
         embeddings have no codes, and take more.
 
         Buffers that are not `elements` do not count.

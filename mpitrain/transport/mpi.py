@@ -42,8 +42,8 @@ LEAST_TAG_BOUND = 32767
 def connect() -> MpiTransport:
     """Start MPI if it is not running, and return a transport over all its ranks; collective.
 
-    From then on an uncaught exception of one rank ends the job. If a rank ends by itself, others go
-    on. One that waits for the ended rank in the transport ends the job after 2 seconds.
+    From then on an uncaught exception of one rank ends the job. If a rank ends by itself, the others
+    go on. A rank that waits for the ended rank in the transport ends the job after 2 seconds.
     """
     transport = join_world()
     if 1 < transport.size <= LARGEST:
@@ -52,7 +52,7 @@ def connect() -> MpiTransport:
 
 
 def join_world() -> MpiTransport:
-    """Do as `connect`, for programs whose ranks leave together: no rank looks for ended ranks."""
+    """Do as `connect`, for programs whose ranks end together. No rank looks for ended ranks."""
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules:

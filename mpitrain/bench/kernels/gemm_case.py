@@ -42,8 +42,8 @@ PRODUCTS = {
     "NT+gelu": Product("NT", "gelu"),
     "TN+sums": Product("TN", "sums"),
 }
-"""Forward, input half and weight half, then forward with bias and GELU, and weight half with the
-bias gradient."""
+"""NT: forward. NN: input half of backward. TN: weight half. NT+gelu: forward with bias and GELU.
+TN+sums: weight half and bias gradient."""
 
 
 class Case(NamedTuple):
@@ -118,8 +118,9 @@ def case_of(device: Device, shape: Shape, dtype: str, what: Product) -> Case:
 
 @lru_cache(maxsize=1)
 def _drawn(shape: Shape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the flat numbers of both operands and of the bias; the next call with this shape reuses
-    them. To draw them takes seconds for the largest shapes.
+    """Return the flat numbers of both operands and of the bias.
+
+    The largest shapes take seconds, so the next call with the same shape reuses them.
     """
     (m, n, k), rng = shape, np.random.default_rng(shape)
     a, b = rng.standard_normal(m * k, np.float32), rng.standard_normal(n * k, np.float32)

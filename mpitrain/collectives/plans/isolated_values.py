@@ -1,7 +1,7 @@
 """Values of a user's functions, and sentences about them, as JSON.
 
-Numbers, text, lists and tuples are themselves. Of any other object only its type and a short text
-are sent. Nothing here imports NumPy unless an array is sent.
+Numbers, text, lists, tuples and arrays are sent as they are. Of any other object only its type and a
+short text are sent. Nothing here imports NumPy unless an array is sent.
 """
 
 import sys
@@ -54,7 +54,7 @@ def encoded(value: Any, generators: list[Any]) -> Any:
 
 
 def decoded(found: Any, running: Callable[[int], Any]) -> Any:
-    """Return a value from JSON; ValueError, TypeError or LookupError if it is none.
+    """Return a value from JSON; ValueError, TypeError or LookupError for malformed JSON.
 
     running  (number of a generator) -> its stand-in here
     """
@@ -77,14 +77,14 @@ def decoded(found: Any, running: Callable[[int], Any]) -> Any:
 
 
 def as_json(value: Any) -> Any:
-    """Return a sentence, or a value of one, as JSON."""
+    """Return a `Sentence`, or the value of one of its fields, as JSON."""
     if isinstance(value, Sentence):
         return {"law": value.law, "values": {k: as_json(v) for k, v in value.values.items()}}
     return [as_json(one) for one in value] if isinstance(value, tuple) else value
 
 
 def from_json(found: Any) -> Any:
-    """Return a sentence, or a value of one, from `as_json`."""
+    """Return a `Sentence`, or the value of one of its fields, from the result of `as_json`."""
     if isinstance(found, dict):
         return Sentence(found["law"], **{k: from_json(v) for k, v in found["values"].items()})
     return tuple(map(from_json, found)) if isinstance(found, list) else found
