@@ -44,8 +44,8 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
         dp > 1 or config.layout.pp > 1 or config.replication.zero or config.layout.sequence_parallel
     ):
         raise ConfigError(
-            "With layout.tp above 1, the peer divides each layer among all ranks, and has no ZeRO and no sequence "
-            "parallelism.",
+            f"The peer divides layers among all ranks, without ZeRO and sequence parallelism, if layout.tp is "
+            f"{config.layout.tp}.",
             "Leave out --peer, or set layout.dp=1, layout.pp=1, replication.zero=0 and "
             "layout.sequence_parallel=false.",
         )
