@@ -31,11 +31,11 @@ from mpitrain.run.build import Job
 
 FORWARD = {"attention": 1, "mlp": 1, "embedding": 1}
 BACKWARD = {"attention": 1, "mlp": 1, "head": 1}
-"""{kind of unit: its all-reduces of B T C in a tensor-parallel group}, forward and backward."""
+"""{kind of unit: number of its all-reduces of B T C elements over tp}, forward and backward."""
 COLUMN_PARALLEL = ("attention", "mlp", "head")
 """Kinds of units with a column-parallel layer."""
 TRAVELLED: dict[int, Travelled] = {1: once, 2: by_micro_batch, 3: by_use}
-"""{stage of ZeRO: the elements that it moves}."""
+"""{stage of ZeRO: function that counts the elements that it moves}."""
 
 
 def has_formula(config: Config) -> bool:

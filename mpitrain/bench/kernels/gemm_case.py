@@ -14,11 +14,11 @@ Shape = tuple[int, int, int]
 """M, N, K: (M, K) times (K, N)."""
 
 WRONG = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}
-"""Upper bound of the error of a right element, relative to the reference's largest element."""
+"""Largest error of a correct element, relative to the reference's largest element."""
 
 
 MOST_COMPARED = 256
-"""Upper bound of the number of rows that are compared: evenly spaced ones and the last.
+"""Largest number of rows that are compared: evenly spaced ones and the last.
 
 The host computes the reference, so it does not compute all rows.
 """
@@ -60,7 +60,7 @@ class Case(NamedTuple):
 def case_of(device: Device, shape: Shape, dtype: str, what: Product) -> Case:
     """Return random operands with their product and its check against a float32 reference.
 
-    The elements of the product are near 1, where GELU is not linear. Some rows are compared.
+    The elements of the product are near 1, where GELU is not linear. Only some rows are compared.
     """
     m, n, k = shape
     drawn = _drawn(shape)

@@ -108,7 +108,7 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
 
 
 def peer_of(transport: Transport, job: Job, name: str) -> Any:
-    """Return a peer as a side, with the weights of a job; collective.
+    """Return a peer as a side of the comparison, with the weights of a job; collective.
 
     raises  ConfigError on every rank, as `peer_class`
     """
