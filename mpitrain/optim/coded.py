@@ -49,7 +49,7 @@ def coded_bytes(storage: Storage, buffers: int) -> float:
 
 
 class Region(NamedTuple):
-    """A run of elements along the pieces, [start, stop), and its elements in an own buffer.
+    """A run of elements along the pieces, [start, stop), and its elements in a separate buffer.
 
     run     the same elements, from the beginning of their piece
     values  in the buffer of codes; without codes: in the buffer of numbers

@@ -49,7 +49,7 @@ def described(found: dict[str, float], gains_from_mkl: bool) -> str:
     """Return in words the library that multiplies, its rate, and a faster library if there is one.
 
     found           as `rates` returns it, and the rate of AVX2, or 0
-    gains_from_mkl  whether MKL is faster on this processor, as far as is known without it
+    gains_from_mkl  whether MKL, if installed, would be faster on this processor
     """
     said = {name: f"{rate / 1e9:.0f} GFLOP/s" for name, rate in found.items()}
     gain = found.get(AVX2, 0) / found["NumPy"]

@@ -44,7 +44,7 @@ class Journal(BaseModel):
     """The progress of an interrupted `prepare`.
 
     configuration  SHA-256 of the inputs and options
-    input          number of the input file that is next, or in work
+    input          number of the input file that is next, or partly read
     offset         see `Position`, of this file
     """
 

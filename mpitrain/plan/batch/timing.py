@@ -71,7 +71,7 @@ class Steps:
     STILL = 1e-12
 
     def __init__(self, job: Job, rows: int):
-        """rows: of a micro-batch of the whole batch."""
+        """rows: number of rows in a micro-batch of the job's own batch."""
         self._job, self.rows = job, rows
         self.size = job.trainer.config.batch.size
         self._read: tuple[int, tuple[np.ndarray, np.ndarray]] | None = None
