@@ -24,7 +24,7 @@ from mpitrain.machine.processor import processor
 from mpitrain.transport.base import Transport
 
 ROUNDS = 5
-"""Least number of rounds of the speeds."""
+"""Smallest number of rounds in which speeds are measured."""
 AGAIN = 3
 """Number of times that slow ranks are measured again, alone, before they count as slow."""
 SIZES = (4 << 10, 1 << 20)

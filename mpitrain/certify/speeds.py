@@ -13,7 +13,7 @@ SIDE = 384
 COPIED = 32 << 20
 """Bytes that one copy reads. Another 32 MiB are written; together they exceed most caches."""
 SECONDS = 0.2
-"""Least time of a sample. A limit on processor time acts within 0.1 s, so a sample shows it."""
+"""Shortest sample, in seconds. A limit on processor time acts within 0.1 s, so a sample shows it."""
 
 Sampler = Callable[[], tuple[float, float]]
 """Returns one sample: operations per second, and bytes per second."""

@@ -24,7 +24,7 @@ from mpitrain.machine.arena import Arena, padded
 from mpitrain.transport.base import Transport
 
 SLAB = 32 << 20
-"""Most bytes that are allocated in advance for later buffers.
+"""Largest number of bytes that are allocated in advance for later buffers.
 
 MPI has a limited number of windows, and a host has little memory for them.
 """

@@ -36,8 +36,8 @@ class InstructionSource:
 
     inputs and targets are (B, T) int64. A conversation is one row, which is cut after T + 1 tokens.
     A shorter one is filled with token 0 and IGNORED targets. The last tenth is held out. With
-    packing, rows to train on have as many conversations as fit, one after the other. What counts
-    is the same. Attention crosses their borders, unless `marks_ends` makes each a document.
+    packing, rows to train on have as many conversations as fit, one after the other. The
+    targets are the same. Attention crosses their borders, unless `marks_ends` makes each a document.
 
     conversations  [(tokens, whether each counts as a target)], uint8 and bool
     test           the held-out conversations; empty: the last tenth of `conversations`

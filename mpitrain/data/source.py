@@ -137,7 +137,7 @@ class Request(NamedTuple):
     context     tokens per row of a token source
     dtype       of features and pixels
     vocabulary  of a token source, as configured; 0: from the data
-    validation  held-out rows of a file: the name of a source, or a word; empty: the default
+    validation  held-out rows: the name of another source, or "tenth"; empty: the default
     scan        the scan of a token file; None for other sources
     reading     how rows are made of tokens
     form        the form that the model takes; of digits and idx: images, or else samples

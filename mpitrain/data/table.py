@@ -176,13 +176,13 @@ def check_validation(name: str, validation: str) -> None:
     """
     if validation and not source_kind(name).takes_validation:
         raise ConfigError(
-            f"data.validation is of data.source {validating()}, but that is {name}.",
+            f"data.validation needs data.source {validating()}, but data.source is {name}.",
             "Leave out data.validation.",
         )
     if validation not in ("", TENTH) and source_kind(validation) is not source_kind(name):
         kind = name.partition(":")[0]
         raise ConfigError(
-            f"data.validation must be {kind}:FILE as data.source, or tenth, or empty, but is {validation!r}.",
+            f"data.validation must be {kind}:FILE like data.source, or tenth, or empty, but is {validation!r}.",
             f"For example: --set data.validation={kind}:held_out{Path(name).suffix}",
         )
 
@@ -203,7 +203,7 @@ def open_source(
     dtype       of the features of a sample source
     vocabulary  of a token source; 0: 256 for text, largest token + 1 for tokens:FILE
     scan        the scan of a tokens:FILE if it is known; None costs a pass over the file
-    validation  held-out rows of a source of a file: another one; tenth or empty: the last tenth
+    validation  held-out rows: another file, such as text:OTHER; tenth or empty: the last tenth
     reading     how rows are made of tokens
     form        the form that the model takes, for sources with several; None: the first of them
     raises      ConfigError for a name that is no source or has options of another kind;

@@ -60,9 +60,11 @@ class Sequential:
             if offer.gelu_cut and next_offer.takes_gelu:
                 cuts[name], back[name] = offer.gelu_cut
                 takers.add(after)
-        # The forwards lack the last child. A child that leaves its GELU has another forward.
+        # The last child is not in this list. `cut` is the forward of a child without its GELU, which
+        # the next child computes. All other children have None.
         self._forwards = [(name, child, cuts.get(name)) for name, child in children.items()][:-1]
-        # The two booleans: the child takes a slope; it takes the residual.
+        # The first boolean: the child takes the slope of the GELU from its neighbour. The second
+        # one: the child adds the residual to its result.
         self._backwards = [
             (name, child, name in takers, name == first) for name, child in reversed(back.items())
         ]
@@ -130,7 +132,7 @@ class Sequential:
         pending = {}
         for name, child, takes_slope, is_first in self._backwards:
             # `pop` drops the last reference, so this child's buffers return to the arena before
-            # the next child allocates. A slope is below the state of the child that takes it.
+            # the next child allocates. `saved` has a slope below the state of the child that takes it.
             own = w.get(name, NOTHING)
             fused = saved.pop(-2) if takes_slope else residual if is_first else None
             dy, pending[name] = (

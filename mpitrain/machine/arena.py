@@ -28,7 +28,7 @@ Maker = Callable[["Lease"], Any]
 
 
 class Descriptions(dict[Any, Any]):
-    """Descriptions of arrays of one shape by their location, each made at its first use.
+    """A cache {location in memory: description of an array there}, for arrays of one shape and dtype.
 
     describe  (location) -> the description
     """
@@ -51,7 +51,7 @@ class Memory(Protocol):
         """Return the start of a buffer in the form that `array` takes."""
 
     def maker(self, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Any, Maker]:
-        """Return descriptions of arrays of one shape, by location, and a function that makes them.
+        """Return {location: description} of arrays of one shape, and a function that makes the arrays.
 
         Neither refers to a buffer.
         """
@@ -116,8 +116,8 @@ class Lease:
 
     An arena makes some hundred leases in a micro-batch, so a lease has no constructor.
 
-    state             the arena, the bytes that count as leased, the buffer or an object that keeps it
-                      alive, and the list to which this object returns at the end
+    state             the arena; the bytes that count as leased; the buffer, or an object that keeps
+                      it alive; the list that gets this object back at the end
     __array_struct__  the description of the array, under the name that NumPy reads
     """
 
@@ -149,11 +149,11 @@ class Leased(NamedTuple):
 
 
 LeaseSize = tuple[int, int, list[Leased], Any, Maker]
-"""The size of every lease of one shape and dtype.
+"""The properties that all leases of one shape and dtype have in common.
 
 First come the bytes that a lease counts, and the bytes of the buffer that serves it. The free
 buffers of this size class follow, then the results of `Memory.maker`. It is a plain tuple, because
-Python unpacks a named one more slowly.
+Python unpacks a NamedTuple more slowly.
 """
 
 
@@ -249,7 +249,7 @@ class Arena:
         return make(lease)
 
     def _size(self, shape: tuple[int, ...], dtype: Any) -> LeaseSize:
-        """Return the size of leases of one shape and dtype, and remember it."""
+        """Return the properties of leases of one shape and dtype, and cache them."""
         if found := self._sizes.get((shape, dtype)):
             return found
         if len(self._sizes) >= SHAPES:
@@ -278,7 +278,7 @@ def size_class(nbytes: int) -> int:
 
 
 def _described(address: int, shape: tuple[int, ...], typestr: str) -> Any:
-    """Return NumPy's description of an array; it keeps no memory alive."""
+    """Return NumPy's description of an array. It is no reference to the memory."""
     interface = {"data": (address, False), "shape": shape, "typestr": typestr, "version": 3}
     return np.asarray(SimpleNamespace(__array_interface__=interface)).__array_struct__
 

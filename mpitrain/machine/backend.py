@@ -29,7 +29,7 @@ class Copy(Protocol):
 
 
 class Recordable(Protocol):
-    """Event that this process records, again and again, and other processes wait for."""
+    """An event that this process records repeatedly, and for which other processes wait."""
 
     handle: str
     """The CUDA IPC handle, in hexadecimal digits."""
@@ -127,15 +127,15 @@ class DeviceBackend(Backend, Protocol):
         """
 
     def shared_event(self) -> Recordable:
-        """Return an event that other processes of the host can open, not yet recorded.
+        """Return a new event that other processes of the host can open; it is not recorded yet.
 
-        It must outlive its use there.
+        It must outlive its use in those processes.
 
         raises  CommError if the driver refuses
         """
 
     def open_event(self, handle: str) -> Any:
-        """Open a shared event of another process, for `follow`; closed when its last reference dies.
+        """Open a shared event of another process, for `follow`. It closes with its last reference.
 
         raises  CommError if the driver refuses
         """

@@ -54,7 +54,7 @@ def _has_rows(array: Any) -> bool:
 
 
 def _pitch(matrix: Any) -> int:
-    """Return the bytes from row to row; a single row may have any stride."""
+    """Return the bytes between the starts of two rows; of a single row, its length."""
     rows, columns = matrix.shape
     pitch: int = matrix.strides[0] if rows > 1 else columns * matrix.itemsize
     return pitch

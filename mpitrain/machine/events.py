@@ -71,7 +71,7 @@ class SharedEvent:
 
 
 class OpenedEvent:
-    """CUDA event of another process, opened until no reference to it is left.
+    """CUDA event of another process. It closes with the last reference to this object.
 
     raises  CUDARuntimeError if the driver refuses
     """

@@ -83,7 +83,7 @@ class Operands(NamedTuple):
 
 @cache
 def operands(line: str) -> Operands:
-    """Read a line; KernelError if it is none."""
+    """Parse the operands of a row of `OPERATIONS`; KernelError if the syntax is wrong."""
     before, arrow, after = line.partition(" -> ")
     takes, gives = (
         [Operand(**match.groupdict()) for match in map(WORD.fullmatch, side.split()) if match]

@@ -23,7 +23,7 @@ LANES = 16
 """Elements of a block."""
 
 STRIP = 64
-"""Keys of a strip of attention's probabilities."""
+"""Columns of a strip of attention's probability matrix, one column for each key."""
 
 LEVELS = 1 << 16
 """A rate is a multiple of 1 / LEVELS."""

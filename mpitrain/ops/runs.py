@@ -1,4 +1,4 @@
-"""Steps over runs of a flat buffer: each run has the learning rate and decay of its parameter group."""
+"""Element-wise steps over a flat buffer with several parameter groups, each with rates of its own."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ class GroupRun(NamedTuple):
 
 
 def over_runs(operation: Callable[..., None], runs: Sequence[GroupRun]) -> Callable[..., None]:
-    """Return the step of an operation over runs (as torch.optim's fused optimizers).
+    """Return one step for all runs of a flat buffer (as torch.optim's fused optimizers).
 
     operation  (p, g, *state, scale, lr, weight_decay, arena, mirror=None, ...), element by element
     runs       ascending; their starts differ by multiples of 32. Elements between two runs are

@@ -24,11 +24,11 @@ from mpitrain.optim.rule import BlockWise, Update, Views
 from mpitrain.regions import Piece, moved, overlap
 
 LEAST = 4096
-"""The least number of elements of a coded tensor."""
+"""Smallest number of elements of a tensor whose state is in codes of 8 bits."""
 
 
 def is_coded(storage: Storage, entry: Entry) -> bool:
-    """Return whether the state of a tensor is in codes."""
+    """Return whether the state of a tensor is in codes of 8 bits."""
     is_embedding = getattr(storage.units[entry.unit].layer, "vocab", 0) > 0
     is_tied = entry.parameter.holders not in ("", "tp")
     return math.prod(entry.parameter.shape) >= LEAST and not (is_embedding or is_tied)
@@ -49,10 +49,10 @@ def coded_bytes(storage: Storage, buffers: int) -> float:
 
 
 class Region(NamedTuple):
-    """A run of elements along the pieces, [start, stop), and its elements in an own buffer.
+    """A run of elements along the pieces, [start, stop), and its elements in a separate buffer.
 
     run     the same elements, from the beginning of their piece
-    values  in the buffer of codes, or of uncoded numbers
+    values  in the buffer of codes; without codes: in the buffer of numbers
     scales  in the buffer of scales; None: the elements are not coded
     lead    elements that the first block lacks
     """

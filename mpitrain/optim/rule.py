@@ -51,12 +51,12 @@ class ElementsOf:
 
 
 def rows(tensor: Parameter) -> tuple[int, ...]:
-    """Return the shape without the last dim."""
+    """Return the tensor's shape without the last dim."""
     return tensor.shape[:-1]
 
 
 def columns(tensor: Parameter) -> tuple[int, ...]:
-    """Return the shape with only the last dim."""
+    """Return (N,) for a last dim of N elements."""
     return tensor.shape[-1:]
 
 
@@ -139,9 +139,10 @@ class TensorPiece(NamedTuple):
     parameters  (count,), in place
     gradients   (count,), to be multiplied by `Update.scale`
     mirror      (count,), or None; `apply` writes the rounded parameters to it
-    state       buffers by name: (count,) with `elements`, otherwise whole, in their own shape
-    facts       sums by name, of all rounds so far: float64, whole, in their own shape
-    blocks      at most three matrices, which together are all `count` elements
+    state       buffers by name. A buffer of the shape `elements` has (count,) here; any other
+                buffer is whole, in its own shape
+    facts       sums by name, of this and all earlier rounds: float64, whole, in their own shape
+    blocks      the same `count` elements as matrices; at most three
     result      (count,), the result of `TensorWise.whole`; None if the tensor has none
     """
 
@@ -232,7 +233,10 @@ class Rule(NamedTuple):
     torch: TorchClass | None = None
 
     def nbytes(self, itemsize: int) -> float:
-        """Return the bytes of state for each parameter; tensors that are not coded take more.
+        """Return the bytes of optimizer state for each parameter.
+
+        For a rule with codes of 8 bits, this holds for a tensor in codes. Small tensors and
+        embeddings have no codes, and take more.
 
         Buffers that are not `elements` do not count.
 

@@ -169,7 +169,7 @@ def by_use(replica: ReplicationContext) -> tuple[float, float] | None:
     """Return the elements that ZeRO stage 3 reduce-scatters and all-gathers in a step.
 
     The last two units stay gathered for backward, the first two for the next micro-batch. On a
-    pipeline stage its last chunk does. Frozen tensors stay gathered after an update, and their first
+    pipeline stage, the last chunk stays gathered. Frozen tensors stay gathered after an update, and their first
     units run no backward. Returns None if more units stay gathered, because of tied weights or
     replication.zero_keep, and if replication.gather compresses the all-gathers.
     """
@@ -191,7 +191,7 @@ def by_use(replica: ReplicationContext) -> tuple[float, float] | None:
 
 
 def _scatters(replica: ReplicationContext) -> int:
-    """Return the times in a step that ZeRO stages 2 and 3 reduce-scatter each gradient."""
+    """Return how often ZeRO stages 2 and 3 reduce-scatter each gradient in a step."""
     return 1 if replica.chunks else replica.config.batch.micro_batches
 
 

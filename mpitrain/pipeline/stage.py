@@ -45,7 +45,7 @@ class Stage:
             (index, *each) for index, each in enumerate(self._layers) if each[0] >= lowest
         ][::-1]
         self._replication, self._arena, self._poll = replication, arena, poll or replication.poll
-        # Begin and end of a pass of a unit: an error leaves its span open in the trace.
+        # These functions begin and end a unit's span in the trace. After an error the span stays open.
         names = {first + index: recorder.name(unit.name) for index, unit in enumerate(units)}
         self._pass = recorder.compute, self._poll, recorder.end, names
         self._segments = [segment_of(unit) for unit in units]

@@ -13,7 +13,7 @@ BANDS = 6
 """Largest number of bands into which a chart wraps; a longer chart is drawn smaller."""
 
 TICK = 10
-"""Least number of columns between two times on the ruler."""
+"""Smallest number of columns between two times on the ruler."""
 
 
 def labels(plan: Plan) -> Callable[[Compute], str]:

@@ -18,7 +18,7 @@ REPEATS, TRIPS = 5, 21
 """Measured passes of each chunk, and measured trips of each message, after one for warm-up."""
 
 LEAST_S = 2e-3
-"""Least seconds that a receiver sleeps to measure how much of a transfer compute would hide."""
+"""Smallest time in seconds that a receiver sleeps to measure how much of a transfer compute would hide."""
 
 
 FAR = 2.0

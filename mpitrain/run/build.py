@@ -121,7 +121,7 @@ def build(
     checkpoint = saved or given.location.saved
 
     def count(resolved: Resolved) -> None:
-        """Count a step in place of an earlier one, or raise ConfigError if it does not fit."""
+        """Replace `counted` by the activations of a step; ConfigError if they do not fit."""
         counted[:] = [
             check_activations(
                 scheduled(resolved),

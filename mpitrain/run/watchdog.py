@@ -27,7 +27,7 @@ GRACE = 15.0
 class Watchdog:
     """A thread that reports a stall: `seconds` without a new record and without a call of `alive`.
 
-    A compilation by the thread that makes the watchdog is progress.
+    A compilation counts as progress if it runs on the thread that has made the watchdog.
 
     One rank prints the first divergence of all ranks, and ends the job with exit code 1. Without
     traces each rank prints its own position. The thread makes no MPI call. A launcher ends the job
@@ -76,7 +76,7 @@ class Watchdog:
         self._compilations.recorder = recorder
 
     def close(self) -> None:
-        """End the thread; the thread that made the watchdog calls this."""
+        """End the thread. Only the thread that has made the watchdog may call this."""
         OBSERVER.reset(self._observed)
         self._closed.set()
 

@@ -56,7 +56,7 @@ def text(english: str, language: str, **values: object) -> str:
 
 
 def _into(value: object, language: str) -> object:
-    """Return a value of a text in a language."""
+    """Return the value of a field, translated if it is a Sentence."""
     if isinstance(value, Sentence):
         return text(value.law, language, **value.values)
     return tuple(_into(one, language) for one in value) if isinstance(value, tuple) else value

@@ -42,9 +42,9 @@ LEAST_TAG_BOUND = 32767
 def connect() -> MpiTransport:
     """Start MPI if it is not running, and return a transport over all its ranks; collective.
 
-    From then on an uncaught exception of one rank ends the job. If a rank ends by itself, others go
-    on. One that waits for the ended rank in the transport ends the job after 2 seconds, up to 256
-    ranks.
+    From then on an uncaught exception of one rank ends the job. If a rank ends by itself, the others
+    go on. A rank that waits for the ended rank in the transport ends the job after 2 seconds, up to
+    256 ranks.
     """
     transport = join_world()
     if 1 < transport.size <= LARGEST:
@@ -53,7 +53,7 @@ def connect() -> MpiTransport:
 
 
 def join_world() -> MpiTransport:
-    """Do as `connect`, for programs whose ranks leave together: no rank looks for ended ranks."""
+    """Do as `connect`, for programs whose ranks end together. No rank looks for ended ranks."""
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules:

@@ -17,7 +17,7 @@ OPERATIONS = ("broadcast", "reduce", "reduce-scatter", "all-gather", "all-to-all
 """The names, as in `mpitrain bench`. Broadcast and reduce have root 0."""
 
 ROOTED = ("broadcast", "reduce")
-"""The operations that some ranks leave before others enter."""
+"""The operations with a root: some ranks may leave them before others enter."""
 
 MOST = (1 << 31) - 1
 """The most elements that one call of an MPI-3 library takes."""

@@ -86,7 +86,7 @@ class AnyOf:
         self._requests = requests
 
     def needs(self, left: Set[int]) -> bool:
-        """Return whether no request can complete once the ranks of `left` have ended."""
+        """Return whether each request needs a rank of `left`, the ranks that have ended."""
         return all(needs(request, left) for request in self._requests)
 
     def __str__(self) -> str:

@@ -170,7 +170,7 @@ class Event:
 
     @property
     def when(self):
-        """When the stream comes past it."""
+        """The time at which the stream reaches this event."""
         return self.recorded.when
 
     @property
@@ -179,7 +179,7 @@ class Event:
         return _event_query(self.ptr) == 0
 
     def passed(self):
-        """Whether the stream has come past it."""
+        """Whether the stream has passed this event."""
         if self.tells_times:
             return time.perf_counter() >= self.when
         self.asked += 1
@@ -202,7 +202,7 @@ class Event:
 
 
 class _Record:
-    """What one record of an event is behind: the work and the copies of its stream, and the records that the stream waits for."""
+    """A record of an event. Before it come the work and copies of its stream, and the records for which the stream waits."""
 
     def __init__(self, stream):
         self.stream, self.works, self.after = stream, list(stream._pending), list(stream._after)
@@ -210,15 +210,15 @@ class _Record:
         self.when = max(time.perf_counter(), getattr(stream, "idle_at", 0.0))
 
     def all_works(self):
-        """What has ended when this is reached, on all streams."""
+        """The work before this record, on all streams."""
         return [*self.works, *(work for record in self.after for work in record.all_works())]
 
     def is_left(self):
-        """Whether anything has to end before this is reached."""
+        """Whether any work before this record is unfinished."""
         return bool(self.works or self.after or self.copies)
 
     def has_ended(self):
-        """Whether the host waited for the stream since then."""
+        """Whether the host has waited for the stream since this record."""
         pending = {id(work) for work in self.stream._pending}
         return (
             bool(self.works)
@@ -239,7 +239,7 @@ class _Record:
 
 
 def _event_at(ptr):
-    """The event of this process, or the opened one of another."""
+    """The event of this process, or an opened event of another process."""
     event = ipc.events[ptr]() if ptr in ipc.events else _events[ptr]
     if event is None:
         faults.append("an event of another process that is destroyed")

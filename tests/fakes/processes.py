@@ -19,7 +19,7 @@ LONGEST = 2e-3
 
 
 class CUDARuntimeError(RuntimeError):
-    """Raised by nothing here."""
+    """The error class of CuPy; this fake never raises it."""
 
 
 class Gpu:
@@ -167,7 +167,7 @@ class Event:
 
 
 class Array:
-    """As much of cupy.ndarray as collectives need."""
+    """The attributes of cupy.ndarray that collectives need."""
 
     __cuda_array_interface__ = property()
 

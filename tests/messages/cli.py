@@ -1,6 +1,6 @@
 """The sentences that tests expect of `mpitrain/cli`."""
 
-AGAINST_HOW_WORK_DONE = "--against is for how the work is done, but {} says what it is"
+AGAINST_HOW_WORK_DONE = "--against may change only how the work is done, but {} changes the work"
 ALGORITHM_SHARED_NEEDS_BYTES = "algorithm shared needs 2 x 8,008 bytes in /dev/shm"
 ALL_RANKS_NEED_ONE = "All ranks need one configuration, but optimizer.lr is 0.1 on rank 0"
 CANNOT_WRITTEN_NO_SUCH = "cannot be written: No such file or directory"

@@ -11,7 +11,7 @@ RING = "replication.algorithm=ring"
 BASELINE = "ring"
 """The mode that changes nothing else in the job."""
 COUNTED = (RING, "layout.algorithm=ring")
-"""Settings of words that --set replaces: the transport counts the bytes of a ring."""
+"""Settings of words that --set may replace. Rings are the default: the transport counts their bytes."""
 
 FORMS: dict[str, tuple[str, ...]] = {
     "dpN": ("layout.dp=N",),
@@ -78,7 +78,7 @@ def settings_of(mode: str, given: Collection[str] = ()) -> tuple[str, ...]:
     """Return the settings of a mode, as `section.key=value`; sums use a ring unless it names one.
 
     mode    words joined by +, such as zero3+tp2
-    given   keys of --set, for which no word sets a value of COUNTED
+    given   keys of --set; words do not set them to a value of COUNTED
     raises  ConfigError for an unknown word, and for words that set one key to different values
     """
     known = settings_by_mode()

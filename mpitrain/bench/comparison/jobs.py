@@ -23,7 +23,7 @@ WARM_UP = 1
 
 
 def jobs(modes: Sequence[str], settings: Sequence[str], hosts: Sequence[str]) -> dict[str, Config]:
-    """Return the configuration of each mode. Local.
+    """Return the configuration of each mode. It sends no message.
 
     settings  section.key=value for all modes; a mode's own settings take precedence
     hosts     host of every rank, by rank

@@ -31,11 +31,11 @@ from mpitrain.run.build import Job
 
 FORWARD = {"attention": 1, "mlp": 1, "embedding": 1}
 BACKWARD = {"attention": 1, "mlp": 1, "head": 1}
-"""{kind of unit: its all-reduces of B T C in a tensor-parallel group}, forward and backward."""
+"""{kind of unit: number of its all-reduces of B T C elements over tp}, forward and backward."""
 COLUMN_PARALLEL = ("attention", "mlp", "head")
 """Kinds of units with a column-parallel layer."""
 TRAVELLED: dict[int, Travelled] = {1: once, 2: by_micro_batch, 3: by_use}
-"""{stage of ZeRO: the elements that it moves}."""
+"""{stage of ZeRO: function that counts the elements that it moves}."""
 
 
 def has_formula(config: Config) -> bool:
@@ -81,7 +81,7 @@ def of_gradients(job: Job) -> float | None:
         trainer.replication.replica,
     )
     d, tp, stage = grid.axes.dp, grid.axes.tp, config.replication.zero
-    # Tensor-parallel ranks sum gradients of which each has a summand.
+    # Gradients of replicated tensors are partial sums: tensor-parallel ranks add them up.
     partial = sum(span.stop - span.start for span in storage.spans if span.partial)
     if stage > 1:
         partial //= divisor(grid.axes, grid.world.transport.hosts, config.replication.shard)
@@ -96,7 +96,7 @@ def of_gradients(job: Job) -> float | None:
     end = trainer.replication.step_end
     if not isinstance(end, StageUpdate):
         return moved + summed
-    # A stage sums its squares over tp, and its ignored targets over its replicas.
+    # A stage sums the squares of its gradients over tp, and its ignored targets over dp.
     own = 8 * (sent_in_ring(grid.coords.tp, tp, 2) + sent_in_ring(grid.coords.dp, d, 1))
     return config.batch.micro_batches // end.every * (moved + summed + own)
 
@@ -114,7 +114,7 @@ def _compressed(job: Job) -> float:
     whole = sent_in_ring(rank, d, storage.length) * storage.dtype.itemsize
     coded = in_format(storage, _buckets(job), replica.wire, rank, d)
     dense = min(config.dense_steps, config.run.steps) / config.run.steps
-    # A format sums on all replicas, so ZeRO 1 gathers parameters besides.
+    # A wire format always does an all-reduce, so ZeRO 1 adds an all-gather of the parameters.
     gathered = storage.length * replica.computed.itemsize * (d - 1) / d
     return dense * whole + (1 - dense) * coded + (gathered if config.replication.zero else 0)
 

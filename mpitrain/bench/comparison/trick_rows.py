@@ -54,7 +54,7 @@ def _rows(job: Resolved) -> int:
 
 
 def _at_most(stage: int) -> Callable[[Resolved], str]:
-    """Return the reason against a stage of ZeRO that is below the job's."""
+    """Return a reason against this stage of ZeRO if the job already has a higher one."""
     return unless(
         lambda job: job.config.replication.zero <= stage,
         "replication.zero is higher: the job shards more already",

@@ -190,7 +190,7 @@ def _side(transport: Transport, side: Counting, blocks: list[float]) -> Side:
     memory = {**trainer.replication.held_by_kind(), "activations": trainer.pipe.peak_bytes}
     mine = memory, trainer.counted.peak, side.sent / side.steps
     memories, counted, sent = zip(*transport.gather_text(mine), strict=True)
-    # The first steps of a run may send more than these do.
+    # A wire format may begin with dense steps, which send more than these steps do.
     formula = None if trainer.config.dense_steps else predicted(transport, side.job)
     return Side(blocks, [*memories], [*counted], [*sent], formula)
 

@@ -20,7 +20,7 @@ class Transformers:
     def __init__(self, model: Model, vocabulary: int, tensors: Mapping[str, np.ndarray]):
         """Copy a model.
 
-        tensors  ours by full name, whole
+        tensors  mpitrain's parameters by full name, unsharded
         """
         torch.set_num_threads(blas_threads())
         settings = GPT2Config(**described(model, vocabulary, None))

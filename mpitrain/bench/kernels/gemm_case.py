@@ -14,11 +14,11 @@ Shape = tuple[int, int, int]
 """M, N, K: (M, K) times (K, N)."""
 
 WRONG = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}
-"""Upper bound of the error of a right element, relative to the reference's largest element."""
+"""Largest error of a correct element, relative to the reference's largest element."""
 
 
 MOST_COMPARED = 256
-"""Upper bound of the number of rows that are compared: evenly spaced ones and the last.
+"""Largest number of rows that are compared: evenly spaced ones and the last.
 
 The host computes the reference, so it does not compute all rows.
 """
@@ -42,8 +42,8 @@ PRODUCTS = {
     "NT+gelu": Product("NT", "gelu"),
     "TN+sums": Product("TN", "sums"),
 }
-"""Forward, input half and weight half, then forward with bias and GELU, and weight half with the
-bias gradient."""
+"""NT: forward. NN: input half of backward. TN: weight half. NT+gelu: forward with bias and GELU.
+TN+sums: weight half and bias gradient."""
 
 
 class Case(NamedTuple):
@@ -60,7 +60,7 @@ class Case(NamedTuple):
 def case_of(device: Device, shape: Shape, dtype: str, what: Product) -> Case:
     """Return random operands with their product and its check against a float32 reference.
 
-    The elements of the product are near 1, where GELU is not linear. Some rows are compared.
+    The elements of the product are near 1, where GELU is not linear. Only some rows are compared.
     """
     m, n, k = shape
     drawn = _drawn(shape)
@@ -118,8 +118,9 @@ def case_of(device: Device, shape: Shape, dtype: str, what: Product) -> Case:
 
 @lru_cache(maxsize=1)
 def _drawn(shape: Shape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the flat numbers of both operands and of the bias; the next call with this shape reuses
-    them. To draw them takes seconds for the largest shapes.
+    """Return the flat numbers of both operands and of the bias.
+
+    The largest shapes take seconds, so the next call with the same shape reuses them.
     """
     (m, n, k), rng = shape, np.random.default_rng(shape)
     a, b = rng.standard_normal(m * k, np.float32), rng.standard_normal(n * k, np.float32)

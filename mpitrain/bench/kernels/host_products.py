@@ -14,9 +14,9 @@ SHAPES = ((512, 256, 768), (512, 256, 1024), (512, 1024, 256))
 TURNS = 15
 """Measured turns of each library after one for warm-up; the fastest counts."""
 AVX2 = "NumPy with AVX2"
-"""The name of OpenBLAS's kernels for AVX2, where it would choose those for AVX-512."""
+"""The name in tables of OpenBLAS with AVX2 kernels, on a processor where it selects AVX-512."""
 MARGIN = 1.03
-"""Least ratio of two rates for which the faster library is recommended."""
+"""Smallest ratio of two rates for which the faster library is recommended."""
 
 
 def rates() -> dict[str, float]:
@@ -26,7 +26,7 @@ def rates() -> dict[str, float]:
 
 
 def seconds(clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
-    """Return {library: least seconds of a turn} for NumPy and, if installed, MKL."""
+    """Return {library: seconds of its fastest turn} for NumPy and, if installed, MKL."""
     libraries: dict[str, Callable[..., Any]] = {"NumPy": lambda a, b, out: np.matmul(a, b, out=out)}
     if mkl():
         arena = Arena()
@@ -46,10 +46,10 @@ def seconds(clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
 
 
 def described(found: dict[str, float], gains_from_mkl: bool) -> str:
-    """Return in words which library multiplies, its rate, and the faster one if it is another.
+    """Return in words the library that multiplies, its rate, and a faster library if there is one.
 
     found           as `rates` returns it, and the rate of AVX2, or 0
-    gains_from_mkl  whether MKL is faster on this processor, as far as is known without it
+    gains_from_mkl  whether MKL, if installed, would be faster on this processor
     """
     said = {name: f"{rate / 1e9:.0f} GFLOP/s" for name, rate in found.items()}
     gain = found.get(AVX2, 0) / found["NumPy"]

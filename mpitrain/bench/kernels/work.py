@@ -12,7 +12,7 @@ from mpitrain.ops.example import examples
 from mpitrain.ops.operands import Operand, operands
 
 WRONG = 1e-4
-"""Upper bound of the error of a right element, relative to the reference's largest element."""
+"""Largest error of a correct element, relative to the reference's largest element."""
 SHAPES = {
     "cpu": (8, 128, 256, 4, 512),
     "cuda-sim": (2, 24, 32, 2, 40),
@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
     rate     10^9 bytes/s or, if `unit` is GFLOP/s, 10^9 floating-point operations/s
     percent  rate relative to the copy, or relative to the first matrix product
-    peer_us  time of the peer in turns with ours; nan without a peer
+    peer_us  microseconds of the peer, timed in turns with mpitrain; nan without a peer
     """
 
     name: str
@@ -49,7 +49,7 @@ class Work(NamedTuple):
     truth      () -> reference on the host
     amount     bytes moved or floating-point operations of a run
     tolerance  as in `count_wrong`
-    peer       runs PyTorch's operation, or two operations of ours in place of a fused one
+    peer       runs PyTorch's operation, or two of mpitrain's operations in place of a fused one
     """
 
     name: str
@@ -99,8 +99,8 @@ def values(x: np.ndarray) -> np.ndarray:
 class Calls:
     """Example calls of operations at given sizes: on a device, and by their definitions.
 
-    device     made the operations
-    sizes      as in `mpitrain.ops.table`
+    device  the device whose operations are called
+    sizes   as in `mpitrain.ops.table`
     """
 
     def __init__(self, device: Device, **sizes: int):
@@ -128,10 +128,10 @@ class Calls:
         peer: Callable[[dict[str, Any]], Any] | None = None,
         **changed: Any,
     ) -> Work:
-        """Return an operation's work, whose first result is compared.
+        """Return the work of an operation. Of its results, the first one is compared.
 
-        flops    floating-point operations; 0: bytes matter
-        peer     takes the arguments, by name
+        flops    floating-point operations; 0: the amount is the bytes that it moves
+        peer     (arguments by name): run the peer
         changed  numbers and host arrays that replace arguments of the example, or add to them
         """
         row, found = OPERATIONS[name], list[Any]()

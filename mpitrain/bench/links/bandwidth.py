@@ -21,7 +21,7 @@ SECONDS, FEWEST, MOST = 0.25, 5, 500
 """Seconds for a row, and the least and most windows, if the number of windows is not set."""
 
 IN_FLIGHT = 1 << 26
-"""Most bytes that a rank has in flight; windows of long messages are smaller."""
+"""Largest number of bytes that a rank has in flight; windows of long messages are smaller."""
 
 WAYS = {"one": 1, "both": 2}
 """{name of --ways: number of directions}."""

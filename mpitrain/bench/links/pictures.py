@@ -14,7 +14,7 @@ from mpitrain.bench.links.pairs_table import bandwidth, latency
 from mpitrain.plots import painter, save
 
 FEW = 12
-"""Most ranks for which the cells of a heat map show numbers."""
+"""Largest number of ranks for which the cells of a heat map show numbers."""
 
 
 def plot_pairs(

@@ -19,7 +19,7 @@ PEERS = {"torch": (*TORCH, "TorchPeer"), "torch-compiled": (*TORCH, "CompiledPee
 
 
 def peer_class(name: str, config: Config, dp: int = 1) -> Any:
-    """Return the class of a peer. Local.
+    """Return the class of a peer. It sends no message.
 
     config  its device.kind is resolved, not "auto"
     dp      replicas
@@ -44,13 +44,14 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
         dp > 1 or config.layout.pp > 1 or config.replication.zero or config.layout.sequence_parallel
     ):
         raise ConfigError(
-            "The peer shares layers among all ranks, without ZeRO, and every rank has all rows.",
+            f"The peer divides layers among all ranks, without ZeRO and sequence parallelism, if layout.tp is "
+            f"{config.layout.tp}.",
             "Leave out --peer, or set layout.dp=1, layout.pp=1, replication.zero=0 and "
             "layout.sequence_parallel=false.",
         )
     if config.layout.tp > 1 and (config.model.dropout or config.model.attention_dropout):
         raise ConfigError(
-            f"The peer has dropout without layout.tp alone, but model.dropout is {config.model.dropout:g}, "
+            f"The peer has no dropout with layout.tp above 1, but model.dropout is {config.model.dropout:g}, "
             f"model.attention_dropout {config.model.attention_dropout:g}, and layout.tp {config.layout.tp}.",
             "Leave out --peer, or set both rates to 0.",
         )
@@ -76,7 +77,8 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
         raise ConfigError(
             "The peer trains stages by gpipe or 1f1b, untied, without ZeRO, in micro-batches of one size, as one "
             "replica.",
-            "Leave out --peer, or set pipeline.schedule, batch.micro_batches and layout.dp=1 so.",
+            "Leave out --peer, or set pipeline.schedule=1f1b, model.tied=false, replication.zero=0, layout.dp=1, and "
+            "batch.micro_batches to a divisor of batch.size.",
         )
     if config.model.freeze:
         raise ConfigError(
@@ -106,7 +108,7 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
 
 
 def peer_of(transport: Transport, job: Job, name: str) -> Any:
-    """Return a peer as a side, with the weights of a job; collective.
+    """Return a peer as a side of the comparison, with the weights of a job; collective.
 
     raises  ConfigError on every rank, as `peer_class`
     """

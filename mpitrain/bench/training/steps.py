@@ -93,20 +93,20 @@ class Block(NamedTuple):
 
 
 def check_same_work(settings: Sequence[str]) -> None:
-    """Raise ConfigError if one of these `section.key=value` would change the computation. Local."""
+    """Raise ConfigError if one of these `section.key=value` would change the computation."""
     for key in map(key_of, settings):
         if key.startswith(THE_WORK):
             raise ConfigError(
-                f"--against is for how the work is done, but {key} says what it is, or on which device.",
+                f"--against may change only how the work is done, but {key} changes the work or its device.",
                 "Set it for both sides, with --set.",
             )
 
 
 def check_common_steps(config: Config) -> None:
-    """Raise ConfigError for an asynchronous mode: its ranks have no common steps to time. Local."""
+    """Raise ConfigError for an asynchronous mode: its ranks have no common steps to time."""
     if mode_of(config).records(config.replication):
         raise ConfigError(
-            "Turns are of steps that all ranks make together, but replication.update is "
+            "Turns need steps that all ranks make together, but replication.update is "
             f"{config.replication.update}.",
             "Set replication.update=sync.",
         )

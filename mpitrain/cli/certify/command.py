@@ -30,7 +30,7 @@ def _absent(context: Any, option: Any, entries: tuple[str, ...]) -> dict[str, st
 
 
 def _words(context: Any, option: Any, given: str | None) -> list[str]:
-    """Return the words of --agent."""
+    """Split the command of --agent into words, as a shell does."""
     try:
         return shlex.split(given or "")
     except ValueError as error:

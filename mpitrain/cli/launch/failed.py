@@ -11,7 +11,7 @@ TIMER = re.compile(rb"^Timeout \(([\d:.]+)\)!", re.MULTILINE)
 AGREED = re.compile(rb"^(?:Config|Data|Checkpoint|Comm|Training|Kernel)Error: ", re.MULTILINE)
 """The start of an error that rank 0 prints for all ranks."""
 LONGEST = 300
-"""Most characters of a report in the last line."""
+"""Largest number of characters of a report in the last line."""
 
 
 class Failure:

@@ -21,7 +21,7 @@ RULE = b"-" * 74
 """The line above and below each of Open MPI's boxes."""
 BOX = re.compile(RULE + rb"\r?\n.*?\n" + RULE + rb"\r?\n", re.DOTALL)
 LONGEST = 4096
-"""Most bytes of a box, and of earlier output that is searched again together with new output."""
+"""Largest box in bytes. The same number of earlier bytes is searched again with new output."""
 PAUSE = 0.3
 """Seconds without a byte after which an unfinished box is shown."""
 
@@ -135,7 +135,7 @@ class Errors:
     def _is_late(self, line: bytes) -> bool:
         """Return whether this line adds nothing: a PMIX error, or a warning of libevent.
 
-        That is, from the launcher after the end was reported, or from any rank after the run.
+        The launcher's line adds nothing after the report of the end, and a rank's line after the run.
         """
         is_pmix = line.startswith(self._server) and b"PMIX ERROR" in line
         is_servers = is_pmix or line.startswith(EPOLL)

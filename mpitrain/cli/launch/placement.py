@@ -48,7 +48,7 @@ class Placement(NamedTuple):
 
 
 def placement(hosts: str | None, hostfile: Path | None, ppn: int, bind: str) -> Placement:
-    """Return the placement of the options of `launch`; None is an option that is not given.
+    """Return the placement that the options of `launch` request. A missing option is None.
 
     raises  ConfigError if hosts are named twice, or cannot be read
     """

@@ -63,7 +63,7 @@ def steps_of(
 
 
 def _transfer(one: Any, step: int, where: str, rank: int, ranks: int, count: int) -> Transfer:
-    """Return a transfer as three numbers; Wrong if it is none, or none of this array."""
+    """Return a transfer as three numbers; Wrong if it is malformed, or leaves this array."""
     if not (
         isinstance(one, list | tuple)
         and len(one) == 3

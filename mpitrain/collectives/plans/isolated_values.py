@@ -55,7 +55,7 @@ def encoded(value: Any, generators: list[Any]) -> Any:
 
 
 def decoded(line: bytes | str, running: Callable[[int], Any]) -> Any:
-    """Return a value from a line of JSON; ValueError, TypeError or LookupError if it is none.
+    """Return a value from a line of JSON; ValueError, TypeError or LookupError for malformed JSON.
 
     running  (number of a generator) -> its stand-in here
     """
@@ -81,14 +81,14 @@ def decoded(line: bytes | str, running: Callable[[int], Any]) -> Any:
 
 
 def as_json(value: Any) -> Any:
-    """Return a sentence, or a value of one, as JSON."""
+    """Return a `Sentence`, or the value of one of its fields, as JSON."""
     if isinstance(value, Sentence):
         return {"law": value.law, "values": {k: as_json(v) for k, v in value.values.items()}}
     return [as_json(one) for one in value] if isinstance(value, tuple) else value
 
 
 def from_json(found: Any) -> Any:
-    """Return a sentence, or a value of one, from `as_json`."""
+    """Return a `Sentence`, or the value of one of its fields, from the result of `as_json`."""
     if isinstance(found, dict):
         return Sentence(found["law"], **{k: from_json(v) for k, v in found["values"].items()})
     return tuple(map(from_json, found)) if isinstance(found, list) else found

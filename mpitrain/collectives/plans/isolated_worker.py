@@ -50,7 +50,7 @@ class Wrong(Exception):
 
 
 class Ended(Exception):
-    """The end of a worker that has not answered.    status: as of subprocess.Popen"""
+    """A worker has ended without an answer.    status: as Popen.returncode"""
 
     def __init__(self, status: int):
         super().__init__(status)
@@ -58,7 +58,7 @@ class Ended(Exception):
 
 
 class Running:
-    """A generator of the user's, in a worker."""
+    """The stand-in for a generator of the user's file, which runs in a worker."""
 
     def __init__(self, worker: "Worker", number: int):
         self._worker, self._number = worker, number
@@ -132,7 +132,7 @@ def keep_secret() -> None:
 
 
 def _problem(way: str, *found: Any) -> Wrong:
-    """Return the error that a worker reports; ValueError or TypeError if it is none."""
+    """Return the error that a worker reports; ValueError or TypeError for any other answer."""
     if way == "memory":
         return Wrong("it takes more than {most} MiB", most=int(found[0]))
     kind, line, text = found

@@ -33,7 +33,7 @@ class Step(NamedTuple):
 
 
 SEGMENT = 1 << 15
-"""Least number of elements in a segment, where a chunk is long enough for several segments.
+"""Smallest number of elements in a segment, where a chunk is long enough for several segments.
 
 Each segment is one message. While one segment is reduced and sent on, the next ones arrive.
 """

@@ -41,7 +41,7 @@ def answers(
 ) -> Answers:
     """Run a user's file in a separate process, and return its output.
 
-    A process makes one call at a time: it takes the processes of another one for strays.
+    Only one call may run at a time: it would kill the processes of a second call as strays.
 
     law        `module:function` that evaluates the file, as in `plans/isolated.py`
     arguments  arguments of this function; JSON must be able to represent them

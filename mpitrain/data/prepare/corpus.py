@@ -29,7 +29,7 @@ EVERY = 4
 
 
 class Options(NamedTuple):
-    """The configuration of `prepare`; another one starts anew.
+    """The configuration of `prepare`. Only an interrupted call with the same one is continued.
 
     separator  the token behind each document; -1: none
     """
@@ -44,7 +44,7 @@ class Journal(BaseModel):
     """The progress of an interrupted `prepare`.
 
     configuration  SHA-256 of the inputs and options
-    input          number of the input file that is next, or in work
+    input          number of the input file that is next, or partly read
     offset         see `Position`, of this file
     """
 

@@ -72,7 +72,7 @@ def gelu_linear_backward_input(kernels: Kernels, multiply: Multiply, dy, w, save
 def linear_backward_weight(
     kernels: Kernels, multiply: Multiply, pending, dw, accumulate, arena, db=None
 ):
-    """Write or add dw = dy^T x; also sum dy over rows, for db or for the bias half.
+    """Write or add dw = dy^T x. The same product sums dy over rows, for db or for the bias half.
 
     The product writes its row sums to db, if db has their dtype.
     """

@@ -129,9 +129,10 @@ def count_correct_split(kernels: Kernels, places, targets, arena):
 
 
 def row_threads(kernels: Kernels, columns: int, shared: int) -> tuple[int]:
-    """Return the threads of a block: half of the most where two blocks fit a multiprocessor.
+    """Return the threads of a block for rows of this length.
 
-    One block then writes a row while the other reads one.
+    If two blocks with half of the maximum fit a multiprocessor, it is half of the maximum: one
+    block then writes a row while the other block reads one.
     shared  bytes of shared memory for the row
     """
     if columns <= 16 * POINTWISE[0]:

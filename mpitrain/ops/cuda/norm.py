@@ -15,11 +15,14 @@ PARTS = 4  # the most parts of the rows per multiprocessor, in a backward
 FEWEST_ROWS = 8  # there are at most rows / FEWEST_ROWS parts, rounded up
 MOST_RUNS = 512  # a backward has a row of at most so many runs in the registers of a block
 REGISTERS = 4, 8
-"""Numbers of runs of a row that a thread of a forward has in registers; longer rows are read again."""
+"""Sizes of the registers for a row in the forward, in runs for each thread.
+
+A longer row is read from memory again.
+"""
 
 
 class Forward(dict):
-    """A cache of the `Kind` of a forward, by dtype and width of its rows."""
+    """A cache {(dtype, width of a row): `Kind` of the forward}."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +110,7 @@ def layer_norm_backward_input(kernels: Kernels, dy, gain, saved, arena, residual
 
 
 def layer_norm_backward_weight(kernels: Kernels, pending, dgain, dbias, accumulate, arena):
-    """Write or add both sums over rows, in one launch; dgain or dbias may be None."""
+    """Write or add both sums over rows, in one launch. A frozen gain or bias has None as gradient."""
     if dgain is None:
         add_parts(kernels, pending[1], dbias, accumulate)
     elif dbias is None:

@@ -19,14 +19,14 @@ from mpitrain.ops.runs import GroupRun
 
 MIRRORED = ByDtypes(lambda p, mirror: element(p) | {"Mirror": c_type(mirror)})
 TAKE_RUNS = frozenset(("sgd", "momentum", "nesterov", "lion", "adam", "adamw"))
-"""The steps here that take `Runs` in place of a weight decay."""
+"""The steps of this module that accept `Runs` as their argument weight_decay."""
 
 
 class Runs(NamedTuple):
-    """Runs of a flat buffer, as kernels find them, and the rates of their parameter groups.
+    """The parameter groups of R runs of a flat buffer, as an argument of kernels.
 
-    table   (1 + 2 R,) int64: R, the start of each run, the group of each run; None: one run
-    groups  factor of the learning rate and weight decay of each group
+    table   (1 + 2 R,) int64: R, the start of each run, the group of each run; None: one group
+    groups  (factor of the learning rate, weight decay) of each group
     """
 
     table: Any
@@ -34,10 +34,10 @@ class Runs(NamedTuple):
 
 
 class Numbers:
-    """Factors of a step, or an integer, in the memory of a backend, written when they change.
+    """A cache of small arrays with the numbers of a launch, in the memory of a backend.
 
-    There is one array per dtype of sums and user, always the same one. This is safe, because copies
-    and launches follow the order of the stream.
+    Each user has one array per dtype of sums. It is written again only if its numbers change. This
+    is safe, because copies and launches follow the order of the stream.
     """
 
     def __init__(self, backend: Backend):
@@ -55,7 +55,7 @@ class Numbers:
         return found[0] if found and found[1] == values else self._write(key, values)
 
     def _write(self, key: tuple[np.dtype, Hashable], values: tuple[float, ...]) -> Any:
-        """Return the array of a user, with these values."""
+        """Write values to the array of a user, and return it."""
         if key not in self._arrays:
             self._arrays[key] = self._backend.zeros(max(4, len(values)), key[0]), ()
         array, _ = self._arrays[key]
@@ -67,7 +67,7 @@ class Numbers:
     def rates(
         self, like: Any, lr: float, weight_decay: Any, scale: float, *corrections: float
     ) -> tuple[Any, Any]:
-        """Return the arguments table and numbers of a step of elements like `like`.
+        """Return two arguments of an element-wise step: `Runs.table`, and its numbers.
 
         weight_decay  a number, or `Runs`, whose factors multiply lr
         """
@@ -115,8 +115,8 @@ def _step(kernels: Kernels, name: str, p, arrays, mirror, rates, *constants) -> 
     """Launch an element-wise step of p.
 
     arrays     the gradient, then the state
-    rates      of `Numbers.rates`
-    constants  the numbers that stay
+    rates      the result of `Numbers.rates`
+    constants  arguments that are the same in all steps of a run, such as beta
     """
     macros = _types(p, mirror)
     kernels.launch(

@@ -17,8 +17,8 @@ COLUMNS = (
 def add_parts(kernels: Kernels, sums: Any, out: Any, accumulate: bool, other: Any = None) -> None:
     """Write or add the sum of the rows of `sums` to out.
 
-    sums   (P, N) in the dtype of sums; with `other` (2, P, N)
-    other  (N,), for the sum of the second P rows; None: there are none
+    sums   (P, N) in the dtype of sums; with `other`: (2, P, N)
+    other  (N,), receives the sum of sums[1]; None: out is the only result
     """
     macros = KINDS[out.dtype].macros
     across = -(-out.size // (8 * macros.run))

@@ -175,7 +175,7 @@ EDGE = 16
 # Multiply-adds per cycle of the tensor cores of a multiprocessor. On an H100, each of its four
 # schedulers issues a product of 16 x 8 x 16 every 6.5 cycles.
 TENSOR_RATE = 1260
-# Of the times of tensor cores and shared memory, the fraction of the shorter one that is not hidden.
+# Tensor cores and shared memory work in parallel. This fraction of the shorter time is not hidden.
 EXPOSED = 0.25
 BYTES = 20  # bytes of memory traffic per cycle and multiprocessor
 LAUNCH = 5000  # cycles that one more kernel takes

@@ -67,9 +67,9 @@ def constant(count: int, value: float, dtype: np.dtype) -> np.ndarray:
 
 
 def blocks_of(x: np.ndarray, *others: Any, nbytes: int = L2_SHARE) -> Iterator[tuple[Any, ...]]:
-    """Yield the blocks of rows of several arrays together, cut as `row_blocks` cuts `x`.
+    """Yield (block of x, block of each other array) for the blocks of rows that `row_blocks` makes.
 
-    A single block is the arrays themselves: views would cost a small micro-batch more than they
+    If there is one block, it has the arrays themselves, because views would cost more than they
     save. An argument None stays None.
     """
     if not x.size:

@@ -60,7 +60,7 @@ def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
 
 
 def layer_norm_backward_weight(pending, dgain, dbias, accumulate, arena):
-    """Write or add dgain and dbias, as far as they are given.    dgain, dbias: (C,)"""
+    """Write or add dgain and dbias; either may be None.    dgain, dbias: (C,)"""
     for sums, out in zip(pending, (dgain, dbias), strict=True):
         if out is not None:
             put(sums, out, accumulate)

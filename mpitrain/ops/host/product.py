@@ -20,7 +20,7 @@ from mpitrain.ops.weightless import has_memory
 
 ROW_MAJOR, AS_IT_IS, TRANSPOSED = 101, 111, 112  # constants of the CBLAS interface
 AVX512 = ("SkylakeX", "Cooperlake", "SapphireRapids")
-"""OpenBLAS's names of its AVX-512 kernels."""
+"""OpenBLAS's names for its AVX-512 kernels."""
 AVX2_WAY = "export OPENBLAS_CORETYPE=Haswell"
 """The command that selects the AVX2 kernels."""
 Pair = tuple[int, int]

@@ -178,7 +178,7 @@ def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
 
 
 def layer_norm_backward_weight(pending, dgain, dbias, accumulate, arena):
-    """Write or add dgain, the sum over rows of dy times the normalised x, and dbias, that of dy.
+    """Write or add dgain = sum over rows of dy times the normalised x, and dbias = sum of dy.
 
     dgain, dbias: (C,); None: a frozen tensor has no gradient
     """

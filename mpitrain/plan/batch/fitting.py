@@ -90,7 +90,7 @@ def find_largest(transport: Transport, resolved: Resolved, source: Source, most:
 def counted_bytes(
     transport: Transport, source: Source, room: Room, found: Resolved
 ) -> tuple[int, int]:
-    """Count the activations of a step. Local.
+    """Count the activations of a step. It sends no message.
 
     returns  bytes on all ranks that share the memory, and on this rank
     raises   ConfigError if an operation of a plugin cannot be counted

@@ -22,10 +22,10 @@ from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
 PARTS = 16
-"""Most small batches in a large one for the noise scale; more cost time and add little."""
+"""Largest number of small batches in a large one for the noise scale; more cost time and add little."""
 
 TRIES = 16
-"""Most builds of a job before it is refused: other processes may take memory meanwhile."""
+"""Largest number of builds of a job before it is refused: other processes may take memory meanwhile."""
 
 
 class Found(NamedTuple):

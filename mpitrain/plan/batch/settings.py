@@ -23,9 +23,12 @@ class Setting(NamedTuple):
 def setting(
     resolved: Resolved, size: int, rows: int, fits: Callable[[Resolved], bool]
 ) -> Setting | None:
-    """Return the fewest micro-batches of at most `rows` rows that fit; None if none do. Local.
+    """Return the setting with the fewest micro-batches that fits; None if there is none.
+
+    It sends no message.
 
     size  global batch
+    rows  largest number of rows in a micro-batch
     fits  whether the memory suffices for a job
     """
     own = -(-size // resolved.axes.dp)

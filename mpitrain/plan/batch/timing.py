@@ -15,13 +15,13 @@ SIZES = 9
 """Largest number of sizes that are timed."""
 
 BLOCKS = 5
-"""Turns of each size."""
+"""Turns of each size. A turn is a few steps in sequence; the sizes alternate turn by turn."""
 
 TURN_S = 0.05
-"""Seconds that a turn takes at least, if TURN steps suffice for that."""
+"""Smallest length of a turn in seconds, unless it already has TURN steps."""
 
 TURN = 8
-"""Most steps of a turn; its time is their median."""
+"""Largest number of steps in a turn. The time of a turn is the median over its steps."""
 
 
 class Timed(NamedTuple):
@@ -71,7 +71,7 @@ class Steps:
     STILL = 1e-12
 
     def __init__(self, job: Job, rows: int):
-        """rows: of a micro-batch of the whole batch."""
+        """rows: number of rows in a micro-batch of the job's own batch."""
         self._job, self.rows = job, rows
         self.size = job.trainer.config.batch.size
         self._read: tuple[int, tuple[np.ndarray, np.ndarray]] | None = None

@@ -10,7 +10,7 @@ from mpitrain.report.diff.sides import Side
 from mpitrain.report.diff.tensors import Apart, Beyond
 
 SHOWN = 8
-"""Most tensors that are listed."""
+"""Largest number of tensors in the list."""
 
 
 def keys_that_differ(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:

@@ -31,7 +31,7 @@ class UnitCount(NamedTuple):
 
 
 class UnitCounter(Silent):
-    """Counts the units of one chunk of a model: the recorder of a `Stage` that trains the chunk.
+    """Counts the activations and FLOPs of each unit of a chunk, as the recorder of its `Stage`.
 
     units    the units of the chunk
     replica  their parameters and gradients

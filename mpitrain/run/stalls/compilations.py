@@ -1,4 +1,4 @@
-"""Compilations of this rank as progress: its trace gets a new span at each look of the watchdog."""
+"""Compilations as progress: at each look of the watchdog, the trace gets a new span for a running one."""
 
 import threading
 import time

@@ -22,11 +22,11 @@ from mpitrain.trace.timeline import trace_file
 SLOW, HEALTHY = 1.3, 1.15
 """Ratio to the median of the others from which a rank is slow, and below which it no longer is."""
 EXCESS = 0.002
-"""Least excess over the median in seconds of a step; logging takes a fraction of this."""
+"""Smallest excess over the median, in seconds of a step; logging takes a fraction of this."""
 TIMES = 3
 """Number of consecutive readings that name a rank, or clear it."""
 STEPS, SECONDS = 5, 1.0
-"""Least number of steps and seconds between two readings."""
+"""Smallest number of steps, and of seconds, between two readings."""
 
 
 class SlowRank(NamedTuple):

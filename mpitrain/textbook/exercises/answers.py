@@ -1,4 +1,4 @@
-"""Calls of a student's function, which runs in workers of its own; each question is one answer.
+"""Calls of a student's function, which runs in worker processes. Each question has one answer.
 
 The student's code never runs in a process with the laws or with the collectives.
 """

@@ -1,4 +1,4 @@
-"""The Korean of the reasons for which a file is wrong: the file itself, its steps, their simulation."""
+"""Korean texts of the reasons for which a file is wrong: the file, its steps and their simulation."""
 
 REASONS = {
     "it takes more than {most} MiB": "{most} MiB보다 많은 메모리를 쓴다",

@@ -55,7 +55,7 @@ def judge(case: Case, answer: Any) -> Cost:
 
 
 def _instructions(stage: int, mine: Any, micro_batches: int) -> tuple[Compute, ...]:
-    """Return a stage's instructions; Wrong unless each one that it needs is there once."""
+    """Return a stage's instructions; Wrong unless each of its passes is there exactly once."""
     found: list[Compute] = []
     for one in mine:
         match = re.fullmatch(r"([FB])([0-9]{1,6})", one) if isinstance(one, str) else None

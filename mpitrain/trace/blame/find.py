@@ -19,12 +19,12 @@ class Finding(NamedTuple):
 
     kind      MOVING and UNKNOWN blame no rank; SILENT, GONE, LEFT and STOPPED blame one; CIRCLE:
               ranks that wait for each other; MISSING: a message that will never be sent, or is
-              lost; MISMATCH: ranks in different collective calls
+              lost; MISMATCH: ranks in different calls
     culprits  ranks to look at, the first one first
     waiter    the rank that has waited longest because of them, or None
     message   of MISSING
     sides     of MISMATCH: {name of the call: ranks in it}
-    absent    of MISMATCH: with one side, the ranks of its call that wait for something else
+    absent    of MISMATCH with one side: the ranks of its call that wait for something else
     """
 
     kind: str
@@ -114,7 +114,7 @@ def _messages_of(wait: Wait, messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _absent(state: RankState, by_rank: Mapping[int, RankState]) -> list[int]:
-    """Return the ranks of a rank's collective call that are not in this call."""
+    """Return the ranks that have not entered the collective call of this rank."""
     return [
         rank
         for rank in (state.wait.ranks if state.wait else ())

@@ -25,7 +25,7 @@ class Message(NamedTuple):
     """An open message of a rank.
 
     name     as recorded, such as "activation"
-    ranks    ranks that the name concerns; those of the collective call, if it is of one
+    ranks    the ranks of the collective call that sends the message; else the ranks in its name
     is_sent  whether this rank sends it
     ordinal  number of messages with the same ends, name and tag in this step, this one included
     """

@@ -29,17 +29,17 @@ from mpitrain.transport.failures import grace
 from mpitrain.transport.failures.guard import MpiJob, needs
 
 LARGEST = 256
-"""Largest number of ranks that tell each other: every rank sends a notice to every other rank."""
+"""Largest job whose ranks send notices: every rank sends one to every other rank."""
 PATIENCE = 2.0
-"""Seconds for messages of an ended rank that are still under way."""
+"""Seconds in which messages of an ended rank may still arrive."""
 PAUSE = 0.25
-"""Seconds between two looks."""
+"""Seconds between two looks of the watch thread."""
 ENDED = 0x1EF7
 """The content of a notice; another value means that MPI has not filled the buffer yet."""
 
 
 class Waits(Protocol):
-    """The part of a Traffic that shows the wait of the main thread: a request, or None."""
+    """A protocol of `Traffic`: the request for which the main thread waits, or None."""
 
     waits_for: Any
 
@@ -64,7 +64,7 @@ class Departures:
         atexit.register(_at_exit, self)
 
     def watch(self, job: MpiJob, waits: Waits) -> None:
-        """Watch the waits of one more root transport."""
+        """Watch the main thread's waits in one more root transport, such as a second `connect`."""
         self._watched.append((job, waits))
 
     def _watch(self) -> None:

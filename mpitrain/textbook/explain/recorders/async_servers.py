@@ -29,7 +29,7 @@ from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks
 
 STEPS = 2
-"""Steps of training. A step has as many tickets as workers; a ticket is a share of its rows."""
+"""Steps of training. The rows of a step are divided into as many tickets as there are workers."""
 USUAL, SLOW = 1.0, 2.5
 """Virtual seconds of a gradient."""
 

@@ -26,7 +26,7 @@ from mpitrain.transport.threads import run_ranks
 
 LETTERS = "abcdefgh"
 SLOWED_BYTES = 1 << 20
-"""Least bytes of a buffer on slow links, so that bandwidth matters as well as latency."""
+"""Smallest buffer on slow links, in bytes, so that bandwidth matters as well as latency."""
 
 
 class Shown(NamedTuple):

@@ -8,7 +8,7 @@ from mpitrain.textbook.words import padded, text, width
 
 GAP = "  "
 MOST_ARROWS = 8
-"""Most messages in the title of a step; an ellipsis stands for the others."""
+"""Largest number of messages in the title of a step; an ellipsis stands for the others."""
 
 
 def heading(found: Explanation, language: str) -> list[str]:
