@@ -327,7 +327,7 @@ class Trainer:
                 logits.reshape(len(right), -1), right, scales[micro]
             )
             # Arrays without dims are copied on the device. For others CuPy would compile a kernel.
-            self._loss_sums[micro] = value.reshape(()) if hasattr(value, "reshape") else value
+            self._loss_sums[micro, ...] = value.reshape(()) if hasattr(value, "reshape") else value
             self._recorder.end(span)
             return gradient.reshape(logits.shape)
 

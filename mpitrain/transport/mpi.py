@@ -43,8 +43,8 @@ def connect() -> MpiTransport:
     """Start MPI if it is not running, and return a transport over all its ranks; collective.
 
     From then on an uncaught exception of one rank ends the job. If a rank ends by itself, the others
-    go on. A rank that waits for the ended rank in the transport ends the job after 2 seconds, up to
-    256 ranks.
+    go on. A rank that waits for the ended rank in the transport ends the job after 2 seconds. This
+    works in jobs of at most 256 ranks.
     """
     transport = join_world()
     if 1 < transport.size <= LARGEST:
