@@ -48,7 +48,7 @@ class Memory(Protocol):
         """Allocate a buffer that starts at a multiple of 64 bytes."""
 
     def location(self, buffer: Any) -> Any:
-        """Return the start of a buffer in the form that `array` takes."""
+        """Return the start of a buffer, as a key of the descriptions of `maker`."""
 
     def maker(self, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Any, Maker]:
         """Return {location: description} of arrays of one shape, and a function that makes the arrays.

@@ -72,8 +72,8 @@ def check_memory(
     needed = ranks * mode_of(config).memory(found)
     if needed > free:
         raise ConfigError(
-            f"{count:,} parameters with gradients and optimizer state of {ranks} rank(s) need {needed / 1e9:,.1f} GB {where}, "
-            f"but {free / 1e9:,.1f} GB {allowed}.",
+            f"{count:,} parameters with gradients and optimizer state of {ranks} rank(s) need {needed / 1e9:,.2f} GB {where}, "
+            f"but {free / 1e9:,.2f} GB {allowed}.",
             "Lower model.width or model.layers"
             + (", or start fewer ranks per host." if ranks > 1 else "."),
         )

@@ -5,6 +5,7 @@ from collections import Counter as Numbers
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from mpitrain.config import Config
 from mpitrain.data import Source, Unopened
 from mpitrain.errors import ConfigError, MpitrainError
 from mpitrain.parallel.memory import Room
@@ -68,9 +69,19 @@ def check_activations(
         f"{-(-rows // micro_batches)} row(s), but {room.free / 1e9:,.2f} GB {room.allowed}.",
         f"Set batch.micro_batches to {found.micro_batches}: activations then need {found.needed / 1e9:,.2f} GB."
         if found
-        else f"{'Lower' if job.config.memory.segment else 'Set memory.recompute to unit, or lower'} "
-        "model.width or model.context: no larger number of micro-batches fits.",
+        else f"{_savings(job.config)} model.width or model.context: no larger number of micro-batches "
+        "fits.",
     )
+
+
+def _savings(config: Config) -> str:
+    """Return the settings that save activations and are not set, as the start of an advice."""
+    ways = []
+    if config.memory.attention == "whole":
+        ways.append("memory.attention to tiled")
+    if not config.memory.segment:
+        ways.append("memory.recompute to unit")
+    return f"Set {' or '.join(ways)}, or lower" if ways else "Lower"
 
 
 def bytes_needed(

@@ -132,7 +132,22 @@ def test_too_large_activations_are_refused_with_fitting_micro_batches(ranks, lay
         built(f"batch.micro_batches={found - 1}")
 
 
-def test_no_number_of_micro_batches_is_proposed_if_none_fits(monkeypatch):
+@pytest.mark.parametrize(
+    ("settings", "ways"),
+    [
+        ([], "Set memory.recompute to unit, or lower model.width"),
+        (
+            ["memory.attention=whole"],
+            "Set memory.attention to tiled or memory.recompute to unit, or lower model.width",
+        ),
+        (
+            ["memory.attention=whole", "memory.recompute=unit"],
+            "Set memory.attention to tiled, or lower model.width",
+        ),
+        (["memory.recompute=unit"], "Lower model.width"),
+    ],
+)
+def test_no_number_of_micro_batches_is_proposed_if_none_fits(settings, ways, monkeypatch):
     free = 10**9
     monkeypatch.setattr(process, "free_memory", lambda kind: free)
     real = build.__globals__["check_memory"]
@@ -140,10 +155,10 @@ def test_no_number_of_micro_batches_is_proposed_if_none_fits(monkeypatch):
     monkeypatch.setitem(
         build.__globals__, "check_memory", lambda *args: rooms.append(real(*args)) or rooms[-1]
     )
-    config = configured(*TINY)
+    config = configured(*TINY, *settings)
     run_ranks(1, lambda transport: build(transport, config))
     free = int(rooms[0].needed) + 1
     with pytest.raises(ConfigError) as refused:
         run_ranks(1, lambda transport: build(transport, config))
     assert "micro_batches to" not in str(refused.value)
-    assert "memory.recompute" in str(refused.value)
+    assert ways in str(refused.value)

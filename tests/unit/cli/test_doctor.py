@@ -1,5 +1,6 @@
 """What `doctor` concludes from what the ranks see."""
 
+import subprocess
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ from mpitrain.bench.kernels.host_products import rates as measured_rates
 from mpitrain.cli.terminal import progress
 from mpitrain.config import parse
 from mpitrain.doctor import facts as doctor
+from mpitrain.doctor.child import in_child
 from mpitrain.doctor.facts import Rank, share_of_cores, verdict
 from mpitrain.machine.process import Launched
 from mpitrain.machine.processor import Processor, processor
@@ -142,12 +144,19 @@ def test_a_run_recommends_mkl_once_and_only_where_it_gains(monkeypatch, tmp_path
 
 def test_children_measure_the_kernels_for_avx2_in_turns(monkeypatch):
     monkeypatch.setattr(product, "uses_avx512", lambda: True)
-    assert doctor._rate_of_avx2(5e10) > 0
     times = iter(["3", "2", "2.5", "4"])
     monkeypatch.setattr(doctor, "in_child", lambda *_: {"seconds": next(times)})
     assert doctor._rate_of_avx2(5e10) == 5e10 * 2.5 / 2
     monkeypatch.setattr(product, "uses_avx512", lambda: False)
     assert not doctor._rate_of_avx2(5e10)
+
+
+def test_a_child_chooses_kernels_before_numpy_is_imported():
+    """OpenBLAS reads its choice of kernels when NumPy loads it, and never again."""
+    code = "import sys, mpitrain.doctor.trials; print(repr('numpy' in sys.modules))"
+    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+    assert float(in_child("products", "Haswell")["seconds"]) > 0
 
 
 def test_without_a_gpu_nothing_sounds_like_a_failure(monkeypatch):
