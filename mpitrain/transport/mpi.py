@@ -339,6 +339,8 @@ class MpiTransport(Transport):
                         self,
                         self.comm.Iallreduce(self.MPI.IN_PLACE, message, self._ops[op]),
                         "native all-reduce",
+                        # A rank may end while another one computes and makes no progress.
+                        -1,
                     )
                     for message in self._parts(array)
                 ]

@@ -43,7 +43,8 @@ class Send:
     """A send, or a non-blocking collective of the library, in progress; `what` is its name in
     messages.
 
-    peer  the other rank of a message; negative: any rank; None: a collective
+    peer  the other rank of a message; None: a collective that no rank leaves while another computes;
+          negative: any rank, or another collective
     """
 
     source: int = -1

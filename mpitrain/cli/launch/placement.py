@@ -9,7 +9,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.machine.process import BLAS_VARIABLES
 
 HOST = re.compile(
-    r"(?P<name>\w[\w.-]*|\[[\w:.%]+\])(?:(?::|\s+slots\s*=\s*|\s+)(?P<slots>\d+))?", re.ASCII
+    r"(?P<name>\w[\w.-]*|\[[\w:.%]+\])(?:(?::|\s+slots\s*=\s*|\s+)(?P<slots>\d{1,9}))?", re.ASCII
 )
 BINDINGS = {
     "Open MPI": {"none": "none", "core": "core", "socket": "package"},
@@ -63,7 +63,7 @@ def placement(hosts: str | None, hostfile: Path | None, ppn: int, bind: str) -> 
     found: dict[str, int] = {}
     for line in lines:
         match = HOST.fullmatch(line.strip())
-        if not match or match["slots"] == "0":
+        if not match or int(match["slots"] or 1) == 0:
             raise ConfigError(
                 f"A host is NAME or NAME:RANKS, but {hostfile or '--hosts'} has {line!r}.",
                 "For example: --hosts node1:4,node2:4; a line of a file may also be: node1 slots=4",

@@ -44,7 +44,9 @@ def test_a_hostfile_has_the_forms_of_open_mpi_and_mpich(tmp_path):
     assert placement(None, path, 0, "").ranks == 11
 
 
-@pytest.mark.parametrize("text", ("a:0", "-v", "a b c", "-o x", "a:x", "a;b", " ", "", "a,"))
+@pytest.mark.parametrize(
+    "text", ("a:0", "a:00", "a:9999999999", "-v", "a b c", "-o x", "a:x", "a;b", " ", "", "a,")
+)
 def test_a_wrong_host_is_refused(text, tmp_path):
     with pytest.raises(ConfigError):
         placement(text, None, 0, "")

@@ -1,10 +1,12 @@
 """Waits that cannot end once some ranks have ended: requests, collective calls, and several requests at once."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
 from mpitrain.transport.failures.guard import Guard, MpiJob, needs
+from mpitrain.transport.mpi import MpiTransport
 from mpitrain.transport.mpi_requests import Send
 from mpitrain.transport.requests import AnyOf
 
@@ -60,3 +62,22 @@ def test_a_collective_call_needs_its_ranks_until_it_returns(job):
     with guard:
         assert guard._job.call is guard
     assert guard._job.call is None
+
+
+def test_a_started_library_all_reduce_goes_on_while_one_rank_computes(job):
+    """Ranks may have the sum and end, while one computes and another waits for its messages."""
+    comm = SimpleNamespace(Iallreduce=lambda *of: None)
+    transport = SimpleNamespace(
+        job=job,
+        MPI=SimpleNamespace(IN_PLACE=None),
+        comm=comm,
+        members=MEMBERS,
+        rank=0,
+        guard=lambda name: nullcontext(),
+        _check_native=lambda array: None,
+        _parts=lambda array: [array],
+        _ops={"add": None},
+    )
+    MpiTransport.start_native_all_reduce(transport, None)
+    (one,) = job.requests
+    assert not needs(one, {4}) and needs(one, {4, 5})
