@@ -19,6 +19,7 @@ from mpitrain.textbook.exercises import check as checking
 from mpitrain.textbook.exercises.check import check, judged
 from mpitrain.textbook.exercises.korean import STATEMENTS
 from mpitrain.textbook.exercises.layers import tensors
+from mpitrain.textbook.exercises.report import lines
 from mpitrain.textbook.exercises.skeleton import skeleton
 from mpitrain.textbook.exercises.table import EXERCISES
 from mpitrain.textbook.words import LANGUAGES, WORDS
@@ -220,7 +221,15 @@ def test_every_text_of_an_exercise_has_a_korean_one():
                 law = node.args[0]
                 assert not isinstance(law, ast.Constant) or law.value in WORDS, law.value
     assert STATEMENTS.keys() == EXERCISES.keys()
-    assert all(one.cost in WORDS for one in EXERCISES.values())
+    assert all(one.cost in WORDS and one.formula in WORDS for one in EXERCISES.values())
+
+
+def test_the_formula_of_a_cost_is_korean_in_korean_output():
+    found = check(SOLUTIONS / "ring.py")
+    english = EXERCISES["ring"].formula
+    assert english in "".join(lines("own.py", found, "en"))
+    assert english not in "".join(lines("own.py", found, "ko"))
+    assert english not in skeleton("ring", EXERCISES["ring"], "ko")
 
 
 def test_a_deadlock_is_explained_in_korean():
