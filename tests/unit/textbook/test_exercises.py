@@ -3,6 +3,8 @@
 import ast
 import csv
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from click.testing import CliRunner
 
 from mpitrain.cli import commands
 from mpitrain.collectives.plans import checked, isolated, isolated_worker
-from mpitrain.collectives.plans.isolated_worker import Wrong
+from mpitrain.collectives.plans.isolated_worker import CAPABILITIES, Wrong
 from mpitrain.errors import ConfigError
 from mpitrain.pipeline import simulate
 from mpitrain.textbook.exercises import check as checking
@@ -180,6 +182,33 @@ def test_collectives_are_counted_where_the_solution_cannot_reach_them():
     assert result.cases == 0 and not result.is_right
     result = found("column", "def row_then_column(*arguments):\n    " + forges)
     assert "ended with 0" in str(result.reason)
+
+
+def test_a_solution_reaches_no_descriptor_of_check_without_the_rights_of_root(tmp_path):
+    (tmp_path / "own.py").write_text("""EXERCISE = "ring"
+import os
+def backward_ring(*arguments):
+    with open(f"/proc/{os.getppid()}/stat") as file:
+        checking = file.read().rpartition(")")[2].split()[1]
+    found = 0
+    for path in [*(f"/proc/{checking}/fd/{n}" for n in range(20)), f"/proc/{checking}/mem"]:
+        try:
+            os.open(path, os.O_WRONLY)
+            found += 1
+        except (PermissionError, FileNotFoundError):
+            pass
+    raise ValueError(f"{found} open")
+""")
+    checks = f"""import ctypes
+from pathlib import Path
+from mpitrain.textbook.exercises.check import check
+ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)({CAPABILITIES}, 0), (ctypes.c_uint32 * 6)())
+print(check(Path("own.py")).reason)
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", checks], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert ": 0 open" in found.stdout, found
 
 
 @pytest.mark.parametrize("mark", [b'\xef\xbb\xbfEXERCISE = "ring"\r\n', b"EXERCISE = 'ring'\n"])
