@@ -126,9 +126,9 @@ class UserFile:
         return lambda *given: worker.ask(call=name, given=[encoded(one, []) for one in given])
 
 
-def keep_secret() -> None:
-    """Hide the memory and the descriptors of this process from others of the same user."""
-    ctypes.CDLL(None).prctl(DUMPABLE, 0)
+def keep_secret(is_secret: bool = True) -> None:
+    """Hide the memory and the descriptors of this process from others of the same user, or show them."""
+    ctypes.CDLL(None).prctl(DUMPABLE, int(not is_secret))
 
 
 def _problem(way: str, *found: Any) -> Wrong:

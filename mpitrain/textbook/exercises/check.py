@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpitrain.collectives.plans.isolated_values import from_json
-from mpitrain.collectives.plans.isolated_worker import Wrong
+from mpitrain.collectives.plans.isolated_worker import Wrong, keep_secret
 from mpitrain.collectives.selection.isolated_answers import SECONDS, answers
 from mpitrain.errors import ConfigError
 from mpitrain.files import reading
@@ -88,15 +88,19 @@ def check(path: Path) -> Checked:
 
 def judged(name: str, exercise: Exercise, path: str, code: bytes) -> Checked:
     """Run the code on all cases in one child, and judge the answers from the smallest case on."""
-    given = answers(
-        path,
-        code,
-        f"{asked.__name__}:{exercise.way}",
-        exercise.function,
-        [exercise.calls(case) for case in exercise.cases],
-        seconds=SECONDS,
-        longest=LONGEST * len(exercise.cases),
-    )
+    keep_secret()  # The solution could write answers through the descriptors of this process.
+    try:
+        given = answers(
+            path,
+            code,
+            f"{asked.__name__}:{exercise.way}",
+            exercise.function,
+            [exercise.calls(case) for case in exercise.cases],
+            seconds=SECONDS,
+            longest=LONGEST * len(exercise.cases),
+        )
+    finally:
+        keep_secret(False)
     cost: Cost | None = None
     for number, case in enumerate(exercise.cases):
         try:

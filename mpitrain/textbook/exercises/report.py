@@ -24,7 +24,7 @@ def lines(file: str, found: Checked, language: str) -> Iterator[str]:
         largest = exercise.cases[found.cases - 1]
         yield (
             f"  {text(exercise.cost, language)}, {found.sizes(largest)}: {found.cost.counted:g}; "
-            f"{text('formula', language)} {exercise.formula} = {found.cost.formula:g}"
+            f"{text('formula', language)} {text(exercise.formula, language)} = {found.cost.formula:g}"
         )
 
 

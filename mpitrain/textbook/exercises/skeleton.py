@@ -13,7 +13,7 @@ def skeleton(name: str, exercise: Exercise, language: str) -> str:
         "{cost}: at most {formula}",
         language,
         cost=text(exercise.cost, language),
-        formula=exercise.formula,
+        formula=text(exercise.formula, language),
     )
     imports = "import numpy as np\n\n" if exercise.way == "programs" else ""
     return (

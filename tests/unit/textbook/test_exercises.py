@@ -3,6 +3,8 @@
 import ast
 import csv
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,13 +14,14 @@ from click.testing import CliRunner
 
 from mpitrain.cli import commands
 from mpitrain.collectives.plans import checked, isolated, isolated_worker
-from mpitrain.collectives.plans.isolated_worker import Wrong
+from mpitrain.collectives.plans.isolated_worker import CAPABILITIES, Wrong
 from mpitrain.errors import ConfigError
 from mpitrain.pipeline import simulate
 from mpitrain.textbook.exercises import check as checking
 from mpitrain.textbook.exercises.check import check, judged
 from mpitrain.textbook.exercises.korean import STATEMENTS
 from mpitrain.textbook.exercises.layers import tensors
+from mpitrain.textbook.exercises.report import lines
 from mpitrain.textbook.exercises.skeleton import skeleton
 from mpitrain.textbook.exercises.table import EXERCISES
 from mpitrain.textbook.words import LANGUAGES, WORDS
@@ -181,6 +184,33 @@ def test_collectives_are_counted_where_the_solution_cannot_reach_them():
     assert "ended with 0" in str(result.reason)
 
 
+def test_a_solution_reaches_no_descriptor_of_check_without_the_rights_of_root(tmp_path):
+    (tmp_path / "own.py").write_text("""EXERCISE = "ring"
+import os
+def backward_ring(*arguments):
+    with open(f"/proc/{os.getppid()}/stat") as file:
+        checking = file.read().rpartition(")")[2].split()[1]
+    found = 0
+    for path in [*(f"/proc/{checking}/fd/{n}" for n in range(20)), f"/proc/{checking}/mem"]:
+        try:
+            os.open(path, os.O_WRONLY)
+            found += 1
+        except (PermissionError, FileNotFoundError):
+            pass
+    raise ValueError(f"{found} open")
+""")
+    checks = f"""import ctypes
+from pathlib import Path
+from mpitrain.textbook.exercises.check import check
+ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)({CAPABILITIES}, 0), (ctypes.c_uint32 * 6)())
+print(check(Path("own.py")).reason)
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", checks], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert ": 0 open" in found.stdout, found
+
+
 @pytest.mark.parametrize("mark", [b'\xef\xbb\xbfEXERCISE = "ring"\r\n', b"EXERCISE = 'ring'\n"])
 def test_a_file_of_another_editor_names_its_exercise(mark, tmp_path):
     (tmp_path / "own.py").write_bytes(mark + b"def backward_ring(*arguments): return 7")
@@ -220,7 +250,15 @@ def test_every_text_of_an_exercise_has_a_korean_one():
                 law = node.args[0]
                 assert not isinstance(law, ast.Constant) or law.value in WORDS, law.value
     assert STATEMENTS.keys() == EXERCISES.keys()
-    assert all(one.cost in WORDS for one in EXERCISES.values())
+    assert all(one.cost in WORDS and one.formula in WORDS for one in EXERCISES.values())
+
+
+def test_the_formula_of_a_cost_is_korean_in_korean_output():
+    found = check(SOLUTIONS / "ring.py")
+    english = EXERCISES["ring"].formula
+    assert english in "".join(lines("own.py", found, "en"))
+    assert english not in "".join(lines("own.py", found, "ko"))
+    assert english not in skeleton("ring", EXERCISES["ring"], "ko")
 
 
 def test_a_deadlock_is_explained_in_korean():
