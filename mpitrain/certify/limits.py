@@ -13,12 +13,12 @@ class Limits(BaseModel):
     """The limits of a node. A limit of 0 is not applied.
 
     nodes        names of the nodes that must answer
-    gemm_GFLOPs  least rate of a matrix product on each rank, 1e9 operations per second
-    memory_GBs   least bandwidth of main memory of each rank
-    link_GBs     least bandwidth between two nodes, one way
-    link_us      greatest latency between two nodes, one way
-    ratio        least rate of a rank over the median of the nodes with the same processor
-    shm_MB       least size of /dev/shm
+    gemm_GFLOPs  lowest accepted rate of a matrix product on each rank, 1e9 operations per second
+    memory_GBs   lowest accepted bandwidth of main memory of each rank
+    link_GBs     lowest accepted bandwidth between two nodes, one way
+    link_us      highest accepted latency between two nodes, one way
+    ratio        lowest accepted rate of a rank, relative to the median of the nodes with the same processor
+    shm_MB       smallest accepted size of /dev/shm
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)

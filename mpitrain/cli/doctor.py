@@ -87,7 +87,7 @@ def check_folder(folder: Path) -> None:
     """Raise ConfigError unless `folder` is a directory."""
     if not folder.is_dir():
         raise ConfigError(
-            f"--dir is a directory on the file system of the runs, but {folder} is none.",
+            f"--dir is a directory on the file system of the runs, but {folder} is no directory.",
             "Name one that every host can see.",
         )
 

@@ -16,7 +16,7 @@ class Kind(NamedTuple):
 
     effect  the effect on the rank, for the help
     points  the points at which it can happen, the default first
-    ranks   the least number of ranks
+    ranks   the smallest number of ranks
     """
 
     effect: str

@@ -37,7 +37,7 @@ class Parameter(NamedTuple):
 class Signature(NamedTuple):
     """A kernel's name and parameters.
 
-    bound  the most threads per block, as C++ text, or None
+    bound  largest number of threads per block, as C++ text, or None
     """
 
     name: str

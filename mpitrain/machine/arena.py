@@ -163,7 +163,7 @@ class Arena:
     live, peak    bytes leased now, and their maximum so far
     held          bytes obtained from the system, as whole size classes, leased or not
     allocations   number of buffers obtained from the system so far
-    released      most bytes that one `release` gave back to the system
+    released      largest number of bytes that one `release` returned to the system
     """
 
     def __init__(self, memory: Memory | None = None) -> None:

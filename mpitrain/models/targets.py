@@ -88,7 +88,7 @@ def chosen_targets(every: Sequence[Target], patterns: Sequence[str]) -> list[Tar
         ]
         if not fitting:
             raise ConfigError(
-                f"Each name of lora.targets is that of a linear layer, but {pattern!r} is none.",
+                f"Each name of lora.targets must match a linear layer, but {pattern!r} matches none.",
                 f"These exist: {_listed(every)}.",
             )
         chosen |= {*fitting}

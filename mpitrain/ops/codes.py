@@ -20,7 +20,7 @@ import numpy as np
 BLOCK = 256
 """Elements of a block."""
 TINY = 2.0**-104
-"""The least scale. Times the smallest code it is still a normal number of float32."""
+"""The smallest scale. Its product with the smallest code is still a normal float32 number."""
 DECADES = 7
 
 

@@ -169,9 +169,9 @@ def by_use(replica: ReplicationContext) -> tuple[float, float] | None:
     """Return the elements that ZeRO stage 3 reduce-scatters and all-gathers in a step.
 
     The last two units stay gathered for backward, the first two for the next micro-batch. On a
-    pipeline stage, the last chunk stays gathered. Frozen tensors stay gathered after an update, and their first
-    units run no backward. Returns None if more units stay gathered, because of tied weights or
-    replication.zero_keep, and if replication.gather compresses the all-gathers.
+    pipeline stage, the last chunk stays gathered. Frozen tensors stay gathered after an update, and
+    their first units run no backward. Returns None if more units stay gathered, because of tied
+    weights or replication.zero_keep, and if replication.gather compresses the all-gathers.
     """
     config, storage = replica.config, replica.storage
     if config.model.tied or config.replication.zero_keep or config.replication.gather != "none":

@@ -89,7 +89,7 @@ class Decoder:
         dtype      of the messages between stages
         placed     copies an array of integers to the device
         sequences  number of sequences
-        room       most tokens of a window
+        room       largest number of tokens in a window
         """
         here = transport.rank
         self._now, self._placed = now, placed

@@ -33,7 +33,7 @@ TYPE_BLOCK = 1 << 20
 """
 
 PART = 1 << 30
-"""The most elements that one call of the library reduces."""
+"""Largest number of elements that one call of the library reduces."""
 
 LEAST_TAG_BOUND = 32767
 """The largest tag that every MPI library allows."""

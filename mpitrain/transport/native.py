@@ -20,7 +20,7 @@ ROOTED = ("broadcast", "reduce")
 """The operations with a root: some ranks may leave them before others enter."""
 
 MOST = (1 << 31) - 1
-"""The most elements that one call of an MPI-3 library takes."""
+"""Largest number of elements in one call of an MPI-3 library."""
 
 
 class Communicator(MpiCalls, Protocol):

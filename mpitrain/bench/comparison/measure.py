@@ -30,9 +30,10 @@ class Row(NamedTuple):
     sent_bytes     by rank: payload of messages per step, mean over all steps
     formula_bytes  the same by formula, for the busiest rank; None without a formula
     held_bytes     by rank: parameters, gradients, optimizer state and scratch of reductions
-    staleness      most updates between the pull of parameters and the update by their gradient;
-                   0 in synchronous modes
-    lead           most steps that a worker was ahead of the slowest one; 0 in synchronous modes
+    staleness      largest number of updates between the pull of parameters and the update by their
+                   gradient; 0 in synchronous modes
+    lead           largest number of steps that a worker was ahead of the slowest one; 0 in
+                   synchronous modes
     curve          (seconds since the start, training loss) after each step on rank 0
     evaluated_s    seconds from the start to the end of the evaluation
     blocks         mean seconds of a step after WARM_UP in each block, on the slowest rank; a mean,

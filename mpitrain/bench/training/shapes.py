@@ -131,7 +131,7 @@ def measure_shape(
 
     config   of the shape, with its `settings`
     peers    keys of PEERS; a peer that does not support the shape is left out, with a note
-    steps    most steps in a turn
+    steps    largest number of steps in a turn
     seconds  bound of all turns of this shape
     raises   ConfigError on every rank if it does not fit into memory or into `seconds`
     """

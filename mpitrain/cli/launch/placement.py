@@ -96,7 +96,7 @@ def described(ranks: int, hosts: int, most: int, cores: int, bind: str) -> str:
     """Return the placement of the ranks in words.
 
     hosts  number of hosts
-    most   ranks of the fullest host
+    most   number of ranks on the fullest host
     cores  cores of each rank, on each of which it computes with one BLAS thread
     """
     each = f"{most} on each" if most * hosts == ranks else f"at most {most} on each"

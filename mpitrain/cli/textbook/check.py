@@ -43,7 +43,7 @@ def command(path: Path, csv_file: Path | None, language: str) -> int:
     if not path.is_dir():
         if csv_file:
             raise ConfigError(
-                f"--csv is for a folder of solutions, but {path} is none.",
+                f"--csv is for a folder of solutions, but {path} is no folder.",
                 "Leave out --csv, or name the folder.",
             )
         found = check(path)

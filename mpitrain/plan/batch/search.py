@@ -76,7 +76,7 @@ def search(
 ) -> Found:
     """Search for the batch of a job; collective.
 
-    most     rows of the largest micro-batch to look at
+    most     number of rows in the largest micro-batch to try
     seconds  limit of the timed steps, and of the batches for the noise
     show     called with a description of the present work
     raises   ConfigError on every rank, if the smallest micro-batch does not fit
