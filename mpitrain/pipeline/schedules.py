@@ -343,7 +343,7 @@ def plan_of(name: str, stages: int, micro_batches: int, chunks: int | None = Non
     """
     if name not in NAMED:
         raise ConfigError(
-            f"The schedule must be one of {', '.join(NAMED)}, or a file, but {name!r} is none of them."
+            f"The schedule must be one of {', '.join(NAMED)}, or a file, but {name!r} is neither."
         )
     schedule = NAMED[name]
     many = chunks if chunks is not None else schedule.chunks or 2

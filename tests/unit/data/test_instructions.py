@@ -205,7 +205,7 @@ def test_a_second_file_of_conversations_is_what_is_held_out(tmp_path):
     assert not any(text.startswith("user: 0 + 1?") for text in texts)
     with pytest.raises(DataError, match="at least 1"):
         open_source(name, 40, "float32", validation=written(tmp_path / "other", []))
-    with pytest.raises(ConfigError, match="jsonl:FILE as"):
+    with pytest.raises(ConfigError, match="jsonl:FILE like"):
         open_source(name, 40, "float32", validation="text:a")
 
 

@@ -575,7 +575,7 @@ def test_a_receive_that_begins_late_is_a_message_that_travels_late():
         (
             ("2f2b", 2, 2),
             "The schedule must be one of naive, gpipe, 1f1b, interleaved, zero-bubble, zb-v, v-half, breadth-first, "
-            "async, async-2bw, or a file, but '2f2b' is none of them.",
+            "async, async-2bw, or a file, but '2f2b' is neither.",
             "",
         ),
         (

@@ -185,7 +185,7 @@ def test_what_leaves_no_choice_is_refused(tmp_path):
             "A schedule in a file has its number of micro-batches",
             "gpipe, 1f1b",
         ),
-        (configured("2f2b"), 2, 8, "'2f2b' is none of them", ""),
+        (configured("2f2b"), 2, 8, "'2f2b' is neither", ""),
     ):
         with pytest.raises(ConfigError) as caught:
             counts(config, stages, rows)
