@@ -24,7 +24,7 @@ MKL = "mkl"
 
 def look() -> "Rank":
     """Return the environment of this rank, without its host. Ranks multiply at the same time."""
-    from mpitrain.bench.kernels.host_products import AVX2, rates
+    from mpitrain.bench.kernels.host_products import rates
 
     measured = rates()
     return Rank(
@@ -35,7 +35,7 @@ def look() -> "Rank":
         process.shared_memory(),
         process.free_memory("cpu"),
         _kinds(),
-        measured | {AVX2: _rate_of_avx2(measured["NumPy"])},
+        measured | _rate_of_avx2(measured["NumPy"]),
     )
 
 
@@ -242,21 +242,24 @@ def _cupy() -> str:
     return f"CuPy uses {process.gpus()} of them"
 
 
-def _rate_of_avx2(rate: float) -> float:
-    """Return the rate of OpenBLAS's kernels for AVX2, if it multiplies at `rate` with AVX-512, else 0.
+def _rate_of_avx2(rate: float) -> dict[str, float]:
+    """Return {AVX2: rate of OpenBLAS's kernels for AVX2}; {} unless it multiplies with AVX-512.
+
+    rate  of the kernels for AVX-512, in operations per second
 
     Both multiply in children that take turns. Their seconds are the processor's, so that other work
     does not change the ratio.
     """
+    from mpitrain.bench.kernels.host_products import AVX2
     from mpitrain.ops.host.product import uses_avx512
 
     if not uses_avx512():
-        return 0
+        return {}
     found = [in_child("products", kernels) for kernels in ("", "Haswell", "", "Haswell")]
     if any(FAILED in one for one in found):
-        return 0
+        return {}
     seconds = [float(one["seconds"]) for one in found]
-    return rate * min(seconds[::2]) / min(seconds[1::2])
+    return {AVX2: rate * min(seconds[::2]) / min(seconds[1::2])}
 
 
 def _blas() -> tuple[str, int]:

@@ -210,10 +210,8 @@ class Arena:
         """
         try:
             nbytes, size, free, described, make = self._sizes[shape, dtype]
-        except (
-            KeyError,
-            TypeError,
-        ):  # The lease is the first of its shape, or the shape is a list.
+        except (KeyError, TypeError):
+            # The lease is the first of its shape, or the shape is a list.
             shape = tuple(shape)
             nbytes, size, free, described, make = self._size(shape, dtype)
         leased = free.pop() if free else self._allocated(size)

@@ -48,7 +48,7 @@ def seconds(clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
 def described(found: dict[str, float], gains_from_mkl: bool) -> str:
     """Return in words the library that multiplies, its rate, and a faster library if there is one.
 
-    found           as `rates` returns it, and the rate of AVX2, or 0
+    found           as `rates` returns it, and perhaps the rate of AVX2
     gains_from_mkl  whether MKL, if installed, would be faster on this processor
     """
     said = {name: f"{rate / 1e9:.0f} GFLOP/s" for name, rate in found.items()}

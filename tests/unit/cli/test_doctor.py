@@ -146,9 +146,9 @@ def test_children_measure_the_kernels_for_avx2_in_turns(monkeypatch):
     monkeypatch.setattr(product, "uses_avx512", lambda: True)
     times = iter(["3", "2", "2.5", "4"])
     monkeypatch.setattr(doctor, "in_child", lambda *_: {"seconds": next(times)})
-    assert doctor._rate_of_avx2(5e10) == 5e10 * 2.5 / 2
+    assert doctor._rate_of_avx2(5e10) == {AVX2: 5e10 * 2.5 / 2}
     monkeypatch.setattr(product, "uses_avx512", lambda: False)
-    assert not doctor._rate_of_avx2(5e10)
+    assert doctor._rate_of_avx2(5e10) == {}
 
 
 def test_a_child_chooses_kernels_before_numpy_is_imported():
