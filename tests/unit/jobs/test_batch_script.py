@@ -1,6 +1,7 @@
 """Batch scripts without Slurm: where they find their environment, and when a job is queued again."""
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -8,10 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from mpitrain.cli import commands
 from tests.processes import SECONDS, run
+from tests.unit.jobs.test_slurm_scripts import EXAMPLES, written
 
 ROOT = Path(__file__).parents[3]
 NONE = {
@@ -76,9 +76,9 @@ def test_the_batch_script_works_from_any_folder(variable, at, runs, tmp_path):
         ("USR1", 1, False),
     ],
 )
-@pytest.mark.parametrize("name", ("train.sbatch", "slurm/mpirun/sweep.sbatch"))
+@pytest.mark.parametrize("words", ("-- train", f"--mpirun {EXAMPLES['sweep']}"))
 def test_a_stopped_job_queues_itself_again_unless_it_is_cancelled(
-    name, asked, ends, requeued, tmp_path
+    words, asked, ends, requeued, tmp_path
 ):
     """With a launcher that waits to be asked as often as it will be, and a scontrol that notes its words."""
     programs = {
@@ -86,8 +86,9 @@ def test_a_stopped_job_queues_itself_again_unless_it_is_cancelled(
         "scontrol": 'echo "$@" > requeued',
     }
     environment(tmp_path / ".venv", programs)
+    (tmp_path / "job.sbatch").write_text(written(shlex.split(words)))
     job = subprocess.Popen(
-        ["bash", str(ROOT / "jobs" / name)],
+        ["bash", "job.sbatch"],
         cwd=tmp_path,
         stdout=subprocess.DEVNULL,
         env={**NONE, "SLURM_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "16"},
@@ -168,8 +169,8 @@ mkdir -p "$2"; echo '{"event": "end"}' > "$2/metrics.jsonl\""""
 def test_a_timer_ends_with_its_job(system, tmp_path):
     """Its sleep would else keep the log open until the time limit."""
     environment(tmp_path / ".venv", {"mpitrain": "exit 3"})
-    words = ["slurm", system, "--cores-per-rank", "2", "--", "train"]
-    text = CliRunner().invoke(commands, words).output
+    words = [system, "--cores-per-rank", "2", "--", "train"]
+    text = written(words)
     done = run(["bash", "-c", text], cwd=tmp_path, env=NONE)
     assert done.returncode == 3
 
@@ -177,7 +178,7 @@ def test_a_timer_ends_with_its_job(system, tmp_path):
 def test_a_timer_warns_the_run(tmp_path):
     program = "trap 'exit 85' USR1; while :; do sleep 0.02; done"
     environment(tmp_path / ".venv", {"mpitrain": program, "qsub": 'echo "$@" >> queued'})
-    words = ["slurm", "--pbs", "--cores-per-rank", "2", "--", "train"]
-    text = CliRunner().invoke(commands, words).output.replace("SECONDS < 3540", "SECONDS < 1")
+    words = ["--pbs", "--cores-per-rank", "2", "--", "train"]
+    text = written(words).replace("SECONDS < 3540", "SECONDS < 1")
     done = run(["bash", "-c", text], cwd=tmp_path, env={**NONE, "PBS_JOBID": "7"})
     assert done.returncode == 85 and "MPITRAIN_JOB=7" in (tmp_path / "queued").read_text()
