@@ -2,7 +2,6 @@
 
 import io
 import os
-import re
 from itertools import islice
 from types import SimpleNamespace
 
@@ -15,7 +14,6 @@ from mpitrain.cli.generate import readable
 from mpitrain.cli.job_options import changes
 from mpitrain.cli.launch import command as launch_command
 from mpitrain.cli.terminal.progress import way
-from mpitrain.collectives.engine.codecs import parse_wire
 from mpitrain.config import Config, with_settings
 from mpitrain.errors import ConfigError, TrainingError
 from mpitrain.machine import process
@@ -411,32 +409,3 @@ def test_a_diverged_model_writes_nothing():
 )
 def test_a_run_says_how_its_ranks_share_the_work(settings, said):
     assert way(parse(with_settings({}, settings))) == said
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["generate", "run", "--tokens", "1_0"],
-        ["generate", "run", "--temperature", "0_1.5"],
-        ["launch", "-n", "1_0", "--", "train"],
-        ["generate", "run", "--tokens", "٣"],
-        ["plan", "allreduce", "--ranks", "1_0"],
-        ["bench", "allreduce", "--sweeps", "1_0"],
-        ["train", "--tp", "1_0"],
-        ["eval", "run", "--rows", " 10"],
-        ["plan", "schedule", "--forward-ms", "1_0"],
-    ],
-    ids=" ".join,
-)
-def test_a_number_in_python_syntax_only_is_refused_by_every_option(words):
-    shown = CliRunner().invoke(commands, words)
-    assert shown.exit_code == 2 and "is not a valid" in shown.output
-
-
-@pytest.mark.parametrize(
-    "setting",
-    ["run.steps=1_0", "optimizer.lr=1_0.5", "run.seed=0x1_0", "replication.wire=topk:0.0_1"],
-)
-def test_a_number_of_a_setting_is_written_plainly(setting):
-    with pytest.raises(ConfigError, match=re.escape(setting.partition("=")[2])):
-        parse_wire(parse(with_settings({}, [setting])).replication.wire)
