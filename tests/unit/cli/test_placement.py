@@ -148,6 +148,17 @@ def test_the_cores_of_this_host_are_not_those_of_named_hosts(monkeypatch):
     assert "core" not in described(8, 2, 4, None, "") and "; 1 core" in described(8, 2, 4, 0, "")
 
 
+@pytest.mark.parametrize("ranks, yields", ((2, None), (3, "1")))
+def test_ranks_of_a_crowded_host_leave_its_cores_while_they_wait(ranks, yields, monkeypatch):
+    names = process.LAUNCHERS[0][1:]
+    environ = dict(zip(names, ("1", str(ranks), "1", "8"), strict=True))
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr(process, "processors", lambda: 2)
+    process.yield_crowded_cores()
+    assert environ.get("OMPI_MCA_mpi_yield_when_idle") == yields
+    assert environ.get("MPIR_CVAR_ENABLE_HEAVY_YIELD") == yields
+
+
 def test_variables_of_libraries_are_exported_alone():
     given = {"PATH", "HOME", "SLURM_JOB_ID", "UCX_TLS", "MKL_NUM_THREADS", "MPITRAIN_X"}
     assert exported(dict.fromkeys(given, "1")) == ["MKL_NUM_THREADS", "MPITRAIN_X", "UCX_TLS"]
