@@ -136,6 +136,14 @@ def lower_blas_threads(local_size: int) -> None:
         threadpool_limits(max(1, min(cores(), processors() // local_size)))
 
 
+def blas_threads_in_use() -> int:
+    """Return the number of threads of this process's BLAS, after NumPy is imported; 1 without BLAS."""
+    from threadpoolctl import threadpool_info
+
+    pools = [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+    return max(pools, default=1)
+
+
 def gpus() -> int:
     """Return the number of GPUs that CuPy finds; 0 without CuPy, a driver or a GPU."""
     try:
