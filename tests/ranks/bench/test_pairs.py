@@ -15,7 +15,7 @@ from mpitrain.bench.links.pairs import (
     odd_pairs,
     places_to_judge,
     rounds,
-    slow_everywhere,
+    bad_everywhere,
 )
 from mpitrain.bench.links.pairs_table import report
 from mpitrain.cli.bench.pairs import _measure as run
@@ -96,7 +96,7 @@ def test_pairs_names_a_late_link_and_a_slow_host():
         found = links(lambda *words, slow=slow: usual(*words, slow=slow, times=20.0), hosts)
         odd = odd_pairs(found)
         assert [each.pair[:2] for each in odd] == slow[: len(hosts) - 1], hosts
-        assert slow_everywhere(found, odd) == [2]
+        assert bad_everywhere(found, {each.pair[:2] for each in odd}) == [2]
         assert says.EVERY_LINK_RANK_SLOW in report(found, 80)
 
 
