@@ -93,7 +93,7 @@ class Evidence(NamedTuple):
     wrong: Sequence[Wrong] = ()
     findings: Sequence[Finding] = ()
     jobs: Jobs = Jobs()
-    absent: dict[str, str] = {}  # noqa: RUF012  no code changes it
+    absent: dict[str, str] = {}
     awaits: str = ""
 
     @property

@@ -6,12 +6,12 @@ from statistics import median
 
 from mpitrain.bench.collectives.columns import figure
 from mpitrain.bench.links.pairs import (
-    bad_everywhere,
     BETWEEN,
     ONE_HOST,
     PLACES,
     Odd,
     Pair,
+    bad_everywhere,
     odd_pairs,
 )
 

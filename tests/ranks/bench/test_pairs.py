@@ -9,13 +9,13 @@ from mpitrain.bench.links import pairs as measuring
 from mpitrain.bench.links.pairs import (
     BETWEEN,
     ONE_HOST,
+    bad_everywhere,
     coded,
     measure,
     merged,
     odd_pairs,
     places_to_judge,
     rounds,
-    bad_everywhere,
 )
 from mpitrain.bench.links.pairs_table import report
 from mpitrain.cli.bench.pairs import _measure as run
