@@ -1,5 +1,6 @@
 """The output of a certificate: lines for people, JSON for programs, JUnit for ReFrame and CI."""
 
+from collections.abc import Sequence
 from typing import Any
 from xml.etree import ElementTree
 
@@ -54,7 +55,7 @@ def document(
 ) -> dict[str, Any]:
     """Return the JSON document: verdicts, usual values and all measurements."""
     speeds = evidence.speeds or [Speeds([], [])] * len(evidence.facts)
-    steps = evidence.steps or [()] * len(evidence.facts)
+    steps: Sequence[tuple[str, ...]] = evidence.steps or [()] * len(evidence.facts)
     usual = {name: max(usual_rates(evidence.facts, speeds, name), default=0.0) for name in RATES}
     return {
         "header": header,
