@@ -109,8 +109,9 @@ def command(
     if agent or extra or ppn:
         raise click.UsageError("--ppn, --agent and --with need --hosts, --hostfile or a batch job.")
     shown = Shown(options)
+    stop = Stop(shown.rest, 1)
     with mpi_session() as transport:
-        passes = _certify(transport, options, shown)
+        passes = _certify(transport, options, shown, stop)
     sys.exit(0 if passes else 1)
 
 
@@ -173,16 +174,12 @@ def _nobody(absent: dict[str, str], options: dict[str, Any]) -> None:
 
 
 class Shown:
-    """The verdicts so far: printed lines, and the files of `--json` and `--junit`.
-
-    Stop signals print the lines that are still unprinted, and end the process with exit code 1.
-    """
+    """The verdicts so far: printed lines, and the files of `--json` and `--junit`."""
 
     def __init__(self, options: dict[str, Any]):
         self._options, self.outputs = options, Outputs()
         self._printed: list[str] = []
         self._lines = ["certify: stopped before any measurement"]
-        self.stop = Stop(self._rest, 1)
 
     def show(self, evidence: Any, certificate: Any, facts: dict[str, Any]) -> None:
         """Print what is new in a certificate, and write the files. At the end print all lines."""
@@ -190,8 +187,6 @@ class Shown:
         from mpitrain.files import write_whole
 
         self._lines = lines(evidence, certificate)
-        if not certificate.awaits:
-            self.stop.note()
         new = [
             line
             for line in (failures(certificate) if certificate.awaits else self._lines)
@@ -208,11 +203,12 @@ class Shown:
             with self.outputs.to(path):
                 write_whole(path, junit(certificate))
 
-    def _rest(self) -> str:
+    def rest(self) -> str:
+        """Return the lines that are not printed, for a certificate that is stopped now."""
         return "\n".join(line for line in self._lines if line not in self._printed)
 
 
-def _certify(transport: Any, options: dict[str, Any], shown: Shown) -> bool:
+def _certify(transport: Any, options: dict[str, Any], shown: Shown, stop: Stop) -> bool:
     """Measure, judge and print; return whether everything passes."""
     from mpitrain.bench.collectives.header import header
     from mpitrain.certify.collect import collect
@@ -223,7 +219,7 @@ def _certify(transport: Any, options: dict[str, Any], shown: Shown) -> bool:
     from mpitrain.doctor.probes import examine
     from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 
-    shown.stop.connected(transport.rank)
+    stop.connected(transport.rank)
     folder, expect = options["folder"], options["expect"]
     files = options["json_file"], options["junit_file"]
     is_root = transport.rank == 0
@@ -250,6 +246,8 @@ def _certify(transport: Any, options: dict[str, Any], shown: Shown) -> bool:
     )
     for evidence in measured:
         certificate = judge(evidence, found)
+        if not certificate.awaits:
+            stop.note()
         if is_root:
             shown.show(evidence, certificate, facts)
     on_all_ranks(transport, shown.outputs.settle)
