@@ -195,14 +195,6 @@ def shared_memory() -> int:
     return found.f_bavail * found.f_frsize
 
 
-def shared_memory_size() -> int:
-    """Return the size of SHARED_MEMORY in bytes, used or free; 0 without it."""
-    if not os.path.isdir(SHARED_MEMORY):
-        return 0
-    found = os.statvfs(SHARED_MEMORY)
-    return found.f_blocks * found.f_frsize
-
-
 def own_cores() -> list[int]:
     """Return the numbers of the cores that this process may run on."""
     return sorted(os.sched_getaffinity(0))
