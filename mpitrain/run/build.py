@@ -23,7 +23,7 @@ from mpitrain.layers.base import Unit
 from mpitrain.layers.frozen import freeze
 from mpitrain.layers.memory.recomputed import with_recomputation
 from mpitrain.layers.plain import Plain
-from mpitrain.models.table import MODELS, check_data
+from mpitrain.models.table import MODELS, check_data, units_of
 from mpitrain.models.targets import adapt
 from mpitrain.parallel.memory import Room, check_memory
 from mpitrain.parallel.tensor.layer_factory import described
@@ -203,7 +203,7 @@ def open_data(transport: Transport, given: Given) -> Source:
 
 def model(config: Config, source: Source | Unopened, layers: Plain) -> list[Unit]:
     """Make the units of the configured network for this data source, with a layer factory."""
-    return list(MODELS[config.model.kind].build(layers, config.model, source))
+    return list(units_of(config.model, source, layers))
 
 
 def utilisation(job: Job, sharing: int) -> Callable[[float], dict[str, float]]:
