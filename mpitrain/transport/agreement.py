@@ -70,10 +70,7 @@ def from_all_ranks(transport: Transport, function: Callable[[], Any]) -> list[An
     kind, law, way_out = first
     ranks = [rank for rank, f in enumerate(failures) if f]
     if len(ranks) < transport.size:
-        where = ", ".join(f"{rank} ({transport.hosts[rank]})" for rank in ranks[:8]) + (
-            ", ..." if len(ranks) > 8 else ""
-        )
-        law = f"On rank {where}: {law}"
+        law = f"On rank {listed(ranks, transport.hosts)}: {law}"
     agreed_on = errors.on_every_rank(getattr(errors, kind)(law, way_out))
     # A frame in the error's own traceback must not refer to it. Such a cycle would keep all objects
     # of those frames alive.
@@ -83,6 +80,12 @@ def from_all_ranks(transport: Transport, function: Callable[[], Any]) -> list[An
         del agreed_on, result
 
 
+def listed(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Return up to eight ranks with their hosts as text."""
+    named = [f"{rank} ({hosts[rank]})" for rank in ranks[:8]]
+    return ", ".join([*named, *(["..."] if len(ranks) > 8 else [])])
+
+
 def check_same(subject: str, everyone: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None:
     """Raise an agreed ConfigError unless every rank has the same facts.
 
@@ -90,12 +93,13 @@ def check_same(subject: str, everyone: Sequence[Mapping[str, Any]], hosts: Seque
     everyone  by rank, as `from_all_ranks` returns them: {name: value}
     """
     for rank, others in enumerate(everyone):
-        for name in everyone[0]:
-            if others[name] != everyone[0][name]:
+        for name in everyone[0] | others:
+            one, other = everyone[0].get(name), others.get(name)
+            if one != other:
                 raise errors.on_every_rank(
                     errors.ConfigError(
-                        f"All ranks need one {subject}, but {name} is {everyone[0][name]!r} on rank 0 ({hosts[0]}) and "
-                        f"{others[name]!r} on rank {rank} ({hosts[rank]}).",
+                        f"All ranks need one {subject}, but {name} is {one!r} on rank 0 ({hosts[0]}) and "
+                        f"{other!r} on rank {rank} ({hosts[rank]}).",
                         "Start all ranks with the same arguments, and let them read the same files.",
                     )
                 )

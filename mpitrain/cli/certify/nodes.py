@@ -6,11 +6,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from mpitrain import __version__
+from mpitrain.machine.process import package
 
 SECONDS = 20.0
 """Time in which a node must answer."""
-ASK = "import mpitrain; print('mpitrain', mpitrain.__version__)"
+ASK = (
+    "import mpitrain; print('mpitrain', mpitrain.__version__); "
+    "from mpitrain.machine.process import package; print('mpitrain', package())"
+)
+"""The program that a node runs. Its last line counts; an earlier version prints the first alone."""
 
 
 def agent_for(environ: Mapping[str, str]) -> list[str]:
@@ -31,7 +35,7 @@ def probe(nodes: Sequence[str], agent: Sequence[str], seconds: float = SECONDS) 
 
 
 def _answer(node: str, agent: Sequence[str], seconds: float) -> str:
-    """Return why a node cannot be used; "" if it runs the same version of mpitrain."""
+    """Return why a node cannot be used; "" if it runs the same mpitrain, version and files."""
     words = [sys.executable, "-c", ASK]
     # ssh passes a line to a shell on the node; srun passes words.
     tail = words if agent[0].endswith("srun") else [shlex.join(words)]
@@ -49,9 +53,9 @@ def _answer(node: str, agent: Sequence[str], seconds: float) -> str:
     except OSError as error:
         return f"{agent[0]} cannot be started: {error.strerror}"
     answer = done.stdout.strip().splitlines()[-1:]
-    if answer == [f"mpitrain {__version__}"]:
+    if answer == [f"mpitrain {package()}"]:
         return ""
     if answer and answer[0].startswith("mpitrain "):
-        return f"it has {answer[0]}, and this is {__version__}"
+        return f"it has {answer[0]}, and this is {package()}"
     said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
     return f"it cannot start Python: {said[0]}"

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from mpitrain import __version__
 from mpitrain.cli import main
 from mpitrain.cli.certify.nodes import agent_for, probe
 
@@ -11,6 +12,7 @@ AGENT = """#!/bin/bash
 case $1 in
     good*) shift; exec bash -c "$*" ;;
     old) echo mpitrain 0.0.1 ;;
+    other) echo mpitrain VERSION ;;
     broken) echo "no such interpreter" >&2; exit 127 ;;
     silent) exec sleep 60 ;;
 esac
@@ -20,15 +22,16 @@ esac
 @pytest.fixture
 def agent(tmp_path):
     path = tmp_path / "agent"
-    path.write_text(AGENT)
+    path.write_text(AGENT.replace("VERSION", __version__))
     path.chmod(0o755)
     return str(path)
 
 
 def test_nodes_that_cannot_be_used_are_named(agent):
-    found = probe(["good1", "old", "broken", "silent", "good2"], [agent], 4.0)
-    assert [*found] == ["old", "broken", "silent"]
-    assert "0.0.1" in found["old"] and "no such interpreter" in found["broken"]
+    found = probe(["good1", "old", "other", "broken", "silent", "good2"], [agent], 4.0)
+    assert [*found] == ["old", "other", "broken", "silent"]
+    assert "0.0.1" in found["old"] and __version__ in found["other"]
+    assert "no such interpreter" in found["broken"]
     assert "4 s" in found["silent"]
 
 
