@@ -93,7 +93,7 @@ def check_same(subject: str, everyone: Sequence[Mapping[str, Any]], hosts: Seque
     everyone  by rank, as `from_all_ranks` returns them: {name: value}
     """
     for rank, others in enumerate(everyone):
-        for name in everyone[0] | others:
+        for name in {**everyone[0], **others}:
             one, other = everyone[0].get(name), others.get(name)
             if one != other:
                 raise errors.on_every_rank(

@@ -9,7 +9,7 @@ from __future__ import annotations  # so that help() prints signatures as they a
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn

@@ -35,6 +35,14 @@ AGREED = {
 REFUSED = [
     (["job.toml"], "On rank 1 (", "The configuration file job.toml cannot be read"),
     (["other.toml"], "All ranks need one configuration, but run.seed is 1 on rank 0 (", ""),
+    *(
+        (
+            ["--set", f"data.source={source}", "--set", f"data.validation={validation}"],
+            "All ranks need one data source and checkpoint, but b.txt is ",
+            " on rank 1 (",
+        )
+        for source, validation in (("text:b.txt", "tenth"), ("text:a.txt", "text:b.txt"))
+    ),
     (
         ["--set", "replication.tuning=tuning.json"],
         "All ranks need one data source and checkpoint, but replication.tuning is ",
@@ -63,6 +71,8 @@ def start(tmp_path_factory):
     (folder / "elsewhere").mkdir()
     (folder / "job.toml").touch()
     for seed, place in enumerate((folder, folder / "elsewhere"), 1):
+        for name, last in (("a.txt", "."), ("b.txt", ".!"[seed - 1])):
+            (place / name).write_text("Words. " * 5000 + last)
         (place / "other.toml").write_text(f"[run]\nseed = {seed}\n")
         machine = {**DEFAULT.machine, "cores": seed}
         write_tuning(place / "tuning.json", DEFAULT._replace(machine=machine))
