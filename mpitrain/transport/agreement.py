@@ -49,9 +49,10 @@ def from_all_ranks(transport: Transport, function: Callable[[], Any]) -> list[An
     communicate. All ranks raise the error of the lowest rank that failed. The attribute `agreed`
     of the error is set: one rank may print it, and all ranks may exit together. If only some ranks
     failed, the message names them. An OSError becomes a ConfigError: the system refused a path.
+    Any other exception becomes the cause of an MpitrainError, unless no rank could go on.
     """
     result: Any = None
-    failure = None
+    failure = cause = None
     try:
         result = function()
     except errors.MpitrainError as error:
@@ -62,12 +63,17 @@ def from_all_ranks(transport: Transport, function: Callable[[], Any]) -> list[An
             f"{error.filename or 'A file'} cannot be used: {error.strerror or error}.",
             "Name another path, or look at what is there.",
         ]
+    except Exception as error:
+        cause, kind = error, type(error).__name__
+        failure = ["MpitrainError", f"{kind}: {error}", "The traceback of that rank says where."]
     everyone = transport.gather_text([failure, result])
     failures = [failure for failure, _ in everyone]
     first = next((f for f in failures if f), None)
     if first is None:
         return [result for _, result in everyone]
     kind, law, way_out = first
+    if cause and all(failures):
+        raise cause
     ranks = [rank for rank, f in enumerate(failures) if f]
     if len(ranks) < transport.size:
         law = f"On rank {listed(ranks, transport.hosts)}: {law}"
@@ -75,9 +81,9 @@ def from_all_ranks(transport: Transport, function: Callable[[], Any]) -> list[An
     # A frame in the error's own traceback must not refer to it. Such a cycle would keep all objects
     # of those frames alive.
     try:
-        raise agreed_on
+        raise agreed_on from cause
     finally:
-        del agreed_on, result
+        del agreed_on, result, cause
 
 
 def listed(ranks: Sequence[int], hosts: Sequence[str]) -> str:
@@ -109,7 +115,8 @@ def check_same(subject: str, everyone: Sequence[Mapping[str, Any]], hosts: Seque
 def ending_together(transport: Transport, leaving: Callable[[], object] = bool) -> Iterator[None]:
     """Pass a barrier after the block; end all ranks if the block raises.
 
-    Rank 0 prints an error that all ranks raise, and all exit with its code. A rank that exits in the
+    Rank 0 prints an error that all ranks raise, and all exit with its code. A rank that caused it
+    by another exception prints the traceback of that. A rank that exits in the
     block ends the job with its exit code; 0 becomes 1. Any other exception aborts the whole job at
     once and prints this rank's traceback.
 
@@ -123,6 +130,8 @@ def ending_together(transport: Transport, leaving: Callable[[], object] = bool) 
         if not error.agreed:
             transport.abort(str(error))
         text = str(error)
+        if error.__cause__:
+            traceback.print_exception(error.__cause__)
         leave_together(transport, lambda: print(text, file=sys.stderr, flush=True), error.exit_code)
     except BrokenPipeError:
         if transport.size > 1:
