@@ -38,6 +38,7 @@ PMIX = (
     SERVER
     + b" PMIX ERROR: PMIX_ERR_UNREACH in file /openmpi-5.0.11/3rd-party/openpmix/src/server/pmix_server.c at line 31\n"
 )
+REFUSAL = "srun: error: Unable to create step for job 7: More processors requested than permitted"
 SRUN = b"srun: error: node2: task 1: Killed\n"
 BEGAN = '\x1e{"mpitrain": "began", "run_dir": "runs/x"}'
 ENDED, STOPPED, NOTHING = (
@@ -46,7 +47,7 @@ ENDED, STOPPED, NOTHING = (
 
 
 FAILED_1 = f"{says.RUN_FAILED} rank 1: ended by an exception"
-SILENT_1 = f"{says.RUN_FAILED} rank 1 on vm: no progress for 4 s"
+SILENT_1 = f"{says.RUN_FAILED} rank 1 on vm: no progress for 4 s{says.NOT_KNOWN_WHICH}"
 NO_REASON = f"{says.RUN_FAILED} {says.NO_REASON_GIVEN}"
 
 
@@ -188,11 +189,19 @@ def test_a_stop_before_the_run_began_says_that_there_was_nothing_to_save():
         ("rank 1: run.inject: raise at step 3\nrank 1: ended by an exception\nTraceback", FAILED_1),
         ("rank 1 on vm: no progress for 4 s\nrank 0 on vm: no progress for 4 s", SILENT_1),
         ("a box of the MPI", NO_REASON),
+        (REFUSAL, f"{says.RUN_FAILED} {REFUSAL}"),
+        (f"{REFUSAL}\nrank 1: ended by an exception", FAILED_1),
+        (
+            BEGAN,
+            f"{NO_REASON}{says.NAMES_SILENT_RANK}. With --resume=auto it goes on from its last checkpoint, if it has one",
+        ),
         ("TrainingError: a law\n               a way out", "               a way out"),
     ],
 )
 def test_the_last_line_of_a_failed_run_is_its_first_failure(printed, last):
-    code, _, errors = supervised(f"import sys; print({printed!r}, file=sys.stderr); sys.exit(3)")
+    code, _, errors = supervised(
+        f"import sys; print({printed!r}, file=sys.stderr, flush=True); sys.exit(3)"
+    )
     assert code == 3 and errors.decode().splitlines()[-1] == last, errors
 
 
