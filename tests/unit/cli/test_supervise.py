@@ -16,7 +16,6 @@ import pytest
 from mpitrain.cli import NOT_BEGUN
 from mpitrain.cli.launch.launcher_output import Errors, LauncherOutput
 from mpitrain.cli.terminal.status import FLAG, StatusFilter
-from tests.messages import cli as says
 from tests.processes import SECONDS, run
 
 ROOT = Path(__file__).parents[3]
@@ -46,9 +45,10 @@ ENDED, STOPPED, NOTHING = (
 )
 
 
-FAILED_1 = f"{says.RUN_FAILED} rank 1: ended by an exception"
-SILENT_1 = f"{says.RUN_FAILED} rank 1 on vm: no progress for 4 s{says.NOT_KNOWN_WHICH}"
-NO_REASON = f"{says.RUN_FAILED} {says.NO_REASON_GIVEN}"
+FAILED = "mpitrain launch: the run failed:"
+FAILED_1 = f"{FAILED} rank 1: ended by an exception"
+SILENT_1 = f"{FAILED} rank 1 on vm: no progress for 4 s; which rank stood still first is not known"
+NO_REASON = f"{FAILED} exit code 3, and no rank gave a reason"
 
 
 def started(code, training=True, prelude="signal.signal(signal.SIGHUP, signal.SIG_DFL)", **more):
@@ -189,11 +189,12 @@ def test_a_stop_before_the_run_began_says_that_there_was_nothing_to_save():
         ("rank 1: run.inject: raise at step 3\nrank 1: ended by an exception\nTraceback", FAILED_1),
         ("rank 1 on vm: no progress for 4 s\nrank 0 on vm: no progress for 4 s", SILENT_1),
         ("a box of the MPI", NO_REASON),
-        (REFUSAL, f"{says.RUN_FAILED} {REFUSAL}"),
+        (REFUSAL, f"{FAILED} {REFUSAL}"),
         (f"{REFUSAL}\nrank 1: ended by an exception", FAILED_1),
         (
             BEGAN,
-            f"{NO_REASON}{says.NAMES_SILENT_RANK}. With --resume=auto it goes on from its last checkpoint, if it has one",
+            f"{NO_REASON}; `mpitrain report runs/x` names the rank that fell silent first. "
+            "With --resume=auto it goes on from its last checkpoint, if it has one",
         ),
         ("TrainingError: a law\n               a way out", "               a way out"),
     ],
