@@ -63,6 +63,8 @@ def from_all_ranks(transport: Transport, function: Callable[[], Any]) -> list[An
             f"{error.filename or 'A file'} cannot be used: {error.strerror or error}.",
             "Name another path, or look at what is there.",
         ]
+    except MemoryError:
+        raise  # It ends the job with advice of its own.
     except Exception as error:
         cause, kind = error, type(error).__name__
         failure = ["MpitrainError", f"{kind}: {error}", "The traceback of that rank says where."]
@@ -131,7 +133,12 @@ def ending_together(transport: Transport, leaving: Callable[[], object] = bool) 
             transport.abort(str(error))
         text = str(error)
         if error.__cause__:
-            traceback.print_exception(error.__cause__)
+            print(
+                f"rank {transport.rank}: ended by an exception on {transport.hosts[transport.rank]}\n"
+                + "".join(traceback.format_exception(error.__cause__)),
+                file=sys.stderr,
+                flush=True,
+            )
         leave_together(transport, lambda: print(text, file=sys.stderr, flush=True), error.exit_code)
     except BrokenPipeError:
         if transport.size > 1:
