@@ -217,7 +217,7 @@ def test_windows_without_a_cache_are_no_wider_than_they_need(monkeypatch):
     assert int(logits(whole)[0, 19].argmax()) == narrow[19]
 
 
-def line_for(monkeypatch, family, ranks, cores=2, root=False, slurm=False, extra=()):
+def line_for(monkeypatch, family, ranks, cores=2, root=False, slurm=False, extra=(), **placed):
     """The words of the launcher's line, without paths."""
     monkeypatch.setattr(launch_command, "library", lambda: launch_command.Mpi(family, family))
     monkeypatch.setattr(launch_command, "launcher", lambda name, *library: name)
@@ -227,7 +227,9 @@ def line_for(monkeypatch, family, ranks, cores=2, root=False, slurm=False, extra
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     if slurm:
         monkeypatch.setenv("SLURM_JOB_ID", "1")
-    line, settings = launch_command.command_line(ranks, list(extra), ["python", "own.py"])
+    line, settings = launch_command.command_line(
+        ranks, list(extra), ["python", "own.py"], "", launch_command.Placement(**placed)
+    )
     assert line[-2:] == ["python", "own.py"]
     return " ".join(line[:-2]), settings
 
@@ -255,6 +257,17 @@ def test_open_mpi_before_5_has_another_name_for_shared_memory(version, btl):
     assert launch_command.shared_memory_btl(f"Open MPI v{version}, package: Debian") == btl
 
 
+@pytest.mark.parametrize(
+    "family, wanted",
+    [("Open MPI", "--map-by slot:PE=1 --host far:4"), ("MPICH", "-bind-to core:1")],
+)
+def test_ranks_of_other_hosts_are_bound_and_crowded_by_their_own_cores(monkeypatch, family, wanted):
+    line, settings = line_for(monkeypatch, family, 4, cores=1, hosts={"far": 4}, bind="core")
+    assert wanted in line and "oversubscribe" not in line and "yield" not in f"{line}{settings}"
+    with pytest.raises(ConfigError):
+        line_for(monkeypatch, family, 4, cores=1, hosts={"localhost": 4}, bind="core")
+
+
 def test_mpich_gets_what_the_machine_needs(monkeypatch):
     assert line_for(monkeypatch, "MPICH", 2) == ("mpiexec -n 2", {})
     assert line_for(monkeypatch, "MPICH", 3) == (
@@ -272,6 +285,7 @@ def test_mpich_gets_what_the_machine_needs(monkeypatch):
 )
 def test_inside_a_slurm_allocation_launch_uses_srun(monkeypatch, family, kind, always, crowded):
     monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
     for cores, ranks, settings in (
         ("2(x3),4", 10, always),
         ("2(x3),4", 11, always | crowded),

@@ -44,6 +44,13 @@ def test_the_scripts_for_pbs_and_lsf_are_output_of_mpitrain_slurm(system):
     assert run(["bash", "-n", path]).returncode == 0
 
 
+def test_srun_starts_the_image_by_the_pmi_that_its_mpi_takes():
+    mpi = re.search(r"mpitrain\[(\w+)\]", (SITE / "mpitrain.def").read_text())[1]
+    words = "slurm --env apptainer:mpitrain.sif -- train"
+    text = CliRunner().invoke(commands, words.split()).output
+    assert f"srun --mpi={ {'mpich': 'pmi2', 'openmpi': 'pmix'}[mpi] } " in text
+
+
 @pytest.mark.parametrize("launcher", ("pals", "flux"))
 def test_scripts_are_parsed_and_use_options_that_exist(launcher):
     path = SITE / f"train.{launcher}.sh"
