@@ -13,6 +13,7 @@ from mpitrain.data import (
     Source,
     Unopened,
     as_it_is,
+    file_digests,
     largest_token,
     open_source,
     source_kind,
@@ -140,7 +141,7 @@ def build(
         opened.append(found := source or _source(resolved.config, largest))
         check_data(resolved.config.model.kind, found.form, name)
         config, axes, plan, *_, device = resolved
-        listed: dict[str, int] = {}
+        listed: dict[str, Any] = {} if source else _files(config)
         if config.run.init_from and not checkpoint:
             initial.append(one := open_initial(config, found.inputs))
             listed["run.init_from"] = one.fingerprint
@@ -198,7 +199,12 @@ def build(
 def open_data(transport: Transport, given: Given) -> Source:
     """Open the configured data source, for several jobs of it; collective."""
     largest = _largest(transport, given)
-    return on_all_ranks(transport, lambda: _source(given.config, largest))
+    return on_all_ranks(
+        transport,
+        lambda: _source(given.config, largest),
+        "data source",
+        lambda found: _files(given.config),
+    )
 
 
 def model(config: Config, source: Source | Unopened, layers: Plain) -> list[Unit]:
@@ -318,6 +324,12 @@ def _largest(transport: Transport, given: Given) -> int | None:
             lambda: largest_token(name, transport.rank, transport.size, given.config.data.dtype),
         )
     )
+
+
+def _files(config: Config) -> dict[str, str]:
+    """Return the size and digest of each data file, in which all ranks agree."""
+    data = config.data
+    return file_digests([*(data.mixture or [data.source]), data.validation])
 
 
 def _source(config: Config, largest: int | None) -> Source:

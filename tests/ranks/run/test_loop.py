@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from mpitrain.config import parse, with_settings
-from mpitrain.data import as_it_is
-from mpitrain.errors import TrainingError
+from mpitrain.data import Unopened, as_it_is
+from mpitrain.errors import MpitrainError, TrainingError
 from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.run import watchdog
-from mpitrain.run.build import build
+from mpitrain.run.build import build, model
 from mpitrain.run.checkpoint import save_load
 from mpitrain.run.checkpoint.directories import newest
 from mpitrain.run.checkpoint.manifest import Done
@@ -481,3 +481,35 @@ def test_a_run_stops_by_itself_near_the_end_of_its_job(mode, at, book, tmp_path)
     assert (last["event"], last["step"]) == ("stopped", at) and last["before_limit_s"] < 0
     assert not any(run_ranks(2, lambda own: run(own, lambda: time.time() + 10 * SECONDS)))
     assert records(tmp_path)[-1]["event"] == "end"
+
+
+TOKENS = Unopened("tokens", (128,), 256, 256)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda transport, config, make: train(transport, lambda: make(config)),
+        lambda transport, config, make: Trainer(
+            transport, lambda layers: make(model(config, TOKENS, layers)), config
+        ),
+    ],
+    ids=["configuration", "units"],
+)
+def test_code_of_a_caller_that_raises_on_one_rank_is_an_error_on_all(call, tmp_path):
+    config = parse(with_settings({}, [f"run.out={tmp_path}/run"]))
+
+    def run(transport):
+        def make(result):
+            if transport.rank == 1:
+                raise KeyError("absent")
+            return result
+
+        with pytest.raises(MpitrainError) as error:
+            call(transport, config, make)
+        assert error.value.agreed and "On rank 1 (" in error.value.law
+        assert "KeyError: 'absent'" in error.value.law
+        assert isinstance(error.value.__cause__, KeyError) == (transport.rank == 1)
+
+    run_ranks(3, run)
+    assert not (tmp_path / "run").exists()
