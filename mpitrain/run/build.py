@@ -128,7 +128,6 @@ def build(
                 opened[0],
                 lambda layers: model(resolved.config, opened[0], layers),
                 rooms[0],
-                transport.hosts,
                 transport.rank,
                 lambda n: (other := with_micro_batches(resolved, n)) and scheduled(other),
             )
@@ -137,7 +136,7 @@ def build(
     def facts(resolved: Resolved) -> dict[str, Any]:
         opened.append(found := source or _source(resolved.config, largest))
         check_data(resolved.config.model.kind, found.form, name)
-        config, axes, plan, *_, device = resolved
+        config, axes, plan, *_, gpus, device = resolved
         listed: dict[str, int] = {}
         if config.run.init_from and not checkpoint:
             initial.append(one := open_initial(config, found.inputs))
@@ -148,7 +147,7 @@ def build(
         if config.lora.init_from and not checkpoint:
             adapters.append(own := open_adapter(config))
             listed["lora.init_from"] = own[0].fingerprint
-        rooms.append(check_memory(transport, config, found, axes, len(plan.stage_of), device))
+        rooms.append(check_memory(transport, config, found, axes, len(plan.stage_of), device, gpus))
         count(resolved)
         return {
             **listed,

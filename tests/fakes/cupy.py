@@ -355,9 +355,13 @@ def _get_device_count():
     return devices.count
 
 
-def see(*gpus):
-    """Give this thread GPUs by their PCI addresses; the first is the current one."""
-    _local.gpus = gpus
+def see(*gpus, uuid=b"", memory=None):
+    """Give this thread GPUs by their PCI addresses; the first is the current one.
+
+    uuid    of the current one; instances of one GPU (MIG) have the same address
+    memory  as in `devices`
+    """
+    _local.gpus, _local.uuid, _local.memory = gpus, uuid, memory
 
 
 def allocation_start(ptr):
@@ -448,7 +452,8 @@ cuda = SimpleNamespace(
         memcpyDefault=4,
         CUDARuntimeError=CUDARuntimeError,
         getDevice=lambda: 0,
-        memGetInfo=lambda: devices.memory,
+        memGetInfo=lambda: getattr(_local, "memory", None) or devices.memory,
+        getDeviceProperties=lambda index: {"uuid": getattr(_local, "uuid", b"")},
         deviceGetPCIBusId=lambda index: getattr(_local, "gpus", ("0000:17:00.0",))[index],
         ipcGetMemHandle=_export,
         ipcOpenMemHandle=_open,

@@ -17,6 +17,5 @@ ONLY_SIMULATOR_CAN_CHECK = "Only the simulator can check kernels, but --device i
 PARAMETERS_GRADIENTS_FREE = "parameters with gradients .* are free"
 PARAMETERS_RANK_NEED_GB = "{:,} parameters .* of {} rank\\(s\\) need .* GB on this host"
 PIP_INSTALL_MPITRAIN_CUDA = "pip install 'mpitrain[cuda13]', or [cuda12]; or use --device cpu."
-RANK_NEED_GB_GPU = "of 2 rank\\(s\\) need .* GB on this GPU, but 0\\.00 GB are free"
 SELF_TEST_FAILED_DEVICE = "but a self-test failed: device.kind cuda needs"
 WARNING_THEY_TAKE_TURNS = "warning: {}: they take turns, and each needs its own memory.\n"
