@@ -4,20 +4,10 @@ ALGORITHM_NATIVE_NEEDS_DTYPE = (
     "algorithm native needs a dtype that MPI reduces, which float16 is not."
 )
 ALGORITHM_SHARED_NEEDS_BYTES = "algorithm shared needs 2 x 4,000 bytes in /dev/shm"
-ALGORITHM_SHARED_NEEDS_EVERY = (
-    "ConfigError: algorithm shared needs every rank to see the GPUs of all, but rank 0 "
-    "does not see that of rank 1 (0000:01:00.0).\n             Leave CUDA_VISIBLE_DEVICES "
-    "and Slurm's --gpus-per-task out, or use algorithm ring."
-)
 ARRAY_GAPS = "an array with gaps"
 CANNOT_HANDED_OTHER_PROCESSES = "cannot be handed to other processes: libcuda.so.1: cannot open"
 EVERY_RANK_WAITS_NO = "every rank waits and no message can move"
 EXCHANGE_NEEDS_ONE_SIZE = "exchange needs one size on every rank, but it is 5 on rank 0"
-FALLS_BACK_ON_RING = {
-    name: f"mpitrain: algorithm shared falls back on ring. On rank 1 (localhost): {refused} of "
-    "another process cannot be opened: cudaErrorInvalidContext: invalid device context.\n"
-    for name, refused in (("works", "GPU memory"), ("shares_events", "GPU events"))
-}
 MUST_ONE_RING_AUTO = "must be one of ring, .*{}, auto, but"
 NEEDS_ALL_RANKS_ONE = "needs all ranks on one host, but they are on 2."
 NEEDS_CONTIGUOUS_ARRAYS_PLAIN = (
