@@ -126,7 +126,9 @@ def _bind(
         raise on_every_rank(refusal)
     reduction = table[algorithm].bind(transport, array, op, agreed, arithmetic)
     if reduction is None:
-        if asked == "shared" and transport.size > 1:
+        # Transports of GPUs have no windows for the few arrays in host memory.
+        has_memory = on_device(array) or not transport.allocates_on_device
+        if asked == "shared" and transport.size > 1 and has_memory:
             raise on_every_rank(unshared(transport, array))
         algorithm = choice["plain"] if choice and on_device(array) else "ring"
         reduction = table[algorithm].bind(transport, array, op, agreed, arithmetic)
