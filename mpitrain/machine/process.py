@@ -111,6 +111,16 @@ def limit_blas_threads() -> None:
             os.environ[name] = str(blas_threads())
 
 
+def yield_crowded_cores() -> None:
+    """Let MPI leave the core while it waits, if this host has fewer cores than ranks.
+
+    Call it before MPI starts. `launch` cannot know the cores of other hosts.
+    """
+    if launched().local_size > processors():
+        for name in ("OMPI_MCA_mpi_yield_when_idle", "MPIR_CVAR_ENABLE_HEAVY_YIELD"):
+            os.environ.setdefault(name, "1")
+
+
 def choose_blas_kernels(kernels: str) -> None:
     """Select kernels of OpenBLAS, such as Haswell, before NumPy is imported."""
     os.environ["OPENBLAS_CORETYPE"] = kernels

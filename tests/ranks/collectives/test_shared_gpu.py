@@ -22,7 +22,6 @@ from mpitrain.transport.device.messages import DeviceTransport
 from mpitrain.transport.device.staging import Staged
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu
-from tests.messages import collectives as says
 
 COUNTS = (0, 1, 2, 5, 1001)
 BEFORE = 3  # elements of an allocation before the array
@@ -262,7 +261,7 @@ def test_a_driver_that_does_not_answer_is_no_way_either(monkeypatch, capsys):
         assert isinstance(bind(transport, memory.zeros(10, "float32"), algorithm="auto"), Execution)
 
     on_ranks(2, check)
-    assert says.CANNOT_HANDED_OTHER_PROCESSES in capsys.readouterr().err
+    assert "processes: libcuda.so.1:" in capsys.readouterr().err
 
 
 def refusal(n, function, **options):
@@ -276,7 +275,7 @@ def test_a_transport_of_host_memory_is_refused():
     def check(transport):
         bind(transport, CudaBackend().zeros(10, "float32"), algorithm="shared")
 
-    with pytest.raises(ConfigError, match=says.TRANSPORT_HOST) as raised:
+    with pytest.raises(ConfigError, match="is the host's") as raised:
         run_ranks(2, check)
     assert raised.value.agreed
 
@@ -287,7 +286,7 @@ def test_several_hosts_are_refused():
         lambda transport, memory: bind(transport, memory.zeros(1, "float32"), algorithm="shared"),
         hosts="ab",
     )
-    assert says.NEEDS_ALL_RANKS_ONE in text
+    assert "are on 2." in text
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "shared"])
