@@ -1,6 +1,6 @@
 """The measurements of a certificate, one after the other, on all ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def facts() -> Facts:
         process.own_cores(),
         processor().name,
         " ".join(filter(None, named)) or "unknown",
-        process.shared_memory_size(),
+        process.shared_memory(),
     )
 
 
@@ -57,35 +57,44 @@ def collect(
     sample: Sampler,
     examine: Callable[[], Sequence[Finding]],
     absent: dict[str, str],
-    say: Callable[[str], None],
     own: Callable[[], Facts] = facts,
-) -> Evidence:
-    """Measure everything; collective. Every rank gets the same evidence.
+) -> Iterator[Evidence]:
+    """Yield the evidence before each measurement, and at the end; collective, equal on all ranks.
 
     folder   directory on the file system of the runs
     sample   takes a sample of this rank's speed
     examine  returns the problems that `doctor` finds; collective
     absent   {node: reason} of nodes that did not answer
-    say      prints the name of the next measurement, on rank 0
     own      returns the facts about this rank
     """
-    say("probes of doctor")
-    found = examine()
     everyone = [
         Facts(*values)._replace(node=host)
         for values, host in zip(transport.gather_text(own()), transport.hosts, strict=True)
     ]
-    say("the same step alone on every rank")
-    steps = [(digests[0], digests[1]) for digests in step_digests(transport)]
-    say(f"matrix products and memory, {rounds} rounds of {len(turns(everyone))} turn(s)")
-    speeds = _speeds(transport, everyone, limits, rounds, sample)
-    say("links of all pairs of nodes")
-    pairs = links(transport)
-    say("every collective")
+    known = Evidence(everyone, absent=absent, awaits="probes of doctor")
+    yield known
+    known = known._replace(findings=examine(), awaits="the same step alone on every rank")
+    yield known
+    known = known._replace(
+        steps=[(digests[0], digests[1]) for digests in step_digests(transport)],
+        awaits=f"matrix products and memory, {rounds} rounds of {len(turns(everyone))} turn(s)",
+    )
+    yield known
+    known = known._replace(
+        speeds=_speeds(transport, everyone, limits, rounds, sample),
+        awaits="links of all pairs of nodes",
+    )
+    yield known
+    known = known._replace(pairs=links(transport), awaits="every collective")
+    yield known
     checked, wrong = collectives(transport)
-    say("a training run, on other nodes, and resumed from a checkpoint")
-    jobs = repeat(transport, folder)
-    return Evidence(everyone, speeds, steps, pairs, checked, wrong, found, jobs, absent)
+    known = known._replace(
+        collectives=checked,
+        wrong=wrong,
+        awaits="a training run, on other nodes, and resumed from a checkpoint",
+    )
+    yield known
+    yield known._replace(jobs=repeat(transport, folder), awaits="")
 
 
 def _speeds(

@@ -1,5 +1,6 @@
 """The measurements of a certificate, as plain data. `verdict.judge` decides on them."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ class Facts(NamedTuple):
     cores      cores that it may use
     processor  name of the processor; ranks of one processor compute the same bits
     blas       name, version and kernels of NumPy's BLAS
-    shared     size of /dev/shm in bytes
+    shared     bytes free in /dev/shm
     """
 
     node: str
@@ -73,7 +74,7 @@ class Jobs(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """All measurements of a certificate; lists are by rank where no key says otherwise.
+    """The measurements of a certificate so far; lists are by rank where no key says otherwise.
 
     steps         two digests of the same seeded training step, alone on each rank
     pairs         links between nodes, measured from the first rank of each; ranks are node numbers
@@ -81,19 +82,30 @@ class Evidence(NamedTuple):
     wrong         the collectives with wrong elements
     findings      problems from `doctor`
     absent        {node: reason} of nodes that did not answer
+    awaits        the measurement that comes next; "" at the end
     """
 
-    facts: Sequence[Facts]
-    speeds: Sequence[Speeds]
-    steps: Sequence[tuple[str, str]]
-    pairs: Sequence[Pair]
-    collectives: int
-    wrong: Sequence[Wrong]
-    findings: Sequence[Finding]
-    jobs: Jobs
-    absent: dict[str, str]
+    facts: Sequence[Facts] = ()
+    speeds: Sequence[Speeds] = ()
+    steps: Sequence[tuple[str, str]] = ()
+    pairs: Sequence[Pair] = ()
+    collectives: int = 0
+    wrong: Sequence[Wrong] = ()
+    findings: Sequence[Finding] = ()
+    jobs: Jobs = Jobs()
+    absent: dict[str, str] = {}
+    awaits: str = ""
 
     @property
     def nodes(self) -> list[str]:
         """The nodes that answered, in the order of their first ranks."""
         return list(dict.fromkeys(fact.node for fact in self.facts))
+
+    @property
+    def crowded(self) -> set[str]:
+        """The nodes whose ranks share cores, perhaps with other nodes of the same machine."""
+        ranks = Counter(fact.machine for fact in self.facts)
+        cores: dict[str, set[int]] = {}
+        for fact in self.facts:
+            cores.setdefault(fact.machine, set()).update(fact.cores)
+        return {fact.node for fact in self.facts if ranks[fact.machine] > len(cores[fact.machine])}

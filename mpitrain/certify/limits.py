@@ -18,7 +18,7 @@ class Limits(BaseModel):
     link_GBs     lowest accepted bandwidth between two nodes, one way
     link_us      highest accepted latency between two nodes, one way
     ratio        lowest accepted rate of a rank, relative to the median of the nodes with the same processor
-    shm_MB       smallest accepted size of /dev/shm
+    shm_MB       least accepted free space in /dev/shm
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)

@@ -1,33 +1,43 @@
 """The output of a certificate: lines for people, JSON for programs, JUnit for ReFrame and CI."""
 
+from collections.abc import Sequence
 from typing import Any
 from xml.etree import ElementTree
 
 from mpitrain.bench.collectives.columns import figure
-from mpitrain.certify.evidence import Evidence
+from mpitrain.certify.evidence import Evidence, Speeds
 from mpitrain.certify.verdict import RATES, Certificate, best, usual_rates
 from mpitrain.errors import visible
 
 
 def lines(evidence: Evidence, certificate: Certificate) -> list[str]:
-    """Return a line for each node, one for each other failure, and the result."""
-    width = max((len(verdict.node) for verdict in certificate.nodes), default=0)
-    found = [
-        f"{visible(verdict.node):<{width}}  "
-        + (
-            "FAIL  " + visible("; ".join(verdict.reasons))
-            if verdict.reasons
-            else f"PASS  {_speeds(evidence, verdict.node)}"
-        )
-        for verdict in certificate.nodes
-    ]
-    found += [f"{'':<{width}}  FAIL  {visible(reason)}" for reason in certificate.others]
-    bad = sum(bool(verdict.reasons) for verdict in certificate.nodes)
+    """Return the failures, a line for each other node, and the result."""
+    found, others = failures(certificate), []
+    sound = [verdict.node for verdict in certificate.nodes if not verdict.reasons]
+    for node in sound:
+        text = "not judged" if certificate.awaits else f"PASS  {_speeds(evidence, node)}"
+        others.append(f"{visible(node):<{_width(certificate)}}  {text}")
+    if evidence.pairs and evidence.crowded:
+        others.append("ranks share cores, so only --expect judges the speed of their links")
+    if certificate.awaits:
+        others.append(f"stopped before the end of: {certificate.awaits}")
     return [
         *found,
-        f"{len(certificate.nodes) - bad} of {len(certificate.nodes)} node(s) pass, "
+        *others,
+        f"{0 if certificate.awaits else len(sound)} of {len(certificate.nodes)} node(s) pass, "
         f"{len(certificate.others)} other failure(s); {evidence.collectives} collectives checked",
     ]
+
+
+def failures(certificate: Certificate) -> list[str]:
+    """Return a line for each reason of a node, and for each other failure."""
+    pairs = [(verdict.node, why) for verdict in certificate.nodes for why in verdict.reasons]
+    pairs += [("", why) for why in certificate.others]
+    return [f"{visible(node):<{_width(certificate)}}  FAIL  {visible(why)}" for node, why in pairs]
+
+
+def _width(certificate: Certificate) -> int:
+    return max((len(verdict.node) for verdict in certificate.nodes), default=0)
 
 
 def _speeds(evidence: Evidence, node: str) -> str:
@@ -44,23 +54,29 @@ def document(
     evidence: Evidence, certificate: Certificate, header: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the JSON document: verdicts, usual values and all measurements."""
-    usual = {
-        name: max(usual_rates(evidence.facts, evidence.speeds, name), default=0.0) for name in RATES
-    }
+    speeds = evidence.speeds or [Speeds([], [])] * len(evidence.facts)
+    steps: Sequence[tuple[str, ...]] = evidence.steps or [()] * len(evidence.facts)
+    usual = {name: max(usual_rates(evidence.facts, speeds, name), default=0.0) for name in RATES}
     return {
         "header": header,
         "passes": certificate.passes,
+        "awaits": certificate.awaits,
         "nodes": [
-            {"node": verdict.node, "passes": not verdict.reasons, "reasons": verdict.reasons}
+            {
+                "node": verdict.node,
+                # null: not judged yet
+                "passes": None
+                if certificate.awaits and not verdict.reasons
+                else not verdict.reasons,
+                "reasons": verdict.reasons,
+            }
             for verdict in certificate.nodes
         ],
         "others": certificate.others,
         "usual": {"gemm_GFLOPs": usual["gemm"] / 1e9, "memory_GBs": usual["memory"] / 1e9},
         "ranks": [
-            {**fact._asdict(), **speeds._asdict(), "steps": list(step)}
-            for fact, speeds, step in zip(
-                evidence.facts, evidence.speeds, evidence.steps, strict=True
-            )
+            {**fact._asdict(), **own._asdict(), "steps": list(step)}
+            for fact, own, step in zip(evidence.facts, speeds, steps, strict=True)
         ],
         "pairs": [pair._asdict() for pair in evidence.pairs],
         "collectives": evidence.collectives,
@@ -83,6 +99,8 @@ def junit(certificate: Certificate) -> str:
         if reasons:
             text = visible("; ".join(reasons))
             ElementTree.SubElement(case, "failure", message=text).text = text
+        elif certificate.awaits:
+            ElementTree.SubElement(case, "skipped", message=f"before: {certificate.awaits}")
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(
         suite, encoding="unicode"
     )

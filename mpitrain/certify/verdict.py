@@ -6,9 +6,10 @@ from statistics import median
 from typing import NamedTuple
 
 from mpitrain.bench.collectives.columns import figure
-from mpitrain.bench.links.pairs import BETWEEN, Pair, odd_pairs
+from mpitrain.bench.links.pairs import BETWEEN, Pair, bad_everywhere, odd_pairs
 from mpitrain.certify.evidence import Evidence, Facts, Speeds
 from mpitrain.certify.limits import Limits
+from mpitrain.machine.process import room_for
 
 RATES = {
     "gemm": ("matrix products", 1e9, "GFLOP/s"),
@@ -18,7 +19,7 @@ RATES = {
 
 
 class Verdict(NamedTuple):
-    """The verdict on one node; without reasons it passes."""
+    """The verdict on one node; without reasons it passes, or is not judged yet."""
 
     node: str
     reasons: list[str]
@@ -28,15 +29,17 @@ class Certificate(NamedTuple):
     """The verdicts on all nodes.
 
     others  failures that no single node explains: pairs, collectives, and training runs
+    awaits  the measurement without which no node passes; "" after all of them
     """
 
     nodes: list[Verdict]
     others: list[str]
+    awaits: str = ""
 
     @property
     def passes(self) -> bool:
         """Whether every node passes and nothing else fails."""
-        return not self.others and not any(verdict.reasons for verdict in self.nodes)
+        return not (self.awaits or self.others or any(verdict.reasons for verdict in self.nodes))
 
 
 def judge(evidence: Evidence, limits: Limits) -> Certificate:
@@ -44,11 +47,12 @@ def judge(evidence: Evidence, limits: Limits) -> Certificate:
     reasons: dict[str, list[str]] = {node: [] for node in evidence.nodes}
     others: list[str] = []
     for node, reason in (
-        *_small(evidence.facts, limits),
+        *_small(evidence, limits),
         *_arithmetic(evidence),
         *_rates(evidence, limits),
         *_links(evidence, limits),
-        *_found(evidence),
+        *_bytes(evidence),
+        *evidence.findings,
         *_runs(evidence),
     ):
         known = reasons.get(node, others)
@@ -61,6 +65,7 @@ def judge(evidence: Evidence, limits: Limits) -> Certificate:
         [Verdict(node, found) for node, found in reasons.items()]
         + [Verdict(node, [reason]) for node, reason in evidence.absent.items()],
         others,
+        evidence.awaits,
     )
 
 
@@ -97,14 +102,13 @@ def _least(name: str, limits: Limits) -> float:
     return 1e9 * {"gemm": limits.gemm_GFLOPs, "memory": limits.memory_GBs}[name]
 
 
-def _small(facts: Sequence[Facts], limits: Limits) -> Iterator[tuple[str, str]]:
-    """Yield (node, reason) for nodes whose /dev/shm is too small."""
-    for fact in facts:
-        if fact.shared < limits.shm_MB * 1e6:
-            yield (
-                fact.node,
-                f"/dev/shm has {fact.shared / 1e6:.0f} MB, and the limit is {limits.shm_MB:g} MB",
-            )
+def _small(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]:
+    """Yield (node, reason) for nodes whose /dev/shm has too little room."""
+    for node in evidence.nodes:
+        free = [fact.shared for fact in evidence.facts if fact.node == node]
+        least = max(limits.shm_MB * 1e6, room_for(0, len(free)))
+        if min(free) < least:
+            yield node, f"/dev/shm has {min(free) / 1e6:.0f} MB free, and needs {least / 1e6:g} MB"
 
 
 def _arithmetic(evidence: Evidence) -> Iterator[tuple[str, str]]:
@@ -143,6 +147,8 @@ def _arithmetic(evidence: Evidence) -> Iterator[tuple[str, str]]:
 def _rates(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]:
     """Yield (node, reason) for slow ranks."""
     for name, (what, unit, units) in RATES.items():
+        if not evidence.speeds:
+            return
         usual = usual_rates(evidence.facts, evidence.speeds, name)
         least = _least(name, limits)
         for rank, (fact, own) in enumerate(zip(evidence.facts, evidence.speeds, strict=True)):
@@ -160,9 +166,14 @@ def _rates(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]:
 
 
 def _links(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]:
-    """Yield (node, reason) for nodes with only slow links, and ("", reason) for other slow pairs."""
+    """Yield (node, reason) for nodes with only bad links, and ("", reason) for other bad pairs.
+
+    Links of crowded nodes are compared with limits alone: the ranks may wait for a core.
+    """
     slow: dict[tuple[int, int], str] = {}
-    for odd in odd_pairs(evidence.pairs, (BETWEEN,)):
+    crowded = evidence.crowded
+    quiet = [pair for pair in evidence.pairs if not crowded & {pair.first_host, pair.second_host}]
+    for odd in odd_pairs(quiet, (BETWEEN,)):
         value, unit = (
             (odd.pair.best_GBs, "GB/s") if odd.what == "bandwidth" else (odd.pair.fastest_us, "us")
         )
@@ -174,25 +185,35 @@ def _links(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]:
     }
     nodes = {pair.first: pair.first_host for pair in evidence.pairs}
     nodes |= {pair.second: pair.second_host for pair in evidence.pairs}
-    guilty = {
-        number
-        for number in nodes
-        if all(pair[:2] in slow for pair in evidence.pairs if number in pair[:2])
-    }
-    if len(guilty) == len(nodes):
-        guilty = set()  # No link is good, so no node is worse than the others.
-    for number in sorted(guilty):
+    guilty = bad_everywhere(evidence.pairs, slow)
+    for number in guilty:
         mine = [reason for pair, reason in slow.items() if number in pair]
         yield nodes[number], f"all {len(mine)} links are slow: {mine[0]}"
     for (first, second), reason in slow.items():
-        if not {first, second} & guilty:
+        if not {first, second} & {*guilty}:
             yield "", f"the link of {nodes[first]} and {nodes[second]} is slow: {reason}"
-    for pair in evidence.pairs:
-        if pair.wrong:
+
+
+def _bytes(evidence: Evidence) -> Iterator[tuple[str, str]]:
+    """Yield the wrong bytes of messages and of collectives, for the nodes that explain them."""
+    wrong = [pair for pair in evidence.pairs if pair.wrong]
+    ends = Counter(node for pair in wrong for node in (pair.first_host, pair.second_host))
+    most, second, *_ = [*(count for _, count in ends.most_common(2)), 0, 0]
+    worst = bad_everywhere(evidence.pairs, {pair[:2] for pair in wrong})
+    corrupt = {evidence.nodes[number] for number in worst}
+    corrupt |= {node for node, count in ends.items() if count == most > max(1, second)}
+    for node in sorted(corrupt):
+        yield node, f"bytes of {ends[node]} of its {len(evidence.nodes) - 1} links arrive wrong"
+        if evidence.wrong:
+            yield node, f"{len(evidence.wrong)} collectives with it have wrong elements"
+    for pair in wrong:
+        if not corrupt & {pair.first_host, pair.second_host}:
             yield (
                 "",
                 f"{pair.wrong} bytes between {pair.first_host} and {pair.second_host} arrived wrong",
             )
+    for row in () if corrupt else evidence.wrong:
+        yield "", f"{row.operation} by {row.algorithm} has {row.wrong} wrong elements"
 
 
 def _beyond(pair: Pair, limits: Limits) -> str | None:
@@ -202,13 +223,6 @@ def _beyond(pair: Pair, limits: Limits) -> str | None:
     if limits.link_us and not (pair.fastest_us <= limits.link_us):
         return f"latency {figure(pair.fastest_us)} us, and the limit is {limits.link_us:g}"
     return None
-
-
-def _found(evidence: Evidence) -> Iterator[tuple[str, str]]:
-    """Yield the problems of `doctor` and the wrong collectives."""
-    yield from evidence.findings
-    for row in evidence.wrong:
-        yield "", f"{row.operation} by {row.algorithm} has {row.wrong} wrong elements"
 
 
 def _runs(evidence: Evidence) -> Iterator[tuple[str, str]]:

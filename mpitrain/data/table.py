@@ -128,6 +128,9 @@ Configuration, help texts and commands read this table, so a new source needs on
 """
 
 
+PARTS = ("form", "shape", "inputs", "classes", "held_out", "batch", "held_out_rows")
+"""The attributes and methods of a `Source`."""
+
 UNKNOWN = SourceKind(_refuse, "tokens")
 """The row of every name that is no source."""
 
@@ -227,7 +230,14 @@ def open_source(
         scan = as_it_is(name, reading.dtype)._replace(largest=largest)
     if row.is_token_file or reading.mixture:
         tokenizer_of([*(reading.mixture or [name]), *([validation] if ":" in validation else [])])
-    return row.open(Request(name, context, dtype, vocabulary, validation, scan, reading, form))
+    request = Request(name, context, dtype, vocabulary, validation, scan, reading, form)
+    return SOURCES.made(
+        name.partition(":")[0],
+        "data source",
+        lambda: row.open(request),
+        "an object with the attributes and methods of a Source",
+        lambda source: all(hasattr(source, part) for part in PARTS),
+    )
 
 
 def check_mixture(name: str, mixture: Mapping[str, float]) -> None:

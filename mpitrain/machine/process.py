@@ -137,6 +137,14 @@ def lower_blas_threads(local_size: int) -> None:
         threadpool_limits(max(1, min(cores(), processors() // local_size)))
 
 
+def blas_threads_in_use() -> int:
+    """Return the number of threads of this process's BLAS, after NumPy is imported; 1 without BLAS."""
+    from threadpoolctl import threadpool_info
+
+    pools = [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+    return max(pools, default=1)
+
+
 def gpus() -> int:
     """Return the number of GPUs that CuPy finds; 0 without CuPy, a driver or a GPU."""
     try:
@@ -207,14 +215,6 @@ def shared_memory() -> int:
         return 0
     found = os.statvfs(SHARED_MEMORY)
     return found.f_bavail * found.f_frsize
-
-
-def shared_memory_size() -> int:
-    """Return the size of SHARED_MEMORY in bytes, used or free; 0 without it."""
-    if not os.path.isdir(SHARED_MEMORY):
-        return 0
-    found = os.statvfs(SHARED_MEMORY)
-    return found.f_blocks * found.f_frsize
 
 
 def own_cores() -> list[int]:

@@ -13,7 +13,7 @@ from mpitrain.layers.flat import Storage
 from mpitrain.layers.frozen import freeze
 from mpitrain.layers.plain import Plain
 from mpitrain.machine import process
-from mpitrain.models.table import MODELS
+from mpitrain.models.table import units_of
 from mpitrain.models.targets import adapt
 from mpitrain.ops.device import Device
 from mpitrain.optim import state_bytes
@@ -160,4 +160,4 @@ def _described(
 ) -> Sequence[Unit]:
     """Return the units of the configured network with another number of layers."""
     model = config.model.model_copy(update={"layers": depth})
-    return MODELS[config.model.kind].build(layers, model, source)
+    return units_of(model, source, layers)

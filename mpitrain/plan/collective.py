@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from mpitrain.collectives.engine.agreement import check_name
 from mpitrain.collectives.plans.steps import Plan, Step
+from mpitrain.collectives.selection.own_algorithm import proven
 from mpitrain.collectives.selection.table import TABLES
 from mpitrain.errors import ConfigError
 
@@ -38,13 +39,12 @@ def plans_of(
     known = [name for name, line in table.items() if line.plans]
     if algorithm not in table:
         check_name(f"{operation} algorithm", algorithm, known)
-    plans = table[algorithm].plans
-    if plans is None:
+    if table[algorithm].plans is None:
         raise ConfigError(
             f"Algorithm {algorithm} is no plan of messages that could be printed.",
             f"Take {', '.join(known)}.",
         )
-    return [plans(rank, hosts, count) for rank in range(len(hosts))]
+    return proven(operation, algorithm, hosts, count)
 
 
 def rounds(plans: Sequence[Sequence[Plan]]) -> list[list[Move]]:

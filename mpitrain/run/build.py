@@ -23,7 +23,7 @@ from mpitrain.layers.base import Unit
 from mpitrain.layers.frozen import freeze
 from mpitrain.layers.memory.recomputed import with_recomputation
 from mpitrain.layers.plain import Plain
-from mpitrain.models.table import MODELS, check_data
+from mpitrain.models.table import MODELS, check_data, units_of
 from mpitrain.models.targets import adapt
 from mpitrain.parallel.memory import Room, check_memory
 from mpitrain.parallel.tensor.layer_factory import described
@@ -43,6 +43,8 @@ from mpitrain.run.trainer import Trainer
 from mpitrain.run.transfer.adapters import (
     base_of,
     check_base,
+    check_head,
+    check_layers,
     of_adapters,
     of_base,
     open_adapter,
@@ -147,6 +149,10 @@ def build(
         if config.lora.init_from and not checkpoint:
             adapters.append(own := open_adapter(config))
             listed["lora.init_from"] = own[0].fingerprint
+            layers = described(device.ops, config.layout.model_copy(update={"tp": 1}))
+            check_layers(own[0], config, model(config, found, layers))
+            if transport.rank == 0 and initial:
+                check_head(own[0], initial[0])
         rooms.append(check_memory(transport, config, found, axes, len(plan.stage_of), device, gpus))
         count(resolved)
         return {
@@ -196,7 +202,7 @@ def open_data(transport: Transport, given: Given) -> Source:
 
 def model(config: Config, source: Source | Unopened, layers: Plain) -> list[Unit]:
     """Make the units of the configured network for this data source, with a layer factory."""
-    return list(MODELS[config.model.kind].build(layers, config.model, source))
+    return list(units_of(config.model, source, layers))
 
 
 def utilisation(job: Job, sharing: int) -> Callable[[float], dict[str, float]]:

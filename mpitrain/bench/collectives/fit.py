@@ -1,7 +1,9 @@
 """Fitting the cost model to measurements, and checking it on sizes that it has not seen."""
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
+from itertools import groupby
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -26,6 +28,8 @@ from mpitrain.collectives.selection.tuning import DEFAULT
 
 SHORT = 1 << 14
 """Bytes up to which an array is short: there the number of messages determines the time."""
+NEGLIGIBLE = 10.0
+"""Times of the latency from which a run shows the rate of a link."""
 
 
 class Check(NamedTuple):
@@ -54,6 +58,7 @@ def median_of_sweeps(rows: Sequence[Row]) -> list[Row]:
 def fit(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) -> Tuning:
     """Fit the constants for one number of ranks to measured all-reduces."""
     n, defaults = len(hosts), next(iter(DEFAULT.plans.values()))
+    link = link_seconds(hosts, rows, machine["cores"])
     plans: dict[str, Constants] = {}
     whole: dict[str, dict[str, Constants]] = {}
     for memory in dict.fromkeys(row.buffers for row in rows):
@@ -65,24 +70,91 @@ def fit(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) -> T
             )
             for row in moved
         ]
-        plans[memory] = constants(moved, works, defaults[memory])
+        least = np.zeros((len(KNOTS), len(TERMS)))
+        least[:, TERMS.index("net_beta")] = link
+        plans[memory] = constants(moved, works, least, defaults[memory])
+        alone = Tuning(machine, {n: plans}, {n: {memory: {} for memory in plans}})
         whole[memory] = {}
         for name in dict.fromkeys(row.chosen for row in here if is_whole("allreduce", row.chosen)):
             mine = [row for row in here if row.chosen == name]
-            whole[memory][name] = constants(mine, [(1, row.bytes) for row in mine])
+            least = np.zeros((len(KNOTS), 2))
+            least[:, 1] = link * crossing(hosts)
+            last = max(mine, key=lambda row: row.bytes)
+            if last.time_us > min(
+                (row.time_us for row in moved if row.bytes == last.bytes), default=math.inf
+            ):
+                names = {row.chosen for row in moved}
+                knot = max(0, bisect_right(KNOTS, last.bytes) - 1)
+                bound = _fastest_plan(alone, names, hosts, last, memory)
+                least[knot:] = np.maximum(least[knot:], bound)
+            whole[memory][name] = constants(mine, [(1, row.bytes) for row in mine], least)
     return Tuning(machine, {n: plans}, {n: whole})
 
 
+def _fastest_plan(
+    plans: Tuning, names: Collection[str], hosts: Sequence[str], row: Row, memory: str
+) -> tuple[float, float]:
+    """Return (a, b) of a line a + b x bytes through the time of the fastest plan at a row's size.
+
+    names  algorithms with plans
+    """
+    once, twice = (
+        min(
+            predict(
+                plans, "allreduce", name, hosts, times * row.count, row.bytes // row.count, memory
+            )
+            for name in names
+        )
+        for times in (1, 2)
+    )
+    b = (twice - once) / row.bytes
+    return max(0.0, once - b * row.bytes), b
+
+
+def crossing(hosts: Sequence[str]) -> float:
+    """Return the least part of an array that the busiest host of an all-reduce sends to others."""
+    return 2 * (1 - 1 / len(set(hosts)))
+
+
+def link_seconds(hosts: Sequence[str], rows: Sequence[Row], cores: int) -> float:
+    """Return the seconds per byte of the fastest run over a host's link; 0 without such a link.
+
+    The time of the shortest array counts as latency. Only runs of at least NEGLIGIBLE times this
+    latency are used.
+    """
+    found = []
+    for row in rows:
+        latency = min(
+            (other.bytes, other.time_us)
+            for other in rows
+            if (other.chosen, other.buffers) == (row.chosen, row.buffers)
+        )[1]
+        if row.time_us < NEGLIGIBLE * latency:
+            continue
+        sent = crossing(hosts) * row.bytes
+        if not is_whole("allreduce", row.chosen):
+            sent = work(
+                "allreduce", row.chosen, hosts, row.count, row.bytes // row.count, cores
+            ).net_bytes
+        if sent:
+            found.append(1e-6 * (row.time_us - latency) / sent)
+    return min(found, default=0.0)
+
+
 def constants(
-    rows: Sequence[Row], amounts: Sequence[Sequence[float]], defaults: Constants | None = None
+    rows: Sequence[Row],
+    amounts: Sequence[Sequence[float]],
+    least: np.ndarray,
+    defaults: Constants | None = None,
 ) -> Constants:
-    """Fit the nonnegative constants at every knot (array size), by least absolute relative error.
+    """Fit the constants at every knot (array size), by least absolute relative error.
 
     A constant that no row determines is copied from the nearest knot that has it, or else is the
     default. The same holds for a knot far from all measured sizes. On slow links, for example, no
     array is long enough for the last knot. Without rows, all constants are defaults.
 
     amounts  per row, the amount of work that each constant multiplies
+    least    lower bounds of the constants: (knots, terms)
     """
     if not rows:
         return defaults or {}
@@ -93,9 +165,9 @@ def constants(
         near[:, held[np.abs(held - knot).argmin()]] += near[:, knot]
         near[:, knot] = 0
     columns = near[:, :, None] * np.array(amounts, float)[:, None, :]
-    found = least_absolute(columns.reshape(len(rows), -1) / seconds[:, None]).reshape(
-        columns.shape[1:]
-    )
+    found = least_absolute(
+        columns.reshape(len(rows), -1) / seconds[:, None], least.reshape(-1)
+    ).reshape(least.shape)
     known = columns.any(axis=0)
     for knot, term in np.argwhere(~known):
         others = np.flatnonzero(known[:, term])
@@ -103,6 +175,7 @@ def constants(
             found[knot, term] = found[others[np.abs(others - knot).argmin()], term]
         elif defaults:
             found[knot, term] = defaults[KNOTS[knot]][term]
+    found = np.maximum(found, least)
     return {knot: tuple(map(float, values)) for knot, values in zip(KNOTS, found, strict=True)}
 
 
@@ -170,6 +243,30 @@ def checked(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) 
             + ", ".join(
                 f"{nbytes}: {chosen} {ratio:.2f}" for nbytes, (chosen, ratio) in choices.items()
             )
+        )
+    return lines
+
+
+def decided(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """Return, for each class of memory, a line on the measured sizes that decide what auto takes."""
+    rows, lines = median_of_sweeps(rows), []
+    if link := link_seconds(hosts, rows, tuning.machine["cores"]):
+        lines.append(
+            f"a host's link carries {1e-6 / link:.3g} MB/s at most, so no all-reduce of S bytes takes less "
+            f"than {crossing(hosts):.3g} S / {1e-6 / link:.3g} MB/s"
+        )
+    for memory in tuning.plans[len(hosts)]:
+        counts = sorted({(row.bytes, row.count) for row in rows if row.buffers == memory})
+        chosen = [
+            (choose(tuning, Topology(hosts), count, nbytes // count, memory), nbytes)
+            for nbytes, count in counts
+        ]
+        steps = [
+            f"{name} from {next(same)[1]}" for name, same in groupby(chosen, lambda each: each[0])
+        ]
+        lines.append(
+            f"{memory} arrays of {counts[0][0]} to {counts[-1][0]} bytes decide: auto takes {', '.join(steps)}; "
+            "times of longer ones are extrapolated"
         )
     return lines
 

@@ -21,7 +21,8 @@ class SweepRequest(NamedTuple):
     buffers     memory of the arrays: "window" (shared by the ranks of a host, as in training) or
                 "plain"; for an all-reduce also "leased": activation buffers of a group
     wires       compressed formats to measure together with the algorithms of an all-reduce
-    stops       leave out long arrays whose time follows from shorter ones
+    stops       leave out arrays between those whose time is proportional to their size and the largest
+                bucket; time long runs once
     sweeps      repetitions of the whole list, so that rows to compare alternate
     device      kind of the device that holds the arrays and reduces them
     """

@@ -26,6 +26,9 @@ from mpitrain.transport.base import Transport
 SECONDS = 0.25
 """Time of the runs of one row, if the number of iterations is not set."""
 
+LONGEST = 1.0
+"""Seconds of a run above which a request that `stops` has no further warm-up, and one timed run."""
+
 
 class Bench(NamedTuple):
     """The context that all rows of a request share."""
@@ -139,13 +142,15 @@ def _measure(
     chosen = bound.algorithm or algorithm
     timed = partial(_timed, bench, starting_line(transport), bound, case.original)
     cycles, _ = timed(1)
+    spent = max(transport.gather_text(cycles.min()))
     error = (
         math.nan if wire.name == "none" else error_norm(backend.to_host(bound.array), case.right)
     )
-    if request.warmup > 1:
+    is_once = request.stops and spent > LONGEST
+    if request.warmup > 1 and not is_once:
         cycles, _ = timed(request.warmup - 1)
-    spent = max(transport.gather_text(cycles.min()))
-    iterations = request.iterations or int(min(500, max(5, SECONDS / spent)))
+        spent = max(transport.gather_text(cycles.min()))
+    iterations = request.iterations or int(min(500, max(1 if is_once else 5, SECONDS / spent)))
     _, times = timed(iterations)
     transport.native_all_reduce(times, "maximum")
     slowest = times / operation.ways * 1e6

@@ -7,7 +7,7 @@ from mpitrain.bench.collectives.buffers import LEASED
 from mpitrain.bench.collectives.native import names, operation_of, refusals
 from mpitrain.bench.collectives.operations import Buffers, lossy
 from mpitrain.bench.collectives.request import SweepRequest
-from mpitrain.bench.collectives.row import Bench, Row, Subject, case_of, measure_row
+from mpitrain.bench.collectives.row import LONGEST, Bench, Row, Subject, case_of, measure_row
 from mpitrain.collectives.bind import memory_of
 from mpitrain.collectives.engine.codecs import Wire
 from mpitrain.collectives.engine.device_arithmetic import arithmetic_of
@@ -20,11 +20,13 @@ from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport, aligned_zeros
 from mpitrain.transport.device.cuda_aware import over_device
 
-LONG, LONGEST = 0.05, 1.0
-"""Seconds per run of the fastest algorithm above which a sweep ends.
+LONG = 0.05
+"""Seconds per run of the fastest algorithm above which a sweep leaves out sizes.
 
-Above LONG it ends if time has grown in proportion to the array; above LONGEST it always ends.
+Above LONG it does so if time has grown in proportion to the array; above LONGEST always.
 """
+BUCKET = 25e6
+"""Bytes of the largest bucket that a run without replication.bucket_mb is expected to have."""
 
 
 class Sweep:
@@ -110,7 +112,9 @@ def _rows(
     operations = {subject.operation.fill: subject.operation for subject in subjects}
     for sweep_number in range(1, bench.request.sweeps + 1):
         before = fastest = math.inf
-        for index, count in enumerate(counts):
+        index = 0
+        while index < len(counts):
+            count = counts[index]
             before, fastest = fastest, math.inf
             cases = {
                 fill: case_of(bench, operation, count) for fill, operation in operations.items()
@@ -128,8 +132,12 @@ def _rows(
                     fastest = min(fastest, row.time_us * 1e-6)
                     yield row
             if bench.request.stops and is_long_enough(fastest, before, count / counts[index - 1]):
-                counts = counts[: index + 1]
-                break
+                done, longer = counts[: index + 1], counts[index + 1 :]
+                enough = int(BUCKET // bench.request.dtype.itemsize)
+                if longer and count < enough:
+                    done = [*done, next((each for each in longer if each >= enough), longer[-1])]
+                counts = done
+            index += 1
 
 
 def is_long_enough(fastest: float, before: float, growth: float) -> bool:

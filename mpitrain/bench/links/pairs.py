@@ -6,7 +6,7 @@ all other ranks rest: then no other pair can be the reason.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -166,15 +166,16 @@ def odd_pairs(pairs: Sequence[Pair], places: Sequence[str] = PLACES) -> list[Odd
     return odd
 
 
-def slow_everywhere(pairs: Sequence[Pair], odd: Sequence[Odd]) -> list[int]:
-    """Return ranks with odd pairs to all other hosts, which indicate a slow link of their host.
+def bad_everywhere(pairs: Sequence[Pair], bad: Collection[tuple[int, int]]) -> list[int]:
+    """Return ranks with bad pairs to all other hosts, which indicate a bad link of their host.
 
     If all ranks are such ranks, return none.
+
+    bad  ranks of the bad pairs
     """
     between = [pair[:2] for pair in pairs if pair.place == BETWEEN]
-    slow = {each.pair[:2] for each in odd}
     ranks = sorted({rank for pair in between for rank in pair})
-    found = [rank for rank in ranks if all(pair in slow for pair in between if rank in pair)]
+    found = [rank for rank in ranks if all(pair in bad for pair in between if rank in pair)]
     return [] if len(found) == len(ranks) else found
 
 

@@ -11,8 +11,8 @@ from mpitrain.bench.links.pairs import (
     PLACES,
     Odd,
     Pair,
+    bad_everywhere,
     odd_pairs,
-    slow_everywhere,
 )
 
 SHOWN = 8
@@ -55,7 +55,7 @@ def report(pairs: Sequence[Pair], width: int, places: Sequence[str] = PLACES) ->
     compared = any(classes_of[place] > 1 for place in places)
     lines += [
         f"every link of rank {rank} on {hosts[rank]} is slow: look at that host"
-        for rank in slow_everywhere(pairs, odd)
+        for rank in bad_everywhere(pairs, {each.pair[:2] for each in odd})
     ]
     lines += [sentence(each) for each in odd[:SHOWN]]
     if len(odd) > SHOWN:

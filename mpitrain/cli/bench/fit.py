@@ -35,9 +35,10 @@ def fit(out: Path, min_bytes: int, max_bytes: int, sweeps: int, **printing: Any)
     """Measure every all-reduce and fit the cost model to it, for this number of ranks.
 
     A second fit, without every second size, shows how well the model predicts sizes that it has not
-    seen. Over slow links, sizes stop growing once the time grows in proportion. The file is written
-    after every sweep, so an interruption loses only the last one. Run it once for every number of
-    ranks that you use. Constants for other numbers of ranks on the same machine stay in the file.
+    seen. Over slow links, sizes end once the time grows in proportion, except for one that is as
+    long as the largest bucket of a run. The file is written after every sweep, so an interruption
+    loses only the last one. Run it once for every number of ranks that you use. Constants for other
+    numbers of ranks on the same machine stay in the file.
     """
     with mpi_session() as transport:
         _fit(transport, out, min_bytes, max_bytes, sweeps, printing)
@@ -55,6 +56,7 @@ def _fit(
     from mpitrain.bench.collectives.fit import (
         all_spoilt,
         checked,
+        decided,
         described,
         fit,
         median_of_sweeps,
@@ -121,7 +123,11 @@ def _fit(
         click.echo(
             "\n"
             + "\n".join(
-                [*described(tuning, transport.size), *checked(identity, transport.hosts, rows)]
+                [
+                    *described(tuning, transport.size),
+                    *decided(tuning, transport.hosts, rows),
+                    *checked(identity, transport.hosts, rows),
+                ]
             )
         )
         if before and before.machine != identity:

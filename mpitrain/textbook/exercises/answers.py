@@ -1,13 +1,10 @@
-"""Calls of a student's function, which runs in worker processes. Each question has one answer.
+"""Calls of a student's function, in the child that runs it. Each question has one answer."""
 
-The student's code never runs in a process with the laws or with the collectives.
-"""
-
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterator
+from types import ModuleType
 from typing import Any
 
-from mpitrain.collectives.plans.isolated_values import kind_of
-from mpitrain.collectives.plans.isolated_worker import Running, UserFile, Wrong
+from mpitrain.collectives.plans.own_file import Wrong, function_of
 from mpitrain.errors import Sentence
 
 Call = list[Any]
@@ -15,18 +12,18 @@ LONGEST = 1000
 """Largest number of entries in a list of an answer."""
 
 
-def values(own: UserFile, function: str, questions: list[list[Call]]) -> Iterator[dict]:
+def values(own: ModuleType, function: str, questions: list[list[Call]]) -> Iterator[dict]:
     """Yield the results of the calls of each question."""
-    called = _defined(own, function)
+    called = function_of(own, function)
     for calls in questions:
         yield {"results": [_plain(called(*call), _shown(function, call)) for call in calls]}
 
 
-def programs(own: UserFile, function: str, questions: list[list[Call]]) -> Iterator[dict]:
+def programs(own: ModuleType, function: str, questions: list[list[Call]]) -> Iterator[dict]:
     """Run the ranks' generators of each question together; yield results and collectives.
 
     A generator yields ("all-reduce", array) or ("all-gather", array), and gets the sum or the list
-    of all ranks' arrays. Each rank has a worker: ranks share no memory.
+    of all ranks' arrays.
     """
     import numpy as np
 
@@ -35,7 +32,7 @@ def programs(own: UserFile, function: str, questions: list[list[Call]]) -> Itera
             [np.array(one, float) if isinstance(one, list) else one for one in call]
             for call in calls
         ]
-        started = [_defined(own, function, rank)(*call) for rank, call in enumerate(arguments)]
+        started = [function_of(own, function)(*call) for call in arguments]
         yield _together(started, function)
 
 
@@ -48,7 +45,7 @@ def _together(started: list[Any], function: str) -> dict[str, Any]:
 
     ranks = len(started)
     for rank, own in enumerate(started):
-        if not isinstance(own, Running):
+        if not isinstance(own, Generator):
             raise Wrong(
                 "{function} of rank {rank} must yield its collectives, but only returns",
                 function=function,
@@ -126,17 +123,9 @@ def _array(one: Any, rank: int) -> list:
         raise Wrong(
             "the result of rank {rank} must be an array of numbers, but is {kind}",
             rank=rank,
-            kind=kind_of(one),
+            kind=type(one).__name__,
         )
     found: list = one.tolist()
-    return found
-
-
-def _defined(own: UserFile, function: str, rank: int = 0) -> Callable[..., Any]:
-    """Return the student's function, in the worker of a rank."""
-    found = own.function(function, rank)
-    if not found:
-        raise Wrong("the file must define {function}", function=function)
     return found
 
 
@@ -157,5 +146,7 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
             )
         return [_plain(one, where, depth + 1) for one in value]
     raise Wrong(
-        "{call} must return a list, but it contains or is a {kind}", call=where, kind=kind_of(value)
+        "{call} must return a list, but it contains or is a {kind}",
+        call=where,
+        kind=type(value).__name__,
     )

@@ -1,12 +1,10 @@
-"""Checks a student's file: runs it in the isolated child, and judges each answer by the laws."""
+"""Checks a student's file: runs it in a child, and judges each answer by the laws."""
 
 import re
 from pathlib import Path
 from typing import NamedTuple
 
-from mpitrain.collectives.plans.isolated_values import from_json
-from mpitrain.collectives.plans.isolated_worker import Wrong, keep_secret
-from mpitrain.collectives.selection.isolated_answers import SECONDS, answers
+from mpitrain.collectives.plans.own_file import Wrong, answers, from_json
 from mpitrain.errors import ConfigError
 from mpitrain.files import reading
 from mpitrain.textbook.exercises import answers as asked
@@ -88,27 +86,19 @@ def check(path: Path) -> Checked:
 
 def judged(name: str, exercise: Exercise, path: str, code: bytes) -> Checked:
     """Run the code on all cases in one child, and judge the answers from the smallest case on."""
-    keep_secret()  # The solution could write answers through the descriptors of this process.
-    try:
-        given = answers(
-            path,
-            code,
-            f"{asked.__name__}:{exercise.way}",
-            exercise.function,
-            [exercise.calls(case) for case in exercise.cases],
-            seconds=SECONDS,
-            longest=LONGEST * len(exercise.cases),
-        )
-    finally:
-        keep_secret(False)
+    given = answers(
+        path,
+        code,
+        f"{asked.__name__}:{exercise.way}",
+        exercise.function,
+        [exercise.calls(case) for case in exercise.cases],
+    )
     cost: Cost | None = None
     for number, case in enumerate(exercise.cases):
         try:
             if number >= len(given.found):
-                raise _unanswered(given.is_slow, given.ended)
+                raise given.reason()
             answer = given.found[number]
-            if not isinstance(answer, dict) or len(answer) > 2:
-                raise _unanswered(given.is_slow, given.ended)
             if len(repr(answer)) > LONGEST:
                 raise Wrong("the answer has more than {most} characters", most=LONGEST)
             if "problem" in answer:
@@ -117,14 +107,4 @@ def judged(name: str, exercise: Exercise, path: str, code: bytes) -> Checked:
             cost = exercise.judge(case, answer)
         except Wrong as wrong:
             return Checked(name, exercise, number, case, wrong, cost)
-        except (ValueError, TypeError, LookupError, AttributeError):
-            reason = _unanswered(False, given.ended)
-            return Checked(name, exercise, number, case, reason, cost)
     return Checked(name, exercise, len(exercise.cases), None, None, cost)
-
-
-def _unanswered(is_slow: bool, ended: int) -> Wrong:
-    """Return the reason that a child gave no answer, or none of the right form."""
-    if is_slow:
-        return Wrong("it gives no answer within {seconds:g} s", seconds=SECONDS)
-    return Wrong("its process ended with {ended} and no answer", ended=ended)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mpitrain.collectives.plans.isolated_worker import Wrong
+from mpitrain.collectives.plans.own_file import Wrong
 from mpitrain.errors import Sentence
 
 Case = tuple[int, ...]

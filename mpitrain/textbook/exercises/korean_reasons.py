@@ -62,8 +62,11 @@ REASONS = {
     "rank {rank} waits in step {step} to receive from rank {peer}": (
         "랭크 {rank}는 단계 {step}에서 랭크 {peer}에게서 받으려고 기다린다"
     ),
-    "element {start} of rank {rank} has the value of rank {other} {times} times, and must have it once": (
-        "랭크 {rank}의 원소 {start}에는 랭크 {other}의 값이 한 번 있어야 하는데 {times}번 있다"
+    "element {start} of rank {rank} has the value of rank {other} {times} times, and must have it {wanted} times": (
+        "랭크 {rank}의 원소 {start}에는 랭크 {other}의 값이 {wanted}번 있어야 하는데 {times}번 있다"
+    ),
+    "step {step} of rank {rank} begins before step {before} ends, but both have element {start}": (
+        "랭크 {rank}의 단계 {step}은 단계 {before}이(가) 끝나기 전에 시작하는데 둘 다 원소 {start}을(를) 쓴다"
     ),
     "ranks {rank} and {other} sum element {start} in another order, so their results differ by rounding": (
         "랭크 {rank}와 {other}는 원소 {start}을(를) 다른 순서로 더하므로 결과가 반올림만큼 다르다"

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.collectives.plans.isolated_worker import Wrong
+from mpitrain.collectives.plans.own_file import Wrong
 from mpitrain.textbook.exercises.exercise import Case, Cost, Exercise, check_cost
 
 STATEMENT = """Two linear layers with ReLU between, divided over ranks: rows first, then columns.

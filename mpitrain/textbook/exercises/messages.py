@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 from mpitrain.collectives.plans.checked import Step, Transfer, simulate, steps_of
-from mpitrain.collectives.plans.isolated_worker import Wrong
+from mpitrain.collectives.plans.own_file import Wrong
 from mpitrain.textbook.exercises.exercise import Case, Cost, Exercise, check_cost
 
 MOST_STEPS = 100

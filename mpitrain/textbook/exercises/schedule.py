@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from mpitrain.collectives.plans.isolated_worker import Wrong
+from mpitrain.collectives.plans.own_file import Wrong
 from mpitrain.pipeline.instructions import Backward, Compute, Forward, Plan, with_messages
 from mpitrain.pipeline.memory import peak
 from mpitrain.pipeline.simulate import Cost as Times

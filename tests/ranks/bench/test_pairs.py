@@ -9,13 +9,13 @@ from mpitrain.bench.links import pairs as measuring
 from mpitrain.bench.links.pairs import (
     BETWEEN,
     ONE_HOST,
+    bad_everywhere,
     coded,
     measure,
     merged,
     odd_pairs,
     places_to_judge,
     rounds,
-    slow_everywhere,
 )
 from mpitrain.bench.links.pairs_table import report
 from mpitrain.cli.bench.pairs import _measure as run
@@ -98,7 +98,7 @@ def test_pairs_names_a_late_link_and_a_slow_host():
         found = links(lambda *words, slow=slow: usual(*words, slow=slow, times=20.0), hosts)
         odd = odd_pairs(found)
         assert [each.pair[:2] for each in odd] == slow[: len(hosts) - 1], hosts
-        assert slow_everywhere(found, odd) == [2]
+        assert bad_everywhere(found, {each.pair[:2] for each in odd}) == [2]
         assert "every link of rank 2 on c is slow: look at that host" in report(found, 80)
 
 

@@ -34,7 +34,7 @@ def certificate(folder, rates=(1e11,) * 4, findings=()):
     fact = Facts("", "m", [0], "CPU", "", 1 << 30)
 
     def one(transport):
-        evidence = collect(
+        *partial, evidence = collect(
             transport,
             Limits(),
             folder,
@@ -42,10 +42,11 @@ def certificate(folder, rates=(1e11,) * 4, findings=()):
             lambda: (rates[transport.rank], 1e10),
             lambda: [Finding(*each) for each in findings],
             {},
-            lambda text: None,
             lambda: fact._replace(machine=HOSTS[transport.rank]),
         )
-        return judge(evidence, Limits()), evidence
+        verdicts = [judge(known, Limits()) for known in (*partial, evidence)]
+        assert [bool(verdict.awaits) for verdict in verdicts] == [True] * 6 + [False]
+        return verdicts[-1], evidence
 
     everyone = run_ranks(4, one, hosts=HOSTS)
     assert all(found == everyone[0] for found in everyone)
@@ -101,17 +102,8 @@ def test_a_slow_pair_and_a_slow_node_are_told_apart(monkeypatch, slow, guilty, o
     monkeypatch.setattr(collecting, "LONG", 1 << 16)
     pairs = run_ranks(4, links, hosts=HOSTS)[0]
     fact = Facts("", "", [0], "", "", 1 << 30)
-    evidence = collecting.Evidence(
-        [fact._replace(node=node) for node in HOSTS],
-        [Speeds([1.0], [1.0])] * 4,
-        [("x", "x")] * 4,
-        pairs,
-        0,
-        [],
-        [],
-        Jobs("1", "1", "1"),
-        {},
-    )
+    facts = [fact._replace(node=node, machine=node) for node in HOSTS]
+    evidence = collecting.Evidence(facts, pairs=pairs)
     found = judge(evidence, Limits())
     assert (bad(found), len(found.others)) == (guilty, others)
 

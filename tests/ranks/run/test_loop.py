@@ -273,6 +273,20 @@ def test_a_run_that_diverges_says_so_in_its_own_words_alone(mode, book):
             go(2, [*book, *diverging])
 
 
+@pytest.mark.parametrize("settings", [(), ("layout.pp=3", "batch.micro_batches=3")])
+def test_a_loss_that_is_not_finite_names_its_rank(settings, book, monkeypatch):
+    loss = Replication.loss
+
+    def spoilt(replication, *rest):
+        value, gradient = loss(replication, *rest)
+        return np.nan if replication.replica.grid.world.rank == 2 else value, gradient
+
+    monkeypatch.setattr(Replication, "loss", spoilt)
+    with pytest.raises(TrainingError) as failure:
+        go(3, [*book, "batch.size=9", *settings])
+    assert failure.value.agreed and "1 of 3 ranks: 2 (" in failure.value.law
+
+
 SKIP = ["run.on_nonfinite=skip", "run.log_every=1000", "run.eval_every=-1"]
 
 
