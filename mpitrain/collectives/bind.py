@@ -12,7 +12,7 @@ from zlib import crc32
 
 import numpy as np
 
-from mpitrain.collectives.direct.shared_memory import no_window, offer
+from mpitrain.collectives.direct.shared_memory import offer, unshared
 from mpitrain.collectives.engine.agreement import agree, unfit
 from mpitrain.collectives.engine.arithmetic import HOST, Arithmetic
 from mpitrain.collectives.engine.executor import Execution, Reduction
@@ -87,13 +87,17 @@ def bind_reduce_scatter(
 
 
 def bind_all_gather(
-    transport: Transport, array: np.ndarray, algorithm: str = "ring", tuning: Tuning | None = None
+    transport: Transport,
+    array: np.ndarray,
+    algorithm: str = "ring",
+    tuning: Tuning | None = None,
+    arithmetic: Arithmetic | None = None,
 ) -> Reduction:
     """Bind an all-gather of `array`, in place: chunk r of rank r ends in the array of every rank.
 
     The parameters and the errors are the same as for `bind`.
     """
-    return _bind(transport, array, "add", "all-gather", algorithm, tuning, None)
+    return _bind(transport, array, "add", "all-gather", algorithm, tuning, arithmetic)
 
 
 def _bind(
@@ -165,7 +169,7 @@ def _bound(
         }
     agreed = agree(transport, name, array, choices(operation), algorithm, own, op=op, choice=choice)
     if choice:
-        is_window = all(location for location, _ in agreed.owns)
+        is_window = on_device(array) or all(location for location, _ in agreed.owns)
         algorithm = choice["window" if is_window else "plain"]
     if refusal := table[algorithm].refusal(situation(transport, array)):
         raise on_every_rank(refusal)
@@ -179,9 +183,11 @@ def _bound(
         )
     reduction = table[algorithm].bind(transport, array, op, agreed, arithmetic)
     if reduction is None:
-        if asked == "shared" and transport.size > 1 and not transport.allocates_on_device:
-            raise on_every_rank(no_window(transport, array))
-        algorithm = "ring"
+        # Transports of GPUs have no windows for the few arrays in host memory.
+        has_memory = on_device(array) or not transport.allocates_on_device
+        if asked == "shared" and transport.size > 1 and has_memory:
+            raise on_every_rank(unshared(transport, array))
+        algorithm = choice["plain"] if choice and on_device(array) else "ring"
         reduction = table[algorithm].bind(transport, array, op, agreed, arithmetic)
     assert reduction is not None  # a ring runs on any machine
     reduction.algorithm = algorithm

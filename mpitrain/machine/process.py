@@ -7,8 +7,12 @@ import contextlib
 import hashlib
 import os
 import re
+<<<<<<< HEAD
 from functools import cache
 from pathlib import Path
+=======
+from collections.abc import Sequence
+>>>>>>> w-g
 from typing import NamedTuple
 
 from mpitrain import __version__
@@ -177,15 +181,36 @@ def gpus() -> int:
         return 0
 
 
-def gpu_address() -> str:
-    """Return the PCI address of this process's current GPU; "" without one."""
-    try:
-        import cupy
+class Gpu(NamedTuple):
+    """The current GPU of a process; serialisable as JSON.
 
-        runtime = cupy.cuda.runtime
-        return runtime.deviceGetPCIBusId(runtime.getDevice())
-    except (ImportError, RuntimeError):
-        return ""
+    seen     number of GPUs that the process sees; if 0, it has none
+    address  on the PCI bus
+    uuid     tells instances of one GPU apart (MIG), which share its address
+    free     free bytes of its memory
+    """
+
+    seen: int = 0
+    address: str = ""
+    uuid: str = ""
+    free: int = 0
+
+
+def current_gpu() -> Gpu:
+    """Return the current GPU of this process, before the ranks allocate memory."""
+    if not (seen := gpus()):
+        return Gpu()
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    index = runtime.getDevice()
+    uuid = runtime.getDeviceProperties(index)["uuid"].hex()
+    return Gpu(seen, runtime.deviceGetPCIBusId(index), uuid, free_memory("cuda"))
+
+
+def gpu_identities(hosts: Sequence[str], gpus: Sequence[Gpu]) -> list[tuple[str, str, str]]:
+    """Return the host, PCI address and UUID of each rank's GPU, which no other GPU has."""
+    return [(host, gpu.address, gpu.uuid) for host, gpu in zip(hosts, gpus, strict=True)]
 
 
 def choose_gpu(kind: str, local_rank: int | None = None) -> None:

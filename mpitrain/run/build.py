@@ -131,7 +131,6 @@ def build(
                 opened[0],
                 lambda layers: model(resolved.config, opened[0], layers),
                 rooms[0],
-                transport.hosts,
                 transport.rank,
                 lambda n: (other := with_micro_batches(resolved, n)) and scheduled(other),
             )
@@ -140,7 +139,7 @@ def build(
     def facts(resolved: Resolved) -> dict[str, Any]:
         opened.append(found := source or _source(resolved.config, largest))
         check_data(resolved.config.model.kind, found.form, name)
-        config, axes, plan, *_, device = resolved
+        config, axes, plan, *_, gpus, device = resolved
         listed: dict[str, Any] = {} if source else _files(config)
         if config.run.init_from and not checkpoint:
             initial.append(one := open_initial(config, found.inputs))
@@ -155,7 +154,7 @@ def build(
             check_layers(own[0], config, model(config, found, layers))
             if transport.rank == 0 and initial:
                 check_head(own[0], initial[0])
-        rooms.append(check_memory(transport, config, found, axes, len(plan.stage_of), device))
+        rooms.append(check_memory(transport, config, found, axes, len(plan.stage_of), device, gpus))
         count(resolved)
         return {
             **listed,

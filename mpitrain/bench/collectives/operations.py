@@ -132,9 +132,7 @@ OPERATIONS = {
         lambda n: (n - 1) / n,
     ),
     "all-gather": Operation(
-        lambda transport, buffers, way: bind.bind_all_gather(
-            transport, buffers.array, way.algorithm, way.tuning
-        ),
+        lambda transport, buffers, way: bind.bind_all_gather(transport, buffers.array, *way),
         _gathered,
         lambda n: (n - 1) / n,
     ),

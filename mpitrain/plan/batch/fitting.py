@@ -53,11 +53,11 @@ def find_largest(transport: Transport, resolved: Resolved, source: Source, most:
 
     raises  ConfigError on every rank, if the smallest one does not fit
     """
-    config, axes, plan, *_, device = resolved
+    config, axes, plan, *_, gpus, device = resolved
     unit = sequences_of(config)
     room = on_all_ranks(
         transport,
-        lambda: check_memory(transport, config, source, axes, len(plan.stage_of), device),
+        lambda: check_memory(transport, config, source, axes, len(plan.stage_of), device, gpus),
     )
 
     def count(rows: int) -> tuple[int, int]:
@@ -68,14 +68,14 @@ def find_largest(transport: Transport, resolved: Resolved, source: Source, most:
         if found:
             return found
         raise ConfigError(
-            f"{room.ranks} rank(s) need {count(unit)[0] / 1e6:,.1f} MB for the activations of "
+            f"{len(room.ranks)} rank(s) need {count(unit)[0] / 1e6:,.1f} MB for the activations of "
             f"{unit} row(s) in a micro-batch, but {(room.free - room.needed) / 1e6:,.1f} MB "
             f"of the {room.free / 1e6:,.1f} MB that {room.allowed} remain {room.where}.",
             "Set memory.recompute=unit, or lower model.width or model.context.",
         )
 
     counted = min(transport.gather_text(on_all_ranks(transport, own)))
-    state = int(room.needed / room.ranks)
+    state = int(room.needed / len(room.ranks))
     rows = largest_multiple(
         lambda rows: can_allocate(transport, device, state + count(rows)[1]), unit, counted
     )
@@ -101,7 +101,6 @@ def counted_bytes(
             source,
             lambda layers: model(found.config, source, layers),
             room,
-            transport.hosts,
             transport.rank,
         )
     except MpitrainError:

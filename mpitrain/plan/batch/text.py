@@ -16,7 +16,7 @@ def report(found: Found) -> Iterator[str]:
         f"{found.resolved.plan.micro_batches} micro-batch(es) in a step, {config.device.kind}"
     )
     yield (
-        f"{room.free / 1e6:,.1f} MB {room.allowed} {room.where}; {room.ranks} rank(s) need "
+        f"{room.free / 1e6:,.1f} MB {room.allowed} {room.where}; {len(room.ranks)} rank(s) need "
         f"{room.needed / 1e6:,.1f} MB for parameters, gradients and optimizer state"
     )
     yield ""

@@ -332,9 +332,10 @@ def test_shared_halves_are_chosen_by_hosts_and_memory():
         assert (
             chosen(FOUR_HOSTS)
             == chosen(("a", "a", "b", "b"))
-            == chosen(ONE_HOST, is_on_device=True)
+            == chosen(FOUR_HOSTS, is_on_device=True)
             == "ring"
         )
+        assert chosen(ONE_HOST, is_on_device=True) == "shared"
         truth = planted(ONE_HOST)
         for nbytes in (0, 1 << 12, 1 << 26):
             half, whole, empty = (
