@@ -6,6 +6,8 @@ All functions work before NumPy and MPI are imported. Ranks come from the launch
 import contextlib
 import os
 import re
+import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 # Each entry has the launcher, then its variables for: local rank, ranks on this host, rank, ranks.
@@ -134,6 +136,15 @@ def gpus() -> int:
         return cupy.cuda.runtime.getDeviceCount()
     except (ImportError, RuntimeError):  # CuPy's own errors are RuntimeErrors
         return 0
+
+
+def same_gpu() -> Callable[[], None]:
+    """Return a function by which another thread takes the current GPU of this one.
+
+    Each thread begins with GPU 0. Nothing has chosen another one before CuPy is imported.
+    """
+    cupy = sys.modules.get("cupy")
+    return cupy.cuda.Device().use if cupy and gpus() else lambda: None
 
 
 def gpu_address() -> str:
