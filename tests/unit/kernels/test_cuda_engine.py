@@ -192,7 +192,7 @@ class RememberingCupy:
         (kernel,) = (kernel for kernel in self.kernels.values() if kernel.kernel.ptr == function)
         assert (stream, extra) == (77, 0)
         # The limit belongs to the function: the last request counts, also a smaller one.
-        assert shared <= ([(48 << 10) - kernel.shared_size_bytes] + kernel.asked)[-1]
+        assert shared <= [(48 << 10) - kernel.shared_size_bytes, *kernel.asked][-1]
         kernel.calls.append(((gx, gy, gz), (bx, by, bz), places, shared))
 
     def RawModule(self, path):
