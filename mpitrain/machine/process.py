@@ -7,12 +7,10 @@ import contextlib
 import hashlib
 import os
 import re
-<<<<<<< HEAD
+import sys
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-=======
-from collections.abc import Sequence
->>>>>>> w-g
 from typing import NamedTuple
 
 from mpitrain import __version__
@@ -179,6 +177,15 @@ def gpus() -> int:
         return cupy.cuda.runtime.getDeviceCount()
     except (ImportError, RuntimeError):  # CuPy's own errors are RuntimeErrors
         return 0
+
+
+def same_gpu() -> Callable[[], None]:
+    """Return a function by which another thread takes the current GPU of this one.
+
+    Each thread begins with GPU 0. Nothing has chosen another one before CuPy is imported.
+    """
+    cupy = sys.modules.get("cupy")
+    return cupy.cuda.Device().use if cupy and gpus() else lambda: None
 
 
 class Gpu(NamedTuple):

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,8 +33,8 @@ kernels_alone = (
 )
 faults: list[str] = []
 devices = SimpleNamespace(
-    count=1, used=[], memory=(8 << 30, 8 << 30), broken=False
-)  # memory: free and whole, bytes; broken: after an illegal address every call fails
+    count=1, used=[], current=threading.local(), memory=(8 << 30, 8 << 30), broken=False
+)  # current: of each thread; memory: free and whole, bytes; broken: after an illegal address every call fails
 ipc = SimpleNamespace(
     works=lambda: True, shares_events=lambda: True, lies=lambda: False, opened=[], events={}
 )  # whether this thread may open memory, and events, and then reaches other memory; addresses open now, in any; events open now,
@@ -357,6 +358,15 @@ def _get_device_count():
     return devices.count
 
 
+def _get_device():
+    return getattr(devices.current, "index", 0)
+
+
+def _use(index):
+    devices.used.append(index)
+    devices.current.index = index
+
+
 def see(*gpus, uuid=b"", memory=None):
     """Give this thread GPUs by their PCI addresses; the first is the current one.
 
@@ -449,8 +459,10 @@ cuda = SimpleNamespace(
     get_current_stream=get_current_stream,
     alloc_pinned_memory=_alloc_pinned,
     alloc=lambda nbytes: MemoryPointer(_Block(nbytes), 0),
-    Device=lambda index=0: SimpleNamespace(
-        use=lambda: devices.used.append(index), compute_capability="90", attributes=ATTRIBUTES
+    Device=lambda index=None: SimpleNamespace(
+        use=partial(_use, _get_device() if index is None else index),
+        compute_capability="90",
+        attributes=ATTRIBUTES,
     ),
     nvrtc=SimpleNamespace(getVersion=lambda: (13, 0), getSupportedArchs=lambda: (75, 80, 90, 100)),
     runtime=SimpleNamespace(
@@ -461,7 +473,7 @@ cuda = SimpleNamespace(
         memcpy2DAsync=_memcpy_2d_async,
         memcpyDefault=4,
         CUDARuntimeError=CUDARuntimeError,
-        getDevice=lambda: 0,
+        getDevice=_get_device,
         memGetInfo=lambda: getattr(_local, "memory", None) or devices.memory,
         getDeviceProperties=lambda index: {"uuid": getattr(_local, "uuid", b"")},
         deviceGetPCIBusId=lambda index: _gpus()[index],

@@ -1,12 +1,12 @@
 """A matrix product on random operands of a device, with its check against a reference."""
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from mpitrain.bench.kernels.work import count_wrong, stored, values
+from mpitrain.ops.cuda.linear import pitch
 from mpitrain.ops.device import Device
 from mpitrain.ops.reference.layers import linear_gelu
 
@@ -22,6 +22,10 @@ MOST_COMPARED = 256
 
 The host computes the reference, so it does not compute all rows.
 """
+
+
+PERIOD = 1_048_573
+"""Numbers after which the operands repeat. It is a prime, so that all rows differ."""
 
 
 class Product(NamedTuple):
@@ -61,15 +65,21 @@ def case_of(device: Device, shape: Shape, dtype: str, what: Product) -> Case:
     """Return random operands with their product and its check against a float32 reference.
 
     The elements of the product are near 1, where GELU is not linear. Only some rows are compared.
+    With kernels, rows of the first operand and of the result have the pitch of logits in training.
+    Logits have no bias, so with "sums" rows have none.
     """
     m, n, k = shape
-    drawn = _drawn(shape)
-    a = stored(drawn[0].reshape((k, m) if what.stored[0] == "T" else (m, k)), dtype)
-    b = stored(drawn[1].reshape((n, k) if what.stored[1] == "T" else (k, n)), dtype)
-    bias = stored(drawn[2], dtype)
     put, get, arena = device.backend.from_host, device.backend.to_host, device.arena()
-    x, y, added = put(a), put(b), put(bias)
-    z, kept = (device.backend.zeros(m * n, a.dtype).reshape(m, n) for _ in range(2))
+    rows, columns = (k, m) if what.stored[0] == "T" else (m, k)
+    has_pitch = device.kernels is not None and what.epilogue != "sums"
+    wide, step = (pitch(each) if has_pitch else each for each in (columns, n))
+    rng = np.random.default_rng(shape)
+    padded = _drawn(rng, rows, wide, dtype)
+    a, x = padded[:, :columns], put(padded)[:, :columns]
+    b = _drawn(rng, *((n, k) if what.stored[1] == "T" else (k, n)), dtype, k**-0.5)
+    bias = _drawn(rng, 1, n, dtype)[0]
+    y, added = put(b), put(bias)
+    z, kept = (device.backend.zeros(m * step, a.dtype).reshape(m, step)[:, :n] for _ in range(2))
     sums = device.backend.zeros(m, np.float32)
     extras = {
         "gelu": {"bias": added, "activation": "gelu", "saved": kept},
@@ -89,13 +99,13 @@ def case_of(device: Device, shape: Shape, dtype: str, what: Product) -> Case:
         )
 
     def wrong() -> int:
-        left = values(a).T if what.stored[0] == "T" else values(a)
+        left = a.T if what.stored[0] == "T" else a
         right = (
             values(b) if what.stored[1] == "T" else values(b).T
         )  # it has a weight's shape, (N, K)
-        found = sum(_wrong_rows(part, left[part], right) for part in _compared(m))
+        found = sum(_wrong_rows(part, values(left[part]), right) for part in _compared(m))
         return found + (
-            count_wrong(get(sums), left.sum(1, dtype=np.float64), WRONG["float32"])
+            count_wrong(get(sums), values(left).sum(1, dtype=np.float64), WRONG["float32"])
             if what.epilogue == "sums"
             else 0
         )
@@ -116,15 +126,12 @@ def case_of(device: Device, shape: Shape, dtype: str, what: Product) -> Case:
     return Case(by, wrong)
 
 
-@lru_cache(maxsize=1)
-def _drawn(shape: Shape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the flat numbers of both operands and of the bias.
-
-    The largest shapes take seconds, so the next call with the same shape reuses them.
-    """
-    (m, n, k), rng = shape, np.random.default_rng(shape)
-    a, b = rng.standard_normal(m * k, np.float32), rng.standard_normal(n * k, np.float32)
-    return a, b * k**-0.5, rng.standard_normal(n, np.float32)
+def _drawn(
+    rng: np.random.Generator, rows: int, columns: int, dtype: str, scale: float = 1.0
+) -> np.ndarray:
+    """Return random numbers (rows, columns); the largest operands would take seconds to draw."""
+    drawn = rng.standard_normal(min(rows * columns, PERIOD), np.float32)
+    return np.resize(stored(drawn * np.float32(scale), dtype), (rows, columns))
 
 
 def _compared(rows: int) -> tuple[slice, ...]:

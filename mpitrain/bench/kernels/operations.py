@@ -1,6 +1,6 @@
 """Time, rate, relative rate and wrong elements of every operation of a training step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,8 @@ from mpitrain.ops.cuda.sums import sum_rows
 from mpitrain.ops.device import Device
 
 
-def measure(device: Device, peer: Peer | None = None) -> Iterator[Row]:
-    """Yield rows as they are measured.
+def measure(device: Device, peer: Peer | None = None, attends: bool = True) -> Iterator[Row]:
+    """Yield rows as they are measured; `attends`: attention is among them.
 
     The first row, a copy, is 100% for memory-bound operations; the first product is 100% for the
     others.
@@ -39,17 +39,28 @@ def measure(device: Device, peer: Peer | None = None) -> Iterator[Row]:
         y[...] = x
 
     (ours,) = seconds(device, copy)
-    ceilings = {"GB/s": 2 * x.nbytes / ours / 1e9}
+    rate = 2 * x.nbytes / ours / 1e9
     yield Row(
         "copy",
         1e6 * ours,
-        ceilings["GB/s"],
+        rate,
         "GB/s",
         100.0,
         np.nan,
         int((backend.to_host(y) != 1).sum()),
     )
-    for work in works(device, peer):
+    yield from measured(device, works(device, peer, attends), {"GB/s": rate})
+
+
+def measured(
+    device: Device, each: Iterable[Work], ceilings: dict[str, float] | None = None
+) -> Iterator[Row]:
+    """Yield a row of each work.
+
+    ceilings  the rate of 100% by unit; without one, it is that of the first row with this unit
+    """
+    backend, ceilings = device.backend, dict(ceilings or {})
+    for work in each:
         work.run()
         wrong = count_wrong(
             backend.to_host(work.result()), np.asarray(work.truth()), work.tolerance
@@ -68,7 +79,7 @@ def measure(device: Device, peer: Peer | None = None) -> Iterator[Row]:
         )
 
 
-def works(device: Device, peer: Peer | None) -> Iterator[Work]:
+def works(device: Device, peer: Peer | None, attends: bool = True) -> Iterator[Work]:
     """Yield the operations of a GPT's training step, at sizes that suit the device."""
     ops, rng = device.ops, np.random.default_rng(0)
     batch, tokens, width, _, vocab = SHAPES[device.kind]
@@ -112,7 +123,8 @@ def works(device: Device, peer: Peer | None) -> Iterator[Work]:
 
     residual = numbers(many_rows, width)
     yield calls.work("bias + residual", "add_bias", 0.0, in_two_passes, residual=residual)
-    yield from attentions(device, peer)
+    if attends:
+        yield from attentions(device, peer)
     few = Calls(device, M=min(rows, 1024), V=vocab)
     yield few.work("cross_entropy_loss", "cross_entropy_loss")
     yield calls.work("adamw", "adamw", lr=0.0, weight_decay=0.0)

@@ -1,6 +1,7 @@
 """Which device a run computes on: what is missing is said, what is shared is said, `auto` is settled by all ranks."""
 
 import sys
+import threading
 
 import pytest
 
@@ -32,6 +33,7 @@ def one_gpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(cupy.devices, "count", 1)
     monkeypatch.setattr(cupy.devices, "used", [])
+    monkeypatch.setattr(cupy.devices, "current", threading.local())
     return cupy.devices
 
 
@@ -162,6 +164,11 @@ def test_a_rank_takes_the_gpu_of_its_local_rank(kind, local_rank, gpus, used, on
     )
     process.choose_gpu(kind)
     assert one_gpu.used == used
+
+
+def test_ranks_that_are_threads_take_the_gpu_that_was_chosen(one_gpu):
+    cupy.cuda.Device(3).use()
+    assert run_ranks(2, lambda transport: cupy.cuda.runtime.getDevice()) == [3, 3]
 
 
 def test_a_gpu_is_chosen_before_mpi_starts(tmp_path):
