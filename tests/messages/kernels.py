@@ -1,10 +1,10 @@
 """The sentences that tests expect of `mpitrain/kernels`."""
 
-COMPILING_KERNELS_CUDA_SIM = "Compiling kernels for cuda-sim with g++"
+COMPILING_KERNELS_CUDA_SIM = "Compiling kernels for cuda-sim with "
 DEVICE_KIND_CUDA_SIM = (
     "ConfigError: device.kind cuda-sim compiles kernels with g++ 11 or later on x86-64, "
     "but there is no g++ here.\n             Install g++ on an x86-64 machine (apt install "
-    "g++), or use --device cpu."
+    "g++, or pip install ziglang), or use --device cpu."
 )
 DOES_FIT_INTO = "does not fit into"
 KERNELERROR_INDICES_BITS_REACH = (

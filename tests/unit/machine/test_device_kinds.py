@@ -64,8 +64,7 @@ def test_with_every_gpu_hidden_cuda_names_the_variable(one_gpu):
     assert says.LOOK_CUDA_VISIBLE_DEVICES in refusal("cuda")
 
 
-def test_the_simulator_says_where_it_cannot_work(monkeypatch):
-    monkeypatch.setattr(devices.shutil, "which", lambda name: None)
+def test_the_simulator_says_where_it_cannot_work(no_compiler, monkeypatch):
     assert says.COMPILES_KERNELS_LATER_THERE in refusal("cuda-sim")
     monkeypatch.setattr(devices.platform, "machine", lambda: "aarch64")
     assert says.MACHINE_AARCH in refusal("cuda-sim")
