@@ -12,6 +12,7 @@ from tests.processes import SECONDS
 
 TESTS = Path(__file__).parent
 SETTINGS = {
+    "HOME": str(Path.home()),  # Open MPI starts no rank without
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
