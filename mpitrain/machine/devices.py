@@ -40,7 +40,7 @@ def compiler(
     """
     path, machine, ziglang = shutil.which("g++"), platform.machine(), find_spec("ziglang")
     if path is None and ziglang and ziglang.origin:
-        path = str(Path(ziglang.origin).with_name("zig"))
+        path = shutil.which(Path(ziglang.origin).with_name("zig"))
     if machine != "x86_64" or path is None:
         missing = f"this machine is {machine}" if machine != "x86_64" else "there is no g++ here"
         raise ConfigError(
