@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -110,6 +111,13 @@ def pytest_configure(config):
         config.option.maxworkerrestart = (
             0  # a worker that dies fails the run at once, and nobody waits for its tests
         )
+
+
+@pytest.fixture
+def binutils():
+    """The programs that know the line of an instruction."""
+    if not shutil.which("addr2line"):
+        pytest.skip("needs addr2line (apt install binutils)")
 
 
 @pytest.fixture
