@@ -27,6 +27,8 @@ SETTINGS = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 
+COMPILED = ("cuda-sim", "simulated kernels", "compiled passes")
+"""Words in parameters of tests that compile."""
 NO_GPU = "CuPy finds no GPU here"
 NO_COMPILER = "they need a compiler: pip install ziglang, or apt install g++"
 
@@ -56,6 +58,8 @@ def pytest_collection_modifyitems(items):
         if item.path.is_relative_to(TESTS / "mpi"):
             item.add_marker("mpi")
         if item.path.is_relative_to(TESTS / "unit/kernels"):
+            item.add_marker("compile")
+        if any(words in item.name.partition("[")[2] for words in COMPILED):
             item.add_marker("compile")
         if not any(item.get_closest_marker(name) for name in ("compile", "mpi", "slow", "gpu")):
             item.add_marker("fast")

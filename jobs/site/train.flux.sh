@@ -22,6 +22,6 @@ launcher=$!
 while kill -0 "$launcher" 2> /dev/null; do wait "$launcher"; done # a trapped signal ends `wait` early
 wait "$launcher"
 code=$?
-# Queue the job again to go on: the run reads its newest checkpoint.
-[[ $code == 85 ]] && flux batch "$0" "$@"
+# Queue the job again to go on: the run reads its newest checkpoint. The Flux of this job ends with it, its parent does not.
+[[ $code == 85 ]] && flux --parent batch "$0" "$@"
 exit "$code"

@@ -24,7 +24,7 @@
 cd "${LS_SUBCWD:-.}" || exit  # the batch system runs a copy of this script in a folder of its own
 
 start=(mpitrain launch --launcher mpirun --)
-#start=(mpirun -n "${SLURM_NTASKS:-4}" apptainer exec --bind "$PWD" "mpitrain.sif" mpitrain)  # instead: an image with mpitrain
+#start=(mpirun -n "${SLURM_NTASKS:-4}" apptainer exec --bind "$PWD" "mpitrain.sif" mpitrain)  # instead: an image with mpitrain and the MPI of mpirun
 #mpitrain() { apptainer exec --bind "$PWD" "mpitrain.sif" mpitrain "$@"; }
 #module load openmpi  # the MPI of the site, if mpi4py was built with it
 venv=${MPITRAIN_VENV:-${VIRTUAL_ENV:-$PWD/.venv}}
@@ -33,6 +33,9 @@ if [ -n "$MPITRAIN_VENV" ] && [ ! -x "$MPITRAIN_VENV/bin/mpitrain" ] || ! comman
   echo "no mpitrain in $venv. Name its environment as MPITRAIN_VENV=/path/to/.venv" >&2
   exit 2
 fi
+
+# Arguments that the system does not pass to a script: MPITRAIN_ARGS="--set run.steps=100"
+[ $# = 0 ] && eval "set -- $MPITRAIN_ARGS"
 
 job=${MPITRAIN_JOB:-$LSB_JOBID}  # the first job of this run
 run="runs/lsf-$job"

@@ -20,7 +20,7 @@
 cd "${PBS_O_WORKDIR:-.}" || exit  # the batch system runs a copy of this script in a folder of its own
 
 start=(mpitrain launch --launcher mpirun --)
-#start=(mpirun -n "${SLURM_NTASKS:-4}" apptainer exec --bind "$PWD" "mpitrain.sif" mpitrain)  # instead: an image with mpitrain
+#start=(mpirun -n "${SLURM_NTASKS:-4}" apptainer exec --bind "$PWD" "mpitrain.sif" mpitrain)  # instead: an image with mpitrain and the MPI of mpirun
 #mpitrain() { apptainer exec --bind "$PWD" "mpitrain.sif" mpitrain "$@"; }
 #module load openmpi  # the MPI of the site, if mpi4py was built with it
 venv=${MPITRAIN_VENV:-${VIRTUAL_ENV:-$PWD/.venv}}
@@ -29,6 +29,9 @@ if [ -n "$MPITRAIN_VENV" ] && [ ! -x "$MPITRAIN_VENV/bin/mpitrain" ] || ! comman
   echo "no mpitrain in $venv. Name its environment as MPITRAIN_VENV=/path/to/.venv" >&2
   exit 2
 fi
+
+# Arguments that the system does not pass to a script: MPITRAIN_ARGS="--set run.steps=100"
+[ $# = 0 ] && eval "set -- $MPITRAIN_ARGS"
 
 job=${MPITRAIN_JOB:-$PBS_JOBID}  # the first job of this run
 run="runs/pbs-$job"
@@ -43,6 +46,12 @@ kill $timer
 echo "the run in $run ended with $rc"
 if [ $rc = 85 ] && [ -z "$cancelled" ]; then
   trap '' USR1 TERM
-  next=$(qsub -W depend=afterany:"$PBS_JOBID" -v MPITRAIN_JOB="$job" "$0") && echo "job $next continues $run"
+  export MPITRAIN_JOB=$job MPITRAIN_ARGS=${1+$(printf '%q ' "$@")}
+  # The next job gets the whole environment; where the site forbids -V, variable by variable.
+  for all in -V "-v $(compgen -e | paste -sd,)"; do
+    next=$(qsub $all -W depend=afterany:"${PBS_JOBID/\[*\]/[]}" \
+      ${PBS_ARRAY_INDEX:+-J $PBS_ARRAY_INDEX-$((PBS_ARRAY_INDEX + 1)):2} "$0") &&
+      echo "job $next continues $run" && break
+  done
 fi
 exit $rc

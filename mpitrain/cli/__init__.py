@@ -8,7 +8,6 @@ from functools import cache
 import click
 
 from mpitrain import __version__
-from mpitrain.cli.numbers import with_plain_numbers
 from mpitrain.cli.session import leave_usage
 from mpitrain.cli.terminal.output import open_output
 from mpitrain.errors import ConfigError, MpitrainError, brief
@@ -51,9 +50,10 @@ COMMANDS = {
 
 @cache
 def _loaded(name: str) -> click.Command:
-    return with_plain_numbers(
-        importlib.import_module(f"mpitrain.cli.{HOMES.get(name, name)}").command
-    )
+    command: click.Command = importlib.import_module(
+        f"mpitrain.cli.{HOMES.get(name, name)}"
+    ).command
+    return command
 
 
 HOMES = {

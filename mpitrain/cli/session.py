@@ -46,6 +46,7 @@ def mpi_session(
     grace        returns the seconds from the end of the block to the end of this process; 0: no limit
     """
     process.limit_blas_threads()
+    process.yield_crowded_cores()
     seconds = STALL_SECONDS
     recorder = None
     with suppress(MpitrainError, OSError):

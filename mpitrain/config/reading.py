@@ -141,10 +141,7 @@ def _toml_value(text: str) -> Any:
         return _json_object(text)
     if len(found) != 1:
         return text  # The text has a line break, and so defines a second key.
-    is_spaced = (
-        isinstance(found["value"], int | float) and "_" in text
-    )  # 1_000 is a number in a file, but on the command line more likely a slip.
-    return text if is_spaced else found["value"]
+    return found["value"]
 
 
 def _json_object(text: str) -> Any:

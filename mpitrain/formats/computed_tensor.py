@@ -40,9 +40,22 @@ class ComputedTensor(NamedTuple):
 AnyTensor = StoredTensor | ComputedTensor
 
 
-def as_ours(stored: StoredTensor) -> ComputedTensor:
+def as_ours(stored: AnyTensor) -> ComputedTensor:
     """Return a stored tensor in our order of dims, whichever order its file has."""
     return ComputedTensor(lambda: stored.read(stored.whole), stored.shape)
+
+
+def padded(stored: StoredTensor, dim: int, length: int) -> AnyTensor:
+    """Return a matrix with zeros at the end of a dim, so that the dim has this length."""
+    shape = tuple(length if d == dim else own for d, own in enumerate(stored.shape))
+    if shape == stored.shape:
+        return stored
+
+    def made() -> np.ndarray:
+        own = stored.read(stored.whole)
+        return np.pad(own, [(0, now - then) for now, then in zip(shape, own.shape, strict=True)])
+
+    return ComputedTensor(made, shape)
 
 
 def merged(weight: AnyTensor, pairs: list[tuple[slice, AnyTensor, AnyTensor]], scale: float):

@@ -21,7 +21,7 @@ class Initial(NamedTuple):
 
     folder: Path
     keys: Mapping[str, Any]
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, AnyTensor]
     files: Sequence[str]
     notes: Sequence[str] = ()
 
@@ -29,7 +29,7 @@ class Initial(NamedTuple):
     def fingerprint(self) -> int:
         """A number that differs for ranks which see different files."""
         seen = [
-            (name, one.shape, one.located.dtype, one.located.start)
+            (name, one.shape, *(one.located[1:] if isinstance(one, StoredTensor) else ()))
             for name, one in sorted(self.tensors.items())
         ]
         return crc32(repr(seen).encode())

@@ -12,6 +12,8 @@ mpitrain.json has the digests of the base; PEFT ignores the file.
 """
 
 import json
+import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,16 +23,24 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mpitrain.errors import ConfigError
 from mpitrain.formats import folder as folders
-from mpitrain.formats.computed_tensor import AnyTensor, stacked
+from mpitrain.formats.computed_tensor import AnyTensor, padded, stacked
 from mpitrain.formats.folder import check_float, configuration, refusing
 from mpitrain.formats.format import Format, Initial, Trained, Written
-from mpitrain.formats.gpt2 import layer_of, module_of
+from mpitrain.formats.gpt2 import HEAD, layer_of, module_of
 from mpitrain.formats.header import Located
 from mpitrain.formats.stored_tensor import StoredTensor
 
 WEIGHTS, CONFIGURATION, RECORD = "adapter_model", "adapter_config.json", "mpitrain.json"
 PREFIX = "base_model.model."
 PAIR = ("lora_A", "lora_B")
+BASE_HEAD = f"{PREFIX}lm_head.base_layer.weight"
+"""The weight of the base under an adapter of lm_head, of which PEFT saves a copy."""
+
+
+Rank = Annotated[int, Field(ge=1, lt=1 << 31)]
+Alpha = Annotated[float, Field(gt=0, le=1e30)]
+Modules = Annotated[str, Field(pattern=r"^[\w.]+$")]
+"""The end of the name of modules, for PEFT a regular expression: only a dot is special here."""
 
 
 class PeftConfiguration(BaseModel):
@@ -39,16 +49,16 @@ class PeftConfiguration(BaseModel):
     model_config = ConfigDict(strict=True)
 
     peft_type: str
-    r: Annotated[int, Field(ge=1, lt=1 << 31)]
-    lora_alpha: Annotated[float, Field(gt=0, le=1e30)]
+    r: Rank
+    lora_alpha: Alpha
     base_model_name_or_path: str | None = None
     bias: str = "none"
     use_rslora: bool = False
     use_dora: bool = False
     lora_bias: bool = False
     modules_to_save: list[str] | None = None
-    rank_pattern: dict[str, Any] | None = None
-    alpha_pattern: dict[str, Any] | None = None
+    rank_pattern: dict[Modules, Rank] | None = None
+    alpha_pattern: dict[Modules, Alpha] | None = None
     init_lora_weights: bool | str | None = True
     alora_invocation_tokens: list[int] | None = None
     layer_replication: list[Any] | None = None
@@ -64,8 +74,6 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "use_dora": (False,),
     "lora_bias": (False,),
     "modules_to_save": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
     # Other initial values, such as "pissa", change the base when PEFT loads the adapter.
     "init_lora_weights": (None, False, "gaussian", "orthogonal", "eva", True),
     "alora_invocation_tokens": (None,),
@@ -122,7 +130,12 @@ def read(folder: Path) -> Initial:
     return Initial(folder, found, tensors, [CONFIGURATION, *files])
 
 
-def _keys(folder: Path) -> tuple[dict[str, Any], dict[str, StoredTensor], list[str]]:
+def _keys(folder: Path) -> tuple[dict[str, Any], dict[str, AnyTensor], list[str]]:
+    """Return the keys, the tensors and the files of a folder.
+
+    Adapters of a lower rank than others get rows of A and columns of B that are 0, and stay 0 in
+    training: their gradients are 0.
+    """
     found = configuration(folder, CONFIGURATION, PeftConfiguration)
     for key, values in ONLY.items():
         if (value := getattr(found, key)) not in values:
@@ -131,28 +144,53 @@ def _keys(folder: Path) -> tuple[dict[str, Any], dict[str, StoredTensor], list[s
             )
     files, there = folders.tensors(folder, WEIGHTS)
     tensors = _matched(there)
-    layers = dict.fromkeys(name.rpartition(".")[0] for name in tensors)
+    layers = sorted({name.rpartition(".")[0] for name in tensors})
+    alphas, ranks = {}, {}
     for layer in layers:
         if missing := [one for one in PAIR if f"{layer}.{one}" not in tensors]:
             raise ValueError(f"it has no {missing[0]} of {PREFIX}{module_of(layer)}")
-        if tensors[f"{layer}.lora_A"].shape[0] != found.r:
-            shape = tensors[f"{layer}.lora_A"].shape
+        module = module_of(layer)
+        ranks[layer] = rank = _of_module(found.rank_pattern, module, found.r)
+        a, b = (tensors[f"{layer}.{one}"].shape for one in PAIR)
+        if (a[0], b[1]) != (rank, rank):
             raise ValueError(
-                f"{CONFIGURATION} says r {found.r}, but A of {module_of(layer)} has the shape {shape}"
+                f"{CONFIGURATION} says r {rank}, but A and B of {module} have the shapes {a} and {b}"
             )
+        alphas[layer] = _of_module(found.alpha_pattern, module, found.lora_alpha)
+    largest = max(layers, key=ranks.__getitem__)
+    rank, alpha = ranks[largest], alphas[largest]
+    whole: dict[str, AnyTensor] = dict(tensors)
+    for layer in layers:
+        if not math.isclose(alphas[layer] / ranks[layer], alpha / rank):
+            raise ValueError(
+                f"{CONFIGURATION} says alpha {alphas[layer]:g} for r {ranks[layer]} and {alpha:g} for {rank}, "
+                "but mpitrain has one alpha / r for all layers"
+            )
+        for dim, one in enumerate(PAIR):
+            whole[f"{layer}.{one}"] = padded(tensors[f"{layer}.{one}"], dim, rank)
     keys = {
-        "lora.rank": found.r,
-        "lora.alpha": float(found.lora_alpha),
-        "lora.targets": sorted(layers),
+        "lora.rank": rank,
+        "lora.alpha": float(alpha),
+        "lora.targets": layers,
         "run.init_from": found.base_model_name_or_path or "",
     }
-    return keys, tensors, files
+    return keys, whole, files
+
+
+def _of_module(pattern: Mapping[str, Any] | None, module: str, otherwise: Any) -> Any:
+    """Return the value of the first key that fits the name of a module, as PEFT does."""
+    fitting = (key for key in pattern or {} if re.fullmatch(rf"(.*\.)?({key})", module))
+    return (pattern or {}).get(next(fitting, ""), otherwise)
 
 
 def _matched(there: Mapping[str, Located]) -> dict[str, StoredTensor]:
     """Return our tensors; ValueError for one that belongs to no linear layer of a GPT-2."""
     found = {}
     for name, tensor in there.items():
+        if name == BASE_HEAD:
+            check_float(name, tensor)
+            found[HEAD] = StoredTensor(tensor)
+            continue
         module, _, last = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
         layer = layer_of(module)
         is_known = name.startswith(PREFIX) and name.endswith(".weight") and last in PAIR

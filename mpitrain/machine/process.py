@@ -110,6 +110,16 @@ def limit_blas_threads() -> None:
             os.environ[name] = str(blas_threads())
 
 
+def yield_crowded_cores() -> None:
+    """Let MPI leave the core while it waits, if this host has fewer cores than ranks.
+
+    Call it before MPI starts. `launch` cannot know the cores of other hosts.
+    """
+    if launched().local_size > processors():
+        for name in ("OMPI_MCA_mpi_yield_when_idle", "MPIR_CVAR_ENABLE_HEAVY_YIELD"):
+            os.environ.setdefault(name, "1")
+
+
 def choose_blas_kernels(kernels: str) -> None:
     """Select kernels of OpenBLAS, such as Haswell, before NumPy is imported."""
     os.environ["OPENBLAS_CORETYPE"] = kernels
@@ -124,6 +134,14 @@ def lower_blas_threads(local_size: int) -> None:
         from threadpoolctl import threadpool_limits
 
         threadpool_limits(max(1, min(cores(), processors() // local_size)))
+
+
+def blas_threads_in_use() -> int:
+    """Return the number of threads of this process's BLAS, after NumPy is imported; 1 without BLAS."""
+    from threadpoolctl import threadpool_info
+
+    pools = [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+    return max(pools, default=1)
 
 
 def gpus() -> int:

@@ -1,12 +1,12 @@
 """Codes of 8 bits for the moments of an optimizer, with one scale for each block of 256 elements.
 
 value = MAP[code] x scale, and the scale of a block is its largest magnitude. The maps are the
-dynamic ones of bitsandbytes: seven decades, the upper ones with more codes. Two rules differ, so
-that decoded values have the same codes again:
+dynamic ones of bitsandbytes: seven decades, the upper ones with more codes. Two things differ:
 
--1 and 1 are codes of the signed map. The largest element of a block has one of them.
+-1 and 1 replace -0.993 and 0.993 in the signed map. The largest element of a block has one of them,
+so decoded values have the same scale and codes again. Bitsandbytes has 1, but not -1.
 
-In the unsigned map only code 0 is 0. A positive second moment never becomes 0.
+In the unsigned map only 0 has code 0. A positive second moment never becomes 0.
 
 Blocks whose largest magnitude is below TINY are 0.
 

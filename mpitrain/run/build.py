@@ -43,6 +43,8 @@ from mpitrain.run.trainer import Trainer
 from mpitrain.run.transfer.adapters import (
     base_of,
     check_base,
+    check_head,
+    check_layers,
     of_adapters,
     of_base,
     open_adapter,
@@ -148,6 +150,10 @@ def build(
         if config.lora.init_from and not checkpoint:
             adapters.append(own := open_adapter(config))
             listed["lora.init_from"] = own[0].fingerprint
+            layers = described(device.ops, config.layout.model_copy(update={"tp": 1}))
+            check_layers(own[0], config, model(config, found, layers))
+            if transport.rank == 0 and initial:
+                check_head(own[0], initial[0])
         rooms.append(check_memory(transport, config, found, axes, len(plan.stage_of), device))
         count(resolved)
         return {

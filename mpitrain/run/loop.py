@@ -15,6 +15,7 @@ from mpitrain.config import Config, Run
 from mpitrain.data import Prefetched, Source, amounts, bits_per_byte
 from mpitrain.errors import CheckpointError, TrainingError, on_every_rank
 from mpitrain.files import mend
+from mpitrain.machine.process import blas_threads_in_use
 from mpitrain.machine.time_limit import TimeLimit
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.replication.records import StepResult
@@ -235,6 +236,7 @@ class _Run:
             "version": __version__,
             "ranks": transport.size,
             "hosts": len(set(transport.hosts)),
+            "blas_threads": blas_threads_in_use(),
             "parameters": self._trainer.parameter_count,
             **({"frozen": frozen} if (frozen := self._trainer.frozen_count) else {}),
             "held_out": self._source.held_out,

@@ -64,7 +64,7 @@ def join_world() -> MpiTransport:
 
     transport = from_communicator(MPI.COMM_WORLD)
     if transport.hosts.index(transport.hosts[transport.rank]) == transport.rank:
-        unlink_mapped()
+        unlink_mapped(transport.size == 1)
     if transport.size > 1 and sys.excepthook is sys.__excepthook__:
         sys.excepthook = transport.end_by_exception
     return transport

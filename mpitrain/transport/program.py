@@ -17,6 +17,7 @@ def main(words: list[str]) -> None:
     ends all ranks. Other ranks may be waiting for its messages.
     """
     process.limit_blas_threads()
+    process.yield_crowded_cores()
     # These import NumPy, which must find the limit set.
     from mpi4py.run import run_command_line, set_abort_status
 

@@ -15,7 +15,6 @@ from mpitrain.collectives.selection.table import choices
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.errors import ConfigError
 from tests.laws.transport import coded, raises_comm_error
-from tests.messages import collectives as says
 
 LENGTHS = (0, 1, 2, 3, 5, 7, 64, 1001)
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32")
@@ -293,13 +292,13 @@ class CollectiveLaws:
     def law_no_operation_takes_arrays_with_gaps(self, transport):
         gaps = np.ones(4 * transport.size)[::2]
         for name in ("reduce_scatter", "all_gather", "broadcast", "reduce", "ping_pong"):
-            assert says.ARRAY_GAPS in raises_comm_error(
+            assert "an array with gaps" in raises_comm_error(
                 lambda name=name: getattr(binding, f"bind_{name}")(transport, gaps)
             )
-        assert says.ARRAY_GAPS in raises_comm_error(
+        assert "an array with gaps" in raises_comm_error(
             lambda: binding.bind_all_to_all(transport, gaps, gaps.copy())
         )
-        assert says.ARRAY_GAPS in raises_comm_error(
+        assert "an array with gaps" in raises_comm_error(
             lambda: binding.bind_all_to_all(transport, gaps.copy(), gaps)
         )
 
@@ -309,11 +308,11 @@ class CollectiveLaws:
             text = raises_comm_error(
                 lambda: binding.bind_all_to_all(transport, np.ones(n + 1), np.ones(n + 1))
             )
-            assert says.PAD_BOTH_ELEMENTS.format(2 * n) in text
+            assert f"both to {2 * n}" in text
         text = raises_comm_error(
             lambda: binding.bind_all_to_all(transport, np.ones(n), np.ones(n, "float32"))
         )
-        assert says.NEEDS_TWO_ARRAYS_ALIKE in text
+        assert "needs two arrays alike" in text
 
     def law_ping_pong_comes_back_unchanged(self, transport):
         for count in (*LENGTHS, LONG):
@@ -433,7 +432,7 @@ class CollectiveLaws:
         last = transport.rank == transport.size - 1
         count = transport.size + last
         text = raises_comm_error(lambda: Group(transport).bind(np.ones(count)))
-        assert says.RANK_ALL_REDUCE_NEEDS.format(transport.rank) in text
+        assert f"rank {transport.rank}:" in text
         assert f"{transport.size} on rank 0" in text
         assert f"{transport.size + 1} on rank {transport.size - 1}" in text
         assert "needs one dtype" in raises_comm_error(
@@ -453,7 +452,7 @@ class CollectiveLaws:
         first = transport.rank == 0
         array = np.ones((4, 8))[:, :4] if first else np.ones((4, 4))
         text = raises_comm_error(lambda: Group(transport).bind(array))
-        assert says.NEEDS_CONTIGUOUS_ARRAYS_PLAIN in text
+        assert "but rank 0" in text
 
     def law_what_is_no_writable_array_of_numbers_is_refused_on_every_rank(self, transport):
         read_only = np.ones(4)
@@ -475,13 +474,13 @@ class CollectiveLaws:
     def law_all_to_all_refuses_arrays_that_overlap_on_one_rank_on_every_rank(self, transport):
         array = np.ones(transport.size)
         other = array if transport.rank == transport.size - 1 else array.copy()
-        assert says.OVERLAP_NO_RANK in raises_comm_error(
+        assert "overlap on no rank" in raises_comm_error(
             lambda: binding.bind_all_to_all(transport, array, other)
         )
 
     def law_a_root_is_a_rank(self, transport):
         for root in (-1, transport.size, 0.0):
-            assert says.ROOT_AMONG_RANKS.format(root) in raises_comm_error(
+            assert f"root {root}" in raises_comm_error(
                 lambda root=root: binding.bind_broadcast(transport, np.ones(3), root)
             )
 
@@ -499,5 +498,5 @@ class CollectiveLaws:
 
     def law_native_refuses_what_mpi_has_no_type_for(self, transport):
         text = raises_comm_error(lambda: Group(transport, "native").bind(np.ones(3, "float16")))
-        assert says.ALGORITHM_NATIVE_NEEDS_DTYPE in text
+        assert "reduces, which float16" in text
         assert "Use algorithm ring" in text

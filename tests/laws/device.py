@@ -13,7 +13,6 @@ from mpitrain.transport.device.messages import DeviceTransport, Direct
 from mpitrain.transport.device.staging import Staged
 from tests.fakes import cupy
 from tests.laws.transport import coded, raises_comm_error
-from tests.messages import transport as says
 
 PIECE = 64
 """Elements of a piece, so that short messages travel in several."""
@@ -151,7 +150,7 @@ class DeviceLaws:
             text = raises_comm_error(
                 lambda: transport.start_recv_any(backend.zeros(PIECE + 1, "float64"), 3)
             )
-            assert says.RANK_RECEIVE_ANY_RANK.format(host.rank) in text and "520" in text
+            assert f"rank {host.rank}:" in text and "520" in text
 
     def law_wait_any_takes_messages_of_a_device_and_of_the_host_together(
         self, host, carrier, backend
@@ -228,9 +227,7 @@ class DeviceLaws:
             try:
                 bind_lossy(transport, backend.zeros(8, "float32"), parse_wire(name))
             except ConfigError as error:
-                assert (
-                    error.agreed and says.ARRAY_GPU in str(error) and "Use wire fp16" in str(error)
-                )
+                assert error.agreed and "in a GPU's" in str(error) and "Use wire fp16" in str(error)
             else:
                 raise AssertionError(f"{name} has nowhere to keep what it did not send")
         bind_lossy(
@@ -239,7 +236,7 @@ class DeviceLaws:
 
     def law_what_cannot_be_a_message_is_refused(self, host, carrier, backend):
         transport = self.device(host, carrier, backend)
-        assert says.AMONG_RANKS in raises_comm_error(
+        assert "is not among ranks" in raises_comm_error(
             lambda: transport.start_send(backend.zeros(3, "float64"), host.size)
         )
         strided = backend.zeros(8, "float64").reshape(4, 2)[:, :1]

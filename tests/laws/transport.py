@@ -9,7 +9,6 @@ import pytest
 
 from mpitrain.errors import CommError
 from mpitrain.transport.native import OPERATIONS
-from tests.messages import transport as says
 
 
 def coded(rank: int, count: int, dtype="float64") -> np.ndarray:
@@ -184,7 +183,7 @@ class TransportLaws:
 
     def law_wait_any_of_nothing_is_refused(self, transport):
         text = raises_comm_error(lambda: transport.wait_any([]))
-        assert says.RANK_WAIT_ANY_NEEDS.format(transport.rank) in text
+        assert f"{transport.rank}: wait_any" in text
         assert "Leave the loop" in text
 
     def law_gather_text_brings_values_of_any_length(self, transport):
@@ -275,12 +274,14 @@ class TransportLaws:
     def law_what_cannot_be_a_message_is_refused(self, transport):
         strided = np.ones((4, 4))[:, :2]
         text = raises_comm_error(lambda: transport.start_send(strided, 0))
-        assert says.RANK_MESSAGE_ONE_CONTIGUOUS.format(transport.rank) in text
+        assert f"rank {transport.rank}:" in text
         assert "numpy.ascontiguousarray" in text
-        assert says.PEER_AMONG_RANKS.format(transport.size) in raises_comm_error(
+        assert f"peer {transport.size}" in raises_comm_error(
             lambda: transport.start_recv(np.ones(1), transport.size)
         )
-        assert says.AMONG_RANKS in raises_comm_error(lambda: transport.start_send(np.ones(1), -1))
+        assert "is not among ranks" in raises_comm_error(
+            lambda: transport.start_send(np.ones(1), -1)
+        )
 
     def law_a_message_of_another_size_is_an_error_at_its_receiver(self, transport):
         after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
@@ -288,7 +289,7 @@ class TransportLaws:
         send = transport.start_send(np.zeros(4), after, tag=9)
         text = raises_comm_error(receive.wait)
         assert f"rank {transport.rank}" in text
-        assert says.MAKE_BOTH_ARRAYS_ONE in text
+        assert "Make both arrays of" in text
         raises_comm_error(send.wait) if type(
             transport
         ).__name__ == "ThreadTransport" else send.wait()

@@ -11,7 +11,6 @@ from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
 from tests.laws.collectives import everyone
 from tests.laws.transport import coded, raises_comm_error
-from tests.messages import transport as says
 
 TINY = ("model.layers=1", "model.width=8", "model.heads=1", "model.context=4", "run.steps=2")
 
@@ -170,7 +169,7 @@ class WindowLaws:
         borrower = bound(inner, 5001, "shared")
         for _ in range(2):
             text = raises_comm_error(root.close)
-            assert says.RANK_OPEN_PART in text and says.CLOSE_PARTS_ALL_THEIR in text
+            assert "0 has 2" in text and "Close the parts on" in text
             assert is_right(inner, *borrower)
         part.close()
         inner.close()
@@ -185,6 +184,4 @@ class WindowLaws:
         root.close()
         for reduction in reductions if root.size > 1 else ():
             for begin in (reduction.run, reduction.start):
-                assert says.RANK_REDUCTION_THROUGH_SHARED.format(root.rank) in raises_comm_error(
-                    begin
-                )
+                assert f"rank {root.rank}:" in raises_comm_error(begin)

@@ -15,7 +15,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from mpitrain.doctor.probes import PROBES
-from tests.messages import cli as says
 from tests.processes import (
     PROGRAM,
     SECONDS,
@@ -91,7 +90,7 @@ def test_a_run_leaves_what_it_promises(ranks, tmp_path):
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    assert "validation loss" in done.stdout and says.SAMPLE_WHAT_WRITES in done.stdout
+    assert "validation loss" in done.stdout and "a sample of what" in done.stdout
     lines = records(tmp_path / "run")
     assert lines[0]["event"] == "start" and lines[0]["ranks"] == ranks
     step = next(r for r in lines if r.get("step") == 12 and "loss" in r)
@@ -158,8 +157,13 @@ def test_evaluating_a_diverged_model_fails_with_one_error(tmp_path):
     )
     assert trained.returncode == 0, trained.stderr
     done = launch(2, "eval", "run", cwd=tmp_path)
-    assert done.returncode == 1 and says.RUN_STEP_PYDOCS_VALIDATION in done.stdout, done.stdout
-    assert done.stderr.count(says.TRAININGERROR_MODEL_OUTPUT_FINITE) == 1, done.stderr
+    assert done.returncode == 1 and "at step 1" in done.stdout, done.stdout
+    assert (
+        done.stderr.count(
+            "TrainingError: The model's output is not finite: its validation loss is nan."
+        )
+        == 1
+    ), done.stderr
     assert "lower optimizer.lr" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -304,7 +308,7 @@ def test_a_killed_run_resumes_on_another_number_of_ranks(tmp_path):
             break
     said, _ = run.communicate(timeout=SECONDS)
     assert run.returncode not in (0, 2, 85)
-    assert re.search(says.MPITRAIN_LAUNCH_RANK_KILLED, said), said
+    assert re.search(r"mpitrain launch: rank [01] on \S+ was killed: signal 9", said), said
     went_on = launch(3, "train", "--out", "cut", "--resume=auto", cwd=tmp_path)
     assert went_on.returncode == 0, went_on.stderr
     one, other = losses(tmp_path / "whole"), losses(tmp_path / "cut")
@@ -346,7 +350,7 @@ for step in range(3):
 """
     done = python_ranks(2, program, tmp_path)
     assert done.returncode not in (0, 85) and "Traceback" not in done.stderr
-    assert says.RANK_TARGETS_MUST_LIE in done.stderr
+    assert "rank 1:" in done.stderr
 
 
 MISTAKES = [
@@ -455,7 +459,7 @@ def test_a_file_that_only_one_rank_misses_is_named_with_that_rank(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     done = python_ranks(3, code, tmp_path)
     assert done.returncode == 2
-    assert done.stderr.count("On rank 1 (") == 1 and says.DATA_FILE_BOOK_CANNOT in done.stderr, (
+    assert done.stderr.count("On rank 1 (") == 1 and "The data file book" in done.stderr, (
         done.stderr
     )
 
@@ -483,7 +487,7 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(tmp_path):
             break
     _, errors = run.communicate(timeout=SECONDS)
     assert run.returncode != 0
-    assert says.RANK_ENDED_EXCEPTION in errors and "ZeroDivisionError: planned" in errors, errors
+    assert "rank 2:" in errors and "ZeroDivisionError: planned" in errors, errors
 
 
 def test_a_rank_that_stands_still_is_reported_and_ends_the_job(tmp_path):
@@ -524,7 +528,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_still_works(tmp_p
     path.write_bytes(raw[:-100] + bytes([raw[-100] ^ 1]) + raw[-99:])
     refused = launch(2, "train", "--out", "run", "--resume", cwd=tmp_path)
     assert refused.returncode == 2 and refused.stderr.count("CheckpointError") == 1, refused.stderr
-    assert says.GO_STEP in refused.stderr and "Traceback" not in refused.stderr
+    assert "from step-00000003" in refused.stderr and "Traceback" not in refused.stderr
     for part in newest.iterdir():
         part.unlink()
     newest.rmdir()
@@ -537,7 +541,7 @@ def test_a_directory_that_holds_a_run_is_refused(tmp_path):
     assert mpitrain("train", "--out", "run", *TINY, cwd=tmp_path).returncode == 0
     before = (tmp_path / "run/metrics.jsonl").read_bytes()
     again = launch(2, "train", "--out", "run", *TINY, cwd=tmp_path)
-    assert again.returncode == 2 and again.stderr.count(says.RUN_ALREADY_HOLDS_RUN) == 1, (
+    assert again.returncode == 2 and again.stderr.count("run already holds a run") == 1, (
         again.stderr
     )
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
@@ -562,9 +566,9 @@ def test_a_nonfinite_loss_stops_the_run_or_is_skipped_as_configured(tmp_path):
     skipped = launch(
         2, "train", "--out", "skip", *wild, "--set", "run.on_nonfinite=skip", cwd=tmp_path
     )
-    assert skipped.returncode == 1 and skipped.stderr.count(says.MAY_SKIP_STEPS_ROW) == 1, (
-        skipped.stderr
-    )
+    assert (
+        skipped.returncode == 1 and skipped.stderr.count("may not skip 10 steps in a row") == 1
+    ), skipped.stderr
     assert sum(r.get("skipped", False) for r in records(tmp_path / "skip")) == 10
 
 
@@ -575,7 +579,10 @@ def test_ranks_that_read_different_configurations_are_refused(tmp_path):
     )
     done = python_ranks(2, code, tmp_path)
     assert done.returncode == 2
-    assert done.stderr.count(says.ALL_RANKS_NEED_ONE) == 1, done.stderr
+    assert (
+        done.stderr.count("All ranks need one configuration, but optimizer.lr is 0.1 on rank 0")
+        == 1
+    ), done.stderr
 
 
 def test_runs_started_together_do_not_share_a_directory(tmp_path):
@@ -601,7 +608,7 @@ def test_runs_started_together_do_not_share_a_directory(tmp_path):
     errors = [run.communicate(timeout=SECONDS)[1] for run in named]
     assert sorted(run.returncode for run in named) == [0, 2], errors
     said = "".join(errors)
-    assert says.ONE_ALREADY_HOLDS_RUN in said or says.RUN_GOING_ONE in said or "meanwhile" in said
+    assert "one already holds a" in said or "A run is going" in said or "meanwhile" in said
 
 
 def test_a_moved_run_evaluates_other_tokens_and_needs_no_data(tmp_path):
@@ -626,7 +633,7 @@ def test_a_moved_run_evaluates_other_tokens_and_needs_no_data(tmp_path):
     resumed = launch(
         3, "train", "--out", "moved", "--resume", "--set", "run.steps=14", cwd=tmp_path
     )
-    assert resumed.returncode == 0 and says.CHANGED_SINCE_LAST_RUN in resumed.stdout, resumed.stderr
+    assert resumed.returncode == 0 and "run.steps 12 -> 14" in resumed.stdout, resumed.stderr
     (tmp_path / "here/train.bin").unlink()
     written = mpitrain("generate", "moved", "--prompt", "3 59", "--tokens", "5", cwd=tmp_path)
     assert written.returncode == 0 and len(written.stdout.split()) == 7, written.stderr
@@ -658,9 +665,7 @@ def test_another_model_cannot_go_on_with_a_checkpoint(tmp_path):
     assert mpitrain("train", "--out", "run", *TINY, cwd=tmp_path).returncode == 0
     for setting in ("model.heads=4", "optimizer.name=sgd"):
         refused = launch(2, "train", "--out", "run", "--resume", "--set", setting, cwd=tmp_path)
-        assert refused.returncode == 2 and says.RUN_TRAINED_ANOTHER_MODEL in refused.stderr, (
-            refused.stderr
-        )
+        assert refused.returncode == 2 and "run was trained with" in refused.stderr, refused.stderr
     again = mpitrain("train", "--resume", "--set", "run.out=run", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert (
@@ -684,7 +689,7 @@ def test_a_picture_is_drawn_or_refused_once_however_many_ranks_are_started(tmp_p
     drawn = launch(3, "plot", ".", cwd=tmp_path)
     assert drawn.returncode == 0 and drawn.stdout.count("drawn in curves.png") == 1, drawn.stderr
     refused = launch(2, "plot", "nowhere", cwd=tmp_path)
-    assert refused.returncode == 2 and refused.stderr.count(says.THERE_NO_RUN_NOWHERE) == 1, (
+    assert refused.returncode == 2 and refused.stderr.count("There is no run in nowhere") == 1, (
         refused.stderr
     )
 
@@ -718,7 +723,7 @@ def test_a_closed_pipe_a_plain_locale_or_an_empty_environment_is_no_traceback(tm
 def test_a_pipe_as_data_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     done = launch(2, "train", "--set", "data.source=text:pipe", cwd=tmp_path)
-    assert done.returncode == 2 and says.DATA_FILE_PIPE_CANNOT in done.stderr, done.stderr
+    assert done.returncode == 2 and "The data file pipe" in done.stderr, done.stderr
 
 
 def test_processes_that_are_each_alone_are_refused(tmp_path):
@@ -732,9 +737,11 @@ def test_processes_that_are_each_alone_are_refused(tmp_path):
         )
         done = mpitrain("train", cwd=tmp_path, env=alone)
         assert done.returncode == 2
-        assert done.stderr.count(says.STARTED_PROCESSES_MPI_TELLS) == (rank == 0), done.stderr
+        assert done.stderr.count(
+            "started 2 processes, but MPI tells each of them that it is alone"
+        ) == (rank == 0), done.stderr
         warned = mpitrain("doctor", env=alone)
-        assert warned.stdout.count(says.WARNING_OPEN_MPI_STARTED) == (rank == 0), (
+        assert warned.stdout.count("warning: Open MPI started 2 processes") == (rank == 0), (
             warned.stdout + warned.stderr
         )
 
@@ -750,5 +757,5 @@ def test_ranks_share_the_cores_between_their_blas_threads(tmp_path):
     assert f", {max(1, os.cpu_count() // 4)} thread(s) per rank" in done.stdout, (
         done.stdout + done.stderr
     )
-    assert says.RANK_CORE_THEY_SHARE.format(len(os.sched_getaffinity(0))) in done.stdout
-    assert says.VERDICT_RANK_CAN_TRAIN in done.stdout
+    assert f"4 rank(s), {len(os.sched_getaffinity(0))}" in done.stdout
+    assert "4 rank(s) can train with --device" in done.stdout

@@ -14,7 +14,6 @@ from mpitrain.ops.cuda.tiles import TILES, Measured, Tiling, write_tiles
 from mpitrain.ops.device import device_for
 from mpitrain.run.build import build
 from mpitrain.transport.mpi import connect
-from tests.messages import cli as says
 from tests.mpi.test_commands import TINY, losses
 from tests.processes import SECONDS, launch, mpitrain
 
@@ -55,7 +54,10 @@ def test_a_wire_format_that_a_gpu_cannot_have_is_one_message_and_exit_2(tmp_path
         cwd=tmp_path,
     )
     assert done.returncode == 2, done.stderr
-    assert done.stderr.count(says.WIRE_FORMAT_TOPK_KEEPS) == 1
+    assert (
+        done.stderr.count("ConfigError: Wire format topk:0.1 keeps its residuals in host memory")
+        == 1
+    )
     assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
 
 
@@ -73,7 +75,7 @@ def test_cuda_sim_without_a_compiler_is_refused_with_exit_2(tmp_path):
         cwd=tmp_path,
         env={**os.environ, "PATH": str(tmp_path / "bin"), "PYTHONPATH": str(tmp_path)},
     )
-    assert done.returncode == 2 and says.THERE_NO_HERE in done.stderr, done.stderr
+    assert done.returncode == 2 and "there is no g++" in done.stderr, done.stderr
 
 
 @pytest.mark.timeout(5 * SECONDS)  # on a fresh machine g++ has the kernels to build
@@ -172,7 +174,7 @@ def test_the_library_multiplies_where_train_is_told_so(tmp_path):
     assert done.returncode == 0, done.stderr
     assert tomllib.loads((tmp_path / "run/config.toml").read_text())["device"]["gemm"] == "library"
     done = mpitrain("train", "--gemm", "blas", cwd=tmp_path)
-    assert done.returncode == 2 and says.DEVICE_GEMM_MUST_TILED in done.stderr
+    assert done.returncode == 2 and "device.gemm must be 'tiled' or 'library'," in done.stderr
 
 
 @pytest.mark.compile
@@ -192,7 +194,10 @@ def test_a_table_of_tiles_is_used_and_kept_with_the_run(tmp_path):
         "run.eval_every=-1",
     ]
     done = launch(2, *words, cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.count(says.TABLE_TILES_MINE_JSON) == 1, done.stderr
+    assert (
+        done.returncode == 2
+        and done.stderr.count("The table of tiles mine.json cannot be read") == 1
+    ), done.stderr
     write_tiles(
         tmp_path / "mine.json",
         "simulator",

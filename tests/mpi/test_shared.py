@@ -13,7 +13,6 @@ from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 from mpitrain.transport import mpi
 from tests.laws.transport import coded
-from tests.messages import cli as says
 from tests.processes import run
 
 
@@ -31,7 +30,7 @@ def test_without_room_memory_is_plain_and_one_line_says_so(mpi_ranks, monkeypatc
     else:
         assert said == ""
     array[:] = coded(transport.rank, 1001)
-    with pytest.raises(ConfigError, match=says.ALGORITHM_SHARED_NEEDS_BYTES) as raised:
+    with pytest.raises(ConfigError, match="2 x 8,008") as raised:
         bind(transport, array, algorithm="shared")
     assert raised.value.agreed
     monkeypatch.setattr("mpitrain.collectives.bind.choose", lambda *facts: "shared")

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from mpitrain.cli.terminal.status import FLAG
-from tests.messages import cli as says
 from tests.mpi.test_commands import PROGRAM, TINY, python_ranks, records
 from tests.processes import SECONDS
 from tests.terminals import on_a_terminal, rendered
@@ -46,7 +45,7 @@ def test_a_stop_while_the_model_is_built_ends_all_ranks(tmp_path):
     job.send_signal(signal.SIGTERM)
     out, errors = job.communicate(timeout=PATIENCE)
     assert job.returncode == 85, out + errors
-    assert (out + errors).count(says.STOPPED_BEFORE_RUN_BEGAN) == 1, out + errors
+    assert (out + errors).count("stopped before the run began") == 1, out + errors
     assert not (tmp_path / "run").exists()
 
 

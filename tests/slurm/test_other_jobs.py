@@ -35,7 +35,7 @@ def test_a_sweep_trains_each_run_draws_all_and_generates(cluster):
     assert [one[:2] for one in cluster.ended(number)] == [("COMPLETED", "0")] * 2
     folder = cluster.folder / f"runs/sweep-{number}"
     names = [f"optimizer.lr={lr}" for lr in ("0.001", "0.004")]
-    assert sorted(path.name for path in folder.iterdir()) == names
+    assert sorted(path.name for path in folder.glob("[!.]*")) == names
     assert (cluster.folder / f"runs/sweep-{number}.png").stat().st_size > 1000
     text = cluster.script("--time", "9", "--", "generate", f"runs/sweep-{number}/{names[0]}")
     job = cluster.submit(text)

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import sys
 
 import pytest
 
+from mpitrain.cli.launch.mpi_library import library
 from tests.processes import sets
 from tests.slurm.conftest import JOB
 
@@ -86,6 +88,21 @@ def test_a_killed_rank_fails_the_job(cluster, by):
     os.kill(max(cluster.ranks(number)), signal.SIGKILL)
     state, code, restarts = cluster.ended(number)[0]
     assert (state, restarts) == ("FAILED", 0) and code not in ("0", "85")
+
+
+def test_a_container_trains_on_two_hosts(cluster):
+    """With an apptainer that starts the command as it is, for the MPI of this environment."""
+    (cluster.folder / "apptainer").write_text('#!/bin/bash\nshift 4; exec "$@"\n')
+    (cluster.folder / "apptainer").chmod(0o755)
+    paths = (str(cluster.folder), f"{sys.prefix}/bin", os.environ["PATH"])
+    cluster.environment |= {"PATH": os.pathsep.join(paths), "UCX_TLS": "tcp,self"}
+    words = ["--time", "9", "--env", "apptainer:image", "--", "train", *JOB, *sets(run__steps=5)]
+    text = cluster.script(*TWO, *words)
+    if library().family == "Open MPI":
+        text = text.replace("--mpi=pmi2", "--mpi=pmix")
+    number = cluster.submit(text)
+    assert cluster.ended(number) == [("COMPLETED", "0", 0)], cluster.logs()
+    assert [*cluster.losses(f"runs/slurm-{number}")] == [1, 2, 3, 4, 5]
 
 
 def test_ranks_see_all_gpus_of_their_host(cluster):

@@ -1,15 +1,17 @@
 """The allocation of a batch system around `launch`: its ranks, hosts and cores."""
 
 import re
-import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from mpitrain.errors import ConfigError
+from mpitrain.files import reading
 
-SECONDS = 20.0
-"""Time in which scontrol must answer."""
+LONGEST = 1 << 20
+"""Bytes that a file of hosts may have."""
+NUMBERS = re.compile(r"\[(\d{1,5}(?:-\d{1,5})?(?:,\d{1,5}(?:-\d{1,5})?)*)\]", re.ASCII)
+"""The numbers in Slurm's short form of hosts, such as node[01-03,7]."""
 
 
 class Allocation(NamedTuple):
@@ -68,17 +70,48 @@ def _count(environ: Mapping[str, str], name: str, default: int) -> int:
     return int(text)
 
 
-def _lines(environ: Mapping[str, str], name: str) -> list[str]:
-    """Return the lines of the file that a variable of the batch system names."""
-    path = Path(environ[name])
+def host_lines(path: Path, what: str) -> list[str]:
+    """Return the lines of a file of hosts that are not empty, without comments.
+
+    what    the option or variable that names the file
+    raises  ConfigError for a pipe, a device or a long file: reading those might never end
+    """
     try:
-        return path.read_text().splitlines()
+        with reading(path) as file:
+            text = file.read(LONGEST + 1)
+        if len(text) > LONGEST:
+            raise OSError(0, f"it has more than {LONGEST >> 20} MiB")
+        lines = [line.partition("#")[0].strip() for line in text.decode().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(
-            f"{name} names the hosts of this job, but {path} cannot be read: {why}.",
-            f"Start launch inside the job, or unset {name}.",
+            f"{what} names a file of hosts, but {path} cannot be read: {why}.",
+            "Name a text file with one host in each line: node1 slots=4",
         ) from None
+    if not any(lines):
+        raise ConfigError(f"{what} names hosts, but {path} has none.", "Write one in each line.")
+    return [line for line in lines if line]
+
+
+def short_forms(hosts: str) -> list[str]:
+    """Split a list of hosts at the commas outside of brackets."""
+    return re.split(r",(?![^\[]*\])", hosts)
+
+
+def expanded(name: str) -> list[str]:
+    """Return the hosts of Slurm's short form, such as node[01-03,7]; [] for a range that falls."""
+    match = NUMBERS.search(name)
+    if not match:
+        return [name]
+    numbers = []
+    for part in match[1].split(","):
+        first, _, last = part.partition("-")
+        numbers += [f"{n:0{len(first)}}" for n in range(int(first), int(last or first) + 1)]
+    return [
+        name[: match.start()] + number + rest
+        for number in numbers
+        for rest in expanded(name[match.end() :])
+    ]
 
 
 def _slurm(environ: Mapping[str, str]) -> tuple[int, int]:
@@ -87,20 +120,14 @@ def _slurm(environ: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _slurm_nodes(environ: Mapping[str, str]) -> list[str]:
-    """Ask scontrol for the names, which the variable has in a short form such as node[1-4]."""
     short = environ.get("SLURM_JOB_NODELIST", "")
-    line = ["scontrol", "show", "hostnames", short]
-    try:
-        done = subprocess.run(line, capture_output=True, text=True, timeout=SECONDS)
-        found, why = done.stdout.split(), done.stderr.strip()
-    except (OSError, subprocess.TimeoutExpired) as error:
-        found, why = [], str(error)
-    if not found:
+    nodes = [name for form in short_forms(short) for name in expanded(form) if name]
+    if not nodes:
         raise ConfigError(
-            f"scontrol lists the nodes of a Slurm job, but not those of {short!r}: {why}.",
+            f"SLURM_JOB_NODELIST names the nodes of a Slurm job, but it is {short!r}.",
             "Name the nodes: --hosts a:4,b:4",
         )
-    return found
+    return nodes
 
 
 def _pbs(environ: Mapping[str, str]) -> tuple[int, int]:
@@ -110,7 +137,7 @@ def _pbs(environ: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _pbs_nodes(environ: Mapping[str, str]) -> list[str]:
-    return [line.strip() for line in _lines(environ, "PBS_NODEFILE") if line.strip()]
+    return host_lines(Path(environ["PBS_NODEFILE"]), "PBS_NODEFILE")
 
 
 def _lsf(environ: Mapping[str, str]) -> tuple[int, int]:
@@ -134,7 +161,7 @@ def _grid_engine(environ: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _grid_engine_nodes(environ: Mapping[str, str]) -> list[str]:
-    return [line.split()[0] for line in _lines(environ, "PE_HOSTFILE") if line.strip()]
+    return [line.split()[0] for line in host_lines(Path(environ["PE_HOSTFILE"]), "PE_HOSTFILE")]
 
 
 class System(NamedTuple):
@@ -171,15 +198,14 @@ def crowds_slurm(ranks: int, environ: Mapping[str, str]) -> bool:
     return bool(cores) and ranks > sum(cores)
 
 
-def slurm_cores(ranks: int, environ: Mapping[str, str]) -> int:
+def slurm_cores(most: int, environ: Mapping[str, str]) -> int | None:
     """Return the cores of each rank: --cpus-per-task, or an even split of the smallest node.
 
-    0 if Slurm does not list the cores, or has fewer than ranks.
+    0 if that node has fewer than `most`, the ranks of the fullest node; None if Slurm does not
+    list the cores.
     """
-    if given := _count(environ, "SLURM_CPUS_PER_TASK", 0):
-        return given
     cores = _cores_of_nodes(environ)
-    return min(cores) // -(-ranks // len(cores)) if cores else 0
+    return _count(environ, "SLURM_CPUS_PER_TASK", 0) or (min(cores) // most if cores else None)
 
 
 def _cores_of_nodes(environ: Mapping[str, str]) -> list[int]:

@@ -6,6 +6,7 @@ It adds the launcher options that this machine needs.
 import os
 import shlex
 import shutil
+import socket
 import sys
 from pathlib import Path
 
@@ -127,7 +128,7 @@ def command(
             ranks,
             hosts_of(granted, placed),
             ranks_of_fullest(ranks, granted, placed),
-            max(1, cores),
+            cores,
             placed.bind,
         )
     except ConfigError as error:
@@ -180,7 +181,7 @@ def command_line(
         settings = _settings(mpi, crowds_slurm(ranks, os.environ))
         # Since Slurm 22.05, srun does not inherit --cpus-per-task from sbatch. Without it, srun
         # would bind each rank of an exclusive job to one core.
-        if cores := slurm_cores(ranks, os.environ):
+        if cores := cores_of(ranks, granted, placed):
             settings["SRUN_CPUS_PER_TASK"] = str(cores)
         line = ["srun", f"--mpi={kind}", "-n", str(ranks)]
         if program[1:3] == ["-m", "mpitrain"]:
@@ -189,10 +190,11 @@ def command_line(
             line.append("--wait=60")
         return [*line, *srun_options(placed), *extra, *program], settings
     cores = cores_of(ranks, granted, placed)
-    is_crowded = crowds_slurm(ranks, os.environ) if is_slurm else not cores
-    if placed.bind not in ("", "none") and not cores:
+    is_crowded = crowds_slurm(ranks, os.environ) if is_slurm else cores == 0
+    if placed.bind not in ("", "none") and cores == 0:
+        most = ranks_of_fullest(ranks, granted, placed)
         raise ConfigError(
-            f"A bound rank needs a core of its own, but a host with {process.cores()} cores has more ranks.",
+            f"A bound rank needs a core of its own, but a host with fewer cores has {most} ranks.",
             "Start fewer ranks, or use --bind none.",
         )
     if mpi.family == "MPICH":
@@ -232,14 +234,19 @@ def shared_memory_btl(version: str) -> str:
     return "vader" if int(first_number(version) or 5) < 5 else "sm"
 
 
-def cores_of(ranks: int, granted: Allocation | None, placed: Placement) -> int:
+def cores_of(ranks: int, granted: Allocation | None, placed: Placement) -> int | None:
     """Return the cores of each rank on the fullest host; 0 if they are fewer than its ranks.
 
-    Hosts outside of Slurm count as equal to this one.
+    Hosts of a job outside of Slurm count as equal to this one. Those of named hosts outside of a
+    job are unknown (None), unless all are this host.
     """
+    most = ranks_of_fullest(ranks, granted, placed)
     if granted and granted.system == "Slurm":
-        return slurm_cores(ranks, os.environ)
-    return process.cores() // ranks_of_fullest(ranks, granted, placed)
+        return slurm_cores(most, os.environ)
+    here = {"localhost", "127.0.0.1", socket.gethostname()}
+    if not granted and not {*placed.hosts} <= here:
+        return None
+    return process.cores() // most
 
 
 def ranks_of_fullest(ranks: int, granted: Allocation | None, placed: Placement) -> int:

@@ -5,12 +5,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from mpitrain.cli.launch.allocation import NUMBERS, expanded, host_lines, short_forms
 from mpitrain.errors import ConfigError
 from mpitrain.machine.process import BLAS_VARIABLES
 
 HOST = re.compile(
-    r"(?P<name>\w[\w.-]*|\[[\w:.%]+\])(?:(?::|\s+slots\s*=\s*|\s+)(?P<slots>\d{1,9}))?", re.ASCII
+    rf"(?P<name>\w(?:[\w.-]|{NUMBERS.pattern})*|\[[\w:.%]+\])"
+    r"(?:(?::|\s+slots\s*=\s*|\s+)(?P<slots>\d{1,9}))?",
+    re.ASCII,
 )
+MOST = re.compile(r"\s+max[_-]slots\s*=\s*(\d{1,9})", re.ASCII)
+"""Open MPI's largest number of ranks of a host. It counts where there is no other."""
 BINDINGS = {
     "Open MPI": {"none": "none", "core": "core", "socket": "package"},
     "MPICH": {"none": "none", "core": "core", "socket": "socket"},
@@ -57,60 +62,48 @@ def placement(hosts: str | None, hostfile: Path | None, ppn: int, bind: str) -> 
             "The hosts are named once, but --hosts and --hostfile are both given.",
             "Leave one of them out.",
         )
-    lines = [] if hosts is None else hosts.split(",")
+    lines = [] if hosts is None else short_forms(hosts)
     if hostfile:
-        lines = _lines(hostfile)
+        lines = host_lines(hostfile, "--hostfile")
     found: dict[str, int] = {}
     for line in lines:
-        match = HOST.fullmatch(line.strip())
-        if not match or int(match["slots"] or 1) == 0:
+        most = MOST.search(line)
+        match = HOST.fullmatch(MOST.sub("", line).strip())
+        names = expanded(match["name"]) if match else []
+        ranks = int(match["slots"] or (most[1] if most else 1)) if match else 0
+        if not names or ranks == 0 or (most and int(most[1]) < ranks):
             raise ConfigError(
                 f"A host is NAME or NAME:RANKS, but {hostfile or '--hosts'} has {line!r}.",
-                "For example: --hosts node1:4,node2:4; a line of a file may also be: node1 slots=4",
+                "For example: --hosts node1:4,node2:4 or node[1-2]:4; a line of a file may also be: "
+                "node1 slots=4",
             )
-        found[match["name"]] = found.get(match["name"], 0) + (ppn or int(match["slots"] or 1))
+        for name in names:
+            found[name] = found.get(name, 0) + (ppn or ranks)
     if lines and ppn:
         found = dict.fromkeys(found, ppn)
     return Placement(found, ppn, bind)
 
 
-def _lines(path: Path) -> list[str]:
-    """Return the lines of a hostfile without comments."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(
-            f"--hostfile names a file of hosts, but {path} cannot be read: {why}.",
-            "Write one host in each line: node1 slots=4",
-        ) from None
-    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
-    if not any(lines):
-        raise ConfigError(
-            f"--hostfile names hosts, but {path} has none.", "Write one in each line."
-        )
-    return [line for line in lines if line]
-
-
-def described(ranks: int, hosts: int, most: int, cores: int, bind: str) -> str:
+def described(ranks: int, hosts: int, most: int, cores: int | None, bind: str) -> str:
     """Return the placement of the ranks in words.
 
     hosts  number of hosts
     most   number of ranks on the fullest host
-    cores  cores of each rank, on each of which it computes with one BLAS thread
+    cores  cores of each rank, on each of which it computes with one BLAS thread; None: unknown
     """
     each = f"{most} on each" if most * hosts == ranks else f"at most {most} on each"
     bound = {"core": ", bound to cores", "socket": ", bound to sockets"}.get(bind, "")
-    return f"{ranks} rank(s) on {hosts} host(s), {each}; {cores} core(s) a rank{bound}"
+    share = "" if cores is None else f"; {max(1, cores)} core(s) a rank"
+    return f"{ranks} rank(s) on {hosts} host(s), {each}{share}{bound}"
 
 
-def open_mpi_options(placed: Placement, environ: Mapping[str, str], cores: int) -> list[str]:
+def open_mpi_options(placed: Placement, environ: Mapping[str, str], cores: int | None) -> list[str]:
     """Return the options of mpirun; it exports no variables to other hosts by itself.
 
-    cores  cores of each rank, for a binding to cores
+    cores  cores of each rank, for a binding to cores; None: unknown, so one
     """
     options = ["--bind-to", BINDINGS["Open MPI"][placed.bind or "none"]]
-    each = f":PE={cores}" if placed.bind == "core" else ""
+    each = f":PE={cores or 1}" if placed.bind == "core" else ""
     if placed.ppn:
         options += ["--map-by", f"ppr:{placed.ppn}:node{each}"]
     elif placed.bind == "socket":
@@ -124,13 +117,13 @@ def open_mpi_options(placed: Placement, environ: Mapping[str, str], cores: int) 
     return options
 
 
-def mpich_options(placed: Placement, cores: int) -> list[str]:
+def mpich_options(placed: Placement, cores: int | None) -> list[str]:
     """Return the options of mpiexec, as above; it exports all variables to other hosts."""
     options = ["-hosts", _listed(placed.hosts)] if placed.hosts else []
     if placed.ppn:
         options += ["-ppn", str(placed.ppn)]
     if placed.bind:
-        each = f":{cores}" if placed.bind == "core" else ""
+        each = f":{cores or 1}" if placed.bind == "core" else ""
         options += ["-bind-to", BINDINGS["MPICH"][placed.bind] + each]
     return options
 

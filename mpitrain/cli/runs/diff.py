@@ -83,8 +83,7 @@ def _by_bits(both: "tuple[Side, Side]", does_replay: bool) -> bool:
         last = max(start + 1, found.first)
         with closing(bar(last - start)) as shown:
             result = replay(both, start, last, lambda step: shown.update() and None)
-        names = str(both[0].folder), str(both[1].folder)
-        show(text.replayed(result, names))
+        show(text.replayed(result, both))
     return False
 
 

@@ -150,6 +150,12 @@ def command(
             "Leave it out, or edit the script.",
         )
     check(request)
+    if words[0] == "train" and request.warning < margin:
+        click.echo(
+            f"note: --margin {margin} is cut to {request.warning} s, because --time is {time}: "
+            "a quarter of the time at most, and at least 30 s.",
+            err=True,
+        )
     text = script(request, system)
     if not (submits or follows):
         click.echo(text, nl=False)

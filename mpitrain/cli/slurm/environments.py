@@ -50,7 +50,7 @@ def _module(request: Request, value: str) -> list[str]:
 def _apptainer(request: Request, value: str) -> list[str]:
     return [
         *_container(request, value or "mpitrain.sif", comment=""),
-        "#module load openmpi  # the MPI of the site, of the same family as that in the image",
+        "#module load mpich  # the MPI of the site, of the same family as that in the image",
     ]
 
 
@@ -81,13 +81,16 @@ def _activate(path: str) -> list[str]:
 def _container(request: Request, image: str, comment: str) -> list[str]:
     """Return the lines that start ranks in a container; launch would need mpitrain outside of it."""
     gpus = "--nv " if request.gpus_per_node else ""
-    ranks = (
-        "srun --mpi=pmix"
+    # MPICH in the image takes PMI-2 alone. srun binds a rank to one core if it gets no number of
+    # cores, and waits for the other ranks if one fails before it is connected.
+    cores = request.cores_per_rank or "$((SLURM_CPUS_ON_NODE / SLURM_NTASKS_PER_NODE))"
+    ranks, mpi = (
+        (f"srun --mpi=pmi2 --cpus-per-task={cores} --wait=60", "MPICH; Open MPI: --mpi=pmix")
         if request.by == "srun"
-        else f'mpirun -n "${{SLURM_NTASKS:-{request.ranks}}}"'
+        else (f'mpirun -n "${{SLURM_NTASKS:-{request.ranks}}}"', "the MPI of mpirun")
     )
     inside = f'apptainer exec {gpus}--bind "$PWD" "{image}"'
     return [
-        f"{comment}start=({ranks} {inside} mpitrain)  # instead: an image with mpitrain",
+        f"{comment}start=({ranks} {inside} mpitrain)  # instead: an image with mpitrain and {mpi}",
         f'{comment}mpitrain() {{ {inside} mpitrain "$@"; }}',
     ]

@@ -5,10 +5,14 @@ from collections.abc import Callable
 
 from mpitrain.cli.slurm.environments import environment_of
 from mpitrain.cli.slurm.request import Request
-from mpitrain.cli.slurm.systems import SYSTEMS, System
+from mpitrain.cli.slurm.systems import SYSTEMS, System, directives
 
 REASON_COLUMN = 38
 """The column at which the comment of an #SBATCH line begins."""
+ARGUMENTS = """\
+# Arguments that the system does not pass to a script: MPITRAIN_ARGS="--set run.steps=100"
+[ $# = 0 ] && eval "set -- $MPITRAIN_ARGS"
+"""
 
 
 def script(request: Request, name: str) -> str:
@@ -17,7 +21,9 @@ def script(request: Request, name: str) -> str:
     kind = _kind(request)
     body = BODIES.get(kind, _other)(request, system)
     untried = (
-        [] if system.tried else [f"Not run on a real {name.upper()}: read it before you submit it."]
+        []
+        if system.is_slurm
+        else [f"Not run on a real {name.upper()}: read it before you submit it."]
     )
     if request.environment.startswith("apptainer"):
         untried.append("Not run with a real Apptainer.")
@@ -31,6 +37,7 @@ def script(request: Request, name: str) -> str:
             "",
             *environment_of(request),
             "",
+            *([] if system.is_slurm else [ARGUMENTS]),
             *body,
             "",
         ]
@@ -92,8 +99,8 @@ TITLES: dict[str, Callable[[Request, str], list[str]]] = {
 
 def _directives(system: System, request: Request, resumes: bool) -> list[str]:
     lines = []
-    for option, reason in system.directives(request, resumes):
-        if system.has_reasons_in_line:
+    for option, reason in directives(system, request, resumes):
+        if system.is_slurm:
             lines.append(f"{f'{system.prefix} {option}':<{REASON_COLUMN}}  # {reason}")
         else:
             lines += [f"# {reason}:", f"{system.prefix} {option}"]
@@ -185,26 +192,26 @@ def _supervised(request: Request, system: System, words: list[str]) -> list[str]
     return [
         "trap 'kill -USR1 $P' USR1  # the time limit is near: launch and srun pass USR1 on to every rank",
         f"trap 'cancelled=1{term}' TERM  # {why}",
-        *([] if system.warns else timer),
+        *([] if system.is_slurm else timer),
         f'"${{start[@]}}" {" ".join(words)} & P=$!',
         "while kill -0 $P 2>/dev/null; do wait $P; done  # a trapped signal ends `wait` early",
         "wait $P; rc=$?  # the shell remembers the exit code of a child",
-        *([] if system.warns else ["kill $timer"]),
+        *([] if system.is_slurm else ["kill $timer"]),
         'echo "the run in $run ended with $rc"',
     ]
 
 
 def _again(system: System) -> list[str]:
     """Return the lines that run the job again if the run was stopped, but not if it was cancelled."""
-    again = [
+    if not system.again:
+        return [f'[ $rc = 85 ] && [ -n "$cancelled" ] && exit {system.stopped}', "exit $rc"]
+    return [
         'if [ $rc = 85 ] && [ -z "$cancelled" ]; then',
         "  trap '' USR1 TERM",
-        *system.again,
+        system.again.strip("\n"),
         "fi",
+        "exit $rc",
     ]
-    if not system.again:
-        again = [f'[ $rc = 85 ] && [ -n "$cancelled" ] && exit {system.stopped}']
-    return [*again, "exit $rc"]
 
 
 def _resume(words: list[str]) -> list[str]:

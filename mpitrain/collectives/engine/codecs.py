@@ -69,8 +69,6 @@ def parse_wire(text: str) -> Wire:
         value = float(amount) if amount else DEFAULTS.get(name, 0.0)
     except ValueError:
         value = -1.0
-    if "_" in amount or not amount.isascii():  # Python reads 1_0 as 10
-        value = -1.0
     valid = {
         "none": not amount,
         "fp16": not amount,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from mpitrain.config import Config
 from mpitrain.config.injections import injection
@@ -77,6 +78,8 @@ def replay(
 ) -> Replayed:
     """Replay two runs from the same step, until their states differ or `last` is done.
 
+    Both replays have the BLAS threads of the first run, because the process has one number of them.
+
     start    the step of a checkpoint of both; 0 without one: the initial parameters
     stepped  called on rank 0 after each step
     raises   ConfigError for too many ranks; MpitrainError if a run cannot be built here
@@ -88,9 +91,11 @@ def replay(
             f"but {one.folder} had {one.ranks}.",
             "Leave out --replay, or compare shorter runs on fewer ranks.",
         )
-    process.lower_blas_threads(-(-one.ranks // one.hosts))
+    if not one.threads:
+        process.lower_blas_threads(-(-one.ranks // one.hosts))
     hosts = [f"host {rank * one.hosts // one.ranks}" for rank in range(one.ranks)]
-    return run_ranks(one.ranks, _on_a_rank, sides, start, last, stepped, hosts=hosts)[0]
+    with threadpool_limits(one.threads or None, user_api="blas"):
+        return run_ranks(one.ranks, _on_a_rank, sides, start, last, stepped, hosts=hosts)[0]
 
 
 def _on_a_rank(

@@ -25,6 +25,8 @@ HOW = (
 compared."""
 
 
+THREADS = "BLAS threads"
+"""The number of a rank's threads, of which the bits of matrix products depend."""
 ORDER = (GRADIENT, PARAMETERS)
 """The order in which a step writes buffers; optimizer state comes last."""
 
@@ -44,6 +46,7 @@ class Side(NamedTuple):
     """One of two compared runs.
 
     ranks, hosts  of its last start
+    threads       BLAS threads of a rank; 0: its records do not say
     is_mixed      whether it was resumed in another layout
     logged        {step: (loss, gradient norm)}; None for a number that is not finite
     digests       {step: digests}
@@ -55,6 +58,7 @@ class Side(NamedTuple):
     config: Config
     ranks: int
     hosts: int
+    threads: int
     is_mixed: bool
     logged: dict[int, tuple[float | None, float | None]]
     digests: dict[int, Digests]
@@ -76,6 +80,7 @@ def read(folder: Path) -> Side:
         configuration(folder),
         _count(start.get("ranks")),
         _count(start.get("hosts")),
+        _count(start.get("blas_threads"), 0),
         _is_mixed(starts),
         {
             one["step"]: (_number(one["loss"]), _number(one["grad_norm"]))
@@ -99,8 +104,8 @@ def _is_mixed(starts: Sequence[Mapping[str, Any]]) -> bool:
     return len(sizes) > 1 or any(key.startswith(HOW) for key in keys)
 
 
-def _count(value: Any) -> int:
-    return value if type(value) is int and value > 0 else 1
+def _count(value: Any, otherwise: int = 1) -> int:
+    return value if type(value) is int and value > 0 else otherwise
 
 
 def _number(value: Any) -> float | None:
@@ -116,9 +121,14 @@ def _digests(record: Mapping[str, Any]) -> Digests | None:
 
 
 def changed_keys(one: Side, other: Side) -> dict[str, tuple[Any, Any]]:
-    """Return {key: the values of both runs} of all keys that differ, but for the directory."""
+    """Return {key: the values of both runs} of all keys that differ, but for the directory.
+
+    THREADS is among them.
+    """
     first, second = one.config.flat(), other.config.flat()
     found = {key: (first[key], second[key]) for key in first if first[key] != second[key]}
+    if one.threads and other.threads and one.threads != other.threads:
+        found[THREADS] = one.threads, other.threads
     return {key: values for key, values in found.items() if key != "run.out"}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from mpitrain.report.diff.replay import Differing, Replayed
 from mpitrain.report.diff.series import Bits
-from mpitrain.report.diff.sides import Side
+from mpitrain.report.diff.sides import THREADS, Side
 from mpitrain.report.diff.tensors import Apart, Beyond
 
 SHOWN = 8
@@ -63,11 +63,8 @@ def _apart(each: Apart) -> str:
     return f"    {each.name}: {each.elements} of {each.of} elements, at most {each.most:.3g} apart"
 
 
-def replayed(found: Replayed, names: tuple[str, str]) -> Iterator[str]:
-    """Yield the lines of a replay.
-
-    names  of both runs
-    """
+def replayed(found: Replayed, both: tuple[Side, Side]) -> Iterator[str]:
+    """Yield the lines of a replay."""
     yield f"Replayed from step {found.first} to at most step {found.last}:"
     if found.step is not None:
         head, *rest = found.differing
@@ -77,12 +74,15 @@ def replayed(found: Replayed, names: tuple[str, str]) -> Iterator[str]:
             yield f"  also {head.buffer} of {_some(others)}"
     else:
         yield "  both replays are equal, so neither configuration nor code explains the difference"
-    for name, unlike in zip(names, found.unlike, strict=True):
+    for side, unlike in zip(both, found.unlike, strict=True):
+        name = str(side.folder)
         if unlike is None:
             yield f"  {name} is repeated, as far as it was recorded"
             continue
         where = f": {_some(unlike.tensors)}" if unlike.tensors else ", of loss and gradient norm"
         yield f"  {name} is not repeated: first the record of step {unlike.step}{where}"
+        if 0 < side.threads != both[0].threads > 0:
+            yield f"    its {THREADS} were {side.threads}, but those of the replay {both[0].threads}"
     if all(found.unlike) and found.step is None:
         yield "  Neither is: this process has another processor, BLAS or algorithm than the runs."
 

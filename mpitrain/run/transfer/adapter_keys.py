@@ -19,6 +19,8 @@ OF_ADAPTER = ("rank", "alpha", "targets")
 def with_adapter(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     """Add the keys that an adapter determines, if the tables name an adapter to start from.
 
+    Layers have several names each, so lora.targets is compared later, with the model.
+
     If run.init_from names an adapter, lora.init_from takes its place, and run.init_from becomes the
     base that the adapter was trained on.
 
@@ -43,9 +45,8 @@ def with_adapter(tables: Mapping[str, Any]) -> Mapping[str, Any]:
             f"Name both: --set run.init_from=BASE --set lora.init_from={folder}.",
         )
     own = {key: found[f"lora.{key}"] for key in OF_ADAPTER}
-    given = {key: _comparable(lora[key]) for key in OF_ADAPTER if key in lora}
-    for key, value in given.items():
-        if value != _comparable(own[key]):
+    for key in ("rank", "alpha"):
+        if key in lora and lora[key] != own[key]:
             raise ConfigError(
                 f"The adapter {folder} has lora.{key} {own[key]!r}, but the configuration says {lora[key]!r}.",
                 f"Leave out lora.{key}, or start without the adapter.",
@@ -69,12 +70,6 @@ def with_adapter_of_run(tables: dict[str, Any], then: Config) -> dict[str, Any]:
     named = os.path.abspath(str(run.get("init_from")))
     base = then.run.init_from if named == then.lora.init_from else run.get("init_from")
     return {**tables, "run": {**run, "init_from": base}, "lora": {**own, **lora}}
-
-
-def _comparable(value: Any) -> Any:
-    """Return a set of names for a list or a text with commas; any other value as it is."""
-    names_of = value.split(",") if isinstance(value, str) else value
-    return {str(name).strip() for name in names_of} if isinstance(names_of, list) else value
 
 
 def has_adapter(folder: Path) -> bool:

@@ -10,17 +10,27 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mpitrain.config import Config
-from mpitrain.errors import CheckpointError, on_every_rank
+from mpitrain.errors import CheckpointError, ConfigError, on_every_rank
 from mpitrain.formats import peft
+from mpitrain.formats.folder import refusing
 from mpitrain.formats.format import Initial
-from mpitrain.models.targets import is_adapter
+from mpitrain.formats.gpt2 import HEAD
+from mpitrain.formats.header import FLOATS
+from mpitrain.formats.stored_tensor import StoredTensor
+from mpitrain.layers.base import Unit
+from mpitrain.models.targets import chosen_targets, is_adapter, targets
 from mpitrain.parallel.replication.state import StateBuffer
 from mpitrain.run.checkpoint.directories import newest
 from mpitrain.run.checkpoint.load import parameters
 from mpitrain.run.checkpoint.manifest import MANIFEST, read_manifest
 from mpitrain.run.run_dir import CHECKPOINTS, is_run
 from mpitrain.run.transfer.initial import open_initial
+
+ROWS = 4096
+"""Rows of a head that are compared at a time."""
 
 
 def of_base(kept: Sequence[StateBuffer]) -> list[StateBuffer]:
@@ -67,6 +77,46 @@ def open_adapter(config: Config) -> tuple[Initial, dict[str, Any]]:
         found, record = peft.read(folder), peft.base(folder)
     is_same = record and folder_of(record).resolve() == Path(config.run.init_from).resolve()
     return found, record if is_same else {}
+
+
+def check_layers(adapter: Initial, config: Config, units: Sequence[Unit]) -> None:
+    """Raise ConfigError unless adapters belong to the layers that lora.targets names.
+
+    units  of the whole model, without adapters
+    """
+    chosen = chosen_targets([*targets(units)], config.lora.targets)
+    here = {f"{one.layer}.{one.region}".removesuffix(".") for one in chosen}
+    there = {name.rpartition(".")[0] for name in adapter.tensors if is_adapter(name)}
+    if different := sorted(here ^ there):
+        which, way = ("lacks", "names") if different[0] in here else ("has", "does not name")
+        raise ConfigError(
+            f"The adapter {config.lora.init_from} {which} {different[0]}, but lora.targets {way} this layer.",
+            "Leave out lora.targets, or start without the adapter.",
+        )
+
+
+def check_head(adapter: Initial, base: Initial) -> None:
+    """Raise CheckpointError if a folder of PEFT has a copy of another head than the base has."""
+    head = adapter.tensors.get(HEAD)
+    if not isinstance(head, StoredTensor) or MANIFEST in adapter.files:
+        return
+    weight = base.tensors.get(HEAD) or base.tensors.get("embedding.tokens")
+    dtype = FLOATS[head.located.dtype]
+    with refusing(adapter.folder):
+        is_same = (
+            weight
+            and head.shape == weight.shape
+            and all(
+                np.array_equal(head.read(rows), weight.read(rows).astype(dtype))
+                for first in range(0, head.shape[0], ROWS)
+                for rows in [(slice(first, min(first + ROWS, head.shape[0])), head.whole[1])]
+            )
+        )
+    if not is_same:
+        raise CheckpointError(
+            f"Adapters train on the model of run.init_from, but {adapter.folder} has another lm_head than {base.folder}.",
+            "Name the model that was under the adapters: --set run.init_from=FOLDER.",
+        )
 
 
 def base_of(checkpoint: Path) -> dict[str, Any]:

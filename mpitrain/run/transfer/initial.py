@@ -11,9 +11,9 @@ import numpy as np
 
 from mpitrain.config import Config
 from mpitrain.errors import CheckpointError
+from mpitrain.formats.computed_tensor import AnyTensor
 from mpitrain.formats.folder import refusing, sha256
 from mpitrain.formats.format import Initial
-from mpitrain.formats.stored_tensor import StoredTensor
 from mpitrain.formats.table import format_of
 from mpitrain.layers.base import Rectangle
 from mpitrain.layers.flat import Storage
@@ -88,7 +88,7 @@ def load_initial(
 
 def fill(
     folder: Path,
-    tensors: Mapping[str, StoredTensor],
+    tensors: Mapping[str, AnyTensor],
     kept: Sequence[StateBuffer],
     storage: Storage,
     backend: Backend,
@@ -114,7 +114,7 @@ def fill(
 
 def _filled_with_codes(
     folder: Path,
-    tensors: Mapping[str, StoredTensor],
+    tensors: Mapping[str, AnyTensor],
     kept: Sequence[StateBuffer],
     backend: Backend,
 ) -> list[StateBuffer]:
@@ -138,7 +138,7 @@ def _filled_with_codes(
 
 
 def _unfit(
-    folder: Path, name: str, shape: tuple[int, ...], stored: StoredTensor | None
+    folder: Path, name: str, shape: tuple[int, ...], stored: AnyTensor | None
 ) -> CheckpointError:
     has = f"the shape {stored.shape}" if stored else "no such tensor"
     return CheckpointError(
@@ -155,7 +155,7 @@ def _check_finite(folder: Path, name: str, values: np.ndarray) -> None:
         )
 
 
-def elements(stored: StoredTensor, part: Region) -> np.ndarray:
+def elements(stored: AnyTensor, part: Region) -> np.ndarray:
     """Read the elements of a region, and whole rows of its rectangles at most: 1-D, packed."""
     rectangles = _rectangles(part)
     dim = next(

@@ -44,10 +44,7 @@ def row(file: str, found: Checked, language: str) -> list[str]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as CSV; a cell that a spreadsheet would compute begins with an apostrophe."""
     written = io.StringIO()
     writer = csv.writer(written, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for one in rows:
-        writer.writerow([f"'{cell}" if cell[:1] in "=+-@" and cell else cell for cell in one])
+    writer.writerows([COLUMNS, *rows])
     return visible(written.getvalue())

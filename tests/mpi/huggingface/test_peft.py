@@ -67,9 +67,14 @@ def test_peft_computes_the_logits_of_an_exported_adapter(bases, tmp_path, target
     assert not near(found, bare, 1e-2)
     export(run, "gpt2", tmp_path / "merged", "float32", 10**9, [], merge=True)
     assert near(logits(loaded(tmp_path / "merged"), tokens)[0], found, 1e-5)
+    theirs.save_pretrained(tmp_path / "again")
+    for folder in (tmp_path / "peft", tmp_path / "again"):
+        again = configured(*FLAT, f"run.init_from={base}", f"lora.init_from={folder}")
+        assert near(run_ranks(2, initial, again, tokens)[0], found, 1e-5)
 
 
-def test_an_adapter_that_peft_trained_is_read_here(bases, tmp_path):
+@pytest.mark.parametrize("chosen", [["c_attn", "mlp.c_proj"], ["c_attn", "lm_head"]])
+def test_an_adapter_that_peft_trained_is_read_here(bases, tmp_path, chosen):
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -80,7 +85,7 @@ def test_an_adapter_that_peft_trained_is_read_here(bases, tmp_path):
         LoraConfig(
             r=3,
             lora_alpha=9,
-            target_modules=["c_attn", "mlp.c_proj"],
+            target_modules=chosen,
             fan_in_fan_out=True,
             task_type="CAUSAL_LM",
         ),

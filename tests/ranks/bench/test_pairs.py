@@ -22,7 +22,6 @@ from mpitrain.cli.bench.pairs import _measure as run
 from mpitrain.cli.bench.pairs import command
 from mpitrain.errors import ConfigError
 from mpitrain.transport.threads import run_ranks
-from tests.messages import bench as says
 
 SHORT, LONG = 8, 1 << 12
 
@@ -74,7 +73,10 @@ def test_figures_are_those_of_the_links_and_classes_are_told_apart():
     assert all(
         pair.bandwidth_GBs == pytest.approx(LONG / (2e-6 + LONG * 1e-9) / 1e9) for pair in found
     )
-    assert odd_pairs(found) == [] and report(found, 80)[-2] == says.NO_LINK_FAR_OTHERS
+    assert (
+        odd_pairs(found) == []
+        and report(found, 80)[-2] == "no link is far from the others of its class"
+    )
 
 
 @pytest.mark.parametrize("hosts", ["abcd", "abcde", "abc"])
@@ -84,7 +86,7 @@ def test_a_slow_link_is_named_with_its_hosts_and_ranks(hosts):
     assert odd.pair[:4] == (0, 2, "a", "c") and odd.what == "bandwidth" and odd.pair.is_alone
     assert sum(pair.is_alone for pair in found) == 1, "measured again, alone"
     said = "\n".join(report(found, 80))
-    assert says.ODD_LINK_RANK_RANK in said
+    assert "0 on a and rank 2" in said
     assert "every link" not in said
 
 
@@ -97,7 +99,7 @@ def test_pairs_names_a_late_link_and_a_slow_host():
         odd = odd_pairs(found)
         assert [each.pair[:2] for each in odd] == slow[: len(hosts) - 1], hosts
         assert slow_everywhere(found, odd) == [2]
-        assert says.EVERY_LINK_RANK_SLOW in report(found, 80)
+        assert "every link of rank 2 on c is slow: look at that host" in report(found, 80)
 
 
 def test_within_a_host_whose_ranks_share_cores_no_link_is_judged():
@@ -107,10 +109,10 @@ def test_within_a_host_whose_ranks_share_cores_no_link_is_judged():
     found = links(lambda *words: usual(*words, slow=[(0, 1)], times=10.0), "aaa")
     assert len(odd_pairs(found)) == 1 and odd_pairs(found, [BETWEEN]) == []
     assert report(found, 80, [BETWEEN])[-2:] == [
-        says.RANKS_SHARE_CORES_SO,
+        "ranks share cores, so links within a host are not judged",
         "wrong elements 0",
     ]
-    assert not any(says.NO_LINK_FAR in line for line in report(links(usual, "aa"), 80)), (
+    assert not any("no link is far" in line for line in report(links(usual, "aa"), 80)), (
         "one link has none to be compared with"
     )
 
@@ -147,12 +149,15 @@ def test_matrices_fit_80_columns_or_are_left_to_the_files():
     assert max(map(len, report(found, 80))) <= 80 and any(
         line.startswith("     7") for line in report(found, 80)
     )
-    assert report(found, 60)[0] == says.RANKS_NO_ROOM_COLUMNS
+    assert (
+        report(found, 60)[0]
+        == "8 ranks have no room in 60 columns: --json, --csv and --plot have every pair"
+    )
 
 
 def test_one_rank_is_refused(capsys):
     options = command.make_context("pairs", []).params
-    with pytest.raises(ConfigError, match=says.MEASURES_MESSAGES_BETWEEN_TWO):
+    with pytest.raises(ConfigError, match="measures messages between two"):
         run_ranks(1, run, options)
     with pytest.raises(ConfigError, match="at least 1 byte"):
         run_ranks(2, run, options | {"short": 0})
@@ -175,13 +180,13 @@ def test_the_heat_map_tells_hosts_figures_and_frames_the_odd_link(tmp_path):
     drawn = (tmp_path / "pairs.svg").read_text()
     assert all(
         f"<!-- {text} -->" in drawn
-        for text in ("0.0953", "0.672", "2.01", "2 c", says.ALL_PAIRS_RANKS_HOST)
+        for text in ("0.0953", "0.672", "2.01", "2 c", "all pairs of 4 ranks on 4 host(s)")
     )
     assert drawn.count("stroke: #ff0000") == 2, "both halves of the matrix"
-    assert says.RED_FRAME_LINK_FAR in drawn and "~" not in drawn
+    assert "Red frame: a link" in drawn and "~" not in drawn
     quiet = links(usual, "abcd")
     noisy = [quiet[0]._replace(latency_us=9.0), *quiet[1:]]
     plot_pairs(noisy, [BETWEEN], facts, tmp_path / "noisy.svg")
     drawn = (tmp_path / "noisy.svg").read_text()
-    assert drawn.count("<!-- 9.00~ -->") == 2 and says.OTHER_WORK_RAN_MEANWHILE in drawn
+    assert drawn.count("<!-- 9.00~ -->") == 2 and "~: other work ran" in drawn
     assert "Red frame" not in drawn, "nothing has one"

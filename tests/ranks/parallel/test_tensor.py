@@ -18,7 +18,6 @@ from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.generate import tokens
 from mpitrain.run.trainer import Trainer, replicas_equal
 from mpitrain.transport.threads import run_ranks
-from tests.messages import parallel as says
 from tests.saving import save
 from tests.training import configured
 
@@ -414,7 +413,7 @@ def test_a_vocabulary_smaller_than_its_group_is_refused():
     config = configured("layout.tp=4", "data.vocabulary=3", "model.context=8")
     with pytest.raises(
         ConfigError,
-        match=says.RANKS_SHARE_VOCABULARY_ENTRIES,
+        match=r"4 ranks share a vocabulary, but it has 3 entries\.\n +Set layout.tp to at most 3\.",
     ) as refused:
         run_ranks(4, lambda transport: build(transport, config, source=source_of(config)))
     assert refused.value.agreed

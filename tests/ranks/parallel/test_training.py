@@ -10,7 +10,6 @@ from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
-from tests.messages import parallel as says
 from tests.training import MLP, STEPS, TINY, by_hand, configured, curve, curves
 
 pytestmark = pytest.mark.slow
@@ -302,7 +301,7 @@ def test_ranks_with_different_configurations_or_data_are_refused():
         config = configured(*TINY, f"model.context={16 - transport.rank}")
         with pytest.raises(
             ConfigError,
-            match=says.ALL_RANKS_NEED_ONE,
+            match=r"model\.context is 16 on rank 0",
         ):
             build(transport, config)
         source = Unopened("tokens", (16,), 256, 256, 7 + transport.rank)

@@ -10,7 +10,6 @@ from mpitrain.pipeline.schedule_files import write_plan
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests.laws.collectives import measured
-from tests.messages import parallel as says
 from tests.ranks.pipeline.test_pipelines import (
     ROWS,
     SMALL,
@@ -143,9 +142,10 @@ def test_zero_refuses_schedules_that_return_to_a_chunk(pp, name, chunks, working
         attempt(name)
     assert (
         caught.value.agreed
-        and caught.value.way_out == says.SET_PIPELINE_SCHEDULE_REPLICATION.format(working)
+        and caught.value.way_out
+        == f"Set pipeline.schedule to {working}, or replication.zero to 0 or 1."
     )
-    assert caught.value.law.endswith(says.GATHERED_REDUCED_ONCE_COMES.format(name))
+    assert caught.value.law.endswith(f"gathered and reduced once, but {name} comes back to chunks.")
     for other in working.split(" or "):
         attempt(other)
 

@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from mpitrain.cli import commands
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.layers.base import Gradient
+from mpitrain.machine.process import blas_threads_in_use
 from mpitrain.report.diff import sides, tensors
 from mpitrain.report.diff.replay import replay
 from mpitrain.report.diff.series import compare_bits, compare_numbers, start_of_replay, tolerance
@@ -177,6 +179,21 @@ def test_a_fault_of_the_machine_is_found_in_the_run_that_has_it(tmp_path, plante
     assert its.tensors[0] == "gradient/blocks.0.mlp.up.weight"
     code, output = invoke(tmp_path / "right", tmp_path / "wrong", "--replay")
     assert code == 1 and "replays are equal" in output and "wrong is not" in output
+
+
+def test_a_replay_has_the_blas_threads_of_the_first_run(tmp_path):
+    """Bits of matrix products depend on them, and a program may have set any number."""
+    if not any(one["user_api"] == "blas" for one in threadpool_info()):
+        pytest.skip("this NumPy has no BLAS that threadpoolctl knows")
+    runs, seen = [], []
+    for threads in (3, 2):
+        with threadpool_limits(threads, user_api="blas"):
+            runs.append(trained(tmp_path / f"{threads}", 2))
+    assert sides.changed_keys(*runs) == {sides.THREADS: (3, 2)}
+    with threadpool_limits(1, user_api="blas"):
+        for both in (runs, runs[::-1]):
+            replay(tuple(both), 0, 1, lambda step: seen.append(blas_threads_in_use()))
+        assert seen == [3, 2] and blas_threads_in_use() == 1
 
 
 def test_without_digests_logged_steps_and_checkpoints_bound_the_interval(tmp_path, planted):

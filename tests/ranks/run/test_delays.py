@@ -11,7 +11,6 @@ from mpitrain.config.delays import delay_s, delays
 from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
-from tests.messages import run as says
 from tests.training import TINY, configured
 
 STEPS, LATE = 4, "1:40,random:20:0.5"
@@ -72,5 +71,5 @@ def test_a_ticket_of_asynchronous_servers_takes_as_long_whoever_draws_it(monkeyp
 
 
 def test_a_rank_that_computes_no_rows_cannot_be_late_in_a_comparison():
-    with pytest.raises(ConfigError, match=says.RUN_DELAY_NAMES_RANK):
+    with pytest.raises(ConfigError, match=r"run\.delay names rank 2,"):
         jobs(["ring", "server-sync"], ["run.delay=2:5"], "aaa")

@@ -16,7 +16,6 @@ from mpitrain.cli.bench.training import command as bench_train
 from mpitrain.errors import ConfigError
 from mpitrain.files import check_writable
 from mpitrain.transport.threads import run_ranks
-from tests.messages import run as says
 from tests.processes import PROGRAM, run
 
 SMALL = [
@@ -110,7 +109,7 @@ def test_what_was_measured_is_printed_although_it_cannot_be_written(what, fills,
         return raised.value.agreed, str(raised.value)
 
     for is_agreed, said in run_ranks(ranks, main):
-        assert is_agreed and says.CANNOT_WRITTEN_NO_SPACE.format(file) in said
+        assert is_agreed and f"{file}" in said
         assert "Make room" in said
     assert printed in capsys.readouterr().out and not list(tmp_path.iterdir())
 
@@ -130,7 +129,7 @@ def test_a_report_is_printed_although_it_cannot_be_written(fills, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 3, "loss": 1.0}\n')
     fills(0)
     shown = CliRunner().invoke(commands, ["report", str(tmp_path)])
-    assert says.LAST_LINE_METRICS_STEP in shown.output
+    assert "of step 3" in shown.output
     if isinstance(shown.exception, ConfigError):  # with matplotlib there is something to write
         assert "No space left" in str(shown.exception) and not list((tmp_path / "report").iterdir())
 
@@ -213,6 +212,6 @@ def test_a_disk_that_fills_while_training_is_one_message_and_whole_lines(tmp_pat
         if "metrics.jsonl cannot be written: File too large" in line
     ]
     assert len(told) == 1 and told[0].startswith("rank 0: TrainingError: ")
-    assert says.MAKE_ROOM_THEN_START in done.stderr
+    assert "with --resume=auto" in done.stderr
     text = (tmp_path / "run/metrics.jsonl").read_text()
     assert text.endswith("\n") and [json.loads(line) for line in text.splitlines()][-1]["step"] > 10

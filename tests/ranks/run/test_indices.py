@@ -14,7 +14,6 @@ from mpitrain.ops.device import ops_for
 from mpitrain.run.build import build
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
-from tests.messages import run as says
 from tests.ranks.parallel.test_training import configured
 
 V = 11
@@ -70,7 +69,10 @@ def refusal(ranks, source, *settings, call="step"):
 def test_one_rank_refuses_it_and_says_where_it_is(what, wrong):
     error = refusal(1, Tokens(what, wrong, step=1))
     assert isinstance(error, DataError) and error.agreed and error.exit_code == 2
-    assert error.law == says.MUST_LIE_STEP_RANK.format(what.capitalize(), V - 1, wrong)
+    assert (
+        error.law
+        == f"{what.capitalize()} must lie in 0..{V - 1}, but step 2 on rank 0 (localhost) has {wrong} at [2, 3]."
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,10 +91,10 @@ def test_one_rank_refuses_it_and_says_where_it_is(what, wrong):
 def test_of_several_ranks_one_ends_all_and_names_itself(ranks, settings, rank, what, wrong):
     error = refusal(ranks, Tokens(what, wrong), *settings)
     assert isinstance(error, CommError)
-    assert (rank if isinstance(rank, int) else "") == "" or says.RANK_LOCALHOST.format(
-        rank, wrong
-    ) in error.law
-    assert says.MUST_LIE_STEP.format(what.capitalize(), V - 1) in error.law
+    assert (
+        rank if isinstance(rank, int) else ""
+    ) == "" or f"{rank} (localhost) has {wrong}" in error.law
+    assert f"{what.capitalize()} must lie in 0..{V - 1}," in error.law
 
 
 @pytest.mark.parametrize("what", ["tokens", "targets"])
@@ -124,9 +126,7 @@ def test_integers_of_any_width_train_as_int64_do(ranks, settings, dtype):
 
 @pytest.mark.parametrize("dtype", [np.float32, bool])
 def test_what_are_no_integers_is_refused(dtype):
-    assert (
-        says.MUST_INTEGERS_THOSE_STEP.format(np.dtype(dtype)) in refusal(1, Tokens(dtype=dtype)).law
-    )
+    assert f"0 (localhost) are {np.dtype(dtype)}." in refusal(1, Tokens(dtype=dtype)).law
 
 
 WRONG_SHAPES = {
@@ -164,7 +164,7 @@ def test_more_rows_than_this_ranks_share_are_refused(ranks, settings):
 @pytest.mark.parametrize("ranks, settings", [(1, []), (2, ["layout.pp=2"]), (2, ["layout.tp=2"])])
 @pytest.mark.parametrize("changed", WRONG_SHAPES.values(), ids=WRONG_SHAPES)
 def test_targets_of_another_shape_than_the_predictions_are_refused(changed, ranks, settings):
-    assert says.TARGETS_MUST_SHAPE_ONE in said_to(changed, ranks, *settings)
+    assert "(4, 4)," in said_to(changed, ranks, *settings)
 
 
 def test_a_users_own_embedding_and_loss_are_checked():
@@ -180,8 +180,8 @@ def test_a_users_own_embedding_and_loss_are_checked():
     run_ranks(1, go, good, good + 2)
     with pytest.raises(
         DataError,
-        match=says.TOKENS_MUST_LIE_STEP,
+        match=r"Tokens must lie in 0\.\.10, but step 1 on rank 0 \(localhost\) has 11 at \[0, 0\]",
     ):
         run_ranks(1, go, good + 11, good)
-    with pytest.raises(DataError, match=says.TARGETS_MUST_LIE):
+    with pytest.raises(DataError, match=r"Targets must lie in 0\.\.2, but .* has 3 at \[0, 0\]"):
         run_ranks(1, go, good, good + 3)

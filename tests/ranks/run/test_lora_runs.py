@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from mpitrain.cli.train import _configured
 from mpitrain.config import with_settings
@@ -209,6 +209,77 @@ def test_adapters_alone_find_their_base_and_continue(base, adapted, tmp_path):
 def logits(transport, config):
     trainer = build(transport, config).trainer
     return trainer.backend.to_host(trainer.logits(np.arange(8)[None])).copy()
+
+
+def test_adapters_of_several_ranks_return_from_peft_with_the_rank_of_each(base, tmp_path):
+    """Those of q and v become one of twice their rank, so c_fc gets zeros, which stay."""
+    own = [*FLAT, "lora.rank=3", "lora.alpha=7", f"run.init_from={base / 'gpt2'}"]
+    started(1, "no", *own, "lora.targets=q,v,c_fc", f"run.out={tmp_path / 'run'}")
+    export(tmp_path / "run", "peft", tmp_path / "peft", "float64", 10**9, [])
+    (truth,) = run_ranks(1, evaluated, tmp_path / "run")
+    begun = [*FLAT, f"run.init_from={tmp_path / 'peft'}", f"run.out={tmp_path / 'next'}"]
+    config = configured(*begun)
+    assert (config.lora.rank, config.lora.alpha) == (6, 14)
+    (found,) = run_ranks(2, logits, config)[:1]
+    assert np.abs(found - truth).max() <= 1e-12
+    started(2, "no", *begun)
+    after = saved(tmp_path / "next")
+    pairs = [after[f"blocks.1.mlp.up.{one}"] for one in ("lora_A", "lora_B")]
+    assert pairs[0].any() and not pairs[0][3:].any() and not pairs[1][:, 3:].any()
+    file = tmp_path / "peft" / "adapter_config.json"
+    keys = json.loads(file.read_text())
+    for key, value in (("alpha_pattern", {}), ("rank_pattern", {}), ("rank_pattern", {".*": 3})):
+        file.write_text(json.dumps({**keys, key: value}))
+        with pytest.raises(CheckpointError, match="alpha" if "alpha" in key else "rank|r 3|r 6"):
+            configured(*begun)
+
+
+@pytest.mark.parametrize(
+    "names, missing",
+    [
+        ("mlp.down,qkv,h.0.mlp.c_fc,h.1.mlp.c_fc", ""),
+        ("c_attn,c_fc", "blocks.0.mlp.down"),
+        ("c_attn,c_fc,c_proj", "blocks.0.attention.out"),
+        ("q,k,v,c_fc,mlp.c_proj", "blocks.0.attention.qkv"),
+    ],
+)
+def test_targets_are_the_layers_of_the_adapters_however_they_are_spelled(
+    base, adapted, names, missing
+):
+    config = configured(
+        *FLAT,
+        f"run.init_from={base / 'gpt2'}",
+        f"lora.init_from={adapted}",
+        f"lora.targets={names}",
+    )
+    if not missing:
+        (truth,) = run_ranks(1, evaluated, adapted)
+        assert np.abs(run_ranks(1, logits, config)[0] - truth).max() <= 1e-12
+        return
+    with pytest.raises(ConfigError, match=missing) as raised:
+        run_ranks(2, build, config)
+    assert raised.value.agreed
+
+
+def test_a_copy_of_the_head_in_a_folder_of_peft_is_that_of_the_base(base, adapted, tmp_path):
+    export(adapted, "peft", tmp_path / "peft", "float64", 10**9, [])
+    file = tmp_path / "peft" / "adapter_model.safetensors"
+    pair = {f"base_model.model.lm_head.lora_{one}.weight" for one in "AB"}
+    head = saved(base / "run")["head.logits.weight"]
+    vocabulary, width = head.shape
+    tensors = load_file(file) | dict.fromkeys(pair, np.zeros((3, width)))
+    tensors["base_model.model.lm_head.lora_B.weight"] = np.zeros((vocabulary, 3))
+    (truth,) = run_ranks(1, evaluated, adapted)
+    for dtype, change in ((np.float64, 0), (np.float16, 0), (np.float64, 1e-9)):
+        copy = head.astype(dtype)
+        copy[-1, -1] += change
+        save_file({**tensors, "base_model.model.lm_head.base_layer.weight": copy}, file)
+        config = configured(*FLAT, f"run.init_from={tmp_path / 'peft'}")
+        if not change:
+            assert np.abs(run_ranks(2, logits, config)[0] - truth).max() <= 1e-12
+            continue
+        with pytest.raises(CheckpointError, match="lm_head"):
+            run_ranks(2, build, config)
 
 
 def test_the_command_that_started_from_adapters_resumes_the_run(adapted, tmp_path):

@@ -118,6 +118,7 @@ def test_a_rate_that_a_busy_machine_had_is_replaced(folder, monkeypatch):
         assert gemm_peak(device, dtype, 1, "") == peak
 
 
+@pytest.mark.compile
 def test_a_simulated_device_has_no_peak():
     assert gemm_peak(device_for("cuda-sim"), np.dtype("float32"), 1, "") is None
 

@@ -13,7 +13,6 @@ from mpitrain.cli.bench.collectives import command
 from mpitrain.ops import cuda
 from mpitrain.ops.cuda.tiles import DEFAULT
 from tests.fakes import cupy, gpu
-from tests.messages import bench as says
 
 pytestmark = pytest.mark.compile
 
@@ -185,7 +184,7 @@ def test_what_cannot_be_measured_is_one_message_and_exit_2(words, complaint):
 
 def test_a_file_that_cannot_be_written_is_one_message(tmp_path):
     code, _, text = bench("gemm", "--shapes", "4", "--json", str(tmp_path / "missing/rows.json"))
-    assert code == 2 and says.ROWS_JSON_CANNOT_WRITTEN in text
+    assert code == 2 and "rows.json" in text
 
 
 def test_only_the_simulator_checks():
@@ -203,4 +202,4 @@ def test_without_cupy_it_says_what_to_install(name, monkeypatch):
 @pytest.mark.parametrize("name", ["kernels", "gemm"])
 def test_without_a_compiler_the_simulator_says_what_to_install(name, no_compiler):
     code, _, text = bench(name, "--device", "cuda-sim")
-    assert code == 2 and says.COMPILES_KERNELS_LATER_THERE in text
+    assert code == 2 and "11 or later on x86-64," in text

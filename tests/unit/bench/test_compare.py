@@ -29,7 +29,6 @@ from mpitrain.errors import ConfigError
 from mpitrain.parallel.modes import MODES
 from mpitrain.parallel.traffic import LETTERS
 from mpitrain.plan.memory import count
-from tests.messages import bench as says
 
 
 def row(mode, **changes):
@@ -212,8 +211,8 @@ def test_a_time_is_marked_where_blocks_disagree_which_mode_is_faster():
 
 def test_the_formulas_below_the_table_explain_their_letters():
     assert footer([row("star"), row("auto")]) == [
-        says.STAR_SENDS_ROOT,
-        says.BYTES_ALL_GRADIENTS_PADDING,
+        "star               sends (n-1) S, the root",
+        "with S bytes of all gradients, padding included, n ranks; besides, control messages and headers",
     ]
     for word in settings_by_mode():
         if not (formula := formula_of(word)):

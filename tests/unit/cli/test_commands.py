@@ -2,7 +2,6 @@
 
 import io
 import os
-import re
 from itertools import islice
 from types import SimpleNamespace
 
@@ -15,14 +14,12 @@ from mpitrain.cli.generate import readable
 from mpitrain.cli.job_options import changes
 from mpitrain.cli.launch import command as launch_command
 from mpitrain.cli.terminal.progress import way
-from mpitrain.collectives.engine.codecs import parse_wire
 from mpitrain.config import Config, with_settings
 from mpitrain.errors import ConfigError, TrainingError
 from mpitrain.machine import process
 from mpitrain.optim import learning_rate
 from mpitrain.run.build import Job
 from mpitrain.run.choices import keys, parse
-from tests.messages import cli as says
 from tests.processes import mpitrain
 
 
@@ -83,7 +80,7 @@ def test_help_config_of_a_section_lists_its_keys_alone_in_lines_that_fit():
     assert shown.exit_code == 0 and max(map(len, shown.output.splitlines())) <= 80
     assert 'replication.algorithm = "auto"' in shown.output and "optimizer." not in shown.output
     refused = CliRunner().invoke(commands, ["train", "--help-config", "optimiser"])
-    assert refused.exit_code == 2 and says.OPTIMISER_NO_SECTION_THERE in refused.output
+    assert refused.exit_code == 2 and "'optimiser'" in refused.output
 
 
 def test_the_list_of_commands_has_whole_first_sentences():
@@ -136,8 +133,8 @@ def test_an_option_that_is_a_configuration_key_is_told_how_to_be_set(words, want
 
 def test_an_unknown_option_whose_key_has_another_range_says_so():
     shown = CliRunner().invoke(commands, ["train", "--model-kind", "rnn"])
-    assert shown.exit_code == 2 and says.NO_SUCH_OPTION_MODEL in shown.output, shown.output
-    assert says.DID_YOU_MEAN_CNN in shown.output
+    assert shown.exit_code == 2 and "--model-kind, and model.kind" in shown.output, shown.output
+    assert "did you mean cnn?" in shown.output
 
 
 def test_another_unknown_option_gets_clicks_own_answer():
@@ -192,7 +189,10 @@ def test_the_sample_is_as_long_as_asked_for_and_ends_when_a_stop_is(monkeypatch,
         read=lambda windows, context: drawn.append(windows) or sure
     )
     train._print_sample(Finished(trainer), lambda: False)
-    assert capsys.readouterr().out == says.SAMPLE_WHAT.format("A" * 30) and len(drawn) == 30
+    assert (
+        capsys.readouterr().out == "a sample of what it writes:\n{}\n".format("A" * 30)
+        and len(drawn) == 30
+    )
     train._print_sample(Finished(trainer), lambda: len(drawn) >= 35)
     assert len(drawn) == 35
     monkeypatch.setattr(train, "SAMPLE_SECONDS", 0)
@@ -217,7 +217,7 @@ def test_windows_without_a_cache_are_no_wider_than_they_need(monkeypatch):
     assert int(logits(whole)[0, 19].argmax()) == narrow[19]
 
 
-def line_for(monkeypatch, family, ranks, cores=2, root=False, slurm=False, extra=()):
+def line_for(monkeypatch, family, ranks, cores=2, root=False, slurm=False, extra=(), **placed):
     """The words of the launcher's line, without paths."""
     monkeypatch.setattr(launch_command, "library", lambda: launch_command.Mpi(family, family))
     monkeypatch.setattr(launch_command, "launcher", lambda name, *library: name)
@@ -227,7 +227,9 @@ def line_for(monkeypatch, family, ranks, cores=2, root=False, slurm=False, extra
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     if slurm:
         monkeypatch.setenv("SLURM_JOB_ID", "1")
-    line, settings = launch_command.command_line(ranks, list(extra), ["python", "own.py"])
+    line, settings = launch_command.command_line(
+        ranks, list(extra), ["python", "own.py"], "", launch_command.Placement(**placed)
+    )
     assert line[-2:] == ["python", "own.py"]
     return " ".join(line[:-2]), settings
 
@@ -252,7 +254,18 @@ def test_open_mpi_gets_what_the_machine_needs(monkeypatch):
 
 @pytest.mark.parametrize("version, btl", [("4.1.4", "vader"), ("5.0.11", "sm"), ("3.1", "vader")])
 def test_open_mpi_before_5_has_another_name_for_shared_memory(version, btl):
-    assert launch_command.shared_memory_btl(says.OPEN_MPI_PACKAGE_DEBIAN.format(version)) == btl
+    assert launch_command.shared_memory_btl(f"Open MPI v{version}, package: Debian") == btl
+
+
+@pytest.mark.parametrize(
+    "family, wanted",
+    [("Open MPI", "--map-by slot:PE=1 --host far:4"), ("MPICH", "-bind-to core:1")],
+)
+def test_ranks_of_other_hosts_are_bound_and_crowded_by_their_own_cores(monkeypatch, family, wanted):
+    line, settings = line_for(monkeypatch, family, 4, cores=1, hosts={"far": 4}, bind="core")
+    assert wanted in line and "oversubscribe" not in line and "yield" not in f"{line}{settings}"
+    with pytest.raises(ConfigError):
+        line_for(monkeypatch, family, 4, cores=1, hosts={"localhost": 4}, bind="core")
 
 
 def test_mpich_gets_what_the_machine_needs(monkeypatch):
@@ -272,6 +285,7 @@ def test_mpich_gets_what_the_machine_needs(monkeypatch):
 )
 def test_inside_a_slurm_allocation_launch_uses_srun(monkeypatch, family, kind, always, crowded):
     monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
     for cores, ranks, settings in (
         ("2(x3),4", 10, always),
         ("2(x3),4", 11, always | crowded),
@@ -292,7 +306,7 @@ def test_inside_a_slurm_allocation_launch_uses_srun(monkeypatch, family, kind, a
 
 def test_a_missing_launcher_is_one_clear_error(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=says.NO_MPIEXEC_MPI_MPI):
+    with pytest.raises(ConfigError, match="MPI that mpi4py"):
         launch_command.launcher("mpiexec", "of no MPI at all")
 
 
@@ -319,14 +333,14 @@ def test_a_launcher_that_fails_is_quoted(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     with pytest.raises(
         ConfigError,
-        match=says.MPIEXEC_VERSION_ENDED_SAID,
+        match="--version ended with 1",
     ):
         launch_command.launcher("mpiexec", "of no MPI at all")
 
 
 def test_shared_memory_too_small_for_mpi_is_refused_before_the_start(monkeypatch):
     monkeypatch.setattr(process, "shared_memory", lambda: 16 << 20)
-    with pytest.raises(ConfigError, match=says.DEV_SHM_MB_FREE):
+    with pytest.raises(ConfigError, match=r"/dev/shm has 16\.8"):
         line_for(monkeypatch, "Open MPI", 2)
     assert line_for(monkeypatch, "Open MPI", 1), "one rank shares nothing"
     assert line_for(monkeypatch, "Open MPI", 2, extra=["--mca", "btl", "tcp,self"]), "the way out"
@@ -411,32 +425,3 @@ def test_a_diverged_model_writes_nothing():
 )
 def test_a_run_says_how_its_ranks_share_the_work(settings, said):
     assert way(parse(with_settings({}, settings))) == said
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["generate", "run", "--tokens", "1_0"],
-        ["generate", "run", "--temperature", "0_1.5"],
-        ["launch", "-n", "1_0", "--", "train"],
-        ["generate", "run", "--tokens", "٣"],
-        ["plan", "allreduce", "--ranks", "1_0"],
-        ["bench", "allreduce", "--sweeps", "1_0"],
-        ["train", "--tp", "1_0"],
-        ["eval", "run", "--rows", " 10"],
-        ["plan", "schedule", "--forward-ms", "1_0"],
-    ],
-    ids=" ".join,
-)
-def test_a_number_in_python_syntax_only_is_refused_by_every_option(words):
-    shown = CliRunner().invoke(commands, words)
-    assert shown.exit_code == 2 and "is not a valid" in shown.output
-
-
-@pytest.mark.parametrize(
-    "setting",
-    ["run.steps=1_0", "optimizer.lr=1_0.5", "run.seed=0x1_0", "replication.wire=topk:0.0_1"],
-)
-def test_a_number_of_a_setting_is_written_plainly(setting):
-    with pytest.raises(ConfigError, match=re.escape(setting.partition("=")[2])):
-        parse_wire(parse(with_settings({}, [setting])).replication.wire)

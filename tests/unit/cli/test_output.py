@@ -11,7 +11,6 @@ from mpitrain.cli.launch.launcher_output import Output as OutputWords
 from mpitrain.cli.output_checks import check_files
 from mpitrain.cli.terminal.output import Output, OutputError
 from mpitrain.errors import ConfigError
-from tests.messages import cli as says
 from tests.processes import SECONDS
 
 
@@ -34,7 +33,7 @@ def stream(path, encoding="utf-8"):
 
 def test_a_full_output_is_one_error_and_then_silence():
     _, text = stream("/dev/full")
-    with pytest.raises(OutputError, match=says.STANDARD_OUTPUT_TAKES_NO):
+    with pytest.raises(OutputError, match="Standard output takes no"):
         print("one", file=text)
     print("two", file=text)
     text.close()

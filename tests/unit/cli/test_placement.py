@@ -1,9 +1,11 @@
 """Options of `launch` for hosts, ranks of each and binding, in the words of each launcher."""
 
+import os
+
 import pytest
 
-from mpitrain.cli.launch.allocation import Allocation
-from mpitrain.cli.launch.command import ranks_of_fullest
+from mpitrain.cli.launch.allocation import Allocation, allocation, nodes
+from mpitrain.cli.launch.command import cores_of, ranks_of_fullest
 from mpitrain.cli.launch.placement import (
     Placement,
     described,
@@ -27,6 +29,13 @@ TWO = Placement({"a": 4, "b": 4})
         ("a,b", 2, {"a": 2, "b": 2}),
         ("a:4,b:1", 2, {"a": 2, "b": 2}),
         ("node-1.site:2,10.0.0.3", 0, {"node-1.site": 2, "10.0.0.3": 1}),
+        (
+            "n[1-3]:4,m[08-10]x[1-2].lan",
+            2,
+            dict.fromkeys(
+                ["n1", "n2", "n3", *(f"m{a}x{b}.lan" for a in ("08", "09", "10") for b in "12")], 2
+            ),
+        ),
         (None, 3, {}),
     ],
 )
@@ -42,10 +51,52 @@ def test_a_hostfile_has_the_forms_of_open_mpi_and_mpich(tmp_path):
     path.write_text("# of the lab\n\na slots=4  # fast\nb:3\nc 2\nd\nd\n")
     assert placement(None, path, 0, "").hosts == {"a": 4, "b": 3, "c": 2, "d": 2}
     assert placement(None, path, 0, "").ranks == 11
+    path.write_text(
+        "a slots=4 max_slots=8\nb max-slots = 2\nc max_slots=3 slots=3\nn[1-2,7] slots=2\n"
+    )
+    wanted = {"a": 4, "b": 2, "c": 3, "n1": 2, "n2": 2, "n7": 2}
+    assert placement(None, path, 0, "").hosts == wanted
+    assert placement("n[1-2,7]:2,b", None, 0, "").hosts == {"n1": 2, "n2": 2, "n7": 2, "b": 1}
+
+
+@pytest.mark.parametrize("kind", ("pipe", "device", "long"))
+def test_hosts_come_from_a_regular_file_of_at_most_a_mebibyte(kind, tmp_path):
+    path = tmp_path / "hosts"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_text("# a host\na slots=2\n".ljust(1 << 20, "\n"))
+        assert placement(None, path, 0, "").ranks == 2
+        assert allocation({"PBS_NODEFILE": str(path)}) == ("PBS", 1, 1)
+        path.write_text("a slots=2\n".ljust((1 << 20) + 1, "\n"))
+    with pytest.raises(ConfigError, match="--hostfile"):
+        placement(None, path, 0, "")
+    for environ in ({"PBS_NODEFILE": str(path)}, {"PE_HOSTFILE": str(path)}):
+        with pytest.raises(ConfigError, match=f"{next(iter(environ))}.*{path}"):
+            nodes(environ)
 
 
 @pytest.mark.parametrize(
-    "text", ("a:0", "a:00", "a:9999999999", "-v", "a b c", "-o x", "a:x", "a;b", " ", "", "a,")
+    "text",
+    (
+        "n[3-1]",
+        "n[1",
+        "n[]",
+        "a slots=4 max_slots=2",
+        "a:0",
+        "a:00",
+        "a:9999999999",
+        "-v",
+        "a b c",
+        "-o x",
+        "a:x",
+        "a;b",
+        " ",
+        "",
+        "a,",
+    ),
 )
 def test_a_wrong_host_is_refused(text, tmp_path):
     with pytest.raises(ConfigError):
@@ -83,6 +134,29 @@ def test_more_ranks_than_the_named_hosts_take_are_refused():
             ranks_of_fullest(ranks, None, placed)
     assert "most 4 on" in described(5, 2, 4, 1, "")
     assert ", 4 on" in described(8, 2, 4, 1, "")
+
+
+def test_the_cores_of_this_host_are_not_those_of_named_hosts(monkeypatch):
+    monkeypatch.setattr(process, "cores", lambda: 8)
+    far, here = Placement({"far": 4, "localhost": 4}), Placement({"localhost": 4})
+    assert cores_of(8, None, far) is None and cores_of(4, None, here) == 2
+    assert cores_of(8, Allocation("PBS", 8, 2), far) == 2, "in a job, hosts are alike"
+    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "12(x2)")
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    slurm = Allocation("Slurm", 2, 2)
+    assert cores_of(4, slurm, Placement()) == 6 and cores_of(4, slurm, Placement({"n": 4})) == 3
+    assert "core" not in described(8, 2, 4, None, "") and "; 1 core" in described(8, 2, 4, 0, "")
+
+
+@pytest.mark.parametrize("ranks, yields", ((2, None), (3, "1")))
+def test_ranks_of_a_crowded_host_leave_its_cores_while_they_wait(ranks, yields, monkeypatch):
+    names = process.LAUNCHERS[0][1:]
+    environ = dict(zip(names, ("1", str(ranks), "1", "8"), strict=True))
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr(process, "processors", lambda: 2)
+    process.yield_crowded_cores()
+    assert environ.get("OMPI_MCA_mpi_yield_when_idle") == yields
+    assert environ.get("MPIR_CVAR_ENABLE_HEAVY_YIELD") == yields
 
 
 def test_variables_of_libraries_are_exported_alone():

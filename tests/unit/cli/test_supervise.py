@@ -16,7 +16,6 @@ import pytest
 from mpitrain.cli import NOT_BEGUN
 from mpitrain.cli.launch.launcher_output import Errors, LauncherOutput
 from mpitrain.cli.terminal.status import FLAG, StatusFilter
-from tests.messages import cli as says
 from tests.processes import SECONDS, run
 
 ROOT = Path(__file__).parents[3]
@@ -45,9 +44,10 @@ ENDED, STOPPED, NOTHING = (
 )
 
 
-FAILED_1 = f"{says.RUN_FAILED} rank 1: ended by an exception"
-SILENT_1 = f"{says.RUN_FAILED} rank 1 on vm: no progress for 4 s"
-NO_REASON = f"{says.RUN_FAILED} {says.NO_REASON_GIVEN}"
+FAILED = "mpitrain launch: the run failed:"
+FAILED_1 = f"{FAILED} rank 1: ended by an exception"
+SILENT_1 = f"{FAILED} rank 1 on vm: no progress for 4 s"
+NO_REASON = f"{FAILED} exit code 3, and no rank gave a reason; `mpitrain report` names the rank that fell silent first"
 
 
 def started(code, training=True, prelude="signal.signal(signal.SIGHUP, signal.SIG_DFL)", **more):

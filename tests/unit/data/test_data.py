@@ -11,7 +11,6 @@ from mpitrain.data import TENTH, beside, largest_token, open_source
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.models.table import MODELS
 from mpitrain.run.choices import parse
-from tests.messages import data as says
 
 
 @pytest.fixture(params=["pydocs", "text", "tokens", "digits", "idx"])
@@ -214,7 +213,7 @@ def test_a_vocabulary_too_small_for_the_tokens_names_the_largest(tmp_path):
     tokens[1234] = 700
     tokens.tofile(tmp_path / "t")
     assert open_source(f"tokens:{tmp_path}/t", 8, "float32", 701).inputs == 701
-    with pytest.raises(DataError, match=says.HOLDS_TOKEN_SO_DATA):
+    with pytest.raises(DataError, match=r"700, so data\.vocabulary"):
         open_source(f"tokens:{tmp_path}/t", 8, "float32", 700)
 
 

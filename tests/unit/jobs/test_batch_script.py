@@ -177,8 +177,71 @@ def test_a_timer_ends_with_its_job(system, tmp_path):
 
 def test_a_timer_warns_the_run(tmp_path):
     program = "trap 'exit 85' USR1; while :; do sleep 0.02; done"
-    environment(tmp_path / ".venv", {"mpitrain": program, "qsub": 'echo "$@" >> queued'})
+    environment(tmp_path / ".venv", {"mpitrain": program, "qsub": "env >> queued"})
     words = ["--pbs", "--cores-per-rank", "2", "--", "train"]
     text = written(words).replace("SECONDS < 3540", "SECONDS < 1")
     done = run(["bash", "-c", text], cwd=tmp_path, env={**NONE, "PBS_JOBID": "7"})
     assert done.returncode == 85 and "MPITRAIN_JOB=7" in (tmp_path / "queued").read_text()
+
+
+TRAINS = """printf '%s\\0' "$@" "$LISTED" "$LINES" >> trained
+[ -e stopped ] || { touch stopped; exit 85; }"""
+QSUB = """while [[ $1 == -* ]]; do case $1 in
+  -V) [ ! -e forbidden ] || exit 1; mapfile -td '' given < <(env -0); shift ;;
+  -v) IFS=, read -ra names <<< "$2"; shift 2
+      for name in "${names[@]}"; do [[ $name == *=* ]] || name="$name=${!name}"; given+=("$name"); done ;;
+  *) echo "$1 $2" >> options; shift 2 ;;
+esac; done
+[ $# = 1 ] || exit 2  # PBS passes no arguments to a script
+printf '%s\\0' "${given[@]}" > submitted; echo 8.server"""
+FLUX = """case $1 in
+  run) until [ "$1" = mpitrain ]; do shift; done; "$@" ;;
+  --parent) [ "$2" = batch ] && shift 3 && printf '%s\\0' "$@" > arguments && env -0 > submitted ;;
+  *) exit 1 ;;  # this Flux ends with the job
+esac"""
+ARGUMENTS = ["--set", "data.source=text:a,b 'c'", "two\nlines"]
+VALUES = {"LISTED": "a,'b' \"c\"", "LINES": "one\ntwo,three=4"}
+NONE_LEFT = {"PATH": "/usr/bin:/bin"}
+
+
+def zeros(path):
+    return path.read_text().split("\0")[:-1] if path.exists() else []
+
+
+@pytest.mark.parametrize("system", ("pbs", "pbs forbids -V", "pbs sweep", "lsf", "flux"))
+def test_a_continued_job_has_the_environment_and_the_arguments_of_the_first(system, tmp_path):
+    """With a qsub that knows no variables but those it is given, and no arguments."""
+    programs = {"mpitrain": TRAINS, "qsub": QSUB, "flux": FLUX}
+    venv, script = environment(tmp_path / "env", programs), tmp_path / "script"
+    sweep = ["--sweep", "optimizer.lr=0.1,0.2"] if system == "pbs sweep" else []
+    if system == "flux":
+        shutil.copy(ROOT / "jobs/site/train.flux.sh", script)
+    else:
+        words = [f"--{system.split()[0]}", "--cores-per-rank", "2", *sweep, "--", "train"]
+        script.write_text(written(words))
+    if "forbids" in system:
+        (tmp_path / "forbidden").touch()
+    first = {"PBS_JOBID": "7.server", "LSB_JOBID": "7"}
+    if sweep:
+        first |= {"PBS_JOBID": "7[1].server", "PBS_ARRAY_ID": "7[].server", "PBS_ARRAY_INDEX": "1"}
+    environ = {**NONE_LEFT, **VALUES, "MPITRAIN_VENV": str(venv), **first}
+    arguments = ARGUMENTS
+    if system == "lsf":  # bsub passes no arguments either, and LSF itself runs the same job again.
+        arguments, environ["MPITRAIN_ARGS"] = [], shlex.join(ARGUMENTS)
+    path = environ | {"PATH": f"{venv}/bin:/usr/bin:/bin"}
+    done = run(["bash", script, *arguments], cwd=tmp_path, env=path)
+    assert done.returncode == 85, done
+    if system != "lsf":
+        given = dict(text.split("=", 1) for text in zeros(tmp_path / "submitted"))
+        arguments, environ = zeros(tmp_path / "arguments"), NONE_LEFT | given
+        environ["PBS_JOBID"] = "8.server"
+    done = run(["bash", script, *arguments], cwd=tmp_path, env=environ)
+    assert done.returncode == 0, done
+    trained = zeros(tmp_path / "trained")
+    half = len(trained) // 2
+    assert trained[:half] == trained[half:]
+    assert trained[half - 5 : half] == [*ARGUMENTS, *VALUES.values()]
+    if sweep:
+        assert "--out runs/sweep-7/optimizer.lr=0.2" in " ".join(trained[half:])
+        options = (tmp_path / "options").read_text().splitlines()
+        assert options == ["-W depend=afterany:7[].server", "-J 1-2:2"]

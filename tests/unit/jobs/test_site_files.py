@@ -9,7 +9,6 @@ from click.testing import CliRunner
 
 from mpitrain import __version__
 from mpitrain.cli import commands
-from tests.messages import jobs as says
 from tests.processes import run
 
 ROOT = Path(__file__).parents[3]
@@ -32,7 +31,7 @@ def needed():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_a_site_file_claims_nothing_that_was_not_tried(path):
     head = [line for line in path.read_text().splitlines() if line.startswith("#")][:3]
-    assert says.RUN_REAL in " ".join(head)
+    assert "Not run on a" in " ".join(head)
 
 
 @pytest.mark.parametrize("system", ("pbs", "lsf"))
@@ -43,6 +42,13 @@ def test_the_scripts_for_pbs_and_lsf_are_output_of_mpitrain_slurm(system):
     path = SITE / f"train.{system}.sh"
     assert path.read_text() == done.output
     assert run(["bash", "-n", path]).returncode == 0
+
+
+def test_srun_starts_the_image_by_the_pmi_that_its_mpi_takes():
+    mpi = re.search(r"mpitrain\[(\w+)\]", (SITE / "mpitrain.def").read_text())[1]
+    words = "slurm --env apptainer:mpitrain.sif -- train"
+    text = CliRunner().invoke(commands, words.split()).output
+    assert f"srun --mpi={ {'mpich': 'pmi2', 'openmpi': 'pmix'}[mpi] } " in text
 
 
 @pytest.mark.parametrize("launcher", ("pals", "flux"))

@@ -68,6 +68,14 @@ def test_a_reason_is_at_each_directive():
         assert not line.startswith("#PBS") or re.match(r"# .*:$", before)
 
 
+@pytest.mark.parametrize("time, margin, cut", [("40", 600, 0), ("30", 600, 450), ("1", 60, 30)])
+def test_a_margin_beyond_a_quarter_of_the_time_is_cut_with_a_note(time, margin, cut):
+    words = ["slurm", "--time", time, "--margin", str(margin), "--", "train"]
+    done = CliRunner().invoke(commands, words)
+    assert f"--signal=B:USR1@{cut or margin} " in done.stdout
+    assert (f"{cut} s" in done.stderr) if cut else not done.stderr
+
+
 @pytest.mark.parametrize("out", ("a b", "it's", 'a"b', "$(touch gone)", "`x`", "a\\b"))
 def test_a_script_names_the_run_directory_literally(out):
     line = next(

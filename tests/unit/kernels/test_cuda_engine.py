@@ -23,7 +23,6 @@ from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, Measured, Table, Tiling
 from tests.cases.numbers import assert_close, numbers, stored, values
 from tests.fakes.cupy import ATTRIBUTES
-from tests.messages import kernels as says
 from tests.unit.kernels.nvrtc import NEWEST, Compiler, Module, usages
 
 LIBC = ctypes.CDLL(None)
@@ -487,7 +486,9 @@ def test_a_number_beyond_its_type_is_refused(number, before):
 
 def test_a_failed_compilation_is_our_error_with_the_compilers_words():
     a = there(3, 3)
-    with pytest.raises(KernelError, match=says.NVRTC_CANNOT_COMPILE_GEMM):
+    with pytest.raises(
+        KernelError, match=r"NVRTC cannot compile gemm\.cu for sm_90a:\n.*gemm\.cu\(7\): error"
+    ):
         product.gemm(
             Kernels(CudaEngine(RememberingCupy("gemm.cu(7): error: x"))), Arena(), a, a, a.copy()
         )
@@ -528,11 +529,11 @@ def test_the_library_is_asked_for_the_product_of_rows(ta, tb, dtype, result):
 
 def test_what_the_library_cannot_do_is_refused():
     kernels, a = Kernels(CudaEngine(RememberingCupy())), np.ones((3, 3), np.float32)
-    with pytest.raises(KernelError, match=says.MAKES_ONE_PRODUCT_TIME):
+    with pytest.raises(KernelError, match="time, not 2"):
         product.library(kernels, Arena(), *[np.ones((2, 3, 3), np.float32)] * 3)
-    with pytest.raises(KernelError, match=says.ONLY_OPERAND_STORED_TRANSPOSED):
+    with pytest.raises(KernelError, match="Only of an operand"):
         product.library(kernels, Arena(), a, a, a.copy(), row_sums=np.empty(3, np.float32))
-    with pytest.raises(KernelError, match=says.DOES_FIT_INTO):
+    with pytest.raises(KernelError, match="does not fit into"):
         product.library(kernels, Arena(), a, a, np.ones((3, 2), np.float32))
 
 
@@ -549,7 +550,7 @@ def test_where_cupy_finds_no_cublas_it_is_said_how_to_get_it():
     cupy.cuda = WithoutCublas(**vars(cupy.cuda))
     with pytest.raises(
         ConfigError,
-        match=says.NEED_CUBLAS_FAILURE_NO,
+        match=r"need cuBLAS, but .* it: Failure .* No such file\n +Install it: .*cuda13",
     ):
         CudaEngine(cupy).multiply(a, a, a.copy(), False, False, False)
 

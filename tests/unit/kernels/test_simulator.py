@@ -12,7 +12,6 @@ from mpitrain.errors import KernelError
 from mpitrain.kernels.arguments import fresh, strided
 from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import Simulator
-from tests.messages import kernels as says
 
 ORDERS = [("forward", 0), ("reverse", 0), ("random", 1), ("random", 2)]
 
@@ -187,4 +186,8 @@ def test_a_thread_may_launch_a_kernel_while_another_loads_it(monkeypatch):
 
 def test_an_error_says_what_where_by_whom_and_the_way_out(binutils):
     text = run("no_barrier_before_reuse", True, ("forward", 0), right=False)
-    assert text == (says.RACE_NO_BARRIER_BEFORE)
+    assert text == (
+        "race in no_barrier_before_reuse, planted.cu:21: thread 32 of block 0 reads shared "
+        "`tile` + 124 bytes, which thread 31 of block 0 wrote with no barrier between; block (0, "
+        "0, 0), thread (32, 0, 0)."
+    )

@@ -15,7 +15,6 @@ from mpitrain.models.mlp import mlp
 from mpitrain.ops import bodies
 from tests.laws.layers import LayerLaws
 from tests.laws.transport import laws_of
-from tests.messages import layers as says
 from tests.unit.placing import place, run
 
 host, reference = bodies.host(), bodies.reference()
@@ -271,7 +270,9 @@ def test_an_mlp_learns_a_rule_that_is_not_linear():
 
 
 def test_heads_must_divide_the_width_and_the_nearest_are_named():
-    with pytest.raises(ConfigError, match=says.HEADS_DO_DIVIDE_WIDTH):
+    with pytest.raises(
+        ConfigError, match=r"5 heads do not divide a width of 12\.(.|\n)*Nearest that does: 4"
+    ):
         gpt(Plain(host), **{**SMALL, "heads": 5})
 
 

@@ -18,7 +18,6 @@ from mpitrain.machine.kinds import KINDS
 from mpitrain.ops import bodies
 from mpitrain.ops.device import device_for, ops_for
 from tests.fakes import cupy
-from tests.messages import machine as says
 
 
 def test_every_kind_has_what_belongs_to_it_and_nothing_else_has():
@@ -30,7 +29,7 @@ def test_an_unknown_kind_is_refused_with_the_kinds_there_are():
     for kind in ("auto", "tpu", "reference"):
         with pytest.raises(
             ConfigError,
-            match=says.NO_DEVICE_KIND_COMPUTE.format(kind),
+            match=rf"no device of kind '{kind}' to compute on.\n +Name one of cpu, cuda, cuda-sim",
         ):
             device_for(kind)
 
@@ -73,10 +72,10 @@ def test_a_gpu_is_looked_for_once_and_in_one_way(monkeypatch):
     )
     monkeypatch.setattr(cupy.devices, "count", None)
     for ask in (lambda: device_for("cuda"), KERNELS["cuda"]):
-        with pytest.raises(ConfigError, match=says.NEEDS_GPU_DRIVER_CUPY):
+        with pytest.raises(ConfigError, match="needs a GPU and"):
             ask()
 
 
 def test_only_the_simulator_checks():
-    with pytest.raises(ConfigError, match=says.ONLY_SIMULATOR_CAN_CHECK):
+    with pytest.raises(ConfigError, match="kernels, but --device"):
         device_for("cpu", checked=True)

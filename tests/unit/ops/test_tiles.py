@@ -22,7 +22,6 @@ from mpitrain.ops.cuda.tiles import (
     worth_measuring,
     write_tiles,
 )
-from tests.messages import ops as says
 
 
 def of(capability: int, multiprocessors: int = 132, **limits: int) -> SimpleNamespace:
@@ -172,7 +171,7 @@ def test_a_file_says_what_was_written_and_nothing_else_is_read(tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigError, match=complaint):
             read_tiles(path)
-    with pytest.raises(ConfigError, match=says.MISSING_JSON_CANNOT_READ):
+    with pytest.raises(ConfigError, match=r"missing\.json"):
         read_tiles(tmp_path / "missing.json")
 
 
@@ -200,5 +199,5 @@ def test_a_tiling_that_cannot_be_launched_is_refused_when_it_is_read(tiling, tmp
         "plan": tiling,
     }
     path.write_text(json.dumps({"measured": [entry]}))
-    with pytest.raises(ConfigError, match=says.NO_TABLE_TILES):
+    with pytest.raises(ConfigError, match="is no table of"):
         read_tiles(path)

@@ -12,7 +12,6 @@ from mpitrain.machine.arena import Arena
 from mpitrain.machine.devices import backend_for
 from mpitrain.pipeline.partition import balanced, cut, explicit
 from mpitrain.pipeline.profile_units import by_time, unit_seconds
-from tests.messages import pipeline as says
 
 
 def times(counts, costs, speeds):
@@ -91,7 +90,10 @@ def test_a_cut_by_hand_is_what_was_written():
 def test_a_cut_by_hand_that_does_not_fit_is_refused_with_one_that_does(text, found):
     with pytest.raises(ConfigError) as caught:
         explicit(text, 16, 4)
-    assert caught.value.law == says.PARTITION_HAND_NUMBERS_LEAST.format(text, found)
+    assert (
+        caught.value.law
+        == f"A partition by hand is 4 numbers of at least 1 that add up to 16 units, but {text!r} is {found}."
+    )
     assert caught.value.way_out == "Write 4,4,4,4, for example."
 
 
@@ -101,8 +103,13 @@ def test_a_cut_by_hand_that_does_not_fit_is_refused_with_one_that_does(text, fou
 def test_more_parts_than_units_are_refused(cut):
     with pytest.raises(ConfigError) as caught:
         cut()
-    assert caught.value.law == (says.EVERY_CHUNK_PIPELINE_NEEDS)
-    assert caught.value.way_out == says.LOWER_PP_PIPELINE_CHUNKS
+    assert caught.value.law == (
+        "Every chunk of a pipeline needs a unit of the model, but there are 3 units for 4 chunks (stages x chunks)."
+    )
+    assert (
+        caught.value.way_out
+        == "Lower --pp or pipeline.chunks to at most 3 chunks, or raise model.layers."
+    )
 
 
 class Clock:
@@ -180,5 +187,5 @@ def test_a_stage_is_as_fast_as_its_slowest_rank_and_has_units_accordingly():
 
 
 def test_a_trainer_of_own_units_says_that_it_is_not_cut_by_time():
-    with pytest.raises(ConfigError, match=says.TRAINER_YOUR_OWN_UNITS):
+    with pytest.raises(ConfigError, match="A Trainer of your"):
         cut([], 2, "time")

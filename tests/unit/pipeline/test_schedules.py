@@ -28,7 +28,6 @@ from mpitrain.pipeline.instructions import (
 from mpitrain.pipeline.memory import goes_in_passes, peak, turns
 from mpitrain.pipeline.schedules import KINDS, SCHEDULES, plan_of
 from mpitrain.pipeline.simulate import Cost, Event, simulate
-from tests.messages import pipeline as says
 
 pytestmark = pytest.mark.slow
 
@@ -452,9 +451,9 @@ def test_sends_that_block_deadlock_all_but_the_simplest_schedules(name):
 
 def test_a_deadlock_names_where_every_stage_waits():
     assert simulate(blocking(plan_of("1f1b", 3, 4)), [Cost()] * 3).waits == (
-        says.STAGE_WAITS_UNTIL_STAGE,
-        says.STAGE_WAITS_UNTIL_STAGE_RECEIVES,
-        says.STAGE_WAITS_UNTIL,
+        "stage 0 waits until stage 1 receives the activation of micro-batch 2 for chunk 1",
+        "stage 1 waits until stage 2 receives the activation of micro-batch 1 for chunk 2",
+        "stage 2 waits until stage 1 receives the gradient of micro-batch 0 for chunk 1",
     )
     crossed = Plan(
         (0, 1),
@@ -464,8 +463,8 @@ def test_a_deadlock_names_where_every_stage_waits():
         ),
     )
     assert simulate(with_messages(crossed), [Cost()] * 2).waits == (
-        says.STAGE_WAITS_GRADIENT_MICRO,
-        says.STAGE_WAITS_ACTIVATION_MICRO,
+        "stage 0 waits for the gradient of micro-batch 0 for chunk 0, from stage 1",
+        "stage 1 waits for the activation of micro-batch 1 for chunk 1, from stage 0",
     )
 
 

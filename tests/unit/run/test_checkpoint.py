@@ -20,7 +20,6 @@ from mpitrain.run.checkpoint.directories import newest, steps
 from mpitrain.run.checkpoint.manifest import INDEX, MANIFEST, Done
 from mpitrain.run.metrics import MetricsFile, cut_after, read_metrics, strict
 from mpitrain.transport.threads import run_ranks
-from tests.messages import run as says
 from tests.saving import load, save
 
 TINY = [
@@ -112,7 +111,7 @@ def test_a_save_that_fails_half_way_leaves_the_one_before_it(tmp_path, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, moment, full)
-    with pytest.raises(TrainingError, match=says.CANNOT_WRITTEN_NO_SPACE_LEFT):
+    with pytest.raises(TrainingError, match=r"cannot be written.*No space left"):
         save(tmp_path, trainer, after(2), keep=1)
     monkeypatch.undo()
     assert read(newest(tmp_path)).done == after(1)
@@ -188,7 +187,9 @@ def test_one_that_is_still_listed_and_cannot_be_read_is_called_damaged(tmp_path,
     (last / name).unlink()
 
     def run(transport):
-        with pytest.raises(CheckpointError, match=says.MISSING_GO_STEP.format(name)) as raised:
+        with pytest.raises(
+            CheckpointError, match=f"{name} is missing.[^$]*to go on from step-00000001"
+        ) as raised:
             save_load.read_beside(transport, last)
         return raised.value.agreed
 
@@ -216,7 +217,7 @@ def test_a_checkpoint_of_an_earlier_format_is_refused_in_words(tmp_path, earlier
     save_file({"a": np.zeros(3)}, folder / "model.safetensors", {"format": earlier, "step": "1"})
     with pytest.raises(
         CheckpointError,
-        match=says.FORMAT_VERSION_MPITRAIN_READS.format(earlier),
+        match=f"in format {earlier},",
     ):
         read(folder)
 
@@ -227,7 +228,7 @@ def test_a_checkpoint_of_a_later_format_is_refused_in_words(tmp_path, monkeypatc
     monkeypatch.undo()
     with pytest.raises(
         CheckpointError,
-        match=says.FORMAT_MPITRAIN_VERSION_MPITRAIN,
+        match="format mpitrain-4,",
     ):
         read(folder)
 
@@ -257,7 +258,7 @@ def test_a_pipe_in_a_checkpoint_is_refused_at_once(tmp_path, name):
     folder = save(tmp_path, trained(), after(1), keep=1)
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    with pytest.raises(CheckpointError, match=says.DAMAGED_REGULAR_FILE.format(name)):
+    with pytest.raises(CheckpointError, match=f"{name} is damaged: .*it is not a regular file"):
         read(folder)
 
 
@@ -265,11 +266,13 @@ def test_another_models_checkpoint_names_the_first_tensor_that_differs(tmp_path)
     folder = save(tmp_path, trained(), after(1), keep=1)
     with pytest.raises(CheckpointError, match=r"needs embedding.tokens of shape \(256, 32\)"):
         load(folder, trained("model.width=32"))
-    with pytest.raises(CheckpointError, match=says.BLOCKS_ATTENTION_SHAPE_CHECKPOINT):
+    with pytest.raises(
+        CheckpointError, match=r"blocks.1.attention.\S+ of shape .* but the checkpoint has none"
+    ):
         load(folder, trained("model.layers=2"))
     with pytest.raises(
         CheckpointError,
-        match=says.NEEDS_MOMENTUM_EMBEDDING_TOKENS,
+        match=r"needs momentum/embedding.tokens of shape .* but the checkpoint has none",
     ):
         load(folder, trained("optimizer.name=momentum"))
 

@@ -23,7 +23,6 @@ from mpitrain.run.open_run import configured, open_run
 from mpitrain.run.run_dir import configuration, look
 from mpitrain.run.watching.watcher import Watcher
 from mpitrain.transport.threads import run_ranks
-from tests.messages import run as says
 
 TINY = [
     "model.layers=1",
@@ -62,7 +61,9 @@ def test_data_below_a_folder_whose_name_is_not_utf_8_are_refused(tmp_path, monke
     (tmp_path / "\udcff").mkdir()
     (tmp_path / "\udcff/book").write_bytes(bytes(1000))
     monkeypatch.chdir(tmp_path / "\udcff")
-    with pytest.raises(ConfigError, match=says.DATA_SOURCE_MUST_UTF):
+    with pytest.raises(
+        ConfigError, match=r"data.source must be UTF-8, but is 'text:.*\\udcff/book'"
+    ):
         trained(tmp_path / "run", "data.source=text:book")
 
 
@@ -163,7 +164,7 @@ def test_a_run_without_a_checkpoint_prints_how_to_start_it_again(tmp_path, resum
     with pytest.raises(ConfigError, match="--resume=auto"):
         run_ranks(1, train, lambda: parse(tables), resume, lambda: False)
     run_ranks(1, train, lambda: parse(tables), "auto", lambda: False)
-    with pytest.raises(ConfigError, match=says.ADD_RESUME_GO):
+    with pytest.raises(ConfigError, match="Add --resume"):
         run_ranks(1, train, lambda: parse(tables), "no", lambda: False)
 
 
@@ -292,7 +293,7 @@ def test_a_run_with_a_schedule_file_opens_from_any_folder(tmp_path, monkeypatch)
     monkeypatch.chdir("/")
     assert configuration(tmp_path / "run").pipeline.schedule == f"{tmp_path}/own.json"
     assert evaluated(tmp_path / "run") == before
-    with pytest.raises(ConfigError, match=says.RUN_ALREADY_HOLDS_RUN):
+    with pytest.raises(ConfigError, match="run already holds a"):
         look(parse(read_toml(tmp_path / "run/config.toml")), "no", 1)
 
 
@@ -384,12 +385,12 @@ def test_resume_without_a_directory_prints_the_newest_runs_command(tmp_path, mon
         return str(raised.value)
 
     monkeypatch.chdir(tmp_path)
-    assert says.ADD_OUT_DIR_NO in refusal(1)
+    assert "Add --out" in refusal(1)
     for age, name in ((50, "old"), (10, "new est"), (0, "none yet")):
         folder = tmp_path / "runs" / name / "checkpoints"
         folder.mkdir(parents=True)
         if age:
             (folder / "step-00000004").mkdir()
             os.utime(folder / "step-00000004", (1e9 - age, 1e9 - age))
-    assert refusal(1).endswith(says.TYPE_MPITRAIN_TRAIN_RESUME)
-    assert refusal(3).endswith(says.TYPE_MPITRAIN_LAUNCH_TRAIN)
+    assert refusal(1).endswith("type: mpitrain train --resume --out 'runs/new est'")
+    assert refusal(3).endswith("type: mpitrain launch -n 3 -- train --resume --out 'runs/new est'")

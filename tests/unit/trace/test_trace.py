@@ -52,7 +52,6 @@ from mpitrain.trace.ring_buffer import (
     Ring,
 )
 from mpitrain.trace.timeline import read_timeline, trace_file
-from tests.messages import trace as says
 
 RANKS = 3
 PHASES = {
@@ -168,9 +167,9 @@ def test_names_that_find_no_room_cost_their_records_nothing_but_the_name(tmp_pat
 
 def test_what_is_no_trace_is_refused(tmp_path):
     (tmp_path / "trace").write_bytes(b"mpitrain trace 9\n" + bytes(HEAD))
-    with pytest.raises(ConfigError, match=says.TRACE_ANOTHER_VERSION):
+    with pytest.raises(ConfigError, match="is a trace of"):
         read_trace(tmp_path / "trace")
-    with pytest.raises(ConfigError, match=says.THERE_NO_TRACE_RUN):
+    with pytest.raises(ConfigError, match="There is no trace"):
         read_timeline(tmp_path)
 
 
@@ -196,8 +195,8 @@ def test_a_breakdown_has_true_seconds_and_names_the_slow_rank(tmp_path):
     assert found.steps == range(1, 3) and found.slowest == 2 and abs(found.of_all.sum() - 1) < 1e-12
     assert found.workers == [0, 1, 2]
     said = "\n".join(where_the_time_went(found, timeline))
-    assert says.LONGEST_RANK_HOST_ALL in said
-    assert says.RANK_COMPUTES_LONGEST_MS in said
+    assert "2 on host2: 9.4%" in said
+    assert "2 computes longest: 5200.0" in said
 
 
 def test_a_server_has_its_role_in_the_table_and_is_no_idle_worker(tmp_path):
@@ -219,8 +218,11 @@ def test_a_server_has_its_role_in_the_table_and_is_no_idle_worker(tmp_path):
         "computing",
         f"{100 * seconds[:, COMPUTING].sum() / seconds.sum():.1f}",
     ]
-    assert more[-2].startswith(says.WORKERS_WAITED_LONGEST_RANK)
-    assert more[-1] == says.RANK_COMPUTES_LONGEST_MS_STEP
+    assert more[-2].startswith("The workers waited longest for rank 1 on host1: ")
+    assert (
+        more[-1]
+        == "Rank 1 computes longest: 5200.0 ms a step, 1.30 times the median of the other workers."
+    )
 
 
 def test_workers_that_wait_for_a_server_are_said_to(tmp_path):
@@ -230,9 +232,7 @@ def test_workers_that_wait_for_a_server_are_said_to(tmp_path):
         one.waits(105.7 + 10 * step)
 
     timeline = scripted(tmp_path, script)
-    assert says.WORKERS_WAITED_LONGEST_RANK_SERVER in "\n".join(
-        where_the_time_went(shares(timeline), timeline)
-    )
+    assert "2, a server, on host2:" in "\n".join(where_the_time_went(shares(timeline), timeline))
 
 
 @pytest.mark.filterwarnings("error")
@@ -244,7 +244,7 @@ def test_where_one_rank_alone_computes_no_ratio_is_printed(tmp_path):
 
     timeline = scripted(tmp_path, script)
     *_, said = where_the_time_went(shares(timeline), timeline)
-    assert said == says.RANK_COMPUTES_LONGEST
+    assert said == "Rank 2 computes longest: 5000.0 ms a step."
 
 
 def test_who_waits_is_not_to_blame_but_whom_it_waits_for(tmp_path):
@@ -357,9 +357,7 @@ def test_missing_traces_are_reported_and_others_give_last_actions(
     file.unlink() if damaged is None else file.write_bytes(damaged)
     shown = CliRunner().invoke(commands, ["report", str(tmp_path)])
     assert (
-        shown.exit_code == 0
-        and said in shown.output
-        and says.CANNOT_SAID_WITHOUT_TRACES in shown.output
+        shown.exit_code == 0 and said in shown.output and "cannot be said without" in shown.output
     )
     assert (
         "rank 0 on host0, " in shown.output
@@ -375,7 +373,7 @@ def test_records_that_are_garbage_are_left_out(tmp_path):
     data[HEAD + RECORD.itemsize * 100 :] = random.bytes(len(data) - HEAD - RECORD.itemsize * 100)
     file.write_bytes(data)
     shown = CliRunner().invoke(commands, ["report", str(tmp_path)])
-    assert shown.exit_code == 0 and says.WHAT_EACH_RANK_DID in shown.output, shown.output
+    assert shown.exit_code == 0 and "What each rank did" in shown.output, shown.output
     json.loads((tmp_path / "report/perfetto.json").read_text(), parse_constant=pytest.fail)
 
 
@@ -418,10 +416,17 @@ def test_each_rank_of_a_dead_run_is_said_to_have_done_what_it_did_not_end(tmp_pa
             recorder.wait(recorder.name("the sums of gradients", range(RANKS)))
         recorder.keep(trace_file(tmp_path, rank))
     said = list(what_each_did_last(read_timeline(tmp_path)))
-    assert said[1] == (says.RANK_HOST_BEFORE_STEP)
-    assert says.BEFORE_STEP_WAITING_SUMS in said[3]
-    assert said[-2] == says.FIRST_FALL_SILENT_RANK
-    assert said[-1] == says.FIRST_DIVERGENCE
+    assert said[1] == (
+        "  rank 0 on host0, 2.000 s before: in step 7, backward of blocks.1.mlp, micro-batch 3; "
+        "under way: receive from rank 1: all-reduce of bucket 2, 65,536 bytes"
+    )
+    assert "0.000 s before: in step 7," in said[3]
+    assert said[-2] == "First to fall silent was rank 0."
+    assert said[-1] == (
+        "First divergence: rank 0 on host0 has not moved for 2 s: step 7, backward of "
+        "blocks.1.mlp, micro-batch 3; rank 2 on host2 has waited for the sums of gradients for 0 "
+        "s."
+    )
 
 
 def test_sleeping_stages_take_the_simulated_time(tmp_path):
@@ -511,7 +516,10 @@ def test_a_page_wraps_text_links_to_perfetto_and_has_a_true_legend(tmp_path, mon
     page = (tmp_path / "one/report/report.html").read_text()
     for link in ("perfetto.json", "../../other%20%3Cb%3E/report/perfetto.json"):
         assert f'<a href="{link}">' in page and (tmp_path / "one/report" / unquote(link)).exists()
-    assert re.search(says.WHERE_TIME_WENT_PRE, page) and "<p>The trace itself: " in page
+    assert (
+        re.search(r"<p>Where the time went in .*</p>\n<pre> +all +rank 0", page)
+        and "<p>The trace itself: " in page
+    )
     assert all(
         line.startswith(" ")
         for table in re.findall(r"<pre>(.*?)</pre>", page, re.S)

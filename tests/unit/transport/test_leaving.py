@@ -1,4 +1,4 @@
-"""The end of a rank that MPI keeps, and the shared-memory files of MPICH."""
+"""The end of a rank that MPI keeps, and the shared-memory files of MPI."""
 
 import mmap
 import os
@@ -35,19 +35,28 @@ def test_a_rank_that_leaves_in_time_has_its_own_exit_code():
 
 
 @pytest.mark.skipif(not os.access(SHARED_MEMORY, os.W_OK), reason="no shared memory here")
-def test_only_mapped_files_of_mpich_lose_their_names():
-    names = [f"mpich_shm_{os.getpid()}_{number}" for number in range(2)]
-    mapped, other = (Path(SHARED_MEMORY) / name for name in names)
-    foreign = Path(SHARED_MEMORY) / f"mpitrain-test-{os.getpid()}"
+@pytest.mark.parametrize("is_alone", (False, True))
+def test_only_mapped_files_of_mpi_lose_their_names(is_alone):
+    """A rank of several leaves Open MPI's file: the others open it by name."""
+    shared, own = Path(SHARED_MEMORY), os.getpid()
+    named = f"sm_segment.host-1.{os.geteuid()}"
+    mpich, open_mpi = shared / f"mpich_shm_{own}_0", shared / f"{named}.{own:x}.0"
+    foreign, unmapped = shared / f"mpitrain-test-{own}", shared / f"{named}.{own:x}1.0"
+    link = shared / f"{named}.{own:x}2.0"
+    paths = (mpich, open_mpi, foreign, unmapped)
     try:
-        for path in (mapped, other, foreign):
+        for path in paths:
             path.write_bytes(bytes(4096))
-        with mapped.open("r+b") as file, foreign.open("r+b") as too:
-            views = mmap.mmap(file.fileno(), 0), mmap.mmap(too.fileno(), 0)
-        unlink_mapped()
-        unlink_mapped()  # A mapping without a name is no reason to fail.
-        assert not mapped.exists() and other.exists() and foreign.exists()
-        assert views[0][:4] == bytes(4)
+        views = []
+        for path in paths[:3]:
+            with path.open("r+b") as file:
+                views.append(mmap.mmap(file.fileno(), 0))
+        link.symlink_to(foreign)
+        unlink_mapped(is_alone)
+        unlink_mapped(is_alone)  # A mapping without a name is no reason to fail.
+        there = [path.exists() for path in (*paths, link)]
+        assert there == [False, not is_alone, True, True, True]
+        assert all(view[:4] == bytes(4) for view in views)
     finally:
-        for path in (mapped, other, foreign):
+        for path in (*paths, link):
             path.unlink(missing_ok=True)

@@ -1,1 +1,0 @@
-"""The sentences that tests expect of the package, one file for each of its rooms."""
