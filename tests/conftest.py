@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tests.processes import SECONDS
 
 TESTS = Path(__file__).parent
 SETTINGS = {
+    "HOME": str(Path.home()),  # Open MPI starts no rank without
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -25,6 +27,11 @@ SETTINGS = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 
+COMPILED = ("cuda-sim", "simulated kernels", "compiled passes")
+"""Words in parameters of tests that compile."""
+NO_GPU = "CuPy finds no GPU here"
+NO_COMPILER = "they need a compiler: pip install ziglang, or apt install g++"
+
 for name, value in SETTINGS.items():
     os.environ.setdefault(name, value)
 os.environ.pop(
@@ -36,20 +43,34 @@ os.environ["PATH"] = (
 )
 
 
+def pytest_unconfigure(config):
+    """Say last how many tests the missing compiler has cost."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    skipped = reporter.stats.get("skipped", ()) if reporter else ()
+    if count := sum(NO_COMPILER in str(report.longrepr) for report in skipped):
+        reporter.write_line(f"{count} tests skipped: {NO_COMPILER}")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark tests by what they start, and skip what needs a GPU where there is none."""
+    """Mark tests by what they start, and skip those whose GPU or compiler is missing here."""
     for item in items:
         if item.path.is_relative_to(TESTS / "mpi"):
             item.add_marker("mpi")
         if item.path.is_relative_to(TESTS / "unit/kernels"):
             item.add_marker("compile")
+        if any(words in item.name.partition("[")[2] for words in COMPILED):
+            item.add_marker("compile")
         if not any(item.get_closest_marker(name) for name in ("compile", "mpi", "slow", "gpu")):
             item.add_marker("fast")
-    wanting = [item for item in items if item.get_closest_marker("gpu")]
-    if wanting and not gpus():
-        for item in wanting:
-            item.add_marker(pytest.mark.skip(reason="CuPy finds no GPU here"))
+    # Not above: SETTINGS come before NumPy.
+    from mpitrain.machine.devices import has_compiler
+
+    for mark, reason, has in (("gpu", NO_GPU, gpus), ("compile", NO_COMPILER, has_compiler)):
+        wanting = [item for item in items if item.get_closest_marker(mark)]
+        if wanting and not has():
+            for item in wanting:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.hookimpl(trylast=True)
@@ -94,3 +115,17 @@ def pytest_configure(config):
         config.option.maxworkerrestart = (
             0  # a worker that dies fails the run at once, and nobody waits for its tests
         )
+
+
+@pytest.fixture
+def binutils():
+    """The programs that know the line of an instruction."""
+    if not shutil.which("addr2line"):
+        pytest.skip("needs addr2line (apt install binutils)")
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """Neither PATH nor Python has a compiler."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setitem(sys.modules, "ziglang", None)

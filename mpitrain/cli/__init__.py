@@ -125,6 +125,7 @@ class LazyGroup(Group):
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command (the entry point). If its usage is wrong, all ranks exit together."""
+    os.environ.setdefault("HOME", os.path.expanduser("~"))  # Open MPI starts no rank without
     open_output()
     if launched().rank > 0:
         # Only rank 0 prints. The file stays open until the process ends.

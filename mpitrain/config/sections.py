@@ -737,7 +737,7 @@ class Device(Section):
     passes: Literal["numpy", "compiled"] = Field(
         "numpy",
         description="LayerNorm and GELU on cpu. numpy: passes of NumPy. compiled: fused passes in "
-        "C++, which g++ compiles at the first start on a machine; equal to rounding",
+        "C++, which g++ or zig compiles at the first start on a machine; equal to rounding",
     )
     tiles: str = Field(
         "",

@@ -86,7 +86,7 @@ def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
     name, threads = _blas()
     yield "BLAS", f"{name}, {threads} thread(s) per rank, NumPy {numpy.__version__}"
     yield "products", described(everyone[0].rates, processor().gains_from_mkl)
-    yield "g++", _compiler()
+    yield "compiler", _compiler()
     usable = extras()
     yield (
         "extras",
@@ -213,12 +213,13 @@ def _kinds() -> list[str]:
 
 
 def _compiler() -> str:
-    """Return the version of the g++ that compiles kernels for the simulator."""
-    if not shutil.which("g++"):
-        return "none; only --device cuda-sim needs it"
-    return subprocess.run(["g++", "--version"], capture_output=True, text=True).stdout.split("\n")[
-        0
-    ]
+    """Return the version of the compiler of kernels for the simulator."""
+    from mpitrain.kernels.cpp import version
+
+    try:
+        return version()
+    except ConfigError:
+        return "none; only --device cuda-sim and device.passes compiled need it"
 
 
 def gpus() -> str:

@@ -1,4 +1,4 @@
-"""Compilation with g++ into a folder of libraries that several ranks share."""
+"""Compilation with g++ or zig into a folder of libraries that several ranks share."""
 
 import fcntl
 import subprocess
@@ -9,8 +9,33 @@ from functools import cache
 from pathlib import Path
 
 from mpitrain.errors import KernelError
+from mpitrain.kernels.cache import cache_of
 from mpitrain.kernels.compiling import compiling
 from mpitrain.machine.devices import compiler
+
+
+def is_zig() -> bool:
+    """Return whether the compiler is zig's clang instead of g++."""
+    return Path(compiler()).name == "zig"
+
+
+def _command() -> list[str]:
+    """Return the words that start the compiler. Zig compiles its C++ library once, into a cache."""
+    if not is_zig():
+        return [compiler()]
+    return ["/usr/bin/env", f"ZIG_GLOBAL_CACHE_DIR={cache_of('zig')}", compiler(), "c++"]
+
+
+@cache
+def version() -> str:
+    """Return the first line that the compiler says of itself.
+
+    raises  ConfigError without a compiler
+    """
+    done = subprocess.run(
+        [*_command(), "--version"], capture_output=True, text=True, check=True, timeout=60
+    )
+    return f"{Path(compiler()).name}: {done.stdout.partition(chr(10))[0]}"
 
 
 @cache
@@ -20,14 +45,11 @@ def processor_and_compiler() -> str:
     """
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     processor = next((line for line in lines if line.startswith("flags")), "")
-    version = subprocess.run(
-        [compiler(), "--version"], capture_output=True, text=True, check=True, timeout=60
-    )
-    return processor + version.stdout
+    return processor + version()
 
 
 def compile_cpp(arguments: list[str], target: Path, what: str, way_out: str) -> None:
-    """Run g++.
+    """Run the compiler.
 
     The library gets its final name only when it is complete. So no other rank loads half of one.
 
@@ -35,12 +57,11 @@ def compile_cpp(arguments: list[str], target: Path, what: str, way_out: str) -> 
     """
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         part = Path(folder) / target.name
-        done = subprocess.run(
-            [compiler(), *arguments, "-o", str(part)], capture_output=True, text=True
-        )
+        command = [*_command(), *arguments, "-o", str(part)]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise KernelError(
-                f"g++ cannot compile {what}:\n{done.stderr.strip()[:4000]}",
+                f"{Path(compiler()).name} cannot compile {what}:\n{done.stderr.strip()[:4000]}",
                 way_out,
             )
         part.replace(target)

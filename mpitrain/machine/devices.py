@@ -4,6 +4,8 @@ import platform
 import shutil
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 
 from mpitrain.errors import ConfigError
 from mpitrain.machine.backend import Backend, HostBackend
@@ -13,9 +15,9 @@ from mpitrain.machine.kinds import KINDS
 
 
 class SimulatorBackend(HostBackend):
-    """Backend of NumPy arrays for kernels compiled by g++; a launch has ended when it returns.
+    """Backend of NumPy arrays for kernels compiled for the CPU; a launch has ended when it returns.
 
-    raises  ConfigError if there is no suitable g++
+    raises  ConfigError if there is no compiler for them
     """
 
     kind = "cuda-sim"
@@ -30,19 +32,30 @@ class SimulatorBackend(HostBackend):
 def compiler(
     use: str = "device.kind cuda-sim compiles kernels", instead: str = "use --device cpu"
 ) -> str:
-    """Return the path of g++, which compiles kernels for the simulator and passes for the host.
+    """Return the path of g++, else of zig, which compile kernels for the simulator and passes for
+    the host.
 
     use, instead  its use and the way to avoid it, for the error
-    raises        ConfigError if g++ is missing or the machine is not x86-64
+    raises        ConfigError if both are missing or the machine is not x86-64
     """
-    path, machine = shutil.which("g++"), platform.machine()
+    path, machine, ziglang = shutil.which("g++"), platform.machine(), find_spec("ziglang")
+    if path is None and ziglang and ziglang.origin:
+        path = shutil.which(Path(ziglang.origin).with_name("zig"))
     if machine != "x86_64" or path is None:
         missing = f"this machine is {machine}" if machine != "x86_64" else "there is no g++ here"
         raise ConfigError(
             f"{use} with g++ 11 or later on x86-64, but {missing}.",
-            f"Install g++ on an x86-64 machine (apt install g++), or {instead}.",
+            f"Install g++ on an x86-64 machine (apt install g++, or pip install ziglang), or {instead}.",
         )
     return path
+
+
+def has_compiler() -> bool:
+    """Return whether `compiler` has an answer."""
+    try:
+        return bool(compiler())
+    except ConfigError:
+        return False
 
 
 BACKENDS: dict[str, Callable[[], Backend]] = {

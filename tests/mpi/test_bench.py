@@ -202,6 +202,7 @@ def test_what_was_measured_survives_an_interruption(launcher, asked_by, tmp_path
     assert all(row.keys() >= KEYS for row in written["rows"])
 
 
+@pytest.mark.compile
 def test_the_simulator_s_kernels_reduce_what_is_measured_on_it(tmp_path):
     done = bench(
         3,

@@ -130,6 +130,7 @@ def test_the_compiled_peer_is_ddp_and_needs_a_compiler(monkeypatch):
         peers.peer_class("torch-compiled", parse(job))
 
 
+@pytest.mark.compile
 def test_kernels_take_turns_with_a_peer_and_a_file_has_the_times(tmp_path):
     pytest.importorskip("torch")
     path = tmp_path / "train.json"

@@ -708,15 +708,16 @@ def test_ranks_prepare_the_files_of_one_process_and_refuse_together(tmp_path):
         assert "Traceback" not in refused.stderr
 
 
-def test_a_closed_pipe_or_a_plain_locale_is_no_traceback(tmp_path):
+def test_a_closed_pipe_a_plain_locale_or_an_empty_environment_is_no_traceback(tmp_path):
     tail = shell(
         f"{sys.executable} -m mpitrain train --out a {' '.join(TINY)} | head -n 2", cwd=tmp_path
     )
     assert "Traceback" not in tail.stderr, tail.stderr
     plain = dict(os.environ, LC_ALL="C", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     (tmp_path / "c.toml").write_text("# größer\n[run]\nseed = 1\n", encoding="utf-8")
-    done = mpitrain("train", "c.toml", "--out", "b", *TINY, cwd=tmp_path, env=plain)
-    assert done.returncode == 0, done.stderr
+    for out, environment in (("b", plain), ("c", {"PATH": os.environ["PATH"]})):
+        done = mpitrain("train", "c.toml", "--out", out, *TINY, cwd=tmp_path, env=environment)
+        assert done.returncode == 0, done.stderr
 
 
 def test_a_pipe_as_data_is_refused_at_once(tmp_path):

@@ -23,7 +23,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 @JSON
 @CSV
 def transactions(dtypes: tuple[str, ...], json_file: Path | None, csv_file: Path | None) -> None:
-    """Count the memory transactions of every kernel of a training step. Needs g++, no GPU.
+    """Count the memory transactions of every kernel of a training step. Needs g++ or zig, no GPU.
 
     \b
     bytes     that threads read and write in global memory

@@ -36,6 +36,7 @@ def command(
     process.limit_blas_threads()
     from mpitrain.errors import ConfigError
     from mpitrain.files import write_whole
+    from mpitrain.machine.devices import has_compiler
     from mpitrain.textbook.claims.claim import judge
     from mpitrain.textbook.claims.page import page
     from mpitrain.textbook.claims.table import CLAIMS
@@ -54,10 +55,13 @@ def command(
         return
     check_files(0, [html_file, json_file])
     judged = []
-    for name in dict.fromkeys(names or CLAIMS):
+    missing = [name for name in CLAIMS if CLAIMS[name].compiled and not has_compiler()]
+    for name in dict.fromkeys(names or [name for name in CLAIMS if name not in missing]):
         judged.append(judge(name, CLAIMS[name]))
         click.echo("\n".join([*lines(judged[-1], language), ""]))
     click.echo(summary(judged, language))
+    if missing and not names:
+        click.echo(text("left out without g++: {names}", language, names=", ".join(missing)))
     outputs = Outputs()
     if html_file:
         with outputs.to(html_file):

@@ -1,4 +1,4 @@
-"""Compilation of kernels for the CPU: g++ flags of the two builds, and a cache of libraries.
+"""Compilation of kernels for the CPU: flags of the two builds for g++ and for zig, and a cache of libraries.
 
 fast      -O2 for this machine; memory errors show as page faults, missing barriers as wrong numbers
 checked   -O1 with the compiler's thread and undefined-behaviour checks; shadow.cpp implements their
@@ -12,12 +12,13 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from mpitrain.kernels.cpp import compile_cpp, locked, processor_and_compiler
+from mpitrain.kernels.cpp import compile_cpp, is_zig, locked, processor_and_compiler
 from mpitrain.kernels.source import SourceFile
 from mpitrain.machine import process
+from mpitrain.machine.devices import compiler
 
 HERE = Path(__file__).parent
-WAY_OUT = "What NVRTC accepts and g++ does not belongs into simulator/language.h."
+WAY_OUT = "What NVRTC accepts and the compiler does not belongs into simulator/language.h."
 RUNTIME = ("fibers.cpp", "schedule.cpp", "shadow.cpp", "transactions.cpp", "launch.cpp")
 
 COMMON = (
@@ -28,17 +29,25 @@ COMMON = (
     f"-I{HERE}",
     "-ffp-contract=fast",
     "-fno-exceptions",
-    # Without this flag, shared arrays of templates exist once per process, whichever library
-    # defines them.
-    "-fno-gnu-unique",
     "-fvisibility=hidden",
 )
+# Without the first flag, shared arrays of templates exist once per process, whichever library
+# defines them.
+GNU, ZIG = ("-fno-gnu-unique",), ("-nostdinc++",)
 FAST = ("-O2", "-march=native", "-fno-math-errno", "-fno-trapping-math")
+# A run of 16 bytes stays one access, as on a GPU.
 CHECKED = (
     "-O1",
-    # A run of 16 bytes stays one access, as on a GPU.
     "-fno-tree-sra",
     "-fsanitize=thread,alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero",
+)
+_UNDEFINED = "alignment,array-bounds,shift-base,shift-exponent,signed-integer-overflow,integer-divide-by-zero"
+CHECKED_BY_ZIG = (
+    "-O1",
+    *("-fno-vectorize", "-fno-slp-vectorize", "-mllvm", "-opt-disable=sroa"),
+    *("-fsanitize=thread", "-mllvm", "-tsan-instrument-read-before-write=1"),
+    # By -Xclang, because zig would link its own answers to these checks.
+    *("-Xclang", f"-fsanitize={_UNDEFINED}", "-Xclang", f"-fsanitize-recover={_UNDEFINED}"),
 )
 
 # The tail of every kernel library. Shared memory is thread-local storage of the library; the
@@ -64,7 +73,7 @@ def _say_that_it_compiles(folder: Path) -> None:
     """Print one line on rank 0 before the first compilation, which may take a minute."""
     if process.launched().rank == 0:
         print(
-            f"Compiling kernels for cuda-sim with g++, which takes up to a minute; they are kept in {folder}",
+            f"Compiling kernels for cuda-sim with {Path(compiler()).name}, which takes up to a minute; they are kept in {folder}",
             file=sys.stderr,
             flush=True,
         )
@@ -98,7 +107,7 @@ def build_kernels(
         _ENTRY.format(name=kernel.name, bound=kernel.bound or 1024)
         for kernel in source.kernels.values()
     ]
-    # g++ does not know CUDA's pragma. Without unrolling, a tile's accumulators stay in memory, and
+    # Compilers of C++ do not know CUDA's pragma. Without unrolling, a tile's accumulators stay in memory, and
     # products take 20 times as long.
     text = (
         source.text
@@ -108,7 +117,8 @@ def build_kernels(
     text += _TAIL + "".join(entries)
     flags = [
         *COMMON,
-        *(CHECKED if checked else FAST),
+        *(ZIG if is_zig() else GNU),
+        *((CHECKED_BY_ZIG if is_zig() else CHECKED) if checked else FAST),
         f"-D__CUDA_ARCH__={capability}0",
         *(f"-D{macro}={value}" for macro, value in defines.items()),
     ]
@@ -128,7 +138,7 @@ def build_kernels(
         # compiler's libraries.
         compile_cpp(
             [
-                "-shared",
+                *("-O2", "-shared"),  # zig links its own checks into what is not optimized
                 "-Wl,-Bsymbolic,--no-undefined",
                 str(compiled),
                 str(runtime),

@@ -1,7 +1,7 @@
-// The part of CUDA C++ that g++ lacks: keywords, built-in variables, vector types, mathematics, atomics.
-// Included before a kernel source (g++ -include), which is then compiled for the CPU unmodified.
+// The part of CUDA C++ that C++ lacks: keywords, built-in variables, vector types, mathematics, atomics.
+// Included before a kernel source (-include), which is then compiled for the CPU unmodified.
 #pragma once
-// C's own headers, for <cmath> would be half of what a kernel takes to compile.
+// C's own headers, for <cmath> would be half of what a kernel takes to compile. (For zig, build.py says -nostdinc++.)
 #define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 #include <math.h>
 #undef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
@@ -14,10 +14,9 @@
 #define __device__
 #define __host__
 #define __constant__
-// One copy a block: blocks run one after another. `constinit` because __half has a constructor, and a lazily constructed
-// thread_local would be guarded and wrapped.
-#define __shared__ constinit thread_local
-#define __forceinline__ inline    // left to g++: forced, the products take ten times as long to compile
+// One copy a block: blocks run one after another.
+#define __shared__ thread_local
+#define __forceinline__ inline    // left to the compiler: forced, the products take ten times as long to compile
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
@@ -69,12 +68,14 @@ void wait_copies(int groups_left);
 
 // How a launch calls a kernel: arguments[i] points at the i-th argument.
 template <size_t...> struct Positions {};
+template <size_t N, size_t... I> struct Count : Count<N - 1, N - 1, I...> {};
+template <size_t... I> struct Count<0, I...> { using Up = Positions<I...>; };
 template <class... P, size_t... I>
 SIMULATOR_OWN void call(void (*kernel)(P...), void** arguments, Positions<I...>) {
     kernel(*static_cast<P*>(arguments[I])...);
 }
 template <class... P> SIMULATOR_OWN void call(void (*kernel)(P...), void** arguments) {
-    call(kernel, arguments, Positions<__integer_pack(sizeof...(P))...>{});
+    call(kernel, arguments, typename Count<sizeof...(P)>::Up{});
 }
 
 // The type of a parameter that has no say in what T is, and is converted to it.
@@ -118,12 +119,14 @@ inline void __threadfence() {}
 inline void __threadfence_block() {}
 
 // ---- Mathematics: what C has for double alone, for float, too.
+#ifndef _LIBCPP_VERSION    // there the simulator's own files have them from <random>
 #define SIMULATOR_FLOAT(name) inline float name(float x) { return __builtin_##name##f(x); }
 SIMULATOR_FLOAT(exp) SIMULATOR_FLOAT(exp2) SIMULATOR_FLOAT(log) SIMULATOR_FLOAT(log2) SIMULATOR_FLOAT(sqrt)
 SIMULATOR_FLOAT(sin) SIMULATOR_FLOAT(cos) SIMULATOR_FLOAT(tanh) SIMULATOR_FLOAT(erf) SIMULATOR_FLOAT(fabs)
 SIMULATOR_FLOAT(floor) SIMULATOR_FLOAT(ceil) SIMULATOR_FLOAT(rint) SIMULATOR_FLOAT(nearbyint)
 #undef SIMULATOR_FLOAT
 inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#endif
 
 // What NVRTC knows and C does not. The fast versions are as exact as the slow ones here.
 inline float rsqrtf(float x) { return 1.0f / sqrt(x); }

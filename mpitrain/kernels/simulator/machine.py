@@ -2,6 +2,7 @@
 
 import ctypes as c
 import re
+import shutil
 import subprocess
 import threading
 from functools import cache, partial
@@ -243,14 +244,17 @@ class Simulator:
 
 
 def _ask(*command: str) -> str:
-    """Return the output of a tool of binutils, which comes with g++."""
+    """Return the output of a tool of binutils, which comes with g++; nothing without it."""
+    if not shutil.which(command[0]):
+        return ""
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 @cache
 def _source_line(path: Path, offset: int) -> str:
     """Return file and line of an address within a library."""
-    return _ask("addr2line", "-e", str(path), hex(offset)).split()[0].rpartition("/")[2]
+    line = _ask("addr2line", "-e", str(path), hex(offset)) or "unknown line (needs binutils)"
+    return line.splitlines()[0].rpartition("/")[2].partition(" (discriminator")[0]
 
 
 def _shared_array(path: Path, offset: int) -> str:

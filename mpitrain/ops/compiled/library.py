@@ -34,7 +34,7 @@ SIGNATURES: dict[str, list[Any]] = {
 def library() -> ctypes.CDLL:
     """Return the library; compile it if it is missing.
 
-    raises  ConfigError without g++, KernelError if g++ refuses the source
+    raises  ConfigError without a compiler, KernelError if it refuses the source
     """
     compiler("device.passes compiled compiles C++", INSTEAD)
     folder = cache_of("passes")
@@ -43,7 +43,7 @@ def library() -> ctypes.CDLL:
     if not target.exists():
         with locked(target, SOURCE.name):
             if not target.exists():
-                way_out = f"{INSTEAD.capitalize()}, or install another g++."
+                way_out = f"{INSTEAD.capitalize()}, or install another compiler."
                 compile_cpp([*FLAGS, str(SOURCE)], target, SOURCE.name, way_out)
     found = ctypes.CDLL(str(target))
     for name, types in SIGNATURES.items():

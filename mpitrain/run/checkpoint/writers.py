@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpitrain.errors import TrainingError
 from mpitrain.formats.safetensors_files import BLOCK, MOVED, Writing
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.replication.state import StateBuffer
@@ -127,7 +128,10 @@ def _share_out(holders: Holders, shares: Shares, nbytes: list[int]) -> None:
 
 
 def sources(name: str, joined: Joined) -> list[Source]:
-    """Return the sources of a tensor: first its writer, then the following ranks for the rest."""
+    """Return the sources of a tensor: first its writer, then the following ranks for the rest.
+
+    raises  TrainingError, on every rank alike, if an element is on no rank
+    """
     ranks = 1 + max(rank for rank, _ in joined.holders)
     taken: dict[Any, list[Piece]] = defaultdict(list)
     found, missing = [], prod(joined.shape)
@@ -141,7 +145,11 @@ def sources(name: str, joined: Joined) -> list[Source]:
             found.append(Source(rank, held.number, runs(part)))
             taken[part.rectangles] += part.pieces
             missing -= part.length
-    assert missing <= 0, f"{missing} elements of {name} are on no rank"
+    if missing > 0:
+        raise TrainingError(
+            f"Every element of {name} must be on a rank, but {missing} of {prod(joined.shape)} are on none.",
+            "The checkpoint is not written. This is a fault of mpitrain; please report it.",
+        )
     return found
 
 

@@ -57,6 +57,7 @@ class Claim(NamedTuple):
     relation    key of RELATIONS: the sentence is true if value, relation, threshold is
     experiment  (values of a setting) -> Figures
     command     shell command that shows the same
+    compiled    whether it needs a compiler, as the simulator does
     """
 
     sentence: str
@@ -67,6 +68,7 @@ class Claim(NamedTuple):
     experiment: Callable[..., Figures]
     settings: tuple[Setting, ...]
     command: str
+    compiled: bool = False
 
 
 class Finding(NamedTuple):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from mpitrain.errors import ConfigError
-from mpitrain.machine.devices import compiler
+from mpitrain.machine.devices import has_compiler
 from mpitrain.textbook.explain.explanation import Explanation, Text
 from mpitrain.textbook.explain.links import Link
 
@@ -32,7 +32,7 @@ class Topic(NamedTuple):
     least     the smallest number of ranks
     most      the largest number of ranks
     timed     whether its frames have seconds, so that slow links show
-    compiled  whether it compiles kernels for the simulator, which needs g++
+    compiled  whether it compiles kernels for the simulator, which needs a compiler
     """
 
     title: Text
@@ -46,10 +46,7 @@ class Topic(NamedTuple):
     @property
     def runs_here(self) -> bool:
         """Whether this machine has the compiler that the topic needs."""
-        try:
-            return not self.compiled or bool(compiler())
-        except ConfigError:
-            return False
+        return not self.compiled or has_compiler()
 
     def setting(self, name: str, ranks: int | None, link: Link | None) -> Setting:
         """Return the setting for a number of ranks; None: the default.

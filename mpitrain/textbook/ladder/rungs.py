@@ -136,7 +136,7 @@ def climb(shape: Shape, cache: Path | None = None) -> dict[str, Climbed]:
     """Run every rung on one shape, and return each with its traffic.
 
     cache   folder of compiled kernels; None: that of the simulator
-    raises  ConfigError if g++ is missing
+    raises  ConfigError without a compiler
     """
     compiler("The ladder of products is compiled", "choose another topic")
     launches: list[Traffic] = []

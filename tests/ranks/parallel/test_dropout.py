@@ -118,6 +118,7 @@ def test_an_mlp_has_the_masks_and_losses_of_one_rank(name, monkeypatch):
     check_as_one_rank([*GPT, DROPS[0], *MLP], 12, ranks, settings, monkeypatch)
 
 
+@pytest.mark.compile
 def test_the_kernels_have_the_masks_of_the_host(monkeypatch):
     small = [*GPT, *DROPS, "precision.compute=float32", "model.width=16", "model.heads=2"]
     base = [*small, "model.context=8", "data.vocabulary=37", "batch.size=3"]

@@ -89,6 +89,7 @@ def test_the_counted_peak_of_an_mlp_is_the_measured_one(layout):
 
 
 @pytest.mark.parametrize("layout", SIMULATED)
+@pytest.mark.compile
 def test_the_counted_peak_on_kernels_is_the_measured_one(layout):
     ranks, settings = SIMULATED[layout]
     settings = [*TINY, "model.layers=1", "device.kind=cuda-sim", *settings]

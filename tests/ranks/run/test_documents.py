@@ -157,6 +157,7 @@ def test_an_asynchronous_pipeline_cuts_at_its_own_documents(ranks):
     [(1, []), (2, ["layout.tp=2"]), (2, ["layout.pp=2", "batch.micro_batches=2"])],
     ids=str,
 )
+@pytest.mark.compile
 def test_the_simulator_trains_on_documents_as_the_host(ranks, settings):
     common = [*CUT, *settings, "precision.compute=float32"]
     host, simulated = (

@@ -356,6 +356,7 @@ def test_a_finished_run_says_that_nothing_is_left(book, tmp_path, capsys):
     assert records(tmp_path)[-1]["event"] == "end" and model.stat().st_mtime_ns == before
 
 
+@pytest.mark.compile
 def test_what_moves_reductions_shares_no_scratch_with_what_computes(book):
     def arenas(transport):
         trainer = build(

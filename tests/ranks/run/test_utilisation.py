@@ -134,6 +134,7 @@ def test_the_peak_of_a_gpu_is_measured_on_copied_random_numbers(tmp_path, monkey
     assert all(len(np.unique(array)) > array.size / 2 for array in operands)
 
 
+@pytest.mark.compile
 def test_a_simulated_device_has_no_peak():
     assert gemm_peak(device_for("cuda-sim"), np.dtype("float32"), 1, "") is None
 

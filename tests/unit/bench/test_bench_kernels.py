@@ -10,7 +10,6 @@ from click.testing import CliRunner
 from mpitrain.bench.kernels import gemm, timing
 from mpitrain.bench.kernels import operations as kernel_operations
 from mpitrain.cli.bench.collectives import command
-from mpitrain.machine import devices
 from mpitrain.ops import cuda
 from mpitrain.ops.cuda.tiles import DEFAULT
 from tests.fakes import cupy, gpu
@@ -201,7 +200,6 @@ def test_without_cupy_it_says_what_to_install(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["kernels", "gemm"])
-def test_without_a_compiler_the_simulator_says_what_to_install(name, monkeypatch):
-    monkeypatch.setattr(devices.shutil, "which", lambda program: None)
+def test_without_a_compiler_the_simulator_says_what_to_install(name, no_compiler):
     code, _, text = bench(name, "--device", "cuda-sim")
     assert code == 2 and "11 or later on x86-64," in text

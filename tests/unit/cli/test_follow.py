@@ -18,7 +18,7 @@ def slurm(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "UNANSWERED", 0.3)
 
     def write(name, body):
-        (tmp_path / name).write_text(f"#!/bin/bash\ncd {tmp_path}\n{body}\n")
+        (tmp_path / name).write_text(f"#!/bin/bash\ncd '{tmp_path}'\n{body}\n")
         (tmp_path / name).chmod(0o755)
 
     return write

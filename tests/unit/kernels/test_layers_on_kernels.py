@@ -1,6 +1,7 @@
 """Layers and whole models on the simulator: what the CPU body computes, and slices that add up to the whole."""
 
 import sys
+from functools import cache
 
 import numpy as np
 import pytest
@@ -24,22 +25,26 @@ from tests.laws.transport import laws_of
 from tests.laws.vocabulary import VocabularyLaws
 from tests.unit.placing import place
 
-OPS = ops_for("cuda-sim")
+
+@cache
+def simulated():
+    """Operations on the simulator, which need a compiler."""
+    return ops_for("cuda-sim")
 
 
 @pytest.mark.parametrize("law", laws_of(OperationLaws))
 def test_operations_on_the_simulator_obey(law):
-    getattr(OperationLaws(), law)(OPS, SimulatorBackend())
+    getattr(OperationLaws(), law)(simulated(), SimulatorBackend())
 
 
 @pytest.mark.parametrize("law", laws_of(LayerLaws))
 def test_layers_on_the_simulator_obey(law):
-    getattr(LayerLaws(), law)(Plain(OPS), SimulatorBackend())
+    getattr(LayerLaws(), law)(Plain(simulated()), SimulatorBackend())
 
 
 @pytest.mark.parametrize("law", laws_of(VocabularyLaws))
 def test_parts_of_a_vocabulary_on_the_simulator_obey(law):
-    getattr(VocabularyLaws(), law)(OPS, SimulatorBackend())
+    getattr(VocabularyLaws(), law)(simulated(), SimulatorBackend())
 
 
 @pytest.mark.parametrize("law", laws_of(VocabularyLaws))
@@ -100,7 +105,10 @@ def one_step(ops, dtype: str) -> tuple[float, np.ndarray, np.ndarray]:
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-11), ("float32", 1e-4)])
 def test_a_whole_training_step_equals_the_cpu_s(dtype, tolerance):
     """AdamW divides by the gradient's own size, so where that is rounding alone the step may differ by lr: compare in float64."""
-    (loss, gradients, parameters), truth = one_step(OPS, dtype), one_step(ops_for("cpu"), "float64")
+    (loss, gradients, parameters), truth = (
+        one_step(simulated(), dtype),
+        one_step(ops_for("cpu"), "float64"),
+    )
     assert loss == pytest.approx(truth[0], rel=tolerance)
     assert np.abs(gradients - truth[1]).max() <= tolerance * np.abs(truth[1]).max()
     if dtype == "float64":
@@ -184,8 +192,9 @@ def test_row_slices_of_a_linear_layer_add_up_to_the_whole(ranks):
     assert_all_close([sum(y), np.concatenate(dx, 1), np.concatenate(dw, 1), db[0]], truth)
 
 
-def halves(x, w, b, dy, ops=OPS):
+def halves(x, w, b, dy, ops=None):
     """y, dx, dw and db of a linear layer."""
+    ops = ops or simulated()
     arena, dw, db = Arena(), np.empty_like(w), np.empty(len(w), w.dtype)
     y, saved = ops.linear(x, w, b, arena)
     dx, pending = ops.linear_backward_input(dy, w, saved, arena)

@@ -213,14 +213,14 @@ def test_ranks_as_threads_may_launch_at_the_same_time(kernels):
     assert [set(output) for output in outputs] == [{rank} for rank in range(8)]
 
 
-def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch):
-    monkeypatch.setattr(devices.shutil, "which", lambda name: None)
+def test_a_machine_without_a_compiler_is_told_what_to_install(no_compiler):
     with pytest.raises(ConfigError) as caught:
         devices.compiler()
     assert str(caught.value) == (
         "ConfigError: device.kind cuda-sim compiles kernels with g++ 11 or later on x86-64, but "
         "there is no g++ here.\n"
-        "             Install g++ on an x86-64 machine (apt install g++), or use --device cpu."
+        "             Install g++ on an x86-64 machine (apt install g++, or "
+        "pip install ziglang), or use --device cpu."
     )
 
 

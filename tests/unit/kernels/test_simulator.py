@@ -184,7 +184,7 @@ def test_a_thread_may_launch_a_kernel_while_another_loads_it(monkeypatch):
     assert others and np.array_equal(results, np.ones((2, 64)))
 
 
-def test_an_error_says_what_where_by_whom_and_the_way_out():
+def test_an_error_says_what_where_by_whom_and_the_way_out(binutils):
     text = run("no_barrier_before_reuse", True, ("forward", 0), right=False)
     assert text == (
         "race in no_barrier_before_reuse, planted.cu:21: thread 32 of block 0 reads shared "

@@ -30,7 +30,7 @@ def wait(claim):
 def test_the_end_of_the_job_is_asked_of_squeue_again_and_again(tmp_path):
     ends = [time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(END + more)) for more in (0, 60)]
     body = f"""[ "$SLURM_TIME_FORMAT $*" = "standard --noheader --jobs=17 --format=%e" ] || exit 1
-if [ -e {tmp_path}/moved ]; then echo {ends[1]}; else echo {ends[0]}; fi"""
+if [ -e '{tmp_path}/moved' ]; then echo {ends[1]}; else echo {ends[0]}; fi"""
     with closing(JobEnd(job(tmp_path, body), every=0.05)) as end:
         wait(lambda: end() == END)
         (tmp_path / "moved").touch()
@@ -49,7 +49,7 @@ def test_without_an_answer_no_end_is_known(body, tmp_path, capfd):
 
 
 def test_outside_a_job_nothing_is_asked(tmp_path):
-    environment = job(tmp_path, f"touch {tmp_path}/asked")
+    environment = job(tmp_path, f"touch '{tmp_path}/asked'")
     del environment["SLURM_JOB_ID"]
     with closing(JobEnd(environment, every=0.01)) as end:
         time.sleep(0.1)
@@ -58,7 +58,7 @@ def test_outside_a_job_nothing_is_asked(tmp_path):
 
 def test_an_squeue_that_hangs_delays_neither_calls_nor_the_close(tmp_path):
     began = time.monotonic()
-    environment = job(tmp_path, f"echo $$ > {tmp_path}/pid; exec sleep {10 * SECONDS:.0f}")
+    environment = job(tmp_path, f"echo $$ > '{tmp_path}/pid'; exec sleep {10 * SECONDS:.0f}")
     with closing(JobEnd(environment)) as end:
         wait(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
         assert end() is None

@@ -65,8 +65,7 @@ def test_with_every_gpu_hidden_cuda_names_the_variable(one_gpu):
     assert "CUDA_VISIBLE_DEVICES, or use --device" in refusal("cuda")
 
 
-def test_the_simulator_says_where_it_cannot_work(monkeypatch):
-    monkeypatch.setattr(devices.shutil, "which", lambda name: None)
+def test_the_simulator_says_where_it_cannot_work(no_compiler, monkeypatch):
     assert "11 or later on x86-64," in refusal("cuda-sim")
     monkeypatch.setattr(devices.platform, "machine", lambda: "aarch64")
     assert "machine is aarch64." in refusal("cuda-sim")
@@ -285,6 +284,7 @@ def test_one_host_that_cannot_decides_for_all(monkeypatch):
     assert run_ranks(2, run, hosts="aa") == [True] * 2
 
 
+@pytest.mark.compile
 def test_host_backends_keep_their_transport():
     transport = object()
     for kind in ("cpu", "cuda-sim"):

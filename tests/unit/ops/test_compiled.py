@@ -1,7 +1,5 @@
 """Compiled passes: the definitions of operations in float32, the host's bodies in all other cases."""
 
-import shutil
-
 import numpy as np
 import pytest
 
@@ -23,8 +21,6 @@ host = bodies.host()
 
 @pytest.fixture(scope="module")
 def ops():
-    if not shutil.which("g++"):
-        pytest.skip("needs g++")
     return bodies.host(passes="compiled")
 
 
@@ -108,12 +104,11 @@ def test_arrays_of_another_type_or_with_gaps_go_to_the_host_s_bodies(ops):
             assert np.allclose(own, truth, rtol=1e-5, atol=1e-6) and own.dtype == x.dtype
 
 
-def test_compiled_passes_are_refused_where_they_cannot_run(monkeypatch):
+def test_compiled_passes_are_refused_where_they_cannot_run(no_compiler):
     for setting in ("device.kind=cuda", "device.kind=cuda-sim", "precision.compute=float64"):
         with pytest.raises(ConfigError, match="Compiled passes"):
             configured("device.passes=compiled", setting)
     library.library.cache_clear()
-    monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match="no g\\+\\+ here") as caught:
         device_for("cpu", passes="compiled")
     assert "device.passes" in str(caught.value)

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from mpitrain.errors import TrainingError
 from mpitrain.layers.base import Parameter
 from mpitrain.regions import Piece, common
 from mpitrain.run.checkpoint.regions import HeldRegion, Region, part_of_text, runs
@@ -135,3 +136,5 @@ def test_a_tensor_is_joined_from_its_writer_first_and_nothing_comes_twice():
         found = sources("a", Joined(writer, np.dtype("f4"), (10,), holders))
         assert {source.rank: int(source.runs.length.sum()) for source in found} == wanted
         assert found[0].rank == writer
+    with pytest.raises(TrainingError, match="5 of 10 are on none"):
+        sources("a", Joined(0, np.dtype("f4"), (10,), holders[:2]))

@@ -231,8 +231,7 @@ def test_the_pages_of_all_topics_have_an_index(tmp_path):
 
 
 @pytest.mark.slow
-def test_pages_without_a_compiler_lack_the_topics_that_need_one(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", "")
+def test_pages_without_a_compiler_lack_the_topics_that_need_one(tmp_path, no_compiler):
     done = CliRunner().invoke(commands, ["explain", "--html", str(tmp_path)])
     assert done.exit_code == 0 and ": tiling" in done.output, done.output
     assert {path.stem for path in tmp_path.iterdir()} == {"index", *TOPICS} - {"tiling"}

@@ -106,6 +106,7 @@ CLAIMS = {
             usual("width {width}, batch {batch}", width=16, batch=64),
         ),
         "mpitrain plan memory --device cuda-sim --set precision.compute=bfloat16",
+        compiled=True,
     ),
     "six-flop": Claim(
         "A training step takes 6 FLOP for each parameter and token.",
