@@ -9,9 +9,9 @@ from importlib.util import find_spec
 
 from result import emit, micro, wrong_words
 
-from mpitrain.bench.kernels.operations import attentions, measure, measured
-from mpitrain.bench.kernels.work import Row
 from mpitrain.ops.device import device_for
+from mpitrain.tools.bench.kernels.operations import attentions, measure, measured
+from mpitrain.tools.bench.kernels.work import Row
 
 OF_A_COPY = 0.85
 FORWARD, BACKWARD = 1.0, 0.7
@@ -54,7 +54,7 @@ def main(kind: str, is_attention: bool) -> None:
     """A result for each, as it is measured."""
     device, peer = device_for(kind), None
     if is_attention and find_spec("torch"):
-        from mpitrain.bench.training.torch_peer import TorchAttention as peer
+        from mpitrain.tools.bench.training.torch_peer import TorchAttention as peer
     if is_attention:
         for row in measured(device, attentions(device, peer)):
             report(row, 0.0)

@@ -11,10 +11,10 @@ from predicted import GPUS, tiled
 from result import emit, micro, wrong_words
 from workload import all_products, table
 
-from mpitrain.bench.kernels.gemm import Row, measure
 from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda import product
 from mpitrain.ops.device import device_for
+from mpitrain.tools.bench.kernels.gemm import Row, measure
 
 BOUNDS = {"float32": ("required", 0.9), "bfloat16": ("goal", 0.7)}
 """Of the library's rate. On tensor cores it multiplies by wgmma, which ours have not."""

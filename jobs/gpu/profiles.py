@@ -45,9 +45,9 @@ def launch(kind: str, is_product: bool) -> None:
     """Everything once, or one product."""
     from workload import FORMS, PRODUCTS
 
-    from mpitrain.bench.kernels import gemm
-    from mpitrain.bench.kernels import operations as bench
     from mpitrain.ops.device import device_for
+    from mpitrain.tools.bench.kernels import gemm
+    from mpitrain.tools.bench.kernels import operations as bench
 
     device = device_for(kind)
     if is_product:

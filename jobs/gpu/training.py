@@ -84,8 +84,8 @@ class Rival:
     def __init__(self, kind: str, settings: Any, vocabulary: int, tensors: dict[str, np.ndarray]):
         import torch
 
-        from mpitrain.bench.training.torch_gpt import GPT, copy_weights
-        from mpitrain.bench.training.torch_peer import placed
+        from mpitrain.tools.bench.training.torch_gpt import GPT, copy_weights
+        from mpitrain.tools.bench.training.torch_peer import placed
 
         m, o = settings.model, settings.optimizer
         self._torch, self._place, self._settings = torch, placed(kind), settings

@@ -53,7 +53,12 @@ def _fit(
     """
     import numpy as np
 
-    from mpitrain.bench.collectives.fit import (
+    from mpitrain.collectives.plans.topology import Topology
+    from mpitrain.collectives.selection.choose import candidates
+    from mpitrain.collectives.selection.cost_model import MEMORY
+    from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning, write_tuning
+    from mpitrain.errors import ConfigError, MpitrainError, on_every_rank
+    from mpitrain.tools.bench.collectives.fit import (
         all_spoilt,
         checked,
         decided,
@@ -62,14 +67,9 @@ def _fit(
         median_of_sweeps,
         merged,
     )
-    from mpitrain.bench.collectives.header import header, machine
-    from mpitrain.bench.collectives.request import SweepRequest, sizes
-    from mpitrain.bench.collectives.row import Row
-    from mpitrain.collectives.plans.topology import Topology
-    from mpitrain.collectives.selection.choose import candidates
-    from mpitrain.collectives.selection.cost_model import MEMORY
-    from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning, write_tuning
-    from mpitrain.errors import ConfigError, MpitrainError, on_every_rank
+    from mpitrain.tools.bench.collectives.header import header, machine
+    from mpitrain.tools.bench.collectives.request import SweepRequest, sizes
+    from mpitrain.tools.bench.collectives.row import Row
     from mpitrain.transport.agreement import on_all_ranks
 
     if transport.size == 1:

@@ -139,7 +139,7 @@ def _from_outside(
             )
         )
     if options["expect"]:
-        from mpitrain.certify.limits import read_limits
+        from mpitrain.tools.certify.limits import read_limits
 
         read_limits(options["expect"])
     words = agent or agent_for(os.environ)
@@ -163,9 +163,9 @@ def _from_outside(
 
 def _nobody(absent: dict[str, str], options: dict[str, Any]) -> None:
     """Report that no node answered, and exit."""
-    from mpitrain.certify.evidence import Evidence
-    from mpitrain.certify.limits import Limits
-    from mpitrain.certify.verdict import judge
+    from mpitrain.tools.certify.evidence import Evidence
+    from mpitrain.tools.certify.limits import Limits
+    from mpitrain.tools.certify.verdict import judge
 
     evidence, shown = Evidence(absent=absent), Shown(options)
     shown.show(evidence, judge(evidence, Limits()), {})
@@ -183,8 +183,8 @@ class Shown:
 
     def show(self, evidence: Any, certificate: Any, facts: dict[str, Any]) -> None:
         """Print what is new in a certificate, and write the files. At the end print all lines."""
-        from mpitrain.certify.report import document, failures, junit, lines
         from mpitrain.files import write_whole
+        from mpitrain.tools.certify.report import document, failures, junit, lines
 
         self._lines = lines(evidence, certificate)
         new = [
@@ -210,13 +210,13 @@ class Shown:
 
 def _certify(transport: Any, options: dict[str, Any], shown: Shown, stop: Stop) -> bool:
     """Measure, judge and print; return whether everything passes."""
-    from mpitrain.bench.collectives.header import header
-    from mpitrain.certify.collect import collect
-    from mpitrain.certify.evidence import Finding
-    from mpitrain.certify.limits import Limits, read_limits
-    from mpitrain.certify.speeds import sampler
-    from mpitrain.certify.verdict import judge
-    from mpitrain.doctor.probes import examine
+    from mpitrain.tools.bench.collectives.header import header
+    from mpitrain.tools.certify.collect import collect
+    from mpitrain.tools.certify.evidence import Finding
+    from mpitrain.tools.certify.limits import Limits, read_limits
+    from mpitrain.tools.certify.speeds import sampler
+    from mpitrain.tools.certify.verdict import judge
+    from mpitrain.tools.doctor.probes import examine
     from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 
     stop.connected(transport.rank)

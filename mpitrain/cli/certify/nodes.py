@@ -11,7 +11,7 @@ from mpitrain.machine.process import package
 CONNECT, SECONDS = 20, 60.0
 """Seconds in which ssh must connect to a node, and in which the node must have imported mpitrain."""
 ASK = (
-    "import mpitrain, mpitrain.cli.certify.command, mpitrain.certify.collect; "
+    "import mpitrain, mpitrain.cli.certify.command, mpitrain.tools.certify.collect; "
     "from mpitrain.machine import process; "
     "print('mpitrain', getattr(process, 'package', lambda: mpitrain.__version__)())"
 )

@@ -10,12 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpitrain.bench.collectives import sweep as sweeping
-from mpitrain.bench.collectives import synchronized_start
-from mpitrain.bench.collectives.fit import all_spoilt, check, checked, fit, median_of_sweeps
-from mpitrain.bench.collectives.request import SweepRequest, dtype_of, sizes
-from mpitrain.bench.collectives.sweep import is_long_enough, sweep
-from mpitrain.bench.collectives.verify import error_norm, wrong_elements, wrong_replicas
 from mpitrain.cli.bench.collectives import OPERATIONS
 from mpitrain.cli.bench.collectives import _measure as measure
 from mpitrain.cli.bench.collectives import command as bench
@@ -29,6 +23,12 @@ from mpitrain.config import parse
 from mpitrain.errors import ConfigError
 from mpitrain.files import check_writable
 from mpitrain.kernels.loader import Kernels
+from mpitrain.tools.bench.collectives import sweep as sweeping
+from mpitrain.tools.bench.collectives import synchronized_start
+from mpitrain.tools.bench.collectives.fit import all_spoilt, check, checked, fit, median_of_sweeps
+from mpitrain.tools.bench.collectives.request import SweepRequest, dtype_of, sizes
+from mpitrain.tools.bench.collectives.sweep import is_long_enough, sweep
+from mpitrain.tools.bench.collectives.verify import error_norm, wrong_elements, wrong_replicas
 from mpitrain.transport import threads
 from mpitrain.transport.threads import run_ranks
 

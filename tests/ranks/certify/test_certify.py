@@ -6,20 +6,20 @@ import time
 import numpy as np
 import pytest
 
-from mpitrain.bench.links import pairs as measuring
-from mpitrain.certify import collect as collecting
-from mpitrain.certify import repeats
-from mpitrain.certify.arithmetic import step_digests
-from mpitrain.certify.collect import collect, links
-from mpitrain.certify.evidence import Facts, Finding, Jobs, Speeds
-from mpitrain.certify.limits import Limits
-from mpitrain.certify.repeats import repeat
-from mpitrain.certify.speeds import measure, sampler
-from mpitrain.certify.verdict import judge
-from mpitrain.doctor import hosts
-from mpitrain.doctor.hosts import look_clocks, wrong_clocks
-from mpitrain.doctor.problem import Values
 from mpitrain.errors import ConfigError, on_every_rank
+from mpitrain.tools.bench.links import pairs as measuring
+from mpitrain.tools.certify import collect as collecting
+from mpitrain.tools.certify import repeats
+from mpitrain.tools.certify.arithmetic import step_digests
+from mpitrain.tools.certify.collect import collect, links
+from mpitrain.tools.certify.evidence import Facts, Finding, Jobs, Speeds
+from mpitrain.tools.certify.limits import Limits
+from mpitrain.tools.certify.repeats import repeat
+from mpitrain.tools.certify.speeds import measure, sampler
+from mpitrain.tools.certify.verdict import judge
+from mpitrain.tools.doctor import hosts
+from mpitrain.tools.doctor.hosts import look_clocks, wrong_clocks
+from mpitrain.tools.doctor.problem import Values
 from mpitrain.transport.threads import ThreadTransport, run_ranks
 
 HOSTS = "abcd"

@@ -19,9 +19,9 @@ from mpitrain.machine import process
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.cuda import CudaBackend
 from mpitrain.pipeline.stage import Stage
-from mpitrain.report.schedule_comparison import compare, what_was_predicted
-from mpitrain.report.time_breakdown import BUBBLE, shares
 from mpitrain.run.run_dir import configuration
+from mpitrain.tools.report.schedule_comparison import compare, what_was_predicted
+from mpitrain.tools.report.time_breakdown import BUBBLE, shares
 from mpitrain.trace.read import read_trace
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.ring_buffer import COMPUTE, DEVICE, FORWARD, RECEIVE, REDUCTION, SEND, WAIT

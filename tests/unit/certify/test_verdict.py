@@ -7,15 +7,15 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mpitrain.bench.links.pairs import BETWEEN, Pair
-from mpitrain.certify.collect import facts
-from mpitrain.certify.evidence import Evidence, Facts, Finding, Jobs, Speeds, Wrong
-from mpitrain.certify.limits import Limits, read_limits
-from mpitrain.certify.repeats import moved
-from mpitrain.certify.report import document, junit, lines
-from mpitrain.certify.speeds import turns
-from mpitrain.certify.verdict import judge
 from mpitrain.errors import ConfigError
+from mpitrain.tools.bench.links.pairs import BETWEEN, Pair
+from mpitrain.tools.certify.collect import facts
+from mpitrain.tools.certify.evidence import Evidence, Facts, Finding, Jobs, Speeds, Wrong
+from mpitrain.tools.certify.limits import Limits, read_limits
+from mpitrain.tools.certify.repeats import moved
+from mpitrain.tools.certify.report import document, junit, lines
+from mpitrain.tools.certify.speeds import turns
+from mpitrain.tools.certify.verdict import judge
 
 NODES = "abcd"
 FACT = Facts("", "m", [0], "CPU", "openblas 1 Zen", 1 << 30)

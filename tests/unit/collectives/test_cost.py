@@ -5,9 +5,6 @@ from itertools import pairwise
 
 import pytest
 
-from mpitrain.bench.collectives.fit import check, decided, described, fit, link_seconds
-from mpitrain.bench.collectives.request import sizes
-from mpitrain.bench.collectives.row import Row
 from mpitrain.collectives.plans.topology import Topology
 from mpitrain.collectives.selection import cost_model
 from mpitrain.collectives.selection.choose import candidates, choose, part_bytes
@@ -25,6 +22,9 @@ from mpitrain.collectives.selection.cost_model import (
 from mpitrain.collectives.selection.table import ALL_REDUCE
 from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning, write_tuning
 from mpitrain.errors import ConfigError
+from mpitrain.tools.bench.collectives.fit import check, decided, described, fit, link_seconds
+from mpitrain.tools.bench.collectives.request import sizes
+from mpitrain.tools.bench.collectives.row import Row
 
 ONE_HOST = ("a",) * 4
 FOUR_HOSTS = ("a", "b", "c", "d")

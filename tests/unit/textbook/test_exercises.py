@@ -15,14 +15,14 @@ from mpitrain.collectives.plans import checked, own_file
 from mpitrain.collectives.plans.own_file import Wrong
 from mpitrain.errors import ConfigError
 from mpitrain.pipeline import simulate
-from mpitrain.textbook.exercises import check as checking
-from mpitrain.textbook.exercises.check import check, judged
-from mpitrain.textbook.exercises.korean import STATEMENTS
-from mpitrain.textbook.exercises.layers import tensors
-from mpitrain.textbook.exercises.report import lines
-from mpitrain.textbook.exercises.skeleton import skeleton
-from mpitrain.textbook.exercises.table import EXERCISES
-from mpitrain.textbook.words import LANGUAGES, WORDS
+from mpitrain.tools.textbook.exercises import check as checking
+from mpitrain.tools.textbook.exercises.check import check, judged
+from mpitrain.tools.textbook.exercises.korean import STATEMENTS
+from mpitrain.tools.textbook.exercises.layers import tensors
+from mpitrain.tools.textbook.exercises.report import lines
+from mpitrain.tools.textbook.exercises.skeleton import skeleton
+from mpitrain.tools.textbook.exercises.table import EXERCISES
+from mpitrain.tools.textbook.words import LANGUAGES, WORDS
 from tests.unit.textbook.mutants import MUTANTS
 
 SOLUTIONS = Path(__file__).parent / "solutions"
