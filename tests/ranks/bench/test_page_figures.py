@@ -25,7 +25,13 @@ HERE = Path(__file__).parents[3]
 HOUSE = HERE / "mpitrain" / "README.md"
 README, PARALLEL, PIPELINE, PLAN, BENCH = (
     HERE / folder / "README.md"
-    for folder in ("", *(f"mpitrain/{room}" for room in ("parallel", "pipeline", "plan", "bench")))
+    for folder in (
+        "",
+        "mpitrain/parallel",
+        "mpitrain/pipeline",
+        "mpitrain/tools/plan",
+        "mpitrain/tools/bench",
+    )
 )
 ROW = re.compile(r"^([\w-]+) +(\d+) +[\d.]+ +[\d.]+ +[\d.]+ +([\d,]+) +([\d,]+|-) ", re.M)
 """A mode, its workers, the bytes that its busiest rank sent, and those by formula."""

@@ -27,7 +27,7 @@ from mpitrain.transport.threads import run_ranks
 from tests.processes import SECONDS
 from tests.runs import TINY
 
-PAGE = Path(mpitrain.__file__).parent / "plan/README.md"
+PAGE = Path(mpitrain.__file__).parent / "tools/plan/README.md"
 STAR = re.search(r"```python\n(def all_reduce.*?)```", PAGE.read_text(), re.DOTALL)[1]
 RING = """
 def all_reduce(rank, ranks, count):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from mpitrain.tools.textbook.words import WORDS, text
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 """The folder of the package: sources are named relative to it."""
 
 UNDER_WAY = "→"

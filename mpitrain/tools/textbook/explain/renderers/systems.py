@@ -40,10 +40,10 @@ def page(found: Mapping[str, Explanation]) -> str:
 def _section(name: str, each: Explanation) -> list[str]:
     """Return the lines of one system."""
     files = ", ".join(
-        f"[`{source.name}`](../../{source.file.removeprefix('mpitrain/')})"
+        f"[`{source.name}`](../../../{source.file.removeprefix('mpitrain/')})"
         for source in each.sources
     )
-    laws = ", ".join(f"[`{law}`](../../../{law})" for law in each.laws)
+    laws = ", ".join(f"[`{law}`](../../../../{law})" for law in each.laws)
     return [
         f"**{each.title.into('en')}.**",
         fill(" ".join(sentence.into("en") for sentence in each.sentences), COLUMNS),
