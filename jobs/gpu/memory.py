@@ -11,14 +11,14 @@ from result import emit, micro, wrong_words
 
 from mpitrain.ops.device import device_for
 from mpitrain.tools.bench.kernels.operations import attentions, measure, measured
-from mpitrain.tools.bench.kernels.work import Row
+from mpitrain.tools.bench.kernels.work import OperationRow
 
 OF_A_COPY = 0.85
 FORWARD, BACKWARD = 1.0, 0.7
 """Of PyTorch's attention, by the backend that the row names."""
 
 
-def report(row: Row, copy: float) -> None:
+def report(row: OperationRow, copy: float) -> None:
     """One kernel."""
     if row.unit == "GB/s":
         emit(

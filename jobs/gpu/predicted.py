@@ -18,7 +18,7 @@ from result import emit
 from workload import VOCABULARY
 
 from mpitrain.kernels.multiprocessor import H100
-from mpitrain.ops.cuda.tiles import DEFAULT, Table, Tiling, cost
+from mpitrain.ops.cuda.tiles import DEFAULT, MeasuredTiles, Tiling, cost
 
 LAYERS, WIDTH, TOKENS, CONTEXT = 12, 768, 8192, 1024
 PARAMETERS = 124_439_808
@@ -60,7 +60,7 @@ def products() -> Iterator[tuple[str, tuple[int, int, int]]]:
 
 
 def tiled(
-    gpu: Gpu, stored: str, shape: tuple[int, int, int], compute: str, table: Table = DEFAULT
+    gpu: Gpu, stored: str, shape: tuple[int, int, int], compute: str, table: MeasuredTiles = DEFAULT
 ) -> tuple[Tiling, float]:
     """The tiling of a product, and its seconds."""
     engine: Any = SimpleNamespace(

@@ -14,7 +14,7 @@ from workload import all_products, table
 from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda import product
 from mpitrain.ops.device import device_for
-from mpitrain.tools.bench.kernels.gemm import Row, measure
+from mpitrain.tools.bench.kernels.gemm import GemmRow, measure
 
 BOUNDS = {"float32": ("required", 0.9), "bfloat16": ("goal", 0.7)}
 """Of the library's rate. On tensor cores it multiplies by wgmma, which ours have not."""
@@ -24,7 +24,7 @@ WORDS = {
 }
 
 
-def report(row: Row, used: dict[str, int]) -> None:
+def report(row: GemmRow, used: dict[str, int]) -> None:
     """One product. Where ours does more than a product, the library's time has kernels after it, and ours should be as fast."""
     bound, least = BOUNDS[row.dtype]
     limits: Any = {bound: 1.0 if "+" in row.product else least}

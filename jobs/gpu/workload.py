@@ -12,7 +12,7 @@ from mpitrain.config import Config, parse, with_settings
 from mpitrain.data import TokenSource
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.linear import pitch
-from mpitrain.ops.cuda.tiles import DEFAULT, Table, read_tiles
+from mpitrain.ops.cuda.tiles import DEFAULT, MeasuredTiles, read_tiles
 
 VOCABULARY = 50257
 """Of GPT-2."""
@@ -54,7 +54,7 @@ BLOCKS = {"cuda": 5, "cuda-sim": 1}
 """Times that each side has its turn."""
 
 
-def table() -> Table:
+def table() -> MeasuredTiles:
     """The tiles in $TILES, or none."""
     return read_tiles(Path(os.environ["TILES"])) if os.environ.get("TILES") else DEFAULT
 

@@ -19,7 +19,7 @@ from sleeping import configured, sleeper, started
 from mpitrain.errors import ConfigError, on_every_rank
 from mpitrain.pipeline.instructions import fused_at_the_input, with_messages
 from mpitrain.pipeline.simulate import Cost, simulate
-from mpitrain.tools.plan.stages import Way, slowest, way
+from mpitrain.tools.plan.stages import MessageTime, slowest, way
 from mpitrain.transport.base import Transport
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1, "zb-v": 2, "v-half": 2}
@@ -55,7 +55,9 @@ def overhead(transport: Transport, part_s: float) -> float:
     return median(gap for mine in transport.gather_text(gaps) for gap in mine)
 
 
-def measured(transport: Transport, name: str, width: int, sent: Way) -> tuple[float, list[float]]:
+def measured(
+    transport: Transport, name: str, width: int, sent: MessageTime
+) -> tuple[float, list[float]]:
     """The simulated bubble, and those of the steps."""
     stages, chunks = transport.size, CHUNKS[name]
     host_s = overhead(transport, HALF_S / chunks)
@@ -94,7 +96,7 @@ def compared(transport: Transport, message: str, names: list[str]) -> bool:
     told = transport.gather_text(
         way(transport, np.zeros(width, np.float32), lower, lower + 1, 1)
         if has_peer
-        else Way(0.0, 0.0)
+        else MessageTime(0.0, 0.0)
     )
     sent = slowest(told)
     if transport.rank == 0:

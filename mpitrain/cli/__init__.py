@@ -77,7 +77,7 @@ Any other command is a module of the same name.
 """
 
 
-class Group(click.Group):
+class CommandGroup(click.Group):
     """A Click group whose help lists the whole first sentence of each command."""
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
@@ -99,7 +99,7 @@ def similar(name: str) -> str | None:
     return next(iter(difflib.get_close_matches(name, COMMANDS, 1, 0.5)), None)
 
 
-class LazyGroup(Group):
+class LazyGroup(CommandGroup):
     """A group that imports a command on first use: the object `command` of its module."""
 
     def list_commands(self, context: click.Context) -> list[str]:

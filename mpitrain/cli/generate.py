@@ -131,7 +131,7 @@ def command(
         from mpitrain.run.decoding.document import last_document, separator_of
         from mpitrain.run.decoding.prompts import check_room, check_writes, encoded, read_prompts
         from mpitrain.run.decoding.sampling import Sampling
-        from mpitrain.run.generate import Request, continued, tokenizer_of_run
+        from mpitrain.run.generate import PromptRequest, continued, tokenizer_of_run
         from mpitrain.run.open_run import open_run
         from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 
@@ -154,7 +154,7 @@ def command(
             return found
 
         prompts = from_all_ranks(transport, read)[0]
-        request = Request(
+        request = PromptRequest(
             Sampling(temperature, top_k, top_p), seed, count, stops, past_context == "cut"
         )
         written = continued(trainer, tokenizer, [tokens for _, tokens in prompts], batch, request)

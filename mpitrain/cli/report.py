@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-    from mpitrain.tools.report.page import Section
+    from mpitrain.tools.report.page import PageSection
     from mpitrain.trace.timeline import Timeline
 
     Drawn = tuple[Timeline, range | None]
@@ -83,7 +83,7 @@ def _print_now(runs: tuple[Path, ...], is_alive: bool, with_stacks: bool) -> Non
 
 
 def _write_page(
-    runs: "Sequence[Path]", sections: "Mapping[str, Section]", outputs: Outputs
+    runs: "Sequence[Path]", sections: "Mapping[str, PageSection]", outputs: Outputs
 ) -> None:
     """Write the HTML page of all runs, and its picture of their metrics, to the first run."""
     from mpitrain.run.metrics import read_metrics
@@ -100,7 +100,7 @@ def _write_page(
         click.echo(f"{folder / PAGE} has all of it, with pictures")
 
 
-def reported(run: Path, outputs: Outputs) -> "Section":
+def reported(run: Path, outputs: Outputs) -> "PageSection":
     """Print the summary of a run; write its Perfetto trace and, with matplotlib, its timeline.
 
     Return the section of the HTML page. Raise ConfigError if `run` holds no run.
@@ -110,7 +110,7 @@ def reported(run: Path, outputs: Outputs) -> "Section":
     from mpitrain.files import opened
     from mpitrain.run.metrics import read_metrics
     from mpitrain.run.run_dir import METRICS
-    from mpitrain.tools.report.page import Section
+    from mpitrain.tools.report.page import PageSection
     from mpitrain.tools.report.text import how_it_ended
     from mpitrain.trace.startup import left
     from mpitrain.trace.timeline import TRACE, trace_files
@@ -144,8 +144,8 @@ def reported(run: Path, outputs: Outputs) -> "Section":
     click.echo(said)
     with outputs.to(run / FOLDER), opened(run) as found:
         found.make(FOLDER).close()
-        return Section(said, *(_draw(run, drawn) if drawn else (None, None)))
-    return Section(said, None, None)
+        return PageSection(said, *(_draw(run, drawn) if drawn else (None, None)))
+    return PageSection(said, None, None)
 
 
 def _traced(run: Path, records: "Sequence[Mapping[str, Any]]") -> "tuple[list[str], Drawn]":

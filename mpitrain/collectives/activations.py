@@ -49,7 +49,7 @@ class Binder(Protocol):
     def bind_all_gather(self, array: Any) -> Reduction: ...
 
 
-class Buffer:
+class BoundBuffer:
     """Buffer of a group, with the collectives that are bound to it so far.
 
     number    in the order in which the group made its buffers: the same on all ranks
@@ -129,7 +129,7 @@ class ActivationBuffer:
     array   uninitialised, contiguous, of the shape and dtype of the lease
     """
 
-    def __init__(self, group: Binder, waited: StallTime, buffer: Buffer, array: Any):
+    def __init__(self, group: Binder, waited: StallTime, buffer: BoundBuffer, array: Any):
         self._group, self._waited, self._buffer, self.array = group, waited, buffer, array
 
     def all_reduce(self, op: str = "add") -> TimedReduction:
@@ -198,8 +198,8 @@ class ActivationPool:
 
     def __init__(self, arena: Arena):
         self._arena, self.waited = arena, StallTime()
-        self._buffers: list[Buffer] = []
-        self._free: dict[tuple[int, np.dtype], list[Buffer]] = {}
+        self._buffers: list[BoundBuffer] = []
+        self._free: dict[tuple[int, np.dtype], list[BoundBuffer]] = {}
         self._rest: Any = np.empty(0, np.uint8)
 
     def lease(self, group: Binder, shape: Sequence[int], dtype: Any) -> ActivationBuffer:
@@ -226,7 +226,7 @@ class ActivationPool:
             buffer.settle()
         self._buffers, self._free, self._rest = [], {}, np.empty(0, np.uint8)
 
-    def _made(self, group: Binder, count: int, dtype: np.dtype) -> Buffer:
+    def _made(self, group: Binder, count: int, dtype: np.dtype) -> BoundBuffer:
         """Allocate a new buffer; collective.
 
         raises  CommError on every rank if ranks ask for different sizes or dtypes
@@ -246,12 +246,12 @@ class ActivationPool:
             self._rest = group.transport.allocate(max(nbytes, min(taken, SLAB)), np.uint8)
         if not self._buffers:
             group.transport.tenants.add(self.close)
-        buffer = Buffer(number, self._rest[:nbytes], count, dtype)
+        buffer = BoundBuffer(number, self._rest[:nbytes], count, dtype)
         self._rest = self._rest[nbytes:]
         self._buffers.append(buffer)
         self._arena.allocations += 1
         return buffer
 
 
-def _number(buffer: Buffer) -> int:
+def _number(buffer: BoundBuffer) -> int:
     return buffer.number

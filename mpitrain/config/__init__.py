@@ -34,7 +34,7 @@ from mpitrain.config.sections import (
     Replication,
     Run,
 )
-from mpitrain.config.whole import Config, Key, keys
+from mpitrain.config.whole import Config, ConfigKey, keys
 
 __all__ = [
     "CONFIG",
@@ -44,9 +44,9 @@ __all__ = [
     "Batch",
     "Checkpoint",
     "Config",
+    "ConfigKey",
     "Data",
     "Device",
-    "Key",
     "Layout",
     "Lora",
     "Memory",

@@ -11,7 +11,7 @@ OUTSIDE_PASSES = ("start", "step", "save", "evaluation", "end")
 """The points between the passes of layers."""
 
 
-class Kind(NamedTuple):
+class FailureKind(NamedTuple):
     """A kind of failure.
 
     effect  the effect on the rank, for the help
@@ -25,19 +25,19 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "kill": Kind("SIGKILL"),
-    "segfault": Kind("a read of address 0"),
-    "stop": Kind("SIGSTOP"),
-    "exit": Kind("sys.exit(0)"),
-    "_exit": Kind("os._exit(0)"),
-    "raise": Kind("an exception"),
-    "oom": Kind("MemoryError"),
-    "disk": Kind("from now on no file of this rank can grow"),
-    "deadlock": Kind("this rank and the next one wait for a message of each other", ranks=2),
-    "mismatch": Kind("one barrier more than the other ranks", ranks=2),
-    "lose": Kind("the next message is never sent", ("step", *OUTSIDE_PASSES), 2),
-    "nan": Kind("the first element of a gradient becomes NaN", ("backward",)),
-    "bitflip": Kind("one bit of the first element of a gradient changes", ("backward",)),
+    "kill": FailureKind("SIGKILL"),
+    "segfault": FailureKind("a read of address 0"),
+    "stop": FailureKind("SIGSTOP"),
+    "exit": FailureKind("sys.exit(0)"),
+    "_exit": FailureKind("os._exit(0)"),
+    "raise": FailureKind("an exception"),
+    "oom": FailureKind("MemoryError"),
+    "disk": FailureKind("from now on no file of this rank can grow"),
+    "deadlock": FailureKind("this rank and the next one wait for a message of each other", ranks=2),
+    "mismatch": FailureKind("one barrier more than the other ranks", ranks=2),
+    "lose": FailureKind("the next message is never sent", ("step", *OUTSIDE_PASSES), 2),
+    "nan": FailureKind("the first element of a gradient becomes NaN", ("backward",)),
+    "bitflip": FailureKind("one bit of the first element of a gradient changes", ("backward",)),
 }
 """The kinds of failure, by name."""
 

@@ -152,7 +152,7 @@ class Config(Section):
         }
 
 
-class Key(NamedTuple):
+class ConfigKey(NamedTuple):
     """One entry of `--help-config`."""
 
     name: str
@@ -163,7 +163,7 @@ class Key(NamedTuple):
     is_basic: bool
 
 
-def keys() -> Iterator[Key]:
+def keys() -> Iterator[ConfigKey]:
     """Iterate over all configuration keys, in the order of their definition."""
     for section, field in Config.model_fields.items():
         assert field.annotation is not None
@@ -178,4 +178,6 @@ def keys() -> Iterator[Key]:
             kind = type(choices[0]).__name__ if choices else key.annotation.__name__
             allowed = " | ".join(map(str, choices)) if choices else ", ".join(bounds)
             is_basic = name in field.annotation.basic
-            yield Key(f"{section}.{name}", kind, key.default, allowed, key.description, is_basic)
+            yield ConfigKey(
+                f"{section}.{name}", kind, key.default, allowed, key.description, is_basic
+            )

@@ -52,7 +52,7 @@ class ArrayTokens(FlatTokens):
         out[:] = self._array[start : start + len(out)]
 
 
-class _Opened:
+class _OpenedFile:
     """A file that is closed with the last reference to this object.
 
     number  its descriptor
@@ -72,7 +72,7 @@ class FileTokens(FlatTokens):
 
     def __init__(self, path: Path, dtype: np.dtype, offset: int, count: int):
         self._path, self.dtype, self._offset, self._count = path, dtype, offset, count
-        self._file = _Opened(path)
+        self._file = _OpenedFile(path)
 
     def __len__(self) -> int:
         return self._count

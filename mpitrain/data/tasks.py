@@ -27,7 +27,7 @@ class Task(NamedTuple):
     answer: int
 
 
-class _Line(BaseModel):
+class _TaskLine(BaseModel):
     """A line of the file. Other keys are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -53,7 +53,7 @@ def read_tasks(path: Path) -> list[Task]:
         if not line.strip():
             continue
         try:
-            task = Task(number, **validated(_Line, line).model_dump())
+            task = Task(number, **validated(_TaskLine, line).model_dump())
             if task.answer >= len(task.choices):
                 raise ValueError(
                     f"its answer is {task.answer}, and its choices are 0 to {len(task.choices) - 1}"

@@ -44,7 +44,7 @@ TENTH = "tenth"
 """The value of data.validation that holds out the last tenth of the source."""
 
 
-class Layout(NamedTuple):
+class TokenLayout(NamedTuple):
     """The layout of a file of tokens.
 
     offset  of the first token, in bytes
@@ -167,7 +167,7 @@ def _tokens_of(path: Path, dtype: str) -> FlatTokens:
     return FileTokens(path, layout.dtype, layout.offset, room // itemsize)
 
 
-def _layout(path: Path, size: int, dtype: str) -> Layout:
+def _layout(path: Path, size: int, dtype: str) -> TokenLayout:
     """Read the header of a file of tokens, if it has one.
 
     raises  DataError for a version or a dtype that has no meaning here
@@ -184,12 +184,12 @@ def _layout(path: Path, size: int, dtype: str) -> Layout:
                 f"{path} is a token file of version {version}, but version {wanted} has {name} tokens.",
                 "Write it with numpy.ndarray.tofile, as uint16.",
             )
-        return Layout(np.dtype(name).newbyteorder("<"), LLM_C_HEADER, count)
+        return TokenLayout(np.dtype(name).newbyteorder("<"), LLM_C_HEADER, count)
     name = dtype if dtype != AUTO else noted_dtype(path)
-    return Layout(np.dtype(name).newbyteorder("<"), 0, None)
+    return TokenLayout(np.dtype(name).newbyteorder("<"), 0, None)
 
 
-def _npy(path: Path) -> Layout:
+def _npy(path: Path) -> TokenLayout:
     """Read the header of a NumPy file; its tokens are 1-D and unsigned."""
     with path.open("rb") as file:
         try:
@@ -210,7 +210,7 @@ def _npy(path: Path) -> Layout:
             f"{path} must have one dim of uint16 or uint32 tokens, but has shape {shape} of {found}.",
             "Write it with numpy.save(path, tokens.astype(numpy.uint16)).",
         )
-    return Layout(found, offset, shape[0])
+    return TokenLayout(found, offset, shape[0])
 
 
 def _size(path: Path) -> int:

@@ -52,7 +52,7 @@ class Trained(NamedTuple):
     base: Mapping[str, Any] = {}
 
 
-class Written(NamedTuple):
+class FolderContents(NamedTuple):
     """The contents of a folder that an export writes.
 
     tensors  {name there: our tensor}, in the order of writing; `is_transposed` of a tensor says
@@ -83,4 +83,4 @@ class Format(NamedTuple):
     is_own: Callable[[Sequence[str]], bool]
     keys: Callable[[Path], Mapping[str, Any]]
     read: Callable[[Path], Initial]
-    write: Callable[[Trained], Written]
+    write: Callable[[Trained], FolderContents]

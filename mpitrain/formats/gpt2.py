@@ -27,7 +27,7 @@ from mpitrain.config import Model
 from mpitrain.errors import ConfigError
 from mpitrain.formats import folder as folders
 from mpitrain.formats.folder import CONFIGURATION, check_float, configuration, refusing
-from mpitrain.formats.format import Format, Initial, Trained, Written
+from mpitrain.formats.format import FolderContents, Format, Initial, Trained
 from mpitrain.formats.header import Located
 from mpitrain.formats.stored_tensor import StoredTensor
 
@@ -177,7 +177,7 @@ def read(folder: Path) -> Initial:
     return Initial(folder, _keys(found), tensors, [CONFIGURATION, *files], notes)
 
 
-def write(model: Trained) -> Written:
+def write(model: Trained) -> FolderContents:
     """Return the contents of a folder that transformers loads as GPT2LMHeadModel."""
     keys, tensors = model.config.model, model.tensors
     if keys.kind != "gpt":
@@ -205,7 +205,7 @@ def write(model: Trained) -> Written:
             "eos_token_id": ends,
         },
     }
-    return Written(
+    return FolderContents(
         found, {name: (json.dumps(one, indent=2) + "\n").encode() for name, one in texts.items()}
     )
 

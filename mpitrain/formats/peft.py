@@ -25,7 +25,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.formats import folder as folders
 from mpitrain.formats.computed_tensor import AnyTensor, padded, stacked
 from mpitrain.formats.folder import check_float, configuration, refusing
-from mpitrain.formats.format import Format, Initial, Trained, Written
+from mpitrain.formats.format import FolderContents, Format, Initial, Trained
 from mpitrain.formats.gpt2 import HEAD, layer_of, module_of
 from mpitrain.formats.header import Located
 from mpitrain.formats.stored_tensor import StoredTensor
@@ -85,7 +85,7 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
 """Keys of adapter_config.json with the only values that adapters of mpitrain have."""
 
 
-class Base(BaseModel):
+class AdapterBase(BaseModel):
     """The model that adapters were trained on: its folder, and the SHA-256 of each file."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -99,7 +99,7 @@ class Record(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    base: Base | None = None
+    base: AdapterBase | None = None
     version: Literal[1] = 1
 
 
@@ -203,7 +203,7 @@ def _matched(there: Mapping[str, Located]) -> dict[str, StoredTensor]:
     return found
 
 
-def write(model: Trained) -> Written:
+def write(model: Trained) -> FolderContents:
     """Return the contents of a folder that peft loads onto a GPT-2 of transformers."""
     config = model.config
     if not config.lora.rank or config.model.kind != "gpt":
@@ -228,7 +228,7 @@ def write(model: Trained) -> Written:
         ranks[module] = a.shape[0]
         for name, tensor in zip(PAIR, (a, b), strict=True):
             found[f"{PREFIX}{module}.{name}.weight"] = tensor
-    return Written(found, _files(model, ranks))
+    return FolderContents(found, _files(model, ranks))
 
 
 def by_layer(

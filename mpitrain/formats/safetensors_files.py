@@ -21,7 +21,7 @@ MOVED = 4 << 20
 """Bytes per message between ranks, per copy from a device, and per read."""
 
 
-class Written(NamedTuple):
+class WrittenFile(NamedTuple):
     """The result of writing a file: its size in bytes, and the SHA-256 of each block."""
 
     nbytes: int
@@ -62,7 +62,7 @@ class Writing:
                 self._end_block()
             rest = rest[len(part) :]
 
-    def close(self) -> Written:
+    def close(self) -> WrittenFile:
         """Sync and close the file; raise the first OSError of the constructor or `write`."""
         try:
             if self._error or not self._file:
@@ -75,7 +75,7 @@ class Writing:
                     self._file.close()
         if self._nbytes % BLOCK:
             self._end_block()
-        return Written(self._nbytes, self._digests)
+        return WrittenFile(self._nbytes, self._digests)
 
     def _end_block(self) -> None:
         self._digests.append(self._digest.hexdigest())

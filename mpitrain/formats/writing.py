@@ -14,7 +14,7 @@ import numpy as np
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.files import cannot_write, opened
 from mpitrain.formats.computed_tensor import AnyTensor
-from mpitrain.formats.format import Written
+from mpitrain.formats.format import FolderContents
 from mpitrain.formats.safetensors_files import Writing, WritingTensors
 
 DTYPES = {
@@ -42,7 +42,7 @@ def check_new(folder: Path) -> None:
 
 
 def write_folder(
-    folder: Path, weights: str, written: Written, dtype: str, shard_bytes: int
+    folder: Path, weights: str, written: FolderContents, dtype: str, shard_bytes: int
 ) -> list[str]:
     """Write the contents of a new folder.
 
@@ -69,7 +69,7 @@ def write_folder(
 
 
 def _write(
-    partial: Path, weights: str, written: Written, dtype: np.dtype, shard_bytes: int
+    partial: Path, weights: str, written: FolderContents, dtype: np.dtype, shard_bytes: int
 ) -> list[str]:
     shards = _shards(written.tensors, dtype.itemsize, shard_bytes)
     names = (

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.errors import KernelError
-from mpitrain.kernels.source import Parameter, Signature
+from mpitrain.kernels.source import KernelParameter, Signature
 
 C_TYPES = {
     "float": "float32",
@@ -72,12 +72,12 @@ def strided(array: Any, fresh: bool = False) -> Argument:
     return Argument(array, fresh=fresh, strided=True)
 
 
-def _refuse(kernel: str, parameter: Parameter, is_what: str, way_out: str) -> None:
+def _refuse(kernel: str, parameter: KernelParameter, is_what: str, way_out: str) -> None:
     raise KernelError(f"{kernel}: argument `{parameter.name}` {is_what}.", way_out)
 
 
 def _array_check(
-    kernel: str, parameter: Parameter, dtype: str, fresh: bool, strided: bool
+    kernel: str, parameter: KernelParameter, dtype: str, fresh: bool, strided: bool
 ) -> Callable[[Any], Argument]:
     def check(value: Any) -> Argument:
         argument = value if isinstance(value, Argument) else Argument(value, fresh, strided)
@@ -112,7 +112,9 @@ def _array_check(
     return check
 
 
-def _scalar_check(kernel: str, parameter: Parameter, dtype: str) -> Callable[[Any], np.generic]:
+def _scalar_check(
+    kernel: str, parameter: KernelParameter, dtype: str
+) -> Callable[[Any], np.generic]:
     kind = np.dtype(dtype)
     limits = (int(np.iinfo(kind).min), int(np.iinfo(kind).max)) if kind.kind in "iu" else None
 

@@ -23,7 +23,7 @@ _PARAMETER = re.compile(
 )
 
 
-class Parameter(NamedTuple):
+class KernelParameter(NamedTuple):
     """One parameter of a kernel: `const float* __restrict__ x` is Parameter("x", "float", True,
     True).
     """
@@ -41,7 +41,7 @@ class Signature(NamedTuple):
     """
 
     name: str
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[KernelParameter, ...]
     bound: str | None
 
 
@@ -82,7 +82,7 @@ def _signature(match: re.Match[str]) -> Signature:
                 "Write `type name`, `type* name` or `const type* __restrict__ name`.",
             )
         parameters.append(
-            Parameter(part["name"], part["type"], bool(part["star"]), bool(part["const"]))
+            KernelParameter(part["name"], part["type"], bool(part["star"]), bool(part["const"]))
         )
     return Signature(match["name"], tuple(parameters), match["bound"])
 

@@ -84,7 +84,7 @@ class Entry(NamedTuple):
                 flat[moved(both, piece.offset - piece.start)] = backend.from_host(own)
 
 
-class Run(NamedTuple):
+class TensorRun(NamedTuple):
     """A run of adjacent tensors with the same key, padding included (offsets in elements)."""
 
     start: int
@@ -193,14 +193,14 @@ class FlatLayout:
             everything = [Piece(0, self.length, 0)]
             entry.write(values, flat, backend, everything if pieces is None else pieces)
 
-    def runs(self, start: int, stop: int, key: Callable[[Parameter], Any]) -> Iterator[Run]:
+    def runs(self, start: int, stop: int, key: Callable[[Parameter], Any]) -> Iterator[TensorRun]:
         """Yield the optimizer's runs within [start, stop).
 
         Adjacent tensors with equal keys are joined.
 
         key  (tensor) -> its hyper-parameters
         """
-        run: Run | None = None
+        run: TensorRun | None = None
         for entry in self.entries:
             both = overlap(entry, range(start, stop))
             if not both:
@@ -209,7 +209,7 @@ class FlatLayout:
             if run and run.key != own:
                 yield run
                 run = None
-            run = Run(run.start if run else both.start, both.stop, own)
+            run = TensorRun(run.start if run else both.start, both.stop, own)
         if run:
             yield run
 

@@ -41,7 +41,7 @@ class Descriptions(dict[Any, Any]):
         return found
 
 
-class Memory(Protocol):
+class ArenaMemory(Protocol):
     """Allocator of an arena: contiguous arrays of bytes in one kind of memory."""
 
     def allocate(self, nbytes: int) -> Any:
@@ -166,7 +166,7 @@ class Arena:
     released      largest number of bytes that one `release` returned to the system
     """
 
-    def __init__(self, memory: Memory | None = None) -> None:
+    def __init__(self, memory: ArenaMemory | None = None) -> None:
         self.live = self.peak = self.held = self.allocations = self.released = 0
         self._memory = memory or HostMemory()
         self._free: dict[int, list[Leased]] = {}  # The free buffers of each size class.

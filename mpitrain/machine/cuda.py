@@ -111,7 +111,7 @@ class CudaBackend:
     def open(self, handle: str, offset: int, like: Any) -> Any:
         cuda = self._cupy.cuda
         try:
-            opened = _Opened(cuda.runtime, bytes.fromhex(handle))
+            opened = _OpenedMemory(cuda.runtime, bytes.fromhex(handle))
         except cuda.runtime.CUDARuntimeError as error:
             raise CommError(f"GPU memory of another process cannot be opened: {error}.") from None
         memory = cuda.UnownedMemory(
@@ -176,7 +176,7 @@ class _CudaPlace:
         self.event.synchronize()
 
 
-class _Opened:
+class _OpenedMemory:
     """Allocation of another process, mapped into this one until no reference is left.
 
     The driver counts how often an allocation is mapped.

@@ -15,7 +15,7 @@ from mpitrain.machine.backend import Backend, HostBackend
 from mpitrain.ops.compiled.bodies import bodies as compiled
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.linear import Multiply
-from mpitrain.ops.cuda.steps import Numbers
+from mpitrain.ops.cuda.steps import LaunchNumbers
 from mpitrain.ops.host.attention import FORWARDS
 from mpitrain.ops.runs import GroupRun
 from mpitrain.ops.table import OPERATIONS, Operation, Ops
@@ -48,7 +48,7 @@ def cuda(
     given = {
         "kernels": kernels,
         "multiply": multiply,
-        "numbers": Numbers(backend or HostBackend()),
+        "numbers": LaunchNumbers(backend or HostBackend()),
     }
 
     def bound(name: str, row: Operation) -> Callable:
@@ -65,7 +65,7 @@ class _OverRuns(partial):
 
     def over_runs(self, runs: Sequence[GroupRun]) -> Callable[..., None]:
         """Return the step of these runs, as `ops.runs.over_runs` describes it."""
-        numbers: Numbers = self.args[1]
+        numbers: LaunchNumbers = self.args[1]
         return partial(self, weight_decay=numbers.runs(runs))
 
 

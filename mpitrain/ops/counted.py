@@ -38,14 +38,14 @@ class Count:
     nbytes: int = 0
     is_backward: bool = False
 
-    def add(self, cost: Cost) -> None:
+    def add(self, cost: OperationCost) -> None:
         """Count one call."""
         self.nbytes += cost.nbytes
         self.flops += cost.flops
         self.recomputed += cost.flops * (self.is_backward and cost.is_forward)
 
 
-class Cost(NamedTuple):
+class OperationCost(NamedTuple):
     """The cost of one call: the bytes that it moves, and its FLOPs in matrix products."""
 
     nbytes: int
@@ -53,14 +53,14 @@ class Cost(NamedTuple):
     is_forward: bool
 
 
-def cost_of(name: str, row: Operation, arguments: Sequence[Any]) -> Cost:
+def cost_of(name: str, row: Operation, arguments: Sequence[Any]) -> OperationCost:
     """Return the cost of a call, from the operands of the operation's row."""
     sizes, nbytes = sizes_of(row, arguments), 0
     itemsize = next((x.itemsize for x in arguments if isinstance(x, Weightless)), 4)
     with suppress(KeyError):  # An absent argument may hide the size of a letter.
         nbytes = row.nbytes(itemsize, **sizes)
     flops = 2 * _product(row.products, sizes) if row.products else 0
-    return Cost(nbytes, flops, "backward" not in name)
+    return OperationCost(nbytes, flops, "backward" not in name)
 
 
 def counted(ops: Ops, count: Count) -> Ops:
@@ -70,7 +70,7 @@ def counted(ops: Ops, count: Count) -> Ops:
     """
 
     def bound(name: str, row: Operation) -> Callable[..., Any]:
-        run, known = getattr(ops, name), dict[Any, _Result]()
+        run, known = getattr(ops, name), dict[Any, _LeasedMemory]()
 
         def call(*arguments: Any, **named: Any) -> Any:
             leases: list[Lease] = []
@@ -158,7 +158,7 @@ def _product(term: str, sizes: Mapping[str, int]) -> int:
     return int(number or 1) * math.prod(sizes[letter] for letter in letters)
 
 
-class _Result(NamedTuple):
+class _LeasedMemory(NamedTuple):
     """The memory that one call of an operation leased, so that later calls of this kind can repeat
     it.
 
@@ -170,7 +170,7 @@ class _Result(NamedTuple):
     tree: Any
     fresh: list[int]
     excess: int
-    cost: Cost
+    cost: OperationCost
 
 
 class _Array(NamedTuple):
@@ -190,8 +190,8 @@ class _Unknown(Exception):
 
 
 def _observed(
-    run: Callable[..., Any], cost: Cost, leases: list[Lease], arguments: Any, named: Any
-) -> tuple[Any, _Result | None]:
+    run: Callable[..., Any], cost: OperationCost, leases: list[Lease], arguments: Any, named: Any
+) -> tuple[Any, _LeasedMemory | None]:
     """Run an operation; return its result, and the leases to repeat if they can be.
 
     leases  those of the arguments; receives those of the result
@@ -205,10 +205,10 @@ def _observed(
         tree = _described(found, leases)
     except _Unknown:
         return found, None
-    return found, _Result(tree, [one.nbytes for one in leases[own:]], excess, cost)
+    return found, _LeasedMemory(tree, [one.nbytes for one in leases[own:]], excess, cost)
 
 
-def _repeated(result: _Result, leases: list[Lease], arguments: Any, named: Any) -> Any:
+def _repeated(result: _LeasedMemory, leases: list[Lease], arguments: Any, named: Any) -> Any:
     """Return the result of a call again, with leases of the same sizes."""
     arena = _arena(arguments, named)
     arena.peak = max(arena.peak, arena.live + result.excess)

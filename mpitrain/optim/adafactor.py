@@ -15,7 +15,7 @@ import numpy as np
 
 from mpitrain.layers.base import Parameter
 from mpitrain.optim.rule import (
-    Block,
+    MatrixBlock,
     Round,
     Rule,
     TensorPiece,
@@ -40,7 +40,7 @@ def _flat(arrays: Any, name: str) -> Any:
     return arrays[name].reshape(-1) if name in arrays else None
 
 
-def _blocks(piece: TensorPiece) -> Iterator[tuple[Block, Any, Any]]:
+def _blocks(piece: TensorPiece) -> Iterator[tuple[MatrixBlock, Any, Any]]:
     """Yield (block, its gradients as (R, C), (rows, columns) and the sums along both)."""
     row, column = _flat(piece.facts, "row"), _flat(piece.facts, "column")
     for block in piece.blocks:
@@ -48,7 +48,7 @@ def _blocks(piece: TensorPiece) -> Iterator[tuple[Block, Any, Any]]:
         yield block, _matrix(piece.gradients, block), (*indices, row, column)
 
 
-def _matrix(array: Any, block: Block) -> Any:
+def _matrix(array: Any, block: MatrixBlock) -> Any:
     return array[block.start : block.stop].reshape(len(block.rows), len(block.columns))
 
 

@@ -19,7 +19,7 @@ from mpitrain.layers.flat import GRAIN, Entry, Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.ops import Ops
 from mpitrain.ops.codes import BLOCK, Map, block_count, decode, encode
-from mpitrain.optim.groups import Group, group_of
+from mpitrain.optim.groups import HyperParameters, group_of
 from mpitrain.optim.rule import BlockWise, Update, Views
 from mpitrain.regions import Piece, moved, overlap
 
@@ -48,7 +48,7 @@ def coded_bytes(storage: Storage, buffers: int) -> float:
     )
 
 
-class Region(NamedTuple):
+class CodedRegion(NamedTuple):
     """A run of elements along the pieces, [start, stop), and its elements in a separate buffer.
 
     run     the same elements, from the beginning of their piece
@@ -63,19 +63,19 @@ class Region(NamedTuple):
     values: slice
     scales: slice | None
     lead: int
-    group: Group
+    group: HyperParameters
 
 
 def regions(
     storage: Storage, settings: config.Optimizer, pieces: Sequence[Piece]
-) -> dict[Piece, list[Region]]:
+) -> dict[Piece, list[CodedRegion]]:
     """Return the regions of each piece: coded tensors one by one, and runs of the others."""
     starts = {entry.name: entry.start for entry in storage.entries if is_coded(storage, entry)}
 
-    def key(tensor: Parameter) -> tuple[str, Group]:
+    def key(tensor: Parameter) -> tuple[str, HyperParameters]:
         return tensor.name if tensor.name in starts else "", group_of(settings, tensor)
 
-    found: dict[Piece, list[Region]] = {}
+    found: dict[Piece, list[CodedRegion]] = {}
     codes = scales = plain = 0
     for piece in pieces:
         found[piece] = []
@@ -85,7 +85,7 @@ def regions(
             lead = (run.start - starts[name]) % BLOCK if name else 0
             first, blocks = (codes, block_count(count, lead)) if name else (plain, 0)
             found[piece].append(
-                Region(
+                CodedRegion(
                     run.start + shift,
                     run.stop + shift,
                     slice(run.start - piece.start, run.stop - piece.start),
@@ -112,7 +112,7 @@ class CodedState:
     """
 
     def __init__(
-        self, found: Iterable[Region], length: int, dtype: np.dtype, of: Map, backend: Backend
+        self, found: Iterable[CodedRegion], length: int, dtype: np.dtype, of: Map, backend: Backend
     ):
         self._regions, self._of, self._backend = list(found), of, backend
         self.size, self.dtype, self.shape = length, dtype, (length,)
@@ -148,7 +148,7 @@ class CodedState:
                 own[moved(both, -region.start)] = given[moved(both, -start)]
                 self._encode(region, own)
 
-    def _decoded(self, region: Region, low: int, high: int) -> np.ndarray:
+    def _decoded(self, region: CodedRegion, low: int, high: int) -> np.ndarray:
         """Return the values of elements [low, high) of a region, in host memory."""
         first, count = low - region.start, high - low
         values = slice(region.values.start + first, region.values.start + first + count)
@@ -165,7 +165,7 @@ class CodedState:
         )
         return decode(codes, scales, lead, self._of, self.dtype)
 
-    def _encode(self, region: Region, values: np.ndarray) -> None:
+    def _encode(self, region: CodedRegion, values: np.ndarray) -> None:
         if not region.scales:
             self._backend.put(self.plain[region.values], values)
             return

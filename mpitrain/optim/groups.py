@@ -9,7 +9,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Parameter
 
 
-class Group(NamedTuple):
+class HyperParameters(NamedTuple):
     """The hyper-parameters that tensors may have for themselves.
 
     lr            factor of the learning rate
@@ -20,7 +20,7 @@ class Group(NamedTuple):
     weight_decay: float
 
 
-def group_of(settings: config.Optimizer, tensor: Parameter) -> Group:
+def group_of(settings: config.Optimizer, tensor: Parameter) -> HyperParameters:
     """Return the group of a tensor under its full name: the first match of optimizer.groups.
 
     Without a match, matrices and embeddings have the decay of the section; vectors have none.
@@ -29,8 +29,8 @@ def group_of(settings: config.Optimizer, tensor: Parameter) -> Group:
     for group in settings.groups:
         if fnmatchcase(tensor.name, group.match):
             own = group.weight_decay
-            return Group(group.lr, decay if own is None else own)
-    return Group(1.0, decay)
+            return HyperParameters(group.lr, decay if own is None else own)
+    return HyperParameters(1.0, decay)
 
 
 def check_groups(settings: config.Optimizer, names: Iterable[str]) -> None:

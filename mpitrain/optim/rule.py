@@ -118,7 +118,7 @@ class BlockWise(NamedTuple):
     arguments: Callable[[Update], Mapping[str, float]]
 
 
-class Block(NamedTuple):
+class MatrixBlock(NamedTuple):
     """Elements [start, stop) of a tensor piece, which form a matrix, row-major.
 
     rows     indices of the matrix' rows in the whole tensor, all dims but the last flattened; (R,)
@@ -152,7 +152,7 @@ class TensorPiece(NamedTuple):
     mirror: Any
     state: Mapping[str, Any]
     facts: Mapping[str, Any]
-    blocks: Sequence[Block]
+    blocks: Sequence[MatrixBlock]
     result: Any = None
 
 

@@ -24,7 +24,7 @@ class StateArray(NamedTuple):
     entries: Sequence[Entry] = ()
 
 
-class Layout(NamedTuple):
+class StateLayout(NamedTuple):
     """The layout of a buffer of the state.
 
     length   elements of the buffer
@@ -46,20 +46,20 @@ class Layout(NamedTuple):
         }
 
 
-def layout_of(shape: Shape, storage: Storage, pieces: Sequence[Piece]) -> Layout:
+def layout_of(shape: Shape, storage: Storage, pieces: Sequence[Piece]) -> StateLayout:
     """Return the layout of a buffer of the state for the pieces of a rank."""
     if shape is elements:
-        return Layout(sum(piece.stop - piece.start for piece in pieces), pieces)
+        return StateLayout(sum(piece.stop - piece.start for piece in pieces), pieces)
     if isinstance(shape, ElementsOf):
         return _elements_of(shape, storage, pieces)
     own = {entry.name: entry for piece in pieces for entry in touched(storage, piece)}
     entries = laid_out(own.values(), shape)
     count = entries[-1].stop if entries else 0
     tensors = {entry.name: (entry.start, entry.parameter.shape) for entry in entries}
-    return Layout(count, [Piece(0, count, 0)], entries, tensors)
+    return StateLayout(count, [Piece(0, count, 0)], entries, tensors)
 
 
-def _elements_of(shape: ElementsOf, storage: Storage, pieces: Sequence[Piece]) -> Layout:
+def _elements_of(shape: ElementsOf, storage: Storage, pieces: Sequence[Piece]) -> StateLayout:
     """Return the layout of the elements of some tensors in the pieces, one after the other."""
     found, place = dict[str, Piece](), 0
     for piece in pieces:
@@ -69,4 +69,4 @@ def _elements_of(shape: ElementsOf, storage: Storage, pieces: Sequence[Piece]) -
                 found[entry.name] = Piece(both.start, both.stop, place)
                 place += len(both)
     tensors = {name: (own.offset, (own.stop - own.start,)) for name, own in found.items()}
-    return Layout(place, list(found.values()), tensors=tensors)
+    return StateLayout(place, list(found.values()), tensors=tensors)

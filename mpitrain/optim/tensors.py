@@ -9,8 +9,8 @@ from mpitrain import config
 from mpitrain.layers.base import Parameter
 from mpitrain.layers.flat import Entry, Storage
 from mpitrain.machine.backend import Backend
-from mpitrain.optim.groups import Group, group_of
-from mpitrain.optim.rule import Block, Shape, TensorPiece, TensorWise, Update, Views
+from mpitrain.optim.groups import HyperParameters, group_of
+from mpitrain.optim.rule import MatrixBlock, Shape, TensorPiece, TensorWise, Update, Views
 from mpitrain.optim.whole import Elements, Results
 from mpitrain.regions import Piece, overlap
 from mpitrain.transport.base import Transport
@@ -57,7 +57,7 @@ def touched(storage: Storage, piece: Piece) -> list[Entry]:
     ]
 
 
-def blocks(tensor: Parameter, start: int, stop: int) -> list[Block]:
+def blocks(tensor: Parameter, start: int, stop: int) -> list[MatrixBlock]:
     """Divide elements [start, stop) of a tensor's flattened region into matrices.
 
     They are the end of a row, whole rows, and the beginning of a row; vectors have one row.
@@ -66,13 +66,13 @@ def blocks(tensor: Parameter, start: int, stop: int) -> list[Block]:
     rows = np.zeros(1, np.int64)
     for dim, mine in enumerate(lead):
         rows = np.add.outer(rows * tensor.shape[dim], mine).reshape(-1)
-    width, first, found = len(columns), start, list[Block]()
+    width, first, found = len(columns), start, list[MatrixBlock]()
     while start < stop:
         row, column = divmod(start, width)
         whole = 0 if column else (stop - start) // width  # rows
         end = start + whole * width if whole else min(stop, (row + 1) * width)
         found.append(
-            Block(
+            MatrixBlock(
                 start - first,
                 end - first,
                 rows[row : row + max(1, whole)],
@@ -103,8 +103,8 @@ class _Fragment(NamedTuple):
     start: int
     stop: int
     elements: Elements
-    blocks: Sequence[Block]
-    group: Group
+    blocks: Sequence[MatrixBlock]
+    group: HyperParameters
     settings: config.Optimizer
 
 

@@ -35,7 +35,7 @@ from mpitrain.run.checkpoint import save_load
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.counting.activations import check_activations
 from mpitrain.run.counting.gemm_peak import gemm_peak
-from mpitrain.run.counting.step import Scheduled, Step
+from mpitrain.run.counting.step import Scheduled, StepCounts
 from mpitrain.run.counting.unsent import Unsent
 from mpitrain.run.counting.utilisation import work_of
 from mpitrain.run.given import Given, agree_on
@@ -118,7 +118,7 @@ def build(
     largest = None if source else _largest(transport, given)
     opened: list[Source | Unopened] = []
     rooms: list[Room] = []
-    counted: list[Step] = []
+    counted: list[StepCounts] = []
     initial: list[Initial] = []
     adapters: list[tuple[Initial, dict[str, Any]]] = []
     checkpoint = saved or given.location.saved

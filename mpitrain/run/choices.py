@@ -8,7 +8,7 @@ from typing import Any
 
 from mpitrain.collectives.selection import table as algorithm_table
 from mpitrain.collectives.selection.own_algorithm import file_algorithm, is_file
-from mpitrain.config import Config, Key, Optimizer, check_choice, refusal
+from mpitrain.config import Config, ConfigKey, Optimizer, check_choice, refusal
 from mpitrain.config import keys as keys_of_sections
 from mpitrain.config import parse as parse_sections
 from mpitrain.config.plugins import MARK, load
@@ -39,7 +39,7 @@ def choices() -> dict[str, tuple[Any, ...]]:
     }
 
 
-def keys() -> Iterator[Key]:
+def keys() -> Iterator[ConfigKey]:
     """Iterate over all configuration keys, with the names and the help of the rows that they
     name.
     """

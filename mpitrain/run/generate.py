@@ -131,7 +131,7 @@ def texts(
             return
 
 
-class Request(NamedTuple):
+class PromptRequest(NamedTuple):
     """How to continue prompts: arguments of `texts`, with `tokens` as its count, and stop texts."""
 
     sampling: Sampling
@@ -141,7 +141,7 @@ class Request(NamedTuple):
     cuts: bool = True
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """The next text of a prompt.
 
     ended   empty if there is more text, else the reason of the end: "stop", "tokens" or "context"
@@ -159,8 +159,8 @@ def continued(
     tokenizer: Tokenizer | None,
     prompts: Sequence[Sequence[int]],
     batch: int,
-    request: Request,
-) -> Iterator[Piece]:
+    request: PromptRequest,
+) -> Iterator[TextPiece]:
     """Continue prompts, in groups of `batch` for each replica, and yield their text; collective.
 
     raises  as `texts`
@@ -186,7 +186,7 @@ def continued(
                 elif not cuts and _fills([*group[index], *one.tokens], trainer.config):
                     ended = "context"
                 text = fresh[index] + (one.rest() if ended else b"")
-                yield Piece(first + index, text, ended, one.tokens)
+                yield TextPiece(first + index, text, ended, one.tokens)
 
 
 def _fills(tokens: Sequence[int], config: Config) -> bool:

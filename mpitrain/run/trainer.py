@@ -39,7 +39,7 @@ from mpitrain.pipeline.decoder import Decoder, can_decode
 from mpitrain.pipeline.pipeline import own
 from mpitrain.regions import Piece, moved, overlap, within
 from mpitrain.run.checkpoint.digests import digests, gradients
-from mpitrain.run.counting.step import Step
+from mpitrain.run.counting.step import StepCounts
 from mpitrain.run.decoding.reader import Reader
 from mpitrain.run.indices import Indices
 from mpitrain.run.resolve import Resolved, resolve
@@ -95,7 +95,7 @@ class Trainer:
         loss: Loss | None = None,
     ):
         # Activations and FLOPs of a step on this rank, as `build` counts them beforehand.
-        self.counted = Step()
+        self.counted = StepCounts()
         # Folder and digests of the initial parameters, if `build` read them from run.init_from.
         self.begun_from: dict[str, Any] = {}
         self.resolved = resolved = (

@@ -9,7 +9,7 @@ MOST = 512
 """Largest number of spans that are recorded together."""
 
 
-class Launched(NamedTuple):
+class DeviceSpan(NamedTuple):
     """Device work between two marks (CUDA events).
 
     step    number of the optimizer step
@@ -44,7 +44,7 @@ class DeviceSpans:
         self._mark, self._clock, self._write = mark, clock, write
         # Maps the number of the host's own record to (step, fields, began, first mark).
         self._open: dict[int, tuple[int, tuple[int, ...], float, Mark]] = {}
-        self._launched: list[Launched] = []
+        self._launched: list[DeviceSpan] = []
 
     def begin(self, number: int, step: int, fields: tuple[int, ...]) -> None:
         """Begin a span: the host starts to launch work.
@@ -59,12 +59,12 @@ class DeviceSpans:
     def end(self, number: int) -> None:
         """End a span: the host has launched all of its work."""
         if number in self._open:
-            self._launched.append(Launched(*self._open.pop(number), self._mark()))
+            self._launched.append(DeviceSpan(*self._open.pop(number), self._mark()))
 
     def interrupt(self) -> None:
         """End all open spans until `resume`: the host waits, so the device may run idle."""
         for opened in self._open.values():
-            self._launched.append(Launched(*opened, self._mark()))
+            self._launched.append(DeviceSpan(*opened, self._mark()))
 
     def resume(self) -> None:
         """Reopen the spans that `interrupt` ended."""

@@ -24,7 +24,7 @@ from mpitrain.transport.failures import grace
 from mpitrain.transport.failures.departures import LARGEST, departures
 from mpitrain.transport.failures.guard import Guard, MpiJob
 from mpitrain.transport.failures.segments import unlink_mapped
-from mpitrain.transport.mpi_requests import Receive, Send
+from mpitrain.transport.mpi_requests import ReceiveRequest, SendRequest
 from mpitrain.transport.native import library_call
 from mpitrain.transport.requests import Several, Traffic, check_message, poll_until
 from mpitrain.transport.windows import Tenants, Windows, no_room
@@ -222,7 +222,7 @@ class MpiTransport(Transport):
             ).Commit()
         return self._large[key]
 
-    def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Send:
+    def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> SendRequest:
         check_message(array, self.rank, (to,), self.size)
         with self.job.lock:
             self.traffic.messages += 1
@@ -231,25 +231,25 @@ class MpiTransport(Transport):
             what = f"send to {self._names[to]}, tag {tag}"
             # A guard would cost a microsecond, a tenth of a small message.
             try:
-                return Send(self, self.comm.Isend(message, to, tag), what, to)
+                return SendRequest(self, self.comm.Isend(message, to, tag), what, to)
             except self.MPI.Exception as error:
                 raise self.error(error, f"{self.own_name}: {what}") from error
 
-    def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> Receive:
+    def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> ReceiveRequest:
         check_message(array, self.rank, (source,), self.size)
         return self._receive(array, source, tag, self._names[source])
 
-    def start_recv_any(self, array: np.ndarray, tag: int = 0) -> Receive:
+    def start_recv_any(self, array: np.ndarray, tag: int = 0) -> ReceiveRequest:
         check_message(array, self.rank, (), self.size)
         return self._receive(array, self.MPI.ANY_SOURCE, tag, "any rank")
 
-    def _receive(self, array: np.ndarray, source: int, tag: int, name: str) -> Receive:
+    def _receive(self, array: np.ndarray, source: int, tag: int, name: str) -> ReceiveRequest:
         with self.job.lock:
             message, unit = self._message(array)
             what = f"recv from {name}, tag {tag}"
             try:
                 request = self.comm.Irecv(message, source, tag)
-                return Receive(self, request, array, unit, what, source)
+                return ReceiveRequest(self, request, array, unit, what, source)
             except self.MPI.Exception as error:
                 raise self.error(error, f"{self.own_name}: {what}") from error
 
@@ -275,7 +275,7 @@ class MpiTransport(Transport):
         """Start one of the library's non-blocking collectives and wait for it."""
         with self.job.lock, self.guard(name):
             request = getattr(self.comm, name)(*arguments)
-        Send(self, request, name).wait()
+        SendRequest(self, request, name).wait()
 
     def split(self, color: int | None, key: int = 0) -> MpiTransport | None:
         with self.job.lock, self.guard("MPI_Comm_split"):
@@ -361,7 +361,7 @@ class MpiTransport(Transport):
         with self.job.lock, self.guard("MPI_Iallreduce"):
             return Several(
                 [
-                    Send(
+                    SendRequest(
                         self,
                         self.comm.Iallreduce(self.MPI.IN_PLACE, message, self._ops[op]),
                         "native all-reduce",

@@ -39,7 +39,7 @@ class MpiCalls(Protocol):
     ) -> None: ...
 
 
-class Send:
+class SendRequest:
     """A send, or a non-blocking collective of the library, in progress; `what` is its name in
     messages.
 
@@ -102,7 +102,7 @@ class Send:
         raise self._transport.error(error, self._in_full()) from error
 
 
-class Receive(Send):
+class ReceiveRequest(SendRequest):
     """A receive in progress."""
 
     def __init__(

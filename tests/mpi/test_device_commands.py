@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpitrain.config import parse, with_settings
-from mpitrain.ops.cuda.tiles import TILES, Measured, Tiling, write_tiles
+from mpitrain.ops.cuda.tiles import TILES, FastestTile, Tiling, write_tiles
 from mpitrain.ops.device import device_for
 from mpitrain.run.build import build
 from mpitrain.transport.mpi import connect
@@ -201,7 +201,7 @@ def test_a_table_of_tiles_is_used_and_kept_with_the_run(tmp_path):
     write_tiles(
         tmp_path / "mine.json",
         "simulator",
-        [Measured("float32", "NT", 64, 64, 16, Tiling(TILES[1], 1))],
+        [FastestTile("float32", "NT", 64, 64, 16, Tiling(TILES[1], 1))],
     )
     done = launch(2, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

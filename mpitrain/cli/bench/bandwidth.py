@@ -64,7 +64,7 @@ def command(**options: Any) -> None:
 def _measure(transport: Any, options: dict[str, Any]) -> int:
     """Measure, print, write and draw; return the number of wrong bytes and of slow values."""
     from mpitrain.cli.terminal.screen import output_columns
-    from mpitrain.tools.bench.collectives.columns import Table
+    from mpitrain.tools.bench.collectives.columns import RowFormatter
     from mpitrain.tools.bench.collectives.header import header
     from mpitrain.tools.bench.collectives.request import sizes
     from mpitrain.tools.bench.links.bandwidth import COLUMNS, BandwidthRequest, footer, measure
@@ -87,7 +87,7 @@ def _measure(transport: Any, options: dict[str, Any]) -> int:
         options["iterations"],
     )
     measured, total = measure(transport, request), len(request.sizes) * len(request.ways)
-    table, outputs = Table(COLUMNS, 0 if options["wide"] else output_columns()), Outputs()
+    table, outputs = RowFormatter(COLUMNS, 0 if options["wide"] else output_columns()), Outputs()
     rows = list(Printed(transport, measured, total, table, facts, outputs, *files))
     outputs.conclude(
         transport,

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from mpitrain.cli import Group
+from mpitrain.cli import CommandGroup
 from mpitrain.cli.bench.bandwidth import command as bandwidth
 from mpitrain.cli.bench.fit import fit
 from mpitrain.cli.bench.gemm import gemm
@@ -33,7 +33,7 @@ OPERATIONS = (
 )
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def command() -> None:
     """Measure collectives on all ranks of the MPI job: mpitrain launch -n 4 -- bench allreduce
 

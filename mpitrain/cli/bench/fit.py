@@ -69,7 +69,7 @@ def _fit(
     )
     from mpitrain.tools.bench.collectives.header import header, machine
     from mpitrain.tools.bench.collectives.request import SweepRequest, sizes
-    from mpitrain.tools.bench.collectives.row import Row
+    from mpitrain.tools.bench.collectives.row import CollectiveRow
     from mpitrain.transport.agreement import on_all_ranks
 
     if transport.size == 1:
@@ -98,7 +98,7 @@ def _fit(
         stops=True,
     )
     identity, tuning = machine(transport), DEFAULT
-    rows, outputs = list[Row](), Outputs()
+    rows, outputs = list[CollectiveRow](), Outputs()
     facts = header(transport, request.operation, request.device, sys.argv[1:])
     measured = printed_sweep(transport, request, DEFAULT, facts, outputs=outputs, **printing)
     for number, swept in groupby(measured, key=lambda row: row.sweep):

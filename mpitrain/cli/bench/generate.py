@@ -81,7 +81,13 @@ def command(
         from mpitrain.errors import ConfigError
         from mpitrain.run.build import build
         from mpitrain.run.decoding.prompts import check_writes
-        from mpitrain.tools.bench.generation.sides import Cached, Side, WholeWindows, measure, table
+        from mpitrain.tools.bench.generation.sides import (
+            Cached,
+            GenerationSide,
+            WholeWindows,
+            measure,
+            table,
+        )
         from mpitrain.transport.agreement import on_all_ranks
 
         def checked() -> Any:
@@ -105,7 +111,7 @@ def command(
         many = count or context - prompt_tokens
         source = Unopened("tokens", (context,), vocabulary, vocabulary)
         trainer = build(transport, config, source=source).trainer
-        sides: list[Side] = [Cached(trainer)]
+        sides: list[GenerationSide] = [Cached(trainer)]
         if windows:
             sides.append(WholeWindows(trainer))
         is_cpu = trainer.config.device.kind == "cpu" and config.precision.compute == "float32"

@@ -53,7 +53,7 @@ def command(**options: Any) -> None:
 def _measure(transport: Any, options: dict[str, Any]) -> int:
     """Measure, print, write and draw; return the number of wrong elements and of slow values."""
     from mpitrain.cli.terminal.screen import output_columns
-    from mpitrain.cli.terminal.table_rows import Rows
+    from mpitrain.cli.terminal.table_rows import RowPrinter
     from mpitrain.errors import ConfigError, on_every_rank
     from mpitrain.tools.bench.collectives.header import header, printed
     from mpitrain.tools.bench.links.pairs import measure, merged, places_to_judge, rounds
@@ -79,7 +79,7 @@ def _measure(transport: Any, options: dict[str, Any]) -> int:
     )
     outputs, pairs = Outputs(), list[Any]()
     if transport.rank == 0:
-        shown = Rows(len(rounds(transport.size)) + 1, "rounds")
+        shown = RowPrinter(len(rounds(transport.size)) + 1, "rounds")
         shown.say("\n".join([*printed(facts), ""]))
         for one_round in measured:
             pairs = merged([*pairs, *one_round])

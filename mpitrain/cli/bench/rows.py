@@ -9,7 +9,7 @@ from mpitrain.cli.output_checks import Outputs
 
 if TYPE_CHECKING:
     # This module must not import NumPy before `mpi_session` has limited the BLAS threads.
-    from mpitrain.tools.bench.collectives.columns import Table
+    from mpitrain.tools.bench.collectives.columns import RowFormatter
     from mpitrain.transport.base import Transport
 
 
@@ -37,7 +37,7 @@ class Printed:
         transport: "Transport",
         measured: Iterable[Any],
         total: int,
-        table: "Table",
+        table: "RowFormatter",
         facts: dict[str, Any],
         outputs: Outputs,
         json_file: Path | None,
@@ -49,12 +49,12 @@ class Printed:
         facts    the header of the table and of the JSON file
         outputs  collects the errors of failed writes; the caller calls its `settle`
         """
-        from mpitrain.cli.terminal.table_rows import Rows
+        from mpitrain.cli.terminal.table_rows import RowPrinter
         from mpitrain.tools.bench.collectives.header import printed
 
         self._measured, self._table, self._facts = measured, table, facts
         self._outputs, self._files = outputs, (json_file, csv_file)
-        self._shown = Rows(total) if transport.rank == 0 else None
+        self._shown = RowPrinter(total) if transport.rank == 0 else None
         self.say("\n".join([*printed(facts), "", *table.heading()]))
 
     def __iter__(self) -> Iterator[Any]:
@@ -91,10 +91,12 @@ def printed_sweep(
     files  `json_file` and `csv_file`
     """
     from mpitrain.cli.terminal.screen import output_columns
-    from mpitrain.tools.bench.collectives.columns import Table
+    from mpitrain.tools.bench.collectives.columns import RowFormatter
     from mpitrain.tools.bench.collectives.sweep import sweep
     from mpitrain.tools.bench.collectives.table import columns
 
     measured = sweep(transport, request, tuning)
-    table = Table(columns(request.buffers, bool(request.wires)), 0 if wide else output_columns())
+    table = RowFormatter(
+        columns(request.buffers, bool(request.wires)), 0 if wide else output_columns()
+    )
     return Printed(transport, measured, measured.total, table, facts, outputs, **files)

@@ -108,7 +108,7 @@ def command(
         _from_outside(nodes, agent, extra, options)
     if agent or extra or ppn:
         raise click.UsageError("--ppn, --agent and --with need --hosts, --hostfile or a batch job.")
-    shown = Shown(options)
+    shown = ShownVerdicts(options)
     stop = Stop(shown.rest, 1)
     with mpi_session() as transport:
         passes = _certify(transport, options, shown, stop)
@@ -167,13 +167,13 @@ def _nobody(absent: dict[str, str], options: dict[str, Any]) -> None:
     from mpitrain.tools.certify.limits import Limits
     from mpitrain.tools.certify.verdict import judge
 
-    evidence, shown = Evidence(absent=absent), Shown(options)
+    evidence, shown = Evidence(absent=absent), ShownVerdicts(options)
     shown.show(evidence, judge(evidence, Limits()), {})
     shown.outputs.settle()
     sys.exit(1)
 
 
-class Shown:
+class ShownVerdicts:
     """The verdicts so far: printed lines, and the files of `--json` and `--junit`."""
 
     def __init__(self, options: dict[str, Any]):
@@ -208,11 +208,11 @@ class Shown:
         return "\n".join(line for line in self._lines if line not in self._printed)
 
 
-def _certify(transport: Any, options: dict[str, Any], shown: Shown, stop: Stop) -> bool:
+def _certify(transport: Any, options: dict[str, Any], shown: ShownVerdicts, stop: Stop) -> bool:
     """Measure, judge and print; return whether everything passes."""
     from mpitrain.tools.bench.collectives.header import header
     from mpitrain.tools.certify.collect import collect
-    from mpitrain.tools.certify.evidence import Finding
+    from mpitrain.tools.certify.evidence import ProbeFinding
     from mpitrain.tools.certify.limits import Limits, read_limits
     from mpitrain.tools.certify.speeds import sampler
     from mpitrain.tools.certify.verdict import judge
@@ -232,9 +232,9 @@ def _certify(transport: Any, options: dict[str, Any], shown: Shown, stop: Stop) 
     on_all_ranks(transport, lambda: check_folder(folder))
     on_all_ranks(transport, lambda: check_files(transport.rank, files))
 
-    def findings() -> list[Finding]:
+    def findings() -> list[ProbeFinding]:
         return [
-            Finding(*problem)
+            ProbeFinding(*problem)
             for seen in examine(transport, folder)
             if seen.is_fatal
             for problem in seen.problems

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from mpitrain.cli import STOPPED, Group
+from mpitrain.cli import STOPPED, CommandGroup
 from mpitrain.cli.numbers import finite
 from mpitrain.cli.session import MOST, mpi_session
 from mpitrain.errors import visible
@@ -38,7 +38,7 @@ MARK = click.option(
 BAR = "{percentage:3.0f}% |{bar}| {remaining} left"
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def command() -> None:
     """Make files of tokens from text, train tokenizers, and show files of tokens.
 

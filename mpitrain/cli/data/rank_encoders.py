@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.data.meta import Counts
-from mpitrain.data.prepare.documents import Piece
+from mpitrain.data.prepare.documents import DocumentPiece
 from mpitrain.data.prepare.encode import (
     Encoded,
     Encoder,
@@ -38,7 +38,7 @@ class RankEncoder(Encoder):
         _send(self._transport, self._rank, {**facts, "nbytes": len(encoding.data)})
         self._transport.send(np.frombuffer(encoding.data, np.uint8), self._rank)
 
-    def send(self, pieces: list[Piece]) -> None:
+    def send(self, pieces: list[DocumentPiece]) -> None:
         _send(self._transport, self._rank, pieces)
         self._is_busy = True
 
@@ -105,7 +105,9 @@ def serve(transport: Transport) -> None:
         results: Result | None = None
         if tokenizer and encoding:
             try:
-                results = encoded_pieces(encoding, tokenizer, [Piece(*piece) for piece in found])
+                results = encoded_pieces(
+                    encoding, tokenizer, [DocumentPiece(*piece) for piece in found]
+                )
             except (MpitrainError, MemoryError, ValueError) as error:
                 problem = f"{error or type(error).__name__}"
         if results is None:

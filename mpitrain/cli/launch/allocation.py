@@ -164,7 +164,7 @@ def _grid_engine_nodes(environ: Mapping[str, str]) -> list[str]:
     return [line.split()[0] for line in host_lines(Path(environ["PE_HOSTFILE"]), "PE_HOSTFILE")]
 
 
-class System(NamedTuple):
+class BatchSystem(NamedTuple):
     """A batch system.
 
     name      as users call it
@@ -180,14 +180,14 @@ class System(NamedTuple):
 
 
 SYSTEMS = (
-    System("Slurm", "SLURM_JOB_ID", _slurm, _slurm_nodes),
-    System("PBS", "PBS_NODEFILE", _pbs, _pbs_nodes),
-    System("LSF", "LSB_MCPU_HOSTS", _lsf, _lsf_nodes),
-    System("Grid Engine", "PE_HOSTFILE", _grid_engine, _grid_engine_nodes),
+    BatchSystem("Slurm", "SLURM_JOB_ID", _slurm, _slurm_nodes),
+    BatchSystem("PBS", "PBS_NODEFILE", _pbs, _pbs_nodes),
+    BatchSystem("LSF", "LSB_MCPU_HOSTS", _lsf, _lsf_nodes),
+    BatchSystem("Grid Engine", "PE_HOSTFILE", _grid_engine, _grid_engine_nodes),
 )
 
 
-def _system(environ: Mapping[str, str]) -> System | None:
+def _system(environ: Mapping[str, str]) -> BatchSystem | None:
     """Return the batch system of these environment variables; None outside a job."""
     return next((system for system in SYSTEMS if environ.get(system.variable)), None)
 

@@ -57,7 +57,7 @@ class LauncherOutput:
             self.end = event
 
 
-class Output:
+class OutputFilter:
     """A filter for standard output that shows all bytes at once."""
 
     held = b""
@@ -90,7 +90,7 @@ class Errors:
 
     def __init__(self, words: LauncherOutput, server: bytes):
         self._words, self._server = words, server
-        self._said = Output(words, True)
+        self._said = OutputFilter(words, True)
         self._at_line_start, self._follows_box = True, False
         self.held = b""
 
@@ -166,7 +166,7 @@ class Passage(threading.Thread):
         source: int,
         target: int,
         words: LauncherOutput,
-        stream: Output | Errors,
+        stream: OutputFilter | Errors,
         is_courtesy: bool = False,
         screen: Screen | None = None,
     ):

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from mpitrain.cli import NOT_BEGUN, STOPPED, USAGE
-from mpitrain.cli.launch.launcher_output import Errors, LauncherOutput, Output, Passage
+from mpitrain.cli.launch.launcher_output import Errors, LauncherOutput, OutputFilter, Passage
 from mpitrain.cli.terminal.screen import (
     ONE_TERMINAL,
     OUTPUT_TERMINAL,
@@ -87,7 +87,7 @@ def run(
     passages = [
         Passage(os.dup(source.fileno()), target, words, stream, is_training, shown[target - 1])
         for source, target, stream in (
-            (process.stdout, 1, Output(words)),
+            (process.stdout, 1, OutputFilter(words)),
             (process.stderr, 2, Errors(words, server)),
         )
     ]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from mpitrain.cli import Group
+from mpitrain.cli import CommandGroup
 from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.plan.batch import command as batch
 from mpitrain.cli.plan.chart_width import columns, filled
@@ -25,7 +25,7 @@ Sums and ratios of these numbers stay finite.
 HALVES, KEPT = ("forward", "backward", "weight"), ("saved", "pending")
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def command() -> None:
     """Simulate pipelines and collectives, count memory, and measure which batch and techniques
     suit a job.

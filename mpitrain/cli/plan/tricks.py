@@ -87,7 +87,7 @@ def _try(
     """Measure the tricks, and print a line for each. Collective."""
     from mpitrain import __version__
     from mpitrain.cli.terminal.progress import way
-    from mpitrain.cli.terminal.table_rows import Rows
+    from mpitrain.cli.terminal.table_rows import RowPrinter
     from mpitrain.config import with_settings
     from mpitrain.run.build import build
     from mpitrain.run.choices import parse
@@ -121,7 +121,7 @@ def _try(
             f"{transport.size} rank(s), {way(config)}, {config.precision.compute}, {config.device.kind}\n"
             f"{blocks} blocks of {steps} step(s), with and without each trick in turns\n\n{heading()}"
         )
-    with closing(Rows(len(names), "tricks")) as shown:
+    with closing(RowPrinter(len(names), "tricks")) as shown:
         for found in try_all(transport, job, names, blocks, steps):
             tried.append(found)
             if not is_root:

@@ -13,7 +13,8 @@ from mpitrain.machine import process
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from mpitrain.tools.report.diff.sides import Side
+    from mpitrain.tools.report.diff.sides import ComparedRun
+
 
 DIFFERENT = 1
 """Exit code of two runs that differ."""
@@ -68,7 +69,7 @@ def show(lines: "Iterable[str]") -> None:
     click.echo("\n".join(map(visible, lines)))
 
 
-def _by_bits(both: "tuple[Side, Side]", does_replay: bool) -> bool:
+def _by_bits(both: "tuple[ComparedRun, ComparedRun]", does_replay: bool) -> bool:
     """Compare two runs of one layout, and print the result; return whether they are equal."""
     from mpitrain.cli.terminal.progress import bar
     from mpitrain.tools.report.diff import series, text
@@ -87,7 +88,7 @@ def _by_bits(both: "tuple[Side, Side]", does_replay: bool) -> bool:
     return False
 
 
-def _by_numbers(both: "tuple[Side, Side]") -> bool:
+def _by_numbers(both: "tuple[ComparedRun, ComparedRun]") -> bool:
     """Compare two runs of different layouts, and print the result; return whether they agree."""
     from mpitrain.tools.report.diff import series, text
 

@@ -6,14 +6,14 @@ import click
 
 from mpitrain.cli import COMMANDS, commands
 from mpitrain.cli.job_options import changes
-from mpitrain.cli.slurm.request import Request
+from mpitrain.cli.slurm.request import BatchJob
 from mpitrain.errors import ConfigError
 
 ALONE = ("launch", "slurm", "plan", "plot", "report", "data")
 """Commands that need no batch job, or are one."""
 
 
-def check(request: Request) -> None:
+def check(request: BatchJob) -> None:
     """Raise ConfigError or UsageError if the command or its training job cannot run.
 
     Files of the data are not read: a login host may not have them.
@@ -54,7 +54,7 @@ def _parsed(words: list[str]) -> click.Context:
     return command.make_context(context.info_name, words, context.parent)
 
 
-def _check_training(request: Request, given: dict[str, Any], settings: list[str]) -> None:
+def _check_training(request: BatchJob, given: dict[str, Any], settings: list[str]) -> None:
     from mpitrain.cli.train import _configured
     from mpitrain.parallel.grid import axes
     from mpitrain.parallel.modes import servers_of

@@ -6,7 +6,7 @@ import sys
 import click
 
 from mpitrain.cli.slurm.follow import follow, submit
-from mpitrain.cli.slurm.request import Request, grid, seconds_of
+from mpitrain.cli.slurm.request import BatchJob, grid, seconds_of
 from mpitrain.cli.slurm.script import script
 from mpitrain.cli.slurm.systems import SYSTEMS
 from mpitrain.errors import ConfigError
@@ -121,7 +121,7 @@ def command(
     if not words:
         raise click.UsageError("mpitrain has no command here.")
     per_node = ranks_per_node or gpus_per_node or (1 if words[:1] == ["generate"] else 2)
-    request = Request(
+    request = BatchJob(
         words,
         nodes,
         per_node,

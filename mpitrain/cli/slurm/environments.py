@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from mpitrain.cli.slurm.request import Request
+from mpitrain.cli.slurm.request import BatchJob
 from mpitrain.errors import ConfigError
 
 
-def environment_of(request: Request) -> list[str]:
+def environment_of(request: BatchJob) -> list[str]:
     """Return the lines for the kind of environment that the request names.
 
     They set the bash array `start`: the words before the command of a rank. Lines of the other
@@ -28,7 +28,7 @@ def environment_of(request: Request) -> list[str]:
     return ENVIRONMENTS[kind](request, value)
 
 
-def _venv(request: Request, value: str) -> list[str]:
+def _venv(request: BatchJob, value: str) -> list[str]:
     return [
         _launch(request),
         *_container(request, "mpitrain.sif", comment="#"),
@@ -37,7 +37,7 @@ def _venv(request: Request, value: str) -> list[str]:
     ]
 
 
-def _module(request: Request, value: str) -> list[str]:
+def _module(request: BatchJob, value: str) -> list[str]:
     names = value.replace(",", " ") or "openmpi"
     return [
         _launch(request),
@@ -47,21 +47,21 @@ def _module(request: Request, value: str) -> list[str]:
     ]
 
 
-def _apptainer(request: Request, value: str) -> list[str]:
+def _apptainer(request: BatchJob, value: str) -> list[str]:
     return [
         *_container(request, value or "mpitrain.sif", comment=""),
         "#module load mpich  # the MPI of the site, of the same family as that in the image",
     ]
 
 
-ENVIRONMENTS: dict[str, Callable[[Request, str], list[str]]] = {
+ENVIRONMENTS: dict[str, Callable[[BatchJob, str], list[str]]] = {
     "venv": _venv,
     "module": _module,
     "apptainer": _apptainer,
 }
 
 
-def _launch(request: Request) -> str:
+def _launch(request: BatchJob) -> str:
     return f"start=(mpitrain launch --launcher {request.by} --)"
 
 
@@ -78,7 +78,7 @@ def _activate(path: str) -> list[str]:
     ]
 
 
-def _container(request: Request, image: str, comment: str) -> list[str]:
+def _container(request: BatchJob, image: str, comment: str) -> list[str]:
     """Return the lines that start ranks in a container; launch would need mpitrain outside of it."""
     gpus = "--nv " if request.gpus_per_node else ""
     # MPICH in the image takes PMI-2 alone. srun binds a rank to one core if it gets no number of

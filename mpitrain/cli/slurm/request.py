@@ -10,7 +10,7 @@ DAY = 86_400
 TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
 
 
-class Request(NamedTuple):
+class BatchJob(NamedTuple):
     """A batch job, as the command line describes it.
 
     words           the mpitrain command, with its arguments

@@ -4,8 +4,8 @@ import shlex
 from collections.abc import Callable
 
 from mpitrain.cli.slurm.environments import environment_of
-from mpitrain.cli.slurm.request import Request
-from mpitrain.cli.slurm.systems import SYSTEMS, System, directives
+from mpitrain.cli.slurm.request import BatchJob
+from mpitrain.cli.slurm.systems import SYSTEMS, ScriptSystem, directives
 
 REASON_COLUMN = 38
 """The column at which the comment of an #SBATCH line begins."""
@@ -15,7 +15,7 @@ ARGUMENTS = """\
 """
 
 
-def script(request: Request, name: str) -> str:
+def script(request: BatchJob, name: str) -> str:
     """Return the script of a request for the batch system of this name."""
     system = SYSTEMS[name]
     kind = _kind(request)
@@ -44,18 +44,18 @@ def script(request: Request, name: str) -> str:
     )
 
 
-def _kind(request: Request) -> str:
+def _kind(request: BatchJob) -> str:
     if request.sweep:
         return "sweep"
     return request.words[0]
 
 
-def _title(request: Request, kind: str) -> list[str]:
+def _title(request: BatchJob, kind: str) -> list[str]:
     size = f"{request.nodes} host(s) with {request.ranks_per_node} rank(s) each"
     return TITLES.get(kind, _runs)(request, size)
 
 
-def _trains(request: Request, size: str) -> list[str]:
+def _trains(request: BatchJob, size: str) -> list[str]:
     return [
         f"Train on {size}. Near its time limit the run saves a checkpoint and stops with exit code 85.",
         "The job then queues itself again, and the run resumes.",
@@ -63,7 +63,7 @@ def _trains(request: Request, size: str) -> list[str]:
     ]
 
 
-def _sweeps(request: Request, size: str) -> list[str]:
+def _sweeps(request: BatchJob, size: str) -> list[str]:
     return [
         f"Train {len(request.sweep)} runs with other settings, each on {size}. Each has a directory below runs/sweep-JOB.",
         "The last one to end draws the losses of all in runs/sweep-JOB.png (needs mpitrain[report]).",
@@ -71,7 +71,7 @@ def _sweeps(request: Request, size: str) -> list[str]:
     ]
 
 
-def _cancelled(request: Request) -> list[str]:
+def _cancelled(request: BatchJob) -> list[str]:
     if request.by == "srun":
         return [
             "A cancelled run saves a checkpoint, too. To go on, submit the script with --out and the old run directory."
@@ -82,22 +82,22 @@ def _cancelled(request: Request) -> list[str]:
     ]
 
 
-def _measures(request: Request, size: str) -> list[str]:
+def _measures(request: BatchJob, size: str) -> list[str]:
     return [f"Measure on {size}. The name of the JSON file has the number of the job."]
 
 
-def _runs(request: Request, size: str) -> list[str]:
+def _runs(request: BatchJob, size: str) -> list[str]:
     return [f"Run {request.words[0]} on {size}. The log has its output."]
 
 
-TITLES: dict[str, Callable[[Request, str], list[str]]] = {
+TITLES: dict[str, Callable[[BatchJob, str], list[str]]] = {
     "train": _trains,
     "sweep": _sweeps,
     "bench": _measures,
 }
 
 
-def _directives(system: System, request: Request, resumes: bool) -> list[str]:
+def _directives(system: ScriptSystem, request: BatchJob, resumes: bool) -> list[str]:
     lines = []
     for option, reason in directives(system, request, resumes):
         if system.is_slurm:
@@ -107,7 +107,7 @@ def _directives(system: System, request: Request, resumes: bool) -> list[str]:
     return lines
 
 
-def _train(request: Request, system: System) -> list[str]:
+def _train(request: BatchJob, system: ScriptSystem) -> list[str]:
     words, run = request.words, f'"runs/{_name(system)}-$job"'
     if named := _value(words, "--out"):
         words, run = _without(words, "--out"), shlex.quote(named)
@@ -119,7 +119,7 @@ def _train(request: Request, system: System) -> list[str]:
     ]
 
 
-def _sweep(request: Request, system: System) -> list[str]:
+def _sweep(request: BatchJob, system: ScriptSystem) -> list[str]:
     rows = [f"  '{' '.join(settings)}'" for settings in request.sweep]
     index = f"${system.task}" + (f" - {system.first_task}" if system.first_task else "")
     return [
@@ -154,18 +154,18 @@ def _sweep(request: Request, system: System) -> list[str]:
     ]
 
 
-def _bench(request: Request, system: System) -> list[str]:
+def _bench(request: BatchJob, system: ScriptSystem) -> list[str]:
     words = [shlex.join(request.words)]
     if not _value(request.words, "--json") and request.words[1:2] != ["launch"]:
         words.append(f'--json "{"-".join(request.words[:2])}-${system.job}.json"')
     return [f'"${{start[@]}}" {" ".join(words)} "$@"']
 
 
-def _other(request: Request, system: System) -> list[str]:
+def _other(request: BatchJob, system: ScriptSystem) -> list[str]:
     return [f'"${{start[@]}}" {shlex.join(request.words)} "$@"']
 
 
-BODIES: dict[str, Callable[[Request, System], list[str]]] = {
+BODIES: dict[str, Callable[[BatchJob, ScriptSystem], list[str]]] = {
     "train": _train,
     "sweep": _sweep,
     "bench": _bench,
@@ -173,11 +173,11 @@ BODIES: dict[str, Callable[[Request, System], list[str]]] = {
 RESUMES = {"train", "sweep"}
 
 
-def _name(system: System) -> str:
+def _name(system: ScriptSystem) -> str:
     return next(name for name, one in SYSTEMS.items() if one is system)
 
 
-def _supervised(request: Request, system: System, words: list[str]) -> list[str]:
+def _supervised(request: BatchJob, system: ScriptSystem, words: list[str]) -> list[str]:
     """Return the lines that run a training command and pass the signals of the system on to it."""
     term = "" if request.by == "srun" else "; kill -USR1 $P"
     why = (
@@ -201,7 +201,7 @@ def _supervised(request: Request, system: System, words: list[str]) -> list[str]
     ]
 
 
-def _again(system: System) -> list[str]:
+def _again(system: ScriptSystem) -> list[str]:
     """Return the lines that run the job again if the run was stopped, but not if it was cancelled."""
     if not system.again:
         return [f'[ $rc = 85 ] && [ -n "$cancelled" ] && exit {system.stopped}', "exit $rc"]

@@ -3,14 +3,14 @@
 import re
 from typing import Any, NamedTuple
 
-from mpitrain.cli.slurm.request import Request, clock
+from mpitrain.cli.slurm.request import BatchJob, clock
 from mpitrain.errors import ConfigError
 
 DIRECTIVE = re.compile(r"(?:(?P<fact>\w+)\? )?(?P<option>.*?) +# (?P<reason>.*)")
 """A line of the head of a script: FACT? OPTION # REASON. Without that fact, it is left out."""
 
 
-class System(NamedTuple):
+class ScriptSystem(NamedTuple):
     """A batch system.
 
     submit      the command that reads a script, and how
@@ -43,7 +43,7 @@ class System(NamedTuple):
         return self.prefix == "#SBATCH"
 
 
-def directives(system: System, request: Request, resumes: bool) -> list[tuple[str, str]]:
+def directives(system: ScriptSystem, request: BatchJob, resumes: bool) -> list[tuple[str, str]]:
     """Return pairs of (option, reason) for the head of a script.
 
     raises  ConfigError if the system needs a number that is not given
@@ -61,7 +61,7 @@ def directives(system: System, request: Request, resumes: bool) -> list[tuple[st
     ] + [(option, "as given with --with") for option in request.extra]
 
 
-def _facts(request: Request, resumes: bool) -> dict[str, Any]:
+def _facts(request: BatchJob, resumes: bool) -> dict[str, Any]:
     """Return the facts that directives name: those of the request, and what follows from them."""
     r = request
     return r._asdict() | {
@@ -144,7 +144,7 @@ RESUBMIT = r"""
 """
 
 SYSTEMS = {
-    "slurm": System(
+    "slurm": ScriptSystem(
         submit="sbatch",
         prefix="#SBATCH",
         directives=SLURM,
@@ -156,7 +156,7 @@ SYSTEMS = {
         again=REQUEUE,
         stopped=85,
     ),
-    "pbs": System(
+    "pbs": ScriptSystem(
         submit="qsub",
         prefix="#PBS",
         directives=PBS,
@@ -168,7 +168,7 @@ SYSTEMS = {
         again=RESUBMIT,
         stopped=85,
     ),
-    "lsf": System(
+    "lsf": ScriptSystem(
         submit="bsub <",
         prefix="#BSUB",
         directives=LSF,

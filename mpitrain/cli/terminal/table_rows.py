@@ -5,7 +5,7 @@ import sys
 from mpitrain.cli.terminal.progress import bar
 
 
-class Rows:
+class RowPrinter:
     """A printer of table rows; on a terminal a bar below them shows the time left."""
 
     def __init__(self, total: int, unit: str = "rows"):

@@ -36,7 +36,7 @@ class _Machine(BaseModel):
     cores: Size
 
 
-class _File(BaseModel):
+class _TuningFile(BaseModel):
     """Schema of a tuning file; `Tuning` documents each entry."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -49,7 +49,7 @@ class _File(BaseModel):
 def read_tuning(path: Path) -> Tuning:
     """Read the constants in a file; ConfigError if it is not a valid tuning file."""
     try:
-        found = validated(_File, contents(path))
+        found = validated(_TuningFile, contents(path))
     except OSError as error:
         raise ConfigError(
             f"The tuning file {path} cannot be read: {error.strerror}.",

@@ -18,7 +18,7 @@ LINE = 1 << 16
 """Longest distance, in bytes, from a cut to the end of its line; else a character ends it."""
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """A document or, if it is long, a piece of one.
 
     held_out  whether it belongs to the validation set
@@ -44,7 +44,7 @@ class Position(NamedTuple):
 class Chunk(NamedTuple):
     """Some pieces in their order, and the position behind them."""
 
-    pieces: list[Piece]
+    pieces: list[DocumentPiece]
     end: Position
 
 
@@ -128,7 +128,7 @@ def _text(file: IO[bytes], source: Input, form: Form, start: Position) -> Iterat
         stop = cut if at < cut else source.nbytes
         end = _line_end(file, min(at + CHUNK, stop), stop)
         text = _decoded(os.pread(file.fileno(), end - at, at), source, at)
-        yield Chunk([Piece(text, at >= cut, end == stop)], Position(end, 0))
+        yield Chunk([DocumentPiece(text, at >= cut, end == stop)], Position(end, 0))
         at = end
 
 
@@ -154,7 +154,7 @@ def _marked(file: IO[bytes], source: Input, form: Form, start: Position) -> Iter
         for number, item in enumerate(items, start.documents):
             text = _decoded(item, source, offset).strip("\r\n")
             offset += len(item) + len(form.mark.encode())
-            pieces.append(Piece(text, form.holds_out(source.number, number)))
+            pieces.append(DocumentPiece(text, form.holds_out(source.number, number)))
         yield Chunk([piece for piece in pieces if piece.text], end)
         start = end
 
@@ -172,7 +172,7 @@ def _lines(file: IO[bytes], source: Input, form: Form, start: Position) -> Itera
                         f"Line {number + 1} of {source.path} must be an object with a text, but {error}.",
                         f'Write {{"{form.field}": TEXT}} on each line, or set --field.',
                     ) from None
-                pieces.append(Piece(text, form.holds_out(source.number, number)))
+                pieces.append(DocumentPiece(text, form.holds_out(source.number, number)))
         yield Chunk([piece for piece in pieces if piece.text], end)
         start = end
 
@@ -236,7 +236,7 @@ def _rows(file: IO[bytes], source: Input, form: Form, start: Position) -> Iterat
                     if not isinstance(text, str | None):
                         raise ValueError(f"{form.field!a} has {type(text).__name__}")
                     if text:
-                        pieces.append(Piece(text, form.holds_out(source.number, number)))
+                        pieces.append(DocumentPiece(text, form.holds_out(source.number, number)))
                         size += len(text)
                     if size >= CHUNK or number + 1 == first:
                         done = source.nbytes * (number + 1) // total

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, cast
 import numpy as np
 
 from mpitrain.data.meta import Counts
-from mpitrain.data.prepare.documents import Chunk, Piece
+from mpitrain.data.prepare.documents import Chunk, DocumentPiece
 from mpitrain.data.tokenizer import Tokenizer, open_tokenizer
 from mpitrain.errors import DataError
 
@@ -44,7 +44,7 @@ Result = tuple[Encoded, Encoded]
 class Encoder(Protocol):
     """A process or rank that encodes one chunk at a time."""
 
-    def send(self, pieces: list[Piece]) -> None:
+    def send(self, pieces: list[DocumentPiece]) -> None:
         """Send the pieces of a chunk, after the result of the previous chunk is received."""
 
     def receive(self) -> Result:
@@ -75,7 +75,7 @@ def encoded(found: Iterable[Chunk], encoders: Sequence[Encoder]) -> Iterator[tup
             yield last, encoders[at % len(encoders)].receive()
 
 
-def encoded_pieces(encoding: Encoding, tokenizer: Tokenizer, pieces: list[Piece]) -> Result:
+def encoded_pieces(encoding: Encoding, tokenizer: Tokenizer, pieces: list[DocumentPiece]) -> Result:
     """Return the tokens of the pieces of a chunk."""
     train, held_out = (
         _encoded(encoding, tokenizer, [piece for piece in pieces if piece.held_out is wanted])
@@ -84,7 +84,7 @@ def encoded_pieces(encoding: Encoding, tokenizer: Tokenizer, pieces: list[Piece]
     return train, held_out
 
 
-def _encoded(encoding: Encoding, tokenizer: Tokenizer, pieces: list[Piece]) -> Encoded:
+def _encoded(encoding: Encoding, tokenizer: Tokenizer, pieces: list[DocumentPiece]) -> Encoded:
     end = np.array([encoding.separator] if encoding.separator >= 0 else [], encoding.dtype)
     arrays, nbytes = [np.empty(0, encoding.dtype)], 0
     for piece in pieces:
@@ -103,9 +103,9 @@ class LocalEncoder(Encoder):
     def __init__(self, encoding: Encoding):
         self._encoding = encoding
         self._tokenizer = open_tokenizer(encoding.data, "the tokenizer")
-        self._pieces: list[Piece] = []
+        self._pieces: list[DocumentPiece] = []
 
-    def send(self, pieces: list[Piece]) -> None:
+    def send(self, pieces: list[DocumentPiece]) -> None:
         self._pieces = pieces
 
     def receive(self) -> Result:
@@ -121,7 +121,7 @@ class ProcessEncoder(Encoder):
         context.Process(target=_serve, args=(theirs, encoding), daemon=True).start()
         theirs.close()
 
-    def send(self, pieces: list[Piece]) -> None:
+    def send(self, pieces: list[DocumentPiece]) -> None:
         with suppress(BrokenPipeError):  # `receive` says so.
             self._link.send(pieces)
 

@@ -88,7 +88,7 @@ class SharedAccess(NamedTuple):
     least: int
 
 
-class Traffic(NamedTuple):
+class LaunchTraffic(NamedTuple):
     """The bytes that the threads of one launch read and wrote in global memory, by array.
 
     accesses  number of loads and stores, of at most 16 bytes each, by array
@@ -127,7 +127,7 @@ class Simulator:
         seed: int = 0,
         capability: int = 80,
         cache: Path | None = None,
-        traffic: list[Traffic] | None = None,
+        traffic: list[LaunchTraffic] | None = None,
     ):
         self.checked, self.order, self.seed, self.capability, self.traffic = (
             checked,
@@ -206,7 +206,7 @@ class Simulator:
                 names = [buffer.name.decode().strip("`") for buffer in buffers]
                 moved = list(zip(names, counted, strict=False))
                 self.traffic.append(
-                    Traffic(
+                    LaunchTraffic(
                         signature.name,
                         {name: buffer.bytes_read for name, buffer in moved},
                         {name: buffer.bytes_written for name, buffer in moved},

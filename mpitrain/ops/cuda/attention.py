@@ -15,11 +15,11 @@ from mpitrain.kernels.loader import Kernels, Macros
 from mpitrain.machine.backend import address
 from mpitrain.ops.cuda.elements import KINDS, c_type, element, index, sum_type
 from mpitrain.ops.cuda.grids import ROWS, most_shared, row_blocks
-from mpitrain.ops.cuda.steps import Numbers
+from mpitrain.ops.cuda.steps import LaunchNumbers
 from mpitrain.ops.random_bits import scale, threshold
 
 
-class Way(NamedTuple):
+class AttentionKernels(NamedTuple):
     """The kernels for a shape, and their launch parameters.
 
     prefix   of the kernels' names
@@ -49,7 +49,7 @@ def attention(kernels: Kernels, qkv, heads, arena, starts=None):
 
 def attention_dropout(
     kernels: Kernels,
-    numbers: Numbers,
+    numbers: LaunchNumbers,
     qkv,
     heads,
     key,
@@ -140,7 +140,7 @@ def choose(
     is_chunked: bool,
     drops: bool = False,
     has_documents: bool = False,
-) -> Way:
+) -> AttentionKernels:
     """Return the kernels for these arrays on this device, chosen once per shape.
 
     is_chunked     whether elements have 16 bits and all rows that are read begin at multiples of 16
@@ -158,7 +158,7 @@ def choose(
 
 def _choose(
     kernels: Kernels, qkv: Any, heads: int, is_chunked: bool, drops: bool, has_documents: bool
-) -> Way:
+) -> AttentionKernels:
     _, length, width = _shape(qkv)
     head, capability = width // heads, kernels.engine.capability
     limit, common = most_shared(kernels), {**element(qkv), "HEAD": head}
@@ -181,7 +181,7 @@ def _choose(
         macros = tuple(
             kernels.macros(**common, STEP=step, CHUNKED=int(is_chunked)) for step in steps
         )
-        return Way(
+        return AttentionKernels(
             "attention_tensor",
             128,
             128 if head <= 64 else 256,
@@ -193,7 +193,7 @@ def _choose(
     for tile in (64, 32) if length > 32 else (32,):
         shared = tile * (2 * pitch + tile + 4) * size, tile * (4 * pitch + tile + 4) * size
         if shared[1] <= limit:
-            return Way(
+            return AttentionKernels(
                 "attention_dropout" if drops else "attention",
                 tile,
                 tile * tile // 16,
@@ -225,7 +225,7 @@ def _shape(qkv: Any) -> tuple[int, int, int]:
 
 def _launch(
     kernels: Kernels,
-    way: Way,
+    way: AttentionKernels,
     half: str,
     scale: float,
     qkv: Any,

@@ -13,7 +13,7 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda.elements import KINDS
 from mpitrain.ops.cuda.grids import MOST_BLOCKS, POINTWISE, ROWS, blocks, row_blocks
 from mpitrain.ops.cuda.product import ACTIVATIONS
-from mpitrain.ops.cuda.steps import Numbers
+from mpitrain.ops.cuda.steps import LaunchNumbers
 from mpitrain.ops.cuda.sums import add_parts, sum_rows
 from mpitrain.ops.random_bits import LANES, scale, threshold
 
@@ -215,7 +215,7 @@ def dequantize(kernels: Kernels, q, scale, out, arena):
 
 def dropout(
     kernels: Kernels,
-    numbers: Numbers,
+    numbers: LaunchNumbers,
     x,
     key,
     step,

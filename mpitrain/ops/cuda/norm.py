@@ -21,7 +21,7 @@ A longer row is read from memory again.
 """
 
 
-class Forward(dict):
+class ForwardKinds(dict):
     """A cache {(dtype, width of a row): `Kind` of the forward}."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Forward(dict):
         return kind
 
 
-FORWARD = Forward()
+FORWARD = ForwardKinds()
 
 
 def layer_norm(kernels: Kernels, x, gain, bias, epsilon, arena):

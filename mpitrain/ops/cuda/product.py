@@ -11,14 +11,14 @@ from mpitrain.kernels.loader import Kernels, Macros
 from mpitrain.machine.backend import address
 from mpitrain.ops.cuda.elements import KINDS, c_type, element, in_chunks, sum_type
 from mpitrain.ops.cuda.sums import sum_rows
-from mpitrain.ops.cuda.tiles import DEFAULT, Table, Tiling, count
+from mpitrain.ops.cuda.tiles import DEFAULT, MeasuredTiles, Tiling, count
 
 ACTIVATIONS = {None: 0, "gelu": 1, "relu": 2, "gelu backward": -1}
 STRIDED, STRIDED_COMBINE = "A B C residual saved", "C residual saved"
 COMBINE = (256,)  # threads of gemm_combine
 
 
-class Plan(NamedTuple):
+class ProductLaunch(NamedTuple):
     """The launch of a product: everything that follows from shapes and types.
 
     It is computed once per shape, because the computation costs as much as the launch.
@@ -59,7 +59,7 @@ def gemm(
     saved: Any = None,
     activation: str | None = None,
     row_sums: Any = None,
-    table: Table = DEFAULT,
+    table: MeasuredTiles = DEFAULT,
     tiling: Tiling | None = None,
 ) -> None:
     """Compute c = activation(alpha op(a) op(b) + beta c + bias) + residual.
@@ -145,9 +145,9 @@ def _plan(
     transposed_b: bool,
     row_sums: Any,
     reads_c: bool,
-    table: Table,
+    table: MeasuredTiles,
     tiling: Tiling | None,
-) -> Plan:
+) -> ProductLaunch:
     """Return the launch for these shapes and types; KernelError if the shapes do not fit."""
     m, n, k = _check(a, b, c, transposed_a, transposed_b)
     batches = c.shape[0] if c.ndim == 3 else 1
@@ -166,7 +166,7 @@ def _plan(
         TRANSPOSED_A=int(transposed_a),
         TRANSPOSED_B=int(transposed_b),
     )
-    return Plan(
+    return ProductLaunch(
         (m, n, k),
         (*_steps(a), *_steps(b), *_steps(c)),
         tile.kernel,

@@ -19,10 +19,10 @@ from mpitrain.ops.runs import GroupRun
 
 MIRRORED = ByDtypes(lambda p, mirror: element(p) | {"Mirror": c_type(mirror)})
 TAKE_RUNS = frozenset(("sgd", "momentum", "nesterov", "lion", "adam", "adamw"))
-"""The steps of this module that accept `Runs` as their argument weight_decay."""
+"""The steps of this module that accept `GroupRuns` as their argument weight_decay."""
 
 
-class Runs(NamedTuple):
+class GroupRuns(NamedTuple):
     """The parameter groups of R runs of a flat buffer, as an argument of kernels.
 
     table   (1 + 2 R,) int64: R, the start of each run, the group of each run; None: one group
@@ -33,7 +33,7 @@ class Runs(NamedTuple):
     groups: tuple[tuple[float, float], ...]
 
 
-class Numbers:
+class LaunchNumbers:
     """A cache of small arrays with the numbers of a launch, in the memory of a backend.
 
     Each user has one array per dtype of sums. It is written again only if its numbers change. This
@@ -69,10 +69,10 @@ class Numbers:
     ) -> tuple[Any, Any]:
         """Return two arguments of an element-wise step: `Runs.table`, and its numbers.
 
-        weight_decay  a number, or `Runs`, whose factors multiply lr
+        weight_decay  a number, or `GroupRuns`, whose factors multiply lr
         """
         both = corrections or (1, 1)
-        if isinstance(weight_decay, Runs):
+        if isinstance(weight_decay, GroupRuns):
             table, groups = weight_decay
             rates = [each for factor, decay in groups for each in (lr * factor, decay)]
             values = scale, *both, *rates
@@ -82,14 +82,14 @@ class Numbers:
         found = self._arrays.get(key)
         return table, found[0] if found and found[1] == values else self._write(key, values)
 
-    def runs(self, runs: Sequence[GroupRun]) -> Runs:
+    def runs(self, runs: Sequence[GroupRun]) -> GroupRuns:
         """Copy the starts and groups of ascending runs to the memory of the backend."""
         of_run = [(run.lr, run.weight_decay) for run in runs]
         groups = {rates: index for index, rates in enumerate(dict.fromkeys(of_run))}
         starts = [run.start - runs[0].start for run in runs]
         table = [len(runs), *starts, *(groups[rates] for rates in of_run)]
         is_one = len(groups) == 1
-        return Runs(
+        return GroupRuns(
             None if is_one else self._backend.from_host(np.array(table, np.int64)), tuple(groups)
         )
 
@@ -128,20 +128,42 @@ def _step(kernels: Kernels, name: str, p, arrays, mirror, rates, *constants) -> 
     )
 
 
-def sgd(kernels: Kernels, numbers: Numbers, p, g, scale, lr, weight_decay, arena, mirror=None):
+def sgd(
+    kernels: Kernels, numbers: LaunchNumbers, p, g, scale, lr, weight_decay, arena, mirror=None
+):
     """Step p in place: p -= lr (scale g + weight_decay p)."""
     _step(kernels, "sgd", p, (g,), mirror, numbers.rates(p, lr, weight_decay, scale))
 
 
 def momentum(
-    kernels: Kernels, numbers: Numbers, p, g, m, scale, lr, beta, weight_decay, arena, mirror=None
+    kernels: Kernels,
+    numbers: LaunchNumbers,
+    p,
+    g,
+    m,
+    scale,
+    lr,
+    beta,
+    weight_decay,
+    arena,
+    mirror=None,
 ):
     """Step p and m in place: m = beta m + scale g + weight_decay p, p -= lr m."""
     _step(kernels, "momentum", p, (g, m), mirror, numbers.rates(p, lr, weight_decay, scale), beta)
 
 
 def nesterov(
-    kernels: Kernels, numbers: Numbers, p, g, m, scale, lr, beta, weight_decay, arena, mirror=None
+    kernels: Kernels,
+    numbers: LaunchNumbers,
+    p,
+    g,
+    m,
+    scale,
+    lr,
+    beta,
+    weight_decay,
+    arena,
+    mirror=None,
 ):
     """Step p and m in place, with Nesterov momentum."""
     _step(kernels, "nesterov", p, (g, m), mirror, numbers.rates(p, lr, weight_decay, scale), beta)
@@ -149,7 +171,7 @@ def nesterov(
 
 def lion(
     kernels: Kernels,
-    numbers: Numbers,
+    numbers: LaunchNumbers,
     p,
     g,
     m,
@@ -168,7 +190,7 @@ def lion(
 
 def adam(
     kernels: Kernels,
-    numbers: Numbers,
+    numbers: LaunchNumbers,
     p,
     g,
     m,
@@ -190,7 +212,7 @@ def adam(
 
 def adamw(
     kernels: Kernels,
-    numbers: Numbers,
+    numbers: LaunchNumbers,
     p,
     g,
     m,
@@ -215,7 +237,7 @@ def adamw(
 
 def adamw8bit(
     kernels: Kernels,
-    numbers: Numbers,
+    numbers: LaunchNumbers,
     p,
     g,
     m,

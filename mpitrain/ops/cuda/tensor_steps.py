@@ -4,7 +4,7 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda.elements import KINDS, ByDtypes, c_type, element
 from mpitrain.ops.cuda.grids import MOST_BLOCKS, POINTWISE, blocks, parts
 from mpitrain.ops.cuda.linear import Multiply
-from mpitrain.ops.cuda.steps import MIRRORED, Numbers, gradient_facts
+from mpitrain.ops.cuda.steps import MIRRORED, LaunchNumbers, gradient_facts
 from mpitrain.ops.reference.tensor_steps import LEAST_NORM, NEWTON_SCHULZ
 
 SUMMED = ByDtypes(lambda x, sums: element(x) | {"Result": c_type(sums)})
@@ -31,7 +31,7 @@ def add_squares(kernels: Kernels, x, squares, arena):
 
 def lamb_moments(
     kernels: Kernels,
-    numbers: Numbers,
+    numbers: LaunchNumbers,
     p,
     g,
     m,
@@ -63,7 +63,7 @@ def lamb_moments(
 
 def lamb(
     kernels: Kernels,
-    numbers: Numbers,
+    numbers: LaunchNumbers,
     p,
     m,
     v,
@@ -100,7 +100,7 @@ def lamb(
 
 def adafactor_squares(
     kernels: Kernels,
-    numbers: Numbers,
+    numbers: LaunchNumbers,
     g,
     rows,
     columns,
@@ -142,7 +142,7 @@ def adafactor_squares(
 
 def adafactor_variances(
     kernels: Kernels,
-    numbers: Numbers,
+    numbers: LaunchNumbers,
     row,
     column,
     row_squares,
@@ -172,7 +172,7 @@ def adafactor_variances(
 
 def adafactor_update(
     kernels: Kernels,
-    numbers: Numbers,
+    numbers: LaunchNumbers,
     g,
     rows,
     columns,
@@ -210,7 +210,7 @@ def adafactor_update(
 
 def adafactor(
     kernels: Kernels,
-    numbers: Numbers,
+    numbers: LaunchNumbers,
     p,
     g,
     rows,
@@ -255,7 +255,7 @@ def adafactor(
     )
 
 
-def muon_momentum(kernels: Kernels, numbers: Numbers, g, m, out, scale, momentum, arena):
+def muon_momentum(kernels: Kernels, numbers: LaunchNumbers, g, m, out, scale, momentum, arena):
     """Step m in place, and write Nesterov's momentum to out."""
     macros = KINDS[g.dtype].macros
     kernels.launch(
@@ -296,7 +296,7 @@ def newton_schulz(kernels: Kernels, multiply: Multiply, x, steps, arena):
 
 
 def muon(
-    kernels: Kernels, numbers: Numbers, p, update, lr, ratio, weight_decay, arena, mirror=None
+    kernels: Kernels, numbers: LaunchNumbers, p, update, lr, ratio, weight_decay, arena, mirror=None
 ):
     """Step p in place: p = (1 - lr weight_decay) p - lr ratio update."""
     macros = KINDS[p.dtype].macros if mirror is None else MIRRORED[p.dtype, mirror.dtype]

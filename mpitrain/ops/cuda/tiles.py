@@ -192,7 +192,7 @@ class Tiling(NamedTuple):
     splits: int
 
 
-class Measured(NamedTuple):
+class FastestTile(NamedTuple):
     """The tiling that was fastest for a shape.
 
     elements  dtype of the operands
@@ -214,14 +214,14 @@ class Measured(NamedTuple):
         )
 
 
-class Table:
+class MeasuredTiles:
     """A choice of tilings by measurement, otherwise by `cost`.
 
     It takes the tiling of the nearest measured shape, if every dim differs at most by the factor
     NEAR.
     """
 
-    def __init__(self, measured: Iterable[Measured] = ()):
+    def __init__(self, measured: Iterable[FastestTile] = ()):
         self.measured = tuple(measured)
         # The choice is cached: a search in every product would cost as much as the launch.
         self._chosen: dict[tuple, Tiling] = {}
@@ -270,7 +270,7 @@ class Table:
         return usual(tuple(tile for tile in tiles if tile not in ONLY_MEASURED), *shape, engine)
 
 
-DEFAULT = Table()
+DEFAULT = MeasuredTiles()
 
 
 def count(extent: int, size: int) -> int:
@@ -339,7 +339,7 @@ def worth_measuring(a: Any, m: int, n: int, k: int, engine: Engine) -> list[Tili
     return tilings
 
 
-class _Line(BaseModel):
+class _TileLine(BaseModel):
     """The entry of one shape in a file; it calls a tiling a plan."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -353,19 +353,19 @@ class _Line(BaseModel):
     plan: tuple[list[int], Annotated[int, Field(ge=1, le=MOST_SPLITS)]]
 
 
-class _File(BaseModel):
+class _TilesFile(BaseModel):
     """A table of tiles as text."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     device: str = ""
-    measured: list[_Line]
+    measured: list[_TileLine]
 
 
-def read_tiles(path: Path) -> Table:
+def read_tiles(path: Path) -> MeasuredTiles:
     """Return the table in a file of `write_tiles`; ConfigError if it is none."""
     try:
-        return Table(map(_entry, validated(_File, contents(path)).measured))
+        return MeasuredTiles(map(_entry, validated(_TilesFile, contents(path)).measured))
     except OSError as error:
         raise ConfigError(
             f"The table of tiles {path} cannot be read: {error.strerror}.",
@@ -377,14 +377,14 @@ def read_tiles(path: Path) -> Table:
         ) from None
 
 
-def write_tiles(path: Path, device: str, measured: Iterable[Measured]) -> None:
+def write_tiles(path: Path, device: str, measured: Iterable[FastestTile]) -> None:
     """Write the file as a whole.
 
     device  the name of the measured device, for human readers
     """
     listed = [
         {
-            **dict(zip(Measured._fields, entry[:5], strict=False)),
+            **dict(zip(FastestTile._fields, entry[:5], strict=False)),
             "plan": entry.tiling,
             "kernel": entry.tiling.tile.kernel,
         }
@@ -393,13 +393,13 @@ def write_tiles(path: Path, device: str, measured: Iterable[Measured]) -> None:
     write_whole(path, json.dumps({"device": device, "measured": listed}, indent=1) + "\n")
 
 
-def _entry(line: _Line) -> Measured:
-    """Return a line of the file as `Measured`; ValueError for a tile that no kernel has."""
+def _entry(line: _TileLine) -> FastestTile:
+    """Return a line of the file as `FastestTile`; ValueError for a tile that no kernel has."""
     wanted, splits = line.plan
     tiles: list[Tile | TensorTile] = [*TILES, *TENSOR_TILES, *two_stages()]
     for tile in tiles:
         if [*tile] == wanted and tile.kernel == line.kernel:
-            return Measured(
+            return FastestTile(
                 line.elements, line.stored, line.m, line.n, line.k, Tiling(tile, splits)
             )
     raise ValueError(f"no kernel takes {wanted} of {line.kernel}")

@@ -17,11 +17,11 @@ import numpy as np
 
 from mpitrain.ops.host.attention_tiled_backward import backward, visible
 from mpitrain.ops.host.attention_whole import SAFE, causal_mask, hide, split_heads
-from mpitrain.ops.host.blocks import Tile, constant, rounds, take_columns, tile_for
+from mpitrain.ops.host.blocks import TileLimits, constant, rounds, take_columns, tile_for
 from mpitrain.ops.random_bits import AttentionMask
 
 
-class Saved(NamedTuple):
+class TiledState(NamedTuple):
     """The state for the backward: one number per row instead of a row of weights.
 
     qkv: (B, T, 3C); y: (B, T, C); log_sums: (B, H, T); drop: masks of dropout, or None
@@ -31,7 +31,7 @@ class Saved(NamedTuple):
     qkv: np.ndarray
     y: np.ndarray
     log_sums: np.ndarray
-    tile: Tile
+    tile: TileLimits
     drop: AttentionMask | None
     starts: np.ndarray | None
 
@@ -40,7 +40,7 @@ class Saved(NamedTuple):
         return backward(dy, *self, arena)
 
 
-class Forward(NamedTuple):
+class ForwardTile(NamedTuple):
     """Views of one tile of the forward.
 
     q: (Q, D + 1); kt: (D + 1, K); v: (K, D); scores: (Q, K); sums: (Q,); out, part: (Q, D)
@@ -125,7 +125,7 @@ def attended(qkv, heads, drop, arena, starts=None, tile=None):
             np.divide(out, sums[:, None], out=every_y[head])
             np.log(sums, out=sums)
             np.subtract(sums, q[:, width], out=log_sums[sequence, head])
-    return y, Saved(qkv, y, log_sums, tile, drop, starts)
+    return y, TiledState(qkv, y, log_sums, tile, drop, starts)
 
 
 def _forward_tiles(q, kt, v, out, sums, tile, arena, drops):
@@ -144,7 +144,7 @@ def _forward_tiles(q, kt, v, out, sums, tile, arena, drops):
             own = scores[: count * (keys.stop - start)].reshape(count, -1)
             late = max(first, start)
             found.append(
-                Forward(
+                ForwardTile(
                     q[rows],
                     kt[:, keys],
                     v[keys],

@@ -16,7 +16,7 @@ from mpitrain.ops.host.attention_whole import causal_mask, hide, split_heads
 from mpitrain.ops.host.blocks import rounds, take_columns
 
 
-class Backward(NamedTuple):
+class BackwardTile(NamedTuple):
     """Views of one tile of the backward.
 
     q, d: (Q, D + 1); kt, vt: (D + 1, K); k: (K, D); weights, dscores: (Q, K)
@@ -133,7 +133,7 @@ def _backward_tiles(q, d, kt, vt, k, dq, dk, dv, minus_dots, tile, arena, drops)
             own = weights[:size].reshape(shape)
             late = count if start == first else 0
             found.append(
-                Backward(
+                BackwardTile(
                     q[rows],
                     d[rows],
                     q[rows, :width],

@@ -24,7 +24,7 @@ SAFE = (
 )
 
 
-class Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """A block of queries: its `rows`, the exponentials of its scores, and 1 / their row sums.
 
     exp: (B, H, Q, K); inverse: (B, H, Q, 1)
@@ -35,7 +35,7 @@ class Block(NamedTuple):
     inverse: np.ndarray
 
 
-class Saved(NamedTuple):
+class WholeState(NamedTuple):
     """The state for the backward: the packed input (B, T, 3C), and every block of queries.
 
     drop    masks of dropout, or None
@@ -44,7 +44,7 @@ class Saved(NamedTuple):
 
     qkv: np.ndarray
     heads: int
-    blocks: list[Block]
+    blocks: list[QueryBlock]
     drop: AttentionMask | None
     starts: np.ndarray | None
 
@@ -68,7 +68,9 @@ def attended(qkv, heads, drop, arena, starts=None):
     for start in range(0, length, QUERIES):
         stop = min(start + QUERIES, length)
         exp = arena.take((batch, heads, stop - start, stop), qkv.dtype)
-        blocks.append(Block(slice(start, stop), exp, arena.take((*exp.shape[:3], 1), qkv.dtype)))
+        blocks.append(
+            QueryBlock(slice(start, stop), exp, arena.take((*exp.shape[:3], 1), qkv.dtype))
+        )
     last = min(length, QUERIES)
     mask = causal_mask(last, qkv.dtype)
     ones = constant(length, 1, qkv.dtype)
@@ -91,7 +93,7 @@ def attended(qkv, heads, drop, arena, starts=None):
             # The product goes into contiguous scratch, so that only one of the two writes is
             # strided.
             np.multiply(np.matmul(exp, v[:, keys], out=scaled), inverse, out=out[:, rows])
-    return y, Saved(qkv, heads, blocks, drop, starts)
+    return y, WholeState(qkv, heads, blocks, drop, starts)
 
 
 def _within(starts, rows, *arrays):

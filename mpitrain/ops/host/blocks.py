@@ -17,7 +17,7 @@ UNPACKED = 1_000_000
 GAP = 16
 
 
-class Tile(NamedTuple):
+class TileLimits(NamedTuple):
     """The largest sizes of a tile of attention; `long` is at least `short`.
 
     short  queries of the forward, keys of the backward: their results are sums over tiles
@@ -28,9 +28,9 @@ class Tile(NamedTuple):
     long: int
 
 
-def tile_for(width: int) -> Tile:
+def tile_for(width: int) -> TileLimits:
     """Return the tile with the fastest products, for heads of this width."""
-    return Tile(64, min(512, max(64, UNPACKED // (64 * (width + 1)) // 32 * 32)))
+    return TileLimits(64, min(512, max(64, UNPACKED // (64 * (width + 1)) // 32 * 32)))
 
 
 def take_columns(count, rows, columns, dtype, arena):

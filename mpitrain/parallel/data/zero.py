@@ -187,7 +187,7 @@ def beside_gathers(
     return reducer
 
 
-class Stage(NamedTuple):
+class ZeroStage(NamedTuple):
     """A stage of ZeRO, as components of a replication mode.
 
     buckets  (context) -> the buckets of the flat buffer, in the order of their reduction
@@ -200,19 +200,19 @@ class Stage(NamedTuple):
 
 
 STAGES = {
-    1: Stage(
+    1: ZeroStage(
         common_buckets,
         GatheredAfterUpdate,
         scattered_once,
         AgreeAndUpdate,
     ),
-    2: Stage(
+    2: ZeroStage(
         lambda replica: common_buckets(replica, [chunk.start for chunk in replica.chunks]),
         GatheredAfterUpdate,
         scattered_each_micro_batch,
         AgreeAndUpdate,
     ),
-    3: Stage(
+    3: ZeroStage(
         lambda replica: replica.storage.buckets(0),  # each bucket is a unit
         GatheredOnUse,
         beside_gathers,
@@ -222,7 +222,7 @@ STAGES = {
 """The stages of ZeRO by replication.zero."""
 
 
-def zero(stage: Stage, replica: ReplicationContext) -> Replication:
+def zero(stage: ZeroStage, replica: ReplicationContext) -> Replication:
     """Return a stage of ZeRO; collective."""
     shards = Shards(replica, stage.buckets(replica))
     store = stage.store(replica, shards)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from mpitrain.errors import CheckpointError, TrainingError
 from mpitrain.files import mend
-from mpitrain.formats.safetensors_files import MOVED, Writing, WritingTensors, Written
+from mpitrain.formats.safetensors_files import MOVED, Writing, WritingTensors, WrittenFile
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.replication.state import StateBuffer
@@ -100,7 +100,7 @@ def save(
     def attempt(part: Callable[[], Any]) -> Any:
         return on_all_ranks(transport, partial(_attempt, part, step, folder))
 
-    def closed(file: Writing) -> Written:
+    def closed(file: Writing) -> WrittenFile:
         with transport.recorder.working(PIECE):
             return file.close()
 

@@ -32,7 +32,7 @@ PartText = tuple[
 StoredText = tuple[FileName, str, str, Literal["agreed", "own", "mean", "bound"], PartText]
 
 
-class Base(BaseModel):
+class BaseRecord(BaseModel):
     """The base model of adapters, if a checkpoint has only these."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -56,7 +56,7 @@ class Structure(BaseModel):
     stored: list[StoredText]
     block: Size
     sha256: Digest
-    base: Base | None = None
+    base: BaseRecord | None = None
 
 
 def structure_of(text: bytes, largest_block: int) -> Structure:

@@ -54,7 +54,7 @@ class Shares(NamedTuple):
     pieces: list[list[HeldRegion]]
 
 
-class Source(NamedTuple):
+class Contribution(NamedTuple):
     """The elements of a tensor that one rank contributes.
 
     number  index of the `StateBuffer` on that rank
@@ -127,7 +127,7 @@ def _share_out(holders: Holders, shares: Shares, nbytes: list[int]) -> None:
         taken[rectangles] += left
 
 
-def sources(name: str, joined: Joined) -> list[Source]:
+def sources(name: str, joined: Joined) -> list[Contribution]:
     """Return the sources of a tensor: first its writer, then the following ranks for the rest.
 
     raises  TrainingError, on every rank alike, if an element is on no rank
@@ -142,7 +142,7 @@ def sources(name: str, joined: Joined) -> list[Source]:
             pieces=tuple(without(held.part.pieces, taken[held.part.rectangles]))
         )
         if missing > 0 and part.pieces:
-            found.append(Source(rank, held.number, runs(part)))
+            found.append(Contribution(rank, held.number, runs(part)))
             taken[part.rectangles] += part.pieces
             missing -= part.length
     if missing > 0:
@@ -189,7 +189,7 @@ def join(
 
 
 def _bring(
-    source: Source,
+    source: Contribution,
     here: Common,
     chunk: np.ndarray,
     joined: Joined,

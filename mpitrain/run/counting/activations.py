@@ -10,7 +10,7 @@ from mpitrain.data import Source, Unopened
 from mpitrain.errors import ConfigError, MpitrainError
 from mpitrain.parallel.memory import Room
 from mpitrain.pipeline.chunks import Units
-from mpitrain.run.counting.step import Counter, Scheduled, Step
+from mpitrain.run.counting.step import Counter, Scheduled, StepCounts
 
 MOST = 512
 """The largest number of micro-batches that the check proposes."""
@@ -34,7 +34,7 @@ def check_activations(
     room: Room,
     rank: int,
     replanned: Callable[[int], Scheduled | None],
-) -> Step:
+) -> StepCounts:
     """Return this rank's counted step; raise ConfigError if the activations do not fit.
 
     A step that cannot be counted fits: the result names the problem.
@@ -45,7 +45,7 @@ def check_activations(
     replanned  (micro-batches) -> the job with so many, or None if they do not fit its keys
     """
 
-    def needed(found: Scheduled) -> tuple[int, Step]:
+    def needed(found: Scheduled) -> tuple[int, StepCounts]:
         return bytes_needed(found, source, units, room, rank)
 
     try:
@@ -53,7 +53,7 @@ def check_activations(
     except MpitrainError:
         raise
     except Exception as error:  # A plugin's layer may use an array in a way that needs memory.
-        return Step(problem=f"{type(error).__name__}: {error}")
+        return StepCounts(problem=f"{type(error).__name__}: {error}")
     if room.needed + activations <= room.free:
         return mine
     axes, micro_batches = job.axes, job.plan.micro_batches
@@ -88,7 +88,7 @@ def bytes_needed(
     units: Units,
     room: Room,
     rank: int,
-) -> tuple[int, Step]:
+) -> tuple[int, StepCounts]:
     """Return the bytes of activations in the memory of this rank, and its own counts.
 
     The memory is that of its host or GPU. All other ranks that share it are counted, too.
@@ -102,7 +102,7 @@ def bytes_needed(
     stages = Numbers(axes.coords(r).pp for r in room.ranks if r < workers)
     peaks = {stage: mine.peak if stage == pp else counter.step(stage).peak for stage in stages}
     total = sum(number * peaks[stage] for stage, number in stages.items())
-    return total, mine if rank < workers else Step()
+    return total, mine if rank < workers else StepCounts()
 
 
 def _fitting(

@@ -43,7 +43,7 @@ class Scheduled(NamedTuple):
     device: Device
 
 
-class Step(NamedTuple):
+class StepCounts(NamedTuple):
     """The counts of one rank's training step.
 
     peak        bytes of activations, as `Pipeline.peak_bytes`
@@ -81,7 +81,7 @@ class Counter:
             config.lora,
         )
 
-    def step(self, pp: int, dp: int = 0) -> Step:
+    def step(self, pp: int, dp: int = 0) -> StepCounts:
         """Count one training step of a pipeline stage, in the dp-th replica."""
         config, axes, plan, device = self._job
         body, chunks = self._body, self._chunks.chunks
@@ -118,7 +118,7 @@ class Counter:
         # FLOPs are proportional to rows.
         counted, flops = sum(map(len, shares)), body.count.flops - before.flops
         recomputed = body.count.recomputed - before.recomputed
-        return Step(
+        return StepCounts(
             pipe.peak_bytes, flops * len(rows) // counted, recomputed * len(rows) // counted
         )
 

@@ -15,7 +15,7 @@ from mpitrain.pipeline.schedules import plan_of
 from mpitrain.run.counting.step import SERIAL, Counter, Scheduled
 
 
-class Work(NamedTuple):
+class StepFlops(NamedTuple):
     """Floating-point operations of one step of all ranks.
 
     model     that the model needs
@@ -33,7 +33,7 @@ class Work(NamedTuple):
         return {"mfu": self.model / step_s / peak, "hfu": self.hardware / step_s / peak}
 
 
-def work_of(job: Scheduled, source: Source | Unopened, units: Units, parameters: int) -> Work:
+def work_of(job: Scheduled, source: Source | Unopened, units: Units, parameters: int) -> StepFlops:
     """Count the work of a step, which is proportional to rows: on one rank with the whole model.
 
     Models with a formula in `MODELS` use it: PaLM's for a GPT. Others count forward and backward.
@@ -46,7 +46,7 @@ def work_of(job: Scheduled, source: Source | Unopened, units: Units, parameters:
     needed: float = counted.flops - counted.recomputed
     if kind.flops:
         needed = kind.flops(job.config.model, parameters)
-    return Work(rows * needed, rows * (needed + counted.recomputed))
+    return StepFlops(rows * needed, rows * (needed + counted.recomputed))
 
 
 def _alone(job: Scheduled) -> Scheduled:

@@ -11,7 +11,7 @@ from mpitrain.data.tokenizer import Tokenizer
 from mpitrain.errors import DataError
 
 
-class Request(NamedTuple):
+class ChoiceTokens(NamedTuple):
     """The tokens of a context and of one choice.
 
     tokens  the last tokens of both, one more than the model reads
@@ -41,7 +41,7 @@ def encoded_pair(tokenizer: Tokenizer, context: str, choice: str) -> tuple[np.nd
 
 def requests_of(
     tasks: Sequence[Task], tokenizer: Tokenizer, context: int, vocabulary: int
-) -> list[Request]:
+) -> list[ChoiceTokens]:
     """Return a request for each choice of each task, in order.
 
     context     the tokens that the model reads; a longer text loses its beginning
@@ -65,11 +65,11 @@ def requests_of(
                     f"All tokens must be below {vocabulary}, the vocabulary of the model, but {where} has {tokens.max()}.",
                     "Evaluate a run with this tokenizer.",
                 )
-            found.append(Request(tokens[-context - 1 :], len(after)))
+            found.append(ChoiceTokens(tokens[-context - 1 :], len(after)))
     return found
 
 
-def batch(requests: Sequence[Request], context: int) -> tuple[np.ndarray, np.ndarray]:
+def batch(requests: Sequence[ChoiceTokens], context: int) -> tuple[np.ndarray, np.ndarray]:
     """Return inputs and targets of some requests, (rows, T) int64; only choices count.
 
     The causal mask hides the padding on the right. T is a power of two, or the whole context: few

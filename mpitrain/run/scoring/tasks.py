@@ -10,7 +10,7 @@ from mpitrain.data.tasks import Task
 from mpitrain.data.tokenizer import Tokenizer
 from mpitrain.errors import TrainingError, on_every_rank
 from mpitrain.parallel.grid import share
-from mpitrain.run.scoring.requests import Request, batch, requests_of
+from mpitrain.run.scoring.requests import ChoiceTokens, batch, requests_of
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.agreement import on_all_ranks
 
@@ -68,7 +68,7 @@ def scores(tasks: Sequence[Task], log_likelihoods: list[list[float]]) -> Scores:
     return Scores(_accuracy(plain), _accuracy(normed), log_likelihoods)
 
 
-def log_likelihoods(trainer: Trainer, requests: Sequence[Request]) -> np.ndarray:
+def log_likelihoods(trainer: Trainer, requests: Sequence[ChoiceTokens]) -> np.ndarray:
     """Return the log-likelihood of each choice, (len(requests),) float64, on all ranks; collective.
 
     Each replica computes its share of every batch. A batch has as many rows as an evaluation's.

@@ -16,7 +16,7 @@ from mpitrain.tools.bench.collectives.sweep import sweep
 from mpitrain.tools.bench.links.pairs import BETWEEN, Pair, merged
 from mpitrain.tools.bench.links.pairs import measure as measure_pairs
 from mpitrain.tools.certify.arithmetic import step_digests
-from mpitrain.tools.certify.evidence import Evidence, Facts, Finding, Speeds, Wrong
+from mpitrain.tools.certify.evidence import Evidence, Facts, ProbeFinding, Speeds, WrongCollective
 from mpitrain.tools.certify.limits import Limits
 from mpitrain.tools.certify.repeats import repeat
 from mpitrain.tools.certify.speeds import Sampler, measure, turns, with_more
@@ -55,7 +55,7 @@ def collect(
     folder: Path,
     rounds: int,
     sample: Sampler,
-    examine: Callable[[], Sequence[Finding]],
+    examine: Callable[[], Sequence[ProbeFinding]],
     absent: dict[str, str],
     own: Callable[[], Facts] = facts,
 ) -> Iterator[Evidence]:
@@ -123,7 +123,7 @@ def links(transport: Transport) -> list[Pair]:
     return [Pair(*pair) for pair in transport.gather_text(mine)[0]]
 
 
-def collectives(transport: Transport) -> tuple[int, list[Wrong]]:
+def collectives(transport: Transport) -> tuple[int, list[WrongCollective]]:
     """Run every algorithm of every collective; return their number and those with wrong elements.
 
     Collective.
@@ -136,5 +136,5 @@ def collectives(transport: Transport) -> tuple[int, list[Wrong]]:
         for row in sweep(transport, request, DEFAULT):
             checked += 1
             if row.wrong:
-                wrong.append(Wrong(operation, row.algorithm, row.wrong))
+                wrong.append(WrongCollective(operation, row.algorithm, row.wrong))
     return checked, wrong

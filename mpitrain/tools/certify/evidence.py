@@ -37,7 +37,7 @@ class Speeds(NamedTuple):
     memory: list[float]
 
 
-class Wrong(NamedTuple):
+class WrongCollective(NamedTuple):
     """A collective with wrong elements.
 
     wrong  number of wrong elements over all ranks
@@ -48,7 +48,7 @@ class Wrong(NamedTuple):
     wrong: int
 
 
-class Finding(NamedTuple):
+class ProbeFinding(NamedTuple):
     """A problem that a probe of `doctor` found.
 
     node  the affected host; "" if no single host can be named
@@ -90,8 +90,8 @@ class Evidence(NamedTuple):
     steps: Sequence[tuple[str, str]] = ()
     pairs: Sequence[Pair] = ()
     collectives: int = 0
-    wrong: Sequence[Wrong] = ()
-    findings: Sequence[Finding] = ()
+    wrong: Sequence[WrongCollective] = ()
+    findings: Sequence[ProbeFinding] = ()
     jobs: Jobs = Jobs()
     absent: dict[str, str] = {}
     awaits: str = ""

@@ -18,7 +18,7 @@ RATES = {
 """{field of `Speeds`: (name, unit, name of the unit)}."""
 
 
-class Verdict(NamedTuple):
+class NodeVerdict(NamedTuple):
     """The verdict on one node; without reasons it passes, or is not judged yet."""
 
     node: str
@@ -32,7 +32,7 @@ class Certificate(NamedTuple):
     awaits  the measurement without which no node passes; "" after all of them
     """
 
-    nodes: list[Verdict]
+    nodes: list[NodeVerdict]
     others: list[str]
     awaits: str = ""
 
@@ -62,8 +62,8 @@ def judge(evidence: Evidence, limits: Limits) -> Certificate:
         if node not in reasons and node not in evidence.absent:
             reasons[node] = ["it is expected, but has no rank"]
     return Certificate(
-        [Verdict(node, found) for node, found in reasons.items()]
-        + [Verdict(node, [reason]) for node, reason in evidence.absent.items()],
+        [NodeVerdict(node, found) for node, found in reasons.items()]
+        + [NodeVerdict(node, [reason]) for node, reason in evidence.absent.items()],
         others,
         evidence.awaits,
     )

@@ -32,7 +32,7 @@ class Probe(NamedTuple):
     is_fatal: bool = True
 
 
-class Observation(NamedTuple):
+class ProbeResult(NamedTuple):
     """The result of a probe.
 
     values    of all ranks, by rank
@@ -134,7 +134,7 @@ PROBES: dict[str, Probe] = {
 """{name: probe}, in the order of the report."""
 
 
-def examine(transport: Transport, folder: Path) -> list[Observation]:
+def examine(transport: Transport, folder: Path) -> list[ProbeResult]:
     """Run all probes; collective. Every rank gets the same observations.
 
     folder  a directory on the file system of the runs
@@ -148,7 +148,7 @@ def examine(transport: Transport, folder: Path) -> list[Observation]:
             for problem in probe.problems(values)
         ]
         found.append(
-            Observation(
+            ProbeResult(
                 name, probe.question, probe.line(values), gathered, problems, probe.is_fatal
             )
         )

@@ -85,7 +85,7 @@ def rounds(plans: Sequence[Sequence[Plan]]) -> list[list[Move]]:
     return listed
 
 
-class Message(NamedTuple):
+class ChunkMessage(NamedTuple):
     """Message of the chunks first to last - 1 between two ranks.
 
     combine  whether the target adds them to its own; otherwise they replace its own
@@ -111,7 +111,7 @@ class Collective(NamedTuple):
     hosts: tuple[str, ...]
     elements: int
     bounds: tuple[tuple[int, int], ...]
-    steps: tuple[tuple[Message, ...], ...]
+    steps: tuple[tuple[ChunkMessage, ...], ...]
 
     @property
     def ranks(self) -> int:
@@ -136,7 +136,8 @@ def collective(operation: str, algorithm: str, hosts: Sequence[str]) -> Collecti
         tuple(pairwise(cuts)),
         tuple(
             tuple(
-                Message(m.source, m.target, chunk[m.start], chunk[m.stop], m.combine) for m in moves
+                ChunkMessage(m.source, m.target, chunk[m.start], chunk[m.stop], m.combine)
+                for m in moves
             )
             for moves in steps
         ),
@@ -173,7 +174,7 @@ def complete(found: Collective) -> list[int]:
     ]
 
 
-class Meeting(NamedTuple):
+class HalvesBoundary(NamedTuple):
     """Boundary of an all-reduce's halves: the last step that adds, and the halves' names."""
 
     step: int
@@ -181,7 +182,7 @@ class Meeting(NamedTuple):
     second: str
 
 
-def meeting(found: Collective) -> Meeting | None:
+def meeting(found: Collective) -> HalvesBoundary | None:
     """Return the step after which an all-reduce only copies, or None."""
     adding = [
         number for number, messages in enumerate(found.steps, 1) if any(m.combine for m in messages)
@@ -192,9 +193,9 @@ def meeting(found: Collective) -> Meeting | None:
     held = next(each for number, each in enumerate(contents(found)) if number == adding[-1])
     owners = [rank for rank, mine in enumerate(held) if mine == whole]
     if not owners:
-        return Meeting(adding[-1], "reduce-scatter", "all-gather")
+        return HalvesBoundary(adding[-1], "reduce-scatter", "all-gather")
     if len(owners) == 1:
-        return Meeting(
+        return HalvesBoundary(
             adding[-1], f"reduce to rank {owners[0]}", f"broadcast from rank {owners[0]}"
         )
-    return Meeting(adding[-1], "sum on the active ranks", "copy to the others")
+    return HalvesBoundary(adding[-1], "sum on the active ranks", "copy to the others")

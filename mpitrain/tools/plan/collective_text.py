@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 from mpitrain.collectives.selection.own_algorithm import shown
 from mpitrain.tools.plan.collective import (
+    ChunkMessage,
     Collective,
+    HalvesBoundary,
     Held,
-    Meeting,
-    Message,
     complete,
     contents,
     meeting,
@@ -132,7 +132,7 @@ def _signs(found: Collective) -> list[tuple[str, str]]:
     return signs
 
 
-def _chunks(found: Collective, message: Message) -> str:
+def _chunks(found: Collective, message: ChunkMessage) -> str:
     """Return the chunks of a message as text: 2, 0-3, or all."""
     if message.last - message.first == len(found.bounds):
         return "all"
@@ -143,13 +143,13 @@ def _chunks(found: Collective, message: Message) -> str:
     )
 
 
-def _message(found: Collective, message: Message) -> str:
+def _message(found: Collective, message: ChunkMessage) -> str:
     """Return a message as text, such as 0>1 +2-3, without a space where a line could break."""
     sign = "+" if message.combine else "="
     return f"{message.source}>{message.target}\N{NO-BREAK SPACE}{sign}{_chunks(found, message)}"
 
 
-def _halves(met: Meeting | None, step: int) -> list[str]:
+def _halves(met: HalvesBoundary | None, step: int) -> list[str]:
     """Return a marker line if the boundary between an all-reduce's halves follows this step."""
     return (
         [f"-- the halves meet: {met.first} done, {met.second} begins --"]

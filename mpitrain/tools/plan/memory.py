@@ -9,11 +9,11 @@ from mpitrain.parallel.grid import Axes, divisor
 from mpitrain.parallel.memory import frozen_sizes, sizes
 from mpitrain.parallel.modes import mode_of, servers_of
 from mpitrain.run.build import alone
-from mpitrain.run.counting.step import Counter, Step
+from mpitrain.run.counting.step import Counter, StepCounts
 from mpitrain.run.counting.units import UnitCount
 
 
-class Stage(NamedTuple):
+class StageMemory(NamedTuple):
     """Counts of memory and FLOPs of one pipeline stage, for its ranks in replica 0.
 
     units  the count of each unit, for one micro-batch
@@ -21,7 +21,7 @@ class Stage(NamedTuple):
     """
 
     units: list[UnitCount]
-    step: Step
+    step: StepCounts
 
 
 class Counted(NamedTuple):
@@ -38,7 +38,7 @@ class Counted(NamedTuple):
     parameters: int
     state: float
     rows: int
-    stages: list[Stage]
+    stages: list[StageMemory]
 
 
 def ranks_of(config: Config) -> int:
@@ -58,7 +58,7 @@ def count(given: Config) -> Counted:
         found = frozen_sizes(found, config, source, axes, len(plan.stage_of), device)
     counter = Counter(job, source, units)
     rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)
-    stages = [Stage(counter.units(pp), counter.step(pp)) for pp in range(axes.pp)]
+    stages = [StageMemory(counter.units(pp), counter.step(pp)) for pp in range(axes.pp)]
     return Counted(config, axes, parameters, mode_of(config).memory(found), rows, stages)
 
 

@@ -13,7 +13,7 @@ from mpitrain.pipeline.memory import peak
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import SCHEDULES, STREAMS
 from mpitrain.pipeline.simulate import Cost, simulate
-from mpitrain.tools.plan.stages import FAR, Measured, Way
+from mpitrain.tools.plan.stages import FAR, MessageTime, StageMeasurement
 
 MOST = 64
 """Largest number of candidates; more are thinned out to a roughly constant ratio between them."""
@@ -101,13 +101,15 @@ def sizes(counts: Sequence[int], rows: int, fitting: int = 1) -> list[int]:
     )
 
 
-def around(measured: Sequence[Measured], rows: float) -> tuple[Measured, Measured]:
+def around(
+    measured: Sequence[StageMeasurement], rows: float
+) -> tuple[StageMeasurement, StageMeasurement]:
     """Return the two measured sizes from which micro-batches of `rows` rows are interpolated."""
     right = min(max(1, bisect_left([each.rows for each in measured], rows)), len(measured) - 1)
     return measured[max(0, right - 1)], measured[right]
 
 
-def between(measured: Sequence[Measured], rows: float) -> tuple[list[Cost], Way]:
+def between(measured: Sequence[StageMeasurement], rows: float) -> tuple[list[Cost], MessageTime]:
     """Interpolate the costs and message times of micro-batches of `rows` rows linearly."""
     low, high = around(measured, rows)
     chunk = (rows - low.rows) / (high.rows - low.rows) if high.rows > low.rows else 0.0
@@ -116,7 +118,7 @@ def between(measured: Sequence[Measured], rows: float) -> tuple[list[Cost], Way]
         return [max(0.0, a + chunk * (b - a)) for a, b in zip(one, other, strict=True)]
 
     transfer, receive = mixed(low.way[:2], high.way[:2])
-    way = Way(transfer, receive, low.way.is_eager and high.way.is_eager)
+    way = MessageTime(transfer, receive, low.way.is_eager and high.way.is_eager)
     return [Cost(*mixed(a, b)) for a, b in zip(low.costs, high.costs, strict=True)], way
 
 
@@ -125,7 +127,7 @@ def predict(
     stages: int,
     rows: int,
     counts: Sequence[int],
-    measured: Sequence[Measured],
+    measured: Sequence[StageMeasurement],
     end_s: float,
     lowest: int = 0,
 ) -> list[Predicted]:
@@ -205,7 +207,9 @@ def table(predicted: Sequence[Predicted]) -> list[str]:
     return lines
 
 
-def explanation(config: Config, stages: int, rows: int, measured: Sequence[Measured]) -> list[str]:
+def explanation(
+    config: Config, stages: int, rows: int, measured: Sequence[StageMeasurement]
+) -> list[str]:
     """Return lines that explain the optimum.
 
     They name the fixed cost of a micro-batch on the slowest stage. They also name the number of

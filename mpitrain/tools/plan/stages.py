@@ -25,7 +25,7 @@ FAR = 2.0
 """Ratio of a chunk's median pass to its fastest; above it, other work disturbed the machine."""
 
 
-class Way(NamedTuple):
+class MessageTime(NamedTuple):
     """Time of a message between two stages: arguments of `simulate`.
 
     transfer  seconds that overlap with compute on both stages
@@ -43,12 +43,12 @@ class Way(NamedTuple):
         return self.transfer + self.receive
 
 
-def slowest(ways: Iterable[tuple[float, float, bool]]) -> Way:
+def slowest(ways: Iterable[tuple[float, float, bool]]) -> MessageTime:
     """Return the slowest message, from Way objects or from the lists of `gather_text`."""
-    return max((Way(*each) for each in ways), key=lambda each: each.seconds)
+    return max((MessageTime(*each) for each in ways), key=lambda each: each.seconds)
 
 
-class Measured(NamedTuple):
+class StageMeasurement(NamedTuple):
     """Measurement of micro-batches of `rows` rows.
 
     costs   of each chunk: seconds on the slowest of its ranks, bytes on the rank with the most
@@ -58,7 +58,7 @@ class Measured(NamedTuple):
 
     rows: int
     costs: tuple[Cost, ...]
-    way: Way
+    way: MessageTime
     spread: float = 1.0
 
     @property
@@ -69,7 +69,7 @@ class Measured(NamedTuple):
 
 def measure(
     trainer: Trainer, inputs: np.ndarray, targets: np.ndarray, sizes: Sequence[int]
-) -> list[Measured]:
+) -> list[StageMeasurement]:
     """Measure micro-batches of each of these sizes, on all ranks at the same time. Collective.
 
     Each size is a step with learning rate 0. It leaves the parameters as they are, but changes the
@@ -102,7 +102,7 @@ def measure(
             for chunk in range(len(trainer.resolved.plan.stage_of))
         ]
         spread = max(spread for each, _ in told for *_, spread in each.values())
-        found.append(Measured(rows, tuple(costs), slowest(way for _, way in told), spread))
+        found.append(StageMeasurement(rows, tuple(costs), slowest(way for _, way in told), spread))
     return found
 
 
@@ -236,13 +236,13 @@ def _drawn(trainer: Trainer, shape: tuple[int, ...]) -> Any:
     return array
 
 
-def _way(trainer: Trainer, shape: tuple[int, ...]) -> Way:
+def _way(trainer: Trainer, shape: tuple[int, ...]) -> MessageTime:
     """Measure the slowest message over a boundary of this rank. Collective.
 
     shape  of the model's input
     """
     stage_of, transport = trainer.resolved.plan.stage_of, trainer.grid.pp.transport
-    found = Way(0.0, 0.0)
+    found = MessageTime(0.0, 0.0)
     for chunk, (here, there) in enumerate(pairwise(stage_of), 1):
         trainer.transport.barrier()  # Only one boundary is measured at a time.
         if here != there and transport.rank in (here, there):
@@ -253,7 +253,7 @@ def _way(trainer: Trainer, shape: tuple[int, ...]) -> Way:
     return found
 
 
-def way(transport: Transport, array: Any, here: int, there: int, slices: int) -> Way:
+def way(transport: Transport, array: Any, here: int, there: int, slices: int) -> MessageTime:
     """Measure the time of an array's message from one rank to another; both ranks call this.
 
     The receiver posts its receive and then sleeps, in slices. Between slices it polls, as layers
@@ -286,9 +286,9 @@ def way(transport: Transport, array: Any, here: int, there: int, slices: int) ->
             transport.send(ready, peer)
             own.append(_slept(request, pause, slices))
     if not own:
-        return Way(0.0, 0.0)
+        return MessageTime(0.0, 0.0)
     receive = max(0.0, median(own[1:]))
-    return Way(max(0.0, min(hops) - receive), receive, is_eager)
+    return MessageTime(max(0.0, min(hops) - receive), receive, is_eager)
 
 
 def _is_eager(transport: Transport, array: Any, here: int, peer: int) -> bool:

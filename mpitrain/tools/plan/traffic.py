@@ -37,7 +37,7 @@ class Totals(NamedTuple):
     busiest: int | Fraction
 
 
-class Numbers(NamedTuple):
+class FormulaLetters(NamedTuple):
     """Values of the letters in the formulas; power is n'."""
 
     n: int
@@ -57,17 +57,17 @@ class Numbers(NamedTuple):
         return self.n - self.power
 
 
-class Formula(NamedTuple):
+class PublishedTotals(NamedTuple):
     """Published totals as text, and as a function of Numbers."""
 
     steps: str
     messages: str
     all_ranks: str
     busiest: str
-    value: Callable[[Numbers], tuple[int | Fraction, ...]]
+    value: Callable[[FormulaLetters], tuple[int | Fraction, ...]]
 
 
-_HALF = Formula(
+_HALF = PublishedTotals(
     "n - 1",
     "n (n - 1)",
     "(n - 1) S",
@@ -76,14 +76,14 @@ _HALF = Formula(
 )
 
 FORMULAS = {
-    ("allreduce", "ring"): Formula(
+    ("allreduce", "ring"): PublishedTotals(
         "2 (n - 1)",
         "2 n (n - 1)",
         "2 (n - 1) S",
         "2 (n - 1)/n S",
         lambda x: (2 * (x.n - 1), 2 * x.n * (x.n - 1), 2 * (x.n - 1), Fraction(2 * (x.n - 1), x.n)),
     ),
-    ("allreduce", "halving-doubling"): Formula(
+    ("allreduce", "halving-doubling"): PublishedTotals(
         "2 lg n', + 2 if r > 0",
         "2 n' lg n' + 2 r",
         "2 (n - 1) S",
@@ -95,7 +95,7 @@ FORMULAS = {
             Fraction(2 * (x.power - 1), x.power) + (x.r > 0),
         ),
     ),
-    ("allreduce", "recursive-doubling"): Formula(
+    ("allreduce", "recursive-doubling"): PublishedTotals(
         "lg n', + 2 if r > 0",
         "n' lg n' + 2 r",
         "(n' lg n' + 2 r) S",
@@ -107,7 +107,7 @@ FORMULAS = {
             x.lg + (x.r > 0),
         ),
     ),
-    ("allreduce", "tree"): Formula(
+    ("allreduce", "tree"): PublishedTotals(
         "2 ceil(lg n)",
         "2 (n - 1)",
         "2 (n - 1) S",
@@ -119,14 +119,14 @@ FORMULAS = {
             (x.n - 1).bit_length(),
         ),
     ),
-    ("allreduce", "star"): Formula(
+    ("allreduce", "star"): PublishedTotals(
         "2",
         "2 (n - 1)",
         "2 (n - 1) S",
         "(n - 1) S",
         lambda x: (2 * (x.n > 1), 2 * (x.n - 1), 2 * (x.n - 1), x.n - 1),
     ),
-    ("allreduce", "hierarchical"): Formula(
+    ("allreduce", "hierarchical"): PublishedTotals(
         "2 (h - 1), + 2 if g > 1",
         "2 k (n - h) + 2 k h (h - 1)",
         "2 (n - 1) S",
@@ -149,10 +149,12 @@ Uneven chunks change the total of the busiest rank by less than one chunk.
 """
 
 
-def numbers(hosts: Sequence[str]) -> Numbers:
+def numbers(hosts: Sequence[str]) -> FormulaLetters:
     """Return the value of each letter in the formulas, for ranks on these hosts."""
     ranks = Counter(hosts).values()
-    return Numbers(len(hosts), 1 << len(hosts).bit_length() - 1, len(ranks), min(ranks), max(ranks))
+    return FormulaLetters(
+        len(hosts), 1 << len(hosts).bit_length() - 1, len(ranks), min(ranks), max(ranks)
+    )
 
 
 def sent_by(found: Collective) -> list[Fraction]:

@@ -18,7 +18,7 @@ STYLE = (
 )
 
 
-class Section(NamedTuple):
+class PageSection(NamedTuple):
     """Section of the page about one run.
 
     words     text of the report
@@ -31,7 +31,7 @@ class Section(NamedTuple):
     perfetto: Path | None = None
 
 
-def write_page(path: Path, runs: Mapping[str, Section], metrics: Path) -> None:
+def write_page(path: Path, runs: Mapping[str, PageSection], metrics: Path) -> None:
     """Write the page.
 
     runs     sections by the runs' names

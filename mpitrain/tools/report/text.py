@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.run.metrics import CLOSING
-from mpitrain.tools.report.time_breakdown import COMPUTING, SHARES, Shares
+from mpitrain.tools.report.time_breakdown import COMPUTING, SHARES, TimeShares
 from mpitrain.trace.blame.find import first_divergence
 from mpitrain.trace.blame.states import state_of
 from mpitrain.trace.blame.text import described_finding
@@ -26,7 +26,7 @@ TRIED = 10_000
 """Records that are written to measure the time of one."""
 
 
-def where_the_time_went(found: Shares, timeline: Timeline) -> Iterator[str]:
+def where_the_time_went(found: TimeShares, timeline: Timeline) -> Iterator[str]:
     """Yield lines: breakdown of time, longest-awaited rank, and rank with the longest compute."""
     steps, ranks, workers = found.steps, len(found.seconds), found.workers
     has_servers = len(workers) < ranks
@@ -116,7 +116,7 @@ def whose_traces_are_missing(timeline: Timeline) -> Iterator[str]:
         yield f"And {len(reasons) - SHOWN} more."
 
 
-def what_the_trace_cost(found: Shares, timeline: Timeline) -> str:
+def what_the_trace_cost(found: TimeShares, timeline: Timeline) -> str:
     """Return a line: records per step, seconds of one record here, and their fraction of a step."""
     steps = len(found.steps)
     written = max(len(within(trace, found.steps)) for trace in timeline.traces) / steps

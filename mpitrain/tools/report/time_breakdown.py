@@ -32,7 +32,7 @@ SHARES = (
 COMPUTING, COMMUNICATION, BUBBLE, WAITING, READING, PAUSES, BETWEEN = range(len(SHARES))
 
 
-class Shares(NamedTuple):
+class TimeShares(NamedTuple):
     """Breakdown of the time in some steps, and between them.
 
     steps      numbers of the steps, from 0
@@ -62,7 +62,7 @@ class Shares(NamedTuple):
         return int(self.waits.argmax()) if self.waits.any() else None
 
 
-def shares(timeline: Timeline) -> Shares | None:
+def shares(timeline: Timeline) -> TimeShares | None:
     """Return the breakdown of the steps that all ranks have; None without steps or without time."""
     steps, ranks = timeline.steps(), len(timeline.traces)
     if not steps:
@@ -95,7 +95,7 @@ def shares(timeline: Timeline) -> Shares | None:
         mine[BETWEEN] = stop - start - mine.sum()
     if not seconds.sum() > 0:  # The trace is damaged and has no breakdown.
         return None
-    return Shares(steps, seconds, _waited(stood), timeline.workers())
+    return TimeShares(steps, seconds, _waited(stood), timeline.workers())
 
 
 class Still(NamedTuple):

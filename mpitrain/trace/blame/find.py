@@ -7,7 +7,15 @@ does not wait, or runs in a circle.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from mpitrain.trace.blame.states import GONE, LEFT, STOPPED, Message, RankState, Wait, waited_since
+from mpitrain.trace.blame.states import (
+    GONE,
+    LEFT,
+    STOPPED,
+    OpenMessage,
+    OpenWait,
+    RankState,
+    waited_since,
+)
 from mpitrain.trace.ring_buffer import LIBRARY_CALLS
 
 MOVING, SILENT, UNKNOWN = "moving", "silent", "unknown"
@@ -30,7 +38,7 @@ class Finding(NamedTuple):
     kind: str
     culprits: Sequence[int] = ()
     waiter: int | None = None
-    message: Message | None = None
+    message: OpenMessage | None = None
     sides: Mapping[str, Sequence[int]] = {}
     absent: Sequence[int] = ()
 
@@ -79,7 +87,7 @@ def _longest_waiter(states: Sequence[RankState], culprit: int) -> int | None:
 
 def _awaited(
     state: RankState, by_rank: Mapping[int, RankState]
-) -> Iterator[tuple[int, Message | None]]:
+) -> Iterator[tuple[int, OpenMessage | None]]:
     """Yield (rank, message or None): the ranks that a rank waits for.
 
     Within a collective call these are the peers of its open receives, else of its open sends. A
@@ -105,7 +113,7 @@ def _awaited(
         yield from ((message.receiver, message) for message in sends)
 
 
-def _messages_of(wait: Wait, messages: Sequence[Message]) -> Sequence[Message]:
+def _messages_of(wait: OpenWait, messages: Sequence[OpenMessage]) -> Sequence[OpenMessage]:
     """Return the open messages that belong to a wait; a pipeline may have others under way."""
     if wait.name in LIBRARY_CALLS:
         return ()
@@ -141,11 +149,11 @@ def _is_in(other: RankState, state: RankState) -> bool:
 
 def _circles(
     silent: Sequence[RankState], by_rank: Mapping[int, RankState]
-) -> Iterator[list[tuple[RankState, Message | None]]]:
+) -> Iterator[list[tuple[RankState, OpenMessage | None]]]:
     """Yield circles of waits as (rank, its awaited message or None), the next rank follows."""
     among = {state.rank for state in silent}
     for start in sorted(silent, key=_position):
-        path: list[tuple[RankState, Message | None]] = []
+        path: list[tuple[RankState, OpenMessage | None]] = []
         at = start
         while True:
             numbers = [state.rank for state, _ in path]
@@ -169,7 +177,7 @@ def _circles(
 
 
 def _judged(
-    circle: Sequence[tuple[RankState, Message | None]], by_rank: Mapping[int, RankState]
+    circle: Sequence[tuple[RankState, OpenMessage | None]], by_rank: Mapping[int, RankState]
 ) -> Finding:
     """Return the finding of a circle of waits.
 
@@ -198,7 +206,7 @@ def _judged(
     return Finding(CIRCLE, [state.rank for state in states], waiter)
 
 
-def _of(message: Message) -> Finding:
+def _of(message: OpenMessage) -> Finding:
     """Return the finding of a missing message."""
     return Finding(MISSING, [message.sender, message.receiver], message.receiver, message)
 
@@ -229,7 +237,7 @@ def _sides(states: Sequence[RankState], by_rank: Mapping[int, RankState]) -> dic
     return sides
 
 
-def _missing(message: Message, by_rank: Mapping[int, RankState]) -> bool:
+def _missing(message: OpenMessage, by_rank: Mapping[int, RankState]) -> bool:
     """Return whether a message to receive is not under way: not started yet, or ended already."""
     sender, receiver = by_rank.get(message.sender), by_rank.get(message.receiver)
     if message.is_sent or message.ordinal == 0 or not sender or not receiver:
@@ -239,6 +247,6 @@ def _missing(message: Message, by_rank: Mapping[int, RankState]) -> bool:
     return not any(one.is_sent and one.key == message.key for one in sender.messages)
 
 
-def is_lost(message: Message, by_rank: Mapping[int, RankState]) -> bool:
+def is_lost(message: OpenMessage, by_rank: Mapping[int, RankState]) -> bool:
     """Return whether the sender believes that it has sent the message."""
     return by_rank[message.sender].started.get((message.key, True), 0) >= message.ordinal

@@ -21,7 +21,7 @@ Call = tuple[str, tuple[int, ...]]
 """The name of a collective call, and its ranks."""
 
 
-class Message(NamedTuple):
+class OpenMessage(NamedTuple):
     """An open message of a rank.
 
     name     as recorded, such as "activation"
@@ -45,7 +45,7 @@ class Message(NamedTuple):
         return self.name, self.sender, self.receiver, self.tag
 
 
-class Wait(NamedTuple):
+class OpenWait(NamedTuple):
     """An open wait of a rank.
 
     name     as recorded; that of the collective call, if `message` is None
@@ -58,7 +58,7 @@ class Wait(NamedTuple):
 
     name: str
     ranks: tuple[int, ...]
-    message: Message | None
+    message: OpenMessage | None
     since: float
     ordinal: int
     is_any: bool = False
@@ -87,8 +87,8 @@ class RankState(NamedTuple):
     step: int
     since: float
     action: str
-    wait: Wait | None
-    messages: Sequence[Message]
+    wait: OpenWait | None
+    messages: Sequence[OpenMessage]
     started: Mapping[tuple, int]
     calls: Mapping[Call, int]
     process: str = ""
@@ -131,14 +131,14 @@ def state_of(trace: Trace, process: str = "") -> RankState:
     )
 
 
-def _message(trace: Trace, record: Any, started: Counter[tuple]) -> Message:
+def _message(trace: Trace, record: Any, started: Counter[tuple]) -> OpenMessage:
     """Return a message, and count it in `started`."""
     rank, peer, is_sent = trace.facts["rank"], int(record["peer"]), record["kind"] == SEND
     sender, receiver = (rank, peer) if is_sent else (peer, rank)
     (what, ranks), tag = _call(trace, record["what"]), int(record["tag"])
     started[(what, sender, receiver, tag), is_sent] += 1
     ordinal = started[(what, sender, receiver, tag), is_sent]
-    return Message(what, int(record["micro"]), sender, receiver, tag, is_sent, ordinal, ranks)
+    return OpenMessage(what, int(record["micro"]), sender, receiver, tag, is_sent, ordinal, ranks)
 
 
 def _call(trace: Trace, what: int) -> Call:
@@ -147,7 +147,7 @@ def _call(trace: Trace, what: int) -> Call:
     return name, tuple(ranks)
 
 
-def _wait(trace: Trace, record: Any, now: np.ndarray, calls: Mapping[Call, int]) -> Wait:
+def _wait(trace: Trace, record: Any, now: np.ndarray, calls: Mapping[Call, int]) -> OpenWait:
     """Return an open wait.
 
     now    the records of the rank's newest step
@@ -164,9 +164,9 @@ def _wait(trace: Trace, record: Any, now: np.ndarray, calls: Mapping[Call, int])
                 message = found
         if message is None:  # Its record belongs to an earlier step, or has been overwritten.
             rank, peer = trace.facts["rank"], int(record["peer"])
-            message = Message(what, int(record["micro"]), peer, rank, -1, False, 0)
+            message = OpenMessage(what, int(record["micro"]), peer, rank, -1, False, 0)
     since = float(record["start"])
-    return Wait(what, ranks, message, since, calls.get((what, ranks), 0), is_any)
+    return OpenWait(what, ranks, message, since, calls.get((what, ranks), 0), is_any)
 
 
 def _action(trace: Trace, spans: np.ndarray) -> str:

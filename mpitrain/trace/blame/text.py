@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from mpitrain.trace.blame.find import CIRCLE, MISMATCH, MISSING, MOVING, SILENT, Finding, is_lost
-from mpitrain.trace.blame.states import GONE, LEFT, STOPPED, Message, RankState, waited_since
+from mpitrain.trace.blame.states import GONE, LEFT, STOPPED, OpenMessage, RankState, waited_since
 
 LISTED = 8
 """Largest number of ranks that a line names."""
@@ -102,7 +102,7 @@ def _waits(state: RankState, now: float, other: int | None = None) -> str:
     return f"{named(state)} has waited for {content}{of} for {now - wait.since:.0f} s"
 
 
-def _content(message: Message) -> str:
+def _content(message: OpenMessage) -> str:
     """Return the content of a message as text."""
     said = message.name or (f"a message of tag {message.tag}" if message.tag >= 0 else "a message")
     return said + (f" of micro-batch {message.micro}" if message.micro >= 0 else "")

@@ -7,12 +7,12 @@ import pytest
 from mpitrain.cli.bench.bandwidth import _measure as run
 from mpitrain.cli.bench.bandwidth import command
 from mpitrain.errors import ConfigError
-from mpitrain.tools.bench.collectives.columns import Table
+from mpitrain.tools.bench.collectives.columns import RowFormatter
 from mpitrain.tools.bench.links import bandwidth as measuring
 from mpitrain.tools.bench.links.bandwidth import (
     COLUMNS,
     BandwidthRequest,
-    Row,
+    BandwidthRow,
     footer,
     measure,
     partners,
@@ -99,7 +99,7 @@ def test_a_message_in_the_place_of_another_is_wrong(monkeypatch):
 
 
 def row(ways, rate, time=1.0, fastest=1.0, nbytes=64):
-    return Row(nbytes, ways, 1, 64, time, fastest, rate, 1e6 * rate, 0)
+    return BandwidthRow(nbytes, ways, 1, 64, time, fastest, rate, 1e6 * rate, 0)
 
 
 def test_what_follows_from_rows_leaves_out_those_that_are_marked():
@@ -107,7 +107,7 @@ def test_what_follows_from_rows_leaves_out_those_that_are_marked():
     assert footer(rows)[0] == "one way    at most 2.00 GB/s at 64 bytes, 2000000 messages/s"
     assert footer(rows)[2].startswith("both ways carry 1.50 times as much as one way at 64")
     assert footer(rows)[4].startswith("~ 1 of 4 rows: median above 2 times the fastest window")
-    lines = [Table(COLUMNS, 80).line(each) for each in rows]
+    lines = [RowFormatter(COLUMNS, 80).line(each) for each in rows]
     assert [" 5.00~ " in line for line in lines] == [False, False, True, False] and max(
         map(len, lines)
     ) <= 80

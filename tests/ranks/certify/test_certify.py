@@ -12,7 +12,7 @@ from mpitrain.tools.certify import collect as collecting
 from mpitrain.tools.certify import repeats
 from mpitrain.tools.certify.arithmetic import step_digests
 from mpitrain.tools.certify.collect import collect, links
-from mpitrain.tools.certify.evidence import Facts, Finding, Jobs, Speeds
+from mpitrain.tools.certify.evidence import Facts, Jobs, ProbeFinding, Speeds
 from mpitrain.tools.certify.limits import Limits
 from mpitrain.tools.certify.repeats import repeat
 from mpitrain.tools.certify.speeds import measure, sampler
@@ -40,7 +40,7 @@ def certificate(folder, rates=(1e11,) * 4, findings=()):
             folder,
             5,
             lambda: (rates[transport.rank], 1e10),
-            lambda: [Finding(*each) for each in findings],
+            lambda: [ProbeFinding(*each) for each in findings],
             {},
             lambda: fact._replace(machine=HOSTS[transport.rank]),
         )

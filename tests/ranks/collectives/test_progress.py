@@ -19,7 +19,7 @@ from mpitrain.parallel.tensor.layer_factory import layers_for
 from mpitrain.parallel.tensor.linear import ColumnParallelLinear
 from mpitrain.transport.failures.guard import MpiJob
 from mpitrain.transport.forwarding import Polled
-from mpitrain.transport.mpi_requests import Receive
+from mpitrain.transport.mpi_requests import ReceiveRequest
 from mpitrain.transport.threads import run_ranks
 from tests.processes import SECONDS, run
 
@@ -211,7 +211,7 @@ def test_a_receive_that_is_tested_calls_mpi_under_the_lock_alone():
     mpi = SimpleNamespace(Status=Status, Exception=OSError, ERR_UNKNOWN=13)
     job = MpiJob(mpi)
     transport = SimpleNamespace(own_name="rank 0", job=job, MPI=mpi)
-    receive = Receive(transport, Request(), np.zeros(3), None, "recv", 1)
+    receive = ReceiveRequest(transport, Request(), np.zeros(3), None, "recv", 1)
     assert job.requests == {receive}
     assert receive.test() and receive.source == 1 and calls == [True, True]
     assert not job.requests

@@ -17,7 +17,7 @@ from mpitrain.cli.plan.micro_batches import _plan as plan
 from mpitrain.errors import ConfigError
 from mpitrain.tools.bench.training import steps as training_steps
 from mpitrain.tools.plan import stages as measuring
-from mpitrain.tools.plan.stages import Way, way
+from mpitrain.tools.plan.stages import MessageTime, way
 from mpitrain.transport.threads import run_ranks
 
 TINY = [
@@ -69,7 +69,7 @@ def test_a_rendezvous_message_is_detected_on_the_receivers_side():
         found = run_ranks(
             2, lambda transport, length=length: way(transport, np.ones(length), 0, 1, 1)
         )
-        assert found[0] == Way(0.0, 0.0) and not found[1].is_eager and found[1].seconds >= 0
+        assert found[0] == MessageTime(0.0, 0.0) and not found[1].is_eager and found[1].seconds >= 0
 
 
 def test_what_other_work_spoilt_is_marked_and_no_count_is_named(tmp_path, capsys, monkeypatch):

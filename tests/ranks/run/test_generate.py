@@ -14,7 +14,7 @@ from mpitrain.models.gpt import gpt
 from mpitrain.run import trainer as trainer_module
 from mpitrain.run.build import build
 from mpitrain.run.decoding.sampling import Sampling
-from mpitrain.run.generate import Request, continued, texts, tokens
+from mpitrain.run.generate import PromptRequest, continued, texts, tokens
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
 from tests.generation import every_text, whole_rows, whole_windows
@@ -111,7 +111,7 @@ def test_a_document_fills_the_context_and_not_its_row():
     def write(transport):
         own = ["data.attend=document", "data.separator=7"]
         trainer = exact(transport, own)
-        request = Request(Sampling(0), 0, COUNT, cuts=False)
+        request = PromptRequest(Sampling(0), 0, COUNT, cuts=False)
         prompts = [[*range(20, 30), 7, 3], [*range(20, 30), 8, 3]]
         pieces = [*continued(trainer, None, prompts, 2, request)]
         ends = {piece.prompt: piece for piece in pieces if piece.ended}
@@ -233,7 +233,7 @@ def test_a_layer_with_its_own_forward_inherits_no_cache():
 
 @pytest.mark.parametrize("ranks, batch", [(1, 2), (1, 9), (3, 1)])
 def test_groups_of_prompts_write_what_each_writes_alone(ranks, batch):
-    request = Request(Sampling(), 7, COUNT, ["q", "\x07"])
+    request = PromptRequest(Sampling(), 7, COUNT, ["q", "\x07"])
 
     def write(transport, prompts, size, seed):
         trainer, found = exact(transport, []), {}

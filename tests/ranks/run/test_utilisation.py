@@ -14,7 +14,7 @@ from mpitrain.run import build as building
 from mpitrain.run.build import build
 from mpitrain.run.counting import gemm_peak as measuring
 from mpitrain.run.counting.gemm_peak import gemm_peak
-from mpitrain.run.counting.utilisation import Work, work_of
+from mpitrain.run.counting.utilisation import StepFlops, work_of
 from mpitrain.trace.timeline import read_timeline
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import gpu
@@ -71,7 +71,7 @@ def test_ranks_together_execute_the_work_of_one(settings):
 
 
 def test_rates_are_fractions_of_the_peak():
-    assert Work(6e9, 8e9).rates(0.5, 32e9) == {"mfu": 0.375, "hfu": 0.5}
+    assert StepFlops(6e9, 8e9).rates(0.5, 32e9) == {"mfu": 0.375, "hfu": 0.5}
 
 
 @pytest.fixture

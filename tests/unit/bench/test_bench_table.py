@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from mpitrain.tools.bench.collectives.columns import Table, figure
+from mpitrain.tools.bench.collectives.columns import RowFormatter, figure
 from mpitrain.tools.bench.collectives.plot import plot, readable
-from mpitrain.tools.bench.collectives.row import Row
+from mpitrain.tools.bench.collectives.row import CollectiveRow
 from mpitrain.tools.bench.collectives.table import columns, footer, too_slow, write_csv
 
 FACTS = {
@@ -22,14 +22,14 @@ FACTS = {
 
 
 def line(row, places, width=0):
-    return Table(columns(places), width).line(row)
+    return RowFormatter(columns(places), width).line(row)
 
 
 def row(
     algorithm, nbytes, microseconds, p99=0.0, chosen=None, error=math.nan, wrong=0, fastest=0.9
 ):
     bandwidth = nbytes / microseconds / 1e3
-    return Row(
+    return CollectiveRow(
         "allreduce",
         algorithm,
         "window",
@@ -156,7 +156,7 @@ def test_figures_have_three_significant_digits(value, text):
 
 def test_80_columns_get_the_main_columns_and_a_pipe_gets_all():
     for wires, kept in ((False, []), (True, [])):
-        table = Table(columns(["window"], wires), 80)
+        table = RowFormatter(columns(["window"], wires), 80)
         assert [column.title for column in table.columns] == [
             "bytes",
             "algorithm",
@@ -171,18 +171,20 @@ def test_80_columns_get_the_main_columns_and_a_pipe_gets_all():
             table.line(row("auto", 1 << 30, 123456.0, p99=1e6, chosen="recursive-doubling")),
         ]
         assert max(map(len, lines)) <= 80 and "count, dtype, min, algbw," in lines[0]
-    assert [column.title for column in Table(columns(["window"], True), 90).columns][-2:] == [
+    assert [column.title for column in RowFormatter(columns(["window"], True), 90).columns][
+        -2:
+    ] == [
         "error",
         "#wrong",
     ]
     assert (
-        len(Table(columns(["window"]), 0).columns)
+        len(RowFormatter(columns(["window"]), 0).columns)
         == 12
-        == len(Table(columns(["window"]), 141).columns)
+        == len(RowFormatter(columns(["window"]), 141).columns)
     )
     assert (
-        len(Table(columns(["window"]), 140).columns) == 11
-        and "left out" not in Table(columns(["window"]), 141).heading()[0]
+        len(RowFormatter(columns(["window"]), 140).columns) == 11
+        and "left out" not in RowFormatter(columns(["window"]), 141).heading()[0]
     )
 
 
@@ -209,7 +211,7 @@ def test_a_table_for_spreadsheets_has_every_field_of_every_row(tmp_path):
     write_csv(tmp_path / "rows.csv", rows)
     with (tmp_path / "rows.csv").open(newline="") as file:
         found = list(csv.DictReader(file))
-    assert [list(each) for each in found] == [list(Row._fields)] * 2
+    assert [list(each) for each in found] == [list(CollectiveRow._fields)] * 2
     assert [each["time_us"] for each in found] == ["1.5", "1.0"] and [
         each["error"] for each in found
     ] == ["", "0.25"]

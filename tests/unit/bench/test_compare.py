@@ -16,7 +16,7 @@ from mpitrain.tools.bench.comparison.built_in import JOBS
 from mpitrain.tools.bench.comparison.formulas import formula_of
 from mpitrain.tools.bench.comparison.grammar import FORMS, settings_by_mode, settings_of, usual
 from mpitrain.tools.bench.comparison.jobs import jobs
-from mpitrain.tools.bench.comparison.measure import KINDS, Row, equal_time, loss_at
+from mpitrain.tools.bench.comparison.measure import KINDS, ModeRow, equal_time, loss_at
 from mpitrain.tools.bench.comparison.table import (
     COLUMNS,
     footer,
@@ -27,13 +27,13 @@ from mpitrain.tools.bench.comparison.table import (
     plot,
     spread,
 )
-from mpitrain.tools.bench.comparison.waits import Waits
+from mpitrain.tools.bench.comparison.waits import WaitRecorder
 from mpitrain.tools.plan.memory import count
 
 
 def row(mode, **changes):
     curve = [(0.5, 2.0), (1.0, 1.7)]
-    base = Row(
+    base = ModeRow(
         mode,
         2,
         0.25,
@@ -189,7 +189,7 @@ def test_losses_are_compared_after_equal_steps_and_after_equal_time():
 
 def test_waits_within_a_wait_and_of_another_thread_do_not_count():
     times = iter([1.0, 4.0, 10.0, 11.0])
-    waits = Waits(lambda: next(times))
+    waits = WaitRecorder(lambda: next(times))
     outer, inner = waits.wait(0), waits.wait(0, 1, 2)
     with ThreadPoolExecutor(1) as pool:
         waits.go_on(pool.submit(waits.wait, 0).result())

@@ -9,12 +9,12 @@ from mpitrain.tools.bench.collectives.table import write_json
 from mpitrain.tools.bench.comparison.measure import KINDS
 from mpitrain.tools.bench.comparison.trick_rows import TRICKS
 from mpitrain.tools.bench.comparison.trick_table import as_row, checks, heading, line, summary
-from mpitrain.tools.bench.comparison.tricks import Side, Tried, names_of
+from mpitrain.tools.bench.comparison.tricks import TrickSide, Tried, names_of
 
 
 def side(blocks, nbytes=1_000_000, formula=3000.0):
     memory = [dict.fromkeys(KINDS, nbytes // 5), dict.fromkeys(KINDS, nbytes // 10)]
-    return Side(blocks, memory, [nbytes // 5, nbytes // 10], [1000.0, 3000.0], formula)
+    return TrickSide(blocks, memory, [nbytes // 5, nbytes // 10], [1000.0, 3000.0], formula)
 
 
 def tried(on, off, **more):

@@ -10,7 +10,14 @@ import pytest
 from mpitrain.errors import ConfigError
 from mpitrain.tools.bench.links.pairs import BETWEEN, Pair
 from mpitrain.tools.certify.collect import facts
-from mpitrain.tools.certify.evidence import Evidence, Facts, Finding, Jobs, Speeds, Wrong
+from mpitrain.tools.certify.evidence import (
+    Evidence,
+    Facts,
+    Jobs,
+    ProbeFinding,
+    Speeds,
+    WrongCollective,
+)
 from mpitrain.tools.certify.limits import Limits, read_limits
 from mpitrain.tools.certify.repeats import moved
 from mpitrain.tools.certify.report import document, junit, lines
@@ -158,7 +165,7 @@ def test_slow_links_of_ranks_that_share_cores_break_limits_alone(machines, bad):
 )
 def test_wrong_bytes_fail_the_node_that_most_of_these_pairs_share(wrong, bad):
     links = [pair._replace(wrong=4 * (pair[:2] in wrong)) for pair in pairs()]
-    assert failing(sound(pairs=links, wrong=[Wrong("reduce", "star", 3)])) == bad
+    assert failing(sound(pairs=links, wrong=[WrongCollective("reduce", "star", 3)])) == bad
 
 
 def test_a_slow_link_names_both_nodes():
@@ -198,8 +205,8 @@ def test_of_shared_memory_only_what_is_free_counts(monkeypatch):
     "changes, bad",
     [
         ({"absent": {"e": "silent"}}, ("e", 0)),
-        ({"findings": [Finding("b", "no locks"), Finding("", "all")]}, ("b", 1)),
-        ({"wrong": [Wrong("reduce", "star", 3)]}, ("", 1)),
+        ({"findings": [ProbeFinding("b", "no locks"), ProbeFinding("", "all")]}, ("b", 1)),
+        ({"wrong": [WrongCollective("reduce", "star", 3)]}, ("", 1)),
         ({"jobs": Jobs("1", "2", "1")}, ("", 1)),
         ({"jobs": Jobs("1", "1", "2")}, ("", 1)),
         ({"jobs": Jobs("", "", "", ["broken"])}, ("", 1)),
@@ -219,7 +226,7 @@ def test_a_moved_run_is_compared_only_where_its_ranks_have_equal_bits():
 
 
 def test_files_hold_the_verdicts():
-    evidence = sound(absent={"e": "silent <&>"}, wrong=[Wrong("reduce", "star", 3)])
+    evidence = sound(absent={"e": "silent <&>"}, wrong=[WrongCollective("reduce", "star", 3)])
     certificate = judge(evidence, Limits())
     assert len(lines(evidence, certificate)) == 7
     found = json.loads(json.dumps(document(evidence, certificate, {}), allow_nan=False))
@@ -231,7 +238,7 @@ def test_files_hold_the_verdicts():
 
 @pytest.mark.parametrize("left_out", [(), ("speeds",), ("speeds", "steps", "pairs")])
 def test_before_the_last_measurement_a_node_fails_or_is_not_judged(left_out):
-    evidence = sound(findings=[Finding("b", "no locks")], awaits="runs", jobs=Jobs())
+    evidence = sound(findings=[ProbeFinding("b", "no locks")], awaits="runs", jobs=Jobs())
     evidence = evidence._replace(**dict.fromkeys(left_out, ()))
     certificate = judge(evidence, Limits())
     assert not certificate.passes and failing(evidence) == ("b", 0)

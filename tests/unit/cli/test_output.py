@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from mpitrain.cli.launch.launcher_output import LauncherOutput, Passage
-from mpitrain.cli.launch.launcher_output import Output as OutputWords
+from mpitrain.cli.launch.launcher_output import OutputFilter as OutputWords
 from mpitrain.cli.output_checks import check_files
 from mpitrain.cli.terminal.output import Output, OutputError
 from mpitrain.errors import ConfigError

@@ -3,7 +3,7 @@
 import pytest
 
 from mpitrain.cli.terminal.screen import OUTPUT_TERMINAL, TERMINAL, output_columns
-from mpitrain.cli.terminal.table_rows import Rows
+from mpitrain.cli.terminal.table_rows import RowPrinter
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ def test_the_rest_of_the_time_is_shown_on_a_terminal_alone(
     monkeypatch.setenv(OUTPUT_TERMINAL, output)
     monkeypatch.setenv(TERMINAL, errors)
     assert output_columns() == int(output or 0)
-    rows = Rows(3)
+    rows = RowPrinter(3)
     rows.say("titles")
     rows.row("first")
     rows.row("second")

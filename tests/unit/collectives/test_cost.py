@@ -24,7 +24,7 @@ from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning, write_tu
 from mpitrain.errors import ConfigError
 from mpitrain.tools.bench.collectives.fit import check, decided, described, fit, link_seconds
 from mpitrain.tools.bench.collectives.request import sizes
-from mpitrain.tools.bench.collectives.row import Row
+from mpitrain.tools.bench.collectives.row import CollectiveRow
 
 ONE_HOST = ("a",) * 4
 FOUR_HOSTS = ("a", "b", "c", "d")
@@ -34,7 +34,7 @@ WHOLE = [name for name in ALL_REDUCE if is_whole("allreduce", name)]
 
 
 def row(algorithm, nbytes, microseconds, buffers="plain"):
-    return Row(
+    return CollectiveRow(
         "allreduce",
         algorithm,
         buffers,

@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,24 @@ def test_no_modules_import_each_other_in_a_circle():
         for name in leaves:
             del rest[name]
     assert not rest, f"these import each other, or what does: {', '.join(sorted(rest))}"
+
+
+TWO_MEANINGS = {
+    # A section of the configuration has the name of the object that it configures.
+    **dict.fromkeys(("Checkpoint", "Device", "Model", "Optimizer", "Pipeline", "Replication"), 2),
+    "Plan": 2,  # of a collective and of a pipeline: plugins import both
+    "Request": 2,  # MPI's word, and the argument of a plugin's data source
+}
+
+
+def test_a_class_name_means_one_thing():
+    classes = Counter(
+        node.name
+        for source in SOURCES
+        for node in ast.parse((PACKAGE / source).read_text()).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name: count for name, count in classes.items() if count > 1} == TWO_MEANINGS
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -22,7 +22,7 @@ from mpitrain.kernels.source import package_sources
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
 from mpitrain.ops.cuda import product
-from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, Measured, Table, Tiling
+from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, FastestTile, MeasuredTiles, Tiling
 from mpitrain.transport.threads import run_ranks
 from tests.cases.numbers import assert_close, numbers, stored, values
 from tests.fakes.cupy import ATTRIBUTES
@@ -420,7 +420,7 @@ def test_the_device_is_asked_what_it_has_room_for():
 
 def test_a_measured_tile_is_the_one_that_is_launched():
     cupy, a = RememberingCupy(), there(100, 100)
-    table = Table([Measured("float32", "NT", 128, 128, 128, Tiling(TILES[1], 1))])
+    table = MeasuredTiles([FastestTile("float32", "NT", 128, 128, 128, Tiling(TILES[1], 1))])
     multiply = partial(
         product.gemm, Kernels(CudaEngine(cupy)), Arena(), a, a, np.empty_like(a), table=table
     )

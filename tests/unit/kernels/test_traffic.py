@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mpitrain.kernels.loader import Kernels
-from mpitrain.kernels.simulator.machine import Simulator, Traffic
+from mpitrain.kernels.simulator.machine import LaunchTraffic, Simulator
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import OPERATIONS, bodies, cuda
 from mpitrain.ops.cuda import wire
@@ -17,14 +17,14 @@ from tests.cases.numbers import numbers, stored
 from tests.laws.operations import IMAGES, drawn
 
 
-def traffic(call) -> list[Traffic]:
+def traffic(call) -> list[LaunchTraffic]:
     """What the launches have moved that `call` makes through the kernels it is given."""
-    found: list[Traffic] = []
+    found: list[LaunchTraffic] = []
     call(Kernels(Simulator(checked=True, traffic=found)))
     return found
 
 
-def moved(kernel: str, call) -> Traffic:
+def moved(kernel: str, call) -> LaunchTraffic:
     """What the only launch of a kernel has moved, of those that `call` makes through the operations it is given."""
     (found,) = (
         launch
@@ -334,7 +334,7 @@ def test_each_operation_moves_the_bytes_of_its_row():
 
     # Neither numbers of a step nor the codes and scales of moments count as operands.
     private = "numbers", "maps", "m_scales", "v_scales"
-    launches: list[Traffic] = []
+    launches: list[LaunchTraffic] = []
     ops = bodies.cuda(Kernels(Simulator(checked=True, traffic=launches)))
     arguments, exact = examples(ops, sizes, draw, Arena()), set()
     for name, row in OPERATIONS.items():

@@ -13,7 +13,7 @@ from mpitrain.ops import bodies
 from mpitrain.ops.device import device_for
 from mpitrain.ops.host import attention as chosen
 from mpitrain.ops.host import attention_tiled, attention_tiled_backward, attention_whole
-from mpitrain.ops.host.blocks import Tile
+from mpitrain.ops.host.blocks import TileLimits
 from mpitrain.ops.host.rounded import rounded
 from mpitrain.ops.random_bits import AttentionMask
 from tests.laws.operations import TOLERANCE, OperationLaws
@@ -30,7 +30,7 @@ SHAPES = [
     (1, 65, 2, 5),
     (2, 131, 3, 7),
 ]  # B, T, H, D
-TILES = [Tile(1, 1), Tile(3, 5), Tile(4, 4), Tile(7, 64)]
+TILES = [TileLimits(1, 1), TileLimits(3, 5), TileLimits(4, 4), TileLimits(7, 64)]
 
 
 def drawn(seed, *shape, dtype="float64"):
@@ -63,7 +63,7 @@ def test_operations_with_each_attention_obey(law, name):
 
 @pytest.mark.parametrize(
     ("shape", "tile"),
-    [*product(SHAPES[:-1], TILES), (SHAPES[-1], Tile(7, 64)), ((1, 700, 2, 16), None)],
+    [*product(SHAPES[:-1], TILES), (SHAPES[-1], TileLimits(7, 64)), ((1, 700, 2, 16), None)],
     ids=str,
 )
 def test_tiles_of_any_size_equal_the_definition(shape, tile):
@@ -88,7 +88,7 @@ def test_scores_beyond_the_range_of_exponentials_are_shifted(dtype, sign):
     tolerance = {"float64": 1e-11, "float32": 1e-2}[dtype]  # a score has an error of 2,000 ulps
     for forward in (
         attention_whole.attention,
-        lambda *given: attention_tiled.attention(*given, tile=Tile(16, 48)),
+        lambda *given: attention_tiled.attention(*given, tile=TileLimits(16, 48)),
     ):
         assert_equals_the_definition(forward, qkv, dy, 2, tolerance)
 
@@ -97,7 +97,7 @@ def test_a_shift_changes_nothing_but_rounding(monkeypatch):
     qkv, dy, found = drawn(1, 2, 131, 3 * 14), drawn(2, 2, 131, 14), []
     for safe in (attention_tiled.SAFE, (np.inf, 0)):
         monkeypatch.setattr(attention_tiled, "SAFE", safe)
-        y, saved = attention_tiled.attention(qkv, 2, Arena(), tile=Tile(16, 48))
+        y, saved = attention_tiled.attention(qkv, 2, Arena(), tile=TileLimits(16, 48))
         found.append((y, saved.log_sums, saved.backward(dy, Arena())))
     for plain, shifted in zip(*found, strict=True):
         assert not np.array_equal(plain, shifted)
@@ -196,7 +196,7 @@ def test_kernels_compute_in_tiles_alone():
         configured("memory.attention=flash")
 
 
-@pytest.mark.parametrize("tile", [*TILES, Tile(64, 224)])
+@pytest.mark.parametrize("tile", [*TILES, TileLimits(64, 224)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_dropout_of_any_tiles_has_the_mask_of_the_definition(shape, tile):
     batch, length, heads, width = shape

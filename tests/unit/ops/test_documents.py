@@ -8,7 +8,7 @@ import pytest
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
 from mpitrain.ops.host import attention_tiled, attention_whole
-from mpitrain.ops.host.blocks import Tile
+from mpitrain.ops.host.blocks import TileLimits
 from mpitrain.ops.random_bits import AttentionMask
 from tests.cases.documents import starts_of
 
@@ -20,7 +20,7 @@ ROWS = {
     7: [[7], [1, 6], [6, 1], [1] * 7, [2, 5]],
     131: [[131], [1, 130], [64, 67], [65, 66], [3] * 42 + [5], [128, 1, 2], [31, 33, 64, 3]],
 }
-TILES = [Tile(1, 1), Tile(3, 5), Tile(4, 4), Tile(7, 64)]
+TILES = [TileLimits(1, 1), TileLimits(3, 5), TileLimits(4, 4), TileLimits(7, 64)]
 
 
 def drawn(seed, *shape):
@@ -49,7 +49,9 @@ def bodies_with(tile):
     }
 
 
-@pytest.mark.parametrize(("length", "tile"), [*product((1, 7), TILES), (131, Tile(7, 64))], ids=str)
+@pytest.mark.parametrize(
+    ("length", "tile"), [*product((1, 7), TILES), (131, TileLimits(7, 64))], ids=str
+)
 def test_each_document_of_a_row_is_that_document_alone(length, tile):
     rows = ROWS[length]
     qkv, dy = drawn(1, len(rows), length, 3 * HEADS * WIDTH), drawn(2, len(rows), length, 6)
@@ -66,7 +68,7 @@ def test_each_document_of_a_row_is_that_document_alone(length, tile):
 
 @pytest.mark.parametrize(
     ("length", "tile"),
-    [(7, TILES[0]), (7, TILES[1]), *((131, tile) for tile in (*TILES[2:], Tile(64, 224)))],
+    [(7, TILES[0]), (7, TILES[1]), *((131, tile) for tile in (*TILES[2:], TileLimits(64, 224)))],
     ids=str,
 )
 def test_dropout_within_documents_has_the_mask_of_the_definition(length, tile):
@@ -89,7 +91,7 @@ def test_scores_beyond_exponentials_are_shifted_within_documents():
     qkv, dy = drawn(1, 1, length, 3 * HEADS * WIDTH), drawn(2, 1, length, 6)
     qkv[..., :12] = 30 * np.abs(qkv[..., :12]) + 30
     truth = alone(reference.attention, qkv, dy, rows)
-    for body in bodies_with(Tile(16, 48)).values():
+    for body in bodies_with(TileLimits(16, 48)).values():
         y, saved = body(qkv, HEADS, Arena(), starts_of(rows))
         for one, other in zip((y, saved.backward(dy, Arena())), truth, strict=True):
             assert np.abs(one - other).max() <= 1e-11 * max(1, np.abs(other).max())
@@ -98,7 +100,7 @@ def test_scores_beyond_exponentials_are_shifted_within_documents():
 @pytest.mark.parametrize("name", ["whole", "tiled"])
 def test_a_row_of_one_document_has_the_bits_of_a_row_without(name):
     qkv, dy = drawn(1, 2, 131, 3 * HEADS * WIDTH), drawn(2, 2, 131, 6)
-    body, found = bodies_with(Tile(16, 48))[name], []
+    body, found = bodies_with(TileLimits(16, 48))[name], []
     for starts in (None, starts_of([[131]] * 2)):
         arena = Arena()
         y, saved = body(qkv, HEADS, arena, starts)

@@ -12,8 +12,8 @@ from mpitrain.kernels.multiprocessor import H100
 from mpitrain.ops.cuda.tiles import (
     TENSOR_TILES,
     TILES,
-    Measured,
-    Table,
+    FastestTile,
+    MeasuredTiles,
     Tiling,
     cost,
     count,
@@ -39,14 +39,14 @@ FLOATS, HALVES, BRAINS = (
     np.zeros(1, ml_dtypes.bfloat16),
 )
 FOUND = [
-    Measured("float32", "NT", 1024, 1024, 1024, Tiling(TILES[3], 1)),
-    Measured("float32", "NT", 64, 64, 8192, Tiling(TILES[2], 8)),
-    Measured("bfloat16", "NN", 1024, 1024, 1024, Tiling(TENSOR_TILES[4], 2)),
+    FastestTile("float32", "NT", 1024, 1024, 1024, Tiling(TILES[3], 1)),
+    FastestTile("float32", "NT", 64, 64, 8192, Tiling(TILES[2], 8)),
+    FastestTile("bfloat16", "NN", 1024, 1024, 1024, Tiling(TENSOR_TILES[4], 2)),
 ]
 
 
 def test_a_shape_near_a_measured_one_gets_its_plan():
-    table = Table(FOUND)
+    table = MeasuredTiles(FOUND)
     assert table.tiling(FLOATS, "NT", (1024, 2048, 512, 1), of(80)) == Tiling(TILES[3], 1)
     assert table.tiling(FLOATS, "NT", (100, 33, 5000, 1), of(80)) == Tiling(TILES[2], 8)
     assert table.tiling(BRAINS, "NN", (1000, 1000, 1000, 1), of(90)) == Tiling(TENSOR_TILES[4], 2)
@@ -64,7 +64,7 @@ def test_a_shape_near_a_measured_one_gets_its_plan():
     ],
 )
 def test_everything_else_is_planned_as_without_a_table(a, stored, shape, capability):
-    assert Table(FOUND).tiling(a, stored, shape, of(capability)) == Table().tiling(
+    assert MeasuredTiles(FOUND).tiling(a, stored, shape, of(capability)) == MeasuredTiles().tiling(
         a, stored, shape, of(capability)
     )
 
@@ -89,7 +89,7 @@ def test_everything_else_is_planned_as_without_a_table(a, stored, shape, capabil
     ],
 )
 def test_untuned_tiles_weigh_waves_and_split_sums(a, shape, multiprocessors, tiling):
-    assert Table().tiling(a, "NT", shape, of(90, multiprocessors)) == tiling
+    assert MeasuredTiles().tiling(a, "NT", shape, of(90, multiprocessors)) == tiling
 
 
 def test_blocks_on_one_multiprocessor_overlap_copies_and_products():
@@ -100,9 +100,9 @@ def test_blocks_on_one_multiprocessor_overlap_copies_and_products():
         ({"shared": 100 << 10}, 4, 4),
         ({"registers": 32768}, 4, 4),
     ):
-        assert Table().tiling(BRAINS, "NT", (768, 768, 8192, 1), of(90, **limits)) == Tiling(
-            TENSOR_TILES[tile], splits
-        ), limits
+        assert MeasuredTiles().tiling(
+            BRAINS, "NT", (768, 768, 8192, 1), of(90, **limits)
+        ) == Tiling(TENSOR_TILES[tile], splits), limits
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_no_product_of_a_gpt_2_leaves_the_rounds_of_a_large_gpu_half_empty(a):
     tokens, width = 8192, 768
     for wide in (width, 3 * width, 4 * width, 50257):
         for m, n, k in ((tokens, wide, width), (tokens, width, wide), (wide, width, tokens)):
-            tile, splits = Table().tiling(a, "NT", (m, n, k, 1), of(90))
+            tile, splits = MeasuredTiles().tiling(a, "NT", (m, n, k, 1), of(90))
             blocks = count(m, tile.TILE_M) * count(n, tile.TILE_N) * splits
             assert blocks / (132 * count(blocks, 132)) >= 0.7, (m, n, k)
 

@@ -14,7 +14,7 @@ from mpitrain.machine.backend import HostBackend
 from mpitrain.ops.device import device_for
 from mpitrain.optim import RULES, check_groups, checked
 from mpitrain.optim import Optimizer as OptimizerOfRank
-from mpitrain.optim.groups import Group, group_of
+from mpitrain.optim.groups import HyperParameters, group_of
 from mpitrain.regions import Piece
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
@@ -44,8 +44,15 @@ def test_the_first_match_counts_and_other_tensors_decay_by_kind():
     found = [
         group_of(settings, Parameter(name, (2, 2), None, "bias" not in name)) for name in NAMES
     ]
-    assert found == [Group(0.5, 0.0), Group(1.0, 0.2), Group(1.0, 0.3), Group(1.0, 0.2)]
-    assert group_of(Optimizer(), Parameter("norm.gain", (2,), None, False)) == Group(1.0, 0.0)
+    assert found == [
+        HyperParameters(0.5, 0.0),
+        HyperParameters(1.0, 0.2),
+        HyperParameters(1.0, 0.3),
+        HyperParameters(1.0, 0.2),
+    ]
+    assert group_of(Optimizer(), Parameter("norm.gain", (2,), None, False)) == HyperParameters(
+        1.0, 0.0
+    )
     again = parse(tomllib.loads(tomli_w.dumps({"optimizer": settings.model_dump()})))
     assert again.optimizer == settings and settings.groups[1] == ParameterGroup(
         match="*.bias", weight_decay=0.3

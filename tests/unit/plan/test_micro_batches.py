@@ -21,7 +21,7 @@ from mpitrain.tools.plan.micro_batches import (
     sizes,
     table,
 )
-from mpitrain.tools.plan.stages import Measured, Way
+from mpitrain.tools.plan.stages import MessageTime, StageMeasurement
 
 
 def configured(name="gpipe", *settings):
@@ -30,7 +30,9 @@ def configured(name="gpipe", *settings):
 
 def measured(rows, parts=4, fixed=2.0, each=1.0, way=(0.0, 0.0)):
     """What every chunk takes where forwards and halves take fixed + each x rows."""
-    return Measured(rows, (Cost(*[fixed + each * rows] * 3, saved=10 * rows),) * parts, Way(*way))
+    return StageMeasurement(
+        rows, (Cost(*[fixed + each * rows] * 3, saved=10 * rows),) * parts, MessageTime(*way)
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,14 @@ from pathlib import Path
 
 from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning, write_tuning
-from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, Measured, Tiling, read_tiles, write_tiles
+from mpitrain.ops.cuda.tiles import (
+    TENSOR_TILES,
+    TILES,
+    FastestTile,
+    Tiling,
+    read_tiles,
+    write_tiles,
+)
 from tests.unit.readers.fuzz_json import (
     OF_TEXTS,
     OF_VALUES,
@@ -138,9 +145,9 @@ class Tables(Table):
     """What `bench gemm --tune` writes."""
 
     FOUND = (
-        Measured("float32", "NT", 512, 128, 64, Tiling(TILES[0], 4)),
-        Measured("float16", "NN", 4096, 4096, 64, Tiling(TENSOR_TILES[2], 1)),
-        Measured("bfloat16", "TN", 7, 1, 2**31 - 1, Tiling(TENSOR_TILES[0], 32)),
+        FastestTile("float32", "NT", 512, 128, 64, Tiling(TILES[0], 4)),
+        FastestTile("float16", "NN", 4096, 4096, 64, Tiling(TENSOR_TILES[2], 1)),
+        FastestTile("bfloat16", "TN", 7, 1, 2**31 - 1, Tiling(TENSOR_TILES[0], 32)),
     )
 
     def __init__(self, folder: Path):
@@ -176,7 +183,7 @@ class Tables(Table):
     def meant(self, value):
         tiles = {tuple(tile): tile for tile in (*TILES, *TENSOR_TILES)}
         return tuple(
-            Measured(
+            FastestTile(
                 line["elements"],
                 line["stored"],
                 line["m"],

@@ -11,12 +11,12 @@ from mpitrain.cli import commands
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.source import package_sources
 from mpitrain.tools.textbook.explain.recorders.tiling import SHAPE
-from mpitrain.tools.textbook.ladder.rungs import FOLDER, MACROS, RUNGS, SECTOR, Shape, climb
+from mpitrain.tools.textbook.ladder.rungs import FOLDER, MACROS, RUNGS, SECTOR, ProductShape, climb
 from tests.unit.kernels.nvrtc import Compiler
 
 pytestmark = pytest.mark.compile
 
-SHAPES = (SHAPE, Shape(64, 128, 16), Shape(192, 64, 48))
+SHAPES = (SHAPE, ProductShape(64, 128, 16), ProductShape(192, 64, 48))
 LINES = 60
 """Lines of a page."""
 

@@ -7,7 +7,7 @@ import pytest
 
 from mpitrain.transport.failures.guard import Guard, MpiJob, needs
 from mpitrain.transport.mpi import MpiTransport
-from mpitrain.transport.mpi_requests import Send
+from mpitrain.transport.mpi_requests import SendRequest
 from mpitrain.transport.requests import AnyOf
 
 MEMBERS = (0, 4, 5)
@@ -21,7 +21,7 @@ def job():
 
 def request(job, peer):
     transport = SimpleNamespace(job=job, members=MEMBERS, rank=0)
-    return Send(transport, None, "recv", peer)
+    return SendRequest(transport, None, "recv", peer)
 
 
 @pytest.mark.parametrize(

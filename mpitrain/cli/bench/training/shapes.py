@@ -27,7 +27,7 @@ def measure_shapes(
     changed  further settings, for all shapes
     turns    blocks, most steps in a turn, and the bound in seconds of a shape
     """
-    from mpitrain.cli.terminal.table_rows import Rows
+    from mpitrain.cli.terminal.table_rows import RowPrinter
     from mpitrain.errors import ConfigError, on_every_rank
     from mpitrain.ops.host.product import multiplier
     from mpitrain.tools.bench.collectives.header import header, printed
@@ -56,7 +56,7 @@ def measure_shapes(
     outputs, found = Outputs(), list[Any]()
     facts = header(transport, "train", "cpu", ["train", "--shapes", names])
     facts["products"] = multiplier()
-    shown = Rows(len(wanted), "shapes") if transport.rank == 0 else None
+    shown = RowPrinter(len(wanted), "shapes") if transport.rank == 0 else None
     if shown:
         lines = [*printed(facts), f"# products by {facts['products']}", "", heading()]
         shown.say("\n".join(lines))

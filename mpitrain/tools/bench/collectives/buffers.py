@@ -53,7 +53,7 @@ class Staying:
         """Do nothing: the array is fixed."""
 
 
-class Leased:
+class LeasedAllReduce:
     """An all-reduce of an activation buffer that is leased anew for every run, as in a layer.
 
     The buffer still has the reduction that was bound to it in an earlier lease. A layer computes

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 
-class Column(NamedTuple):
+class TableColumn(NamedTuple):
     """One column of a table.
 
     width       characters, without the space before it
@@ -26,13 +26,13 @@ class Column(NamedTuple):
         return f" {text}".ljust(self.width) if self.is_left else text.rjust(self.width)
 
 
-class Table:
+class RowFormatter:
     """A formatter of rows under column titles.
 
     width  characters of the terminal; 0: no limit
     """
 
-    def __init__(self, columns: Sequence[Column], width: int = 0):
+    def __init__(self, columns: Sequence[TableColumn], width: int = 0):
         self.columns = fitting(columns, width)
         self._left_out = [column.title for column in columns if column not in self.columns]
 
@@ -61,7 +61,7 @@ class Table:
         return " ".join(column.cell(column.text(row)) for column in self.columns).rstrip()
 
 
-def fitting(columns: Sequence[Column], width: int) -> list[Column]:
+def fitting(columns: Sequence[TableColumn], width: int) -> list[TableColumn]:
     """Return the columns that fit the width, in their order; all if the width is 0."""
     found = list(columns)
     while width and sum(column.width + 1 for column in found) - 1 > width:

@@ -23,7 +23,7 @@ from mpitrain.collectives.selection.cost_model import (
 )
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.tools.bench.collectives.least_absolute import least_absolute
-from mpitrain.tools.bench.collectives.row import Row
+from mpitrain.tools.bench.collectives.row import CollectiveRow
 from mpitrain.tools.bench.collectives.table import FAR, is_spoilt
 
 SHORT = 1 << 14
@@ -45,9 +45,9 @@ class Check(NamedTuple):
     choices: dict[int, tuple[str, float]]
 
 
-def median_of_sweeps(rows: Sequence[Row]) -> list[Row]:
+def median_of_sweeps(rows: Sequence[CollectiveRow]) -> list[CollectiveRow]:
     """Return one row per algorithm, buffers and size, with its median time; drop spoilt rows."""
-    found: dict[tuple, list[Row]] = {}
+    found: dict[tuple, list[CollectiveRow]] = {}
     for row in (row for row in rows if not is_spoilt(row)):
         found.setdefault((row.chosen, row.buffers, row.bytes), []).append(row)
     return [
@@ -55,7 +55,7 @@ def median_of_sweeps(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def fit(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) -> Tuning:
+def fit(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[CollectiveRow]) -> Tuning:
     """Fit the constants for one number of ranks to measured all-reduces."""
     n, defaults = len(hosts), next(iter(DEFAULT.plans.values()))
     link = link_seconds(hosts, rows, machine["cores"])
@@ -92,7 +92,7 @@ def fit(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) -> T
 
 
 def _fastest_plan(
-    plans: Tuning, names: Collection[str], hosts: Sequence[str], row: Row, memory: str
+    plans: Tuning, names: Collection[str], hosts: Sequence[str], row: CollectiveRow, memory: str
 ) -> tuple[float, float]:
     """Return (a, b) of a line a + b x bytes through the time of the fastest plan at a row's size.
 
@@ -116,7 +116,7 @@ def crossing(hosts: Sequence[str]) -> float:
     return 2 * (1 - 1 / len(set(hosts)))
 
 
-def link_seconds(hosts: Sequence[str], rows: Sequence[Row], cores: int) -> float:
+def link_seconds(hosts: Sequence[str], rows: Sequence[CollectiveRow], cores: int) -> float:
     """Return the seconds per byte of the fastest run over a host's link; 0 without such a link.
 
     The time of the shortest array counts as latency. Only runs of at least NEGLIGIBLE times this
@@ -142,7 +142,7 @@ def link_seconds(hosts: Sequence[str], rows: Sequence[Row], cores: int) -> float
 
 
 def constants(
-    rows: Sequence[Row],
+    rows: Sequence[CollectiveRow],
     amounts: Sequence[Sequence[float]],
     least: np.ndarray,
     defaults: Constants | None = None,
@@ -179,7 +179,7 @@ def constants(
     return {knot: tuple(map(float, values)) for knot, values in zip(KNOTS, found, strict=True)}
 
 
-def check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row]) -> dict[str, Check]:
+def check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[CollectiveRow]) -> dict[str, Check]:
     """Compare the model with rows that were not used in the fit, for each class of memory."""
     return {
         memory: _check(tuning, hosts, [row for row in rows if row.buffers == memory], memory)
@@ -188,7 +188,9 @@ def check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row]) -> dict[str
     }
 
 
-def _check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row], memory: str) -> Check:
+def _check(
+    tuning: Tuning, hosts: Sequence[str], rows: Sequence[CollectiveRow], memory: str
+) -> Check:
     errors: dict[bool, list[float]] = {True: [], False: []}
     times: dict[tuple[int, int], dict[str, float]] = {}
     for row in rows:
@@ -214,14 +216,16 @@ def _check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row], memory: st
     )
 
 
-def all_spoilt(rows: Sequence[Row]) -> list[str]:
+def all_spoilt(rows: Sequence[CollectiveRow]) -> list[str]:
     """Return the classes of memory in which every row is spoilt (see `table.is_spoilt`)."""
     return sorted(
         {row.buffers for row in rows} - {row.buffers for row in rows if not is_spoilt(row)}
     )
 
 
-def checked(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) -> list[str]:
+def checked(
+    machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[CollectiveRow]
+) -> list[str]:
     """Fit to every second size; return, for each class of memory, a line on the remaining sizes.
 
     The line states the errors of the fit at the sizes that were left out of it.
@@ -247,7 +251,7 @@ def checked(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) 
     return lines
 
 
-def decided(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row]) -> list[str]:
+def decided(tuning: Tuning, hosts: Sequence[str], rows: Sequence[CollectiveRow]) -> list[str]:
     """Return, for each class of memory, a line on the measured sizes that decide what auto takes."""
     rows, lines = median_of_sweeps(rows), []
     if link := link_seconds(hosts, rows, tuning.machine["cores"]):

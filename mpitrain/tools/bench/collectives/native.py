@@ -7,7 +7,12 @@ from mpitrain.collectives.direct import native
 from mpitrain.collectives.plans.topology import Topology
 from mpitrain.collectives.selection.table import TABLES, choices
 from mpitrain.errors import CommError, MpitrainError
-from mpitrain.tools.bench.collectives.operations import OPERATIONS, Buffers, Operation, Way
+from mpitrain.tools.bench.collectives.operations import (
+    OPERATIONS,
+    BenchedCollective,
+    Buffers,
+    ReductionOptions,
+)
 from mpitrain.transport.base import Transport
 from mpitrain.transport.native import OPERATIONS as NATIVE
 
@@ -27,7 +32,7 @@ def names(operation: str) -> tuple[str, ...]:
     return (*choices(operation), "native") if operation in NATIVE else choices(operation)
 
 
-def operation_of(operation: str, algorithm: str) -> Operation:
+def operation_of(operation: str, algorithm: str) -> BenchedCollective:
     """Return the benchmark operation; for "native", with the MPI library's collective as `bind`.
 
     MPI's reduce-scatter returns its result in the second array, so `is_in_other` is then True.
@@ -35,7 +40,7 @@ def operation_of(operation: str, algorithm: str) -> Operation:
     if operation not in NATIVE or algorithm != "native":
         return OPERATIONS[operation]
 
-    def bind(transport: Transport, buffers: Buffers, way: Way) -> Any:
+    def bind(transport: Transport, buffers: Buffers, way: ReductionOptions) -> Any:
         return Peer(transport.bind_native(operation, buffers.array, buffers.other))
 
     ours = OPERATIONS[operation]

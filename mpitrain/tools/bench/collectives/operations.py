@@ -31,7 +31,7 @@ class Buffers(NamedTuple):
     other: Any
 
 
-class Way(NamedTuple):
+class ReductionOptions(NamedTuple):
     """The options of a reduction: its algorithm, the tuning for "auto", and the arithmetic."""
 
     algorithm: str
@@ -44,7 +44,7 @@ def filled(rank: int, count: int) -> np.ndarray:
     return rank + 1 + np.arange(count) % PERIOD
 
 
-class Operation(NamedTuple):
+class BenchedCollective(NamedTuple):
     """A benchmarked collective.
 
     bind         (transport, buffers, way) -> Reduction
@@ -56,7 +56,7 @@ class Operation(NamedTuple):
     is_in_other  whether the result is in `Buffers.other`
     """
 
-    bind: Callable[[Transport, Buffers, Way], Reduction]
+    bind: Callable[[Transport, Buffers, ReductionOptions], Reduction]
     right: Callable[[Transport, int], tuple[slice, np.ndarray]]
     bus: Callable[[int], float]
     ways: int = 1
@@ -102,7 +102,7 @@ def gradient(rank: int, count: int) -> np.ndarray:
     return np.resize(np.random.default_rng(rank).normal(0, 1e-6, DRAWN), count)
 
 
-def lossy(wire: Wire) -> Operation:
+def lossy(wire: Wire) -> BenchedCollective:
     """Return an all-reduce in a compressed wire format, by the algorithm of that format."""
     return OPERATIONS["allreduce"]._replace(
         fill=gradient,
@@ -119,38 +119,38 @@ def lossy(wire: Wire) -> Operation:
 
 
 OPERATIONS = {
-    "allreduce": Operation(
+    "allreduce": BenchedCollective(
         lambda transport, buffers, way: bind.bind(transport, buffers.array, "add", *way),
         lambda transport, count: (slice(None), summed(transport, count)),
         lambda n: 2 * (n - 1) / n,
     ),
-    "reduce-scatter": Operation(
+    "reduce-scatter": BenchedCollective(
         lambda transport, buffers, way: bind.bind_reduce_scatter(
             transport, buffers.array, "add", *way
         ),
         _scattered,
         lambda n: (n - 1) / n,
     ),
-    "all-gather": Operation(
+    "all-gather": BenchedCollective(
         lambda transport, buffers, way: bind.bind_all_gather(transport, buffers.array, *way),
         _gathered,
         lambda n: (n - 1) / n,
     ),
-    "broadcast": Operation(
+    "broadcast": BenchedCollective(
         lambda transport, buffers, way: bind.bind_broadcast(
             transport, buffers.array, 0, way.algorithm
         ),
         lambda transport, count: (slice(None), filled(0, count)),
         lambda n: 1.0,
     ),
-    "reduce": Operation(
+    "reduce": BenchedCollective(
         lambda transport, buffers, way: bind.bind_reduce(
             transport, buffers.array, "add", 0, way.algorithm, way.arithmetic
         ),
         _rooted,
         lambda n: 1.0,
     ),
-    "all-to-all": Operation(
+    "all-to-all": BenchedCollective(
         lambda transport, buffers, way: bind.bind_all_to_all(
             transport, buffers.other, buffers.array, way.algorithm
         ),
@@ -158,7 +158,7 @@ OPERATIONS = {
         lambda n: (n - 1) / n,
         other=lambda n, count: count,
     ),
-    "sendrecv": Operation(
+    "sendrecv": BenchedCollective(
         lambda transport, buffers, way: bind.bind_ping_pong(
             transport, buffers.array, way.algorithm
         ),

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from mpitrain.plots import painter, save
-from mpitrain.tools.bench.collectives.row import Row
+from mpitrain.tools.bench.collectives.row import CollectiveRow
 
 COLOURS = (
     "#0072b2",
@@ -46,7 +46,7 @@ def look(number: int) -> Look:
     return Look(COLOURS[number % len(COLOURS)], DASHES[again], MARKS[again])
 
 
-def plot(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
+def plot(rows: Sequence[CollectiveRow], facts: dict[str, Any], path: Path) -> None:
     """Draw time and bus bandwidth over bytes.
 
     A curve is the median of the sweeps, with a band from the fastest run to p99; predictions are
@@ -56,7 +56,7 @@ def plot(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
     facts  returned by header.header
     """
     pyplot = painter()
-    curves: dict[tuple[str, str], dict[int, list[Row]]] = {}
+    curves: dict[tuple[str, str], dict[int, list[CollectiveRow]]] = {}
     for row in rows:
         curves.setdefault((row.algorithm, row.buffers), {}).setdefault(row.bytes, []).append(row)
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 6), layout="constrained")
@@ -125,7 +125,9 @@ def plot(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _draw(views: Sequence[Any], name: str, by_bytes: dict[int, list[Row]], **style: Any) -> None:
+def _draw(
+    views: Sequence[Any], name: str, by_bytes: dict[int, list[CollectiveRow]], **style: Any
+) -> None:
     """Draw an algorithm's curve of medians into both axes.
 
     views     axes of time and of bus bandwidth
@@ -137,7 +139,7 @@ def _draw(views: Sequence[Any], name: str, by_bytes: dict[int, list[Row]], **sty
         )
 
 
-def _surround(views: Sequence[Any], by_bytes: dict[int, list[Row]], colour: str) -> None:
+def _surround(views: Sequence[Any], by_bytes: dict[int, list[CollectiveRow]], colour: str) -> None:
     """Draw the band from the fastest run to p99, and the predicted curve, into both axes."""
     for axes, of in zip(views, (_time, _bandwidth), strict=True):
         fastest, p99, predicted = (
@@ -148,16 +150,16 @@ def _surround(views: Sequence[Any], by_bytes: dict[int, list[Row]], colour: str)
         axes.plot(list(by_bytes), predicted, ":", color=colour, zorder=2)
 
 
-def _time(rows: Sequence[Row], field: str) -> float:
+def _time(rows: Sequence[CollectiveRow], field: str) -> float:
     return median(getattr(row, field) for row in rows)
 
 
-def _bandwidth(rows: Sequence[Row], field: str) -> float:
+def _bandwidth(rows: Sequence[CollectiveRow], field: str) -> float:
     """Return the median bus bandwidth in GB/s that the times in column `field` give."""
     return median(row.busbw_GBs * row.time_us / getattr(row, field) for row in rows)
 
 
-def _choices(axes: Any, by_bytes: dict[int, list[Row]]) -> None:
+def _choices(axes: Any, by_bytes: dict[int, list[CollectiveRow]]) -> None:
     """Mark each size at which the choice of `auto` changes, with its name at the top."""
     before = ""
     for size in sorted(by_bytes):

@@ -16,8 +16,8 @@ from mpitrain.collectives.selection.own_algorithm import shown
 from mpitrain.collectives.selection.table import choices
 from mpitrain.errors import ConfigError
 from mpitrain.machine.backend import Backend
-from mpitrain.tools.bench.collectives.buffers import LEASED, Bound, Leased, Staying
-from mpitrain.tools.bench.collectives.operations import Buffers, Operation, Way
+from mpitrain.tools.bench.collectives.buffers import LEASED, Bound, LeasedAllReduce, Staying
+from mpitrain.tools.bench.collectives.operations import BenchedCollective, Buffers, ReductionOptions
 from mpitrain.tools.bench.collectives.request import SweepRequest
 from mpitrain.tools.bench.collectives.synchronized_start import starting_line
 from mpitrain.tools.bench.collectives.verify import error_norm, wrong_elements, wrong_replicas
@@ -47,11 +47,11 @@ class Subject(NamedTuple):
     """
 
     name: str
-    operation: Operation
+    operation: BenchedCollective
     wire: Wire
 
 
-class Case(NamedTuple):
+class SizeCase(NamedTuple):
     """The data that all rows of one size share.
 
     original  input of this rank
@@ -64,7 +64,7 @@ class Case(NamedTuple):
     right: np.ndarray
 
 
-class Row(NamedTuple):
+class CollectiveRow(NamedTuple):
     """One measurement. Times are per run, on the slowest rank; of a ping-pong, half a round trip.
 
     wrong   wrong elements; for a wire format, replicas that differ
@@ -92,10 +92,10 @@ class Row(NamedTuple):
     sweep: int
 
 
-def case_of(bench: Bench, operation: Operation, count: int) -> Case:
+def case_of(bench: Bench, operation: BenchedCollective, count: int) -> SizeCase:
     part, right = operation.right(bench.transport, count)
     dtype = bench.request.dtype
-    return Case(
+    return SizeCase(
         bench.backend.from_host(operation.fill(bench.transport.rank, count).astype(dtype)),
         part,
         right.astype(dtype),
@@ -103,8 +103,13 @@ def case_of(bench: Bench, operation: Operation, count: int) -> Case:
 
 
 def measure_row(
-    bench: Bench, subject: Subject, where: str, pool: Buffers | None, case: Case, sweep_number: int
-) -> Row:
+    bench: Bench,
+    subject: Subject,
+    where: str,
+    pool: Buffers | None,
+    case: SizeCase,
+    sweep_number: int,
+) -> CollectiveRow:
     """Bind the algorithm, measure a row, and release the binding."""
     request, tuning, transport, backend, arithmetic = bench
     count = case.original.size
@@ -113,7 +118,7 @@ def measure_row(
         array, other = pool.array[:count], pool.other[: operation.other(transport.size, count)]
         other[:] = case.original[: other.size]
         reduction = operation.bind(
-            transport, Buffers(array, other), Way(subject.name, tuning, arithmetic)
+            transport, Buffers(array, other), ReductionOptions(subject.name, tuning, arithmetic)
         )
         result = other if operation.is_in_other else array[case.part]
         return _measure(
@@ -124,7 +129,7 @@ def measure_row(
     group = Group(own, subject.name, tuning, arithmetic, backend.arena())
     try:
         row = _measure(
-            bench, subject, where, Leased(group, count, request.dtype), case, sweep_number
+            bench, subject, where, LeasedAllReduce(group, count, request.dtype), case, sweep_number
         )
     except ConfigError:  # every rank raises it
         own.close()
@@ -134,8 +139,8 @@ def measure_row(
 
 
 def _measure(
-    bench: Bench, subject: Subject, where: str, bound: Bound, case: Case, sweep_number: int
-) -> Row:
+    bench: Bench, subject: Subject, where: str, bound: Bound, case: SizeCase, sweep_number: int
+) -> CollectiveRow:
     request, tuning, transport, backend, _ = bench
     algorithm, operation, wire = subject
     count, dtype, n = case.original.size, request.dtype, transport.size
@@ -170,7 +175,7 @@ def _measure(
             )
             * 1e6
         )
-    return Row(
+    return CollectiveRow(
         request.operation,
         shown(algorithm),
         where,

@@ -15,7 +15,14 @@ from mpitrain.tools.bench.collectives.buffers import LEASED
 from mpitrain.tools.bench.collectives.native import names, operation_of, refusals
 from mpitrain.tools.bench.collectives.operations import Buffers, lossy
 from mpitrain.tools.bench.collectives.request import SweepRequest
-from mpitrain.tools.bench.collectives.row import LONGEST, Bench, Row, Subject, case_of, measure_row
+from mpitrain.tools.bench.collectives.row import (
+    LONGEST,
+    Bench,
+    CollectiveRow,
+    Subject,
+    case_of,
+    measure_row,
+)
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport, aligned_zeros
 from mpitrain.transport.device.cuda_aware import over_device
@@ -35,10 +42,10 @@ class Sweep:
     total  upper bound of the number of rows: `stops` in the request may end the sweep early
     """
 
-    def __init__(self, total: int, rows: Iterator[Row]):
+    def __init__(self, total: int, rows: Iterator[CollectiveRow]):
         self.total, self._rows = total, rows
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[CollectiveRow]:
         return self._rows
 
 
@@ -108,7 +115,7 @@ def _rows(
     subjects: Sequence[Subject],
     counts: Sequence[int],
     pools: dict[str, Buffers | None],
-) -> Iterator[Row]:
+) -> Iterator[CollectiveRow]:
     operations = {subject.operation.fill: subject.operation for subject in subjects}
     for sweep_number in range(1, bench.request.sweeps + 1):
         before = fastest = math.inf

@@ -11,8 +11,8 @@ from typing import Any
 
 from mpitrain.collectives.selection.own_algorithm import shown
 from mpitrain.files import write_whole
-from mpitrain.tools.bench.collectives.columns import Column, figure
-from mpitrain.tools.bench.collectives.row import Row
+from mpitrain.tools.bench.collectives.columns import TableColumn, figure
+from mpitrain.tools.bench.collectives.row import CollectiveRow
 
 FAR = 2.0
 """A p99 is marked above FAR times the median, and a median above FAR times the fastest run.
@@ -21,34 +21,34 @@ Then other work ran during the measurement, or the network was busy.
 """
 
 
-def columns(places: Sequence[str], has_wires: bool = False) -> list[Column]:
+def columns(places: Sequence[str], has_wires: bool = False) -> list[TableColumn]:
     """Return the columns of a table of collectives.
 
     places  requested memory classes; rows name their class unless it is the only one requested
     """
     return [
-        Column("bytes", "", 12, lambda row: str(row.bytes)),
-        Column("count", "", 11, lambda row: str(row.count), 1),
-        Column("dtype", "", 8, lambda row: row.dtype, 2),
-        Column("algorithm", "", 26, lambda row: _name(row, places), is_left=True),
-        Column("time", "us ", 11, lambda row: figure(row.time_us) + _mark(is_spoilt(row))),
-        Column("min", "us", 10, lambda row: figure(row.min_us), 4),
-        Column("p99", "us ", 11, lambda row: figure(row.p99_us) + _mark(is_spread(row)), 6),
-        Column("algbw", "GB/s", 8, lambda row: figure(row.algbw_GBs), 5),
-        Column("busbw", "GB/s", 8, lambda row: figure(row.busbw_GBs)),
-        Column("predicted", "us", 10, lambda row: figure(row.predicted_us), 3),
-        Column(
+        TableColumn("bytes", "", 12, lambda row: str(row.bytes)),
+        TableColumn("count", "", 11, lambda row: str(row.count), 1),
+        TableColumn("dtype", "", 8, lambda row: row.dtype, 2),
+        TableColumn("algorithm", "", 26, lambda row: _name(row, places), is_left=True),
+        TableColumn("time", "us ", 11, lambda row: figure(row.time_us) + _mark(is_spoilt(row))),
+        TableColumn("min", "us", 10, lambda row: figure(row.min_us), 4),
+        TableColumn("p99", "us ", 11, lambda row: figure(row.p99_us) + _mark(is_spread(row)), 6),
+        TableColumn("algbw", "GB/s", 8, lambda row: figure(row.algbw_GBs), 5),
+        TableColumn("busbw", "GB/s", 8, lambda row: figure(row.busbw_GBs)),
+        TableColumn("predicted", "us", 10, lambda row: figure(row.predicted_us), 3),
+        TableColumn(
             "error",
             "",
             8,
             lambda row: f"{row.error:.2e}" if math.isfinite(row.error) else "-",
             5 if has_wires else 0,
         ),
-        Column("#wrong", "", 7, lambda row: str(row.wrong)),
+        TableColumn("#wrong", "", 7, lambda row: str(row.wrong)),
     ]
 
 
-def _name(row: Row, places: Sequence[str]) -> str:
+def _name(row: CollectiveRow, places: Sequence[str]) -> str:
     """Return the algorithm, the choice of auto, and the memory class if several are requested."""
     # `chosen` of a file has its digest, too.
     chosen = shown(row.chosen)
@@ -60,17 +60,17 @@ def _mark(is_noisy: bool) -> str:
     return "~" if is_noisy else " "
 
 
-def is_spread(row: Row) -> bool:
+def is_spread(row: CollectiveRow) -> bool:
     """Return whether some runs took far longer than most; the median is still valid."""
     return row.p99_us > FAR * row.time_us
 
 
-def is_spoilt(row: Row) -> bool:
+def is_spoilt(row: CollectiveRow) -> bool:
     """Return whether most runs took far longer than the fastest, so that the median is invalid."""
     return row.time_us > FAR * row.min_us
 
 
-def footer(rows: Sequence[Row]) -> list[str]:
+def footer(rows: Sequence[CollectiveRow]) -> list[str]:
     """Return the lines after a table: averages, ratios to native MPI, warnings, wrong elements."""
     if not rows:
         return ["nothing was measured"]
@@ -103,7 +103,7 @@ def footer(rows: Sequence[Row]) -> list[str]:
     return [*lines, *_wrong(rows)]
 
 
-def _wrong(rows: Sequence[Row]) -> list[str]:
+def _wrong(rows: Sequence[CollectiveRow]) -> list[str]:
     """Return lines on wrong elements of exact operations, and wrong replicas of lossy ones."""
     exact, lossy = (
         [row for row in rows if row.algorithm.startswith("wire ") == is_lossy]
@@ -113,7 +113,7 @@ def _wrong(rows: Sequence[Row]) -> list[str]:
     return [*lines, f"replicas that differ {sum(row.wrong for row in lossy)}"] if lossy else lines
 
 
-def against_native(rows: Iterable[Row]) -> dict[tuple[str, str], dict[int, float]]:
+def against_native(rows: Iterable[CollectiveRow]) -> dict[tuple[str, str], dict[int, float]]:
     """Return {(algorithm, buffers): {bytes: native's time over its time}}, without spoilt rows.
 
     Each time is the median of the sweeps.
@@ -129,7 +129,7 @@ def against_native(rows: Iterable[Row]) -> dict[tuple[str, str], dict[int, float
     return ratios
 
 
-def too_slow(rows: Sequence[Row], least: float) -> list[str]:
+def too_slow(rows: Sequence[CollectiveRow], least: float) -> list[str]:
     """Return a line for each algorithm with a bus bandwidth below `least` GB/s at the largest size.
 
     The median of the sweeps counts, without spoilt rows unless all are spoilt.

@@ -13,7 +13,7 @@ from mpitrain.run.build import Job, build
 from mpitrain.run.watchdog import Watchdog
 from mpitrain.tools.bench.comparison.formulas import predicted, words_of
 from mpitrain.tools.bench.comparison.jobs import WARM_UP
-from mpitrain.tools.bench.comparison.waits import Waits
+from mpitrain.tools.bench.comparison.waits import WaitRecorder
 from mpitrain.transport.base import Transport
 from mpitrain.transport.traced_transport import Recorded
 
@@ -21,7 +21,7 @@ KINDS = ("parameters", "gradients", "state", "scratch", "activations")
 """The kinds of memory of a rank, in the order of the table."""
 
 
-class Row(NamedTuple):
+class ModeRow(NamedTuple):
     """The measurements of one mode.
 
     workers        ranks that compute gradients
@@ -62,7 +62,7 @@ class Row(NamedTuple):
     formula: str
 
 
-class Trained(NamedTuple):
+class TrainedBlock(NamedTuple):
     """The steps of one block on this rank.
 
     began     `perf_counter` at the start
@@ -93,7 +93,7 @@ def compare(
     jobs: dict[str, Config],
     stepped: Callable[[str, float], None],
     blocks: int = 1,
-) -> Iterator[Row]:
+) -> Iterator[ModeRow]:
     """Train each job `blocks` times in turns, all with one data source, and evaluate it.
 
     Collective. A mode's training is the same in every block; the first block gives its losses. In
@@ -101,14 +101,14 @@ def compare(
 
     stepped  called with the mode and the loss after every step of this rank
     """
-    source, rows, times = None, dict[str, Row](), dict[str, list[float]]()
+    source, rows, times = None, dict[str, ModeRow](), dict[str, list[float]]()
     for block in range(blocks):
         for mode, config in jobs.items():
             with closing(
                 Watchdog(transport.rank, config.run.stall_seconds, transport.traffic)
             ) as watchdog:
                 watchdog.alive(f"building {mode}")
-                waits = Waits()
+                waits = WaitRecorder()
                 job = build(Recorded(transport, waits), config, source=source)
                 source = job.source
                 if block == 0:
@@ -133,13 +133,13 @@ def _trained(
     transport: Transport,
     job: Job,
     mode: str,
-    waits: Waits,
+    waits: WaitRecorder,
     watchdog: Watchdog,
     stepped: Callable[[str, float], None],
-) -> Trained:
+) -> TrainedBlock:
     """Train a job to its end. Collective."""
     transport.barrier()
-    found = Trained(time.perf_counter(), [], [], [])
+    found = TrainedBlock(time.perf_counter(), [], [], [])
     for outcome, waited in _steps(job, waits, lambda n: watchdog.alive(f"step {n} of {mode}")):
         found.outcomes.append(outcome)
         found.ends.append((outcome.ended or time.perf_counter()) - found.began)
@@ -152,10 +152,10 @@ def _measured(
     transport: Transport,
     job: Job,
     mode: str,
-    waits: Waits,
+    waits: WaitRecorder,
     watchdog: Watchdog,
     stepped: Callable[[str, float], None],
-) -> tuple[Row, Trained]:
+) -> tuple[ModeRow, TrainedBlock]:
     """Train and evaluate a job; return its row, with only the times of this block. Collective."""
     trainer, sent = job.trainer, transport.traffic.nbytes
     found = _trained(transport, job, mode, waits, watchdog, stepped)
@@ -173,7 +173,7 @@ def _measured(
     lie = trainer.grid.axes
     workers = lie.ranks - lie.servers
     formula_bytes = predicted(transport, job)
-    row = Row(
+    row = ModeRow(
         mode,
         workers,
         max(times),
@@ -197,7 +197,7 @@ def _measured(
 
 
 def _steps(
-    job: Job, waits: Waits, alive: Callable[[int], None]
+    job: Job, waits: WaitRecorder, alive: Callable[[int], None]
 ) -> Iterator[tuple[StepResult, float]]:
     """Train a job, and yield the result of every step when it is complete. Collective.
 
@@ -221,12 +221,12 @@ def finite(loss: float) -> float | None:
     return loss if math.isfinite(loss) else None
 
 
-def fullest(row: Row) -> dict[str, int]:
+def fullest(row: ModeRow) -> dict[str, int]:
     """Return the bytes by kind of the rank with the most memory, activations included."""
     return max(row.memory, key=lambda each: sum(each.values()))
 
 
-def blocks_agree(row: Row, first: Row) -> bool:
+def blocks_agree(row: ModeRow, first: ModeRow) -> bool:
     """Return whether all blocks agree which of two modes is faster. One block always does."""
     ratios = [mine / theirs for mine, theirs in zip(row.blocks, first.blocks, strict=True)]
     return all(r > 1 for r in ratios) or all(r < 1 for r in ratios)
@@ -236,7 +236,7 @@ SMOOTHED = 5
 """Training losses whose mean is the loss at a time."""
 
 
-def loss_at(row: Row, seconds: float = math.inf) -> float | None:
+def loss_at(row: ModeRow, seconds: float = math.inf) -> float | None:
     """Return the mean of the last SMOOTHED finite training losses up to a time; None if none.
 
     A step takes `step_s`, the median over blocks, so that one disturbed block changes little.
@@ -246,6 +246,6 @@ def loss_at(row: Row, seconds: float = math.inf) -> float | None:
     return fmean(losses[-SMOOTHED:]) if losses else None
 
 
-def equal_time(rows: Sequence[Row]) -> float:
+def equal_time(rows: Sequence[ModeRow]) -> float:
     """Return the seconds after which the fastest mode has ended its last step."""
     return min(len(row.curve) * row.step_s for row in rows)

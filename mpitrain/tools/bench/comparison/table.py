@@ -7,7 +7,7 @@ from typing import Any
 from mpitrain.tools.bench.comparison.formulas import letters_in
 from mpitrain.tools.bench.comparison.measure import (
     KINDS,
-    Row,
+    ModeRow,
     blocks_agree,
     equal_time,
     fullest,
@@ -42,7 +42,7 @@ def heading(first: int = WIDTHS[0]) -> str:
     return _aligned(COLUMNS, (first, *WIDTHS[1:]))
 
 
-def line(row: Row, first: int = WIDTHS[0], mark: str = "") -> str:
+def line(row: ModeRow, first: int = WIDTHS[0], mark: str = "") -> str:
     """Format a row of the table: bytes of the busiest rank, memory of the fullest rank.
 
     mark  follows the time
@@ -63,12 +63,12 @@ def line(row: Row, first: int = WIDTHS[0], mark: str = "") -> str:
     return _aligned(cells, (first, *WIDTHS[1:]))
 
 
-def mark(row: Row, first: Row) -> str:
+def mark(row: ModeRow, first: ModeRow) -> str:
     """Return ~ if the blocks disagree whether a mode is faster than the first one."""
     return "" if row is first or blocks_agree(row, first) else "~"
 
 
-def memory_table(rows: Sequence[Row]) -> list[str]:
+def memory_table(rows: Sequence[ModeRow]) -> list[str]:
     """Return lines with the idle time, the memory by kind and the losses of each mode.
 
     Memory is that of the fullest rank. Losses are training losses after equal steps and equal time.
@@ -99,7 +99,7 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
     return " ".join([first, *others])
 
 
-def footer(rows: Sequence[Row]) -> list[str]:
+def footer(rows: Sequence[ModeRow]) -> list[str]:
     """Return the formulas of these modes in words, and the meaning of their letters."""
     first = wide([row.mode for row in rows])
     found = {row.mode: row.formula for row in rows if row.formula}
@@ -110,7 +110,7 @@ def footer(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def spread(rows: Sequence[Row]) -> list[str]:
+def spread(rows: Sequence[ModeRow]) -> list[str]:
     """Return a line about the marks of time, if there are several blocks."""
     blocks = len(rows[0].blocks)
     if blocks == 1:
@@ -122,12 +122,12 @@ def spread(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def plot(rows: Sequence[Row], title: str, path: Path) -> None:
+def plot(rows: Sequence[ModeRow], title: str, path: Path) -> None:
     """Draw training losses over time, and the final validation loss of each mode."""
     draw({row.mode: _records(row) for row in rows}, "time", False, path, title)
 
 
-def _records(row: Row) -> list[dict[str, Any]]:
+def _records(row: ModeRow) -> list[dict[str, Any]]:
     trained = [
         {"step": step, "wall_s": end, "loss": loss} for step, (end, loss) in enumerate(row.curve, 1)
     ]

@@ -19,7 +19,7 @@ READING = "data.prefetch"
 """The key of a trick that changes how batches are read, and nothing of a step."""
 
 
-class Side(NamedTuple):
+class TrickSide(NamedTuple):
     """The measurements of the job with or without a trick.
 
     blocks   median seconds per step of each block, on the slowest rank
@@ -53,8 +53,8 @@ class Tried(NamedTuple):
     settings: list[str]
     is_used: bool
     reason: str = ""
-    on: Side | None = None
-    off: Side | None = None
+    on: TrickSide | None = None
+    off: TrickSide | None = None
 
     @property
     def ratios(self) -> list[float]:
@@ -98,7 +98,7 @@ class Counting(Ours):
         self.sent += self._traffic.nbytes - before
 
 
-class Reading(Counting):
+class ReadingSide(Counting):
     """A side that also reads the batch of each step, ahead or not."""
 
     def __init__(self, transport: Transport, job: Job, name: str, ahead: int):
@@ -163,7 +163,7 @@ def _read(
 ) -> Tried:
     """Measure steps that read their batches, without and with prefetching. Collective."""
     ahead = max(job.trainer.config.data.prefetch, trick.on(job.trainer.resolved)[READING])
-    plain, reader = (Reading(transport, job, found.name, number) for number in (0, ahead))
+    plain, reader = (ReadingSide(transport, job, found.name, number) for number in (0, ahead))
     assert reader.prefetched
     with closing(reader.prefetched):
         sides = [reader, plain] if found.is_used else [plain, reader]
@@ -182,7 +182,7 @@ def _tried(
     return found._replace(on=on, off=off)
 
 
-def _side(transport: Transport, side: Counting, blocks: list[float]) -> Side:
+def _side(transport: Transport, side: Counting, blocks: list[float]) -> TrickSide:
     """Gather the measurements of a side. Collective."""
     trainer = side.job.trainer
     side.sync()
@@ -192,7 +192,7 @@ def _side(transport: Transport, side: Counting, blocks: list[float]) -> Side:
     memories, counted, sent = zip(*transport.gather_text(mine), strict=True)
     # A wire format may begin with dense steps, which send more than these steps do.
     formula = None if trainer.config.dense_steps else predicted(transport, side.job)
-    return Side(blocks, [*memories], [*counted], [*sent], formula)
+    return TrickSide(blocks, [*memories], [*counted], [*sent], formula)
 
 
 def settings_of(values: Mapping[str, Any]) -> list[str]:

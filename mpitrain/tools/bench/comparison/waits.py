@@ -7,7 +7,7 @@ from collections.abc import Callable
 from mpitrain.trace.recorder import Silent
 
 
-class Waits(Silent):
+class WaitRecorder(Silent):
     """A recorder that sums the waits of one rank: the idle time of its pipeline stage, too.
 
     Waits within a wait, and waits of other threads, do not count.

@@ -16,7 +16,7 @@ GREEDY = Sampling(0, 0, 1)
 SEED = 0
 
 
-class Side(Protocol):
+class GenerationSide(Protocol):
     """One way to write the same tokens; `write` is collective."""
 
     name: str
@@ -62,7 +62,7 @@ class WholeWindows:
         return [window[len(prompt) :] for window, prompt in zip(windows, prompts, strict=True)]
 
 
-class Row(NamedTuple):
+class GenerationRow(NamedTuple):
     """A line of the table.
 
     seconds  median over the turns, of all tokens
@@ -80,8 +80,8 @@ class Row(NamedTuple):
 
 
 def measure(
-    sides: Sequence[Side], prompts: Sequence[Sequence[int]], count: int, turns: int
-) -> list[Row]:
+    sides: Sequence[GenerationSide], prompts: Sequence[Sequence[int]], count: int, turns: int
+) -> list[GenerationRow]:
     """Measure all sides in turns; every turn writes all tokens. A first turn is not measured."""
     seconds: dict[str, list[float]] = {side.name: [] for side in sides}
     written: dict[str, Any] = {}
@@ -93,7 +93,7 @@ def measure(
                 seconds[side.name].append(time.perf_counter() - began)
     first, total = sides[0].name, count * len(prompts)
     return [
-        Row(
+        GenerationRow(
             name,
             total,
             median(taken),
@@ -112,7 +112,7 @@ def _same(one: Sequence[int], other: Sequence[int]) -> int:
     return int(differs[0]) if len(differs) else len(one)
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[GenerationRow]) -> list[str]:
     """Return the lines of the table."""
     head = f"{'side':<15} {'tokens':>7} {'s':>9} {'least s':>9} {'tokens/s':>10} {'ratio':>8} {'#same':>7}"
     return [

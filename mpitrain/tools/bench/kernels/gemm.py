@@ -10,10 +10,10 @@ import numpy as np
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.loader import Engine
 from mpitrain.ops.cuda import product
-from mpitrain.ops.cuda.tiles import DEFAULT, Measured, Tiling, worth_measuring
+from mpitrain.ops.cuda.tiles import DEFAULT, FastestTile, Tiling, worth_measuring
 from mpitrain.ops.device import Device
 from mpitrain.ops.host.product import put_product
-from mpitrain.tools.bench.kernels.gemm_case import PRODUCTS, Product, Shape, case_of
+from mpitrain.tools.bench.kernels.gemm_case import PRODUCTS, LayerProduct, Shape, case_of
 from mpitrain.tools.bench.kernels.timing import seconds
 from mpitrain.tools.bench.kernels.work import stored
 
@@ -27,7 +27,7 @@ SHAPES = {
 """{kind of device: default of --shapes}."""
 
 
-class Row(NamedTuple):
+class GemmRow(NamedTuple):
     """One measurement of our product and of the library's, with its kernels for the epilogue.
 
     plan     tiling in words; "" if no kernel of ours ran
@@ -57,7 +57,7 @@ class Tuned(NamedTuple):
     wrong     wrong elements over all tilings
     """
 
-    best: Measured
+    best: FastestTile
     tried: int
     time_us: float
     usual_us: float
@@ -83,7 +83,7 @@ def parse_shapes(text: str) -> list[Shape]:
 
 def measure(
     device: Device, shapes: Sequence[Shape], dtypes: Sequence[str], products: Sequence[str]
-) -> Iterator[Row]:
+) -> Iterator[GemmRow]:
     """Yield rows as they are measured. On the CPU, the host backend is compared with NumPy."""
     if device.kernels is None:
         products = [name for name in products if not PRODUCTS[name].epilogue]
@@ -102,7 +102,7 @@ def measure(
                 wrong = case.wrong()
                 ours, theirs = seconds(device, *runs)
                 m, n, k = shape
-                yield Row(
+                yield GemmRow(
                     name,
                     *shape,
                     dtype,
@@ -132,7 +132,7 @@ def _fastest(device: Device, engine: Engine, shape: Shape, dtype: str, ways: str
 
     The second measurement keeps noise from deciding between these two.
     """
-    case, like = case_of(device, shape, dtype, Product(ways)), _like(dtype)
+    case, like = case_of(device, shape, dtype, LayerProduct(ways)), _like(dtype)
     usual = DEFAULT.tiling(like, ways, (*shape, 1), engine)
     tilings = [usual, *worth_measuring(like, *shape, engine)]
     runs = {tiling: case.by(partial(product.gemm, tiling=tiling)) for tiling in tilings}
@@ -148,7 +148,7 @@ def _fastest(device: Device, engine: Engine, shape: Shape, dtype: str, ways: str
     if usually < fastest:
         best, fastest = usual, usually
     return Tuned(
-        Measured(dtype, ways, *shape, best), len(times), 1e6 * fastest, 1e6 * usually, wrong
+        FastestTile(dtype, ways, *shape, best), len(times), 1e6 * fastest, 1e6 * usually, wrong
     )
 
 
@@ -170,7 +170,7 @@ def _sides(device: Device) -> tuple[Callable[..., None], Callable[..., None]]:
     )
 
 
-def _planned(device: Device, what: Product, shape: Shape, dtype: str) -> str:
+def _planned(device: Device, what: LayerProduct, shape: Shape, dtype: str) -> str:
     """Return the tiling of our product in words, or "" if a library multiplies."""
     if device.kernels is None or not isinstance(device.multiply, partial):
         return ""

@@ -28,7 +28,7 @@ PERIOD = 1_048_573
 """Numbers after which the operands repeat. It is a prime, so that all rows differ."""
 
 
-class Product(NamedTuple):
+class LayerProduct(NamedTuple):
     """One of the products of a linear layer.
 
     stored    layout of the operands; T: stored transposed
@@ -40,11 +40,11 @@ class Product(NamedTuple):
 
 
 PRODUCTS = {
-    "NT": Product("NT"),
-    "NN": Product("NN"),
-    "TN": Product("TN"),
-    "NT+gelu": Product("NT", "gelu"),
-    "TN+sums": Product("TN", "sums"),
+    "NT": LayerProduct("NT"),
+    "NN": LayerProduct("NN"),
+    "TN": LayerProduct("TN"),
+    "NT+gelu": LayerProduct("NT", "gelu"),
+    "TN+sums": LayerProduct("TN", "sums"),
 }
 """NT: forward. NN: input half of backward. TN: weight half. NT+gelu: forward with bias and GELU.
 TN+sums: weight half and bias gradient."""
@@ -61,7 +61,7 @@ class Case(NamedTuple):
     wrong: Callable[[], int]
 
 
-def case_of(device: Device, shape: Shape, dtype: str, what: Product) -> Case:
+def case_of(device: Device, shape: Shape, dtype: str, what: LayerProduct) -> Case:
     """Return random operands with their product and its check against a float32 reference.
 
     The elements of the product are near 1, where GELU is not linear. Only some rows are compared.

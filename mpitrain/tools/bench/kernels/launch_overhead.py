@@ -29,7 +29,7 @@ SIZES |= {"I": 8, "J": 8, "F": 16, "G": 16, "S": 3, "P": 2}
 """Sizes of the examples of `mpitrain.ops.table`."""
 
 
-class Row(NamedTuple):
+class OverheadRow(NamedTuple):
     """The launch overhead of one operation.
 
     looked_at_us  time with checks of all arguments, as in a first launch
@@ -68,7 +68,7 @@ def _nothing(grid: Any, block: Any, arguments: Any, shared: int) -> None:
     pass
 
 
-class Ready:
+class RecycledArena:
     """An arena that returns the same buffers again, so that leasing takes no time."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Ready:
 
 def operations(kernels: Kernels) -> dict[str, Callable[[], Any]]:
     """Return all measured functions by name: operations of layers, and kernels of all-reduces."""
-    arena, ops = Ready(), bodies.cuda(kernels)
+    arena, ops = RecycledArena(), bodies.cuda(kernels)
     arguments = examples(ops, SIZES, drawn, arena)
     p, g, half = np.zeros(SIZE, np.float32), np.zeros(SIZE, np.float32), np.zeros(SIZE, np.float16)
     coded, scales = np.zeros(SIZE, np.int8), np.zeros(1, np.float32)
@@ -117,12 +117,12 @@ def drawn(one: Operand, shape: tuple[int, ...]) -> np.ndarray:
     return np.zeros(shape, kind)
 
 
-def measure() -> Iterator[Row]:
+def measure() -> Iterator[OverheadRow]:
     """Yield rows as they are measured; the fastest turn counts, since the host has other work."""
     kernels = Kernels(Nothing(takes_plain=True))
     found = operations(kernels)
     for name, looked_at in operations(Kernels(Nothing(takes_plain=False))).items():
-        yield Row(
+        yield OverheadRow(
             name,
             1e6 * _seconds(looked_at),
             1e6 * _seconds(found[name]),

@@ -16,16 +16,18 @@ from mpitrain.tools.bench.kernels.work import (
     SHAPES,
     WRONG,
     Calls,
+    OperationCall,
+    OperationRow,
     Peer,
-    Row,
-    Work,
     count_wrong,
     stored,
     values,
 )
 
 
-def measure(device: Device, peer: Peer | None = None, attends: bool = True) -> Iterator[Row]:
+def measure(
+    device: Device, peer: Peer | None = None, attends: bool = True
+) -> Iterator[OperationRow]:
     """Yield rows as they are measured; `attends`: attention is among them.
 
     The first row, a copy, is 100% for memory-bound operations; the first product is 100% for the
@@ -40,7 +42,7 @@ def measure(device: Device, peer: Peer | None = None, attends: bool = True) -> I
 
     (ours,) = seconds(device, copy)
     rate = 2 * x.nbytes / ours / 1e9
-    yield Row(
+    yield OperationRow(
         "copy",
         1e6 * ours,
         rate,
@@ -53,8 +55,8 @@ def measure(device: Device, peer: Peer | None = None, attends: bool = True) -> I
 
 
 def measured(
-    device: Device, each: Iterable[Work], ceilings: dict[str, float] | None = None
-) -> Iterator[Row]:
+    device: Device, each: Iterable[OperationCall], ceilings: dict[str, float] | None = None
+) -> Iterator[OperationRow]:
     """Yield a row of each work.
 
     ceilings  the rate of 100% by unit; without one, it is that of the first row with this unit
@@ -68,7 +70,7 @@ def measured(
         ours, *theirs = seconds(device, work.run, *([work.peer] if work.peer else []))
         rate = work.amount / ours / 1e9
         ceiling = ceilings.setdefault(work.unit, rate)
-        yield Row(
+        yield OperationRow(
             work.name,
             1e6 * ours,
             rate,
@@ -79,7 +81,7 @@ def measured(
         )
 
 
-def works(device: Device, peer: Peer | None, attends: bool = True) -> Iterator[Work]:
+def works(device: Device, peer: Peer | None, attends: bool = True) -> Iterator[OperationCall]:
     """Yield the operations of a GPT's training step, at sizes that suit the device."""
     ops, rng = device.ops, np.random.default_rng(0)
     batch, tokens, width, _, vocab = SHAPES[device.kind]
@@ -133,7 +135,7 @@ def works(device: Device, peer: Peer | None, attends: bool = True) -> Iterator[W
         yield from reductions(device, *np.abs(numbers(2, many_rows * width)))
 
 
-def attentions(device: Device, peer: Peer | None) -> Iterator[Work]:
+def attentions(device: Device, peer: Peer | None) -> Iterator[OperationCall]:
     """Yield attention, forward and backward, in float32 and, with kernels, in bfloat16."""
     ops, reference, arena, backend = (
         device.ops,
@@ -172,7 +174,7 @@ def attentions(device: Device, peer: Peer | None) -> Iterator[Work]:
             return reference.attention_backward(dy, reference.attention(x, heads, None)[1], None)
 
         tolerance = {"float32": WRONG, "bfloat16": 2e-2}[dtype]
-        yield Work(
+        yield OperationCall(
             f"attention {dtype}",
             forward,
             partial(got, "y"),
@@ -183,7 +185,7 @@ def attentions(device: Device, peer: Peer | None) -> Iterator[Work]:
             theirs.forward if theirs else None,
         )
         if device.kernels is not None:  # the host backend overwrites its saved arrays in backward
-            yield Work(
+            yield OperationCall(
                 f"attention back {dtype}",
                 backward,
                 partial(got, "dqkv"),
@@ -195,7 +197,7 @@ def attentions(device: Device, peer: Peer | None) -> Iterator[Work]:
             )
 
 
-def reductions(device: Device, a: np.ndarray, b: np.ndarray) -> Iterator[Work]:
+def reductions(device: Device, a: np.ndarray, b: np.ndarray) -> Iterator[OperationCall]:
     """Yield column sums, and kernels of all-reduces: sums of chunks, 16-bit and 8-bit codecs."""
     kernels, arena, put, width = (
         device.kernels,
@@ -213,7 +215,7 @@ def reductions(device: Device, a: np.ndarray, b: np.ndarray) -> Iterator[Work]:
     scales = -(-a.size // wire.BLOCK)
     coded, scale = put(np.empty(a.size, np.int8)), put(np.empty(scales, np.float32))
     matrix, sums = x.reshape(-1, width), put(np.empty(width, np.float32))
-    yield Work(
+    yield OperationCall(
         "column sums",
         lambda: sum_rows(kernels, matrix, sums, False, arena),
         lambda: sums,
@@ -221,28 +223,28 @@ def reductions(device: Device, a: np.ndarray, b: np.ndarray) -> Iterator[Work]:
         a.nbytes,
     )
     # Later runs add again, but only the result of the first run is compared.
-    yield Work(
+    yield OperationCall(
         "add_into",
         lambda: wire.add_into(kernels, total, x),
         lambda: total,
         lambda: a + b,
         3 * a.nbytes,
     )
-    yield Work(
+    yield OperationCall(
         "to float16",
         lambda: wire.convert(kernels, x, half),
         lambda: half,
         lambda: a.astype(np.float16),
         1.5 * a.nbytes,
     )
-    yield Work(
+    yield OperationCall(
         "to int8",
         lambda: wire.encode_int8(kernels, x, coded, scale),
         lambda: scale,
         lambda: np.maximum.reduceat(a, np.arange(0, a.size, wire.BLOCK)) / 127,
         1.25 * a.nbytes,
     )
-    yield Work(
+    yield OperationCall(
         "from int8",
         lambda: wire.decode_int8(kernels, coded, scale, back, False),
         lambda: back,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.kernels.loader import Kernels
-from mpitrain.kernels.simulator.machine import SharedAccess, Simulator, Traffic
+from mpitrain.kernels.simulator.machine import LaunchTraffic, SharedAccess, Simulator
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
 from mpitrain.ops.example import examples
@@ -51,7 +51,7 @@ UPDATES = "sgd momentum nesterov lion adam adamw"
 """Optimizer steps, on float32."""
 
 
-class Row(NamedTuple):
+class TransactionRow(NamedTuple):
     """The transactions of one launch.
 
     nbytes    bytes that its threads read and write in global memory
@@ -73,13 +73,13 @@ class Row(NamedTuple):
     conflicts: str
 
 
-def count(dtypes: Sequence[str]) -> Iterator[Row]:
+def count(dtypes: Sequence[str]) -> Iterator[TransactionRow]:
     """Yield a row for each launch of each operation.
 
     dtypes  of the elements: "float32", "float16" or "bfloat16"
     """
     for dtype in dtypes:
-        launches: list[Traffic] = []
+        launches: list[LaunchTraffic] = []
         ops = bodies.cuda(Kernels(Simulator(checked=True, traffic=launches)))
         arguments = examples(ops, SIZES, _Draw(dtype), Arena())
         for name in (STEP + f" {UPDATES}" * (dtype == "float32")).split():
@@ -89,14 +89,14 @@ def count(dtypes: Sequence[str]) -> Iterator[Row]:
             yield from (row_of(dtype, name, launch) for launch in launches)
 
 
-def row_of(dtype: str, operation: str, launch: Traffic) -> Row:
+def row_of(dtype: str, operation: str, launch: LaunchTraffic) -> TransactionRow:
     """Return the row of one launch."""
 
     def total(field: str) -> int:
         return sum(getattr(access, field) for access in launch.shared)
 
     where = dict.fromkeys(access.where for access in launch.shared if has_conflicts(access))
-    return Row(
+    return TransactionRow(
         dtype,
         operation,
         launch.kernel,

@@ -24,7 +24,7 @@ MOVED = {"cpu": 1024, "cuda-sim": 48, "cuda": 1 << 16}
 """Rows for memory-bound operations. On a GPU they exceed all caches and hide launch costs."""
 
 
-class Row(NamedTuple):
+class OperationRow(NamedTuple):
     """One measurement.
 
     rate     10^9 bytes/s or, if `unit` is GFLOP/s, 10^9 floating-point operations/s
@@ -41,7 +41,7 @@ class Row(NamedTuple):
     wrong: int
 
 
-class Work(NamedTuple):
+class OperationCall(NamedTuple):
     """An operation on given arrays.
 
     run        runs the operation
@@ -62,7 +62,7 @@ class Work(NamedTuple):
     peer: Callable[[], Any] | None = None
 
 
-class Attention(Protocol):
+class PeerAttention(Protocol):
     """A protocol for the attention of a reference library, such as PyTorch, on given arrays."""
 
     def forward(self) -> None:
@@ -72,7 +72,7 @@ class Attention(Protocol):
         """Compute the gradient of the input, after `forward`."""
 
 
-Peer = Callable[[str, np.ndarray, np.ndarray, int, str], Attention]
+Peer = Callable[[str, np.ndarray, np.ndarray, int, str], PeerAttention]
 """(device kind, qkv, dy, heads, dtype) -> attention of the reference library, PyTorch."""
 
 
@@ -127,7 +127,7 @@ class Calls:
         flops: float = 0.0,
         peer: Callable[[dict[str, Any]], Any] | None = None,
         **changed: Any,
-    ) -> Work:
+    ) -> OperationCall:
         """Return the work of an operation. Of its results, the first one is compared.
 
         flops    floating-point operations; 0: the amount is the bytes that it moves
@@ -149,7 +149,7 @@ class Calls:
         def run() -> None:
             found[:] = [call(self._ops, given)]
 
-        return Work(
+        return OperationCall(
             label,
             run,
             lambda: found[0],

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain.tools.bench.collectives.columns import Column, figure
+from mpitrain.tools.bench.collectives.columns import TableColumn, figure
 from mpitrain.tools.bench.collectives.table import FAR
 from mpitrain.tools.bench.links.pairs import coded
 from mpitrain.transport.base import Transport
@@ -44,7 +44,7 @@ class BandwidthRequest(NamedTuple):
     iterations: int
 
 
-class Row(NamedTuple):
+class BandwidthRow(NamedTuple):
     """One measurement. Times are per window, on the slowest pair.
 
     GBs, messages_s  totals over all pairs and directions
@@ -68,15 +68,17 @@ class Row(NamedTuple):
 
 
 COLUMNS = [
-    Column("bytes", "", 12, lambda row: str(row.bytes)),
-    Column("ways", "", 6, lambda row: row.ways, is_left=True),
-    Column("pairs", "", 5, lambda row: str(row.pairs), 1),
-    Column("window", "", 6, lambda row: str(row.window), 2),
-    Column("time", "us ", 11, lambda row: figure(row.time_us) + ("~" if row.is_spoilt else " ")),
-    Column("min", "us", 10, lambda row: figure(row.min_us), 0),
-    Column("bandwidth", "GB/s", 9, lambda row: figure(row.GBs)),
-    Column("messages/s", "", 10, lambda row: figure(row.messages_s)),
-    Column("#wrong", "", 7, lambda row: str(row.wrong)),
+    TableColumn("bytes", "", 12, lambda row: str(row.bytes)),
+    TableColumn("ways", "", 6, lambda row: row.ways, is_left=True),
+    TableColumn("pairs", "", 5, lambda row: str(row.pairs), 1),
+    TableColumn("window", "", 6, lambda row: str(row.window), 2),
+    TableColumn(
+        "time", "us ", 11, lambda row: figure(row.time_us) + ("~" if row.is_spoilt else " ")
+    ),
+    TableColumn("min", "us", 10, lambda row: figure(row.min_us), 0),
+    TableColumn("bandwidth", "GB/s", 9, lambda row: figure(row.GBs)),
+    TableColumn("messages/s", "", 10, lambda row: figure(row.messages_s)),
+    TableColumn("#wrong", "", 7, lambda row: str(row.wrong)),
 ]
 
 
@@ -90,7 +92,7 @@ def partners(n: int, all_pairs: bool) -> list[tuple[int, int]]:
 
 def measure(
     transport: Transport, request: BandwidthRequest, clock: Callable[[], float] = time.perf_counter
-) -> Iterator[Row]:
+) -> Iterator[BandwidthRow]:
     """Yield rows as they are measured; every rank gets the same rows. Collective."""
     tag = transport.claim_tag()
     for nbytes in request.sizes:
@@ -105,7 +107,7 @@ def _row(
     ways: str,
     clock: Callable[[], float],
     tag: int,
-) -> Row:
+) -> BandwidthRow:
     """Measure one message size in one direction or both."""
     pairs, rank = partners(transport.size, request.all_pairs), transport.rank
     window = max(1, min(request.window, IN_FLIGHT // nbytes))
@@ -137,7 +139,7 @@ def _row(
     times = timed(request.iterations or min(MOST, max(FEWEST, int(SECONDS / spent))))
     wrong = sum(transport.gather_text(int((incoming != right).sum()) if mine else 0))
     seconds, messages = max(1e-9, median(times.tolist())), len(pairs) * WAYS[ways] * window
-    return Row(
+    return BandwidthRow(
         nbytes,
         ways,
         len(pairs),
@@ -182,7 +184,7 @@ def _window(
     return run
 
 
-def footer(rows: Sequence[Row]) -> list[str]:
+def footer(rows: Sequence[BandwidthRow]) -> list[str]:
     """Return lines with the maxima of each direction, and their ratio at one size.
 
     Spoilt rows count nowhere.

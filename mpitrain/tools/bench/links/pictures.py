@@ -9,7 +9,7 @@ import numpy as np
 from mpitrain.plots import painter, save
 from mpitrain.tools.bench.collectives.columns import figure as rounded
 from mpitrain.tools.bench.collectives.plot import look, readable
-from mpitrain.tools.bench.links.bandwidth import Row
+from mpitrain.tools.bench.links.bandwidth import BandwidthRow
 from mpitrain.tools.bench.links.pairs import Pair, odd_pairs
 from mpitrain.tools.bench.links.pairs_table import bandwidth, latency
 
@@ -75,7 +75,7 @@ def plot_pairs(
     _finish(pyplot, figure, title, ".  ".join(legend), facts, path)
 
 
-def plot_bandwidth(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
+def plot_bandwidth(rows: Sequence[BandwidthRow], facts: dict[str, Any], path: Path) -> None:
     """Draw bandwidth and messages per second over message size, with a curve for each direction.
 
     Hollow marks are invalid rows: most of their windows took far longer than the fastest.

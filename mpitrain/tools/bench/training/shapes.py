@@ -24,7 +24,7 @@ from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
 
-class Shape(NamedTuple):
+class TrainingShape(NamedTuple):
     """A row of SHAPES.
 
     rows        sequences of a rank in a step; a tensor-parallel or pipeline job has as many in all
@@ -40,24 +40,24 @@ class Shape(NamedTuple):
 WIDE = ("model.width=768", "model.heads=12")
 
 
-def _pipeline(schedule: str, micro_batches: int) -> Shape:
+def _pipeline(schedule: str, micro_batches: int) -> TrainingShape:
     settings = f"pipeline.schedule={schedule}", f"batch.micro_batches={micro_batches}"
-    return Shape(16, ("layout.pp=2", *settings))
+    return TrainingShape(16, ("layout.pp=2", *settings))
 
 
 SHAPES = {
-    "context-128": Shape(16),
-    "context-512": Shape(
+    "context-128": TrainingShape(16),
+    "context-512": TrainingShape(
         4, ("model.context=512", "model.width=512", "model.heads=8", "model.layers=6")
     ),
-    "context-1024": Shape(4, ("model.context=1024",)),
-    "context-2048": Shape(2, ("model.context=2048",)),
-    "context-4096": Shape(1, ("model.context=4096",)),
-    "vocabulary-50257": Shape(4, ("model.context=256",), vocabulary=50257),
-    "width-768": Shape(8, WIDE),
-    "tp-2": Shape(16, ("layout.tp=2",)),
-    "tp-2-context-1024": Shape(4, ("layout.tp=2", "model.context=1024")),
-    "zero-3": Shape(8, ("replication.zero=3", *WIDE)),
+    "context-1024": TrainingShape(4, ("model.context=1024",)),
+    "context-2048": TrainingShape(2, ("model.context=2048",)),
+    "context-4096": TrainingShape(1, ("model.context=4096",)),
+    "vocabulary-50257": TrainingShape(4, ("model.context=256",), vocabulary=50257),
+    "width-768": TrainingShape(8, WIDE),
+    "tp-2": TrainingShape(16, ("layout.tp=2",)),
+    "tp-2-context-1024": TrainingShape(4, ("layout.tp=2", "model.context=1024")),
+    "zero-3": TrainingShape(8, ("replication.zero=3", *WIDE)),
     "pp-2-1f1b-4": _pipeline("1f1b", 4),
     "pp-2-1f1b-8": _pipeline("1f1b", 8),
     "pp-2-gpipe-4": _pipeline("gpipe", 4),
@@ -86,7 +86,7 @@ class ShapeRow(NamedTuple):
     apart: float
 
 
-class Measured(NamedTuple):
+class ShapeResults(NamedTuple):
     """All results of a shape.
 
     kinds  of unit: (kind, seconds of a step, seconds of its bare products)
@@ -126,7 +126,7 @@ def measure_shape(
     blocks: int,
     steps: int,
     seconds: float,
-) -> Measured:
+) -> ShapeResults:
     """Measure one shape; collective.
 
     config   of the shape, with its `settings`
@@ -160,7 +160,7 @@ def measure_shape(
         raise
     close_all(sides)
     compared: list[Result | None] = [*rivals] or [None]
-    return Measured([shape_row(name, ours, each, bare) for each in compared], kinds, notes)
+    return ShapeResults([shape_row(name, ours, each, bare) for each in compared], kinds, notes)
 
 
 def close_all(sides: Sequence[Any]) -> None:
@@ -169,7 +169,7 @@ def close_all(sides: Sequence[Any]) -> None:
         side.close()
 
 
-def settings(shape: Shape, ranks: int) -> list[str]:
+def settings(shape: TrainingShape, ranks: int) -> list[str]:
     """Return `section.key=value` of a shape, with its batch over all ranks."""
     is_one_replica = any(key.startswith(("layout.tp", "layout.pp")) for key in shape.settings)
     return [*shape.settings, f"batch.size={shape.rows * (1 if is_one_replica else ranks)}"]

@@ -84,7 +84,7 @@ class Result(NamedTuple):
         return self.step_s > FAR * min(self.blocks)
 
 
-class Block(NamedTuple):
+class TimedBlock(NamedTuple):
     """One timed block of steps of one side, as a row of the CSV file."""
 
     side: str
@@ -230,10 +230,10 @@ def against(ours: Result, other: Result) -> list[float]:
     return [theirs / mine for mine, theirs in zip(ours.blocks, other.blocks, strict=True)]
 
 
-def block_rows(results: Sequence[Result]) -> list[Block]:
+def block_rows(results: Sequence[Result]) -> list[TimedBlock]:
     """Return the timed blocks of steps of all compared programs, as one list of table rows."""
     return [
-        Block(result.name, number, seconds)
+        TimedBlock(result.name, number, seconds)
         for result in results
         for number, seconds in enumerate(result.blocks, 1)
     ]

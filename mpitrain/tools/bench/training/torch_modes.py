@@ -26,7 +26,7 @@ from mpitrain.tools.bench.training.torch_tensor_parallel import divide
 Arrays = Mapping[str, np.ndarray]
 
 
-class Way(NamedTuple):
+class ReadyModel(NamedTuple):
     """A model that is ready for training.
 
     gradients  (inputs, targets) -> mean loss of these rows; also computes and reduces gradients
@@ -37,32 +37,32 @@ class Way(NamedTuple):
     optimizer: torch.optim.Optimizer
 
 
-def alone(model: GPT, arrays: Arrays, settings: Config) -> Way:
+def alone(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
     """Train on one rank."""
     copy_weights(arrays, model)
-    return Way("torch", partial(_backward, model), _optimizer(model, settings))
+    return ReadyModel("torch", partial(_backward, model), _optimizer(model, settings))
 
 
-def replicas(model: GPT, arrays: Arrays, settings: Config) -> Way:
+def replicas(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
     """Train with DDP: a full replica per rank, and gradients all-reduced during backward."""
     copy_weights(arrays, model)
-    return Way(
+    return ReadyModel(
         "torch DDP, gloo",
         partial(_backward, nn.parallel.DistributedDataParallel(model)),
         _optimizer(model, settings),
     )
 
 
-def compiled(model: GPT, arrays: Arrays, settings: Config) -> Way:
+def compiled(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
     """Train with DDP under torch.compile; one rank without DDP."""
     copy_weights(arrays, model)
     is_alone = torch.distributed.get_world_size() == 1
     name = "torch compiled" if is_alone else "torch DDP compiled, gloo"
     wrapped = model if is_alone else nn.parallel.DistributedDataParallel(model)
-    return Way(name, partial(_backward, torch.compile(wrapped)), _optimizer(model, settings))
+    return ReadyModel(name, partial(_backward, torch.compile(wrapped)), _optimizer(model, settings))
 
 
-def divided_state(model: GPT, arrays: Arrays, settings: Config) -> Way:
+def divided_state(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
     """Train with ZeroRedundancyOptimizer: DDP with a sharded optimizer, as ZeRO stage 1.
 
     Each rank updates some of the tensors and broadcasts them.
@@ -73,10 +73,10 @@ def divided_state(model: GPT, arrays: Arrays, settings: Config) -> Way:
     optimizer = ZeroRedundancyOptimizer(
         _groups(model, settings), kind, parameters_as_bucket_view=True, **constants
     )
-    return Way("torch ZeroRedundancyOptimizer, gloo", partial(_backward, wrapped), optimizer)
+    return ReadyModel("torch ZeroRedundancyOptimizer, gloo", partial(_backward, wrapped), optimizer)
 
 
-def divided_gradients(model: GPT, arrays: Arrays, settings: Config) -> Way:
+def divided_gradients(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
     """Train with FSDP2 that gathers parameters once per step, as the counterpart of ZeRO stage 2.
 
     Each rank has a shard of every tensor, of its gradient and of the optimizer state. A block is
@@ -87,21 +87,21 @@ def divided_gradients(model: GPT, arrays: Arrays, settings: Config) -> Way:
     )
 
 
-def divided_parameters(model: GPT, arrays: Arrays, settings: Config) -> Way:
+def divided_parameters(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
     """Train with FSDP2 as ZeRO stage 3: a block is freed after forward, and gathered again."""
     return _fully_sharded("torch FSDP2, gloo", True, model, arrays, settings)
 
 
 def _fully_sharded(
     name: str, frees_after_forward: bool, model: GPT, arrays: Arrays, settings: Config
-) -> Way:
+) -> ReadyModel:
     copy_weights(arrays, model)
     for part in [*model.blocks, model]:
         fully_shard(part, mesh=_mesh(model), reshard_after_forward=frees_after_forward)
-    return Way(name, partial(_backward, model), _optimizer(model, settings))
+    return ReadyModel(name, partial(_backward, model), _optimizer(model, settings))
 
 
-def stages(model: GPT, arrays: Arrays, settings: Config) -> Way:
+def stages(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
     """Train pipeline stages with the same layers as ours, by GPipe or 1F1B."""
     copy_weights(arrays, model, is_whole=False)
     names = list(dict.fromkeys(UNIT.findall(" ".join(arrays))))
@@ -119,13 +119,13 @@ def stages(model: GPT, arrays: Arrays, settings: Config) -> Way:
         schedule.step(*([] if rank else [inputs]))
         return torch.zeros(())
 
-    return Way(f"torch {kind.__name__}, gloo", gradients, _optimizer(model, settings))
+    return ReadyModel(f"torch {kind.__name__}, gloo", gradients, _optimizer(model, settings))
 
 
-def slices(model: GPT, arrays: Arrays, settings: Config) -> Way:
+def slices(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
     """Train with tensor parallelism: heads, MLP and vocabulary are sharded as ours are."""
     gradients = divide(model, arrays, _mesh(model))
-    return Way("torch tensor parallel, gloo", gradients, _optimizer(model, settings))
+    return ReadyModel("torch tensor parallel, gloo", gradients, _optimizer(model, settings))
 
 
 WAYS = {0: replicas, 1: divided_state, 2: divided_gradients, 3: divided_parameters}
@@ -138,7 +138,7 @@ SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 """{pipeline.schedule: PyTorch's schedule}."""
 
 
-def way_of(settings: Config) -> Callable[[GPT, Arrays, Config], Way]:
+def way_of(settings: Config) -> Callable[[GPT, Arrays, Config], ReadyModel]:
     """Return PyTorch's counterpart of this configuration, on all ranks of gloo."""
     if settings.layout.tp > 1:
         return slices

@@ -16,7 +16,7 @@ from mpitrain.run.metrics import strict
 from mpitrain.run.resolve import Resolved, resolve
 from mpitrain.tools.plan.batch.fitting import Fit, counted_bytes, find_largest, with_rows
 from mpitrain.tools.plan.batch.noise import LEAST, Noise, measure
-from mpitrain.tools.plan.batch.settings import Setting, critical_size, setting
+from mpitrain.tools.plan.batch.settings import BatchSetting, critical_size, setting
 from mpitrain.tools.plan.batch.timing import Steps, Timed, fastest, sizes, time_sizes
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
@@ -47,8 +47,8 @@ class Found(NamedTuple):
     best: Timed | None
     counted: dict[int, int]
     noise: Noise | None
-    present: Setting | None
-    critical: Setting | None
+    present: BatchSetting | None
+    critical: BatchSetting | None
     tokens: int
 
     def facts(self) -> dict[str, Any]:
@@ -109,10 +109,10 @@ def search(
     def fits(found: Resolved) -> bool:
         return fit.room.needed + count(found)[0] <= fit.room.free
 
-    def agreed(size: int | None) -> Setting | None:
+    def agreed(size: int | None) -> BatchSetting | None:
         """Return the setting of the rank that needs the most micro-batches; collective."""
         every = transport.gather_text(setting(resolved, size, rows, fits) if size else None)
-        return max((Setting(*one) for one in every), key=_number) if all(every) else None
+        return max((BatchSetting(*one) for one in every), key=_number) if all(every) else None
 
     size = resolved.config.batch.size
     return Found(
@@ -140,7 +140,7 @@ def _check_mode(config: Config) -> None:
         )
 
 
-def _number(setting: Setting) -> int:
+def _number(setting: BatchSetting) -> int:
     return setting.micro_batches
 
 

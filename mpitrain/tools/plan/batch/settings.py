@@ -7,7 +7,7 @@ from mpitrain.run.resolve import Resolved, with_micro_batches
 from mpitrain.tools.plan.batch.noise import Noise
 
 
-class Setting(NamedTuple):
+class BatchSetting(NamedTuple):
     """A global batch, its number of micro-batches, and the rows of the largest of these."""
 
     size: int
@@ -22,7 +22,7 @@ class Setting(NamedTuple):
 
 def setting(
     resolved: Resolved, size: int, rows: int, fits: Callable[[Resolved], bool]
-) -> Setting | None:
+) -> BatchSetting | None:
     """Return the setting with the fewest micro-batches that fits; None if there is none.
 
     It sends no message.
@@ -37,7 +37,7 @@ def setting(
     for count in range(max(1, -(-own // rows)), size // resolved.axes.dp + 1):
         found = with_micro_batches(job, count)
         if found and fits(found):
-            return Setting(size, count, -(-own // count))
+            return BatchSetting(size, count, -(-own // count))
     return None
 
 

@@ -18,7 +18,7 @@ from mpitrain.run.checkpoint.digests import digest_record
 from mpitrain.run.metrics import strict
 from mpitrain.run.trainer import state_digests
 from mpitrain.tools.plan.memory import ranks_of
-from mpitrain.tools.report.diff.sides import Digests, Side, order
+from mpitrain.tools.report.diff.sides import ComparedRun, Digests, order
 from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks
 
@@ -71,7 +71,7 @@ class Replayed(NamedTuple):
 
 
 def replay(
-    sides: tuple[Side, Side],
+    sides: tuple[ComparedRun, ComparedRun],
     start: int,
     last: int,
     stepped: Callable[[int], None] = lambda step: None,
@@ -100,7 +100,7 @@ def replay(
 
 def _on_a_rank(
     transport: Transport,
-    sides: tuple[Side, Side],
+    sides: tuple[ComparedRun, ComparedRun],
     start: int,
     last: int,
     stepped: Callable[[int], None],
@@ -125,7 +125,7 @@ def _on_a_rank(
     return Replayed(start, last, step if differing else None, differing, (unlike[0], unlike[1]))
 
 
-def _config(side: Side, start: int) -> Config:
+def _config(side: ComparedRun, start: int) -> Config:
     """Return the configuration of a run without stragglers, and without failures that end it."""
     run = side.config.run
     failure = injection(run.inject)
@@ -147,7 +147,7 @@ def _step(job: Job, start: int, step: int) -> tuple[float | None, float | None]:
 
 
 def _unlike(
-    side: Side,
+    side: ComparedRun,
     step: int,
     logged: tuple[float | None, float | None],
     everyone: Sequence[Mapping[str, str]],

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError
-from mpitrain.tools.report.diff.sides import Side, order
+from mpitrain.tools.report.diff.sides import ComparedRun, order
 from mpitrain.tools.report.diff.tensors import Apart, Beyond, beyond, different_bits
 
 TOLERANCES = {"sgd": 1e-5, "momentum": 1e-5}
@@ -51,7 +51,7 @@ class Bits(NamedTuple):
         return min((each.step for each in self.unequal.values()), default=None)
 
 
-def compare_bits(one: Side, other: Side) -> Bits:
+def compare_bits(one: ComparedRun, other: ComparedRun) -> Bits:
     """Compare everything that two runs of one layout have recorded, in the order of steps.
 
     raises  ConfigError if they have nothing in common to compare; CheckpointError for a damaged
@@ -71,7 +71,7 @@ def compare_bits(one: Side, other: Side) -> Bits:
     return Bits(unequal, equal, every[-1][0], len(every))
 
 
-def _compared(kind: str, step: int, one: Side, other: Side) -> Unequal | None:
+def _compared(kind: str, step: int, one: ComparedRun, other: ComparedRun) -> Unequal | None:
     """Return the difference of a record of both runs; None: it is equal."""
     if kind == "checkpoint":
         apart = different_bits(one.saved[step], other.saved[step])
@@ -88,14 +88,14 @@ def _compared(kind: str, step: int, one: Side, other: Side) -> Unequal | None:
     return Unequal(step, tensors=sorted(tensors, key=order), ranks=ranks)
 
 
-def _shared(one: Side, other: Side) -> Iterator[tuple[int, int, str]]:
+def _shared(one: ComparedRun, other: ComparedRun) -> Iterator[tuple[int, int, str]]:
     """Yield (step, order within it, kind) of each record that both runs have."""
     yield from ((step, 0, "logged") for step in one.logged.keys() & other.logged.keys())
     yield from ((step, 1, "digests") for step in one.digests.keys() & other.digests.keys())
     yield from ((step, 2, "checkpoint") for step in one.saved.keys() & other.saved.keys())
 
 
-def start_of_replay(first: int, one: Side, other: Side) -> int:
+def start_of_replay(first: int, one: ComparedRun, other: ComparedRun) -> int:
     """Return the step of the nearest checkpoint before a difference; 0: the initial parameters.
 
     A checkpoint of both runs that differs would already be the first difference.
@@ -104,7 +104,7 @@ def start_of_replay(first: int, one: Side, other: Side) -> int:
     return max((step for step in common if step < first), default=0)
 
 
-def nothing_common(one: Side, other: Side) -> ConfigError:
+def nothing_common(one: ComparedRun, other: ComparedRun) -> ConfigError:
     """Return the error for two runs without a common step."""
     return ConfigError(
         f"diff compares steps that both runs recorded, but {one.folder} ends at step {one.last}, "
@@ -132,7 +132,7 @@ def tolerance(config: Config) -> float:
 
 
 def compare_numbers(
-    one: Side, other: Side, limit: float
+    one: ComparedRun, other: ComparedRun, limit: float
 ) -> tuple[tuple[int, str, float, float] | None, list[tuple[int, list[Beyond], int]]]:
     """Compare two runs of different layouts, within a relative tolerance.
 
@@ -151,7 +151,9 @@ def compare_numbers(
     return first_beyond(one, other, limit), compared
 
 
-def first_beyond(one: Side, other: Side, limit: float) -> tuple[int, str, float, float] | None:
+def first_beyond(
+    one: ComparedRun, other: ComparedRun, limit: float
+) -> tuple[int, str, float, float] | None:
     """Return step, name and values of the first logged number beyond a tolerance, or None."""
     for step in sorted(one.logged.keys() & other.logged.keys()):
         pairs = zip(("loss", "grad_norm"), one.logged[step], other.logged[step], strict=True)

@@ -42,7 +42,7 @@ class Digests(NamedTuple):
     ranks: list[str]
 
 
-class Side(NamedTuple):
+class ComparedRun(NamedTuple):
     """One of two compared runs.
 
     ranks, hosts  of its last start
@@ -66,7 +66,7 @@ class Side(NamedTuple):
     last: int
 
 
-def read(folder: Path) -> Side:
+def read(folder: Path) -> ComparedRun:
     """Read a run; ConfigError if there is none in the folder."""
     if not is_run(folder):
         raise ConfigError(f"There is no run in {folder}.", "Name the directories of two runs.")
@@ -75,7 +75,7 @@ def read(folder: Path) -> Side:
     start = starts[-1] if starts else {}
     found = [one for one in records if type(one.get("step")) is int]
     digests = {one["step"]: _digests(one) for one in found if one.get("event") == "digests"}
-    return Side(
+    return ComparedRun(
         folder,
         configuration(folder),
         _count(start.get("ranks")),
@@ -120,7 +120,7 @@ def _digests(record: Mapping[str, Any]) -> Digests | None:
     return Digests(tensors, ranks)
 
 
-def changed_keys(one: Side, other: Side) -> dict[str, tuple[Any, Any]]:
+def changed_keys(one: ComparedRun, other: ComparedRun) -> dict[str, tuple[Any, Any]]:
     """Return {key: the values of both runs} of all keys that differ, but for the directory.
 
     THREADS is among them.
@@ -132,7 +132,7 @@ def changed_keys(one: Side, other: Side) -> dict[str, tuple[Any, Any]]:
     return {key: values for key, values in found.items() if key != "run.out"}
 
 
-def are_comparable_by_bits(one: Side, other: Side) -> bool:
+def are_comparable_by_bits(one: ComparedRun, other: ComparedRun) -> bool:
     """Return whether equal runs of these configurations have equal bits."""
     if one.is_mixed or other.is_mixed or (one.ranks, one.hosts) != (other.ranks, other.hosts):
         return False

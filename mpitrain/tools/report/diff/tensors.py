@@ -37,7 +37,7 @@ class Apart(NamedTuple):
     most: float
 
 
-class Numbers(NamedTuple):
+class TensorSums(NamedTuple):
     """The sum, the 2-norm and the projection of a tensor on random signs, in float64.
 
     The projection of a difference of one element has the size of this difference.
@@ -144,7 +144,7 @@ def _flat(stored: StoredTensor, name: str, skips_keys: bool) -> np.ndarray:
     return array
 
 
-def numbers(array: np.ndarray, name: str) -> Numbers:
+def numbers(array: np.ndarray, name: str) -> TensorSums:
     """Return the numbers of a tensor, 1-D; the random signs depend only on its name."""
     total, squares, projection = 0.0, 0.0, 0.0
     draw = np.random.default_rng(zlib.crc32(name.encode()))
@@ -153,7 +153,7 @@ def numbers(array: np.ndarray, name: str) -> Numbers:
         total += float(values.sum())
         squares += float(values @ values)
         projection += float(values @ signs)
-    return Numbers(total, math.sqrt(squares), projection)
+    return TensorSums(total, math.sqrt(squares), projection)
 
 
 def _chunks(array: np.ndarray) -> Iterator[np.ndarray]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from mpitrain.tools.report.diff.replay import Differing, Replayed
 from mpitrain.tools.report.diff.series import Bits
-from mpitrain.tools.report.diff.sides import THREADS, Side
+from mpitrain.tools.report.diff.sides import THREADS, ComparedRun
 from mpitrain.tools.report.diff.tensors import Apart, Beyond
 
 SHOWN = 8
@@ -22,7 +22,7 @@ def keys_that_differ(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
         yield "The configurations are equal."
 
 
-def bits(found: Bits, one: Side, other: Side) -> Iterator[str]:
+def bits(found: Bits, one: ComparedRun, other: ComparedRun) -> Iterator[str]:
     """Yield the lines of a comparison bit for bit."""
     high, unequal = found.first, found.unequal
     if high is None:
@@ -63,7 +63,7 @@ def _apart(each: Apart) -> str:
     return f"    {each.name}: {each.elements} of {each.of} elements, at most {each.most:.3g} apart"
 
 
-def replayed(found: Replayed, both: tuple[Side, Side]) -> Iterator[str]:
+def replayed(found: Replayed, both: tuple[ComparedRun, ComparedRun]) -> Iterator[str]:
     """Yield the lines of a replay."""
     yield f"Replayed from step {found.first} to at most step {found.last}:"
     if found.step is not None:

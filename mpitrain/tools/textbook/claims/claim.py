@@ -26,7 +26,7 @@ class Figures(NamedTuple):
     numbers: Mapping[str, float]
 
 
-class Setting(NamedTuple):
+class ClaimSetting(NamedTuple):
     """Arguments of an experiment.
 
     label     with fields in braces for the values, as `{ranks} ranks`
@@ -38,14 +38,14 @@ class Setting(NamedTuple):
     is_usual: bool = True
 
 
-def usual(label: str, **values: Any) -> Setting:
+def usual(label: str, **values: Any) -> ClaimSetting:
     """Return a setting that the sentence means."""
-    return Setting(label, values)
+    return ClaimSetting(label, values)
 
 
-def other(label: str, **values: Any) -> Setting:
+def other(label: str, **values: Any) -> ClaimSetting:
     """Return a setting outside the sentence, in which its truth changes."""
-    return Setting(label, values, is_usual=False)
+    return ClaimSetting(label, values, is_usual=False)
 
 
 class Claim(NamedTuple):
@@ -66,15 +66,15 @@ class Claim(NamedTuple):
     relation: str
     threshold: float
     experiment: Callable[..., Figures]
-    settings: tuple[Setting, ...]
+    settings: tuple[ClaimSetting, ...]
     command: str
     compiled: bool = False
 
 
-class Finding(NamedTuple):
+class SettingResult(NamedTuple):
     """A measured setting, and whether the sentence is true in it."""
 
-    setting: Setting
+    setting: ClaimSetting
     figures: Figures
     is_true: bool
 
@@ -84,22 +84,22 @@ class Judged(NamedTuple):
 
     name: str
     claim: Claim
-    findings: tuple[Finding, ...]
+    findings: tuple[SettingResult, ...]
     verdict: str
 
     @property
-    def conditions(self) -> list[Setting]:
+    def conditions(self) -> list[ClaimSetting]:
         """The usual settings in which the sentence is true."""
         return [each.setting for each in self.findings if each.setting.is_usual and each.is_true]
 
 
-def judge(name: str, claim: Claim, settings: Sequence[Setting] | None = None) -> Judged:
+def judge(name: str, claim: Claim, settings: Sequence[ClaimSetting] | None = None) -> Judged:
     """Measure a claim in all settings; those with `is_usual` decide the verdict.
 
     settings  replace the claim's own; None: the claim's own
     """
     findings = tuple(
-        Finding(setting, figures, is_true(claim, figures.value))
+        SettingResult(setting, figures, is_true(claim, figures.value))
         for setting in (claim.settings if settings is None else settings)
         for figures in [claim.experiment(**setting.values)]
     )
@@ -111,7 +111,7 @@ def is_true(claim: Claim, value: float) -> bool:
     return not math.isnan(value) and RELATIONS[claim.relation](value, claim.threshold)
 
 
-def verdict(findings: Sequence[Finding]) -> str:
+def verdict(findings: Sequence[SettingResult]) -> str:
     """Return the verdict: of the usual settings all hold, some, or none."""
     truths = [each.is_true for each in findings if each.setting.is_usual]
     if all(truths):

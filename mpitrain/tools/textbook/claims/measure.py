@@ -14,7 +14,7 @@ import numpy as np
 from mpitrain.collectives.group import Group
 from mpitrain.config import Config, with_settings
 from mpitrain.run.choices import parse
-from mpitrain.tools.bench.comparison.measure import Row, compare
+from mpitrain.tools.bench.comparison.measure import ModeRow, compare
 from mpitrain.tools.plan.memory import Counted, count
 from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks
@@ -75,14 +75,14 @@ def configured(*settings: str) -> Config:
     return parse(with_settings({}, [*SMALL, *settings]))
 
 
-def trained(ranks: int, *settings: str) -> Row:
+def trained(ranks: int, *settings: str) -> ModeRow:
     """Train a small job on threads, and return bytes, memory and losses of the run."""
     config = configured(*settings)
 
-    def run(transport: Transport) -> Row:
+    def run(transport: Transport) -> ModeRow:
         return next(iter(compare(transport, {"job": config}, lambda word, loss: None)))
 
-    found: Row = on_ranks(ranks, run)[0]
+    found: ModeRow = on_ranks(ranks, run)[0]
     return found
 
 

@@ -3,7 +3,7 @@
 import html
 from collections.abc import Iterator, Sequence
 
-from mpitrain.tools.textbook.claims.claim import FAILS, HOLDS, ONLY_IF, Finding, Judged
+from mpitrain.tools.textbook.claims.claim import FAILS, HOLDS, ONLY_IF, Judged, SettingResult
 from mpitrain.tools.textbook.claims.text import headline, label, number, numbers, rule, summary
 from mpitrain.tools.textbook.words import text
 
@@ -47,7 +47,7 @@ def _section(judged: Judged, language: str) -> Iterator[str]:
     yield f"<p><code>{html.escape(claim.command)}</code></p>"
 
 
-def _row(finding: Finding, language: str) -> str:
+def _row(finding: SettingResult, language: str) -> str:
     """Return a row of the table; settings that the sentence does not mean are grey."""
     truth = text("true" if finding.is_true else "false", language)
     name = html.escape(label(finding.setting, language))

@@ -9,9 +9,9 @@ from mpitrain.tools.textbook.claims.claim import (
     HOLDS,
     ONLY_IF,
     Claim,
-    Finding,
+    ClaimSetting,
     Judged,
-    Setting,
+    SettingResult,
 )
 from mpitrain.tools.textbook.words import padded, text, width
 
@@ -21,7 +21,7 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value == round(value) else f"{value:,.4g}"
 
 
-def label(setting: Setting, language: str) -> str:
+def label(setting: ClaimSetting, language: str) -> str:
     """Return the name of a setting."""
     return text(setting.label, language, **setting.values)
 
@@ -37,7 +37,7 @@ def rule(claim: Claim, language: str) -> str:
     )
 
 
-def numbers(finding: Finding, language: str) -> str:
+def numbers(finding: SettingResult, language: str) -> str:
     """Return the numbers of a setting with their labels."""
     return "; ".join(
         f"{text(name, language)} {number(value)}" for name, value in finding.figures.numbers.items()

@@ -8,7 +8,7 @@ from mpitrain.collectives.plans.own_file import Wrong, answers, from_json
 from mpitrain.errors import ConfigError
 from mpitrain.files import reading
 from mpitrain.tools.textbook.exercises import answers as asked
-from mpitrain.tools.textbook.exercises.exercise import Case, Cost, Exercise
+from mpitrain.tools.textbook.exercises.exercise import AnswerCost, Case, Exercise
 from mpitrain.tools.textbook.exercises.table import EXERCISES
 from mpitrain.tools.textbook.words import text
 
@@ -35,7 +35,7 @@ class Checked(NamedTuple):
     cases: int
     case: Case | None
     reason: Wrong | None
-    cost: Cost | None
+    cost: AnswerCost | None
 
     @property
     def is_right(self) -> bool:
@@ -93,7 +93,7 @@ def judged(name: str, exercise: Exercise, path: str, code: bytes) -> Checked:
         exercise.function,
         [exercise.calls(case) for case in exercise.cases],
     )
-    cost: Cost | None = None
+    cost: AnswerCost | None = None
     for number, case in enumerate(exercise.cases):
         try:
             if number >= len(given.found):

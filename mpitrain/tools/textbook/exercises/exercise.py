@@ -10,7 +10,7 @@ Case = tuple[int, ...]
 """Sizes of one question, as ranks and elements."""
 
 
-class Cost(NamedTuple):
+class AnswerCost(NamedTuple):
     """Cost of a correct answer, and the least cost by its formula."""
 
     counted: float
@@ -41,12 +41,12 @@ class Exercise(NamedTuple):
     cases: tuple[Case, ...]
     calls: Callable[[Case], list[list[Any]]]
     way: str
-    judge: Callable[[Case, Any], Cost]
+    judge: Callable[[Case, Any], AnswerCost]
     cost: str
     formula: str
 
 
-def check_cost(cost: Cost, name: str) -> Cost:
+def check_cost(cost: AnswerCost, name: str) -> AnswerCost:
     """Return the cost; Wrong if it is above the formula."""
     if not cost.counted <= cost.formula + 1e-9:
         raise Wrong(

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.collectives.plans.own_file import Wrong
-from mpitrain.tools.textbook.exercises.exercise import Case, Cost, Exercise, check_cost
+from mpitrain.tools.textbook.exercises.exercise import AnswerCost, Case, Exercise, check_cost
 
 STATEMENT = """Two linear layers with ReLU between, divided over ranks: rows first, then columns.
 
@@ -48,7 +48,7 @@ def calls(case: Case) -> list[list[Any]]:
     return [[rank, ranks, *(one.tolist() for one in mine)] for rank, mine in enumerate(shares)]
 
 
-def judge(case: Case, answer: Any) -> Cost:
+def judge(case: Case, answer: Any) -> AnswerCost:
     """Check the layer: the result of every rank, and the elements that the collectives move."""
     ranks, rows, _, hidden, outputs = case
     x, a, b = tensors(case)
@@ -88,7 +88,7 @@ def judge(case: Case, answer: Any) -> Cost:
             counted=counted,
             formula=formula,
         )
-    return check_cost(Cost(counted, formula), "elements that a rank sends by rings")
+    return check_cost(AnswerCost(counted, formula), "elements that a rank sends by rings")
 
 
 EXERCISES = {

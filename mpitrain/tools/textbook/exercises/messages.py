@@ -6,7 +6,7 @@ from typing import Any
 
 from mpitrain.collectives.plans.checked import Step, Transfer, simulate, steps_of
 from mpitrain.collectives.plans.own_file import Wrong
-from mpitrain.tools.textbook.exercises.exercise import Case, Cost, Exercise, check_cost
+from mpitrain.tools.textbook.exercises.exercise import AnswerCost, Case, Exercise, check_cost
 
 MOST_STEPS = 100
 
@@ -56,7 +56,7 @@ def calls(case: Case) -> list[list[Any]]:
     return [[rank, *case] for rank in range(sum(before))]
 
 
-def judge_ring(case: Case, answer: Any) -> Cost:
+def judge_ring(case: Case, answer: Any) -> AnswerCost:
     """Check the backward ring: sums, neighbours, chunks and bytes."""
     ranks, count = case
     steps = [
@@ -80,7 +80,7 @@ def judge_ring(case: Case, answer: Any) -> Cost:
     sizes = [stop - start for start, stop in bounds]
     # A rank never sends the chunk that it sums last, nor the chunk that its receiver sums last.
     most = 2 * count - min(sizes[rank] + sizes[rank - 1] for rank in range(ranks))
-    return check_cost(Cost(max(map(sent, steps)), most), "elements sent by the busiest rank")
+    return check_cost(AnswerCost(max(map(sent, steps)), most), "elements sent by the busiest rank")
 
 
 def _check_peers(rank: int, way: str, transfers: Sequence[Transfer], peer: int) -> None:
@@ -94,7 +94,7 @@ def _check_peers(rank: int, way: str, transfers: Sequence[Transfer], peer: int) 
             )
 
 
-def judge_server(case: Case, answer: Any) -> Cost:
+def judge_server(case: Case, answer: Any) -> AnswerCost:
     """Check the servers: sums, who sends to whom, shares and bytes."""
     workers, servers, count = case
     ranks = workers + servers
@@ -132,7 +132,7 @@ def judge_server(case: Case, answer: Any) -> Cost:
     simulate(steps, count, range(servers, ranks))
     share = max(stop - start for start, stop in pairwise(cuts))
     return check_cost(
-        Cost(max(map(sent, steps)), max(count, workers * share)),
+        AnswerCost(max(map(sent, steps)), max(count, workers * share)),
         "elements sent by the busiest rank",
     )
 

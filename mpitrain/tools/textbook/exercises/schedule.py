@@ -8,7 +8,7 @@ from mpitrain.pipeline.instructions import Backward, Compute, Forward, Plan, wit
 from mpitrain.pipeline.memory import peak
 from mpitrain.pipeline.simulate import Cost as Times
 from mpitrain.pipeline.simulate import simulate
-from mpitrain.tools.textbook.exercises.exercise import Case, Cost, Exercise, check_cost
+from mpitrain.tools.textbook.exercises.exercise import AnswerCost, Case, Exercise, check_cost
 
 STAGES = 3
 
@@ -28,7 +28,7 @@ BODY = """    order = []
 """
 
 
-def judge(case: Case, answer: Any) -> Cost:
+def judge(case: Case, answer: Any) -> AnswerCost:
     """Check the schedule: every instruction once, no deadlock, live micro-batches, and time."""
     (micro_batches,) = case
     lists = tuple(
@@ -50,7 +50,7 @@ def judge(case: Case, answer: Any) -> Cost:
                 live=live,
             )
     return check_cost(
-        Cost(found.makespan, 3 * (micro_batches + STAGES - 1)), "time of a step in forwards"
+        AnswerCost(found.makespan, 3 * (micro_batches + STAGES - 1)), "time of a step in forwards"
     )
 
 

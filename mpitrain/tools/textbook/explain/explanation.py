@@ -43,7 +43,7 @@ def sentence(english: str, **values: object) -> Text:
     return Text(english, values)
 
 
-class Message(NamedTuple):
+class FrameMessage(NamedTuple):
     """A message of a frame.
 
     source, target  numbers of rows
@@ -67,7 +67,7 @@ class Frame(NamedTuple):
 
     title: Text
     cells: tuple[tuple[str, ...], ...]
-    messages: tuple[Message, ...] = ()
+    messages: tuple[FrameMessage, ...] = ()
     sent: tuple[int, ...] = ()
     seconds: float | None = None
 
@@ -83,7 +83,7 @@ class Frame(NamedTuple):
         )
 
 
-class Formula(NamedTuple):
+class CountedFormula(NamedTuple):
     """A counted number with its formula.
 
     name      of the number
@@ -103,7 +103,7 @@ class Formula(NamedTuple):
         return abs(self.counted - self.value) <= 1e-9 * max(1.0, abs(self.value))
 
 
-class Source(NamedTuple):
+class SourceLines(NamedTuple):
     """Lines of source: the object's name, its file within the package, and its first line."""
 
     name: str
@@ -111,7 +111,7 @@ class Source(NamedTuple):
     line: int
 
     @classmethod
-    def of(cls, found: Any) -> "Source":
+    def of(cls, found: Any) -> "SourceLines":
         """Return the source of a function or class, as `inspect` finds it."""
         file = Path(inspect.getsourcefile(found) or "")
         return cls(
@@ -156,8 +156,8 @@ class Explanation(NamedTuple):
     rows: Sequence[Text]
     columns: Sequence[Columns]
     frames: Sequence[Frame]
-    formulas: Sequence[Formula]
-    sources: Sequence[Source]
+    formulas: Sequence[CountedFormula]
+    sources: Sequence[SourceLines]
     command: str
     laws: Sequence[str]
     pictured: Sequence[int] = ()

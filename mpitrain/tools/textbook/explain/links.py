@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.errors import ConfigError
-from mpitrain.tools.textbook.explain.explanation import Message
+from mpitrain.tools.textbook.explain.explanation import FrameMessage
 from mpitrain.transport.base import Transport
 from mpitrain.transport.forwarding import Forwarding
 from mpitrain.transport.requests import Request
@@ -68,7 +68,7 @@ class Network:
     """
 
     def __init__(self, link: Link | None = None):
-        self.link, self.log = link, list[Message]()
+        self.link, self.log = link, list[FrameMessage]()
         self._lock = threading.Lock()
         self._free: dict[tuple[str, int], float] = defaultdict(float)
         self._arrivals: dict[tuple, deque[float]] = defaultdict(deque)
@@ -77,7 +77,7 @@ class Network:
     def sent(self, key: tuple, source: int, target: int, nbytes: int) -> float:
         """Log a message and reserve its links; return the time at which the sender is free."""
         with self._lock:
-            self.log.append(Message(source, target, nbytes))
+            self.log.append(FrameMessage(source, target, nbytes))
             if self.link is None:
                 return 0.0
             out, into = ("out", source), ("in", target)

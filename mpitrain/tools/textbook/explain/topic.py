@@ -12,7 +12,7 @@ MOST_RANKS = 8
 """Ranks of an explanation: more do not fit on a screen."""
 
 
-class Setting(NamedTuple):
+class TopicSetting(NamedTuple):
     """The setting of a recording.
 
     ranks      threads, each one rank
@@ -36,7 +36,7 @@ class Topic(NamedTuple):
     """
 
     title: Text
-    record: Callable[[str, Setting], Explanation]
+    record: Callable[[str, TopicSetting], Explanation]
     ranks: int = 4
     least: int = 1
     most: int = MOST_RANKS
@@ -48,7 +48,7 @@ class Topic(NamedTuple):
         """Whether this machine has the compiler that the topic needs."""
         return not self.compiled or has_compiler()
 
-    def setting(self, name: str, ranks: int | None, link: Link | None) -> Setting:
+    def setting(self, name: str, ranks: int | None, link: Link | None) -> TopicSetting:
         """Return the setting for a number of ranks; None: the default.
 
         raises  ConfigError if the topic cannot run on so many
@@ -64,7 +64,7 @@ class Topic(NamedTuple):
                 f"Slow links show in topics that measure time, but {name} measures none.",
                 "Leave out --link, or choose ring, star or a mode of replication.",
             )
-        return Setting(count, link)
+        return TopicSetting(count, link)
 
 
 def listed_or_refused(name: str, names: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ TOPICS: Table[str, Topic] = Table()
 """{name: topic}, in the order of a lecture."""
 
 
-def _collective(name: str, shown: collectives.Shown, title: Text) -> None:
+def _collective(name: str, shown: collectives.ShownCollective, title: Text) -> None:
     TOPICS[name] = Topic(title, collectives.recorder(shown, title), timed=True)
 
 

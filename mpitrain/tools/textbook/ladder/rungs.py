@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.kernels.loader import Kernels, Macros
-from mpitrain.kernels.simulator.machine import Simulator, Traffic
+from mpitrain.kernels.simulator.machine import LaunchTraffic, Simulator
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.devices import compiler
 from mpitrain.tables import Table
@@ -23,7 +23,7 @@ MACROS = Macros(Element="__half", Sum="float")
 """Types of the header that the tensor-core rung shares with the package's kernels."""
 
 
-class Shape(NamedTuple):
+class ProductShape(NamedTuple):
     """The dims of a product; multiples of 64."""
 
     M: int
@@ -52,14 +52,14 @@ class Rung(NamedTuple):
     by_rows: bool
     dtype: str
     words: tuple[str, str]
-    sectors: Callable[[Shape], tuple[int, int]]
+    sectors: Callable[[ProductShape], tuple[int, int]]
 
-    def grid(self, shape: Shape) -> tuple[int, int]:
+    def grid(self, shape: ProductShape) -> tuple[int, int]:
         """Return the blocks in x and y."""
         rows, columns = shape.M // self.tile[0], shape.N // self.tile[1]
         return (rows, columns) if self.by_rows else (columns, rows)
 
-    def operands(self, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
+    def operands(self, shape: ProductShape) -> tuple[np.ndarray, np.ndarray]:
         """Return A and B with small integers, whose product is exact in every dtype."""
         random, arena = np.random.default_rng(0), Arena()
         a, b = (
@@ -110,7 +110,7 @@ class Climbed(NamedTuple):
     a: np.ndarray
     b: np.ndarray
     c: np.ndarray
-    traffic: Traffic
+    traffic: LaunchTraffic
 
     def reads(self, name: str) -> float:
         """Return how often the threads read an element of A or B, on average."""
@@ -132,14 +132,14 @@ class Climbed(NamedTuple):
         return self.passes - sum(access.least for access in self.traffic.shared)
 
 
-def climb(shape: Shape, cache: Path | None = None) -> dict[str, Climbed]:
+def climb(shape: ProductShape, cache: Path | None = None) -> dict[str, Climbed]:
     """Run every rung on one shape, and return each with its traffic.
 
     cache   folder of compiled kernels; None: that of the simulator
     raises  ConfigError without a compiler
     """
     compiler("The ladder of products is compiled", "choose another topic")
-    launches: list[Traffic] = []
+    launches: list[LaunchTraffic] = []
     engine = Simulator(checked=True, cache=cache, traffic=launches)
     kernels, found = Kernels(engine, FOLDER), {}
     for name, rung in RUNGS.items():

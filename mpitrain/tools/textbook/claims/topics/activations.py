@@ -1,13 +1,13 @@
 """Claims about computation and memory of a step, counted by layers that run without arrays."""
 
-from mpitrain.run.counting.step import Step
+from mpitrain.run.counting.step import StepCounts
 from mpitrain.tools.textbook.claims.claim import Claim, Figures, other, usual
 from mpitrain.tools.textbook.claims.measure import counted, memory
 
 DEEP = ("model.layers=12", "model.width=64")
 
 
-def step(*settings: str) -> Step:
+def step(*settings: str) -> StepCounts:
     """Return the counted step of the first stage."""
     return counted(*settings).stages[0].step
 

@@ -16,15 +16,15 @@ from mpitrain.parallel.servers.work_queue import WorkQueue
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.textbook.explain.explanation import (
     Columns,
+    CountedFormula,
     Explanation,
-    Formula,
     Frame,
-    Source,
+    SourceLines,
     Text,
     sentence,
 )
 from mpitrain.tools.textbook.explain.recorders import toy
-from mpitrain.tools.textbook.explain.topic import Setting
+from mpitrain.tools.textbook.explain.topic import TopicSetting
 from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks
 
@@ -84,10 +84,10 @@ class Conductor:
             self._changed.notify_all()
 
 
-def recorder(title: Text) -> Callable[[str, Setting], Explanation]:
+def recorder(title: Text) -> Callable[[str, TopicSetting], Explanation]:
     """Return the function that records asynchronous servers."""
 
-    def record(name: str, setting: Setting) -> Explanation:
+    def record(name: str, setting: TopicSetting) -> Explanation:
         n, workers = setting.ranks, setting.ranks - 1
         conductor = Conductor(workers)
         results = run_ranks(n, _run, conductor)
@@ -138,15 +138,17 @@ def recorder(title: Text) -> Callable[[str, Setting], Explanation]:
             [Columns(sentence("buffers"), ("weights", "pushed"))],
             frames,
             [
-                Formula(
+                CountedFormula(
                     sentence("largest staleness, in updates"),
                     stalest,
                     "StepResult.staleness",
                     staleness,
                 ),
-                Formula(sentence("updates"), len(served), "steps x workers", STEPS * workers),
+                CountedFormula(
+                    sentence("updates"), len(served), "steps x workers", STEPS * workers
+                ),
             ],
-            [Source.of(each) for each in (AsyncWork, AsyncServing, WorkQueue)],
+            [SourceLines.of(each) for each in (AsyncWork, AsyncServing, WorkQueue)],
             f"mpitrain launch -n {n} -- train --set replication.mode=server --set replication.update=async",
             ("tests/ranks/parallel/test_training.py",),
         )
@@ -154,14 +156,14 @@ def recorder(title: Text) -> Callable[[str, Setting], Explanation]:
     return record
 
 
-class _Result(NamedTuple):
+class _ServerResult(NamedTuple):
     """Of a server its parameters after each update, and of any rank the largest staleness."""
 
     parameters: list[str]
     staleness: int
 
 
-def _run(transport: Transport, conductor: Conductor) -> _Result:
+def _run(transport: Transport, conductor: Conductor) -> _ServerResult:
     """Train on one rank: a worker, or on the last rank the server."""
     workers, me = transport.size - 1, transport.rank
     symbols = toy.basis(STEPS, workers)
@@ -193,7 +195,7 @@ def _run(transport: Transport, conductor: Conductor) -> _Result:
             conductor.pushed(me)
         staleness = max(staleness, trainer.replication.outcome(step, own).staleness)
     trainer.sync_parameters()
-    return _Result(served, staleness)
+    return _ServerResult(served, staleness)
 
 
 def _watched(trainer: Trainer, read: Callable[[np.ndarray], str]) -> list[str]:

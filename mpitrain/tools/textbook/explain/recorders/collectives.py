@@ -11,16 +11,16 @@ from mpitrain.collectives.plans import ring, star
 from mpitrain.collectives.plans.steps import Plan
 from mpitrain.tools.textbook.explain.explanation import (
     Columns,
+    CountedFormula,
     Explanation,
-    Formula,
     Frame,
-    Source,
+    SourceLines,
     Text,
     sentence,
 )
 from mpitrain.tools.textbook.explain.links import Network, Watched
 from mpitrain.tools.textbook.explain.symbols import Symbols
-from mpitrain.tools.textbook.explain.topic import Setting
+from mpitrain.tools.textbook.explain.topic import TopicSetting
 from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks
 
@@ -29,7 +29,7 @@ SLOWED_BYTES = 1 << 20
 """Smallest buffer on slow links, in bytes, so that bandwidth matters as well as latency."""
 
 
-class Shown(NamedTuple):
+class ShownCollective(NamedTuple):
     """A collective to show.
 
     plan       (rank, ranks, elements) -> steps
@@ -46,7 +46,7 @@ class Shown(NamedTuple):
     algorithm: str
 
 
-RING = Shown(
+RING = ShownCollective(
     ring.all_reduce,
     (
         sentence("Every rank has a buffer of {n} chunks, and all ranks need the sum."),
@@ -62,7 +62,7 @@ RING = Shown(
     "ring",
 )
 
-STAR = Shown(
+STAR = ShownCollective(
     star.all_reduce,
     (
         sentence("Every rank has a buffer of {n} chunks, and all ranks need the sum."),
@@ -76,10 +76,10 @@ STAR = Shown(
 )
 
 
-def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]:
+def recorder(shown: ShownCollective, title: Text) -> Callable[[str, TopicSetting], Explanation]:
     """Return the function that records an all-reduce."""
 
-    def record(name: str, setting: Setting) -> Explanation:
+    def record(name: str, setting: TopicSetting) -> Explanation:
         n, network = setting.ranks, Network(setting.link)
         symbols = Symbols([f"{LETTERS[chunk]}{rank}" for chunk in range(n) for rank in range(n)])
         per_chunk = symbols.size
@@ -98,20 +98,20 @@ def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]
             [Columns(sentence("chunks"), tuple(LETTERS[:n]))],
             frames,
             [
-                Formula(
+                CountedFormula(
                     sentence("bytes that the busiest rank sends"),
                     busiest,
                     shown.words,
                     shown.value(n, nbytes),
                 ),
-                Formula(
+                CountedFormula(
                     sentence("bytes of all ranks"),
                     sum(frames[-1].sent),
                     "2 (n-1) S",
                     2 * (n - 1) * nbytes,
                 ),
             ],
-            [Source.of(shown.plan), Source.of(Execution)],
+            [SourceLines.of(shown.plan), SourceLines.of(Execution)],
             f"mpitrain launch -n {n} -- bench allreduce --algorithm {shown.algorithm}",
             ("tests/laws/collectives.py", "tests/laws/traffic.py"),
         )

@@ -5,21 +5,21 @@ import numpy as np
 from mpitrain.parallel.replication.records import DynamicLossScale, StepResult
 from mpitrain.tools.textbook.explain.explanation import (
     Columns,
+    CountedFormula,
     Explanation,
-    Formula,
     Frame,
-    Source,
+    SourceLines,
     Text,
     sentence,
 )
-from mpitrain.tools.textbook.explain.topic import Setting
+from mpitrain.tools.textbook.explain.topic import TopicSetting
 
 GRADIENTS = (3e-9, 4e-8, 2e-6, 5e-3, 6.0)
 """Elements of a gradient, from too small for float16 to large."""
 MOST = float(np.finfo(np.float16).max)
 
 
-def record(name: str, setting: Setting) -> Explanation:
+def record(name: str, setting: TopicSetting) -> Explanation:
     """Record steps until the scale fits, with the package's own scale."""
     scale, frames, skipped = DynamicLossScale(), list[Frame](), 0
     first = scale.value
@@ -67,20 +67,20 @@ def record(name: str, setting: Setting) -> Explanation:
         ],
         [plain, *frames],
         [
-            Formula(
+            CountedFormula(
                 sentence("skipped steps"),
                 skipped,
                 "ceil(lg(largest scale / 65504))",
                 float(max(0, np.ceil(np.log2(largest * first / MOST)))),
             ),
-            Formula(
+            CountedFormula(
                 sentence("gradients that are 0 without the scale"),
                 float((np.array(GRADIENTS, np.float16) == 0).sum()),
                 "g <= 2^-25",
                 float(sum(g <= 2.0**-25 for g in GRADIENTS)),
             ),
         ],
-        [Source.of(DynamicLossScale)],
+        [SourceLines.of(DynamicLossScale)],
         "mpitrain train --set precision.compute=float16",
         ("tests/unit/parallel",),
     )

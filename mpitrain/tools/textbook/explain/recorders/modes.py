@@ -11,7 +11,7 @@ from mpitrain.parallel.servers.master import BroadcastAndUpdate, BroadcastParame
 from mpitrain.parallel.servers.synchronous import PushAndPull, PushedGradients, ServedUpdate
 from mpitrain.pipeline.stage import Stage
 from mpitrain.tools.textbook.explain.explanation import Text, sentence
-from mpitrain.tools.textbook.explain.recorders.replication import Shown
+from mpitrain.tools.textbook.explain.recorders.replication import ShownMode
 
 TRAINING = ("tests/ranks/parallel/test_training.py",)
 AVERAGING = ("tests/ranks/parallel/test_averaging.py",)
@@ -20,10 +20,10 @@ WITH_STATE = ("parameters", "gradients", "optimizer state")
 MOMENTUM = "optimizer.name=momentum"
 ONE_UNIT = "replication.bucket_mb=0.000001"
 
-MODES: dict[str, tuple[Text, Shown]] = {
+MODES: dict[str, tuple[Text, ShownMode]] = {
     "ddp": (
         sentence("Data parallelism: buckets of gradients, and overlap with the backward"),
-        Shown(
+        ShownMode(
             (ONE_UNIT,),
             (
                 sentence("Each of {n} ranks has all parameters and one row of the batch."),
@@ -40,7 +40,7 @@ MODES: dict[str, tuple[Text, Shown]] = {
     ),
     "master": (
         sentence("Master: rank 0 alone updates"),
-        Shown(
+        ShownMode(
             ("replication.mode=master",),
             (
                 sentence("Rank 0 reads all rows, and sends each rank its own."),
@@ -54,7 +54,7 @@ MODES: dict[str, tuple[Text, Shown]] = {
     ),
     "server": (
         sentence("Parameter server, synchronous: workers push gradients and pull parameters"),
-        Shown(
+        ShownMode(
             ("replication.mode=server",),
             (
                 sentence("The last rank is a server: it has the parameters and computes no rows."),
@@ -73,7 +73,7 @@ MODES: dict[str, tuple[Text, Shown]] = {
     ),
     "zero1": (
         sentence("ZeRO stage 1: optimizer state is sharded"),
-        Shown(
+        ShownMode(
             ("replication.zero=1", MOMENTUM),
             (
                 sentence("Every rank has all parameters and all gradients."),
@@ -94,7 +94,7 @@ MODES: dict[str, tuple[Text, Shown]] = {
     ),
     "zero2": (
         sentence("ZeRO stage 2: gradients are sharded, too"),
-        Shown(
+        ShownMode(
             ("replication.zero=2", MOMENTUM, ONE_UNIT),
             (
                 sentence(
@@ -121,7 +121,7 @@ MODES: dict[str, tuple[Text, Shown]] = {
     ),
     "zero3": (
         sentence("ZeRO stage 3 (FSDP): parameters are sharded, too"),
-        Shown(
+        ShownMode(
             ("replication.zero=3", MOMENTUM),
             (
                 sentence(
@@ -149,7 +149,7 @@ MODES: dict[str, tuple[Text, Shown]] = {
     ),
     "accumulation": (
         sentence("Gradient accumulation: micro-batches add, and one reduction follows"),
-        Shown(
+        ShownMode(
             ("replication.bucket_mb=0.000001",),
             (
                 sentence("Each rank divides its rows into two micro-batches."),
@@ -168,7 +168,7 @@ MODES: dict[str, tuple[Text, Shown]] = {
     ),
     "local": (
         sentence("Local SGD: workers update alone, and average every second step"),
-        Shown(
+        ShownMode(
             ("replication.mode=local", "replication.period=2"),
             (
                 sentence("Each worker updates its own parameters with its own gradient."),
@@ -184,7 +184,7 @@ MODES: dict[str, tuple[Text, Shown]] = {
     ),
     "gossip": (
         sentence("Gossip: each worker averages with one neighbour after each step"),
-        Shown(
+        ShownMode(
             ("replication.mode=gossip",),
             (
                 sentence("Each worker updates alone, then takes the mean with one other worker."),

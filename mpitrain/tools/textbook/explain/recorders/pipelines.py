@@ -19,15 +19,15 @@ from mpitrain.pipeline.simulate import Cost, Event, simulate
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.textbook.explain.explanation import (
     Columns,
+    CountedFormula,
     Explanation,
-    Formula,
     Frame,
-    Source,
+    SourceLines,
     Text,
     sentence,
 )
 from mpitrain.tools.textbook.explain.recorders import toy
-from mpitrain.tools.textbook.explain.topic import Setting
+from mpitrain.tools.textbook.explain.topic import TopicSetting
 from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks
 
@@ -47,7 +47,7 @@ LEGEND_OF_VERSIONS = sentence(
 )
 
 
-class Shown(NamedTuple):
+class ShownSchedule(NamedTuple):
     """A schedule to show.
 
     schedule   its name in the table of schedules
@@ -83,10 +83,10 @@ class _Stage(NamedTuple):
     nbytes: int
 
 
-def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]:
+def recorder(shown: ShownSchedule, title: Text) -> Callable[[str, TopicSetting], Explanation]:
     """Return the function that records a schedule."""
 
-    def record(name: str, setting: Setting) -> Explanation:
+    def record(name: str, setting: TopicSetting) -> Explanation:
         p, m = setting.ranks, _micro_batches(shown, setting.ranks)
         stages: list[_Stage] = run_ranks(p, _run, shown)
         plan = find_plan(shown.schedule, p, shown.steps * m, 1)
@@ -100,19 +100,19 @@ def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]
         idle = sum(cell == IDLE for cells in frames[-1].cells for cell in cells[:slots])
         row = 8 * toy.VECTOR
         formulas = [
-            Formula(
+            CountedFormula(
                 sentence("bytes of activations and gradients between stages"),
                 sum(stage.nbytes for stage in stages),
                 "2 (p-1) m A",
                 2 * (p - 1) * shown.steps * m * row,
             ),
-            Formula(
+            CountedFormula(
                 sentence("most micro-batches saved on stage 0"),
                 _most_saved(stages[0].done),
                 shown.saved[0],
                 shown.saved[1](p, m),
             ),
-            Formula(
+            CountedFormula(
                 sentence("idle slots, as a fraction"),
                 idle / (p * slots),
                 shown.words,
@@ -121,13 +121,13 @@ def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]
         ]
         if shown.steps > 1:
             formulas += [
-                Formula(
+                CountedFormula(
                     sentence("updates between a gradient and its use, at most, on stage 0"),
                     _stalest(stages[0].done),
                     "p-1",
                     staleness(executed.lists[0]),
                 ),
-                Formula(
+                CountedFormula(
                     sentence("versions of the weights on stage 0"),
                     _most_versions(stages[0].done),
                     "p",
@@ -146,7 +146,7 @@ def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]
             ],
             frames,
             formulas,
-            [Source.of(shown.rule), Source.of(execute)],
+            [SourceLines.of(shown.rule), SourceLines.of(execute)],
             f"mpitrain plan schedule --schedule {shown.schedule} --stages {p} --micro-batches {m}",
             ("tests/unit/pipeline/test_schedules.py", "tests/ranks/pipeline"),
             pictured=(slots,),
@@ -155,12 +155,12 @@ def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]
     return record
 
 
-def _micro_batches(shown: Shown, stages: int) -> int:
+def _micro_batches(shown: ShownSchedule, stages: int) -> int:
     """Return the micro-batches of a step; an asynchronous pipeline has at least one for each stage."""
     return MICRO_BATCHES if shown.steps == 1 else max(FEWEST, stages)
 
 
-def _run(transport: Transport, shown: Shown) -> _Stage:
+def _run(transport: Transport, shown: ShownSchedule) -> _Stage:
     """Train on one stage, and return its instructions in their order."""
     m = _micro_batches(shown, transport.size)
     symbols = toy.basis(shown.steps, m, has_inputs=True)

@@ -12,15 +12,15 @@ from mpitrain.pipeline.stage import Stage
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.textbook.explain.explanation import (
     Columns,
+    CountedFormula,
     Explanation,
-    Formula,
     Frame,
-    Source,
+    SourceLines,
     Text,
     sentence,
 )
 from mpitrain.tools.textbook.explain.recorders import toy
-from mpitrain.tools.textbook.explain.topic import Setting
+from mpitrain.tools.textbook.explain.topic import TopicSetting
 from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks
 
@@ -80,7 +80,7 @@ def _run(transport: Transport, way: str) -> list[_Pass]:
     return passes
 
 
-def record(name: str, setting: Setting) -> Explanation:
+def record(name: str, setting: TopicSetting) -> Explanation:
     """Record a step for each value of memory.recompute."""
     runs = {way: run_ranks(1, _run, way)[0] for way in WAYS}
     longest = max(map(len, runs.values()))
@@ -97,7 +97,7 @@ def record(name: str, setting: Setting) -> Explanation:
         peak = max(sum(map(bool, each.alive)) for each in runs[way])
         words, value = ("2 L", 2 * count) if not size else (SEGMENTS, -(-(count - 1) // size) + 2)
         formulas.append(
-            Formula(
+            CountedFormula(
                 sentence("most activations alive, memory.recompute {way}", way=way),
                 peak,
                 words,
@@ -106,7 +106,7 @@ def record(name: str, setting: Setting) -> Explanation:
         )
     forwards = {way: sum(each.name[0] == "F" for each in mine) for way, mine in runs.items()}
     formulas.append(
-        Formula(
+        CountedFormula(
             sentence("forwards of units with recomputation"),
             forwards["unit"],
             "2 L - 1",
@@ -135,7 +135,7 @@ def record(name: str, setting: Setting) -> Explanation:
         ],
         frames,
         formulas,
-        [Source.of(with_recomputation), Source.of(Stage)],
+        [SourceLines.of(with_recomputation), SourceLines.of(Stage)],
         "mpitrain train --set memory.recompute=unit",
         ("tests/laws/layers.py",),
     )

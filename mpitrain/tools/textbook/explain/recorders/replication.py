@@ -9,25 +9,25 @@ from mpitrain.parallel.traffic import Sample
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.textbook.explain.explanation import (
     Columns,
+    CountedFormula,
     Explanation,
-    Formula,
     Frame,
-    Source,
+    SourceLines,
     Text,
     sentence,
 )
 from mpitrain.tools.textbook.explain.links import Network, Watched
 from mpitrain.tools.textbook.explain.recorders import toy
 from mpitrain.tools.textbook.explain.recorders.collectives import SLOWED_BYTES
-from mpitrain.tools.textbook.explain.recorders.watch import ENDED, Entry, Key, Watch
-from mpitrain.tools.textbook.explain.topic import Setting
+from mpitrain.tools.textbook.explain.recorders.watch import ENDED, Key, Watch, WatchedState
+from mpitrain.tools.textbook.explain.topic import TopicSetting
 from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks
 
 NAMES = "ABCDEFGH"
 
 
-class Shown(NamedTuple):
+class ShownMode(NamedTuple):
     """A mode of replication to show.
 
     settings   of its configuration
@@ -59,7 +59,7 @@ class Shown(NamedTuple):
     memory: tuple[str, Callable[[int, int, int], float]] | None = None
 
 
-class _Rank(NamedTuple):
+class _RankRun(NamedTuple):
     """The run on one rank.
 
     entries         its diary
@@ -69,7 +69,7 @@ class _Rank(NamedTuple):
     elements        of all parameters
     """
 
-    entries: Mapping[Key, Entry]
+    entries: Mapping[Key, WatchedState]
     nbytes: float
     words: str
     formula: float
@@ -77,12 +77,12 @@ class _Rank(NamedTuple):
     elements: int
 
 
-def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]:
+def recorder(shown: ShownMode, title: Text) -> Callable[[str, TopicSetting], Explanation]:
     """Return the function that records a mode of replication."""
 
-    def record(name: str, setting: Setting) -> Explanation:
+    def record(name: str, setting: TopicSetting) -> Explanation:
         n, network = setting.ranks, Network(setting.link)
-        found: list[_Rank] = run_ranks(n, _run, shown, network)
+        found: list[_RankRun] = run_ranks(n, _run, shown, network)
         workers = n - shown.servers
         units = shown.units or workers
         columns = [
@@ -92,7 +92,7 @@ def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]
         ]
         frames = _frames([each.entries for each in found], shown, bool(setting.link))
         formulas = [
-            Formula(
+            CountedFormula(
                 sentence("bytes that the busiest rank sends in a step, control message included"),
                 max(each.nbytes for each in found),
                 found[0].words,
@@ -101,7 +101,7 @@ def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]
         ]
         if shown.memory:
             formulas.append(
-                Formula(
+                CountedFormula(
                     sentence("bytes of parameters, gradients and optimizer state on a rank"),
                     sum(each.stored for each in found) / n,
                     shown.memory[0],
@@ -127,7 +127,7 @@ def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]
             [Columns(HEADINGS[group], tuple(columns)) for group in shown.groups],
             frames,
             formulas,
-            [Source.of(each) for each in shown.sources],
+            [SourceLines.of(each) for each in shown.sources],
             " ".join((f"mpitrain launch -n {n} -- train", *(f"--set {each}" for each in settings))),
             shown.laws,
         )
@@ -142,7 +142,7 @@ HEADINGS = {
 }
 
 
-def _run(inner: Transport, shown: Shown, network: Network) -> _Rank:
+def _run(inner: Transport, shown: ShownMode, network: Network) -> _RankRun:
     """Train on one rank, and return its diary."""
     transport = Watched(inner, network)
     workers = transport.size - shown.servers
@@ -177,7 +177,7 @@ def _run(inner: Transport, shown: Shown, network: Network) -> _Rank:
         transport.barrier()
     nbytes = (transport.traffic.nbytes - sent) / shown.steps
     stored = trainer.replication.held() - trainer.grid.scratch_bytes
-    return _Rank(watch.entries, nbytes, *_traffic(trainer), stored, trainer.storage.length)
+    return _RankRun(watch.entries, nbytes, *_traffic(trainer), stored, trainer.storage.length)
 
 
 def _traffic(trainer: Trainer) -> tuple[str, float]:
@@ -188,7 +188,9 @@ def _traffic(trainer: Trainer) -> tuple[str, float]:
     return formula.words, float(formula.of(trainer.replication.replica, sample) or 0)
 
 
-def _frames(ranks: Sequence[Mapping[Key, Entry]], shown: Shown, is_timed: bool) -> list[Frame]:
+def _frames(
+    ranks: Sequence[Mapping[Key, WatchedState]], shown: ShownMode, is_timed: bool
+) -> list[Frame]:
     """Return a frame for each event of any rank; a rank without it shows its last entry."""
     frames: list[Frame] = []
     last = [entries[0,] for entries in ranks]

@@ -3,12 +3,12 @@
 from mpitrain.parallel.data.weight_stashing import pipedream
 from mpitrain.pipeline import schedules
 from mpitrain.tools.textbook.explain.explanation import Text, sentence
-from mpitrain.tools.textbook.explain.recorders.pipelines import Shown
+from mpitrain.tools.textbook.explain.recorders.pipelines import ShownSchedule
 
-SCHEDULES: dict[str, tuple[Text, Shown]] = {
+SCHEDULES: dict[str, tuple[Text, ShownSchedule]] = {
     "gpipe": (
         sentence("GPipe: all forwards, then all backwards"),
-        Shown(
+        ShownSchedule(
             "gpipe",
             (
                 sentence("The model is cut into {p} stages, the batch into {m} micro-batches."),
@@ -28,7 +28,7 @@ SCHEDULES: dict[str, tuple[Text, Shown]] = {
     ),
     "1f1b": (
         sentence("1F1B: one forward, one backward"),
-        Shown(
+        ShownSchedule(
             "1f1b",
             (
                 sentence(
@@ -51,7 +51,7 @@ SCHEDULES: dict[str, tuple[Text, Shown]] = {
     ),
     "zero-bubble": (
         sentence("Zero bubble (ZB-H1): weight halves fill the bubble"),
-        Shown(
+        ShownSchedule(
             "zero-bubble",
             (
                 sentence("No other stage waits for a weight half W, so W can come later."),
@@ -67,7 +67,7 @@ SCHEDULES: dict[str, tuple[Text, Shown]] = {
     ),
     "async": (
         sentence("Asynchronous pipeline (PipeDream): no bubble between steps"),
-        Shown(
+        ShownSchedule(
             "async",
             (
                 sentence(

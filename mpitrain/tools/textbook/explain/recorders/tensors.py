@@ -18,15 +18,15 @@ from mpitrain.parallel.tensor.layer_factory import LayerFactory, layers_for
 from mpitrain.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from mpitrain.tools.textbook.explain.explanation import (
     Columns,
+    CountedFormula,
     Explanation,
-    Formula,
     Frame,
-    Source,
+    SourceLines,
     Text,
     sentence,
 )
 from mpitrain.tools.textbook.explain.symbols import written
-from mpitrain.tools.textbook.explain.topic import Setting
+from mpitrain.tools.textbook.explain.topic import TopicSetting
 from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks
 
@@ -34,7 +34,7 @@ FEATURES = {1: 4, 2: 4, 3: 3, 4: 4}
 """{ranks: inputs and outputs of the whole layer}: the ranks divide them."""
 
 
-class Shown(NamedTuple):
+class ShownLayer(NamedTuple):
     """A layer to show.
 
     make       (factory, inputs and outputs) -> the layer of this rank
@@ -55,7 +55,7 @@ def _drawn(generator: Any, shape: tuple[int, ...]) -> np.ndarray:
     return 1.0 + (outputs + 2 * inputs) % 3
 
 
-COLUMN = Shown(
+COLUMN = ShownLayer(
     lambda layers, count: ColumnParallelLinear(layers, count, count, _drawn, bias=False),
     ColumnParallelLinear,
     0,
@@ -68,7 +68,7 @@ COLUMN = Shown(
         sentence("An all-reduce adds the summands, so every rank has dx."),
     ),
 )
-ROW = Shown(
+ROW = ShownLayer(
     lambda layers, count: RowParallelLinear(layers, count, count, _drawn, bias=False),
     RowParallelLinear,
     1,
@@ -84,18 +84,18 @@ ROW = Shown(
 )
 
 
-class _Rank(NamedTuple):
+class _RankCells(NamedTuple):
     """A rank's cells in each frame, and the bytes that it has sent by then."""
 
     frames: Sequence[tuple[Text, dict[str, list[str]], int]]
 
 
-def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]:
+def recorder(shown: ShownLayer, title: Text) -> Callable[[str, TopicSetting], Explanation]:
     """Return the function that records a layer."""
 
-    def record(name: str, setting: Setting) -> Explanation:
+    def record(name: str, setting: TopicSetting) -> Explanation:
         n, count = setting.ranks, FEATURES[setting.ranks]
-        found: list[_Rank] = run_ranks(n, _run, shown)
+        found: list[_RankCells] = run_ranks(n, _run, shown)
         groups = ("x", "W", "y", "dy", "dx")
         frames = [
             Frame(
@@ -129,14 +129,14 @@ def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]
             ],
             frames,
             [
-                Formula(
+                CountedFormula(
                     sentence("bytes that a rank sends, forward and backward"),
                     max(frames[-1].sent),
                     "2 (n-1)/n B T C",
                     2 * (n - 1) / n * 8 * count * count,
                 )
             ],
-            [Source.of(shown.source)],
+            [SourceLines.of(shown.source)],
             f"mpitrain launch -n {n} -- train --tp {n}",
             ("tests/laws/layers.py", "tests/ranks/parallel/test_training.py"),
         )
@@ -148,7 +148,7 @@ def _numbered(letter: str, count: int) -> tuple[str, ...]:
     return tuple(f"{letter}{feature}" for feature in range(count))
 
 
-def _run(transport: Transport, shown: Shown) -> _Rank:
+def _run(transport: Transport, shown: ShownLayer) -> _RankCells:
     """Run the layer forward and backward on one rank."""
     group, arena = Group(transport, "ring"), Arena()
     layers = layers_for(ops_for("cpu"), group, Layout())
@@ -201,7 +201,7 @@ def _run(transport: Transport, shown: Shown) -> _Rank:
         )
         sent = transport.traffic.nbytes - before
     note(sentence("backward: dx"), dx=_cells(dx, x_at, "d"))
-    return _Rank(frames)
+    return _RankCells(frames)
 
 
 def _cells(array: np.ndarray, features: Sequence[int], letter: str) -> list[str]:

@@ -3,17 +3,17 @@
 from mpitrain.tools.textbook.explain.explanation import (
     ROOT,
     Columns,
+    CountedFormula,
     Explanation,
-    Formula,
     Frame,
-    Source,
+    SourceLines,
     Text,
     sentence,
 )
-from mpitrain.tools.textbook.explain.topic import Setting
-from mpitrain.tools.textbook.ladder.rungs import FOLDER, RUNGS, Climbed, Rung, Shape, climb
+from mpitrain.tools.textbook.explain.topic import TopicSetting
+from mpitrain.tools.textbook.ladder.rungs import FOLDER, RUNGS, Climbed, ProductShape, Rung, climb
 
-SHAPE = Shape(128, 128, 32)
+SHAPE = ProductShape(128, 128, 32)
 """The product that each kernel of the ladder computes: small, but with several tiles per dim of C."""
 LABELS = {
     "naive": sentence("naive"),
@@ -33,7 +33,7 @@ COLUMNS = (
 )
 
 
-def record(name: str, setting: Setting) -> Explanation:
+def record(name: str, setting: TopicSetting) -> Explanation:
     """Run the ladder in the simulator; a frame for each rung."""
     found = climb(SHAPE)
     cells: list[tuple[str, ...]] = [("",) * 10] * len(RUNGS)
@@ -92,10 +92,10 @@ def _cells(rung: Rung, climbed: Climbed) -> tuple[str, ...]:
     )
 
 
-def _formula(name: str, climbed: Climbed) -> Formula:
+def _formula(name: str, climbed: Climbed) -> CountedFormula:
     """Return the sectors of A and B with their formula."""
     rung = RUNGS[name]
-    return Formula(
+    return CountedFormula(
         sentence("sectors of A and B, {rung}", rung=LABELS[name]),
         climbed.sectors,
         " + ".join(rung.words),
@@ -103,11 +103,11 @@ def _formula(name: str, climbed: Climbed) -> Formula:
     )
 
 
-def _source(name: str) -> Source:
+def _source(name: str) -> SourceLines:
     """Return the line on which a rung's kernel begins."""
     file = FOLDER / f"{name}.cu"
     lines = file.read_text(encoding="utf-8").splitlines()
     first = next(
         at for at, line in enumerate(lines, 1) if f"void {name}(" in line or f") {name}(" in line
     )
-    return Source(name, file.relative_to(ROOT).as_posix(), first)
+    return SourceLines(name, file.relative_to(ROOT).as_posix(), first)

@@ -19,7 +19,7 @@ COMPUTED, SUMMED, UPDATED, ENDED = range(4)
 """Phases of a step."""
 
 
-class Entry(NamedTuple):
+class WatchedState(NamedTuple):
     """The rank after an event.
 
     title    of the event
@@ -51,7 +51,7 @@ class Watch:
         micro_batches: int,
     ):
         self._symbols, self._names, self._cells, self._kinds = symbols, names, cells, kinds
-        self._micro_batches, self.entries = micro_batches, dict[Key, Entry]()
+        self._micro_batches, self.entries = micro_batches, dict[Key, WatchedState]()
         self._trainer: Trainer | None = None
         self._step, self._passes = 0, dict[str, int]()
         self._opened: Mapping[int, tuple[str, ...]] = {}
@@ -144,7 +144,9 @@ class Watch:
             for cell in self._written.get(unit, ("",) * self._cells)
         )
         traffic = self.trainer.transport.traffic
-        self.entries[key] = Entry(title, cells, traffic.nbytes - self._first_bytes, self.clock())
+        self.entries[key] = WatchedState(
+            title, cells, traffic.nbytes - self._first_bytes, self.clock()
+        )
 
     def _is_under_way(self, unit: int) -> bool:
         """Return whether the unit's gradient is complete, and messages have been sent for it."""

@@ -2,7 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from mpitrain.tools.textbook.explain.explanation import Explanation, Formula, Frame, Source
+from mpitrain.tools.textbook.explain.explanation import (
+    CountedFormula,
+    Explanation,
+    Frame,
+    SourceLines,
+)
 from mpitrain.tools.textbook.explain.topic import Topic
 from mpitrain.tools.textbook.words import padded, text, width
 
@@ -130,7 +135,7 @@ def ending(found: Explanation, language: str) -> list[str]:
     ]
 
 
-def formula_line(each: Formula, language: str) -> str:
+def formula_line(each: CountedFormula, language: str) -> str:
     """Return a counted number and its formula."""
     sign = "=" if each.agrees else "≠"
     counted, value = (
@@ -139,7 +144,7 @@ def formula_line(each: Formula, language: str) -> str:
     return f"{each.name.into(language)}: {counted} {sign} {each.words} = {value}"
 
 
-def source_text(source: Source) -> str:
+def source_text(source: SourceLines) -> str:
     """Return the file and line of a source, with its name."""
     return f"{source.file}:{source.line} ({source.name})"
 
