@@ -9,9 +9,9 @@ from PIL import Image
 from tqdm import tqdm
 
 from mpitrain.files import write_whole
-from mpitrain.textbook.explain.renderers.picture import draw
-from mpitrain.textbook.explain.renderers.systems import FRAMES, PICTURES, digests, page
-from mpitrain.textbook.explain.topics import TOPICS
+from mpitrain.tools.textbook.explain.renderers.picture import draw
+from mpitrain.tools.textbook.explain.renderers.systems import FRAMES, PICTURES, digests, page
+from mpitrain.tools.textbook.explain.topics import TOPICS
 
 COLOURS = 24
 """Colours of a picture: a third of the bytes of one with all."""

@@ -1,6 +1,7 @@
 """The exceptions of mpitrain. Each names a rule, the values that break it, and a remedy."""
 
 import re
+import traceback
 import unicodedata
 from typing import TypeVar
 
@@ -30,6 +31,15 @@ def multiples_near(number: int, unit: int) -> str:
     """Return the multiples of `unit` below and above `number` as text, for a remedy."""
     below = number // unit * unit
     return f"{below} or {below + unit}" if below else f"{unit}"
+
+
+def line_in(error: BaseException, file: str) -> int:
+    """Return the last line of a file that an exception passed through or found unreadable; 0: none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == file]
+    if isinstance(error, SyntaxError) and error.filename == file:
+        lines.append(error.lineno)
+    return lines[-1] or 0 if lines else 0
 
 
 class Sentence(str):

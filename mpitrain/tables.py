@@ -1,11 +1,27 @@
 """The dict of every kind of thing that a user can add: one row for each name."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, MpitrainError, line_in
 
 Name = TypeVar("Name")
 Row = TypeVar("Row")
+Made = TypeVar("Made")
+
+_plugin = ""
+
+
+@contextmanager
+def rows_of(plugin: str) -> Iterator[None]:
+    """A context in which the rows that are added belong to a plugin."""
+    global _plugin
+    _plugin = plugin
+    try:
+        yield
+    finally:
+        _plugin = ""
 
 
 class Table(dict[Name, Row]):
@@ -14,6 +30,11 @@ class Table(dict[Name, Row]):
     All rows have the type of the first one. Readers look a row up when they need it, and import no
     copy of the names.
     """
+
+    def __init__(self, *rows: Any, **named: Row):
+        super().__init__(*rows, **named)
+        self._built_in = frozenset(self)
+        self._plugins: dict[Name, str] = {}
 
     def __setitem__(self, name: Name, row: Row) -> None:
         if name in self:
@@ -30,6 +51,47 @@ class Table(dict[Name, Row]):
                 f"Make a {kind.__name__}.",
             )
         super().__setitem__(name, row)
+        self._plugins[name] = _plugin
+
+    def is_added(self, name: Name) -> bool:
+        """Whether a plugin, a file or a program of the user has added the row."""
+        return name not in self._built_in
+
+    def of_plugin(self, name: Name) -> str:
+        """Return ` of the plugin FILE` for a row that a plugin has added, else nothing."""
+        plugin = self._plugins.get(name)
+        return f" of the plugin {plugin}" if plugin else ""
+
+    def made(
+        self,
+        name: Name,
+        kind: str,
+        make: Callable[[], Made],
+        form: str,
+        is_right: Callable[[Made], bool],
+    ) -> Made:
+        """Return what a function of a row makes.
+
+        kind, form  of the row, and of what its function must return, for messages
+        raises      ConfigError if the function of an added row raises, or returns anything else
+        """
+        if not self.is_added(name):
+            return make()
+        title, way_out = f"The {kind} {name}{self.of_plugin(name)}", "Correct its function."
+        try:
+            made = make()
+        except (MpitrainError, MemoryError):
+            raise
+        except Exception as error:
+            line = line_in(error, self._plugins.get(name, ""))
+            where = f" in line {line}" if line else ""
+            raise ConfigError(
+                f"{title} must return {form}, but it raises {type(error).__name__}{where}: {error}",
+                way_out,
+            ) from error
+        if not is_right(made):
+            raise ConfigError(f"{title} must return {form}, but it returns {made!r:.60}.", way_out)
+        return made
 
     def setdefault(self, name: Name, row: Row) -> Row:
         """Add the row if the name is new, and return the row of the name."""

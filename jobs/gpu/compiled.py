@@ -18,7 +18,6 @@ import numpy as np
 from result import emit, micro
 from workload import DTYPES, FORMS, PRODUCTS, all_products, config, multiply, operands, source
 
-from mpitrain.bench.kernels import operations as bench
 from mpitrain.errors import MpitrainError
 from mpitrain.kernels.cache import cache_of
 from mpitrain.kernels.engines import KERNELS
@@ -33,6 +32,7 @@ from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.tiles import worth_measuring
 from mpitrain.ops.device import device_for
 from mpitrain.run.build import build
+from mpitrain.tools.bench.kernels import operations as bench
 from mpitrain.transport.threads import run_ranks
 
 PROCESSES = 16

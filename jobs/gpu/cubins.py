@@ -60,7 +60,7 @@ def wanted(device: Any) -> dict[tuple[str, tuple], str]:
 
 def of_the_job(device: Any) -> dict[tuple[str, tuple], str]:
     """The kernels of the job's parts, as on a machine with one large GPU: here there is none."""
-    process.gpus, process.free_memory = lambda: 1, lambda kind: 80 << 30
+    process.current_gpu = lambda: process.Gpu(1, free=80 << 30)
     return collect("cuda", device)
 
 

@@ -14,10 +14,10 @@ from importlib.metadata import version as installed
 import numpy as np
 from result import emit, micro
 
-from mpitrain.bench.kernels.operations import measure
 from mpitrain.machine.process import processors
 from mpitrain.ops.device import device_for
 from mpitrain.ops.reference.layers import layer_norm
+from mpitrain.tools.bench.kernels.operations import measure
 
 WHEELS = {"cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy")}
 

@@ -1,6 +1,7 @@
-"""Part of the GPU job: kernels that only move bytes, against a copy, and attention, against PyTorch's fused one.
+"""Two parts of the GPU job: kernels that only move bytes, against a copy; attention, against PyTorch's fused one.
 
-python3 jobs/gpu/memory.py DEVICE
+python3 jobs/gpu/memory.py DEVICE              all kernels but attention
+python3 jobs/gpu/memory.py DEVICE attention    attention alone
 """
 
 import sys
@@ -8,9 +9,9 @@ from importlib.util import find_spec
 
 from result import emit, micro, wrong_words
 
-from mpitrain.bench.kernels.operations import measure
-from mpitrain.bench.kernels.work import Row
 from mpitrain.ops.device import device_for
+from mpitrain.tools.bench.kernels.operations import attentions, measure, measured
+from mpitrain.tools.bench.kernels.work import Row
 
 OF_A_COPY = 0.85
 FORWARD, BACKWARD = 1.0, 0.7
@@ -49,16 +50,20 @@ def report(row: Row, copy: float) -> None:
         )
 
 
-def main(kind: str) -> None:
+def main(kind: str, is_attention: bool) -> None:
     """A result for each, as it is measured."""
-    peer = None
-    if find_spec("torch"):
-        from mpitrain.bench.training.torch_peer import TorchAttention as peer
-    rows = measure(device_for(kind), peer)
+    device, peer = device_for(kind), None
+    if is_attention and find_spec("torch"):
+        from mpitrain.tools.bench.training.torch_peer import TorchAttention as peer
+    if is_attention:
+        for row in measured(device, attentions(device, peer)):
+            report(row, 0.0)
+        return
+    rows = measure(device, attends=False)
     copy = next(rows).rate
     for row in rows:
         report(row, copy)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:] == ["attention"])

@@ -10,7 +10,7 @@ rate, or their instructions.
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
@@ -18,7 +18,7 @@ from result import emit
 from workload import VOCABULARY
 
 from mpitrain.kernels.multiprocessor import H100
-from mpitrain.ops.cuda.tiles import DEFAULT, cost
+from mpitrain.ops.cuda.tiles import DEFAULT, Table, Tiling, cost
 
 LAYERS, WIDTH, TOKENS, CONTEXT = 12, 768, 8192, 1024
 PARAMETERS = 124_439_808
@@ -59,19 +59,25 @@ def products() -> Iterator[tuple[str, tuple[int, int, int]]]:
         yield "TN", (outputs, inputs, TOKENS)
 
 
-def tilings(gpu: Gpu, compute: str) -> Iterator[tuple[str, str, float]]:
-    """(name of the tile, how operands are stored and the shape, seconds) of every product of a step."""
-    like = np.empty(0, compute)
-    engine: object = SimpleNamespace(
+def tiled(
+    gpu: Gpu, stored: str, shape: tuple[int, int, int], compute: str, table: Table = DEFAULT
+) -> tuple[Tiling, float]:
+    """The tiling of a product, and its seconds."""
+    engine: Any = SimpleNamespace(
         capability=90, multiprocessors=gpu.multiprocessors, multiprocessor=H100
     )
+    chosen = table.tiling(np.empty(0, compute), stored, (*shape, 1), engine)
+    return chosen, cost(chosen, *shape, 1, engine) / gpu.clock
+
+
+def tilings(gpu: Gpu, compute: str) -> Iterator[tuple[str, str, float]]:
+    """(name of the tile, how operands are stored and the shape, seconds) of every product of a step."""
     for stored, shape in products():
-        chosen = DEFAULT.tiling(like, stored, (*shape, 1), engine)
-        tile = chosen.tile
+        (tile, splits), seconds = tiled(gpu, stored, shape, compute)
         yield (
             f"{tile.TILE_M} x {tile.TILE_N} x {tile.TILE_K}",
-            f"{stored} {' x '.join(map(str, shape))}, splits {chosen.splits}",
-            cost(chosen, *shape, 1, engine) / gpu.clock,
+            f"{stored} {' x '.join(map(str, shape))}, splits {splits}",
+            seconds,
         )
 
 

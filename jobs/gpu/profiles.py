@@ -1,7 +1,8 @@
-"""Part of the second GPU job: what ncu says of each kernel: time, share of peak, registers, occupancy.
+"""Part of both GPU jobs: what ncu says of each kernel: time, share of peak, registers, blocks on a multiprocessor, stalls.
 
-python3 jobs/gpu/profiles.py DEVICE           a result for each kernel
-python3 jobs/gpu/profiles.py DEVICE launch    what is profiled: every product and every operation of a step, once
+python3 jobs/gpu/profiles.py DEVICE                    a result for each kernel of a step
+python3 jobs/gpu/profiles.py DEVICE product            the same of one product, the cube in bfloat16
+python3 jobs/gpu/profiles.py DEVICE [product] launch   what is profiled, each once
 """
 
 import csv
@@ -18,6 +19,12 @@ METRICS = {
     "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed": "memory",
     "sm__warps_active.avg.pct_of_peak_sustained_active": "occupancy",
     "launch__registers_per_thread": "registers",
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": "tensor",
+    "smsp__average_warps_issue_stalled_no_instruction_per_issue_active.ratio": "no_instruction",
+    **{
+        f"launch__occupancy_limit_{limit}": f"blocks by {limit}"
+        for limit in ("blocks", "registers", "shared_mem", "warps")
+    },
 }
 SECONDS = {
     "ns": 1e-9,
@@ -34,15 +41,20 @@ SECONDS = {
 SIZES = {"cuda": (8, 1024, 768, 12, 50257)}
 
 
-def launch(kind: str) -> None:
-    """Everything once."""
+def launch(kind: str, is_product: bool) -> None:
+    """Everything once, or one product."""
     from workload import FORMS, PRODUCTS
 
-    from mpitrain.bench.kernels import gemm
-    from mpitrain.bench.kernels import operations as bench
     from mpitrain.ops.device import device_for
+    from mpitrain.tools.bench.kernels import gemm
+    from mpitrain.tools.bench.kernels import operations as bench
 
     device = device_for(kind)
+    if is_product:
+        (shape, (form, *_)), *_ = PRODUCTS[kind]
+        gemm.case_of(device, shape, "bfloat16", gemm.PRODUCTS[form]).by(device.multiply)()
+        device.backend.synchronize()
+        return
     for shape, _ in PRODUCTS[kind][:3]:
         for dtype in ("float32", "bfloat16"):
             for name in FORMS:
@@ -54,12 +66,12 @@ def launch(kind: str) -> None:
     device.backend.synchronize()
 
 
-def main(kind: str) -> None:
-    """A result for each kernel of ours."""
+def main(kind: str, *words: str) -> None:
+    """A result for each kernel of ours; `words` follow the device on the command line."""
     if kind != "cuda" or not shutil.which("ncu"):
         emit(f"ncu: skipped, {'it is not installed' if kind == 'cuda' else 'there is no GPU here'}")
         return
-    words = [
+    command = [
         "ncu",
         "--clock-control",
         "none",
@@ -71,10 +83,11 @@ def main(kind: str) -> None:
         sys.executable,
         __file__,
         kind,
+        *words,
         "launch",
     ]
     with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as child:
         assert child.stdout is not None
         text = child.stdout.read()
@@ -88,17 +101,27 @@ def main(kind: str) -> None:
     for name, numbers in profiles(text[start:]).items():
         emit(
             f"profile of {name[:60]}: {numbers.get('sm', 0):.0f}% of peak, memory {numbers.get('memory', 0):.0f}%, "
-            f"{numbers.get('registers', 0):.0f} registers, {numbers.get('occupancy', 0):.0f}% of warps",
+            f"tensor cores {numbers.get('tensor', 0):.0f}%, {numbers.get('registers', 0):.0f} registers, "
+            f"{numbers.get('occupancy', 0):.0f}% of warps, {blocks(numbers):.0f} blocks on a multiprocessor, "
+            f"{numbers.get('no_instruction', 0):.2f} warps wait for instructions per issue",
             micro(numbers.get("seconds", 0)),
             **numbers,
         )
 
 
+def blocks(numbers: dict[str, float]) -> float:
+    """The blocks that a multiprocessor holds at once, by the tightest limit."""
+    return min((most for name, most in numbers.items() if name.startswith("blocks by")), default=0)
+
+
 def profiles(text: str) -> dict[str, dict[str, float]]:
-    """The metrics of each launch, from ncu's CSV; a time in any unit becomes seconds."""
+    """The metrics of each launch, from ncu's CSV; a time in any unit becomes seconds.
+
+    A metric that this GPU or this version of ncu lacks is `n/a`.
+    """
     found: dict[str, dict[str, float]] = {}
     for row in csv.DictReader(io.StringIO(text)):
-        if row.get("Metric Name") not in METRICS:
+        if row.get("Metric Name") not in METRICS or row["Metric Value"] == "n/a":
             continue
         key, value = METRICS[row["Metric Name"]], float(row["Metric Value"].replace(",", ""))
         if key == "seconds":
@@ -108,4 +131,7 @@ def profiles(text: str) -> dict[str, dict[str, float]]:
 
 
 if __name__ == "__main__":
-    (launch if sys.argv[2:] == ["launch"] else main)(sys.argv[1])
+    if sys.argv[-1] == "launch":
+        launch(sys.argv[1], "product" in sys.argv)
+    else:
+        main(*sys.argv[1:])

@@ -11,6 +11,8 @@ def emit(
     *,
     ratio: float | None = None,
     required: float | None = None,
+    goal: float | None = None,
+    predicted: str = "-",
     ok: bool = True,
     **facts: Any,
 ) -> None:
@@ -18,7 +20,9 @@ def emit(
 
     what          in words; `ours` and `peer` with their units
     ratio         theirs over ours in time, ours over theirs in rate: above 1 is faster than the peer
-    required      what the ratio must be
+    required      what the ratio must be; less is a fault
+    goal          what it shall be one day; less is none
+    predicted     on paper, with its unit: what `ours` should be
     ok            False if something is wrong, whatever the ratio
     facts         numbers beside it, for whoever reads the file
     """
@@ -28,6 +32,8 @@ def emit(
         "peer": peer,
         "ratio": ratio,
         "required": required,
+        "goal": goal,
+        "predicted": predicted,
         "ok": ok,
         **facts,
     }

@@ -53,7 +53,7 @@ def measure(host: Any, device: Any, what: str, way: str) -> None:
     truth = host.size * (mine - host.rank) + sum(range(host.size))
     original = backend.from_host(mine)
     reduction = Group(
-        transport, "shared" if way == "ipc" else "ring", arithmetic=arithmetic_of(device)
+        transport, "auto" if way == "ipc" else "ring", arithmetic=arithmetic_of(device)
     ).bind(array)
     if way == "ipc" and reduction.algorithm != "shared":
         refuse(host, f"{what}: refused by the driver, {reduction.algorithm} stands in")

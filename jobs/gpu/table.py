@@ -1,4 +1,4 @@
-"""The table of a GPU job: what, ours, the peer's, the ratio, what it must be.
+"""The table of a GPU job: what, ours, as predicted, the peer's, the ratio, what it must or shall be.
 
 python3 jobs/gpu/table.py RESULTS.jsonl    prints it again; the exit code is 1 if anything is wrong, missing or too slow
 """
@@ -38,15 +38,20 @@ def misses(rows: Iterable[dict[str, Any]]) -> int:
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Its lines, parts in the order in which they ran."""
     width = min(WIDEST, max((len(row["what"]) for row in rows), default=4))
-    lines = [f"{'what':<{width}}  {'ours':>16} {'peer':>16} {'ratio':>7} {'required':>8}"]
+    lines = [
+        f"{'what':<{width}}  {'ours':>16} {'predicted':>12} {'peer':>16} {'ratio':>7} {'required':>9}"
+    ]
     for row in rows:
         ratio, required = (
             "-" if row[key] is None else f"{row[key]:.2f}" for key in ("ratio", "required")
         )
+        if row.get("goal") is not None:
+            required = f"goal {row['goal']:.2f}"
         mark = "  failed" if not row["ok"] else "  short" if is_short(row) else ""
         first, *rest = wrap(row["what"], width) or [""]
         lines += [
-            f"{first:<{width}}  {row['ours']:>16} {row['peer']:>16} {ratio:>7} {required:>8}{mark}",
+            f"{first:<{width}}  {row['ours']:>16} {row.get('predicted', '-'):>12} {row['peer']:>16} "
+            f"{ratio:>7} {required:>9}{mark}",
             *(f"  {line}" for line in rest),
         ]
     return [

@@ -1,6 +1,7 @@
-"""Two parts of the GPU job: training steps of GPT-2 124M against PyTorch, float32 and bfloat16.
+"""Three parts of the GPU job: GPT-2 124M against PyTorch, float32 and bfloat16.
 
-python3 jobs/gpu/training.py DEVICE             against PyTorch eager
+python3 jobs/gpu/training.py DEVICE losses      the losses of ten steps
+python3 jobs/gpu/training.py DEVICE             the time of a step, against PyTorch eager
 python3 jobs/gpu/training.py DEVICE compiled    against torch.compile, bfloat16 first; on a GPU only
 
 PyTorch trains the same weights on the same batches: autocast for bfloat16, fused AdamW, scaled_dot_product_attention. There is
@@ -25,7 +26,9 @@ from mpitrain.optim import learning_rate
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 
-WARM_UP = 3
+WARM_UP, LOSSES = 3, 10
+REQUIRED = {"float32": "goal", "bfloat16": "required"}
+"""What being as fast as PyTorch eager is: our float32 has no wgmma, nor TF32."""
 APART = {"float32": 1e-2, "bfloat16": 5e-2}
 """Most that losses of the same step may differ."""
 
@@ -81,8 +84,8 @@ class Rival:
     def __init__(self, kind: str, settings: Any, vocabulary: int, tensors: dict[str, np.ndarray]):
         import torch
 
-        from mpitrain.bench.training.torch_gpt import GPT, copy_weights
-        from mpitrain.bench.training.torch_peer import placed
+        from mpitrain.tools.bench.training.torch_gpt import GPT, copy_weights
+        from mpitrain.tools.bench.training.torch_peer import placed
 
         m, o = settings.model, settings.optimizer
         self._torch, self._place, self._settings = torch, placed(kind), settings
@@ -139,8 +142,8 @@ class Rival:
         self.losses.append(loss.item())
 
 
-def compare(transport: Any, kind: str, compute: str, compiles: bool) -> None:
-    """Ours and PyTorch's in turns."""
+def compare(transport: Any, kind: str, compute: str, way: str) -> None:
+    """Ours and PyTorch's in turns: the losses of their steps, or the time."""
     what = f"training step of a GPT, {compute}"
     try:
         settings = config(kind, compute)
@@ -150,10 +153,8 @@ def compare(transport: Any, kind: str, compute: str, compiles: bool) -> None:
         return
     losses: list[float] = []
     size = settings.batch.size
-    rows = [
-        job.data.batch(0, index, size, range(size))
-        for index in range(WARM_UP + BLOCKS[kind] * STEPS[kind])
-    ]
+    count = LOSSES if way == "losses" else WARM_UP + BLOCKS[kind] * STEPS[kind]
+    rows = [job.data.batch(0, index, size, range(size)) for index in range(count)]
     rival = (
         Rival(kind, settings, job.data.inputs, job.trainer.tensors())
         if find_spec("torch")
@@ -163,31 +164,58 @@ def compare(transport: Any, kind: str, compute: str, compiles: bool) -> None:
     def ours(index: int) -> None:
         losses.append(job.trainer.step(index, *rows[index]).loss)
 
+    if way == "losses":
+        for index in range(count):
+            ours(index)
+            if rival:
+                rival.step(index, *rows[index])
+        report(what, compute, losses, rival)
+        return
     sides = [(our_events(kind, job.trainer.backend.synchronize), ours)]
-    if rival and compiles:
+    if rival and way == "compiled":
         rival.compile()
     if rival:
         sides.append((rival.events(), lambda index: rival.step(index, *rows[index])))
     found = measured(kind, sides)
     words = f"{size * settings.model.context / found[0].event:,.0f} tokens/s"
-    if kind == "cuda":
-        words += f", predicted for an {GPUS[0].name} {milli(total(GPUS[0], compute))}"
+    predicted = milli(total(GPUS[0], compute))
     if not rival:
-        emit(f"{what}, {words}: PyTorch is not installed", milli(found[0].event), **facts(found))
+        emit(
+            f"{what}, {words}: PyTorch is not installed",
+            milli(found[0].event),
+            predicted=predicted,
+            **facts(found),
+        )
         return
-    apart = max(abs(a - b) for a, b in zip(losses, rival.losses, strict=True))
+    apart = np.abs(np.subtract(losses, rival.losses)).max()  # NaN if one of them is
+    limits: Any = {} if way == "compiled" else {REQUIRED[compute]: 1.0}
     emit(
-        f"{what}, {words}, against {'torch.compile' if compiles else 'PyTorch eager'}, losses {apart:.0e} apart",
+        f"{what}, {words}, against {'torch.compile' if way == 'compiled' else 'PyTorch eager'}, losses {apart:.0e} apart",
         *(milli(times.event) for times in found),
         ratio=found[1].event / found[0].event,
-        required=None if compiles else 1.0,
-        ok=apart <= APART[compute],
+        predicted=predicted,
+        **limits,
+        ok=bool(apart <= APART[compute]),
         **facts(found),
     )
     emit(
         f"{what}, the host's part",
         *(milli(times.host) for times in found),
         ratio=found[1].host / found[0].host,
+    )
+
+
+def report(what: str, compute: str, losses: list[float], rival: Rival | None) -> None:
+    """The losses of both sides."""
+    theirs = rival.losses if rival else losses
+    apart = np.abs(np.subtract(losses, theirs)).max()  # NaN if one of them is
+    emit(
+        f"{what}, the last of {len(losses)} losses, "
+        + (f"{apart:.0e} apart at most" if rival else "PyTorch is not installed"),
+        f"{losses[-1]:.4f}",
+        f"{theirs[-1]:.4f}" if rival else "-",
+        ok=bool(apart <= APART[compute]),
+        losses=[losses, theirs],
     )
 
 
@@ -215,14 +243,14 @@ def milli(seconds: float) -> str:
     return f"{1e3 * seconds:,.2f} ms"
 
 
-def main(transport: Any, kind: str, compiles: bool) -> None:
+def main(transport: Any, kind: str, way: str) -> None:
     """Both dtypes."""
-    if compiles and kind != "cuda":
+    if way == "compiled" and kind != "cuda":
         emit("torch.compile: skipped, there is no GPU here")
         return
-    for compute in reversed(APART) if compiles else APART:
-        compare(transport, kind, compute, compiles)
+    for compute in reversed(APART) if way == "compiled" else APART:
+        compare(transport, kind, compute, way)
 
 
 if __name__ == "__main__":
-    run_ranks(1, main, sys.argv[1], sys.argv[2:] == ["compiled"])
+    run_ranks(1, main, sys.argv[1], "".join(sys.argv[2:]))

@@ -9,9 +9,9 @@ from pathlib import Path
 from result import emit, micro, wrong_words
 from workload import DTYPES, PRODUCTS
 
-from mpitrain.bench.kernels.gemm import tune
 from mpitrain.ops.cuda.tiles import write_tiles
 from mpitrain.ops.device import device_for
+from mpitrain.tools.bench.kernels.gemm import tune
 
 
 def main(kind: str, path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from mpitrain.config import Config, parse, with_settings
 from mpitrain.data import TokenSource
 from mpitrain.ops.cuda import product
+from mpitrain.ops.cuda.linear import pitch
 from mpitrain.ops.cuda.tiles import DEFAULT, Table, read_tiles
 
 VOCABULARY = 50257
@@ -93,26 +94,28 @@ def source(kind: str, settings: Config) -> TokenSource:
 
 
 def operands(
-    shape: tuple[int, int, int], dtype: Any, stored: str
+    shape: tuple[int, int, int], dtype: Any, name: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """a, b, c of a product, not filled."""
+    """a, b, c of a product, not filled; a and c with the pitch of `bench gemm`."""
     m, n, k = shape
+    rows, columns = (k, m) if name[0] == "T" else (m, k)
+    wide, step = ((each if name.endswith("+sums") else pitch(each)) for each in (columns, n))
     return (
-        np.empty((k, m) if stored[0] == "T" else (m, k), dtype),
-        np.empty((n, k) if stored[1] == "T" else (k, n), dtype),
-        np.empty((m, n), dtype),
+        np.empty((rows, wide), dtype)[:, :columns],
+        np.empty((n, k) if name[1] == "T" else (k, n), dtype),
+        np.empty((m, step), dtype)[:, :n],
     )
 
 
 def multiply(kernels: Any, arena: Any, shape: tuple[int, int, int], dtype: Any, name: str) -> None:
     """Launch a product of PRODUCTS, ours and the library's, on operands that nobody has filled."""
-    a, b, c = operands(shape, dtype, name[:2])
+    a, b, c = operands(shape, dtype, name)
     extras: dict[str, Any] = {}
     if name.endswith("+gelu"):
         extras = {
             "bias": np.empty(shape[1], dtype),
             "activation": "gelu",
-            "saved": np.empty_like(c),
+            "saved": operands(shape, dtype, name)[2],
         }
     elif name.endswith("+sums"):
         extras = {"row_sums": np.empty(shape[0], np.float32)}

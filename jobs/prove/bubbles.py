@@ -19,7 +19,7 @@ from sleeping import configured, sleeper, started
 from mpitrain.errors import ConfigError, on_every_rank
 from mpitrain.pipeline.instructions import fused_at_the_input, with_messages
 from mpitrain.pipeline.simulate import Cost, simulate
-from mpitrain.plan.stages import Way, slowest, way
+from mpitrain.tools.plan.stages import Way, slowest, way
 from mpitrain.transport.base import Transport
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1, "zb-v": 2, "v-half": 2}

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # certify names the node at fault. Four hosts are network namespaces behind a switch (jobs/hosts), and each fault is planted on
-# the third: a slow link, a slow core, another BLAS, a flipped bit, no locks, a small /dev/shm, a wrong clock, no answer. A run
-# without a fault comes first. Needs root, tc, a C compiler; the slow core needs a writable cgroup, and the clock needs faketime.
+# the third: a slow link, wrong bytes, a slow core, another BLAS, a flipped bit, no locks, a small /dev/shm, a wrong clock, no
+# answer. A run without a fault comes first. Needs root, tc, a C compiler; the slow core needs a writable cgroup, and the clock
+# needs faketime.
 #     bash jobs/prove/certify.sh [FAULT ...]        default: all; about half a minute each on an idle machine
 #     REPEATS=30 bash jobs/prove/certify.sh none    30 runs without a fault
 set -euo pipefail
@@ -10,7 +11,7 @@ hosts=$here/hosts/hosts.sh
 folder=$(mktemp -d)
 trap '$hosts down; rm -r "$folder"; rmdir "$group" 2> /dev/null || true' EXIT
 faults=("$@")
-((${#faults[@]})) || faults=(none link core blas bit locks shm clock missing)
+((${#faults[@]})) || faults=(none link bytes core blas bit locks shm clock missing)
 wrong=0
 
 cc -shared -fPIC -o "$folder/locks.so" -x c - << 'CODE'
@@ -31,6 +32,22 @@ from mpitrain.cli import main
 main()
 CODE
 
+cat > "$folder/bytes.py" << 'CODE'
+import numpy as np
+from mpitrain.transport import mpi_requests
+class Corrupted(mpi_requests.Receive):
+    def __init__(self, transport, request, array, *rest):
+        super().__init__(transport, request, array, *rest)
+        self._array = array
+    def _finish(self):
+        if self._array.nbytes >= 4096:
+            self._array.reshape(-1).view(np.uint8)[1000] ^= 1
+        return super()._finish()
+mpi_requests.Receive = Corrupted
+from mpitrain.cli import main
+main()
+CODE
+
 cat > "$folder/faulty.sh" << 'CODE'
 #!/usr/bin/env bash
 # faulty.sh FAULT COMMAND ...   run a command, with the fault on the third host alone
@@ -44,7 +61,7 @@ case $fault in
         echo $$ > "$FOLDER/pid"
         while [[ -e $FOLDER/pid ]]; do sleep 0.1; done ;;
     blas) export OPENBLAS_CORETYPE=Nehalem ;;
-    bit) shift 3; exec python "$FOLDER/bit.py" "$@" ;;
+    bit | bytes) shift 3; exec python "$FOLDER/$fault.py" "$@" ;;
     locks) export LD_PRELOAD=$FOLDER/locks.so ;;
     shm) exec unshare --mount bash -c 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"' bash "$@" ;;
     clock) exec faketime -f +5s "$@" ;;
@@ -70,7 +87,7 @@ slow_core() { # give the process that announces itself a twentieth of a core
 
 judged() { # FAULT FILE CODE: check the verdicts
     local bad
-    bad=$(awk '/^[^ ]+ +FAIL  /{print $1}' "$2" | xargs)
+    bad=$(awk '/^[^ ]+ +FAIL  /{print $1}' "$2" | sort -u | xargs)
     local right=mth3 code=1
     [[ $1 == none ]] && right="" code=0
     [[ $1 == missing ]] && right=10.77.0.9
@@ -101,7 +118,9 @@ for fault in "${faults[@]}"; do
                 --mca pml ob1 --mca btl sm,tcp,self --mca btl_tcp_if_include 10.77.0.0/24" \
             > "$folder/out" 2> "$folder/out.err" || code=$?
     else
-        "$hosts" mpi 4 "$folder/faulty.sh" "$fault" python -m mpitrain certify --dir "$folder" \
+        # Links of hosts that share cores are compared with limits alone.
+        echo "link_GBs = $([[ $fault == link ]] && echo 0.008 || echo 0.0)" > "$folder/limits.toml"
+        "$hosts" mpi 4 "$folder/faulty.sh" "$fault" python -m mpitrain certify --dir "$folder" --expect "$folder/limits.toml" \
             > "$folder/out" 2> "$folder/out.err" || code=$?
     fi
     judged "$fault" "$folder/out" "$code"

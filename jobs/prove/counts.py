@@ -11,9 +11,9 @@ from statistics import median
 import numpy as np
 from sleeping import configured, sleeper, started
 
-from mpitrain.plan.micro_batches import best, counts, predict, sizes
-from mpitrain.plan.stages import end_s, measure
 from mpitrain.run.trainer import Trainer
+from mpitrain.tools.plan.micro_batches import best, counts, predict, sizes
+from mpitrain.tools.plan.stages import end_s, measure
 from mpitrain.transport.base import Transport
 
 SCHEDULES = ("gpipe", "1f1b")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Claim: the tables of "Modes side by side" in mpitrain/bench/README.md and of "Which tricks to use" in mpitrain/plan/README.md are
+# Claim: the tables of "Modes side by side" in mpitrain/tools/bench/README.md and of "Which tricks to use" in mpitrain/tools/plan/README.md are
 # the output of their commands. This script runs each command that contains WORDS and writes its output below it. About 6 minutes
 # on two free cores; on a busy machine times mean nothing.
 #     bash jobs/prove/tables.sh [PYTHON] [WORDS]
@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PAGES = Path("mpitrain/bench/README.md"), Path("mpitrain/plan/README.md")
+PAGES = Path("mpitrain/tools/bench/README.md"), Path("mpitrain/tools/plan/README.md")
 BLOCK = re.compile(r"^```\n(\$ mpitrain (launch -n \d+ -- (?:compare --job|plan tricks) .*)\n)(?:.*\n)*?```$", re.M)
 LAST = "step ms: "  # the formulas below it stand on the page of replication
 

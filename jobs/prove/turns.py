@@ -20,9 +20,9 @@ WAYS = {  # settings, and whether a column-parallel layer sums the gradient of i
 def main(settings):
     """Print the table."""
     with mpi_session() as transport:
-        from mpitrain.bench.training.steps import Ours, alternate, table
         from mpitrain.parallel.tensor.linear import Column
         from mpitrain.run.build import build
+        from mpitrain.tools.bench.training.steps import Ours, alternate, table
 
         fused = Column.backward
 

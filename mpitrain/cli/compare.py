@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from mpitrain.bench.comparison.built_in import JOBS
 from mpitrain.cli.job_options import DEVICE, changes, configured
 from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.session import MOST, mpi_session
+from mpitrain.tools.bench.comparison.built_in import JOBS
 
 EVALUATED = 512
 """Rows of the evaluation: evaluating all of them would take longer than the steps."""
@@ -106,12 +106,13 @@ def _compare(
     from tqdm import tqdm
 
     from mpitrain import __version__
-    from mpitrain.bench.collectives.header import machine
-    from mpitrain.bench.collectives.table import write_json
-    from mpitrain.bench.comparison.grammar import usual
-    from mpitrain.bench.comparison.jobs import check_resolved, jobs
-    from mpitrain.bench.comparison.measure import compare
-    from mpitrain.bench.comparison.table import (
+    from mpitrain.cli.terminal.progress import bar
+    from mpitrain.tools.bench.collectives.header import machine
+    from mpitrain.tools.bench.collectives.table import write_json
+    from mpitrain.tools.bench.comparison.grammar import usual
+    from mpitrain.tools.bench.comparison.jobs import check_resolved, jobs
+    from mpitrain.tools.bench.comparison.measure import compare
+    from mpitrain.tools.bench.comparison.table import (
         footer,
         heading,
         line,
@@ -121,7 +122,6 @@ def _compare(
         spread,
         wide,
     )
-    from mpitrain.cli.terminal.progress import bar
     from mpitrain.transport.agreement import on_all_ranks
 
     words = list(dict.fromkeys(modes.split(","))) if modes else usual()

@@ -40,8 +40,8 @@ def command(folder: Path, json_file: Path | None) -> None:
 
 def _examine(transport: Any, folder: Path, json_file: Path | None) -> bool:
     """Examine, print and write; return whether the ranks loaded different MPI libraries."""
-    from mpitrain.doctor.facts import Rank, facts, look, verdict
-    from mpitrain.doctor.probes import examine
+    from mpitrain.tools.doctor.facts import Rank, facts, look, verdict
+    from mpitrain.tools.doctor.probes import examine
     from mpitrain.transport.agreement import on_all_ranks
     from mpitrain.transport.device.cuda_aware import cuda_messages
 

@@ -8,7 +8,7 @@ import click
 
 def _chosen(context: click.Context, option: click.Parameter, value: str | None) -> str:
     """Return the language of the option, or else of the locale's environment variables."""
-    from mpitrain.textbook.words import language_of
+    from mpitrain.tools.textbook.words import language_of
 
     if value:
         return value

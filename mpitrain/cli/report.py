@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-    from mpitrain.report.page import Section
+    from mpitrain.tools.report.page import Section
     from mpitrain.trace.timeline import Timeline
 
     Drawn = tuple[Timeline, range | None]
@@ -71,7 +71,7 @@ def command(runs: tuple[Path, ...], is_alive: bool, with_stacks: bool) -> None:
 def _print_now(runs: tuple[Path, ...], is_alive: bool, with_stacks: bool) -> None:
     """Print the state of living runs."""
     from mpitrain.errors import ConfigError, visible
-    from mpitrain.report.live import what_happens_now
+    from mpitrain.tools.report.live import what_happens_now
 
     if not is_alive:
         raise ConfigError(
@@ -86,10 +86,10 @@ def _write_page(
     runs: "Sequence[Path]", sections: "Mapping[str, Section]", outputs: Outputs
 ) -> None:
     """Write the HTML page of all runs, and its picture of their metrics, to the first run."""
-    from mpitrain.report.page import write_page
-    from mpitrain.report.plots import draw_metrics
     from mpitrain.run.metrics import read_metrics
     from mpitrain.run.run_dir import METRICS
+    from mpitrain.tools.report.page import write_page
+    from mpitrain.tools.report.plots import draw_metrics
 
     folder = runs[0] / FOLDER
     with outputs.to(folder):
@@ -108,10 +108,10 @@ def reported(run: Path, outputs: Outputs) -> "Section":
     from mpitrain.config import CONFIG
     from mpitrain.errors import ConfigError, visible
     from mpitrain.files import opened
-    from mpitrain.report.page import Section
-    from mpitrain.report.text import how_it_ended
     from mpitrain.run.metrics import read_metrics
     from mpitrain.run.run_dir import METRICS
+    from mpitrain.tools.report.page import Section
+    from mpitrain.tools.report.text import how_it_ended
     from mpitrain.trace.startup import left
     from mpitrain.trace.timeline import TRACE, trace_files
 
@@ -150,15 +150,15 @@ def reported(run: Path, outputs: Outputs) -> "Section":
 
 def _traced(run: Path, records: "Sequence[Mapping[str, Any]]") -> "tuple[list[str], Drawn]":
     """Return the summary lines of a run's traces, and the timeline and steps to draw."""
-    from mpitrain.report.schedule_comparison import what_was_predicted
-    from mpitrain.report.text import (
+    from mpitrain.run.metrics import CLOSING
+    from mpitrain.tools.report.schedule_comparison import what_was_predicted
+    from mpitrain.tools.report.text import (
         what_each_did_last,
         what_the_trace_cost,
         where_the_time_went,
         whose_traces_are_missing,
     )
-    from mpitrain.report.time_breakdown import shares
-    from mpitrain.run.metrics import CLOSING
+    from mpitrain.tools.report.time_breakdown import shares
     from mpitrain.trace.timeline import read_timeline
 
     timeline = read_timeline(run)
@@ -186,14 +186,14 @@ def _draw(run: Path, drawn: "Drawn") -> tuple[Path | None, Path]:
 
     Return the paths of the picture, or None, and of the trace.
     """
-    from mpitrain.report.perfetto import write_perfetto
+    from mpitrain.tools.report.perfetto import write_perfetto
 
     timeline, steps = drawn
     picture, perfetto = run / FOLDER / TIMELINE, run / FOLDER / PERFETTO
     write_perfetto(perfetto, timeline)
     if steps is None or not find_spec("matplotlib"):
         return None, perfetto
-    from mpitrain.report.plots import draw_timeline
+    from mpitrain.tools.report.plots import draw_timeline
 
     draw_timeline(str(run), timeline, steps, picture)
     return picture, perfetto

@@ -55,7 +55,8 @@ def mpi_session(
         if does_trace():
             from mpitrain.trace.startup import begun
 
-            recorder = begun(process.launched().rank, process.launched().size)
+            launched = process.launched()
+            recorder = begun(launched.rank, launched.size, launched.local_size)
     from mpitrain.transport.agreement import ending_together
     from mpitrain.transport.failures.grace import leave_within
     from mpitrain.transport.mpi import join_world

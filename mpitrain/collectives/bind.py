@@ -7,19 +7,25 @@ nothing and checks nothing. Each bound collective has its own tag.
 
 from __future__ import annotations  # so that help() prints signatures as they are written here
 
+from functools import partial
+from zlib import crc32
+
 import numpy as np
 
-from mpitrain.collectives.direct.shared_memory import no_window, offer
+from mpitrain.collectives.direct.shared_memory import offer, unshared
 from mpitrain.collectives.engine.agreement import agree, unfit
 from mpitrain.collectives.engine.arithmetic import HOST, Arithmetic
 from mpitrain.collectives.engine.executor import Execution, Reduction
+from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.collectives.plans.topology import Topology
 from mpitrain.collectives.selection.choose import choose
 from mpitrain.collectives.selection.cost_model import Tuning
+from mpitrain.collectives.selection.own_algorithm import proven, shown
 from mpitrain.collectives.selection.table import PLANS, TABLES, choices
 from mpitrain.collectives.selection.tuning import DEFAULT
-from mpitrain.errors import CommError, on_every_rank
+from mpitrain.errors import CommError, ConfigError, on_every_rank
 from mpitrain.machine.backend import on_device, overlap
+from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
 
@@ -81,13 +87,17 @@ def bind_reduce_scatter(
 
 
 def bind_all_gather(
-    transport: Transport, array: np.ndarray, algorithm: str = "ring", tuning: Tuning | None = None
+    transport: Transport,
+    array: np.ndarray,
+    algorithm: str = "ring",
+    tuning: Tuning | None = None,
+    arithmetic: Arithmetic | None = None,
 ) -> Reduction:
     """Bind an all-gather of `array`, in place: chunk r of rank r ends in the array of every rank.
 
     The parameters and the errors are the same as for `bind`.
     """
-    return _bind(transport, array, "add", "all-gather", algorithm, tuning, None)
+    return _bind(transport, array, "add", "all-gather", algorithm, tuning, arithmetic)
 
 
 def _bind(
@@ -99,10 +109,53 @@ def _bind(
     tuning: Tuning | None,
     arithmetic: Arithmetic | None,
 ) -> Reduction:
-    """Bind an operation that has a table of algorithms.
+    """Bind an operation that has a table of algorithms; those of plugins are proven.
 
     tuning, arithmetic  None: the built-in constants, NumPy
     """
+    rest = op, operation, algorithm, tuning, arithmetic
+    reduction = _bound(transport, array, *rest)
+    name, table = reduction.algorithm, TABLES[operation]
+    if table.is_added(name) and not table[name].plans and not on_device(array):
+        numbers = np.empty_like(array)
+        is_right = _tried(_bound(transport, numbers, *rest), transport, numbers, op, operation)
+        if not all(transport.gather_text(is_right)):
+            raise on_every_rank(
+                ConfigError(
+                    f"The algorithm {name}{table.of_plugin(name)} must be an {operation.replace('allreduce', 'all-reduce')} of "
+                    f"{transport.size} ranks, but its result of {array.size:,} whole numbers is wrong.",
+                    "Correct its bind.",
+                )
+            )
+    return reduction
+
+
+def _tried(
+    reduction: Reduction, transport: Transport, array: np.ndarray, op: str, operation: str
+) -> bool:
+    """Return whether a run on whole numbers, different on each rank, is right on this rank."""
+    n, place = transport.size, np.arange(array.size)
+    numbers = [1 + place % 3 + ((place + rank) % n == 0) for rank in range(n)]
+    array.reshape(-1)[...] = numbers[transport.rank]
+    reduction.run()
+    bounds = chunk_bounds(array.size, n)
+    right = (np.maximum if op == "maximum" else np.add).reduce(numbers)
+    if operation == "all-gather":
+        right = np.concatenate([numbers[r][slice(*bounds[r])] for r in range(n)])
+    own = slice(*bounds[transport.rank]) if operation == "reduce-scatter" else slice(None)
+    return bool(np.array_equal(array.reshape(-1)[own].astype(float), right[own]))
+
+
+def _bound(
+    transport: Transport,
+    array: np.ndarray,
+    op: str,
+    operation: str,
+    algorithm: str,
+    tuning: Tuning | None,
+    arithmetic: Arithmetic | None,
+) -> Reduction:
+    """Bind an operation; the plans of an added algorithm are proven by simulation."""
     tuning, arithmetic = tuning or DEFAULT, arithmetic or HOST
     asked, table, name = algorithm, TABLES[operation], operation.replace("allreduce", "all-reduce")
     own, choice = None, {}
@@ -116,15 +169,25 @@ def _bind(
         }
     agreed = agree(transport, name, array, choices(operation), algorithm, own, op=op, choice=choice)
     if choice:
-        is_window = all(location for location, _ in agreed.owns)
+        is_window = on_device(array) or all(location for location, _ in agreed.owns)
         algorithm = choice["window" if is_window else "plain"]
     if refusal := table[algorithm].refusal(situation(transport, array)):
         raise on_every_rank(refusal)
+    if table.is_added(algorithm) and table[algorithm].plans:
+        # Each rank plans by itself: a function that is not pure has many answers.
+        on_all_ranks(
+            transport,
+            partial(proven, operation, algorithm, transport.hosts, array.size),
+            f"answer of {shown(algorithm)}",
+            lambda plans: {"its digest": crc32(repr(plans).encode())},
+        )
     reduction = table[algorithm].bind(transport, array, op, agreed, arithmetic)
     if reduction is None:
-        if asked == "shared" and transport.size > 1 and not transport.allocates_on_device:
-            raise on_every_rank(no_window(transport, array))
-        algorithm = "ring"
+        # Transports of GPUs have no windows for the few arrays in host memory.
+        has_memory = on_device(array) or not transport.allocates_on_device
+        if asked == "shared" and transport.size > 1 and has_memory:
+            raise on_every_rank(unshared(transport, array))
+        algorithm = choice["plain"] if choice and on_device(array) else "ring"
         reduction = table[algorithm].bind(transport, array, op, agreed, arithmetic)
     assert reduction is not None  # a ring runs on any machine
     reduction.algorithm = algorithm

@@ -136,7 +136,11 @@ class Group:
             "all-gather",
             array,
             lambda: bind_all_gather(
-                self.transport, array, half_of("all-gather", self.algorithm), self.tuning
+                self.transport,
+                array,
+                half_of("all-gather", self.algorithm),
+                self.tuning,
+                self.arithmetic,
             ),
         )
 

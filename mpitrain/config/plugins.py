@@ -2,15 +2,15 @@
 
 import hashlib
 import sys
-import traceback
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from threading import RLock
 from types import ModuleType
 from typing import Any
 
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, line_in
 from mpitrain.files import contents
+from mpitrain.tables import rows_of
 
 MARK = " sha256:"
 """An entry of run.plugins is FILE, or FILE, this mark and the file's digest."""
@@ -101,14 +101,11 @@ def _import(code: bytes, name: str, digest: str) -> ConfigError | None:
     module.__file__ = name
     sys.modules[module.__name__] = module  # Dataclasses look their module up there.
     try:
-        exec(compile(code, name, "exec"), module.__dict__)
+        with rows_of(name):
+            exec(compile(code, name, "exec"), module.__dict__)
         return None
     except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == name]
-        if isinstance(error, SyntaxError) and error.filename == name:
-            lines.append(error.lineno)
-        where = f", line {lines[-1]}" if lines else ""
+        where = f", line {line}" if (line := line_in(error, name)) else ""
         said = error.law if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         return ConfigError(
             f"The plugin {name} cannot be imported{where}: {said}",

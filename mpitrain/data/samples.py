@@ -14,6 +14,9 @@ from mpitrain.data.source import Form, Request
 from mpitrain.errors import DataError
 from mpitrain.files import contents
 
+PARTS = ("train", "t10k")
+"""The beginnings of the names of MNIST-format files."""
+
 
 class SampleSource:
     """A data source of labelled samples, shuffled anew in each epoch by (seed, epoch).
@@ -72,7 +75,7 @@ def open_idx(request: Request) -> SampleSource:
     request.form   images, or else samples, with an image as a row of features
     """
     folder, parts, sizes = Path(request.place), {}, set()
-    for part in ("train", "t10k"):
+    for part in PARTS:
         images = _idx_array(folder, f"{part}-images-idx3-ubyte", 3)
         labels = _idx_array(folder, f"{part}-labels-idx1-ubyte", 1)
         if len(images) != len(labels):
@@ -90,12 +93,22 @@ def open_idx(request: Request) -> SampleSource:
     return SampleSource(parts["train"], parts["t10k"])
 
 
+def idx_files(place: str) -> list[Path]:
+    """Return the files of a folder that `open_idx` reads."""
+    names = (f"{part}-{kind}-ubyte" for part in PARTS for kind in ("images-idx3", "labels-idx1"))
+    return [path for name in names if (path := _idx_file(Path(place), name))]
+
+
+def _idx_file(folder: Path, name: str) -> Path | None:
+    return next((p for p in (folder / name, folder / f"{name}.gz") if p.exists()), None)
+
+
 def _idx_array(folder: Path, name: str, dims: int) -> np.ndarray:
     """Read one idx file: two zero bytes, type 8 (uint8), the number of dims, sizes, data.
 
     The sizes are big-endian uint32.
     """
-    path = next((p for p in (folder / name, folder / f"{name}.gz") if p.exists()), None)
+    path = _idx_file(folder, name)
     if path is None:
         raise DataError(
             f"{folder} holds neither {name} nor {name}.gz.",

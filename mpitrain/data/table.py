@@ -9,9 +9,15 @@ from typing import NamedTuple
 from mpitrain.data.instructions import InstructionSource, open_jsonl
 from mpitrain.data.meta import tokenizer_beside
 from mpitrain.data.mixture import MixtureSource
-from mpitrain.data.samples import SampleSource, open_digits, open_idx
+from mpitrain.data.samples import SampleSource, idx_files, open_digits, open_idx
 from mpitrain.data.source import Form, Reading, Request, Scan, Source, Unopened
-from mpitrain.data.token_files import TENTH, as_it_is, largest_token, token_paths
+from mpitrain.data.token_files import (
+    TENTH,
+    as_it_is,
+    file_digest,
+    largest_token,
+    token_paths,
+)
 from mpitrain.data.tokenizer import BYTES_FILE
 from mpitrain.data.tokens import BYTES, TokenSource, open_pydocs, open_text, open_tokens
 from mpitrain.errors import ConfigError, DataError
@@ -31,6 +37,7 @@ class SourceKind(NamedTuple):
     can_validate   data.validation may name another file of this kind, as for files of tokens
     reads          the keys of `Reading` that it reads, in addition to the dtype of a file of tokens
     module         optional Python module that it needs; empty: none
+    files          returns the files that the path behind the prefix names
     """
 
     open: Callable[[Request], Source]
@@ -43,6 +50,7 @@ class SourceKind(NamedTuple):
     reads: Sequence[str] = ()
     module: str = ""
     also: Sequence[Form] = ()
+    files: Callable[[str], Sequence[Path]] = token_paths
 
     def does_read(self, key: str) -> bool:
         """Return whether sources of this kind read a key of `Reading`."""
@@ -120,13 +128,16 @@ SOURCES: Table[str, SourceKind] = Table(
         help="of data.mixture",
         reads=("separator", "mixture", "dtype", "attend"),
     ),
-    idx=SourceKind(open_idx, "samples", ":DIR", "MNIST files", also=("images",)),
+    idx=SourceKind(open_idx, "samples", ":DIR", "MNIST files", also=("images",), files=idx_files),
 )
 """Data sources by prefix: a name is PREFIX, or PREFIX:PATH where the row has an argument.
 
 Configuration, help texts and commands read this table, so a new source needs only one entry.
 """
 
+
+PARTS = ("form", "shape", "inputs", "classes", "held_out", "batch", "held_out_rows")
+"""The attributes and methods of a `Source`."""
 
 UNKNOWN = SourceKind(_refuse, "tokens")
 """The row of every name that is no source."""
@@ -227,7 +238,14 @@ def open_source(
         scan = as_it_is(name, reading.dtype)._replace(largest=largest)
     if row.is_token_file or reading.mixture:
         tokenizer_of([*(reading.mixture or [name]), *([validation] if ":" in validation else [])])
-    return row.open(Request(name, context, dtype, vocabulary, validation, scan, reading, form))
+    request = Request(name, context, dtype, vocabulary, validation, scan, reading, form)
+    return SOURCES.made(
+        name.partition(":")[0],
+        "data source",
+        lambda: row.open(request),
+        "an object with the attributes and methods of a Source",
+        lambda source: all(hasattr(source, part) for part in PARTS),
+    )
 
 
 def check_mixture(name: str, mixture: Mapping[str, float]) -> None:
@@ -318,6 +336,13 @@ def tokenizer_of(names: Iterable[str]) -> bytes | None:
             "Prepare them with one tokenizer.",
         )
     return next(iter(found)) if len(found) == 1 else None
+
+
+def file_digests(names: Iterable[str]) -> dict[str, str]:
+    """Return {file: its size and digest} of sources that are files, for a comparison of ranks."""
+    places = ((source_kind(name), name.partition(":")[2]) for name in names)
+    files = (path for row, place in places if place for path in row.files(place))
+    return {str(path): file_digest(path) for path in files if path.is_file()}
 
 
 def absolute(name: str) -> str:

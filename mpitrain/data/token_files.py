@@ -2,6 +2,8 @@
 
 import errno
 import glob
+import hashlib
+import os
 import struct
 from pathlib import Path
 from tokenize import TokenError
@@ -13,7 +15,7 @@ from mpitrain.data.flat_tokens import FileTokens, FlatTokens, JoinedTokens, larg
 from mpitrain.data.meta import noted_dtype
 from mpitrain.data.source import Scan
 from mpitrain.errors import DataError
-from mpitrain.files import check_regular
+from mpitrain.files import check_regular, reading
 
 LLM_C_MAGIC = 20240520
 """The first int32 of a token file of llm.c. Its header has 256 int32; the tokens follow."""
@@ -35,7 +37,8 @@ UNREADABLE = (
 KEYS = "data.source and data.validation"
 """The keys that may have named a file, for messages."""
 AUTO = "auto"
-
+BLOCK, BLOCKS = 4096, 64
+"""Bytes of a block, and number of blocks, that represent a larger file in its digest."""
 
 TENTH = "tenth"
 """The value of data.validation that holds out the last tenth of the source."""
@@ -110,6 +113,21 @@ def token_paths(place: str) -> list[Path]:
     if not found:
         raise DataError(f"{place} must match a file, but matches none.", f"Check {KEYS}.")
     return found
+
+
+def file_digest(path: Path) -> str:
+    """Return the size of a file and a digest of its bytes, as text.
+
+    Of a file of more than BLOCKS blocks only so many are read, the first and the last among them.
+    """
+    digest = hashlib.sha256()
+    with reading(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = BLOCK if size > BLOCKS * BLOCK else size
+        starts = {number * (size - length) // (BLOCKS - 1) for number in range(BLOCKS)}
+        for start in sorted(starts):
+            digest.update(os.pread(file.fileno(), length, start))
+    return f"{size} bytes with digest {digest.hexdigest()[:12]}"
 
 
 def tokens_of(place: str, dtype: str = AUTO) -> FlatTokens:

@@ -2,6 +2,7 @@
 
 import ctypes
 import struct
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -44,6 +45,25 @@ LIBRARY_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 """cudaDataType by dtype."""
 
 
+class _Packed(threading.local):
+    """Memory for the arguments of a launch, of each thread its own.
+
+    both  the memory, and the address of the pointers into it
+    """
+
+    def __init__(self, layout: str):
+        # Native mode: values are aligned as in a C structure.
+        memory = (ctypes.c_ubyte * max(1, struct.calcsize(layout)))()
+        first = ctypes.addressof(memory)
+        self._pointers = (ctypes.c_void_p * max(1, len(layout)))(
+            *(
+                first + struct.calcsize(layout[: place + 1]) - struct.calcsize(code)
+                for place, code in enumerate(layout)
+            )
+        )
+        self.both = memory, ctypes.addressof(self._pointers)
+
+
 class Launch:
     """A kernel of a module, launched by a direct call of the driver.
 
@@ -60,26 +80,14 @@ class Launch:
             "Q" if each.is_pointer else CODES[defines.get(each.type, each.type)]
             for each in signature.parameters
         )
-        packed = struct.Struct(layout)  # native mode: values are aligned as in a C structure
-        self._pack, self._scalars = (
-            packed.pack_into,
-            tuple(not each.is_pointer for each in signature.parameters),
-        )
-        self._memory = (ctypes.c_ubyte * max(1, packed.size))()
-        starts = (
-            struct.calcsize(layout[: place + 1]) - struct.calcsize(code)
-            for place, code in enumerate(layout)
-        )
-        first = ctypes.addressof(self._memory)
-        self._pointers = (ctypes.c_void_p * max(1, len(layout)))(
-            *(first + start for start in starts)
-        )
-        self._places = ctypes.addressof(self._pointers)
-        self._allowed = WITHOUT_ASKING - kernel.shared_size_bytes
+        self._pack, self._packed = struct.Struct(layout).pack_into, _Packed(layout)
+        self._scalars = tuple(not each.is_pointer for each in signature.parameters)
+        self._allowed, self._one_asks = WITHOUT_ASKING - kernel.shared_size_bytes, threading.Lock()
 
     def __call__(self, grid: Dims, block: Dims, arguments: Sequence[Any], shared: int) -> None:
+        memory, places = self._packed.both
         self._pack(
-            self._memory,
+            memory,
             0,
             *[
                 value if is_scalar else 0 if value is None else value.data.ptr
@@ -87,16 +95,22 @@ class Launch:
             ],
         )
         if shared > self._allowed:
-            self._kernel.max_dynamic_shared_size_bytes = self._allowed = shared
+            self._ask(shared)
         self._launch(
             self._function,
             *(*grid, 1, 1)[:3],
             *(*block, 1, 1)[:3],
             shared,
             self._stream().ptr,
-            self._places,
+            places,
             0,
         )
+
+    def _ask(self, shared: int) -> None:
+        """Raise the function's limit of dynamic shared memory, which another thread may raise too."""
+        with self._one_asks:
+            if shared > self._allowed:
+                self._kernel.max_dynamic_shared_size_bytes = self._allowed = shared
 
     def used(self) -> dict[str, int]:
         """Return the registers and the bytes of local memory of a thread; local memory holds
@@ -121,7 +135,8 @@ class CudaEngine:
         self.multiprocessors = int(device.attributes["MultiProcessorCount"])
         self.multiprocessor = Multiprocessor(*(int(device.attributes[name]) for name in LIMITS))
         self._compiler = Compiler(cupy, self.capability, folder or cache_of("cuda"))
-        self._modules: dict[tuple[Path, tuple], Any] = {}
+        self._modules: dict[tuple, Any] = {}
+        self._launches: dict[tuple, Launch] = {}
 
     @property
     def name(self) -> str:
@@ -130,17 +145,20 @@ class CudaEngine:
         return runtime.getDeviceProperties(runtime.getDevice())["name"].decode()
 
     def load(self, source: SourceFile, signature: Signature, defines: dict[str, str]) -> Function:
-        """Return one kernel of a source.
+        """Return one kernel of a source, the same `Launch` for all sizes of blocks and all threads.
 
         raises  KernelError with NVRTC's messages if it does not compile
         """
-        key = source.path, tuple(defines.items())
+        key = source.path, *defines.items()
+        if (launch := self._launches.get((signature.name, key))) is not None:
+            return launch
         if key not in self._modules:
             self._modules[key] = self._cupy.RawModule(
                 path=str(self._compiler.compile(source, defines))
             )
-        return Launch(
-            self._cupy, self._modules[key].get_function(signature.name), signature, defines
+        kernel = self._modules[key].get_function(signature.name)
+        return self._launches.setdefault(
+            (signature.name, key), Launch(self._cupy, kernel, signature, defines)
         )
 
     def multiply(

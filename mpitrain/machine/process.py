@@ -4,9 +4,16 @@ All functions work before NumPy and MPI are imported. Ranks come from the launch
 """
 
 import contextlib
+import hashlib
 import os
 import re
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
+
+from mpitrain import __version__
 
 # Each entry has the launcher, then its variables for: local rank, ranks on this host, rank, ranks.
 # Under `mpirun` inside a Slurm job, the SLURM_ variables describe the batch step (local rank 0 of
@@ -54,6 +61,9 @@ RANK_VARIABLES = (
 SHARED_MEMORY = "/dev/shm"
 BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
 
+SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h", ".json")
+"""Suffixes of the files of this package that decide what a run computes."""
+
 
 class Launched(NamedTuple):
     """Launcher's description of this process; a process started by hand is rank 0 of 1."""
@@ -83,6 +93,21 @@ def launched() -> Launched:
                 size,
             )
     return Launched("none", 0, 1, 0, 1)
+
+
+@cache
+def package() -> str:
+    """Return the version of this package and a digest of its sources, as text.
+
+    It takes about 20 ms. Places, times and compiled files do not matter.
+    """
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    for folder, subfolders, names in os.walk(root):
+        subfolders.sort()
+        for name in sorted(name for name in names if name.endswith(SOURCES)):
+            data = Path(folder, name).read_bytes()
+            digest.update(f"{folder[len(str(root)) :]}/{name} {len(data)}\n".encode() + data)
+    return f"{__version__} ({digest.hexdigest()[:12]})"
 
 
 def cores() -> int:
@@ -154,15 +179,45 @@ def gpus() -> int:
         return 0
 
 
-def gpu_address() -> str:
-    """Return the PCI address of this process's current GPU; "" without one."""
-    try:
-        import cupy
+def same_gpu() -> Callable[[], None]:
+    """Return a function by which another thread takes the current GPU of this one.
 
-        runtime = cupy.cuda.runtime
-        return runtime.deviceGetPCIBusId(runtime.getDevice())
-    except (ImportError, RuntimeError):
-        return ""
+    Each thread begins with GPU 0. Nothing has chosen another one before CuPy is imported.
+    """
+    cupy = sys.modules.get("cupy")
+    return cupy.cuda.Device().use if cupy and gpus() else lambda: None
+
+
+class Gpu(NamedTuple):
+    """The current GPU of a process; serialisable as JSON.
+
+    seen     number of GPUs that the process sees; if 0, it has none
+    address  on the PCI bus
+    uuid     tells instances of one GPU apart (MIG), which share its address
+    free     free bytes of its memory
+    """
+
+    seen: int = 0
+    address: str = ""
+    uuid: str = ""
+    free: int = 0
+
+
+def current_gpu() -> Gpu:
+    """Return the current GPU of this process, before the ranks allocate memory."""
+    if not (seen := gpus()):
+        return Gpu()
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    index = runtime.getDevice()
+    uuid = runtime.getDeviceProperties(index)["uuid"].hex()
+    return Gpu(seen, runtime.deviceGetPCIBusId(index), uuid, free_memory("cuda"))
+
+
+def gpu_identities(hosts: Sequence[str], gpus: Sequence[Gpu]) -> list[tuple[str, str, str]]:
+    """Return the host, PCI address and UUID of each rank's GPU, which no other GPU has."""
+    return [(host, gpu.address, gpu.uuid) for host, gpu in zip(hosts, gpus, strict=True)]
 
 
 def choose_gpu(kind: str, local_rank: int | None = None) -> None:
@@ -193,14 +248,6 @@ def shared_memory() -> int:
         return 0
     found = os.statvfs(SHARED_MEMORY)
     return found.f_bavail * found.f_frsize
-
-
-def shared_memory_size() -> int:
-    """Return the size of SHARED_MEMORY in bytes, used or free; 0 without it."""
-    if not os.path.isdir(SHARED_MEMORY):
-        return 0
-    found = os.statvfs(SHARED_MEMORY)
-    return found.f_blocks * found.f_frsize
 
 
 def own_cores() -> list[int]:

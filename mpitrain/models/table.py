@@ -134,6 +134,20 @@ Configuration, help texts and commands read this table, so a new model needs onl
 """
 
 
+def units_of(keys: Keys, source: Source | Unopened, layers: Plain) -> Sequence[Unit]:
+    """Make the units of the configured network for this data source, with a layer factory.
+
+    raises  ConfigError if the row of a plugin makes anything else
+    """
+    return MODELS.made(
+        keys.kind,
+        "model",
+        lambda: MODELS[keys.kind].build(layers, keys, source),
+        "a list of units",
+        lambda units: isinstance(units, Sequence) and all(isinstance(unit, Unit) for unit in units),
+    )
+
+
 def kinds(does_count: Callable[[Model], bool]) -> list[str]:
     """Return the kinds of models whose row satisfies `does_count`."""
     return [kind for kind, row in MODELS.items() if does_count(row)]

@@ -13,7 +13,7 @@ from mpitrain.layers.flat import Storage
 from mpitrain.layers.frozen import freeze
 from mpitrain.layers.plain import Plain
 from mpitrain.machine import process
-from mpitrain.models.table import MODELS
+from mpitrain.models.table import units_of
 from mpitrain.models.targets import adapt
 from mpitrain.ops.device import Device
 from mpitrain.optim import state_bytes
@@ -29,14 +29,14 @@ class Room(NamedTuple):
 
     free     before the ranks allocate theirs; at most memory.limit_gb
     needed   by parameters, gradients and optimizer state of these ranks
-    ranks    number of ranks that share the memory
+    ranks    those that share the memory
     where    names the memory in a message
     allowed  text behind the amount of `free` in a message
     """
 
     free: int
     needed: float
-    ranks: int
+    ranks: Sequence[int]
     where: str
     allowed: str = "are free"
 
@@ -48,19 +48,23 @@ def check_memory(
     axes: Axes,
     chunks: int,
     device: Device,
+    gpus: Sequence[process.Gpu],
 ) -> Room:
     """Raise ConfigError if parameters, gradients and optimizer state exceed the free memory.
 
     Activations are not counted: `run/counting/activations.py` checks them in the room that is left.
 
     chunks  of the model, over all stages
+    gpus    the GPU of each rank, by rank; empty if they compute on their host
     """
-    ranks, where = transport.hosts.count(transport.hosts[transport.rank]), "on this host"
-    if config.device.kind == "cuda":
-        ranks, where = -(-ranks // process.gpus()), "on this GPU"
+    places = process.gpu_identities(transport.hosts, gpus) if gpus else transport.hosts
+    users = [rank for rank, place in enumerate(places) if place == places[transport.rank]]
+    ranks, where = len(users), "on this GPU" if gpus else "on this host"
     shards = divisor(axes, transport.hosts, config.replication.shard)
     found, count = sizes(config, source, axes, chunks, device, shards)
-    free, allowed = process.free_memory(config.device.kind), "are free"
+    # The rank of a GPU that looked last has seen what the start of the others takes there.
+    free = min(gpus[rank].free for rank in users) if gpus else process.free_memory("cpu")
+    allowed = "are free"
     if config.memory.limit_gb and config.memory.limit_gb * 1e9 < free:
         free, allowed = int(config.memory.limit_gb * 1e9), "are allowed by memory.limit_gb"
     if config.model.freeze or config.lora.rank:
@@ -77,7 +81,7 @@ def check_memory(
             "Lower model.width or model.layers"
             + (", or start fewer ranks per host." if ranks > 1 else "."),
         )
-    return Room(free, needed, ranks, where, allowed)
+    return Room(free, needed, users, where, allowed)
 
 
 def sizes(
@@ -156,4 +160,4 @@ def _described(
 ) -> Sequence[Unit]:
     """Return the units of the configured network with another number of layers."""
     model = config.model.model_copy(update={"layers": depth})
-    return MODELS[config.model.kind].build(layers, model, source)
+    return units_of(model, source, layers)

@@ -25,6 +25,7 @@ from mpitrain.parallel.servers.asynchronous import asynchronous
 from mpitrain.parallel.servers.master import master
 from mpitrain.parallel.servers.synchronous import synchronous
 from mpitrain.tables import Table
+from mpitrain.transport.agreement import on_all_ranks
 
 
 def _is_late(settings: Settings) -> bool:
@@ -239,7 +240,19 @@ def mode_of(config: Config) -> Mode:
 
 def replication_for(replica: ReplicationContext) -> Replication:
     """Return the configured replication mode; collective."""
-    return mode_of(replica.config).make(replica)
+    config = replica.config
+    made = mode_of(config).make(replica)
+    for table, name in ((MODES, config.replication.mode), (STREAMS, config.pipeline.schedule)):
+        if name in table and table.is_added(name):
+            on_all_ranks(
+                replica.grid.transport,
+                partial(table.made, name, "mode", lambda: made, "a Replication", _is_replication),
+            )
+    return made
+
+
+def _is_replication(made: object) -> bool:
+    return isinstance(made, Replication)
 
 
 def refusal_of(config: Config) -> ConfigError | None:

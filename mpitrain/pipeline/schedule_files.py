@@ -29,7 +29,7 @@ from mpitrain.pipeline.instructions import (
     Plan,
     with_messages,
 )
-from mpitrain.pipeline.schedules import KINDS, NAMED, plan_of
+from mpitrain.pipeline.schedules import KINDS, NAMED, plan_of, table_of
 from mpitrain.pipeline.simulate import Cost, simulate
 
 LETTERS = {kind: letters for letters, kind in KINDS.items()}
@@ -98,16 +98,16 @@ def find_plan(
     """Return the plan of a named schedule, or of a file.
 
     stages, micro_batches  None: 4 and 8 for a named schedule; the file's own numbers for a file
-    raises   ConfigError if there is no such schedule or file, or if its numbers differ from these
+    raises   ConfigError if there is no such schedule or file, if its numbers differ from these, or
+             if it is not built in and incomplete, or could deadlock
     """
     # An unknown name goes to plan_of as well, which raises the error.
     if name in NAMED or not os.path.exists(name):
-        return plan_of(
-            name,
-            STAGES if stages is None else stages,
-            MICRO_BATCHES if micro_batches is None else micro_batches,
-            chunks,
-        )
+        count = MICRO_BATCHES if micro_batches is None else micro_batches
+        plan = plan_of(name, STAGES if stages is None else stages, count, chunks)
+        if table_of(name).is_added(name):
+            check(plan, f"{name}{table_of(name).of_plugin(name)}", count)
+        return plan
     found = read_plan(Path(name))
     theirs = len(found.lists), found.micro_batches
     if (
@@ -136,13 +136,16 @@ def _instruction(text: str, where: str) -> Compute:
     return KINDS[parsed[1]](int(parsed[2]), int(parsed[3]))
 
 
-def check(plan: Plan, name: str) -> None:
+def check(plan: Plan, name: str, micro_batches: int | None = None) -> None:
     """Raise ConfigError with the first faults, unless a plan is complete and cannot deadlock.
 
-    name  of the schedule, for the error
+    name           of the schedule, for the error
+    micro_batches  that it must have; None: any number
     """
     faults = (
         _misplaced(plan)
+        or [f"it has {plan.micro_batches} micro-batches, not {micro_batches}"]
+        * (micro_batches not in (None, plan.micro_batches))
         or _incomplete(plan)
         or simulate(with_messages(plan), [Cost()] * len(plan.stage_of)).waits
     )

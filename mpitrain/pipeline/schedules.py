@@ -19,7 +19,7 @@ A second block of rows continues the first.
 """
 
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from typing import NamedTuple
 
@@ -334,6 +334,11 @@ NAMED = ChainMap(STREAMS, SCHEDULES)
 """All schedules by name, the synchronous ones first."""
 
 
+def table_of(name: str) -> Table[str, Schedule]:
+    """Return the table that has the row of a name in `NAMED`."""
+    return STREAMS if name in STREAMS else SCHEDULES
+
+
 def plan_of(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> Plan:
     """Return the plan of a schedule in the table.
 
@@ -365,9 +370,25 @@ def plan_of(name: str, stages: int, micro_batches: int, chunks: int | None = Non
             f"Take {multiples_near(micro_batches, stages)} micro-batches, or schedule 1f1b or breadth-first, which "
             "serve any number.",
         )
-    return Plan(
-        schedule.stage_of(stages, many),
-        tuple(
-            tuple(schedule.compute(stage, stages, micro_batches, many)) for stage in range(stages)
+    lists, stage_of = table_of(name).made(
+        name,
+        "schedule",
+        lambda: (
+            [schedule.compute(stage, stages, micro_batches, many) for stage in range(stages)],
+            schedule.stage_of(stages, many),
         ),
+        "lists of instructions, and the stages of chunks",
+        lambda made: _are_instructions(made[0]) and _are_numbers(made[1]),
     )
+    return Plan(tuple(stage_of), tuple(map(tuple, lists)))
+
+
+def _are_instructions(lists: list[list[Compute]]) -> bool:
+    return all(
+        isinstance(mine, Sequence) and all(isinstance(i, Compute) and _are_numbers(i) for i in mine)
+        for mine in lists
+    )
+
+
+def _are_numbers(numbers: Sequence[int]) -> bool:
+    return isinstance(numbers, Sequence) and all(type(one) is int and one >= 0 for one in numbers)

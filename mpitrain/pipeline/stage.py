@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpitrain.layers.base import Unit, backward
+from mpitrain.errors import ConfigError
+from mpitrain.layers.base import Layer, Unit, backward
 from mpitrain.layers.memory.recomputed import Segment, saved_again, segment_of
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replication.protocol import Replication
@@ -49,6 +50,8 @@ class Stage:
         names = {first + index: recorder.name(unit.name) for index, unit in enumerate(units)}
         self._pass = recorder.compute, self._poll, recorder.end, names
         self._segments = [segment_of(unit) for unit in units]
+        # The names of the units before the first forward, which checks their outputs.
+        self._unseen = [unit.name for unit in units]
         # Both map a micro-batch to a list with the saved activations of each unit.
         self._saved: dict[int, list[Any]] = {}
         self._pending: dict[int, list[Any]] = {}
@@ -67,7 +70,10 @@ class Stage:
             if segment and self._is_first(index):
                 save(x)
             span = begin(names[number], FORWARD, number, micro)
-            x, saved = layer.forward(replication.open(number, micro), x, arena)
+            y, saved = layer.forward(replication.open(number, micro), x, arena)
+            if self._unseen:
+                check_output(self._unseen[index], layer, x, y)
+            x = y
             replication.close(number, micro)
             poll()
             end(span)
@@ -75,6 +81,7 @@ class Stage:
                 del saved
             else:
                 save(saved)
+        self._unseen = []
         return x
 
     def _is_first(self, index: int) -> bool:
@@ -159,6 +166,25 @@ class Stage:
             poll()
             end(span)
         return dy
+
+
+def check_output(name: str, layer: Layer, x: Any, y: Any) -> None:
+    """Raise ConfigError unless the output of a unit has the shape that its layer states.
+
+    Outputs have the dtype of inputs; tokens are integers, and have no part in this rule.
+    """
+    shape, dtype = layer.output_shape(x.shape), getattr(y, "dtype", x.dtype)
+    if getattr(y, "shape", None) != tuple(shape):
+        law = f"its output_shape says {tuple(shape)}, but its forward returns "
+        law += f"{y.shape}" if hasattr(y, "shape") else f"{y!r:.60}"
+    elif x.dtype.kind not in "iu" and dtype != x.dtype:
+        law = f"its input is {x.dtype}, but its forward returns {dtype}"
+    else:
+        return
+    raise ConfigError(
+        f"The layer of unit {name} ({type(layer).__name__}) must return what it states: {law}.",
+        "Correct its forward, or its output_shape.",
+    )
 
 
 class ForwardOnly(Stage):

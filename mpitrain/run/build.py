@@ -13,6 +13,7 @@ from mpitrain.data import (
     Source,
     Unopened,
     as_it_is,
+    file_digests,
     largest_token,
     open_source,
     source_kind,
@@ -23,7 +24,7 @@ from mpitrain.layers.base import Unit
 from mpitrain.layers.frozen import freeze
 from mpitrain.layers.memory.recomputed import with_recomputation
 from mpitrain.layers.plain import Plain
-from mpitrain.models.table import MODELS, check_data
+from mpitrain.models.table import MODELS, check_data, units_of
 from mpitrain.models.targets import adapt
 from mpitrain.parallel.memory import Room, check_memory
 from mpitrain.parallel.tensor.layer_factory import described
@@ -130,7 +131,6 @@ def build(
                 opened[0],
                 lambda layers: model(resolved.config, opened[0], layers),
                 rooms[0],
-                transport.hosts,
                 transport.rank,
                 lambda n: (other := with_micro_batches(resolved, n)) and scheduled(other),
             )
@@ -139,8 +139,8 @@ def build(
     def facts(resolved: Resolved) -> dict[str, Any]:
         opened.append(found := source or _source(resolved.config, largest))
         check_data(resolved.config.model.kind, found.form, name)
-        config, axes, plan, *_, device = resolved
-        listed: dict[str, int] = {}
+        config, axes, plan, *_, gpus, device = resolved
+        listed: dict[str, Any] = {} if source else _files(config)
         if config.run.init_from and not checkpoint:
             initial.append(one := open_initial(config, found.inputs))
             listed["run.init_from"] = one.fingerprint
@@ -154,7 +154,7 @@ def build(
             check_layers(own[0], config, model(config, found, layers))
             if transport.rank == 0 and initial:
                 check_head(own[0], initial[0])
-        rooms.append(check_memory(transport, config, found, axes, len(plan.stage_of), device))
+        rooms.append(check_memory(transport, config, found, axes, len(plan.stage_of), device, gpus))
         count(resolved)
         return {
             **listed,
@@ -198,12 +198,17 @@ def build(
 def open_data(transport: Transport, given: Given) -> Source:
     """Open the configured data source, for several jobs of it; collective."""
     largest = _largest(transport, given)
-    return on_all_ranks(transport, lambda: _source(given.config, largest))
+    return on_all_ranks(
+        transport,
+        lambda: _source(given.config, largest),
+        "data source",
+        lambda found: _files(given.config),
+    )
 
 
 def model(config: Config, source: Source | Unopened, layers: Plain) -> list[Unit]:
     """Make the units of the configured network for this data source, with a layer factory."""
-    return list(MODELS[config.model.kind].build(layers, config.model, source))
+    return list(units_of(config.model, source, layers))
 
 
 def utilisation(job: Job, sharing: int) -> Callable[[float], dict[str, float]]:
@@ -318,6 +323,12 @@ def _largest(transport: Transport, given: Given) -> int | None:
             lambda: largest_token(name, transport.rank, transport.size, given.config.data.dtype),
         )
     )
+
+
+def _files(config: Config) -> dict[str, str]:
+    """Return the size and digest of each data file, in which all ranks agree."""
+    data = config.data
+    return file_digests([*(data.mixture or [data.source]), data.validation])
 
 
 def _source(config: Config, largest: int | None) -> Source:

@@ -36,15 +36,13 @@ class Given(NamedTuple):
     """A configuration on which all ranks agree, before it is resolved.
 
     config    from `parse`; rank 0 has replaced an empty data.validation
-    gpus      the number of GPUs that each rank finds, by rank; 0 where device.kind needs none
-    chosen    the PCI address of each rank's GPU, by rank; "" without one
+    gpus      the GPU of each rank, by rank; none where device.kind needs none
     run       a random identity, for a run that resumes no checkpoint
     location  the run directory and the checkpoint to resume from, as rank 0 found them
     """
 
     config: Config
-    gpus: list[int]
-    chosen: list[str]
+    gpus: list[process.Gpu]
     run: str
     location: RunLocation
 
@@ -68,7 +66,7 @@ def agree_on(
         source = config.data.source
         return [
             config.flat(),
-            _gpus(config.device.kind),
+            process.current_gpu() if config.device.kind in ("auto", "cuda") else process.Gpu(),
             uuid4().hex,
             look(config),
             beside(source) if source_kind(source).is_token_file else "",
@@ -80,12 +78,5 @@ def agree_on(
     (config,), location = mine, RunLocation(*places[0])
     validation = location.held_out or config.data.validation or validations[0]
     data = config.data.model_copy(update={"validation": validation})
-    counts, chosen = zip(*(found or (0, "") for found in gpus), strict=True)
     config = config.model_copy(update={"data": data})
-    return Given(config, [*counts], [*chosen], runs[0], location)
-
-
-def _gpus(kind: str) -> tuple[int, str] | int:
-    """Return the number of GPUs and the address of the current one; 0 if there is none to use."""
-    count = process.gpus() if kind in ("auto", "cuda") else 0
-    return (count, process.gpu_address()) if count else 0
+    return Given(config, [process.Gpu(*gpu) for gpu in gpus], runs[0], location)

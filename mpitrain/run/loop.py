@@ -324,7 +324,7 @@ class _Run:
             raise self._failed(
                 step,
                 f"Step {step} has loss {outcome.loss} and {outcome.nonfinite} gradient elements that are "
-                "not finite.",
+                f"not finite{self._where(outcome)}.",
                 "Lower optimizer.lr, or go on past such steps with --set run.on_nonfinite=skip.",
             )
         if self._in_a_row == SKIPS or (step == run.steps and self._skipped > step / 2):
@@ -338,6 +338,19 @@ class _Run:
                 else "Raise batch.size, or see why the data masks so much: data.separator, or prompts longer than model.context.",
             )
         return outcome.stop
+
+    def _where(self, outcome: StepResult) -> str:
+        """Return a clause that names the ranks where a step's loss is not finite; collective.
+
+        Ranks without a step in common have none.
+        """
+        if not self._is_common or outcome.ended is not None:
+            return ""
+        transport = self._trainer.transport
+        if ranks := self._trainer.spoilt_ranks():
+            named = ", ".join(f"{rank} ({transport.hosts[rank]})" for rank in ranks[:8])
+            return f"; the loss is not finite on {len(ranks)} of {transport.size} ranks: {named}"
+        return "; the loss of each rank is finite" if np.isfinite(outcome.loss) else ""
 
     def _pause(self, step: int, stop: bool) -> bool:
         """Save and evaluate if they are due after this step; return whether the run stops here.
@@ -562,6 +575,11 @@ class _Run:
         So the first rank that fails ends all.
         """
         self._record({"event": "failed", "step": step})
-        error, replication = TrainingError(law, way_out), self._config.replication
-        is_common = replication.mode != "server" or replication.update == "sync"
-        return on_every_rank(error) if is_common else error
+        error = TrainingError(law, way_out)
+        return on_every_rank(error) if self._is_common else error
+
+    @property
+    def _is_common(self) -> bool:
+        """Whether all ranks end a step together."""
+        replication = self._config.replication
+        return replication.mode != "server" or replication.update == "sync"

@@ -1,6 +1,7 @@
 """Resolves a configuration for the given ranks and devices, once and equally on every rank."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning
 from mpitrain.config import Config, Memory
 from mpitrain.errors import ConfigError
+from mpitrain.machine.process import Gpu, gpu_identities
 from mpitrain.ops.device import Device, device_for
 from mpitrain.ops.host.attention import TILED_FROM
 from mpitrain.optim import checked
@@ -36,6 +38,7 @@ class Resolved(NamedTuple):
     plan    the pipeline schedule, and the stage of each model chunk
     wire    the format of gradient compression
     tuning  the parameters of the cost model, by which `auto` chooses algorithms
+    gpus    the GPU of each rank, by rank; empty unless device.kind is cuda
     device  the device of this rank
     """
 
@@ -44,6 +47,7 @@ class Resolved(NamedTuple):
     plan: Plan
     wire: Wire
     tuning: Tuning
+    gpus: Sequence[Gpu]
     device: Device
 
 
@@ -75,7 +79,7 @@ def resolve(
     if transport.rank == 0:
         _say_that_attention_is_small(given.config, resolved)
         if resolved.device.kind == "cuda":
-            _say_who_shares(given.gpus, given.chosen, transport.hosts)
+            _say_who_shares(resolved.gpus, transport.hosts)
     return resolved
 
 
@@ -96,7 +100,7 @@ def resolve_here(given: Given, hosts: Sequence[str]) -> Resolved:
     _check_gathers(config, len(plan.stage_of))
     kind = config.device.kind
     if kind == "auto":
-        kind = "cuda" if all(given.gpus) else "cpu"
+        kind = "cuda" if all(gpu.seen for gpu in given.gpus) else "cpu"
     device = device_for(
         kind,
         config.device.gemm,
@@ -119,7 +123,8 @@ def resolve_here(given: Given, hosts: Sequence[str]) -> Resolved:
     )  # Each micro-batch needs a row; their number may have changed.
     check_rows(config, found)
     wire, file = parse_wire(config.replication.wire), config.replication.tuning
-    return Resolved(config, found, plan, wire, read_tuning(Path(file)) if file else DEFAULT, device)
+    tuning, gpus = read_tuning(Path(file)) if file else DEFAULT, given.gpus * (kind == "cuda")
+    return Resolved(config, found, plan, wire, tuning, gpus, device)
 
 
 def with_micro_batches(resolved: Resolved, micro_batches: int) -> Resolved | None:
@@ -228,32 +233,31 @@ def _in_passes(stages: int, micro_batches: int, chunks: int) -> str:
     )
 
 
-def _say_who_shares(gpus: Sequence[int], chosen: Sequence[str], hosts: Sequence[str]) -> None:
+def _say_who_shares(gpus: Sequence[Gpu], hosts: Sequence[str]) -> None:
     """Print a warning if ranks of a host use the same GPU.
 
-    gpus, chosen, hosts  the number of GPUs that each rank finds, the PCI address of the one that it
-                         uses, and its host, by rank
+    gpus, hosts  by rank
     """
-    crowded = [
-        f"{hosts.count(host)} ranks on {host} share {count} GPU{'s' * (count > 1)}"
-        for host, count in dict(zip(hosts, gpus, strict=True)).items()
-        if hosts.count(host) > count
-    ]
+    users: dict[tuple[str, str, str], list[int]] = {}
+    for rank, gpu in enumerate(gpu_identities(hosts, gpus)):
+        users.setdefault(gpu, []).append(rank)
+    used, seen = Counter(host for host, *_ in users), dict(zip(hosts, gpus, strict=True))
+    crowded = {
+        host: f"{ranks} ranks on {host} share {used[host]} GPU{'s' * (used[host] > 1)}"
+        for host, ranks in Counter(hosts).items()
+        if ranks > used[host] >= seen[host].seen
+    }
     if crowded:
         print(
-            f"warning: {'; '.join(crowded)}: they take turns, and each needs its own memory.",
+            f"warning: {'; '.join(crowded.values())}: they take turns, and each needs its own memory.",
             file=sys.stderr,
             flush=True,
         )
-        return
-    users: dict[tuple[str, str], list[int]] = {}
-    for rank, used in enumerate(zip(hosts, chosen, strict=True)):
-        users.setdefault(used, []).append(rank)
-    for (host, address), ranks in users.items():
-        if address and len(ranks) > 1:
+    for (host, address, _), ranks in users.items():
+        if len(ranks) > 1 and host not in crowded:
             print(
                 f"warning: ranks {', '.join(map(str, ranks))} on {host} all use the GPU {address}, but there are "
-                f"{gpus[ranks[0]]}. Do not hide GPUs from ranks (CUDA_VISIBLE_DEVICES, --gpus-per-task).",
+                f"{seen[host].seen}. Do not hide GPUs from ranks (CUDA_VISIBLE_DEVICES, --gpus-per-task).",
                 file=sys.stderr,
                 flush=True,
             )

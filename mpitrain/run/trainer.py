@@ -367,6 +367,11 @@ class Trainer:
             self.arena.release()
         return outcome
 
+    def spoilt_ranks(self) -> list[int]:
+        """Return the ranks whose own loss was not finite in the last step; collective."""
+        own = bool(np.isfinite(self.backend.to_host(self._loss_sums)).all())
+        return [rank for rank, fine in enumerate(self.transport.gather_text(own)) if not fine]
+
     def _cut(self, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the targets without the ends of documents, and the documents' first tokens.
 

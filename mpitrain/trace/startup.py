@@ -21,21 +21,29 @@ from mpitrain.trace.recorder import Recorder
 NAME = "rank-{:05d}"
 START, TRACE = re.compile(r"\d+(-\d+)?", re.ASCII), re.compile(r"rank-\d{5,}", re.ASCII)
 """Patterns of the names of start folders, one for each launch, and of the trace files in them."""
+CONNECTING = "finding the other ranks"
+"""The pause of a rank that waits for the others to connect, for traces."""
 DAY = 86_400
 """Age in seconds from which a later start deletes the trace files of a failed start."""
 
 
-def begun(rank: int, ranks: int) -> Recorder:
+def begun(rank: int, ranks: int, local_ranks: int = 1) -> Recorder:
     """Return a recorder that writes to a file from its first record on.
 
     `Recorder.keep` moves the file to the run directory. A process that exits by itself removes it.
 
-    rank, ranks  from the launcher; the ranks of a host share the folder of their parent process. A
-                 process without a launcher has its own folder, because a shell may start several.
+    rank, ranks, local_ranks  from the launcher, the last on this host; these share the folder of
+                              their parent process. A process without a launcher has its own
+                              folder, because a shell may start several.
     """
     recorder = Recorder()
     recorder.facts(
-        rank=rank, ranks=ranks, host=socket.gethostname(), process=os.getpid(), time=time.time()
+        rank=rank,
+        ranks=ranks,
+        local_ranks=local_ranks,
+        host=socket.gethostname(),
+        process=os.getpid(),
+        time=time.time(),
     )
     with contextlib.suppress(OSError):  # The run continues without a trace file.
         with opened(_home().parent) as temporary, contextlib.suppress(FileExistsError):
@@ -60,6 +68,11 @@ def left() -> list[Path]:
             home.path / name for _, name in starts if any(map(TRACE.fullmatch, _names(home, name)))
         ]
     return []
+
+
+def folder_of(parent: int) -> Path:
+    """Return the folder of the ranks that a process has started on this host."""
+    return _home() / str(parent)
 
 
 def _home() -> Path:

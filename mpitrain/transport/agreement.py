@@ -49,9 +49,10 @@ def from_all_ranks(transport: Transport, function: Callable[[], Any]) -> list[An
     communicate. All ranks raise the error of the lowest rank that failed. The attribute `agreed`
     of the error is set: one rank may print it, and all ranks may exit together. If only some ranks
     failed, the message names them. An OSError becomes a ConfigError: the system refused a path.
+    Any other exception becomes the cause of an MpitrainError, unless no rank could go on.
     """
     result: Any = None
-    failure = None
+    failure = cause = None
     try:
         result = function()
     except errors.MpitrainError as error:
@@ -62,25 +63,35 @@ def from_all_ranks(transport: Transport, function: Callable[[], Any]) -> list[An
             f"{error.filename or 'A file'} cannot be used: {error.strerror or error}.",
             "Name another path, or look at what is there.",
         ]
+    except MemoryError:
+        raise  # It ends the job with advice of its own.
+    except Exception as error:
+        cause, kind = error, type(error).__name__
+        failure = ["MpitrainError", f"{kind}: {error}", "The traceback of that rank says where."]
     everyone = transport.gather_text([failure, result])
     failures = [failure for failure, _ in everyone]
     first = next((f for f in failures if f), None)
     if first is None:
         return [result for _, result in everyone]
     kind, law, way_out = first
+    if cause and all(failures):
+        raise cause
     ranks = [rank for rank, f in enumerate(failures) if f]
     if len(ranks) < transport.size:
-        where = ", ".join(f"{rank} ({transport.hosts[rank]})" for rank in ranks[:8]) + (
-            ", ..." if len(ranks) > 8 else ""
-        )
-        law = f"On rank {where}: {law}"
+        law = f"On rank {listed(ranks, transport.hosts)}: {law}"
     agreed_on = errors.on_every_rank(getattr(errors, kind)(law, way_out))
     # A frame in the error's own traceback must not refer to it. Such a cycle would keep all objects
     # of those frames alive.
     try:
-        raise agreed_on
+        raise agreed_on from cause
     finally:
-        del agreed_on, result
+        del agreed_on, result, cause
+
+
+def listed(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Return up to eight ranks with their hosts as text."""
+    named = [f"{rank} ({hosts[rank]})" for rank in ranks[:8]]
+    return ", ".join([*named, *(["..."] if len(ranks) > 8 else [])])
 
 
 def check_same(subject: str, everyone: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None:
@@ -90,12 +101,13 @@ def check_same(subject: str, everyone: Sequence[Mapping[str, Any]], hosts: Seque
     everyone  by rank, as `from_all_ranks` returns them: {name: value}
     """
     for rank, others in enumerate(everyone):
-        for name in everyone[0]:
-            if others[name] != everyone[0][name]:
+        for name in {**everyone[0], **others}:
+            one, other = everyone[0].get(name), others.get(name)
+            if one != other:
                 raise errors.on_every_rank(
                     errors.ConfigError(
-                        f"All ranks need one {subject}, but {name} is {everyone[0][name]!r} on rank 0 ({hosts[0]}) and "
-                        f"{others[name]!r} on rank {rank} ({hosts[rank]}).",
+                        f"All ranks need one {subject}, but {name} is {one!r} on rank 0 ({hosts[0]}) and "
+                        f"{other!r} on rank {rank} ({hosts[rank]}).",
                         "Start all ranks with the same arguments, and let them read the same files.",
                     )
                 )
@@ -105,7 +117,8 @@ def check_same(subject: str, everyone: Sequence[Mapping[str, Any]], hosts: Seque
 def ending_together(transport: Transport, leaving: Callable[[], object] = bool) -> Iterator[None]:
     """Pass a barrier after the block; end all ranks if the block raises.
 
-    Rank 0 prints an error that all ranks raise, and all exit with its code. A rank that exits in the
+    Rank 0 prints an error that all ranks raise, and all exit with its code. A rank that caused it
+    by another exception prints the traceback of that. A rank that exits in the
     block ends the job with its exit code; 0 becomes 1. Any other exception aborts the whole job at
     once and prints this rank's traceback.
 
@@ -119,6 +132,13 @@ def ending_together(transport: Transport, leaving: Callable[[], object] = bool) 
         if not error.agreed:
             transport.abort(str(error))
         text = str(error)
+        if error.__cause__:
+            print(
+                f"rank {transport.rank}: ended by an exception on {transport.hosts[transport.rank]}\n"
+                + "".join(traceback.format_exception(error.__cause__)),
+                file=sys.stderr,
+                flush=True,
+            )
         leave_together(transport, lambda: print(text, file=sys.stderr, flush=True), error.exit_code)
     except BrokenPipeError:
         if transport.size > 1:

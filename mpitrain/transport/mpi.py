@@ -8,16 +8,17 @@ from __future__ import annotations  # so that help() prints signatures as they a
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
 
-from mpitrain.errors import CommError
+from mpitrain.errors import CommError, ConfigError
 from mpitrain.machine import process
-from mpitrain.transport.agreement import ending_together
+from mpitrain.transport.agreement import ending_together, listed
 from mpitrain.transport.base import FIRST_CLAIMED_TAG, Transport, aligned_zeros
 from mpitrain.transport.failures import grace
 from mpitrain.transport.failures.departures import LARGEST, departures
@@ -148,9 +149,12 @@ class MpiTransport(Transport):
         self._next_tag = FIRST_CLAIMED_TAG
         # Split communicators do not have this attribute.
         self._last_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG_BOUND
-        self.hosts, self.members = zip(
-            *self.gather_text((MPI.Get_processor_name(), place)), strict=True
-        )
+        name = MPI.Get_processor_name()
+        if root is None and comm.size > 1:
+            name += f"\n{process.package()}"  # A version that sends a name alone goes on with it.
+        names, self.members = zip(*self.gather_text((name, place)), strict=True)
+        self.hosts, _, packages = zip(*(name.partition("\n") for name in names), strict=True)
+        self._refuse_other_code(packages)
         self._names = [
             f"rank {rank}" + (f" (of all ranks {place})" if place != rank else "")
             for rank, place in enumerate(self.members)
@@ -160,6 +164,28 @@ class MpiTransport(Transport):
         self.tenants = Tenants()
         self._made: list[int] = []
         self._inherited: list[Any] = []
+
+    def _refuse_other_code(self, packages: Sequence[str]) -> None:
+        """End the job if ranks run different code: they may not understand each other's errors.
+
+        packages  by rank; empty from a version that does not send its own
+        """
+        if len(set(packages)) == 1:
+            return
+        versions = "; ".join(
+            f"{package or 'an earlier version'} on rank "
+            + listed([rank for rank, other in enumerate(packages) if other == package], self.hosts)
+            for package in dict.fromkeys(packages)
+        )
+        if self.rank == next(rank for rank, package in enumerate(packages) if package):
+            error = ConfigError(
+                f"All ranks need one version of mpitrain with the same files, but there is {versions}.",
+                "Install one package on every host, and start all ranks with one Python.",
+            )
+            print(error, file=sys.stderr, flush=True)
+        else:
+            time.sleep(grace.ABORT_SECONDS)  # The error must be out before the job ends.
+        grace.abort(self.comm, ConfigError.exit_code)
 
     def guard(self, what: str) -> Guard:
         """Return the context of an MPI call, which turns an MPI error into a CommError."""

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.errors import CommError
+from mpitrain.machine.process import same_gpu
 from mpitrain.transport.base import FIRST_CLAIMED_TAG, Transport, aligned_zeros
 from mpitrain.transport.native import expected
 from mpitrain.transport.rendezvous import Arrival, Message, World
@@ -204,10 +205,12 @@ def run_ranks(
     hosts = ("localhost",) * n if hosts is None else hosts
     results: list[Any] = [None] * n
     returned: list[int] = []
+    take_gpu = same_gpu()
 
     def run(rank: int) -> None:
         error = None
         try:
+            take_gpu()
             results[rank] = function(
                 ThreadTransport(world, (), range(n), rank, hosts, Traffic(), Windows()), *args
             )

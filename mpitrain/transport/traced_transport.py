@@ -7,6 +7,7 @@ import numpy as np
 
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.ring_buffer import LIBRARY_CALLS, MESSAGES, RECEIVE, REDUCTION, SEND
+from mpitrain.trace.startup import CONNECTING
 from mpitrain.transport.base import Transport
 from mpitrain.transport.forwarding import Forwarding
 from mpitrain.transport.requests import Request
@@ -140,6 +141,6 @@ def recorded(connect: Callable[[], Transport], recorder: Recorder | None) -> Tra
     """
     if recorder is None:
         return connect()
-    with recorder.pausing("finding the other ranks"):
+    with recorder.pausing(CONNECTING):
         found = connect()
     return Recorded(found, recorder)

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,11 +33,12 @@ kernels_alone = (
 )
 faults: list[str] = []
 devices = SimpleNamespace(
-    count=1, used=[], memory=(8 << 30, 8 << 30), broken=False
-)  # memory: free and whole, bytes; broken: after an illegal address every call fails
+    count=1, used=[], current=threading.local(), memory=(8 << 30, 8 << 30), broken=False
+)  # current: of each thread; memory: free and whole, bytes; broken: after an illegal address every call fails
 ipc = SimpleNamespace(
-    works=lambda: True, shares_events=lambda: True, opened=[], events={}
-)  # whether this thread may open memory, and events; addresses open now, in any; events open now, by their address here
+    works=lambda: True, shares_events=lambda: True, lies=lambda: False, opened=[], events={}
+)  # whether this thread may open memory, and events, and then reaches other memory; addresses open now, in any; events open now,
+# by their address here
 
 _local = threading.local()
 _lock = threading.RLock()
@@ -44,7 +46,8 @@ _blocks = weakref.WeakValueDictionary()
 _pinned: list[np.ndarray] = []
 _streams = {}
 _numbers = itertools.count(1)
-_handles: dict[bytes, tuple[int, int]] = {}
+_handles: dict[bytes, tuple] = {}
+_elsewhere: list["_Block"] = []
 _events = weakref.WeakValueDictionary()
 ILLEGAL_ADDRESS, NOT_READY = 700, 600  # cudaErrorIllegalAddress, cudaErrorNotReady
 
@@ -355,9 +358,27 @@ def _get_device_count():
     return devices.count
 
 
-def see(*gpus):
-    """Give this thread GPUs by their PCI addresses; the first is the current one."""
-    _local.gpus = gpus
+def _get_device():
+    return getattr(devices.current, "index", 0)
+
+
+def _use(index):
+    devices.used.append(index)
+    devices.current.index = index
+
+
+def see(*gpus, uuid=b"", memory=None):
+    """Give this thread GPUs by their PCI addresses; the first is the current one.
+
+    uuid    of the current one; instances of one GPU (MIG) have the same address
+    memory  as in `devices`
+    """
+    _local.gpus, _local.uuid, _local.memory = gpus, uuid, memory
+
+
+def _gpus():
+    """What this thread sees."""
+    return getattr(_local, "gpus", ("0000:17:00.0",))
 
 
 def allocation_start(ptr):
@@ -369,14 +390,17 @@ def _export(ptr):
     if _block_of(ptr).ptr != ptr:
         faults.append("a handle of what is no allocation")
     handle = next(_numbers).to_bytes(64, "little")
-    _handles[handle] = ptr, threading.get_ident()
+    _handles[handle] = ptr, threading.get_ident(), _gpus()[0]
     return handle
 
 
 def _open(handle):
-    ptr, owner = _handles[handle]
-    if owner == threading.get_ident() or not ipc.works():
+    ptr, owner, gpu = _handles[handle]
+    if owner == threading.get_ident() or not ipc.works() or gpu not in _gpus():
         raise CUDARuntimeError("cudaErrorInvalidContext: invalid device context")
+    if ipc.lies():  # as the access to a GPU behind an IOMMU
+        _elsewhere.append(_Block(_block_of(ptr).size))
+        ptr = _elsewhere[-1].ptr
     ipc.opened.append(ptr)
     return ptr
 
@@ -435,8 +459,10 @@ cuda = SimpleNamespace(
     get_current_stream=get_current_stream,
     alloc_pinned_memory=_alloc_pinned,
     alloc=lambda nbytes: MemoryPointer(_Block(nbytes), 0),
-    Device=lambda index=0: SimpleNamespace(
-        use=lambda: devices.used.append(index), compute_capability="90", attributes=ATTRIBUTES
+    Device=lambda index=None: SimpleNamespace(
+        use=partial(_use, _get_device() if index is None else index),
+        compute_capability="90",
+        attributes=ATTRIBUTES,
     ),
     nvrtc=SimpleNamespace(getVersion=lambda: (13, 0), getSupportedArchs=lambda: (75, 80, 90, 100)),
     runtime=SimpleNamespace(
@@ -447,9 +473,10 @@ cuda = SimpleNamespace(
         memcpy2DAsync=_memcpy_2d_async,
         memcpyDefault=4,
         CUDARuntimeError=CUDARuntimeError,
-        getDevice=lambda: 0,
-        memGetInfo=lambda: devices.memory,
-        deviceGetPCIBusId=lambda index: getattr(_local, "gpus", ("0000:17:00.0",))[index],
+        getDevice=_get_device,
+        memGetInfo=lambda: getattr(_local, "memory", None) or devices.memory,
+        getDeviceProperties=lambda index: {"uuid": getattr(_local, "uuid", b"")},
+        deviceGetPCIBusId=lambda index: _gpus()[index],
         ipcGetMemHandle=_export,
         ipcOpenMemHandle=_open,
         ipcCloseMemHandle=ipc.opened.remove,

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from mpitrain.bench.training import peers
-from mpitrain.bench.training import steps as training_steps
 from mpitrain.cli.bench.training.command import _measure as measure
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
+from mpitrain.tools.bench.training import peers
+from mpitrain.tools.bench.training import steps as training_steps
 from mpitrain.transport.threads import run_ranks
 from tests.processes import TINY_STEPS, calls_of_one_start, launch, sets
 
@@ -120,7 +120,7 @@ def test_an_unknown_shape_is_one_error():
 
 
 def test_the_compiled_peer_is_ddp_and_needs_a_compiler(monkeypatch):
-    torch_peer = pytest.importorskip("mpitrain.bench.training.torch_peer")
+    torch_peer = pytest.importorskip("mpitrain.tools.bench.training.torch_peer")
     job = {"optimizer": {"clip": 0.0}, "device": {"kind": "cpu"}}
     assert peers.peer_class("torch-compiled", parse(job)) is torch_peer.CompiledPeer
     with pytest.raises(ConfigError, match="compiled peer"):

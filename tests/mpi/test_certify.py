@@ -1,11 +1,13 @@
 """certify as a user runs it, from outside MPI: a node that does not answer fails, and the other is
-measured.
+measured. A stopped one reports what it knows.
 """
 
 import json
+import signal
+import subprocess
 from xml.etree import ElementTree
 
-from tests.processes import mpitrain
+from tests.processes import PROGRAM, SECONDS, mpitrain
 
 AGENT = """#!/bin/bash
 [[ $1 == localhost ]] || exit 255
@@ -37,3 +39,19 @@ def test_a_node_that_does_not_answer_fails_and_the_other_one_is_measured(tmp_pat
         "found.xml",
         "limits.toml",
     ]
+
+
+def test_a_stopped_certificate_prints_and_keeps_the_verdicts_so_far(tmp_path):
+    words = ["certify", "--dir", tmp_path, "--absent", "gone=silent", "--json", tmp_path / "c.json"]
+    with subprocess.Popen(
+        [*map(str, [*PROGRAM, *words])], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        for line in process.stderr:
+            if line.startswith("certify: matrix products"):
+                break
+        process.send_signal(signal.SIGTERM)
+        printed, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert printed.startswith("gone") and len(printed.splitlines()) == 4, printed
+    found = json.loads((tmp_path / "c.json").read_text())
+    assert [node["passes"] for node in found["nodes"]] == [None, False]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from mpitrain.doctor.probes import PROBES
+from mpitrain.tools.doctor.probes import PROBES
 from tests.processes import (
     PROGRAM,
     SECONDS,

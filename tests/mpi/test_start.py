@@ -6,6 +6,7 @@ from ast import literal_eval
 import pytest
 
 from mpitrain.collectives.selection.tuning import DEFAULT, write_tuning
+from mpitrain.machine import process
 from mpitrain.trace.read import read_trace
 from mpitrain.trace.ring_buffer import STEP, WAIT
 from tests.mpi.test_commands import TINY
@@ -34,6 +35,14 @@ AGREED = {
 REFUSED = [
     (["job.toml"], "On rank 1 (", "The configuration file job.toml cannot be read"),
     (["other.toml"], "All ranks need one configuration, but run.seed is 1 on rank 0 (", ""),
+    *(
+        (
+            ["--set", f"data.source={source}", "--set", f"data.validation={validation}"],
+            "All ranks need one data source and checkpoint, but b.txt is ",
+            " on rank 1 (",
+        )
+        for source, validation in (("text:b.txt", "tenth"), ("text:a.txt", "text:b.txt"))
+    ),
     (
         ["--set", "replication.tuning=tuning.json"],
         "All ranks need one data source and checkpoint, but replication.tuning is ",
@@ -62,6 +71,8 @@ def start(tmp_path_factory):
     (folder / "elsewhere").mkdir()
     (folder / "job.toml").touch()
     for seed, place in enumerate((folder, folder / "elsewhere"), 1):
+        for name, last in (("a.txt", "."), ("b.txt", ".!"[seed - 1])):
+            (place / name).write_text("Words. " * 5000 + last)
         (place / "other.toml").write_text(f"[run]\nseed = {seed}\n")
         machine = {**DEFAULT.machine, "cores": seed}
         write_tuning(place / "tuning.json", DEFAULT._replace(machine=machine))
@@ -96,3 +107,22 @@ def test_ranks_agree_at_most_eight_times_before_the_first_step(layout, start):
     assert {what for what, _ in found} == {WORDS}, "no barrier, no message"
     assert [tuple(ranks) for _, ranks in found if len(ranks) > 1] == AGREED[layout]
     assert len(AGREED[layout]) <= 8
+
+
+@pytest.mark.parametrize(
+    ("package", "named"),
+    [("'0.2.0 (0123456789ab)'", "0.2.0 (0123456789ab)"), ("''", "an earlier version")],
+    ids=["other code", "no digest"],
+)
+def test_ranks_with_other_code_end_before_the_first_agreement(package, named, tmp_path):
+    program = (
+        "import mpitrain; from mpitrain.machine import process\n"
+        f"if process.launched().rank == 1: process.package = lambda: {package}\n"
+        "mpitrain.connect(); print('connected')"
+    )
+    done = python_ranks(2, program, tmp_path)
+    assert done.returncode == 2 and not done.stdout, done.stderr
+    assert done.stderr.count("ConfigError: ") == 1 and "Traceback" not in done.stderr
+    assert (
+        f"{process.package()} on rank 0 (" in done.stderr and f"{named} on rank 1 (" in done.stderr
+    )

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ import pytest
 
 from mpitrain.cli.terminal.status import FLAG
 from tests.mpi.test_commands import PROGRAM, TINY, python_ranks, records
-from tests.processes import SECONDS
+from tests.processes import SECONDS, launch
 from tests.terminals import on_a_terminal, rendered
 
 ROOT = Path(__file__).parents[2]
@@ -143,3 +144,16 @@ def test_a_late_warning_does_not_kill_a_run_that_has_ended(tmp_path):
         job.send_signal(signal.SIGUSR1)
         time.sleep(0.001)
     assert job.returncode == 0 and records(tmp_path / "run")[-1]["event"] == "end"
+
+
+def test_a_rank_that_never_connects_is_named_in_the_last_line(tmp_path):
+    (tmp_path / "loops.py").write_text("""
+import time
+from mpitrain.machine import process
+while process.launched().rank == 1: time.sleep(1)
+""")
+    words = ["--set", 'run.plugins=["loops.py"]', "--set", "run.stall_seconds=3"]
+    done = launch(2, "train", *TINY, *words, cwd=tmp_path)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and f"rank 1 on {socket.gethostname()} " in last, done.stderr
+    assert "mpitrain report" not in last

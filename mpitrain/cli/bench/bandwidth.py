@@ -63,12 +63,12 @@ def command(**options: Any) -> None:
 
 def _measure(transport: Any, options: dict[str, Any]) -> int:
     """Measure, print, write and draw; return the number of wrong bytes and of slow values."""
-    from mpitrain.bench.collectives.columns import Table
-    from mpitrain.bench.collectives.header import header
-    from mpitrain.bench.collectives.request import sizes
-    from mpitrain.bench.links.bandwidth import COLUMNS, BandwidthRequest, footer, measure
-    from mpitrain.bench.links.pictures import plot_bandwidth
     from mpitrain.cli.terminal.screen import output_columns
+    from mpitrain.tools.bench.collectives.columns import Table
+    from mpitrain.tools.bench.collectives.header import header
+    from mpitrain.tools.bench.collectives.request import sizes
+    from mpitrain.tools.bench.links.bandwidth import COLUMNS, BandwidthRequest, footer, measure
+    from mpitrain.tools.bench.links.pictures import plot_bandwidth
     from mpitrain.transport.agreement import on_all_ranks
 
     between_ranks(transport, "bandwidth")

@@ -158,10 +158,10 @@ def _measure(transport: Any, name: str, options: dict[str, Any]) -> int:
 
     Return the number of wrong elements, replicas that differ, and slow algorithms or values.
     """
-    from mpitrain.bench.collectives.header import header
-    from mpitrain.bench.collectives.plot import plot
-    from mpitrain.bench.collectives.table import footer, too_slow
     from mpitrain.collectives.selection.tuning import DEFAULT, foreign, read_tuning
+    from mpitrain.tools.bench.collectives.header import header
+    from mpitrain.tools.bench.collectives.plot import plot
+    from mpitrain.tools.bench.collectives.table import footer, too_slow
     from mpitrain.transport.agreement import on_all_ranks
 
     request = on_all_ranks(transport, lambda: _request(name, options))
@@ -189,14 +189,14 @@ def _measure(transport: Any, name: str, options: dict[str, Any]) -> int:
 
 def _request(name: str, options: dict[str, Any]) -> Any:
     """Return the request that the command line describes; ConfigError for unknown names."""
-    from mpitrain.bench.collectives.buffers import LEASED
-    from mpitrain.bench.collectives.native import names
-    from mpitrain.bench.collectives.request import SweepRequest, dtype_of, sizes
     from mpitrain.collectives.engine.agreement import check_name
     from mpitrain.collectives.engine.codecs import parse_wire
     from mpitrain.collectives.selection.cost_model import MEMORY
     from mpitrain.collectives.selection.own_algorithm import file_algorithm, is_file
     from mpitrain.errors import ConfigError
+    from mpitrain.tools.bench.collectives.buffers import LEASED
+    from mpitrain.tools.bench.collectives.native import names
+    from mpitrain.tools.bench.collectives.request import SweepRequest, dtype_of, sizes
 
     algorithms = () if options["algorithm"] == "all" else options["algorithm"].split(",")
     if name == "allreduce":

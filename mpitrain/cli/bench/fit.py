@@ -35,9 +35,10 @@ def fit(out: Path, min_bytes: int, max_bytes: int, sweeps: int, **printing: Any)
     """Measure every all-reduce and fit the cost model to it, for this number of ranks.
 
     A second fit, without every second size, shows how well the model predicts sizes that it has not
-    seen. Over slow links, sizes stop growing once the time grows in proportion. The file is written
-    after every sweep, so an interruption loses only the last one. Run it once for every number of
-    ranks that you use. Constants for other numbers of ranks on the same machine stay in the file.
+    seen. Over slow links, sizes end once the time grows in proportion, except for one that is as
+    long as the largest bucket of a run. The file is written after every sweep, so an interruption
+    loses only the last one. Run it once for every number of ranks that you use. Constants for other
+    numbers of ranks on the same machine stay in the file.
     """
     with mpi_session() as transport:
         _fit(transport, out, min_bytes, max_bytes, sweeps, printing)
@@ -52,22 +53,23 @@ def _fit(
     """
     import numpy as np
 
-    from mpitrain.bench.collectives.fit import (
-        all_spoilt,
-        checked,
-        described,
-        fit,
-        median_of_sweeps,
-        merged,
-    )
-    from mpitrain.bench.collectives.header import header, machine
-    from mpitrain.bench.collectives.request import SweepRequest, sizes
-    from mpitrain.bench.collectives.row import Row
     from mpitrain.collectives.plans.topology import Topology
     from mpitrain.collectives.selection.choose import candidates
     from mpitrain.collectives.selection.cost_model import MEMORY
     from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning, write_tuning
     from mpitrain.errors import ConfigError, MpitrainError, on_every_rank
+    from mpitrain.tools.bench.collectives.fit import (
+        all_spoilt,
+        checked,
+        decided,
+        described,
+        fit,
+        median_of_sweeps,
+        merged,
+    )
+    from mpitrain.tools.bench.collectives.header import header, machine
+    from mpitrain.tools.bench.collectives.request import SweepRequest, sizes
+    from mpitrain.tools.bench.collectives.row import Row
     from mpitrain.transport.agreement import on_all_ranks
 
     if transport.size == 1:
@@ -121,7 +123,11 @@ def _fit(
         click.echo(
             "\n"
             + "\n".join(
-                [*described(tuning, transport.size), *checked(identity, transport.hosts, rows)]
+                [
+                    *described(tuning, transport.size),
+                    *decided(tuning, transport.hosts, rows),
+                    *checked(identity, transport.hosts, rows),
+                ]
             )
         )
         if before and before.machine != identity:

@@ -88,8 +88,8 @@ def gemm(
     """
 
     def run() -> int:
-        from mpitrain.bench.kernels import gemm as bench
         from mpitrain.errors import ConfigError
+        from mpitrain.tools.bench.kernels import gemm as bench
 
         if out and not tune:
             raise ConfigError(

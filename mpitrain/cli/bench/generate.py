@@ -77,11 +77,11 @@ def command(
 
         import numpy as np
 
-        from mpitrain.bench.generation.sides import Cached, Side, WholeWindows, measure, table
         from mpitrain.data import Unopened
         from mpitrain.errors import ConfigError
         from mpitrain.run.build import build
         from mpitrain.run.decoding.prompts import check_writes
+        from mpitrain.tools.bench.generation.sides import Cached, Side, WholeWindows, measure, table
         from mpitrain.transport.agreement import on_all_ranks
 
         def checked() -> Any:
@@ -111,7 +111,7 @@ def command(
         is_cpu = trainer.config.device.kind == "cpu" and config.precision.compute == "float32"
         has_peer = transport.size == 1 and is_cpu and not config.lora.rank
         if has_peer and find_spec("transformers"):
-            from mpitrain.bench.generation.transformers_peer import Transformers
+            from mpitrain.tools.bench.generation.transformers_peer import Transformers
 
             sides.append(Transformers(config.model, vocabulary, trainer.tensors()))
         prompts = np.random.default_rng(0).integers(vocabulary, size=(batch, prompt_tokens))

@@ -38,8 +38,8 @@ def kernels(
     """
 
     def run() -> int:
-        from mpitrain.bench.kernels.operations import measure
-        from mpitrain.bench.training.peers import imported
+        from mpitrain.tools.bench.kernels.operations import measure
+        from mpitrain.tools.bench.training.peers import imported
 
         theirs = imported(peer).TorchAttention if peer else None
         device, name = device_of(kind, gemm, tiles, checked)
@@ -77,7 +77,7 @@ def launch(json_file: Path | None, csv_file: Path | None) -> None:
     """
 
     def run() -> int:
-        from mpitrain.bench.kernels.launch_overhead import measure
+        from mpitrain.tools.bench.kernels.launch_overhead import measure
 
         click.echo(
             f"{'operation':<28} {'looked at us':>13} {'found again us':>15} {'ratio':>7} {'calls':>6} {'launches':>9}"

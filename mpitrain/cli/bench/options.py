@@ -75,14 +75,14 @@ class Against:
 
         facts  the header of this benchmark
         """
-        from mpitrain.bench.against import read_before
+        from mpitrain.tools.bench.against import read_before
 
         self._before = read_before(path, facts) if path else None
         self._tolerance, self._facts = tolerance, facts
 
     def lines(self, rows: Sequence[Any]) -> list[str]:
         """Return the lines of the comparison."""
-        from mpitrain.bench.against import ratios, report
+        from mpitrain.tools.bench.against import ratios, report
 
         if not self._before:
             return []
@@ -90,7 +90,7 @@ class Against:
 
     def failures(self, rows: Sequence[Any]) -> int:
         """Return the number of slow values; 1 if no row is in both benchmarks."""
-        from mpitrain.bench.against import ratios, slow
+        from mpitrain.tools.bench.against import ratios, slow
 
         if not self._before:
             return 0
@@ -124,7 +124,7 @@ def write_rows(
     rows: list[Any],
 ) -> None:
     """Write the rows so far to the files that the options name."""
-    from mpitrain.bench.collectives.table import write_csv, write_json
+    from mpitrain.tools.bench.collectives.table import write_csv, write_json
 
     if json_file:
         with outputs.to(json_file):

@@ -52,13 +52,13 @@ def command(**options: Any) -> None:
 
 def _measure(transport: Any, options: dict[str, Any]) -> int:
     """Measure, print, write and draw; return the number of wrong elements and of slow values."""
-    from mpitrain.bench.collectives.header import header, printed
-    from mpitrain.bench.links.pairs import measure, merged, places_to_judge, rounds
-    from mpitrain.bench.links.pairs_table import report
-    from mpitrain.bench.links.pictures import plot_pairs
     from mpitrain.cli.terminal.screen import output_columns
     from mpitrain.cli.terminal.table_rows import Rows
     from mpitrain.errors import ConfigError, on_every_rank
+    from mpitrain.tools.bench.collectives.header import header, printed
+    from mpitrain.tools.bench.links.pairs import measure, merged, places_to_judge, rounds
+    from mpitrain.tools.bench.links.pairs_table import report
+    from mpitrain.tools.bench.links.pictures import plot_pairs
     from mpitrain.transport.agreement import on_all_ranks
 
     between_ranks(transport, "pairs")

@@ -9,7 +9,7 @@ from mpitrain.cli.output_checks import Outputs
 
 if TYPE_CHECKING:
     # This module must not import NumPy before `mpi_session` has limited the BLAS threads.
-    from mpitrain.bench.collectives.columns import Table
+    from mpitrain.tools.bench.collectives.columns import Table
     from mpitrain.transport.base import Transport
 
 
@@ -49,8 +49,8 @@ class Printed:
         facts    the header of the table and of the JSON file
         outputs  collects the errors of failed writes; the caller calls its `settle`
         """
-        from mpitrain.bench.collectives.header import printed
         from mpitrain.cli.terminal.table_rows import Rows
+        from mpitrain.tools.bench.collectives.header import printed
 
         self._measured, self._table, self._facts = measured, table, facts
         self._outputs, self._files = outputs, (json_file, csv_file)
@@ -90,10 +90,10 @@ def printed_sweep(
     wide   print every column
     files  `json_file` and `csv_file`
     """
-    from mpitrain.bench.collectives.columns import Table
-    from mpitrain.bench.collectives.sweep import sweep
-    from mpitrain.bench.collectives.table import columns
     from mpitrain.cli.terminal.screen import output_columns
+    from mpitrain.tools.bench.collectives.columns import Table
+    from mpitrain.tools.bench.collectives.sweep import sweep
+    from mpitrain.tools.bench.collectives.table import columns
 
     measured = sweep(transport, request, tuning)
     table = Table(columns(request.buffers, bool(request.wires)), 0 if wide else output_columns())

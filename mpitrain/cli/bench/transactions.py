@@ -36,7 +36,7 @@ def transactions(dtypes: tuple[str, ...], json_file: Path | None, csv_file: Path
     def run() -> int:
         import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 
-        from mpitrain.bench.kernels.transactions import count
+        from mpitrain.tools.bench.kernels.transactions import count
 
         click.echo("# simulator")
         click.echo(

@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import click
 from mpitrain.cli.doctor import FOLDER, check_folder, write_document
 from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.session import mpi_session
+from mpitrain.cli.terminal.stop_requests import Stop
 from mpitrain.errors import ConfigError, on_every_rank, visible
 from mpitrain.machine import process
 
@@ -100,13 +100,18 @@ def command(
     matrix products and memory, and computes one seeded step alone. Two short runs compare other
     nodes and a resumed run. A slow link fails a node only if all its links are slow. Without
     --expect, a node is compared with the median of all nodes. The exit code is 1 if anything fails.
+
+    A failure is printed as soon as it is known. After Ctrl-C or TERM, as at the time limit of a
+    batch job, the other nodes are reported as not judged.
     """
     if nodes := _nodes(hosts, hostfile, ppn or 0):
-        sys.exit(_from_outside(nodes, agent, extra, options))
+        _from_outside(nodes, agent, extra, options)
     if agent or extra or ppn:
         raise click.UsageError("--ppn, --agent and --with need --hosts, --hostfile or a batch job.")
+    shown = Shown(options)
+    stop = Stop(shown.rest, 1)
     with mpi_session() as transport:
-        passes = _certify(transport, options)
+        passes = _certify(transport, options, shown, stop)
     sys.exit(0 if passes else 1)
 
 
@@ -122,8 +127,8 @@ def _nodes(hosts: str | None, hostfile: Path | None, ppn: int) -> dict[str, int]
 
 def _from_outside(
     nodes: dict[str, int], agent: list[str], extra: tuple[str, ...], options: dict[str, Any]
-) -> int:
-    """Probe the nodes, then start `certify` on ranks of those that answer; return the exit code."""
+) -> None:
+    """Probe the nodes, then become a `launch` of `certify` on ranks of those that answer."""
     from mpitrain.cli.certify.nodes import agent_for, probe
 
     if process.launched().size > 1:
@@ -134,7 +139,7 @@ def _from_outside(
             )
         )
     if options["expect"]:
-        from mpitrain.certify.limits import read_limits
+        from mpitrain.tools.certify.limits import read_limits
 
         read_limits(options["expect"])
     words = agent or agent_for(os.environ)
@@ -144,7 +149,7 @@ def _from_outside(
     for node in absent.keys() & nodes.keys():
         click.echo(f"certify: {node}: {visible(absent[node])}", err=True)
     if not present:
-        return _nobody(absent, options)
+        _nobody(absent, options)
     listed = ",".join(f"{node}:{ranks}" for node, ranks in present.items())
     line = [sys.executable, "-m", "mpitrain", "launch", "--hosts", listed]
     line += [word for words in extra for word in ("--with", words)] + ["--", "certify"]
@@ -153,33 +158,68 @@ def _from_outside(
     for name, key in (("expect", "expect"), ("json", "json_file"), ("junit", "junit_file")):
         if options[key]:
             line += [f"--{name}", str(options[key].absolute())]
-    return subprocess.run(line).returncode
+    os.execv(sys.executable, line)
 
 
-def _nobody(absent: dict[str, str], options: dict[str, Any]) -> int:
-    """Report that no node answered; return the exit code."""
-    from mpitrain.certify.evidence import Evidence, Jobs
-    from mpitrain.certify.limits import Limits
-    from mpitrain.certify.verdict import judge
+def _nobody(absent: dict[str, str], options: dict[str, Any]) -> None:
+    """Report that no node answered, and exit."""
+    from mpitrain.tools.certify.evidence import Evidence
+    from mpitrain.tools.certify.limits import Limits
+    from mpitrain.tools.certify.verdict import judge
 
-    evidence = Evidence([], [], [], [], 0, [], [], Jobs(), absent)
-    outputs = Outputs()
-    _show(evidence, judge(evidence, Limits()), {}, options, outputs)
-    outputs.settle()
-    return 1
+    evidence, shown = Evidence(absent=absent), Shown(options)
+    shown.show(evidence, judge(evidence, Limits()), {})
+    shown.outputs.settle()
+    sys.exit(1)
 
 
-def _certify(transport: Any, options: dict[str, Any]) -> bool:
+class Shown:
+    """The verdicts so far: printed lines, and the files of `--json` and `--junit`."""
+
+    def __init__(self, options: dict[str, Any]):
+        self._options, self.outputs = options, Outputs()
+        self._printed: list[str] = []
+        self._lines = ["certify: stopped before any measurement"]
+
+    def show(self, evidence: Any, certificate: Any, facts: dict[str, Any]) -> None:
+        """Print what is new in a certificate, and write the files. At the end print all lines."""
+        from mpitrain.files import write_whole
+        from mpitrain.tools.certify.report import document, failures, junit, lines
+
+        self._lines = lines(evidence, certificate)
+        new = [
+            line
+            for line in (failures(certificate) if certificate.awaits else self._lines)
+            if line not in self._printed
+        ]
+        self._printed += new
+        if new:
+            click.echo("\n".join(new))
+        if certificate.awaits:
+            click.echo(f"certify: {certificate.awaits}", err=True)
+        if path := self._options["json_file"]:
+            write_document(self.outputs, path, document(evidence, certificate, facts))
+        if path := self._options["junit_file"]:
+            with self.outputs.to(path):
+                write_whole(path, junit(certificate))
+
+    def rest(self) -> str:
+        """Return the lines that are not printed, for a certificate that is stopped now."""
+        return "\n".join(line for line in self._lines if line not in self._printed)
+
+
+def _certify(transport: Any, options: dict[str, Any], shown: Shown, stop: Stop) -> bool:
     """Measure, judge and print; return whether everything passes."""
-    from mpitrain.bench.collectives.header import header
-    from mpitrain.certify.collect import collect
-    from mpitrain.certify.evidence import Finding
-    from mpitrain.certify.limits import Limits, read_limits
-    from mpitrain.certify.speeds import sampler
-    from mpitrain.certify.verdict import judge
-    from mpitrain.doctor.probes import examine
+    from mpitrain.tools.bench.collectives.header import header
+    from mpitrain.tools.certify.collect import collect
+    from mpitrain.tools.certify.evidence import Finding
+    from mpitrain.tools.certify.limits import Limits, read_limits
+    from mpitrain.tools.certify.speeds import sampler
+    from mpitrain.tools.certify.verdict import judge
+    from mpitrain.tools.doctor.probes import examine
     from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 
+    stop.connected(transport.rank)
     folder, expect = options["folder"], options["expect"]
     files = options["json_file"], options["junit_file"]
     is_root = transport.rank == 0
@@ -200,42 +240,15 @@ def _certify(transport: Any, options: dict[str, Any]) -> bool:
             for problem in seen.problems
         ]
 
-    def say(text: str) -> None:
-        if is_root:
-            click.echo(f"certify: {text}", err=True)
-
-    evidence = collect(
-        transport,
-        found,
-        folder,
-        options["rounds"],
-        sampler(),
-        findings,
-        options["absent"],
-        say,
-    )
-    certificate, outputs = judge(evidence, found), Outputs()
     facts = header(transport, "certify", "cpu", sys.argv[1:])
-    if is_root:
-        _show(evidence, certificate, facts, options, outputs)
-    on_all_ranks(transport, outputs.settle)
+    measured = collect(
+        transport, found, folder, options["rounds"], sampler(), findings, options["absent"]
+    )
+    for evidence in measured:
+        certificate = judge(evidence, found)
+        if not certificate.awaits:
+            stop.note()
+        if is_root:
+            shown.show(evidence, certificate, facts)
+    on_all_ranks(transport, shown.outputs.settle)
     return certificate.passes
-
-
-def _show(
-    evidence: Any,
-    certificate: Any,
-    facts: dict[str, Any],
-    options: dict[str, Any],
-    outputs: Outputs,
-) -> None:
-    """Print the verdicts and write the files."""
-    from mpitrain.certify.report import document, junit, lines
-    from mpitrain.files import write_whole
-
-    click.echo("\n".join(lines(evidence, certificate)))
-    if options["json_file"]:
-        write_document(outputs, options["json_file"], document(evidence, certificate, facts))
-    if options["junit_file"]:
-        with outputs.to(options["junit_file"]):
-            write_whole(options["junit_file"], junit(certificate))

@@ -6,18 +6,23 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from mpitrain import __version__
+from mpitrain.machine.process import package
 
-SECONDS = 20.0
-"""Time in which a node must answer."""
-ASK = "import mpitrain; print('mpitrain', mpitrain.__version__)"
+CONNECT, SECONDS = 20, 60.0
+"""Seconds in which ssh must connect to a node, and in which the node must have imported mpitrain."""
+ASK = (
+    "import mpitrain, mpitrain.cli.certify.command, mpitrain.tools.certify.collect; "
+    "from mpitrain.machine import process; "
+    "print('mpitrain', getattr(process, 'package', lambda: mpitrain.__version__)())"
+)
+"""The program that a node runs; an earlier version has no digest."""
 
 
 def agent_for(environ: Mapping[str, str]) -> list[str]:
     """Return the words that run a command on a node, to be followed by its name: srun, else ssh."""
     if "SLURM_JOB_ID" in environ:
         return ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--nodelist"]
-    return ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={SECONDS:.0f}"]
+    return ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT}"]
 
 
 def probe(nodes: Sequence[str], agent: Sequence[str], seconds: float = SECONDS) -> dict[str, str]:
@@ -31,7 +36,7 @@ def probe(nodes: Sequence[str], agent: Sequence[str], seconds: float = SECONDS) 
 
 
 def _answer(node: str, agent: Sequence[str], seconds: float) -> str:
-    """Return why a node cannot be used; "" if it runs the same version of mpitrain."""
+    """Return why a node cannot be used; "" if it imports the same mpitrain, version and files."""
     words = [sys.executable, "-c", ASK]
     # ssh passes a line to a shell on the node; srun passes words.
     tail = words if agent[0].endswith("srun") else [shlex.join(words)]
@@ -49,9 +54,9 @@ def _answer(node: str, agent: Sequence[str], seconds: float) -> str:
     except OSError as error:
         return f"{agent[0]} cannot be started: {error.strerror}"
     answer = done.stdout.strip().splitlines()[-1:]
-    if answer == [f"mpitrain {__version__}"]:
+    if answer == [f"mpitrain {package()}"]:
         return ""
     if answer and answer[0].startswith("mpitrain "):
-        return f"it has {answer[0]}, and this is {__version__}"
+        return f"it has {answer[0]}, and this is {package()}"
     said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-    return f"it cannot start Python: {said[0]}"
+    return f"it cannot run mpitrain: {said[0]}"

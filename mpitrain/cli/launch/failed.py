@@ -1,13 +1,21 @@
 """The failure that a job reports first, read from standard error for the last line of `launch`."""
 
 import re
+import shlex
+from pathlib import Path
 
-from mpitrain.errors import brief
+from mpitrain.errors import ConfigError, brief
 
 RANK = re.compile(rb"^(rank \d+(?: on \S+)?: (?!run\.inject)[^\n]*)\n", re.MULTILINE)
 """A line in which a rank reports its end."""
 TIMER = re.compile(rb"^Timeout \(([\d:.]+)\)!", re.MULTILINE)
 """The line of the timer that limits MPI_Init and MPI_Finalize; the stack of the rank follows."""
+SILENCE = re.compile(
+    r"(?:rank \d+ on \S+: no progress|a rank stood still) for (?:(\d+):(\d+):)?(\d+)"
+)
+"""A report of a rank that may have waited for another one, with the time in seconds or h:mm:ss."""
+REFUSED = re.compile(rb"^(srun: error: (?!\S+: tasks? )[^\n]*)\n", re.MULTILINE)
+"""A line in which srun itself fails."""
 AGREED = re.compile(rb"^(?:Config|Data|Checkpoint|Comm|Training|Kernel)Error: ", re.MULTILINE)
 """The start of an error that rank 0 prints for all ranks."""
 LONGEST = 300
@@ -18,11 +26,12 @@ class Failure:
     """The first failure of a job.
 
     report     the line in which a rank reported its end, or ""
+    refusal    the line in which srun itself fails, or ""
     is_agreed  whether rank 0 printed an error for all ranks; that is a whole message
     """
 
     def __init__(self) -> None:
-        self.report, self.is_agreed = "", False
+        self.report, self.refusal, self.is_agreed = "", "", False
 
     def read(self, text: bytes) -> None:
         """Search whole lines; lines may come again."""
@@ -32,18 +41,59 @@ class Failure:
         timer = TIMER.search(text)
         if timer and not self.report:
             self.report = f"a rank stood still for {timer[1].decode()} in MPI, with the stack above"
+        if (refused := REFUSED.search(text)) and not self.refusal:
+            self.refusal = brief(refused[1].decode(errors="replace").strip())[:LONGEST]
         self.is_agreed = self.is_agreed or bool(AGREED.search(text))
 
-    def last_line(self, code: int, began: bool) -> str:
+    def last_line(self, code: int, run: str, start: Path) -> str:
         """Return the last line of a failed job; "" if an error of all ranks is the last one.
 
-        code   exit code of the launcher; began as in `LauncherOutput`
+        code   exit code of the launcher
+        run    the run directory; "" before there is one
+        start  the folder of the traces of this host's ranks before that
         """
         if self.is_agreed:
             return ""
-        reason = self.report or (
-            f"exit code {code}, and no rank gave a reason; `mpitrain report` names the rank that "
-            "fell silent first"
-        )
-        way_on = ". With --resume=auto it goes on from its last checkpoint, if it has one"
-        return f"the run failed: {reason}{way_on if began else ''}"
+        reason = self.report or self.refusal
+        reason = reason or f"exit code {code}, and no rank gave a reason"
+        if run:
+            if not self.report:
+                reason += (
+                    f"; `mpitrain report {shlex.quote(run)}` names the rank that fell silent first"
+                )
+            reason += ". With --resume=auto it goes on from its last checkpoint, if it has one"
+        elif silence := SILENCE.match(reason):
+            hours, minutes, seconds = (int(digits or 0) for digits in silence.groups())
+            first = standing(start, 3600 * hours + 60 * minutes + seconds)
+            reason += f"; {first or 'which rank stood still first is not known'}"
+        return f"the run failed: {reason}"
+
+
+def standing(start: Path, seconds: float) -> str:
+    """Return the ranks of this host that others waited for in a start, as text; "" if unknown.
+
+    A stopped rank goes on when the launcher ends it: then its last sign is later than all others'.
+
+    start    the folder of their traces
+    seconds  for which others waited
+    """
+    from mpitrain.trace.blame.states import state_of
+    from mpitrain.trace.blame.text import named
+    from mpitrain.trace.startup import CONNECTING
+    from mpitrain.trace.timeline import read_timeline
+
+    try:
+        traces, missing = read_timeline(start)
+        facts = traces[0].facts
+    except (ConfigError, IndexError):
+        return ""
+    absent = facts.get("local_ranks", 0) - len(traces)
+    if absent > 0:
+        is_alone = facts["local_ranks"] == facts["ranks"]
+        listed = ", ".join(map(str, missing)) if is_alone else f"{absent} more"
+        return f"rank {listed} on {facts['host']} had not begun to connect"
+    *others, last = sorted(map(state_of, traces), key=lambda state: state.since)
+    if others and last.since - others[-1].since >= seconds:
+        return f"{named(last)} stood still and came later than all others"
+    idle = [state for state in [*others, last] if not state.wait and state.action != CONNECTING]
+    return f"{named(idle[0])} stood still: {idle[0].action}" if len(idle) == 1 else ""

@@ -26,6 +26,7 @@ from mpitrain.cli.terminal.screen import (
     columns,
     is_one_terminal,
 )
+from mpitrain.trace.startup import folder_of
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
@@ -125,7 +126,7 @@ def run(
             ),
         )
     if is_training:
-        return training_code(screen, words, code, passed)
+        return training_code(screen, words, code, passed, process.pid)
     if passages[0].lost is None:
         return _positive(code)
     if passages[0].lost.errno != errno.EPIPE:
@@ -177,7 +178,9 @@ def _positive(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def training_code(screen: Screen, words: LauncherOutput, code: int, requests: int) -> int:
+def training_code(
+    screen: Screen, words: LauncherOutput, code: int, requests: int, launcher: int
+) -> int:
     """Return the exit code of a training run: 0 only if rank 0 reported its end, 85 if it stopped.
 
     The launcher's code is not enough: launchers may exit with 0 after losing a host. A request may
@@ -185,6 +188,7 @@ def training_code(screen: Screen, words: LauncherOutput, code: int, requests: in
     starts the run.
 
     requests  stop requests that were forwarded
+    launcher  process of the launcher
     """
     if words.end in ("stopped", "not begun") and code in (0, STOPPED):
         if words.end == "not begun":
@@ -203,7 +207,7 @@ def training_code(screen: Screen, words: LauncherOutput, code: int, requests: in
     elif (
         code != USAGE
         and not (requests or words.killed.first())
-        and (line := words.failure.last_line(_positive(code), words.began))
+        and (line := words.failure.last_line(_positive(code), words.run, folder_of(launcher)))
     ):
         say(screen, line)
     return _positive(code) or 1

@@ -81,12 +81,12 @@ def _plan(
     """Count, run and time micro-batches, measure the noise, and print all on rank 0; collective."""
     from tqdm import tqdm
 
-    from mpitrain.bench.collectives.header import machine
-    from mpitrain.bench.collectives.table import write_json
     from mpitrain.cli.terminal.progress import bar
-    from mpitrain.plan.batch.search import search
-    from mpitrain.plan.batch.text import report
     from mpitrain.run.given import agree_on
+    from mpitrain.tools.bench.collectives.header import machine
+    from mpitrain.tools.bench.collectives.table import write_json
+    from mpitrain.tools.plan.batch.search import search
+    from mpitrain.tools.plan.batch.text import report
     from mpitrain.transport.agreement import on_all_ranks
 
     given = agree_on(transport, configured)

@@ -87,9 +87,9 @@ def _plan(
         return  # only rank 0 prints
     from mpitrain.collectives.selection.own_algorithm import file_algorithm, is_file
     from mpitrain.errors import ConfigError
-    from mpitrain.plan.collective import collective
-    from mpitrain.plan.collective_text import printed
-    from mpitrain.plan.traffic import amounts
+    from mpitrain.tools.plan.collective import collective
+    from mpitrain.tools.plan.collective_text import printed
+    from mpitrain.tools.plan.traffic import amounts
 
     if hosts > ranks:
         raise ConfigError(
@@ -107,13 +107,13 @@ def _plan(
     outputs = Outputs()
     if json_file:
         from mpitrain.files import write_whole
-        from mpitrain.plan.collective_json import written
+        from mpitrain.tools.plan.collective_json import written
 
         with outputs.to(json_file):
             write_whole(json_file, written(found))
             click.echo(f"written to {json_file}")
     if plot_file:
-        from mpitrain.plan.collective_picture import draw
+        from mpitrain.tools.plan.collective_picture import draw
 
         with outputs.to(plot_file):
             draw(found, plot_file)

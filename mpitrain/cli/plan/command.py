@@ -118,7 +118,7 @@ def schedule(
     from mpitrain.pipeline.instructions import with_messages
     from mpitrain.pipeline.schedule_files import find_plan, write_plan
     from mpitrain.pipeline.simulate import Cost, simulate
-    from mpitrain.plan.chart import chart, summary
+    from mpitrain.tools.plan.chart import chart, summary
 
     takes_time = any(amounts[f"{half}_ms"] for half in HALVES)
     if not (takes_time and all(value == 0 or LEAST <= value <= MOST for value in amounts.values())):
@@ -164,8 +164,8 @@ def schedule(
             write_plan(json_file, plan)
             click.echo(f"written to {json_file}")
     if plot_file:
-        from mpitrain.plan.picture import draw
-        from mpitrain.plan.words import several
+        from mpitrain.tools.plan.picture import draw
+        from mpitrain.tools.plan.words import several
 
         numbers = f"{several(len(plan.lists), 'stage')}, {several(plan.micro_batches, 'micro-batch', 'micro-batches')}"
         bubble = f"stages wait for {100 * simulation.bubble:.1f}% of the time (bubble)"
@@ -186,8 +186,8 @@ def _stream(
 ) -> None:
     """Print and draw an asynchronous schedule, which runs on across the ends of steps."""
     from mpitrain.pipeline.simulate import Cost
-    from mpitrain.plan import async_schedule
-    from mpitrain.plan.chart import chart
+    from mpitrain.tools.plan import async_schedule
+    from mpitrain.tools.plan.chart import chart
 
     cost = Cost(
         *(amounts[f"{half}_ms"] for half in HALVES), *(1e6 * amounts[f"{kept}_mb"] for kept in KEPT)
@@ -207,7 +207,7 @@ def _stream(
         )
     )
     if plot_file:
-        from mpitrain.plan.picture import draw
+        from mpitrain.tools.plan.picture import draw
 
         idle, outputs = f"idle in the steady state {100 * found.idle(cost):.1f}%", Outputs()
         with outputs.to(plot_file):

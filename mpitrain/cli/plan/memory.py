@@ -37,7 +37,7 @@ def command(
     """
     if process.launched().rank > 0:
         return  # only rank 0 prints
-    from mpitrain.plan.memory import count, table
+    from mpitrain.tools.plan.memory import count, table
 
     job = configured(config_file, changes(settings, **options), preset)
     click.echo("\n".join(table(count(job))))

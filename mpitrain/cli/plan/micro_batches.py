@@ -66,10 +66,13 @@ def _plan(
     json_file: Path | None,
 ) -> None:
     """Measure, and print the predictions. verified: blocks and steps for --verify, or None."""
-    from mpitrain.bench.collectives.header import machine
-    from mpitrain.bench.collectives.table import write_json
     from mpitrain.parallel.tensor.sequence import sequences_of
-    from mpitrain.plan.micro_batches import (
+    from mpitrain.run.build import build
+    from mpitrain.run.given import agree_on
+    from mpitrain.run.resolve import resolve
+    from mpitrain.tools.bench.collectives.header import machine
+    from mpitrain.tools.bench.collectives.table import write_json
+    from mpitrain.tools.plan.micro_batches import (
         advice,
         best,
         counts,
@@ -79,10 +82,7 @@ def _plan(
         sizes,
         table,
     )
-    from mpitrain.plan.stages import end_s, measure
-    from mpitrain.run.build import build
-    from mpitrain.run.given import agree_on
-    from mpitrain.run.resolve import resolve
+    from mpitrain.tools.plan.stages import end_s, measure
     from mpitrain.transport.agreement import on_all_ranks
 
     given = agree_on(transport, configured)
@@ -139,12 +139,12 @@ def _verify(
     transport: Any, config: Any, source: Any, predicted: list[Any], blocks: int, steps: int
 ) -> None:
     """Measure steps with these numbers of micro-batches in turns; print them and the predictions."""
-    from mpitrain.bench.training.stages import stage_rows, stage_table
-    from mpitrain.bench.training.steps import WARM_UP, Ours, alternate
     from mpitrain.config import with_settings
-    from mpitrain.plan.micro_batches import best
     from mpitrain.run.build import build
     from mpitrain.run.choices import parse
+    from mpitrain.tools.bench.training.stages import stage_rows, stage_table
+    from mpitrain.tools.bench.training.steps import WARM_UP, Ours, alternate
+    from mpitrain.tools.plan.micro_batches import best
 
     sides = []
     for each in predicted:

@@ -86,16 +86,16 @@ def _try(
 ) -> None:
     """Measure the tricks, and print a line for each. Collective."""
     from mpitrain import __version__
-    from mpitrain.bench.collectives.header import machine
-    from mpitrain.bench.collectives.table import write_json
-    from mpitrain.bench.comparison.trick_table import as_row, heading, line, summary
-    from mpitrain.bench.comparison.tricks import names_of, try_all
-    from mpitrain.bench.training.steps import WARM_UP, check_common_steps
     from mpitrain.cli.terminal.progress import way
     from mpitrain.cli.terminal.table_rows import Rows
     from mpitrain.config import with_settings
     from mpitrain.run.build import build
     from mpitrain.run.choices import parse
+    from mpitrain.tools.bench.collectives.header import machine
+    from mpitrain.tools.bench.collectives.table import write_json
+    from mpitrain.tools.bench.comparison.trick_table import as_row, heading, line, summary
+    from mpitrain.tools.bench.comparison.tricks import names_of, try_all
+    from mpitrain.tools.bench.training.steps import WARM_UP, check_common_steps
     from mpitrain.transport.agreement import on_all_ranks
 
     def checked() -> tuple[Any, list[str]]:

@@ -13,7 +13,7 @@ from mpitrain.machine import process
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from mpitrain.report.diff.sides import Side
+    from mpitrain.tools.report.diff.sides import Side
 
 DIFFERENT = 1
 """Exit code of two runs that differ."""
@@ -41,12 +41,12 @@ def command(one: Path, other: Path, does_replay: bool, plugins: list[str] | None
         return  # only rank 0 compares
     process.limit_blas_threads()
     from mpitrain.config.plugins import load
-    from mpitrain.report.diff import sides
+    from mpitrain.tools.report.diff import sides
 
     load({"run": {"plugins": plugins or []}})
     both = sides.read(one), sides.read(other)
     changed = sides.changed_keys(*both)
-    from mpitrain.report.diff import text
+    from mpitrain.tools.report.diff import text
 
     show(text.keys_that_differ(changed))
     is_by_bits = sides.are_comparable_by_bits(*both)
@@ -71,8 +71,8 @@ def show(lines: "Iterable[str]") -> None:
 def _by_bits(both: "tuple[Side, Side]", does_replay: bool) -> bool:
     """Compare two runs of one layout, and print the result; return whether they are equal."""
     from mpitrain.cli.terminal.progress import bar
-    from mpitrain.report.diff import series, text
-    from mpitrain.report.diff.replay import replay
+    from mpitrain.tools.report.diff import series, text
+    from mpitrain.tools.report.diff.replay import replay
 
     found = series.compare_bits(*both)
     show(text.bits(found, *both))
@@ -89,7 +89,7 @@ def _by_bits(both: "tuple[Side, Side]", does_replay: bool) -> bool:
 
 def _by_numbers(both: "tuple[Side, Side]") -> bool:
     """Compare two runs of different layouts, and print the result; return whether they agree."""
-    from mpitrain.report.diff import series, text
+    from mpitrain.tools.report.diff import series, text
 
     limit = series.tolerance(both[0].config)
     logged, compared = series.compare_numbers(*both, limit)

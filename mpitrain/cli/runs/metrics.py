@@ -23,8 +23,8 @@ def command(runs: tuple[Path, ...], is_csv: bool) -> None:
 
     A run that is still going on is shown up to its last line of metrics.jsonl.
     """
-    from mpitrain.report.metrics_table import joined, print_columns, write_csv
     from mpitrain.run.run_dir import metrics_of
+    from mpitrain.tools.report.metrics_table import joined, print_columns, write_csv
 
     if process.launched().rank > 0:
         return  # only rank 0 prints

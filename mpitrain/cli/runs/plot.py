@@ -35,10 +35,10 @@ def command(runs: tuple[Path, ...], out: Path, over: str, is_log: bool) -> None:
 
     Needs matplotlib: pip install 'mpitrain[report]'.
     """
-    from mpitrain.bench.plot_loss import draw
     from mpitrain.files import cannot_write
     from mpitrain.plots import check_drawable
     from mpitrain.run.run_dir import metrics_of
+    from mpitrain.tools.bench.plot_loss import draw
 
     if process.launched().rank > 0:
         return  # only rank 0 draws

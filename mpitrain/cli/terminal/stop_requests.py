@@ -1,4 +1,4 @@
-"""Stop requests: the signals that ask a training run for a checkpoint and an end."""
+"""Stop requests: the signals that ask a command for its results so far, and an end."""
 
 import faulthandler
 import math
@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 from mpitrain.cli import NOT_BEGUN, STOPPED
 from mpitrain.cli.terminal import last_words
@@ -15,6 +16,11 @@ ANNOUNCED = 1.2 * last_words.SECONDS
 """Seconds to wait for a TERM after the CONT that Open MPI's mpirun sends first."""
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that request a stop."""
+
+
+def _not_begun() -> str:
+    # Under `launch`, print a status line: `launch` then reports the reason of the signal.
+    return status("not begun").rstrip() or NOT_BEGUN
 
 
 class Stop:
@@ -29,7 +35,9 @@ class Stop:
     USR2 prints the Python stacks of this process, at any time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, last: Callable[[], str] = _not_begun, exit_code: int = STOPPED) -> None:
+        """Take the text that rank 0 prints if a signal ends the process, and the exit code."""
+        self._last, self._exit_code = last, exit_code
         self.requested = False
         self._is_noted = self._is_terminated = False
         self._announced = -math.inf
@@ -89,9 +97,8 @@ class Stop:
             time.sleep(1 if rank > 0 else 0)
             if not self._is_noted:
                 if rank == 0:
-                    # Under `launch`, print a status line: `launch` then reports the reason of the signal.
-                    self.say(status("not begun").rstrip() or NOT_BEGUN)
-                os._exit(STOPPED)
+                    self.say(self._last())
+                os._exit(self._exit_code)
 
     def say(self, text: str) -> None:
         """Print the line of rank 0 that ends the run.

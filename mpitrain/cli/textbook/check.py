@@ -34,9 +34,9 @@ def command(path: Path, csv_file: Path | None, language: str) -> int:
         return 0  # only rank 0 prints
     from mpitrain.errors import ConfigError, visible
     from mpitrain.files import write_whole
-    from mpitrain.textbook.exercises.check import check
-    from mpitrain.textbook.exercises.report import lines, row, table
-    from mpitrain.textbook.words import text
+    from mpitrain.tools.textbook.exercises.check import check
+    from mpitrain.tools.textbook.exercises.report import lines, row, table
+    from mpitrain.tools.textbook.words import text
 
     is_printed = csv_file == PRINTED
     check_files(0, [None if is_printed else csv_file])

@@ -37,11 +37,11 @@ def command(
     from mpitrain.errors import ConfigError
     from mpitrain.files import write_whole
     from mpitrain.machine.devices import has_compiler
-    from mpitrain.textbook.claims.claim import judge
-    from mpitrain.textbook.claims.page import page
-    from mpitrain.textbook.claims.table import CLAIMS
-    from mpitrain.textbook.claims.text import lines, record, summary
-    from mpitrain.textbook.words import text
+    from mpitrain.tools.textbook.claims.claim import judge
+    from mpitrain.tools.textbook.claims.page import page
+    from mpitrain.tools.textbook.claims.table import CLAIMS
+    from mpitrain.tools.textbook.claims.text import lines, record, summary
+    from mpitrain.tools.textbook.words import text
 
     for name in names:
         if name not in CLAIMS:

@@ -27,8 +27,8 @@ def command(name: str, out_file: Path | None, language: str) -> None:
         return  # only rank 0 prints
     from mpitrain.errors import ConfigError
     from mpitrain.files import check_writable, write_whole
-    from mpitrain.textbook.exercises.skeleton import skeleton
-    from mpitrain.textbook.exercises.table import EXERCISES
+    from mpitrain.tools.textbook.exercises.skeleton import skeleton
+    from mpitrain.tools.textbook.exercises.table import EXERCISES
 
     if name not in EXERCISES:
         raise ConfigError(

@@ -57,11 +57,11 @@ def command(
     if process.launched().rank > 0:
         return  # only rank 0 prints
     from mpitrain.errors import ConfigError
-    from mpitrain.textbook.explain.links import parse_link
-    from mpitrain.textbook.explain.renderers import terminal
-    from mpitrain.textbook.explain.topic import listed_or_refused
-    from mpitrain.textbook.explain.topics import TOPICS
-    from mpitrain.textbook.words import text
+    from mpitrain.tools.textbook.explain.links import parse_link
+    from mpitrain.tools.textbook.explain.renderers import terminal
+    from mpitrain.tools.textbook.explain.topic import listed_or_refused
+    from mpitrain.tools.textbook.explain.topics import TOPICS
+    from mpitrain.tools.textbook.words import text
 
     speed = parse_link(link) if link is not None else None
     if topic is None:
@@ -95,13 +95,13 @@ def command(
         click.echo("\n".join(terminal.ending(found, language)))
     outputs = Outputs()
     if picture:
-        from mpitrain.textbook.explain.renderers.picture import draw
+        from mpitrain.tools.textbook.explain.renderers.picture import draw
 
         with outputs.to(picture):
             draw(found, picture, language)
             click.echo(text("drawn in {file}", language, file=picture))
     if page:
-        from mpitrain.textbook.explain.renderers.page import write
+        from mpitrain.tools.textbook.explain.renderers.page import write
 
         with outputs.to(page):
             write(found, page, language)
@@ -112,9 +112,9 @@ def command(
 def _write_all(folder: Path, language: str) -> None:
     """Write the pages of all topics, and an index."""
     from mpitrain.cli.terminal.progress import bar
-    from mpitrain.textbook.explain.renderers.page import write_all
-    from mpitrain.textbook.explain.topics import TOPICS
-    from mpitrain.textbook.words import text
+    from mpitrain.tools.textbook.explain.renderers.page import write_all
+    from mpitrain.tools.textbook.explain.topics import TOPICS
+    from mpitrain.tools.textbook.words import text
 
     missing = [name for name, topic in TOPICS.items() if not topic.runs_here]
     with bar(len(TOPICS) - len(missing)) as shown:

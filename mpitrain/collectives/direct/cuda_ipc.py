@@ -7,8 +7,9 @@ between the ranks, by events that they share.
 
 import sys
 from collections.abc import Callable
-from functools import cache
 from typing import Any
+
+import numpy as np
 
 from mpitrain.collectives.direct.stream_ordered import StreamOrdered
 from mpitrain.collectives.engine.arithmetic import Arithmetic
@@ -20,6 +21,12 @@ from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device.messages import DeviceTransport
 
+TRIAL = 1 << 16
+"""Elements of the array by which ranks prove that they can use each other's GPU memory."""
+
+_SAID: list[str] = []
+"""The first reason to use messages, which is printed; other groups of ranks have similar ones."""
+
 
 def bind_shared_gpu(
     transport: Transport, array: Any, op: str, tag: int, arithmetic: Arithmetic
@@ -29,16 +36,7 @@ def bind_shared_gpu(
     order   rank r sums chunk r: its own elements first, then the elements of ranks r + 1,
             r + 2 ...: the same bits on all ranks and in every run
     """
-    combine = arithmetic.combining(array, op)
-
-    def reduce(arrays: list[Any]) -> None:
-        own, *others = _turned(transport, arrays)
-        for other in others:
-            combine(own, other)
-        for other in others:
-            other[...] = own
-
-    return _bound(transport, array, tag, reduce)
+    return _bound(transport, array, tag, arithmetic, _reducing(transport, array, op, arithmetic))
 
 
 def bind_reduce_scatter_gpu(
@@ -55,10 +53,12 @@ def bind_reduce_scatter_gpu(
         for other in others:
             combine(own, other)
 
-    return _bound(transport, array, tag, reduce)
+    return _bound(transport, array, tag, arithmetic, reduce)
 
 
-def bind_all_gather_gpu(transport: Transport, array: Any, tag: int) -> Reduction | None:
+def bind_all_gather_gpu(
+    transport: Transport, array: Any, tag: int, arithmetic: Arithmetic
+) -> Reduction | None:
     """Bind an all-gather through GPU memory, under the conditions of `_bound`."""
     chunks = [slice(*bounds) for bounds in chunk_bounds(array.size, transport.size)]
 
@@ -67,7 +67,37 @@ def bind_all_gather_gpu(transport: Transport, array: Any, tag: int) -> Reduction
             if peer != transport.rank:
                 arrays[transport.rank][chunk] = arrays[peer][chunk]
 
-    return _bound(transport, array, tag, gather)
+    return _bound(transport, array, tag, arithmetic, gather)
+
+
+def unshared_gpu(transport: Transport) -> ConfigError:
+    """Return the error of a request for "shared" by name where `_bound` has returned None."""
+    if not isinstance(transport, DeviceTransport):
+        return ConfigError(
+            "algorithm shared opens GPU memory by the backend of a device's transport, but this transport is the host's.",
+            "Bind over what transport.cuda_aware.over_device makes of it, or use algorithm ring.",
+        )
+    return ConfigError(
+        f"algorithm shared needs GPUs that use each other's memory. {transport.unshared}",
+        "Let every rank see all GPUs of its host (without CUDA_VISIBLE_DEVICES and Slurm's --gpus-per-task), turn the IOMMU "
+        "off, or use algorithm auto.",
+    )
+
+
+def _reducing(
+    transport: Transport, array: Any, op: str, arithmetic: Arithmetic
+) -> Callable[[list[Any]], None]:
+    """Return the work of an all-reduce on the arrays of all ranks, which are like `array`."""
+    combine = arithmetic.combining(array, op)
+
+    def reduce(arrays: list[Any]) -> None:
+        own, *others = _turned(transport, arrays)
+        for other in others:
+            combine(own, other)
+        for other in others:
+            other[...] = own
+
+    return reduce
 
 
 def _turned(transport: Transport, arrays: list[Any]) -> list[Any]:
@@ -78,54 +108,71 @@ def _turned(transport: Transport, arrays: list[Any]) -> list[Any]:
 
 
 def _bound(
-    transport: Transport, array: Any, tag: int, work: Callable[[list[Any]], None]
+    transport: Transport,
+    array: Any,
+    tag: int,
+    arithmetic: Arithmetic,
+    work: Callable[[list[Any]], None],
 ) -> Reduction | None:
     """Return a reduction that launches `work` when all arrays are ready; collective, within a host.
 
-    If a rank cannot open the memory or the event of another rank, the result is None on every
-    rank. Rank 0 then prints one line.
+    None on every rank if the ranks cannot use each other's GPU memory. The first binding of a
+    transport finds this out, and rank 0 of the job prints one line.
 
     work    takes the arrays of all ranks, by rank; they stay open as long as the reduction lives
-    raises  ConfigError on every rank if the ranks do not see each other's GPUs, or if the transport
-            is one of host memory
     memory  while other ranks have an allocation open, it must not return to the driver; CuPy's
             pools return none
     """
-    if not isinstance(transport, DeviceTransport):
-        raise on_every_rank(
-            ConfigError(
-                "algorithm shared opens GPU memory by the backend of a device's transport, but this transport is the host's.",
-                "Bind over what transport.cuda_aware.over_device makes of it, or use algorithm ring.",
-            )
-        )
-    _check_gpus_are_seen(transport)
+    if not isinstance(transport, DeviceTransport) or transport.unshared:
+        return None
     try:
-        arrays = _opened(transport, array.reshape(-1))
-        own, others = _events(transport)
+        if transport.unshared is None and transport.size > 1:
+            _prove(transport, tag, arithmetic)
+        reduction = _ordered(transport, array, tag, work)
+        transport.unshared = ""
+        return reduction
     except CommError as error:
-        if transport.rank == 0:
-            _say_once(f"mpitrain: algorithm shared falls back on ring. {error.law}")
+        if not error.agreed:
+            raise
+        transport.unshared = error.law
+        if transport.members[transport.rank] == 0 and not _SAID:
+            _SAID.append(error.law)
+            print(
+                f"mpitrain: GPUs of a host exchange messages, not shared memory. {error.law}",
+                file=sys.stderr,
+                flush=True,
+            )
         return None
 
+
+def _ordered(
+    transport: DeviceTransport, array: Any, tag: int, work: Callable[[list[Any]], None]
+) -> StreamOrdered:
+    """Return the reduction of `_bound`; CommError on every rank if the driver of one rank refuses."""
+    arrays = _opened(transport, array.reshape(-1))
+    own, others = _events(transport)
     return StreamOrdered(transport, array, tag, own, others, lambda: work(arrays))
 
 
-def _check_gpus_are_seen(transport: DeviceTransport) -> None:
-    """Raise ConfigError on every rank unless each rank sees the GPUs of all ranks; collective.
+def _prove(transport: DeviceTransport, tag: int, arithmetic: Arithmetic) -> None:
+    """Sum a known pattern; CommError on every rank if the sum is wrong on any; collective.
 
-    A process cannot open the memory of a GPU that it does not see.
+    A driver may grant access to a GPU behind an IOMMU, which then reads and writes other memory
+    without an error.
     """
-    everyone = transport.gather_text(transport.backend.gpus())
-    for reader, (_, seen) in enumerate(everyone):
-        for owner, (gpu, _) in enumerate(everyone):
-            if gpu not in seen:
-                raise on_every_rank(
-                    ConfigError(
-                        f"algorithm shared needs every rank to see the GPUs of all, but rank {reader} does not see that of rank "
-                        f"{owner} ({gpu}).",
-                        "Leave CUDA_VISIBLE_DEVICES and Slurm's --gpus-per-task out, or use algorithm ring.",
-                    )
-                )
+    patterns = [
+        ((np.arange(TRIAL) * 7 + 31 * rank) % 97 + 1).astype(np.float32)
+        for rank in range(transport.size)
+    ]
+    array = transport.backend.from_host(patterns[transport.rank])
+    _ordered(transport, array, tag, _reducing(transport, array, "add", arithmetic)).run()
+    is_right = np.array_equal(transport.backend.to_host(array), sum(patterns))
+    if wrong := [rank for rank, right in enumerate(transport.gather_text(is_right)) if not right]:
+        raise on_every_rank(
+            CommError(
+                f"The driver grants access, but a sum of known numbers was wrong on rank {', '.join(map(str, wrong))}."
+            )
+        )
 
 
 def _opened(transport: DeviceTransport, flat: Any) -> list[Any]:
@@ -158,8 +205,3 @@ def _events(transport: DeviceTransport) -> tuple[Recordable, list[Any]]:
     handles = transport.gather_text(own.handle)
     others = [handle for peer, handle in enumerate(handles) if peer != transport.rank]
     return own, on_all_ranks(transport, lambda: [gpu.open_event(handle) for handle in others])
-
-
-@cache  # a run binds many arrays, but prints the line once
-def _say_once(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.collectives.direct.cuda_ipc import bind_shared_gpu
+from mpitrain.collectives.direct.cuda_ipc import bind_shared_gpu, unshared_gpu
 from mpitrain.collectives.engine.agreement import Agreed
 from mpitrain.collectives.engine.arithmetic import HOST, Arithmetic
 from mpitrain.collectives.engine.executor import Execution, Reduction, started_twice
@@ -211,7 +211,7 @@ def bind_shared(
     """Bind an all-reduce through shared memory; collective, over the ranks of one host.
 
     It uses the window that holds the array, or copies the array to a window and back. None on
-    every rank if the host has no room for a window.
+    every rank if the host has no room for a window, or its GPUs cannot use each other's memory.
 
     agreed      with the `offer` of each rank
     arithmetic  for arrays in GPU memory; arrays in host memory use NumPy
@@ -280,8 +280,10 @@ def _borrowed(transport: Transport, array: np.ndarray) -> tuple[int, int, int]:
     return copies, apart, 1 << max(12, (copies * apart - 1).bit_length())
 
 
-def no_window(transport: Transport, array: np.ndarray) -> ConfigError:
-    """Return the error of a request for "shared" by name on a host without room for a window."""
+def unshared(transport: Transport, array: np.ndarray) -> ConfigError:
+    """Return the error of a request for "shared" by name where its binding has failed."""
+    if on_device(array):
+        return unshared_gpu(transport)
     return ConfigError(
         f"algorithm shared needs {transport.size} x {array.nbytes:,} bytes in {SHARED_MEMORY}, but "
         f"{transport.hosts[0]} has no room for them.",
@@ -305,8 +307,5 @@ def hosts_differ(situation: Topology, instead: str) -> ConfigError | None:
 
 
 def is_rival(situation: Topology) -> bool:
-    """Return whether the arrays are in host memory.
-
-    Only binding shows whether GPUs can open each other's memory, and no tuning covers that case.
-    """
+    """Return whether the arrays are in host memory; `choose` has a rule for GPUs, not a prediction."""
     return not situation.is_on_device

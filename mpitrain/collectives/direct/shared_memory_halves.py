@@ -101,7 +101,7 @@ def bind_all_gather(
 ) -> Reduction | None:
     """Bind an all-gather through shared memory; collective. Arguments are as in `bind_shared`."""
     if on_device(array):
-        return bind_all_gather_gpu(transport, array, agreed.tag)
+        return bind_all_gather_gpu(transport, array, agreed.tag, arithmetic)
     return bind_in_window(
         transport, array, agreed, partial(_all_gather, transport, array, op, agreed.tag)
     )

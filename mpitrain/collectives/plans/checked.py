@@ -1,15 +1,17 @@
-"""The rules of an all-reduce that a user writes: the form of its steps, and their simulation.
+"""The rules of an algorithm that a user writes: the form of its steps, and their simulation.
 
 A step is `(sends, receives, adds)`. The first two are lists of `(peer, start, stop)`. Nothing here
-imports NumPy or MPI: the process that runs the user's file uses these rules.
+imports NumPy or MPI: the child that runs the user's file uses these rules.
 """
 
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
+from types import ModuleType
 from typing import Any
 
-from mpitrain.collectives.plans.isolated_worker import UserFile, Wrong
+from mpitrain.collectives.plans.own_file import Wrong, function_of
+from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.errors import Sentence
 
 MOST_STEPS = 100_000
@@ -121,18 +123,48 @@ def _check_overlap(
                 )
 
 
-def simulate(
-    plans: Sequence[Sequence[Step]], count: int, workers: Collection[int] | None = None
-) -> None:
-    """Run the plans on symbols; Wrong unless every rank ends with the same sum of all ranks.
+def check_depth(steps: Sequence[Step], depth: int, rank: int) -> None:
+    """Raise Wrong if a step of a rank needs an earlier one to end that may still be in flight.
 
-    workers  the ranks that have summands and need the sum; others start with zeros. None: all
+    depth  number of steps in flight at once
+    """
+    for first, (sends, receives, _) in enumerate(steps):
+        for second in range(first + 1, min(first + depth, len(steps))):
+            later_sends, later_receives, _ = steps[second]
+            for mine, theirs in (
+                (receives, [*later_sends, *later_receives]),
+                (sends, later_receives),
+            ):
+                for (_, start, stop), (_, begin, end) in product(mine, theirs):
+                    if max(start, begin) < min(stop, end):
+                        raise Wrong(
+                            "step {step} of rank {rank} begins before step {before} ends, but both "
+                            "have element {start}",
+                            step=second + 1,
+                            rank=rank,
+                            before=first + 1,
+                            start=max(start, begin),
+                        )
+
+
+def simulate(
+    plans: Sequence[Sequence[Step]],
+    count: int,
+    workers: Collection[int] | None = None,
+    operation: str = "allreduce",
+) -> None:
+    """Run the plans on symbols; Wrong unless every rank ends with what the operation gives it.
+
+    workers    the ranks that have summands and need the sum; others start with zeros. None: all
+    operation  "allreduce": every rank ends with the same sum of all ranks; "reduce-scatter": with
+               its chunk of the sum; "all-gather": with the chunk of each rank
 
     A rank's step ends when all of its messages have been exchanged. Messages of a pair of ranks
     arrive in order. The order of summation must be the same on all ranks: otherwise their results
     differ by rounding. The order of two summands does not matter.
     """
     ranks = len(plans)
+    bounds = chunk_bounds(count, ranks)
     cuts = sorted(
         {0, count}
         | {
@@ -142,6 +174,7 @@ def simulate(
             for _, *ends in (*sends, *receives)
             for cut in ends
         }
+        | {stop for _, stop in bounds}
     )
     chunk = {cut: number for number, cut in enumerate(cuts)}
     sums: dict[Any, int] = {}
@@ -233,23 +266,28 @@ def simulate(
         raise Wrong("no message can move: {waits}", waits=_waits(waiting, plans, left))
     every = sum(1 << rank for rank in used)
     for number, (start, _) in enumerate(pairwise(cuts)):
-        for rank in used:
+        owner = next(r for r, (first, stop) in enumerate(bounds) if first <= start < stop)
+        summands = 1 << owner if operation == "all-gather" else every
+        holders = [owner] if operation == "reduce-scatter" else used
+        for rank in holders:
             once, more = ranks_of[held[rank][number]]
-            if (once, more) != (every, 0):
-                other = next(r for r in used if not once >> r & 1 or more >> r & 1)
+            if (once, more) != (summands, 0):
+                wrong = once ^ summands | more
+                other = next(r for r in range(ranks) if wrong >> r & 1)
                 raise Wrong(
                     "element {start} of rank {rank} has the value of rank {other} {times} "
-                    "times, and must have it once",
+                    "times, and must have it {wanted} times",
                     start=start,
                     rank=rank,
                     other=other,
                     times=_times([*sums], other)[held[rank][number]],
+                    wanted=summands >> other & 1,
                 )
-            if held[rank][number] != held[used[0]][number]:
+            if held[rank][number] != held[holders[0]][number]:
                 raise Wrong(
                     "ranks {rank} and {other} sum element {start} in another order, so their results "
                     "differ by rounding",
-                    rank=used[0],
+                    rank=holders[0],
                     other=rank,
                     start=start,
                 )
@@ -281,14 +319,12 @@ def _waits(
     return tuple(found[:4])
 
 
-def all_reduce(own: UserFile, ranks: int, count: int) -> Iterator[dict[str, Any]]:
-    """Yield the proven plans of all ranks, of the function `all_reduce` of a user's file.
+def all_reduce(own: ModuleType, ranks: int, count: int) -> Iterator[dict[str, Any]]:
+    """Yield the steps of all ranks, of the function `all_reduce` of a user's file.
 
-    raises  Wrong if the plans break a rule
+    raises  Wrong if they have another form
     """
-    plan = own.function("all_reduce")
-    if not plan:
-        raise Wrong("the file must define {function}", function="all_reduce(rank, ranks, count)")
-    plans = [steps_of(plan(rank, ranks, count), rank, ranks, count) for rank in range(ranks)]
-    simulate(plans, count)
-    yield {"plans": plans}
+    plan = function_of(own, "all_reduce", "(rank, ranks, count)")
+    yield {
+        "plans": [steps_of(plan(rank, ranks, count), rank, ranks, count) for rank in range(ranks)]
+    }

@@ -24,7 +24,15 @@ def choose(
     memory: str = "window",
     operation: str = "allreduce",
 ) -> str:
-    """Return the algorithm with the shortest predicted time for an array in this memory class."""
+    """Return the algorithm with the shortest predicted time for an array in this memory class.
+
+    memory  "window" for an array on a GPU: the GPUs of a host may read each other's memory. No
+            tuning covers that. It is preferred to messages, for which the host must wait
+    """
+    if situation.is_on_device:
+        if memory == "window" and 1 == len(set(situation.hosts)) < len(situation.hosts):
+            return "shared"
+        memory = "plain"
 
     def seconds(algorithm: str) -> float:
         predicted = predict(tuning, operation, algorithm, situation.hosts, count, itemsize, memory)

@@ -168,9 +168,16 @@ def plans_of(
 ) -> tuple[Plan, ...]:
     """Return the plans that a rank runs one after the other: several for two-level algorithms."""
     if operation in TABLES:
-        plans = TABLES[operation][algorithm].plans
+        table = TABLES[operation]
+        plans = table[algorithm].plans
         assert plans is not None  # callers exclude algorithms that `is_whole` accepts
-        return plans(rank, hosts, count)
+        return table.made(
+            algorithm,
+            "algorithm",
+            lambda: plans(rank, hosts, count),
+            "plans",
+            lambda mine: isinstance(mine, tuple) and all(isinstance(one, Plan) for one in mine),
+        )
     return (PLANS[operation][algorithm](rank, len(hosts), count),)
 
 

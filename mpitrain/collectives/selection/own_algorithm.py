@@ -1,38 +1,30 @@
-"""All-reduces of the user: a Python file that returns messages as data, which a child checks.
+"""Algorithms of the user: files that return messages as data, and the proof of every added row.
 
-The file defines `all_reduce(rank, ranks, count)`, a pure function. It returns the list of steps of
+A file defines `all_reduce(rank, ranks, count)`, a pure function. It returns the list of steps of
 a rank. A step is `(sends, receives, adds)`. The first two are lists of `(peer, start, stop)`. If
-`adds`, received elements are added to the rank's own; otherwise they replace these. The code never
-runs in this process.
+`adds`, received elements are added to the rank's own; otherwise they replace these. A child runs the
+file. Rows of plugins have plans as built-in rows do.
 """
 
 import hashlib
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from threading import Lock
-from typing import Any
+from threading import RLock
 
-import numpy as np
-
-from mpitrain.collectives.engine.agreement import Agreed
-from mpitrain.collectives.engine.arithmetic import Arithmetic
-from mpitrain.collectives.engine.executor import Execution, Reduction
 from mpitrain.collectives.plans import checked
-from mpitrain.collectives.plans.isolated_values import from_json
-from mpitrain.collectives.plans.isolated_worker import Wrong
+from mpitrain.collectives.plans.own_file import Wrong, answers, from_json
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer
-from mpitrain.collectives.selection.algorithm import never, of_plans
-from mpitrain.collectives.selection.isolated_answers import SECONDS, answers
-from mpitrain.collectives.selection.table import ALL_REDUCE
+from mpitrain.collectives.selection.algorithm import Algorithm, never, of_plans
+from mpitrain.collectives.selection.cost_model import plans_of
+from mpitrain.collectives.selection.table import ALL_REDUCE, TABLES
 from mpitrain.config.plugins import MARK
 from mpitrain.errors import ConfigError, on_every_rank
 from mpitrain.files import contents
-from mpitrain.transport.agreement import on_all_ranks
-from mpitrain.transport.base import Transport
 
 SUFFIX = ".py"
-_ONE_AT_A_TIME = Lock()
+_ONE_AT_A_TIME = RLock()
+"""Ranks may be threads; one of them runs the file."""
 
 
 def is_file(name: str) -> bool:
@@ -64,22 +56,10 @@ def file_algorithm(name: str) -> str:
     if pinned not in ALL_REDUCE:
 
         def plans(rank: int, hosts: Sequence[str], count: int) -> tuple[Plan, ...]:
-            return (answer(path, code, len(hosts), count)[rank],)
+            with _ONE_AT_A_TIME:
+                return (answer(path, code, len(hosts), count)[rank],)
 
-        def bind(
-            transport: Transport, array: np.ndarray, op: str, agreed: Agreed, arithmetic: Arithmetic
-        ) -> Reduction:
-            # Each rank runs the file by itself: a function that is not pure has many answers.
-            found = on_all_ranks(
-                transport,
-                lambda: answer(path, code, transport.size, array.size),
-                f"answer of {shown(path)}",
-                lambda plans: {"its digest": hashlib.sha256(repr(plans).encode()).hexdigest()[:12]},
-            )
-            plan = found[transport.rank]
-            return Execution(transport, array, op, plan, agreed.tag, arithmetic=arithmetic)
-
-        ALL_REDUCE[pinned] = of_plans(plans, is_rival=never)._replace(bind=bind)
+        ALL_REDUCE[pinned] = of_plans(plans, is_rival=never)
     return pinned
 
 
@@ -88,48 +68,76 @@ def shown(name: str) -> str:
     return Path(name.partition(MARK)[0]).name if is_file(name) else name
 
 
-def answer(path: str, code: bytes, ranks: int, count: int) -> list[Plan]:
-    """Return the plan of each rank for an array of `count` elements, proven by simulation.
+def proven(
+    operation: str, algorithm: str, hosts: Sequence[str], count: int
+) -> list[tuple[Plan, ...]]:
+    """Return the plans of each rank, which run one after the other; those of added rows are proven.
 
-    raises  ConfigError if the file gives wrong sums, deadlocks, raises, or takes too long
+    raises  ConfigError if an added algorithm gives wrong results, deadlocks, raises or is too slow
     """
-    with _ONE_AT_A_TIME:  # Ranks may be threads.
-        return _answer(path, code, ranks, count)
+    with _ONE_AT_A_TIME:
+        return _proven(TABLES[operation][algorithm], operation, algorithm, tuple(hosts), count)
 
 
 @cache
-def _answer(path: str, code: bytes, ranks: int, count: int) -> list[Plan]:
-    where = f"The algorithm {path} must sum the arrays of {ranks} ranks, but for {count:,} elements"
-    given = answers(path, code, f"{checked.__name__}:all_reduce", ranks, count, seconds=SECONDS)
-    if given.is_slow:
-        raise ConfigError(
-            f"{where} it gives no answer within {SECONDS:g} s.",
-            "Return the steps of one rank, as a list.",
-        )
+def _proven(
+    row: Algorithm, operation: str, algorithm: str, hosts: tuple[str, ...], count: int
+) -> list[tuple[Plan, ...]]:
+    ranks, table = len(hosts), TABLES[operation]
+    plans = [plans_of(operation, algorithm, rank, hosts, count) for rank in range(ranks)]
+    if not table.is_added(algorithm):
+        return plans
     try:
-        (found,) = given.found
-        problem = from_json(found.get("problem", ""))
-        plans = [] if problem else [_plan(found["plans"][r], r, ranks, count) for r in range(ranks)]
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, Wrong):
-        raise ConfigError(
-            f"{where} its process ended with {given.ended} and no answer.",
-            "Return the steps of one rank, as a list.",
-        ) from None
-    if problem:
-        # Every rank asks the same question at the same time.
-        raise on_every_rank(ConfigError(f"{where} {problem:.300}.", "Correct the file."))
+        steps: list[list[checked.Step]] = []
+        for rank, mine in enumerate(plans):
+            steps.append([])
+            for plan in mine:
+                call = f"{algorithm.partition(MARK)[0]}({rank}, {ranks}, {count})"
+                own = checked.steps_of(plan.steps, rank, ranks, count, call)
+                checked.check_depth(own, plan.depth, rank)
+                steps[rank] += own
+        checked.simulate(steps, count, operation=operation)
+    except Wrong as wrong:
+        title = f"{algorithm.partition(MARK)[0]}{table.of_plugin(algorithm)}"
+        raise _wrong(title, ranks, count, wrong, operation) from None
     return plans
 
 
-def _plan(answer: Any, rank: int, ranks: int, count: int) -> Plan:
-    """Return the plan of a rank from JSON; Wrong if the file wrote something else in its place."""
-    return Plan(
-        tuple(
-            Step(
-                tuple(Transfer(*one) for one in sends),
-                tuple(Transfer(*one) for one in receives),
-                adds,
+@cache
+def answer(path: str, code: bytes, ranks: int, count: int) -> list[Plan]:
+    """Return what the file says is the plan of each rank for an array of `count` elements.
+
+    raises  ConfigError if the file raises, takes too long, or returns anything else
+    """
+    given = answers(path, code, f"{checked.__name__}:all_reduce", ranks, count)
+    if not given.found:
+        raise _wrong(path, ranks, count, given.reason())
+    (found,) = given.found
+    if "problem" in found:
+        problem = from_json(found["problem"])
+        # Every rank asks the same question at the same time.
+        raise on_every_rank(_wrong(path, ranks, count, Wrong(problem.law, **problem.values)))
+    return [
+        Plan(
+            tuple(
+                Step(
+                    tuple(Transfer(*one) for one in sends),
+                    tuple(Transfer(*one) for one in receives),
+                    adds,
+                )
+                for sends, receives, adds in steps
             )
-            for sends, receives, adds in checked.steps_of(answer, rank, ranks, count)
         )
+        for steps in found["plans"]
+    ]
+
+
+def _wrong(
+    title: str, ranks: int, count: int, wrong: Wrong, operation: str = "allreduce"
+) -> ConfigError:
+    task = "gather the chunks" if operation == "all-gather" else "sum the arrays"
+    return ConfigError(
+        f"The algorithm {title} must {task} of {ranks} ranks, but for {count:,} elements "
+        f"{wrong!s:.300}.",
+        "Correct the file.",
     )

@@ -26,6 +26,11 @@ With an odd vocabulary, only every eighth row would be aligned for vector access
 """
 
 
+def pitch(columns: int) -> int:
+    """Return the elements between rows of logits."""
+    return -(-columns // PITCH) * PITCH
+
+
 class _Pending:
     """The gradient dy and input x of a linear layer.
 
@@ -48,7 +53,7 @@ def logits(kernels: Kernels, multiply: Multiply, x, w, b, arena):
 
     Rows of y are padded to a multiple of PITCH elements; no operation reads or writes the padding.
     """
-    y = arena.take((len(x), -(-len(w) // PITCH) * PITCH), x.dtype)[:, : len(w)]
+    y = arena.take((len(x), pitch(len(w))), x.dtype)[:, : len(w)]
     return linear(kernels, multiply, x, w, b, arena, y)
 
 

@@ -1,6 +1,6 @@
 """The arrays of a caller's own training loop: their agreement over the ranks, and averages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -54,27 +54,33 @@ def named(facts: list[Any]) -> str:
 
 
 def agreed(
-    transport: Transport, parameters: list[Any], settings: dict[str, Any]
+    transport: Transport, parameters: Iterable[Any], settings: dict[str, Any]
 ) -> tuple[list[Any], Config]:
     """Return the parameters as arrays, and the configuration, the same on all ranks; collective.
 
     settings  keys of [replication]
     raises    as the constructor of `Replicated`
     """
-    arrays: list[Any] = [None] * len(parameters)
+    arrays: list[Any] = []
     configs: list[Config] = []
 
     def facts() -> list[Any]:
+        if not isinstance(parameters, Iterable):
+            raise ConfigError(
+                f"Replicated needs parameters, but they are a {type(parameters).__name__}.",
+                "Pass the arrays themselves, for example list(model.parameters()).",
+            )
         arrays[:] = [as_array(one, f"Parameter {n}") for n, one in enumerate(parameters)]
         found = [facts_of(array) for array in arrays]
         _check(arrays, found)
         kind, dtype = found[0][:2]
-        replication, algorithm = settings, str(settings["algorithm"])
-        if is_file(algorithm):
-            replication = {**settings, "algorithm": file_algorithm(algorithm)}
-        tables = {"replication": replication, "device": {"kind": kind}}
+        own = {**settings, "bucket_mb": float(settings["bucket_mb"])}
+        shared = {key: str(value) for key, value in own.items()}
+        if is_file(shared["algorithm"]):
+            own["algorithm"] = file_algorithm(shared["algorithm"])
+        tables = {"replication": own, "device": {"kind": kind}}
         configs.append(parse({**tables, "precision": {"compute": dtype}}))
-        return [list(settings.items()), found]
+        return [shared, found]
 
     (first, shapes), *everyone = from_all_ranks(transport, facts)
     for rank, (other, others) in enumerate(everyone, 1):

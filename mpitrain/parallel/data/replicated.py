@@ -68,8 +68,8 @@ class Replicated:
     ):
         self._parameters, config = agreed(
             transport,
-            list(parameters),
-            {"algorithm": algorithm, "wire": wire, "bucket_mb": float(bucket_mb), "dense_steps": 0},
+            parameters,
+            {"algorithm": algorithm, "wire": wire, "bucket_mb": bucket_mb, "dense_steps": 0},
         )
         self._rank = transport.rank
         mine = transport.split(0)

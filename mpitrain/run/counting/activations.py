@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter as Numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from mpitrain.config import Config
@@ -32,7 +32,6 @@ def check_activations(
     source: Source | Unopened,
     units: Units,
     room: Room,
-    hosts: Sequence[str],
     rank: int,
     replanned: Callable[[int], Scheduled | None],
 ) -> Step:
@@ -43,12 +42,11 @@ def check_activations(
     The error has the numbers and the fewest micro-batches that fit, which it finds by counting.
 
     room       memory that parameters, gradients and optimizer state leave
-    hosts      the host of every rank, by rank
     replanned  (micro-batches) -> the job with so many, or None if they do not fit its keys
     """
 
     def needed(found: Scheduled) -> tuple[int, Step]:
-        return bytes_needed(found, source, units, room, hosts, rank)
+        return bytes_needed(found, source, units, room, rank)
 
     try:
         activations, mine = needed(job)
@@ -64,7 +62,7 @@ def check_activations(
         replanned, micro_batches, rows, room.free - room.needed, lambda one: needed(one)[0]
     )
     raise ConfigError(
-        f"{room.ranks} rank(s) need {room.needed / 1e9:,.2f} GB for parameters, gradients and optimizer state "
+        f"{len(room.ranks)} rank(s) need {room.needed / 1e9:,.2f} GB for parameters, gradients and optimizer state "
         f"and {activations / 1e9:,.2f} GB for activations {room.where}, with {micro_batches} micro-batch(es) of "
         f"{-(-rows // micro_batches)} row(s), but {room.free / 1e9:,.2f} GB {room.allowed}.",
         f"Set batch.micro_batches to {found.micro_batches}: activations then need {found.needed / 1e9:,.2f} GB."
@@ -89,7 +87,6 @@ def bytes_needed(
     source: Source | Unopened,
     units: Units,
     room: Room,
-    hosts: Sequence[str],
     rank: int,
 ) -> tuple[int, Step]:
     """Return the bytes of activations in the memory of this rank, and its own counts.
@@ -101,10 +98,8 @@ def bytes_needed(
     tp, dp, pp = axes.coords(rank) if rank < workers else (0, 0, 0)
     counter = Counter(job, source, units, tp)
     mine = counter.step(pp, dp)
-    if job.config.device.kind == "cuda":
-        return room.ranks * mine.peak, mine if rank < workers else Step()
     # The ranks of a stage need almost equal bytes, so each stage is counted once.
-    stages = Numbers(axes.coords(r).pp for r in range(workers) if hosts[r] == hosts[rank])
+    stages = Numbers(axes.coords(r).pp for r in room.ranks if r < workers)
     peaks = {stage: mine.peak if stage == pp else counter.step(stage).peak for stage in stages}
     total = sum(number * peaks[stage] for stage, number in stages.items())
     return total, mine if rank < workers else Step()

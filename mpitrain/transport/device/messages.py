@@ -149,12 +149,16 @@ class DeviceTransport(Forwarding):
     `hosts`, tags, traffic and windows are the host transport's. A staged message counts in
     `traffic` once per piece. `backend` manages the device memory. Only the main thread may call: it
     owns the streams and the staging memory.
+
+    unshared  the reason why these ranks cannot use each other's device memory, "" if they can; None
+              until collectives have tried
     """
 
     def __init__(self, host: Transport, backend: DeviceBackend, carrier: Carrier):
         super().__init__(host)
         self.backend, self._carrier = backend, carrier
         self.admits_threads, self.allocates_on_device = False, True
+        self.unshared: str | None = None
 
     def over(self, inner: Transport) -> "DeviceTransport":
         return DeviceTransport(inner, self.backend, self._carrier.over(inner))

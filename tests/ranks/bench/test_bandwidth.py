@@ -4,12 +4,19 @@ import threading
 
 import pytest
 
-from mpitrain.bench.collectives.columns import Table
-from mpitrain.bench.links import bandwidth as measuring
-from mpitrain.bench.links.bandwidth import COLUMNS, BandwidthRequest, Row, footer, measure, partners
 from mpitrain.cli.bench.bandwidth import _measure as run
 from mpitrain.cli.bench.bandwidth import command
 from mpitrain.errors import ConfigError
+from mpitrain.tools.bench.collectives.columns import Table
+from mpitrain.tools.bench.links import bandwidth as measuring
+from mpitrain.tools.bench.links.bandwidth import (
+    COLUMNS,
+    BandwidthRequest,
+    Row,
+    footer,
+    measure,
+    partners,
+)
 from mpitrain.transport.threads import run_ranks
 
 
@@ -141,7 +148,7 @@ def test_one_rank_and_no_sizes_are_refused():
 @pytest.mark.slow
 def test_the_picture_has_a_curve_for_each_way(tmp_path):
     pytest.importorskip("matplotlib")
-    from mpitrain.bench.links.pictures import plot_bandwidth
+    from mpitrain.tools.bench.links.pictures import plot_bandwidth
 
     facts = {
         "ranks": 2,

@@ -10,12 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpitrain.bench.collectives import sweep as sweeping
-from mpitrain.bench.collectives import synchronized_start
-from mpitrain.bench.collectives.fit import all_spoilt, check, checked, fit, median_of_sweeps
-from mpitrain.bench.collectives.request import SweepRequest, dtype_of, sizes
-from mpitrain.bench.collectives.sweep import is_long_enough, sweep
-from mpitrain.bench.collectives.verify import error_norm, wrong_elements, wrong_replicas
 from mpitrain.cli.bench.collectives import OPERATIONS
 from mpitrain.cli.bench.collectives import _measure as measure
 from mpitrain.cli.bench.collectives import command as bench
@@ -29,6 +23,12 @@ from mpitrain.config import parse
 from mpitrain.errors import ConfigError
 from mpitrain.files import check_writable
 from mpitrain.kernels.loader import Kernels
+from mpitrain.tools.bench.collectives import sweep as sweeping
+from mpitrain.tools.bench.collectives import synchronized_start
+from mpitrain.tools.bench.collectives.fit import all_spoilt, check, checked, fit, median_of_sweeps
+from mpitrain.tools.bench.collectives.request import SweepRequest, dtype_of, sizes
+from mpitrain.tools.bench.collectives.sweep import is_long_enough, sweep
+from mpitrain.tools.bench.collectives.verify import error_norm, wrong_elements, wrong_replicas
 from mpitrain.transport import threads
 from mpitrain.transport.threads import run_ranks
 
@@ -249,11 +249,15 @@ def test_sizes_stop_where_time_grows_with_them_or_runs_are_too_long():
     assert is_long_enough(3.0, float("inf"), 1)
 
 
-def test_a_request_that_stops_leaves_out_longer_arrays_in_every_sweep(monkeypatch):
+@pytest.mark.parametrize("bucket, sizes", [(64, (64,)), (300, (64, 1024)), (25e6, (64, 4096))])
+def test_a_request_that_stops_goes_on_at_the_largest_bucket_in_every_sweep(
+    monkeypatch, bucket, sizes
+):
     monkeypatch.setattr(sweeping, "LONGEST", 0.0)
+    monkeypatch.setattr(sweeping, "BUCKET", bucket)
     rows = rows_of(2, request("ring", "tree", buffers=("plain",), stops=True)._replace(sweeps=2))
-    assert [(row.sweep, row.algorithm, row.bytes) for row in rows] == [
-        (number, name, 64) for number in (1, 2) for name in ("ring", "tree")
+    assert [(row.sweep, row.bytes, row.algorithm) for row in rows] == [
+        (number, size, name) for number in (1, 2) for size in sizes for name in ("ring", "tree")
     ]
     assert len(rows_of(2, request("ring", buffers=("plain",)))) == 4
 

@@ -5,10 +5,18 @@ import math
 import pytest
 
 from mpitrain import build, parse, run_ranks
-from mpitrain.bench.training.bare_products import BareProducts, attention_products
-from mpitrain.bench.training.shapes import SHAPES, chosen, line, measure_shape, settings, shape_row
-from mpitrain.bench.training.steps import Ours, Result
-from mpitrain.bench.training.unit_kinds import (
+from mpitrain.errors import ConfigError
+from mpitrain.tools.bench.training.bare_products import BareProducts, attention_products
+from mpitrain.tools.bench.training.shapes import (
+    SHAPES,
+    chosen,
+    line,
+    measure_shape,
+    settings,
+    shape_row,
+)
+from mpitrain.tools.bench.training.steps import Ours, Result
+from mpitrain.tools.bench.training.unit_kinds import (
     BETWEEN,
     COMMUNICATION,
     ByKind,
@@ -17,7 +25,6 @@ from mpitrain.bench.training.unit_kinds import (
     kind_of,
     kind_rows,
 )
-from mpitrain.errors import ConfigError
 
 LAYERS, WIDTH, HEADS, CONTEXT, ROWS = 2, 16, 2, 70, 4
 JOB = {
@@ -141,7 +148,7 @@ def test_a_shape_that_takes_too_long_or_does_not_fit_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="at most 1e-06 s"):
         run_ranks(1, lambda own: go(own, 1e-6))
     monkeypatch.setattr(
-        "mpitrain.bench.training.shapes.process.free_memory", lambda kind: 2 * 10**7
+        "mpitrain.tools.bench.training.shapes.process.free_memory", lambda kind: 2 * 10**7
     )
     with pytest.raises(ConfigError, match="programs of"):
         run_ranks(1, lambda own: go(own, 300.0))

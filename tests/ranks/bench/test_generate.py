@@ -1,8 +1,8 @@
 """`bench generate`: all sides write the same tokens, in turns."""
 
-from mpitrain.bench.generation.sides import Cached, WholeWindows, measure, table
 from mpitrain.config import parse, with_settings
 from mpitrain.run.build import build
+from mpitrain.tools.bench.generation.sides import Cached, WholeWindows, measure, table
 from mpitrain.transport.threads import run_ranks
 
 TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "batch.size=4"]

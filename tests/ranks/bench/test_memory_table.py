@@ -3,9 +3,9 @@
 import pytest
 from click.testing import CliRunner
 
-from mpitrain.bench.training.memory import WAYS
 from mpitrain.cli.bench.training.command import _measure_memory, command
 from mpitrain.errors import ConfigError
+from mpitrain.tools.bench.training.memory import WAYS
 from mpitrain.transport.threads import run_ranks
 
 TINY = [

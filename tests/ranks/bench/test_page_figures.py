@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from mpitrain.bench.comparison.formulas import formula_of, predicted
-from mpitrain.bench.comparison.grammar import usual
-from mpitrain.bench.comparison.jobs import jobs
 from mpitrain.cli import commands
 from mpitrain.cli.bench.training.job import configured_on as of_bench_train
 from mpitrain.config import parse
@@ -19,13 +16,22 @@ from mpitrain.pipeline.memory import peak
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.simulate import Cost, simulate
 from mpitrain.run.build import build
+from mpitrain.tools.bench.comparison.formulas import formula_of, predicted
+from mpitrain.tools.bench.comparison.grammar import usual
+from mpitrain.tools.bench.comparison.jobs import jobs
 from mpitrain.transport.threads import run_ranks
 
 HERE = Path(__file__).parents[3]
 HOUSE = HERE / "mpitrain" / "README.md"
 README, PARALLEL, PIPELINE, PLAN, BENCH = (
     HERE / folder / "README.md"
-    for folder in ("", *(f"mpitrain/{room}" for room in ("parallel", "pipeline", "plan", "bench")))
+    for folder in (
+        "",
+        "mpitrain/parallel",
+        "mpitrain/pipeline",
+        "mpitrain/tools/plan",
+        "mpitrain/tools/bench",
+    )
 )
 ROW = re.compile(r"^([\w-]+) +(\d+) +[\d.]+ +[\d.]+ +[\d.]+ +([\d,]+) +([\d,]+|-) ", re.M)
 """A mode, its workers, the bytes that its busiest rank sent, and those by formula."""

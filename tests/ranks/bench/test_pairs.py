@@ -5,22 +5,22 @@ import threading
 import numpy as np
 import pytest
 
-from mpitrain.bench.links import pairs as measuring
-from mpitrain.bench.links.pairs import (
+from mpitrain.cli.bench.pairs import _measure as run
+from mpitrain.cli.bench.pairs import command
+from mpitrain.errors import ConfigError
+from mpitrain.tools.bench.links import pairs as measuring
+from mpitrain.tools.bench.links.pairs import (
     BETWEEN,
     ONE_HOST,
+    bad_everywhere,
     coded,
     measure,
     merged,
     odd_pairs,
     places_to_judge,
     rounds,
-    slow_everywhere,
 )
-from mpitrain.bench.links.pairs_table import report
-from mpitrain.cli.bench.pairs import _measure as run
-from mpitrain.cli.bench.pairs import command
-from mpitrain.errors import ConfigError
+from mpitrain.tools.bench.links.pairs_table import report
 from mpitrain.transport.threads import run_ranks
 
 SHORT, LONG = 8, 1 << 12
@@ -98,7 +98,7 @@ def test_pairs_names_a_late_link_and_a_slow_host():
         found = links(lambda *words, slow=slow: usual(*words, slow=slow, times=20.0), hosts)
         odd = odd_pairs(found)
         assert [each.pair[:2] for each in odd] == slow[: len(hosts) - 1], hosts
-        assert slow_everywhere(found, odd) == [2]
+        assert bad_everywhere(found, {each.pair[:2] for each in odd}) == [2]
         assert "every link of rank 2 on c is slow: look at that host" in report(found, 80)
 
 
@@ -166,7 +166,7 @@ def test_one_rank_is_refused(capsys):
 @pytest.mark.slow
 def test_the_heat_map_tells_hosts_figures_and_frames_the_odd_link(tmp_path):
     pytest.importorskip("matplotlib")
-    from mpitrain.bench.links.pictures import plot_pairs
+    from mpitrain.tools.bench.links.pictures import plot_pairs
 
     facts = {
         "hosts": 4,

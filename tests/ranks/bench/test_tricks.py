@@ -2,10 +2,10 @@
 
 import pytest
 
-from mpitrain.bench.comparison.trick_rows import TRICKS
-from mpitrain.bench.comparison.trick_table import checks
-from mpitrain.bench.comparison.tricks import try_all
 from mpitrain.run.build import build
+from mpitrain.tools.bench.comparison.trick_rows import TRICKS
+from mpitrain.tools.bench.comparison.trick_table import checks
+from mpitrain.tools.bench.comparison.tricks import try_all
 from mpitrain.transport.threads import run_ranks
 from tests.training import MLP, TINY, configured
 

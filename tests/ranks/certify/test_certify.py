@@ -6,20 +6,20 @@ import time
 import numpy as np
 import pytest
 
-from mpitrain.bench.links import pairs as measuring
-from mpitrain.certify import collect as collecting
-from mpitrain.certify import repeats
-from mpitrain.certify.arithmetic import step_digests
-from mpitrain.certify.collect import collect, links
-from mpitrain.certify.evidence import Facts, Finding, Jobs, Speeds
-from mpitrain.certify.limits import Limits
-from mpitrain.certify.repeats import repeat
-from mpitrain.certify.speeds import measure, sampler
-from mpitrain.certify.verdict import judge
-from mpitrain.doctor import hosts
-from mpitrain.doctor.hosts import look_clocks, wrong_clocks
-from mpitrain.doctor.problem import Values
 from mpitrain.errors import ConfigError, on_every_rank
+from mpitrain.tools.bench.links import pairs as measuring
+from mpitrain.tools.certify import collect as collecting
+from mpitrain.tools.certify import repeats
+from mpitrain.tools.certify.arithmetic import step_digests
+from mpitrain.tools.certify.collect import collect, links
+from mpitrain.tools.certify.evidence import Facts, Finding, Jobs, Speeds
+from mpitrain.tools.certify.limits import Limits
+from mpitrain.tools.certify.repeats import repeat
+from mpitrain.tools.certify.speeds import measure, sampler
+from mpitrain.tools.certify.verdict import judge
+from mpitrain.tools.doctor import hosts
+from mpitrain.tools.doctor.hosts import look_clocks, wrong_clocks
+from mpitrain.tools.doctor.problem import Values
 from mpitrain.transport.threads import ThreadTransport, run_ranks
 
 HOSTS = "abcd"
@@ -34,7 +34,7 @@ def certificate(folder, rates=(1e11,) * 4, findings=()):
     fact = Facts("", "m", [0], "CPU", "", 1 << 30)
 
     def one(transport):
-        evidence = collect(
+        *partial, evidence = collect(
             transport,
             Limits(),
             folder,
@@ -42,10 +42,11 @@ def certificate(folder, rates=(1e11,) * 4, findings=()):
             lambda: (rates[transport.rank], 1e10),
             lambda: [Finding(*each) for each in findings],
             {},
-            lambda text: None,
             lambda: fact._replace(machine=HOSTS[transport.rank]),
         )
-        return judge(evidence, Limits()), evidence
+        verdicts = [judge(known, Limits()) for known in (*partial, evidence)]
+        assert [bool(verdict.awaits) for verdict in verdicts] == [True] * 6 + [False]
+        return verdicts[-1], evidence
 
     everyone = run_ranks(4, one, hosts=HOSTS)
     assert all(found == everyone[0] for found in everyone)
@@ -101,17 +102,8 @@ def test_a_slow_pair_and_a_slow_node_are_told_apart(monkeypatch, slow, guilty, o
     monkeypatch.setattr(collecting, "LONG", 1 << 16)
     pairs = run_ranks(4, links, hosts=HOSTS)[0]
     fact = Facts("", "", [0], "", "", 1 << 30)
-    evidence = collecting.Evidence(
-        [fact._replace(node=node) for node in HOSTS],
-        [Speeds([1.0], [1.0])] * 4,
-        [("x", "x")] * 4,
-        pairs,
-        0,
-        [],
-        [],
-        Jobs("1", "1", "1"),
-        {},
-    )
+    facts = [fact._replace(node=node, machine=node) for node in HOSTS]
+    evidence = collecting.Evidence(facts, pairs=pairs)
     found = judge(evidence, Limits())
     assert (bad(found), len(found.others)) == (guilty, others)
 

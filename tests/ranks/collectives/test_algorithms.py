@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from mpitrain.bench.collectives.request import SweepRequest
-from mpitrain.bench.collectives.sweep import sweep
 from mpitrain.cli import commands
 from mpitrain.cli.bench.collectives import _request as request
 from mpitrain.collectives.bind import bind
@@ -23,6 +21,8 @@ from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.config import parse
 from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
+from mpitrain.tools.bench.collectives.request import SweepRequest
+from mpitrain.tools.bench.collectives.sweep import sweep
 from mpitrain.transport.threads import run_ranks
 from tests.laws.collectives import coded
 from tests.rows import replaced

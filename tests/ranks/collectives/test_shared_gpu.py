@@ -5,12 +5,14 @@ import sys
 import numpy as np
 import pytest
 
-from mpitrain.collectives.bind import bind, bind_all_gather, bind_reduce_scatter
+from mpitrain.collectives.bind import bind, bind_all_gather, bind_reduce_scatter, situation
 from mpitrain.collectives.direct import cuda_ipc
 from mpitrain.collectives.direct.stream_ordered import StreamOrdered
 from mpitrain.collectives.engine.device_arithmetic import by_kernels
 from mpitrain.collectives.engine.executor import Execution
 from mpitrain.collectives.group import Group
+from mpitrain.collectives.selection.choose import choose
+from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.errors import CommError, ConfigError
 from mpitrain.machine import cuda
 from mpitrain.machine.arena import Arena
@@ -31,7 +33,8 @@ def one_gpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(cuda, "_allocation_start", cupy.allocation_start)
     monkeypatch.setattr(cupy.ipc, "works", lambda: True)
-    cuda_ipc._say_once.cache_clear()
+    monkeypatch.setattr(cupy.ipc, "lies", lambda: False)
+    cuda_ipc._SAID.clear()
     cupy.faults.clear()
     yield
     assert cupy.faults == [] and cupy.ipc.opened == [] and cupy.ipc.events == {}
@@ -172,35 +175,79 @@ def test_memory_is_open_as_long_as_its_reduction_lives():
         on_ranks(3, check)
 
 
-@pytest.mark.parametrize("refused", ["works", "shares_events"])
-def test_all_ranks_fall_back_to_the_ring_if_one_cannot_open(refused, monkeypatch, capsys):
+def test_auto_takes_it_on_the_gpus_of_one_host():
     def check(transport, memory):
-        if transport.rank == 1:
-            cupy._local.forbidden = True
-        for _ in range(2):
-            array = memory.from_host(brought(transport.rank, 100, "float32"))
-            reduction = bind(transport, array, algorithm="shared")
-            assert isinstance(reduction, Execution) and reduction.algorithm == "ring"
-            reduction.run()
-            assert np.array_equal(
-                memory.to_host(array), expected(transport.size, 100, "float32", "add")
-            )
+        for size in (3, 1001, 1 << 16):
+            array = memory.from_host(brought(transport.rank, size, "float32"))
+            reductions = [
+                bind_all_gather(transport, array, "auto"),
+                bind_reduce_scatter(transport, array, algorithm="auto"),
+                bind(transport, array, algorithm="auto"),
+            ]
+            assert [type(one) for one in reductions] == [StreamOrdered] * 3
+            reductions[-1].run()
+            right = expected(transport.size, size, "float32", "add")
+            assert np.array_equal(memory.to_host(array), right)
 
-    monkeypatch.setattr(cupy.ipc, refused, lambda: not hasattr(cupy._local, "forbidden"))
+    for n in (2, 3):
+        on_ranks(n, check)
+
+
+@pytest.mark.parametrize("hosts", ["a", "ab", "aabb"])
+def test_auto_takes_messages_elsewhere(hosts):
+    def check(transport, memory):
+        array = memory.from_host(brought(transport.rank, 100, "float32"))
+        reduction = bind(transport, array, algorithm="auto")
+        assert not isinstance(reduction, StreamOrdered)
+        reduction.run()
+        right = expected(transport.size, 100, "float32", "add")
+        assert np.array_equal(memory.to_host(array), right)
+        return reduction.algorithm
+
+    assert len(set(on_ranks(len(hosts), check, hosts=hosts))) == 1
+
+
+OBSTACLES = {
+    "hidden": "GPU memory of another process cannot be opened",
+    "works": "GPU memory of another process cannot be opened",
+    "shares_events": "GPU events of another process cannot be opened",
+    "lies": "a sum of known numbers was wrong on rank 0, 1",
+}
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_without_access_auto_takes_messages_on_all_ranks_and_a_demand_is_refused(
+    obstacle, monkeypatch, capsys
+):
+    if obstacle != "hidden":
+        monkeypatch.setattr(
+            cupy.ipc, obstacle, lambda: hasattr(cupy._local, "apart") == (obstacle == "lies")
+        )
+
+    def check(transport, memory, algorithm="auto"):
+        if transport.rank == 1:
+            cupy._local.apart = True
+            if obstacle == "hidden":
+                cupy.see("0000:18:00.0")
+        pair = transport.split(transport.rank < 2, transport.rank)
+        for ranks in (transport, pair, transport):
+            for op, size in (("add", 3), ("maximum", 1001)):
+                array = memory.from_host(brought(ranks.rank, size, "float32"))
+                reduction = bind(ranks, array, op, algorithm)
+                by_messages = choose(DEFAULT, situation(ranks, array), size, 4, "plain")
+                if ranks.size == 3:
+                    assert reduction.algorithm == by_messages
+                reduction.run()
+                right = expected(ranks.size, size, "float32", op)
+                assert np.array_equal(memory.to_host(array), right)
+
     on_ranks(3, check)
-    assert (
-        capsys.readouterr().err
-        == {
-            "works": (
-                "mpitrain: algorithm shared falls back on ring. On rank 1 (localhost): GPU memory of "
-                "another process cannot be opened: cudaErrorInvalidContext: invalid device context.\n"
-            ),
-            "shares_events": (
-                "mpitrain: algorithm shared falls back on ring. On rank 1 (localhost): GPU events of "
-                "another process cannot be opened: cudaErrorInvalidContext: invalid device context.\n"
-            ),
-        }[refused]
-    )
+    line, *others = capsys.readouterr().err.splitlines()
+    assert OBSTACLES[obstacle] in line and not others
+    text = refusal(3, lambda *rank: check(*rank, "shared"))
+    assert OBSTACLES[obstacle] in text and "CUDA_VISIBLE_DEVICES" in text and "auto" in text
+    assert capsys.readouterr().err == ""
+    assert cupy.ipc.opened == [], "an array that is refused is closed"
 
 
 def test_a_driver_that_does_not_answer_is_no_way_either(monkeypatch, capsys):
@@ -211,9 +258,7 @@ def test_a_driver_that_does_not_answer_is_no_way_either(monkeypatch, capsys):
     )
 
     def check(transport, memory):
-        assert isinstance(
-            bind(transport, memory.zeros(10, "float32"), algorithm="shared"), Execution
-        )
+        assert isinstance(bind(transport, memory.zeros(10, "float32"), algorithm="auto"), Execution)
 
     on_ranks(2, check)
     assert "processes: libcuda.so.1:" in capsys.readouterr().err
@@ -235,19 +280,6 @@ def test_a_transport_of_host_memory_is_refused():
     assert raised.value.agreed
 
 
-def test_gpus_that_are_hidden_from_other_ranks_are_refused():
-    def check(transport, memory):
-        cupy.see(f"0000:0{transport.rank}:00.0")
-        bind(transport, memory.zeros(10, "float32"), algorithm="shared")
-
-    assert refusal(2, check) == (
-        "ConfigError: algorithm shared needs every rank to see the GPUs of all, but rank 0 does "
-        "not see that of rank 1 (0000:01:00.0).\n"
-        "             Leave CUDA_VISIBLE_DEVICES and Slurm's --gpus-per-task out, or use "
-        "algorithm ring."
-    )
-
-
 def test_several_hosts_are_refused():
     text = refusal(
         2,
@@ -255,15 +287,6 @@ def test_several_hosts_are_refused():
         hosts="ab",
     )
     assert "are on 2." in text
-
-
-def test_auto_does_not_choose_it():
-    def check(transport, memory):
-        array = memory.zeros(1000, "float32")
-        chosen = bind(transport, array, algorithm="auto")
-        assert on_device(array) and not isinstance(chosen, StreamOrdered)
-
-    on_ranks(4, check)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "shared"])

@@ -158,10 +158,11 @@ def test_each_step_of_the_protocol_is_needed(broken, monkeypatch):
 
 def test_a_lost_rank_ends_a_run_that_its_device_would_never_end(monkeypatch):
     """The devices of the survivors wait forever for the work of the lost one."""
-    monkeypatch.setattr(cupy.Event, "passed", lambda event: False)
 
     def run(threads):
         rank = Rank(threads)
+        threads.barrier()
+        monkeypatch.setattr(cupy.Event, "passed", lambda event: False)
         reduction = rank.reductions[0]
         reduction.start()
         while reduction._done is None:

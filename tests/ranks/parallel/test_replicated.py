@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from mpitrain.errors import CommError, ConfigError
+from mpitrain.errors import CommError, ConfigError, MpitrainError
 from mpitrain.parallel.data.replicated import Replicated
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu
@@ -174,6 +174,10 @@ def test_a_wrong_gradient_on_one_rank_is_an_error_on_all(ranks, kind):
     run_ranks(ranks, train)
 
 
+def raising():
+    raise ValueError("a fault of the caller's code")
+
+
 @pytest.mark.parametrize(
     "arguments, kind, said",
     [
@@ -188,6 +192,13 @@ def test_a_wrong_gradient_on_one_rank_is_an_error_on_all(ranks, kind):
         (lambda rank: {"wire": "bf16"}, ConfigError, "float64"),
         (lambda rank: {"bucket_mb": -1}, ConfigError, "bucket_mb"),
         (lambda rank: {"parameters": []}, ConfigError, "empty"),
+        (lambda rank: {"parameters": (parameters(0), None)[rank]}, ConfigError, "On rank 1 ("),
+        (
+            lambda rank: {"parameters": (raising() if rank else one for one in parameters(0))},
+            MpitrainError,
+            "On rank 1 (",
+        ),
+        (lambda rank: {"bucket_mb": (1, "1 MB")[rank]}, MpitrainError, "On rank 1 ("),
         (lambda rank: {"parameters": [np.zeros(3, "i8")]}, ConfigError, "int64"),
         (lambda rank: {"parameters": [np.zeros(3), np.zeros(3, "f4")]}, ConfigError, "float32"),
         (lambda rank: {"parameters": [[1.0]]}, ConfigError, "list"),

@@ -7,7 +7,6 @@ from itertools import count, cycle, islice, pairwise, product
 import numpy as np
 import pytest
 
-from mpitrain.bench.training.stages import stage_rows, stage_table
 from mpitrain.collectives.selection.table import choices
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.grid import share
@@ -16,11 +15,12 @@ from mpitrain.pipeline.schedule_files import write_plan
 from mpitrain.pipeline.schedules import SCHEDULES, plan_of
 from mpitrain.pipeline.simulate import Cost
 from mpitrain.pipeline.stage import Stage
-from mpitrain.plan.stages import end_s, measure
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.generate import tokens
 from mpitrain.run.trainer import replicas_equal
+from mpitrain.tools.bench.training.stages import stage_rows, stage_table
+from mpitrain.tools.plan.stages import end_s, measure
 from mpitrain.transport.base import FIRST_CLAIMED_TAG
 from mpitrain.transport.threads import ThreadTransport, run_ranks
 from tests.saving import save

@@ -16,15 +16,15 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
 from mpitrain.layers.initial import normal
 from mpitrain.machine.arena import HostMemory
-from mpitrain.plan import memory as plan_memory
-from mpitrain.plan.batch import fitting, noise, search, timing
-from mpitrain.plan.batch.fitting import largest_multiple
-from mpitrain.plan.batch.timing import Steps
 from mpitrain.run.build import Job, build
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.choices import parse
 from mpitrain.run.given import agree_on
 from mpitrain.run.trainer import Trainer
+from mpitrain.tools.plan import memory as plan_memory
+from mpitrain.tools.plan.batch import fitting, noise, search, timing
+from mpitrain.tools.plan.batch.fitting import largest_multiple
+from mpitrain.tools.plan.batch.timing import Steps
 from mpitrain.transport.threads import run_ranks
 from tests.training import MLP
 

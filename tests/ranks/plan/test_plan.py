@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from mpitrain.bench.training import steps as training_steps
 from mpitrain.cli import commands
 from mpitrain.cli.job_options import configured
 from mpitrain.cli.plan.micro_batches import _plan as plan
 from mpitrain.errors import ConfigError
-from mpitrain.plan import stages as measuring
-from mpitrain.plan.stages import Way, way
+from mpitrain.tools.bench.training import steps as training_steps
+from mpitrain.tools.plan import stages as measuring
+from mpitrain.tools.plan.stages import Way, way
 from mpitrain.transport.threads import run_ranks
 
 TINY = [

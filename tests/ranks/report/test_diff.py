@@ -13,14 +13,19 @@ from mpitrain.cli import commands
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.layers.base import Gradient
 from mpitrain.machine.process import blas_threads_in_use
-from mpitrain.report.diff import sides, tensors
-from mpitrain.report.diff.replay import replay
-from mpitrain.report.diff.series import compare_bits, compare_numbers, start_of_replay, tolerance
 from mpitrain.run import build as building
 from mpitrain.run import trainer as trainers
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint import save_load
 from mpitrain.run.run_dir import configuration
+from mpitrain.tools.report.diff import sides, tensors
+from mpitrain.tools.report.diff.replay import replay
+from mpitrain.tools.report.diff.series import (
+    compare_bits,
+    compare_numbers,
+    start_of_replay,
+    tolerance,
+)
 from mpitrain.transport.threads import run_ranks
 from tests.runs import TINY, go
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpitrain.bench.comparison.jobs import jobs
 from mpitrain.config.delays import delay_s, delays
 from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
+from mpitrain.tools.bench.comparison.jobs import jobs
 from mpitrain.transport.threads import run_ranks
 from tests.training import TINY, configured
 

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from mpitrain.config import parse, with_settings
-from mpitrain.data import as_it_is
-from mpitrain.errors import TrainingError
+from mpitrain.data import Unopened, as_it_is
+from mpitrain.errors import MpitrainError, TrainingError
 from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.run import watchdog
-from mpitrain.run.build import build
+from mpitrain.run.build import build, model
 from mpitrain.run.checkpoint import save_load
 from mpitrain.run.checkpoint.directories import newest
 from mpitrain.run.checkpoint.manifest import Done
@@ -273,6 +273,20 @@ def test_a_run_that_diverges_says_so_in_its_own_words_alone(mode, book):
             go(2, [*book, *diverging])
 
 
+@pytest.mark.parametrize("settings", [(), ("layout.pp=3", "batch.micro_batches=3")])
+def test_a_loss_that_is_not_finite_names_its_rank(settings, book, monkeypatch):
+    loss = Replication.loss
+
+    def spoilt(replication, *rest):
+        value, gradient = loss(replication, *rest)
+        return np.nan if replication.replica.grid.world.rank == 2 else value, gradient
+
+    monkeypatch.setattr(Replication, "loss", spoilt)
+    with pytest.raises(TrainingError) as failure:
+        go(3, [*book, "batch.size=9", *settings])
+    assert failure.value.agreed and "1 of 3 ranks: 2 (" in failure.value.law
+
+
 SKIP = ["run.on_nonfinite=skip", "run.log_every=1000", "run.eval_every=-1"]
 
 
@@ -468,3 +482,35 @@ def test_a_run_stops_by_itself_near_the_end_of_its_job(mode, at, book, tmp_path)
     assert (last["event"], last["step"]) == ("stopped", at) and last["before_limit_s"] < 0
     assert not any(run_ranks(2, lambda own: run(own, lambda: time.time() + 10 * SECONDS)))
     assert records(tmp_path)[-1]["event"] == "end"
+
+
+TOKENS = Unopened("tokens", (128,), 256, 256)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda transport, config, make: train(transport, lambda: make(config)),
+        lambda transport, config, make: Trainer(
+            transport, lambda layers: make(model(config, TOKENS, layers)), config
+        ),
+    ],
+    ids=["configuration", "units"],
+)
+def test_code_of_a_caller_that_raises_on_one_rank_is_an_error_on_all(call, tmp_path):
+    config = parse(with_settings({}, [f"run.out={tmp_path}/run"]))
+
+    def run(transport):
+        def make(result):
+            if transport.rank == 1:
+                raise KeyError("absent")
+            return result
+
+        with pytest.raises(MpitrainError) as error:
+            call(transport, config, make)
+        assert error.value.agreed and "On rank 1 (" in error.value.law
+        assert "KeyError: 'absent'" in error.value.law
+        assert isinstance(error.value.__cause__, KeyError) == (transport.rank == 1)
+
+    run_ranks(3, run)
+    assert not (tmp_path / "run").exists()

@@ -14,7 +14,7 @@ from tests.runs import TINY, go, records
 from tests.training import configured
 
 torch = pytest.importorskip("torch")
-torch_gpt = pytest.importorskip("mpitrain.bench.training.torch_gpt")
+torch_gpt = pytest.importorskip("mpitrain.tools.bench.training.torch_gpt")
 
 STEPS, SIZE = 3, 7
 CLIP = 0.7

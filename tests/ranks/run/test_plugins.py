@@ -5,14 +5,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpitrain.bench.comparison.grammar import settings_by_mode
 from mpitrain.errors import ConfigError
+from mpitrain.layers.base import Unit
 from mpitrain.machine.backend import HostBackend
+from mpitrain.models.table import MODELS
 from mpitrain.ops import bodies
 from mpitrain.parallel import modes
 from mpitrain.pipeline import schedules as pipeline_schedules
 from mpitrain.run import choices
+from mpitrain.run.build import build
 from mpitrain.run.choices import keys as described_keys
+from mpitrain.tools.bench.comparison.grammar import settings_by_mode
 from mpitrain.transport.threads import run_ranks
 from tests.laws.collectives import CollectiveLaws
 from tests.laws.operations import OperationLaws
@@ -103,3 +106,127 @@ def test_an_asynchronous_schedule_with_one_row_of_two_is_refused_in_words(table)
     table["half-there"] = table["async-2bw"]
     with pytest.raises(ConfigError, match="half-there"):
         configured(*TINY, "pipeline.schedule=half-there")
+
+
+WRONG = '''
+from mpitrain.collectives.plans import binomial, ring
+from mpitrain.collectives.plans.steps import Plan, relabel
+from mpitrain.collectives.selection.algorithm import of_plan
+from mpitrain.collectives.selection.table import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from mpitrain.data import SOURCES, SourceKind
+from mpitrain.models.table import MODELS, Model
+from mpitrain.parallel.modes import MODES
+from mpitrain.pipeline.instructions import Backward, BackwardInput, BackwardWeight, Forward
+from mpitrain.pipeline.schedules import SCHEDULES, looped, of_chunks
+
+def schedule(name, *orders):
+    """Add a schedule; each order is (kind, sign): the micro-batches forwards or backwards."""
+    def compute(stage, stages, micro_batches):
+        return [kind(stage, m) for kind, sign in orders for m in range(micro_batches)[::sign]]
+    SCHEDULES[name] = of_chunks(compute, 1, looped)
+
+F, B, W, BW = Forward, BackwardInput, BackwardWeight, Backward
+schedule("no-weights", (F, 1), (B, 1))
+schedule("crossing", (F, 1), (BW, -1))
+schedule("backward-first", (BW, 1), (F, 1))
+def one_less(s, p, m):
+    return [kind(s, k) for kind in (F, BW) for k in range(m - 1)]
+
+SCHEDULES["one-less"] = of_chunks(one_less, 1, looped)
+SCHEDULES["nothing"] = of_chunks(lambda s, p, m: None, 1, looped)
+SCHEDULES["words"] = of_chunks(lambda s, p, m: ["F0"], 1, looped)
+SCHEDULES["raising"] = of_chunks(lambda s, p, m: [][s], 1, looped)
+
+def in_flight(rank, n, count):
+    return ring.all_reduce(rank, n, count)._replace(depth=2)
+
+ALL_REDUCE["copies"] = of_plan(lambda rank, n, count: binomial.broadcast(rank, n, count, 0))
+ALL_REDUCE["copies-itself"] = ALL_REDUCE["copies"]._replace(plans=None)
+ALL_REDUCE["in-flight"] = of_plan(in_flight)
+ALL_REDUCE["stuck"] = of_plan(lambda rank, n, count: Plan(ring.all_reduce(rank, n, count).steps[::-1 if rank else 1]))
+ALL_REDUCE["half"] = of_plan(ring.reduce_scatter)
+ALL_REDUCE["nothing"] = of_plan(lambda rank, n, count: None)
+ALL_REDUCE["scatters-elsewhere"] = ALL_REDUCE["gathers-nothing"] = of_plan(ring.all_reduce)
+def turned(rank, n, count):
+    """Rank r ends with the chunk of rank r + 1."""
+    return relabel(ring.reduce_scatter((rank + 1) % n, n, count), [(r - 1) % n for r in range(n)])
+
+REDUCE_SCATTER["scatters-elsewhere"] = of_plan(turned)
+ALL_GATHER["gathers-nothing"] = of_plan(ring.reduce_scatter)
+SOURCES["nothing"] = SourceKind(lambda request: None, "tokens")
+MODELS["nothing"] = Model(lambda layers, keys, source: None, "tokens", "for tokens", split="width")
+MODELS["words"] = MODELS["nothing"]._replace(build=lambda *given: ["units"])
+MODES["nothing"] = MODES["all-reduce"]._replace(make=lambda replica: None, stages={})
+'''
+STAGES = ("layout.pp=3", "batch.micro_batches=4")
+PLANNED = ("copies", "copies-itself", "in-flight", "stuck", "half", "nothing")
+ORDERS = ("no-weights", "crossing", "backward-first", "one-less", "nothing", "words", "raising")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *((f"pipeline.schedule={name}", *STAGES) for name in ORDERS),
+        *((f"replication.algorithm={name}",) for name in PLANNED),
+        ("replication.algorithm=scatters-elsewhere", "replication.zero=1"),
+        ("replication.algorithm=gathers-nothing", "replication.zero=1"),
+        ("data.source=nothing",),
+        ("model.kind=nothing",),
+        ("model.kind=words",),
+        ("replication.mode=nothing",),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_row_is_one_error_before_the_first_step(settings, tmp_path):
+    (tmp_path / "wrong.py").write_text(WRONG)
+    config = configured(*TINY, f'run.plugins=["{tmp_path / "wrong.py"}"]', *settings)
+
+    def refused(transport):
+        with pytest.raises(ConfigError) as error:
+            build(transport, config)
+        return error.value
+
+    row = settings[0].partition("=")[2]
+    for error in run_ranks(3, refused):
+        assert error.agreed and f"{row} of the plugin {tmp_path / 'wrong.py'}" in error.law
+
+
+class Lying:
+    """The head, with another output than it states."""
+
+    def __init__(self, linear, lie):
+        self._linear, self._lie = linear, lie
+
+    def __getattr__(self, name):
+        return getattr(self._linear, name)
+
+    def forward(self, w, x, arena):
+        y, saved = self._linear.forward(w, x, arena)
+        return self._lie(y), saved
+
+
+@pytest.mark.parametrize(
+    "lie, value",
+    [
+        (lambda y: y[..., :1], "(4, 16, 1)"),
+        (lambda y: y.astype("float64"), "float64"),
+        (lambda y: None, "None"),
+    ],
+)
+def test_a_layer_that_returns_another_output_than_it_states_is_refused_before_the_first_step(
+    lie, value
+):
+    def lying(layers, keys, source):
+        embedding, head = MODELS["toy-bigrams"].build(layers, keys, source)
+        return [Unit("embedding", embedding.layer), Unit("head", Lying(head.layer, lie))]
+
+    MODELS["lying"] = MODELS["toy-bigrams"]._replace(build=lying)
+    config = configured(*TINY, "data.source=toy", "model.kind=lying")
+
+    def refused(transport):
+        with pytest.raises(ConfigError) as error:
+            build(transport, config)
+        return error.value
+
+    for error in run_ranks(3, refused):
+        assert error.agreed and "unit head" in error.law and value in error.law

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from mpitrain.report.text import where_the_time_went
-from mpitrain.report.time_breakdown import shares
 from mpitrain.run.build import build
+from mpitrain.tools.report.text import where_the_time_went
+from mpitrain.tools.report.time_breakdown import shares
 from mpitrain.trace.timeline import read_timeline
 from mpitrain.transport.threads import run_ranks
 from tests import runs

@@ -17,6 +17,7 @@ from mpitrain.run.counting.gemm_peak import gemm_peak
 from mpitrain.run.counting.utilisation import Work, work_of
 from mpitrain.trace.timeline import read_timeline
 from mpitrain.transport.threads import run_ranks
+from tests.fakes import gpu
 from tests.rows import replaced
 from tests.runs import go, records
 from tests.training import MLP, TINY, configured
@@ -116,6 +117,21 @@ def test_a_rate_that_a_busy_machine_had_is_replaced(folder, monkeypatch):
     for measured, peak in ((7.0, 7.0), (9.0, 9.0), (8.0, 9.0)):
         monkeypatch.setattr(measuring, "_measured", lambda *arguments, found=measured: found)
         assert gemm_peak(device, dtype, 1, "") == peak
+
+
+def test_the_peak_of_a_gpu_is_measured_on_copied_random_numbers(tmp_path, monkeypatch):
+    """CuPy's own fill compiles a kernel, and equal numbers draw less power, so that a GPU is faster."""
+    gpu.play(monkeypatch)
+    monkeypatch.setattr(measuring, "cache_of", lambda what: tmp_path)
+    monkeypatch.setattr(measuring, "BUDGET", 0.01)
+    monkeypatch.setitem(measuring.SIDES, "cuda", 64)
+    device, operands = device_for("cuda"), []
+
+    def multiply(kernels, arena, a, b, c):
+        operands[:] = [device.backend.to_host(a), device.backend.to_host(b)]
+
+    assert gemm_peak(device._replace(multiply=multiply), np.dtype("float32"), 1, "") > 0
+    assert all(len(np.unique(array)) > array.size / 2 for array in operands)
 
 
 @pytest.mark.compile

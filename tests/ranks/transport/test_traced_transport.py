@@ -19,9 +19,9 @@ from mpitrain.machine import process
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.cuda import CudaBackend
 from mpitrain.pipeline.stage import Stage
-from mpitrain.report.schedule_comparison import compare, what_was_predicted
-from mpitrain.report.time_breakdown import BUBBLE, shares
 from mpitrain.run.run_dir import configuration
+from mpitrain.tools.report.schedule_comparison import compare, what_was_predicted
+from mpitrain.tools.report.time_breakdown import BUBBLE, shares
 from mpitrain.trace.read import read_trace
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.ring_buffer import COMPUTE, DEVICE, FORWARD, RECEIVE, REDUCTION, SEND, WAIT
@@ -52,6 +52,9 @@ def test_sleeping_layers_appear_in_the_trace_to_a_millisecond(tmp_path):
     truth = []
 
     class Sleepy:
+        def output_shape(self, shape):
+            return shape
+
         def forward(self, w, x, arena):
             started = time.perf_counter()
             time.sleep(0.005 * len(truth))
@@ -71,7 +74,7 @@ def test_sleeping_layers_appear_in_the_trace_to_a_millisecond(tmp_path):
     recorder = Recorder()
     stage = Stage([Unit("sleepy", Sleepy())], Alone(), Arena(), recorder=recorder)
     for micro in range(8):
-        stage.forward(micro, 0)
+        stage.forward(micro, np.zeros(1))
     recorder.keep(tmp_path / "trace")
     records = read_trace(tmp_path / "trace").records
     assert records["micro"].tolist() == list(range(8)) and (records["kind"] == COMPUTE).all()

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import pytest
 
-from mpitrain.bench.against import Before, best_values, ratios, read_before, report, slow
 from mpitrain.cli import main
 from mpitrain.errors import ConfigError
+from mpitrain.tools.bench.against import Before, best_values, ratios, read_before, report, slow
 
 FACTS = {"op": "allreduce", "ranks": 2, "device": "cpu", "mpitrain": "1"}
 

@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 from click.testing import CliRunner
 
-from mpitrain.bench.kernels import gemm, timing
-from mpitrain.bench.kernels import operations as kernel_operations
 from mpitrain.cli.bench.collectives import command
 from mpitrain.ops import cuda
 from mpitrain.ops.cuda.tiles import DEFAULT
+from mpitrain.tools.bench.kernels import gemm, timing
+from mpitrain.tools.bench.kernels import operations as kernel_operations
 from tests.fakes import cupy, gpu
 
 pytestmark = pytest.mark.compile

@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from mpitrain.bench.collectives.columns import Table, figure
-from mpitrain.bench.collectives.plot import plot, readable
-from mpitrain.bench.collectives.row import Row
-from mpitrain.bench.collectives.table import columns, footer, too_slow, write_csv
+from mpitrain.tools.bench.collectives.columns import Table, figure
+from mpitrain.tools.bench.collectives.plot import plot, readable
+from mpitrain.tools.bench.collectives.row import Row
+from mpitrain.tools.bench.collectives.table import columns, footer, too_slow, write_csv
 
 FACTS = {
     "ranks": 2,

@@ -7,13 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mpitrain.bench.collectives.table import write_json
-from mpitrain.bench.comparison.built_in import JOBS
-from mpitrain.bench.comparison.formulas import formula_of
-from mpitrain.bench.comparison.grammar import FORMS, settings_by_mode, settings_of, usual
-from mpitrain.bench.comparison.jobs import jobs
-from mpitrain.bench.comparison.measure import KINDS, Row, equal_time, loss_at
-from mpitrain.bench.comparison.table import (
+from mpitrain.collectives.selection.table import choices
+from mpitrain.errors import ConfigError
+from mpitrain.parallel.modes import MODES
+from mpitrain.parallel.traffic import LETTERS
+from mpitrain.tools.bench.collectives.table import write_json
+from mpitrain.tools.bench.comparison.built_in import JOBS
+from mpitrain.tools.bench.comparison.formulas import formula_of
+from mpitrain.tools.bench.comparison.grammar import FORMS, settings_by_mode, settings_of, usual
+from mpitrain.tools.bench.comparison.jobs import jobs
+from mpitrain.tools.bench.comparison.measure import KINDS, Row, equal_time, loss_at
+from mpitrain.tools.bench.comparison.table import (
     COLUMNS,
     footer,
     heading,
@@ -23,12 +27,8 @@ from mpitrain.bench.comparison.table import (
     plot,
     spread,
 )
-from mpitrain.bench.comparison.waits import Waits
-from mpitrain.collectives.selection.table import choices
-from mpitrain.errors import ConfigError
-from mpitrain.parallel.modes import MODES
-from mpitrain.parallel.traffic import LETTERS
-from mpitrain.plan.memory import count
+from mpitrain.tools.bench.comparison.waits import Waits
+from mpitrain.tools.plan.memory import count
 
 
 def row(mode, **changes):

@@ -7,8 +7,8 @@ import re
 import pytest
 from click.testing import CliRunner
 
-from mpitrain.bench.plot_loss import draw, legible, points, smooth
 from mpitrain.cli import main
+from mpitrain.tools.bench.plot_loss import draw, legible, points, smooth
 
 LINES = [
     {"event": "start", "step": 0, "wall_s": 0.5},

@@ -2,14 +2,14 @@
 
 import pytest
 
-from mpitrain.bench.collectives.table import write_json
-from mpitrain.bench.comparison.measure import KINDS
-from mpitrain.bench.comparison.trick_rows import TRICKS
-from mpitrain.bench.comparison.trick_table import as_row, checks, heading, line, summary
-from mpitrain.bench.comparison.tricks import Side, Tried, names_of
 from mpitrain.config import parse
 from mpitrain.errors import ConfigError
 from mpitrain.strict_json import parsed
+from mpitrain.tools.bench.collectives.table import write_json
+from mpitrain.tools.bench.comparison.measure import KINDS
+from mpitrain.tools.bench.comparison.trick_rows import TRICKS
+from mpitrain.tools.bench.comparison.trick_table import as_row, checks, heading, line, summary
+from mpitrain.tools.bench.comparison.tricks import Side, Tried, names_of
 
 
 def side(blocks, nbytes=1_000_000, formula=3000.0):

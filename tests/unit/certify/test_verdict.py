@@ -1,18 +1,21 @@
 """The verdict on planted numbers: the node or pair at fault is named, and nothing else."""
 
 import json
+import os
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 
-from mpitrain.bench.links.pairs import BETWEEN, Pair
-from mpitrain.certify.evidence import Evidence, Facts, Finding, Jobs, Speeds, Wrong
-from mpitrain.certify.limits import Limits, read_limits
-from mpitrain.certify.repeats import moved
-from mpitrain.certify.report import document, junit, lines
-from mpitrain.certify.speeds import turns
-from mpitrain.certify.verdict import judge
 from mpitrain.errors import ConfigError
+from mpitrain.tools.bench.links.pairs import BETWEEN, Pair
+from mpitrain.tools.certify.collect import facts
+from mpitrain.tools.certify.evidence import Evidence, Facts, Finding, Jobs, Speeds, Wrong
+from mpitrain.tools.certify.limits import Limits, read_limits
+from mpitrain.tools.certify.repeats import moved
+from mpitrain.tools.certify.report import document, junit, lines
+from mpitrain.tools.certify.speeds import turns
+from mpitrain.tools.certify.verdict import judge
 
 NODES = "abcd"
 FACT = Facts("", "m", [0], "CPU", "openblas 1 Zen", 1 << 30)
@@ -130,6 +133,34 @@ def test_a_slow_link_fails_a_node_only_if_all_its_links_are_slow(slow, bad):
     assert failing(sound(pairs=pairs(slow))) == bad
 
 
+@pytest.mark.parametrize("machines, bad", [("mmmm", ""), ("mmno", ""), ("mnop", "b")])
+def test_slow_links_of_ranks_that_share_cores_break_limits_alone(machines, bad):
+    facts = [
+        fact._replace(machine=machine)
+        for fact, machine in zip(sound().facts, machines, strict=True)
+    ]
+    evidence = sound(pairs=pairs([(0, 1), (1, 2), (1, 3)]), facts=facts)
+    assert failing(evidence) == (bad, 0)
+    assert failing(evidence, Limits(link_GBs=0.5)) == ("b", 0)
+
+
+@pytest.mark.parametrize(
+    "wrong, bad",
+    [
+        ([(0, 2), (1, 2), (2, 3)], ("c", 0)),
+        ([(0, 2), (2, 3)], ("c", 0)),
+        ([(0, 2), (1, 2), (2, 3), (0, 1)], ("c", 1)),
+        ([(0, 1), (0, 2), (0, 3), (1, 2), (1, 3)], ("ab", 0)),
+        ([(0, 1)], ("", 2)),
+        ([(0, 1), (2, 3)], ("", 3)),
+        ([(0, 1), (0, 2), (1, 2)], ("", 4)),
+    ],
+)
+def test_wrong_bytes_fail_the_node_that_most_of_these_pairs_share(wrong, bad):
+    links = [pair._replace(wrong=4 * (pair[:2] in wrong)) for pair in pairs()]
+    assert failing(sound(pairs=links, wrong=[Wrong("reduce", "star", 3)])) == bad
+
+
 def test_a_slow_link_names_both_nodes():
     (reason,) = judge(sound(pairs=pairs([(1, 3)])), Limits()).others
     assert "b and d" in reason
@@ -155,6 +186,12 @@ def test_limits_of_a_file_hold_for_every_node(limits, bad):
 def test_a_small_shared_memory_fails_its_node():
     facts = sound().facts
     assert failing(sound(facts=changed(facts, 2, facts[2]._replace(shared=1 << 20)))) == ("c", 0)
+
+
+def test_of_shared_memory_only_what_is_free_counts(monkeypatch):
+    full = SimpleNamespace(f_bavail=1, f_blocks=1 << 20, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    assert facts().shared == 4096
 
 
 @pytest.mark.parametrize(
@@ -190,6 +227,20 @@ def test_files_hold_the_verdicts():
     assert found["passes"] is False and found["usual"]["gemm_GFLOPs"] == 100
     suite = ElementTree.fromstring(junit(certificate).partition("\n")[2])
     assert (suite.get("tests"), suite.get("failures")) == ("6", "2")
+
+
+@pytest.mark.parametrize("left_out", [(), ("speeds",), ("speeds", "steps", "pairs")])
+def test_before_the_last_measurement_a_node_fails_or_is_not_judged(left_out):
+    evidence = sound(findings=[Finding("b", "no locks")], awaits="runs", jobs=Jobs())
+    evidence = evidence._replace(**dict.fromkeys(left_out, ()))
+    certificate = judge(evidence, Limits())
+    assert not certificate.passes and failing(evidence) == ("b", 0)
+    assert len(lines(evidence, certificate)) == 6
+    found = json.loads(json.dumps(document(evidence, certificate, {}), allow_nan=False))
+    assert [node["passes"] for node in found["nodes"]] == [None, False, None, None]
+    assert found["awaits"] == "runs" and len(found["ranks"]) == 4
+    suite = ElementTree.fromstring(junit(certificate).partition("\n")[2])
+    assert [case[0].tag for case in suite] == ["skipped", "failure", "skipped", "skipped"]
 
 
 @pytest.mark.parametrize(

@@ -5,17 +5,17 @@ import sys
 
 import pytest
 
-from mpitrain.bench.kernels import host_products
-from mpitrain.bench.kernels.host_products import AVX2, described
-from mpitrain.bench.kernels.host_products import rates as measured_rates
 from mpitrain.cli.terminal import progress
 from mpitrain.config import parse
-from mpitrain.doctor import facts as doctor
-from mpitrain.doctor.child import in_child
-from mpitrain.doctor.facts import Rank, share_of_cores, verdict
 from mpitrain.machine.process import Launched
 from mpitrain.machine.processor import Processor, processor
 from mpitrain.ops.host import product
+from mpitrain.tools.bench.kernels import host_products
+from mpitrain.tools.bench.kernels.host_products import AVX2, described
+from mpitrain.tools.bench.kernels.host_products import rates as measured_rates
+from mpitrain.tools.doctor import facts as doctor
+from mpitrain.tools.doctor.child import in_child
+from mpitrain.tools.doctor.facts import Rank, share_of_cores, verdict
 
 FINE = Rank("a", [0, 1], 2, 1, 1 << 30, 8 << 30, ["cpu", "cuda-sim"], {"NumPy": 5e10})
 
@@ -155,7 +155,7 @@ def test_children_measure_the_kernels_for_avx2_in_turns(monkeypatch):
 
 def test_a_child_chooses_kernels_before_numpy_is_imported():
     """OpenBLAS reads its choice of kernels when NumPy loads it, and never again."""
-    code = "import sys, mpitrain.doctor.trials; print(repr('numpy' in sys.modules))"
+    code = "import sys, mpitrain.tools.doctor.trials; print(repr('numpy' in sys.modules))"
     done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
     assert float(in_child("products", "Haswell")["seconds"]) > 0

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from mpitrain import __version__
 from mpitrain.cli import main
 from mpitrain.cli.certify.nodes import agent_for, probe
 
@@ -11,7 +12,9 @@ AGENT = """#!/bin/bash
 case $1 in
     good*) shift; exec bash -c "$*" ;;
     old) echo mpitrain 0.0.1 ;;
+    other) echo mpitrain VERSION ;;
     broken) echo "no such interpreter" >&2; exit 127 ;;
+    faulty) shift; exec env PYTHONPATH="$(dirname "$0")" bash -c "$*" ;;
     silent) exec sleep 60 ;;
 esac
 """
@@ -20,16 +23,18 @@ esac
 @pytest.fixture
 def agent(tmp_path):
     path = tmp_path / "agent"
-    path.write_text(AGENT)
+    path.write_text(AGENT.replace("VERSION", __version__))
     path.chmod(0o755)
+    (tmp_path / "numpy.py").write_text("raise ImportError('half a package')\n")
     return str(path)
 
 
 def test_nodes_that_cannot_be_used_are_named(agent):
-    found = probe(["good1", "old", "broken", "silent", "good2"], [agent], 4.0)
-    assert [*found] == ["old", "broken", "silent"]
-    assert "0.0.1" in found["old"] and "no such interpreter" in found["broken"]
-    assert "4 s" in found["silent"]
+    found = probe(["good1", "old", "other", "broken", "faulty", "good2"], [agent])
+    assert [*found] == ["old", "other", "broken", "faulty"]
+    assert "0.0.1" in found["old"] and __version__ in found["other"]
+    assert "no such interpreter" in found["broken"] and "half a package" in found["faulty"]
+    assert "0.5 s" in probe(["silent"], [agent], 0.5)["silent"]
 
 
 def test_a_missing_agent_fails_every_node():

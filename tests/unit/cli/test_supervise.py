@@ -37,6 +37,7 @@ PMIX = (
     SERVER
     + b" PMIX ERROR: PMIX_ERR_UNREACH in file /openmpi-5.0.11/3rd-party/openpmix/src/server/pmix_server.c at line 31\n"
 )
+REFUSAL = "srun: error: Unable to create step for job 7: More processors requested than permitted"
 SRUN = b"srun: error: node2: task 1: Killed\n"
 BEGAN = '\x1e{"mpitrain": "began", "run_dir": "runs/x"}'
 ENDED, STOPPED, NOTHING = (
@@ -46,8 +47,8 @@ ENDED, STOPPED, NOTHING = (
 
 FAILED = "mpitrain launch: the run failed:"
 FAILED_1 = f"{FAILED} rank 1: ended by an exception"
-SILENT_1 = f"{FAILED} rank 1 on vm: no progress for 4 s"
-NO_REASON = f"{FAILED} exit code 3, and no rank gave a reason; `mpitrain report` names the rank that fell silent first"
+SILENT_1 = f"{FAILED} rank 1 on vm: no progress for 4 s; which rank stood still first is not known"
+NO_REASON = f"{FAILED} exit code 3, and no rank gave a reason"
 
 
 def started(code, training=True, prelude="signal.signal(signal.SIGHUP, signal.SIG_DFL)", **more):
@@ -188,11 +189,20 @@ def test_a_stop_before_the_run_began_says_that_there_was_nothing_to_save():
         ("rank 1: run.inject: raise at step 3\nrank 1: ended by an exception\nTraceback", FAILED_1),
         ("rank 1 on vm: no progress for 4 s\nrank 0 on vm: no progress for 4 s", SILENT_1),
         ("a box of the MPI", NO_REASON),
+        (REFUSAL, f"{FAILED} {REFUSAL}"),
+        (f"{REFUSAL}\nrank 1: ended by an exception", FAILED_1),
+        (
+            BEGAN,
+            f"{NO_REASON}; `mpitrain report runs/x` names the rank that fell silent first. "
+            "With --resume=auto it goes on from its last checkpoint, if it has one",
+        ),
         ("TrainingError: a law\n               a way out", "               a way out"),
     ],
 )
 def test_the_last_line_of_a_failed_run_is_its_first_failure(printed, last):
-    code, _, errors = supervised(f"import sys; print({printed!r}, file=sys.stderr); sys.exit(3)")
+    code, _, errors = supervised(
+        f"import sys; print({printed!r}, file=sys.stderr, flush=True); sys.exit(3)"
+    )
     assert code == 3 and errors.decode().splitlines()[-1] == last, errors
 
 

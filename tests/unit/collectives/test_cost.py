@@ -5,9 +5,6 @@ from itertools import pairwise
 
 import pytest
 
-from mpitrain.bench.collectives.fit import check, described, fit
-from mpitrain.bench.collectives.request import sizes
-from mpitrain.bench.collectives.row import Row
 from mpitrain.collectives.plans.topology import Topology
 from mpitrain.collectives.selection import cost_model
 from mpitrain.collectives.selection.choose import candidates, choose, part_bytes
@@ -25,6 +22,9 @@ from mpitrain.collectives.selection.cost_model import (
 from mpitrain.collectives.selection.table import ALL_REDUCE
 from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning, write_tuning
 from mpitrain.errors import ConfigError
+from mpitrain.tools.bench.collectives.fit import check, decided, described, fit, link_seconds
+from mpitrain.tools.bench.collectives.request import sizes
+from mpitrain.tools.bench.collectives.row import Row
 
 ONE_HOST = ("a",) * 4
 FOUR_HOSTS = ("a", "b", "c", "d")
@@ -222,6 +222,49 @@ def test_slow_links_extrapolate_from_shorter_arrays():
         assert predicted == pytest.approx(truth, rel=0.15), name
 
 
+TWO_HOSTS = ("a", "b")
+LINK = 4e-8  # seconds per byte
+
+
+def two_hosts(late, least=1 << 6, most=1 << 21):
+    """Rows of two hosts: a native all-reduce that takes `late` of its time where it takes longest."""
+    link = dict.fromkeys(KNOTS, (0, 0, 0, 1e-3, LINK, 0))
+    native = dict.fromkeys(KNOTS, (4e-3, LINK))
+    machine = Tuning(
+        MACHINE | {"hosts": 2}, {2: {"plain": link}}, {2: {"plain": {"native": native}}}
+    )
+    return [
+        r._replace(time_us=r.time_us * late.get(r.bytes, 1.0)) if r.chosen == "native" else r
+        for r in rows_of(machine, TWO_HOSTS, "plain")
+        if least <= r.bytes <= most
+    ]
+
+
+@pytest.mark.parametrize("late", [{}, {1 << 19: 2.4, 1 << 20: 1.8, 1 << 21: 1.1}])
+@pytest.mark.parametrize("most", [1 << 20, 1 << 21, 1 << 22])
+def test_no_all_reduce_is_believed_faster_than_the_links_it_must_use(late, most):
+    rows = two_hosts(late, most=most)
+    assert link_seconds(TWO_HOSTS, rows, 2) == pytest.approx(LINK, rel=0.02)
+    found = fit(MACHINE | {"hosts": 2}, TWO_HOSTS, rows)
+    for knot in KNOTS:
+        assert found.plans[2]["plain"][knot][4] >= 0.98 * LINK
+        assert found.whole[2]["plain"]["native"][knot][1] >= 0.98 * LINK
+    for nbytes in (1 << 23, 1 << 24, 1 << 26):
+        assert choose(found, Topology(TWO_HOSTS), nbytes // 4, 4, "plain") != "native"
+
+
+def test_an_algorithm_that_loses_at_the_largest_size_does_not_win_beyond_it():
+    rows = [
+        r._replace(time_us=3e4) if r.chosen == "native" else r._replace(min_us=r.time_us)
+        for r in rows_of(planted(FOUR_HOSTS), FOUR_HOSTS, "plain")
+        if r.bytes <= 1 << 22
+    ]
+    found = fit(MACHINE | {"hosts": 4}, FOUR_HOSTS, rows)
+    for nbytes in (1 << 22, 1 << 24, 1 << 26, 1 << 30):
+        assert choose(found, Topology(FOUR_HOSTS), nbytes // 4, 4, "plain") != "native"
+    assert f"of 64 to {1 << 22} bytes decide" in decided(found, FOUR_HOSTS, rows)[-1]
+
+
 def test_a_few_wild_measurements_change_little():
     truth = planted(ONE_HOST)
     rows = rows_of(truth, ONE_HOST, "plain")
@@ -289,9 +332,10 @@ def test_shared_halves_are_chosen_by_hosts_and_memory():
         assert (
             chosen(FOUR_HOSTS)
             == chosen(("a", "a", "b", "b"))
-            == chosen(ONE_HOST, is_on_device=True)
+            == chosen(FOUR_HOSTS, is_on_device=True)
             == "ring"
         )
+        assert chosen(ONE_HOST, is_on_device=True) == "shared"
         truth = planted(ONE_HOST)
         for nbytes in (0, 1 << 12, 1 << 26):
             half, whole, empty = (

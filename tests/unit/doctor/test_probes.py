@@ -5,11 +5,11 @@ import sys
 import numpy as np
 import pytest
 
-from mpitrain.doctor import files, hosts
-from mpitrain.doctor.child import FAILED, in_child, outcome
-from mpitrain.doctor.probes import PROBES, examine
-from mpitrain.doctor.problem import Values
-from mpitrain.doctor.trials import TRIALS, UNLOCKED, WORKS
+from mpitrain.tools.doctor import files, hosts
+from mpitrain.tools.doctor.child import FAILED, in_child, outcome
+from mpitrain.tools.doctor.probes import PROBES, examine
+from mpitrain.tools.doctor.problem import Values
+from mpitrain.tools.doctor.trials import TRIALS, UNLOCKED, WORKS
 from mpitrain.transport.threads import run_ranks
 from mpitrain.transport.windows import Windows
 
@@ -96,7 +96,7 @@ def test_a_folder_without_files_is_named_with_its_reason(tmp_path, name):
 
 
 def test_locks_that_two_processes_get_are_no_locks(tmp_path, monkeypatch):
-    from mpitrain.doctor import trials
+    from mpitrain.tools.doctor import trials
 
     monkeypatch.setattr(trials.fcntl, "flock", lambda descriptor, mode: None)
     assert TRIALS["locks"](str(tmp_path)) == {

@@ -11,7 +11,7 @@ from tests.processes import run
 PACKAGE = Path(__file__).parents[3] / "mpitrain"
 
 # Ground floor first: a room imports only from itself and from rooms above it in this list.
-FLOORS = [
+ENGINE = [
     "errors",
     "tables",
     "files",
@@ -33,15 +33,9 @@ FLOORS = [
     "parallel",
     "pipeline",
     "run",
-    "plan",
-    "bench",
-    "doctor",
-    "certify",
-    "report",
-    "textbook",
-    "cli",
-    "__main__",
 ]
+TOOLS = ["plan", "bench", "doctor", "certify", "report", "textbook"]
+FLOORS = [*ENGINE, *(f"tools.{name}" for name in TOOLS), "cli", "__main__"]
 
 DOORS = {
     "mpi4py": ("transport/",),
@@ -70,17 +64,25 @@ def imported_names(tree: ast.AST) -> set[str]:
 
 
 def room(dotted: str) -> str:
-    """The room of a module path such as mpitrain.ops.host or of a file such as ops/host.py."""
-    return dotted.removeprefix("mpitrain.").replace("/", ".").removesuffix(".py").split(".")[0]
+    """The room of a module path such as mpitrain.ops.host or of a file such as tools/plan/memory.py."""
+    names = dotted.removeprefix("mpitrain.").replace("/", ".").removesuffix(".py").split(".")
+    return ".".join(names[: 1 + (names[0] == "tools")])
 
 
 def test_every_room_has_its_floor_and_every_floor_its_room():
-    assert {room(source) for source in SOURCES} - {"__init__"} == set(FLOORS)
+    assert {room(source) for source in SOURCES} - {"__init__", "tools.__init__"} == set(FLOORS)
+
+
+def test_no_module_of_the_engine_imports_a_tool():
+    for source in SOURCES:
+        if not source.startswith(("tools/", "cli/", "__main__")):
+            names = imported_names(ast.parse((PACKAGE / source).read_text()))
+            assert not [name for name in names if name.startswith("mpitrain.tools")], source
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_file_imports_only_from_floors_above_it(source):
-    if source == "__init__.py":
+    if source in ("__init__.py", "tools/__init__.py"):
         return
     own = FLOORS.index(room(source))
     for name in imported_names(ast.parse((PACKAGE / source).read_text())):

@@ -15,7 +15,7 @@ from mpitrain.config import keys, with_settings
 from mpitrain.pipeline.schedules import SCHEDULES, STREAMS
 from mpitrain.run.choices import parse
 from tests.rows import tables
-from tests.unit.house.test_imports import FLOORS, PACKAGE, SOURCES, imported_names
+from tests.unit.house.test_imports import ENGINE, PACKAGE, SOURCES, TOOLS, imported_names
 
 HERE = Path(__file__).parents[3]
 HOUSE, TESTS = HERE / "mpitrain" / "README.md", HERE / "tests" / "README.md"
@@ -35,15 +35,19 @@ every_page = pytest.mark.parametrize(
 
 
 def test_the_picture_of_the_house_shows_every_floor_from_the_roof_down():
-    picture = HOUSE.read_text().split("```")[1]
-    shown = re.findall(r"^ (\w+)  +\w", picture, re.M)
-    assert [*reversed(shown)] == [floor for floor in FLOORS if floor != "__main__"]
+    engine, tools = (re.findall(r"^ (\w+)  +\w", picture, re.M) for picture in pictures())
+    assert ([*reversed(engine)], [*reversed(tools)]) == (ENGINE, [*TOOLS, "cli"])
+
+
+def pictures():
+    """The engine, and the tools above it."""
+    return HOUSE.read_text().split("```")[1:4:2]
 
 
 def test_sub_rooms_of_the_picture_import_only_from_those_below_them():
-    picture = HOUSE.read_text().split("```")[1]
-    floors = dict(re.findall(r"^ (\w+)  .*\n {15}(.*)$", picture, re.M))
-    for floor, line in floors.items():
+    floors = dict(re.findall(r"^ (\w+)  .*\n {15}(.*)$", "".join(pictures()), re.M))
+    for name, line in floors.items():
+        floor = f"tools/{name}" if name in TOOLS else name
         levels = [re.findall(r"[\w]+", level.split("(")[0]) for level in line.split("/")]
         height = {name: -number for number, names in enumerate(levels) for name in names}
         assert {path.parent.name for path in (PACKAGE / floor).glob("*/__init__.py")} <= set(height)
@@ -52,8 +56,8 @@ def test_sub_rooms_of_the_picture_import_only_from_those_below_them():
             if not source.startswith(f"{floor}/") or own not in height:
                 continue
             for name in imported_names(ast.parse((PACKAGE / source).read_text())):
-                if name.startswith(f"mpitrain.{floor}."):
-                    other = name.split(".")[2]
+                if name.startswith(f"mpitrain.{floor.replace('/', '.')}."):
+                    other = name.split(".")[2 + floor.count("/")]
                     is_lower = other in (own, *(n for n in height if height[n] < height[own]))
                     assert is_lower or other not in height, f"{source} imports {name}"
     assert len(floors) > 4

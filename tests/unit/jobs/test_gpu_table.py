@@ -10,13 +10,16 @@ import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from mpitrain.bench.kernels import operations as bench
 from mpitrain.kernels.engines import KERNELS
 from mpitrain.kernels.multiprocessor import H100
 from mpitrain.machine.devices import BACKENDS
 from mpitrain.machine.process import gpus
+from mpitrain.ops.device import device_for
+from mpitrain.tools.bench.kernels import operations as bench
+from mpitrain.tools.bench.kernels.gemm_case import PRODUCTS, case_of
 from tests.processes import run
 
 pytestmark = pytest.mark.compile
@@ -37,7 +40,16 @@ EMIT = "import json\ndef emit(**row): print(json.dumps(row), flush=True)\n"
 def job(monkeypatch):
     """The modules of the job, which are programs beside each other."""
     monkeypatch.syspath_prepend(str(JOBS / "gpu"))
-    for name in ("job", "table", "result", "profiles", "sanitizer", "machine"):
+    for name in (
+        "job",
+        "table",
+        "result",
+        "profiles",
+        "sanitizer",
+        "machine",
+        "products",
+        "workload",
+    ):
         monkeypatch.delitem(sys.modules, name, raising=False)
     import job
 
@@ -83,6 +95,7 @@ def test_every_result_is_taken_down_and_the_table_is_printed_after_each(parts, c
         ({"ratio": None}, "short"),
         ({"ok": False}, "failed"),
         ({"ratio": 0.5, "required": None}, ""),
+        ({"ratio": 0.5, "required": None, "goal": 0.7, "predicted": "2 us"}, ""),
     ],
 )
 def test_what_is_wrong_or_slow_is_marked_and_fails(change, mark, parts, capsys):
@@ -103,8 +116,54 @@ def test_the_end_of_the_output_repeats_failed_and_short_rows(parts, capsys):
     assert first == f"{long[:40]} 0.50 of 0.90" and second.split() == ["a", "product", "failed"]
 
 
+def test_a_goal_stands_beside_the_prediction_and_is_no_requirement(parts, capsys):
+    parts("emit(**good | {'ratio': 0.5, 'required': None, 'goal': 0.7, 'predicted': '2 us'})")
+    row = capsys.readouterr().out.splitlines()[2].split()
+    assert row[2:] == ["1", "us", "2", "us", "1", "us", "0.50", "goal", "0.70"]
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", "required"), ("bfloat16", "goal")])
+def test_what_needs_wgmma_is_a_goal(dtype, kind, job, capsys):
+    import products
+
+    product = products.Row("NT", 4096, 4096, 4096, dtype, "128x128x64", 200.0, 100.0, 0.0, 50.0, 0)
+    products.report(product, {})
+    row = json.loads(capsys.readouterr().out)
+    assert row[kind] > 0 and row[{"goal": "required", "required": "goal"}[kind]] is None
+    assert row["predicted"].endswith(" us") and row["ok"]
+
+
+@pytest.mark.parametrize("vocabulary", [33, 50257])
+def test_products_with_the_vocabulary_have_the_pitch_of_training(vocabulary, job):
+    import workload
+
+    seen, device = [], device_for("cuda-sim")
+    for shape, name in (
+        ((4, vocabulary, 8), "NT"),
+        ((4, 8, vocabulary), "NN"),
+        ((vocabulary, 8, 4), "TN"),
+    ):
+        arrays = workload.operands(shape, np.float32, name)
+        case = case_of(device, shape, "float32", PRODUCTS[name])
+        case.by(lambda kernels, arena, *operands, **ways: seen.append(operands))()
+        assert [array.strides for array in arrays] == [array.strides for array in seen[-1]]
+        assert all(array.strides[0] % 256 == 0 for array in arrays if vocabulary in array.shape[1:])
+
+
+def test_what_decides_is_measured_first(job):
+    names = [part.name for part in job.MODES["table"] if part.name not in ("predicted", "machine")]
+    assert [name for name in names if name != "compiled"][:6] == [
+        "suite",
+        "losses",
+        "profile of a product",
+        "attention",
+        "training",
+        "ring, IPC",
+    ]
+
+
 def test_the_limits_of_the_parts_hold_the_work_of_the_host(job):
-    """Seconds of an idle host by jobs/gpu's own work: 55 of NumPy in `memory`, 150 to 180 with two compilations of PyTorch."""
+    """Seconds of an idle host: 55 of NumPy in `memory` and `attention`, 150 to 180 with two compilations of PyTorch."""
     seconds = {part.name: part.seconds for part in job.MODES["table"]}
     assert seconds["memory"] >= 75 and seconds["machine"] >= 40
     assert list(seconds)[-1] == "torch.compile" and seconds["torch.compile"] >= 120
@@ -118,7 +177,7 @@ def test_versions_are_known_without_an_import(job, monkeypatch):
     assert machine.version("numpy").split()[1][0].isdigit() and machine.version("nome") == "no nome"
 
 
-def test_a_time_of_ncu_is_seconds_in_any_unit(job):
+def test_what_ncu_says_is_read_in_any_unit(job):
     import profiles
 
     head = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n'
@@ -126,7 +185,13 @@ def test_a_time_of_ncu_is_seconds_in_any_unit(job):
         f'"{number}","gemm","gpu__time_duration.sum","{unit}","1,500.5"\n'
         for number, unit in enumerate(("ns", "usecond", "ms"))
     ]
+    lines.append('"0","gemm","sm__warps_active.avg.pct_of_peak_sustained_active","%","n/a"\n')
+    lines += [
+        f'"1","gemm","launch__occupancy_limit_{limit}","block","{most}"\n'
+        for limit, most in (("warps", 8), ("registers", 2), ("blocks", 32))
+    ]
     found = profiles.profiles(head + "".join(lines))
+    assert [profiles.blocks(each) for each in found.values()] == [0, 2, 0]
     assert [each["seconds"] for each in found.values()] == pytest.approx(
         [1.5005e-6, 1.5005e-3, 1.5005]
     )
@@ -190,8 +255,7 @@ def test_the_kernels_of_the_job_are_known_without_a_gpu(job, monkeypatch):
     import cubins
     import workload
 
-    for name, table in (("gpus", lambda: 0), ("free_memory", None)):
-        monkeypatch.setattr(cubins.process, name, table)
+    monkeypatch.setattr(cubins.process, "current_gpu", None)
     for tables in (BACKENDS, KERNELS, bench.MOVED, bench.SHAPES):
         monkeypatch.setitem(tables, "cuda", tables["cuda"])
     for tables in (workload.MODELS, workload.PRODUCTS, workload.VOCABULARIES):
@@ -387,14 +451,17 @@ def test_all_of_it_runs_in_the_simulator_and_leaves_two_files(tmp_path):
     assert list(dict.fromkeys(row["part"] for row in rows)) == [
         "predicted",
         "machine",
-        "compiled",
         "suite",
+        "compiled",
+        "losses",
+        "profile of a product",
+        "attention",
         "training",
+        "ring, IPC",
         "products",
         "memory",
         "ring, staged",
         "ring, pointers",
-        "ring, IPC",
         "torch.compile",
     ]
     assert len(rows) > 30 and sorted(path.name for path in (tmp_path / "out").iterdir()) == [

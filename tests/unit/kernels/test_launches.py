@@ -6,7 +6,6 @@ import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 import pytest
 
-from mpitrain.bench.kernels.launch_overhead import Nothing
 from mpitrain.config import Optimizer
 from mpitrain.kernels.loader import Kernels
 from mpitrain.layers.base import backward
@@ -20,6 +19,7 @@ from mpitrain.ops.counted import Unlaunched
 from mpitrain.ops.weightless import WeightlessForKernels, WeightlessMemory
 from mpitrain.optim import Optimizer as OptimizerOfRank
 from mpitrain.regions import Piece
+from mpitrain.tools.bench.kernels.launch_overhead import Nothing
 
 ROWS, CONTEXT, VOCABULARY = 8, 1024, 50257
 STEP = {

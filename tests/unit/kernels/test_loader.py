@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpitrain.bench.kernels import launch_overhead
 from mpitrain.errors import ConfigError, KernelError
 from mpitrain.kernels.arguments import Argument, fresh, strided
 from mpitrain.kernels.loader import Kernels
@@ -18,6 +17,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
 from mpitrain.ops.cuda import wire
 from mpitrain.ops.cuda.wire import top_k
+from mpitrain.tools.bench.kernels import launch_overhead
 
 HERE = Path(__file__).parent
 WIRE = {

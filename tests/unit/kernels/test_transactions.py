@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from mpitrain.bench.kernels.transactions import STEP, UPDATES, count, has_conflicts
 from mpitrain.cli.bench.collectives import command
 from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import Simulator
@@ -15,6 +14,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, Tiling
 from mpitrain.ops.cuda.wire import top_k
+from mpitrain.tools.bench.kernels.transactions import STEP, UPDATES, count, has_conflicts
 from tests.cases.numbers import numbers, stored
 from tests.unit.kernels.test_traffic import traffic
 

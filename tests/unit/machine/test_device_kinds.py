@@ -1,6 +1,7 @@
 """Which device a run computes on: what is missing is said, what is shared is said, `auto` is settled by all ranks."""
 
 import sys
+import threading
 
 import pytest
 
@@ -32,6 +33,7 @@ def one_gpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(cupy.devices, "count", 1)
     monkeypatch.setattr(cupy.devices, "used", [])
+    monkeypatch.setattr(cupy.devices, "current", threading.local())
     return cupy.devices
 
 
@@ -126,16 +128,18 @@ def test_ranks_with_the_same_gpu_are_found_by_its_pci_address(one_gpu, capsys):
 
 
 @pytest.mark.parametrize(
-    "gpus, hosts, line",
+    "gpus, hosts, chosen, line",
     [
-        (1, "aab", "2 ranks on a share 1 GPU"),
-        (2, "aaabbb", "3 ranks on a share 2 GPUs; 3 ranks on b share 2 GPUs"),
-        (2, "aabb", ""),
+        (1, "aab", "000", "2 ranks on a share 1 GPU"),
+        (2, "aaabbb", "010101", "3 ranks on a share 2 GPUs; 3 ranks on b share 2 GPUs"),
+        (2, "aabb", "0101", ""),
+        (1, "aabb", "0101", ""),  # each rank sees its own GPU alone
+        (1, "aaaa", "0011", "4 ranks on a share 2 GPUs"),
     ],
 )
-def test_sharing_a_gpu_is_said_in_one_line(gpus, hosts, line, one_gpu, capsys):
+def test_sharing_a_gpu_is_said_in_one_line(gpus, hosts, chosen, line, one_gpu, capsys):
     one_gpu.count = gpus
-    resolved_with(hosts, lambda rank: f"0000:0{rank % 2}:00.0")
+    resolved_with(hosts, lambda rank: f"0000:0{chosen[rank]}:00.0")
     assert capsys.readouterr().err == (
         line and f"warning: {line}: they take turns, and each needs its own memory.\n"
     )
@@ -159,6 +163,11 @@ def test_a_rank_takes_the_gpu_of_its_local_rank(kind, local_rank, gpus, used, on
     )
     process.choose_gpu(kind)
     assert one_gpu.used == used
+
+
+def test_ranks_that_are_threads_take_the_gpu_that_was_chosen(one_gpu):
+    cupy.cuda.Device(3).use()
+    assert run_ranks(2, lambda transport: cupy.cuda.runtime.getDevice()) == [3, 3]
 
 
 def test_a_gpu_is_chosen_before_mpi_starts(tmp_path):

@@ -25,7 +25,8 @@ from mpitrain.pipeline.schedules import plan_of
 from mpitrain.run import build
 from mpitrain.run.build import Job
 from mpitrain.run.choices import parse
-from mpitrain.run.resolve import Resolved
+from mpitrain.run.resolve import Resolved, resolve
+from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy
 from tests.rows import replaced
@@ -56,13 +57,16 @@ def resolved(config, ranks=1):
         plan_of("1f1b", 1, 1),
         parse_wire("none"),
         DEFAULT,
+        [],
         device_for("cpu"),
     )
 
 
 def check(transport, found, source=SOURCES["gpt"]):
     config, axes, plan, *_, device = found
-    memory.check_memory(transport, config, source, axes, len(plan.stage_of), device)
+    return memory.check_memory(
+        transport, config, source, axes, len(plan.stage_of), device, found.gpus
+    )
 
 
 def sizes_of(found, shards, source=SOURCES["gpt"]):
@@ -258,28 +262,53 @@ def test_units_are_not_built_for_a_model_that_does_not_fit(monkeypatch):
     assert raised.value.exit_code == 2 and raised.value.agreed and max(built) <= 2
 
 
-def test_on_a_gpu_its_own_memory_counts(monkeypatch):
+@pytest.mark.parametrize(
+    "seen, hosts, gpus, sharing",
+    [
+        (1, "aaaa", "0123", 1),  # each rank sees its own GPU alone
+        (4, "aaaa", "0123", 1),
+        (4, "aaaa", "0012", 2),  # two ranks use one GPU although there are others
+        (2, "aaa", "010", 2),
+        (1, "aaab", "0000", 3),
+        (1, "abab", "0000", 2),
+    ],
+)
+@pytest.mark.parametrize("is_mig", [False, True])  # instances of one GPU share its address
+def test_the_memory_of_a_gpu_is_counted_for_the_ranks_that_use_it(
+    seen, hosts, gpus, sharing, is_mig, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(cupy.devices, "memory", (1000, 8 << 30))
-    monkeypatch.setattr(cupy.devices, "count", 2)
-    monkeypatch.setattr(
-        memory,
-        "sizes",
-        lambda *known, real=memory.sizes: (real(*known)[0]._replace(length=1000), 1000),
-    )
-    config = config_of(device={"kind": "cuda"})
+    monkeypatch.setattr(cupy.devices, "count", seen)
+    large = {"kind": "gpt", "layers": 48, "width": 1600, "heads": 25, "context": 1024}
+    config = config_of(device={"kind": "cuda"}, model=large)
+    tokens = Unopened("tokens", (1024,), 50257, 50257)
+
+    def needs(free):
+        def run(transport):
+            gpu = gpus[transport.rank]
+            address, uuid = ("0", gpu.encode() * 16) if is_mig else (gpu, b"")
+            cupy.see(f"0000:0{address}:00.0", uuid=uuid, memory=(free[transport.rank], 80 << 30))
+            found = resolve(transport, config)
+            room = on_all_ranks(transport, lambda: check(transport, found, tokens))
+            return len(room.ranks), room.free, round(room.needed / 1e9, 1)
+
+        return run_ranks(len(hosts), run, hosts=hosts)
+
+    plenty = needs([160 * 10**9 - rank for rank in range(len(hosts))])
+    assert max(plenty)[0] == sharing and max(plenty)[2] == round(sharing * 26.208, 1)
+    users = [
+        [other for other, place in enumerate(zip(hosts, gpus, strict=True)) if place == own]
+        for own in zip(hosts, gpus, strict=True)
+    ]
+    # The last of the ranks of a GPU to look sees what the others have taken already.
+    assert [room[:2] for room in plenty] == [
+        (len(ranks), 160 * 10**9 - max(ranks)) for ranks in users
+    ]
     with pytest.raises(
-        ConfigError, match=r"of 2 rank\(s\) need .* GB on this GPU, but 0\.00 GB are free"
-    ):
-        run_ranks(
-            3,
-            lambda transport: check(transport, resolved(config, 3)),
-        )
-    monkeypatch.setattr(cupy.devices, "memory", (8 << 30, 8 << 30))
-    run_ranks(
-        3,
-        lambda transport: check(transport, resolved(config, 3)),
-    )
+        ConfigError, match=f"{sharing} rank.* need {int(sharing * 26.208)}"
+    ) as raised:
+        needs([int((sharing - 0.5) * 26.2e9)] * len(hosts))
+    assert raised.value.agreed and "on this GPU" in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ host = bodies.host()
 
 torch = pytest.importorskip("torch")
 torch_gpt = pytest.importorskip(
-    "mpitrain.bench.training.torch_gpt"
+    "mpitrain.tools.bench.training.torch_gpt"
 )  # PyTorch's own layers and none of ours
 
 SHAPE = {"vocab": 101, "context": 40, "width": 48, "heads": 3, "depth": 3}

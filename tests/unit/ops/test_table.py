@@ -7,7 +7,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpitrain.bench.kernels import launch_overhead
 from mpitrain.errors import ConfigError, KernelError
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
@@ -17,6 +16,7 @@ from mpitrain.ops.device import device_for
 from mpitrain.ops.example import examples
 from mpitrain.ops.host.rounded import rounded
 from mpitrain.ops.operands import dims, operands
+from mpitrain.tools.bench.kernels import launch_overhead
 from tests.laws.operations import PRIME, OperationLaws, computed, drawn
 from tests.laws.transport import laws_of
 from tests.rows import replaced

@@ -9,7 +9,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.pipeline.schedule_files import write_plan
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.pipeline.simulate import Cost
-from mpitrain.plan.micro_batches import (
+from mpitrain.tools.plan.micro_batches import (
     MOST,
     advice,
     best,
@@ -21,7 +21,7 @@ from mpitrain.plan.micro_batches import (
     sizes,
     table,
 )
-from mpitrain.plan.stages import Measured, Way
+from mpitrain.tools.plan.stages import Measured, Way
 
 
 def configured(name="gpipe", *settings):

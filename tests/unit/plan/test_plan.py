@@ -58,7 +58,7 @@ def test_the_pipeline_page_has_every_schedules_bubble_and_peak():
 
 
 def test_the_page_of_plans_shows_a_printed_chart():
-    page = (ROOMS / "plan" / "README.md").read_text()
+    page = (ROOMS / "tools/plan" / "README.md").read_text()
     command, _, printed = page.partition("$ mpitrain plan ")[2].partition("\n")
     assert printed.startswith(shown(*command.split()))
 

@@ -9,9 +9,9 @@ from click.testing import CliRunner
 from mpitrain.cli import commands
 from mpitrain.collectives.selection.table import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from mpitrain.errors import ConfigError
-from mpitrain.plan.collective import collective, complete, contents, meeting, plans_of, rounds
-from mpitrain.plan.traffic import FORMULAS, amounts, numbers, totals
-from mpitrain.plan.words import data_of
+from mpitrain.tools.plan.collective import collective, complete, contents, meeting, plans_of, rounds
+from mpitrain.tools.plan.traffic import FORMULAS, amounts, numbers, totals
+from mpitrain.tools.plan.words import data_of
 
 PRINTABLE = [name for name, algorithm in ALL_REDUCE.items() if algorithm.plans]
 HALVES = [

@@ -5,8 +5,8 @@ from click.testing import CliRunner
 
 from mpitrain.cli import commands
 from mpitrain.errors import ConfigError
-from mpitrain.plan.memory import count, ranks_of, table
 from mpitrain.run.build import build
+from mpitrain.tools.plan.memory import count, ranks_of, table
 from mpitrain.transport.threads import run_ranks
 from tests.training import MLP, TINY, configured
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from mpitrain.bench.plot_loss import AXES, points
-from mpitrain.report.text import how_it_ended
 from mpitrain.run.metrics import read_metrics
 from mpitrain.run.resume import past
 from mpitrain.run.run_dir import METRICS
+from mpitrain.tools.bench.plot_loss import AXES, points
+from mpitrain.tools.report.text import how_it_ended
 from tests.unit.readers.fuzz_json import DEEP, OF_TEXTS
 from tests.unit.readers.fuzz_readers import INVALID, Damaged, in_the_way
 

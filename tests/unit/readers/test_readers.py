@@ -64,7 +64,7 @@ def test_a_damaged_file_is_refused_by_name_or_says_what_a_fresh_one_does(
     name, tmp_path, clocks, monkeypatch
 ):
     monkeypatch.setattr("mpitrain.cli.report.find_spec", lambda name: None)  # pictures take seconds
-    monkeypatch.setattr("mpitrain.report.text.TRIED", 10)
+    monkeypatch.setattr("mpitrain.tools.report.text.TRIED", 10)
     form, wrong, kinds = FORMATS[name](tmp_path), [], Counter()
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number in range(MANY if name in CHEAP else CASES):

@@ -10,11 +10,19 @@ from click.testing import CliRunner
 
 from mpitrain.cli import commands
 from mpitrain.machine.devices import has_compiler
-from mpitrain.textbook.claims.claim import FAILS, HOLDS, ONLY_IF, Figures, is_true, judge, verdict
-from mpitrain.textbook.claims.page import page
-from mpitrain.textbook.claims.table import CLAIMS
-from mpitrain.textbook.claims.text import lines, record, rule
-from mpitrain.textbook.words import LANGUAGES, WORDS, width
+from mpitrain.tools.textbook.claims.claim import (
+    FAILS,
+    HOLDS,
+    ONLY_IF,
+    Figures,
+    is_true,
+    judge,
+    verdict,
+)
+from mpitrain.tools.textbook.claims.page import page
+from mpitrain.tools.textbook.claims.table import CLAIMS
+from mpitrain.tools.textbook.claims.text import lines, record, rule
+from mpitrain.tools.textbook.words import LANGUAGES, WORDS, width
 
 CONDITIONAL = {
     "ring-or-server",

@@ -10,12 +10,12 @@ from click.testing import CliRunner
 
 from mpitrain.cli import commands
 from mpitrain.errors import ConfigError
-from mpitrain.textbook.explain.explanation import ROOT, Text
-from mpitrain.textbook.explain.links import Network, Watched, parse_link
-from mpitrain.textbook.explain.renderers import page, systems, terminal
-from mpitrain.textbook.explain.symbols import IN_FLIGHT, MIXED, Symbols, written
-from mpitrain.textbook.explain.topics import TOPICS
-from mpitrain.textbook.words import WORDS, width
+from mpitrain.tools.textbook.explain.explanation import ROOT, Text
+from mpitrain.tools.textbook.explain.links import Network, Watched, parse_link
+from mpitrain.tools.textbook.explain.renderers import page, systems, terminal
+from mpitrain.tools.textbook.explain.symbols import IN_FLIGHT, MIXED, Symbols, written
+from mpitrain.tools.textbook.explain.topics import TOPICS
+from mpitrain.tools.textbook.words import WORDS, width
 from mpitrain.transport.threads import run_ranks
 from tests.laws.transport import TransportLaws, laws_of
 
@@ -240,7 +240,7 @@ def test_pages_without_a_compiler_lack_the_topics_that_need_one(tmp_path, no_com
 @pytest.mark.slow
 def test_a_picture_is_drawn_without_a_font_for_hangul(tmp_path):
     pytest.importorskip("matplotlib")
-    from mpitrain.textbook.explain.renderers.picture import draw
+    from mpitrain.tools.textbook.explain.renderers.picture import draw
 
     draw(recorded("1f1b"), tmp_path / "a.png", "ko")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -249,7 +249,7 @@ def test_a_picture_is_drawn_without_a_font_for_hangul(tmp_path):
 @pytest.mark.parametrize("language", ["en", "ko"])
 @every_topic
 def test_no_note_of_a_picture_is_wider_than_its_columns(name, language):
-    from mpitrain.textbook.explain.renderers.picture import notes_of
+    from mpitrain.tools.textbook.explain.renderers.picture import notes_of
 
     notes = notes_of(recorded(name), language, 80)
     assert max(map(width, notes)) <= 80

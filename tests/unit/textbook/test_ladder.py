@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from mpitrain.cli import commands
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.source import package_sources
-from mpitrain.textbook.explain.recorders.tiling import SHAPE
-from mpitrain.textbook.ladder.rungs import FOLDER, MACROS, RUNGS, SECTOR, Shape, climb
+from mpitrain.tools.textbook.explain.recorders.tiling import SHAPE
+from mpitrain.tools.textbook.ladder.rungs import FOLDER, MACROS, RUNGS, SECTOR, Shape, climb
 from tests.unit.kernels.nvrtc import Compiler
 
 pytestmark = pytest.mark.compile

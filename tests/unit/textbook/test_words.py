@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.textbook.words import WORDS, language_of, padded, text, width
+from mpitrain.tools.textbook.words import WORDS, language_of, padded, text, width
 
-ROOM = Path(__file__).parents[3] / "mpitrain" / "textbook"
+ROOM = Path(__file__).parents[3] / "mpitrain" / "tools" / "textbook"
 CLI = ROOM.parent / "cli"
 
 

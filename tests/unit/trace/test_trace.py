@@ -22,10 +22,10 @@ from mpitrain.pipeline.instructions import (
 )
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.pipeline.simulate import Cost, simulate
-from mpitrain.report.plots import draw_timeline
-from mpitrain.report.schedule_comparison import compare
-from mpitrain.report.text import what_each_did_last, where_the_time_went
-from mpitrain.report.time_breakdown import (
+from mpitrain.tools.report.plots import draw_timeline
+from mpitrain.tools.report.schedule_comparison import compare
+from mpitrain.tools.report.text import what_each_did_last, where_the_time_went
+from mpitrain.tools.report.time_breakdown import (
     BETWEEN,
     BUBBLE,
     COMMUNICATION,

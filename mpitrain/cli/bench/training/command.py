@@ -58,7 +58,7 @@ ROW_SECONDS = 120.0
     "--shapes",
     metavar="all|NAME[,NAME...]",
     help="Measure a table of shapes instead, on 2 ranks, against all peers: "
-    "mpitrain/bench/README.md lists the names.",
+    "mpitrain/tools/bench/README.md lists the names.",
 )
 @click.option(
     "--row-seconds",
@@ -166,12 +166,15 @@ def _measure(
     csv_file: Path | None,
     preset: str | None = None,
 ) -> None:
-    from mpitrain.bench.collectives.header import header
-    from mpitrain.bench.collectives.table import write_csv
-    from mpitrain.bench.training.bare_products import BareProducts
-    from mpitrain.bench.training.peers import peer_of
-    from mpitrain.bench.training.stages import stage_rows, stage_table
-    from mpitrain.bench.training.steps import (
+    from mpitrain.cli.terminal.progress import way
+    from mpitrain.collectives.selection.tuning import foreign
+    from mpitrain.run.build import build
+    from mpitrain.tools.bench.collectives.header import header
+    from mpitrain.tools.bench.collectives.table import write_csv
+    from mpitrain.tools.bench.training.bare_products import BareProducts
+    from mpitrain.tools.bench.training.peers import peer_of
+    from mpitrain.tools.bench.training.stages import stage_rows, stage_table
+    from mpitrain.tools.bench.training.steps import (
         LookingOn,
         Ours,
         alternate,
@@ -182,10 +185,7 @@ def _measure(
         table,
         write_json,
     )
-    from mpitrain.bench.training.unit_kinds import ByKind, floor_table, kind_rows
-    from mpitrain.cli.terminal.progress import way
-    from mpitrain.collectives.selection.tuning import foreign
-    from mpitrain.run.build import build
+    from mpitrain.tools.bench.training.unit_kinds import ByKind, floor_table, kind_rows
     from mpitrain.transport.agreement import on_all_ranks
 
     def all_configured() -> list[Any]:
@@ -259,9 +259,9 @@ def _measure_memory(
     transport: Any, changed: list[str], blocks: int, steps: int, preset: str | None = None
 ) -> None:
     """Print time and activation memory of the job with each key of [memory]. Collective."""
-    from mpitrain.bench.training.memory import built, memory_table, peaks
-    from mpitrain.bench.training.steps import alternate, check_common_steps
     from mpitrain.cli.terminal.progress import way
+    from mpitrain.tools.bench.training.memory import built, memory_table, peaks
+    from mpitrain.tools.bench.training.steps import alternate, check_common_steps
 
     def configured_with(more: Sequence[str]) -> Any:
         found = configured_on(transport.size, blocks, steps, [*changed, *more], preset)

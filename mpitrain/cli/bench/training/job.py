@@ -32,8 +32,8 @@ def configured_on(
     size: int, blocks: int, steps: int, settings: list[str], preset_name: str | None = None
 ) -> Any:
     """Return the configuration to measure on `size` ranks."""
-    from mpitrain.bench.training.steps import WARM_UP
     from mpitrain.config import preset
+    from mpitrain.tools.bench.training.steps import WARM_UP
 
     batch = preset(preset_name).get("batch", {"size": SEQUENCES, "micro_batches": 1})
     rows = batch["size"] // max(1, batch["micro_batches"])

@@ -27,8 +27,11 @@ def measure_shapes(
     changed  further settings, for all shapes
     turns    blocks, most steps in a turn, and the bound in seconds of a shape
     """
-    from mpitrain.bench.collectives.header import header, printed
-    from mpitrain.bench.training.shapes import (
+    from mpitrain.cli.terminal.table_rows import Rows
+    from mpitrain.errors import ConfigError, on_every_rank
+    from mpitrain.ops.host.product import multiplier
+    from mpitrain.tools.bench.collectives.header import header, printed
+    from mpitrain.tools.bench.training.shapes import (
         SHAPES,
         chosen,
         heading,
@@ -37,10 +40,7 @@ def measure_shapes(
         measure_shape,
         settings,
     )
-    from mpitrain.bench.training.steps import check_common_steps
-    from mpitrain.cli.terminal.table_rows import Rows
-    from mpitrain.errors import ConfigError, on_every_rank
-    from mpitrain.ops.host.product import multiplier
+    from mpitrain.tools.bench.training.steps import check_common_steps
     from mpitrain.transport.agreement import on_all_ranks
 
     def all_configured() -> dict[str, Any]:

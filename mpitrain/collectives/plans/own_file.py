@@ -1,0 +1,166 @@
+"""A user's Python file, run in a child process with limits of time and memory.
+
+The child loads the file, and calls a function of this package with the file's module. Each answer
+that this function yields is a line of JSON. If the file breaks a rule, the last line is
+`{"problem": ...}`, a sentence. Nothing here imports NumPy or MPI.
+"""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryFile
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from mpitrain.errors import Sentence, line_in
+from mpitrain.machine.process import environment_of_one
+
+SECONDS = 5.0
+"""Time limit for a user's file, in seconds from the start of its process."""
+LIMITS = {resource.RLIMIT_AS: 1 << 30, resource.RLIMIT_FSIZE: 1 << 26, resource.RLIMIT_CPU: 60}
+"""Address space and largest file in bytes; processor time in seconds, should the parent be gone."""
+TEXT = 200
+"""Characters of the text of an error."""
+CHILD = f"""import sys
+sys.path.append({str(Path(__file__).parents[3])!r})
+from {__name__} import serve
+serve()"""
+
+
+class Wrong(Exception):
+    """A rule that the user's file breaks.
+
+    law     sentence with fields in braces
+    values  of the fields
+    """
+
+    def __init__(self, law: str, **values: Any):
+        self.sentence = Sentence(law, **values)
+        super().__init__(self.sentence)
+
+    @property
+    def law(self) -> str:
+        """The sentence with its fields."""
+        return self.sentence.law
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The values of the fields."""
+        return self.sentence.values
+
+
+class Answers(NamedTuple):
+    """Output of the child that ran a user's file.
+
+    found    the lines of JSON that it wrote, parsed
+    ended    its exit status
+    is_slow  whether it exceeded its time limit
+    """
+
+    found: list[dict[str, Any]]
+    ended: int
+    is_slow: bool
+
+    def reason(self) -> Wrong:
+        """Return the reason that an answer is missing."""
+        if self.is_slow:
+            return Wrong("it gives no answer within {seconds:g} s", seconds=SECONDS)
+        return Wrong("its process ended with {ended} and no answer", ended=self.ended)
+
+
+def answers(path: str, code: bytes, law: str, *arguments: Any) -> Answers:
+    """Run a user's file in a child, and return its output.
+
+    law        `module:function`: (module of the file, *arguments) -> iterator of answers
+    arguments  JSON must be able to represent them
+    """
+    # An isolated interpreter imports nothing from the working directory.
+    words = [sys.executable, "-I", "-c", CHILD, path, law, json.dumps(arguments)]
+    with TemporaryFile() as given, TemporaryFile() as written:
+        given.write(code)
+        given.seek(0)
+        child = subprocess.Popen(
+            words,
+            stdin=given,
+            stdout=written,
+            stderr=subprocess.DEVNULL,
+            env={**environment_of_one(), "OPENBLAS_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        try:
+            child.wait(SECONDS)
+            is_slow = False
+        except subprocess.TimeoutExpired:
+            is_slow = True
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        written.seek(0)
+        *lines, _ = written.read().split(b"\n")
+    return Answers([json.loads(line) for line in lines], child.returncode, is_slow)
+
+
+def serve() -> None:
+    """Answer for the arguments of the command line, in the child."""
+    path, law, arguments = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    written = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # The file may print.
+    code = sys.stdin.buffer.read()
+    module, _, function = law.partition(":")
+    judge = getattr(import_module(module), function)
+    for limit, most in LIMITS.items():
+        resource.setrlimit(limit, (most, most))
+    own = ModuleType("own")
+    own.__file__ = path
+    sys.modules[own.__name__] = own  # A dataclass looks for its module there.
+    try:
+        exec(compile(code, path, "exec"), own.__dict__)
+        for answer in judge(own, *arguments):
+            print(json.dumps(answer), file=written, flush=True)
+    except (Exception, SystemExit) as error:
+        problem = as_json(_reason(error, path).sentence)
+        print(json.dumps({"problem": problem}), file=written, flush=True)
+    os._exit(0)  # The file may have started threads.
+
+
+def function_of(own: ModuleType, name: str, arguments: str = "") -> Callable[..., Any]:
+    """Return a function of the user's file; Wrong if the file does not define it."""
+    function = getattr(own, name, None)
+    if not callable(function):
+        raise Wrong("the file must define {function}", function=name + arguments)
+    return function
+
+
+def _reason(error: BaseException, path: str) -> Wrong:
+    """Return the rule that an exception of the user's file breaks."""
+    if isinstance(error, Wrong):
+        return error
+    if isinstance(error, MemoryError):
+        return Wrong("it takes more than {most} MiB", most=LIMITS[resource.RLIMIT_AS] >> 20)
+    text = " ".join(str(error).split())[:TEXT]
+    values = {"kind": type(error).__name__, "text": f": {text}" if text else ""}
+    if line := line_in(error, path):
+        return Wrong("it raises {kind} in line {line}{text}", line=line, **values)
+    return Wrong("it raises {kind}{text}", **values)
+
+
+def as_json(value: Any) -> Any:
+    """Return a `Sentence`, or the value of one of its fields, as JSON."""
+    if isinstance(value, Sentence):
+        return {"law": value.law, "values": {k: as_json(v) for k, v in value.values.items()}}
+    return [as_json(one) for one in value] if isinstance(value, tuple) else value
+
+
+def from_json(found: Any) -> Any:
+    """Return a `Sentence`, or the value of one of its fields, from the result of `as_json`."""
+    if isinstance(found, dict):
+        return Sentence(found["law"], **{k: from_json(v) for k, v in found["values"].items()})
+    return tuple(map(from_json, found)) if isinstance(found, list) else found

@@ -1,0 +1,314 @@
+"""Fitting the cost model to measurements, and checking it on sizes that it has not seen."""
+
+import math
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
+from itertools import groupby
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain.collectives.plans.topology import Topology
+from mpitrain.collectives.selection.choose import choose
+from mpitrain.collectives.selection.cost_model import (
+    KNOTS,
+    TERMS,
+    Constants,
+    Tuning,
+    is_whole,
+    predict,
+    shares,
+    work,
+)
+from mpitrain.collectives.selection.tuning import DEFAULT
+from mpitrain.tools.bench.collectives.least_absolute import least_absolute
+from mpitrain.tools.bench.collectives.row import Row
+from mpitrain.tools.bench.collectives.table import FAR, is_spoilt
+
+SHORT = 1 << 14
+"""Bytes up to which an array is short: there the number of messages determines the time."""
+NEGLIGIBLE = 10.0
+"""Times of the latency from which a run shows the rate of a link."""
+
+
+class Check(NamedTuple):
+    """The accuracy of a fit on sizes that were left out of it.
+
+    error      median over rows of |predicted - measured| / measured
+    short      the same for arrays of up to SHORT bytes
+    choices    {bytes: (chosen algorithm, its time over the fastest algorithm's)}
+    """
+
+    error: float
+    short: float
+    choices: dict[int, tuple[str, float]]
+
+
+def median_of_sweeps(rows: Sequence[Row]) -> list[Row]:
+    """Return one row per algorithm, buffers and size, with its median time; drop spoilt rows."""
+    found: dict[tuple, list[Row]] = {}
+    for row in (row for row in rows if not is_spoilt(row)):
+        found.setdefault((row.chosen, row.buffers, row.bytes), []).append(row)
+    return [
+        same[0]._replace(time_us=median(row.time_us for row in same)) for same in found.values()
+    ]
+
+
+def fit(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) -> Tuning:
+    """Fit the constants for one number of ranks to measured all-reduces."""
+    n, defaults = len(hosts), next(iter(DEFAULT.plans.values()))
+    link = link_seconds(hosts, rows, machine["cores"])
+    plans: dict[str, Constants] = {}
+    whole: dict[str, dict[str, Constants]] = {}
+    for memory in dict.fromkeys(row.buffers for row in rows):
+        here = [row for row in rows if row.buffers == memory]
+        moved = [row for row in here if not is_whole("allreduce", row.chosen)]
+        works = [
+            work(
+                "allreduce", row.chosen, hosts, row.count, row.bytes // row.count, machine["cores"]
+            )
+            for row in moved
+        ]
+        least = np.zeros((len(KNOTS), len(TERMS)))
+        least[:, TERMS.index("net_beta")] = link
+        plans[memory] = constants(moved, works, least, defaults[memory])
+        alone = Tuning(machine, {n: plans}, {n: {memory: {} for memory in plans}})
+        whole[memory] = {}
+        for name in dict.fromkeys(row.chosen for row in here if is_whole("allreduce", row.chosen)):
+            mine = [row for row in here if row.chosen == name]
+            least = np.zeros((len(KNOTS), 2))
+            least[:, 1] = link * crossing(hosts)
+            last = max(mine, key=lambda row: row.bytes)
+            if last.time_us > min(
+                (row.time_us for row in moved if row.bytes == last.bytes), default=math.inf
+            ):
+                names = {row.chosen for row in moved}
+                knot = max(0, bisect_right(KNOTS, last.bytes) - 1)
+                bound = _fastest_plan(alone, names, hosts, last, memory)
+                least[knot:] = np.maximum(least[knot:], bound)
+            whole[memory][name] = constants(mine, [(1, row.bytes) for row in mine], least)
+    return Tuning(machine, {n: plans}, {n: whole})
+
+
+def _fastest_plan(
+    plans: Tuning, names: Collection[str], hosts: Sequence[str], row: Row, memory: str
+) -> tuple[float, float]:
+    """Return (a, b) of a line a + b x bytes through the time of the fastest plan at a row's size.
+
+    names  algorithms with plans
+    """
+    once, twice = (
+        min(
+            predict(
+                plans, "allreduce", name, hosts, times * row.count, row.bytes // row.count, memory
+            )
+            for name in names
+        )
+        for times in (1, 2)
+    )
+    b = (twice - once) / row.bytes
+    return max(0.0, once - b * row.bytes), b
+
+
+def crossing(hosts: Sequence[str]) -> float:
+    """Return the least part of an array that the busiest host of an all-reduce sends to others."""
+    return 2 * (1 - 1 / len(set(hosts)))
+
+
+def link_seconds(hosts: Sequence[str], rows: Sequence[Row], cores: int) -> float:
+    """Return the seconds per byte of the fastest run over a host's link; 0 without such a link.
+
+    The time of the shortest array counts as latency. Only runs of at least NEGLIGIBLE times this
+    latency are used.
+    """
+    found = []
+    for row in rows:
+        latency = min(
+            (other.bytes, other.time_us)
+            for other in rows
+            if (other.chosen, other.buffers) == (row.chosen, row.buffers)
+        )[1]
+        if row.time_us < NEGLIGIBLE * latency:
+            continue
+        sent = crossing(hosts) * row.bytes
+        if not is_whole("allreduce", row.chosen):
+            sent = work(
+                "allreduce", row.chosen, hosts, row.count, row.bytes // row.count, cores
+            ).net_bytes
+        if sent:
+            found.append(1e-6 * (row.time_us - latency) / sent)
+    return min(found, default=0.0)
+
+
+def constants(
+    rows: Sequence[Row],
+    amounts: Sequence[Sequence[float]],
+    least: np.ndarray,
+    defaults: Constants | None = None,
+) -> Constants:
+    """Fit the constants at every knot (array size), by least absolute relative error.
+
+    A constant that no row determines is copied from the nearest knot that has it, or else is the
+    default. The same holds for a knot far from all measured sizes. On slow links, for example, no
+    array is long enough for the last knot. Without rows, all constants are defaults.
+
+    amounts  per row, the amount of work that each constant multiplies
+    least    lower bounds of the constants: (knots, terms)
+    """
+    if not rows:
+        return defaults or {}
+    seconds = np.array([row.time_us * 1e-6 for row in rows])
+    near = np.array([shares(row.bytes) for row in rows])
+    held = np.flatnonzero(near.max(axis=0) >= 0.5)
+    for knot in set(range(len(KNOTS))).difference(held):
+        near[:, held[np.abs(held - knot).argmin()]] += near[:, knot]
+        near[:, knot] = 0
+    columns = near[:, :, None] * np.array(amounts, float)[:, None, :]
+    found = least_absolute(
+        columns.reshape(len(rows), -1) / seconds[:, None], least.reshape(-1)
+    ).reshape(least.shape)
+    known = columns.any(axis=0)
+    for knot, term in np.argwhere(~known):
+        others = np.flatnonzero(known[:, term])
+        if others.size:
+            found[knot, term] = found[others[np.abs(others - knot).argmin()], term]
+        elif defaults:
+            found[knot, term] = defaults[KNOTS[knot]][term]
+    found = np.maximum(found, least)
+    return {knot: tuple(map(float, values)) for knot, values in zip(KNOTS, found, strict=True)}
+
+
+def check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row]) -> dict[str, Check]:
+    """Compare the model with rows that were not used in the fit, for each class of memory."""
+    return {
+        memory: _check(tuning, hosts, [row for row in rows if row.buffers == memory], memory)
+        for memory in dict.fromkeys(row.buffers for row in rows)
+        if memory in tuning.plans[len(hosts)]
+    }
+
+
+def _check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row], memory: str) -> Check:
+    errors: dict[bool, list[float]] = {True: [], False: []}
+    times: dict[tuple[int, int], dict[str, float]] = {}
+    for row in rows:
+        predicted = (
+            predict(
+                tuning, "allreduce", row.chosen, hosts, row.count, row.bytes // row.count, memory
+            )
+            * 1e6
+        )
+        # The prediction is not finite if every row of this algorithm in the fit was spoilt.
+        if math.isfinite(predicted):
+            errors[row.bytes <= SHORT].append(abs(predicted - row.time_us) / row.time_us)
+        times.setdefault((row.bytes, row.count), {})[row.chosen] = row.time_us
+    choices = {}
+    for (nbytes, count), measured in times.items():
+        chosen = choose(tuning, Topology(hosts), count, nbytes // count, memory=memory)
+        if chosen in measured:
+            choices[nbytes] = chosen, measured[chosen] / min(measured.values())
+    return Check(
+        median(errors[True] + errors[False] or [math.nan]),
+        median(errors[True] or [math.nan]),
+        choices,
+    )
+
+
+def all_spoilt(rows: Sequence[Row]) -> list[str]:
+    """Return the classes of memory in which every row is spoilt (see `table.is_spoilt`)."""
+    return sorted(
+        {row.buffers for row in rows} - {row.buffers for row in rows if not is_spoilt(row)}
+    )
+
+
+def checked(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """Fit to every second size; return, for each class of memory, a line on the remaining sizes.
+
+    The line states the errors of the fit at the sizes that were left out of it.
+    """
+    spoilt, total = sum(map(is_spoilt, rows)), len(rows)
+    rows = median_of_sweeps(rows)
+    known = sorted({row.bytes for row in rows})[::2]
+    found = fit(machine, hosts, [row for row in rows if row.bytes in known])
+    lines = [
+        f"~ {spoilt} of {total} rows are left out: their median is above {FAR:g} times the fastest run"
+    ] * bool(spoilt)
+    for memory, (error, short, choices) in check(
+        found, hosts, [row for row in rows if row.bytes not in known]
+    ).items():
+        good = sum(ratio <= 1.15 for _, ratio in choices.values())
+        lines.append(
+            f"{memory} arrays of sizes left out: predicted within {error:.0%} (median; {short:.0%} up to "
+            f"{SHORT >> 10} KiB); auto is the fastest or within 15% of it at {good} of {len(choices)}: "
+            + ", ".join(
+                f"{nbytes}: {chosen} {ratio:.2f}" for nbytes, (chosen, ratio) in choices.items()
+            )
+        )
+    return lines
+
+
+def decided(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """Return, for each class of memory, a line on the measured sizes that decide what auto takes."""
+    rows, lines = median_of_sweeps(rows), []
+    if link := link_seconds(hosts, rows, tuning.machine["cores"]):
+        lines.append(
+            f"a host's link carries {1e-6 / link:.3g} MB/s at most, so no all-reduce of S bytes takes less "
+            f"than {crossing(hosts):.3g} S / {1e-6 / link:.3g} MB/s"
+        )
+    for memory in tuning.plans[len(hosts)]:
+        counts = sorted({(row.bytes, row.count) for row in rows if row.buffers == memory})
+        chosen = [
+            (choose(tuning, Topology(hosts), count, nbytes // count, memory), nbytes)
+            for nbytes, count in counts
+        ]
+        steps = [
+            f"{name} from {next(same)[1]}" for name, same in groupby(chosen, lambda each: each[0])
+        ]
+        lines.append(
+            f"{memory} arrays of {counts[0][0]} to {counts[-1][0]} bytes decide: auto takes {', '.join(steps)}; "
+            "times of longer ones are extrapolated"
+        )
+    return lines
+
+
+def merged(old: Tuning | None, new: Tuning) -> Tuning:
+    """Return the new constants, and the old ones for numbers of ranks that `new` does not have.
+
+    Old constants of another machine are dropped.
+    """
+    if old is None or old.machine != new.machine:
+        return new
+    return Tuning(new.machine, {**old.plans, **new.plans}, {**old.whole, **new.whole})
+
+
+def described(tuning: Tuning, n: int) -> list[str]:
+    """Format the constants for n ranks as tables with a legend.
+
+    Constants of the network appear only if there is more than one host.
+    """
+    lines = []
+    measured = [
+        at
+        for at, term in enumerate(TERMS)
+        if tuning.machine["hosts"] > 1 or not term.startswith("net_")
+    ]
+    for memory, constants in tuning.plans[n].items():
+        lines.append(
+            f"{memory + ' arrays of':>16}  " + "  ".join(f"{TERMS[at]:>10}" for at in measured)
+        )
+        for knot, values in constants.items():
+            shown = [
+                f"{c * 1e6:10.2f}"
+                if term.endswith(("alpha", "long"))
+                else f"{1e-9 / c:10.2f}"
+                if c
+                else f"{'-':>10}"
+                for term, c in zip(TERMS, values, strict=True)
+            ]
+            lines.append(f"{knot:14d} B  " + "  ".join(shown[at] for at in measured))
+    return [
+        *lines,
+        "alpha: us of a message; long: us more of one that waits for its receiver; beta: GB/s of messages; "
+        "gamma: GB/s of sums",
+        "",
+    ]

@@ -1,0 +1,173 @@
+"""The benchmarked collectives: binding, input data, expected result and bus bandwidth of each."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain.collectives import bind
+from mpitrain.collectives.compression.bind import bind_lossy
+from mpitrain.collectives.engine.arithmetic import Arithmetic
+from mpitrain.collectives.engine.codecs import Wire
+from mpitrain.collectives.engine.executor import Reduction
+from mpitrain.collectives.plans.steps import chunk_bounds
+from mpitrain.collectives.selection.cost_model import Tuning
+from mpitrain.transport.base import Transport
+
+PERIOD = 13
+"""Period of the test data: such small integers have an exact sum over 8 ranks in bfloat16."""
+
+DRAWN = 100_003
+"""Period of the random numbers of a test gradient."""
+
+
+class Buffers(NamedTuple):
+    """The arrays of an operation, in the memory of a device.
+
+    other  send buffer of an all-to-all, or receive buffer of MPI's own reduce-scatter; else empty
+    """
+
+    array: Any
+    other: Any
+
+
+class Way(NamedTuple):
+    """The options of a reduction: its algorithm, the tuning for "auto", and the arithmetic."""
+
+    algorithm: str
+    tuning: Tuning
+    arithmetic: Arithmetic
+
+
+def filled(rank: int, count: int) -> np.ndarray:
+    """Return the input of a rank: small integers that encode rank and position."""
+    return rank + 1 + np.arange(count) % PERIOD
+
+
+class Operation(NamedTuple):
+    """A benchmarked collective.
+
+    bind         (transport, buffers, way) -> Reduction
+    right        (transport, count) -> (slice, expected values in it) after one run
+    bus          (n) -> bus bandwidth over algorithm bandwidth, as in nccl-tests
+    ways         2 for a ping-pong, whose time is half a round trip; else 1
+    fill         (rank, count) -> input of a rank
+    other        (n, count) -> elements of `Buffers.other`
+    is_in_other  whether the result is in `Buffers.other`
+    """
+
+    bind: Callable[[Transport, Buffers, Way], Reduction]
+    right: Callable[[Transport, int], tuple[slice, np.ndarray]]
+    bus: Callable[[int], float]
+    ways: int = 1
+    fill: Callable[[int, int], np.ndarray] = filled
+    other: Callable[[int, int], int] = lambda n, count: 0
+    is_in_other: bool = False
+
+
+def summed(transport: Transport, count: int) -> np.ndarray:
+    """Return the sum of `filled` over all ranks."""
+    n = transport.size
+    return n * (n + 1) // 2 + n * (np.arange(count) % PERIOD)
+
+
+def _scattered(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
+    mine = slice(*chunk_bounds(count, transport.size)[transport.rank])
+    return mine, summed(transport, count)[mine]
+
+
+def _gathered(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
+    bounds = chunk_bounds(count, transport.size)
+    return slice(None), np.concatenate(
+        [filled(rank, count)[slice(*chunk)] for rank, chunk in enumerate(bounds)]
+    )
+
+
+def _rooted(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
+    mine = slice(None) if transport.rank == 0 else slice(0, 0)
+    return mine, summed(transport, count)[mine]
+
+
+def _transposed(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
+    mine = slice(*chunk_bounds(count, transport.size)[transport.rank])
+    return slice(None), np.concatenate(
+        [filled(rank, count)[mine] for rank in range(transport.size)]
+    )
+
+
+def gradient(rank: int, count: int) -> np.ndarray:
+    """Return a rank's input for a lossy sum: random numbers as small as gradients. A short pattern
+    repeats along the array.
+    """
+    return np.resize(np.random.default_rng(rank).normal(0, 1e-6, DRAWN), count)
+
+
+def lossy(wire: Wire) -> Operation:
+    """Return an all-reduce in a compressed wire format, by the algorithm of that format."""
+    return OPERATIONS["allreduce"]._replace(
+        fill=gradient,
+        right=lambda transport, count: (
+            slice(None),
+            np.resize(
+                sum(gradient(rank, min(count, DRAWN)) for rank in range(transport.size)), count
+            ),
+        ),
+        bind=lambda transport, buffers, way: bind_lossy(
+            transport, buffers.array, wire, arithmetic=way.arithmetic
+        ),
+    )
+
+
+OPERATIONS = {
+    "allreduce": Operation(
+        lambda transport, buffers, way: bind.bind(transport, buffers.array, "add", *way),
+        lambda transport, count: (slice(None), summed(transport, count)),
+        lambda n: 2 * (n - 1) / n,
+    ),
+    "reduce-scatter": Operation(
+        lambda transport, buffers, way: bind.bind_reduce_scatter(
+            transport, buffers.array, "add", *way
+        ),
+        _scattered,
+        lambda n: (n - 1) / n,
+    ),
+    "all-gather": Operation(
+        lambda transport, buffers, way: bind.bind_all_gather(transport, buffers.array, *way),
+        _gathered,
+        lambda n: (n - 1) / n,
+    ),
+    "broadcast": Operation(
+        lambda transport, buffers, way: bind.bind_broadcast(
+            transport, buffers.array, 0, way.algorithm
+        ),
+        lambda transport, count: (slice(None), filled(0, count)),
+        lambda n: 1.0,
+    ),
+    "reduce": Operation(
+        lambda transport, buffers, way: bind.bind_reduce(
+            transport, buffers.array, "add", 0, way.algorithm, way.arithmetic
+        ),
+        _rooted,
+        lambda n: 1.0,
+    ),
+    "all-to-all": Operation(
+        lambda transport, buffers, way: bind.bind_all_to_all(
+            transport, buffers.other, buffers.array, way.algorithm
+        ),
+        _transposed,
+        lambda n: (n - 1) / n,
+        other=lambda n, count: count,
+    ),
+    "sendrecv": Operation(
+        lambda transport, buffers, way: bind.bind_ping_pong(
+            transport, buffers.array, way.algorithm
+        ),
+        lambda transport, count: (
+            slice(None),
+            filled(0 if transport.rank == transport.size - 1 else transport.rank, count),
+        ),
+        lambda n: 1.0,
+        ways=2,
+    ),
+}
+"""{name on the command line: operation}."""

@@ -1,0 +1,191 @@
+"""The output of a benchmark: table columns, a footer with averages and warnings, CSV and JSON."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any
+
+from mpitrain.collectives.selection.own_algorithm import shown
+from mpitrain.files import write_whole
+from mpitrain.tools.bench.collectives.columns import Column, figure
+from mpitrain.tools.bench.collectives.row import Row
+
+FAR = 2.0
+"""A p99 is marked above FAR times the median, and a median above FAR times the fastest run.
+
+Then other work ran during the measurement, or the network was busy.
+"""
+
+
+def columns(places: Sequence[str], has_wires: bool = False) -> list[Column]:
+    """Return the columns of a table of collectives.
+
+    places  requested memory classes; rows name their class unless it is the only one requested
+    """
+    return [
+        Column("bytes", "", 12, lambda row: str(row.bytes)),
+        Column("count", "", 11, lambda row: str(row.count), 1),
+        Column("dtype", "", 8, lambda row: row.dtype, 2),
+        Column("algorithm", "", 26, lambda row: _name(row, places), is_left=True),
+        Column("time", "us ", 11, lambda row: figure(row.time_us) + _mark(is_spoilt(row))),
+        Column("min", "us", 10, lambda row: figure(row.min_us), 4),
+        Column("p99", "us ", 11, lambda row: figure(row.p99_us) + _mark(is_spread(row)), 6),
+        Column("algbw", "GB/s", 8, lambda row: figure(row.algbw_GBs), 5),
+        Column("busbw", "GB/s", 8, lambda row: figure(row.busbw_GBs)),
+        Column("predicted", "us", 10, lambda row: figure(row.predicted_us), 3),
+        Column(
+            "error",
+            "",
+            8,
+            lambda row: f"{row.error:.2e}" if math.isfinite(row.error) else "-",
+            5 if has_wires else 0,
+        ),
+        Column("#wrong", "", 7, lambda row: str(row.wrong)),
+    ]
+
+
+def _name(row: Row, places: Sequence[str]) -> str:
+    """Return the algorithm, the choice of auto, and the memory class if several are requested."""
+    # `chosen` of a file has its digest, too.
+    chosen = shown(row.chosen)
+    name = row.algorithm if chosen == row.algorithm else f"{row.algorithm}: {chosen}"
+    return name if list(places) == [row.buffers] else f"{name}, {row.buffers}"
+
+
+def _mark(is_noisy: bool) -> str:
+    return "~" if is_noisy else " "
+
+
+def is_spread(row: Row) -> bool:
+    """Return whether some runs took far longer than most; the median is still valid."""
+    return row.p99_us > FAR * row.time_us
+
+
+def is_spoilt(row: Row) -> bool:
+    """Return whether most runs took far longer than the fastest, so that the median is invalid."""
+    return row.time_us > FAR * row.min_us
+
+
+def footer(rows: Sequence[Row]) -> list[str]:
+    """Return the lines after a table: averages, ratios to native MPI, warnings, wrong elements."""
+    if not rows:
+        return ["nothing was measured"]
+    bandwidths: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        bandwidths.setdefault((row.algorithm, row.buffers), []).extend(
+            [] if is_spoilt(row) else [row.busbw_GBs]
+        )
+    against = against_native(rows)
+    heading = "  times native's speed: mean, least" if against else ""
+    lines = [f"{'algorithm':<18} {'buffers':<7} {'average busbw':>13}{heading}"]
+    for (algorithm, buffers), found in bandwidths.items():
+        average = f"{figure(sum(found) / len(found))} GB/s" if found else "all marked ~"
+        lines.append(f"{algorithm:<18} {buffers:<7} {average:>13}")
+        if ratios := against.get((algorithm, buffers)):
+            least = min(ratios, key=ratios.__getitem__)
+            lines[-1] += (
+                f"  {figure(geometric_mean(ratios.values()))}, {figure(ratios[least])} at {least} bytes"
+            )
+    if spoilt := sum(map(is_spoilt, rows)):
+        lines += [
+            f"~ {spoilt} of {len(rows)} rows: median above {FAR:g} times the fastest run, so other work ran most of",
+            "  the time; left out of averages and ratios. Measure again, with more --sweeps",
+        ]
+    if spread := sum(map(is_spread, rows)):
+        lines += [
+            f"~ {spread} of {len(rows)} rows: p99 above {FAR:g} times the median, so other work ran meanwhile;",
+            "  the medians stand",
+        ]
+    return [*lines, *_wrong(rows)]
+
+
+def _wrong(rows: Sequence[Row]) -> list[str]:
+    """Return lines on wrong elements of exact operations, and wrong replicas of lossy ones."""
+    exact, lossy = (
+        [row for row in rows if row.algorithm.startswith("wire ") == is_lossy]
+        for is_lossy in (False, True)
+    )
+    lines = [f"wrong elements {sum(row.wrong for row in exact)}"] if exact else []
+    return [*lines, f"replicas that differ {sum(row.wrong for row in lossy)}"] if lossy else lines
+
+
+def against_native(rows: Iterable[Row]) -> dict[tuple[str, str], dict[int, float]]:
+    """Return {(algorithm, buffers): {bytes: native's time over its time}}, without spoilt rows.
+
+    Each time is the median of the sweeps.
+    """
+    times: dict[tuple, list[float]] = {}
+    for row in (row for row in rows if not is_spoilt(row)):
+        times.setdefault((row.algorithm, row.buffers, row.bytes), []).append(row.time_us)
+    ratios: dict[tuple[str, str], dict[int, float]] = {}
+    for (algorithm, buffers, nbytes), found in times.items():
+        native = times.get(("native", buffers, nbytes))
+        if native and algorithm != "native":
+            ratios.setdefault((algorithm, buffers), {})[nbytes] = median(native) / median(found)
+    return ratios
+
+
+def too_slow(rows: Sequence[Row], least: float) -> list[str]:
+    """Return a line for each algorithm with a bus bandwidth below `least` GB/s at the largest size.
+
+    The median of the sweeps counts, without spoilt rows unless all are spoilt.
+    """
+    lines = []
+    largest = max((row.bytes for row in rows), default=0)
+    for algorithm, buffers in dict.fromkeys((row.algorithm, row.buffers) for row in rows):
+        found = [
+            row
+            for row in rows
+            if (row.algorithm, row.buffers, row.bytes) == (algorithm, buffers, largest)
+        ]
+        quiet = [row for row in found if not is_spoilt(row)]
+        bandwidth = median(row.busbw_GBs for row in quiet or found)
+        if not bandwidth >= least:
+            lines.append(
+                f"too slow: {algorithm} ({buffers}) has a bus bandwidth of {figure(bandwidth)} GB/s at {largest} bytes, "
+                f"below {least:g}" + ("" if quiet else "; its median is marked ~, so measure again")
+            )
+    return lines
+
+
+def write_csv(path: Path, rows: Sequence[Any]) -> None:
+    """Write all rows so far to a CSV file, with a line of names.
+
+    Values that are not finite are empty. The file is replaced as a whole.
+
+    rows  named tuples of one class
+    """
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(rows[0]._fields if rows else ())
+    for row in rows:
+        table.writerow(
+            "" if isinstance(value, float) and not math.isfinite(value) else value for value in row
+        )
+    write_whole(path, text.getvalue())
+
+
+def write_json(path: Path, header: dict[str, Any], rows: Sequence[Any]) -> None:
+    """Write the header and all rows so far to a JSON file; values that are not finite are null.
+
+    The file is replaced as a whole, so a reader never sees half a row.
+
+    rows  named tuples
+    """
+    listed = [
+        json.dumps(
+            {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in row._asdict().items()
+            },
+            allow_nan=False,
+        )
+        for row in rows
+    ]
+    write_whole(
+        path, f'{{"header": {json.dumps(header)},\n"rows": [\n' + ",\n".join(listed) + "\n]}\n"
+    )

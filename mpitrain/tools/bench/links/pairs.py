@@ -1,0 +1,267 @@
+"""Latency and bandwidth of every pair of ranks, measured in rounds of disjoint pairs.
+
+In a round every rank has one partner at most, as in a round-robin tournament. There are n - 1
+rounds for an even number of ranks, n for an odd one. Pairs that look slow are measured again while
+all other ranks rest: then no other pair can be the reason.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from mpitrain.transport.base import Transport
+
+FAR = {"bandwidth": 2.0, "latency": 3.0}
+"""Limits of an outlier, here called an odd pair.
+
+The usual value is that of its class of pairs. An odd pair has a bandwidth below 1 / FAR of it, or a
+latency above FAR times it.
+"""
+
+SECONDS, ALONE, FEWEST, MOST = 0.1, 0.5, 3, 500
+"""Seconds for one message size of a pair, among other pairs and alone; least and most round trips.
+"""
+
+AGAIN = 16
+"""Upper bound of the number of pairs that are measured a second time, alone."""
+
+ONE_HOST, BETWEEN = PLACES = "within a host", "between hosts"
+
+
+class Pair(NamedTuple):
+    """The measurements of two ranks. Times are one way, half a round trip.
+
+    place          class of the pair: ONE_HOST or BETWEEN
+    latency_us     median time of a short message
+    fastest_us     least time of a short message
+    bandwidth_GBs  bytes of a long message over its median time
+    best_GBs       bytes of a long message over its least time
+    wrong          elements that arrived wrong
+    is_alone       whether it was measured again while the other ranks rested
+    """
+
+    first: int
+    second: int
+    first_host: str
+    second_host: str
+    place: str
+    latency_us: float
+    fastest_us: float
+    bandwidth_GBs: float
+    best_GBs: float
+    wrong: int
+    is_alone: bool = False
+
+
+class Odd(NamedTuple):
+    """An outlier: a pair whose bandwidth or latency is much worse than usual in its class.
+
+    what   "bandwidth" or "latency", the value that is an outlier
+    usual  usual value in the class, GB/s or microseconds
+    """
+
+    pair: Pair
+    what: str
+    usual: float
+
+
+def rounds(n: int) -> list[list[tuple[int, int]]]:
+    """Return all pairs of n ranks, in rounds of disjoint pairs.
+
+    Circle method of tournaments: rank 0 stays, and the others rotate by one each round.
+    """
+    seats = [*range(n)] + [-1] * (n % 2)  # the partner of -1 rests
+    found = []
+    for _ in range(len(seats) - 1):
+        facing = zip(seats[: len(seats) // 2], reversed(seats[len(seats) // 2 :]), strict=True)
+        found.append([(min(pair), max(pair)) for pair in facing if min(pair) >= 0])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return [pairs for pairs in found if pairs]
+
+
+def measure(
+    transport: Transport,
+    short: int,
+    long: int,
+    iterations: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
+    places: Sequence[str] = PLACES,
+) -> Iterator[list[Pair]]:
+    """Yield the pairs of each round, then the pairs that were measured again. Collective.
+
+    Every rank gets the same pairs.
+
+    short, long  bytes of the messages for latency and bandwidth
+    iterations   round trips of each pair and size; 0: as many as fit in SECONDS
+    clock        returns seconds
+    places       classes in which odd pairs are measured again
+    """
+    tag, found, sizes = transport.claim_tag(), [], (short, long)
+    for pairs in rounds(transport.size):
+        measured = _round(transport, pairs, sizes, (iterations, SECONDS), clock, tag)
+        found += measured
+        yield measured
+    suspects = list(
+        dict.fromkeys((odd.pair.first, odd.pair.second) for odd in odd_pairs(found, places))
+    )[:AGAIN]
+    yield [
+        _round(transport, [pair], sizes, (iterations, ALONE), clock, tag)[0]._replace(is_alone=True)
+        for pair in suspects
+    ]
+
+
+def merged(pairs: Sequence[Pair]) -> list[Pair]:
+    """Return one entry for each pair, sorted by ranks; of two measurements the better values."""
+    found: dict[tuple[int, int], Pair] = {}
+    for pair in pairs:
+        before = found.get(pair[:2])
+        found[pair[:2]] = (
+            pair
+            if before is None
+            else pair._replace(
+                latency_us=min(before.latency_us, pair.latency_us),
+                fastest_us=min(before.fastest_us, pair.fastest_us),
+                bandwidth_GBs=max(before.bandwidth_GBs, pair.bandwidth_GBs),
+                best_GBs=max(before.best_GBs, pair.best_GBs),
+                wrong=before.wrong + pair.wrong,
+            )
+        )
+    return [found[key] for key in sorted(found)]
+
+
+def places_to_judge(hosts: Sequence[str], cores: int) -> tuple[str, ...]:
+    """Return the classes in which slow pairs indicate slow links; not hosts with shared cores."""
+    return PLACES if max(map(hosts.count, hosts)) <= cores else (BETWEEN,)
+
+
+def odd_pairs(pairs: Sequence[Pair], places: Sequence[str] = PLACES) -> list[Odd]:
+    """Return the outliers: pairs much slower than the usual value of their class (see FAR).
+
+    The usual value is the median over ranks of each rank's best pair. It is right as long as most
+    ranks have a good link, even if one host slows most pairs. Pairs are judged by their fastest
+    messages, which other work on the machine does not slow.
+    """
+    odd = []
+    for place in places:
+        here = [pair for pair in pairs if pair.place == place]
+        mine = [
+            [pair for pair in here if rank in pair[:2]]
+            for rank in sorted({rank for pair in here for rank in pair[:2]})
+        ]
+        if len(here) < 2:
+            continue
+        fast, soon = (
+            median(max(p.best_GBs for p in of) for of in mine),
+            median(min(p.fastest_us for p in of) for of in mine),
+        )
+        odd += [
+            Odd(pair, "bandwidth", fast) for pair in here if pair.best_GBs * FAR["bandwidth"] < fast
+        ]
+        odd += [
+            Odd(pair, "latency", soon) for pair in here if pair.fastest_us > FAR["latency"] * soon
+        ]
+    return odd
+
+
+def bad_everywhere(pairs: Sequence[Pair], bad: Collection[tuple[int, int]]) -> list[int]:
+    """Return ranks with bad pairs to all other hosts, which indicate a bad link of their host.
+
+    If all ranks are such ranks, return none.
+
+    bad  ranks of the bad pairs
+    """
+    between = [pair[:2] for pair in pairs if pair.place == BETWEEN]
+    ranks = sorted({rank for pair in between for rank in pair})
+    found = [rank for rank in ranks if all(pair in bad for pair in between if rank in pair)]
+    return [] if len(found) == len(ranks) else found
+
+
+def coded(rank: int, peer: int, nbytes: int) -> np.ndarray:
+    """Return the message of a rank to its peer: bytes that encode both ranks and the position."""
+    return ((np.arange(nbytes) + 17 * rank + 101 * peer) % 251).astype(np.uint8)
+
+
+def _round(
+    transport: Transport,
+    pairs: Sequence[tuple[int, int]],
+    sizes: tuple[int, int],
+    amount: tuple[int, float],
+    clock: Callable[[], float],
+    tag: int,
+) -> list[Pair]:
+    """Measure short messages of all these pairs at once, then long ones."""
+    mine = next((pair for pair in pairs if transport.rank in pair), None)
+    times, wrong = [], 0
+    for nbytes in sizes:
+        transport.barrier()
+        if mine:
+            seconds, elements = _there_and_back(
+                transport, sum(mine) - transport.rank, nbytes, amount, clock, tag
+            )
+            times.append(seconds)
+            wrong += elements
+    gathered, hosts, found = transport.gather_text((times, wrong)), transport.hosts, []
+    for first, second in pairs:
+        (small, large), missed = gathered[first][0], gathered[first][1] + gathered[second][1]
+        found.append(
+            Pair(
+                first,
+                second,
+                hosts[first],
+                hosts[second],
+                ONE_HOST if hosts[first] == hosts[second] else BETWEEN,
+                1e6 * small[0],
+                1e6 * small[1],
+                sizes[1] / large[0] / 1e9,
+                sizes[1] / large[1] / 1e9,
+                missed,
+            )
+        )
+    return found
+
+
+def _there_and_back(
+    transport: Transport,
+    peer: int,
+    nbytes: int,
+    amount: tuple[int, float],
+    clock: Callable[[], float],
+    tag: int,
+) -> tuple[tuple[float, float], int]:
+    """Return the median and least seconds of one way, and the number of wrong elements.
+
+    The times of the lower rank are used.
+
+    amount  round trips, and the seconds for them if their number is 0
+    """
+    rank, (iterations, seconds) = transport.rank, amount
+    outgoing, incoming, count = (
+        coded(rank, peer, nbytes),
+        np.empty(nbytes, np.uint8),
+        np.array([iterations]),
+    )
+
+    def trip() -> float:
+        start = clock()
+        if rank < peer:
+            transport.send(outgoing, peer, tag)
+            transport.recv(incoming, peer, tag)
+        else:
+            transport.recv(incoming, peer, tag)
+            transport.send(outgoing, peer, tag)
+        return clock() - start
+
+    warm = [trip() for _ in range(2)]
+    if rank < peer:
+        count[0] = iterations or min(MOST, max(FEWEST, int(seconds / max(warm[1], 1e-9))))
+        transport.send(count, peer, tag)
+    else:
+        transport.recv(count, peer, tag)
+    incoming[:] = ~coded(peer, rank, nbytes)
+    times = [trip() for _ in range(int(count[0]))]
+    return (max(1e-9, median(times) / 2), max(1e-9, min(times) / 2)), int(
+        (incoming != coded(peer, rank, nbytes)).sum()
+    )

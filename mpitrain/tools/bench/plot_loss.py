@@ -1,0 +1,172 @@
+"""Pictures of losses over steps, tokens, samples or time. They need matplotlib (`report` extra)."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from mpitrain.errors import ConfigError
+from mpitrain.plots import painter, save
+from mpitrain.run.metrics import is_number
+from mpitrain.tools.bench.collectives.plot import look
+
+AXES = {
+    "steps": "optimizer steps",
+    "tokens": "tokens seen",
+    "samples": "samples seen",
+    "time": "seconds, evaluations included",
+}
+LONG = 180
+"""Seconds above which the time axis is in minutes."""
+SMOOTHED = 60
+"""A curve of 2 SMOOTHED points or more is a moving mean over 1 / SMOOTHED of them.
+
+The points themselves are drawn pale behind it.
+"""
+
+
+def draw(
+    runs: Mapping[str, list[dict[str, Any]]], over: str, is_log: bool, path: Path, title: str = ""
+) -> None:
+    """Draw training losses as lines and validation losses as marked points, in one colour per run.
+
+    runs    records of metrics.jsonl by the name in the legend
+    over    a key of AXES
+    is_log  whether the loss axis is logarithmic
+    title   default: the names of the runs
+    raises  ConfigError if a run has no losses over this quantity
+    """
+    pyplot = painter()
+    from matplotlib.ticker import EngFormatter, MaxNLocator, ScalarFormatter
+
+    figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
+    curves = {
+        name: [points(records, field, over) for field in ("loss", "val_loss")]
+        for name, records in runs.items()
+    }
+    xlabel, unit = AXES[over], 1
+    if (
+        over == "time"
+        and max((x for both in curves.values() for curve in both for x, _ in curve), default=0)
+        > LONG
+    ):
+        xlabel, unit = xlabel.replace("seconds", "minutes"), 60
+    for number, (name, both) in enumerate(curves.items()):
+        colour, dash, mark = look(number)
+        trained, validated = ([(x / unit, y) for x, y in curve] for curve in both)
+        if not trained:
+            raise ConfigError(
+                f"The metrics of {name} have no losses over {over}.",
+                "Name a run that has trained, or another --over.",
+            )
+        line = smooth(trained)
+        label = f"{legible(name)}: training {line[-1][1]:#.4g}" + (
+            f", validation {validated[-1][1]:#.4g}" if validated else ""
+        )
+        axes.plot(
+            *zip(*line, strict=True), color=colour, linestyle=dash, linewidth=1.8, label=label
+        )
+        if len(trained) >= 2 * SMOOTHED:
+            axes.plot(*zip(*trained, strict=True), color=colour, linewidth=0.7, alpha=0.3, zorder=1)
+        if validated:
+            axes.plot(
+                *zip(*validated, strict=True),
+                mark,
+                color=colour,
+                markeredgecolor="black",
+                markersize=6,
+                zorder=4,
+            )
+    if any(validated for _, validated in curves.values()):
+        axes.plot([], [], "o", color="white", markeredgecolor="black", label="validation")
+    axes.set_title(title or titled(runs), fontsize="medium", parse_math=False)
+    axes.set(xlabel=xlabel, ylabel="loss, nats per prediction", xlim=(0, None))
+    if over == "steps":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if over in ("tokens", "samples"):
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # it writes 500k or 1M
+    if is_log:
+        axes.set_yscale("log")
+        for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            ticks(ScalarFormatter())
+    axes.grid(alpha=0.3, which="both")
+    axes.spines[["top", "right"]].set_visible(False)
+    for text in axes.legend(fontsize="small").get_texts():
+        text.set_parse_math(False)  # a dollar sign stays a dollar sign
+    save(figure, path, 120)
+    pyplot.close(figure)
+
+
+def titled(runs: Iterable[str]) -> str:
+    """Return a title with the names of the runs, or the first three and the number of others."""
+    names = [*map(legible, runs)]
+    return ", ".join(names if len(names) <= 4 else [*names[:3], f"and {len(names) - 3} more"])
+
+
+def legible(name: str) -> str:
+    """Return a path as a matplotlib label, with escapes for bytes that are not UTF-8.
+
+    matplotlib hides labels that begin with an underscore, so such a path begins with "./".
+    """
+    return ("./" if name.startswith("_") else "") + name.encode(
+        "utf-8", "backslashreplace"
+    ).decode()
+
+
+def points(
+    records: Iterable[Mapping[str, Any]], field: str, over: str
+) -> list[tuple[float, float]]:
+    """Return (x, loss) of every record with a finite loss; a missing x is interpolated by step.
+
+    The time of a validation loss is the end of its training step, from the step's own record. Else
+    it is the end of the evaluation minus `eval_s`, which records of older versions lack.
+    """
+    name = {"steps": "step", "time": "wall_s"}.get(over, f"{over}_seen")
+    steps, places = [0.0], [0.0]
+    for record in records:
+        if all(is_number(record.get(key)) for key in ("step", name)):
+            steps.append(float(record["step"]))
+            places.append(float(record[name]))
+    if len(places) == 1:
+        return []
+    drawn = [
+        record
+        for record in records
+        if is_number(record.get(field)) and is_number(record.get("step"))
+    ]
+    if field == "val_loss" and over == "time":
+        trained = {
+            record["step"]: record[name]
+            for record in records
+            if "loss" in record and is_number(record.get(name)) and is_number(record.get("step"))
+        }
+        drawn = [{**record, name: _when_trained(record, trained)} for record in drawn]
+    at = [
+        float(record[name])
+        if is_number(record.get(name))
+        else float(np.interp(record["step"], steps, places))
+        for record in drawn
+    ]
+    return list(zip(at, (float(record[field]) for record in drawn), strict=True))
+
+
+def _when_trained(record: Mapping[str, Any], trained: Mapping[Any, float]) -> Any:
+    """Return the seconds at which the step of an evaluation ended. trained: {step: seconds}."""
+    if record["step"] in trained or not all(
+        is_number(record.get(key)) for key in ("wall_s", "eval_s")
+    ):
+        return trained.get(record["step"], record.get("wall_s"))
+    return record["wall_s"] - record["eval_s"]
+
+
+def smooth(curve: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the curve with every loss replaced by a moving mean; short curves stay unchanged."""
+    widest = len(curve) // (2 * SMOOTHED)
+    # A one-sided mean would bend a steep start, so the reach grows from 0.
+    reach = [min(widest, i) for i in range(len(curve))]
+    return [
+        (x, fmean(y for _, y in curve[i - r : i + r + 1]))
+        for i, ((x, _), r) in enumerate(zip(curve, reach, strict=True))
+    ]

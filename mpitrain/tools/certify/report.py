@@ -1,0 +1,106 @@
+"""The output of a certificate: lines for people, JSON for programs, JUnit for ReFrame and CI."""
+
+from collections.abc import Sequence
+from typing import Any
+from xml.etree import ElementTree
+
+from mpitrain.errors import visible
+from mpitrain.tools.bench.collectives.columns import figure
+from mpitrain.tools.certify.evidence import Evidence, Speeds
+from mpitrain.tools.certify.verdict import RATES, Certificate, best, usual_rates
+
+
+def lines(evidence: Evidence, certificate: Certificate) -> list[str]:
+    """Return the failures, a line for each other node, and the result."""
+    found, others = failures(certificate), []
+    sound = [verdict.node for verdict in certificate.nodes if not verdict.reasons]
+    for node in sound:
+        text = "not judged" if certificate.awaits else f"PASS  {_speeds(evidence, node)}"
+        others.append(f"{visible(node):<{_width(certificate)}}  {text}")
+    if evidence.pairs and evidence.crowded:
+        others.append("ranks share cores, so only --expect judges the speed of their links")
+    if certificate.awaits:
+        others.append(f"stopped before the end of: {certificate.awaits}")
+    return [
+        *found,
+        *others,
+        f"{0 if certificate.awaits else len(sound)} of {len(certificate.nodes)} node(s) pass, "
+        f"{len(certificate.others)} other failure(s); {evidence.collectives} collectives checked",
+    ]
+
+
+def failures(certificate: Certificate) -> list[str]:
+    """Return a line for each reason of a node, and for each other failure."""
+    pairs = [(verdict.node, why) for verdict in certificate.nodes for why in verdict.reasons]
+    pairs += [("", why) for why in certificate.others]
+    return [f"{visible(node):<{_width(certificate)}}  FAIL  {visible(why)}" for node, why in pairs]
+
+
+def _width(certificate: Certificate) -> int:
+    return max((len(verdict.node) for verdict in certificate.nodes), default=0)
+
+
+def _speeds(evidence: Evidence, node: str) -> str:
+    """Return the number of ranks on a node, and the lowest of their rates for each of RATES."""
+    ranks = [rank for rank, fact in enumerate(evidence.facts) if fact.node == node]
+    rates = [
+        f"{what} {figure(min(best(evidence.speeds[rank], name) for rank in ranks) / unit)} {units}"
+        for name, (what, unit, units) in RATES.items()
+    ]
+    return f"{len(ranks)} rank(s), at least: {', '.join(rates)}"
+
+
+def document(
+    evidence: Evidence, certificate: Certificate, header: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the JSON document: verdicts, usual values and all measurements."""
+    speeds = evidence.speeds or [Speeds([], [])] * len(evidence.facts)
+    steps: Sequence[tuple[str, ...]] = evidence.steps or [()] * len(evidence.facts)
+    usual = {name: max(usual_rates(evidence.facts, speeds, name), default=0.0) for name in RATES}
+    return {
+        "header": header,
+        "passes": certificate.passes,
+        "awaits": certificate.awaits,
+        "nodes": [
+            {
+                "node": verdict.node,
+                # null: not judged yet
+                "passes": None
+                if certificate.awaits and not verdict.reasons
+                else not verdict.reasons,
+                "reasons": verdict.reasons,
+            }
+            for verdict in certificate.nodes
+        ],
+        "others": certificate.others,
+        "usual": {"gemm_GFLOPs": usual["gemm"] / 1e9, "memory_GBs": usual["memory"] / 1e9},
+        "ranks": [
+            {**fact._asdict(), **own._asdict(), "steps": list(step)}
+            for fact, own, step in zip(evidence.facts, speeds, steps, strict=True)
+        ],
+        "pairs": [pair._asdict() for pair in evidence.pairs],
+        "collectives": evidence.collectives,
+        "jobs": evidence.jobs._asdict(),
+    }
+
+
+def junit(certificate: Certificate) -> str:
+    """Return a JUnit file: a test case for each node, and one for each other failure."""
+    cases = [(verdict.node, verdict.reasons) for verdict in certificate.nodes]
+    cases += [("job", [reason]) for reason in certificate.others]
+    failures = sum(bool(reasons) for _, reasons in cases)
+    suite = ElementTree.Element(
+        "testsuite", name="mpitrain certify", tests=str(len(cases)), failures=str(failures)
+    )
+    for name, reasons in cases:
+        case = ElementTree.SubElement(
+            suite, "testcase", classname="mpitrain.tools.certify", name=visible(name)
+        )
+        if reasons:
+            text = visible("; ".join(reasons))
+            ElementTree.SubElement(case, "failure", message=text).text = text
+        elif certificate.awaits:
+            ElementTree.SubElement(case, "skipped", message=f"before: {certificate.awaits}")
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(
+        suite, encoding="unicode"
+    )

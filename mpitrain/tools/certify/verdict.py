@@ -1,0 +1,245 @@
+"""The verdict on each node: a pure function of the measurements and the limits."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from mpitrain.machine.process import room_for
+from mpitrain.tools.bench.collectives.columns import figure
+from mpitrain.tools.bench.links.pairs import BETWEEN, Pair, bad_everywhere, odd_pairs
+from mpitrain.tools.certify.evidence import Evidence, Facts, Speeds
+from mpitrain.tools.certify.limits import Limits
+
+RATES = {
+    "gemm": ("matrix products", 1e9, "GFLOP/s"),
+    "memory": ("memory", 1e9, "GB/s"),
+}
+"""{field of `Speeds`: (name, unit, name of the unit)}."""
+
+
+class Verdict(NamedTuple):
+    """The verdict on one node; without reasons it passes, or is not judged yet."""
+
+    node: str
+    reasons: list[str]
+
+
+class Certificate(NamedTuple):
+    """The verdicts on all nodes.
+
+    others  failures that no single node explains: pairs, collectives, and training runs
+    awaits  the measurement without which no node passes; "" after all of them
+    """
+
+    nodes: list[Verdict]
+    others: list[str]
+    awaits: str = ""
+
+    @property
+    def passes(self) -> bool:
+        """Whether every node passes and nothing else fails."""
+        return not (self.awaits or self.others or any(verdict.reasons for verdict in self.nodes))
+
+
+def judge(evidence: Evidence, limits: Limits) -> Certificate:
+    """Decide on every node, in the order of the evidence; nodes that did not answer come last."""
+    reasons: dict[str, list[str]] = {node: [] for node in evidence.nodes}
+    others: list[str] = []
+    for node, reason in (
+        *_small(evidence, limits),
+        *_arithmetic(evidence),
+        *_rates(evidence, limits),
+        *_links(evidence, limits),
+        *_bytes(evidence),
+        *evidence.findings,
+        *_runs(evidence),
+    ):
+        known = reasons.get(node, others)
+        if reason not in known:
+            known.append(reason)
+    for node in limits.nodes:
+        if node not in reasons and node not in evidence.absent:
+            reasons[node] = ["it is expected, but has no rank"]
+    return Certificate(
+        [Verdict(node, found) for node, found in reasons.items()]
+        + [Verdict(node, [reason]) for node, reason in evidence.absent.items()],
+        others,
+        evidence.awaits,
+    )
+
+
+def best(speeds: Speeds, name: str) -> float:
+    """Return the fastest sample of a rank, which other work on the machine slows the least."""
+    return max((rate for rate in getattr(speeds, name) if rate > 0), default=0.0)
+
+
+def usual_rates(facts: Sequence[Facts], speeds: Sequence[Speeds], name: str) -> list[float]:
+    """Return, by rank, the median over nodes of the same processor of their median rank."""
+    found = []
+    for mine in facts:
+        nodes: dict[str, list[float]] = {}
+        for fact, own in zip(facts, speeds, strict=True):
+            if fact.processor == mine.processor:
+                nodes.setdefault(fact.node, []).append(best(own, name))
+        # A single node is compared with itself: a slow rank differs from the others.
+        found.append(median(median(of) for of in nodes.values()))
+    return found
+
+
+def slow_ranks(facts: Sequence[Facts], speeds: Sequence[Speeds], limits: Limits) -> list[int]:
+    """Return the ranks below the limits, which are measured again before they count."""
+    found = set()
+    for name in RATES:
+        least = _least(name, limits)
+        for rank, usual in enumerate(usual_rates(facts, speeds, name)):
+            if not (best(speeds[rank], name) >= max(limits.ratio * usual, least)):
+                found.add(rank)
+    return sorted(found)
+
+
+def _least(name: str, limits: Limits) -> float:
+    return 1e9 * {"gemm": limits.gemm_GFLOPs, "memory": limits.memory_GBs}[name]
+
+
+def _small(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]:
+    """Yield (node, reason) for nodes whose /dev/shm has too little room."""
+    for node in evidence.nodes:
+        free = [fact.shared for fact in evidence.facts if fact.node == node]
+        least = max(limits.shm_MB * 1e6, room_for(0, len(free)))
+        if min(free) < least:
+            yield node, f"/dev/shm has {min(free) / 1e6:.0f} MB free, and needs {least / 1e6:g} MB"
+
+
+def _arithmetic(evidence: Evidence) -> Iterator[tuple[str, str]]:
+    """Yield (node, reason) for ranks whose seeded step differs from that of most ranks."""
+    facts, steps = evidence.facts, evidence.steps
+    for rank, (first, again) in enumerate(steps):
+        if first != again:
+            yield facts[rank].node, f"rank {rank} computes one step twice with different bits"
+    for processor in dict.fromkeys(fact.processor for fact in facts):
+        ranks = [
+            rank
+            for rank, fact in enumerate(facts)
+            if fact.processor == processor and steps and steps[rank][0] == steps[rank][1]
+        ]
+        counts = Counter(steps[rank][0] for rank in ranks).most_common()
+        if len(counts) < 2:
+            continue
+        if counts[0][1] == counts[1][1]:
+            yield (
+                "",
+                f"ranks {_listed(ranks)} compute one step with different bits, and no majority agrees",
+            )
+            continue
+        usual = counts[0][0]
+        blas = Counter(facts[rank].blas for rank in ranks if steps[rank][0] == usual)
+        for rank in ranks:
+            if steps[rank][0] != usual:
+                other = blas.most_common(1)[0][0]
+                by = f"; BLAS {facts[rank].blas}, theirs {other}" * (facts[rank].blas != other)
+                yield (
+                    facts[rank].node,
+                    f"rank {rank} computes one step with other bits than {counts[0][1]} ranks of {processor}{by}",
+                )
+
+
+def _rates(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]:
+    """Yield (node, reason) for slow ranks."""
+    for name, (what, unit, units) in RATES.items():
+        if not evidence.speeds:
+            return
+        usual = usual_rates(evidence.facts, evidence.speeds, name)
+        least = _least(name, limits)
+        for rank, (fact, own) in enumerate(zip(evidence.facts, evidence.speeds, strict=True)):
+            rate = best(own, name)
+            if not (rate >= limits.ratio * usual[rank]):
+                yield (
+                    fact.node,
+                    f"{what} of rank {rank} at {figure(rate / unit)} {units}, where {figure(usual[rank] / unit)} is usual",
+                )
+            elif not (rate >= least):
+                yield (
+                    fact.node,
+                    f"{what} of rank {rank} at {figure(rate / unit)} {units}, and the limit is {figure(least / unit)}",
+                )
+
+
+def _links(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]:
+    """Yield (node, reason) for nodes with only bad links, and ("", reason) for other bad pairs.
+
+    Links of crowded nodes are compared with limits alone: the ranks may wait for a core.
+    """
+    slow: dict[tuple[int, int], str] = {}
+    crowded = evidence.crowded
+    quiet = [pair for pair in evidence.pairs if not crowded & {pair.first_host, pair.second_host}]
+    for odd in odd_pairs(quiet, (BETWEEN,)):
+        value, unit = (
+            (odd.pair.best_GBs, "GB/s") if odd.what == "bandwidth" else (odd.pair.fastest_us, "us")
+        )
+        slow[odd.pair[:2]] = (
+            f"{odd.what} {figure(value)} {unit}, where {figure(odd.usual)} is usual"
+        )
+    slow |= {
+        pair[:2]: reason for pair in evidence.pairs if (reason := _beyond(pair, limits)) is not None
+    }
+    nodes = {pair.first: pair.first_host for pair in evidence.pairs}
+    nodes |= {pair.second: pair.second_host for pair in evidence.pairs}
+    guilty = bad_everywhere(evidence.pairs, slow)
+    for number in guilty:
+        mine = [reason for pair, reason in slow.items() if number in pair]
+        yield nodes[number], f"all {len(mine)} links are slow: {mine[0]}"
+    for (first, second), reason in slow.items():
+        if not {first, second} & {*guilty}:
+            yield "", f"the link of {nodes[first]} and {nodes[second]} is slow: {reason}"
+
+
+def _bytes(evidence: Evidence) -> Iterator[tuple[str, str]]:
+    """Yield the wrong bytes of messages and of collectives, for the nodes that explain them."""
+    wrong = [pair for pair in evidence.pairs if pair.wrong]
+    ends = Counter(node for pair in wrong for node in (pair.first_host, pair.second_host))
+    most, second, *_ = [*(count for _, count in ends.most_common(2)), 0, 0]
+    worst = bad_everywhere(evidence.pairs, {pair[:2] for pair in wrong})
+    corrupt = {evidence.nodes[number] for number in worst}
+    corrupt |= {node for node, count in ends.items() if count == most > max(1, second)}
+    for node in sorted(corrupt):
+        yield node, f"bytes of {ends[node]} of its {len(evidence.nodes) - 1} links arrive wrong"
+        if evidence.wrong:
+            yield node, f"{len(evidence.wrong)} collectives with it have wrong elements"
+    for pair in wrong:
+        if not corrupt & {pair.first_host, pair.second_host}:
+            yield (
+                "",
+                f"{pair.wrong} bytes between {pair.first_host} and {pair.second_host} arrived wrong",
+            )
+    for row in () if corrupt else evidence.wrong:
+        yield "", f"{row.operation} by {row.algorithm} has {row.wrong} wrong elements"
+
+
+def _beyond(pair: Pair, limits: Limits) -> str | None:
+    """Return how a pair breaks the limits of the file, or None."""
+    if limits.link_GBs and not (pair.best_GBs >= limits.link_GBs):
+        return f"bandwidth {figure(pair.best_GBs)} GB/s, and the limit is {limits.link_GBs:g}"
+    if limits.link_us and not (pair.fastest_us <= limits.link_us):
+        return f"latency {figure(pair.fastest_us)} us, and the limit is {limits.link_us:g}"
+    return None
+
+
+def _runs(evidence: Evidence) -> Iterator[tuple[str, str]]:
+    """Yield ("", reason) for training runs that failed or differ."""
+    jobs = evidence.jobs
+    for error in jobs.errors:
+        yield "", f"a training run failed: {error}"
+    # A moved run may differ without a fault of the new node. Its processor may be another, or its
+    # ranks already compute other bits alone.
+    is_comparable = (
+        len({fact.processor for fact in evidence.facts}) == 1 and len(set(evidence.steps)) == 1
+    )
+    if is_comparable and jobs.first and jobs.moved and jobs.first != jobs.moved:
+        yield "", "a training run has other bits with its ranks on other nodes"
+    if jobs.first and jobs.resumed and jobs.first != jobs.resumed:
+        yield "", "a training run has other bits when resumed from its checkpoint"
+
+
+def _listed(ranks: Sequence[int], most: int = 8) -> str:
+    return ", ".join(map(str, ranks[:most])) + ", ..." * (len(ranks) > most)

@@ -1,0 +1,276 @@
+"""The software and hardware of this machine, and problems of cores, threads and shared memory."""
+
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from mpitrain import __version__
+from mpitrain.errors import ConfigError
+from mpitrain.machine import process
+from mpitrain.machine.kinds import KINDS
+from mpitrain.machine.processor import processor
+from mpitrain.tools.doctor.child import FAILED, in_child
+
+SMALL_SHM = 64 << 20
+"""Bytes of /dev/shm in a container by default: too few for ranks that share memory."""
+MKL = "mkl"
+"""An optional library of `uses` that is not a Python module."""
+
+
+def look() -> "Rank":
+    """Return the environment of this rank, without its host. Ranks multiply at the same time."""
+    from mpitrain.tools.bench.kernels.host_products import rates
+
+    measured = rates()
+    return Rank(
+        "",
+        process.own_cores(),
+        process.processors(),
+        _blas()[1],
+        process.shared_memory(),
+        process.free_memory("cpu"),
+        _kinds(),
+        measured | _rate_of_avx2(measured["NumPy"]),
+    )
+
+
+class Rank(NamedTuple):
+    """The environment of one rank.
+
+    cores       cores that it may use
+    processors  cores of its host
+    threads     BLAS threads
+    shared      free bytes of /dev/shm
+    memory      free bytes of main memory
+    kinds       usable values of --device
+    rates       {library: float32 operations per second}, while all ranks multiply
+    """
+
+    host: str
+    cores: list[int]
+    processors: int
+    threads: int
+    shared: int
+    memory: int
+    kinds: list[str]
+    rates: dict[str, float]
+
+
+def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
+    """Yield the lines of the report as (name, value).
+
+    everyone  the environment of each rank
+    aware     the `Awareness` of the MPI library
+    """
+    from importlib.metadata import version
+
+    import numpy
+
+    from mpitrain.tools.bench.kernels.host_products import described
+    from mpitrain.transport.library import library
+
+    mpi, started = library(), process.launched()
+    yield "mpitrain", f"{__version__}, Python {platform.python_version()} ({sys.executable})"
+    yield (
+        "MPI",
+        f"{mpi.version}, standard {'.'.join(map(str, mpi.standard))}, through mpi4py {version('mpi4py')}",
+    )
+    yield "", f"{mpi.path or 'library path unknown'}, thread level {mpi.thread_level}"
+    yield "CUDA-aware", f"{'yes' if aware.cuda else 'no'}, {aware.how}"
+    yield "GPUs", gpus()
+    name, threads = _blas()
+    yield "BLAS", f"{name}, {threads} thread(s) per rank, NumPy {numpy.__version__}"
+    yield "products", described(everyone[0].rates, processor().gains_from_mkl)
+    yield "compiler", _compiler()
+    usable = extras()
+    yield (
+        "extras",
+        ", ".join(f"{module} ({use})" for module, use in uses().items() if module in usable)
+        or "none",
+    )
+    yield (
+        "not here",
+        ", ".join(f"{module} ({use})" for module, use in uses().items() if module not in usable)
+        or "nothing",
+    )
+    yield (
+        "ranks",
+        f"{len(everyone)} on {len({r.host for r in everyone})} host(s), "
+        + (
+            f"{started.size} started by {started.launcher}"
+            if started.launcher != "none"
+            else "started by hand"
+        ),
+    )
+    for host, here in _by_host(everyone).items():
+        yield (
+            "host",
+            (
+                f"{host}: {len(here)} rank(s), {share_of_cores([rank.cores for rank in here])}; free: "
+                f"{here[0].memory / 1e9:.1f} GB of memory, {here[0].shared / 1e9:.1f} GB in /dev/shm"
+            ),
+        )
+
+
+def uses() -> dict[str, str]:
+    """Return {optional module: its use}."""
+    from mpitrain.data import SOURCES
+
+    return {
+        "matplotlib": "pictures",
+        **{row.module: f"data.source={name}" for name, row in SOURCES.items() if row.module},
+        "tokenizers": "data prepare",
+        "torch": "bench train --peer torch",
+        MKL: "faster products on Intel processors",
+        "cupy": "--device cuda",
+    }
+
+
+def extras() -> set[str]:
+    """Return the usable modules of `uses`. MKL is usable if matrix products use it."""
+    from mpitrain.ops.host.product import mkl
+
+    return {module for module in uses() if (mkl() if module == MKL else find_spec(module))}
+
+
+def share_of_cores(sets: list[list[int]]) -> str:
+    """Return in words whether the ranks of one host have cores of their own or share them."""
+    together = len(set().union(*sets))
+    if sum(map(len, sets)) == together:
+        return f"{', '.join(sorted({str(len(cores)) for cores in sets}))} core(s) of its own each"
+    return f"{together} core(s) that they share"
+
+
+def verdict(
+    everyone: list[Rank],
+    started: process.Launched,
+    problems: Sequence[str] = (),
+    is_refused: bool = False,
+) -> Iterator[str]:
+    """Yield the lines of the verdict: usable devices, then each problem with its remedy.
+
+    problems    found by the probes
+    is_refused  whether the ranks loaded different MPI libraries
+    """
+    found = [*warnings(everyone, started), *problems]
+    kinds = [kind for kind in everyone[0].kinds if all(kind in rank.kinds for rank in everyone)]
+    if started.size > len(everyone) or is_refused:
+        yield "verdict      this start does not work:"
+    else:
+        wrong = f"{len(found)} thing(s) will go wrong:" if found else "no problem was found."
+        yield f"verdict      {len(everyone)} rank(s) can train with --device {' or '.join(kinds)}; {wrong}"
+    yield from (f"warning: {warning}" for warning in found)
+
+
+def warnings(everyone: list[Rank], started: process.Launched) -> Iterator[str]:
+    """Yield one message for each problem, with its remedy."""
+    if started.size > len(everyone):
+        yield (
+            f"{started.launcher} started {started.size} processes, but MPI tells each that it is alone; they would all "
+            "write the same files. Use the launcher of the MPI named above: `mpitrain launch` finds it."
+        )
+    for host, here in _by_host(everyone).items():
+        cores = here[0].processors
+        if len(here) > cores:
+            yield (
+                f"{host} has {cores} cores for {len(here)} ranks: they take turns, and timings mean little. "
+                f"Start at most {cores} ranks there."
+            )
+        elif sum(rank.threads for rank in here) > cores:
+            yield (
+                f"{len(here)} ranks on {host} use {here[0].threads} BLAS threads each, more than its {cores} cores. "
+                "Unset OMP_NUM_THREADS and OPENBLAS_NUM_THREADS, or set them lower."
+            )
+        if len(here) > 1 and here[0].shared < SMALL_SHM:
+            yield (
+                f"/dev/shm of {host} has {here[0].shared / 1e6:.0f} MB free: ranks of one host share memory there. "
+                "In a container, start it with --shm-size=1g."
+            )
+
+
+def _by_host(everyone: list[Rank]) -> dict[str, list[Rank]]:
+    return {
+        host: [rank for rank in everyone if rank.host == host]
+        for host in dict.fromkeys(rank.host for rank in everyone)
+    }
+
+
+def _kinds() -> list[str]:
+    """Return the kinds of device that this rank can use."""
+    from mpitrain.machine.devices import backend_for
+
+    found: list[str] = []
+    for kind in KINDS:
+        with suppress(ConfigError):
+            backend_for(kind)
+            found.append(kind)
+    return found
+
+
+def _compiler() -> str:
+    """Return the version of the compiler of kernels for the simulator."""
+    from mpitrain.kernels.cpp import version
+
+    try:
+        return version()
+    except ConfigError:
+        return "none; only --device cuda-sim and device.passes compiled need it"
+
+
+def gpus() -> str:
+    """Return the GPUs that nvidia-smi lists, and whether CuPy can use them."""
+    if not shutil.which("nvidia-smi"):
+        return "none (there is no nvidia-smi); everything else works without"
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    if not listed.stdout.strip():
+        return f"none ({(listed.stderr.strip() or 'nvidia-smi lists nothing').splitlines()[0]})"
+    return f"{listed.stdout.strip()}\n{'':<13}{_cupy()}"
+
+
+def _cupy() -> str:
+    """Return in words whether CuPy can use the GPUs, with the remedy if it cannot."""
+    from mpitrain.machine.devices import backend_for
+
+    try:
+        backend_for("cuda")
+    except ConfigError as error:
+        return f"{error.law} {error.way_out}"
+    return f"CuPy uses {process.gpus()} of them"
+
+
+def _rate_of_avx2(rate: float) -> dict[str, float]:
+    """Return {AVX2: rate of OpenBLAS's kernels for AVX2}; {} unless it multiplies with AVX-512.
+
+    rate  of the kernels for AVX-512, in operations per second
+
+    Both multiply in children that take turns. Their seconds are the processor's, so that other work
+    does not change the ratio.
+    """
+    from mpitrain.ops.host.product import uses_avx512
+    from mpitrain.tools.bench.kernels.host_products import AVX2
+
+    if not uses_avx512():
+        return {}
+    found = [in_child("products", kernels) for kernels in ("", "Haswell", "", "Haswell")]
+    if any(FAILED in one for one in found):
+        return {}
+    seconds = [float(one["seconds"]) for one in found]
+    return {AVX2: rate * min(seconds[::2]) / min(seconds[1::2])}
+
+
+def _blas() -> tuple[str, int]:
+    """Return the name of NumPy's BLAS, and its number of threads."""
+    import numpy  # noqa: F401 (threadpoolctl finds only libraries that are loaded)
+    from threadpoolctl import threadpool_info
+
+    found = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
+    return (
+        (f"{found[0]['internal_api']} {found[0]['version']}", found[0]["num_threads"])
+        if found
+        else ("unknown", 1)
+    )

@@ -1,0 +1,133 @@
+"""Trials that can crash or hang, each run by a child process: python -m mpitrain.tools.doctor.trials NAME.
+
+A trial prints its result as JSON. It returns a dict of names and short texts.
+"""
+
+import fcntl
+import json
+import mmap
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+from mpitrain.machine.process import choose_blas_kernels
+from mpitrain.tools.doctor.child import FAILED
+
+WORKS, UNLOCKED = "works", "two processes hold one lock"
+"""Results of a trial."""
+SIZE = 1 << 20
+SHARED = 16 << 20
+"""Bytes of the trial of shared memory: Open MPI makes a file of this size for each rank."""
+
+
+def locks(folder: str) -> dict[str, str]:
+    """Lock a new file in `folder`, and try to lock it from a second process."""
+    found = {}
+    for name, lock in (("flock", fcntl.flock), ("fcntl", fcntl.lockf)):
+        with tempfile.NamedTemporaryFile(prefix=".mpitrain-doctor-", dir=folder) as file:
+            try:
+                lock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                found[name] = error.strerror or str(error)
+                continue
+            second = os.fork()
+            if not second:
+                os._exit(1 if _locks(file.name, lock) else 0)
+            _, status = os.waitpid(second, 0)
+            found[name] = UNLOCKED if status else WORKS
+    return found
+
+
+def _locks(path: str, lock: Callable[[int, int], None]) -> bool:
+    """Return whether this process gets the lock of a file that another process holds."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def locked(path: str) -> dict[str, str]:
+    """Return whether the lock of a file that another host holds is respected here."""
+    if not os.path.exists(path):
+        return {"across": "the file of another host is not there"}
+    is_free = _locks(path, fcntl.flock)
+    return {"across": "two hosts hold one lock" if is_free else WORKS}
+
+
+def mapped(folder: str) -> dict[str, str]:
+    """Write a file through a map and read it, then write the file and read the map."""
+    with tempfile.TemporaryFile(prefix=".mpitrain-doctor-", dir=folder) as file:
+        file.truncate(SIZE)
+        with mmap.mmap(file.fileno(), SIZE) as memory:
+            memory[:] = bytes(range(256)) * (SIZE // 256)
+            memory.flush()
+            if os.pread(file.fileno(), SIZE, 0) != memory[:]:
+                return {"maps": "a read misses bytes written through a map"}
+            os.pwrite(file.fileno(), b"\xff" * SIZE, 0)
+            if memory[:] != b"\xff" * SIZE:
+                return {"maps": "a map misses bytes written to the file"}
+    return {"maps": WORKS}
+
+
+def shared(folder: str) -> dict[str, str]:
+    """Fill 16 MiB of shared memory. The kernel ends this process if there is no room."""
+    with tempfile.TemporaryFile(prefix="mpitrain-doctor-", dir=folder) as file:
+        file.truncate(SHARED)
+        with mmap.mmap(file.fileno(), SHARED) as memory:
+            for page in range(0, SHARED, mmap.PAGESIZE):
+                memory[page] = 1
+    return {"memory": WORKS}
+
+
+def imports(_: str) -> dict[str, str]:
+    """Import the modules of a training run; return the seconds and the number of opened files."""
+    opened = 0
+
+    def count(event: str, arguments: tuple) -> None:
+        nonlocal opened
+        opened += event == "open"
+
+    sys.addaudithook(count)
+    start = time.perf_counter()
+    import mpitrain.run.loop
+    import mpitrain.transport.mpi  # noqa: F401
+
+    return {"seconds": f"{time.perf_counter() - start:.3f}", "files": str(opened)}
+
+
+def products(kernels: str) -> dict[str, str]:
+    """Multiply with these kernels of OpenBLAS, or its own choice; return the processor's seconds."""
+    if kernels:
+        choose_blas_kernels(kernels)
+    from mpitrain.tools.bench.kernels.host_products import seconds
+
+    return {"seconds": str(seconds(clock=time.process_time)["NumPy"])}
+
+
+TRIALS = {
+    "locks": locks,
+    "locked": locked,
+    "mapped": mapped,
+    "shared": shared,
+    "imports": imports,
+    "products": products,
+}
+"""{name: trial}."""
+
+
+def main() -> None:
+    """Run a trial: the entry point of the child process."""
+    name, argument = sys.argv[1:]
+    try:
+        found = TRIALS[name](argument)
+    except OSError as error:
+        found = {FAILED: f"files cannot be written in {argument}: {error.strerror or error}"}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""A collective step by step: the messages between ranks, and the contents of each rank's chunks."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from mpitrain.collectives.engine.agreement import check_name
+from mpitrain.collectives.plans.steps import Plan, Step
+from mpitrain.collectives.selection.own_algorithm import proven
+from mpitrain.collectives.selection.table import TABLES
+from mpitrain.errors import ConfigError
+
+Held = list[list[int]]
+"""Contents of chunks: bit q of `held[rank][chunk]` is set if it includes the data of rank q."""
+
+
+class Move(NamedTuple):
+    """Message of the elements start to stop - 1 between two ranks.
+
+    combine  whether the target reduces them into its own elements
+    """
+
+    source: int
+    target: int
+    start: int
+    stop: int
+    combine: bool
+
+
+def plans_of(
+    operation: str, algorithm: str, hosts: Sequence[str], count: int
+) -> list[tuple[Plan, ...]]:
+    """Return the message plans of each rank, which run one after the other.
+
+    raises  ConfigError for an unknown algorithm, and for one that is not a plan of messages
+    """
+    table = TABLES[operation]
+    known = [name for name, line in table.items() if line.plans]
+    if algorithm not in table:
+        check_name(f"{operation} algorithm", algorithm, known)
+    if table[algorithm].plans is None:
+        raise ConfigError(
+            f"Algorithm {algorithm} is no plan of messages that could be printed.",
+            f"Take {', '.join(known)}.",
+        )
+    return proven(operation, algorithm, hosts, count)
+
+
+def rounds(plans: Sequence[Sequence[Plan]]) -> list[list[Move]]:
+    """Return the messages of all ranks by steps: a message travels once both of its ends reach it.
+
+    plans  of each rank; a rank runs its plans one after the other, a step at a time
+    """
+    waiting = [
+        deque(step for plan in mine for step in plan.steps if step.sends or step.receives)
+        for mine in plans
+    ]
+    listed = []
+    while any(waiting):
+        moves = [
+            Move(rank, t.peer, t.start, t.stop, theirs[0].combine)
+            for rank, mine in enumerate(waiting)
+            if mine
+            for t in mine[0].sends
+            if (theirs := waiting[t.peer]) and any(r.peer == rank for r in theirs[0].receives)
+        ]
+        assert moves  # Plans do not deadlock.
+        listed.append(moves)
+        targets: dict[int, set[int]] = {}
+        sources: dict[int, set[int]] = {}
+        for move in moves:
+            targets.setdefault(move.source, set()).add(move.target)
+            sources.setdefault(move.target, set()).add(move.source)
+        for rank in {*targets, *sources}:
+            mine, to, of = waiting[rank], targets.get(rank, set()), sources.get(rank, set())
+            left = Step(
+                tuple(t for t in mine[0].sends if t.peer not in to),
+                tuple(t for t in mine[0].receives if t.peer not in of),
+                mine[0].combine,
+            )
+            mine.popleft()
+            if left.sends or left.receives:
+                mine.appendleft(left)
+    return listed
+
+
+class Message(NamedTuple):
+    """Message of the chunks first to last - 1 between two ranks.
+
+    combine  whether the target adds them to its own; otherwise they replace its own
+    """
+
+    source: int
+    target: int
+    first: int
+    last: int
+    combine: bool
+
+
+class Collective(NamedTuple):
+    """All messages of a collective, and the chunks of the array.
+
+    elements  of the whole array
+    bounds    (start, stop) of each chunk, in elements
+    steps     the messages of each step, which travel at the same time
+    """
+
+    operation: str
+    algorithm: str
+    hosts: tuple[str, ...]
+    elements: int
+    bounds: tuple[tuple[int, int], ...]
+    steps: tuple[tuple[Message, ...], ...]
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks."""
+        return len(self.hosts)
+
+
+def collective(operation: str, algorithm: str, hosts: Sequence[str]) -> Collective:
+    """Return the messages of an operation of TABLES, for an array too short for segments."""
+    # This length gives chunks of one size and is too short for segments.
+    count = len(hosts) << len(hosts).bit_length()
+    steps = rounds(plans_of(operation, algorithm, hosts, count))
+    cuts = sorted(
+        {0, count} | {cut for moves in steps for move in moves for cut in (move.start, move.stop)}
+    )
+    chunk = {cut: number for number, cut in enumerate(cuts)}
+    return Collective(
+        operation,
+        algorithm,
+        tuple(hosts),
+        count,
+        tuple(pairwise(cuts)),
+        tuple(
+            tuple(
+                Message(m.source, m.target, chunk[m.start], chunk[m.stop], m.combine) for m in moves
+            )
+            for moves in steps
+        ),
+    )
+
+
+def contents(found: Collective) -> Iterator[Held]:
+    """Yield the contents of all ranks' chunks, at the start and after each step.
+
+    All yields are the same list, which changes from step to step.
+    """
+    held = [
+        [
+            1 << rank if found.operation != "all-gather" or rank == chunk else 0
+            for chunk in range(len(found.bounds))
+        ]
+        for rank in range(found.ranks)
+    ]
+    yield held
+    for messages in found.steps:
+        # All messages of a step leave before any of them arrives.
+        sent = [held[m.source][m.first : m.last] for m in messages]
+        for m, arriving in zip(messages, sent, strict=True):
+            for chunk, data in enumerate(arriving, m.first):
+                held[m.target][chunk] = data | (held[m.target][chunk] if m.combine else 0)
+        yield held
+
+
+def complete(found: Collective) -> list[int]:
+    """Return the final contents of each chunk: all ranks' data, or one rank's in an all-gather."""
+    return [
+        1 << chunk if found.operation == "all-gather" else (1 << found.ranks) - 1
+        for chunk in range(len(found.bounds))
+    ]
+
+
+class Meeting(NamedTuple):
+    """Boundary of an all-reduce's halves: the last step that adds, and the halves' names."""
+
+    step: int
+    first: str
+    second: str
+
+
+def meeting(found: Collective) -> Meeting | None:
+    """Return the step after which an all-reduce only copies, or None."""
+    adding = [
+        number for number, messages in enumerate(found.steps, 1) if any(m.combine for m in messages)
+    ]
+    if found.operation != "allreduce" or not adding or adding[-1] == len(found.steps):
+        return None
+    whole = complete(found)
+    held = next(each for number, each in enumerate(contents(found)) if number == adding[-1])
+    owners = [rank for rank, mine in enumerate(held) if mine == whole]
+    if not owners:
+        return Meeting(adding[-1], "reduce-scatter", "all-gather")
+    if len(owners) == 1:
+        return Meeting(
+            adding[-1], f"reduce to rank {owners[0]}", f"broadcast from rank {owners[0]}"
+        )
+    return Meeting(adding[-1], "sum on the active ranks", "copy to the others")

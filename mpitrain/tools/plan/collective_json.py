@@ -1,0 +1,67 @@
+"""A collective as JSON: each message of each step, and the chunks that it changes."""
+
+import json
+from itertools import pairwise
+from typing import Any
+
+from mpitrain.tools.plan.collective import Collective, contents, meeting
+from mpitrain.tools.plan.traffic import FORMULAS, sent_by, totals
+from mpitrain.tools.plan.words import data_of
+
+
+def written(found: Collective) -> str:
+    """Return the text of the file: a header, then a line for each step.
+
+    chunks    in the header: [start, stop] of each chunk, as fractions of the array; in a message:
+              the first chunk and the one after the last
+    contents  {rank: {chunk: contributing ranks}} of the chunks that the step changed; "0-2+5" means
+              ranks 0, 1, 2 and 5
+    """
+    met, counted, formula = (
+        meeting(found),
+        totals(found),
+        FORMULAS.get((found.operation, found.algorithm)),
+    )
+    texts = formula[:4] if formula else (None,) * 4
+    header: dict[str, Any] = {
+        "operation": found.operation,
+        "algorithm": found.algorithm,
+        "ranks": found.ranks,
+        "hosts": found.hosts,
+        "chunks": [[start / found.elements, stop / found.elements] for start, stop in found.bounds],
+        "halves_meet": met._asdict() if met else None,
+        "totals": {
+            name: {"counted": float(count), "formula": text}
+            for name, count, text in zip(counted._fields, counted, texts, strict=True)
+        },
+        "sent_by_rank": [float(arrays) for arrays in sent_by(found)],
+    }
+    copies = ([[*mine] for mine in held] for held in contents(found))
+    steps: list[dict[str, Any]] = []
+    for number, (before, after) in enumerate(pairwise(copies), 1):
+        changed = {
+            rank: {
+                chunk: data_of(data)
+                for chunk, data in enumerate(mine)
+                if data != before[rank][chunk]
+            }
+            for rank, mine in enumerate(after)
+            if mine != before[rank]
+        }
+        steps.append(
+            {
+                "step": number,
+                "contents": changed,
+                "messages": [
+                    {
+                        "source": m.source,
+                        "target": m.target,
+                        "chunks": [m.first, m.last],
+                        "adds": m.combine,
+                    }
+                    for m in found.steps[number - 1]
+                ],
+            }
+        )
+    lines = ",\n".join(map(json.dumps, steps))
+    return f'{{"header": {json.dumps(header)},\n"steps": [\n{lines}\n]}}\n'

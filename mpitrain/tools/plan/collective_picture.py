@@ -1,0 +1,169 @@
+"""Picture of a collective; needs matplotlib (the `report` extra)."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpitrain.plots import painter, save
+from mpitrain.tools.plan.collective import Collective, complete, contents, meeting
+from mpitrain.tools.plan.words import several, spoken
+
+ADDED, COPIED = "#d55e00", "#0072b2"
+"""Colours of arrows, for messages that are added and for messages that replace."""
+
+MOST_ARROWS = 600
+"""Largest number of messages drawn as arrows; more would hide each other."""
+
+MOST_CELLS = 4000
+"""Largest number of cells in a row; beyond it, a box shows the mean of its chunks."""
+
+STRIP, WITHOUT_ARROWS = 0.62, 0.96
+"""Fraction of a column that the chunks take, with arrows in the rest and without arrows."""
+
+NUMBERED = 9
+"""With at most this number of chunks per rank, each drawn chunk shows how many ranks contributed to
+it.
+"""
+
+
+def draw(found: Collective, path: Path) -> None:
+    """Draw ranks as rows, steps as columns, chunks by their completeness, messages as arrows."""
+    pyplot = painter()
+    from matplotlib.lines import Line2D
+
+    columns, chunks = len(found.steps) + 1, len(found.bounds)
+    is_mean = columns * chunks > MOST_CELLS
+    filled = _filled(found)  # (steps + 1, ranks, chunks)
+    if is_mean:
+        filled = filled.mean(axis=2, keepdims=True)
+    messages = [(step, message) for step, mine in enumerate(found.steps) for message in mine]
+    has_arrows = 0 < len(messages) <= MOST_ARROWS
+    strip = STRIP if has_arrows or not messages else WITHOUT_ARROWS
+    wide = min(max(1.1, 0.2 * filled.shape[2]) * columns, 30) if has_arrows or not messages else 12
+    tall = min(max(0.55 * found.ranks, 1.2), 12)
+    figure, axes = pyplot.subplots(figsize=(max(wide, 5.5) + 2.2, tall + 2.2), layout="constrained")
+    has_numbers = (
+        chunks <= NUMBERED and wide * strip > 0.11 * columns * chunks and tall > 0.15 * found.ranks
+    )
+    for column, held in enumerate(filled):
+        edges = np.linspace(column - strip / 2, column + strip / 2, held.shape[1] + 1)
+        mesh = axes.pcolormesh(
+            edges,
+            np.arange(found.ranks + 1) - 0.5,
+            held,
+            cmap="YlGn",
+            vmin=0,
+            vmax=1,
+            edgecolors="white",
+            linewidth=0.5 if has_numbers else 0,
+        )
+        if has_numbers:
+            _numbers(axes, edges, held, found)
+    if has_arrows:
+        for step, m in messages:
+            axes.annotate(
+                "",
+                (step + 1 - strip / 2, m.target),
+                (step + strip / 2, m.source),
+                arrowprops={
+                    "arrowstyle": "-|>",
+                    "color": ADDED if m.combine else COPIED,
+                    "linewidth": 0.9,
+                    "shrinkA": 0,
+                    "shrinkB": 0,
+                },
+            )
+    met = meeting(found)
+    if met:
+        axes.axvline(met.step + strip / 2 + 0.02, color="black", linestyle="--", linewidth=1)
+        axes.annotate(
+            f"{met.first}  |  {met.second}",
+            (met.step + strip / 2, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize="small",
+        )
+    ticks = range(0, columns, -(-columns // 24))
+    axes.set_xticks(ticks, [f"{step}" if step else "start" for step in ticks])
+    axes.set_yticks(range(0, found.ranks, -(-found.ranks // 32)))
+    axes.set(
+        xlabel="step: its messages travel together, then a rank holds what the box shows",
+        ylabel="rank",
+        ylim=(found.ranks - 0.5, -0.5),
+        xlim=(-0.5, columns - 0.5),
+    )
+    cut = (
+        f"each box is the mean of {several(chunks, 'chunk')}"
+        if is_mean
+        else f"each box is {several(chunks, 'chunk')}"
+    )
+    hidden = (
+        "" if has_arrows or not messages else f"; {len(messages)} messages, too many for arrows"
+    )
+    hosts = len({*found.hosts})
+    where = f" on {several(hosts, 'host')}" if hosts > 1 else ""
+    axes.set_title(
+        f"{found.algorithm} {spoken(found.operation)} on {several(found.ranks, 'rank')}{where}, "
+        f"{several(len(found.steps), 'step')}\n{cut}{hidden}\n",
+        fontsize="medium",
+    )
+    label = (
+        "chunk is there"
+        if found.operation == "all-gather"
+        else f"ranks whose data a chunk holds, of {found.ranks}"
+    )
+    bar = figure.colorbar(mesh, ax=axes, label=label, fraction=0.05, pad=0.02, aspect=12)
+    shares = (
+        [0, 1]
+        if found.operation == "all-gather"
+        else sorted({1, -(-found.ranks // 2), found.ranks})
+    )
+    bar.set_ticks(
+        [share / max(shares) for share in shares], labels=[f"{share}" for share in shares]
+    )
+    kinds = {m.combine for _, m in messages} if has_arrows else set()
+    lines = [
+        Line2D([], [], color=colour, label=text, marker=">", markersize=5)
+        for is_added, colour, text in (
+            (True, ADDED, "message that is added"),
+            (False, COPIED, "message that replaces"),
+        )
+        if is_added in kinds
+    ]
+    if lines:
+        figure.legend(handles=lines, loc="outside lower right", ncols=len(lines), fontsize="small")
+    save(figure, path, 100)
+    pyplot.close(figure)
+
+
+def _filled(found: Collective) -> np.ndarray:
+    """Return the completeness of chunks after each step, in [0, 1]: (steps + 1, ranks, chunks)."""
+    whole = [data.bit_count() for data in complete(found)]
+    return np.array(
+        [
+            [
+                [data.bit_count() / most for data, most in zip(mine, whole, strict=True)]
+                for mine in held
+            ]
+            for held in contents(found)
+        ]
+    )
+
+
+def _numbers(axes: Any, edges: np.ndarray, held: np.ndarray, found: Collective) -> None:
+    """Write into each chunk the number of ranks that contribute to it."""
+    scale = 1 if found.operation == "all-gather" else found.ranks
+    for rank, mine in enumerate(held):
+        for chunk, share in enumerate(mine):
+            axes.text(
+                (edges[chunk] + edges[chunk + 1]) / 2,
+                rank,
+                f"{share * scale:.0f}",
+                ha="center",
+                va="center",
+                fontsize="x-small",
+                color="white" if share > 0.7 else "black",
+            )

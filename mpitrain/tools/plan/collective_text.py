@@ -1,0 +1,229 @@
+"""A collective as text: legend, messages and contents of each step, totals."""
+
+import textwrap
+from collections.abc import Callable
+
+from mpitrain.collectives.selection.own_algorithm import shown
+from mpitrain.tools.plan.collective import (
+    Collective,
+    Held,
+    Meeting,
+    Message,
+    complete,
+    contents,
+    meeting,
+)
+from mpitrain.tools.plan.traffic import table_of_totals
+from mpitrain.tools.plan.words import data_of, listed, several, spoken
+
+LINES = 200
+"""Largest number of lines for messages and contents; a longer collective has one line per step."""
+
+ENDS, NEAR = 4, 2
+"""Number of steps that are printed of a longer collective.
+
+ENDS steps are printed at each end. NEAR steps are printed on each side of the boundary between the
+reduce-scatter and the all-gather of an all-reduce.
+"""
+
+MARGIN = 9
+"""Number of columns before the messages of a step."""
+
+SIGNS = 10
+"""Width of the symbol column of a legend, in characters."""
+
+Cell = Callable[[int, int], str]
+"""Function: (contents of a chunk, its number) -> the text that is printed for the chunk."""
+
+
+def printed(found: Collective, width: int) -> list[str]:
+    """Return the whole text, in lines of at most `width` columns.
+
+    Contents are named if that fits, else counted; else each step is one line.
+    """
+    hosts = len({*found.hosts})
+    where = f" on {several(hosts, 'host')}" if hosts > 1 else ""
+    title = (
+        f"{shown(found.algorithm)} {spoken(found.operation)} on {several(found.ranks, 'rank')}{where}: the array is "
+        f"cut into {several(len(found.bounds), 'chunk')}, {several(len(found.steps), 'step')}"
+    )
+    body, meaning = _body(found, width)
+    signs = [
+        line
+        for sign, text in (*_signs(found), meaning)
+        for line in textwrap.wrap(
+            text, width, initial_indent=f"{sign:<{SIGNS}}", subsequent_indent=" " * SIGNS
+        )
+    ]
+    return [*textwrap.wrap(title, width), "", *signs, "", *body, "", *table_of_totals(found, width)]
+
+
+def _body(found: Collective, width: int) -> tuple[list[str], tuple[str, str]]:
+    """Return the lines of the steps, and the legend of the rows below the messages."""
+    for cell, meaning in (
+        (_named(found), _meaning_of_names(found)),
+        (_counted, _meaning_of_counts(found)),
+    ):
+        lines = _table(found, cell, width)
+        if len(lines) <= LINES and max(map(len, lines)) <= width:
+            return lines, ("contents", f"a row per rank, a column per chunk: {meaning}")
+    return _overview(found, width), (
+        "complete",
+        f"of its {several(len(found.bounds), 'chunk')} a rank holds so many complete "
+        "after the step: the rank with the fewest .. the one with the most",
+    )
+
+
+def _named(found: Collective) -> Cell:
+    """Return a Cell that names the ranks that contribute to a chunk."""
+    whole = complete(found)
+    if found.operation == "all-gather":
+        return lambda data, chunk: data_of(data)
+    return lambda data, chunk: "all" if data == whole[chunk] else data_of(data)
+
+
+def _meaning_of_names(found: Collective) -> str:
+    """Return the legend of `_named`."""
+    if found.operation == "all-gather":
+        return "the rank whose data it holds; - none yet"
+    partial = ["0+1 the sum of what ranks 0 and 1 had"] * (found.ranks > 2) + [
+        "0-2 that of ranks 0 to 2"
+    ] * (found.ranks > 3)
+    return ", ".join(["0 is what rank 0 had", *partial, "all the sum over all ranks"])
+
+
+def _meaning_of_counts(found: Collective) -> str:
+    """Return the legend of `_counted`."""
+    return f"of how many of the {several(found.ranks, 'rank')} it holds the data"
+
+
+def _counted(data: int, chunk: int) -> str:
+    """Return the number of ranks that contribute to a chunk."""
+    return f"{data.bit_count()}"
+
+
+def _signs(found: Collective) -> list[tuple[str, str]]:
+    """Return legends for the first message of each kind, and for chunks that travel together."""
+    messages = [message for step in found.steps for message in step]
+    firsts = [
+        next((m for m in messages if m.combine == combine), None) for combine in (True, False)
+    ]
+    signs = []
+    for m in filter(None, firsts):
+        what = f"chunk {m.first}" if m.last - m.first == 1 else f"chunks {m.first} to {m.last - 1}"
+        what = "the whole array" if m.last - m.first == len(found.bounds) else what
+        end = "adds it to its own" if m.combine else "puts it in the place of its own"
+        signs.append(
+            (
+                _message(found, m).replace("\N{NO-BREAK SPACE}", " "),
+                f"rank {m.source} sends {what} to rank {m.target}, which {end}",
+            )
+        )
+    together = next(
+        (m for m in messages if 1 < m.last - m.first < len(found.bounds) and m not in firsts), None
+    )
+    if together:
+        signs.append(
+            (
+                _chunks(found, together),
+                f"chunks {together.first} to {together.last - 1} in one message",
+            )
+        )
+    return signs
+
+
+def _chunks(found: Collective, message: Message) -> str:
+    """Return the chunks of a message as text: 2, 0-3, or all."""
+    if message.last - message.first == len(found.bounds):
+        return "all"
+    return (
+        f"{message.first}-{message.last - 1}"
+        if message.last - message.first > 1
+        else f"{message.first}"
+    )
+
+
+def _message(found: Collective, message: Message) -> str:
+    """Return a message as text, such as 0>1 +2-3, without a space where a line could break."""
+    sign = "+" if message.combine else "="
+    return f"{message.source}>{message.target}\N{NO-BREAK SPACE}{sign}{_chunks(found, message)}"
+
+
+def _halves(met: Meeting | None, step: int) -> list[str]:
+    """Return a marker line if the boundary between an all-reduce's halves follows this step."""
+    return (
+        [f"-- the halves meet: {met.first} done, {met.second} begins --"]
+        if met and met.step == step
+        else []
+    )
+
+
+def _table(found: Collective, cell: Cell, width: int) -> list[str]:
+    """Return the messages of each step and the contents after it, up to about LINES lines."""
+    lines: list[str] = []
+    met = meeting(found)
+    for step, held in enumerate(contents(found)):
+        if len(lines) > LINES:
+            break
+        text = (
+            "   ".join(_message(found, message) for message in found.steps[step - 1])
+            if step
+            else ""
+        )
+        lines += textwrap.wrap(
+            text, width, initial_indent=f"step {step:<{MARGIN - 5}}", subsequent_indent=" " * MARGIN
+        ) or ["start"]
+        lines += [*_rows(held, cell, is_first=step == 0), *_halves(met, step)]
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
+
+def _rows(held: Held, cell: Cell, is_first: bool) -> list[str]:
+    """Return a row for each rank; ranks with the same contents share a row.
+
+    is_first  whether a row of chunk numbers comes first
+    """
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for rank, mine in enumerate(held):
+        rows.setdefault(tuple(cell(data, chunk) for chunk, data in enumerate(mine)), []).append(
+            rank
+        )
+    lines = {
+        f"rank{'s' if ranks[1:] else ''} {listed(ranks, ',')}": cells
+        for cells, ranks in rows.items()
+    }
+    if is_first:
+        lines = {"chunk": tuple(map(str, range(len(held[0])))), **lines}
+    margin = max(MARGIN + 8, *(3 + MARGIN + len(name) for name in lines))
+    width = max(len(text) for cells in lines.values() for text in cells)
+    return [
+        (" " * MARGIN + name).ljust(margin)
+        + "  ".join(text.ljust(width) for text in cells).rstrip()
+        for name, cells in lines.items()
+    ]
+
+
+def _overview(found: Collective, width: int) -> list[str]:
+    """Return one line per step, for the steps that ENDS and NEAR select."""
+    met, last = meeting(found), len(found.steps)
+    shown = {*range(1, ENDS + 1), *range(last - ENDS + 1, last + 1)}
+    shown |= {*range(met.step - NEAR + 1, met.step + NEAR + 1)} if met else set()
+    whole = complete(found)
+    lines, before = [f"{'step':<{MARGIN}}{'messages':>8}  {'complete':>{MARGIN}}   for example"], 0
+    for step, held in enumerate(contents(found)):
+        if step not in shown:
+            continue
+        if step > before + 1:
+            lines.append(f"...      {several(step - before - 1, 'step')} like these")
+        before, messages = step, found.steps[step - 1]
+        least, most = (
+            limit(sum(map(int.__eq__, mine, whole)) for mine in held) for limit in (min, max)
+        )
+        line = f"step {step:<{MARGIN - 5}}{len(messages):>8}  {f'{least} .. {most}':>{MARGIN}}"
+        for message in messages:
+            text = f"   {_message(found, message)}"
+            if len(line + text) + (message is not messages[-1]) * len("   ...") > width:
+                line += "   ..."
+                break
+            line += text
+        lines += [line.replace("\N{NO-BREAK SPACE}", " "), *_halves(met, step)]
+    return lines

@@ -1,0 +1,238 @@
+"""The best number of micro-batches: simulates a step for each number, with costs measured once."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mpitrain.config import Config
+from mpitrain.errors import ConfigError
+from mpitrain.parallel.tensor.sequence import sequences_of
+from mpitrain.pipeline.instructions import fused_at_the_input, training_program
+from mpitrain.pipeline.memory import peak
+from mpitrain.pipeline.schedule_files import find_plan
+from mpitrain.pipeline.schedules import SCHEDULES, STREAMS
+from mpitrain.pipeline.simulate import Cost, simulate
+from mpitrain.tools.plan.stages import FAR, Measured, Way
+
+MOST = 64
+"""Largest number of candidates; more are thinned out to a roughly constant ratio between them."""
+
+SHOWN = 12
+"""Largest number of lines in the table."""
+
+WORTH = {"gpipe": 1.0, "1f1b": 2 / 3, "zero-bubble": 1 / 3, "zb-v": 1 / 6, "v-half": 7 / 12}
+"""Bubble per stage beyond the first, in units of a micro-batch's time on one stage.
+
+It is 1 / chunks for interleaved and breadth-first.
+"""
+
+
+class Predicted(NamedTuple):
+    """Prediction of a step with `micro_batches` micro-batches.
+
+    rows        mean rows of a micro-batch
+    step_s      seconds from the first forward to the last update
+    bubble      fraction of the time from the first to the last instruction in which stages are idle
+    peak_bytes  of activations, on the stage with the most
+    is_spoilt   whether it rests on a measurement that other work disturbed
+    """
+
+    micro_batches: int
+    rows: float
+    step_s: float
+    bubble: float
+    peak_bytes: float
+    is_spoilt: bool = False
+
+
+def counts(config: Config, stages: int, rows: int) -> list[int]:
+    """Return the possible numbers of micro-batches of a replica with `rows` rows, ascending.
+
+    raises  ConfigError if there is no choice
+    """
+    name = config.pipeline.schedule
+    if stages == 1:
+        raise ConfigError(
+            "A model on one stage has no bubble that micro-batches would fill, but layout.pp is 1.",
+            "Start with several ranks and --pp 2, or more.",
+        )
+    if name in STREAMS:
+        raise ConfigError(
+            f"Steps of schedule {name} do not end one by one, so no single step can be timed.",
+            f"Set pipeline.schedule to one of {', '.join(SCHEDULES)}.",
+        )
+    if name not in SCHEDULES:
+        find_plan(name)
+        raise ConfigError(
+            f"A schedule in a file has its number of micro-batches, and {name} is one.",
+            f"Set pipeline.schedule to one of {', '.join(SCHEDULES)}.",
+        )
+    step = stages if SCHEDULES[name].grouped else 1
+    fitting = sequences_of(config)
+    found = [
+        count
+        for count in range(stages, rows + 1, step)
+        if fitting == 1 or rows % (count * fitting) == 0
+    ]
+    if not found:
+        raise ConfigError(
+            f"A pipeline of {stages} stages needs as many micro-batches, but a replica has {rows} row(s).",
+            f"Set batch.size to at least {stages} for each of the dp replicas.",
+        )
+    if len(found) > MOST:
+        found = sorted({found[round((len(found) ** (i / (MOST - 1))) - 1)] for i in range(MOST)})
+    return found
+
+
+def sizes(counts: Sequence[int], rows: int, fitting: int = 1) -> list[int]:
+    """Return the sizes of micro-batches to measure, in rows.
+
+    They are the sizes for the largest and smallest counts, and powers of two times `fitting`
+    between.
+    """
+    least, most = rows // counts[-1], -(-rows // counts[0])
+    return sorted(
+        {
+            least,
+            most,
+            *(fitting << i for i in range(most.bit_length()) if least < fitting << i < most),
+        }
+    )
+
+
+def around(measured: Sequence[Measured], rows: float) -> tuple[Measured, Measured]:
+    """Return the two measured sizes from which micro-batches of `rows` rows are interpolated."""
+    right = min(max(1, bisect_left([each.rows for each in measured], rows)), len(measured) - 1)
+    return measured[max(0, right - 1)], measured[right]
+
+
+def between(measured: Sequence[Measured], rows: float) -> tuple[list[Cost], Way]:
+    """Interpolate the costs and message times of micro-batches of `rows` rows linearly."""
+    low, high = around(measured, rows)
+    chunk = (rows - low.rows) / (high.rows - low.rows) if high.rows > low.rows else 0.0
+
+    def mixed(one: Sequence[float], other: Sequence[float]) -> list[float]:
+        return [max(0.0, a + chunk * (b - a)) for a, b in zip(one, other, strict=True)]
+
+    transfer, receive = mixed(low.way[:2], high.way[:2])
+    way = Way(transfer, receive, low.way.is_eager and high.way.is_eager)
+    return [Cost(*mixed(a, b)) for a, b in zip(low.costs, high.costs, strict=True)], way
+
+
+def predict(
+    config: Config,
+    stages: int,
+    rows: int,
+    counts: Sequence[int],
+    measured: Sequence[Measured],
+    end_s: float,
+    lowest: int = 0,
+) -> list[Predicted]:
+    """Predict a step for each number of micro-batches.
+
+    rows      of a replica
+    measured  in ascending order of rows
+    end_s     seconds from the last gradient to the end of a step, for any number of micro-batches
+    lowest    the first chunk with a backward; all chunks before are frozen
+    """
+    found = []
+    for count in counts:
+        plan = fused_at_the_input(
+            find_plan(config.pipeline.schedule, stages, count, config.pipeline.chunks or None),
+            lowest,
+        )
+        costs, way = between(measured, rows / count)
+        simulation = simulate(training_program(plan, lowest), costs, *way)
+        most = max(peak(mine, costs).nbytes for mine in plan.lists)
+        near = around(measured, rows / count)
+        is_spoilt = any(
+            each.is_spoilt for each in [each for each in near if each.rows == rows / count] or near
+        )
+        found.append(
+            Predicted(
+                count, rows / count, simulation.makespan + end_s, simulation.bubble, most, is_spoilt
+            )
+        )
+    return found
+
+
+def best(predicted: Sequence[Predicted]) -> Predicted:
+    """Return the fastest prediction; among equals, the one with the fewest micro-batches.
+
+    Spoilt predictions count only if all are spoilt.
+    """
+    return min(predicted, key=lambda each: (each.is_spoilt, each.step_s))
+
+
+def advice(predicted: Sequence[Predicted]) -> list[str]:
+    """Return lines with the recommended setting, and the number of spoilt predictions."""
+    spoilt = sum(each.is_spoilt for each in predicted)
+    lines = [
+        f"~ {spoilt} of {len(predicted)} counts: measured while other work ran, the median above {FAR:g} times the fastest"
+    ]
+    lines = lines if spoilt else []
+    if spoilt == len(predicted):
+        return [*lines, "No count can be named: measure again while nothing else runs."]
+    return [*lines, f"Set batch.micro_batches to {best(predicted).micro_batches}."]
+
+
+def neighbours(predicted: Sequence[Predicted]) -> list[Predicted]:
+    """Return the best prediction with the one before and the one after it."""
+    at = predicted.index(best(predicted))
+    return [*predicted[max(0, at - 1) : at + 2]]
+
+
+def table(predicted: Sequence[Predicted]) -> list[str]:
+    """Return a table of predictions: the best, its neighbours, and evenly spaced others."""
+    near = neighbours(predicted)
+    others = [each for each in predicted if each not in near]
+    room = max(1, SHOWN - len(near))
+    if len(others) > room:
+        others = [others[round(i * (len(others) - 1) / (room - 1))] for i in range(room)]
+    lines = [
+        f"{'micro-batches':>13} {'rows each':>10} {'step ms':>10} {'bubble':>8} {'peak MB':>9}"
+    ]
+    for each in sorted([*near, *others]):
+        mark, noisy = (
+            "   <- best" if each == best(predicted) and not each.is_spoilt else "",
+            "~" if each.is_spoilt else " ",
+        )
+        lines.append(
+            f"{each.micro_batches:>13} {each.rows:>10.4g} {1e3 * each.step_s:>10.2f}{noisy}{100 * each.bubble:>7.1f}% "
+            f"{each.peak_bytes / 1e6:>9.2f}{mark}"
+        )
+    return lines
+
+
+def explanation(config: Config, stages: int, rows: int, measured: Sequence[Measured]) -> list[str]:
+    """Return lines that explain the optimum.
+
+    They name the fixed cost of a micro-batch on the slowest stage. They also name the number of
+    micro-batches at which this cost balances the bubble.
+    """
+    chunks = len(measured[0].costs) // stages
+    name = config.pipeline.schedule
+    worth = WORTH.get(name, 1 / chunks if SCHEDULES[name].chunks is None else 0.0)
+    if measured[0].is_spoilt or measured[-1].is_spoilt:
+        return [
+            "Other work ran while the smallest or the largest size was measured: what a micro-batch costs is not known."
+        ]
+    low, high = (
+        max(sum(cost[:3]) for cost in each.costs) * chunks for each in (measured[0], measured[-1])
+    )
+    width = measured[-1].rows - measured[0].rows
+    if not width or not worth:
+        return []
+    each = (high - low) / width
+    fixed = low - each * measured[0].rows
+    if min(fixed, each) <= 0:
+        return [
+            "By the smallest and the largest size a micro-batch costs the slowest stage nothing besides its rows."
+        ]
+    ideal = math.sqrt(worth * (stages - 1) * each * rows / fixed)
+    root = f"sqrt({worth:.2g} x {stages - 1} x {1e3 * each * rows:.3g} / {1e3 * fixed:.3g})"
+    return [
+        f"On the slowest stage a row takes {1e3 * each:.3g} ms, and a micro-batch {1e3 * fixed:.3g} ms besides.",
+        f"Where messages take no time, about {root} = {ideal:.1f} micro-batches are best.",
+    ]

@@ -1,0 +1,247 @@
+"""Traffic of a collective: counted from its messages, with the published formula for comparison.
+
+Legend:
+
+    n   ranks
+    n'  largest power of two up to n
+    r   n - n'
+    h   hosts
+    k   ranks of the smallest host
+    g   ranks of the largest host
+    S   bytes of the whole array
+"""
+
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from mpitrain.tools.plan.collective import Collective, plans_of
+from mpitrain.tools.plan.words import listed, several
+
+ITEM = 4
+"""Bytes of an element."""
+
+
+class Totals(NamedTuple):
+    """Totals of a collective; data are in units of the array, so 2 is twice the array.
+
+    all_ranks  data that all ranks send together
+    busiest    data that the busiest rank sends
+    """
+
+    steps: int | Fraction
+    messages: int | Fraction
+    all_ranks: int | Fraction
+    busiest: int | Fraction
+
+
+class Numbers(NamedTuple):
+    """Values of the letters in the formulas; power is n'."""
+
+    n: int
+    power: int
+    h: int
+    k: int
+    g: int
+
+    @property
+    def lg(self) -> int:
+        """Return lg n', the logarithm to base 2."""
+        return self.power.bit_length() - 1
+
+    @property
+    def r(self) -> int:
+        """Return n - n'."""
+        return self.n - self.power
+
+
+class Formula(NamedTuple):
+    """Published totals as text, and as a function of Numbers."""
+
+    steps: str
+    messages: str
+    all_ranks: str
+    busiest: str
+    value: Callable[[Numbers], tuple[int | Fraction, ...]]
+
+
+_HALF = Formula(
+    "n - 1",
+    "n (n - 1)",
+    "(n - 1) S",
+    "(n - 1)/n S",
+    lambda x: (x.n - 1, x.n * (x.n - 1), x.n - 1, Fraction(x.n - 1, x.n)),
+)
+
+FORMULAS = {
+    ("allreduce", "ring"): Formula(
+        "2 (n - 1)",
+        "2 n (n - 1)",
+        "2 (n - 1) S",
+        "2 (n - 1)/n S",
+        lambda x: (2 * (x.n - 1), 2 * x.n * (x.n - 1), 2 * (x.n - 1), Fraction(2 * (x.n - 1), x.n)),
+    ),
+    ("allreduce", "halving-doubling"): Formula(
+        "2 lg n', + 2 if r > 0",
+        "2 n' lg n' + 2 r",
+        "2 (n - 1) S",
+        "2 (n' - 1)/n' S, + S if r > 0",
+        lambda x: (
+            2 * x.lg + 2 * (x.r > 0),
+            2 * x.power * x.lg + 2 * x.r,
+            2 * (x.n - 1),
+            Fraction(2 * (x.power - 1), x.power) + (x.r > 0),
+        ),
+    ),
+    ("allreduce", "recursive-doubling"): Formula(
+        "lg n', + 2 if r > 0",
+        "n' lg n' + 2 r",
+        "(n' lg n' + 2 r) S",
+        "lg n' S, + S if r > 0",
+        lambda x: (
+            x.lg + 2 * (x.r > 0),
+            x.power * x.lg + 2 * x.r,
+            x.power * x.lg + 2 * x.r,
+            x.lg + (x.r > 0),
+        ),
+    ),
+    ("allreduce", "tree"): Formula(
+        "2 ceil(lg n)",
+        "2 (n - 1)",
+        "2 (n - 1) S",
+        "ceil(lg n) S",
+        lambda x: (
+            2 * (x.n - 1).bit_length(),
+            2 * (x.n - 1),
+            2 * (x.n - 1),
+            (x.n - 1).bit_length(),
+        ),
+    ),
+    ("allreduce", "star"): Formula(
+        "2",
+        "2 (n - 1)",
+        "2 (n - 1) S",
+        "(n - 1) S",
+        lambda x: (2 * (x.n > 1), 2 * (x.n - 1), 2 * (x.n - 1), x.n - 1),
+    ),
+    ("allreduce", "hierarchical"): Formula(
+        "2 (h - 1), + 2 if g > 1",
+        "2 k (n - h) + 2 k h (h - 1)",
+        "2 (n - 1) S",
+        "(k + g - 2 + 2 (h - 1)/h)/k S",
+        lambda x: (
+            2 * (x.h - 1) + 2 * (x.g > 1),
+            2 * x.k * (x.n - x.h) + 2 * x.k * x.h * (x.h - 1),
+            2 * (x.n - 1),
+            (x.k + x.g - 2 + Fraction(2 * (x.h - 1), x.h)) / x.k,
+        ),
+    ),
+    ("reduce-scatter", "ring"): _HALF,
+    ("reduce-scatter", "pairwise"): _HALF,
+    ("all-gather", "ring"): _HALF,
+    ("all-gather", "pairwise"): _HALF,
+}
+"""Formulas by operation and algorithm.
+
+Uneven chunks change the total of the busiest rank by less than one chunk.
+"""
+
+
+def numbers(hosts: Sequence[str]) -> Numbers:
+    """Return the value of each letter in the formulas, for ranks on these hosts."""
+    ranks = Counter(hosts).values()
+    return Numbers(len(hosts), 1 << len(hosts).bit_length() - 1, len(ranks), min(ranks), max(ranks))
+
+
+def sent_by(found: Collective) -> list[Fraction]:
+    """Return the data that each rank sends, in units of the array."""
+    sent = [0] * found.ranks
+    for message in (message for messages in found.steps for message in messages):
+        sent[message.source] += found.bounds[message.last - 1][1] - found.bounds[message.first][0]
+    return [Fraction(elements, found.elements) for elements in sent]
+
+
+def totals(found: Collective) -> Totals:
+    """Count the totals from the messages, for chunks that each travel in one message."""
+    sent = sent_by(found)
+    return Totals(len(found.steps), sum(map(len, found.steps)), sum(sent, Fraction()), max(sent))
+
+
+def sent_of_array(
+    operation: str, algorithm: str, hosts: Sequence[str], nbytes: int
+) -> list[tuple[int, int]]:
+    """Return (bytes, messages) that each rank sends for a float32 array.
+
+    Each segment is a message.
+    """
+    plans = plans_of(operation, algorithm, hosts, nbytes // ITEM)
+    sent = [
+        [ITEM * (t.stop - t.start) for plan in mine for step in plan.steps for t in step.sends]
+        for mine in plans
+    ]
+    return [(sum(messages), len(messages)) for messages in sent]
+
+
+def table_of_totals(found: Collective, width: int) -> list[str]:
+    """Return lines with the counted totals, the formulas, and their values."""
+    counted, formula, sent = (
+        totals(found),
+        FORMULAS.get((found.operation, found.algorithm)),
+        sent_by(found),
+    )
+    busiest = listed((rank for rank, arrays in enumerate(sent) if arrays == counted.busiest), ",")
+    texts = formula[:4] if formula else ("-",) * 4
+    values = formula.value(numbers(found.hosts)) if formula else (None,) * 4
+    lines = [f"{'of an array of S bytes':<24}{'counted':>10}    {'formula':<31} {'is':>8}"]
+    names = ("steps", "messages", "sent by all ranks", "sent by the busiest one")
+    for name, count, text, value in zip(names, counted, texts, values, strict=True):
+        unit = " S" if name.startswith("sent") else ""
+        given = "-" if value is None else amount(value) + unit
+        lines.append(f"{name:<24}{amount(count) + unit:>10}    {text:<31} {given:>8}")
+    lines += textwrap.wrap(f"busiest rank: {busiest}", width) if counted.messages else []
+    return [
+        *lines,
+        *textwrap.wrap(_letters(found, " ".join(texts)), width),
+    ]
+
+
+def amount(number: float | Fraction) -> str:
+    """Return a number as text with at most four digits; whole numbers stay as they are."""
+    return f"{int(number)}" if number == int(number) else f"{float(number):.4g}"
+
+
+def _letters(found: Collective, formula: str) -> str:
+    """Return the letters of a formula and their values as text."""
+    x = numbers(found.hosts)
+    letters = [f"n = {several(x.n, 'rank')}"]
+    if "n'" in formula:
+        letters += [f"n' = {x.power}, the largest power of 2 up to n", f"r = n - n' = {x.r}"]
+    if "h" in formula:
+        letters += [
+            f"h = {several(x.h, 'host')}",
+            f"k = {x.k} and g = {x.g} ranks on the smallest and the largest host",
+        ]
+    return f"where {', '.join(letters)}"
+
+
+def amounts(operation: str, algorithm: str, hosts: Sequence[str], nbytes: int) -> list[str]:
+    """Return lines with the bytes that each rank sends for a float32 array of `nbytes` bytes.
+
+    Each segment of a long array is a message.
+    """
+    sent = sent_of_array(operation, algorithm, hosts, nbytes)
+    same: dict[tuple[int, int], list[int]] = {}
+    for rank, each in enumerate(sent):
+        same.setdefault(each, []).append(rank)
+    lines = [
+        f"{'each of ranks' if ranks[1:] else 'rank'} {listed(ranks, ', ')}: {total} bytes in "
+        f"{several(messages, 'message')}"
+        for (total, messages), ranks in same.items()
+    ]
+    return [
+        f"of an array of {nbytes} bytes, float32:",
+        *lines,
+        f"all together: {sum(total for total, _ in sent)} bytes",
+    ]

@@ -1,0 +1,188 @@
+"""Replays two runs of one layout side by side, and finds the first tensor that differs.
+
+The ranks are threads of this process. Each holds both jobs and takes the same step of both.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from mpitrain.config import Config
+from mpitrain.config.injections import injection
+from mpitrain.errors import ConfigError
+from mpitrain.machine import process
+from mpitrain.run.build import Job, build
+from mpitrain.run.checkpoint.digests import digest_record
+from mpitrain.run.metrics import strict
+from mpitrain.run.trainer import state_digests
+from mpitrain.tools.plan.memory import ranks_of
+from mpitrain.tools.report.diff.sides import Digests, Side, order
+from mpitrain.transport.base import Transport
+from mpitrain.transport.threads import run_ranks
+
+MOST = 64
+"""The largest number of ranks of a replay."""
+
+IN_GRADIENTS = ("nan", "bitflip")
+"""The failures of run.inject that a replay repeats."""
+
+
+class Differing(NamedTuple):
+    """A tensor whose bits differ between both replays after a step.
+
+    buffer  gradient, parameters, or a buffer of the optimizer
+    ranks   on which they differ
+    """
+
+    buffer: str
+    unit: str
+    tensor: str
+    ranks: list[int]
+
+
+class Unlike(NamedTuple):
+    """The first record of a run that its replay does not repeat.
+
+    kind     logged or digests
+    tensors  whose digests differ, in the order of a step
+    """
+
+    step: int
+    kind: str
+    tensors: list[str]
+
+
+class Replayed(NamedTuple):
+    """The result of a replay.
+
+    first, last  steps from the state after `first` to that after `last`
+    step         the first step after which the replays differ; None: they are equal
+    differing    the tensors that differ then, in the order of a step
+    unlike       of both runs: the first record that the replay does not repeat, or None
+    """
+
+    first: int
+    last: int
+    step: int | None
+    differing: list[Differing]
+    unlike: tuple[Unlike | None, Unlike | None]
+
+
+def replay(
+    sides: tuple[Side, Side],
+    start: int,
+    last: int,
+    stepped: Callable[[int], None] = lambda step: None,
+) -> Replayed:
+    """Replay two runs from the same step, until their states differ or `last` is done.
+
+    Both replays have the BLAS threads of the first run, because the process has one number of them.
+
+    start    the step of a checkpoint of both; 0 without one: the initial parameters
+    stepped  called on rank 0 after each step
+    raises   ConfigError for too many ranks; MpitrainError if a run cannot be built here
+    """
+    one = sides[0]
+    if one.ranks > MOST or one.ranks != ranks_of(one.config):
+        raise ConfigError(
+            f"A replay has a thread for each of at most {MOST} ranks, as many as dp x tp x pp and servers, "
+            f"but {one.folder} had {one.ranks}.",
+            "Leave out --replay, or compare shorter runs on fewer ranks.",
+        )
+    if not one.threads:
+        process.lower_blas_threads(-(-one.ranks // one.hosts))
+    hosts = [f"host {rank * one.hosts // one.ranks}" for rank in range(one.ranks)]
+    with threadpool_limits(one.threads or None, user_api="blas"):
+        return run_ranks(one.ranks, _on_a_rank, sides, start, last, stepped, hosts=hosts)[0]
+
+
+def _on_a_rank(
+    transport: Transport,
+    sides: tuple[Side, Side],
+    start: int,
+    last: int,
+    stepped: Callable[[int], None],
+) -> Replayed:
+    """Replay both runs on one rank; collective."""
+    jobs = [build(transport, _config(side, start), side.saved.get(start)) for side in sides]
+    unlike: list[Unlike | None] = [None, None]
+    differing = _differing(transport, jobs)
+    step = start
+    if differing:
+        return Replayed(start, last, step, differing, (None, None))
+    while step < last and not differing:
+        step += 1
+        found = [_step(job, start, step) for job in jobs]
+        everyone = transport.gather_text([state_digests(job.trainer) for job in jobs])
+        for number, side in enumerate(sides):
+            digests = [each[number] for each in everyone]
+            unlike[number] = unlike[number] or _unlike(side, step, found[number], digests)
+        differing = _differing(transport, jobs)
+        if transport.rank == 0:
+            stepped(step)
+    return Replayed(start, last, step if differing else None, differing, (unlike[0], unlike[1]))
+
+
+def _config(side: Side, start: int) -> Config:
+    """Return the configuration of a run without stragglers, and without failures that end it."""
+    run = side.config.run
+    failure = injection(run.inject)
+    does_repeat = failure and failure.kind in IN_GRADIENTS and failure.step > start
+    changed = {"delay": "", "inject": run.inject if does_repeat else ""}
+    return side.config.model_copy(update={"run": run.model_copy(update=changed)})
+
+
+# Each step counts values that are not finite, so NumPy need not warn of them.
+@np.errstate(divide="ignore", over="ignore", invalid="ignore")
+def _step(job: Job, start: int, step: int) -> tuple[float | None, float | None]:
+    """Take one step of a job; return loss and gradient norm as a metrics file has them."""
+    trainer, index = job.trainer, step - 1
+    before = job.done.samples + (index - start) * trainer.config.batch.size
+    inputs, targets = trainer.replication.batch(job.data, index, before)
+    found = trainer.step(index, inputs, targets)
+    record = strict({"loss": found.loss, "grad_norm": found.grad_norm})
+    return record["loss"], record["grad_norm"]
+
+
+def _unlike(
+    side: Side,
+    step: int,
+    logged: tuple[float | None, float | None],
+    everyone: Sequence[Mapping[str, str]],
+) -> Unlike | None:
+    """Return the record of a step that a replay does not repeat, or None."""
+    if step in side.digests:
+        mine, recorded = Digests(**digest_record(everyone)), side.digests[step]
+        tensors = [
+            name for name, digest in recorded.tensors.items() if mine.tensors.get(name) != digest
+        ]
+        if tensors:
+            return Unlike(step, "digests", sorted(tensors, key=order))
+    if step in side.logged and side.logged[step] != logged:
+        return Unlike(step, "logged", [])
+    return None
+
+
+def _differing(transport: Transport, jobs: Sequence[Job]) -> list[Differing]:
+    """Return the tensors that differ between two jobs, in the order of a step; collective."""
+    one, other = (state_digests(job.trainer) for job in jobs)
+    trainer = jobs[0].trainer
+    stage = trainer.grid.coords.pp
+    # {tensor: (its stage, its unit)}; a backward goes through them from the last to the first.
+    units = {entry.name: (stage, entry.unit) for entry in trainer.storage.tensors}
+    mine: list[Any] = []
+    for name in one.keys() | other.keys():
+        if one.get(name) != other.get(name):
+            buffer, _, tensor = name.partition("/")
+            place = units.get(tensor)
+            unit = trainer.units[place[1]].name if place else ""
+            mine.append(
+                [order(name)[0], *(-number for number in place or (0, 0)), buffer, unit, tensor]
+            )
+    ranks: dict[tuple[Any, ...], list[int]] = {}
+    for rank, found in enumerate(transport.gather_text(mine)):
+        for one_of in found:
+            ranks.setdefault(tuple(one_of), []).append(rank)
+    return [Differing(*key[-3:], where) for key, where in sorted(ranks.items())]  # type: ignore[call-arg]

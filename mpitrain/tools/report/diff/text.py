@@ -1,0 +1,118 @@
+"""The lines of `mpitrain diff`."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mpitrain.tools.report.diff.replay import Differing, Replayed
+from mpitrain.tools.report.diff.series import Bits
+from mpitrain.tools.report.diff.sides import THREADS, Side
+from mpitrain.tools.report.diff.tensors import Apart, Beyond
+
+SHOWN = 8
+"""Largest number of tensors in the list."""
+
+
+def keys_that_differ(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
+    """Yield a line for each configuration key that differs."""
+    for key, values in changed.items():
+        mine, its = (json.dumps(value, default=str) for value in values)
+        yield f"{key}: {mine} and {its}"
+    if not changed:
+        yield "The configurations are equal."
+
+
+def bits(found: Bits, one: Side, other: Side) -> Iterator[str]:
+    """Yield the lines of a comparison bit for bit."""
+    high, unequal = found.first, found.unequal
+    if high is None:
+        yield f"All {found.common} common records up to step {found.last} are equal, bit for bit."
+        if one.last != other.last:
+            yield f"One run goes on to step {max(one.last, other.last)}."
+        return
+    low = max(0, found.equal) + 1
+    where = f"step {high}" if low >= high else f"steps {low} to {high}"
+    since = (
+        f"after step {found.equal} their states were equal"
+        if found.equal >= 0
+        else "no earlier step has digests or a checkpoint of both"
+    )
+    yield f"The runs first differ in {where}: {since}."
+    if logged := unequal.get("logged"):
+        assert logged.logged
+        for name, mine, its in zip(("loss", "gradient norm"), *logged.logged, strict=True):
+            if mine != its:
+                yield f"  step {logged.step}: {name} {mine!r} and {its!r}"
+    if digests := unequal.get("digests"):
+        ranks = ", ".join(map(str, digests.ranks))
+        yield f"  step {digests.step}: digests on rank(s) {ranks} of {_some(digests.tensors)}"
+    if saved := unequal.get("checkpoint"):
+        yield f"  checkpoint of step {saved.step}: {len(saved.apart)} tensor(s) differ"
+        yield from map(_apart, saved.apart[:SHOWN])
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first names, and the number of the others."""
+    rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + rest
+
+
+def _apart(each: Apart) -> str:
+    if each.elements < 0:
+        return f"    {each.name}: another shape, or only in one run"
+    return f"    {each.name}: {each.elements} of {each.of} elements, at most {each.most:.3g} apart"
+
+
+def replayed(found: Replayed, both: tuple[Side, Side]) -> Iterator[str]:
+    """Yield the lines of a replay."""
+    yield f"Replayed from step {found.first} to at most step {found.last}:"
+    if found.step is not None:
+        head, *rest = found.differing
+        when = f"in step {found.step}" if found.step > found.first else "before any step"
+        yield f"  the replays first differ {when}: {_differing(head)}"
+        if others := [each.tensor for each in rest if each.buffer == head.buffer]:
+            yield f"  also {head.buffer} of {_some(others)}"
+    else:
+        yield "  both replays are equal, so neither configuration nor code explains the difference"
+    for side, unlike in zip(both, found.unlike, strict=True):
+        name = str(side.folder)
+        if unlike is None:
+            yield f"  {name} is repeated, as far as it was recorded"
+            continue
+        where = f": {_some(unlike.tensors)}" if unlike.tensors else ", of loss and gradient norm"
+        yield f"  {name} is not repeated: first the record of step {unlike.step}{where}"
+        if 0 < side.threads != both[0].threads > 0:
+            yield f"    its {THREADS} were {side.threads}, but those of the replay {both[0].threads}"
+    if all(found.unlike) and found.step is None:
+        yield "  Neither is: this process has another processor, BLAS or algorithm than the runs."
+
+
+def _differing(each: Differing) -> str:
+    ranks = ", ".join(map(str, each.ranks))
+    return f"{each.buffer} of unit {each.unit}, tensor {each.tensor}, on rank(s) {ranks}"
+
+
+def numbers(
+    limit: float,
+    logged: tuple[int, str, float, float] | None,
+    compared: Sequence[tuple[int, list[Beyond], int]],
+) -> Iterator[str]:
+    """Yield the lines of a comparison of two layouts.
+
+    limit     the tolerance
+    logged    the first number beyond it
+    compared  (step, tensors beyond it, compared tensors) of each common checkpoint
+    """
+    yield (
+        f"The work is divided in another way, so rounding differs: tolerance {limit:g}, relative, a law for the "
+        "losses of 20 steps."
+    )
+    if logged:
+        step, name, mine, its = logged
+        yield f"  step {step}: {name} {mine!r} and {its!r}"
+    else:
+        yield "  All common losses and gradient norms are within it."
+    for step, found, of in compared:
+        yield f"  checkpoint of step {step}: {len(found)} of {of} tensors beyond it, by sum, norm and projection"
+        for each in found[:SHOWN]:
+            yield f"    {each.name}: {each.measure} {each.apart:.3g} apart"

@@ -1,0 +1,198 @@
+"""Text of a report: breakdown of time, cost of the trace, last known action of each rank."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from mpitrain.run.metrics import CLOSING
+from mpitrain.tools.report.time_breakdown import COMPUTING, SHARES, Shares
+from mpitrain.trace.blame.find import first_divergence
+from mpitrain.trace.blame.states import state_of
+from mpitrain.trace.blame.text import described_finding
+from mpitrain.trace.read import Trace
+from mpitrain.trace.recorder import Recorder
+from mpitrain.trace.ring_buffer import PAUSE, RECEIVE, REDUCTION, SEND, STEP, WAIT
+from mpitrain.trace.timeline import Timeline, described, is_open, last_sign, named_steps, within
+
+SHOWN = 8
+"""Largest number of ranks with a column; the totals include the others."""
+LISTED = 4
+"""Largest number of pending messages that are listed for one rank."""
+ENDS = {"end": "finished after", "stopped": "was stopped after", "failed": "failed at"}
+TRIED = 10_000
+"""Records that are written to measure the time of one."""
+
+
+def where_the_time_went(found: Shares, timeline: Timeline) -> Iterator[str]:
+    """Yield lines: breakdown of time, longest-awaited rank, and rank with the longest compute."""
+    steps, ranks, workers = found.steps, len(found.seconds), found.workers
+    has_servers = len(workers) < ranks
+    step_s = found.seconds[workers].sum() / len(workers) / len(steps)
+    hosts = len({trace.facts["host"] for trace in timeline.traces})
+    yield (
+        f"Where the time went in {named_steps(steps)}, {1e3 * step_s:.1f} ms each, on {ranks} rank(s) of "
+        f"{hosts} host(s), in %:"
+    )
+    shown = range(min(ranks, SHOWN))
+    together, more = "workers" if has_servers else "all", " ..." if ranks > SHOWN else ""
+    yield f"  {'':26}{together:>7}" + "".join(f"{f'rank {rank}':>9}" for rank in shown) + more
+    if has_servers:
+        yield (
+            f"  {'':33}"
+            + "".join(f"{'worker' if rank in workers else 'server':>9}" for rank in shown)
+            + more
+        )
+    columns = [
+        _per_mille(found.seconds[workers].sum(0)),
+        *(_per_mille(found.seconds[rank]) for rank in shown),
+    ]
+    for name, (every, *each) in zip((*SHARES, "sum"), zip(*columns, strict=True), strict=True):
+        yield f"  {name:26}{every / 10:7.1f}" + "".join(f"{one / 10:9.1f}" for one in each)
+    yield from _memory(timeline)
+    slowest = found.slowest
+    if slowest is None:
+        yield f"No {'worker' if has_servers else 'rank'} waited for another."
+        return
+    who, of_them = ("The workers", "all their time") if has_servers else ("The others", "all time")
+    role = "" if slowest in workers else ", a server,"
+    waits, total = found.waits, found.seconds[workers].sum()
+    yield (
+        f"{who} waited longest for rank {slowest}{role} on {timeline.traces[slowest].facts['host']}: "
+        f"{100 * waits[slowest] / total:.1f}% of {of_them}. In total, {'workers' if has_servers else 'ranks'} "
+        f"waited {100 * waits.sum() / total:.1f}% of {of_them} for another."
+    )
+    computing = {rank: found.seconds[rank, COMPUTING] / len(steps) for rank in workers}
+    longest = max(computing, key=lambda rank: computing[rank])
+    others = [seconds for rank, seconds in computing.items() if rank != longest]
+    if others:
+        middle, whose = median(others), "the other workers" if has_servers else "the others"
+        ratio = (
+            f", {computing[longest] / middle:.2f} times the median of {whose}" if middle > 0 else ""
+        )
+        yield f"Rank {longest} computes longest: {1e3 * computing[longest]:.1f} ms a step{ratio}."
+
+
+def _per_mille(seconds: np.ndarray) -> list[int]:
+    """Return the shares in thousandths, followed by their sum, 1000.
+
+    The shares with the largest remainders are rounded up, so that the sum is exact.
+    """
+    exact = 1000 * seconds / seconds.sum()
+    whole = np.floor(exact).astype(int)
+    whole[np.argsort(whole - exact)[: 1000 - whole.sum()]] += 1
+    return [*whole.tolist(), int(whole.sum())]
+
+
+MEMORY = {
+    "peak_activation_bytes": "peak activations, MB",
+    "counted_activation_bytes": "counted before the start",
+    "counted_growth_bytes": "with gradients and state",
+    "grown_bytes": "grown in the first 3 steps",
+    "released_bytes": "largest release, MB",
+}
+"""{fact in the header of a trace: its line}."""
+
+
+def _memory(timeline: Timeline) -> Iterator[str]:
+    """Yield lines with measured and counted activations of each rank, if all traces have them."""
+    for fact, name in MEMORY.items():
+        found = [trace.facts.get(fact) for trace in timeline.traces]
+        known = [nbytes for nbytes in found if isinstance(nbytes, int)]
+        if len(known) == len(found) > 0:
+            yield (
+                f"  {name:26}{max(known) / 1e6:7.1f}"
+                + "".join(f"{nbytes / 1e6:9.1f}" for nbytes in known[:SHOWN])
+            )
+
+
+def whose_traces_are_missing(timeline: Timeline) -> Iterator[str]:
+    """Yield lines with the reason for each missing trace."""
+    reasons = list(timeline.missing.values())
+    yield from reasons[:SHOWN]
+    if len(reasons) > SHOWN:
+        yield f"And {len(reasons) - SHOWN} more."
+
+
+def what_the_trace_cost(found: Shares, timeline: Timeline) -> str:
+    """Return a line: records per step, seconds of one record here, and their fraction of a step."""
+    steps = len(found.steps)
+    written = max(len(within(trace, found.steps)) for trace in timeline.traces) / steps
+    each, step_s = _seconds_of_a_record(), found.seconds.sum() / len(found.seconds) / steps
+    return (
+        f"The trace itself: {written:.0f} records a step on the busiest rank, {1e6 * each:.1f} us each on this machine, "
+        f"{100 * written * each / step_s:.2f}% of a step."
+    )
+
+
+def _seconds_of_a_record() -> float:
+    """Measure the seconds that this machine takes to record a span."""
+    recorder = Recorder()
+    name, began = recorder.name("a record"), time.perf_counter()
+    for _ in range(TRIED):
+        recorder.end(recorder.compute(name))
+    return (time.perf_counter() - began) / TRIED
+
+
+def what_each_did_last(timeline: Timeline) -> Iterator[str]:
+    """Yield lines: the last known action of each rank, its time, and its pending messages."""
+    end, traces = timeline.end(), timeline.traces
+    if traces:
+        yield "What each rank did last, and how long before the last sign of any:"
+    for trace in traces:
+        yield f"  rank {trace.facts['rank']} on {trace.facts['host']}, {end - last_sign(trace):.3f} s before: {_last(trace)}"
+    if len(traces) > 1 and any((trace.records["kind"] == STEP).any() for trace in traces):
+        yield f"First to fall silent was rank {min(traces, key=last_sign).facts['rank']}."
+        states = [state_of(trace) for trace in traces]
+        finding = first_divergence(states, end, 0.0)
+        if finding.culprits:
+            yield f"First divergence: {described_finding(finding, states, end, {})}"
+
+
+def _last(trace: Trace) -> str:
+    """Return the last known action of a rank as text."""
+    records = trace.records
+    lasting = records[is_open(records)]
+    spans = [record for record in lasting if record["kind"] not in (SEND, RECEIVE, REDUCTION)]
+    under_way = [record for record in lasting if record["kind"] in (SEND, RECEIVE)] or [
+        record for record in lasting if record["kind"] == REDUCTION
+    ]
+    steps = [record for record in spans if record["kind"] == STEP]
+    said = f"in step {steps[-1]['step'] + 1}, " if steps else ""
+    inner = [record for record in spans if record["kind"] != STEP]
+    said += "".join(
+        f"in {described(trace, record)}, " for record in inner[:-1] if record["kind"] == PAUSE
+    )
+    if inner:
+        said += ("waiting for " if inner[-1]["kind"] == WAIT else "") + described(trace, inner[-1])
+        if inner[-1]["peer"] >= 0:
+            said += f", from rank {inner[-1]['peer']}"
+    elif len(records):
+        ended = records[-1]
+        said += (
+            f"after {described(trace, ended)}"
+            if ended["kind"] != STEP
+            else f"after step {ended['step'] + 1}"
+        )
+    if under_way:
+        more = f" and {len(under_way) - LISTED} more" if len(under_way) > LISTED else ""
+        said += (
+            "; under way: "
+            + "; ".join(described(trace, record) for record in under_way[:LISTED])
+            + more
+        )
+    return said or "nothing"
+
+
+def how_it_ended(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return how a run ended, according to its metrics."""
+    if not records:
+        return "It has no metrics."
+    last = records[-1]
+    if last.get("event") in CLOSING:
+        return f"It {ENDS[last['event']]} step {last.get('step')}."
+    return (
+        f"It has not ended by itself: the last line of its metrics is of step {last.get('step')}."
+    )

@@ -1,0 +1,102 @@
+"""Measurements that several claims share: bytes of collectives and of training, and counted memory.
+
+Ranks are threads of this process; their transport counts messages. All jobs run on the CPU.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from mpitrain.collectives.group import Group
+from mpitrain.config import Config, with_settings
+from mpitrain.run.choices import parse
+from mpitrain.tools.bench.comparison.measure import Row, compare
+from mpitrain.tools.plan.memory import Counted, count
+from mpitrain.transport.base import Transport
+from mpitrain.transport.threads import run_ranks
+
+SMALL = (
+    "device.kind=cpu",
+    "model.layers=2",
+    "model.width=16",
+    "model.heads=2",
+    "model.context=16",
+    "batch.size=8",
+    "run.steps=2",
+    "run.eval_every=-1",
+    "run.eval_rows=1",
+    "replication.algorithm=ring",
+)
+"""Settings of a model that trains in a few milliseconds per step."""
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Run this thread and the threads that it starts on one core.
+
+    One thread at a time has Python's lock. A lock that moves between cores takes twice the time.
+    """
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(allowed)[os.getpid() % len(allowed)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def on_ranks(ranks: int, function: Callable[[Transport], Any]) -> list[Any]:
+    """Call a function on ranks that are threads of one core; return their results by rank."""
+    with one_core():
+        return run_ranks(ranks, function)
+
+
+def sent_by_busiest(operation: str, algorithm: str, ranks: int, count: int) -> int:
+    """Return the bytes that the busiest rank sends in one collective on `count` float32 elements.
+
+    operation  method of Group that binds it: bind, bind_reduce_scatter or bind_all_gather
+    """
+
+    def sent(transport: Transport) -> int:
+        array = np.full(count, transport.rank + 1, np.float32)
+        reduction = getattr(Group(transport, algorithm), operation)(array)
+        before = transport.traffic.nbytes
+        reduction.run()
+        return transport.traffic.nbytes - before
+
+    return max(on_ranks(ranks, sent))
+
+
+def configured(*settings: str) -> Config:
+    """Return the configuration of SMALL with other settings, as `section.key=value`."""
+    return parse(with_settings({}, [*SMALL, *settings]))
+
+
+def trained(ranks: int, *settings: str) -> Row:
+    """Train a small job on threads, and return bytes, memory and losses of the run."""
+    config = configured(*settings)
+
+    def run(transport: Transport) -> Row:
+        return next(iter(compare(transport, {"job": config}, lambda word, loss: None)))
+
+    found: Row = on_ranks(ranks, run)[0]
+    return found
+
+
+@cache
+def busiest(ranks: int, *settings: str) -> float:
+    """Return the bytes per step of the rank that sends most."""
+    return max(trained(ranks, *settings).sent_bytes)
+
+
+def counted(*settings: str) -> Counted:
+    """Count memory and FLOPs of a step without running it."""
+    return count(configured(*settings))
+
+
+def memory(found: Counted) -> float:
+    """Return the bytes of a job's fullest stage: state as the mean over ranks, and activations."""
+    return found.state + max(stage.step.peak for stage in found.stages)

@@ -1,0 +1,118 @@
+"""Measured claims as lines of text and as records of JSON."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mpitrain.tools.textbook.claims.claim import (
+    FAILS,
+    HOLDS,
+    ONLY_IF,
+    Claim,
+    Finding,
+    Judged,
+    Setting,
+)
+from mpitrain.tools.textbook.words import padded, text, width
+
+
+def number(value: float) -> str:
+    """Return a number with commas if it is whole, else with four digits."""
+    return f"{value:,.0f}" if value == round(value) else f"{value:,.4g}"
+
+
+def label(setting: Setting, language: str) -> str:
+    """Return the name of a setting."""
+    return text(setting.label, language, **setting.values)
+
+
+def rule(claim: Claim, language: str) -> str:
+    """Return the measure of a claim with its threshold."""
+    return text(
+        "{measure}; true if {relation} {threshold}",
+        language,
+        measure=text(claim.measure, language),
+        relation=claim.relation,
+        threshold=f"{claim.threshold:g}",
+    )
+
+
+def numbers(finding: Finding, language: str) -> str:
+    """Return the numbers of a setting with their labels."""
+    return "; ".join(
+        f"{text(name, language)} {number(value)}" for name, value in finding.figures.numbers.items()
+    )
+
+
+def headline(judged: Judged, language: str) -> str:
+    """Return the verdict, with the settings in which a conditional claim is true."""
+    found = text(judged.verdict, language)
+    if judged.verdict != ONLY_IF:
+        return found
+    return f"{found}: {'; '.join(label(setting, language) for setting in judged.conditions)}"
+
+
+def lines(judged: Judged, language: str) -> Iterator[str]:
+    """Yield a claim: sentence, verdict, a line for each setting, source and command."""
+    claim = judged.claim
+    yield f"{judged.name}: {text(claim.sentence, language)}"
+    yield f"  {headline(judged, language)}"
+    yield f"  {rule(claim, language)}"
+    names = [label(each.setting, language) for each in judged.findings]
+    columns = max(map(width, names))
+    for is_usual in (True, False):
+        rows = [
+            (name, each)
+            for name, each in zip(names, judged.findings, strict=True)
+            if each.setting.is_usual == is_usual
+        ]
+        if rows and not is_usual:
+            yield f"  {text('elsewhere', language)}"
+        for name, each in rows:
+            truth = padded(text("true" if each.is_true else "false", language), 5)
+            yield (
+                f"    {padded(name, columns)}  {number(each.figures.value):>10}  {truth}  "
+                f"{numbers(each, language)}"
+            )
+    yield f"  {text('published in', language)}: {claim.source}"
+    yield f"  $ {claim.command}"
+
+
+def summary(judged: Sequence[Judged], language: str) -> str:
+    """Return the numbers of claims by verdict."""
+    found = Counter(each.verdict for each in judged)
+    return text(
+        "holds: {holds}, holds only if: {only}, does not hold here: {fails}",
+        language,
+        holds=found[HOLDS],
+        only=found[ONLY_IF],
+        fails=found[FAILS],
+    )
+
+
+def record(judged: Judged, language: str) -> dict[str, Any]:
+    """Return a measured claim for JSON."""
+    claim = judged.claim
+    return {
+        "name": judged.name,
+        "sentence": text(claim.sentence, language),
+        "verdict": judged.verdict,
+        "measure": text(claim.measure, language),
+        "relation": claim.relation,
+        "threshold": claim.threshold,
+        "settings": [
+            {
+                "setting": label(each.setting, language),
+                "values": dict(each.setting.values),
+                "usual": each.setting.is_usual,
+                "value": each.figures.value,
+                "true": each.is_true,
+                "numbers": {
+                    text(name, language): value for name, value in each.figures.numbers.items()
+                },
+            }
+            for each in judged.findings
+        ],
+        "source": claim.source,
+        "command": claim.command,
+    }

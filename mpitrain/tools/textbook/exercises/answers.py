@@ -1,0 +1,152 @@
+"""Calls of a student's function, in the child that runs it. Each question has one answer."""
+
+from collections.abc import Generator, Iterator
+from types import ModuleType
+from typing import Any
+
+from mpitrain.collectives.plans.own_file import Wrong, function_of
+from mpitrain.errors import Sentence
+
+Call = list[Any]
+LONGEST = 1000
+"""Largest number of entries in a list of an answer."""
+
+
+def values(own: ModuleType, function: str, questions: list[list[Call]]) -> Iterator[dict]:
+    """Yield the results of the calls of each question."""
+    called = function_of(own, function)
+    for calls in questions:
+        yield {"results": [_plain(called(*call), _shown(function, call)) for call in calls]}
+
+
+def programs(own: ModuleType, function: str, questions: list[list[Call]]) -> Iterator[dict]:
+    """Run the ranks' generators of each question together; yield results and collectives.
+
+    A generator yields ("all-reduce", array) or ("all-gather", array), and gets the sum or the list
+    of all ranks' arrays.
+    """
+    import numpy as np
+
+    for calls in questions:
+        arguments = [
+            [np.array(one, float) if isinstance(one, list) else one for one in call]
+            for call in calls
+        ]
+        started = [function_of(own, function)(*call) for call in arguments]
+        yield _together(started, function)
+
+
+def _together(started: list[Any], function: str) -> dict[str, Any]:
+    """Run generators step by step until all have returned.
+
+    raises  Wrong if not all of them are in the same collective: the ranks wait forever
+    """
+    import numpy as np
+
+    ranks = len(started)
+    for rank, own in enumerate(started):
+        if not isinstance(own, Generator):
+            raise Wrong(
+                "{function} of rank {rank} must yield its collectives, but only returns",
+                function=function,
+                rank=rank,
+            )
+    received: list[Any] = [None] * ranks
+    results: list[Any] = [None] * ranks
+    said: list[tuple[str, int]] = []
+    for _ in range(100):
+        asked: list[Any] = [None] * ranks
+        for rank, own in enumerate(started):
+            try:
+                asked[rank] = own.send(received[rank])
+            except StopIteration as end:
+                results[rank] = end.value
+        if all(one is None for one in asked):
+            return {
+                "results": [_array(one, rank) for rank, one in enumerate(results)],
+                "collectives": said,
+            }
+        operations = [_operation(one, rank) for rank, one in enumerate(asked)]
+        if len(set(operations)) > 1:
+            waits = (
+                Sentence("rank {rank} waits in {name}", rank=rank, name=name)
+                if name
+                else Sentence("rank {rank} has returned", rank=rank)
+                for rank, name in enumerate(operations)
+            )
+            raise Wrong("the ranks wait forever: {waits}", waits=tuple(waits))
+        arrays = [np.array(one[1], float) for one in asked]
+        if operations[0] == "all-reduce":
+            if len({one.shape for one in arrays}) > 1:
+                raise Wrong(
+                    "an all-reduce needs one shape, but has {shapes}",
+                    shapes=f"{[one.shape for one in arrays]}",
+                )
+            received = [sum(arrays) for _ in range(ranks)]
+        else:
+            received = [[one.copy() for one in arrays] for _ in range(ranks)]
+        said.append((operations[0], sum(one.size for one in arrays)))
+    raise Wrong(
+        "{function} must return after its collectives, but yields more than 100 times",
+        function=function,
+    )
+
+
+def _operation(asked: Any, rank: int) -> str:
+    """Return the collective that a rank is in; empty if it has returned."""
+    if asked is None:
+        return ""
+    if (
+        isinstance(asked, tuple)
+        and len(asked) == 2
+        and asked[0] in ("all-reduce", "all-gather")
+        and _is_array(asked[1])
+    ):
+        return str(asked[0])
+    raise Wrong(
+        'rank {rank} must yield ("all-reduce", array) or ("all-gather", array), but yields {found}',
+        rank=rank,
+        found=f"{asked!r:.60}",
+    )
+
+
+def _is_array(one: Any) -> bool:
+    """Return whether a value is an array of numbers."""
+    import numpy as np
+
+    return isinstance(one, np.ndarray) and one.dtype.kind in "fiu"
+
+
+def _array(one: Any, rank: int) -> list:
+    """Return an array as lists."""
+    if not _is_array(one):
+        raise Wrong(
+            "the result of rank {rank} must be an array of numbers, but is {kind}",
+            rank=rank,
+            kind=type(one).__name__,
+        )
+    found: list = one.tolist()
+    return found
+
+
+def _shown(function: str, call: Call) -> str:
+    return f"{function}({', '.join(map(repr, call))})"
+
+
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
+    """Return lists, numbers and text as JSON has them; Wrong for any other type."""
+    if isinstance(value, bool | str | int) and depth:
+        return value
+    if isinstance(value, list | tuple) and depth < 5:
+        if len(value) > LONGEST:
+            raise Wrong(
+                "{call} must return a short list, but one has {entries:,} entries",
+                call=where,
+                entries=len(value),
+            )
+        return [_plain(one, where, depth + 1) for one in value]
+    raise Wrong(
+        "{call} must return a list, but it contains or is a {kind}",
+        call=where,
+        kind=type(value).__name__,
+    )

@@ -1,0 +1,178 @@
+"""A watched transport: it logs messages, and can slow the links of ranks that are threads.
+
+A link has a bandwidth and a latency. Every rank has one outgoing and one incoming link, as a network
+card. A message occupies both for its bytes over the bandwidth, and arrives a latency later.
+"""
+
+import re
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain.errors import ConfigError
+from mpitrain.tools.textbook.explain.explanation import Message
+from mpitrain.transport.base import Transport
+from mpitrain.transport.forwarding import Forwarding
+from mpitrain.transport.requests import Request
+
+UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+SLOWEST, LONGEST = 1e7, 0.1
+"""Bounds of a link: bit/s, and seconds of latency. With a slower one a topic would take minutes."""
+NAP = 2e-4
+"""Seconds between two looks at a message that is on its way."""
+
+
+class Link(NamedTuple):
+    """The speed of every rank's link: bytes per second, and seconds."""
+
+    bandwidth: float
+    latency: float
+
+    def __str__(self) -> str:
+        return f"{8e-6 * self.bandwidth:g} Mbit/s, {1e3 * self.latency:g} ms"
+
+
+def parse_link(words: str) -> Link:
+    """Return the link that `200Mbit,1ms` describes.
+
+    raises  ConfigError if the text is not of this form, or the link is far too slow
+    """
+    found = re.fullmatch(r"([\d.]+)([kMG]?)bit,([\d.]+)(s|ms|us)", words.replace(" ", ""))
+    try:
+        if found is None:
+            raise ValueError
+        bits = float(found[1]) * UNITS[found[2]]
+        latency = float(found[3]) * SECONDS[found[4]]
+    except ValueError:
+        raise ConfigError(
+            f"A link is a bandwidth and a latency, such as 200Mbit,1ms, but this is {words!r}.",
+            "Write numbers with kbit, Mbit or Gbit, and us, ms or s.",
+        ) from None
+    if not (bits >= SLOWEST and latency <= LONGEST):
+        raise ConfigError(
+            f"A link has at least {SLOWEST / 1e6:g} Mbit/s and at most {1e3 * LONGEST:g} ms of latency, but this is {words!r}.",
+            "Choose a faster link.",
+        )
+    return Link(bits / 8, latency)
+
+
+class Network:
+    """The links and the log of one run, shared by all ranks.
+
+    log  (source, target, bytes) of every message, in the order in which sends began
+    """
+
+    def __init__(self, link: Link | None = None):
+        self.link, self.log = link, list[Message]()
+        self._lock = threading.Lock()
+        self._free: dict[tuple[str, int], float] = defaultdict(float)
+        self._arrivals: dict[tuple, deque[float]] = defaultdict(deque)
+        self.last_arrival = 0.0
+
+    def sent(self, key: tuple, source: int, target: int, nbytes: int) -> float:
+        """Log a message and reserve its links; return the time at which the sender is free."""
+        with self._lock:
+            self.log.append(Message(source, target, nbytes))
+            if self.link is None:
+                return 0.0
+            out, into = ("out", source), ("in", target)
+            begin = max(time.perf_counter(), self._free[out], self._free[into])
+            self._free[out] = self._free[into] = end = begin + nbytes / self.link.bandwidth
+            arrival = end + self.link.latency
+            self._arrivals[key].append(arrival)
+            self.last_arrival = max(self.last_arrival, arrival)
+            return end
+
+    def arrival(self, key: tuple) -> float:
+        """Return the arrival of the oldest message of this key, which has been sent."""
+        with self._lock:
+            arrivals = self._arrivals[key]
+            return arrivals.popleft() if arrivals else 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a message is on its way."""
+        return time.perf_counter() < self.last_arrival
+
+
+class Watched(Forwarding):
+    """A Transport that logs messages, and delivers them at the speed of the network's link."""
+
+    def __init__(self, inner: Transport, network: Network, context: tuple = ()):
+        super().__init__(inner)
+        self._network, self._context, self._splits = network, context, 0
+
+    def over(self, inner: Transport) -> "Watched":
+        self._splits += 1
+        return Watched(inner, self._network, (*self._context, self._splits, inner.members))
+
+    def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Request:
+        source, target = self.members[self.rank], self.members[to]
+        # The receiver may ask for the arrival as soon as the inner transport has the message.
+        free = self._network.sent(
+            (self._context, source, target, tag), source, target, array.nbytes
+        )
+        request = self._inner.start_send(array, to, tag)
+        return _Timed(request, lambda found: free) if self._network.link else request
+
+    def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> Request:
+        return self._received(self._inner.start_recv(array, source, tag), tag, source)
+
+    def start_recv_any(self, array: np.ndarray, tag: int = 0) -> Request:
+        return self._received(self._inner.start_recv_any(array, tag), tag, None)
+
+    def _received(self, request: Request, tag: int, source: int | None) -> Request:
+        if self._network.link is None:
+            return request
+        target = self.members[self.rank]
+
+        def due(found: Request) -> float:
+            sender = found.source if source is None else source
+            return self._network.arrival((self._context, self.members[sender], target, tag))
+
+        return _Timed(request, due)
+
+    def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
+        # The inner transport takes a rank that waits for a slow message for one in a deadlock.
+        if self._network.link is None:
+            self._inner.wait_until(done, pause, what)
+            return
+        while not done():
+            if self._network.is_busy:
+                time.sleep(NAP)
+            else:
+                self._inner.wait_until(lambda: self._network.is_busy or done(), pause, what)
+
+
+class _Timed:
+    """A request that is complete only when its time has come."""
+
+    def __init__(self, inner: Request, due: Callable[[Request], float]):
+        self._inner, self._due, self._time = inner, due, -1.0
+
+    @property
+    def source(self) -> int:
+        return self._inner.source
+
+    def _is_met(self) -> None:
+        if self._time < 0:
+            self._time = self._due(self._inner)
+
+    def test(self) -> bool:
+        if not self._inner.test():
+            return False
+        self._is_met()
+        return time.perf_counter() >= self._time
+
+    def wait(self) -> None:
+        self._inner.wait()
+        self._is_met()
+        time.sleep(max(0.0, self._time - time.perf_counter()))
+
+    def __str__(self) -> str:
+        return str(self._inner)

@@ -1,0 +1,287 @@
+"""Topics of pipelines: a schedule runs on stages of symbols, and its chart fills slot by slot."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from mpitrain.pipeline.execute import execute
+from mpitrain.pipeline.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Forward,
+    Plan,
+    training_program,
+)
+from mpitrain.pipeline.memory import staleness, versions
+from mpitrain.pipeline.schedule_files import LETTERS, find_plan
+from mpitrain.pipeline.simulate import Cost, Event, simulate
+from mpitrain.run.trainer import Trainer
+from mpitrain.tools.textbook.explain.explanation import (
+    Columns,
+    Explanation,
+    Formula,
+    Frame,
+    Source,
+    Text,
+    sentence,
+)
+from mpitrain.tools.textbook.explain.recorders import toy
+from mpitrain.tools.textbook.explain.topic import Setting
+from mpitrain.transport.base import Transport
+from mpitrain.transport.threads import run_ranks
+
+MICRO_BATCHES, FEWEST = 4, 3
+"""Micro-batches of a step: in one step, and at least in each of several."""
+IDLE = "."
+"""A slot in which a stage computes nothing."""
+
+
+LEGEND = sentence(
+    "F0: forward of micro-batch 0; B: input half of its backward; W: weight half; BW: both; . idle. "
+    "F, B and W take a slot each."
+)
+LEGEND_OF_VERSIONS = sentence(
+    "F0v1: forward of micro-batch 0, with the weights after 1 update; B: input half of its backward; "
+    "W: weight half; BW: both; . idle."
+)
+
+
+class Shown(NamedTuple):
+    """A schedule to show.
+
+    schedule   its name in the table of schedules
+    sentences  the idea
+    rule       the function that orders the instructions
+    saved      formula of the most micro-batches saved on stage 0, and its function of (p, m)
+    steps      of training
+    words      formula of the fraction of idle slots
+    idle       (stages, micro-batches) -> the same as a number
+    """
+
+    schedule: str
+    sentences: Sequence[Text]
+    rule: Any
+    saved: tuple[str, Callable[[int, int], int]]
+    steps: int
+    words: str
+    idle: Callable[[int, int], float]
+
+
+class _Done(NamedTuple):
+    """An instruction that a stage has executed, with the updates that its weights had seen."""
+
+    kind: str
+    micro: int
+    version: int
+
+
+class _Stage(NamedTuple):
+    """A stage after the run: its instructions, and the bytes that it sent to other stages."""
+
+    done: Sequence[_Done]
+    nbytes: int
+
+
+def recorder(shown: Shown, title: Text) -> Callable[[str, Setting], Explanation]:
+    """Return the function that records a schedule."""
+
+    def record(name: str, setting: Setting) -> Explanation:
+        p, m = setting.ranks, _micro_batches(shown, setting.ranks)
+        stages: list[_Stage] = run_ranks(p, _run, shown)
+        plan = find_plan(shown.schedule, p, shown.steps * m, 1)
+        program = training_program(plan)
+        timeline = simulate(program, [Cost()] * p).timeline
+        executed = Plan(
+            plan.stage_of, tuple(tuple(e.instruction for e in mine) for mine in timeline)
+        )
+        frames = _frames(timeline, [stage.done for stage in stages], shown.steps > 1)
+        slots = len(frames) - 1
+        idle = sum(cell == IDLE for cells in frames[-1].cells for cell in cells[:slots])
+        row = 8 * toy.VECTOR
+        formulas = [
+            Formula(
+                sentence("bytes of activations and gradients between stages"),
+                sum(stage.nbytes for stage in stages),
+                "2 (p-1) m A",
+                2 * (p - 1) * shown.steps * m * row,
+            ),
+            Formula(
+                sentence("most micro-batches saved on stage 0"),
+                _most_saved(stages[0].done),
+                shown.saved[0],
+                shown.saved[1](p, m),
+            ),
+            Formula(
+                sentence("idle slots, as a fraction"),
+                idle / (p * slots),
+                shown.words,
+                shown.idle(p, m),
+            ),
+        ]
+        if shown.steps > 1:
+            formulas += [
+                Formula(
+                    sentence("updates between a gradient and its use, at most, on stage 0"),
+                    _stalest(stages[0].done),
+                    "p-1",
+                    staleness(executed.lists[0]),
+                ),
+                Formula(
+                    sentence("versions of the weights on stage 0"),
+                    _most_versions(stages[0].done),
+                    "p",
+                    versions(executed.lists[0]),
+                ),
+            ]
+        return Explanation(
+            name,
+            title,
+            [sentence(each.english, p=p, m=m) for each in shown.sentences],
+            LEGEND_OF_VERSIONS if shown.steps > 1 else LEGEND,
+            [sentence("stage {s}", s=stage) for stage in range(p)],
+            [
+                Columns(sentence("time slots"), tuple(str(slot) for slot in range(slots))),
+                Columns(sentence("activations"), ("saved",)),
+            ],
+            frames,
+            formulas,
+            [Source.of(shown.rule), Source.of(execute)],
+            f"mpitrain plan schedule --schedule {shown.schedule} --stages {p} --micro-batches {m}",
+            ("tests/unit/pipeline/test_schedules.py", "tests/ranks/pipeline"),
+            pictured=(slots,),
+        )
+
+    return record
+
+
+def _micro_batches(shown: Shown, stages: int) -> int:
+    """Return the micro-batches of a step; an asynchronous pipeline has at least one for each stage."""
+    return MICRO_BATCHES if shown.steps == 1 else max(FEWEST, stages)
+
+
+def _run(transport: Transport, shown: Shown) -> _Stage:
+    """Train on one stage, and return its instructions in their order."""
+    m = _micro_batches(shown, transport.size)
+    symbols = toy.basis(shown.steps, m, has_inputs=True)
+    numbers = {
+        f"{letter}{row}": step * m + row
+        for letters in (toy.STEPS, toy.INPUTS)
+        for step, letter in enumerate(letters)
+        for row in range(m)
+    }
+    done: list[_Done] = []
+    used: dict[int, int] = {}
+
+    def seen(one: toy.Pass) -> None:
+        micro = numbers[symbols.read(one.rows)]
+        if one.kind == "forward":
+            # Each update has subtracted the gradient of one micro-batch.
+            used[micro] = int(-one.array[symbols.names.index("w") + 1 :][: symbols.size - 1].sum())
+            done.append(_Done("F", micro, used[micro]))
+        else:
+            done.append(_Done("B" if one.kind == "input" else "W", micro, used[micro]))
+
+    config = toy.configured(
+        f"layout.pp={transport.size}",
+        f"pipeline.schedule={shown.schedule}",
+        f"batch.size={m}",
+        f"batch.micro_batches={m}",
+        f"run.steps={shown.steps}",
+    )
+    units = toy.units(transport.size, toy.VECTOR, symbols, seen)
+    trainer = Trainer(transport, units, config, toy.SymbolLoss())
+    source, nbytes = toy.SymbolSource(symbols), 0
+    for step in range(shown.steps):
+        trainer.step(step, *trainer.replication.batch(source, step))
+        if step == shown.steps - 1:
+            trainer.sync_parameters()
+        nbytes += sum(size for _, size in trainer.pipe.channel.sent.values())
+    return _Stage(done, nbytes)
+
+
+def _frames(
+    timeline: Sequence[Sequence[Event]], done: Sequence[Sequence[_Done]], shows_version: bool
+) -> list[Frame]:
+    """Return the chart after each slot: the simulation gives slots, the run gives contents.
+
+    raises  AssertionError if the run had another order than the simulation
+    """
+    slots = max(round(mine[-1].end) for mine in timeline)
+    charts, saved = [], []
+    for events, mine in zip(timeline, done, strict=True):
+        row, alive = [IDLE] * slots, dict[int, None]()
+        live: list[tuple[int, ...]] = [()] * slots
+        rest = iter(mine)
+        at = 0
+        for event in events:
+            start, end = round(event.start), round(event.end)
+            cell = _cell(event.instruction, rest, shows_version)
+            live[at:start] = [tuple(alive)] * (start - at)
+            if isinstance(event.instruction, Forward):
+                alive[event.instruction.micro] = None
+            live[start:end] = [tuple(alive)] * (end - start)
+            if isinstance(event.instruction, Backward | BackwardWeight):
+                del alive[event.instruction.micro]
+                live[end - 1] = tuple(alive)
+            row[start:end] = [cell] * (end - start)
+            at = end
+        live[at:] = [tuple(alive)] * (slots - at)
+        assert next(rest, None) is None
+        charts.append(row)
+        saved.append(live)
+    frames = [Frame(sentence("start"), tuple(("",) * (slots + 1) for _ in charts))]
+    for slot in range(slots):
+        frames.append(
+            Frame(
+                sentence("after slot {k}", k=slot),
+                tuple(
+                    (*row[: slot + 1], *("",) * (slots - slot - 1), " ".join(map(str, live[slot])))
+                    for row, live in zip(charts, saved, strict=True)
+                ),
+            )
+        )
+    return frames
+
+
+def _cell(instruction: Compute, rest: Any, shows_version: bool) -> str:
+    """Return the text of an instruction, and take its passes from the rest of the run."""
+    kinds = {Forward: "F", BackwardInput: "B", BackwardWeight: "W", Backward: "BW"}
+    passes = [next(rest) for _ in kinds[type(instruction)]]
+    found = "".join(each.kind for each in passes), {each.micro for each in passes}
+    assert found == (kinds[type(instruction)], {instruction.micro}), (found, instruction)
+    version = f"v{passes[0].version}" if shows_version else ""
+    return f"{LETTERS[type(instruction)]}{instruction.micro}{version}"
+
+
+def _most_saved(done: Sequence[_Done]) -> int:
+    """Return the most micro-batches between their forward and their weight half."""
+    live = most = 0
+    for each in done:
+        live += (each.kind == "F") - (each.kind == "W")
+        most = max(most, live)
+    return most
+
+
+def _stalest(done: Sequence[_Done]) -> int:
+    """Return the most updates between the forward of a micro-batch and its own update."""
+    updates = most = 0
+    for each in done:
+        if each.kind == "W":
+            most = max(most, updates - each.version)
+            updates += 1
+    return most
+
+
+def _most_versions(done: Sequence[_Done]) -> int:
+    """Return the most versions of the weights at once: those of saved micro-batches, and the newest."""
+    live: dict[int, int] = {}
+    updates = most = 0
+    for each in done:
+        if each.kind == "F":
+            live[each.micro] = each.version
+        elif each.kind == "W":
+            del live[each.micro]
+            updates += 1
+        most = max(most, len({updates, *live.values()}))
+    return most

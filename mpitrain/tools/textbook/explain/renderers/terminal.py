@@ -1,0 +1,152 @@
+"""Explanations as text for a terminal: a table for each frame, in aligned columns."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from mpitrain.tools.textbook.explain.explanation import Explanation, Formula, Frame, Source
+from mpitrain.tools.textbook.explain.topic import Topic
+from mpitrain.tools.textbook.words import padded, text, width
+
+GAP = "  "
+MOST_ARROWS = 8
+"""Largest number of messages in the title of a step; an ellipsis stands for the others."""
+
+
+def heading(found: Explanation, language: str) -> list[str]:
+    """Return the lines before the frames: title, idea and legend."""
+    return [
+        found.title.into(language),
+        "",
+        *(each.into(language) for each in found.sentences),
+        "",
+        found.legend.into(language),
+    ]
+
+
+def frames(found: Explanation, language: str, columns: int) -> Iterator[list[str]]:
+    """Yield the lines of each frame.
+
+    columns  of the terminal; groups of columns that do not fit come below each other
+    """
+    before: Frame | None = None
+    for frame in found.frames:
+        yield frame_lines(found, frame, before, language, columns)
+        before = frame
+
+
+def frame_lines(
+    found: Explanation, frame: Frame, before: Frame | None, language: str, columns: int
+) -> list[str]:
+    """Return a frame as a table; `*` marks cells that the step has changed."""
+    changed = frame.changed(before)
+    labels = ["", *(row.into(language) for row in found.rows)]
+    margin = max(map(width, labels))
+    lines, first = ["", frame_title(frame, language)], 0
+    bands: list[list[list[str]]] = []
+    for group in found.columns:
+        cells = [
+            [
+                (cell or "-") + "*" * ((row, at) in changed)
+                for at, cell in enumerate(mine[first : first + len(group.names)], first)
+            ]
+            for row, mine in enumerate(frame.cells)
+        ]
+        names = group.named(language)
+        for run in _runs([names, *cells], columns - margin - len(GAP)):
+            heading_text = group.heading.into(language)
+            bands.append([[heading_text], *([*row[run]] for row in (names, *cells))])
+        first += len(group.names)
+    if frame.sent:
+        bands.append(
+            [
+                [""],
+                [text("bytes sent", language)],
+                *([f"{nbytes:,}"] for nbytes in frame.sent),
+            ]
+        )
+    texts = [_block(band) for band in bands]
+    while texts:
+        room, taken = columns - margin, 0
+        for block_lines in texts:
+            room -= len(GAP) + width(block_lines[0])
+            if room < 0 and taken:
+                break
+            taken += 1
+        row_texts = zip(*texts[:taken], strict=True)
+        shown = ["", *labels]
+        for label, parts in zip(shown, row_texts, strict=True):
+            lines.append((padded(label, margin) + GAP + GAP.join(parts)).rstrip())
+        del texts[:taken]
+    return lines
+
+
+def frame_title(frame: Frame, language: str) -> str:
+    """Return the title of a frame, with its messages and seconds."""
+    title = frame.title.into(language)
+    if frame.messages:
+        arrows = " ".join(f"{m.source}→{m.target}" for m in frame.messages[:MOST_ARROWS])
+        rest = " ..." if len(frame.messages) > MOST_ARROWS else ""
+        title += GAP + text("messages", language) + f" {arrows}{rest}"
+    if frame.seconds is not None:
+        title += f"{GAP}{1e3 * frame.seconds:.2f} ms"
+    return title
+
+
+def _runs(rows: Sequence[Sequence[str]], room: int) -> Iterator[slice]:
+    """Yield runs of columns that fit into a number of terminal columns."""
+    first = taken = 0
+    for at in range(len(rows[0])):
+        wide = max(width(row[at]) for row in rows) + len(GAP)
+        if taken and taken + wide > room:
+            yield slice(first, at)
+            first, taken = at, 0
+        taken += wide
+    yield slice(first, len(rows[0]))
+
+
+def _block(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a group of columns, all of one width: a heading, names, and cells."""
+    heading_text, names, cells = rows[0][0], rows[1], rows[2:]
+    widths = [max(width(each[at]) for each in (names, *cells)) for at in range(len(names))]
+    total = max(sum(widths) + len(GAP) * (len(widths) - 1), width(heading_text))
+    lines = [
+        GAP.join(padded(each, w) for each, w in zip(row, widths, strict=True))
+        for row in (names, *cells)
+    ]
+    return [padded(line, total) for line in (heading_text, *lines)]
+
+
+def ending(found: Explanation, language: str) -> list[str]:
+    """Return the lines after the frames: formulas, sources, command and tests."""
+    seconds = [frame.seconds for frame in found.frames if frame.seconds is not None]
+    total = text("time of all steps: {ms} ms", language, ms=f"{1e3 * sum(seconds):.1f}")
+    return [
+        "",
+        *([total] if seconds else []),
+        *(formula_line(each, language) for each in found.formulas),
+        "",
+        f"{text('source', language)}: " + ", ".join(map(source_text, found.sources)),
+        f"{text('command', language)}: {found.command}",
+        f"{text('tests', language)}: {', '.join(found.laws)}",
+    ]
+
+
+def formula_line(each: Formula, language: str) -> str:
+    """Return a counted number and its formula."""
+    sign = "=" if each.agrees else "≠"
+    counted, value = (
+        f"{x:,.0f}" if x == int(x) else f"{x:,.4g}" for x in (each.counted, each.value)
+    )
+    return f"{each.name.into(language)}: {counted} {sign} {each.words} = {value}"
+
+
+def source_text(source: Source) -> str:
+    """Return the file and line of a source, with its name."""
+    return f"{source.file}:{source.line} ({source.name})"
+
+
+def listing(topics: Mapping[str, Topic], language: str) -> list[str]:
+    """Return a line for each topic: its name and its title."""
+    margin = max(map(len, topics))
+    return [
+        padded(name, margin) + GAP + topic.title.into(language) for name, topic in topics.items()
+    ]
