@@ -27,13 +27,13 @@ COMMON = (
     "-g1",
     "-w",
     f"-I{HERE}",
-    "-ffp-contract=fast",
     "-fno-exceptions",
     "-fvisibility=hidden",
 )
 # Without the first flag, shared arrays of templates exist once per process, whichever library
-# defines them.
-GNU, ZIG = ("-fno-gnu-unique",), ("-nostdinc++",)
+# defines them. Contracted by clang, fused and separate calls would differ in their last bits.
+GNU = ("-fno-gnu-unique", "-ffp-contract=fast")
+ZIG = ("-nostdinc++", "-ffp-contract=off")
 FAST = ("-O2", "-march=native", "-fno-math-errno", "-fno-trapping-math")
 # A run of 16 bytes stays one access, as on a GPU.
 CHECKED = (

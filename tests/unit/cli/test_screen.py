@@ -9,15 +9,26 @@ import pytest
 
 from mpitrain.cli.terminal import progress, screen
 from mpitrain.cli.terminal.status import FLAG
+from tests.golden.curves import TEXT
 from tests.mpi.test_commands import TINY
 from tests.processes import PROGRAM
 from tests.terminals import on_a_terminal, rendered
 
 BAR = b"\r 33%|## | 4/12\x1b[K"
-TRAIN = [*PROGRAM, "train", *TINY, "--set", "run.eval_every=4", "--out", "run"]
+TRAIN = [
+    *PROGRAM,
+    "train",
+    *TINY,
+    "--set",
+    f"data.source=text:{TEXT}",
+    "--set",
+    "run.eval_every=4",
+    "--out",
+    "run",
+]
 SAID = [
     "gpt, 1 layers of width 16: ",
-    "419,506 tokens to train on, 46,611 held out ",
+    "972 tokens to train on, 108 held out ",
     "step 4: validation loss ",
     "step 8: validation loss ",
     "step 12: validation loss ",
