@@ -143,11 +143,11 @@ class FlatLayout:
             {("", False), *((p.holders, p.partial) for own in tensors for p in own)}
         ):
             for index, own in enumerate(tensors):
-                mine = sorted(
+                of_kind = sorted(
                     (p for p in own if (p.holders, p.partial) == kind), key=lambda p: p.decayed
                 )
-                if mine or kind == ("", False):
-                    self._lay_out(index, kind, mine, grain)
+                if of_kind or kind == ("", False):
+                    self._lay_out(index, kind, of_kind, grain)
 
     @property
     def largest(self) -> int:

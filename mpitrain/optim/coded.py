@@ -75,16 +75,16 @@ def regions(
     def key(tensor: Parameter) -> tuple[str, HyperParameters]:
         return tensor.name if tensor.name in starts else "", group_of(settings, tensor)
 
-    found: dict[Piece, list[CodedRegion]] = {}
+    by_piece: dict[Piece, list[CodedRegion]] = {}
     codes = scales = plain = 0
     for piece in pieces:
-        found[piece] = []
+        by_piece[piece] = []
         for run in storage.runs(piece.start, piece.stop, key):
             name, group = run.key
             count, shift = run.stop - run.start, piece.offset - piece.start
             lead = (run.start - starts[name]) % BLOCK if name else 0
             first, blocks = (codes, block_count(count, lead)) if name else (plain, 0)
-            found[piece].append(
+            by_piece[piece].append(
                 CodedRegion(
                     run.start + shift,
                     run.stop + shift,
@@ -97,7 +97,7 @@ def regions(
             )
             scales, room = scales + blocks, -(-count // GRAIN) * GRAIN
             codes, plain = (codes + room, plain) if name else (codes, plain + room)
-    return found
+    return by_piece
 
 
 class CodedState:
@@ -112,9 +112,14 @@ class CodedState:
     """
 
     def __init__(
-        self, found: Iterable[CodedRegion], length: int, dtype: np.dtype, of: Map, backend: Backend
+        self,
+        regions: Iterable[CodedRegion],
+        length: int,
+        dtype: np.dtype,
+        of: Map,
+        backend: Backend,
     ):
-        self._regions, self._of, self._backend = list(found), of, backend
+        self._regions, self._of, self._backend = list(regions), of, backend
         self.size, self.dtype, self.shape = length, dtype, (length,)
         coded = [region for region in self._regions if region.scales]
         self.codes = backend.zeros(_end(region.values for region in coded), np.uint8)
@@ -141,11 +146,11 @@ class CodedState:
     def __setitem__(self, along: slice, values: Any) -> None:
         """Encode values in the memory of the backend."""
         start, stop, _ = along.indices(self.size)
-        given = self._backend.to_host(values)
+        host_values = self._backend.to_host(values)
         for region in self._regions:
             if both := overlap(region, range(start, stop)):
                 own = self._decoded(region, region.start, region.stop).copy()
-                own[moved(both, -region.start)] = given[moved(both, -start)]
+                own[moved(both, -region.start)] = host_values[moved(both, -start)]
                 self._encode(region, own)
 
     def _decoded(self, region: CodedRegion, low: int, high: int) -> np.ndarray:
@@ -197,9 +202,9 @@ class CodedUpdates:
         self._coded, self._plain = getattr(ops, step.op), getattr(ops, step.plain)
         self._regions = regions(storage, settings, pieces)
         length = sum(piece.stop - piece.start for piece in pieces)
-        found = [region for own in self._regions.values() for region in own]
+        every_region = [region for own in self._regions.values() for region in own]
         self.state: Mapping[str, CodedState] = {
-            name: CodedState(found, length, storage.dtype, of, backend)
+            name: CodedState(every_region, length, storage.dtype, of, backend)
             for name, of in step.maps.items()
         }
 

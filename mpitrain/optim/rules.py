@@ -115,10 +115,10 @@ def checked(whole: config.Config) -> config.Config:
     rule = RULES[settings.name]
     if keys := _unread(settings):
         readers = [name for name, other in RULES.items() if {*keys} <= {*other.reads}]
-        found = " and ".join(f"optimizer.{key} is {getattr(settings, key)}" for key in keys)
+        values = " and ".join(f"optimizer.{key} is {getattr(settings, key)}" for key in keys)
         raise ConfigError(
             f"Update rule {settings.name} reads {', '.join(rule.reads)} of [optimizer] besides "
-            f"{', '.join(EVERY[1:])}, but {found}.",
+            f"{', '.join(EVERY[1:])}, but {values}.",
             f"Leave out {' and '.join(f'optimizer.{key}' for key in keys)}"
             + (f", or set optimizer.name to {' or '.join(readers)}." if readers else "."),
         )

@@ -140,10 +140,10 @@ def _owners(
             ranks.setdefault(name, {})[rank] = start, stop
             costs[name] = cost
     loads = [0] * len(everyone)
-    for name, found in ranks.items():
-        if len(found) == 1:
-            loads[next(iter(found))] += costs[name]
-    divided = [name for name, found in ranks.items() if len(found) > 1]
+    for name, holders in ranks.items():
+        if len(holders) == 1:
+            loads[next(iter(holders))] += costs[name]
+    divided = [name for name, holders in ranks.items() if len(holders) > 1]
     for name in sorted(divided, key=lambda name: (-costs[name], name)):
         owner = min(ranks[name], key=lambda rank: (loads[rank], rank))
         loads[owner] += costs[name]

@@ -266,8 +266,8 @@ def _gossip(replica: ReplicationContext, sample: Sample) -> float:
     """Return the bytes of gossip, with the average over all ranks at the end of the run."""
     n, steps, storage = replica.grid.axes.ranks, replica.config.run.steps, replica.storage
     average = _ring(n, storage.length) * storage.dtype.itemsize
-    news = _meetings(replica.config) * _ring(n, NEWS) * CONTROL_ITEM
-    return (steps * _nbytes(replica) + news + average) / steps
+    exchanges = _meetings(replica.config) * _ring(n, NEWS) * CONTROL_ITEM
+    return (steps * _nbytes(replica) + exchanges + average) / steps
 
 
 def _on_servers(replica: ReplicationContext) -> list[int]:

@@ -140,17 +140,17 @@ class Pipeline:
         first      () -> that input; called only on the stage of the first chunk
         documents  of these rows; None: each row is one document
         """
-        found: list[Any] = []
+        outputs: list[Any] = []
         self.channel.begin(partial(shape_in, self.input_shape, [shape]))
         execute(
             self._announced(self._question, {0: (0, 0, shape[0], False, documents)}),
             self._asked,
             len(self._parts),
             lambda micro: first(),
-            lambda micro, y: found.append(y),
+            lambda micro, y: outputs.append(y),
             self.channel,
         )
-        return found.pop() if found else None
+        return outputs.pop() if outputs else None
 
     def output_shape(self, shape: Shape) -> Shape:
         """Return the shape of the model's output for an input of this shape."""

@@ -205,13 +205,13 @@ def zb_v(s: int, p: int, m: int) -> list[Compute]:
     )
     chunks = {"0": s, "1": 2 * p - 1 - s}
     counters: dict[str, Iterator[int]] = {}
-    mine: list[Compute] = []
+    instructions: list[Compute] = []
     for times, words in runs:
         for word in words.split() * times:
             micro = next(counters.setdefault(word, count()))
             if micro < m:
-                mine.append(KINDS[word[0]](chunks[word[1]], micro))
-    return mine
+                instructions.append(KINDS[word[0]](chunks[word[1]], micro))
+    return instructions
 
 
 def v_half(s: int, p: int, m: int) -> list[Compute]:
@@ -385,8 +385,9 @@ def plan_of(name: str, stages: int, micro_batches: int, chunks: int | None = Non
 
 def _are_instructions(lists: list[list[Compute]]) -> bool:
     return all(
-        isinstance(mine, Sequence) and all(isinstance(i, Compute) and _are_numbers(i) for i in mine)
-        for mine in lists
+        isinstance(instructions, Sequence)
+        and all(isinstance(i, Compute) and _are_numbers(i) for i in instructions)
+        for instructions in lists
     )
 
 

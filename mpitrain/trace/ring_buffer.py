@@ -202,9 +202,9 @@ def spelled(ranks: Sequence[int]) -> list[int] | str:
     if len(ranks) == 0:
         return ""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    found = range(ranks[0], ranks[-1] + (1 if step > 0 else -1), step or 1)
+    regular = range(ranks[0], ranks[-1] + (1 if step > 0 else -1), step or 1)
     return (
-        [found.start, found.stop, found.step]
-        if tuple(found) == tuple(ranks)
+        [regular.start, regular.stop, regular.step]
+        if tuple(regular) == tuple(ranks)
         else " ".join(map(str, ranks))
     )

@@ -119,11 +119,11 @@ class ChunkedLogits:
         """Yield each slice of rows, its logits (M / N, V), and the saved state of its product."""
         count, product = len(self.rows), self.layer.head.product
         for number in range(self.layer.count):
-            mine = slice(
+            rows = slice(
                 number * count // self.layer.count, (number + 1) * count // self.layer.count
             )
-            if mine.start < mine.stop:
-                yield mine, *product(self.rows[mine], self.weight, None, arena)
+            if rows.start < rows.stop:
+                yield rows, *product(self.rows[rows], self.weight, None, arena)
 
 
 @dataclass

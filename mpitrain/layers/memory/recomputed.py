@@ -148,21 +148,21 @@ def with_recomputation(
     def is_recomputed(unit: Unit) -> bool:
         return unit in trained and not getattr(unit.layer, "vocab", 0)
 
-    found = []
+    wrapped = []
     for units in chunks:
         chunk = list(units)
         again = [index for index, unit in enumerate(chunk) if is_recomputed(unit)] if size else []
         for first in range(0, len(again), max(1, size)):
-            mine = again[first : first + size]
-            segment = Segment(len(mine), recomputing)
-            for index in mine:
+            indices = again[first : first + size]
+            segment = Segment(len(indices), recomputing)
+            for index in indices:
                 unit = chunk[index]
                 chunk[index] = (
                     replace(unit, layer=Recomputed(unit.layer, recomputing))
-                    if len(mine) == 1
+                    if len(indices) == 1
                     else SegmentUnit(
                         unit.name, unit.layer, unit.tied, unit.held, unit.frozen, segment
                     )
                 )
-        found.append(chunk)
-    return found
+        wrapped.append(chunk)
+    return wrapped

@@ -79,12 +79,12 @@ def tied_sums(grid: Grid, flat: Any, runs: Iterable[tuple[str, bool, int, int]])
 
     runs  (holders, partial, start, stop): adjacent runs of `flat`, as in `Span`
     """
-    found = []
+    sums = []
     for (holders, partial), group in groupby(runs, lambda run: run[:2]):
         if partial:
             spans = list(group)
-            found.append(grid.holders[holders].bind(flat[spans[0][2] : spans[-1][3]]))
-    return found
+            sums.append(grid.holders[holders].bind(flat[spans[0][2] : spans[-1][3]]))
+    return sums
 
 
 class Buckets(LocalGradients):
@@ -211,15 +211,15 @@ class Buckets(LocalGradients):
 
     def state(self) -> list[StateBuffer]:
         """Return the state of the wire format: residuals, predictions, low-rank factors."""
-        found = []
+        buffers = []
         for number, (bucket, reduction) in enumerate(zip(self.buckets, self._lossy, strict=True)):
             whole = [Piece(bucket.start, bucket.stop, 0)]
             for name, array in ((reduction.state or {}) if reduction else {}).items():
                 if name == "factors":
                     if array.size:
-                        found.append(StateBuffer(f"factors/{number}", array, (), "bound"))
+                        buffers.append(StateBuffer(f"factors/{number}", array, (), "bound"))
                 elif name == "residual":
-                    found.append(StateBuffer(name, array, whole, "own"))
+                    buffers.append(StateBuffer(name, array, whole, "own"))
                 else:
-                    found.append(StateBuffer(name, array, whole, needed=False))
-        return found
+                    buffers.append(StateBuffer(name, array, whole, needed=False))
+        return buffers

@@ -93,7 +93,7 @@ def buckets_used(storage: Storage, buckets: Sequence[Bucket]) -> list[list[Bucke
     """
     names = {bucket: {entry.name for entry in storage.within(bucket)} for bucket in sorted(buckets)}
     used = [{entry.name for entry in storage.used(unit)} for unit in range(len(storage.units))]
-    return [[bucket for bucket, held in names.items() if held & mine] for mine in used]
+    return [[bucket for bucket, stored in names.items() if stored & tensors] for tensors in used]
 
 
 def users(storage: Storage, buckets: Sequence[Bucket]) -> dict[Bucket, set[int]]:
@@ -103,7 +103,8 @@ def users(storage: Storage, buckets: Sequence[Bucket]) -> dict[Bucket, set[int]]
     """
     used = buckets_used(storage, buckets)
     return {
-        bucket: {unit for unit, mine in enumerate(used) if bucket in mine} for bucket in buckets
+        bucket: {unit for unit, of_unit in enumerate(used) if bucket in of_unit}
+        for bucket in buckets
     }
 
 

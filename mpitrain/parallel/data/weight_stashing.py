@@ -141,12 +141,12 @@ class StageUpdate(AgreeAndUpdate):
         # `_masks` has the arguments of `ignore` for each step begun.
         # `_numbers` lists the steps begun; `_stop_after` is the index of the last one, if known.
         # `_turns` counts the backwards begun, `_released` the known results.
-        # `_told` contains the control messages of all steps that have no known result yet.
+        # `_received` contains the control messages of all steps that have no known result yet.
         # `_unread` lists the micro-batches that have a running control message.
         self._numbers: list[int] = []
         self._masks: list[tuple[Sequence[int], int]] = []
         self._turns = 0
-        self._told: deque[list[float]] = deque()
+        self._received: deque[list[float]] = deque()
         self._released = 0
         self._unread: deque[int] = deque()
         self._stop_after: int | None = None
@@ -220,16 +220,16 @@ class StageUpdate(AgreeAndUpdate):
         """
         micro, self._turns = self._turns, self._turns + 1
         grid, at, squares, nonfinite = self.replica.grid, micro % self._micro_batches, 0.0, 0.0
-        mine = StepInput(
+        step_input = StepInput(
             micro,
             self._losses[at : at + 1] if grid.reports_loss else (),
             0.0,
             weights=self._parts_of_mean[at : at + 1],
         )
         if self._turns % self.every == 0:
-            loss, squares, nonfinite = self._make(micro, mine)
+            loss, squares, nonfinite = self._make(micro, step_input)
         else:
-            loss = self.replica.gradient_stats(mine, ())[0]
+            loss = self.replica.gradient_stats(step_input, ())[0]
         message = self._messages[micro % self._stages]
         ignored, _ = self._masks[micro // self._micro_batches]
         message[:] = loss, 0, 0, 0, ignored[at] if grid.reports_loss else 0
@@ -241,26 +241,27 @@ class StageUpdate(AgreeAndUpdate):
         if self._turns % self._micro_batches == 0:
             self._ended[self._numbers[micro // self._micro_batches]] = time.perf_counter()
 
-    def _make(self, micro: int, mine: StepInput) -> tuple[float, float, float]:
+    def _make(self, micro: int, step_input: StepInput) -> tuple[float, float, float]:
         """Make the next version of the parameters.
 
         returns  this rank's loss, and the squares and non-finite elements of the stage's gradient
         """
         step, config = self._numbers[micro // self._micro_batches], self.replica.config
-        loss, *of_stage = self.sum(mine)
+        loss, *of_stage = self.sum(step_input)
         self._of_stage[:] = of_stage
         self._sum_of_stage.run()
-        found = self._of_stage.tolist()  # these are sums over the stage's tensor-parallel group
+        # These are sums over the stage's tensor-parallel group.
+        squares, nonfinite = self._of_stage.tolist()
         counted = self._counted(micro)
-        found[0] = found[0] / counted**2 if counted else 0.0
+        squares = squares / counted**2 if counted else 0.0
         span = self.recorder.compute(self.update_name, UPDATE)
         self.store.advance()
-        if counted and math.isfinite(found[0]):
+        if counted and math.isfinite(squares):
             count = step * self._updates() + micro % self._micro_batches // self.every
             lr = learning_rate(config.optimizer, step, config.run.steps)
-            self.apply(self.factor(math.sqrt(found[0])) / counted, lr, count)
+            self.apply(self.factor(math.sqrt(squares)) / counted, lr, count)
         self.recorder.end(span)
-        return loss, found[0], found[1]
+        return loss, squares, nonfinite
 
     def _counted(self, micro: int) -> float:
         """Return the fraction of an update's targets that count; collective over its replicas.
@@ -281,8 +282,8 @@ class StageUpdate(AgreeAndUpdate):
         with self.replica.exposed:
             self._telling[micro % self._stages].wait()
         self.recorder.go_on(wait)
-        self._told.append(self._messages[micro % self._stages].tolist())
-        if self._told[-1][3] and self._stop_after is None:
+        self._received.append(self._messages[micro % self._stages].tolist())
+        if self._received[-1][3] and self._stop_after is None:
             self._stop_after = (micro + 2 * self._stages - 1) // self._micro_batches
 
     def poll(self) -> None:
@@ -309,9 +310,9 @@ class StageUpdate(AgreeAndUpdate):
         config, m = self.replica.config, self._micro_batches
         for at in range(self._released, steps):
             step = self._numbers[at]
-            told = [self._told.popleft() for _ in range(m)]
+            messages = [self._received.popleft() for _ in range(m)]
             losses, squares, nonfinite, _, ignored = (
-                sum(column) for column in zip(*told, strict=True)
+                sum(column) for column in zip(*messages, strict=True)
             )
             counted = counted_fraction(ignored, config.batch.size * self._masks[at][1])
             losses = losses / counted if counted else math.nan

@@ -53,7 +53,7 @@ class ReplicationContext:
         return self.device.half or self.storage.dtype
 
     def gradient_stats(
-        self, mine: StepInput | None, gradients: Sequence[np.ndarray]
+        self, step_input: StepInput | None, gradients: Sequence[np.ndarray]
     ) -> tuple[float, float, int]:
         """Return a step's loss, the sum of squares of the arrays, and their number of non-finite
         elements.
@@ -62,20 +62,20 @@ class ReplicationContext:
         The host combines them with the numbers of other ranks. A skipped update therefore launches
         no kernel.
 
-        mine       None if the step has no loss on this rank
-        gradients  flat arrays on the device, of any lengths
+        step_input  None if the step has no loss on this rank
+        gradients   flat arrays on the device, of any lengths
         """
-        ops, losses = self.device.ops, mine.losses if mine else ()
+        ops, losses = self.device.ops, step_input.losses if step_input else ()
         if not len(losses) and not len(gradients):
             return 0.0, 0.0, 0
-        found = self.arena.take((len(losses) + 2 * len(gradients),), np.float64)
+        numbers = self.arena.take((len(losses) + 2 * len(gradients),), np.float64)
         if len(losses):
-            copy_rows(found[: len(losses)], losses)
+            copy_rows(numbers[: len(losses)], losses)
         for place, gradient in enumerate(gradients):
             at = len(losses) + 2 * place
-            found[at : at + 2] = ops.gradient_facts(gradient, self.arena)
-        read = self.device.backend.to_host(found).tolist()
-        loss = mine._replace(losses=read[: len(losses)]).loss if mine else 0.0
+            numbers[at : at + 2] = ops.gradient_facts(gradient, self.arena)
+        read = self.device.backend.to_host(numbers).tolist()
+        loss = step_input._replace(losses=read[: len(losses)]).loss if step_input else 0.0
         return loss, sum(read[len(losses) :: 2]), int(sum(read[len(losses) + 1 :: 2]))
 
 

@@ -96,12 +96,12 @@ class FrozenParameters:
         numbers = [entry for entry in self._layout.entries if not entry.parameter.coded]
         if len(numbers) == len(self._layout.entries):
             return [self.flat]
-        found = []
+        views = []
         for piece in self._pieces:
             for entry in numbers:
                 if both := overlap(entry, piece):
-                    found.append(self.flat[moved(both, piece.offset - piece.start)])
-        return found
+                    views.append(self.flat[moved(both, piece.offset - piece.start)])
+        return views
 
     def state(self) -> list[StateBuffer]:
         """Return the frozen parameters for checkpoints, if there are any."""

@@ -137,12 +137,13 @@ def _is_in_call(state: RankState) -> bool:
 
 def _is_in(other: RankState, state: RankState) -> bool:
     """Return whether another rank is in the collective call of this rank."""
-    mine, its = state.wait, other.wait
+    wait, other_wait = state.wait, other.wait
     return bool(
-        mine
-        and its
-        and its.is_call
-        and (its.name, its.ranks, its.ordinal) == (mine.name, mine.ranks, mine.ordinal)
+        wait
+        and other_wait
+        and other_wait.is_call
+        and (other_wait.name, other_wait.ranks, other_wait.ordinal)
+        == (wait.name, wait.ranks, wait.ordinal)
         and other.step == state.step
     )
 

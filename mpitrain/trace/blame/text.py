@@ -34,17 +34,17 @@ def described_finding(
         state = by_rank[finding.culprits[0]]
         seconds = now - state.since
         if finding.kind == SILENT:
-            said = f"{named(state)} has not moved for {seconds:.0f} s: {state.action}"
+            clause = f"{named(state)} has not moved for {seconds:.0f} s: {state.action}"
         else:
             ends = ENDS[finding.kind].format(process=processes.get(state.rank, "PID"))
-            said = f"{named(state)} {ends}; its last sign was {seconds:.0f} s ago: {state.action}"
-        return said + _waiter(finding, by_rank, now) + "."
+            clause = f"{named(state)} {ends}; its last sign was {seconds:.0f} s ago: {state.action}"
+        return clause + _waiter(finding, by_rank, now) + "."
     if finding.kind == CIRCLE:
-        said = "; ".join(
+        waits = "; ".join(
             _waits(by_rank[rank], now, finding.culprits[(at + 1) % len(finding.culprits)])
             for at, rank in enumerate(finding.culprits)
         )
-        return f"Ranks wait for each other in a circle: {said}."
+        return f"Ranks wait for each other in a circle: {waits}."
     if finding.kind == MISSING and finding.message:
         message = finding.message
         sender, receiver = by_rank[message.sender], by_rank[message.receiver]
@@ -104,8 +104,10 @@ def _waits(state: RankState, now: float, other: int | None = None) -> str:
 
 def _content(message: OpenMessage) -> str:
     """Return the content of a message as text."""
-    said = message.name or (f"a message of tag {message.tag}" if message.tag >= 0 else "a message")
-    return said + (f" of micro-batch {message.micro}" if message.micro >= 0 else "")
+    content = message.name or (
+        f"a message of tag {message.tag}" if message.tag >= 0 else "a message"
+    )
+    return content + (f" of micro-batch {message.micro}" if message.micro >= 0 else "")
 
 
 def _ranks(ranks: Sequence[int]) -> str:
