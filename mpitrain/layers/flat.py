@@ -344,9 +344,9 @@ def _padded(count: int, grain: int) -> int:
 
 
 def _stored(unit: Unit) -> list[Parameter]:
-    """Return the tensors that a unit stores, with their full names.
+    """Return a unit's own tensors, and each tied tensor that no earlier unit of this rank stores.
 
-    They are its own tensors, and each tied tensor that no earlier unit of this rank stores.
+    The tensors have their full names.
     """
     own = parameters_of(unit)
     return [

@@ -60,7 +60,6 @@ def adapt(units: Sequence[Unit], lora: Lora, layers: Plain) -> list[Unit]:
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter belongs to an adapter, by its name."""
     return name.rpartition(".")[2] in ("lora_A", "lora_B")
 
 
@@ -116,7 +115,6 @@ def _listed(every: Sequence[Target]) -> str:
 
 
 def _linear_layers(layer: Any, name: str) -> Iterator[tuple[str, Linear]]:
-    """Yield the linear layers within a layer, with their full names."""
     if isinstance(layer, Linear):
         yield name, layer
     elif isinstance(layer, ChunkedHead):
@@ -129,8 +127,8 @@ def _linear_layers(layer: Any, name: str) -> Iterator[tuple[str, Linear]]:
 
 
 def _adapted(layer: Any, name: str, chosen: Sequence[Target], lora: Lora, layers: Plain) -> Any:
-    """Return the layer with adapters for the chosen targets in it. If lora.base is int8, its
-    weights are stored in 8 bits.
+    """Return the layer with adapters for the chosen targets in it; with lora.base int8 its weights
+    are stored in 8 bits.
     """
     own_targets = [
         target for target in chosen if target.layer == name or target.layer.startswith(f"{name}.")

@@ -128,7 +128,6 @@ class CodedState:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all three buffers."""
         return int(self.codes.nbytes + self.scales.nbytes + self.plain.nbytes)
 
     def __len__(self) -> int:

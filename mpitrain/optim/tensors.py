@@ -185,7 +185,7 @@ class TensorUpdates:
             for fragment in fragments:
                 if fragment.entry.name in divided:
                     tensor_piece = self._piece(piece, fragment, parameters, gradients, None)
-                    operand = divided[fragment.entry.name].mine
+                    operand = divided[fragment.entry.name].elements
                     whole.operand(tensor_piece, _in_group(update, fragment), operand)
         self._results.run(lambda operand: whole.compute(operand, update))
 
@@ -195,7 +195,7 @@ class TensorUpdates:
         if whole is None or not whole.of(piece.tensor):
             return piece
         if name in self._results.tensors:
-            return piece._replace(result=self._results.tensors[name].mine)
+            return piece._replace(result=self._results.tensors[name].elements)
         result = update.arena.take(piece.gradients.shape, piece.gradients.dtype)
         whole.operand(piece, update, result)
         whole.compute(result.reshape(piece.tensor.local_shape), update)

@@ -41,7 +41,7 @@ class Divided(NamedTuple):
         return bool(self.others)
 
     @property
-    def mine(self) -> Any:
+    def elements(self) -> Any:
         """This rank's elements, (count,)."""
         return self.array[slice(*self.own)] if self.is_owner else self.array
 
@@ -101,7 +101,6 @@ class Results:
         self._exchange(to_owner=False)
 
     def _exchange(self, to_owner: bool) -> None:
-        """Move the elements of all tensors to their owners, or back."""
         requests = list[Request]()
         for one in self.tensors.values():
             start = (

@@ -160,6 +160,5 @@ def frozen_sizes(
 def _described(
     config: Config, depth: int, source: Source | Unopened, layers: Plain
 ) -> Sequence[Unit]:
-    """Return the units of the configured network with another number of layers."""
     model = config.model.model_copy(update={"layers": depth})
     return units_of(model, source, layers)

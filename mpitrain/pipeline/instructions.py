@@ -169,7 +169,6 @@ def fused_at_the_input(plan: Plan, first: int = 0) -> Plan:
 
 
 def _fused(instructions: Sequence[Compute], first: int) -> Iterator[Compute]:
-    """Yield the instructions of one stage, with adjacent B and W of chunk `first` merged."""
     is_done = False
     for instruction, following in zip(instructions, [*instructions[1:], None], strict=True):
         match instruction, following:
@@ -205,12 +204,9 @@ def with_messages(plan: Plan, ahead: int = 1) -> Program:
     ahead  number of instructions by which a Receive precedes its consumer, to overlap the transfer
     """
     chunks = len(plan.stage_of)
-    made_at = {
-        made(i, chunks): at for instructions in plan.lists for at, i in enumerate(instructions)
-    }
-    used_at = {
-        needed(i, chunks): at for instructions in plan.lists for at, i in enumerate(instructions)
-    }
+    numbered = [pair for instructions in plan.lists for pair in enumerate(instructions)]
+    made_at = {made(i, chunks): index for index, i in numbered}
+    used_at = {needed(i, chunks): index for index, i in numbered}
     return tuple(
         _with_messages(stage, plan, ahead, made_at, used_at) for stage in range(len(plan.lists))
     )
@@ -231,7 +227,7 @@ def _with_messages(
     before: list[list[Instruction]] = [[] for _ in instructions]
     for index, instruction in enumerate(instructions):
         if message := needed(instruction, len(stage_of)):
-            peer = stage_of[_source(message)]
+            peer = stage_of[_producing_chunk(message)]
             if peer != stage:
                 before[max(0, index - ahead)].append(Receive(*message, peer))
     program: list[Instruction] = []
@@ -239,7 +235,7 @@ def _with_messages(
     for instruction, receives in zip(instructions, before, strict=True):
         program += receives
         if (message := needed(instruction, len(stage_of))) and (
-            peer := stage_of[_source(message)]
+            peer := stage_of[_producing_chunk(message)]
         ) != stage:
             arrived = [
                 i
@@ -294,7 +290,6 @@ def _without_backward(instructions: Sequence[Instruction], first: int) -> Iterat
                 yield instruction
 
 
-def _source(message: Message) -> int:
-    """Return the chunk that produces a message."""
+def _producing_chunk(message: Message) -> int:
     what, chunk, _ = message
     return chunk - 1 if what == "activation" else chunk + 1

@@ -51,7 +51,7 @@ class Pipeline:
     ):
         """Build this rank's stages and programs.
 
-        chunks      the units of each chunk of the model
+        chunks     the units of each chunk of the model
         transport  of the pipeline's stages; its ranks are the stages
         dtype      of the messages between stages
         now        of the layer factory that made the units
@@ -83,7 +83,6 @@ class Pipeline:
         self.input_shape = cache(partial(input_shape, chunks))
 
     def _stage(self, units: Sequence[Unit], replication: Any, *rest: Any) -> Stage:
-        """Return the stage that trains one chunk."""
         return Stage(units, replication, *rest)
 
     def train(

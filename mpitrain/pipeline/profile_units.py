@@ -80,10 +80,10 @@ def by_time(
     The cost of a unit is its share of a rank's total time, averaged over the ranks. A stage is as
     fast as its slowest rank.
 
-    seconds  of each unit, by rank
-    stages   the stage of each rank
-    stage_of    the stage of each chunk
-    raises   ConfigError if there are fewer units than chunks
+    seconds   of each unit, by rank
+    stages    the stage of each rank
+    stage_of  the stage of each chunk
+    raises    ConfigError if there are fewer units than chunks
     """
     totals = [sum(of_rank) for of_rank in seconds]
     costs = [

@@ -45,7 +45,6 @@ def word(instruction: Compute) -> str:
 
 
 def write_plan(path: Path, plan: Plan) -> None:
-    """Write a plan to a schedule file."""
     lists = ",\n".join(f'  "{" ".join(map(word, instructions))}"' for instructions in plan.lists)
     write_whole(path, f'{{"place": {json.dumps(plan.stage_of)},\n "stages": [\n{lists}\n]}}\n')
 
@@ -158,7 +157,6 @@ def check(plan: Plan, name: str, micro_batches: int | None = None) -> None:
 
 
 def _misplaced(plan: Plan) -> Sequence[str]:
-    """Return faults of placement: chunks without a stage, and instructions on a wrong stage."""
     stages = len(plan.lists)
     faults = [
         f"chunk {chunk} is on stage {stage}, but there are stages 0 to {stages - 1}"
@@ -189,10 +187,7 @@ def _home(plan: Plan, chunk: int) -> str:
 
 
 def _incomplete(plan: Plan) -> Sequence[str]:
-    """Return missing, repeated and unordered instructions.
-
-    In each chunk every micro-batch goes forward once, then once through each half of the backward.
-    """
+    """In each chunk a micro-batch goes forward once, then once through each half of the backward."""
     faults = []
     for chunk, stage in enumerate(plan.stage_of):
         of_chunk = [i for i in plan.lists[stage] if i.chunk == chunk]

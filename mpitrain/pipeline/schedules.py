@@ -100,8 +100,8 @@ def one_f_one_b(s: int, p: int, m: int) -> list[Compute]:
         for k in range(m)
         for pair in (
             (s + 2 * k, Forward(s, k)),
-            (_turn(s, p, k), BackwardInput(s, k)),
-            (_turn(s, p, k) + 0.5, BackwardWeight(s, k)),
+            (_backward_key(s, p, k), BackwardInput(s, k)),
+            (_backward_key(s, p, k) + 0.5, BackwardWeight(s, k)),
         )
     )
 
@@ -120,14 +120,13 @@ def zero_bubble(s: int, p: int, m: int) -> list[Compute]:
         for k in range(m)
         for pair in (
             (s + 2 * k, Forward(s, k)),
-            (_turn(s, p, k), BackwardInput(s, k)),
+            (_backward_key(s, p, k), BackwardInput(s, k)),
             (2 * p - 1 + s + 2 * k + 0.5, BackwardWeight(s, k)),
         )
     )
 
 
-def _turn(s: int, p: int, k: int) -> int:
-    """Return the key of a backward in 1F1B."""
+def _backward_key(s: int, p: int, k: int) -> int:
     return 2 * p - 1 - s + 2 * k
 
 

@@ -113,11 +113,7 @@ def _in_order(records: np.ndarray) -> np.ndarray:
 def _head(
     text: bytes,
 ) -> tuple[dict[str, Any], list[tuple[str, Sequence[int]]], list[tuple[float, float]]]:
-    """Return the facts, names and clocks of a head.
-
-    Reading stops at the first invalid line. A rank that was killed while it wrote leaves such a
-    line.
-    """
+    """Reading stops at the first invalid line, as a rank leaves that was killed while it wrote."""
     facts: dict[str, Any] = {}
     names, clocks = list[tuple[str, Sequence[int]]](), list[tuple[float, float]]()
     for line in text.rstrip(b"\0").split(b"\n"):

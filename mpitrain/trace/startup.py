@@ -124,7 +124,6 @@ def _names(home: Directory, name: str) -> list[str]:
 
 
 def _is_trace(folder: Directory, name: str) -> bool:
-    """Return whether a file is a trace that a rank of this user wrote."""
     facts = folder.facts(name)
     return bool(
         TRACE.fullmatch(name)

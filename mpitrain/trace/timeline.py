@@ -196,7 +196,6 @@ def _checked(trace: Trace, rank: int, file: Path) -> Trace:
 
 
 def _on_one_clock(trace: Trace) -> Trace:
-    """Return the trace with its times on the clock of rank 0."""
     records, has_ended = trace.records.copy(), trace.records["end"] > 0
     records["start"] = on_the_clock_of_rank_0(records["start"], trace.clocks)
     records["end"][has_ended] = on_the_clock_of_rank_0(records["end"][has_ended], trace.clocks)
@@ -225,7 +224,6 @@ def last_sign(trace: Trace) -> float:
 
 
 def described(trace: Trace, record: Any) -> str:
-    """Return a record as text."""
     what, _ = trace.names[record["what"]]
     phase = PHASES[record["phase"]]
     text = (

@@ -1,7 +1,7 @@
 """Model averaging: each worker updates its own parameters, and the model is their average."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -164,7 +164,9 @@ class LocalUpdate(AgreeAndUpdate):
         self.store.resume()
 
     def finish(self, mine: StepInput) -> StepResult:
-        own, config = self.update(mine, _alone), self.replica.config
+        # Most steps have no all-reduce: the sums of `agree` are this rank's own numbers.
+        own = self.update(mine, lambda *numbers: numbers)
+        config = self.replica.config
         with self.replica.exposed:
             is_end_of_period = (mine.number + 1) % config.replication.period == 0
             self.store.is_current = False
@@ -177,11 +179,7 @@ class LocalUpdate(AgreeAndUpdate):
         return result._replace(comm_s=own.comm_s + self.replica.exposed.take())
 
     def _exchange(self, step_input: StepInput, own: StepResult) -> StepResult:
-        """Sum this step's loss and the counts since the last exchange over all ranks; collective.
-
-        The counts are non-finite elements, skipped updates and stop requests.
-        returns  the step's result, equal on all ranks
-        """
+        """Return the step's result, equal on all ranks; collective."""
         weight = self._weight
         self._numbers[:3] = (
             (weight * (own.loss * own.counted), weight * own.grad_norm**2, step_input.ignored)
@@ -207,11 +205,6 @@ class LocalUpdate(AgreeAndUpdate):
         """Return each worker's optimizer state, and the state of the mixer."""
         own = [buffer._replace(kind="mean") for buffer in super().state()]
         return [*own, *self._mixer.state()]
-
-
-def _alone(*numbers: float) -> Sequence[float]:
-    """Return this rank's own numbers. `LocalUpdate` does not all-reduce them at every step."""
-    return numbers
 
 
 def averaging(

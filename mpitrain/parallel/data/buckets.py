@@ -170,10 +170,9 @@ class Buckets(LocalGradients):
     def ready(self, unit: int, is_last: bool) -> None:
         super().ready(unit, is_last)
         if self._overlap and is_last:
-            self._start(unit)
+            self._start_completed(unit)
 
-    def _start(self, unit: int) -> None:
-        """Start each bucket that this unit's gradient completes."""
+    def _start_completed(self, unit: int) -> None:
         for missing, reduction in zip(self._missing, self._active, strict=True):
             if unit in missing:
                 missing.remove(unit)
@@ -181,7 +180,6 @@ class Buckets(LocalGradients):
                     self._mover.start(reduction)
 
     def poll(self) -> None:
-        """Progress the started reductions."""
         self._mover.poll()
 
     def wait(self) -> None:
@@ -190,7 +188,7 @@ class Buckets(LocalGradients):
             return
         for reduction in self._tied:
             reduction.run()
-        self._start(SUMMED)
+        self._start_completed(SUMMED)
         self._mover.wait()
         self._learn()
 
@@ -201,10 +199,7 @@ class Buckets(LocalGradients):
         self._learn()
 
     def _learn(self) -> None:
-        """Pass the sums of exact steps to the wire format, before its lossy reductions begin.
-
-        The format updates its prediction from them.
-        """
+        """Pass the sums of exact steps to the wire format, which adapts its prediction to them."""
         for used, lossy, view in zip(self._active, self._lossy, self._views, strict=True):
             if lossy and used is not lossy and lossy.learn:
                 lossy.learn(view)

@@ -95,7 +95,6 @@ def agreed(
 
 
 def _check(arrays: list[Any], all_facts: list[list[Any]]) -> None:
-    """Raise ConfigError unless these parameters of one rank can be replicated."""
     if not arrays:
         raise ConfigError(
             "Replicated needs parameters, but the list is empty.",

@@ -117,7 +117,6 @@ class Replicated:
         self._broadcast()
 
     def _broadcast(self) -> None:
-        """Overwrite the parameters of all ranks with those of rank 0; collective."""
         for leaf, array in zip(self._leaves, self._parameters, strict=True):
             copy_rows(leaf.array, array)
         self._grid.dp.broadcast(self._reducer.buffer)

@@ -170,7 +170,6 @@ class ShardedGradients(GradientReducer):
         return self._trees[unit]
 
     def ready(self, unit: int, is_last: bool) -> None:
-        """Report a unit's gradient of one micro-batch, and start each bucket that it completes."""
         for bucket in self._used[unit] if is_last or not self._is_once else ():
             self._missing[bucket].remove(unit)
             if not self._missing[bucket]:
@@ -182,7 +181,7 @@ class ShardedGradients(GradientReducer):
                 self._under_way[self.slots.slot[bucket]] = bucket, is_last
         if not self._overlap:
             with self._exposed:
-                self._settle()
+                self._end_all()
 
     def _end(self, slot: int) -> None:
         """Wait for the running reduction in a slot, if there is one, and add its result to the
@@ -202,18 +201,16 @@ class ShardedGradients(GradientReducer):
             self._totalled.append(self._totals[bucket])
 
     def poll(self) -> None:
-        """Progress the started reductions."""
         self.engine.poll()
 
-    def _settle(self) -> None:
-        """Block until all started reductions are summed."""
+    def _end_all(self) -> None:
         for slot in [*self._under_way]:
             self._end(slot)
         while self._totalled:
             self.engine.wait(self._totalled.pop(0))
 
     def wait(self) -> None:
-        self._settle()
+        self._end_all()
         for reduction in self._tied:
             reduction.run()
 

@@ -134,10 +134,9 @@ class StageUpdate(AgreeAndUpdate):
         # The value is the time at which the last backward of a step had ended.
         self._ended: dict[int, float] = {}
         self._wish = False
-        self._empty()
+        self._reset_counts()
 
-    def _empty(self) -> None:
-        """Restart all counts; the pipeline is empty."""
+    def _reset_counts(self) -> None:
         # `_masks` has the arguments of `ignore` for each step begun.
         # `_numbers` lists the steps begun; `_stop_after` is the index of the last one, if known.
         # `_turns` counts the backwards begun, `_released` the known results.
@@ -151,8 +150,8 @@ class StageUpdate(AgreeAndUpdate):
         self._unread: deque[int] = deque()
         self._stop_after: int | None = None
 
-    def _updates(self) -> int:
-        """Return the number of updates in a step."""
+    @property
+    def _updates_per_step(self) -> int:
         return self._micro_batches // self.every
 
     def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
@@ -165,7 +164,6 @@ class StageUpdate(AgreeAndUpdate):
         self.store.steps = len(self._numbers)
 
     def ignore(self, targets: Sequence[int], predictions: int) -> None:
-        """Record the ignored targets of the newest step, as `Replication.ignore`."""
         self._masks[-1] = targets, predictions
 
     def rows_of_update(self, micro: int) -> int:
@@ -208,7 +206,7 @@ class StageUpdate(AgreeAndUpdate):
         returns  whether a new gradient begins with this micro-batch
         """
         if self._turns >= self._stages:
-            self._read()
+            self._read_control_message()
         is_new = self._turns % self.every == 0
         if is_new:
             super().begin(self._numbers[self._turns // self._micro_batches])
@@ -257,7 +255,7 @@ class StageUpdate(AgreeAndUpdate):
         span = self.recorder.compute(self.update_name, UPDATE)
         self.store.advance()
         if counted and math.isfinite(squares):
-            count = step * self._updates() + micro % self._micro_batches // self.every
+            count = step * self._updates_per_step + micro % self._micro_batches // self.every
             lr = learning_rate(config.optimizer, step, config.run.steps)
             self.apply(self.factor(math.sqrt(squares)) / counted, lr, count)
         self.recorder.end(span)
@@ -275,8 +273,7 @@ class StageUpdate(AgreeAndUpdate):
         self._sum_of_ignored.run()
         return counted_fraction(float(self._ignored[0]), self.rows_of_update(at) * predictions)
 
-    def _read(self) -> None:
-        """Wait for the oldest running control message."""
+    def _read_control_message(self) -> None:
         micro = self._unread.popleft()
         wait = self.recorder.wait(self._control_name)
         with self.replica.exposed:
@@ -287,7 +284,6 @@ class StageUpdate(AgreeAndUpdate):
             self._stop_after = (micro + 2 * self._stages - 1) // self._micro_batches
 
     def poll(self) -> None:
-        """Progress the control messages."""
         for micro in self._unread:
             self._telling[micro % self._stages].poll()
 
@@ -316,7 +312,7 @@ class StageUpdate(AgreeAndUpdate):
             )
             counted = counted_fraction(ignored, config.batch.size * self._masks[at][1])
             losses = losses / counted if counted else math.nan
-            norm = math.sqrt(squares / self._updates()) if squares >= 0 else math.nan
+            norm = math.sqrt(squares / self._updates_per_step) if squares >= 0 else math.nan
             stops = is_end and at == steps - 1 and self._stop_after is not None
             self._newest = self._known[step] = StepResult(
                 losses,
@@ -340,10 +336,10 @@ class StageUpdate(AgreeAndUpdate):
         if not self._numbers:
             return
         while self._unread:
-            self._read()
+            self._read_control_message()
         self._release(len(self._numbers), is_end=True)
         self.store.drain()
-        self._empty()
+        self._reset_counts()
 
 
 class StashedRows(ReplicaRows):

@@ -180,5 +180,4 @@ class GatheredOnUse(ParameterStore):
 
 
 def _elements(entries: Sequence[Entry]) -> int:
-    """Return the number of elements of a bucket's tensors, without padding."""
     return sum(entry.stop - entry.start for entry in entries)

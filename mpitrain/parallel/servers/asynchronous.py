@@ -173,7 +173,7 @@ class AsyncWork(AgreeAndUpdate):
             self._known[step] = outcome
 
     def _pull_as(self, kind: int) -> None:
-        """Pull the parameters of all servers. Each server sends its current version."""
+        """Pull the parameters of all servers, and the servers' versions."""
         asked = _filled(kind)
         requests = []
         for server in self._servers:
@@ -252,7 +252,6 @@ class AsyncServing(AgreeAndUpdate):
         return self._known.pop(step)
 
     def _serve(self) -> None:
-        """Wait for the next header and serve its request."""
         source = self._line.wait_for_header(self._heard)
         asked, *numbers = self._heard.tolist()
         self._answers = [request for request in self._answers if not request.test()]
@@ -284,12 +283,11 @@ class AsyncServing(AgreeAndUpdate):
         self._pulls = []
         staleness = self._updates - int(version)
         # AdamW's step count is the number of updates made.
-        self.apply(scale, lr * self._factor(staleness), self._applied_before + self._updates)
+        self.apply(scale, lr * self._lr_factor(staleness), self._applied_before + self._updates)
         self._updates += 1
         return staleness
 
-    def _factor(self, staleness: int) -> float:
-        """Return the factor of the learning rate for a gradient of this staleness."""
+    def _lr_factor(self, staleness: int) -> float:
         chosen = self.replica.config.replication.async_lr
         named = {"1/workers": 1 / len(self._workers), "staleness": 1 / (1 + staleness)}
         return named[chosen] if chosen in named else float(chosen)

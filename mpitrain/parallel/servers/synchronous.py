@@ -233,8 +233,8 @@ class ServedUpdate(AgreeAndUpdate):
             sum(float(report[number]) for report in self._reports.values()) for number in range(3)
         )
         step_input = mine._replace(targets=int(self._reports[0][3]))  # a server has no rows
-        _, squares, nonfinite = self.replica.gradient_stats(None, self.reducer.squared)
-        self._squares[:] = squares / self.skips.scale.value**2, nonfinite, step_input.stop
+        _, squares, own_nonfinite = self.replica.gradient_stats(None, self.reducer.squared)
+        self._squares[:] = squares / self.skips.scale.value**2, own_nonfinite, step_input.stop
         self._agree_on_squares.run()
         squares, nonfinite, servers_stop = self._squares.tolist()
         totals = self._answer[:5] = (loss, squares, nonfinite, stop + servers_stop, ignored)

@@ -84,7 +84,6 @@ class Column(Linear):
         self._rows, self._runs, self._whole = layers.rows, runs, outputs
 
     def _base(self) -> list[Parameter]:
-        """Return this rank's rows of the weight and of the bias."""
         parameters = []
         for p in super()._base():
             rest = p.shape[1:]
@@ -248,7 +247,6 @@ class RowParallelLinear(Linear):
         }[activation]
 
     def _base(self) -> list[Parameter]:
-        """Return this rank's columns of the weight, and the whole bias."""
         (weight,) = super()._base()
         columns = (slice(0, self.outputs), slice(self._run.start, self._run.stop))
         weight = weight._replace(shape=(self.outputs, self._whole), slices=(columns,))
@@ -355,7 +353,6 @@ class ReplicatedLinear(FusedLinear):
         super().__init__(layers.ops, *arguments)
 
     def _base(self):
-        """Return the parameters, marked as replicated in the tensor-parallel group."""
         return [p._replace(holders="tp") for p in super()._base()]
 
 

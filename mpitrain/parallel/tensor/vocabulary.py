@@ -172,5 +172,4 @@ class VocabParallelCrossEntropy:
 
 
 def _dtype_of_facts(logits: Any) -> str:
-    """Return the dtype for maxima and sums of rows: float64 for float64 logits, else float32."""
     return "float64" if logits.dtype == "float64" else "float32"

@@ -142,7 +142,6 @@ def _message(trace: Trace, record: Any, started: Counter[tuple]) -> OpenMessage:
 
 
 def _call(trace: Trace, what: int) -> Call:
-    """Return a name with its ranks."""
     name, ranks = trace.names[what]
     return name, tuple(ranks)
 

@@ -75,35 +75,28 @@ def described_finding(
 
 
 def named(state: RankState) -> str:
-    """Return a rank with its host."""
     return f"rank {state.rank} on {state.host}"
 
 
 def _waiter(finding: Finding, by_rank: Mapping[int, RankState], now: float) -> str:
-    """Return a clause about the rank that has waited longest, or ""."""
     if finding.waiter is None:
         return ""
     return f"; {_waits(by_rank[finding.waiter], now)}"
 
 
-def _waits(state: RankState, now: float, other: int | None = None) -> str:
-    """Return a clause about the wait of a rank.
-
-    other  the rank that it waits for, if it is known
-    """
+def _waits(state: RankState, now: float, awaited: int | None = None) -> str:
     wait = state.wait
     if wait is None:
         return f"{named(state)} does not wait"
     content = _content(wait.message) if wait.message else wait.name
-    of = f" of rank {other}" if other is not None else ""
-    if other is None and wait.message:
+    of = f" of rank {awaited}" if awaited is not None else ""
+    if awaited is None and wait.message:
         peer = wait.message.receiver if wait.message.is_sent else wait.message.sender
         of = f" of rank {peer}"
     return f"{named(state)} has waited for {content}{of} for {now - wait.since:.0f} s"
 
 
 def _content(message: OpenMessage) -> str:
-    """Return the content of a message as text."""
     content = message.name or (
         f"a message of tag {message.tag}" if message.tag >= 0 else "a message"
     )
@@ -111,7 +104,6 @@ def _content(message: OpenMessage) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Return rank numbers as text."""
     more = f" and {len(ranks) - LISTED} more" if len(ranks) > LISTED else ""
     numbers = ", ".join(map(str, ranks[:LISTED]))
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers}{more}"
