@@ -103,14 +103,14 @@ def chosen_targets(every: Sequence[Target], patterns: Sequence[str]) -> list[Tar
 
 
 def _whole(every: Sequence[Target], target: Target) -> range:
-    return next(one.rows for one in every if one.layer == target.layer and not one.region)
+    return next(whole.rows for whole in every if whole.layer == target.layer and not whole.region)
 
 
 def _listed(every: Sequence[Target]) -> str:
     """Return the last components of all names, and two full names as examples."""
     if not every:
         return "none, for this model has no linear layer that can be adapted"
-    short = dict.fromkeys(name.rpartition(".")[2] for one in every for name in one.names())
+    short = dict.fromkeys(name.rpartition(".")[2] for target in every for name in target.names())
     return f"{', '.join(short)}; {' and '.join(dict.fromkeys(every[0].names()))}"
 
 

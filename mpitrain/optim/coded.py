@@ -44,7 +44,6 @@ def coded_bytes(storage: Storage, buffers: int) -> float:
             else storage.dtype.itemsize
         )
         for entry in storage.entries
-        if entry.parameter.trainable
     )
 
 
@@ -216,12 +215,12 @@ class CodedUpdates:
         """Update the parameters of a piece in place, region by region."""
         arguments, state = self._arguments(update), self.state.values()
         for region in self._regions[piece]:
-            here, values, scales = region.run, region.values, region.scales
+            run, values, scales = region.run, region.values, region.scales
             if scales:
                 step = partial(
                     self._coded,
-                    parameters[here],
-                    gradients[here],
+                    parameters[run],
+                    gradients[run],
                     *(buffer.codes[values] for buffer in state),
                     *(buffer.scales[scales] for buffer in state),
                     lead=region.lead,
@@ -229,8 +228,8 @@ class CodedUpdates:
             else:
                 step = partial(
                     self._plain,
-                    parameters[here],
-                    gradients[here],
+                    parameters[run],
+                    gradients[run],
                     *(buffer.plain[values] for buffer in state),
                 )
             step(
@@ -239,5 +238,5 @@ class CodedUpdates:
                 weight_decay=region.group.weight_decay,
                 arena=update.arena,
                 **arguments,
-                **({} if mirror is None else {"mirror": mirror[here]}),
+                **({} if mirror is None else {"mirror": mirror[run]}),
             )

@@ -51,10 +51,8 @@ def laid_out(entries: Iterable[Entry], shape: Shape, start: int = 0) -> list[Ent
 
 
 def touched(storage: Storage, piece: Piece) -> list[Entry]:
-    """Return the trainable tensors with elements in a piece."""
-    return [
-        entry for entry in storage.entries if entry.parameter.trainable and overlap(entry, piece)
-    ]
+    """Return the trained tensors with elements in a piece."""
+    return [entry for entry in storage.entries if overlap(entry, piece)]
 
 
 def blocks(tensor: Parameter, start: int, stop: int) -> list[MatrixBlock]:

@@ -95,22 +95,22 @@ class Results:
         compute  (operand in the tensor's shape): overwrites it by the result
         """
         self._exchange(to_owner=True)
-        for one in self.tensors.values():
-            if one.is_owner:
-                compute(one.array.reshape(one.tensor.local_shape))
+        for divided in self.tensors.values():
+            if divided.is_owner:
+                compute(divided.array.reshape(divided.tensor.local_shape))
         self._exchange(to_owner=False)
 
     def _exchange(self, to_owner: bool) -> None:
         requests = list[Request]()
-        for one in self.tensors.values():
+        for divided in self.tensors.values():
             start = (
                 self._transport.start_recv
-                if one.is_owner == to_owner
+                if divided.is_owner == to_owner
                 else self._transport.start_send
             )
-            peers = one.others.items() if one.is_owner else [(one.owner, None)]
+            peers = divided.others.items() if divided.is_owner else [(divided.owner, None)]
             for rank, elements in peers:
-                array = one.array if elements is None else one.array[slice(*elements)]
+                array = divided.array if elements is None else divided.array[slice(*elements)]
                 requests.append(start(array, rank, self._tag))
         for request in requests:
             request.wait()

@@ -87,8 +87,8 @@ def by_time(
     """
     totals = [sum(of_rank) for of_rank in seconds]
     costs = [
-        fmean(one / total for one, total in zip(each, totals, strict=True))
-        for each in zip(*seconds, strict=True)
+        fmean(spent / total for spent, total in zip(of_unit, totals, strict=True))
+        for of_unit in zip(*seconds, strict=True)
     ]
     slowest = {
         stage: max(total for total, its in zip(totals, stages, strict=True) if its == stage)

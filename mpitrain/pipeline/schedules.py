@@ -391,4 +391,6 @@ def _are_instructions(lists: list[list[Compute]]) -> bool:
 
 
 def _are_numbers(numbers: Sequence[int]) -> bool:
-    return isinstance(numbers, Sequence) and all(type(one) is int and one >= 0 for one in numbers)
+    return isinstance(numbers, Sequence) and all(
+        type(number) is int and number >= 0 for number in numbers
+    )

@@ -102,10 +102,7 @@ class SkippedByWorker(SkippedUpdates):
         super().restore(scalars)
         workers, me = self._workers.size, self._workers.rank
         # The condition is true if the checkpoint has as many workers as this run.
-        if [_skipped_by(worker) in scalars for worker in (workers - 1, workers)] == [
-            True,
-            False,
-        ]:
+        if _skipped_by(workers - 1) in scalars and _skipped_by(workers) not in scalars:
             self.number = int(scalars[_skipped_by(me)])
 
 

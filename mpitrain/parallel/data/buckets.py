@@ -160,7 +160,7 @@ class Buckets(LocalGradients):
             (self._dense, self._lossy) if step < self._dense_steps else (self._lossy, self._dense)
         )
         both = zip(first, second, strict=True)
-        self._active: list[Reduction] = [one or other for one, other in both]  # type: ignore[misc]
+        self._active: list[Reduction] = [preferred or fallback for preferred, fallback in both]  # type: ignore[misc]
         self._missing = [*map(set, self._writers)]
 
     @property

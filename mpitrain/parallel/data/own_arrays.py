@@ -70,7 +70,7 @@ def agreed(
                 f"Replicated needs parameters, but they are a {type(parameters).__name__}.",
                 "Pass the arrays themselves, for example list(model.parameters()).",
             )
-        arrays[:] = [as_array(one, f"Parameter {n}") for n, one in enumerate(parameters)]
+        arrays[:] = [as_array(array, f"Parameter {n}") for n, array in enumerate(parameters)]
         all_facts = [facts_of(array) for array in arrays]
         _check(arrays, all_facts)
         kind, dtype = all_facts[0][:2]

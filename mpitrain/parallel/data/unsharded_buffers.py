@@ -70,8 +70,8 @@ class UnshardedBuffers:
             start = sum(lengths[:slot])
             self.views[bucket] = view = flat[start : start + bucket.stop - bucket.start]
             for entry in storage.within(bucket):
-                here = entry._replace(start=entry.start - bucket.start)
-                self.tensors[entry.name] = here.view(view)
+                in_bucket = entry._replace(start=entry.start - bucket.start)
+                self.tensors[entry.name] = in_bucket.view(view)
 
     def bind(self, bind: Callable[[Any], Reduction]) -> dict[Bucket, Reduction]:
         """Bind a reduction for each bucket; collective.

@@ -53,8 +53,8 @@ class WholeParameters(ParameterStore):
 
     def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
         for piece, parameters in self.owned.items():
-            here = slice(piece.start, piece.stop)
-            apply(piece, parameters, None if self.mirror is None else self.mirror[here])
+            mirror = None if self.mirror is None else self.mirror[piece.start : piece.stop]
+            apply(piece, parameters, mirror)
 
     def loaded(self) -> None:
         if self._replica.device.mirror:

@@ -173,9 +173,9 @@ class MasterRows(ReplicaRows):
 def master(replica: ReplicationContext) -> Replication:
     """Return master-worker data parallelism (as torch.nn.DataParallel); collective.
 
-    Rank 0 takes the loss and updates. It scatters rows and broadcasts parameters. It gathers all logits and sends back their
-    gradients. It updates from the sum of all gradients, and only rank 0 has optimizer state.
-    Broadcasts and sums use binomial trees.
+    Rank 0 scatters rows and broadcasts parameters. It gathers all logits, takes the loss, and sends
+    back the gradients of the logits. It updates from the sum of all gradients, and only rank 0 has
+    optimizer state. Broadcasts and sums use binomial trees.
 
     A step of n ranks sends the following bytes, without the control message. The parameters have S
     bytes. Rank r has X(r) bytes of rows, targets included, L(r) of logits and Y(r) of targets.

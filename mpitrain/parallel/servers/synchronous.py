@@ -13,6 +13,7 @@ source      Li et al. 2014, Scaling Distributed Machine Learning with the Parame
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -113,7 +114,7 @@ class PushAndPull(AgreeAndUpdate):
         pulls = [line.start_recv(answers[server], self._pull[server], server) for server in answers]
         ends = [line.start_send(self._report, [], server) for server in answers]
         self.reducer.wait()
-        for request in [request for requests in (*ends, *pulls) for request in requests]:
+        for request in chain(*ends, *pulls):
             request.wait()
         self.store.loaded()
         first, *_ = answers.values()  # all servers send the same numbers
@@ -243,7 +244,7 @@ class ServedUpdate(AgreeAndUpdate):
             number = step_input.number - self.skips.number
             self.apply(self.factor(outcome.grad_norm) / outcome.counted, step_input.lr, number)
         answers = [line.start_send(self._answer, self.store.views, worker) for worker in workers]
-        for request in [request for requests in answers for request in requests]:
+        for request in chain(*answers):
             request.wait()  # the next update must not overwrite parameters still being sent
         return self.skips.conclude(outcome)
 

@@ -67,7 +67,7 @@ def first_divergence(states: Sequence[RankState], now: float, quiet: float) -> F
     if any(now - state.since < quiet for state in states):
         return Finding(MOVING)
     pending = (message for state in states for message in state.messages)
-    if message := next((one for one in pending if _missing(one, by_rank)), None):
+    if message := next((message for message in pending if _missing(message, by_rank)), None):
         return _finding_of(message)
     return Finding(UNKNOWN, [], min(states, key=waited_since).rank)
 
@@ -222,7 +222,8 @@ def _sides(states: Sequence[RankState], by_rank: Mapping[int, RankState]) -> dic
     Ranks of one call whose numbers of calls differ are on different sides, and so are ranks of
     different groups.
     """
-    calls = [(one.wait.name, one.wait.ordinal, one.wait.ranks) for one in states if one.wait]
+    waits = [state.wait for state in states if state.wait]
+    calls = [(wait.name, wait.ordinal, wait.ranks) for wait in waits]
     is_repeated = len({name for name, *_ in calls}) < len(set(calls))
     sides: dict[str, list[int]] = {}
     for state in by_rank.values():
@@ -240,7 +241,7 @@ def _missing(message: OpenMessage, by_rank: Mapping[int, RankState]) -> bool:
         return False
     if sender.step != receiver.step:
         return False
-    return not any(one.is_sent and one.key == message.key for one in sender.messages)
+    return not any(sent.is_sent and sent.key == message.key for sent in sender.messages)
 
 
 def is_lost(message: OpenMessage, by_rank: Mapping[int, RankState]) -> bool:
