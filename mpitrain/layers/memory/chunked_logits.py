@@ -40,11 +40,9 @@ class ChunkedHead:
         self.head, self.count = head, count
 
     def parameters(self) -> list[Parameter]:
-        """Return the parameters of the head."""
         return self.head.parameters()
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the logits for an input of this shape."""
         return self.head.output_shape(shape)
 
     def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
@@ -57,7 +55,6 @@ class ChunkedHead:
         return self.summed(dy.sums, arena).reshape(saved), dy.dw
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
-        """Write the gradient of the weight, or add to it."""
         if "weight" not in dw:
             return
         target, ops = dw["weight"], self.head.ops

@@ -102,7 +102,6 @@ class Column(Linear):
         return y, self._rows.kept(saved, x)
 
     def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
-        """Return `saved` of `forward`."""
         if self.activation:
             return self.forward(w, x, arena)[1]
         return self._rows.kept(super().saved_again(w, self._rows.whole(x), arena), x)
@@ -367,7 +366,6 @@ class ReplicatedNorm(LayerNorm):
         self._partial = layers.rows.partial
 
     def parameters(self):
-        """Return the parameters, marked as replicated in the tensor-parallel group."""
         return [p._replace(holders="tp", partial=self._partial) for p in super().parameters()]
 
 
