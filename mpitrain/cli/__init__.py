@@ -86,9 +86,9 @@ class CommandGroup(click.Group):
 
     def sentences(self, context: click.Context) -> list[tuple[str, str]]:
         return [
-            (name, found.get_short_help_str(1000))
+            (name, command.get_short_help_str(1000))
             for name in self.list_commands(context)
-            if (found := self.get_command(context, name))
+            if (command := self.get_command(context, name))
         ]
 
 

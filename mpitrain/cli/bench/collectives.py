@@ -200,7 +200,10 @@ def _request(name: str, options: dict[str, Any]) -> Any:
 
     algorithms = () if options["algorithm"] == "all" else options["algorithm"].split(",")
     if name == "allreduce":
-        algorithms = [file_algorithm(one) if is_file(one) else one for one in algorithms]
+        algorithms = [
+            file_algorithm(algorithm) if is_file(algorithm) else algorithm
+            for algorithm in algorithms
+        ]
     for algorithm in algorithms:
         check_name(f"{name} algorithm", algorithm, names(name))
     places = options["buffers"].split(",")

@@ -23,10 +23,10 @@ class Names(click.ParamType):
     def convert(
         self, value: Any, parameter: click.Parameter | None, context: click.Context | None
     ) -> tuple[str, ...]:
-        found = tuple(value.split(",")) if isinstance(value, str) else value
-        if wrong := [name for name in found if name not in self._known]:
+        names = tuple(value.split(",")) if isinstance(value, str) else value
+        if wrong := [name for name in names if name not in self._known]:
             self.fail(f"{wrong[0]!r} is none of {', '.join(self._known)}.")
-        return found
+        return names
 
 
 @click.command("gemm")

@@ -28,10 +28,10 @@ class Bytes(click.ParamType):
     ) -> int:
         if isinstance(value, int):
             return value
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", value.strip(), re.IGNORECASE)
-        if not found:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", value.strip(), re.IGNORECASE)
+        if not match:
             self.fail(f"{value!r} is no number of bytes; write 4096, 64K, 1.5M or 2G.")
-        size = float(found[1]) * UNITS[found[2].upper()]
+        size = float(match[1]) * UNITS[match[2].upper()]
         if size > MOST_BYTES:
             self.fail(f"{value!r} is more than 1024G.")
         return int(size)

@@ -20,21 +20,21 @@ LEAST_ROUNDS = 5
 
 def _absent(context: Any, option: Any, entries: tuple[str, ...]) -> dict[str, str]:
     """Return {node: reason} of the options --absent NODE=REASON."""
-    found = {}
+    reasons = {}
     for entry in entries:
         node, _, reason = entry.partition("=")
         if not node or not reason:
             raise click.BadParameter(f"{entry!r} is not NODE=REASON.")
-        found[node] = reason
-    return found
+        reasons[node] = reason
+    return reasons
 
 
-def _words(context: Any, option: Any, given: str | None) -> list[str]:
+def _words(context: Any, option: Any, line: str | None) -> list[str]:
     """Split the command of --agent into words, as a shell does."""
     try:
-        return shlex.split(given or "")
+        return shlex.split(line or "")
     except ValueError as error:
-        raise click.BadParameter(f"{given}: {error}") from None
+        raise click.BadParameter(f"{line}: {error}") from None
 
 
 @click.command()
@@ -224,11 +224,11 @@ def _certify(transport: Any, options: dict[str, Any], shown: ShownVerdicts, stop
     files = options["json_file"], options["junit_file"]
     is_root = transport.rank == 0
 
-    def limits() -> dict[str, Any]:
+    def read() -> dict[str, Any]:
         # Only rank 0 reads the file: other hosts may not have it.
         return (read_limits(expect) if expect and is_root else Limits()).model_dump()
 
-    found = Limits(**from_all_ranks(transport, limits)[0])
+    limits = Limits(**from_all_ranks(transport, read)[0])
     on_all_ranks(transport, lambda: check_folder(folder))
     on_all_ranks(transport, lambda: check_files(transport.rank, files))
 
@@ -242,10 +242,10 @@ def _certify(transport: Any, options: dict[str, Any], shown: ShownVerdicts, stop
 
     facts = header(transport, "certify", "cpu", sys.argv[1:])
     measured = collect(
-        transport, found, folder, options["rounds"], sampler(), findings, options["absent"]
+        transport, limits, folder, options["rounds"], sampler(), findings, options["absent"]
     )
     for evidence in measured:
-        certificate = judge(evidence, found)
+        certificate = judge(evidence, limits)
         if not certificate.awaits:
             stop.note()
         if is_root:

@@ -46,17 +46,17 @@ def nodes(environ: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys(system.nodes(environ))) if system else []
 
 
-def ranks_of(found: Allocation | None, ppn: int = 0) -> int:
+def ranks_of(granted: Allocation | None, ppn: int = 0) -> int:
     """Return the number of ranks of the allocation; ConfigError outside one.
 
     ppn  ranks of each of its hosts; 0: as the batch system counts them
     """
-    if not found or not found.ranks:
+    if not granted or not granted.ranks:
         raise ConfigError(
             "launch needs a number of ranks outside a batch job, but none is given.",
             "Give it as -n RANKS, or as --hosts a:4,b:4.",
         )
-    return ppn * found.hosts or found.ranks
+    return ppn * granted.hosts or granted.ranks
 
 
 def _count(environ: Mapping[str, str], name: str, default: int) -> int:
@@ -210,5 +210,5 @@ def slurm_cores(most: int, environ: Mapping[str, str]) -> int | None:
 
 def _cores_of_nodes(environ: Mapping[str, str]) -> list[int]:
     """Return the cores of each node, which Slurm lists for example as "4(x2),2" for 4, 4 and 2."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
-    return [int(count) for count, hosts in found for _ in range(int(hosts or 1))]
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
+    return [int(count) for count, hosts in groups for _ in range(int(hosts or 1))]

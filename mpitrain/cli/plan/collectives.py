@@ -99,9 +99,9 @@ def _plan(
     if operation == "allreduce" and is_file(algorithm):
         algorithm = file_algorithm(algorithm)
     names = [f"host {rank * hosts // ranks}" for rank in range(ranks)]
-    found = collective(operation, algorithm, names)
+    simulated = collective(operation, algorithm, names)
     check_files(0, [json_file], plot_file)
-    click.echo("\n".join(printed(found, columns())))
+    click.echo("\n".join(printed(simulated, columns())))
     if nbytes is not None:
         click.echo("\n" + "\n".join(amounts(operation, algorithm, names, nbytes)))
     outputs = Outputs()
@@ -110,12 +110,12 @@ def _plan(
         from mpitrain.tools.plan.collective_json import written
 
         with outputs.to(json_file):
-            write_whole(json_file, written(found))
+            write_whole(json_file, written(simulated))
             click.echo(f"written to {json_file}")
     if plot_file:
         from mpitrain.tools.plan.collective_picture import draw
 
         with outputs.to(plot_file):
-            draw(found, plot_file)
+            draw(simulated, plot_file)
             click.echo(f"drawn in {plot_file}")
     outputs.settle()

@@ -174,7 +174,7 @@ RESUMES = {"train", "sweep"}
 
 
 def _name(system: ScriptSystem) -> str:
-    return next(name for name, one in SYSTEMS.items() if one is system)
+    return next(name for name, row in SYSTEMS.items() if row is system)
 
 
 def _supervised(request: BatchJob, system: ScriptSystem, words: list[str]) -> list[str]:
@@ -221,13 +221,13 @@ def _resume(words: list[str]) -> list[str]:
 
 def _value(words: list[str], option: str) -> str:
     """Return the last value of an option, or ""."""
-    found = ""
+    value = ""
     for number, word in enumerate(words):
         if word == option and number + 1 < len(words):
-            found = words[number + 1]
+            value = words[number + 1]
         elif word.startswith(f"{option}="):
-            found = word.partition("=")[2]
-    return found
+            value = word.partition("=")[2]
+    return value
 
 
 def _without(words: list[str], option: str) -> list[str]:

@@ -27,8 +27,8 @@ def columns(descriptor: int = 2) -> int:
         known = os.get_terminal_size(descriptor).columns
     except OSError:
         known = 0
-    said = os.environ.get("COLUMNS", "")
-    return known or (int(said) if said.isdecimal() else 0) or USUAL
+    variable = os.environ.get("COLUMNS", "")
+    return known or (int(variable) if variable.isdecimal() else 0) or USUAL
 
 
 def width() -> int | None:

@@ -33,9 +33,9 @@ def joined(run: str, records: Iterable[Mapping[str, Any]]) -> list[Row]:
     """
     rows: dict[int, dict[str, Any]] = {}
     for record in records:
-        if found := series(record):
+        if values := series(record):
             step = int(record["step"])
-            rows[step] = found | rows.get(step, {}) | {"run": run, "step": step}
+            rows[step] = values | rows.get(step, {}) | {"run": run, "step": step}
     return [rows[step] for step in sorted(rows)]
 
 

@@ -141,10 +141,10 @@ def climb(shape: ProductShape, cache: Path | None = None) -> dict[str, Climbed]:
     compiler("The ladder of products is compiled", "choose another topic")
     launches: list[LaunchTraffic] = []
     engine = Simulator(checked=True, cache=cache, traffic=launches)
-    kernels, found = Kernels(engine, FOLDER), {}
+    kernels, climbed = Kernels(engine, FOLDER), {}
     for name, rung in RUNGS.items():
         a, b = rung.operands(shape)
         c = Arena().take((shape.M, shape.N), np.dtype(np.float32))
         kernels.launch(name, rung.grid(shape), rung.block, (*shape, a, b, c), 0, MACROS, "C")
-        found[name] = Climbed(a, b, c, launches[-1])
-    return found
+        climbed[name] = Climbed(a, b, c, launches[-1])
+    return climbed

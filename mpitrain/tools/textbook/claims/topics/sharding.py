@@ -20,8 +20,8 @@ def zero_bytes(stage: int, micro_batches: int) -> Figures:
 
 def zero_three_bytes(stage: int, micro_batches: int) -> Figures:
     """Compare the bytes of ZeRO stage 3 with 1.5 times the bytes without ZeRO."""
-    found = zero_bytes(stage, micro_batches)
-    return Figures(abs(found.value / 1.5 - 1), found.numbers)
+    figures = zero_bytes(stage, micro_batches)
+    return Figures(abs(figures.value / 1.5 - 1), figures.numbers)
 
 
 def zero_memory(layers: int) -> Figures:

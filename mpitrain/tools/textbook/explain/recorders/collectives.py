@@ -92,7 +92,7 @@ def recorder(shown: ShownCollective, title: Text) -> Callable[[str, TopicSetting
         return Explanation(
             name,
             title,
-            [sentence(each.english, n=n, half=n - 1) for each in shown.sentences],
+            [sentence(text.english, n=n, half=n - 1) for text in shown.sentences],
             sentence("a1 is chunk a of rank 1; a0+a1 is the sum of chunk a of ranks 0 and 1."),
             [sentence("rank {r}", r=rank) for rank in range(n)],
             [Columns(sentence("chunks"), tuple(LETTERS[:n]))],
@@ -159,18 +159,18 @@ def _frames(
     """Return a frame for each step of all ranks."""
     frames: list[Frame] = []
     first, log = 0, network.log
-    for step, mine in enumerate(zip(*states, strict=True)):
-        sent = tuple(state.nbytes for state in mine)
+    for step, of_ranks in enumerate(zip(*states, strict=True)):
+        sent = tuple(state.nbytes for state in of_ranks)
         stop, total = first, sum(frames[-1].sent) if frames else 0
         while stop < len(log) and total < sum(sent):
             total, stop = total + log[stop].nbytes, stop + 1
         frames.append(
             Frame(
                 sentence("step {k}", k=step) if step else sentence("start"),
-                tuple(state.cells for state in mine),
+                tuple(state.cells for state in of_ranks),
                 tuple(sorted(log[first:stop])),
                 sent,
-                max(state.seconds for state in mine) if is_timed and step else None,
+                max(state.seconds for state in of_ranks) if is_timed and step else None,
             )
         )
         first = stop

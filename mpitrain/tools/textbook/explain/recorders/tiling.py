@@ -35,10 +35,10 @@ COLUMNS = (
 
 def record(name: str, setting: TopicSetting) -> Explanation:
     """Run the ladder in the simulator; a frame for each rung."""
-    found = climb(SHAPE)
+    ladder = climb(SHAPE)
     cells: list[tuple[str, ...]] = [("",) * 10] * len(RUNGS)
     frames = [Frame(sentence("start"), tuple(cells))]
-    for at, (rung, climbed) in enumerate(found.items()):
+    for at, (rung, climbed) in enumerate(ladder.items()):
         cells[at] = _cells(RUNGS[rung], climbed)
         frames.append(
             Frame(sentence("rung {k}: {rung}", k=at + 1, rung=LABELS[rung]), tuple(cells))
@@ -70,7 +70,7 @@ def record(name: str, setting: TopicSetting) -> Explanation:
         [LABELS[rung] for rung in RUNGS],
         COLUMNS,
         frames,
-        [_formula(rung, found[rung]) for rung in RUNGS],
+        [_formula(rung, ladder[rung]) for rung in RUNGS],
         [_source(rung) for rung in RUNGS],
         "mpitrain bench transactions --dtype float32",
         ("tests/unit/textbook/test_ladder.py", "tests/unit/kernels/test_transactions.py"),
@@ -85,8 +85,8 @@ def _cells(rung: Rung, climbed: Climbed) -> tuple[str, ...]:
         f"{rows}x{columns}",
         f"{rows}x{SHAPE.K}",
         f"{SHAPE.K}x{columns}",
-        *(f"{climbed.reads(each):g}" for each in "AB"),
-        *(f"{sectors[each]:,}" for each in "ABC"),
+        *(f"{climbed.reads(operand):g}" for operand in "AB"),
+        *(f"{sectors[operand]:,}" for operand in "ABC"),
         f"{climbed.passes:,}",
         f"{climbed.conflicts:,}",
     )

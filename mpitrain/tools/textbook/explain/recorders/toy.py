@@ -121,9 +121,9 @@ class SymbolLoss:
 
     def gradient(self, logits: Any, targets: Any, scale: float, arena: Any) -> tuple[float, Any]:
         """Return 0, and one vector for each row; the mean over rows is left out."""
-        found = np.zeros_like(logits)
-        found[np.arange(len(targets)), targets] = 1
-        return 0.0, found
+        gradient = np.zeros_like(logits)
+        gradient[np.arange(len(targets)), targets] = 1
+        return 0.0, gradient
 
     def value(self, logits: Any, targets: Any, arena: Any) -> float:
         """Return 0."""
