@@ -93,7 +93,6 @@ class CommandGroup(click.Group):
 
 
 def similar(name: str) -> str | None:
-    """Return the command with the most similar spelling, or None."""
     import difflib
 
     return next(iter(difflib.get_close_matches(name, COMMANDS, 1, 0.5)), None)

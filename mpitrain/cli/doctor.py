@@ -39,7 +39,7 @@ def command(folder: Path, json_file: Path | None) -> None:
 
 
 def _examine(transport: Any, folder: Path, json_file: Path | None) -> bool:
-    """Examine, print and write; return whether the ranks loaded different MPI libraries."""
+    """Return whether the ranks loaded different MPI libraries."""
     from mpitrain.tools.doctor.facts import Rank, facts, look, verdict
     from mpitrain.tools.doctor.probes import examine
     from mpitrain.transport.agreement import on_all_ranks
@@ -84,7 +84,6 @@ def _examine(transport: Any, folder: Path, json_file: Path | None) -> bool:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ConfigError unless `folder` is a directory."""
     if not folder.is_dir():
         raise ConfigError(
             f"--dir is a directory on the file system of the runs, but {folder} is no directory.",
@@ -93,7 +92,6 @@ def check_folder(folder: Path) -> None:
 
 
 def write_document(outputs: Outputs, path: Path, document: dict[str, Any]) -> None:
-    """Write a JSON document to a file of `--json`."""
     from mpitrain.files import write_whole
 
     with outputs.to(path):

@@ -109,7 +109,7 @@ def _held_out(
 def _tasks(
     transport: Any, run: Path, configured: Any, tasks_file: Path | None
 ) -> tuple[str, dict[str, Any], bool]:
-    """Return the same for a file of tasks, which needs no data source."""
+    """Return what `_held_out` returns, for a file of tasks."""
     from zlib import crc32
 
     from mpitrain.data.tasks import read_tasks
@@ -165,13 +165,11 @@ def _tasks(
 
 
 def _with_error(accuracy: Any) -> str:
-    """Return an accuracy in percent with its standard error."""
     error = "" if accuracy.stderr is None else f" +- {accuracy.stderr:.1%}"
     return f"{accuracy.mean:.1%}{error}"
 
 
 def _write(path: Path, numbers: dict[str, Any]) -> None:
-    """Write a JSON object; numbers that are not finite are null."""
     import json
 
     from mpitrain.files import write_whole

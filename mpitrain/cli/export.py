@@ -14,7 +14,6 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def _nbytes(context: click.Context, parameter: click.Parameter, value: str) -> int:
-    """Return the bytes of a size such as 5GB: the callback of an option."""
     match = re.fullmatch(r"([1-9][0-9]{0,8})(KB|MB|GB)", value, re.ASCII)
     if not match:
         raise click.BadParameter(

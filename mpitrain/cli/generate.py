@@ -175,7 +175,6 @@ def _streamed(prompts: Sequence[str], written: Iterator[Any]) -> Iterator[bytes]
 
 
 def _blocks(prompts: Sequence[str], written: Iterator[Any]) -> Iterator[bytes]:
-    """Yield a block of each prompt and its text, in order, as soon as it has ended."""
     for index, texts in _ended(len(prompts), written):
         header = b"" if index == 0 else b"\n"
         yield header + b"--- %d ---\n" % (index + 1) + os.fsencode(prompts[index])
@@ -183,7 +182,6 @@ def _blocks(prompts: Sequence[str], written: Iterator[Any]) -> Iterator[bytes]:
 
 
 def _lines(prompts: Sequence[str], written: Iterator[Any]) -> Iterator[bytes]:
-    """Yield a line of JSON for each prompt, in order, as soon as its text has ended."""
     for index, texts in _ended(len(prompts), written):
         text = b"".join(piece.text for piece in texts)
         line = {
@@ -196,7 +194,7 @@ def _lines(prompts: Sequence[str], written: Iterator[Any]) -> Iterator[bytes]:
 
 
 def _ended(count: int, written: Iterator[Any]) -> Iterator[tuple[int, list[Any]]]:
-    """Yield the pieces of each prompt, in the order of the prompts."""
+    """Yield (prompt, its pieces) in the order of the prompts, each as soon as its text has ended."""
     pieces: list[list[Any]] = [[] for _ in range(count)]
     following = 0
     for piece in written:

@@ -69,7 +69,6 @@ def command(runs: tuple[Path, ...], is_alive: bool, with_stacks: bool) -> None:
 
 
 def _print_now(runs: tuple[Path, ...], is_alive: bool, with_stacks: bool) -> None:
-    """Print the state of living runs."""
     from mpitrain.errors import ConfigError, visible
     from mpitrain.tools.report.live import what_happens_now
 
@@ -85,7 +84,6 @@ def _print_now(runs: tuple[Path, ...], is_alive: bool, with_stacks: bool) -> Non
 def _write_page(
     runs: "Sequence[Path]", sections: "Mapping[str, PageSection]", outputs: Outputs
 ) -> None:
-    """Write the HTML page of all runs, and its picture of their metrics, to the first run."""
     from mpitrain.run.metrics import read_metrics
     from mpitrain.run.run_dir import METRICS
     from mpitrain.tools.report.page import write_page

@@ -126,9 +126,9 @@ def gemm(
 
 
 def _tune(rows: Any, out: Path, name: str) -> int:
-    """Print the best tilings as they are found, and add them to the file of tilings.
+    """Add the best tilings to the file, print them, and return the wrong elements of all products.
 
-    Entries of the file for other shapes remain. Return the number of wrong elements in all products.
+    Entries of the file for other shapes remain.
     """
     from mpitrain.ops.cuda.tiles import read_tiles, write_tiles
 

@@ -81,7 +81,6 @@ class Against:
         self._tolerance, self._facts = tolerance, facts
 
     def lines(self, rows: Sequence[Any]) -> list[str]:
-        """Return the lines of the comparison."""
         from mpitrain.tools.bench.against import ratios, report
 
         if not self._before:
@@ -123,7 +122,6 @@ def write_rows(
     facts: dict[str, Any],
     rows: list[Any],
 ) -> None:
-    """Write the rows so far to the files that the options name."""
     from mpitrain.tools.bench.collectives.table import write_csv, write_json
 
     if json_file:

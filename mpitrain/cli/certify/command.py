@@ -19,7 +19,6 @@ LEAST_ROUNDS = 5
 
 
 def _absent(context: Any, option: Any, entries: tuple[str, ...]) -> dict[str, str]:
-    """Return {node: reason} of the options --absent NODE=REASON."""
     reasons = {}
     for entry in entries:
         node, _, reason = entry.partition("=")
@@ -30,7 +29,6 @@ def _absent(context: Any, option: Any, entries: tuple[str, ...]) -> dict[str, st
 
 
 def _words(context: Any, option: Any, line: str | None) -> list[str]:
-    """Split the command of --agent into words, as a shell does."""
     try:
         return shlex.split(line or "")
     except ValueError as error:
@@ -162,7 +160,6 @@ def _from_outside(
 
 
 def _nobody(absent: dict[str, str], options: dict[str, Any]) -> None:
-    """Report that no node answered, and exit."""
     from mpitrain.tools.certify.evidence import Evidence
     from mpitrain.tools.certify.limits import Limits
     from mpitrain.tools.certify.verdict import judge
@@ -209,7 +206,7 @@ class ShownVerdicts:
 
 
 def _certify(transport: Any, options: dict[str, Any], shown: ShownVerdicts, stop: Stop) -> bool:
-    """Measure, judge and print; return whether everything passes."""
+    """Return whether everything passes."""
     from mpitrain.tools.bench.collectives.header import header
     from mpitrain.tools.certify.collect import collect
     from mpitrain.tools.certify.evidence import ProbeFinding

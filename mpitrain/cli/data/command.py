@@ -128,9 +128,9 @@ def prepare(
 def _prepare(
     inputs: tuple[Path, ...], name: str, out: Path, separator: str | None, form: Any, start: Any
 ) -> None:
-    """Write the files with a progress bar, and print their sizes.
+    """Prepare the files with a progress bar, and print their sizes.
 
-    form   as `documents.Form`
+    form   a `documents.Form`
     start  see `encode.Start`
     """
     from mpitrain.cli.terminal.progress import bar

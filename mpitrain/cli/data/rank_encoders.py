@@ -84,7 +84,6 @@ class RankEncoders:
         yield [*self._encoders, LocalEncoder(encoding)]
 
     def close(self) -> None:
-        """End the loops of all ranks."""
         for encoder in self._encoders:
             encoder.close()
 

@@ -60,7 +60,6 @@ def ranks_of(granted: Allocation | None, ppn: int = 0) -> int:
 
 
 def _count(environ: Mapping[str, str], name: str, default: int) -> int:
-    """Return the number in a variable of the batch system."""
     text = environ.get(name, "").strip() or str(default)
     if not (text.isascii() and text.isdigit()):
         raise ConfigError(
@@ -131,7 +130,7 @@ def _slurm_nodes(environ: Mapping[str, str]) -> list[str]:
 
 
 def _pbs(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Count the lines of the node file; it has one for each rank."""
+    """Return (ranks, hosts): the node file has a line for each rank."""
     hosts = _pbs_nodes(environ)
     return len(hosts), len({*hosts})
 
@@ -141,7 +140,7 @@ def _pbs_nodes(environ: Mapping[str, str]) -> list[str]:
 
 
 def _lsf(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Add up the slots in a list of hosts, each followed by its slots: a 4 b 4."""
+    """Return (ranks, hosts) from a list of hosts, each followed by its slots: a 4 b 4."""
     words = environ["LSB_MCPU_HOSTS"].split()
     slots = words[1::2]
     if len(words) % 2 or not all(word.isascii() and word.isdigit() for word in slots):
@@ -188,7 +187,6 @@ SYSTEMS = (
 
 
 def _system(environ: Mapping[str, str]) -> BatchSystem | None:
-    """Return the batch system of these environment variables; None outside a job."""
     return next((system for system in SYSTEMS if environ.get(system.variable)), None)
 
 

@@ -263,14 +263,13 @@ def ranks_of_fullest(ranks: int, granted: Allocation | None, placed: Placement) 
 
 
 def hosts_of(granted: Allocation | None, placed: Placement) -> int:
-    """Return the number of hosts."""
     return len(placed.hosts) or (granted.hosts if granted else 1)
 
 
 def _settings(mpi: Mpi, is_crowded: bool) -> dict[str, str]:
-    """Return the environment variables for the MPI library.
+    """Return environment variables for the MPI library.
 
-    Ranks that share a core must yield it while they wait (`is_crowded`).
+    is_crowded  ranks share a core, which each must yield while it waits
     """
     if mpi.family == "MPICH":
         return {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"} if is_crowded else {}

@@ -48,7 +48,6 @@ class Placement(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """The number of ranks on the named hosts; 0 if none are named."""
         return sum(self.hosts.values())
 
 
@@ -118,7 +117,10 @@ def open_mpi_options(placed: Placement, environ: Mapping[str, str], cores: int |
 
 
 def mpich_options(placed: Placement, cores: int | None) -> list[str]:
-    """Return the options of mpiexec, as above; it exports all variables to other hosts."""
+    """Return the options of mpiexec; it exports all variables to other hosts by itself.
+
+    cores  as in `open_mpi_options`
+    """
     options = ["-hosts", _listed(placed.hosts)] if placed.hosts else []
     if placed.ppn:
         options += ["-ppn", str(placed.ppn)]

@@ -78,7 +78,6 @@ def _plan(
     seconds: float,
     json_file: Path | None,
 ) -> None:
-    """Count, run and time micro-batches, measure the noise, and print all on rank 0; collective."""
     from tqdm import tqdm
 
     from mpitrain.cli.terminal.progress import bar

@@ -40,7 +40,6 @@ OPTIONS = (
 
 
 def options(function: Callable) -> Callable:
-    """Add the options of all three commands to a function."""
     for option in reversed(OPTIONS):
         function = option(function)
     return function
@@ -82,7 +81,6 @@ def _plan(
     json_file: Path | None,
     plot_file: Path | None,
 ) -> None:
-    """Print, write and draw a collective."""
     if process.launched().rank > 0:
         return  # only rank 0 prints
     from mpitrain.collectives.selection.own_algorithm import file_algorithm, is_file

@@ -65,7 +65,7 @@ def _plan(
     verified: tuple[int, int] | None,
     json_file: Path | None,
 ) -> None:
-    """Measure, and print the predictions. verified: blocks and steps for --verify, or None."""
+    """Measure, and print the predictions; `verified` has the blocks and steps of --verify."""
     from mpitrain.parallel.tensor.sequence import sequences_of
     from mpitrain.run.build import build
     from mpitrain.run.given import agree_on
@@ -138,7 +138,6 @@ def _plan(
 def _verify(
     transport: Any, config: Any, source: Any, predicted: list[Any], blocks: int, steps: int
 ) -> None:
-    """Measure steps with these numbers of micro-batches in turns; print them and the predictions."""
     from mpitrain.config import with_settings
     from mpitrain.run.build import build
     from mpitrain.run.choices import parse

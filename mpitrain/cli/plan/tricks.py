@@ -84,7 +84,6 @@ def _try(
     steps: int,
     json_file: Path | None,
 ) -> None:
-    """Measure the tricks, and print a line for each. Collective."""
     from mpitrain import __version__
     from mpitrain.cli.terminal.progress import way
     from mpitrain.cli.terminal.table_rows import RowPrinter

@@ -70,7 +70,7 @@ def show(lines: "Iterable[str]") -> None:
 
 
 def _by_bits(both: "tuple[ComparedRun, ComparedRun]", does_replay: bool) -> bool:
-    """Compare two runs of one layout, and print the result; return whether they are equal."""
+    """Print how two runs of one layout compare; return whether they are equal."""
     from mpitrain.cli.terminal.progress import bar
     from mpitrain.tools.report.diff import series, text
     from mpitrain.tools.report.diff.replay import replay
@@ -89,7 +89,7 @@ def _by_bits(both: "tuple[ComparedRun, ComparedRun]", does_replay: bool) -> bool
 
 
 def _by_numbers(both: "tuple[ComparedRun, ComparedRun]") -> bool:
-    """Compare two runs of different layouts, and print the result; return whether they agree."""
+    """Print how two runs of different layouts compare; return whether they agree within a tolerance."""
     from mpitrain.tools.report.diff import series, text
 
     limit = series.tolerance(both[0].config)

@@ -47,7 +47,6 @@ class BatchJob(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """The number of ranks of the job."""
         return self.nodes * self.ranks_per_node
 
 

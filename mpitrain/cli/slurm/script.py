@@ -178,7 +178,6 @@ def _name(system: ScriptSystem) -> str:
 
 
 def _supervised(request: BatchJob, system: ScriptSystem, words: list[str]) -> list[str]:
-    """Return the lines that run a training command and pass the signals of the system on to it."""
     term = "" if request.by == "srun" else "; kill -USR1 $P"
     why = (
         "cancelled or preempted: Slurm sends TERM to the ranks itself; this shell only stays alive"
@@ -220,7 +219,6 @@ def _resume(words: list[str]) -> list[str]:
 
 
 def _value(words: list[str], option: str) -> str:
-    """Return the last value of an option, or ""."""
     value = ""
     for number, word in enumerate(words):
         if word == option and number + 1 < len(words):

@@ -171,7 +171,6 @@ class Progress(Watcher):
 
 
 def slow_rank(record: dict[str, Any]) -> str:
-    """Return the slow rank of a record as text."""
     return (
         f"rank {record['slow_rank']} on {record['slow_host']}: {record['slow_times']:.1f} times the median "
         f"since step {record['slow_since']}"

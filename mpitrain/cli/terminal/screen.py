@@ -56,7 +56,6 @@ def output_columns() -> int:
 
 
 def is_one_terminal() -> bool:
-    """Return whether standard output and standard error are the same terminal."""
     return os.isatty(1) and os.isatty(2) and os.path.samestat(os.fstat(1), os.fstat(2))
 
 

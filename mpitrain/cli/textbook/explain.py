@@ -110,7 +110,6 @@ def command(
 
 
 def _write_all(folder: Path, language: str) -> None:
-    """Write the pages of all topics, and an index."""
     from mpitrain.cli.terminal.progress import bar
     from mpitrain.tools.textbook.explain.renderers.page import write_all
     from mpitrain.tools.textbook.explain.topics import TOPICS

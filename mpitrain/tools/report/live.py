@@ -60,7 +60,6 @@ def longest(timeline: Timeline) -> float:
 
 
 def _process(seen: Observation, state: RankState) -> str:
-    """Return the process of a rank as text, with the reason if the rank did not answer."""
     process = f", process {seen.processes[state.rank]}" if state.rank in seen.processes else ""
     reason = state.process or ("" if state.rank in seen.answers else "no answer")
     return f"{process} ({reason})" if reason else process

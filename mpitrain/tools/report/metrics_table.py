@@ -48,7 +48,6 @@ def write_csv(rows: Sequence[Row], file: TextIO) -> None:
 
 
 def _names(rows: Iterable[Row]) -> list[str]:
-    """Return the names of the series, in the order in which they first appear."""
     return [
         name
         for name in dict.fromkeys(n for row in rows for n in row)

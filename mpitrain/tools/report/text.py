@@ -97,7 +97,6 @@ MEMORY = {
 
 
 def _memory(timeline: Timeline) -> Iterator[str]:
-    """Yield lines with measured and counted activations of each rank, if all traces have them."""
     for fact, name in MEMORY.items():
         values = [trace.facts.get(fact) for trace in timeline.traces]
         known = [nbytes for nbytes in values if isinstance(nbytes, int)]
@@ -129,7 +128,6 @@ def what_the_trace_cost(breakdown: TimeShares, timeline: Timeline) -> str:
 
 
 def _seconds_of_a_record() -> float:
-    """Measure the seconds that this machine takes to record a span."""
     recorder = Recorder()
     name, began = recorder.name("a record"), time.perf_counter()
     for _ in range(TRIED):
@@ -153,7 +151,6 @@ def what_each_did_last(timeline: Timeline) -> Iterator[str]:
 
 
 def _last(trace: Trace) -> str:
-    """Return the last known action of a rank as text."""
     records = trace.records
     lasting = records[is_open(records)]
     spans = [record for record in lasting if record["kind"] not in (SEND, RECEIVE, REDUCTION)]

@@ -56,7 +56,6 @@ def text(english: str, language: str, **values: object) -> str:
 
 
 def _into(value: object, language: str) -> object:
-    """Return the value of a field, translated if it is a Sentence."""
     if isinstance(value, Sentence):
         return text(value.law, language, **value.values)
     return tuple(_into(item, language) for item in value) if isinstance(value, tuple) else value

@@ -282,7 +282,6 @@ def _measure_memory(
 
 
 def _multiplier(config: Any) -> str:
-    """Return the name of the library or kernels that multiply matrices."""
     from mpitrain.ops.host.product import multiplier
 
     if config.device.kind == "cpu":

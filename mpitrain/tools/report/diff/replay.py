@@ -105,7 +105,6 @@ def _on_a_rank(
     last: int,
     stepped: Callable[[int], None],
 ) -> Replayed:
-    """Replay both runs on one rank; collective."""
     jobs = [build(transport, _config(side, start), side.saved.get(start)) for side in sides]
     unlike: list[Unlike | None] = [None, None]
     differing = _differing(transport, jobs)
@@ -152,7 +151,6 @@ def _unlike(
     logged: tuple[float | None, float | None],
     everyone: Sequence[Mapping[str, str]],
 ) -> Unlike | None:
-    """Return the record of a step that a replay does not repeat, or None."""
     if step in side.digests:
         repeated, recorded = Digests(**digest_record(everyone)), side.digests[step]
         tensors = [

@@ -72,7 +72,6 @@ def compare_bits(one: ComparedRun, other: ComparedRun) -> Bits:
 
 
 def _compared(kind: str, step: int, one: ComparedRun, other: ComparedRun) -> Unequal | None:
-    """Return the difference of a record of both runs; None: it is equal."""
     if kind == "checkpoint":
         apart = different_bits(one.saved[step], other.saved[step])
         return Unequal(step, apart=apart) if apart else None
@@ -105,7 +104,6 @@ def start_of_replay(first: int, one: ComparedRun, other: ComparedRun) -> int:
 
 
 def nothing_common(one: ComparedRun, other: ComparedRun) -> ConfigError:
-    """Return the error for two runs without a common step."""
     return ConfigError(
         f"diff compares steps that both runs recorded, but {one.folder} ends at step {one.last}, "
         f"{other.folder} at step {other.last}, and they have none in common.",

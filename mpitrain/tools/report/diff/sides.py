@@ -99,7 +99,6 @@ def read(folder: Path) -> ComparedRun:
 
 
 def _is_mixed(starts: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the starts of a run divide the work in several ways."""
     sizes = {(_count(start.get("ranks")), _count(start.get("hosts"))) for start in starts}
     changed = [start.get("changed") for start in starts]
     keys = [key for entry in changed if isinstance(entry, dict) for key in entry]

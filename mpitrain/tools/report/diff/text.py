@@ -14,7 +14,6 @@ SHOWN = 8
 
 
 def keys_that_differ(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
-    """Yield a line for each configuration key that differs."""
     for key, values in changed.items():
         left, right = (json.dumps(value, default=str) for value in values)
         yield f"{key}: {left} and {right}"
@@ -23,7 +22,6 @@ def keys_that_differ(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
 
 
 def bits(comparison: Bits, one: ComparedRun, other: ComparedRun) -> Iterator[str]:
-    """Yield the lines of a comparison bit for bit."""
     high, unequal = comparison.first, comparison.unequal
     if high is None:
         yield f"All {comparison.common} common records up to step {comparison.last} are equal, bit for bit."
@@ -52,7 +50,6 @@ def bits(comparison: Bits, one: ComparedRun, other: ComparedRun) -> Iterator[str
 
 
 def _some(names: Sequence[str]) -> str:
-    """Return the first names, and the number of the others."""
     rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + rest
 
@@ -64,7 +61,6 @@ def _apart(tensor: Apart) -> str:
 
 
 def replayed(result: Replayed, both: tuple[ComparedRun, ComparedRun]) -> Iterator[str]:
-    """Yield the lines of a replay."""
     yield f"Replayed from step {result.first} to at most step {result.last}:"
     if result.step is not None:
         head, *rest = result.differing

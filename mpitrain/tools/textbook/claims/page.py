@@ -48,7 +48,6 @@ def _section(judged: Judged, language: str) -> Iterator[str]:
 
 
 def _row(finding: SettingResult, language: str) -> str:
-    """Return a row of the table; settings that the sentence does not mean are grey."""
     truth = text("true" if finding.is_true else "false", language)
     name = html.escape(label(finding.setting, language))
     start = "<tr>"

@@ -22,12 +22,10 @@ def number(value: float) -> str:
 
 
 def label(setting: ClaimSetting, language: str) -> str:
-    """Return the name of a setting."""
     return text(setting.label, language, **setting.values)
 
 
 def rule(claim: Claim, language: str) -> str:
-    """Return the measure of a claim with its threshold."""
     return text(
         "{measure}; true if {relation} {threshold}",
         language,
@@ -38,7 +36,6 @@ def rule(claim: Claim, language: str) -> str:
 
 
 def numbers(finding: SettingResult, language: str) -> str:
-    """Return the numbers of a setting with their labels."""
     return "; ".join(
         f"{text(name, language)} {number(value)}" for name, value in finding.figures.numbers.items()
     )
@@ -79,7 +76,6 @@ def lines(judged: Judged, language: str) -> Iterator[str]:
 
 
 def summary(judged: Sequence[Judged], language: str) -> str:
-    """Return the numbers of claims by verdict."""
     counts = Counter(claim.verdict for claim in judged)
     return text(
         "holds: {holds}, holds only if: {only}, does not hold here: {fails}",
@@ -91,7 +87,6 @@ def summary(judged: Sequence[Judged], language: str) -> str:
 
 
 def record(judged: Judged, language: str) -> dict[str, Any]:
-    """Return a measured claim for JSON."""
     claim = judged.claim
     return {
         "name": judged.name,

@@ -93,7 +93,7 @@ def _together(started: list[Any], function: str) -> dict[str, Any]:
 
 
 def _operation(asked: Any, rank: int) -> str:
-    """Return the collective that a rank is in; empty if it has returned."""
+    """Return the collective that a rank is in; "" if it has returned."""
     if asked is None:
         return ""
     if (
@@ -111,14 +111,12 @@ def _operation(asked: Any, rank: int) -> str:
 
 
 def _is_array(value: Any) -> bool:
-    """Return whether a value is an array of numbers."""
     import numpy as np
 
     return isinstance(value, np.ndarray) and value.dtype.kind in "fiu"
 
 
 def _array(result: Any, rank: int) -> list:
-    """Return an array as lists."""
     if not _is_array(result):
         raise Wrong(
             "the result of rank {rank} must be an array of numbers, but is {kind}",

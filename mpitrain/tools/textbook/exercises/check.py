@@ -39,7 +39,6 @@ class Checked(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """Whether every case is right."""
         return self.reason is None
 
     def why(self, language: str) -> str:

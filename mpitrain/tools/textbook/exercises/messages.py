@@ -51,7 +51,6 @@ def sent(steps: Sequence[Step]) -> int:
 
 
 def calls(case: Case) -> list[list[Any]]:
-    """Return the arguments of every rank's call."""
     *before, _ = case
     return [[rank, *case] for rank in range(sum(before))]
 

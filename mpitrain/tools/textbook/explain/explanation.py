@@ -99,7 +99,6 @@ class CountedFormula(NamedTuple):
 
     @property
     def agrees(self) -> bool:
-        """Whether the counted number is the formula's."""
         return abs(self.counted - self.value) <= 1e-9 * max(1.0, abs(self.value))
 
 

@@ -96,7 +96,6 @@ class Network:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a message is on its way."""
         return time.perf_counter() < self.last_arrival
 
 

@@ -85,8 +85,6 @@ class Conductor:
 
 
 def recorder(title: Text) -> Callable[[str, TopicSetting], Explanation]:
-    """Return the function that records asynchronous servers."""
-
     def record(name: str, setting: TopicSetting) -> Explanation:
         n, workers = setting.ranks, setting.ranks - 1
         conductor = Conductor(workers)

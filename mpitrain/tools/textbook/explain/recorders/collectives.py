@@ -77,8 +77,6 @@ STAR = ShownCollective(
 
 
 def recorder(shown: ShownCollective, title: Text) -> Callable[[str, TopicSetting], Explanation]:
-    """Return the function that records an all-reduce."""
-
     def record(name: str, setting: TopicSetting) -> Explanation:
         n, network = setting.ranks, Network(setting.link)
         symbols = Symbols([f"{LETTERS[chunk]}{rank}" for chunk in range(n) for rank in range(n)])
@@ -134,7 +132,6 @@ def _run(
     symbols: Symbols,
     per_chunk: int,
 ) -> list[_State]:
-    """Run the plan on one rank, a step at a time, and return the state after each step."""
     transport = Watched(inner, network)
     rank, n = transport.rank, transport.size
     array = np.concatenate(
@@ -156,7 +153,6 @@ def _run(
 def _frames(
     states: Sequence[Sequence[_State]], network: Network, n: int, is_timed: bool
 ) -> list[Frame]:
-    """Return a frame for each step of all ranks."""
     frames: list[Frame] = []
     first, log = 0, network.log
     for step, of_ranks in enumerate(zip(*states, strict=True)):

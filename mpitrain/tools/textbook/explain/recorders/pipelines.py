@@ -84,8 +84,6 @@ class _Stage(NamedTuple):
 
 
 def recorder(shown: ShownSchedule, title: Text) -> Callable[[str, TopicSetting], Explanation]:
-    """Return the function that records a schedule."""
-
     def record(name: str, setting: TopicSetting) -> Explanation:
         p, m = setting.ranks, _micro_batches(shown, setting.ranks)
         stages: list[_Stage] = run_ranks(p, _run, shown)
@@ -161,7 +159,6 @@ def _micro_batches(shown: ShownSchedule, stages: int) -> int:
 
 
 def _run(transport: Transport, shown: ShownSchedule) -> _Stage:
-    """Train on one stage, and return its instructions in their order."""
     m = _micro_batches(shown, transport.size)
     symbols = toy.basis(shown.steps, m, has_inputs=True)
     numbers = {

@@ -60,7 +60,6 @@ class _Inner(toy.SymbolLayer):
 
 
 def _run(transport: Transport, way: str) -> list[_Pass]:
-    """Train a step on one rank, and return its passes."""
     symbols = toy.basis(1, 1, has_inputs=True)
     made: list[Any] = [lambda: None] * (2 * len(UNITS))
     passes: list[_Pass] = []

@@ -78,8 +78,6 @@ class _RankRun(NamedTuple):
 
 
 def recorder(shown: ShownMode, title: Text) -> Callable[[str, TopicSetting], Explanation]:
-    """Return the function that records a mode of replication."""
-
     def record(name: str, setting: TopicSetting) -> Explanation:
         n, network = setting.ranks, Network(setting.link)
         runs: list[_RankRun] = run_ranks(n, _run, shown, network)
@@ -143,7 +141,6 @@ HEADINGS = {
 
 
 def _run(inner: Transport, shown: ShownMode, network: Network) -> _RankRun:
-    """Train on one rank, and return its diary."""
     transport = Watched(inner, network)
     workers = transport.size - shown.servers
     units, rows = shown.units or workers, workers * shown.micros

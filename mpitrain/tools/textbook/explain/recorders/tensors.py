@@ -91,8 +91,6 @@ class _RankCells(NamedTuple):
 
 
 def recorder(shown: ShownLayer, title: Text) -> Callable[[str, TopicSetting], Explanation]:
-    """Return the function that records a layer."""
-
     def record(name: str, setting: TopicSetting) -> Explanation:
         n, count = setting.ranks, FEATURES[setting.ranks]
         ranks: list[_RankCells] = run_ranks(n, _run, shown)
@@ -149,7 +147,6 @@ def _numbered(letter: str, count: int) -> tuple[str, ...]:
 
 
 def _run(transport: Transport, shown: ShownLayer) -> _RankCells:
-    """Run the layer forward and backward on one rank."""
     group, arena = Group(transport, "ring"), Arena()
     layers = layers_for(ops_for("cpu"), group, Layout())
     partial: list[np.ndarray] = []

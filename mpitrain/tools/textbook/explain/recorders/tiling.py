@@ -79,7 +79,6 @@ def record(name: str, setting: TopicSetting) -> Explanation:
 
 
 def _cells(rung: Rung, climbed: Climbed) -> tuple[str, ...]:
-    """Return the row of a rung."""
     (rows, columns), sectors = rung.tile, climbed.traffic.sectors
     return (
         f"{rows}x{columns}",
@@ -93,7 +92,6 @@ def _cells(rung: Rung, climbed: Climbed) -> tuple[str, ...]:
 
 
 def _formula(name: str, climbed: Climbed) -> CountedFormula:
-    """Return the sectors of A and B with their formula."""
     rung = RUNGS[name]
     return CountedFormula(
         sentence("sectors of A and B, {rung}", rung=LABELS[name]),
@@ -104,7 +102,6 @@ def _formula(name: str, climbed: Climbed) -> CountedFormula:
 
 
 def _source(name: str) -> SourceLines:
-    """Return the line on which a rung's kernel begins."""
     file = FOLDER / f"{name}.cu"
     lines = file.read_text(encoding="utf-8").splitlines()
     first = next(

@@ -162,7 +162,6 @@ class Watch:
         return self._symbols.read_all(array, self._cells)
 
     def _read_parameters(self) -> dict[str, tuple[str, ...]]:
-        """Return the contents of parameters and optimizer state that this rank stores."""
         buffers = self._buffers
         stored = buffers.get("own_parameters", buffers["parameters"])
         return {**self._read_buffers(), "parameters": self._placed(stored.array, stored.pieces)}

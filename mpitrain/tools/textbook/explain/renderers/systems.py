@@ -16,10 +16,7 @@ COLUMNS = 130
 
 
 def page(explanations: Mapping[str, Explanation]) -> str:
-    """Return the page.
-
-    explanations  {topic: its explanation}
-    """
+    """Return the page of these explanations, by the names of their topics."""
     lines = [
         "# The systems, one by one",
         "",
@@ -42,7 +39,6 @@ def page(explanations: Mapping[str, Explanation]) -> str:
 
 
 def _section(name: str, explanation: Explanation) -> list[str]:
-    """Return the lines of one system."""
     files = ", ".join(
         f"[`{source.name}`](../../../{source.file.removeprefix('mpitrain/')})"
         for source in explanation.sources

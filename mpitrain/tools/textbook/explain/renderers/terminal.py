@@ -136,7 +136,6 @@ def ending(explanation: Explanation, language: str) -> list[str]:
 
 
 def formula_line(formula: CountedFormula, language: str) -> str:
-    """Return a counted number and its formula."""
     sign = "=" if formula.agrees else "≠"
     counted, value = (
         f"{x:,.0f}" if x == int(x) else f"{x:,.4g}" for x in (formula.counted, formula.value)
@@ -145,7 +144,6 @@ def formula_line(formula: CountedFormula, language: str) -> str:
 
 
 def source_text(source: SourceLines) -> str:
-    """Return the file and line of a source, with its name."""
     return f"{source.file}:{source.line} ({source.name})"
 
 
