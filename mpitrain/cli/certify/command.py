@@ -114,7 +114,7 @@ def command(
 
 
 def _nodes(hosts: str | None, hostfile: Path | None, ppn: int) -> dict[str, int]:
-    """Return {node: its ranks} of the options or the batch job; {} on running ranks."""
+    """Return {node: its ranks} of the options or, without a launcher, of the batch job."""
     from mpitrain.cli.launch.allocation import nodes
     from mpitrain.cli.launch.placement import placement
 

@@ -73,7 +73,8 @@ def host_lines(path: Path, what: str) -> list[str]:
     """Return the lines of a file of hosts that are not empty, without comments.
 
     what    the option or variable that names the file
-    raises  ConfigError for a pipe, a device or a long file: reading those might never end
+    raises  ConfigError for a file without hosts, and for a pipe, a device or a long file: reading
+            those might never end
     """
     try:
         with reading(path) as file:

@@ -89,7 +89,7 @@ def _by_bits(both: "tuple[ComparedRun, ComparedRun]", does_replay: bool) -> bool
 
 
 def _by_numbers(both: "tuple[ComparedRun, ComparedRun]") -> bool:
-    """Print how two runs of different layouts compare; return whether they agree within a tolerance."""
+    """Print how two runs of different layouts compare; return whether they agree."""
     from mpitrain.tools.report.diff import series, text
 
     limit = series.tolerance(both[0].config)

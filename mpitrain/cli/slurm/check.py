@@ -41,7 +41,7 @@ def check(request: BatchJob) -> None:
 
 
 def _parsed(words: list[str]) -> click.Context:
-    """Parse the words as the command itself would, without a call of it."""
+    """Parse the words as the command itself would, without calling it."""
     command: click.Command = commands
     context = click.Context(commands, info_name="mpitrain")
     while isinstance(command, click.Group):

@@ -22,7 +22,7 @@ QUIET = 3.0
 def what_happens_now(run: Path, with_stacks: bool) -> Iterator[str]:
     """Yield lines: the first divergence, the state of each rank and perhaps its Python stacks.
 
-    raises   ConfigError unless the run has traces and has not ended
+    raises  ConfigError unless the run has traces and has not ended
     """
     records = read_metrics(run / METRICS)
     if records and records[-1].get("event") in CLOSING:

@@ -56,7 +56,7 @@ def _names(rows: Iterable[Row]) -> list[str]:
 
 
 def _exact(value: Any) -> Any:
-    """Return a text that reads back as the same number, a whole number without a point."""
+    """Return a value for CSV: a whole number as int, any other as its shortest exact text."""
     if isinstance(value, str):
         return visible(value)
     return int(value) if abs(value) < EXACT and value == int(value) else repr(value)

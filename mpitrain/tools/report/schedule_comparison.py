@@ -97,7 +97,7 @@ def compare(timeline: Timeline, steps: range, config: Config) -> Compared | None
     # A frozen chunk has no record of a backward.
     trained = [chunk for chunk, cost in enumerate(costs) if cost.backward_weight]
     simulated = simulate(training_program(plan, min(trained, default=0)), costs)
-    spans, busy = [], 0.0
+    spans = []
     for step in steps:
         instructions = [_instructions(trace, range(step, step + 1)) for trace in replica]
         # A parameter server gives a slow worker no rows in some steps.

@@ -132,7 +132,7 @@ def _shown(function: str, call: Call) -> str:
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """Return lists, numbers and text as JSON has them; Wrong for any other type."""
+    """Return nested lists of whole numbers, booleans and text as in JSON; Wrong for other types."""
     if isinstance(value, bool | str | int) and depth:
         return value
     if isinstance(value, list | tuple) and depth < 5:

@@ -26,7 +26,7 @@ Matrix = np.ndarray
 
 
 def tensors(case: Case) -> tuple[Matrix, Matrix, Matrix]:
-    """Return x (rows, inputs), a (inputs, hidden) and b (hidden, outputs) of whole numbers, -8 to 8."""
+    """Return x (rows, inputs), a (inputs, hidden), b (hidden, outputs): whole numbers, -8 to 8."""
     _, rows, inputs, hidden, outputs = case
 
     def filled(height: int, width: int, step: int) -> Matrix:

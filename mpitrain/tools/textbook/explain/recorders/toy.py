@@ -52,7 +52,7 @@ def basis(steps: int, rows: int, has_inputs: bool = False) -> Symbols:
 
 
 class Pass(NamedTuple):
-    """A pass of a layer: its kind, its unit and its micro-batch, and the array that it saw.
+    """A pass of a layer for one micro-batch, with the arrays that it saw.
 
     kind   "forward", "input" or "weight"
     array  parameters, or gradients after the weight half

@@ -149,7 +149,7 @@ class Watch:
         )
 
     def _is_under_way(self, unit: int) -> bool:
-        """Return whether the unit's gradient is complete, and messages have been sent for it."""
+        """Return whether the unit's gradient is complete, and this step has sent messages."""
         reducer: Any = self.trainer.replication.reducer
         if self.trainer.transport.traffic.messages == self._first_messages:
             return False
@@ -167,7 +167,7 @@ class Watch:
         return {**self._read_buffers(), "parameters": self._placed(stored.array, stored.pieces)}
 
     def _read_buffers(self) -> dict[str, tuple[str, ...]]:
-        """Return the contents of the optimizer state."""
+        """Return the contents of the first buffer of optimizer state; {} if there is none."""
         states = [b for name, b in self._buffers.items() if not name.endswith("parameters")]
         if not states:
             return {}
