@@ -194,7 +194,7 @@ def _lines(prompts: Sequence[str], written: Iterator[Any]) -> Iterator[bytes]:
 
 
 def _ended(count: int, written: Iterator[Any]) -> Iterator[tuple[int, list[Any]]]:
-    """Yield (prompt, its pieces) in the order of the prompts, each as soon as its text has ended."""
+    """Yield (prompt, its pieces) in the order of the prompts, as soon as its text has ended."""
     pieces: list[list[Any]] = [[] for _ in range(count)]
     following = 0
     for piece in written:
