@@ -74,7 +74,7 @@ class Section(BaseModel):
         if isinstance(value, list):
             return [*map(cls._within_reach, value)]
         if isinstance(value, dict):
-            return {cls._within_reach(key): cls._within_reach(one) for key, one in value.items()}
+            return {cls._within_reach(key): cls._within_reach(item) for key, item in value.items()}
         if isinstance(value, int) and abs(value) > WHOLE:
             raise PydanticCustomError("range", "must be a whole number of at most 64 bits")
         if isinstance(value, float) and value and not SMALL <= abs(value) <= LARGE:

@@ -17,7 +17,6 @@ from mpitrain.data import names as names_of_sources
 from mpitrain.errors import ConfigError
 from mpitrain.models.table import MODELS, check_model, kinds
 from mpitrain.optim import RULES
-from mpitrain.optim.rule import Rule
 from mpitrain.optim.rules import EVERY
 from mpitrain.parallel.modes import MODES, STREAMS, ZERO, check_synchronous, refusal_of
 from mpitrain.pipeline import schedules
@@ -65,7 +64,7 @@ def keys() -> Iterator[ConfigKey]:
         "replication.zero": ", ".join(f"{stage} {mode.help}" for stage, mode in ZERO.items()),
         "pipeline.schedule": ", ".join(SCHEDULES),
         "optimizer.name": ". ".join(
-            f"{name}{_own(rule)}: {rule.help}" for name, rule in RULES.items()
+            f"{name}{_in_brackets(rule.defaults)}: {rule.help}" for name, rule in RULES.items()
         ),
     }
     rows |= {
@@ -86,10 +85,9 @@ def keys() -> Iterator[ConfigKey]:
         )
 
 
-def _own(rule: Rule) -> str:
-    """Return the rule's own defaults in brackets, for the help."""
-    found = ", ".join(f"{key} {value:g}" for key, value in rule.defaults.items())
-    return f" ({found})" if found else ""
+def _in_brackets(defaults: Mapping[str, float]) -> str:
+    text = ", ".join(f"{key} {value:g}" for key, value in defaults.items())
+    return f" ({text})" if text else ""
 
 
 def _phrases(key: str, between: str) -> str:

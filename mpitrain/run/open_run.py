@@ -52,14 +52,14 @@ def configured(folder: Path, settings: list[str]) -> Config:
 def _read_by(source: str, data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a run's data that another source reads, for an evaluation on it."""
     kind = source_kind(source)
-    found = {
+    kept = {
         key: value
         for key, value in data.items()
         if kind.does_read(key) or key not in Reading._fields
     }
-    if found.get("separator", -1) < 0 and not found.get("packing"):
-        found.pop("attend", None)  # Rows of this source have no documents.
-    return found
+    if kept.get("separator", -1) < 0 and not kept.get("packing"):
+        kept.pop("attend", None)  # Rows of this source have no documents.
+    return kept
 
 
 def check_has_adapters(config: Config, base: str | None) -> None:
@@ -95,9 +95,9 @@ def open_run(
         largest = noted_largest(folder, config.data.source, config.data.dtype)
         return RunLocation(str(folder), str(saved), True, largest=largest)
 
-    given = agree_on(transport, on_these_ranks, look)
-    vocabulary = given.config.data.vocabulary or 256
-    context = given.config.model.context
-    is_enough = not needs_data and MODELS[given.config.model.kind].takes == "tokens"
+    agreed = agree_on(transport, on_these_ranks, look)
+    vocabulary = agreed.config.data.vocabulary or 256
+    context = agreed.config.model.context
+    is_enough = not needs_data and MODELS[agreed.config.model.kind].takes == "tokens"
     source = Unopened("tokens", (context,), vocabulary, vocabulary) if is_enough else None
-    return build(transport, given, source=source)
+    return build(transport, agreed, source=source)

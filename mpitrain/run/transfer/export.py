@@ -83,12 +83,11 @@ def export(
         files = tokenizer_files(tokenizer, config.model.context)
         written = written._replace(files={**written.files, **files})
     verify(saved, manifest, 0, 1)
-    found = write_folder(folder, row.weights, written, dtype, shard_bytes)
-    return Exported(manifest.done.step, found, tokenizer is not None)
+    names = write_folder(folder, row.weights, written, dtype, shard_bytes)
+    return Exported(manifest.done.step, names, tokenizer is not None)
 
 
 def _check_adapters(run: Path, config: Config, name: str, merge: bool) -> None:
-    """Raise ConfigError for an export that needs adapters, or for adapters that it leaves out."""
     rank = config.lora.rank
     if merge and (not rank or name == "peft"):
         raise ConfigError(

@@ -37,8 +37,8 @@ class TensorBoard(Watcher):
     def on_begin(self, config: Config, run_dir: Path, record: dict[str, Any]) -> None:
         now = time.time()
         self._started = now - record["wall_s"]
-        found = [version_record(self._started)]
-        found += [self._record(line) for line in read_metrics(run_dir / METRICS)]
+        records = [version_record(self._started)]
+        records += [self._record(line) for line in read_metrics(run_dir / METRICS)]
         name = f"{PREFIX}{int(now)}{SUFFIX}"
         self._path = run_dir / FOLDER / name
         try:
@@ -47,7 +47,7 @@ class TensorBoard(Watcher):
                     if old.startswith(PREFIX) and old.endswith(SUFFIX):
                         folder.remove(old)
                 with folder.whole(name) as file:
-                    file.write(b"".join(found))
+                    file.write(b"".join(records))
                 self._descriptor = folder.append(name)
         except OSError as error:
             raise self._refused(error) from None
@@ -71,10 +71,10 @@ class TensorBoard(Watcher):
 
     def _record(self, record: Mapping[str, Any]) -> bytes:
         """Return the record of the series of a line of metrics; empty if it has none."""
-        found = series(record)
-        seconds = self._started + found.pop("wall_s", 0.0)
+        numbers = series(record)
+        seconds = self._started + numbers.pop("wall_s", 0.0)
         group = "validation" if "val_loss" in record else "train"
-        tags = {f"{group}/{name.removeprefix('val_')}": value for name, value in found.items()}
+        tags = {f"{group}/{name.removeprefix('val_')}": value for name, value in numbers.items()}
         return scalars_record(seconds, int(record["step"]), tags) if tags else b""
 
     def _refused(self, error: OSError) -> TrainingError:
