@@ -216,6 +216,18 @@ def whole(path: Path, inner: int = 0) -> Iterator[BinaryIO]:
         yield file
 
 
+def append(descriptor: int, data: bytes) -> None:
+    """Append all of the data to a file, or nothing: after a failure, cut it off and raise OSError."""
+    nbytes, rest = os.fstat(descriptor).st_size, data
+    try:
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+    except OSError:
+        with suppress(OSError):
+            os.ftruncate(descriptor, nbytes)
+        raise
+
+
 def check_room(path: Path) -> None:
     """Raise OSError if no file can be made there or the disk is full; writes a test page."""
     with opened(path.parent) as folder:

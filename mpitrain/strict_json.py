@@ -20,7 +20,10 @@ def parsed(data: bytes) -> Json:
     """
     try:
         value = json.loads(
-            data.decode(), object_pairs_hook=once, parse_constant=_constant, parse_float=_number
+            data.decode(),
+            object_pairs_hook=once,
+            parse_constant=refuse_constant,
+            parse_float=_number,
         )
         if (
             b"\\ud" in data.lower()
@@ -69,7 +72,8 @@ def once(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     return members
 
 
-def _constant(text: str) -> Json:
+def refuse_constant(text: str) -> Json:
+    """Raise ValueError for NaN or Infinity, which `json` accepts."""
     raise ValueError(f"JSON has no {text}")
 
 

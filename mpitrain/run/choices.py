@@ -124,10 +124,8 @@ def without_plugins(tables: Mapping[str, Any], path: Path | None = None) -> Conf
     """Make a `Config` as `parse`, but import no plugins: the tables may be another person's."""
     names = choices()
     for key in ALGORITHMS:
-        section, name = key.split(".")
-        table = tables.get(section)
-        value = table.get(name) if isinstance(table, Mapping) else None
-        if isinstance(value, str) and MARK in value and is_file(value):
+        value = _text_of(tables, key)
+        if MARK in value and is_file(value):
             names[key] = (*names[key], value)
     config = parse_sections(_with_kind(with_keys_of_folder(tables)), path, names)
     _check_rules(config, path)
@@ -137,12 +135,18 @@ def without_plugins(tables: Mapping[str, Any], path: Path | None = None) -> Conf
 def _with_own_algorithms(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     """Add the all-reduces of the user's files to their table, and pin the files' digests."""
     for key in ALGORITHMS:
-        section, name = key.split(".")
-        table = tables.get(section)
-        value = table.get(name) if isinstance(table, Mapping) else None
-        if isinstance(table, Mapping) and isinstance(value, str) and is_file(value):
-            tables = {**tables, section: {**table, name: file_algorithm(value)}}
+        if is_file(value := _text_of(tables, key)):
+            section, name = key.split(".")
+            tables = {**tables, section: {**tables[section], name: file_algorithm(value)}}
     return tables
+
+
+def _text_of(tables: Mapping[str, Any], key: str) -> str:
+    """Return the value of a key in unchecked tables; empty if it is not set, or is no text."""
+    section, name = key.split(".")
+    table = tables.get(section)
+    value = table.get(name) if isinstance(table, Mapping) else None
+    return value if isinstance(value, str) else ""
 
 
 def _with_kind(tables: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -12,13 +12,13 @@ from mpitrain.collectives.bind import bind
 from mpitrain.config import Config, Data
 from mpitrain.data import writes_text
 from mpitrain.data.tokenizer import TOKENIZER, ByteTokenizer, Tokenizer, open_tokenizer
-from mpitrain.errors import ConfigError, DataError, TrainingError, on_every_rank
+from mpitrain.errors import ConfigError, DataError
 from mpitrain.files import contents
 from mpitrain.run.decoding.continuation import Continuation
 from mpitrain.run.decoding.document import last_document, separator_of
 from mpitrain.run.decoding.reader import Reader
 from mpitrain.run.decoding.sampling import NOT_FINITE, Sampling, draw
-from mpitrain.run.trainer import Trainer
+from mpitrain.run.trainer import Trainer, diverged
 
 RECURSIVE = "recursive-doubling"
 """The all-reduce of the tokens of a round: a few numbers, in the fewest steps."""
@@ -110,12 +110,7 @@ def texts(
         broadcast.run()
         stop, *drawn = decision.tolist()
         if NOT_FINITE in drawn:
-            raise on_every_rank(
-                TrainingError(
-                    "The model's output is not finite: its training has diverged.",
-                    "Train again with a lower optimizer.lr.",
-                )
-            )
+            raise diverged()
         pairs, active = [(index, drawn[index]) for index in active], []
         for index, token in pairs:
             window = windows[index]

@@ -23,6 +23,20 @@ from mpitrain.run.run_dir import (
 from mpitrain.transport.base import Transport
 
 
+def trained_configuration(folder: Path, settings: list[str]) -> Config:
+    """Return the configuration that a run was last trained with, on one rank.
+
+    settings  name the plugins of the run; other keys are not applied
+    raises    ConfigError if there is no run in the directory
+    """
+    if not is_run(folder):
+        raise ConfigError(
+            f"There is no run in {folder}: it has no {CONFIG}.", "Name the directory of a run."
+        )
+    load(with_settings({}, settings))  # `configuration` asks for the plugins of the run.
+    return configuration(folder)
+
+
 def configured(folder: Path, settings: list[str]) -> Config:
     """Return the configuration to open a run directory with, on one rank.
 
@@ -31,12 +45,7 @@ def configured(folder: Path, settings: list[str]) -> Config:
     settings  `section.key=value` each, applied last
     raises    ConfigError if there is no run in the directory
     """
-    if not is_run(folder):
-        raise ConfigError(
-            f"There is no run in {folder}: it has no {CONFIG}.", "Name the directory of a run."
-        )
-    load(with_settings({}, settings))  # `configuration` asks for the plugins of the run.
-    then = configuration(folder)
+    then = trained_configuration(folder, settings)
     check_has_adapters(then, with_settings({}, settings).get("run", {}).get("init_from"))
     # The rows of a micro-batch in training, which fit in the memory of a rank.
     rows = max(1, then.batch.size // (max(1, then.layout.dp) * then.batch.micro_batches))

@@ -15,7 +15,7 @@ from mpitrain.collectives.engine.device_arithmetic import arithmetic_of
 from mpitrain.config import Config, Run
 from mpitrain.config.delays import delay_s, delays
 from mpitrain.data import Source, positions_of, without_ends
-from mpitrain.errors import DataError, MpitrainError, on_every_rank
+from mpitrain.errors import DataError, MpitrainError, TrainingError, on_every_rank
 from mpitrain.layers.base import Loss, Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.memory.chunked_logits import ChunkedLogits, computed, sliced
@@ -605,6 +605,16 @@ def frozen_count(units: Sequence[Unit]) -> int:
 def evaluated_rows(run: Run, source: Source) -> int:
     """Return the number of held-out rows in an evaluation."""
     return min(source.held_out, run.eval_rows or source.held_out)
+
+
+def diverged() -> TrainingError:
+    """Return the error that every rank raises for logits that are not finite."""
+    return on_every_rank(
+        TrainingError(
+            "The model's output is not finite: its training has diverged.",
+            "Train again with a lower optimizer.lr.",
+        )
+    )
 
 
 def state_digests(trainer: Trainer) -> dict[str, str]:

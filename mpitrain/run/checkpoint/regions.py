@@ -151,6 +151,12 @@ def runs(part: Region) -> Runs:
     return Runs(firsts[order], places[order], lengths[order])
 
 
+def joined_dim(rectangles: Sequence[Sequence[Any]]) -> int:
+    """Return the one dim in which rectangles differ, along which they are joined; 0 if none does."""
+    first = rectangles[0]
+    return next((d for r in rectangles for d in range(len(r)) if r[d] != first[d]), 0)
+
+
 def _runs_of_rectangles(
     shape: Sequence[int], rectangles: Rectangles | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -163,7 +169,7 @@ def _runs_of_rectangles(
         return one_run(0, prod(shape))
     dims = range(len(shape))
     lengths = [[stop - start for start, stop in rectangle] for rectangle in rectangles]
-    joined = next((d for other in rectangles for d in dims if other[d] != rectangles[0][d]), 0)
+    joined = joined_dim(rectangles)
     local = [sum(length[d] for length in lengths) if d == joined else lengths[0][d] for d in dims]
     triples, before = [], 0
     for rectangle, length in zip(rectangles, lengths, strict=True):

@@ -72,11 +72,13 @@ class Counter:
         config, axes, plan, device = job
         self._job, self._source = job, source
         self._body = Body(device, config, tp, axes.tp)
+        # Before the units are timed, the balanced partition is counted.
+        partition = "" if config.pipeline.partition == TIME else config.pipeline.partition
         self._chunks = cut_in_chunks(
             units,
             self._body.layers,
             plan.stage_of,
-            _partition(config),
+            partition,
             config.model.freeze,
             config.lora,
         )
@@ -158,8 +160,3 @@ def _unlike(shares: Sequence[range]) -> list[range]:
     """
     rest = {len(part): part for part in shares[1:]}
     return [*shares[:1], *rest.values()]
-
-
-def _partition(config: Config) -> str:
-    """Return pipeline.partition; before the times are measured, the balanced one."""
-    return "" if config.pipeline.partition == TIME else config.pipeline.partition

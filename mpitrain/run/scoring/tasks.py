@@ -8,10 +8,9 @@ import numpy as np
 
 from mpitrain.data.tasks import Task
 from mpitrain.data.tokenizer import Tokenizer
-from mpitrain.errors import TrainingError, on_every_rank
 from mpitrain.parallel.grid import share
 from mpitrain.run.scoring.requests import ChoiceTokens, batch, requests_of
-from mpitrain.run.trainer import Trainer
+from mpitrain.run.trainer import Trainer, diverged
 from mpitrain.transport.agreement import on_all_ranks
 
 
@@ -48,12 +47,7 @@ def score(trainer: Trainer, tasks: Sequence[Task], tokenizer: Tokenizer, vocabul
     )
     likelihoods = log_likelihoods(trainer, requests)
     if not np.isfinite(likelihoods).all():
-        raise on_every_rank(
-            TrainingError(
-                "The model's output is not finite: its training has diverged.",
-                "Train again with a lower optimizer.lr.",
-            )
-        )
+        raise diverged()
     ends = [0, *accumulate(len(task.choices) for task in tasks)]
     return scores(tasks, [likelihoods[start:stop].tolist() for start, stop in pairwise(ends)])
 

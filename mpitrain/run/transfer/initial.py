@@ -23,7 +23,7 @@ from mpitrain.run.checkpoint import save_load
 from mpitrain.run.checkpoint.directories import newest
 from mpitrain.run.checkpoint.load import parameters, put
 from mpitrain.run.checkpoint.manifest import MANIFEST
-from mpitrain.run.checkpoint.regions import Region, described, holdings
+from mpitrain.run.checkpoint.regions import Region, described, holdings, joined_dim
 from mpitrain.run.checkpoint.writers import PARAMETERS
 from mpitrain.run.run_dir import CHECKPOINTS, is_run
 from mpitrain.run.transfer.model_keys import check_keys, check_vocabulary, determined
@@ -160,9 +160,7 @@ def _check_finite(folder: Path, name: str, values: np.ndarray) -> None:
 def elements(stored: AnyTensor, part: Region) -> np.ndarray:
     """Read the elements of a region, and whole rows of its rectangles at most: 1-D, packed."""
     rectangles = _rectangles(part)
-    dim = next(
-        (d for other in rectangles for d in range(len(other)) if other[d] != rectangles[0][d]), 0
-    )
+    dim = joined_dim(rectangles)
     width = sum(
         math.prod(_lengths(rectangle)[1:]) for rectangle in rectangles[: None if dim else 1]
     )

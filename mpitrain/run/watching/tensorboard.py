@@ -3,13 +3,12 @@
 import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mpitrain.config import Config
 from mpitrain.errors import TrainingError
-from mpitrain.files import mend, opened
+from mpitrain.files import append, mend, opened
 from mpitrain.run.metrics import read_metrics, series, strict
 from mpitrain.run.run_dir import METRICS
 from mpitrain.run.watching.event_file import scalars_record, version_record
@@ -53,14 +52,9 @@ class TensorBoard(Watcher):
             raise self._refused(error) from None
 
     def on_log(self, record: dict[str, Any]) -> None:
-        data, size = self._record(strict(record)), os.fstat(self._descriptor).st_size
         try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
+            append(self._descriptor, self._record(strict(record)))
         except OSError as error:
-            with suppress(OSError):
-                os.ftruncate(self._descriptor, size)
             raise self._refused(error) from None
 
     on_evaluation = on_log
