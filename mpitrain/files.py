@@ -217,7 +217,7 @@ def whole(path: Path, inner: int = 0) -> Iterator[BinaryIO]:
 
 
 def append(descriptor: int, data: bytes) -> None:
-    """Append all of the data to a file, or nothing: after a failure, cut it off and raise OSError."""
+    """Append all of the data to a file; after a failure cut it off again, and raise OSError."""
     nbytes, rest = os.fstat(descriptor).st_size, data
     try:
         while rest:

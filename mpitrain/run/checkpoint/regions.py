@@ -152,7 +152,7 @@ def runs(part: Region) -> Runs:
 
 
 def joined_dim(rectangles: Sequence[Sequence[Any]]) -> int:
-    """Return the one dim in which rectangles differ, along which they are joined; 0 if none does."""
+    """Return the one dim in which rectangles differ, along which they are joined; 0: none."""
     first = rectangles[0]
     return next((d for r in rectangles for d in range(len(r)) if r[d] != first[d]), 0)
 
