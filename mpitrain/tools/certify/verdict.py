@@ -62,7 +62,7 @@ def judge(evidence: Evidence, limits: Limits) -> Certificate:
         if node not in reasons and node not in evidence.absent:
             reasons[node] = ["it is expected, but has no rank"]
     return Certificate(
-        [NodeVerdict(node, found) for node, found in reasons.items()]
+        [NodeVerdict(node, node_reasons) for node, node_reasons in reasons.items()]
         + [NodeVerdict(node, [reason]) for node, reason in evidence.absent.items()],
         others,
         evidence.awaits,
@@ -76,26 +76,26 @@ def best(speeds: Speeds, name: str) -> float:
 
 def usual_rates(facts: Sequence[Facts], speeds: Sequence[Speeds], name: str) -> list[float]:
     """Return, by rank, the median over nodes of the same processor of their median rank."""
-    found = []
-    for mine in facts:
+    usual = []
+    for judged in facts:
         nodes: dict[str, list[float]] = {}
         for fact, own in zip(facts, speeds, strict=True):
-            if fact.processor == mine.processor:
+            if fact.processor == judged.processor:
                 nodes.setdefault(fact.node, []).append(best(own, name))
         # A single node is compared with itself: a slow rank differs from the others.
-        found.append(median(median(of) for of in nodes.values()))
-    return found
+        usual.append(median(median(of) for of in nodes.values()))
+    return usual
 
 
 def slow_ranks(facts: Sequence[Facts], speeds: Sequence[Speeds], limits: Limits) -> list[int]:
     """Return the ranks below the limits, which are measured again before they count."""
-    found = set()
+    slow = set()
     for name in RATES:
         least = _least(name, limits)
         for rank, usual in enumerate(usual_rates(facts, speeds, name)):
             if not (best(speeds[rank], name) >= max(limits.ratio * usual, least)):
-                found.add(rank)
-    return sorted(found)
+                slow.add(rank)
+    return sorted(slow)
 
 
 def _least(name: str, limits: Limits) -> float:
@@ -187,8 +187,8 @@ def _links(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]:
     nodes |= {pair.second: pair.second_host for pair in evidence.pairs}
     guilty = bad_everywhere(evidence.pairs, slow)
     for number in guilty:
-        mine = [reason for pair, reason in slow.items() if number in pair]
-        yield nodes[number], f"all {len(mine)} links are slow: {mine[0]}"
+        reasons = [reason for pair, reason in slow.items() if number in pair]
+        yield nodes[number], f"all {len(reasons)} links are slow: {reasons[0]}"
     for (first, second), reason in slow.items():
         if not {first, second} & {*guilty}:
             yield "", f"the link of {nodes[first]} and {nodes[second]} is slow: {reason}"

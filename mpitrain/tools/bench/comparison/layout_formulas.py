@@ -89,8 +89,8 @@ def of_gradients(job: Job) -> float | None:
     if replica.wire.name != "none":
         moved = _compressed(job)
     elif stage:
-        found = sharded(replica, TRAVELLED[stage])
-        return None if found is None else found + summed
+        of_shards = sharded(replica, TRAVELLED[stage])
+        return None if of_shards is None else of_shards + summed
     else:
         moved = sent_in_ring(grid.coords.dp, d, storage.length) * storage.dtype.itemsize
     end = trainer.replication.step_end
@@ -157,7 +157,7 @@ def _within_layers(job: Job) -> int:
     sums = sum(FORWARD.get(kind, 0) for kind in kinds) + sum(
         BACKWARD.get(kind, 0) for kind in behind
     )
-    elements = sum(sums * sent_in_ring(tp, ranks, one * tokens * width) for one in rows)
+    elements = sum(sums * sent_in_ring(tp, ranks, count * tokens * width) for count in rows)
     if config.layout.sequence_parallel:
         # Column-parallel layers gather their inputs again in backward. An embedding gathers in
         # backward instead of forward.
@@ -165,7 +165,7 @@ def _within_layers(job: Job) -> int:
         gathers -= "embedding" in kinds[: replica.first]
         elements += gathers * sum(rows) * tokens * width * (ranks - 1) // ranks
     # The loss needs a maximum of each row, and two sums in one message.
-    facts = sum(sent_in_ring(tp, ranks, k * one * tokens) for one in rows for k in (1, 2))
+    facts = sum(sent_in_ring(tp, ranks, k * count * tokens) for count in rows for k in (1, 2))
     of_loss = facts * _itemsize_of_facts(computed) if "head" in kinds else 0
     return elements * computed.itemsize + of_loss
 

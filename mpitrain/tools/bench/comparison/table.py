@@ -102,10 +102,12 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
 def footer(rows: Sequence[ModeRow]) -> list[str]:
     """Return the formulas of these modes in words, and the meaning of their letters."""
     first = wide([row.mode for row in rows])
-    found = {row.mode: row.formula for row in rows if row.formula}
-    letters = [f"{letter} {meaning}" for letter, meaning in letters_in([*found.values()]).items()]
+    formulas = {row.mode: row.formula for row in rows if row.formula}
+    letters = [
+        f"{letter} {meaning}" for letter, meaning in letters_in([*formulas.values()]).items()
+    ]
     return [
-        *(f"{mode:<{first}} sends {words}" for mode, words in found.items()),
+        *(f"{mode:<{first}} sends {words}" for mode, words in formulas.items()),
         *([f"with {', '.join(letters)}; besides, control messages and headers"] if letters else []),
     ]
 

@@ -34,11 +34,11 @@ class Cached:
         self._trainer = trainer
 
     def write(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in prompts]
+        tokens: list[list[int]] = [[] for _ in prompts]
         for together in texts(self._trainer, prompts, GREEDY, SEED, count):
             for index, token in together:
-                found[index].append(token)
-        return found
+                tokens[index].append(token)
+        return tokens
 
 
 class WholeWindows:
@@ -106,10 +106,10 @@ def measure(
     ]
 
 
-def _same(one: Sequence[int], other: Sequence[int]) -> int:
+def _same(tokens: Sequence[int], others: Sequence[int]) -> int:
     """Return the length of the longest common prefix."""
-    differs = np.flatnonzero(np.array(one) != np.array(other))
-    return int(differs[0]) if len(differs) else len(one)
+    differs = np.flatnonzero(np.array(tokens) != np.array(others))
+    return int(differs[0]) if len(differs) else len(tokens)
 
 
 def table(rows: Sequence[GenerationRow]) -> list[str]:

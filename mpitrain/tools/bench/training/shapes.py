@@ -203,7 +203,7 @@ def check_fits(transport: Transport, job: Job, sides: int) -> None:
 
 def shape_row(name: str, ours: Result, rival: Result | None, bare: Result) -> ShapeRow:
     """Return a row of the table: our step against one peer, and above its bare products."""
-    above = [mine / least for mine, least in zip(ours.blocks, bare.blocks, strict=True)]
+    above = [step_s / bare_s for step_s, bare_s in zip(ours.blocks, bare.blocks, strict=True)]
     ratio = least = most = peer_s = None
     apart = 0.0
     if rival:

@@ -48,7 +48,7 @@ def stage_rows(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> lis
     most = -(-len(inputs) // plan.micro_batches)
     costs = measure(trainer, inputs, targets, [most])[0].costs
     planned = Counter(i.what for i in program if isinstance(i, Send))
-    mine = StageRow(
+    own_row = StageRow(
         stage,
         len(trainer.units),
         sent,
@@ -59,7 +59,7 @@ def stage_rows(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> lis
         held,
         peak(plan.lists[stage], costs).nbytes,
     )
-    rows = sorted(StageRow(*row) for row in trainer.transport.gather_text(mine))
+    rows = sorted(StageRow(*row) for row in trainer.transport.gather_text(own_row))
     return [
         max((row for row in rows if row.stage == number), key=lambda row: row.peak_bytes)
         for number in range(trainer.grid.axes.pp)

@@ -182,7 +182,11 @@ def _groups(model: GPT, settings: Config) -> list[dict[str, Any]]:
 
 def _class(settings: Config) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
     """Return PyTorch's class for the update rule, and its arguments."""
-    mine = settings.optimizer
-    peer = RULES[mine.name].torch
+    optimizer = settings.optimizer
+    peer = RULES[optimizer.name].torch
     assert peer  # `steps` has refused other rules
-    return getattr(torch.optim, peer.name), {"lr": mine.lr, "fused": True, **peer.arguments(mine)}
+    return getattr(torch.optim, peer.name), {
+        "lr": optimizer.lr,
+        "fused": True,
+        **peer.arguments(optimizer),
+    }

@@ -69,7 +69,7 @@ class Found(NamedTuple):
 
 def search(
     transport: Transport,
-    given: Given,
+    unresolved: Given,
     most: int,
     seconds: float,
     show: Callable[[str], None] = lambda text: None,
@@ -81,9 +81,9 @@ def search(
     show     called with a description of the present work
     raises   ConfigError on every rank, if the smallest micro-batch does not fit
     """
-    resolved = resolve(transport, given)
+    resolved = resolve(transport, unresolved)
     on_all_ranks(transport, lambda: _check_mode(resolved.config))
-    source = open_data(transport, given)
+    source = open_data(transport, unresolved)
     name = resolved.config.data.source
     on_all_ranks(transport, lambda: check_data(resolved.config.model.kind, source.form, name))
     show("counting")
@@ -106,8 +106,8 @@ def search(
         job.close()
     rows = (best or timed[-1]).rows
 
-    def fits(found: Resolved) -> bool:
-        return fit.room.needed + count(found)[0] <= fit.room.free
+    def fits(candidate: Resolved) -> bool:
+        return fit.room.needed + count(candidate)[0] <= fit.room.free
 
     def agreed(size: int | None) -> BatchSetting | None:
         """Return the setting of the rank that needs the most micro-batches; collective."""
