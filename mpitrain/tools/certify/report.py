@@ -41,7 +41,6 @@ def _width(certificate: Certificate) -> int:
 
 
 def _speeds(evidence: Evidence, node: str) -> str:
-    """Return the number of ranks on a node, and the lowest of their rates for each of RATES."""
     ranks = [rank for rank, fact in enumerate(evidence.facts) if fact.node == node]
     rates = [
         f"{what} {figure(min(best(evidence.speeds[rank], name) for rank in ranks) / unit)} {units}"

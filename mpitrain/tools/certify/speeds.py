@@ -78,7 +78,6 @@ def measure(
 
 
 def with_more(speeds: Sequence[Speeds], more: Sequence[Speeds]) -> list[Speeds]:
-    """Return the samples of both measurements."""
     return [
         Speeds([*own.gemm, *new.gemm], [*own.memory, *new.memory])
         for own, new in zip(speeds, more, strict=True)

@@ -201,7 +201,6 @@ def _by_host(everyone: list[Rank]) -> dict[str, list[Rank]]:
 
 
 def _kinds() -> list[str]:
-    """Return the kinds of device that this rank can use."""
     from mpitrain.machine.devices import backend_for
 
     usable: list[str] = []
@@ -213,7 +212,6 @@ def _kinds() -> list[str]:
 
 
 def _compiler() -> str:
-    """Return the version of the compiler of kernels for the simulator."""
     from mpitrain.kernels.cpp import version
 
     try:
@@ -233,7 +231,6 @@ def gpus() -> str:
 
 
 def _cupy() -> str:
-    """Return in words whether CuPy can use the GPUs, with the remedy if it cannot."""
     from mpitrain.machine.devices import backend_for
 
     try:
@@ -264,7 +261,6 @@ def _rate_of_avx2(rate: float) -> dict[str, float]:
 
 
 def _blas() -> tuple[str, int]:
-    """Return the name of NumPy's BLAS, and its number of threads."""
     import numpy  # noqa: F401 (threadpoolctl finds only libraries that are loaded)
     from threadpoolctl import threadpool_info
 

@@ -38,7 +38,6 @@ def line_locks(seen: Values) -> str:
 
 
 def missing_locks(seen: Values) -> list[Problem]:
-    """Return a problem for each host on which a kind of lock does not work."""
     return _problems(seen, "locks")
 
 
@@ -53,7 +52,6 @@ def line_maps(seen: Values) -> str:
 
 
 def broken_maps(seen: Values) -> list[Problem]:
-    """Return a problem for each host on which a map and its file differ."""
     return _problems(seen, "mapped files")
 
 

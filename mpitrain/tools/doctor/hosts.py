@@ -45,7 +45,7 @@ def look_windows(transport: Transport, folder: Path) -> str:
 
 
 def _wrong_blocks(transport: Transport, host_ranks: list[int]) -> str:
-    """Write this rank's block of a window, and compare the blocks of all ranks of this host."""
+    """Return what is wrong with a new window of this host's ranks, or "". Collective."""
     own_block = transport.allocate(WINDOW, np.float32)
     own_block[:] = transport.rank + np.arange(WINDOW)
     transport.gather_text(None)
@@ -69,7 +69,6 @@ def line_windows(seen: Values) -> str:
 
 
 def broken_windows(seen: Values) -> list[Problem]:
-    """Return a problem for each host whose ranks cannot share memory."""
     wrong = {host: value for host, value in zip(seen.hosts, seen.values, strict=True) if value}
     return [
         Problem(host, f"shared memory must work on {host}, but {text}")
@@ -109,7 +108,6 @@ def line_first(seen: Values) -> str:
 
 
 def late_first(seen: Values) -> list[Problem]:
-    """Return a problem for each host whose first message is late."""
     return [
         Problem(host, f"the first message of {host} took {value[0]:.1f} s, more than {LATE:g} s")
         for host, value in seen.by_host().items()

@@ -131,7 +131,6 @@ def line_imports(seen: Values) -> str:
 
 
 def slow_imports(seen: Values) -> list[Problem]:
-    """Return a problem for each host whose imports fail or are slow."""
     problems = []
     for host, value in seen.by_host().items():
         if FAILED in value:

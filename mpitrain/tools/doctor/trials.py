@@ -34,14 +34,13 @@ def locks(folder: str) -> dict[str, str]:
                 continue
             second = os.fork()
             if not second:
-                os._exit(1 if _locks(file.name, lock) else 0)
+                os._exit(1 if _gets_lock(file.name, lock) else 0)
             _, status = os.waitpid(second, 0)
             results[name] = UNLOCKED if status else WORKS
     return results
 
 
-def _locks(path: str, lock: Callable[[int, int], None]) -> bool:
-    """Return whether this process gets the lock of a file that another process holds."""
+def _gets_lock(path: str, lock: Callable[[int, int], None]) -> bool:
     descriptor = os.open(path, os.O_RDWR)
     try:
         lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -54,7 +53,7 @@ def locked(path: str) -> dict[str, str]:
     """Return whether the lock of a file that another host holds is respected here."""
     if not os.path.exists(path):
         return {"across": "the file of another host is not there"}
-    is_free = _locks(path, fcntl.flock)
+    is_free = _gets_lock(path, fcntl.flock)
     return {"across": "two hosts hold one lock" if is_free else WORKS}
 
 

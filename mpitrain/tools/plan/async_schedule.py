@@ -120,7 +120,6 @@ def stream(
 
 
 def title(preview: Stream) -> str:
-    """Return the title of the chart."""
     return (
         f"{preview.name}: {several(preview.stages, 'stage')}, "
         f"{several(preview.micro_batches, 'micro-batch', 'micro-batches')} "

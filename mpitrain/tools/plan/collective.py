@@ -116,7 +116,6 @@ class Collective(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks."""
         return len(self.hosts)
 
 

@@ -17,11 +17,8 @@ def written(collective: Collective) -> str:
     contents  {rank: {chunk: contributing ranks}} of the chunks that the step changed; "0-2+5" means
               ranks 0, 1, 2 and 5
     """
-    met, counted, formula = (
-        meeting(collective),
-        totals(collective),
-        FORMULAS.get((collective.operation, collective.algorithm)),
-    )
+    met, counted = meeting(collective), totals(collective)
+    formula = FORMULAS.get((collective.operation, collective.algorithm))
     texts = formula[:4] if formula else (None,) * 4
     header: dict[str, Any] = {
         "operation": collective.operation,

@@ -160,7 +160,6 @@ def _filled(collective: Collective) -> np.ndarray:
 
 
 def _numbers(axes: Any, edges: np.ndarray, held: np.ndarray, collective: Collective) -> None:
-    """Write into each chunk the number of ranks that contribute to it."""
     scale = 1 if collective.operation == "all-gather" else collective.ranks
     for rank, chunks in enumerate(held):
         for chunk, share in enumerate(chunks):

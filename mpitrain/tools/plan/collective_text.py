@@ -85,7 +85,6 @@ def _body(collective: Collective, width: int) -> tuple[list[str], tuple[str, str
 
 
 def _named(collective: Collective) -> Cell:
-    """Return a Cell that names the ranks that contribute to a chunk."""
     whole = complete(collective)
     if collective.operation == "all-gather":
         return lambda data, chunk: data_of(data)
@@ -93,7 +92,6 @@ def _named(collective: Collective) -> Cell:
 
 
 def _meaning_of_names(collective: Collective) -> str:
-    """Return the legend of `_named`."""
     if collective.operation == "all-gather":
         return "the rank whose data it holds; - none yet"
     partial = ["0+1 the sum of what ranks 0 and 1 had"] * (collective.ranks > 2) + [
@@ -103,12 +101,10 @@ def _meaning_of_names(collective: Collective) -> str:
 
 
 def _meaning_of_counts(collective: Collective) -> str:
-    """Return the legend of `_counted`."""
     return f"of how many of the {several(collective.ranks, 'rank')} it holds the data"
 
 
 def _counted(data: int, chunk: int) -> str:
-    """Return the number of ranks that contribute to a chunk."""
     return f"{data.bit_count()}"
 
 
@@ -163,7 +159,6 @@ def _message(collective: Collective, message: ChunkMessage) -> str:
 
 
 def _halves(met: HalvesBoundary | None, step: int) -> list[str]:
-    """Return a marker line if the boundary between an all-reduce's halves follows this step."""
     return (
         [f"-- the halves meet: {met.first} done, {met.second} begins --"]
         if met and met.step == step

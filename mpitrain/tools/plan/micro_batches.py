@@ -198,10 +198,8 @@ def table(predicted: Sequence[Predicted]) -> list[str]:
         f"{'micro-batches':>13} {'rows each':>10} {'step ms':>10} {'bubble':>8} {'peak MB':>9}"
     ]
     for each in sorted([*near, *others]):
-        mark, noisy = (
-            "   <- best" if each == best(predicted) and not each.is_spoilt else "",
-            "~" if each.is_spoilt else " ",
-        )
+        mark = "   <- best" if each == best(predicted) and not each.is_spoilt else ""
+        noisy = "~" if each.is_spoilt else " "
         lines.append(
             f"{each.micro_batches:>13} {each.rows:>10.4g} {1e3 * each.step_s:>10.2f}{noisy}{100 * each.bubble:>7.1f}% "
             f"{each.peak_bytes / 1e6:>9.2f}{mark}"

@@ -39,7 +39,6 @@ class MessageTime(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Return the whole time of the message."""
         return self.transfer + self.receive
 
 
@@ -155,7 +154,8 @@ def _kept(trainer: Trainer, chunk: int, inputs: np.ndarray, targets: np.ndarray)
     x = _input(trainer, chunk, inputs)
     y = stage.forward(0, x)
     del x
-    dy, shape = _loss(trainer, y, targets) if _is_last(trainer, chunk) else None, y.shape
+    shape = y.shape
+    dy = _output_gradient(trainer, y, targets) if _is_last(trainer, chunk) else None
     del y
     # The last chunk computes its output gradient from the loss, so that is counted as saved. Other
     # chunks receive theirs in a message, so `_drawn` replaces it after this count.
@@ -172,12 +172,10 @@ def _kept(trainer: Trainer, chunk: int, inputs: np.ndarray, targets: np.ndarray)
 
 
 def _is_last(trainer: Trainer, chunk: int) -> bool:
-    """Return whether this is the last chunk of the model."""
     return chunk == len(trainer.resolved.plan.stage_of) - 1
 
 
-def _loss(trainer: Trainer, y: Any, targets: np.ndarray) -> Any:
-    """Return the gradient of the model's output."""
+def _output_gradient(trainer: Trainer, y: Any, targets: np.ndarray) -> Any:
     right = trainer.backend.from_host(targets).reshape(-1)
     _, gradient = trainer.replication.loss(
         y.reshape(len(right), -1), right, trainer.replication.scale(1, 0)
@@ -203,7 +201,7 @@ def _there_and_back(
     times = [clock()]
     y = stage.forward(0, x)
     if dy is None:
-        dy = _loss(trainer, y, targets)
+        dy = _output_gradient(trainer, y, targets)
     del x, y
     backend.synchronize()
     times.append(clock())
@@ -219,7 +217,6 @@ def _there_and_back(
 
 
 def _input(trainer: Trainer, chunk: int, inputs: np.ndarray) -> Any:
-    """Return an input of a chunk, on this rank's device."""
     trainer.pipe.now.set(0, 0, len(inputs), True)
     if chunk == 0:
         return trainer.placed(inputs)

@@ -53,7 +53,6 @@ class FormulaLetters(NamedTuple):
 
     @property
     def r(self) -> int:
-        """Return n - n'."""
         return self.n - self.power
 
 
@@ -197,11 +196,8 @@ def sent_of_array(
 
 def table_of_totals(collective: Collective, width: int) -> list[str]:
     """Return lines with the counted totals, the formulas, and their values."""
-    counted, formula, sent = (
-        totals(collective),
-        FORMULAS.get((collective.operation, collective.algorithm)),
-        sent_by(collective),
-    )
+    counted, sent = totals(collective), sent_by(collective)
+    formula = FORMULAS.get((collective.operation, collective.algorithm))
     busiest = listed((rank for rank, arrays in enumerate(sent) if arrays == counted.busiest), ",")
     texts = formula[:4] if formula else ("-",) * 4
     values = formula.value(numbers(collective.hosts)) if formula else (None,) * 4
@@ -224,7 +220,6 @@ def amount(number: float | Fraction) -> str:
 
 
 def _letters(collective: Collective, formula: str) -> str:
-    """Return the letters of a formula and their values as text."""
     x = numbers(collective.hosts)
     letters = [f"n = {several(x.n, 'rank')}"]
     if "n'" in formula:

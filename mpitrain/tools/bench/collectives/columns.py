@@ -22,7 +22,6 @@ class TableColumn(NamedTuple):
     is_left: bool = False
 
     def cell(self, text: str) -> str:
-        """Pad the text to this column's width."""
         return f" {text}".ljust(self.width) if self.is_left else text.rjust(self.width)
 
 
@@ -57,7 +56,6 @@ class RowFormatter:
         ]
 
     def line(self, row: Any) -> str:
-        """Return the line of a row."""
         return " ".join(column.cell(column.text(row)) for column in self.columns).rstrip()
 
 

@@ -104,7 +104,6 @@ def footer(rows: Sequence[CollectiveRow]) -> list[str]:
 
 
 def _wrong(rows: Sequence[CollectiveRow]) -> list[str]:
-    """Return lines on wrong elements of exact operations, and wrong replicas of lossy ones."""
     exact, lossy = (
         [row for row in rows if row.algorithm.startswith("wire ") == is_lossy]
         for is_lossy in (False, True)

@@ -107,7 +107,6 @@ def is_replication(mode: str) -> bool:
 
 
 def _formed(word: str, mode: str) -> Iterable[str]:
-    """Return the settings of a word that has one of FORMS."""
     for form, settings in FORMS.items():
         if match := re.fullmatch(_HOLES.sub(_pattern, re.escape(form)), word):
             values = dict(zip(_HOLES.findall(form), match.groups(), strict=True))
@@ -121,10 +120,8 @@ def _formed(word: str, mode: str) -> Iterable[str]:
 
 
 def _pattern(hole: re.Match[str]) -> str:
-    """Return the pattern of the values of a hole in a form."""
     return r"([1-9]\d{0,8})" if hole[0] == "N" else r"([\w./:-]+)"
 
 
 def _value_in(values: Mapping[str, str]) -> Callable[[re.Match[str]], str]:
-    """Return the function that looks up the value of a hole."""
     return lambda hole: values[hole[0]]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from mpitrain.tools.bench.comparison.table import aligned
 from mpitrain.tools.bench.comparison.tricks import Tried
 
 COLUMNS = (
@@ -13,8 +14,7 @@ WIDTHS = (22, 7, 6, 14, 9, 8, 8, 8, 8)
 
 
 def heading() -> str:
-    """Return the line of column names."""
-    return f"{_aligned(COLUMNS)}  set"
+    return f"{aligned(COLUMNS, WIDTHS)}  set"
 
 
 def line(tried: Tried) -> str:
@@ -38,14 +38,7 @@ def line(tried: Tried) -> str:
         f"{max(tried.off.sent) / 1e6:.3f}",
     )
     settings = "set already" if tried.is_used else " ".join(tried.settings)
-    return f"{_aligned(cells)}  {settings}"
-
-
-def _aligned(cells: Sequence[str]) -> str:
-    return " ".join(
-        f"{cell:<{width}}" if i == 0 else f"{cell:>{width}}"
-        for i, (cell, width) in enumerate(zip(cells, WIDTHS, strict=True))
-    )
+    return f"{aligned(cells, WIDTHS)}  {settings}"
 
 
 def summary(tried: Sequence[Tried]) -> list[str]:

@@ -135,6 +135,5 @@ def _drawn(
 
 
 def _compared(rows: int) -> tuple[slice, ...]:
-    """Return the rows to compare: all, or every k-th one and the last."""
     step = -(-rows // MOST_COMPARED)
     return (slice(None),) if step == 1 else (slice(None, None, step), slice(rows - 1, rows))

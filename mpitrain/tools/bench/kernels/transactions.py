@@ -90,8 +90,6 @@ def count(dtypes: Sequence[str]) -> Iterator[TransactionRow]:
 
 
 def row_of(dtype: str, operation: str, launch: LaunchTraffic) -> TransactionRow:
-    """Return the row of one launch."""
-
     def total(field: str) -> int:
         return sum(getattr(access, field) for access in launch.shared)
 

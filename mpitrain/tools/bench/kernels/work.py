@@ -87,12 +87,10 @@ def count_wrong(result: np.ndarray, truth: np.ndarray, tolerance: float = WRONG)
 
 
 def stored(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Convert the numbers to a storage dtype."""
     return x.astype(dtype)
 
 
 def values(x: np.ndarray) -> np.ndarray:
-    """Convert stored numbers to float32."""
     return x.astype(np.float32)
 
 

@@ -108,7 +108,6 @@ def _row(
     clock: Callable[[], float],
     tag: int,
 ) -> BandwidthRow:
-    """Measure one message size in one direction or both."""
     pairs, rank = partners(transport.size, request.all_pairs), transport.rank
     window = max(1, min(request.window, IN_FLIGHT // nbytes))
     pair = next((pair for pair in pairs if rank in pair), None)
@@ -116,10 +115,8 @@ def _row(
     if pair:
         peer = sum(pair) - rank
         sends, receives = (rank == pair[0] or ways == "both"), (rank == pair[1] or ways == "both")
-        outgoing, right = (
-            _messages(rank, peer, nbytes, window * sends),
-            _messages(peer, rank, nbytes, window * receives),
-        )
+        outgoing = _messages(rank, peer, nbytes, window * sends)
+        right = _messages(peer, rank, nbytes, window * receives)
         incoming = np.empty_like(right)
         run = _window(transport, outgoing, incoming, peer, tag)
 

@@ -155,10 +155,8 @@ def odd_pairs(pairs: Sequence[Pair], places: Sequence[str] = PLACES) -> list[Odd
         ]
         if len(of_class) < 2:
             continue
-        fast, soon = (
-            median(max(p.best_GBs for p in of) for of in by_rank),
-            median(min(p.fastest_us for p in of) for of in by_rank),
-        )
+        fast = median(max(pair.best_GBs for pair in of_rank) for of_rank in by_rank)
+        soon = median(min(pair.fastest_us for pair in of_rank) for of_rank in by_rank)
         odd += [
             Odd(pair, "bandwidth", fast)
             for pair in of_class
@@ -244,11 +242,8 @@ def _there_and_back(
     amount  round trips, and the seconds for them if their number is 0
     """
     rank, (iterations, seconds) = transport.rank, amount
-    outgoing, incoming, count = (
-        coded(rank, peer, nbytes),
-        np.empty(nbytes, np.uint8),
-        np.array([iterations]),
-    )
+    outgoing, incoming = coded(rank, peer, nbytes), np.empty(nbytes, np.uint8)
+    count = np.array([iterations])
 
     def trip() -> float:
         start = clock()

@@ -116,7 +116,6 @@ def plot_bandwidth(rows: Sequence[BandwidthRow], facts: dict[str, Any], path: Pa
 def _finish(
     pyplot: Any, figure: Any, title: str, legend: str, facts: dict[str, Any], path: Path
 ) -> None:
-    """Add title and machine, and write the file."""
     figure.suptitle(title, weight="bold")
     machine = f"{facts['processor']}, {facts['cores']} cores a host; {facts['mpi']}; mpitrain {facts['mpitrain']}"
     figure.supxlabel(f"{machine}.  {legend}".rstrip(), fontsize="small")

@@ -148,6 +148,5 @@ class BareProducts:
         return 0.0
 
     def close(self) -> None:
-        """Release the arrays."""
         self._arrays.clear()
         self._bound.clear()

@@ -40,10 +40,8 @@ def stage_rows(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> lis
     pipe, stage = trainer.pipe, trainer.grid.coords.pp
     plan = fused_at_the_input(trainer.resolved.plan, pipe.lowest)
     program = training_program(plan, pipe.lowest)[stage]
-    (sent, sent_bytes), (returned, returned_bytes) = (
-        pipe.channel.sent["activation"],
-        pipe.channel.sent["gradient"],
-    )
+    sent, sent_bytes = pipe.channel.sent["activation"]
+    returned, returned_bytes = pipe.channel.sent["gradient"]
     held = pipe.peak_bytes
     most = -(-len(inputs) // plan.micro_batches)
     costs = measure(trainer, inputs, targets, [most])[0].costs

@@ -126,7 +126,6 @@ def named(config: Config, settings: Sequence[str]) -> str:
 
 
 def key_of(setting: str) -> str:
-    """Return the key of a `section.key=value`."""
     return setting.partition("=")[0].strip()
 
 

@@ -28,7 +28,7 @@ TRIES = 16
 """Largest number of builds of a job before it is refused: other processes may take memory meanwhile."""
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """The result of a search, equal on all ranks.
 
     parameters  of the model
@@ -73,7 +73,7 @@ def search(
     most: int,
     seconds: float,
     show: Callable[[str], None] = lambda text: None,
-) -> Found:
+) -> SearchResult:
     """Search for the batch of a job; collective.
 
     most     number of rows in the largest micro-batch to try
@@ -112,10 +112,12 @@ def search(
     def agreed(size: int | None) -> BatchSetting | None:
         """Return the setting of the rank that needs the most micro-batches; collective."""
         every = transport.gather_text(setting(resolved, size, rows, fits) if size else None)
-        return max((BatchSetting(*one) for one in every), key=_number) if all(every) else None
+        if not all(every):
+            return None
+        return max((BatchSetting(*own) for own in every), key=lambda own: own.micro_batches)
 
     size = resolved.config.batch.size
-    return Found(
+    return SearchResult(
         resolved,
         parameters,
         fit,
@@ -130,7 +132,6 @@ def search(
 
 
 def _check_mode(config: Config) -> None:
-    """Raise ConfigError for a mode without common steps, or whose memory is not counted."""
     check_synchronous(config, "plan batch measures")
     if config.replication.mode == "master":
         raise ConfigError(
@@ -138,10 +139,6 @@ def _check_mode(config: Config) -> None:
             "rank 0 also has the logits of all rows.",
             "Set replication.mode=all-reduce.",
         )
-
-
-def _number(setting: BatchSetting) -> int:
-    return setting.micro_batches
 
 
 def _built(transport: Transport, resolved: Resolved, source: Source, fit: Fit) -> tuple[Fit, Job]:

@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterator
 
 from mpitrain.tools.plan.batch.noise import Noise
-from mpitrain.tools.plan.batch.search import Found
+from mpitrain.tools.plan.batch.search import SearchResult
 from mpitrain.tools.plan.batch.timing import Timed
 
 
-def report(result: Found) -> Iterator[str]:
+def report(result: SearchResult) -> Iterator[str]:
     """Yield the lines of the report."""
     config, axes, room = result.resolved.config, result.resolved.axes, result.fit.room
     yield (
@@ -31,8 +31,7 @@ def report(result: Found) -> Iterator[str]:
     yield from _keys(result)
 
 
-def _line(result: Found, each: Timed) -> str:
-    """Return the line of one size."""
+def _line(result: SearchResult, each: Timed) -> str:
     times = f"{'-':>10} {'-':>10}   one step, not timed"
     if each.blocks:
         mark = "~" if each.is_spoilt else " "
@@ -47,8 +46,7 @@ def _line(result: Found, each: Timed) -> str:
     return f"{each.rows:>6} {each.size:>7} {result.counted[each.rows] / 1e6:>11.2f} {times}{note}"
 
 
-def _largest(result: Found) -> str:
-    """Return the line about the largest micro-batch."""
+def _largest(result: SearchResult) -> str:
     fit = result.fit
     did_run = any(each.rows == fit.rows for each in result.timed)
     proof = "a step ran" if did_run else "counted alone: --seconds is too short for a step"
@@ -60,10 +58,6 @@ def _largest(result: Found) -> str:
 
 
 def _noise(noise: Noise | None, tokens: int) -> Iterator[str]:
-    """Yield the lines about the noise scale.
-
-    tokens  in a row; 0: rows are samples
-    """
     if noise is None:
         yield (
             "No gradient noise scale: it needs finite gradients of two batch sizes, and "
@@ -83,8 +77,7 @@ def _noise(noise: Noise | None, tokens: int) -> Iterator[str]:
     yield f"  from {of}"
 
 
-def _keys(result: Found) -> Iterator[str]:
-    """Yield the lines to set."""
+def _keys(result: SearchResult) -> Iterator[str]:
     size, noise = result.resolved.config.batch.size, result.noise
     present, critical = result.present, result.critical
     yield ""

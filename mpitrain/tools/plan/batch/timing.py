@@ -124,33 +124,30 @@ def time_sizes(
     timed: list[Timed] = []
     for rows in every:
         last = timed[-1] if timed else None
-        if last and _expected(last, rows) * (BLOCKS + 2) > seconds - _spent(timed):
+        if last and _expected_s(last, rows) * (BLOCKS + 2) > seconds - _spent_s(timed):
             break
         first_s = min(slowest(rows), slowest(rows))
         timed.append(Timed(rows, steps.size * rows // steps.rows, [], first_s))
     last, most = timed[-1], every[-1]
     proof = []
-    if last.rows < most and _expected(last, most) <= seconds:
+    if last.rows < most and _expected_s(last, most) <= seconds:
         proof = [Timed(most, steps.size * most // steps.rows, [], slowest(most))]
     for _ in range(BLOCKS):
         for each in timed:
-            each.blocks.append(median(slowest(each.rows) for _ in range(_turn(each))))
+            each.blocks.append(median(slowest(each.rows) for _ in range(_turn_steps(each))))
     return [*timed, *proof]
 
 
-def _turn(size: Timed) -> int:
-    """Return the steps of a turn of this size."""
+def _turn_steps(size: Timed) -> int:
     return max(1, min(TURN, int(TURN_S / size.first_s)))
 
 
-def _expected(last: Timed, rows: int) -> float:
-    """Return the seconds of a step, in proportion to those of a smaller one."""
+def _expected_s(last: Timed, rows: int) -> float:
     return last.first_s * rows / last.rows
 
 
-def _spent(timed: Sequence[Timed]) -> float:
-    """Return the seconds that all turns of these sizes take."""
-    return sum((2 + BLOCKS * _turn(each)) * each.first_s for each in timed)
+def _spent_s(timed: Sequence[Timed]) -> float:
+    return sum((2 + BLOCKS * _turn_steps(each)) * each.first_s for each in timed)
 
 
 def fastest(timed: Sequence[Timed]) -> Timed | None:
