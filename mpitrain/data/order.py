@@ -18,8 +18,8 @@ class EpochOrder:
         """
         chosen = np.empty(len(positions), np.int64)
         for epoch in np.unique(positions // self._rows):
-            here = positions // self._rows == epoch
-            chosen[here] = self._order(seed, int(epoch))[positions[here] % self._rows]
+            mask = positions // self._rows == epoch
+            chosen[mask] = self._order(seed, int(epoch))[positions[mask] % self._rows]
         return chosen
 
     def _order(self, seed: int, epoch: int) -> np.ndarray:

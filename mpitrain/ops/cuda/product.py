@@ -287,7 +287,6 @@ def _check(a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool) -> tu
 
 
 def _check_like(c: Any, saved: Any, residual: Any) -> None:
-    """Raise KernelError unless `saved` and `residual` have the shape and strides of c."""
     for name, array in (("saved", saved), ("residual", residual)):
         if array is not None and (array.shape != c.shape or array.strides != c.strides):
             raise KernelError(

@@ -23,10 +23,10 @@ def in_blocks(step: Callable[..., None]) -> Callable[..., None]:
         for block in row_blocks(p):
             step(
                 p[block],
-                *(one[block] if isinstance(one, np.ndarray) else one for one in arguments),
+                *(value[block] if isinstance(value, np.ndarray) else value for value in arguments),
                 **{
-                    name: one[block] if isinstance(one, np.ndarray) else one
-                    for name, one in named.items()
+                    name: value[block] if isinstance(value, np.ndarray) else value
+                    for name, value in named.items()
                 },
             )
 
@@ -142,17 +142,20 @@ def adamw8bit(
     mirror=None,
 ):
     """Step p in place as adamw, with moments in codes.    p, g, m, v: (count,)"""
-    for here, block in _runs_of_blocks(p.size, lead):
-        shape = block.stop - block.start, (here.stop - here.start) // (block.stop - block.start)
+    for elements, block in _runs_of_blocks(p.size, lead):
+        shape = (
+            block.stop - block.start,
+            (elements.stop - elements.start) // (block.stop - block.start),
+        )
         mean, square = (arena.take(shape, p.dtype) for _ in range(2))
-        moments = (mean, m[here], m_scales[block]), (square, v[here], v_scales[block])
+        moments = (mean, m[elements], m_scales[block]), (square, v[elements], v_scales[block])
         for (values, coded, scales), of in zip(moments, MAPS, strict=True):
             numbers = arena.take(shape, np.float32)
             np.take(of.values, coded.reshape(shape), out=numbers, mode="clip")
             np.multiply(numbers, scales[:, None], out=values, dtype=values.dtype)
         adamw(
-            p[here],
-            g[here],
+            p[elements],
+            g[elements],
             mean.reshape(-1),
             square.reshape(-1),
             scale,
@@ -163,7 +166,7 @@ def adamw8bit(
             weight_decay,
             step,
             arena,
-            None if mirror is None else mirror[here],
+            None if mirror is None else mirror[elements],
         )
         for (values, coded, scales), of in zip(moments, MAPS, strict=True):
             _encode(values, coded, scales, of, arena)
@@ -196,15 +199,14 @@ def _encode(values, coded, scales, of, arena):
     ratio /= np.where(scales > 0, scales, np.inf).astype(np.float32)[:, None]
     # This is the upper half of a little-endian float32.
     upper = ratio.view(np.uint16)[:, 1::2]
-    found, bound = (arena.take(values.shape, kind) for kind in (np.uint8, np.float32))
-    np.take(of.lowest, upper, out=found, mode="clip")
-    np.take(of.bounds, found, out=bound, mode="clip")
-    found += ratio > bound
-    coded[...] = found.reshape(-1)
+    codes, bound = (arena.take(values.shape, kind) for kind in (np.uint8, np.float32))
+    np.take(of.lowest, upper, out=codes, mode="clip")
+    np.take(of.bounds, codes, out=bound, mode="clip")
+    codes += ratio > bound
+    coded[...] = codes.reshape(-1)
 
 
 def _write(mirror, p, block):
-    """Write a block of the parameters to the mirror, rounded to its type, if there is one."""
     if mirror is not None:
         mirror[block] = p[block]
 

@@ -103,7 +103,7 @@ class Staged(Carrier):
         return array.reshape(-1), self._buffers.take((array.size,), array.dtype)
 
     def _pieces(self, flat: Any) -> list[slice]:
-        """Return the slices of a message's pieces; an empty message is one empty piece."""
+        """An empty message is one empty piece."""
         step = max(1, self._piece // flat.dtype.itemsize)
         return [
             slice(start, min(start + step, flat.size))
@@ -156,5 +156,4 @@ class _Receive:
         return named(self._receives)
 
     def _start_copy(self) -> None:
-        """Start the copy of the next piece, which has arrived."""
         self._copies.append(self._backend.start_copy(*self._ends[len(self._copies)], self._before))

@@ -96,9 +96,9 @@ def judged(name: str, exercise: Exercise, path: str, code: bytes) -> Checked:
     cost: AnswerCost | None = None
     for number, case in enumerate(exercise.cases):
         try:
-            if number >= len(given.found):
+            if number >= len(given.results):
                 raise given.reason()
-            answer = given.found[number]
+            answer = given.results[number]
             if len(repr(answer)) > LONGEST:
                 raise Wrong("the answer has more than {most} characters", most=LONGEST)
             if "problem" in answer:
