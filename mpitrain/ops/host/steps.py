@@ -106,21 +106,25 @@ def adamw(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena, m
     rate, eps = lr / (1 - beta1**step) * root, eps * root
     for block in row_blocks(p):
         part = arena.take(p[block].shape, p.dtype)
-        mean, square = m[block], v[block]
-        mean *= beta1
-        mean += np.multiply(g[block], (1 - beta1) * scale, out=part)
-        np.multiply(g[block], (1 - beta2) ** 0.5 * scale, out=part)
-        part *= part
-        square *= beta2
-        square += part
-        np.sqrt(square, out=part)
+        _step_moments(m[block], v[block], g[block], scale, beta1, beta2, part)
+        np.sqrt(v[block], out=part)
         part += eps
-        np.divide(mean, part, out=part)
+        np.divide(m[block], part, out=part)
         part *= rate
         if weight_decay:
             p[block] *= 1 - lr * weight_decay
         p[block] -= part
         _write(mirror, p, block)
+
+
+def _step_moments(m, v, g, scale, beta1, beta2, part):
+    """Step m and v of a block in place; `part` is overwritten."""
+    m *= beta1
+    m += np.multiply(g, (1 - beta1) * scale, out=part)
+    np.multiply(g, (1 - beta2) ** 0.5 * scale, out=part)
+    part *= part
+    v *= beta2
+    v += part
 
 
 def adamw8bit(
