@@ -210,10 +210,7 @@ def _npy(path: Path) -> TokenLayout:
 
 
 def _size(path: Path) -> int:
-    """Return the size of a regular file in bytes; DataError if it cannot be read.
-
-    Opening a pipe or a terminal would block forever.
-    """
+    """Opening a pipe or a terminal would block forever, so only a regular file has a size."""
     try:
         check_regular(path)
         with path.open("rb"):

@@ -64,7 +64,7 @@ class Counterpart(NamedTuple):
 
     @property
     def full_name(self) -> str:
-        """The name of the tensor in GPT2LMHeadModel."""
+        """The name in GPT2LMHeadModel."""
         return self.name if self.name == THEIR_HEAD else PREFIX + self.name
 
 

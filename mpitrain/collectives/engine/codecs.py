@@ -86,10 +86,7 @@ def parse_wire(text: str) -> Wire:
 
 
 def _scaled(coded: np.ndarray, block_bytes: int, dtype: type) -> tuple[np.ndarray, np.ndarray]:
-    """Return views of the scales (blocks, 1) and of the numbers (blocks, BLOCK) of encoded blocks.
-
-    The float32 scales of all blocks come first.
-    """
+    """Return views of encoded blocks: float32 scales (blocks, 1), then numbers (blocks, BLOCK)."""
     end = 4 * (coded.size // block_bytes)
     return coded[:end].view(np.float32)[:, None], coded[end:].view(dtype).reshape(-1, BLOCK)
 

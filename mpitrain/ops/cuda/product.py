@@ -184,7 +184,6 @@ def _plan(
 
 
 def _fresh(reads_c: bool) -> str:
-    """Return the names of the arrays that an epilogue writes completely."""
     return "saved row_sums" if reads_c else "C saved row_sums"
 
 

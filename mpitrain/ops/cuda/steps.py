@@ -55,7 +55,6 @@ class LaunchNumbers:
         return entry[0] if entry and entry[1] == values else self._write(key, values)
 
     def _write(self, key: tuple[np.dtype, Hashable], values: tuple[float, ...]) -> Any:
-        """Write values to the array of a user, and return it."""
         if key not in self._arrays:
             self._arrays[key] = self._backend.zeros(max(4, len(values)), key[0]), ()
         array, _ = self._arrays[key]

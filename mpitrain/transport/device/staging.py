@@ -96,10 +96,7 @@ class Staged(Carrier):
         self._backend.start_copy(flat, buffer, so_far).wait()
 
     def _staged(self, array: Any) -> tuple[Any, np.ndarray]:
-        """Return the array as one dim, and a staging buffer of its size and dtype.
-
-        The buffer is free again when no view of it is left.
-        """
+        """Return the array as one dim, and a buffer that is free when no view of it is left."""
         return array.reshape(-1), self._buffers.take((array.size,), array.dtype)
 
     def _pieces(self, flat: Any) -> list[slice]:

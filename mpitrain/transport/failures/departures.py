@@ -81,10 +81,7 @@ class Departures:
                 self._end(call, sorted(left))
 
     def _unending(self, left: Set[int]) -> Any:
-        """Return the call or request of the main thread that cannot complete, or None.
-
-        left  ranks that have ended
-        """
+        """Return the call or request that cannot complete without the ended ranks, or None."""
         for job, waits in self._watched:
             if call := job.call or waits.waits_for:
                 return job.unending(left) if call is job else call if needs(call, left) else None
