@@ -80,6 +80,7 @@ class Table(dict[Name, Row]):
         title, way_out = f"The {kind} {name}{self.of_plugin(name)}", "Correct its function."
         try:
             made = make()
+            is_refused = not is_right(made)  # It may raise, too, where the parts have other types.
         except (MpitrainError, MemoryError):
             raise
         except Exception as error:
@@ -89,7 +90,7 @@ class Table(dict[Name, Row]):
                 f"{title} must return {form}, but it raises {type(error).__name__}{where}: {error}",
                 way_out,
             ) from error
-        if not is_right(made):
+        if is_refused:
             raise ConfigError(f"{title} must return {form}, but it returns {made!r:.60}.", way_out)
         return made
 

@@ -116,7 +116,7 @@ def _bind(
     rest = op, operation, algorithm, tuning, arithmetic
     reduction = _bound(transport, array, *rest)
     name, table = reduction.algorithm, TABLES[operation]
-    if table.is_added(name) and not table[name].plans and not on_device(array):
+    if table.is_added(name) and not on_device(array):
         numbers = np.empty_like(array)
         is_right = _tried(_bound(transport, numbers, *rest), transport, numbers, op, operation)
         if not all(transport.gather_text(is_right)):
@@ -134,16 +134,21 @@ def _tried(
     reduction: Reduction, transport: Transport, array: np.ndarray, op: str, operation: str
 ) -> bool:
     """Return whether a run on whole numbers, different on each rank, is right on this rank."""
-    n, place = transport.size, np.arange(array.size)
-    numbers = [1 + place % 3 + ((place + rank) % n == 0) for rank in range(n)]
-    array.reshape(-1)[...] = numbers[transport.rank]
+    n, rank, flat = transport.size, transport.rank, array.reshape(-1)
+
+    def number(r: int, place: np.ndarray) -> np.ndarray:
+        """Return the numbers of a rank; at each place that of one rank is 1 more than the others."""
+        return 1 + place % 3 + ((place + r) % n == 0)
+
+    place, bounds = np.arange(array.size), chunk_bounds(array.size, n)
+    flat[...] = number(rank, place)
     reduction.run()
-    bounds = chunk_bounds(array.size, n)
-    right = (np.maximum if op == "maximum" else np.add).reduce(numbers)
     if operation == "all-gather":
-        right = np.concatenate([numbers[r][slice(*bounds[r])] for r in range(n)])
-    own = slice(*bounds[transport.rank]) if operation == "reduce-scatter" else slice(None)
-    return bool(np.array_equal(array.reshape(-1)[own].astype(float), right[own]))
+        right = np.concatenate([number(r, place[slice(*bounds[r])]) for r in range(n)])
+    else:
+        right = 2 + place % 3 if op == "maximum" else 1 + n * (1 + place % 3)
+    own = slice(*bounds[rank]) if operation == "reduce-scatter" else slice(None)
+    return bool(np.array_equal(flat[own].astype(float), right[own]))
 
 
 def _bound(
@@ -182,6 +187,9 @@ def _bound(
             lambda plans: {"its digest": crc32(repr(plans).encode())},
         )
     reduction = table[algorithm].bind(transport, array, op, agreed, arithmetic)
+    if table.is_added(algorithm):
+        bound = partial(table.made, algorithm, "algorithm", lambda: reduction)
+        on_all_ranks(transport, partial(bound, "a Reduction", _is_reduction))
     if reduction is None:
         # Transports of GPUs have no windows for the few arrays in host memory.
         has_memory = on_device(array) or not transport.allocates_on_device
@@ -192,6 +200,10 @@ def _bound(
     assert reduction is not None  # a ring runs on any machine
     reduction.algorithm = algorithm
     return reduction
+
+
+def _is_reduction(made: object) -> bool:
+    return all(hasattr(made, name) for name in vars(Reduction) if name[0] != "_")
 
 
 def situation(transport: Transport, array: np.ndarray) -> Topology:

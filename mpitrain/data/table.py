@@ -4,11 +4,14 @@ import math
 import os.path
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from mpitrain.data.instructions import InstructionSource, open_jsonl
 from mpitrain.data.meta import tokenizer_beside
 from mpitrain.data.mixture import MixtureSource
+from mpitrain.data.prefetch import Rows
 from mpitrain.data.samples import SampleSource, idx_files, open_digits, open_idx
 from mpitrain.data.source import Form, Reading, Request, Scan, Source, Unopened
 from mpitrain.data.token_files import (
@@ -136,9 +139,6 @@ Configuration, help texts and commands read this table, so a new source needs on
 """
 
 
-PARTS = ("form", "shape", "inputs", "classes", "held_out", "batch", "held_out_rows")
-"""The attributes and methods of a `Source`."""
-
 UNKNOWN = SourceKind(_refuse, "tokens")
 """The row of every name that is no source."""
 
@@ -244,7 +244,40 @@ def open_source(
         "data source",
         lambda: row.open(request),
         "an object with the attributes and methods of a Source",
-        lambda source: all(hasattr(source, part) for part in PARTS),
+        _is_source,
+    )
+
+
+def _is_source(made: Any) -> bool:
+    """Return whether an object has the attributes and methods of a `Source`, with their types."""
+    numbers = [getattr(made, name, None) for name in ("inputs", "classes", "held_out")]
+    shape, methods = getattr(made, "shape", None), ("batch", "held_out_rows")
+    return (
+        isinstance(getattr(made, "form", None), str)
+        and isinstance(shape, tuple)
+        and all(type(number) is int for number in (*shape, *numbers))
+        and all(callable(getattr(made, name, None)) for name in methods)
+    )
+
+
+def read_rows(name: str, source: Source, count: int, read: Callable[[], Rows]) -> Rows:
+    """Return the inputs and targets that `read` reads from a source.
+
+    name, count  of the source, and of the rows
+    raises       ConfigError if the source of a plugin gives anything else
+    """
+    return SOURCES.made(
+        name.partition(":")[0],
+        "data source",
+        read,
+        f"two arrays, {count} rows of inputs of its shape and their targets",
+        lambda made: (
+            isinstance(made, Sequence)
+            and len(made) == 2
+            and all(isinstance(array, np.ndarray) for array in made)
+            and made[0].shape == (count, *source.shape)
+            and made[1].shape[:1] == (count,)
+        ),
     )
 
 
@@ -341,7 +374,7 @@ def tokenizer_of(names: Iterable[str]) -> bytes | None:
 def file_digests(names: Iterable[str]) -> dict[str, str]:
     """Return {file: its size and digest} of sources that are files, for a comparison of ranks."""
     places = ((source_kind(name), name.partition(":")[2]) for name in names)
-    files = (path for row, place in places if place for path in row.files(place))
+    files = (Path(path) for row, place in places if place for path in row.files(place))
     return {str(path): file_digest(path) for path in files if path.is_file()}
 
 

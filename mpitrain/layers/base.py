@@ -24,7 +24,7 @@ overwrite arrays that only `saved` refers to. `saved` and `pending` are each use
 
 from __future__ import annotations  # help() then prints signatures as they are written here
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -337,3 +337,9 @@ class Unit:
     def full_name(self, parameter: Parameter) -> str:
         """Return the name of a parameter's tensor; for a tied one it is in the other unit."""
         return self.tied.get(parameter.name, f"{self.name}.{parameter.name}")
+
+
+def are_units(made: Any) -> bool:
+    """Return whether an object is a model: a list of units, at least one."""
+    is_list = isinstance(made, Sequence) and len(made) > 0
+    return is_list and all(isinstance(unit, Unit) for unit in made)

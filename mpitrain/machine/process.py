@@ -103,8 +103,9 @@ def package() -> str:
     """
     root, digest = Path(__file__).parents[1], hashlib.sha256()
     for folder, subfolders, names in os.walk(root):
-        subfolders.sort()
-        for name in sorted(name for name in names if name.endswith(SOURCES)):
+        # What is hidden belongs to editors: a lock of Emacs is a link to nothing.
+        subfolders[:] = sorted(name for name in subfolders if name[0] != ".")
+        for name in sorted(n for n in names if n.endswith(SOURCES) and n[0] != "."):
             data = Path(folder, name).read_bytes()
             digest.update(f"{folder[len(str(root)) :]}/{name} {len(data)}\n".encode() + data)
     return f"{__version__} ({digest.hexdigest()[:12]})"

@@ -7,7 +7,7 @@ from mpitrain.config import Config
 from mpitrain.config import Model as Keys
 from mpitrain.data import Form, Source, Unopened, source_kind
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Unit
+from mpitrain.layers.base import Unit, are_units
 from mpitrain.layers.plain import Plain
 from mpitrain.models.cnn import cnn
 from mpitrain.models.gpt import gpt
@@ -144,7 +144,7 @@ def units_of(keys: Keys, source: Source | Unopened, layers: Plain) -> Sequence[U
         "model",
         lambda: MODELS[keys.kind].build(layers, keys, source),
         "a list of units",
-        lambda units: isinstance(units, Sequence) and all(isinstance(unit, Unit) for unit in units),
+        are_units,
     )
 
 

@@ -112,7 +112,6 @@ class AsyncPipeline(Pipeline):
 
     def __init__(self, plan: Any, chunks: Any, transport: Any, replication: Any, *rest: Any):
         super().__init__(plan, chunks, transport, replication, *rest)
-        assert isinstance(replication, WeightStashing)
         self._stashed, self._micro_batches = replication.step_end, plan.micro_batches
         self._pieces = pieces(transport.rank, transport.size, plan.micro_batches, self.lowest)
         self._steps = 0  # counts the steps since the pipeline was empty

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from mpitrain.config import Lora
-from mpitrain.layers.base import Unit
+from mpitrain.errors import ConfigError
+from mpitrain.layers.base import Unit, are_units
 from mpitrain.layers.frozen import forward_only, freeze
 from mpitrain.layers.memory.recomputed import with_recomputation
 from mpitrain.models.targets import adapt
@@ -52,7 +53,13 @@ def cut_in_chunks(
     lora       the section [lora]
     raises     ConfigError if the units do not fit each other, the ranks or the partition
     """
-    model = freeze(adapt(units(layers) if callable(units) else units, lora, layers), frozen)
+    made = units(layers) if callable(units) else units
+    if not are_units(made):
+        raise ConfigError(
+            f"A model is a list of units, at least one, but this is {made!r:.60}.",
+            "Pass the units, or a function that returns them.",
+        )
+    model = freeze(adapt(made, lora, layers), frozen)
     check_units(model, layers.rows)
     check_saved(layers)
     chunks, tied = assign_units(model, cut(model, len(stage_of), partition), stage_of)

@@ -14,7 +14,7 @@ import numpy as np
 from mpitrain.collectives.engine.device_arithmetic import arithmetic_of
 from mpitrain.config import Config, Run
 from mpitrain.config.delays import delay_s, delays
-from mpitrain.data import Source, positions_of, without_ends
+from mpitrain.data import Source, positions_of, read_rows, without_ends
 from mpitrain.errors import DataError, MpitrainError, TrainingError, on_every_rank
 from mpitrain.layers.base import Loss, Unit
 from mpitrain.layers.flat import Storage
@@ -565,7 +565,9 @@ class Trainer:
 
     def _losses(self, source: Source, rows: Sequence[int]) -> tuple[float, int, int]:
         """Return summed loss, correct predictions and predictions that count, of held-out rows."""
-        inputs, targets = source.held_out_rows(rows)
+        inputs, targets = read_rows(
+            self.config.data.source, source, len(rows), lambda: source.held_out_rows(rows)
+        )
         targets, starts = self._cut(targets)
         targets = self._indices.targets(
             targets, inputs.shape, self._logits_shape, "a held-out batch"

@@ -61,7 +61,7 @@ def command(
         click.echo("\n".join([*lines(judged[-1], language), ""]))
     click.echo(summary(judged, language))
     if missing and not names:
-        click.echo(text("left out without g++: {names}", language, names=", ".join(missing)))
+        click.echo(text("left out without g++ or zig: {names}", language, names=", ".join(missing)))
     outputs = Outputs()
     if html_file:
         with outputs.to(html_file):

@@ -121,5 +121,5 @@ def _write_all(folder: Path, language: str) -> None:
             shown.set_postfix_str(name, refresh=False)
             shown.update()
     if missing:
-        click.echo(text("left out without g++: {names}", language, names=", ".join(missing)))
+        click.echo(text("left out without g++ or zig: {names}", language, names=", ".join(missing)))
     click.echo(text("written to {file}", language, file=folder / "index.html"))

@@ -43,7 +43,8 @@ class Algorithm(NamedTuple):
     """Descriptor of an all-reduce, a reduce-scatter or an all-gather; an entry of table.py.
 
     bind           (transport, array, op, agreed, arithmetic) -> Reduction; collective. None on every
-                   rank if this machine turns out not to support it, which only binding shows
+                   rank if this machine turns out not to support it, which only binding shows; of a
+                   plugin never None
     plans          (rank, hosts, count) -> plans that a rank runs in turn, which determine the cost;
                    None: the algorithm has no plan, and its all-reduce is measured as a whole
     refusal        (topology) -> error that explains why it cannot run there, or None

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from mpitrain.collectives.plans.steps import DEPTH, Plan, Transfer
+from mpitrain.collectives.plans.steps import DEPTH, Plan, Step, Transfer
 from mpitrain.collectives.selection.table import PLANS, TABLES
 
 KNOTS = (1 << 8, 1 << 12, 1 << 16, 1 << 21, 1 << 24)
@@ -175,12 +175,21 @@ def plans_of(
             algorithm,
             "algorithm",
             lambda: plans(rank, hosts, count),
-            "plans",
-            lambda result: (
-                isinstance(result, tuple) and all(isinstance(one, Plan) for one in result)
-            ),
+            "plans with steps of transfers and a depth of at least 1",
+            _are_plans,
         )
     return (PLANS[operation][algorithm](rank, len(hosts), count),)
+
+
+def _are_plans(made: Any) -> bool:
+    return isinstance(made, tuple) and all(
+        isinstance(plan, Plan)
+        and isinstance(plan.steps, tuple)
+        and (type(plan.depth) is int and plan.depth > 0)
+        and all(isinstance(step, Step) for step in plan.steps)
+        and all(isinstance(t, Transfer) for s in plan.steps for t in (*s.sends, *s.receives))
+        for plan in made
+    )
 
 
 def is_whole(operation: str, algorithm: str) -> bool:

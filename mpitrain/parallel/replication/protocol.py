@@ -11,7 +11,7 @@ import numpy as np
 
 from mpitrain.collectives.engine.codecs import Wire
 from mpitrain.config import Config
-from mpitrain.data import Source
+from mpitrain.data import Source, read_rows
 from mpitrain.layers.base import Gradients, Loss, Weights
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
@@ -169,9 +169,16 @@ class Replication:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets of this rank's rows of a step's global batch, on the host.
 
-        The first dim is the row; `before` is as in `Source.batch`.
+        The first dim is the row; `before` is as in `Source.batch`. ConfigError if the source of a
+        plugin gives anything else.
         """
-        return self.rows.batch(source, step, before)
+        config = self.replica.config
+        return read_rows(
+            config.data.source,
+            source,
+            len(self.share(config.batch.size)),
+            lambda: self.rows.batch(source, step, before),
+        )
 
     def scale(self, predictions: int, micro: int) -> float:
         """Return the factor of a micro-batch's summed loss, which makes the gradient that of a

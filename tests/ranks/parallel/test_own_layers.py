@@ -137,6 +137,16 @@ def test_ranks_that_do_not_divide_the_shared_heads_are_refused():
         run_ranks(3, make)
 
 
+@pytest.mark.parametrize("made", [[], None, ["words"], lambda layers: None, lambda layers: []])
+def test_a_model_without_units_is_refused(made):
+    def make(transport):
+        with pytest.raises(ConfigError, match="list of units") as refused:
+            Trainer(transport, made, configured(*BASE))
+        assert refused.value.agreed
+
+    run_ranks(2, make)
+
+
 def test_as_many_shared_heads_as_heads_are_the_layer_without_them():
     plain = Plain(ops_for("cpu"))
     draw = np.random.default_rng(0).standard_normal

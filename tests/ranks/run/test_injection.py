@@ -79,9 +79,10 @@ def test_a_flipped_bit_changes_one_element_by_a_factor_of_two():
     assert alone[1][changed] / whole[1][changed] in (0.5, 2)
 
 
-def test_a_nonfinite_gradient_ends_the_run_by_default(book, tmp_path):
+@pytest.mark.parametrize("stream", [(), ("layout.pp=2", "pipeline.schedule=async-2bw")])
+def test_a_nonfinite_gradient_ends_the_run_by_default(stream, book, tmp_path):
     with pytest.raises(TrainingError):
-        go(2, [*book, "run.inject=nan:1@2"])
+        go(2, [*book, "run.inject=nan:1@2", *stream])
     assert records(tmp_path)[-1] == records(tmp_path)[-1] | {"event": "failed", "step": 2}
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mpitrain.data import SOURCES, Prefetched, SourceKind
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
 from mpitrain.machine.backend import HostBackend
@@ -142,7 +143,23 @@ def in_flight(rank, n, count):
 
 ALL_REDUCE["copies"] = of_plan(lambda rank, n, count: binomial.broadcast(rank, n, count, 0))
 ALL_REDUCE["copies-itself"] = ALL_REDUCE["copies"]._replace(plans=None)
+RING = ALL_REDUCE["ring"]
+ALL_REDUCE["binds-another"] = RING._replace(bind=ALL_REDUCE["copies"].bind)
+ALL_REDUCE["binds-nothing"] = RING._replace(bind=lambda *given: None)
+ALL_REDUCE["binds-words"] = RING._replace(bind=lambda *given: "words")
+def bind_in_part(transport, *rest):
+    return None if transport.rank == 1 else RING.bind(transport, *rest)
+
+ALL_REDUCE["binds-in-part"] = RING._replace(bind=bind_in_part)
 ALL_REDUCE["in-flight"] = of_plan(in_flight)
+def standing(rank, n, count):
+    return ring.all_reduce(rank, n, count)._replace(depth=0)
+
+ALL_REDUCE["standing"] = of_plan(standing)
+def bare(rank, n, count):
+    return Plan(tuple(map(tuple, ring.all_reduce(rank, n, count).steps)))
+
+ALL_REDUCE["bare"] = of_plan(bare)
 ALL_REDUCE["stuck"] = of_plan(lambda rank, n, count: Plan(ring.all_reduce(rank, n, count).steps[::-1 if rank else 1]))
 ALL_REDUCE["half"] = of_plan(ring.reduce_scatter)
 ALL_REDUCE["nothing"] = of_plan(lambda rank, n, count: None)
@@ -155,11 +172,13 @@ REDUCE_SCATTER["scatters-elsewhere"] = of_plan(turned)
 ALL_GATHER["gathers-nothing"] = of_plan(ring.reduce_scatter)
 SOURCES["nothing"] = SourceKind(lambda request: None, "tokens")
 MODELS["nothing"] = Model(lambda layers, keys, source: None, "tokens", "for tokens", split="width")
+MODELS["empty"] = MODELS["nothing"]._replace(build=lambda *given: [])
 MODELS["words"] = MODELS["nothing"]._replace(build=lambda *given: ["units"])
 MODES["nothing"] = MODES["all-reduce"]._replace(make=lambda replica: None, stages={})
 '''
 STAGES = ("layout.pp=3", "batch.micro_batches=4")
-PLANNED = ("copies", "copies-itself", "in-flight", "stuck", "half", "nothing")
+BOUND = ("binds-another", "binds-nothing", "binds-words", "binds-in-part")
+PLANNED = ("copies", "copies-itself", "in-flight", "standing", "bare", "stuck", "half", "nothing")
 ORDERS = ("no-weights", "crossing", "backward-first", "one-less", "nothing", "words", "raising")
 
 
@@ -167,11 +186,12 @@ ORDERS = ("no-weights", "crossing", "backward-first", "one-less", "nothing", "wo
     "settings",
     [
         *((f"pipeline.schedule={name}", *STAGES) for name in ORDERS),
-        *((f"replication.algorithm={name}",) for name in PLANNED),
+        *((f"replication.algorithm={name}",) for name in PLANNED + BOUND),
         ("replication.algorithm=scatters-elsewhere", "replication.zero=1"),
         ("replication.algorithm=gathers-nothing", "replication.zero=1"),
         ("data.source=nothing",),
         ("model.kind=nothing",),
+        ("model.kind=empty",),
         ("model.kind=words",),
         ("replication.mode=nothing",),
     ],
@@ -189,6 +209,66 @@ def test_a_wrong_row_is_one_error_before_the_first_step(settings, tmp_path):
     row = settings[0].partition("=")[2]
     for error in run_ranks(3, refused):
         assert error.agreed and f"{row} of the plugin {tmp_path / 'wrong.py'}" in error.law
+
+
+class Spoilt:
+    """A toy source whose rows come out changed."""
+
+    def __init__(self, request, spoil):
+        self._inner, self._spoil = SOURCES["toy"].open(request), spoil
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def batch(self, *given):
+        return self._spoil(*self._inner.batch(*given))
+
+    def held_out_rows(self, rows):
+        return self._spoil(*self._inner.held_out_rows(rows))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda x, y: None,
+        lambda x, y: x,
+        lambda x, y: (x.tolist(), y.tolist()),
+        lambda x, y: (x[:-1], y[:-1]),
+        lambda x, y: (x, y[:-1]),
+        lambda x, y: (x[:, 1:], y[:, 1:]),
+        lambda x, y: {}["absent"],
+    ],
+)
+def test_rows_that_a_source_may_not_give_name_the_source(spoil, prefetch):
+    SOURCES["spoilt"] = SourceKind(lambda request: Spoilt(request, spoil), "tokens")
+    names = ["data.source=spoilt", "model.kind=toy-bigrams"]
+
+    def refused(transport):
+        job = build(transport, configured(*TINY, *names))
+        source = Prefetched(job.data, prefetch, 9) if prefetch else job.data
+        for read in (
+            lambda: job.trainer.replication.batch(source, 0),
+            lambda: job.trainer.evaluate(source),
+        ):
+            with pytest.raises(ConfigError, match="data source spoilt must return two arrays"):
+                read()
+
+    run_ranks(2, refused)
+
+
+@pytest.mark.parametrize(
+    "part, value", [("shape", 16), ("classes", np.int64(7)), ("held_out", None)]
+)
+def test_a_source_whose_sizes_are_no_numbers_is_refused(part, value):
+    def spoilt(request):
+        source = SOURCES["toy"].open(request)
+        setattr(source, part, value)
+        return source
+
+    SOURCES["spoilt"] = SourceKind(spoilt, "tokens")
+    with pytest.raises(ConfigError, match="data source spoilt"):
+        run_ranks(2, build, configured(*TINY, "data.source=spoilt", "model.kind=toy-bigrams"))
 
 
 class Lying:

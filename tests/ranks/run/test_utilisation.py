@@ -119,6 +119,7 @@ def test_a_rate_that_a_busy_machine_had_is_replaced(folder, monkeypatch):
         assert gemm_peak(device, dtype, 1, "") == peak
 
 
+@pytest.mark.compile
 def test_the_peak_of_a_gpu_is_measured_on_copied_random_numbers(tmp_path, monkeypatch):
     """CuPy's own fill compiles a kernel, and equal numbers draw less power, so that a GPU is faster."""
     gpu.play(monkeypatch)

@@ -32,6 +32,10 @@ def test_a_copy_has_the_same_digest_and_one_changed_line_another(copy, monkeypat
     (copy / "pipeline/__pycache__").mkdir()
     (copy / "pipeline/__pycache__/schedules.cpython-311.pyc").touch()
     assert of(copy, monkeypatch) == process.package()
+    (copy / "pipeline/.#schedules.py").symlink_to("nobody@nowhere.1")
+    (copy / ".ipynb_checkpoints").mkdir()
+    (copy / ".ipynb_checkpoints/errors-checkpoint.py").touch()
+    assert of(copy, monkeypatch) == process.package()
     for name in ("pipeline/schedules.py", "kernels/gemm.cu"):
         with open(copy / name, "a") as file:
             file.write("\n")

@@ -424,7 +424,7 @@ LADDER = {
     "reads of each element": "원소마다 읽는 횟수",
     "sectors of 32 bytes": "32바이트 섹터",
     "shared memory": "공유 메모리",
-    "left out without g++: {names}": "g++가 없어 빠짐: {names}",
+    "left out without g++ or zig: {names}": "g++나 zig가 없어 빠짐: {names}",
     "rung {k}: {rung}": "{k}단: {rung}",
     "sectors of A and B, {rung}": "A와 B의 섹터 수, {rung}",
     "A warp of 32 threads reads global memory in sectors of 32 bytes.": (
