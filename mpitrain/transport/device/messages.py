@@ -165,7 +165,7 @@ class DeviceTransport(Forwarding):
     ):
         super().__init__(host)
         self.refusals: list[str] = whole.refusals if whole else []
-        self.is_whole = whole is None or (whole.is_whole and host.size == whole.size)
+        self.is_whole: bool = whole is None or (whole.is_whole and host.size == whole.size)
         self.backend, self._carrier = backend, carrier
         self.admits_threads, self.allocates_on_device = False, True
         self.unshared: str | None = None
