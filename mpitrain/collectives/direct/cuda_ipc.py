@@ -138,7 +138,9 @@ def _bound(
         if not error.agreed:
             raise
         transport.unshared = (
-            "" if transport.is_whole else f"In the group of ranks {str(transport.members)[1:-1]}: "
+            ""
+            if transport.is_whole
+            else f"Among ranks {str(transport.members)[1:-1]}, counted from 0: "
         ) + error.law
         return None
 

@@ -266,14 +266,14 @@ def test_access_is_tried_by_each_group_and_an_error_of_one_group_ends_the_job(mo
     tried = on_ranks(4, check)
     assert [is_shared for is_shared, _ in tried] == [True, False] * 2
     assert [len(refusals) for _, refusals in tried] == [0, 1] * 2
-    assert tried[1] == tried[3] and tried[1][1][0].startswith("In the group of ranks 1, 3: ")
+    assert tried[1] == tried[3] and tried[1][1][0].startswith("Among ranks 1, 3, counted from 0: ")
     assert capsys.readouterr().err == ""
 
     def demanded(transport, memory):
         with ending_together(transport):
             check(transport, memory, "shared")
 
-    with pytest.raises(CommError, match=r"aborted: ConfigError.*ranks 1, 3: .*wrong"):
+    with pytest.raises(CommError, match=r"aborted: ConfigError.*ranks 1, 3, .*wrong"):
         on_ranks(4, demanded)
 
 

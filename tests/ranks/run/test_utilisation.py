@@ -194,4 +194,4 @@ def test_ranks_of_each_gpu_are_counted_and_a_group_without_access_is_named_once(
     go(4, [*TINY, *MLP, *settings, "run.steps=1", f"run.out={tmp_path / 'run'}"])
     assert sharing == [2] * 4
     said = [line for line in capsys.readouterr().err.splitlines() if "exchange messages" in line]
-    assert len(said) == 1 and "In the group of ranks 2, 3: " in said[0]
+    assert len(said) == 1 and "Among ranks 2, 3, counted from 0: " in said[0]
