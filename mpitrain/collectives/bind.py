@@ -12,6 +12,7 @@ from zlib import crc32
 
 import numpy as np
 
+from mpitrain.collectives.direct.cuda_ipc import note_unshared
 from mpitrain.collectives.direct.shared_memory import offer, unshared
 from mpitrain.collectives.engine.agreement import agree, unfit
 from mpitrain.collectives.engine.arithmetic import HOST, Arithmetic
@@ -27,6 +28,7 @@ from mpitrain.errors import CommError, ConfigError, on_every_rank
 from mpitrain.machine.backend import on_device, overlap
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
+from mpitrain.transport.device.messages import DeviceTransport
 
 
 def bind(
@@ -194,7 +196,9 @@ def _bound(
         # Transports of GPUs have no windows for the few arrays in host memory.
         has_memory = on_device(array) or not transport.allocates_on_device
         if asked == "shared" and transport.size > 1 and has_memory:
-            raise on_every_rank(unshared(transport, array))
+            raise unshared(transport, array)
+        if isinstance(transport, DeviceTransport):
+            note_unshared(transport)
         algorithm = choice["plain"] if choice and on_device(array) else "ring"
         reduction = table[algorithm].bind(transport, array, op, agreed, arithmetic)
     assert reduction is not None  # a ring runs on any machine

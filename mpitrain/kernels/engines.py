@@ -1,9 +1,10 @@
-"""The kernels of each kind of device that computes by kernels: one set per process, made at first
-use.
+"""The kernels of each kind of device that computes by kernels: one set for each
+GPU in a process, made at first use.
 """
 
 from collections.abc import Callable
 from functools import cache
+from threading import Lock
 from types import ModuleType
 
 from mpitrain.kernels.cuda import CudaEngine
@@ -12,10 +13,20 @@ from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.machine.cuda import cupy_with_gpu
 from mpitrain.machine.kinds import Kind
 
+_ONE_MAKES = Lock()
+"""Two sets on one GPU would share CuPy's modules, and lower each other's limits of shared memory."""
+
 
 @cache
-def _on_gpu(cupy: ModuleType) -> Kernels:
+def _on_gpu(cupy: ModuleType, gpu: int) -> Kernels:
+    """Return the kernels of the current GPU, whose number is `gpu`: modules belong to one GPU."""
     return Kernels(CudaEngine(cupy))
+
+
+def _on_current_gpu() -> Kernels:
+    cupy = cupy_with_gpu()
+    with _ONE_MAKES:
+        return _on_gpu(cupy, cupy.cuda.runtime.getDevice())
 
 
 @cache
@@ -27,7 +38,7 @@ def simulated(checked: bool = False) -> Kernels:
 
 
 KERNELS: dict[Kind, Callable[[], Kernels]] = {
-    "cuda": lambda: _on_gpu(cupy_with_gpu()),
+    "cuda": _on_current_gpu,
     "cuda-sim": simulated,
 }
 """The functions that make the kernels; ConfigError if this machine lacks the hardware or software

@@ -107,9 +107,6 @@ class DeviceBackend(Backend, Protocol):
         after   event behind the work that writes the source, or that still reads the target
         """
 
-    def gpus(self) -> tuple[str, list[str]]:
-        """Return the PCI addresses of this process's GPU and of all GPUs that it sees."""
-
     def export(self, array: Any) -> tuple[str, int]:
         """Return the CUDA IPC handle of the array's allocation, and the offset of the array in it.
 

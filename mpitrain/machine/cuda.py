@@ -96,11 +96,6 @@ class CudaBackend:
         cuda = self._cupy.cuda
         return _CudaPlace(cuda, stream.record(cuda.Event(disable_timing=True)), ends)
 
-    def gpus(self) -> tuple[str, list[str]]:
-        runtime = self._cupy.cuda.runtime
-        seen = [runtime.deviceGetPCIBusId(index) for index in range(runtime.getDeviceCount())]
-        return seen[runtime.getDevice()], seen
-
     def export(self, array: Any) -> tuple[str, int]:
         try:
             start = _allocation_start(array.data.ptr)

@@ -180,6 +180,17 @@ def gpus() -> int:
         return 0
 
 
+def visible_gpus() -> list[str]:
+    """Return the PCI address and the start of the UUID of each GPU that this process sees."""
+    if not (seen := gpus()):
+        return []
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    uuids = [runtime.getDeviceProperties(index)["uuid"].hex() for index in range(seen)]
+    return [f"{runtime.deviceGetPCIBusId(i)}/{uuid[:8]}" for i, uuid in enumerate(uuids)]
+
+
 def same_gpu() -> Callable[[], None]:
     """Return a function by which another thread takes the current GPU of this one.
 
@@ -217,8 +228,12 @@ def current_gpu() -> Gpu:
 
 
 def gpu_identities(hosts: Sequence[str], gpus: Sequence[Gpu]) -> list[tuple[str, str, str]]:
-    """Return the host, PCI address and UUID of each rank's GPU, which no other GPU has."""
-    return [(host, gpu.address, gpu.uuid) for host, gpu in zip(hosts, gpus, strict=True)]
+    """Return the host, PCI address and UUID of each rank's GPU, which no other GPU has.
+
+    Without `gpus`, ranks compute on their hosts, and only the hosts differ.
+    """
+    found = gpus or [Gpu()] * len(hosts)
+    return [(host, gpu.address, gpu.uuid) for host, gpu in zip(hosts, found, strict=True)]
 
 
 def choose_gpu(kind: str, local_rank: int | None = None) -> None:

@@ -75,7 +75,7 @@ def device_for(
 ) -> Device:
     """Return the device of a resolved device.kind.
 
-    The kernels are one set per process; everything else is made anew.
+    The kernels are one set for each GPU in a process; everything else is made anew.
     gemm, tiles  as in the configuration of the device; ignored where NumPy computes
     checked      simulator only: look for races, wrong addresses and uninitialised reads
     compute      as in precision.compute

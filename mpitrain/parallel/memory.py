@@ -57,7 +57,7 @@ def check_memory(
     chunks  of the model, over all stages
     gpus    the GPU of each rank, by rank; empty if they compute on their host
     """
-    places = process.gpu_identities(transport.hosts, gpus) if gpus else transport.hosts
+    places = process.gpu_identities(transport.hosts, gpus)
     users = [rank for rank, place in enumerate(places) if place == places[transport.rank]]
     ranks, where = len(users), "on this GPU" if gpus else "on this host"
     shards = divisor(axes, transport.hosts, config.replication.shard)

@@ -220,7 +220,7 @@ def utilisation(job: Job, sharing: int) -> Callable[[float], dict[str, float]]:
     All ranks of a host call this at the same time, because they may measure the peak. Every rank is
     assumed to have the peak of this one.
 
-    sharing  ranks on this host
+    sharing  ranks on this GPU or, without one, on this host
     """
     trainer, config = job.trainer, job.trainer.config
     axes, device = trainer.resolved.axes, trainer.resolved.device

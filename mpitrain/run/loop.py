@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain import __version__
+from mpitrain.collectives.direct.cuda_ipc import say_unshared
 from mpitrain.config import Config, Run
 from mpitrain.data import Prefetched, Source, amounts, bits_per_byte
 from mpitrain.errors import CheckpointError, TrainingError, on_every_rank
 from mpitrain.files import mend
-from mpitrain.machine.process import blas_threads_in_use
+from mpitrain.machine.process import blas_threads_in_use, gpu_identities
 from mpitrain.machine.time_limit import TimeLimit
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.replication.records import StepResult
@@ -38,6 +39,7 @@ from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.ring_buffer import ROWS
 from mpitrain.transport.agreement import from_all_ranks
 from mpitrain.transport.base import Transport
+from mpitrain.transport.device.messages import DeviceTransport
 from mpitrain.transport.traced_transport import Recorded
 
 SKIPS = 10
@@ -126,13 +128,21 @@ def train(
         begins()
         locks: list[int] = []
         try:
-            claimed = from_all_ranks(
-                transport, lambda: _claimed(transport.rank, agreed, job, locks)
+            over = job.trainer.transport
+            refusals = over.refusals if isinstance(over, DeviceTransport) else []
+            claimed, reasons = zip(
+                *from_all_ranks(
+                    transport, lambda: (_claimed(transport.rank, agreed, job, locks), refusals)
+                ),
+                strict=True,
             )
+            if transport.rank == 0 and not refusals and any(reasons):
+                say_unshared(next(filter(None, reasons))[0])
             folder, before = Path(claimed[0][0]), ResumeInfo(*claimed[0][1])
             traced = Traced(transport, job, folder)
             watchdog.alive("measuring matrix products")
-            rates = utilisation(job, transport.hosts.count(transport.hosts[transport.rank]))
+            places = gpu_identities(transport.hosts, job.trainer.resolved.gpus)
+            rates = utilisation(job, places.count(places[transport.rank]))
             if agreed.config.run.tensorboard and transport.rank == 0:
                 watchers = [*watchers, board := TensorBoard()]
                 closed.callback(board.close)

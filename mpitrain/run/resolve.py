@@ -14,6 +14,8 @@ from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning
 from mpitrain.config import Config, Memory
 from mpitrain.errors import ConfigError
 from mpitrain.machine.process import Gpu, gpu_identities
+from mpitrain.models.table import MODELS
+from mpitrain.ops.cuda.attention import has_tensor_kernel
 from mpitrain.ops.device import Device, device_for
 from mpitrain.ops.host.attention import TILED_FROM
 from mpitrain.optim import checked
@@ -161,6 +163,22 @@ def _say_that_attention_is_small(config: Config, resolved: Resolved) -> None:
             file=sys.stderr,
             flush=True,
         )
+
+
+def slow_heads(config: Config) -> str:
+    """Return a line of advice if kernels have no tensor cores for the heads of 16 bits, else ""."""
+    head, model = config.model.width // config.model.heads, MODELS[config.model.kind]
+    if (
+        config.device.kind not in ("cuda", "cuda-sim")
+        or not config.precision.is_half
+        or model.split != "heads"
+        or has_tensor_kernel(head)
+    ):
+        return ""
+    return (
+        f"attention multiplies on CUDA cores, not tensor cores: heads have {head} channels, not a "
+        "multiple of 16 up to 128"
+    )
 
 
 def _check_gathers(config: Config, chunks: int) -> None:

@@ -20,6 +20,7 @@ from mpitrain.machine.processor import processor
 from mpitrain.ops.host.product import mkl
 from mpitrain.parallel.modes import MODES, servers_of
 from mpitrain.parallel.replication.records import StepResult
+from mpitrain.run.resolve import slow_heads
 from mpitrain.run.watching.watcher import Watcher
 
 
@@ -96,6 +97,8 @@ class Progress(Watcher):
         )
         if sizes := amounts(c, record):
             print(sizes, flush=True)
+        if advice := slow_heads(c):
+            print(advice, flush=True)
         if record["event"] == "start" and (advice := slow_products(c)):
             print(advice, flush=True)
         for key, (then, now) in record.get("changed", {}).items():

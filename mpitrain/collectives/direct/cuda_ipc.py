@@ -17,15 +17,12 @@ from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.errors import CommError, ConfigError, on_every_rank
 from mpitrain.machine.backend import Recordable
-from mpitrain.transport.agreement import on_all_ranks
+from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device.messages import DeviceTransport
 
 TRIAL = 1 << 16
 """Elements of the array by which ranks prove that they can use each other's GPU memory."""
-
-_SAID: list[str] = []
-"""The first reason to use messages, which is printed; other groups of ranks have similar ones."""
 
 
 def bind_shared_gpu(
@@ -71,17 +68,23 @@ def bind_all_gather_gpu(
 
 
 def unshared_gpu(transport: Transport) -> ConfigError:
-    """Return the error of a request for "shared" by name where `_bound` has returned None."""
+    """Return the error of a request for "shared" by name where `_bound` has returned None.
+
+    If these are not all ranks, other groups may go on, so that this rank must end the job.
+    """
     if not isinstance(transport, DeviceTransport):
-        return ConfigError(
-            "algorithm shared opens GPU memory by the backend of a device's transport, but this transport is the host's.",
-            "Bind over what transport.cuda_aware.over_device makes of it, or use algorithm ring.",
+        return on_every_rank(
+            ConfigError(
+                "algorithm shared opens GPU memory by the backend of a device's transport, but this transport is the host's.",
+                "Bind over what transport.cuda_aware.over_device makes of it, or use algorithm ring.",
+            )
         )
-    return ConfigError(
+    error = ConfigError(
         f"algorithm shared needs GPUs that use each other's memory. {transport.unshared}",
         "Let every rank see all GPUs of its host (without CUDA_VISIBLE_DEVICES and Slurm's --gpus-per-task), turn the IOMMU "
         "off, or use algorithm auto.",
     )
+    return on_every_rank(error) if transport.is_whole else error
 
 
 def _reducing(
@@ -117,7 +120,7 @@ def _bound(
     """Return a reduction that launches `work` when all arrays are ready; collective, within a host.
 
     None on every rank if the ranks cannot use each other's GPU memory. The first binding of a
-    transport finds this out, and rank 0 of the job prints one line.
+    transport finds this out.
 
     work    takes the arrays of all ranks, by rank; they stay open as long as the reduction lives
     memory  while other ranks have an allocation open, it must not return to the driver; CuPy's
@@ -134,15 +137,32 @@ def _bound(
     except CommError as error:
         if not error.agreed:
             raise
-        transport.unshared = error.law
-        if transport.members[transport.rank] == 0 and not _SAID:
-            _SAID.append(error.law)
-            print(
-                f"mpitrain: GPUs of a host exchange messages, not shared memory. {error.law}",
-                file=sys.stderr,
-                flush=True,
-            )
+        transport.unshared = (
+            ""
+            if transport.is_whole
+            else f"Among ranks {str(transport.members)[1:-1]}, counted from 0: "
+        ) + error.law
         return None
+
+
+def note_unshared(transport: DeviceTransport) -> None:
+    """Note why these ranks use messages; rank 0 of the job prints the first reason.
+
+    Other groups have similar reasons. A run prints theirs if rank 0 has none.
+    """
+    if transport.unshared and transport.unshared not in transport.refusals:
+        if transport.members[transport.rank] == 0 and not transport.refusals:
+            say_unshared(transport.unshared)
+        transport.refusals.append(transport.unshared)
+
+
+def say_unshared(reason: str) -> None:
+    """Print that GPUs of a host use messages, and why."""
+    print(
+        f"mpitrain: GPUs of a host exchange messages, not shared memory. {reason}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _ordered(
@@ -185,7 +205,7 @@ def _opened(transport: DeviceTransport, flat: Any) -> list[Any]:
     if not flat.size:
         return [flat] * transport.size
     gpu = transport.backend
-    places = transport.gather_text(on_all_ranks(transport, lambda: gpu.export(flat)))
+    places = from_all_ranks(transport, lambda: gpu.export(flat))
     return on_all_ranks(
         transport,
         lambda: [

@@ -20,7 +20,7 @@ from mpitrain.collectives.engine.executor import Execution, Reduction, started_t
 from mpitrain.collectives.plans.pairwise import barrier
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.collectives.plans.topology import Topology
-from mpitrain.errors import CommError, ConfigError
+from mpitrain.errors import CommError, ConfigError, on_every_rank
 from mpitrain.machine.backend import on_device
 from mpitrain.machine.process import SHARED_MEMORY
 from mpitrain.transport.base import Transport
@@ -280,10 +280,12 @@ def unshared(transport: Transport, array: np.ndarray) -> ConfigError:
     """Return the error of a request for "shared" by name where its binding has failed."""
     if on_device(array):
         return unshared_gpu(transport)
-    return ConfigError(
-        f"algorithm shared needs {transport.size} x {array.nbytes:,} bytes in {SHARED_MEMORY}, but "
-        f"{transport.hosts[0]} has no room for them.",
-        "Make it larger (docker run --shm-size=4g), or use algorithm auto; of a benchmark, lower --max-bytes.",
+    return on_every_rank(
+        ConfigError(
+            f"algorithm shared needs {transport.size} x {array.nbytes:,} bytes in {SHARED_MEMORY}, but "
+            f"{transport.hosts[0]} has no room for them.",
+            "Make it larger (docker run --shm-size=4g), or use algorithm auto; of a benchmark, lower --max-bytes.",
+        )
     )
 
 

@@ -156,6 +156,11 @@ def choose(
     return chosen
 
 
+def has_tensor_kernel(head: int) -> bool:
+    """Return whether attention has a kernel of tensor cores for 16-bit heads of so many channels."""
+    return head % 16 == 0 and head <= 128
+
+
 def _choose(
     kernels: Kernels, qkv: Any, heads: int, is_chunked: bool, drops: bool, has_documents: bool
 ) -> AttentionKernels:
@@ -167,8 +172,7 @@ def _choose(
     if (
         c_type(qkv) in ("__half", "__nv_bfloat16")
         and capability >= 80
-        and head % 16 == 0
-        and head <= 128
+        and has_tensor_kernel(head)
         and not drops
     ):
         # The shared memory holds one tile of 128 rows (forward) or two (backward).

@@ -55,7 +55,7 @@ def gemm_peak(device: Device, dtype: np.dtype, sharing: int, kernels: str) -> fl
     may have been busy before.
 
     dtype    of the matrices
-    sharing  ranks on this host
+    sharing  ranks on this GPU or, without one, on this host
     kernels  the products of a device: its device.gemm and device.tiles
     """
     if device.kind not in SIDES:

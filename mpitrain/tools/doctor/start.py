@@ -87,12 +87,12 @@ def few_threads(seen: Values) -> list[Problem]:
     ]
 
 
-def look_gpus(transport: Transport, folder: Path) -> list[Any]:
-    return [process.gpus(), process.environment().get("CUDA_VISIBLE_DEVICES", "")]
+def look_gpus(transport: Transport, folder: Path) -> list[str]:
+    return process.visible_gpus()
 
 
 def line_gpus(seen: Values) -> str:
-    counts = sorted({count for count, _ in seen.values})
+    counts = sorted(set(map(len, seen.values)))
     return f"{' or '.join(map(str, counts))} GPU(s) visible to a rank"
 
 
@@ -101,15 +101,15 @@ def hidden_gpus(seen: Values) -> list[Problem]:
     problems = []
     for host in dict.fromkeys(seen.hosts):
         sets = {
-            variable
-            for name, (count, variable) in zip(seen.hosts, seen.values, strict=True)
-            if name == host and count and variable
+            " ".join(sorted(gpus))
+            for name, gpus in zip(seen.hosts, seen.values, strict=True)
+            if name == host and gpus
         }
         if len(sets) > 1:
             problems.append(
                 Problem(
                     host,
-                    f"ranks of {host} cannot read each other's GPUs: CUDA_VISIBLE_DEVICES is {' and '.join(sorted(sets))}",
+                    f"ranks of {host} cannot read each other's GPUs: they see {' and '.join(sorted(sets))}",
                 )
             )
     return problems

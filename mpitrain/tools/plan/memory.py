@@ -11,6 +11,7 @@ from mpitrain.parallel.modes import mode_of, servers_of
 from mpitrain.run.build import alone
 from mpitrain.run.counting.step import Counter, StepCounts
 from mpitrain.run.counting.units import UnitCount
+from mpitrain.run.resolve import slow_heads
 
 
 class StageMemory(NamedTuple):
@@ -69,6 +70,8 @@ def table(counted: Counted) -> Iterator[str]:
         f"{config.model.kind}, {counted.parameters:,} parameters; dp {axes.dp} x tp {axes.tp} x pp {axes.pp}, "
         f"{config.batch.micro_batches} micro-batch(es) of {counted.rows} row(s), {config.device.kind}"
     )
+    if advice := slow_heads(config):
+        yield advice
     for number, stage in enumerate(counted.stages):
         yield ""
         yield f"{f'stage {number}, a micro-batch':28}{'saved MB':>10}{'pending MB':>12}{'peak MB':>10}{'GFLOP':>10}"

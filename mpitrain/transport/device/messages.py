@@ -152,16 +152,26 @@ class DeviceTransport(Forwarding):
 
     unshared  the reason why these ranks cannot use each other's device memory, "" if they can; None
               until collectives have tried
+    refusals  such reasons of all groups of this rank
+    is_whole  whether these are all ranks of the transport from which this one was split
     """
 
-    def __init__(self, host: Transport, backend: DeviceBackend, carrier: Carrier):
+    def __init__(
+        self,
+        host: Transport,
+        backend: DeviceBackend,
+        carrier: Carrier,
+        whole: "DeviceTransport | None" = None,
+    ):
         super().__init__(host)
+        self.refusals: list[str] = whole.refusals if whole else []
+        self.is_whole: bool = whole is None or (whole.is_whole and host.size == whole.size)
         self.backend, self._carrier = backend, carrier
         self.admits_threads, self.allocates_on_device = False, True
         self.unshared: str | None = None
 
     def over(self, inner: Transport) -> "DeviceTransport":
-        return DeviceTransport(inner, self.backend, self._carrier.over(inner))
+        return DeviceTransport(inner, self.backend, self._carrier.over(inner), self)
 
     def aside(self, array: Any) -> Aside | None:
         """Return the message stream for a reduction of `array`; None in host memory, where all work

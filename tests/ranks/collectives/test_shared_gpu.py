@@ -1,12 +1,12 @@
 """Ranks of one host that reduce each other's GPU memory: threads play the processes, tests.fakes.cupy the GPU."""
 
+import gc
 import sys
 
 import numpy as np
 import pytest
 
 from mpitrain.collectives.bind import bind, bind_all_gather, bind_reduce_scatter, situation
-from mpitrain.collectives.direct import cuda_ipc
 from mpitrain.collectives.direct.stream_ordered import StreamOrdered
 from mpitrain.collectives.engine.device_arithmetic import by_kernels
 from mpitrain.collectives.engine.executor import Execution
@@ -18,6 +18,7 @@ from mpitrain.machine import cuda
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import on_device
 from mpitrain.machine.cuda import CudaBackend
+from mpitrain.transport.agreement import ending_together
 from mpitrain.transport.device.messages import DeviceTransport
 from mpitrain.transport.device.staging import Staged
 from mpitrain.transport.threads import run_ranks
@@ -34,7 +35,6 @@ def one_gpu(monkeypatch):
     monkeypatch.setattr(cuda, "_allocation_start", cupy.allocation_start)
     monkeypatch.setattr(cupy.ipc, "works", lambda: True)
     monkeypatch.setattr(cupy.ipc, "lies", lambda: False)
-    cuda_ipc._SAID.clear()
     cupy.faults.clear()
     yield
     assert cupy.faults == [] and cupy.ipc.opened == [] and cupy.ipc.events == {}
@@ -248,6 +248,35 @@ def test_without_access_auto_takes_messages_on_all_ranks_and_a_demand_is_refused
     assert OBSTACLES[obstacle] in text and "CUDA_VISIBLE_DEVICES" in text and "auto" in text
     assert capsys.readouterr().err == ""
     assert cupy.ipc.opened == [], "an array that is refused is closed"
+
+
+def test_access_is_tried_by_each_group_and_an_error_of_one_group_ends_the_job(monkeypatch, capsys):
+    """Of four ranks only the last one's access lies."""
+    monkeypatch.setattr(cupy.ipc, "lies", lambda: hasattr(cupy._local, "apart"))
+
+    def check(transport, memory, algorithm="auto"):
+        if transport.rank == 3:
+            cupy._local.apart = True
+        pair = transport.split(transport.rank % 2, transport.rank)
+        array = memory.from_host(brought(pair.rank, 100, "float32"))
+        reduction = bind(pair, array, algorithm=algorithm)
+        reduction.run()
+        assert np.array_equal(memory.to_host(array), expected(2, 100, "float32", "add"))
+        return isinstance(reduction, StreamOrdered), transport.refusals
+
+    tried = on_ranks(4, check)
+    assert [is_shared for is_shared, _ in tried] == [True, False] * 2
+    assert [len(refusals) for _, refusals in tried] == [0, 1] * 2
+    assert tried[1] == tried[3] and tried[1][1][0].startswith("Among ranks 1, 3, counted from 0: ")
+    assert capsys.readouterr().err == ""
+
+    def demanded(transport, memory):
+        with ending_together(transport):
+            check(transport, memory, "shared")
+
+    with pytest.raises(CommError, match=r"aborted: ConfigError.*ranks 1, 3, .*wrong"):
+        on_ranks(4, demanded)
+    gc.collect()  # the tracebacks of ranks that were ended hold their arrays
 
 
 def test_a_driver_that_does_not_answer_is_no_way_either(monkeypatch, capsys):

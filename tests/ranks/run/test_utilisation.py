@@ -2,11 +2,13 @@
 
 import json
 import stat
+import threading
 
 import numpy as np
 import pytest
 
 from mpitrain.kernels import cache
+from mpitrain.machine import cuda
 from mpitrain.models.table import MODELS
 from mpitrain.ops import OPERATIONS
 from mpitrain.ops.device import device_for
@@ -17,7 +19,7 @@ from mpitrain.run.counting.gemm_peak import gemm_peak
 from mpitrain.run.counting.utilisation import StepFlops, work_of
 from mpitrain.trace.timeline import read_timeline
 from mpitrain.transport.threads import run_ranks
-from tests.fakes import gpu
+from tests.fakes import cupy, gpu
 from tests.rows import replaced
 from tests.runs import go, records
 from tests.training import MLP, TINY, configured
@@ -173,3 +175,24 @@ def test_a_job_with_an_operation_that_needs_memory_runs_uncounted(book, tmp_path
     assert first["uncounted"].startswith("TypeError") and not any("mfu" in line for line in lines)
     (trace,) = read_timeline(tmp_path / "run").traces
     assert "counted_activation_bytes" not in trace.facts
+
+
+def test_ranks_of_each_gpu_are_counted_and_a_group_without_access_is_named_once(
+    tmp_path, monkeypatch, capsys
+):
+    """Ranks 0, 1 and 2, 3 are the groups along dp; each pair has a GPU, and only rank 3 reads wrong memory."""
+    gpu.play(monkeypatch)
+
+    def rank():
+        return int(threading.current_thread().name[-1])
+
+    monkeypatch.setattr(cupy.ipc, "lies", lambda: rank() == 3)
+    monkeypatch.setattr(cupy, "_gpus", lambda: ("01"[rank() // 2], *"01"))
+    monkeypatch.setattr(cuda, "_allocation_start", cupy.allocation_start)
+    sharing = []
+    monkeypatch.setattr(building, "gemm_peak", lambda *facts: sharing.append(facts[2]))
+    settings = ["layout.dp=2", "layout.pp=2", "device.kind=cuda", "device.cuda_aware=no"]
+    go(4, [*TINY, *MLP, *settings, "run.steps=1", f"run.out={tmp_path / 'run'}"])
+    assert sharing == [2] * 4
+    said = [line for line in capsys.readouterr().err.splitlines() if "exchange messages" in line]
+    assert len(said) == 1 and "Among ranks 2, 3, counted from 0: " in said[0]

@@ -12,6 +12,7 @@ from mpitrain.tools.doctor.problem import Values
 from mpitrain.tools.doctor.trials import TRIALS, UNLOCKED, WORKS
 from mpitrain.transport.threads import run_ranks
 from mpitrain.transport.windows import Windows
+from tests.fakes import cupy
 
 SEEN = {
     "MPI loaded": (["Open MPI v5", "/a"], ["Open MPI v4", "/b"]),
@@ -20,7 +21,7 @@ SEEN = {
         {"launcher": "Slurm", "interfaces": ["PMI-2"], "mpi": ["Open", "MPI"]},
     ),
     "threads": ("multiple", "funneled"),
-    "GPU binding": ([2, "0,1"], [1, "1"]),
+    "GPU binding": (["17:00", "18:00"], ["18:00"]),
     "imports": ({"seconds": "0.5", "files": "7"}, {"seconds": "30.1", "files": "7"}),
     "windows": ("", "crashed"),
     "first message": ([0.01, 0.001], [4.0, 0.001]),
@@ -42,6 +43,22 @@ def test_a_probe_names_the_host_with_a_problem_and_no_other(name):
     (problem,) = probe.problems(faulty)
     assert problem.host == "b" and probe.line(faulty)
     assert probe.question.endswith("?") and probe.remedy.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("seen", "problems"), [(("ab", "ba"), 0), (("a", "b"), 1), (("a", "a"), 0)]
+)
+def test_gpus_are_compared_by_address_in_any_order(seen, problems, monkeypatch):
+    """Where Slurm or a container binds them, each rank calls its own GPU number 0."""
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(cupy.devices, "count", len(seen[0]))
+    probe = PROBES["GPU binding"]
+
+    def look(transport):
+        cupy.see(*seen[transport.rank])
+        return probe.look(transport, None)
+
+    assert len(probe.problems(Values("xx", run_ranks(2, look)))) == problems
 
 
 def test_a_clock_is_compared_with_most_hosts_and_not_with_rank_0():

@@ -2,11 +2,14 @@
 
 import sys
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from mpitrain.config import parse
 from mpitrain.errors import ConfigError
+from mpitrain.kernels import engines
 from mpitrain.machine import devices, process
 from mpitrain.machine.arena import size_class
 from mpitrain.machine.devices import backend_for
@@ -168,6 +171,27 @@ def test_a_rank_takes_the_gpu_of_its_local_rank(kind, local_rank, gpus, used, on
 def test_ranks_that_are_threads_take_the_gpu_that_was_chosen(one_gpu):
     cupy.cuda.Device(3).use()
     assert run_ranks(2, lambda transport: cupy.cuda.runtime.getDevice()) == [3, 3]
+
+
+def test_each_gpu_of_a_process_has_kernels_of_its_own(one_gpu, monkeypatch):
+    """A module is loaded on one GPU; two threads may use two."""
+    one_gpu.count = 2
+
+    def engine(cupy):
+        time.sleep(0.02)  # as long as other threads need to ask, too
+        return SimpleNamespace(takes_plain=True)
+
+    monkeypatch.setattr(engines, "CudaEngine", engine)
+    engines._on_gpu.cache_clear()
+
+    def kernels(transport):
+        cupy.cuda.Device(transport.rank % 2).use()
+        transport.barrier()
+        return [id(engines.KERNELS["cuda"]()) for _ in range(2)]
+
+    first, second, third = run_ranks(3, kernels)
+    assert first == third and first[0] == first[1] != second[0] == second[1]
+    engines._on_gpu.cache_clear()
 
 
 def test_a_gpu_is_chosen_before_mpi_starts(tmp_path):

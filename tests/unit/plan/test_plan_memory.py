@@ -1,9 +1,12 @@
 """`plan memory` counts what a step of the same job leases, unit by unit."""
 
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import commands
+from mpitrain.cli.terminal.progress import Progress
 from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
 from mpitrain.tools.plan.memory import count, ranks_of, table
@@ -26,6 +29,29 @@ def test_the_peak_of_a_stage_is_that_of_its_ranks(settings):
     found = count(config)
     for pp, peak, parameters in run_ranks(ranks_of(config), measured, config):
         assert found.stages[pp].step.peak == peak and found.parameters == parameters
+
+
+SLOW = "attention multiplies on CUDA cores, not tensor cores: heads have"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["precision.compute=bfloat16"], f"{SLOW} 8 channels"),
+        (["precision.compute=float16", "model.width=288"], f"{SLOW} 144 channels"),
+        (["precision.compute=bfloat16", "model.width=32"], ""),
+        (["model.width=288"], ""),
+        (["precision.compute=bfloat16", "device.kind=cpu"], ""),
+        ([*MLP, "precision.compute=bfloat16"], ""),
+    ],
+)
+def test_plan_and_run_say_whether_16_bit_heads_fall_to_cuda_cores(settings, said, capsys):
+    found = count(configured(*TINY, "device.kind=cuda-sim", "model.layers=1", *settings))
+    record = {"parameters": 1, "ranks": 1, "event": "start", "step": 0}
+    Progress().on_begin(found.config, Path("run"), record)
+    for lines in ([*table(found)], capsys.readouterr().out.splitlines()):
+        second = lines[1] if SLOW in "".join(lines) else ""
+        assert second.startswith(said) and bool(second) == bool(said)
 
 
 DEEP = [*TINY, "model.layers=4"]
