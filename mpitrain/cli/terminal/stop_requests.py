@@ -3,10 +3,12 @@
 import faulthandler
 import math
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from mpitrain.cli import NOT_BEGUN, STOPPED
 from mpitrain.cli.terminal import last_words
@@ -33,11 +35,14 @@ class Stop:
     handles signals, even while the main thread waits for a message.
 
     USR2 prints the Python stacks of this process, at any time.
+
+    temporary  a directory that rank 0 removes if a signal ends the process
     """
 
     def __init__(self, last: Callable[[], str] = _not_begun, exit_code: int = STOPPED) -> None:
         """Take the text that rank 0 prints if a signal ends the process, and the exit code."""
         self._last, self._exit_code = last, exit_code
+        self.temporary: Path | None = None
         self.requested = False
         self._is_noted = self._is_terminated = False
         self._announced = -math.inf
@@ -98,6 +103,8 @@ class Stop:
             if not self._is_noted:
                 if rank == 0:
                     self.say(self._last())
+                    if self.temporary:
+                        shutil.rmtree(self.temporary, ignore_errors=True)
                 os._exit(self._exit_code)
 
     def say(self, text: str) -> None:
