@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpitrain.config import parse, with_settings
-from mpitrain.errors import CommError, TrainingError
+from mpitrain.errors import CommError, MpitrainError, TrainingError
 from mpitrain.run.build import build
 from mpitrain.run.open_run import configured
 from mpitrain.transport.threads import run_ranks
@@ -22,7 +22,7 @@ RING = ["replication.algorithm=ring"]
 @pytest.mark.parametrize(
     "kind, error, law",
     [
-        ("raise", RuntimeError, "rank 1"),
+        ("raise", (RuntimeError, MpitrainError), "rank 1"),
         ("oom", MemoryError, "EiB"),
         ("exit", SystemExit, "0"),
         ("deadlock", CommError, r"recv from rank 1, tag 16383(.|\n)*recv from rank 0, tag 16383"),

@@ -126,7 +126,9 @@ def test_a_goal_stands_beside_the_prediction_and_is_no_requirement(parts, capsys
 def test_what_needs_wgmma_is_a_goal(dtype, kind, job, capsys):
     import products
 
-    product = products.Row("NT", 4096, 4096, 4096, dtype, "128x128x64", 200.0, 100.0, 0.0, 50.0, 0)
+    product = products.GemmRow(
+        "NT", 4096, 4096, 4096, dtype, "128x128x64", 200.0, 100.0, 0.0, 50.0, 0
+    )
     products.report(product, {})
     row = json.loads(capsys.readouterr().out)
     assert row[kind] > 0 and row[{"goal": "required", "required": "goal"}[kind]] is None

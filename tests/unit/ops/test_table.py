@@ -201,4 +201,4 @@ def test_a_row_from_outside_may_have_a_body_on_kernels(monkeypatch):
 
     row = Operation("half of an array", "x:L -> y:L", "y", halve, 1, on_kernels)
     monkeypatch.setitem(OPERATIONS, "halve", row)
-    assert bodies.cuda(KERNELS).halve(3, None) == (KERNELS, "Numbers", 3)
+    assert bodies.cuda(KERNELS).halve(3, None) == (KERNELS, "LaunchNumbers", 3)
