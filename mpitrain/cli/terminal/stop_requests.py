@@ -16,6 +16,8 @@ from mpitrain.cli.terminal.status import status
 
 ANNOUNCED = 1.2 * last_words.SECONDS
 """Seconds to wait for a TERM after the CONT that Open MPI's mpirun sends first."""
+ATTEMPTS = 20
+"""Attempts to remove a temporary directory in which files may still appear."""
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that request a stop."""
 
@@ -70,6 +72,8 @@ class Stop:
             # A second INT is from a person who wants the end at once. Schedulers send TERM repeatedly.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        if self.temporary and not self._is_noted:
+            time.sleep(1)  # The main thread makes no more files, and the other thread removes them.
         self.requested = True
 
     def _announce(self, number: int, frame: object) -> None:
@@ -103,9 +107,13 @@ class Stop:
             if not self._is_noted:
                 if rank == 0:
                     self.say(self._last())
-                    if self.temporary:
-                        shutil.rmtree(self.temporary, ignore_errors=True)
+                    self._remove()
                 os._exit(self._exit_code)
+
+    def _remove(self) -> None:
+        for _ in range(ATTEMPTS):  # The call that the signal interrupted may still make a file.
+            if self.temporary and self.temporary.exists():
+                shutil.rmtree(self.temporary, ignore_errors=True)
 
     def say(self, text: str) -> None:
         """Print the line of rank 0 that ends the run.
