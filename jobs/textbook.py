@@ -21,17 +21,17 @@ def main() -> None:
     """Write the page, the pictures and the digests of their frames."""
     folder = Path(__file__).parents[1] / PICTURES
     folder.mkdir(exist_ok=True)
-    found = {
+    explanations = {
         name: topic.record(name, topic.setting(name, None, None)) for name, topic in TOPICS.items()
     }
-    for name in tqdm(found, desc="pictures", leave=False, disable=None):
+    for name in tqdm(explanations, desc="pictures", leave=False, disable=None):
         path = folder / f"{name}.png"
-        draw(found[name], path, "en", dpi=80)
+        draw(explanations[name], path, "en", dpi=80)
         with Image.open(path) as drawn:
             small = drawn.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
         small.save(path, optimize=True)
-    write_whole(folder / FRAMES, digests(found))
-    write_whole(folder / "README.md", page(found))
+    write_whole(folder / FRAMES, digests(explanations))
+    write_whole(folder / "README.md", page(explanations))
 
 
 if __name__ == "__main__":

@@ -86,14 +86,13 @@ class CommandGroup(click.Group):
 
     def sentences(self, context: click.Context) -> list[tuple[str, str]]:
         return [
-            (name, found.get_short_help_str(1000))
+            (name, command.get_short_help_str(1000))
             for name in self.list_commands(context)
-            if (found := self.get_command(context, name))
+            if (command := self.get_command(context, name))
         ]
 
 
 def similar(name: str) -> str | None:
-    """Return the command with the most similar spelling, or None."""
     import difflib
 
     return next(iter(difflib.get_close_matches(name, COMMANDS, 1, 0.5)), None)

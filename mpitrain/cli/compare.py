@@ -125,11 +125,11 @@ def _compare(
     from mpitrain.transport.agreement import on_all_ranks
 
     words = list(dict.fromkeys(modes.split(","))) if modes else usual()
-    found = on_all_ranks(transport, lambda: jobs(words, changes, transport.hosts))
-    check_resolved(transport, found)
+    configs = on_all_ranks(transport, lambda: jobs(words, changes, transport.hosts))
+    check_resolved(transport, configs)
     is_root, first = transport.rank == 0, wide(words)
     on_all_ranks(transport, lambda: check_files(transport.rank, [json_file], plot_file))
-    job = next(iter(found.values()))
+    job = next(iter(configs.values()))
     steps = job.run.steps
     facts = {
         "mpitrain": __version__,
@@ -148,13 +148,13 @@ def _compare(
             f"{title}\n{facts['processor']}, {facts['cores']} cores; {facts['mpi']}\n\n{heading(first)}"
         )
     rows, outputs = [], Outputs()
-    with closing(bar(len(found) * steps * blocks) if is_root else tqdm(disable=True)) as shown:
+    with closing(bar(len(configs) * steps * blocks) if is_root else tqdm(disable=True)) as shown:
 
         def stepped(mode: str, loss: float) -> None:
             shown.set_postfix_str(f"{mode}, loss {loss:.3f}", refresh=False)
             shown.update()
 
-        for row in compare(transport, found, stepped, blocks):
+        for row in compare(transport, configs, stepped, blocks):
             rows.append(row)
             if is_root:
                 shown.write(line(row, first, mark(row, rows[0])), file=sys.stdout)

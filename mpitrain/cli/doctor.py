@@ -39,7 +39,7 @@ def command(folder: Path, json_file: Path | None) -> None:
 
 
 def _examine(transport: Any, folder: Path, json_file: Path | None) -> bool:
-    """Examine, print and write; return whether the ranks loaded different MPI libraries."""
+    """Return whether the ranks loaded different MPI libraries."""
     from mpitrain.tools.doctor.facts import Rank, facts, look, verdict
     from mpitrain.tools.doctor.probes import examine
     from mpitrain.transport.agreement import on_all_ranks
@@ -58,15 +58,15 @@ def _examine(transport: Any, folder: Path, json_file: Path | None) -> bool:
     started, outputs = process.launched(), Outputs()
     if transport.rank == 0 and started.rank == 0:
         problems = [problem.text for seen in observed for problem in seen.problems]
-        found = [*facts(everyone, aware), *((seen.name, seen.line) for seen in observed)]
-        for name, value in found:
+        entries = [*facts(everyone, aware), *((seen.name, seen.line) for seen in observed)]
+        for name, value in entries:
             click.echo(f"{name:<12} {visible(value)}")
-        said = list(verdict(everyone, started, problems, is_refused))
-        for line in said:
+        conclusion = list(verdict(everyone, started, problems, is_refused))
+        for line in conclusion:
             click.echo(visible(line))
         if json_file:
             document = {
-                "facts": [list(fact) for fact in found],
+                "facts": [list(fact) for fact in entries],
                 "ranks": [rank._asdict() for rank in everyone],
                 "probes": {
                     seen.name: {
@@ -76,7 +76,7 @@ def _examine(transport: Any, folder: Path, json_file: Path | None) -> bool:
                     }
                     for seen in observed
                 },
-                "verdict": said,
+                "verdict": conclusion,
             }
             write_document(outputs, json_file, document)
     on_all_ranks(transport, outputs.settle)
@@ -84,7 +84,6 @@ def _examine(transport: Any, folder: Path, json_file: Path | None) -> bool:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ConfigError unless `folder` is a directory."""
     if not folder.is_dir():
         raise ConfigError(
             f"--dir is a directory on the file system of the runs, but {folder} is no directory.",
@@ -93,7 +92,6 @@ def check_folder(folder: Path) -> None:
 
 
 def write_document(outputs: Outputs, path: Path, document: dict[str, Any]) -> None:
-    """Write a JSON document to a file of `--json`."""
     from mpitrain.files import write_whole
 
     with outputs.to(path):

@@ -79,19 +79,19 @@ def _held_out(
 
     job = open_run(transport, run, configured)
     config = job.trainer.config
-    found = job.trainer.evaluate(job.data)
-    assert found is not None  # `evaluate` returns None only after a stop request
-    loss, accuracy = found
+    evaluation = job.trainer.evaluate(job.data)
+    assert evaluation is not None  # `evaluate` returns None only after a stop request
+    loss, accuracy = evaluation
     bits = bits_per_byte(job.data, loss)
     rows = evaluated_rows(config.run, job.data)
     held_out = config.data.validation
     where = config.data.source if held_out in ("", TENTH) else held_out
     numbers: dict[str, Any] = {"run": str(run), "step": job.step, "data": where, "loss": loss}
-    said = ""
+    perplexity = ""
     if job.data.form == "tokens":
         with np.errstate(over="ignore"):
             numbers["perplexity"] = float(np.exp(loss))
-        said = f", perplexity {numbers['perplexity']:.4g}"
+        perplexity = f", perplexity {numbers['perplexity']:.4g}"
     numbers |= {
         "bits_per_byte": bits,
         "accuracy": accuracy,
@@ -100,7 +100,7 @@ def _held_out(
     }
     line = (
         f"{visible(str(run))} at step {job.step} on {visible(where)}: "
-        f"validation loss {nats(loss, bits)}{said}, accuracy {accuracy:.1%} "
+        f"validation loss {nats(loss, bits)}{perplexity}, accuracy {accuracy:.1%} "
         f"({rows} of {job.data.held_out} held-out rows)"
     )
     return line, numbers, math.isfinite(loss)
@@ -109,7 +109,7 @@ def _held_out(
 def _tasks(
     transport: Any, run: Path, configured: Any, tasks_file: Path | None
 ) -> tuple[str, dict[str, Any], bool]:
-    """Return the same for a file of tasks, which needs no data source."""
+    """Return what `_held_out` returns, for a file of tasks."""
     from zlib import crc32
 
     from mpitrain.data.tasks import read_tasks
@@ -124,26 +124,28 @@ def _tasks(
         transport,
         lambda: read_tasks(tasks_file),
         "file of tasks",
-        lambda found: {"--tasks": crc32(repr(found).encode())},
+        lambda tasks: {"--tasks": crc32(repr(tasks).encode())},
     )
     job = open_run(transport, run, configured, needs_data=False)
 
-    def tokenizer() -> Any:
+    def tokenizer_of_tasks() -> Any:
         kind = job.trainer.config.model.kind
         if not MODELS[kind].writes:
             raise ConfigError(
                 f"Tasks are for a {' or '.join(kinds(lambda row: row.writes))}, but this run trained a {kind}.",
                 "Leave out --tasks.",
             )
-        found = tokenizer_of_run(run, job.trainer.config.data)
-        if found is None:
+        tokenizer = tokenizer_of_run(run, job.trainer.config.data)
+        if tokenizer is None:
             raise ConfigError(
                 f"Tasks are text, but the run in {run} has no tokenizer.",
                 "Train it on data with a tokenizer.json, as `mpitrain data prepare` writes it.",
             )
-        return found
+        return tokenizer
 
-    scores = score(job.trainer, tasks, on_all_ranks(transport, tokenizer), job.source.inputs)
+    scores = score(
+        job.trainer, tasks, on_all_ranks(transport, tokenizer_of_tasks), job.source.inputs
+    )
     numbers = {
         "run": str(run),
         "step": job.step,
@@ -163,19 +165,17 @@ def _tasks(
 
 
 def _with_error(accuracy: Any) -> str:
-    """Return an accuracy in percent with its standard error."""
     error = "" if accuracy.stderr is None else f" +- {accuracy.stderr:.1%}"
     return f"{accuracy.mean:.1%}{error}"
 
 
 def _write(path: Path, numbers: dict[str, Any]) -> None:
-    """Write a JSON object; numbers that are not finite are null."""
     import json
 
     from mpitrain.files import write_whole
 
-    found = {
+    document = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in numbers.items()
     }
-    write_whole(path, json.dumps(found, indent=1, allow_nan=False) + "\n")
+    write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")

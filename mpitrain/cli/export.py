@@ -14,13 +14,12 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def _nbytes(context: click.Context, parameter: click.Parameter, value: str) -> int:
-    """Return the bytes of a size such as 5GB: the callback of an option."""
-    found = re.fullmatch(r"([1-9][0-9]{0,8})(KB|MB|GB)", value, re.ASCII)
-    if not found:
+    match = re.fullmatch(r"([1-9][0-9]{0,8})(KB|MB|GB)", value, re.ASCII)
+    if not match:
         raise click.BadParameter(
             f"{value!r} is not a size such as 5GB or 500MB.", context, parameter
         )
-    return int(found[1]) * UNITS[found[2]]
+    return int(match[1]) * UNITS[match[2]]
 
 
 @click.command()
@@ -74,9 +73,9 @@ def command(
 
     folder = out or run / kind
     settings = changes((), plugins=plugins)
-    found = export(run, kind, folder, dtype, shard_bytes, settings, merge, base or "")
+    exported = export(run, kind, folder, dtype, shard_bytes, settings, merge, base or "")
     click.echo(
-        f"{visible(str(run))} at step {found.step} in {visible(str(folder))}: {', '.join(found.files)}"
+        f"{visible(str(run))} at step {exported.step} in {visible(str(folder))}: {', '.join(exported.files)}"
     )
-    if not found.tokenizer:
+    if not exported.tokenizer:
         click.echo("note: the run knows no tokenizer, so the folder has none.", err=True)

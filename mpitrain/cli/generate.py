@@ -21,7 +21,7 @@ from mpitrain.errors import visible
 @click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))
 @click.option(
     "--prompt",
-    "given",
+    "prompt_texts",
     multiple=True,
     metavar="TEXT",
     help="Text to continue (repeatable; default: a line break); token numbers if the run knows no "
@@ -104,7 +104,7 @@ from mpitrain.errors import visible
 @PLUGINS
 def command(
     run: Path,
-    given: tuple[str, ...],
+    prompt_texts: tuple[str, ...],
     file: Path | None,
     count: int,
     temperature: float,
@@ -145,13 +145,13 @@ def command(
                 stop_bytes(stop, tokenizer)
             if transport.rank:
                 return []  # A file may differ on another host.
-            texts = [*given, *(read_prompts(file) if file else [])] or ["\n"]
-            found = [(text, encoded(text, tokenizer, source.inputs)) for text in texts]
+            texts = [*prompt_texts, *(read_prompts(file) if file else [])] or ["\n"]
+            prompts = [(text, encoded(text, tokenizer, source.inputs)) for text in texts]
             if past_context == "stop":
                 separator = separator_of(config.data)
-                documents = [last_document(tokens, separator) for _, tokens in found]
+                documents = [last_document(tokens, separator) for _, tokens in prompts]
                 check_room(documents, config.model.context)
-            return found
+            return prompts
 
         prompts = from_all_ranks(transport, read)[0]
         request = PromptRequest(
@@ -175,7 +175,6 @@ def _streamed(prompts: Sequence[str], written: Iterator[Any]) -> Iterator[bytes]
 
 
 def _blocks(prompts: Sequence[str], written: Iterator[Any]) -> Iterator[bytes]:
-    """Yield a block of each prompt and its text, in order, as soon as it has ended."""
     for index, texts in _ended(len(prompts), written):
         header = b"" if index == 0 else b"\n"
         yield header + b"--- %d ---\n" % (index + 1) + os.fsencode(prompts[index])
@@ -183,7 +182,6 @@ def _blocks(prompts: Sequence[str], written: Iterator[Any]) -> Iterator[bytes]:
 
 
 def _lines(prompts: Sequence[str], written: Iterator[Any]) -> Iterator[bytes]:
-    """Yield a line of JSON for each prompt, in order, as soon as its text has ended."""
     for index, texts in _ended(len(prompts), written):
         text = b"".join(piece.text for piece in texts)
         line = {
@@ -196,7 +194,7 @@ def _lines(prompts: Sequence[str], written: Iterator[Any]) -> Iterator[bytes]:
 
 
 def _ended(count: int, written: Iterator[Any]) -> Iterator[tuple[int, list[Any]]]:
-    """Yield the pieces of each prompt, in the order of the prompts."""
+    """Yield (prompt, its pieces) in the order of the prompts, as soon as its text has ended."""
     pieces: list[list[Any]] = [[] for _ in range(count)]
     following = 0
     for piece in written:

@@ -73,8 +73,8 @@ PLUGINS = click.option(
 
 def changes(settings: tuple[str, ...], **options: Any) -> list[str]:
     """Return the settings and, for each option that is given, `section.key=value`."""
-    given = {KEYS[name]: value for name, value in options.items() if value not in (None, ())}
-    return [*settings, *(f"{key}={_toml(value)}" for key, value in given.items())]
+    values = {KEYS[name]: value for name, value in options.items() if value not in (None, ())}
+    return [*settings, *(f"{key}={_toml(value)}" for key, value in values.items())]
 
 
 def _toml(value: Any) -> str:

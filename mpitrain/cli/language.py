@@ -7,7 +7,6 @@ import click
 
 
 def _chosen(context: click.Context, option: click.Parameter, value: str | None) -> str:
-    """Return the language of the option, or else of the locale's environment variables."""
     from mpitrain.tools.textbook.words import language_of
 
     if value:

@@ -69,7 +69,6 @@ def command(runs: tuple[Path, ...], is_alive: bool, with_stacks: bool) -> None:
 
 
 def _print_now(runs: tuple[Path, ...], is_alive: bool, with_stacks: bool) -> None:
-    """Print the state of living runs."""
     from mpitrain.errors import ConfigError, visible
     from mpitrain.tools.report.live import what_happens_now
 
@@ -85,7 +84,6 @@ def _print_now(runs: tuple[Path, ...], is_alive: bool, with_stacks: bool) -> Non
 def _write_page(
     runs: "Sequence[Path]", sections: "Mapping[str, PageSection]", outputs: Outputs
 ) -> None:
-    """Write the HTML page of all runs, and its picture of their metrics, to the first run."""
     from mpitrain.run.metrics import read_metrics
     from mpitrain.run.run_dir import METRICS
     from mpitrain.tools.report.page import write_page
@@ -116,8 +114,8 @@ def reported(run: Path, outputs: Outputs) -> "PageSection":
     from mpitrain.trace.timeline import TRACE, trace_files
 
     try:
-        with opened(run) as found:
-            names = found.names()
+        with opened(run) as directory:
+            names = directory.names()
     except FileNotFoundError:
         names = []
     is_early = any(name.startswith("rank-") for name in names)
@@ -140,12 +138,12 @@ def reported(run: Path, outputs: Outputs) -> "PageSection":
         lines += traced
     else:
         lines.append("It has no trace: run.trace, which is the default, keeps one.")
-    said = visible("\n".join(lines))
-    click.echo(said)
-    with outputs.to(run / FOLDER), opened(run) as found:
-        found.make(FOLDER).close()
-        return PageSection(said, *(_draw(run, drawn) if drawn else (None, None)))
-    return PageSection(said, None, None)
+    words = visible("\n".join(lines))
+    click.echo(words)
+    with outputs.to(run / FOLDER), opened(run) as directory:
+        directory.make(FOLDER).close()
+        return PageSection(words, *(_draw(run, drawn) if drawn else (None, None)))
+    return PageSection(words, None, None)
 
 
 def _traced(run: Path, records: "Sequence[Mapping[str, Any]]") -> "tuple[list[str], Drawn]":
@@ -163,12 +161,12 @@ def _traced(run: Path, records: "Sequence[Mapping[str, Any]]") -> "tuple[list[st
 
     timeline = read_timeline(run)
     lines = list(whose_traces_are_missing(timeline))
-    found = shares(timeline)
-    if found:
+    breakdown = shares(timeline)
+    if breakdown:
         lines += [
-            *where_the_time_went(found, timeline),
-            *what_was_predicted(run, timeline, found.steps),
-            what_the_trace_cost(found, timeline),
+            *where_the_time_went(breakdown, timeline),
+            *what_was_predicted(run, timeline, breakdown.steps),
+            what_the_trace_cost(breakdown, timeline),
         ]
     elif timeline.missing:
         lines.append(
@@ -178,7 +176,7 @@ def _traced(run: Path, records: "Sequence[Mapping[str, Any]]") -> "tuple[list[st
         lines.append("No step was finished by all ranks.")
     if not records or records[-1].get("event") not in CLOSING:
         lines += what_each_did_last(timeline)
-    return lines, (timeline, found.steps if found else None)
+    return lines, (timeline, breakdown.steps if breakdown else None)
 
 
 def _draw(run: Path, drawn: "Drawn") -> tuple[Path | None, Path]:

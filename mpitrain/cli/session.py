@@ -81,7 +81,8 @@ def mpi_session(
 
 def _count_local_ranks(transport: "Transport", kind: Callable[[], str]) -> None:
     """Divide the GPUs, cores and terminal of each host among its ranks if the launcher is unknown.
-    Such a launcher sets no variable with the local rank. So each rank assumed that it was alone.
+
+    Such a launcher sets no variable with the local rank, so each rank assumed that it was alone.
     """
     if process.launched().launcher != "none" or transport.size == 1:
         return

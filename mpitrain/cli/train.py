@@ -40,17 +40,17 @@ class TrainCommand(click.Command):
     """
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        given: list[str] = []
+        words: list[str] = []
         for word in args:
             # Only "auto" is a value of --resume; any other next word is an argument of its own.
-            if word == "auto" and given[-1:] == ["--resume=yes"]:
-                given[-1] = "--resume=auto"
+            if word == "auto" and words[-1:] == ["--resume=yes"]:
+                words[-1] = "--resume=auto"
             else:
-                given.append("--resume=yes" if word == "--resume" else word)
+                words.append("--resume=yes" if word == "--resume" else word)
         try:
-            return super().parse_args(context, list(given))
+            return super().parse_args(context, list(words))
         except click.NoSuchOption as error:
-            if meant := _meant(error.option_name, given):
+            if meant := _meant(error.option_name, words):
                 raise click.UsageError(
                     f"No such option: {error.option_name}{meant}", context
                 ) from None
@@ -256,11 +256,11 @@ def _print_sample(finished: Any, stop_requested: Callable[[], bool]) -> None:
             if tokenizer
             else " ".join(map(str, sample)).encode()
         )
-        said = f"a sample of what it writes{hint}:\n".encode() + text + b"\n"
+        message = f"a sample of what it writes{hint}:\n".encode() + text + b"\n"
     except TrainingError as error:
-        said = f"no sample of what it writes: {error.law}\n".encode()
+        message = f"no sample of what it writes: {error.law}\n".encode()
     if trainer.transport.rank == 0:
-        sys.stdout.buffer.write(said)
+        sys.stdout.buffer.write(message)
         sys.stdout.buffer.flush()
 
 
@@ -271,7 +271,7 @@ def _tokenizer(data: Any) -> tuple[Any, str]:
     from mpitrain.errors import MpitrainError
 
     try:
-        found = tokenizer_of([*data.mixture] or [data.source])
-        return (open_tokenizer(found, "Its tokenizer") if found else None), ""
+        data_file = tokenizer_of([*data.mixture] or [data.source])
+        return (open_tokenizer(data_file, "Its tokenizer") if data_file else None), ""
     except MpitrainError as error:
         return None, f", in token numbers ({error.way_out})"

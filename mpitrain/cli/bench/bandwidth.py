@@ -62,7 +62,7 @@ def command(**options: Any) -> None:
 
 
 def _measure(transport: Any, options: dict[str, Any]) -> int:
-    """Measure, print, write and draw; return the number of wrong bytes and of slow values."""
+    """Return the number of wrong bytes and slow values."""
     from mpitrain.cli.terminal.screen import output_columns
     from mpitrain.tools.bench.collectives.columns import RowFormatter
     from mpitrain.tools.bench.collectives.header import header

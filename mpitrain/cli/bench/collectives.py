@@ -62,8 +62,6 @@ WIRE = click.option(
 
 
 def collective(name: str) -> click.Command:
-    """Return the subcommand that measures one collective."""
-
     @click.command(
         name,
         short_help=f"Measure {name}: sizes x algorithms.",
@@ -154,10 +152,7 @@ for _name in OPERATIONS:
 
 
 def _measure(transport: Any, name: str, options: dict[str, Any]) -> int:
-    """Run one benchmark; rank 0 prints.
-
-    Return the number of wrong elements, replicas that differ, and slow algorithms or values.
-    """
+    """Return the number of wrong elements, replicas that differ, and slow algorithms or values."""
     from mpitrain.collectives.selection.tuning import DEFAULT, foreign, read_tuning
     from mpitrain.tools.bench.collectives.header import header
     from mpitrain.tools.bench.collectives.plot import plot
@@ -188,7 +183,6 @@ def _measure(transport: Any, name: str, options: dict[str, Any]) -> int:
 
 
 def _request(name: str, options: dict[str, Any]) -> Any:
-    """Return the request that the command line describes; ConfigError for unknown names."""
     from mpitrain.collectives.engine.agreement import check_name
     from mpitrain.collectives.engine.codecs import parse_wire
     from mpitrain.collectives.selection.cost_model import MEMORY
@@ -200,7 +194,10 @@ def _request(name: str, options: dict[str, Any]) -> Any:
 
     algorithms = () if options["algorithm"] == "all" else options["algorithm"].split(",")
     if name == "allreduce":
-        algorithms = [file_algorithm(one) if is_file(one) else one for one in algorithms]
+        algorithms = [
+            file_algorithm(algorithm) if is_file(algorithm) else algorithm
+            for algorithm in algorithms
+        ]
     for algorithm in algorithms:
         check_name(f"{name} algorithm", algorithm, names(name))
     places = options["buffers"].split(",")

@@ -47,7 +47,7 @@ def fit(out: Path, min_bytes: int, max_bytes: int, sweeps: int, **printing: Any)
 def _fit(
     transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int, printing: dict[str, Any]
 ) -> None:
-    """Measure, fit and write after every sweep; at the end check the model on sizes left out.
+    """Write the fit after every sweep; at the end check the model on sizes left out.
 
     printing  the options of `table_options`
     """

@@ -23,10 +23,10 @@ class Names(click.ParamType):
     def convert(
         self, value: Any, parameter: click.Parameter | None, context: click.Context | None
     ) -> tuple[str, ...]:
-        found = tuple(value.split(",")) if isinstance(value, str) else value
-        if wrong := [name for name in found if name not in self._known]:
+        names = tuple(value.split(",")) if isinstance(value, str) else value
+        if wrong := [name for name in names if name not in self._known]:
             self.fail(f"{wrong[0]!r} is none of {', '.join(self._known)}.")
-        return found
+        return names
 
 
 @click.command("gemm")
@@ -126,9 +126,9 @@ def gemm(
 
 
 def _tune(rows: Any, out: Path, name: str) -> int:
-    """Print the best tilings as they are found, and add them to the file of tilings.
+    """Add the best tilings to the file, print them, and return the wrong elements of all products.
 
-    Entries of the file for other shapes remain. Return the number of wrong elements in all products.
+    Entries of the file for other shapes remain.
     """
     from mpitrain.ops.cuda.tiles import read_tiles, write_tiles
 

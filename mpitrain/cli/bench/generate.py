@@ -92,11 +92,11 @@ def command(
 
         def checked() -> Any:
             check_files(transport.rank, [json_file, csv_file])
-            found = read(transport.size)
-            check_writes(found.model.kind)
-            if prompt_tokens + (count or 1) > found.model.context + 1:
+            config = read(transport.size)
+            check_writes(config.model.kind)
+            if prompt_tokens + (count or 1) > config.model.context + 1:
                 raise ConfigError(
-                    f"Prompt and tokens fit into model.context {found.model.context}, but there are "
+                    f"Prompt and tokens fit into model.context {config.model.context}, but there are "
                     f"{prompt_tokens} + {count or 1}.",
                     "Lower --tokens or --prompt-tokens, or raise model.context.",
                 )
@@ -104,7 +104,7 @@ def command(
                 raise ConfigError(
                     f"--windows measures one rank, but there are {transport.size}.", "Leave it out."
                 )
-            return found
+            return config
 
         config = on_all_ranks(transport, checked)
         vocabulary, context = config.data.vocabulary or 256, config.model.context

@@ -106,7 +106,7 @@ def printed_rows(
 
 
 def exit_after(run: Callable[[], int]) -> None:
-    """Run a benchmark without MPI and exit: with the error's code, or 1 if any element is wrong."""
+    """Run a benchmark without MPI and exit: with the error's code, or 1 unless `run` returns 0."""
     process.limit_blas_threads()
     from mpitrain.errors import MpitrainError
 

@@ -28,10 +28,10 @@ class Bytes(click.ParamType):
     ) -> int:
         if isinstance(value, int):
             return value
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", value.strip(), re.IGNORECASE)
-        if not found:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", value.strip(), re.IGNORECASE)
+        if not match:
             self.fail(f"{value!r} is no number of bytes; write 4096, 64K, 1.5M or 2G.")
-        size = float(found[1]) * UNITS[found[2].upper()]
+        size = float(match[1]) * UNITS[match[2].upper()]
         if size > MOST_BYTES:
             self.fail(f"{value!r} is more than 1024G.")
         return int(size)
@@ -81,7 +81,6 @@ class Against:
         self._tolerance, self._facts = tolerance, facts
 
     def lines(self, rows: Sequence[Any]) -> list[str]:
-        """Return the lines of the comparison."""
         from mpitrain.tools.bench.against import ratios, report
 
         if not self._before:
@@ -123,7 +122,6 @@ def write_rows(
     facts: dict[str, Any],
     rows: list[Any],
 ) -> None:
-    """Write the rows so far to the files that the options name."""
     from mpitrain.tools.bench.collectives.table import write_csv, write_json
 
     if json_file:

@@ -51,7 +51,7 @@ def command(**options: Any) -> None:
 
 
 def _measure(transport: Any, options: dict[str, Any]) -> int:
-    """Measure, print, write and draw; return the number of wrong elements and of slow values."""
+    """Return the number of wrong elements and slow values."""
     from mpitrain.cli.terminal.screen import output_columns
     from mpitrain.cli.terminal.table_rows import RowPrinter
     from mpitrain.errors import ConfigError, on_every_rank

@@ -58,13 +58,13 @@ class Printed:
         self.say("\n".join([*printed(facts), "", *table.heading()]))
 
     def __iter__(self) -> Iterator[Any]:
-        found = []
+        rows = []
         try:
             for row in self._measured:
-                found.append(row)
+                rows.append(row)
                 if self._shown:
                     self._shown.row(self._table.line(row))
-                    write_rows(self._outputs, *self._files, self._facts, found)
+                    write_rows(self._outputs, *self._files, self._facts, rows)
                 yield row
         finally:
             if self._shown:

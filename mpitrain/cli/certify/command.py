@@ -20,22 +20,20 @@ LEAST_ROUNDS = 5
 
 
 def _absent(context: Any, option: Any, entries: tuple[str, ...]) -> dict[str, str]:
-    """Return {node: reason} of the options --absent NODE=REASON."""
-    found = {}
+    reasons = {}
     for entry in entries:
         node, _, reason = entry.partition("=")
         if not node or not reason:
             raise click.BadParameter(f"{entry!r} is not NODE=REASON.")
-        found[node] = reason
-    return found
+        reasons[node] = reason
+    return reasons
 
 
-def _words(context: Any, option: Any, given: str | None) -> list[str]:
-    """Split the command of --agent into words, as a shell does."""
+def _words(context: Any, option: Any, line: str | None) -> list[str]:
     try:
-        return shlex.split(given or "")
+        return shlex.split(line or "")
     except ValueError as error:
-        raise click.BadParameter(f"{given}: {error}") from None
+        raise click.BadParameter(f"{line}: {error}") from None
 
 
 @click.command()
@@ -117,7 +115,7 @@ def command(
 
 
 def _nodes(hosts: str | None, hostfile: Path | None, ppn: int) -> dict[str, int]:
-    """Return {node: its ranks} of the options or the batch job; {} on running ranks."""
+    """Return {node: its ranks} of the options or, without a launcher, of the batch job."""
     from mpitrain.cli.launch.allocation import nodes
     from mpitrain.cli.launch.placement import placement
 
@@ -165,7 +163,6 @@ def _from_outside(
 
 
 def _nobody(absent: dict[str, str], options: dict[str, Any]) -> None:
-    """Report that no node answered, and exit."""
     from mpitrain.tools.certify.evidence import Evidence
     from mpitrain.tools.certify.limits import Limits
     from mpitrain.tools.certify.verdict import judge
@@ -212,7 +209,7 @@ class ShownVerdicts:
 
 
 def _certify(transport: Any, options: dict[str, Any], shown: ShownVerdicts, stop: Stop) -> bool:
-    """Measure, judge and print; return whether everything passes."""
+    """Return whether everything passes."""
     from mpitrain.tools.bench.collectives.header import header
     from mpitrain.tools.certify.collect import collect
     from mpitrain.tools.certify.evidence import ProbeFinding
@@ -227,11 +224,11 @@ def _certify(transport: Any, options: dict[str, Any], shown: ShownVerdicts, stop
     files = options["json_file"], options["junit_file"]
     is_root = transport.rank == 0
 
-    def limits() -> dict[str, Any]:
+    def read() -> dict[str, Any]:
         # Only rank 0 reads the file: other hosts may not have it.
         return (read_limits(expect) if expect and is_root else Limits()).model_dump()
 
-    found = Limits(**from_all_ranks(transport, limits)[0])
+    limits = Limits(**from_all_ranks(transport, read)[0])
     on_all_ranks(transport, lambda: check_folder(folder))
     on_all_ranks(transport, lambda: check_files(transport.rank, files))
 
@@ -247,10 +244,10 @@ def _certify(transport: Any, options: dict[str, Any], shown: ShownVerdicts, stop
     name = from_all_ranks(transport, lambda: f"mpitrain-certify-{secrets.token_hex(4)}")[0]
     stop.temporary = work = folder / name
     measured = collect(
-        transport, found, work, options["rounds"], sampler(), findings, options["absent"]
+        transport, limits, work, options["rounds"], sampler(), findings, options["absent"]
     )
     for evidence in measured:
-        certificate = judge(evidence, found)
+        certificate = judge(evidence, limits)
         if not certificate.awaits:
             stop.note()
         if is_root:

@@ -62,5 +62,5 @@ def _answer(node: str, agent: Sequence[str], seconds: float) -> str:
         return ""
     if answer and answer[0].startswith("mpitrain "):
         return f"it has {answer[0]}, and this is {package()}"
-    said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-    return f"it cannot run mpitrain: {said[0]}"
+    complaint = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+    return f"it cannot run mpitrain: {complaint[0]}"

@@ -128,9 +128,9 @@ def prepare(
 def _prepare(
     inputs: tuple[Path, ...], name: str, out: Path, separator: str | None, form: Any, start: Any
 ) -> None:
-    """Write the files with a progress bar, and print their sizes.
+    """Prepare the files with a progress bar, and print their sizes.
 
-    form   as `documents.Form`
+    form   a `documents.Form`
     start  see `encode.Start`
     """
     from mpitrain.cli.terminal.progress import bar
@@ -140,7 +140,7 @@ def _prepare(
 
     tokenizer = read_tokenizer(name)
     options = Options(inputs, tokenizer, _separator(separator, tokenizer), form)
-    total = sum(one.nbytes for one in sizes(inputs))
+    total = sum(file.nbytes for file in sizes(inputs))
     try:
         with closing(bar(total, form=BAR)) as shown:
             shown.leave = False
@@ -161,22 +161,22 @@ def _prepare(
     click.echo(f"next: mpitrain launch -n 2 -- train --set {visible(source)}")
 
 
-def _separator(given: str | None, tokenizer: Any) -> int:
+def _separator(name: str | None, tokenizer: Any) -> int:
     """Return the token behind each document; -1: none."""
     from mpitrain.errors import ConfigError
 
-    if given is None:
+    if name is None:
         return int(tokenizer.separator)
-    if given == "none":
+    if name == "none":
         return -1
-    named = tokenizer.named(given)
-    found = int(given) if named is None and given.isascii() and given.isdigit() else named
-    if found is None or not 0 <= found < tokenizer.vocabulary:
+    named = tokenizer.named(name)
+    token = int(name) if named is None and name.isascii() and name.isdigit() else named
+    if token is None or not 0 <= token < tokenizer.vocabulary:
         raise ConfigError(
-            f"--separator must be a token of the tokenizer or none, but is {given!r}.",
+            f"--separator must be a token of the tokenizer or none, but is {name!r}.",
             f"Give its name, or a number from 0 to {tokenizer.vocabulary - 1}.",
         )
-    return int(found)
+    return int(token)
 
 
 @command.command("train-tokenizer")
@@ -215,12 +215,12 @@ def train_tokenizer(
     check_writable(out)
     sizes(inputs)
     try:
-        found = train_tokenizer(
+        tokenizer = train_tokenizer(
             texts(inputs, Form(0, 0, field, mark)), vocabulary, out, width() is not None
         )
     except OSError as error:
         raise cannot_write(out, error) from None
-    click.echo(f"{visible(str(out))}: {found.vocabulary:,} tokens")
+    click.echo(f"{visible(str(out))}: {tokenizer.vocabulary:,} tokens")
     words = ["mpitrain", "data", "prepare", *map(str, inputs), "--tokenizer", str(out)]
     click.echo(f"next: {visible(shlex.join([*words, '--out', str(out.parent / 'tokens')]))}")
 
@@ -260,13 +260,13 @@ def show(file: str, rows: int, count: int, name: str | None) -> None:
     from mpitrain.data.token_files import token_paths, tokens_of
     from mpitrain.data.tokenizer import BYTES_FILE, open_tokenizer, read_tokenizer
 
-    found = tokens_of(file)
+    tokens = tokens_of(file)
     data = tokenizer_beside(token_paths(file)[0]) or BYTES_FILE
     tokenizer = read_tokenizer(name) if name else open_tokenizer(data, file)
-    count = min(count, len(found))
-    starts = np.unique(np.linspace(0, len(found) - count, rows).astype(np.int64))
-    click.echo(f"{visible(file)}: {len(found):,} tokens, {found.dtype.name}")
-    for start, row in zip(starts, windows(found, starts, count), strict=True):
+    count = min(count, len(tokens))
+    starts = np.unique(np.linspace(0, len(tokens) - count, rows).astype(np.int64))
+    click.echo(f"{visible(file)}: {len(tokens):,} tokens, {tokens.dtype.name}")
+    for start, row in zip(starts, windows(tokens, starts, count), strict=True):
         is_text = row.max() < tokenizer.vocabulary
         text = tokenizer.decode(row.tolist()) if is_text else " ".join(map(str, row)).encode()
         click.echo(f"--- token {start:,}{'' if is_text else ', numbers'}")

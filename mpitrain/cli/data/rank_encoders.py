@@ -43,16 +43,16 @@ class RankEncoder(Encoder):
         self._is_busy = True
 
     def receive(self) -> Result:
-        found = _received(self._transport, self._rank)
+        reply = _received(self._transport, self._rank)
         self._is_busy = False
-        if isinstance(found, str):
+        if isinstance(reply, str):
             raise DataError(
-                f"Each rank must encode its text, but rank {self._rank} could not: {found}",
+                f"Each rank must encode its text, but rank {self._rank} could not: {reply}",
                 "Remedy this, then type the same command again.",
             )
         train, held_out = (
-            Encoded(self._array(one["dtype"], one["counts"]["tokens"]), Counts(**one["counts"]))
-            for one in found
+            Encoded(self._array(part["dtype"], part["counts"]["tokens"]), Counts(**part["counts"]))
+            for part in reply
         )
         return train, held_out
 
@@ -64,9 +64,9 @@ class RankEncoder(Encoder):
     def close(self) -> None:
         """Receive a result that nothing needs any more, and end the loop of the rank."""
         if self._is_busy:
-            found = _received(self._transport, self._rank)
-            for one in found if isinstance(found, list) else ():
-                self._array(one["dtype"], one["counts"]["tokens"])
+            reply = _received(self._transport, self._rank)
+            for part in reply if isinstance(reply, list) else ():
+                self._array(part["dtype"], part["counts"]["tokens"])
         _send(self._transport, self._rank, None)
 
 
@@ -84,7 +84,6 @@ class RankEncoders:
         yield [*self._encoders, LocalEncoder(encoding)]
 
     def close(self) -> None:
-        """End the loops of all ranks."""
         for encoder in self._encoders:
             encoder.close()
 
@@ -92,11 +91,11 @@ class RankEncoders:
 def serve(transport: Transport) -> None:
     """Encode the chunks that rank 0 sends until it sends null: the work of any other rank."""
     tokenizer, encoding, problem = None, None, ""
-    while (found := _received(transport, 0)) is not None:
-        if isinstance(found, dict):
-            data = np.empty(found["nbytes"], np.uint8)
+    while (message := _received(transport, 0)) is not None:
+        if isinstance(message, dict):
+            data = np.empty(message["nbytes"], np.uint8)
             transport.recv(data, 0)
-            encoding = Encoding(data.tobytes(), found["separator"], found["dtype"])
+            encoding = Encoding(data.tobytes(), message["separator"], message["dtype"])
             try:
                 tokenizer = open_tokenizer(encoding.data, "the tokenizer")
             except MpitrainError as error:
@@ -106,7 +105,7 @@ def serve(transport: Transport) -> None:
         if tokenizer and encoding:
             try:
                 results = encoded_pieces(
-                    encoding, tokenizer, [DocumentPiece(*piece) for piece in found]
+                    encoding, tokenizer, [DocumentPiece(*piece) for piece in message]
                 )
             except (MpitrainError, MemoryError, ValueError) as error:
                 problem = f"{error or type(error).__name__}"
@@ -117,12 +116,12 @@ def serve(transport: Transport) -> None:
             transport,
             0,
             [
-                {"dtype": one.tokens.dtype.name, "counts": one.counts.model_dump()}
-                for one in results
+                {"dtype": result.tokens.dtype.name, "counts": result.counts.model_dump()}
+                for result in results
             ],
         )
-        for one in results:
-            transport.send(one.tokens, 0)
+        for result in results:
+            transport.send(result.tokens, 0)
 
 
 def _send(transport: Transport, to: int, value: Any) -> None:

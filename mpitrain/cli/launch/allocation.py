@@ -46,21 +46,20 @@ def nodes(environ: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys(system.nodes(environ))) if system else []
 
 
-def ranks_of(found: Allocation | None, ppn: int = 0) -> int:
+def ranks_of(granted: Allocation | None, ppn: int = 0) -> int:
     """Return the number of ranks of the allocation; ConfigError outside one.
 
     ppn  ranks of each of its hosts; 0: as the batch system counts them
     """
-    if not found or not found.ranks:
+    if not granted or not granted.ranks:
         raise ConfigError(
             "launch needs a number of ranks outside a batch job, but none is given.",
             "Give it as -n RANKS, or as --hosts a:4,b:4.",
         )
-    return ppn * found.hosts or found.ranks
+    return ppn * granted.hosts or granted.ranks
 
 
 def _count(environ: Mapping[str, str], name: str, default: int) -> int:
-    """Return the number in a variable of the batch system."""
     text = environ.get(name, "").strip() or str(default)
     if not (text.isascii() and text.isdigit()):
         raise ConfigError(
@@ -74,7 +73,8 @@ def host_lines(path: Path, what: str) -> list[str]:
     """Return the lines of a file of hosts that are not empty, without comments.
 
     what    the option or variable that names the file
-    raises  ConfigError for a pipe, a device or a long file: reading those might never end
+    raises  ConfigError for a file without hosts, and for a pipe, a device or a long file: reading
+            those might never end
     """
     try:
         with reading(path) as file:
@@ -131,7 +131,7 @@ def _slurm_nodes(environ: Mapping[str, str]) -> list[str]:
 
 
 def _pbs(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Count the lines of the node file; it has one for each rank."""
+    """Return (ranks, hosts): the node file has a line for each rank."""
     hosts = _pbs_nodes(environ)
     return len(hosts), len({*hosts})
 
@@ -141,7 +141,7 @@ def _pbs_nodes(environ: Mapping[str, str]) -> list[str]:
 
 
 def _lsf(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Add up the slots in a list of hosts, each followed by its slots: a 4 b 4."""
+    """Return (ranks, hosts) from a list of hosts, each followed by its slots: a 4 b 4."""
     words = environ["LSB_MCPU_HOSTS"].split()
     slots = words[1::2]
     if len(words) % 2 or not all(word.isascii() and word.isdigit() for word in slots):
@@ -188,7 +188,6 @@ SYSTEMS = (
 
 
 def _system(environ: Mapping[str, str]) -> BatchSystem | None:
-    """Return the batch system of these environment variables; None outside a job."""
     return next((system for system in SYSTEMS if environ.get(system.variable)), None)
 
 
@@ -210,5 +209,5 @@ def slurm_cores(most: int, environ: Mapping[str, str]) -> int | None:
 
 def _cores_of_nodes(environ: Mapping[str, str]) -> list[int]:
     """Return the cores of each node, which Slurm lists for example as "4(x2),2" for 4, 4 and 2."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
-    return [int(count) for count, hosts in found for _ in range(int(hosts or 1))]
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
+    return [int(count) for count, hosts in groups for _ in range(int(hosts or 1))]

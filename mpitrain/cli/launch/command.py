@@ -118,13 +118,13 @@ def command(
     except ValueError as error:
         raise click.BadParameter(f"{' '.join(extra)}: {error}", param_hint="--with") from None
     try:
-        found = program(list(arguments))
+        target = program(list(arguments))
         placed = placement(hosts, hostfile, ppn or 0, bind or "")
         granted = allocation(os.environ)
         ranks = ranks or placed.ranks or ranks_of(granted, placed.ppn)
-        line, settings = command_line(ranks, words, found.words, by or "", placed)
+        line, settings = command_line(ranks, words, target.words, by or "", placed)
         cores = cores_of(ranks, granted, placed)
-        said = described(
+        description = described(
             ranks,
             hosts_of(granted, placed),
             ranks_of_fullest(ranks, granted, placed),
@@ -139,20 +139,20 @@ def command(
     shown = [*(f"{name}={value}" for name, value in settings.items()), *line]
     print(dim(shlex.join(shown)) if not dry_run else shlex.join(shown), file=sys.stderr, flush=True)
     if granted or placed != HERE:
-        print(dim(said), file=sys.stderr, flush=True)
+        print(dim(description), file=sys.stderr, flush=True)
     requests.leave_if_asked()
     if not dry_run:
         asks = any(
-            word in ("-h", "--help") or word.startswith("--help-config") for word in found.words
+            word in ("-h", "--help") or word.startswith("--help-config") for word in target.words
         )
-        options = len(line) - len(found.words) + 1
+        options = len(line) - len(target.words) + 1
         sys.exit(
             run(
                 [*line[:options], "-X", FLAG, *line[options:]],
                 settings,
                 requests,
-                found.command == "train" and not asks,
-                bool(found.command),
+                target.command == "train" and not asks,
+                bool(target.command),
             )
         )
 
@@ -243,8 +243,8 @@ def cores_of(ranks: int, granted: Allocation | None, placed: Placement) -> int |
     most = ranks_of_fullest(ranks, granted, placed)
     if granted and granted.system == "Slurm":
         return slurm_cores(most, os.environ)
-    here = {"localhost", "127.0.0.1", socket.gethostname()}
-    if not granted and not {*placed.hosts} <= here:
+    this_host = {"localhost", "127.0.0.1", socket.gethostname()}
+    if not granted and not {*placed.hosts} <= this_host:
         return None
     return process.cores() // most
 
@@ -252,25 +252,24 @@ def cores_of(ranks: int, granted: Allocation | None, placed: Placement) -> int |
 def ranks_of_fullest(ranks: int, granted: Allocation | None, placed: Placement) -> int:
     """Return the ranks of the fullest host; ConfigError if the named hosts have too few places."""
     hosts = hosts_of(granted, placed)
-    each = max([*placed.hosts.values(), placed.ppn])
+    per_host = max([*placed.hosts.values(), placed.ppn])
     most = placed.ranks or placed.ppn * hosts
     if most and ranks > most:
         raise ConfigError(
-            f"{hosts} host(s) with up to {each} rank(s) each take {most} ranks, but -n is {ranks}.",
+            f"{hosts} host(s) with up to {per_host} rank(s) each take {most} ranks, but -n is {ranks}.",
             "Leave out -n, or name more ranks or hosts.",
         )
-    return min(ranks, each or -(-ranks // hosts))
+    return min(ranks, per_host or -(-ranks // hosts))
 
 
 def hosts_of(granted: Allocation | None, placed: Placement) -> int:
-    """Return the number of hosts."""
     return len(placed.hosts) or (granted.hosts if granted else 1)
 
 
 def _settings(mpi: Mpi, is_crowded: bool) -> dict[str, str]:
-    """Return the environment variables for the MPI library.
+    """Return environment variables for the MPI library.
 
-    Ranks that share a core must yield it while they wait (`is_crowded`).
+    is_crowded  ranks share a core, which each must yield while it waits
     """
     if mpi.family == "MPICH":
         return {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"} if is_crowded else {}

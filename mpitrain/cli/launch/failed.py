@@ -35,9 +35,9 @@ class Failure:
 
     def read(self, text: bytes) -> None:
         """Search whole lines; lines may come again."""
-        found = RANK.search(text)
-        if found and not self.report:
-            self.report = brief(found[1].decode(errors="replace").strip().rstrip("."))[:LONGEST]
+        reported = RANK.search(text)
+        if reported and not self.report:
+            self.report = brief(reported[1].decode(errors="replace").strip().rstrip("."))[:LONGEST]
         timer = TIMER.search(text)
         if timer and not self.report:
             self.report = f"a rank stood still for {timer[1].decode()} in MPI, with the stack above"

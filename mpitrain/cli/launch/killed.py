@@ -90,15 +90,15 @@ class KilledRanks:
             self._lost = int(lost[1])
         left = LEFT.search(text)
         for pattern in KILLED if not self._has_left else ():
-            for found in pattern.finditer(text, 0, left.start() if left else len(text)):
+            for match in pattern.finditer(text, 0, left.start() if left else len(text)):
                 killed = Killed(
                     **{
                         name: " ".join(value.decode(errors="replace").split())
-                        for name, value in found.groupdict().items()
+                        for name, value in match.groupdict().items()
                     }
                 )
                 if not self._killed:
-                    self._is_aborted = bool(ABORTED.search(text, 0, found.start()))
+                    self._is_aborted = bool(ABORTED.search(text, 0, match.start()))
                 if killed not in self._killed:
                     self._killed.append(killed)
         self._has_left = self._has_left or bool(left)

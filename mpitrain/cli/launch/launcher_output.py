@@ -50,7 +50,6 @@ class LauncherOutput:
         self.killed, self.failure = KilledRanks(), Failure()
 
     def note(self, event: str, run_dir: str) -> None:
-        """Update the state by a status line."""
         if event == "began":
             self.began, self.run = True, run_dir
         elif not self.end:

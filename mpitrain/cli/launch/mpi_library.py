@@ -69,10 +69,12 @@ def launcher(name: str, sign: str, version: str = "") -> str:
                 f"{path} is of {asked.stdout.splitlines()[0].strip()}, but mpi4py loads {version}"
             )
         elif asked.returncode:
-            said = [
+            lines = [
                 line for line in (asked.stderr + asked.stdout).splitlines() if line.strip("- ")
             ] or ["nothing"]
-            complaints.append(f"{path} --version ended with {asked.returncode} and said: {said[0]}")
+            complaints.append(
+                f"{path} --version ended with {asked.returncode} and said: {lines[0]}"
+            )
     if complaints:
         raise ConfigError(
             "\n".join(complaints), "Load the launcher of that MPI, or start the ranks by hand."
@@ -85,5 +87,5 @@ def launcher(name: str, sign: str, version: str = "") -> str:
 
 def first_number(version: str) -> str:
     """Return the first number of a version of Open MPI, of its library or its mpirun; "" if unknown."""
-    found = re.search(r"Open MPI\)? v?(\d+)\.", version)
-    return found[1] if found else ""
+    match = re.search(r"Open MPI\)? v?(\d+)\.", version)
+    return match[1] if match else ""

@@ -48,7 +48,6 @@ class Placement(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """The number of ranks on the named hosts; 0 if none are named."""
         return sum(self.hosts.values())
 
 
@@ -65,7 +64,7 @@ def placement(hosts: str | None, hostfile: Path | None, ppn: int, bind: str) -> 
     lines = [] if hosts is None else short_forms(hosts)
     if hostfile:
         lines = host_lines(hostfile, "--hostfile")
-    found: dict[str, int] = {}
+    placed: dict[str, int] = {}
     for line in lines:
         most = MOST.search(line)
         match = HOST.fullmatch(MOST.sub("", line).strip())
@@ -78,10 +77,10 @@ def placement(hosts: str | None, hostfile: Path | None, ppn: int, bind: str) -> 
                 "node1 slots=4",
             )
         for name in names:
-            found[name] = found.get(name, 0) + (ppn or ranks)
+            placed[name] = placed.get(name, 0) + (ppn or ranks)
     if lines and ppn:
-        found = dict.fromkeys(found, ppn)
-    return Placement(found, ppn, bind)
+        placed = dict.fromkeys(placed, ppn)
+    return Placement(placed, ppn, bind)
 
 
 def described(ranks: int, hosts: int, most: int, cores: int | None, bind: str) -> str:
@@ -91,10 +90,10 @@ def described(ranks: int, hosts: int, most: int, cores: int | None, bind: str) -
     most   number of ranks on the fullest host
     cores  cores of each rank, on each of which it computes with one BLAS thread; None: unknown
     """
-    each = f"{most} on each" if most * hosts == ranks else f"at most {most} on each"
+    spread = f"{most} on each" if most * hosts == ranks else f"at most {most} on each"
     bound = {"core": ", bound to cores", "socket": ", bound to sockets"}.get(bind, "")
     share = "" if cores is None else f"; {max(1, cores)} core(s) a rank"
-    return f"{ranks} rank(s) on {hosts} host(s), {each}{share}{bound}"
+    return f"{ranks} rank(s) on {hosts} host(s), {spread}{share}{bound}"
 
 
 def open_mpi_options(placed: Placement, environ: Mapping[str, str], cores: int | None) -> list[str]:
@@ -103,13 +102,13 @@ def open_mpi_options(placed: Placement, environ: Mapping[str, str], cores: int |
     cores  cores of each rank, for a binding to cores; None: unknown, so one
     """
     options = ["--bind-to", BINDINGS["Open MPI"][placed.bind or "none"]]
-    each = f":PE={cores or 1}" if placed.bind == "core" else ""
+    suffix = f":PE={cores or 1}" if placed.bind == "core" else ""
     if placed.ppn:
-        options += ["--map-by", f"ppr:{placed.ppn}:node{each}"]
+        options += ["--map-by", f"ppr:{placed.ppn}:node{suffix}"]
     elif placed.bind == "socket":
         options += ["--map-by", "package"]
-    elif each:
-        options += ["--map-by", f"slot{each}"]
+    elif suffix:
+        options += ["--map-by", f"slot{suffix}"]
     if placed.hosts:
         options += ["--host", _listed(placed.hosts)]
         for name in exported(environ):
@@ -118,13 +117,16 @@ def open_mpi_options(placed: Placement, environ: Mapping[str, str], cores: int |
 
 
 def mpich_options(placed: Placement, cores: int | None) -> list[str]:
-    """Return the options of mpiexec, as above; it exports all variables to other hosts."""
+    """Return the options of mpiexec; it exports all variables to other hosts by itself.
+
+    cores  as in `open_mpi_options`
+    """
     options = ["-hosts", _listed(placed.hosts)] if placed.hosts else []
     if placed.ppn:
         options += ["-ppn", str(placed.ppn)]
     if placed.bind:
-        each = f":{cores or 1}" if placed.bind == "core" else ""
-        options += ["-bind-to", BINDINGS["MPICH"][placed.bind] + each]
+        suffix = f":{cores or 1}" if placed.bind == "core" else ""
+        options += ["-bind-to", BINDINGS["MPICH"][placed.bind] + suffix]
     return options
 
 

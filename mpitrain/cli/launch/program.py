@@ -53,7 +53,7 @@ def _is_this_python(word: str) -> bool:
 
 
 def _python(words: list[str]) -> Program:
-    """Return the program of a `python` command line, after Python's own options."""
+    """Return the program of the words that follow `python`."""
     options, rest = _split(words)
     if rest[:2] == ["-m", "mpitrain"] and len(rest) > 2:
         return program(rest[1:])

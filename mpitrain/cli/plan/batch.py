@@ -78,7 +78,6 @@ def _plan(
     seconds: float,
     json_file: Path | None,
 ) -> None:
-    """Count, run and time micro-batches, measure the noise, and print all on rank 0; collective."""
     from tqdm import tqdm
 
     from mpitrain.cli.terminal.progress import bar
@@ -89,15 +88,15 @@ def _plan(
     from mpitrain.tools.plan.batch.text import report
     from mpitrain.transport.agreement import on_all_ranks
 
-    given = agree_on(transport, configured)
+    agreed = agree_on(transport, configured)
     on_all_ranks(transport, lambda: check_files(transport.rank, [json_file]))
     is_root, outputs = transport.rank == 0, Outputs()
     with closing(bar(1, form="{desc}") if is_root else tqdm(disable=True)) as shown:
-        found = search(transport, given, most, seconds, shown.set_description_str)
+        result = search(transport, agreed, most, seconds, shown.set_description_str)
     if is_root:
-        click.echo("\n".join(report(found)))
+        click.echo("\n".join(report(result)))
         if json_file:
-            facts = {**machine(transport), "arguments": sys.argv[1:], **found.facts()}
+            facts = {**machine(transport), "arguments": sys.argv[1:], **result.facts()}
             with outputs.to(json_file):
-                write_json(json_file, facts, found.timed)
+                write_json(json_file, facts, result.timed)
     on_all_ranks(transport, outputs.settle)

@@ -13,7 +13,6 @@ def columns() -> int:
 
 
 def filled(sentences: Iterable[str]) -> list[str]:
-    """Wrap sentences into lines that fit the terminal."""
     return [
         line
         for text in sentences

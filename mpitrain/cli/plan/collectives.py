@@ -40,7 +40,6 @@ OPTIONS = (
 
 
 def options(function: Callable) -> Callable:
-    """Add the options of all three commands to a function."""
     for option in reversed(OPTIONS):
         function = option(function)
     return function
@@ -82,7 +81,6 @@ def _plan(
     json_file: Path | None,
     plot_file: Path | None,
 ) -> None:
-    """Print, write and draw a collective."""
     if process.launched().rank > 0:
         return  # only rank 0 prints
     from mpitrain.collectives.selection.own_algorithm import file_algorithm, is_file
@@ -99,9 +97,9 @@ def _plan(
     if operation == "allreduce" and is_file(algorithm):
         algorithm = file_algorithm(algorithm)
     names = [f"host {rank * hosts // ranks}" for rank in range(ranks)]
-    found = collective(operation, algorithm, names)
+    simulated = collective(operation, algorithm, names)
     check_files(0, [json_file], plot_file)
-    click.echo("\n".join(printed(found, columns())))
+    click.echo("\n".join(printed(simulated, columns())))
     if nbytes is not None:
         click.echo("\n" + "\n".join(amounts(operation, algorithm, names, nbytes)))
     outputs = Outputs()
@@ -110,12 +108,12 @@ def _plan(
         from mpitrain.tools.plan.collective_json import written
 
         with outputs.to(json_file):
-            write_whole(json_file, written(found))
+            write_whole(json_file, written(simulated))
             click.echo(f"written to {json_file}")
     if plot_file:
         from mpitrain.tools.plan.collective_picture import draw
 
         with outputs.to(plot_file):
-            draw(found, plot_file)
+            draw(simulated, plot_file)
             click.echo(f"drawn in {plot_file}")
     outputs.settle()

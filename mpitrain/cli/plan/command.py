@@ -35,8 +35,8 @@ def command() -> None:
     """
 
 
-for each in (memory, tricks, batch, micro_batches, allreduce, reduce_scatter, all_gather):
-    command.add_command(each)
+for subcommand in (memory, tricks, batch, micro_batches, allreduce, reduce_scatter, all_gather):
+    command.add_command(subcommand)
 
 
 def amount(name: str, default: float, text: str) -> Callable:
@@ -192,31 +192,31 @@ def _stream(
     cost = Cost(
         *(amounts[f"{half}_ms"] for half in HALVES), *(1e6 * amounts[f"{kept}_mb"] for kept in KEPT)
     )
-    found = async_schedule.stream(name, stages, micro_batches, chunks, cost, *messages)
+    stream = async_schedule.stream(name, stages, micro_batches, chunks, cost, *messages)
     check_files(0, [], plot_file)
-    rows = chart(found.plan, found.drawn, columns(), found.notes(), "version")
+    rows = chart(stream.plan, stream.drawn, columns(), stream.notes(), "version")
     click.echo(
         "\n".join(
             [
-                *filled([async_schedule.title(found)]),
+                *filled([async_schedule.title(stream)]),
                 "",
                 *rows,
                 "",
-                *filled(async_schedule.summary(found, cost)),
+                *filled(async_schedule.summary(stream, cost)),
             ]
         )
     )
     if plot_file:
         from mpitrain.tools.plan.picture import draw
 
-        idle, outputs = f"idle in the steady state {100 * found.idle(cost):.1f}%", Outputs()
+        idle, outputs = f"idle in the steady state {100 * stream.idle(cost):.1f}%", Outputs()
         with outputs.to(plot_file):
             draw(
-                found.plan,
-                found.drawn,
-                f"simulated pipeline by {async_schedule.title(found)}; {idle}",
+                stream.plan,
+                stream.drawn,
+                f"simulated pipeline by {async_schedule.title(stream)}; {idle}",
                 plot_file,
-                found.notes(),
+                stream.notes(),
             )
             click.echo(f"drawn in {plot_file}")
         outputs.settle()

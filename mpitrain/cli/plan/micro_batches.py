@@ -65,7 +65,7 @@ def _plan(
     verified: tuple[int, int] | None,
     json_file: Path | None,
 ) -> None:
-    """Measure, and print the predictions. verified: blocks and steps for --verify, or None."""
+    """Measure, and print the predictions; `verified` has the blocks and steps of --verify."""
     from mpitrain.parallel.tensor.sequence import sequences_of
     from mpitrain.run.build import build
     from mpitrain.run.given import agree_on
@@ -85,28 +85,28 @@ def _plan(
     from mpitrain.tools.plan.stages import end_s, measure
     from mpitrain.transport.agreement import on_all_ranks
 
-    given = agree_on(transport, configured)
-    config = given.config
+    agreed = agree_on(transport, configured)
+    config = agreed.config
     on_all_ranks(transport, lambda: check_files(transport.rank, [json_file]))
-    found = resolve(transport, given)
-    stages, rows = found.axes.pp, config.batch.size // found.axes.dp
+    resolved = resolve(transport, agreed)
+    stages, rows = resolved.axes.pp, config.batch.size // resolved.axes.dp
     choices = on_all_ranks(transport, lambda: counts(config, stages, rows))
-    job = build(transport, given)
+    job = build(transport, agreed)
     trainer = job.trainer
     inputs, targets = trainer.replication.batch(job.data, 0)
     measured = measure(trainer, inputs, targets, sizes(choices, rows, sequences_of(config)))
     ending = end_s(trainer, inputs[: measured[0].rows], targets[: measured[0].rows])
     lowest = trainer.pipe.lowest
     predicted = predict(config, stages, rows, choices, measured, ending, lowest)
-    is_root, way, outputs = transport.rank == 0, measured[-1].way, Outputs()
-    protocol = "eagerly" if way.is_eager else "by rendezvous"
+    is_root, message, outputs = transport.rank == 0, measured[-1].way, Outputs()
+    protocol = "eagerly" if message.is_eager else "by rendezvous"
     if is_root:
         click.echo(
-            f"{stages} stages by {config.pipeline.schedule}, {rows} rows in each of {found.axes.dp} replica(s), "
+            f"{stages} stages by {config.pipeline.schedule}, {rows} rows in each of {resolved.axes.dp} replica(s), "
             f"{trainer.parameter_count:,} parameters, {trainer.config.device.kind}\n"
-            f"measured with {', '.join(str(each.rows) for each in measured)} row(s) in a micro-batch; of "
+            f"measured with {', '.join(str(measurement.rows) for measurement in measured)} row(s) in a micro-batch; of "
             f"{measured[-1].rows} a message, sent {protocol}, takes\n"
-            f"{1e3 * way.transfer:.2f} ms beside compute and {1e3 * way.receive:.2f} "
+            f"{1e3 * message.transfer:.2f} ms beside compute and {1e3 * message.receive:.2f} "
             f"ms of its receiver's; the end of a step {1e3 * ending:.2f} ms\n"
         )
         click.echo("\n".join(table(predicted)))
@@ -138,7 +138,6 @@ def _plan(
 def _verify(
     transport: Any, config: Any, source: Any, predicted: list[Any], blocks: int, steps: int
 ) -> None:
-    """Measure steps with these numbers of micro-batches in turns; print them and the predictions."""
     from mpitrain.config import with_settings
     from mpitrain.run.build import build
     from mpitrain.run.choices import parse
@@ -147,9 +146,9 @@ def _verify(
     from mpitrain.tools.plan.micro_batches import best
 
     sides = []
-    for each in predicted:
+    for prediction in predicted:
         settings = [
-            f"batch.micro_batches={each.micro_batches}",
+            f"batch.micro_batches={prediction.micro_batches}",
             f"run.steps={WARM_UP + blocks * steps}",
         ]
         sides.append(
@@ -157,7 +156,7 @@ def _verify(
                 build(
                     transport, parse(with_settings(config.model_dump(), settings)), source=source
                 ),
-                str(each.micro_batches),
+                str(prediction.micro_batches),
             )
         )
     results = alternate(transport, sides[0].job, sides, blocks, steps)
@@ -168,10 +167,10 @@ def _verify(
         side.close()
     if transport.rank == 0:
         click.echo(f"\n{'micro-batches':>13} {'predicted ms':>13} {'measured ms':>12}   blocks")
-        for each, result in zip(predicted, results, strict=True):
+        for prediction, result in zip(predicted, results, strict=True):
             mark = "~" if result.is_spoilt else " "
             click.echo(
-                f"{each.micro_batches:>13} {1e3 * each.step_s:>13.2f} {1e3 * result.step_s:>12.2f}{mark}  "
+                f"{prediction.micro_batches:>13} {1e3 * prediction.step_s:>13.2f} {1e3 * result.step_s:>12.2f}{mark}  "
                 f"{1e3 * min(result.blocks):.2f} .. {1e3 * max(result.blocks):.2f}"
             )
         own = results[predicted.index(named)]

@@ -84,7 +84,6 @@ def _try(
     steps: int,
     json_file: Path | None,
 ) -> None:
-    """Measure the tricks, and print a line for each. Collective."""
     from mpitrain import __version__
     from mpitrain.cli.terminal.progress import way
     from mpitrain.cli.terminal.table_rows import RowPrinter
@@ -122,14 +121,14 @@ def _try(
             f"{blocks} blocks of {steps} step(s), with and without each trick in turns\n\n{heading()}"
         )
     with closing(RowPrinter(len(names), "tricks")) as shown:
-        for found in try_all(transport, job, names, blocks, steps):
-            tried.append(found)
+        for trial in try_all(transport, job, names, blocks, steps):
+            tried.append(trial)
             if not is_root:
                 continue
-            if found.reason:
+            if trial.reason:
                 shown.count()
             else:
-                shown.row(line(found))
+                shown.row(line(trial))
             if json_file:
                 with outputs.to(json_file):
                     write_json(json_file, facts, [*map(as_row, tried)])

@@ -21,8 +21,8 @@ DIFFERENT = 1
 
 
 @click.command()
-@click.argument("one", metavar="RUN", type=click.Path(path_type=Path))
-@click.argument("other", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("first", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("second", metavar="RUN", type=click.Path(path_type=Path))
 @click.option(
     "--replay",
     "does_replay",
@@ -30,7 +30,7 @@ DIFFERENT = 1
     help="Repeat both runs from their nearest equal checkpoint, and name the first tensor that differs.",
 )
 @PLUGINS
-def command(one: Path, other: Path, does_replay: bool, plugins: list[str] | None) -> None:
+def command(first: Path, second: Path, does_replay: bool, plugins: list[str] | None) -> None:
     """Find the first step at which two runs differ, and exit with 1 if they do.
 
     Configuration keys that differ are printed first. Runs of one layout are compared bit for bit:
@@ -45,7 +45,7 @@ def command(one: Path, other: Path, does_replay: bool, plugins: list[str] | None
     from mpitrain.tools.report.diff import sides
 
     load({"run": {"plugins": plugins or []}})
-    both = sides.read(one), sides.read(other)
+    both = sides.read(first), sides.read(second)
     changed = sides.changed_keys(*both)
     from mpitrain.tools.report.diff import text
 
@@ -70,18 +70,18 @@ def show(lines: "Iterable[str]") -> None:
 
 
 def _by_bits(both: "tuple[ComparedRun, ComparedRun]", does_replay: bool) -> bool:
-    """Compare two runs of one layout, and print the result; return whether they are equal."""
+    """Print how two runs of one layout compare; return whether they are equal."""
     from mpitrain.cli.terminal.progress import bar
     from mpitrain.tools.report.diff import series, text
     from mpitrain.tools.report.diff.replay import replay
 
-    found = series.compare_bits(*both)
-    show(text.bits(found, *both))
-    if found.first is None:
+    comparison = series.compare_bits(*both)
+    show(text.bits(comparison, *both))
+    if comparison.first is None:
         return True
     if does_replay:
-        start = series.start_of_replay(found.first, *both)
-        last = max(start + 1, found.first)
+        start = series.start_of_replay(comparison.first, *both)
+        last = max(start + 1, comparison.first)
         with closing(bar(last - start)) as shown:
             result = replay(both, start, last, lambda step: shown.update() and None)
         show(text.replayed(result, both))
@@ -89,10 +89,10 @@ def _by_bits(both: "tuple[ComparedRun, ComparedRun]", does_replay: bool) -> bool
 
 
 def _by_numbers(both: "tuple[ComparedRun, ComparedRun]") -> bool:
-    """Compare two runs of different layouts, and print the result; return whether they agree."""
+    """Print how two runs of different layouts compare; return whether they agree."""
     from mpitrain.tools.report.diff import series, text
 
     limit = series.tolerance(both[0].config)
     logged, compared = series.compare_numbers(*both, limit)
     show(text.numbers(limit, logged, compared))
-    return logged is None and not any(found for _, found, _ in compared)
+    return logged is None and not any(beyond for _, beyond, _ in compared)

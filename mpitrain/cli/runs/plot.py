@@ -43,9 +43,9 @@ def command(runs: tuple[Path, ...], out: Path, over: str, is_log: bool) -> None:
     if process.launched().rank > 0:
         return  # only rank 0 draws
     check_drawable(out, "--out")
-    found = {str(run): metrics_of(run) for run in runs}
+    metrics = {str(run): metrics_of(run) for run in runs}
     try:
-        draw(found, over, is_log, out)
+        draw(metrics, over, is_log, out)
     except OSError as error:
         raise cannot_write(out, error) from None
     click.echo(f"{len(runs)} run(s) drawn in {out}")

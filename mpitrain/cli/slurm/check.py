@@ -41,36 +41,38 @@ def check(request: BatchJob) -> None:
 
 
 def _parsed(words: list[str]) -> click.Context:
-    """Parse the words as the command itself would, without a call of it."""
+    """Parse the words as the command itself would, without calling it."""
     command: click.Command = commands
     context = click.Context(commands, info_name="mpitrain")
     while isinstance(command, click.Group):
         if not words:
             raise click.UsageError("Missing command.", context)
-        name, found, words = command.resolve_command(context, list(words))
-        assert found is not None
-        command, context = found, click.Context(found, context, name)
+        name, subcommand, words = command.resolve_command(context, list(words))
+        assert subcommand is not None
+        command, context = subcommand, click.Context(subcommand, context, name)
     assert context.parent is not None and context.info_name is not None
     return command.make_context(context.info_name, words, context.parent)
 
 
-def _check_training(request: BatchJob, given: dict[str, Any], settings: list[str]) -> None:
+def _check_training(request: BatchJob, parameters: dict[str, Any], settings: list[str]) -> None:
     from mpitrain.cli.train import _configured
     from mpitrain.parallel.grid import axes
     from mpitrain.parallel.modes import servers_of
     from mpitrain.run.choices import check as check_choices
 
-    if settings and any(given.get("out") for _ in settings):
+    if settings and any(parameters.get("out") for _ in settings):
         raise ConfigError(
-            f"Each run of a sweep has a directory of its own, but --out is {given['out']}.",
+            f"Each run of a sweep has a directory of its own, but --out is {parameters['out']}.",
             "Leave out --out.",
         )
-    options = {key: given[key] for key in ("out", "dp", "tp", "pp", "device", "gemm", "algorithm")}
+    options = {
+        key: parameters[key] for key in ("out", "dp", "tp", "pp", "device", "gemm", "algorithm")
+    }
     config = _configured(
-        given["config_file"],
-        changes((*given["settings"], *settings), **options),
+        parameters["config_file"],
+        changes((*parameters["settings"], *settings), **options),
         "no",
-        given["preset"],
+        parameters["preset"],
     )
     check_choices(config)
     axes(config, request.ranks, servers_of(config))

@@ -166,6 +166,5 @@ def command(
 
 
 def _written_by(context: click.Context) -> str:
-    """Return the command line that writes the script again."""
     words = [word for word in context.meta[WORDS] if word not in ("--submit", "--follow")]
     return shlex.join(["mpitrain", "slurm", *words])

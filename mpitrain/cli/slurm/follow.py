@@ -59,8 +59,8 @@ def follow(job: str) -> int:
         while not records or any(record["JobState"] not in ENDED for record in records):
             if time.monotonic() - asked >= STATE_EVERY:
                 asked = time.monotonic()
-                if found := _state(job):
-                    records, answered = found, asked
+                if answer := _state(job):
+                    records, answered = answer, asked
                     reason = _waiting(job, records, reason)
                 elif asked - answered > UNANSWERED:
                     raise ConfigError(
@@ -79,7 +79,7 @@ def follow(job: str) -> int:
         log.show()
     following = {log.continued() for log in logs.values()} - {""}
     if following:
-        return max(follow(other) for other in sorted(following))
+        return max(follow(next_job) for next_job in sorted(following))
     for record in records:
         if record["JobState"] != "COMPLETED":
             click.echo(f"job {record['JobId']} ended: {record['JobState']}", err=True)
@@ -137,5 +137,5 @@ class _Log:
 
     def continued(self) -> str:
         """Return the number of the job that continues this one, or ""."""
-        found = CONTINUES.findall(self._tail)
-        return os.fsdecode(found[-1]) if found else ""
+        jobs = CONTINUES.findall(self._tail)
+        return os.fsdecode(jobs[-1]) if jobs else ""

@@ -47,7 +47,6 @@ class BatchJob(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """The number of ranks of the job."""
         return self.nodes * self.ranks_per_node
 
 
@@ -56,13 +55,13 @@ def seconds_of(time: str) -> int:
 
     The forms are M, M:S, H:M:S, D-H, D-H:M and D-H:M:S.
     """
-    found = TIME.fullmatch(time)
-    if not found:
+    match = TIME.fullmatch(time)
+    if not match:
         raise _wrong(time)
-    first, second, third = (int(found[name] or 0) for name in ("first", "second", "third"))
-    if found["days"]:
-        seconds = int(found["days"]) * DAY + first * 3600 + second * 60 + third
-    elif found["third"]:
+    first, second, third = (int(match[name] or 0) for name in ("first", "second", "third"))
+    if match["days"]:
+        seconds = int(match["days"]) * DAY + first * 3600 + second * 60 + third
+    elif match["third"]:
         seconds = first * 3600 + second * 60 + third
     else:
         seconds = first * 60 + second
@@ -109,4 +108,4 @@ def grid(options: tuple[str, ...]) -> list[list[str]]:
             )
         keys.add(key)
         axes.append([f"{key}={value}" for value in listed])
-    return [list(one) for one in product(*axes)] if axes else []
+    return [list(settings) for settings in product(*axes)] if axes else []

@@ -174,11 +174,10 @@ RESUMES = {"train", "sweep"}
 
 
 def _name(system: ScriptSystem) -> str:
-    return next(name for name, one in SYSTEMS.items() if one is system)
+    return next(name for name, row in SYSTEMS.items() if row is system)
 
 
 def _supervised(request: BatchJob, system: ScriptSystem, words: list[str]) -> list[str]:
-    """Return the lines that run a training command and pass the signals of the system on to it."""
     term = "" if request.by == "srun" else "; kill -USR1 $P"
     why = (
         "cancelled or preempted: Slurm sends TERM to the ranks itself; this shell only stays alive"
@@ -220,14 +219,13 @@ def _resume(words: list[str]) -> list[str]:
 
 
 def _value(words: list[str], option: str) -> str:
-    """Return the last value of an option, or ""."""
-    found = ""
+    value = ""
     for number, word in enumerate(words):
         if word == option and number + 1 < len(words):
-            found = words[number + 1]
+            value = words[number + 1]
         elif word.startswith(f"{option}="):
-            found = word.partition("=")[2]
-    return found
+            value = word.partition("=")[2]
+    return value
 
 
 def _without(words: list[str], option: str) -> list[str]:

@@ -37,8 +37,10 @@ class ScriptSystem(NamedTuple):
 
     @property
     def is_slurm(self) -> bool:
-        """Whether it divides the cores of a host, takes reasons in a directive's line, passes
-        arguments to a script and warns it before the time limit, and scripts ran on a real one.
+        """Whether the system is Slurm, the only one on which scripts have run.
+
+        Slurm alone divides the cores of a host, takes reasons in a directive's line, passes
+        arguments to a script, and warns it before the time limit.
         """
         return self.prefix == "#SBATCH"
 
@@ -62,7 +64,6 @@ def directives(system: ScriptSystem, request: BatchJob, resumes: bool) -> list[t
 
 
 def _facts(request: BatchJob, resumes: bool) -> dict[str, Any]:
-    """Return the facts that directives name: those of the request, and what follows from them."""
     r = request
     return r._asdict() | {
         "ranks": r.ranks,

@@ -94,8 +94,8 @@ class Progress(Watcher):
             f"{visible(c.data.source)}; {record['ranks']} rank(s), {way(c)}; run directory {run_dir}",
             flush=True,
         )
-        if said := amounts(c, record):
-            print(said, flush=True)
+        if sizes := amounts(c, record):
+            print(sizes, flush=True)
         if record["event"] == "start" and (advice := slow_products(c)):
             print(advice, flush=True)
         for key, (then, now) in record.get("changed", {}).items():
@@ -152,12 +152,12 @@ class Progress(Watcher):
                 flush=True,
             )
         else:
-            said = (
+            line = (
                 f"{status('stopped')}stopped at step {step}{_limit(record)}; --resume goes on from there"
                 if event == "stopped"
                 else f"{event} at step {step}"
             )
-            self._say_last(said)
+            self._say_last(line)
 
     def _left(self, step: int) -> str:
         seconds = (
@@ -171,7 +171,6 @@ class Progress(Watcher):
 
 
 def slow_rank(record: dict[str, Any]) -> str:
-    """Return the slow rank of a record as text."""
     return (
         f"rank {record['slow_rank']} on {record['slow_host']}: {record['slow_times']:.1f} times the median "
         f"since step {record['slow_since']}"
@@ -192,18 +191,18 @@ def nats(loss: float, bits: float | None) -> str:
 def amounts(config: Config, record: dict[str, Any]) -> str:
     """Return the size of the data and the epochs of the run, or "" if the source has no size."""
     size, steps = config.batch.size, config.run.steps
-    other = config.data.validation.partition(":")[2] or "the last tenth"
+    source = config.data.validation.partition(":")[2] or "the last tenth"
     if "tokens" in record:
         size *= config.model.context
         unit, there, extent = "tokens", record["tokens"], f"vocabulary {record['vocabulary']:,}"
-        held_out = f"{record['held_out_tokens']:,} held out ({other})"
+        held_out = f"{record['held_out_tokens']:,} held out ({source})"
     elif "samples" in record:
         unit, there, extent = "samples", record["samples"], f"{record['classes']:,} classes"
         held_out = f"{record['held_out_samples']:,} held out"
     elif "conversations" in record:
         unit, there = "conversations", record["conversations"]
         extent = f"{record['cut_conversations']:,} cut after model.context"
-        held_out = f"{record['held_out_conversations']:,} held out ({other})"
+        held_out = f"{record['held_out_conversations']:,} held out ({source})"
         if "packed_rows" in record:
             extent = f"{there:,} conversations packed, {extent}"
             unit, there = "rows", record["packed_rows"]
@@ -236,16 +235,16 @@ def way(config: Config) -> str:
         return f"{servers} of them {replication.update} server(s)"
     if not MODES[replication.mode].stages:
         return f"mode {replication.mode}"
-    said = []
+    parts = []
     if layout.tp > 1:
         rows = ", rows of norms divided" if layout.sequence_parallel else ""
-        said.append(
+        parts.append(
             f"{layout.tp} of them share layers by {shown(layout.algorithm)} all-reduce{rows}"
         )
     if layout.pp > 1:
-        said.append(
+        parts.append(
             f"{layout.pp} stages by {config.pipeline.schedule}, {config.batch.micro_batches} micro-batches"
         )
     return ", ".join(
-        said if layout.tp > 1 else [*said, f"{shown(replication.algorithm)} all-reduce"]
+        parts if layout.tp > 1 else [*parts, f"{shown(replication.algorithm)} all-reduce"]
     )

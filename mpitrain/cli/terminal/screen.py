@@ -27,8 +27,8 @@ def columns(descriptor: int = 2) -> int:
         known = os.get_terminal_size(descriptor).columns
     except OSError:
         known = 0
-    said = os.environ.get("COLUMNS", "")
-    return known or (int(said) if said.isdecimal() else 0) or USUAL
+    variable = os.environ.get("COLUMNS", "")
+    return known or (int(variable) if variable.isdecimal() else 0) or USUAL
 
 
 def width() -> int | None:
@@ -56,7 +56,6 @@ def output_columns() -> int:
 
 
 def is_one_terminal() -> bool:
-    """Return whether standard output and standard error are the same terminal."""
     return os.isatty(1) and os.isatty(2) and os.path.samestat(os.fstat(1), os.fstat(2))
 
 

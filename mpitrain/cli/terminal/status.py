@@ -69,9 +69,9 @@ class StatusFilter:
             held, self.held = b"", held
         return held
 
-    def _read(self, found: re.Match[bytes]) -> bytes:
+    def _read(self, match: re.Match[bytes]) -> bytes:
         with suppress(ValueError, KeyError, TypeError):
-            facts = json.loads(found[1])
+            facts = json.loads(match[1])
             self._note(facts["mpitrain"], facts["run_dir"])
         return b""
 

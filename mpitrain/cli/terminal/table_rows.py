@@ -33,6 +33,5 @@ class RowPrinter:
         self._bar.refresh()
 
     def close(self) -> None:
-        """Remove the bar."""
         self._bar.leave = False
         self._bar.close()

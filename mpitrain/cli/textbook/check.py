@@ -46,9 +46,9 @@ def command(path: Path, csv_file: Path | None, language: str) -> int:
                 f"--csv is for a folder of solutions, but {path} is no folder.",
                 "Leave out --csv, or name the folder.",
             )
-        found = check(path)
-        click.echo("\n".join(lines(str(path), found, language)))
-        return 0 if found.is_right else 1
+        checked = check(path)
+        click.echo("\n".join(lines(str(path), checked, language)))
+        return 0 if checked.is_right else 1
     files = sorted(path.glob("*.py"))
     if not files:
         raise ConfigError(
@@ -63,14 +63,14 @@ def command(path: Path, csv_file: Path | None, language: str) -> int:
 
     for file in files:
         try:
-            found = check(file)
+            checked = check(file)
         except ConfigError as error:
             say(visible(f"{file.name}: {error.law}"))
             rows.append([file.name, "", "wrong", "", "", error.law, "", ""])
             continue
-        say("\n".join(lines(file.name, found, language)))
-        rows.append(row(file.name, found, language))
-        right += found.is_right
+        say("\n".join(lines(file.name, checked, language)))
+        rows.append(row(file.name, checked, language))
+        right += checked.is_right
     say(text("{right} of {files} files are right", language, right=right, files=len(files)))
     outputs = Outputs()
     if is_printed:

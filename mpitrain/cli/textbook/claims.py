@@ -70,6 +70,6 @@ def command(
         import json
 
         with outputs.to(json_file):
-            records = [record(each, language) for each in judged]
+            records = [record(claim, language) for claim in judged]
             write_whole(json_file, json.dumps(records, indent=1, ensure_ascii=False) + "\n")
     outputs.settle()

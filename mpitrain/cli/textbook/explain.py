@@ -82,35 +82,34 @@ def command(
         from mpitrain.plots import check_drawable
 
         check_drawable(picture, "--png")
-    found = row.record(topic, setting)
+    explanation = row.record(topic, setting)
     if not (picture or page) or waits:
-        click.echo("\n".join(terminal.heading(found, language)))
-        shown = terminal.frames(found, language, max(NARROWEST, columns(1)))
+        click.echo("\n".join(terminal.heading(explanation, language)))
+        shown = terminal.frames(explanation, language, max(NARROWEST, columns(1)))
         for number, lines in enumerate(shown):
             if number and waits and sys.stdin.isatty():
                 # click.pause would take Ctrl-C as Enter.
                 click.echo(text("Press Enter for the next step.", language), nl=False)
                 sys.stdin.readline()
             click.echo("\n".join(lines))
-        click.echo("\n".join(terminal.ending(found, language)))
+        click.echo("\n".join(terminal.ending(explanation, language)))
     outputs = Outputs()
     if picture:
         from mpitrain.tools.textbook.explain.renderers.picture import draw
 
         with outputs.to(picture):
-            draw(found, picture, language)
+            draw(explanation, picture, language)
             click.echo(text("drawn in {file}", language, file=picture))
     if page:
         from mpitrain.tools.textbook.explain.renderers.page import write
 
         with outputs.to(page):
-            write(found, page, language)
+            write(explanation, page, language)
             click.echo(text("written to {file}", language, file=page))
     outputs.settle()
 
 
 def _write_all(folder: Path, language: str) -> None:
-    """Write the pages of all topics, and an index."""
     from mpitrain.cli.terminal.progress import bar
     from mpitrain.tools.textbook.explain.renderers.page import write_all
     from mpitrain.tools.textbook.explain.topics import TOPICS

@@ -22,7 +22,7 @@ QUIET = 3.0
 def what_happens_now(run: Path, with_stacks: bool) -> Iterator[str]:
     """Yield lines: the first divergence, the state of each rank and perhaps its Python stacks.
 
-    raises   ConfigError unless the run has traces and has not ended
+    raises  ConfigError unless the run has traces and has not ended
     """
     records = read_metrics(run / METRICS)
     if records and records[-1].get("event") in CLOSING:
@@ -60,7 +60,6 @@ def longest(timeline: Timeline) -> float:
 
 
 def _process(seen: Observation, state: RankState) -> str:
-    """Return the process of a rank as text, with the reason if the rank did not answer."""
     process = f", process {seen.processes[state.rank]}" if state.rank in seen.processes else ""
     reason = state.process or ("" if state.rank in seen.answers else "no answer")
     return f"{process} ({reason})" if reason else process

@@ -33,9 +33,9 @@ def joined(run: str, records: Iterable[Mapping[str, Any]]) -> list[Row]:
     """
     rows: dict[int, dict[str, Any]] = {}
     for record in records:
-        if found := series(record):
+        if values := series(record):
             step = int(record["step"])
-            rows[step] = found | rows.get(step, {}) | {"run": run, "step": step}
+            rows[step] = values | rows.get(step, {}) | {"run": run, "step": step}
     return [rows[step] for step in sorted(rows)]
 
 
@@ -48,7 +48,6 @@ def write_csv(rows: Sequence[Row], file: TextIO) -> None:
 
 
 def _names(rows: Iterable[Row]) -> list[str]:
-    """Return the names of the series, in the order in which they first appear."""
     return [
         name
         for name in dict.fromkeys(n for row in rows for n in row)
@@ -57,7 +56,7 @@ def _names(rows: Iterable[Row]) -> list[str]:
 
 
 def _exact(value: Any) -> Any:
-    """Return a text that reads back as the same number, a whole number without a point."""
+    """Return a value for CSV: a whole number as int, any other as its shortest exact text."""
     if isinstance(value, str):
         return visible(value)
     return int(value) if abs(value) < EXACT and value == int(value) else repr(value)

@@ -67,6 +67,5 @@ def _paragraphs(words: str) -> Iterator[str]:
 
 
 def _image(path: Path, what: str) -> str:
-    """Return a PNG file as an HTML image that contains its data."""
     data = base64.b64encode(contents(path, inner=2)).decode()
     return f'<img alt="{html.escape(what)}" src="data:image/png;base64,{data}">'

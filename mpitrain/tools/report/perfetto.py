@@ -24,7 +24,6 @@ def write_perfetto(path: Path, timeline: Timeline) -> None:
 
 
 def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Yield the events of the file."""
     start = min(
         (float(trace.records["start"].min()) for trace in timeline.traces if len(trace.records)),
         default=0.0,

@@ -139,7 +139,6 @@ def _look(record: Any, has_device: bool) -> tuple[str, float, float] | None:
 
 
 def _row_name(trace: Trace) -> str:
-    """Return the label of a rank's row: its number and its grid coordinates."""
     place = trace.facts["place"]
     axes = " ".join(f"{axis}{place[axis]}" for axis in ("dp", "pp", "tp")) if place else "server"
     return f"rank {trace.facts['rank']}: {axes}"

@@ -62,12 +62,12 @@ def what_was_predicted(run: Path, timeline: Timeline, steps: range) -> Iterator[
     run  the run directory
     """
     try:
-        found = compare(timeline, steps, configuration(run))
+        comparison = compare(timeline, steps, configuration(run))
     except ConfigError as error:
         yield f"Nothing can be predicted: {error.law}"
         return
-    if found and found.stages > 1:
-        yield str(found)
+    if comparison and comparison.stages > 1:
+        yield str(comparison)
 
 
 def compare(timeline: Timeline, steps: range, config: Config) -> Compared | None:
@@ -97,7 +97,7 @@ def compare(timeline: Timeline, steps: range, config: Config) -> Compared | None
     # A frozen chunk has no record of a backward.
     trained = [chunk for chunk, cost in enumerate(costs) if cost.backward_weight]
     simulated = simulate(training_program(plan, min(trained, default=0)), costs)
-    spans, busy = [], 0.0
+    spans = []
     for step in steps:
         instructions = [_instructions(trace, range(step, step + 1)) for trace in replica]
         # A parameter server gives a slow worker no rows in some steps.
@@ -178,10 +178,12 @@ def _cost(trace: Trace, chunk: int, steps: range, micro_batches: int, is_last: b
     """
     names = {*trace.facts["parts"][str(chunk)], *([LOSS] if is_last else [])}
     spans = _instructions(trace, steps)
-    mine = spans[[trace.names[what][0] in names for what in spans["what"]]]
+    of_chunk = spans[[trace.names[what][0] in names for what in spans["what"]]]
 
     def seconds(*phases: int) -> float:
-        return _own(trace, mine[np.isin(mine["phase"], phases)]) / len(steps) / micro_batches
+        return (
+            _own(trace, of_chunk[np.isin(of_chunk["phase"], phases)]) / len(steps) / micro_batches
+        )
 
     both = seconds(BACKWARD) / 2
     return Cost(

@@ -26,11 +26,11 @@ TRIED = 10_000
 """Records that are written to measure the time of one."""
 
 
-def where_the_time_went(found: TimeShares, timeline: Timeline) -> Iterator[str]:
+def where_the_time_went(breakdown: TimeShares, timeline: Timeline) -> Iterator[str]:
     """Yield lines: breakdown of time, longest-awaited rank, and rank with the longest compute."""
-    steps, ranks, workers = found.steps, len(found.seconds), found.workers
+    steps, ranks, workers = breakdown.steps, len(breakdown.seconds), breakdown.workers
     has_servers = len(workers) < ranks
-    step_s = found.seconds[workers].sum() / len(workers) / len(steps)
+    step_s = breakdown.seconds[workers].sum() / len(workers) / len(steps)
     hosts = len({trace.facts["host"] for trace in timeline.traces})
     yield (
         f"Where the time went in {named_steps(steps)}, {1e3 * step_s:.1f} ms each, on {ranks} rank(s) of "
@@ -46,25 +46,25 @@ def where_the_time_went(found: TimeShares, timeline: Timeline) -> Iterator[str]:
             + more
         )
     columns = [
-        _per_mille(found.seconds[workers].sum(0)),
-        *(_per_mille(found.seconds[rank]) for rank in shown),
+        _per_mille(breakdown.seconds[workers].sum(0)),
+        *(_per_mille(breakdown.seconds[rank]) for rank in shown),
     ]
-    for name, (every, *each) in zip((*SHARES, "sum"), zip(*columns, strict=True), strict=True):
-        yield f"  {name:26}{every / 10:7.1f}" + "".join(f"{one / 10:9.1f}" for one in each)
+    for name, (every, *of_ranks) in zip((*SHARES, "sum"), zip(*columns, strict=True), strict=True):
+        yield f"  {name:26}{every / 10:7.1f}" + "".join(f"{share / 10:9.1f}" for share in of_ranks)
     yield from _memory(timeline)
-    slowest = found.slowest
+    slowest = breakdown.slowest
     if slowest is None:
         yield f"No {'worker' if has_servers else 'rank'} waited for another."
         return
     who, of_them = ("The workers", "all their time") if has_servers else ("The others", "all time")
     role = "" if slowest in workers else ", a server,"
-    waits, total = found.waits, found.seconds[workers].sum()
+    waits, total = breakdown.waits, breakdown.seconds[workers].sum()
     yield (
         f"{who} waited longest for rank {slowest}{role} on {timeline.traces[slowest].facts['host']}: "
         f"{100 * waits[slowest] / total:.1f}% of {of_them}. In total, {'workers' if has_servers else 'ranks'} "
         f"waited {100 * waits.sum() / total:.1f}% of {of_them} for another."
     )
-    computing = {rank: found.seconds[rank, COMPUTING] / len(steps) for rank in workers}
+    computing = {rank: breakdown.seconds[rank, COMPUTING] / len(steps) for rank in workers}
     longest = max(computing, key=lambda rank: computing[rank])
     others = [seconds for rank, seconds in computing.items() if rank != longest]
     if others:
@@ -97,11 +97,10 @@ MEMORY = {
 
 
 def _memory(timeline: Timeline) -> Iterator[str]:
-    """Yield lines with measured and counted activations of each rank, if all traces have them."""
     for fact, name in MEMORY.items():
-        found = [trace.facts.get(fact) for trace in timeline.traces]
-        known = [nbytes for nbytes in found if isinstance(nbytes, int)]
-        if len(known) == len(found) > 0:
+        values = [trace.facts.get(fact) for trace in timeline.traces]
+        known = [nbytes for nbytes in values if isinstance(nbytes, int)]
+        if len(known) == len(values) > 0:
             yield (
                 f"  {name:26}{max(known) / 1e6:7.1f}"
                 + "".join(f"{nbytes / 1e6:9.1f}" for nbytes in known[:SHOWN])
@@ -116,19 +115,19 @@ def whose_traces_are_missing(timeline: Timeline) -> Iterator[str]:
         yield f"And {len(reasons) - SHOWN} more."
 
 
-def what_the_trace_cost(found: TimeShares, timeline: Timeline) -> str:
+def what_the_trace_cost(breakdown: TimeShares, timeline: Timeline) -> str:
     """Return a line: records per step, seconds of one record here, and their fraction of a step."""
-    steps = len(found.steps)
-    written = max(len(within(trace, found.steps)) for trace in timeline.traces) / steps
-    each, step_s = _seconds_of_a_record(), found.seconds.sum() / len(found.seconds) / steps
+    steps = len(breakdown.steps)
+    written = max(len(within(trace, breakdown.steps)) for trace in timeline.traces) / steps
+    record_s = _seconds_of_a_record()
+    step_s = breakdown.seconds.sum() / len(breakdown.seconds) / steps
     return (
-        f"The trace itself: {written:.0f} records a step on the busiest rank, {1e6 * each:.1f} us each on this machine, "
-        f"{100 * written * each / step_s:.2f}% of a step."
+        f"The trace itself: {written:.0f} records a step on the busiest rank, {1e6 * record_s:.1f} us each on this machine, "
+        f"{100 * written * record_s / step_s:.2f}% of a step."
     )
 
 
 def _seconds_of_a_record() -> float:
-    """Measure the seconds that this machine takes to record a span."""
     recorder = Recorder()
     name, began = recorder.name("a record"), time.perf_counter()
     for _ in range(TRIED):
@@ -152,7 +151,6 @@ def what_each_did_last(timeline: Timeline) -> Iterator[str]:
 
 
 def _last(trace: Trace) -> str:
-    """Return the last known action of a rank as text."""
     records = trace.records
     lasting = records[is_open(records)]
     spans = [record for record in lasting if record["kind"] not in (SEND, RECEIVE, REDUCTION)]
@@ -160,30 +158,32 @@ def _last(trace: Trace) -> str:
         record for record in lasting if record["kind"] == REDUCTION
     ]
     steps = [record for record in spans if record["kind"] == STEP]
-    said = f"in step {steps[-1]['step'] + 1}, " if steps else ""
+    action = f"in step {steps[-1]['step'] + 1}, " if steps else ""
     inner = [record for record in spans if record["kind"] != STEP]
-    said += "".join(
+    action += "".join(
         f"in {described(trace, record)}, " for record in inner[:-1] if record["kind"] == PAUSE
     )
     if inner:
-        said += ("waiting for " if inner[-1]["kind"] == WAIT else "") + described(trace, inner[-1])
+        action += ("waiting for " if inner[-1]["kind"] == WAIT else "") + described(
+            trace, inner[-1]
+        )
         if inner[-1]["peer"] >= 0:
-            said += f", from rank {inner[-1]['peer']}"
+            action += f", from rank {inner[-1]['peer']}"
     elif len(records):
         ended = records[-1]
-        said += (
+        action += (
             f"after {described(trace, ended)}"
             if ended["kind"] != STEP
             else f"after step {ended['step'] + 1}"
         )
     if under_way:
         more = f" and {len(under_way) - LISTED} more" if len(under_way) > LISTED else ""
-        said += (
+        action += (
             "; under way: "
             + "; ".join(described(trace, record) for record in under_way[:LISTED])
             + more
         )
-    return said or "nothing"
+    return action or "nothing"
 
 
 def how_it_ended(records: Sequence[Mapping[str, Any]]) -> str:

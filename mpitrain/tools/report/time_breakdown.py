@@ -71,28 +71,28 @@ def shares(timeline: Timeline) -> TimeShares | None:
     stood: list[list[Still]] = [[] for _ in range(ranks)]
     for rank, trace in enumerate(timeline.traces):
         start, stop = timeline.window(rank, steps)
-        busy, mine = _busy(trace.records), seconds[rank]
-        mine[COMPUTING] = busy(start, stop)
+        busy, spent = _busy(trace.records), seconds[rank]
+        spent[COMPUTING] = busy(start, stop)
         for record, own, is_paused in _own_times(trace.records, start, stop):
             idle = [(end - begin) - busy(begin, end) for begin, end in own]
             if is_paused:
-                mine[PAUSES] += sum(end - begin for begin, end in own)
-                mine[COMPUTING] -= sum(busy(begin, end) for begin, end in own)
+                spent[PAUSES] += sum(end - begin for begin, end in own)
+                spent[COMPUTING] -= sum(busy(begin, end) for begin, end in own)
             elif record["kind"] == COMPUTE:
                 is_read = trace.names[record["what"]][0] == ROWS
-                mine[READING if is_read else COMPUTING] += sum(idle)
+                spent[READING if is_read else COMPUTING] += sum(idle)
             elif record["kind"] == WAIT and own:
-                other, when = ready.of(rank, record)
+                awaited, when = ready.of(rank, record)
                 begin, end = own[0]  # No record is nested in a wait.
-                until = begin if other == rank else min(max(when, begin), end)
+                until = begin if awaited == rank else min(max(when, begin), end)
                 if until > begin:
-                    stood[rank].append(Still(begin, until, other))
+                    stood[rank].append(Still(begin, until, awaited))
                 still = until - begin - busy(begin, until)
-                mine[
+                spent[
                     BUBBLE if trace.names[record["what"]][0] in (ACTIVATION, GRADIENT) else WAITING
                 ] += still
-                mine[COMMUNICATION] += idle[0] - still
-        mine[BETWEEN] = stop - start - mine.sum()
+                spent[COMMUNICATION] += idle[0] - still
+        spent[BETWEEN] = stop - start - spent.sum()
     if not seconds.sum() > 0:  # The trace is damaged and has no breakdown.
         return None
     return TimeShares(steps, seconds, _waited(stood), timeline.workers())
@@ -111,25 +111,25 @@ def _waited(stood: Sequence[Sequence[Still]]) -> np.ndarray:
 
     stood  the intervals in which each rank waited
     """
-    found = np.zeros((len(stood), len(stood)))
-    ordered = [sorted(mine) for mine in stood]
-    ends = [[still.end for still in mine] for mine in ordered]
+    waited = np.zeros((len(stood), len(stood)))
+    ordered = [sorted(stills) for stills in stood]
+    ends = [[still.end for still in stills] for stills in ordered]
 
-    def blame(waits: int, other: int, start: float, end: float, through: frozenset[int]) -> None:
-        mine = ordered[other]
-        for still in mine[bisect_right(ends[other], start) :]:
+    def blame(waits: int, awaited: int, start: float, end: float, through: frozenset[int]) -> None:
+        stills = ordered[awaited]
+        for still in stills[bisect_right(ends[awaited], start) :]:
             if still.start >= end or still.other in through:
                 break
             begin, until = max(still.start, start), min(still.end, end)
-            found[waits, other] += begin - start
-            blame(waits, still.other, begin, until, through | {other})
+            waited[waits, awaited] += begin - start
+            blame(waits, still.other, begin, until, through | {awaited})
             start = until
-        found[waits, other] += end - start
+        waited[waits, awaited] += end - start
 
-    for rank, mine in enumerate(ordered):
-        for still in mine:
+    for rank, stills in enumerate(ordered):
+        for still in stills:
             blame(rank, still.other, still.start, still.end, frozenset((rank,)))
-    return found
+    return waited
 
 
 def _busy(records: np.ndarray) -> Callable[[float, float], float]:
@@ -158,13 +158,13 @@ def _own_times(
     own intervals  (start, end) of the record's self time, which excludes records nested in it
     is_paused      whether the record is a PAUSE or nested in one
     """
-    mine = records[
+    spans = records[
         np.isin(records["kind"], (COMPUTE, WAIT, PAUSE))
         & (records["end"] > start)
         & (records["start"] < stop)
     ]
     # A span has a smaller number than the spans nested in it.
-    mine = mine[np.argsort(mine["number"])]
+    spans = spans[np.argsort(spans["number"])]
     # The stack of open spans. An entry is [record, intervals of its self time, whether in a pause,
     # start of the next such interval].
     around: list[list[Any]] = []
@@ -183,7 +183,7 @@ def _own_times(
             if around:
                 around[-1][3] = max(around[-1][3], end)
 
-    for record in mine:
+    for record in spans:
         begin = max(float(record["start"]), start)
         yield from close(begin)
         leave(begin)
@@ -236,10 +236,10 @@ class _Ready:
             comes = self._comes.get(self._keys.get((rank, int(wait["number"]))), [])
             when, last = max(comes, default=(0.0, rank))
             return last, when
-        mine: Any = self._keys.get((rank, int(wait["nbytes"])))
-        if mine is None:
+        key: Any = self._keys.get((rank, int(wait["nbytes"])))
+        if key is None:
             return rank, 0.0
-        (*end, kind), count = mine
+        (*end, kind), count = key
         when, last = max(
             self._comes.get(((*end, SEND + RECEIVE - kind), count), []), default=(0.0, rank)
         )

@@ -50,31 +50,30 @@ def text(english: str, language: str, **values: object) -> str:
             f"A language is {' or '.join(LANGUAGES)}, but this is {language!r}.",
             "Set --language to one of them.",
         )
-    found = WORDS[english] if language == "ko" else english
+    template = WORDS[english] if language == "ko" else english
     inner = {name: joined(_into(value, language)) for name, value in values.items()}
-    return found.format(**inner) if values else found
+    return template.format(**inner) if values else template
 
 
 def _into(value: object, language: str) -> object:
-    """Return the value of a field, translated if it is a Sentence."""
     if isinstance(value, Sentence):
         return text(value.law, language, **value.values)
-    return tuple(_into(one, language) for one in value) if isinstance(value, tuple) else value
+    return tuple(_into(item, language) for item in value) if isinstance(value, tuple) else value
 
 
 def width(line: str) -> int:
     """Return the columns of a line on a terminal: Hangul takes two, a combining mark none."""
     return sum(
-        0 if unicodedata.combining(each) else 2 if unicodedata.east_asian_width(each) in "WF" else 1
-        for each in line
+        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1
+        for char in line
     )
 
 
 def wrapped(line: str, columns: int) -> list[str]:
     """Return the lines of a paragraph, each of at most `columns` on a terminal."""
     # A mark after each wide character makes its length its width.
-    marked = "".join(each + "\0" * (width(each) - 1) for each in line)
-    return [each.replace("\0", "") for each in textwrap.wrap(marked, columns)]
+    marked = "".join(char + "\0" * (width(char) - 1) for char in line)
+    return [part.replace("\0", "") for part in textwrap.wrap(marked, columns)]
 
 
 def padded(line: str, columns: int) -> str:

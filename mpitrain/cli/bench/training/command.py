@@ -190,25 +190,25 @@ def _measure(
 
     def all_configured() -> list[Any]:
         check_same_work(others)
-        found = [
+        configs = [
             configured_on(transport.size, blocks, steps, [*settings, *more], preset)
             for more in ([], others, ALONE)
         ]
-        for each in found:
-            check_common_steps(each)
-        return found
+        for config in configs:
+            check_common_steps(config)
+        return configs
 
     on_all_ranks(transport, lambda: check_files(transport.rank, [json_file, csv_file]))
     first, second, third = on_all_ranks(transport, all_configured)
     job = build(transport, first)
     jobs = [job, build(transport, second, source=job.source)] if others else [job]
     config = job.trainer.config  # here device.kind "auto" is resolved
-    sides: list[Any] = [Ours(each, named(each.trainer.config, others)) for each in jobs]
+    sides: list[Any] = [Ours(job, named(job.trainer.config, others)) for job in jobs]
     if alone:
         own = transport.split(None if transport.rank else 0)
-        found = on_all_ranks(transport, lambda: own and build(own, third, source=job.source))
+        single = on_all_ranks(transport, lambda: own and build(own, third, source=job.source))
         name = "one rank of mpitrain"
-        sides.append(Ours(found, name) if found else LookingOn(name))
+        sides.append(Ours(single, name) if single else LookingOn(name))
     rivals = [peer_of(transport, job, peer) for peer in dict.fromkeys(peers)]
     sides += rivals
     compared = len(sides)
@@ -264,9 +264,9 @@ def _measure_memory(
     from mpitrain.tools.bench.training.steps import alternate, check_common_steps
 
     def configured_with(more: Sequence[str]) -> Any:
-        found = configured_on(transport.size, blocks, steps, [*changed, *more], preset)
-        check_common_steps(found)
-        return found
+        config = configured_on(transport.size, blocks, steps, [*changed, *more], preset)
+        check_common_steps(config)
+        return config
 
     sides, notes = built(transport, configured_with)
     results = alternate(transport, sides[0].job, sides, blocks, steps)
@@ -282,7 +282,6 @@ def _measure_memory(
 
 
 def _multiplier(config: Any) -> str:
-    """Return the name of the library or kernels that multiply matrices."""
     from mpitrain.ops.host.product import multiplier
 
     if config.device.kind == "cpu":

@@ -49,7 +49,7 @@ def configured_on(
 
 def settings_of(settings: Sequence[str] = ()) -> list[str]:
     """Return the settings of SHAPE; a folder in run.init_from determines the model itself."""
-    is_given = any(one.replace(" ", "").startswith("run.init_from=") for one in settings)
+    is_given = any(setting.replace(" ", "").startswith("run.init_from=") for setting in settings)
     return [
         f"{key}={value}"
         for key, value in SHAPE.items()

@@ -44,16 +44,16 @@ def measure_shapes(
     from mpitrain.transport.agreement import on_all_ranks
 
     def all_configured() -> dict[str, Any]:
-        found = {}
+        configs = {}
         for name in chosen(names, transport.size):
             own = settings(SHAPES[name], transport.size)
-            found[name] = configured(None, [*job, *own, *changed])
-            check_common_steps(found[name])
-        return found
+            configs[name] = configured(None, [*job, *own, *changed])
+            check_common_steps(configs[name])
+        return configs
 
     wanted = on_all_ranks(transport, all_configured)
     on_all_ranks(transport, lambda: check_files(transport.rank, [json_file]))
-    outputs, found = Outputs(), list[Any]()
+    outputs, rows = Outputs(), list[Any]()
     facts = header(transport, "train", "cpu", ["train", "--shapes", names])
     facts["products"] = multiplier()
     shown = RowPrinter(len(wanted), "shapes") if transport.rank == 0 else None
@@ -68,15 +68,15 @@ def measure_shapes(
                 raise
             lines = [f"{name}: not measured. {error.law}"]
         else:
-            found += measured.rows
+            rows += measured.rows
             lines = [*map(line, measured.rows), kind_line(name, measured.kinds), *measured.notes]
         if shown:
             shown.row("\n".join(lines))
-            write_rows(outputs, json_file, None, facts, found)
+            write_rows(outputs, json_file, None, facts, rows)
     if shown:
         shown.close()
     on_all_ranks(transport, outputs.settle)
-    if not found:
+    if not rows:
         raise on_every_rank(
             ConfigError("--shapes measures at least one shape, but none was measured.", lines[-1])
         )

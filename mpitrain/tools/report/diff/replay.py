@@ -84,18 +84,18 @@ def replay(
     stepped  called on rank 0 after each step
     raises   ConfigError for too many ranks; MpitrainError if a run cannot be built here
     """
-    one = sides[0]
-    if one.ranks > MOST or one.ranks != ranks_of(one.config):
+    first = sides[0]
+    if first.ranks > MOST or first.ranks != ranks_of(first.config):
         raise ConfigError(
             f"A replay has a thread for each of at most {MOST} ranks, as many as dp x tp x pp and servers, "
-            f"but {one.folder} had {one.ranks}.",
+            f"but {first.folder} had {first.ranks}.",
             "Leave out --replay, or compare shorter runs on fewer ranks.",
         )
-    if not one.threads:
-        process.lower_blas_threads(-(-one.ranks // one.hosts))
-    hosts = [f"host {rank * one.hosts // one.ranks}" for rank in range(one.ranks)]
-    with threadpool_limits(one.threads or None, user_api="blas"):
-        return run_ranks(one.ranks, _on_a_rank, sides, start, last, stepped, hosts=hosts)[0]
+    if not first.threads:
+        process.lower_blas_threads(-(-first.ranks // first.hosts))
+    hosts = [f"host {rank * first.hosts // first.ranks}" for rank in range(first.ranks)]
+    with threadpool_limits(first.threads or None, user_api="blas"):
+        return run_ranks(first.ranks, _on_a_rank, sides, start, last, stepped, hosts=hosts)[0]
 
 
 def _on_a_rank(
@@ -105,7 +105,6 @@ def _on_a_rank(
     last: int,
     stepped: Callable[[int], None],
 ) -> Replayed:
-    """Replay both runs on one rank; collective."""
     jobs = [build(transport, _config(side, start), side.saved.get(start)) for side in sides]
     unlike: list[Unlike | None] = [None, None]
     differing = _differing(transport, jobs)
@@ -114,11 +113,11 @@ def _on_a_rank(
         return Replayed(start, last, step, differing, (None, None))
     while step < last and not differing:
         step += 1
-        found = [_step(job, start, step) for job in jobs]
+        logged = [_step(job, start, step) for job in jobs]
         everyone = transport.gather_text([state_digests(job.trainer) for job in jobs])
         for number, side in enumerate(sides):
-            digests = [each[number] for each in everyone]
-            unlike[number] = unlike[number] or _unlike(side, step, found[number], digests)
+            digests = [of_rank[number] for of_rank in everyone]
+            unlike[number] = unlike[number] or _unlike(side, step, logged[number], digests)
         differing = _differing(transport, jobs)
         if transport.rank == 0:
             stepped(step)
@@ -141,8 +140,8 @@ def _step(job: Job, start: int, step: int) -> tuple[float | None, float | None]:
     trainer, index = job.trainer, step - 1
     before = job.done.samples + (index - start) * trainer.config.batch.size
     inputs, targets = trainer.replication.batch(job.data, index, before)
-    found = trainer.step(index, inputs, targets)
-    record = strict({"loss": found.loss, "grad_norm": found.grad_norm})
+    result = trainer.step(index, inputs, targets)
+    record = strict({"loss": result.loss, "grad_norm": result.grad_norm})
     return record["loss"], record["grad_norm"]
 
 
@@ -152,11 +151,12 @@ def _unlike(
     logged: tuple[float | None, float | None],
     everyone: Sequence[Mapping[str, str]],
 ) -> Unlike | None:
-    """Return the record of a step that a replay does not repeat, or None."""
     if step in side.digests:
-        mine, recorded = Digests(**digest_record(everyone)), side.digests[step]
+        repeated, recorded = Digests(**digest_record(everyone)), side.digests[step]
         tensors = [
-            name for name, digest in recorded.tensors.items() if mine.tensors.get(name) != digest
+            name
+            for name, digest in recorded.tensors.items()
+            if repeated.tensors.get(name) != digest
         ]
         if tensors:
             return Unlike(step, "digests", sorted(tensors, key=order))
@@ -167,22 +167,22 @@ def _unlike(
 
 def _differing(transport: Transport, jobs: Sequence[Job]) -> list[Differing]:
     """Return the tensors that differ between two jobs, in the order of a step; collective."""
-    one, other = (state_digests(job.trainer) for job in jobs)
+    first, second = (state_digests(job.trainer) for job in jobs)
     trainer = jobs[0].trainer
     stage = trainer.grid.coords.pp
     # {tensor: (its stage, its unit)}; a backward goes through them from the last to the first.
     units = {entry.name: (stage, entry.unit) for entry in trainer.storage.tensors}
-    mine: list[Any] = []
-    for name in one.keys() | other.keys():
-        if one.get(name) != other.get(name):
+    keys: list[Any] = []
+    for name in first.keys() | second.keys():
+        if first.get(name) != second.get(name):
             buffer, _, tensor = name.partition("/")
             place = units.get(tensor)
             unit = trainer.units[place[1]].name if place else ""
-            mine.append(
+            keys.append(
                 [order(name)[0], *(-number for number in place or (0, 0)), buffer, unit, tensor]
             )
     ranks: dict[tuple[Any, ...], list[int]] = {}
-    for rank, found in enumerate(transport.gather_text(mine)):
-        for one_of in found:
-            ranks.setdefault(tuple(one_of), []).append(rank)
+    for rank, keys_of_rank in enumerate(transport.gather_text(keys)):
+        for key in keys_of_rank:
+            ranks.setdefault(tuple(key), []).append(rank)
     return [Differing(*key[-3:], where) for key, where in sorted(ranks.items())]  # type: ignore[call-arg]

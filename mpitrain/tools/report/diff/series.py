@@ -48,7 +48,7 @@ class Bits(NamedTuple):
     @property
     def first(self) -> int | None:
         """The first step at which the runs differ; None: all common records are equal."""
-        return min((each.step for each in self.unequal.values()), default=None)
+        return min((difference.step for difference in self.unequal.values()), default=None)
 
 
 def compare_bits(one: ComparedRun, other: ComparedRun) -> Bits:
@@ -64,26 +64,25 @@ def compare_bits(one: ComparedRun, other: ComparedRun) -> Bits:
     for step, _, kind in every:
         if kind in unequal:
             continue
-        if found := _compared(kind, step, one, other):
-            unequal[kind] = found
+        if difference := _compared(kind, step, one, other):
+            unequal[kind] = difference
         elif not unequal and kind != "logged":
             equal = step
     return Bits(unequal, equal, every[-1][0], len(every))
 
 
 def _compared(kind: str, step: int, one: ComparedRun, other: ComparedRun) -> Unequal | None:
-    """Return the difference of a record of both runs; None: it is equal."""
     if kind == "checkpoint":
         apart = different_bits(one.saved[step], other.saved[step])
         return Unequal(step, apart=apart) if apart else None
-    mine, its = getattr(one, kind)[step], getattr(other, kind)[step]
-    if mine == its:
+    left, right = getattr(one, kind)[step], getattr(other, kind)[step]
+    if left == right:
         return None
     if kind == "logged":
-        return Unequal(step, logged=(mine, its))
-    names = {*mine.tensors, *its.tensors}
-    tensors = [name for name in names if mine.tensors.get(name) != its.tensors.get(name)]
-    pairs = enumerate(zip(mine.ranks, its.ranks, strict=False))
+        return Unequal(step, logged=(left, right))
+    names = {*left.tensors, *right.tensors}
+    tensors = [name for name in names if left.tensors.get(name) != right.tensors.get(name)]
+    pairs = enumerate(zip(left.ranks, right.ranks, strict=False))
     ranks = [rank for rank, (first, second) in pairs if first != second]
     return Unequal(step, tensors=sorted(tensors, key=order), ranks=ranks)
 
@@ -105,7 +104,6 @@ def start_of_replay(first: int, one: ComparedRun, other: ComparedRun) -> int:
 
 
 def nothing_common(one: ComparedRun, other: ComparedRun) -> ConfigError:
-    """Return the error for two runs without a common step."""
     return ConfigError(
         f"diff compares steps that both runs recorded, but {one.folder} ends at step {one.last}, "
         f"{other.folder} at step {other.last}, and they have none in common.",
@@ -157,9 +155,9 @@ def first_beyond(
     """Return step, name and values of the first logged number beyond a tolerance, or None."""
     for step in sorted(one.logged.keys() & other.logged.keys()):
         pairs = zip(("loss", "grad_norm"), one.logged[step], other.logged[step], strict=True)
-        for name, mine, its in pairs:
-            a, b = (math.nan if value is None else value for value in (mine, its))
-            if mine is None and its is None:
+        for name, left, right in pairs:
+            a, b = (math.nan if value is None else value for value in (left, right))
+            if left is None and right is None:
                 continue
             # Gradient norms are sums of squares: law 6 bounds them in float64 alone.
             bound = limit if name == "loss" or limit == FLOAT64 else 10 * limit

@@ -71,10 +71,12 @@ def read(folder: Path) -> ComparedRun:
     if not is_run(folder):
         raise ConfigError(f"There is no run in {folder}.", "Name the directories of two runs.")
     records = metrics_of(folder)
-    starts = [one for one in records if one.get("event") in ("start", "resume")]
+    starts = [record for record in records if record.get("event") in ("start", "resume")]
     start = starts[-1] if starts else {}
-    found = [one for one in records if type(one.get("step")) is int]
-    digests = {one["step"]: _digests(one) for one in found if one.get("event") == "digests"}
+    stepped = [record for record in records if type(record.get("step")) is int]
+    digests = {
+        record["step"]: _digests(record) for record in stepped if record.get("event") == "digests"
+    }
     return ComparedRun(
         folder,
         configuration(folder),
@@ -83,24 +85,23 @@ def read(folder: Path) -> ComparedRun:
         _count(start.get("blas_threads"), 0),
         _is_mixed(starts),
         {
-            one["step"]: (_number(one["loss"]), _number(one["grad_norm"]))
-            for one in found
-            if "event" not in one and "loss" in one and "grad_norm" in one
+            record["step"]: (_number(record["loss"]), _number(record["grad_norm"]))
+            for record in stepped
+            if "event" not in record and "loss" in record and "grad_norm" in record
         },
-        {step: each for step, each in digests.items() if each},
+        {step: of_step for step, of_step in digests.items() if of_step},
         {
             int(path.name.strip(".").split("-")[1].split(".")[0]): path
             for path in steps(folder / CHECKPOINTS)
         },
-        max((one["step"] for one in found), default=0),
+        max((record["step"] for record in stepped), default=0),
     )
 
 
 def _is_mixed(starts: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the starts of a run divide the work in several ways."""
-    sizes = {(_count(one.get("ranks")), _count(one.get("hosts"))) for one in starts}
-    changed = [one.get("changed") for one in starts]
-    keys = [key for each in changed if isinstance(each, dict) for key in each]
+    sizes = {(_count(start.get("ranks")), _count(start.get("hosts"))) for start in starts}
+    changed = [start.get("changed") for start in starts]
+    keys = [key for entry in changed if isinstance(entry, dict) for key in entry]
     return len(sizes) > 1 or any(key.startswith(HOW) for key in keys)
 
 
@@ -126,10 +127,10 @@ def changed_keys(one: ComparedRun, other: ComparedRun) -> dict[str, tuple[Any, A
     THREADS is among them.
     """
     first, second = one.config.flat(), other.config.flat()
-    found = {key: (first[key], second[key]) for key in first if first[key] != second[key]}
+    changed = {key: (first[key], second[key]) for key in first if first[key] != second[key]}
     if one.threads and other.threads and one.threads != other.threads:
-        found[THREADS] = one.threads, other.threads
-    return {key: values for key, values in found.items() if key != "run.out"}
+        changed[THREADS] = one.threads, other.threads
+    return {key: values for key, values in changed.items() if key != "run.out"}
 
 
 def are_comparable_by_bits(one: ComparedRun, other: ComparedRun) -> bool:

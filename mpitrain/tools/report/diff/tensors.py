@@ -66,37 +66,39 @@ def different_bits(one: Path, other: Path) -> list[Apart]:
     raises  CheckpointError if one of them is damaged
     """
     first, second = _stored(one), _stored(other)
-    found = [Apart(name, -1, 0, math.inf) for name in sorted(first.keys() ^ second.keys())]
+    differing = [Apart(name, -1, 0, math.inf) for name in sorted(first.keys() ^ second.keys())]
     for name in sorted(first.keys() & second.keys(), key=order):
-        mine, its = _read(first[name]), _read(second[name])
-        if first[name].shape != second[name].shape or mine.dtype != its.dtype:
-            found.append(Apart(name, -1, mine.size, math.inf))
-        elif mine.tobytes() != its.tobytes():
-            bits = f"u{mine.dtype.itemsize}"
-            differ = mine.view(bits) != its.view(bits)
+        left, right = _read(first[name]), _read(second[name])
+        if first[name].shape != second[name].shape or left.dtype != right.dtype:
+            differing.append(Apart(name, -1, left.size, math.inf))
+        elif left.tobytes() != right.tobytes():
+            bits = f"u{left.dtype.itemsize}"
+            differ = left.view(bits) != right.view(bits)
             with np.errstate(invalid="ignore", over="ignore"):
-                most = np.abs(mine.astype(np.float64) - its.astype(np.float64)).max()
-            found.append(Apart(name, int(differ.sum()), mine.size, float(most)))
-    return found
+                most = np.abs(left.astype(np.float64) - right.astype(np.float64)).max()
+            differing.append(Apart(name, int(differ.sum()), left.size, float(most)))
+    return differing
 
 
 def _stored(path: Path) -> dict[str, Located]:
     """Return the location of each array in a verified checkpoint: {its file and key: location}."""
     manifest = read_manifest(path)
     verify(path, manifest, 0, 1)
-    found = {f"{PARAMETERS}/{name}": each.located for name, each in parameters(path).items()}
+    arrays = {f"{PARAMETERS}/{name}": tensor.located for name, tensor in parameters(path).items()}
     try:
-        tensors = {file: located(path / file)[1] for file in {one.file for one in manifest.stored}}
-        for one in manifest.stored:
-            name = f"{one.name}/{one.part.tensor}"
+        tensors = {
+            file: located(path / file)[1] for file in {piece.file for piece in manifest.stored}
+        }
+        for piece in manifest.stored:
+            name = f"{piece.name}/{piece.part.tensor}"
             # Several files may have regions of one tensor.
-            name += f" in {one.file}, {one.key}" if name in found else ""
-            found[name] = tensors[one.file][one.key]
+            name += f" in {piece.file}, {piece.key}" if name in arrays else ""
+            arrays[name] = tensors[piece.file][piece.key]
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"{path} cannot be read: {error}.", "Compare runs with whole checkpoints."
         ) from None
-    return found
+    return arrays
 
 
 def _read(located: Located) -> np.ndarray:
@@ -117,23 +119,23 @@ def beyond(one: Path, other: Path, tolerance: float, skips_keys: bool) -> tuple[
     for path in (one, other):
         verify(path, read_manifest(path), 0, 1)
     first, second = parameters(one), parameters(other)
-    found = [Beyond(name, "shape", math.inf) for name in first.keys() ^ second.keys()]
+    exceeding = [Beyond(name, "shape", math.inf) for name in first.keys() ^ second.keys()]
     for name in sorted(first.keys() & second.keys()):
-        mine, its = _flat(first[name], name, skips_keys), _flat(second[name], name, skips_keys)
-        if mine.shape != its.shape:
-            found.append(Beyond(name, "shape", math.inf))
+        left, right = _flat(first[name], name, skips_keys), _flat(second[name], name, skips_keys)
+        if left.shape != right.shape:
+            exceeding.append(Beyond(name, "shape", math.inf))
             continue
-        a, b = numbers(mine, name), numbers(its, name)
+        a, b = numbers(left, name), numbers(right, name)
         scale = max(a.norm, b.norm) or 1.0
         gaps = {
-            "sum": abs(a.sum - b.sum) / (scale * math.sqrt(max(1, mine.size))),
+            "sum": abs(a.sum - b.sum) / (scale * math.sqrt(max(1, left.size))),
             "norm": abs(a.norm - b.norm) / scale,
             "projection": abs(a.projection - b.projection) / scale,
         }
         worst = max(gaps, key=lambda key: (not math.isfinite(gaps[key]), gaps[key]))
         if not gaps[worst] <= tolerance:
-            found.append(Beyond(name, worst, gaps[worst]))
-    return sorted(found, key=lambda each: -each.apart), len(first)
+            exceeding.append(Beyond(name, worst, gaps[worst]))
+    return sorted(exceeding, key=lambda tensor: -tensor.apart), len(first)
 
 
 def _flat(stored: StoredTensor, name: str, skips_keys: bool) -> np.ndarray:

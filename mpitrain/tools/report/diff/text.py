@@ -14,35 +14,33 @@ SHOWN = 8
 
 
 def keys_that_differ(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
-    """Yield a line for each configuration key that differs."""
     for key, values in changed.items():
-        mine, its = (json.dumps(value, default=str) for value in values)
-        yield f"{key}: {mine} and {its}"
+        left, right = (json.dumps(value, default=str) for value in values)
+        yield f"{key}: {left} and {right}"
     if not changed:
         yield "The configurations are equal."
 
 
-def bits(found: Bits, one: ComparedRun, other: ComparedRun) -> Iterator[str]:
-    """Yield the lines of a comparison bit for bit."""
-    high, unequal = found.first, found.unequal
+def bits(comparison: Bits, one: ComparedRun, other: ComparedRun) -> Iterator[str]:
+    high, unequal = comparison.first, comparison.unequal
     if high is None:
-        yield f"All {found.common} common records up to step {found.last} are equal, bit for bit."
+        yield f"All {comparison.common} common records up to step {comparison.last} are equal, bit for bit."
         if one.last != other.last:
             yield f"One run goes on to step {max(one.last, other.last)}."
         return
-    low = max(0, found.equal) + 1
+    low = max(0, comparison.equal) + 1
     where = f"step {high}" if low >= high else f"steps {low} to {high}"
     since = (
-        f"after step {found.equal} their states were equal"
-        if found.equal >= 0
+        f"after step {comparison.equal} their states were equal"
+        if comparison.equal >= 0
         else "no earlier step has digests or a checkpoint of both"
     )
     yield f"The runs first differ in {where}: {since}."
     if logged := unequal.get("logged"):
         assert logged.logged
-        for name, mine, its in zip(("loss", "gradient norm"), *logged.logged, strict=True):
-            if mine != its:
-                yield f"  step {logged.step}: {name} {mine!r} and {its!r}"
+        for name, left, right in zip(("loss", "gradient norm"), *logged.logged, strict=True):
+            if left != right:
+                yield f"  step {logged.step}: {name} {left!r} and {right!r}"
     if digests := unequal.get("digests"):
         ranks = ", ".join(map(str, digests.ranks))
         yield f"  step {digests.step}: digests on rank(s) {ranks} of {_some(digests.tensors)}"
@@ -52,29 +50,27 @@ def bits(found: Bits, one: ComparedRun, other: ComparedRun) -> Iterator[str]:
 
 
 def _some(names: Sequence[str]) -> str:
-    """Return the first names, and the number of the others."""
     rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + rest
 
 
-def _apart(each: Apart) -> str:
-    if each.elements < 0:
-        return f"    {each.name}: another shape, or only in one run"
-    return f"    {each.name}: {each.elements} of {each.of} elements, at most {each.most:.3g} apart"
+def _apart(tensor: Apart) -> str:
+    if tensor.elements < 0:
+        return f"    {tensor.name}: another shape, or only in one run"
+    return f"    {tensor.name}: {tensor.elements} of {tensor.of} elements, at most {tensor.most:.3g} apart"
 
 
-def replayed(found: Replayed, both: tuple[ComparedRun, ComparedRun]) -> Iterator[str]:
-    """Yield the lines of a replay."""
-    yield f"Replayed from step {found.first} to at most step {found.last}:"
-    if found.step is not None:
-        head, *rest = found.differing
-        when = f"in step {found.step}" if found.step > found.first else "before any step"
+def replayed(result: Replayed, both: tuple[ComparedRun, ComparedRun]) -> Iterator[str]:
+    yield f"Replayed from step {result.first} to at most step {result.last}:"
+    if result.step is not None:
+        head, *rest = result.differing
+        when = f"in step {result.step}" if result.step > result.first else "before any step"
         yield f"  the replays first differ {when}: {_differing(head)}"
-        if others := [each.tensor for each in rest if each.buffer == head.buffer]:
+        if others := [difference.tensor for difference in rest if difference.buffer == head.buffer]:
             yield f"  also {head.buffer} of {_some(others)}"
     else:
         yield "  both replays are equal, so neither configuration nor code explains the difference"
-    for side, unlike in zip(both, found.unlike, strict=True):
+    for side, unlike in zip(both, result.unlike, strict=True):
         name = str(side.folder)
         if unlike is None:
             yield f"  {name} is repeated, as far as it was recorded"
@@ -83,13 +79,13 @@ def replayed(found: Replayed, both: tuple[ComparedRun, ComparedRun]) -> Iterator
         yield f"  {name} is not repeated: first the record of step {unlike.step}{where}"
         if 0 < side.threads != both[0].threads > 0:
             yield f"    its {THREADS} were {side.threads}, but those of the replay {both[0].threads}"
-    if all(found.unlike) and found.step is None:
+    if all(result.unlike) and result.step is None:
         yield "  Neither is: this process has another processor, BLAS or algorithm than the runs."
 
 
-def _differing(each: Differing) -> str:
-    ranks = ", ".join(map(str, each.ranks))
-    return f"{each.buffer} of unit {each.unit}, tensor {each.tensor}, on rank(s) {ranks}"
+def _differing(difference: Differing) -> str:
+    ranks = ", ".join(map(str, difference.ranks))
+    return f"{difference.buffer} of unit {difference.unit}, tensor {difference.tensor}, on rank(s) {ranks}"
 
 
 def numbers(
@@ -108,11 +104,11 @@ def numbers(
         "losses of 20 steps."
     )
     if logged:
-        step, name, mine, its = logged
-        yield f"  step {step}: {name} {mine!r} and {its!r}"
+        step, name, left, right = logged
+        yield f"  step {step}: {name} {left!r} and {right!r}"
     else:
         yield "  All common losses and gradient norms are within it."
-    for step, found, of in compared:
-        yield f"  checkpoint of step {step}: {len(found)} of {of} tensors beyond it, by sum, norm and projection"
-        for each in found[:SHOWN]:
-            yield f"    {each.name}: {each.measure} {each.apart:.3g} apart"
+    for step, tensors, of in compared:
+        yield f"  checkpoint of step {step}: {len(tensors)} of {of} tensors beyond it, by sum, norm and projection"
+        for tensor in tensors[:SHOWN]:
+            yield f"    {tensor.name}: {tensor.measure} {tensor.apart:.3g} apart"

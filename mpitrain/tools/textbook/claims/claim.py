@@ -90,7 +90,9 @@ class Judged(NamedTuple):
     @property
     def conditions(self) -> list[ClaimSetting]:
         """The usual settings in which the sentence is true."""
-        return [each.setting for each in self.findings if each.setting.is_usual and each.is_true]
+        return [
+            result.setting for result in self.findings if result.setting.is_usual and result.is_true
+        ]
 
 
 def judge(name: str, claim: Claim, settings: Sequence[ClaimSetting] | None = None) -> Judged:
@@ -113,7 +115,7 @@ def is_true(claim: Claim, value: float) -> bool:
 
 def verdict(findings: Sequence[SettingResult]) -> str:
     """Return the verdict: of the usual settings all hold, some, or none."""
-    truths = [each.is_true for each in findings if each.setting.is_usual]
+    truths = [result.is_true for result in findings if result.setting.is_usual]
     if all(truths):
         return HOLDS
     return ONLY_IF if any(truths) else FAILS

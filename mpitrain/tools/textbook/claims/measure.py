@@ -82,8 +82,8 @@ def trained(ranks: int, *settings: str) -> ModeRow:
     def run(transport: Transport) -> ModeRow:
         return next(iter(compare(transport, {"job": config}, lambda word, loss: None)))
 
-    found: ModeRow = on_ranks(ranks, run)[0]
-    return found
+    row: ModeRow = on_ranks(ranks, run)[0]
+    return row
 
 
 @cache
@@ -97,6 +97,6 @@ def counted(*settings: str) -> Counted:
     return count(configured(*settings))
 
 
-def memory(found: Counted) -> float:
+def memory(counts: Counted) -> float:
     """Return the bytes of a job's fullest stage: state as the mean over ranks, and activations."""
-    return found.state + max(stage.step.peak for stage in found.stages)
+    return counts.state + max(stage.step.peak for stage in counts.stages)

@@ -26,7 +26,7 @@ def page(judged: Sequence[Judged], language: str) -> str:
             f'<!doctype html>\n<html lang="{language}"><head><meta charset="utf-8"><title>{title}</title>'
             f"<style>{STYLE}</style></head><body>\n<h1>{title}</h1>",
             f"<p>{html.escape(summary(judged, language))}</p>",
-            *(line for each in judged for line in _section(each, language)),
+            *(line for claim in judged for line in _section(claim, language)),
             "</body></html>\n",
         ]
     )
@@ -40,15 +40,14 @@ def _section(judged: Judged, language: str) -> Iterator[str]:
     )
     yield f"<p>{html.escape(rule(claim, language))}</p>"
     yield "<table>"
-    ordered = sorted(judged.findings, key=lambda each: not each.setting.is_usual)
-    yield from (_row(each, language) for each in ordered)
+    ordered = sorted(judged.findings, key=lambda result: not result.setting.is_usual)
+    yield from (_row(result, language) for result in ordered)
     yield "</table>"
     yield f"<p>{html.escape(text('published in', language))}: {html.escape(claim.source)}</p>"
     yield f"<p><code>{html.escape(claim.command)}</code></p>"
 
 
 def _row(finding: SettingResult, language: str) -> str:
-    """Return a row of the table; settings that the sentence does not mean are grey."""
     truth = text("true" if finding.is_true else "false", language)
     name = html.escape(label(finding.setting, language))
     start = "<tr>"

@@ -22,12 +22,10 @@ def number(value: float) -> str:
 
 
 def label(setting: ClaimSetting, language: str) -> str:
-    """Return the name of a setting."""
     return text(setting.label, language, **setting.values)
 
 
 def rule(claim: Claim, language: str) -> str:
-    """Return the measure of a claim with its threshold."""
     return text(
         "{measure}; true if {relation} {threshold}",
         language,
@@ -38,7 +36,6 @@ def rule(claim: Claim, language: str) -> str:
 
 
 def numbers(finding: SettingResult, language: str) -> str:
-    """Return the numbers of a setting with their labels."""
     return "; ".join(
         f"{text(name, language)} {number(value)}" for name, value in finding.figures.numbers.items()
     )
@@ -46,10 +43,10 @@ def numbers(finding: SettingResult, language: str) -> str:
 
 def headline(judged: Judged, language: str) -> str:
     """Return the verdict, with the settings in which a conditional claim is true."""
-    found = text(judged.verdict, language)
+    words = text(judged.verdict, language)
     if judged.verdict != ONLY_IF:
-        return found
-    return f"{found}: {'; '.join(label(setting, language) for setting in judged.conditions)}"
+        return words
+    return f"{words}: {'; '.join(label(setting, language) for setting in judged.conditions)}"
 
 
 def lines(judged: Judged, language: str) -> Iterator[str]:
@@ -58,40 +55,38 @@ def lines(judged: Judged, language: str) -> Iterator[str]:
     yield f"{judged.name}: {text(claim.sentence, language)}"
     yield f"  {headline(judged, language)}"
     yield f"  {rule(claim, language)}"
-    names = [label(each.setting, language) for each in judged.findings]
+    names = [label(result.setting, language) for result in judged.findings]
     columns = max(map(width, names))
     for is_usual in (True, False):
         rows = [
-            (name, each)
-            for name, each in zip(names, judged.findings, strict=True)
-            if each.setting.is_usual == is_usual
+            (name, result)
+            for name, result in zip(names, judged.findings, strict=True)
+            if result.setting.is_usual == is_usual
         ]
         if rows and not is_usual:
             yield f"  {text('elsewhere', language)}"
-        for name, each in rows:
-            truth = padded(text("true" if each.is_true else "false", language), 5)
+        for name, result in rows:
+            truth = padded(text("true" if result.is_true else "false", language), 5)
             yield (
-                f"    {padded(name, columns)}  {number(each.figures.value):>10}  {truth}  "
-                f"{numbers(each, language)}"
+                f"    {padded(name, columns)}  {number(result.figures.value):>10}  {truth}  "
+                f"{numbers(result, language)}"
             )
     yield f"  {text('published in', language)}: {claim.source}"
     yield f"  $ {claim.command}"
 
 
 def summary(judged: Sequence[Judged], language: str) -> str:
-    """Return the numbers of claims by verdict."""
-    found = Counter(each.verdict for each in judged)
+    counts = Counter(claim.verdict for claim in judged)
     return text(
         "holds: {holds}, holds only if: {only}, does not hold here: {fails}",
         language,
-        holds=found[HOLDS],
-        only=found[ONLY_IF],
-        fails=found[FAILS],
+        holds=counts[HOLDS],
+        only=counts[ONLY_IF],
+        fails=counts[FAILS],
     )
 
 
 def record(judged: Judged, language: str) -> dict[str, Any]:
-    """Return a measured claim for JSON."""
     claim = judged.claim
     return {
         "name": judged.name,
@@ -102,16 +97,16 @@ def record(judged: Judged, language: str) -> dict[str, Any]:
         "threshold": claim.threshold,
         "settings": [
             {
-                "setting": label(each.setting, language),
-                "values": dict(each.setting.values),
-                "usual": each.setting.is_usual,
-                "value": each.figures.value,
-                "true": each.is_true,
+                "setting": label(result.setting, language),
+                "values": dict(result.setting.values),
+                "usual": result.setting.is_usual,
+                "value": result.figures.value,
+                "true": result.is_true,
                 "numbers": {
-                    text(name, language): value for name, value in each.figures.numbers.items()
+                    text(name, language): value for name, value in result.figures.numbers.items()
                 },
             }
-            for each in judged.findings
+            for result in judged.findings
         ],
         "source": claim.source,
         "command": claim.command,

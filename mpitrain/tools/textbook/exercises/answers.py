@@ -29,7 +29,7 @@ def programs(own: ModuleType, function: str, questions: list[list[Call]]) -> Ite
 
     for calls in questions:
         arguments = [
-            [np.array(one, float) if isinstance(one, list) else one for one in call]
+            [np.array(value, float) if isinstance(value, list) else value for value in call]
             for call in calls
         ]
         started = [function_of(own, function)(*call) for call in arguments]
@@ -53,7 +53,7 @@ def _together(started: list[Any], function: str) -> dict[str, Any]:
             )
     received: list[Any] = [None] * ranks
     results: list[Any] = [None] * ranks
-    said: list[tuple[str, int]] = []
+    collectives: list[tuple[str, int]] = []
     for _ in range(100):
         asked: list[Any] = [None] * ranks
         for rank, own in enumerate(started):
@@ -61,12 +61,12 @@ def _together(started: list[Any], function: str) -> dict[str, Any]:
                 asked[rank] = own.send(received[rank])
             except StopIteration as end:
                 results[rank] = end.value
-        if all(one is None for one in asked):
+        if all(request is None for request in asked):
             return {
-                "results": [_array(one, rank) for rank, one in enumerate(results)],
-                "collectives": said,
+                "results": [_array(result, rank) for rank, result in enumerate(results)],
+                "collectives": collectives,
             }
-        operations = [_operation(one, rank) for rank, one in enumerate(asked)]
+        operations = [_operation(request, rank) for rank, request in enumerate(asked)]
         if len(set(operations)) > 1:
             waits = (
                 Sentence("rank {rank} waits in {name}", rank=rank, name=name)
@@ -75,17 +75,17 @@ def _together(started: list[Any], function: str) -> dict[str, Any]:
                 for rank, name in enumerate(operations)
             )
             raise Wrong("the ranks wait forever: {waits}", waits=tuple(waits))
-        arrays = [np.array(one[1], float) for one in asked]
+        arrays = [np.array(request[1], float) for request in asked]
         if operations[0] == "all-reduce":
-            if len({one.shape for one in arrays}) > 1:
+            if len({array.shape for array in arrays}) > 1:
                 raise Wrong(
                     "an all-reduce needs one shape, but has {shapes}",
-                    shapes=f"{[one.shape for one in arrays]}",
+                    shapes=f"{[array.shape for array in arrays]}",
                 )
             received = [sum(arrays) for _ in range(ranks)]
         else:
-            received = [[one.copy() for one in arrays] for _ in range(ranks)]
-        said.append((operations[0], sum(one.size for one in arrays)))
+            received = [[array.copy() for array in arrays] for _ in range(ranks)]
+        collectives.append((operations[0], sum(array.size for array in arrays)))
     raise Wrong(
         "{function} must return after its collectives, but yields more than 100 times",
         function=function,
@@ -93,7 +93,7 @@ def _together(started: list[Any], function: str) -> dict[str, Any]:
 
 
 def _operation(asked: Any, rank: int) -> str:
-    """Return the collective that a rank is in; empty if it has returned."""
+    """Return the collective that a rank is in; "" if it has returned."""
     if asked is None:
         return ""
     if (
@@ -110,23 +110,21 @@ def _operation(asked: Any, rank: int) -> str:
     )
 
 
-def _is_array(one: Any) -> bool:
-    """Return whether a value is an array of numbers."""
+def _is_array(value: Any) -> bool:
     import numpy as np
 
-    return isinstance(one, np.ndarray) and one.dtype.kind in "fiu"
+    return isinstance(value, np.ndarray) and value.dtype.kind in "fiu"
 
 
-def _array(one: Any, rank: int) -> list:
-    """Return an array as lists."""
-    if not _is_array(one):
+def _array(result: Any, rank: int) -> list:
+    if not _is_array(result):
         raise Wrong(
             "the result of rank {rank} must be an array of numbers, but is {kind}",
             rank=rank,
-            kind=type(one).__name__,
+            kind=type(result).__name__,
         )
-    found: list = one.tolist()
-    return found
+    entries: list = result.tolist()
+    return entries
 
 
 def _shown(function: str, call: Call) -> str:
@@ -134,7 +132,7 @@ def _shown(function: str, call: Call) -> str:
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """Return lists, numbers and text as JSON has them; Wrong for any other type."""
+    """Return nested lists of whole numbers, booleans and text as in JSON; Wrong for other types."""
     if isinstance(value, bool | str | int) and depth:
         return value
     if isinstance(value, list | tuple) and depth < 5:
@@ -144,7 +142,7 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
                 call=where,
                 entries=len(value),
             )
-        return [_plain(one, where, depth + 1) for one in value]
+        return [_plain(entry, where, depth + 1) for entry in value]
     raise Wrong(
         "{call} must return a list, but it contains or is a {kind}",
         call=where,

@@ -39,7 +39,6 @@ class Checked(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """Whether every case is right."""
         return self.reason is None
 
     def why(self, language: str) -> str:
@@ -86,7 +85,7 @@ def check(path: Path) -> Checked:
 
 def judged(name: str, exercise: Exercise, path: str, code: bytes) -> Checked:
     """Run the code on all cases in one child, and judge the answers from the smallest case on."""
-    given = answers(
+    replies = answers(
         path,
         code,
         f"{asked.__name__}:{exercise.way}",
@@ -96,9 +95,9 @@ def judged(name: str, exercise: Exercise, path: str, code: bytes) -> Checked:
     cost: AnswerCost | None = None
     for number, case in enumerate(exercise.cases):
         try:
-            if number >= len(given.found):
-                raise given.reason()
-            answer = given.found[number]
+            if number >= len(replies.found):
+                raise replies.reason()
+            answer = replies.found[number]
             if len(repr(answer)) > LONGEST:
                 raise Wrong("the answer has more than {most} characters", most=LONGEST)
             if "problem" in answer:

@@ -26,7 +26,7 @@ Matrix = np.ndarray
 
 
 def tensors(case: Case) -> tuple[Matrix, Matrix, Matrix]:
-    """Return x, a and b of a case: whole numbers, different in every element."""
+    """Return x (rows, inputs), a (inputs, hidden), b (hidden, outputs): whole numbers, -8 to 8."""
     _, rows, inputs, hidden, outputs = case
 
     def filled(height: int, width: int, step: int) -> Matrix:
@@ -45,7 +45,9 @@ def calls(case: Case) -> list[list[Any]]:
         np.array_split(b, ranks, 1),
         strict=True,
     )
-    return [[rank, ranks, *(one.tolist() for one in mine)] for rank, mine in enumerate(shares)]
+    return [
+        [rank, ranks, *(tensor.tolist() for tensor in share)] for rank, share in enumerate(shares)
+    ]
 
 
 def judge(case: Case, answer: Any) -> AnswerCost:
@@ -54,15 +56,15 @@ def judge(case: Case, answer: Any) -> AnswerCost:
     x, a, b = tensors(case)
     expected = np.maximum(x @ a, 0) @ b
     for rank, result in enumerate(answer["results"]):
-        found = np.array(result, float)
-        if found.shape != expected.shape:
+        values = np.array(result, float)
+        if values.shape != expected.shape:
             raise Wrong(
                 "rank {rank} must return the shape {expected}, but returns {found}",
                 rank=rank,
                 expected=expected.shape,
-                found=found.shape,
+                found=values.shape,
             )
-        wrong = np.argwhere(~(found == expected))  # NaN is wrong, too.
+        wrong = np.argwhere(~(values == expected))  # NaN is wrong, too.
         if len(wrong):
             row, column = map(int, wrong[0])
             raise Wrong(
@@ -71,7 +73,7 @@ def judge(case: Case, answer: Any) -> AnswerCost:
                 expected=expected[row, column],
                 row=row,
                 column=column,
-                found=found[row, column],
+                found=values[row, column],
             )
     # A ring's all-reduce moves 2 (n - 1) / n of an array through each rank, an all-gather half.
     share = (ranks - 1) / ranks

@@ -51,7 +51,6 @@ def sent(steps: Sequence[Step]) -> int:
 
 
 def calls(case: Case) -> list[list[Any]]:
-    """Return the arguments of every rank's call."""
     *before, _ = case
     return [[rank, *case] for rank in range(sum(before))]
 
@@ -60,12 +59,12 @@ def judge_ring(case: Case, answer: Any) -> AnswerCost:
     """Check the backward ring: sums, neighbours, chunks and bytes."""
     ranks, count = case
     steps = [
-        steps_of(mine, rank, ranks, count, f"backward_ring({rank}, {ranks}, {count})", MOST_STEPS)
-        for rank, mine in enumerate(answer["results"])
+        steps_of(result, rank, ranks, count, f"backward_ring({rank}, {ranks}, {count})", MOST_STEPS)
+        for rank, result in enumerate(answer["results"])
     ]
     bounds = chunks(ranks, count)
-    for rank, mine in enumerate(steps):
-        for sends, receives, _ in mine:
+    for rank, steps_of_rank in enumerate(steps):
+        for sends, receives, _ in steps_of_rank:
             _check_peers(rank, "sends to", sends, (rank - 1) % ranks)
             _check_peers(rank, "receives from", receives, (rank + 1) % ranks)
             for _, start, stop in (*sends, *receives):
@@ -83,11 +82,11 @@ def judge_ring(case: Case, answer: Any) -> AnswerCost:
     return check_cost(AnswerCost(max(map(sent, steps)), most), "elements sent by the busiest rank")
 
 
-def _check_peers(rank: int, way: str, transfers: Sequence[Transfer], peer: int) -> None:
+def _check_peers(rank: int, verb: str, transfers: Sequence[Transfer], peer: int) -> None:
     for other, _, _ in transfers:
         if other != peer:
             raise Wrong(
-                f"rank {{rank}} {way} rank {{other}}, and must do so with rank {{peer}} alone",
+                f"rank {{rank}} {verb} rank {{other}}, and must do so with rank {{peer}} alone",
                 rank=rank,
                 other=other,
                 peer=peer,
@@ -100,18 +99,20 @@ def judge_server(case: Case, answer: Any) -> AnswerCost:
     ranks = workers + servers
     steps = [
         steps_of(
-            mine,
+            result,
             rank,
             ranks,
             count,
             f"parameter_server({rank}, {workers}, {servers}, {count})",
             MOST_STEPS,
         )
-        for rank, mine in enumerate(answer["results"])
+        for rank, result in enumerate(answer["results"])
     ]
     cuts = [count * k * (k + 1) // (servers * (servers + 1)) for k in range(servers + 1)]
-    for rank, mine in enumerate(steps):
-        for peer, start, stop in (one for step in mine for way in step[:2] for one in way):
+    for rank, steps_of_rank in enumerate(steps):
+        for peer, start, stop in (
+            transfer for step in steps_of_rank for transfers in step[:2] for transfer in transfers
+        ):
             if (rank < servers) == (peer < servers):
                 raise Wrong(
                     "rank {rank} exchanges with rank {peer}, but only a worker and a server may",

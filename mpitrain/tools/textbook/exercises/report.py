@@ -11,33 +11,33 @@ from mpitrain.tools.textbook.words import text
 COLUMNS = ("file", "exercise", "verdict", "cases", "counterexample", "reason", "cost", "formula")
 
 
-def lines(file: str, found: Checked, language: str) -> Iterator[str]:
+def lines(file: str, checked: Checked, language: str) -> Iterator[str]:
     """Yield the verdict, the smallest counterexample, and the cost with its formula."""
-    exercise = found.exercise
-    verdict = text("right" if found.is_right else "wrong", language)
-    cases = text("{right} of {all} cases", language, right=found.cases, all=len(exercise.cases))
-    yield visible(f"{file}: {text('exercise', language)} {found.name}: {verdict}, {cases}")
-    if found.case is not None:
-        yield visible(f"  {found.why(language)}")
-        yield f"  {text('smallest counterexample', language)}: {found.sizes(found.case)}"
-    if found.cost:
-        largest = exercise.cases[found.cases - 1]
+    exercise = checked.exercise
+    verdict = text("right" if checked.is_right else "wrong", language)
+    cases = text("{right} of {all} cases", language, right=checked.cases, all=len(exercise.cases))
+    yield visible(f"{file}: {text('exercise', language)} {checked.name}: {verdict}, {cases}")
+    if checked.case is not None:
+        yield visible(f"  {checked.why(language)}")
+        yield f"  {text('smallest counterexample', language)}: {checked.sizes(checked.case)}"
+    if checked.cost:
+        largest = exercise.cases[checked.cases - 1]
         yield (
-            f"  {text(exercise.cost, language)}, {found.sizes(largest)}: {found.cost.counted:g}; "
-            f"{text('formula', language)} {text(exercise.formula, language)} = {found.cost.formula:g}"
+            f"  {text(exercise.cost, language)}, {checked.sizes(largest)}: {checked.cost.counted:g}; "
+            f"{text('formula', language)} {text(exercise.formula, language)} = {checked.cost.formula:g}"
         )
 
 
-def row(file: str, found: Checked, language: str) -> list[str]:
+def row(file: str, checked: Checked, language: str) -> list[str]:
     """Return the row of a file for CSV, in the order of COLUMNS."""
-    cost = found.cost
+    cost = checked.cost
     return [
         file,
-        found.name,
-        "right" if found.is_right else "wrong",
-        f"{found.cases}/{len(found.exercise.cases)}",
-        found.sizes(found.case) if found.case is not None else "",
-        found.why(language),
+        checked.name,
+        "right" if checked.is_right else "wrong",
+        f"{checked.cases}/{len(checked.exercise.cases)}",
+        checked.sizes(checked.case) if checked.case is not None else "",
+        checked.why(language),
         f"{cost.counted:g}" if cost else "",
         f"{cost.formula:g}" if cost else "",
     ]

@@ -32,16 +32,16 @@ def judge(case: Case, answer: Any) -> AnswerCost:
     """Check the schedule: every instruction once, no deadlock, live micro-batches, and time."""
     (micro_batches,) = case
     lists = tuple(
-        _instructions(stage, mine, micro_batches) for stage, mine in enumerate(answer["results"])
+        _instructions(stage, words, micro_batches) for stage, words in enumerate(answer["results"])
     )
     plan = Plan(tuple(range(STAGES)), lists)
     # A backward takes as long as two forwards.
     costs = [Times(1, 1, 1)] * STAGES
-    found = simulate(with_messages(plan), costs)
-    if found.waits:
-        raise Wrong("the stages wait forever: {waits}", waits=found.waits)
-    for stage, mine in enumerate(lists):
-        live = peak(mine, costs).live
+    simulation = simulate(with_messages(plan), costs)
+    if simulation.waits:
+        raise Wrong("the stages wait forever: {waits}", waits=simulation.waits)
+    for stage, instructions in enumerate(lists):
+        live = peak(instructions, costs).live
         if live > STAGES - stage:
             raise Wrong(
                 "stage {stage} may save {most} micro-batches at a time, but saves {live}",
@@ -50,29 +50,32 @@ def judge(case: Case, answer: Any) -> AnswerCost:
                 live=live,
             )
     return check_cost(
-        AnswerCost(found.makespan, 3 * (micro_batches + STAGES - 1)), "time of a step in forwards"
+        AnswerCost(simulation.makespan, 3 * (micro_batches + STAGES - 1)),
+        "time of a step in forwards",
     )
 
 
-def _instructions(stage: int, mine: Any, micro_batches: int) -> tuple[Compute, ...]:
+def _instructions(stage: int, words: Any, micro_batches: int) -> tuple[Compute, ...]:
     """Return a stage's instructions; Wrong unless each of its passes is there exactly once."""
-    found: list[Compute] = []
-    for one in mine:
-        match = re.fullmatch(r"([FB])([0-9]{1,6})", one) if isinstance(one, str) else None
+    instructions: list[Compute] = []
+    for word in words:
+        match = re.fullmatch(r"([FB])([0-9]{1,6})", word) if isinstance(word, str) else None
         if not match or int(match[2]) >= micro_batches:
             raise Wrong(
                 "stage {stage} has no computation {one} with {micro_batches} micro-batches",
                 stage=stage,
-                one=repr(one)[:40],
+                one=repr(word)[:40],
                 micro_batches=micro_batches,
             )
         kind = Forward if match[1] == "F" else Backward
-        found.append(kind(stage, int(match[2])))
+        instructions.append(kind(stage, int(match[2])))
     for micro in range(micro_batches):
         # Instructions are tuples: a forward equals the backward of the same micro-batch.
         at = {
             letter: [
-                n for n, one in enumerate(found) if isinstance(one, kind) and one.micro == micro
+                n
+                for n, instruction in enumerate(instructions)
+                if isinstance(instruction, kind) and instruction.micro == micro
             ]
             for letter, kind in (("F", Forward), ("B", Backward))
         }
@@ -90,7 +93,7 @@ def _instructions(stage: int, mine: Any, micro_batches: int) -> tuple[Compute, .
                 stage=stage,
                 one=f"B{micro}",
             )
-    return tuple(found)
+    return tuple(instructions)
 
 
 EXERCISES = {

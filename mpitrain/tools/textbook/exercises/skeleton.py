@@ -6,7 +6,6 @@ from mpitrain.tools.textbook.words import text
 
 
 def skeleton(name: str, exercise: Exercise, language: str) -> str:
-    """Return the file of an exercise."""
     statement = STATEMENTS[name] if language == "ko" else exercise.statement
     check = text("Check it with: mpitrain check FILE", language)
     cost = text(

@@ -77,8 +77,8 @@ class Frame(NamedTuple):
             return frozenset()
         return frozenset(
             (row, column)
-            for row, mine in enumerate(self.cells)
-            for column, cell in enumerate(mine)
+            for row, cells in enumerate(self.cells)
+            for column, cell in enumerate(cells)
             if cell.rstrip(UNDER_WAY) != before.cells[row][column].rstrip(UNDER_WAY)
         )
 
@@ -99,7 +99,6 @@ class CountedFormula(NamedTuple):
 
     @property
     def agrees(self) -> bool:
-        """Whether the counted number is the formula's."""
         return abs(self.counted - self.value) <= 1e-9 * max(1.0, abs(self.value))
 
 
@@ -111,13 +110,13 @@ class SourceLines(NamedTuple):
     line: int
 
     @classmethod
-    def of(cls, found: Any) -> "SourceLines":
+    def of(cls, source: Any) -> "SourceLines":
         """Return the source of a function or class, as `inspect` finds it."""
-        file = Path(inspect.getsourcefile(found) or "")
+        file = Path(inspect.getsourcefile(source) or "")
         return cls(
-            found.__qualname__,
+            source.__qualname__,
             file.relative_to(ROOT).as_posix(),
-            inspect.getsourcelines(found)[1],
+            inspect.getsourcelines(source)[1],
         )
 
 

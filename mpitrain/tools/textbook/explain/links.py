@@ -42,12 +42,12 @@ def parse_link(words: str) -> Link:
 
     raises  ConfigError if the text is not of this form, or the link is far too slow
     """
-    found = re.fullmatch(r"([\d.]+)([kMG]?)bit,([\d.]+)(s|ms|us)", words.replace(" ", ""))
+    match = re.fullmatch(r"([\d.]+)([kMG]?)bit,([\d.]+)(s|ms|us)", words.replace(" ", ""))
     try:
-        if found is None:
+        if match is None:
             raise ValueError
-        bits = float(found[1]) * UNITS[found[2]]
-        latency = float(found[3]) * SECONDS[found[4]]
+        bits = float(match[1]) * UNITS[match[2]]
+        latency = float(match[3]) * SECONDS[match[4]]
     except ValueError:
         raise ConfigError(
             f"A link is a bandwidth and a latency, such as 200Mbit,1ms, but this is {words!r}.",
@@ -96,7 +96,6 @@ class Network:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a message is on its way."""
         return time.perf_counter() < self.last_arrival
 
 
@@ -118,7 +117,7 @@ class Watched(Forwarding):
             (self._context, source, target, tag), source, target, array.nbytes
         )
         request = self._inner.start_send(array, to, tag)
-        return _Timed(request, lambda found: free) if self._network.link else request
+        return _Timed(request, lambda _: free) if self._network.link else request
 
     def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> Request:
         return self._received(self._inner.start_recv(array, source, tag), tag, source)
@@ -131,8 +130,8 @@ class Watched(Forwarding):
             return request
         target = self.members[self.rank]
 
-        def due(found: Request) -> float:
-            sender = found.source if source is None else source
+        def due(received: Request) -> float:
+            sender = received.source if source is None else source
             return self._network.arrival((self._context, self.members[sender], target, tag))
 
         return _Timed(request, due)

@@ -32,9 +32,9 @@ class Symbols:
 
     def vector(self, name: str) -> np.ndarray:
         """Return the vector of a symbol, (size,) float64."""
-        found = np.zeros(self.size)
-        found[self._index[name]] = 1
-        return found
+        vector = np.zeros(self.size)
+        vector[self._index[name]] = 1
+        return vector
 
     def cell(self, name: str, count: int) -> np.ndarray:
         """Return `count` elements that repeat the vector of a symbol; `size` divides `count`."""
@@ -58,7 +58,7 @@ class Symbols:
 
 def written(terms: dict[str, float]) -> str:
     """Return a linear form as text: {a: 1, b: -0.5, c: -0.5} is a-(b+c)/2; 0 if it has no term."""
-    found = ""
+    form = ""
     keyed = [(Fraction(c).limit_denominator(LARGEST), name) for name, c in terms.items()]
     for value, group in groupby(keyed, lambda pair: pair[0]):
         names = [name for _, name in group]
@@ -67,5 +67,5 @@ def written(terms: dict[str, float]) -> str:
             total = f"({total})"
         times = f"{abs(value.numerator)}" if abs(value.numerator) > 1 else ""
         over = f"/{value.denominator}" if value.denominator > 1 else ""
-        found += ("-" if value < 0 else "+") + times + total + over
-    return found.removeprefix("+") or "0"
+        form += ("-" if value < 0 else "+") + times + total + over
+    return form.removeprefix("+") or "0"

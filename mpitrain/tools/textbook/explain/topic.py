@@ -15,8 +15,8 @@ MOST_RANKS = 8
 class TopicSetting(NamedTuple):
     """The setting of a recording.
 
-    ranks      threads, each one rank
-    link     speed of every rank's link; None: as fast as memory
+    ranks  threads, each one rank
+    link   speed of every rank's link; None: as fast as memory
     """
 
     ranks: int

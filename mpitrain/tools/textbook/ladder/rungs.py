@@ -32,7 +32,6 @@ class ProductShape(NamedTuple):
 
     @property
     def products(self) -> int:
-        """Multiplications of the product."""
         return self.M * self.N * self.K
 
 
@@ -55,7 +54,6 @@ class Rung(NamedTuple):
     sectors: Callable[[ProductShape], tuple[int, int]]
 
     def grid(self, shape: ProductShape) -> tuple[int, int]:
-        """Return the blocks in x and y."""
         rows, columns = shape.M // self.tile[0], shape.N // self.tile[1]
         return (rows, columns) if self.by_rows else (columns, rows)
 
@@ -118,7 +116,6 @@ class Climbed(NamedTuple):
 
     @property
     def sectors(self) -> int:
-        """Sectors of A and B."""
         return self.traffic.sectors["A"] + self.traffic.sectors["B"]
 
     @property
@@ -141,10 +138,10 @@ def climb(shape: ProductShape, cache: Path | None = None) -> dict[str, Climbed]:
     compiler("The ladder of products is compiled", "choose another topic")
     launches: list[LaunchTraffic] = []
     engine = Simulator(checked=True, cache=cache, traffic=launches)
-    kernels, found = Kernels(engine, FOLDER), {}
+    kernels, climbed = Kernels(engine, FOLDER), {}
     for name, rung in RUNGS.items():
         a, b = rung.operands(shape)
         c = Arena().take((shape.M, shape.N), np.dtype(np.float32))
         kernels.launch(name, rung.grid(shape), rung.block, (*shape, a, b, c), 0, MACROS, "C")
-        found[name] = Climbed(a, b, c, launches[-1])
-    return found
+        climbed[name] = Climbed(a, b, c, launches[-1])
+    return climbed

@@ -8,7 +8,6 @@ DEEP = ("model.layers=12", "model.width=64")
 
 
 def step(*settings: str) -> StepCounts:
-    """Return the counted step of the first stage."""
     return counted(*settings).stages[0].step
 
 
@@ -51,10 +50,12 @@ def six_per_parameter(width: int, context: int) -> Figures:
 
 
 def accumulated_memory(schedule: str, stages: int) -> Figures:
-    """Compare the activation memory of 16 micro-batches and of 2, times 8, on the first stage."""
+    """Compare the activation memory of 16 micro-batches, times 8, and of 2, on the first stage."""
     job = (f"layout.pp={stages}", f"pipeline.schedule={schedule}", "batch.size=64")
-    few, many = (step(*job, f"batch.micro_batches={m}").peak for m in (2, 16))
-    return Figures(8 * many / few, {"kB, 16 micro-batches": many / 1e3, "kB, 2": few / 1e3})
+    peak_2, peak_16 = (step(*job, f"batch.micro_batches={m}").peak for m in (2, 16))
+    return Figures(
+        8 * peak_16 / peak_2, {"kB, 16 micro-batches": peak_16 / 1e3, "kB, 2": peak_2 / 1e3}
+    )
 
 
 CLAIMS = {

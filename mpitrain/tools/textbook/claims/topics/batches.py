@@ -53,9 +53,9 @@ def underflow(dtype: str) -> Figures:
         job = build(transport, configured("model.width=32", "batch.size=32"))
         inputs, targets = job.data.batch(0, 0, 32, range(32))
         job.trainer.step(0, inputs, targets)
-        found = np.array(job.trainer.gradients)
+        values = np.array(job.trainer.gradients)
         job.close()
-        return found
+        return values
 
     whole = on_ranks(1, gradients)[0]
     whole = whole[whole != 0]

@@ -23,8 +23,8 @@ def ring_bytes(ranks: int, elements: int) -> Figures:
 
 def growth(algorithm: str) -> Figures:
     """Compare the busiest rank's bytes on 8 ranks with those on 2."""
-    few, many = (sent_by_busiest("bind", algorithm, ranks, LENGTH) for ranks in (2, 8))
-    return Figures(many / few, {"bytes on 2 ranks": few, "bytes on 8 ranks": many})
+    bytes_2, bytes_8 = (sent_by_busiest("bind", algorithm, ranks, LENGTH) for ranks in (2, 8))
+    return Figures(bytes_8 / bytes_2, {"bytes on 2 ranks": bytes_2, "bytes on 8 ranks": bytes_8})
 
 
 def halves(algorithm: str, ranks: int) -> Figures:

@@ -32,18 +32,18 @@ def simulated(
     return simulate(with_messages(plan), every, receive=receive, overhead=overhead)
 
 
-def idle_units(found: Simulation) -> float:
+def idle_units(simulation: Simulation) -> float:
     """Return the idle time of a stage, as the mean over all stages."""
-    return found.makespan * found.bubble
+    return simulation.makespan * simulation.bubble
 
 
 def more_micro_batches(overhead: float) -> Figures:
     """Compare idle time with 64 and 2 micro-batches of one batch that takes 6 units per stage."""
-    few, many = (
+    idle_2, idle_64 = (
         simulated("gpipe", 4, m, [Cost(2 / m, 2 / m, 2 / m)] * 4, overhead=overhead).bubble
         for m in (2, 64)
     )
-    return Figures(many / few, {"% idle, 2": 100 * few, "% idle, 64": 100 * many})
+    return Figures(idle_64 / idle_2, {"% idle, 2": 100 * idle_2, "% idle, 64": 100 * idle_64})
 
 
 def fewer_stages(few: int, many: int, units: int) -> Figures:
@@ -86,8 +86,11 @@ def as_gpipe(weight: float) -> Figures:
     weight  time of a backward's weight half; both halves take 2
     """
     cost = Cost(1, 2 - weight, weight)
-    one, other = (simulated(name, 4, 8, [cost] * 4).bubble for name in ("1f1b", "gpipe"))
-    return Figures(abs(one - other), {"% idle, 1F1B": 100 * one, "% idle, GPipe": 100 * other})
+    idle_1f1b, idle_gpipe = (simulated(name, 4, 8, [cost] * 4).bubble for name in ("1f1b", "gpipe"))
+    return Figures(
+        abs(idle_1f1b - idle_gpipe),
+        {"% idle, 1F1B": 100 * idle_1f1b, "% idle, GPipe": 100 * idle_gpipe},
+    )
 
 
 def live(schedule: str, micro_batches: int) -> Figures:
@@ -99,18 +102,22 @@ def live(schedule: str, micro_batches: int) -> Figures:
 def interleaved(chunks: int, receive: float) -> Figures:
     """Compare the idle time of interleaved 1F1B, times the chunks, with one chunk's bubble."""
     whole = 3.0 * (4 - 1)
-    found = idle_units(simulated("interleaved", 4, 16, chunks=chunks, receive=receive))
+    idle = idle_units(simulated("interleaved", 4, 16, chunks=chunks, receive=receive))
     return Figures(
-        abs(found * chunks / whole - 1),
-        {"idle units, one chunk": whole, "idle units, interleaved": found},
+        abs(idle * chunks / whole - 1),
+        {"idle units, one chunk": whole, "idle units, interleaved": idle},
     )
 
 
 def zero_bubble(weight: float) -> Figures:
     """Compare the idle time of ZB-H1 with the idle time of GPipe."""
     costs = [Cost(1, 1, weight)] * 4
-    found, whole = (idle_units(simulated(name, 4, 16, costs)) for name in ("zero-bubble", "gpipe"))
-    return Figures(found / whole, {"idle units, zero-bubble": found, "idle units, GPipe": whole})
+    idle_zb, idle_gpipe = (
+        idle_units(simulated(name, 4, 16, costs)) for name in ("zero-bubble", "gpipe")
+    )
+    return Figures(
+        idle_zb / idle_gpipe, {"idle units, zero-bubble": idle_zb, "idle units, GPipe": idle_gpipe}
+    )
 
 
 def zero_bubble_memory(stage: int) -> Figures:
@@ -125,8 +132,8 @@ def zero_bubble_memory(stage: int) -> Figures:
 def stale(schedule: str) -> Figures:
     """Compare the staleness of the first stage's gradients with p - 1."""
     every = STREAMS[schedule].every
-    found = staleness(plan_of(schedule, 4, 32).lists[0], every(4) if every else 0)
-    return Figures(abs(found - 3), {"updates late": found})
+    late = staleness(plan_of(schedule, 4, 32).lists[0], every(4) if every else 0)
+    return Figures(abs(late - 3), {"updates late": late})
 
 
 CLAIMS = {

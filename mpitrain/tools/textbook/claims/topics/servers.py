@@ -22,7 +22,7 @@ def slept(transport: Transport, config: Config) -> list[list[float]]:
     """Train, and return the seconds that this rank slept in each of its steps, by common step."""
     job = build(transport, config)
     trainer, replication = job.trainer, job.trainer.replication
-    late, start, found = delays(config.run.delay), trainer.share().start, list[list[float]]()
+    late, start, seconds = delays(config.run.delay), trainer.share().start, list[list[float]]()
     for index in range(config.run.steps):
         own, sleeps = None, list[float]()
         for number in replication.steps(index, lambda: False):
@@ -31,10 +31,10 @@ def slept(transport: Transport, config: Config) -> list[list[float]]:
             if len(rows[0]):
                 sleeps.append(delay_s(late, transport.rank, 0, number, start, 0, 0))
         replication.outcome(index, own)
-        found.append(sleeps)
+        seconds.append(sleeps)
     trainer.sync_parameters()
     job.close()
-    return found
+    return seconds
 
 
 def speed_up(workers: int, delay: str) -> float:
@@ -52,13 +52,13 @@ def speed_up(workers: int, delay: str) -> float:
         for update in ("sync", "bounded")
     )
     waits = sum(max(map(sum, step)) for step in zip(*strict, strict=True))
-    return waits / max(sum(map(sum, mine)) for mine in late)
+    return waits / max(sum(map(sum, of_worker)) for of_worker in late)
 
 
 def more_workers(delay: str) -> Figures:
     """Compare the gain of asynchronous updates with 6 workers and with 2."""
-    few, many = speed_up(2, delay), speed_up(6, delay)
-    return Figures(many / few, {"times faster, 2 workers": few, "times faster, 6": many})
+    gain_2, gain_6 = speed_up(2, delay), speed_up(6, delay)
+    return Figures(gain_6 / gain_2, {"times faster, 2 workers": gain_2, "times faster, 6": gain_6})
 
 
 def stale(update: str, workers: int) -> Figures:
@@ -97,11 +97,11 @@ def local_bytes(steps: int) -> Figures:
 
 def gossip_growth(mode: str) -> Figures:
     """Compare the bytes of a step on 6 ranks and on 2."""
-    few, many = (
+    bytes_2, bytes_6 = (
         busiest(ranks, f"replication.mode={mode}", "run.steps=12", "model.layers=1")
         for ranks in (2, 6)
     )
-    return Figures(many / few, {"bytes on 2 ranks": few, "bytes on 6 ranks": many})
+    return Figures(bytes_6 / bytes_2, {"bytes on 2 ranks": bytes_2, "bytes on 6 ranks": bytes_6})
 
 
 CLAIMS = {

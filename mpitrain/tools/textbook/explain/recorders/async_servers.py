@@ -85,13 +85,11 @@ class Conductor:
 
 
 def recorder(title: Text) -> Callable[[str, TopicSetting], Explanation]:
-    """Return the function that records asynchronous servers."""
-
     def record(name: str, setting: TopicSetting) -> Explanation:
         n, workers = setting.ranks, setting.ranks - 1
         conductor = Conductor(workers)
         results = run_ranks(n, _run, conductor)
-        served, staleness = results[-1].parameters, max(each.staleness for each in results)
+        served, staleness = results[-1].parameters, max(result.staleness for result in results)
         frames = [Frame(sentence("start"), (*(("w", "") for _ in range(workers)), ("w", "")))]
         pulled, stalest = [0] * workers, 0
         for number, push in enumerate(conductor.pushes):
@@ -148,7 +146,7 @@ def recorder(title: Text) -> Callable[[str, TopicSetting], Explanation]:
                     sentence("updates"), len(served), "steps x workers", STEPS * workers
                 ),
             ],
-            [SourceLines.of(each) for each in (AsyncWork, AsyncServing, WorkQueue)],
+            [SourceLines.of(source) for source in (AsyncWork, AsyncServing, WorkQueue)],
             f"mpitrain launch -n {n} -- train --set replication.mode=server --set replication.update=async",
             ("tests/ranks/parallel/test_training.py",),
         )
@@ -168,11 +166,11 @@ def _run(transport: Transport, conductor: Conductor) -> _ServerResult:
     workers, me = transport.size - 1, transport.rank
     symbols = toy.basis(STEPS, workers)
 
-    def seen(one: toy.Pass) -> None:
-        if one.kind == "forward":
-            conductor.pulled(me, symbols.read(one.array))
-        elif one.kind == "weight":
-            conductor.push(me, symbols.read(one.array))
+    def seen(layer_pass: toy.Pass) -> None:
+        if layer_pass.kind == "forward":
+            conductor.pulled(me, symbols.read(layer_pass.array))
+        elif layer_pass.kind == "weight":
+            conductor.push(me, symbols.read(layer_pass.array))
 
     config = toy.configured(
         "replication.mode=server",
@@ -200,12 +198,12 @@ def _run(transport: Transport, conductor: Conductor) -> _ServerResult:
 
 def _watched(trainer: Trainer, read: Callable[[np.ndarray], str]) -> list[str]:
     """Return a list that receives the server's parameters after each update."""
-    store, found = trainer.replication.store, list[str]()
+    store, contents = trainer.replication.store, list[str]()
     update = store.update
 
     def watched(apply: Callable[[Piece, Any, Any], None]) -> None:
         update(apply)
-        found.append(read(np.asarray(trainer.parameters)))
+        contents.append(read(np.asarray(trainer.parameters)))
 
     store.update = watched  # type: ignore[method-assign]
-    return found
+    return contents

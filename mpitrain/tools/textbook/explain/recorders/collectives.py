@@ -77,8 +77,6 @@ STAR = ShownCollective(
 
 
 def recorder(shown: ShownCollective, title: Text) -> Callable[[str, TopicSetting], Explanation]:
-    """Return the function that records an all-reduce."""
-
     def record(name: str, setting: TopicSetting) -> Explanation:
         n, network = setting.ranks, Network(setting.link)
         symbols = Symbols([f"{LETTERS[chunk]}{rank}" for chunk in range(n) for rank in range(n)])
@@ -92,7 +90,7 @@ def recorder(shown: ShownCollective, title: Text) -> Callable[[str, TopicSetting
         return Explanation(
             name,
             title,
-            [sentence(each.english, n=n, half=n - 1) for each in shown.sentences],
+            [sentence(text.english, n=n, half=n - 1) for text in shown.sentences],
             sentence("a1 is chunk a of rank 1; a0+a1 is the sum of chunk a of ranks 0 and 1."),
             [sentence("rank {r}", r=rank) for rank in range(n)],
             [Columns(sentence("chunks"), tuple(LETTERS[:n]))],
@@ -134,7 +132,6 @@ def _run(
     symbols: Symbols,
     per_chunk: int,
 ) -> list[_State]:
-    """Run the plan on one rank, a step at a time, and return the state after each step."""
     transport = Watched(inner, network)
     rank, n = transport.rank, transport.size
     array = np.concatenate(
@@ -156,21 +153,20 @@ def _run(
 def _frames(
     states: Sequence[Sequence[_State]], network: Network, n: int, is_timed: bool
 ) -> list[Frame]:
-    """Return a frame for each step of all ranks."""
     frames: list[Frame] = []
     first, log = 0, network.log
-    for step, mine in enumerate(zip(*states, strict=True)):
-        sent = tuple(state.nbytes for state in mine)
+    for step, of_ranks in enumerate(zip(*states, strict=True)):
+        sent = tuple(state.nbytes for state in of_ranks)
         stop, total = first, sum(frames[-1].sent) if frames else 0
         while stop < len(log) and total < sum(sent):
             total, stop = total + log[stop].nbytes, stop + 1
         frames.append(
             Frame(
                 sentence("step {k}", k=step) if step else sentence("start"),
-                tuple(state.cells for state in mine),
+                tuple(state.cells for state in of_ranks),
                 tuple(sorted(log[first:stop])),
                 sent,
-                max(state.seconds for state in mine) if is_timed and step else None,
+                max(state.seconds for state in of_ranks) if is_timed and step else None,
             )
         )
         first = stop

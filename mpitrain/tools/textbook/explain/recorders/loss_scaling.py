@@ -87,7 +87,6 @@ def record(name: str, setting: TopicSetting) -> Explanation:
 
 
 def _scaled(scale: float) -> np.ndarray:
-    """Return the gradients times a scale in float16."""
     with np.errstate(over="ignore"):
         return (np.array(GRADIENTS) * scale).astype(np.float16)
 

@@ -84,8 +84,6 @@ class _Stage(NamedTuple):
 
 
 def recorder(shown: ShownSchedule, title: Text) -> Callable[[str, TopicSetting], Explanation]:
-    """Return the function that records a schedule."""
-
     def record(name: str, setting: TopicSetting) -> Explanation:
         p, m = setting.ranks, _micro_batches(shown, setting.ranks)
         stages: list[_Stage] = run_ranks(p, _run, shown)
@@ -93,7 +91,7 @@ def recorder(shown: ShownSchedule, title: Text) -> Callable[[str, TopicSetting],
         program = training_program(plan)
         timeline = simulate(program, [Cost()] * p).timeline
         executed = Plan(
-            plan.stage_of, tuple(tuple(e.instruction for e in mine) for mine in timeline)
+            plan.stage_of, tuple(tuple(e.instruction for e in events) for events in timeline)
         )
         frames = _frames(timeline, [stage.done for stage in stages], shown.steps > 1)
         slots = len(frames) - 1
@@ -137,7 +135,7 @@ def recorder(shown: ShownSchedule, title: Text) -> Callable[[str, TopicSetting],
         return Explanation(
             name,
             title,
-            [sentence(each.english, p=p, m=m) for each in shown.sentences],
+            [sentence(text.english, p=p, m=m) for text in shown.sentences],
             LEGEND_OF_VERSIONS if shown.steps > 1 else LEGEND,
             [sentence("stage {s}", s=stage) for stage in range(p)],
             [
@@ -161,7 +159,6 @@ def _micro_batches(shown: ShownSchedule, stages: int) -> int:
 
 
 def _run(transport: Transport, shown: ShownSchedule) -> _Stage:
-    """Train on one stage, and return its instructions in their order."""
     m = _micro_batches(shown, transport.size)
     symbols = toy.basis(shown.steps, m, has_inputs=True)
     numbers = {
@@ -173,14 +170,16 @@ def _run(transport: Transport, shown: ShownSchedule) -> _Stage:
     done: list[_Done] = []
     used: dict[int, int] = {}
 
-    def seen(one: toy.Pass) -> None:
-        micro = numbers[symbols.read(one.rows)]
-        if one.kind == "forward":
+    def seen(layer_pass: toy.Pass) -> None:
+        micro = numbers[symbols.read(layer_pass.rows)]
+        if layer_pass.kind == "forward":
             # Each update has subtracted the gradient of one micro-batch.
-            used[micro] = int(-one.array[symbols.names.index("w") + 1 :][: symbols.size - 1].sum())
+            used[micro] = int(
+                -layer_pass.array[symbols.names.index("w") + 1 :][: symbols.size - 1].sum()
+            )
             done.append(_Done("F", micro, used[micro]))
         else:
-            done.append(_Done("B" if one.kind == "input" else "W", micro, used[micro]))
+            done.append(_Done("B" if layer_pass.kind == "input" else "W", micro, used[micro]))
 
     config = toy.configured(
         f"layout.pp={transport.size}",
@@ -207,12 +206,12 @@ def _frames(
 
     raises  AssertionError if the run had another order than the simulation
     """
-    slots = max(round(mine[-1].end) for mine in timeline)
+    slots = max(round(events[-1].end) for events in timeline)
     charts, saved = [], []
-    for events, mine in zip(timeline, done, strict=True):
+    for events, passes in zip(timeline, done, strict=True):
         row, alive = [IDLE] * slots, dict[int, None]()
         live: list[tuple[int, ...]] = [()] * slots
-        rest = iter(mine)
+        rest = iter(passes)
         at = 0
         for event in events:
             start, end = round(event.start), round(event.end)
@@ -248,8 +247,8 @@ def _cell(instruction: Compute, rest: Any, shows_version: bool) -> str:
     """Return the text of an instruction, and take its passes from the rest of the run."""
     kinds = {Forward: "F", BackwardInput: "B", BackwardWeight: "W", Backward: "BW"}
     passes = [next(rest) for _ in kinds[type(instruction)]]
-    found = "".join(each.kind for each in passes), {each.micro for each in passes}
-    assert found == (kinds[type(instruction)], {instruction.micro}), (found, instruction)
+    taken = "".join(entry.kind for entry in passes), {entry.micro for entry in passes}
+    assert taken == (kinds[type(instruction)], {instruction.micro}), (taken, instruction)
     version = f"v{passes[0].version}" if shows_version else ""
     return f"{LETTERS[type(instruction)]}{instruction.micro}{version}"
 
@@ -257,8 +256,8 @@ def _cell(instruction: Compute, rest: Any, shows_version: bool) -> str:
 def _most_saved(done: Sequence[_Done]) -> int:
     """Return the most micro-batches between their forward and their weight half."""
     live = most = 0
-    for each in done:
-        live += (each.kind == "F") - (each.kind == "W")
+    for entry in done:
+        live += (entry.kind == "F") - (entry.kind == "W")
         most = max(most, live)
     return most
 
@@ -266,9 +265,9 @@ def _most_saved(done: Sequence[_Done]) -> int:
 def _stalest(done: Sequence[_Done]) -> int:
     """Return the most updates between the forward of a micro-batch and its own update."""
     updates = most = 0
-    for each in done:
-        if each.kind == "W":
-            most = max(most, updates - each.version)
+    for entry in done:
+        if entry.kind == "W":
+            most = max(most, updates - entry.version)
             updates += 1
     return most
 
@@ -277,11 +276,11 @@ def _most_versions(done: Sequence[_Done]) -> int:
     """Return the most versions of the weights at once: those of saved micro-batches, and the newest."""
     live: dict[int, int] = {}
     updates = most = 0
-    for each in done:
-        if each.kind == "F":
-            live[each.micro] = each.version
-        elif each.kind == "W":
-            del live[each.micro]
+    for entry in done:
+        if entry.kind == "F":
+            live[entry.micro] = entry.version
+        elif entry.kind == "W":
+            del live[entry.micro]
             updates += 1
         most = max(most, len({updates, *live.values()}))
     return most

@@ -60,16 +60,15 @@ class _Inner(toy.SymbolLayer):
 
 
 def _run(transport: Transport, way: str) -> list[_Pass]:
-    """Train a step on one rank, and return its passes."""
     symbols = toy.basis(1, 1, has_inputs=True)
     made: list[Any] = [lambda: None] * (2 * len(UNITS))
     passes: list[_Pass] = []
 
-    def seen(one: toy.Pass) -> None:
-        letter = {"forward": "F", "input": "B", "weight": ""}[one.kind]
+    def seen(layer_pass: toy.Pass) -> None:
+        letter = {"forward": "F", "input": "B", "weight": ""}[layer_pass.kind]
         if letter:
             alive = tuple("x0" if array() is not None else "" for array in made)
-            passes.append(_Pass(f"{letter} {UNITS[one.unit]}", alive))
+            passes.append(_Pass(f"{letter} {UNITS[layer_pass.unit]}", alive))
 
     config = toy.configured("batch.size=1", "run.steps=1", f"memory.recompute={way}")
     units = [
@@ -87,14 +86,16 @@ def record(name: str, setting: TopicSetting) -> Explanation:
     frames = [Frame(sentence("start"), tuple(("",) * (2 * len(UNITS) + 1) for _ in WAYS))]
     for at in range(longest):
         cells = [
-            (mine[at].name, *mine[at].alive) if at < len(mine) else ("",) * (2 * len(UNITS) + 1)
-            for mine in runs.values()
+            (passes[at].name, *passes[at].alive)
+            if at < len(passes)
+            else ("",) * (2 * len(UNITS) + 1)
+            for passes in runs.values()
         ]
         frames.append(Frame(sentence("after pass {k}", k=at + 1), tuple(cells)))
     count = len(UNITS)
     formulas = []
     for way, size in WAYS.items():
-        peak = max(sum(map(bool, each.alive)) for each in runs[way])
+        peak = max(sum(map(bool, entry.alive)) for entry in runs[way])
         words, value = ("2 L", 2 * count) if not size else (SEGMENTS, -(-(count - 1) // size) + 2)
         formulas.append(
             CountedFormula(
@@ -104,7 +105,7 @@ def record(name: str, setting: TopicSetting) -> Explanation:
                 value,
             )
         )
-    forwards = {way: sum(each.name[0] == "F" for each in mine) for way, mine in runs.items()}
+    forwards = {way: sum(entry.name[0] == "F" for entry in passes) for way, passes in runs.items()}
     formulas.append(
         CountedFormula(
             sentence("forwards of units with recomputation"),
@@ -131,7 +132,7 @@ def record(name: str, setting: TopicSetting) -> Explanation:
         [sentence("recompute {way}", way=way) for way in WAYS],
         [
             Columns(sentence("now"), ("pass",)),
-            Columns(sentence("activations"), tuple(f"{u}.{each}" for u in UNITS for each in "xh")),
+            Columns(sentence("activations"), tuple(f"{u}.{kind}" for u in UNITS for kind in "xh")),
         ],
         frames,
         formulas,

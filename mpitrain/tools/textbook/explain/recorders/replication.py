@@ -78,11 +78,9 @@ class _RankRun(NamedTuple):
 
 
 def recorder(shown: ShownMode, title: Text) -> Callable[[str, TopicSetting], Explanation]:
-    """Return the function that records a mode of replication."""
-
     def record(name: str, setting: TopicSetting) -> Explanation:
         n, network = setting.ranks, Network(setting.link)
-        found: list[_RankRun] = run_ranks(n, _run, shown, network)
+        runs: list[_RankRun] = run_ranks(n, _run, shown, network)
         workers = n - shown.servers
         units = shown.units or workers
         columns = [
@@ -90,32 +88,32 @@ def recorder(shown: ShownMode, title: Text) -> Callable[[str, TopicSetting], Exp
             for unit in range(units)
             for region in range(workers if shown.is_split else 1)
         ]
-        frames = _frames([each.entries for each in found], shown, bool(setting.link))
+        frames = _frames([run.entries for run in runs], shown, bool(setting.link))
         formulas = [
             CountedFormula(
                 sentence("bytes that the busiest rank sends in a step, control message included"),
-                max(each.nbytes for each in found),
-                found[0].words,
-                found[0].formula,
+                max(run.nbytes for run in runs),
+                runs[0].words,
+                runs[0].formula,
             )
         ]
         if shown.memory:
             formulas.append(
                 CountedFormula(
                     sentence("bytes of parameters, gradients and optimizer state on a rank"),
-                    sum(each.stored for each in found) / n,
+                    sum(run.stored for run in runs) / n,
                     shown.memory[0],
-                    shown.memory[1](found[0].elements, n, found[0].elements // units),
+                    shown.memory[1](runs[0].elements, n, runs[0].elements // units),
                 )
             )
         micros = [f"batch.micro_batches={shown.micros}"] if shown.micros > 1 else []
         settings = [
-            each for each in (*shown.settings, *micros, "run.steps=20") if "bucket" not in each
+            word for word in (*shown.settings, *micros, "run.steps=20") if "bucket" not in word
         ]
         return Explanation(
             name,
             title,
-            [sentence(each.english, n=n, w=workers) for each in shown.sentences],
+            [sentence(text.english, n=n, w=workers) for text in shown.sentences],
             sentence(
                 "A, B, ... are units of the model. w: initial parameters; g1: gradient of row 1 in step 1, "
                 "h1 in step 2; →: on its way; - or empty: not stored."
@@ -127,8 +125,8 @@ def recorder(shown: ShownMode, title: Text) -> Callable[[str, TopicSetting], Exp
             [Columns(HEADINGS[group], tuple(columns)) for group in shown.groups],
             frames,
             formulas,
-            [SourceLines.of(each) for each in shown.sources],
-            " ".join((f"mpitrain launch -n {n} -- train", *(f"--set {each}" for each in settings))),
+            [SourceLines.of(source) for source in shown.sources],
+            " ".join((f"mpitrain launch -n {n} -- train", *(f"--set {word}" for word in settings))),
             shown.laws,
         )
 
@@ -143,7 +141,6 @@ HEADINGS = {
 
 
 def _run(inner: Transport, shown: ShownMode, network: Network) -> _RankRun:
-    """Train on one rank, and return its diary."""
     transport = Watched(inner, network)
     workers = transport.size - shown.servers
     units, rows = shown.units or workers, workers * shown.micros
@@ -207,12 +204,12 @@ def _frames(
                 tuple(
                     cell
                     for group in shown.groups
-                    for cell in one.cells.get(group, ("",) * len(one.cells["parameters"]))
+                    for cell in state.cells.get(group, ("",) * len(state.cells["parameters"]))
                 )
-                for one in last
+                for state in last
             ),
-            sent=tuple(one.nbytes for one in last) if ends else (),
-            seconds=max(one.seconds for one in last) if ends and is_timed and key[0] else None,
+            sent=tuple(state.nbytes for state in last) if ends else (),
+            seconds=max(state.seconds for state in last) if ends and is_timed and key[0] else None,
         )
         if frames and not frame.changed(frames[-1]):
             # The last event of a step has its bytes and seconds.

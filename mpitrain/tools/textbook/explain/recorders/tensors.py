@@ -91,27 +91,25 @@ class _RankCells(NamedTuple):
 
 
 def recorder(shown: ShownLayer, title: Text) -> Callable[[str, TopicSetting], Explanation]:
-    """Return the function that records a layer."""
-
     def record(name: str, setting: TopicSetting) -> Explanation:
         n, count = setting.ranks, FEATURES[setting.ranks]
-        found: list[_RankCells] = run_ranks(n, _run, shown)
+        ranks: list[_RankCells] = run_ranks(n, _run, shown)
         groups = ("x", "W", "y", "dy", "dx")
         frames = [
             Frame(
-                found[0].frames[at][0],
+                ranks[0].frames[at][0],
                 tuple(
                     tuple(cell for group in groups for cell in rank.frames[at][1][group])
-                    for rank in found
+                    for rank in ranks
                 ),
-                sent=tuple(rank.frames[at][2] for rank in found),
+                sent=tuple(rank.frames[at][2] for rank in ranks),
             )
-            for at in range(len(found[0].frames))
+            for at in range(len(ranks[0].frames))
         ]
         return Explanation(
             name,
             title,
-            [sentence(each.english, n=n) for each in shown.sentences],
+            [sentence(text.english, n=n) for text in shown.sentences],
             sentence(
                 "x0+2x1 under y0: that column of y is this sum of features; d0 is a symbol of dy. W: numbers of a row or "
                 "column of the weight. - or empty: not on this rank, or not yet."
@@ -149,7 +147,6 @@ def _numbered(letter: str, count: int) -> tuple[str, ...]:
 
 
 def _run(transport: Transport, shown: ShownLayer) -> _RankCells:
-    """Run the layer forward and backward on one rank."""
     group, arena = Group(transport, "ring"), Arena()
     layers = layers_for(ops_for("cpu"), group, Layout())
     partial: list[np.ndarray] = []
@@ -206,7 +203,7 @@ def _run(transport: Transport, shown: ShownLayer) -> _RankCells:
 
 def _cells(array: np.ndarray, features: Sequence[int], letter: str) -> list[str]:
     """Return the columns of an array as sums of symbols, each under the number of its feature."""
-    found = [""] * len(array)
+    cells = [""] * len(array)
     for feature, column in zip(features, array.T, strict=True):
-        found[feature] = written({f"{letter}{i}": float(c) for i, c in enumerate(column) if c})
-    return found
+        cells[feature] = written({f"{letter}{i}": float(c) for i, c in enumerate(column) if c})
+    return cells

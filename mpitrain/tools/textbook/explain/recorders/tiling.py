@@ -35,10 +35,10 @@ COLUMNS = (
 
 def record(name: str, setting: TopicSetting) -> Explanation:
     """Run the ladder in the simulator; a frame for each rung."""
-    found = climb(SHAPE)
+    ladder = climb(SHAPE)
     cells: list[tuple[str, ...]] = [("",) * 10] * len(RUNGS)
     frames = [Frame(sentence("start"), tuple(cells))]
-    for at, (rung, climbed) in enumerate(found.items()):
+    for at, (rung, climbed) in enumerate(ladder.items()):
         cells[at] = _cells(RUNGS[rung], climbed)
         frames.append(
             Frame(sentence("rung {k}: {rung}", k=at + 1, rung=LABELS[rung]), tuple(cells))
@@ -70,7 +70,7 @@ def record(name: str, setting: TopicSetting) -> Explanation:
         [LABELS[rung] for rung in RUNGS],
         COLUMNS,
         frames,
-        [_formula(rung, found[rung]) for rung in RUNGS],
+        [_formula(rung, ladder[rung]) for rung in RUNGS],
         [_source(rung) for rung in RUNGS],
         "mpitrain bench transactions --dtype float32",
         ("tests/unit/textbook/test_ladder.py", "tests/unit/kernels/test_transactions.py"),
@@ -79,21 +79,19 @@ def record(name: str, setting: TopicSetting) -> Explanation:
 
 
 def _cells(rung: Rung, climbed: Climbed) -> tuple[str, ...]:
-    """Return the row of a rung."""
     (rows, columns), sectors = rung.tile, climbed.traffic.sectors
     return (
         f"{rows}x{columns}",
         f"{rows}x{SHAPE.K}",
         f"{SHAPE.K}x{columns}",
-        *(f"{climbed.reads(each):g}" for each in "AB"),
-        *(f"{sectors[each]:,}" for each in "ABC"),
+        *(f"{climbed.reads(operand):g}" for operand in "AB"),
+        *(f"{sectors[operand]:,}" for operand in "ABC"),
         f"{climbed.passes:,}",
         f"{climbed.conflicts:,}",
     )
 
 
 def _formula(name: str, climbed: Climbed) -> CountedFormula:
-    """Return the sectors of A and B with their formula."""
     rung = RUNGS[name]
     return CountedFormula(
         sentence("sectors of A and B, {rung}", rung=LABELS[name]),
@@ -104,7 +102,6 @@ def _formula(name: str, climbed: Climbed) -> CountedFormula:
 
 
 def _source(name: str) -> SourceLines:
-    """Return the line on which a rung's kernel begins."""
     file = FOLDER / f"{name}.cu"
     lines = file.read_text(encoding="utf-8").splitlines()
     first = next(

@@ -52,7 +52,7 @@ def basis(steps: int, rows: int, has_inputs: bool = False) -> Symbols:
 
 
 class Pass(NamedTuple):
-    """A pass of a layer: its kind, its unit and its micro-batch, and the array that it saw.
+    """A pass of a layer for one micro-batch, with the arrays that it saw.
 
     kind   "forward", "input" or "weight"
     array  parameters, or gradients after the weight half
@@ -78,7 +78,6 @@ class SymbolLayer:
         self._unit, self._elements, self._symbols, self._seen = unit, elements, symbols, seen
 
     def parameters(self) -> list[Parameter]:
-        """Return one parameter, whose initial value is the symbol w."""
         return [
             Parameter(
                 "w",
@@ -89,25 +88,21 @@ class SymbolLayer:
         ]
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the input."""
         return shape
 
     def forward(self, w: Weights, x: Any, arena: Any) -> tuple[Any, Any]:
-        """Return a copy of x."""
         y = arena.take(x.shape, x.dtype)
         y[...] = x
         self._seen(Pass("forward", self._unit, w["w"], x))
         return y, x
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Any) -> tuple[Any, Any]:
-        """Return a copy of dy."""
         dx = arena.take(dy.shape, dy.dtype)
         dx[...] = dy
         self._seen(Pass("input", self._unit, w["w"], dy))
         return dx, dy
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Any) -> None:
-        """Write the sum of dy over the rows, or add it."""
         gradient, summed = dw["w"], np.tile(pending.sum(0), self._elements // VECTOR)
         if gradient.claim():
             gradient.array += summed
@@ -121,21 +116,18 @@ class SymbolLoss:
 
     def gradient(self, logits: Any, targets: Any, scale: float, arena: Any) -> tuple[float, Any]:
         """Return 0, and one vector for each row; the mean over rows is left out."""
-        found = np.zeros_like(logits)
-        found[np.arange(len(targets)), targets] = 1
-        return 0.0, found
+        gradient = np.zeros_like(logits)
+        gradient[np.arange(len(targets)), targets] = 1
+        return 0.0, gradient
 
     def value(self, logits: Any, targets: Any, arena: Any) -> float:
-        """Return 0."""
         return 0.0
 
     def correct(self, logits: Any, targets: Any, arena: Any) -> float:
-        """Return 0."""
         return 0.0
 
 
 def units(count: int, elements: int, symbols: Symbols, seen: Callable[[Pass], None]) -> list[Unit]:
-    """Return the units of the model, each with one parameter."""
     return [
         Unit(f"unit{number}", SymbolLayer(number, elements, symbols, seen))
         for number in range(count)
@@ -165,5 +157,4 @@ class SymbolSource:
         return inputs, np.array(wanted, np.int64)
 
     def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return no rows."""
         return np.zeros((0, VECTOR)), np.zeros(0, np.int64)

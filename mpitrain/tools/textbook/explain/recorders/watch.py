@@ -108,34 +108,34 @@ class Watch:
         self._stored = self._read_parameters()
         self._note((self._step, ENDED), sentence("end of the step"))
 
-    def seen(self, one: Pass) -> None:
+    def seen(self, layer_pass: Pass) -> None:
         """Make an entry of a layer's pass."""
         if self._trainer is None or not self._passes:
             return
         count = len(self._names)
-        if one.kind == "input":
-            self._opened = {one.unit: self._read(one.array)}
+        if layer_pass.kind == "input":
+            self._opened = {layer_pass.unit: self._read(layer_pass.array)}
             return
-        micro, at = divmod(self._passes[one.kind], count)
-        self._passes[one.kind] += 1
-        if one.kind == "forward":
-            self._opened = {one.unit: self._read(one.array)}
-            title = sentence("forward of {unit}", unit=self._names[one.unit])
+        micro, at = divmod(self._passes[layer_pass.kind], count)
+        self._passes[layer_pass.kind] += 1
+        if layer_pass.kind == "forward":
+            self._opened = {layer_pass.unit: self._read(layer_pass.array)}
+            title = sentence("forward of {unit}", unit=self._names[layer_pass.unit])
         else:
-            self._written[one.unit] = self._read(one.array)
-            title = sentence("backward of {unit}", unit=self._names[one.unit])
+            self._written[layer_pass.unit] = self._read(layer_pass.array)
+            title = sentence("backward of {unit}", unit=self._names[layer_pass.unit])
         if self._micro_batches > 1:
             title = sentence("micro-batch {k}: {event}", k=micro, event=title)
-        if one.kind in self._kinds:
-            self._note((self._step, COMPUTED, micro, int(one.kind == "weight"), at), title)
-        if one.kind == "weight" and micro == self._micro_batches - 1:
-            self._ready.append(one.unit)
+        if layer_pass.kind in self._kinds:
+            self._note((self._step, COMPUTED, micro, int(layer_pass.kind == "weight"), at), title)
+        if layer_pass.kind == "weight" and micro == self._micro_batches - 1:
+            self._ready.append(layer_pass.unit)
 
     def _note(self, key: Key, title: Text) -> None:
         cells = dict(self._stored)
         parameters = [*cells["parameters"]]
-        for unit, found in self._opened.items():
-            parameters[unit * self._cells : (unit + 1) * self._cells] = found
+        for unit, contents in self._opened.items():
+            parameters[unit * self._cells : (unit + 1) * self._cells] = contents
         cells["parameters"] = tuple(parameters)
         is_computing = len(key) > 1 and key[1] == COMPUTED
         cells["gradients"] = tuple(
@@ -149,7 +149,7 @@ class Watch:
         )
 
     def _is_under_way(self, unit: int) -> bool:
-        """Return whether the unit's gradient is complete, and messages have been sent for it."""
+        """Return whether the unit's gradient is complete, and this step has sent messages."""
         reducer: Any = self.trainer.replication.reducer
         if self.trainer.transport.traffic.messages == self._first_messages:
             return False
@@ -162,13 +162,12 @@ class Watch:
         return self._symbols.read_all(array, self._cells)
 
     def _read_parameters(self) -> dict[str, tuple[str, ...]]:
-        """Return the contents of parameters and optimizer state that this rank stores."""
         buffers = self._buffers
-        mine = buffers.get("own_parameters", buffers["parameters"])
-        return {**self._read_buffers(), "parameters": self._placed(mine.array, mine.pieces)}
+        stored = buffers.get("own_parameters", buffers["parameters"])
+        return {**self._read_buffers(), "parameters": self._placed(stored.array, stored.pieces)}
 
     def _read_buffers(self) -> dict[str, tuple[str, ...]]:
-        """Return the contents of the optimizer state."""
+        """Return the contents of the first buffer of optimizer state; {} if there is none."""
         states = [b for name, b in self._buffers.items() if not name.endswith("parameters")]
         if not states:
             return {}
@@ -180,9 +179,9 @@ class Watch:
         buffer = np.asarray(reducer.buffer)
         shards = getattr(reducer, "shards", None)
         pieces = shards.owned if shards else self._whole(buffer)
-        found = self._placed(buffer, pieces)
+        contents = self._placed(buffer, pieces)
         self._written = {
-            unit: found[unit * self._cells : (unit + 1) * self._cells]
+            unit: contents[unit * self._cells : (unit + 1) * self._cells]
             for unit in range(len(self._names))
         }
 
@@ -196,15 +195,15 @@ class Watch:
     def _placed(self, array: Any, pieces: Sequence[Piece]) -> tuple[str, ...]:
         """Return the contents of all cells; empty where the pieces have no element of a cell."""
         length = self.trainer.storage.length // (len(self._names) * self._cells)
-        found = []
+        contents = []
         for cell in range(len(self._names) * self._cells):
             start, stop = cell * length, (cell + 1) * length
-            mine = [
+            parts = [
                 np.asarray(array)[p.offset + max(p.start, start) - p.start :][
                     : min(p.stop, stop) - max(p.start, start)
                 ]
                 for p in pieces
                 if max(p.start, start) < min(p.stop, stop)
             ]
-            found.append(self._symbols.read(np.concatenate(mine)) if mine else "")
-        return tuple(found)
+            contents.append(self._symbols.read(np.concatenate(parts)) if parts else "")
+        return tuple(contents)

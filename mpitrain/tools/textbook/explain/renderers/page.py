@@ -21,12 +21,14 @@ from mpitrain.tools.textbook.words import text
 ROOM = "mpitrain.tools.textbook.explain.renderers"
 
 
-def write(found: Explanation, path: Path, language: str) -> None:
+def write(explanation: Explanation, path: Path, language: str) -> None:
     """Write the page of a topic.
 
     raises  OSError if the file cannot be written
     """
-    _fill(path, "page.html", language, found.title.into(language), data(found, language))
+    _fill(
+        path, "page.html", language, explanation.title.into(language), data(explanation, language)
+    )
 
 
 def write_all(folder: Path, language: str) -> Iterator[str]:
@@ -35,23 +37,27 @@ def write_all(folder: Path, language: str) -> Iterator[str]:
     yields  each name when it is done
     """
     folder.mkdir(parents=True, exist_ok=True)
-    found = {name: topic for name, topic in TOPICS.items() if topic.runs_here}
-    for name, topic in found.items():
+    recorded = {name: topic for name, topic in TOPICS.items() if topic.runs_here}
+    for name, topic in recorded.items():
         write(
             topic.record(name, topic.setting(name, None, None)), folder / f"{name}.html", language
         )
         yield name
-    title = text("How distributed training works: {n} topics", language, n=len(found))
-    topics = [{"name": name, "title": topic.title.into(language)} for name, topic in found.items()]
+    title = text("How distributed training works: {n} topics", language, n=len(recorded))
+    topics = [
+        {"name": name, "title": topic.title.into(language)} for name, topic in recorded.items()
+    ]
     _fill(folder / "index.html", "index.html", language, title, {"topics": topics})
 
 
-def data(found: Explanation, language: str) -> dict[str, Any]:
+def data(explanation: Explanation, language: str) -> dict[str, Any]:
     """Return the contents of a page as JSON, all texts in the language."""
-    most = max(summands(cell) for frame in found.frames for row in frame.cells for cell in row)
+    most = max(
+        summands(cell) for frame in explanation.frames for row in frame.cells for cell in row
+    )
     frames = []
-    for number, frame in enumerate(found.frames):
-        changed = frame.changed(found.frames[number - 1] if number else None)
+    for number, frame in enumerate(explanation.frames):
+        changed = frame.changed(explanation.frames[number - 1] if number else None)
         frames.append(
             {
                 "title": frame_title(frame, language),
@@ -66,21 +72,21 @@ def data(found: Explanation, language: str) -> dict[str, Any]:
             }
         )
     return {
-        "sentences": [each.into(language) for each in found.sentences],
-        "legend": found.legend.into(language),
-        "rows": [row.into(language) for row in found.rows],
+        "sentences": [sentence.into(language) for sentence in explanation.sentences],
+        "legend": explanation.legend.into(language),
+        "rows": [row.into(language) for row in explanation.rows],
         "columns": [
-            [group.heading.into(language), *group.named(language)] for group in found.columns
+            [group.heading.into(language), *group.named(language)] for group in explanation.columns
         ],
         "frames": frames,
         "notes": [
             [
                 text("formula", language),
-                "; ".join(formula_line(f, language) for f in found.formulas),
+                "; ".join(formula_line(f, language) for f in explanation.formulas),
             ],
-            [text("source", language), ", ".join(map(source_text, found.sources))],
-            [text("command", language), found.command],
-            [text("tests", language), ", ".join(found.laws)],
+            [text("source", language), ", ".join(map(source_text, explanation.sources))],
+            [text("command", language), explanation.command],
+            [text("tests", language), ", ".join(explanation.laws)],
         ],
         "words": {
             "sent": text("bytes sent", language),

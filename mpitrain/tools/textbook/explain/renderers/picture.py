@@ -28,7 +28,7 @@ def hangul_font() -> str | None:
     return next((name for name in names if name.startswith(known)), None)
 
 
-def draw(found: Explanation, path: Path, language: str, dpi: int = 100) -> None:
+def draw(explanation: Explanation, path: Path, language: str, dpi: int = 100) -> None:
     """Draw the frames of an explanation, in English unless a font has Hangul.
 
     dpi     pixels of an inch
@@ -37,21 +37,21 @@ def draw(found: Explanation, path: Path, language: str, dpi: int = 100) -> None:
     pyplot = painter()
     font = hangul_font() if language == "ko" else None
     language = language if font else "en"
-    frames = found.drawn
-    widths = _widths(found, language)
-    labels = [row.into(language) for row in found.rows]
+    frames = explanation.drawn
+    widths = _widths(explanation, language)
+    labels = [row.into(language) for row in explanation.rows]
     margin = CHARACTER * (2 + max(map(width, labels)))
     titles = [frame_title(frame, language) for _, frame in frames]
     panel = max(
-        margin + sum(widths) + 0.15 * (len(found.columns) + 1),
+        margin + sum(widths) + 0.15 * (len(explanation.columns) + 1),
         TITLE_CHARACTER * (2 + max(map(width, titles))),
     )
     across = max(1, min(len(frames), int(WIDEST / panel)))
     down = -(-len(frames) // across)
-    height = LINE * (len(found.rows) + 3.6)
+    height = LINE * (len(explanation.rows) + 3.6)
     head = LINE * 1.6
     wide = max(across * panel, 7.5)
-    notes = notes_of(found, language, int((wide - 0.3) / CHARACTER))
+    notes = notes_of(explanation, language, int((wide - 0.3) / CHARACTER))
     size = (wide, head + down * height + LINE * (len(notes) + 0.8))
     with pyplot.rc_context({"font.family": [font or "DejaVu Sans"]}):
         figure = pyplot.figure(figsize=size)
@@ -59,13 +59,20 @@ def draw(found: Explanation, path: Path, language: str, dpi: int = 100) -> None:
         axes.set(xlim=(0, size[0]), ylim=(size[1], 0))
         axes.axis("off")
         axes.text(
-            0.15, head / 2, found.title.into(language), va="center", fontsize=13, weight="bold"
+            0.15,
+            head / 2,
+            explanation.title.into(language),
+            va="center",
+            fontsize=13,
+            weight="bold",
         )
-        most = max(summands(cell) for frame in found.frames for row in frame.cells for cell in row)
+        most = max(
+            summands(cell) for frame in explanation.frames for row in frame.cells for cell in row
+        )
         for index, (number, frame) in enumerate(frames):
-            before = found.frames[number - 1] if number and not found.pictured else None
+            before = explanation.frames[number - 1] if number and not explanation.pictured else None
             corner = (index % across * panel, head + index // across * height)
-            _panel(axes, found, frame, before, corner, widths, margin, most, language)
+            _panel(axes, explanation, frame, before, corner, widths, margin, most, language)
         for row, note in enumerate(notes):
             y = head + down * height + LINE * (row + 0.4)
             axes.text(0.15, y, note, va="center", fontsize=9, color=TEXT)
@@ -73,31 +80,34 @@ def draw(found: Explanation, path: Path, language: str, dpi: int = 100) -> None:
         pyplot.close(figure)
 
 
-def notes_of(found: Explanation, language: str, columns: int) -> list[str]:
+def notes_of(explanation: Explanation, language: str, columns: int) -> list[str]:
     """Return the legend and the formulas in lines of at most `columns`."""
-    notes = [found.legend.into(language)]
-    notes += [formula_line(formula, language) for formula in found.formulas]
+    notes = [explanation.legend.into(language)]
+    notes += [formula_line(formula, language) for formula in explanation.formulas]
     return [line for note in notes for line in wrapped(note, columns)]
 
 
-def _widths(found: Explanation, language: str) -> list[float]:
+def _widths(explanation: Explanation, language: str) -> list[float]:
     """Return the inches of each column, enough for its contents and for the heading of its group."""
     widths: list[float] = []
-    for group in found.columns:
+    for group in explanation.columns:
         first = len(widths)
         lengths = [
-            max(width(name), *(len(cells[at]) for _, frame in found.drawn for cells in frame.cells))
+            max(
+                width(name),
+                *(len(cells[at]) for _, frame in explanation.drawn for cells in frame.cells),
+            )
             for at, name in enumerate(group.named(language), first)
         ]
-        mine = [CHARACTER * (1.4 + length) for length in lengths]
-        short = CHARACTER * width(group.heading.into(language)) - sum(mine)
-        widths += [each + max(0.0, short) / len(mine) for each in mine]
+        inches = [CHARACTER * (1.4 + length) for length in lengths]
+        short = CHARACTER * width(group.heading.into(language)) - sum(inches)
+        widths += [column + max(0.0, short) / len(inches) for column in inches]
     return widths
 
 
 def _panel(
     axes: Any,
-    found: Explanation,
+    explanation: Explanation,
     frame: Frame,
     before: Frame | None,
     corner: tuple[float, float],
@@ -113,7 +123,7 @@ def _panel(
     changed = frame.changed(before)
     axes.text(left + 0.15, top + LINE * 0.7, frame_title(frame, language), va="center", fontsize=10)
     x, column = left + margin, 0
-    for group in found.columns:
+    for group in explanation.columns:
         axes.text(
             x,
             top + LINE * 1.6,
@@ -152,7 +162,7 @@ def _panel(
                 )
             x, column = x + wide, column + 1
         x += 0.15
-    for row, label in enumerate(found.rows):
+    for row, label in enumerate(explanation.rows):
         axes.text(
             left + margin - 0.08,
             top + LINE * (row + 3.4),

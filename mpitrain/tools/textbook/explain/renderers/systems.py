@@ -15,11 +15,8 @@ FRAMES = "frames.json"
 COLUMNS = 130
 
 
-def page(found: Mapping[str, Explanation]) -> str:
-    """Return the page.
-
-    found  {topic: its explanation}
-    """
+def page(explanations: Mapping[str, Explanation]) -> str:
+    """Return the page of these explanations, by the names of their topics."""
     lines = [
         "# The systems, one by one",
         "",
@@ -30,50 +27,53 @@ def page(found: Mapping[str, Explanation]) -> str:
             COLUMNS,
         ),
         "",
-        fill(", ".join(f"[{name}](#{name})" for name in found), COLUMNS, break_on_hyphens=False),
+        fill(
+            ", ".join(f"[{name}](#{name})" for name in explanations),
+            COLUMNS,
+            break_on_hyphens=False,
+        ),
     ]
-    for name, each in found.items():
-        lines += ["", f"## {name}", "", *_section(name, each)]
+    for name, explanation in explanations.items():
+        lines += ["", f"## {name}", "", *_section(name, explanation)]
     return "\n".join(lines) + "\n"
 
 
-def _section(name: str, each: Explanation) -> list[str]:
-    """Return the lines of one system."""
+def _section(name: str, explanation: Explanation) -> list[str]:
     files = ", ".join(
         f"[`{source.name}`](../../../{source.file.removeprefix('mpitrain/')})"
-        for source in each.sources
+        for source in explanation.sources
     )
-    laws = ", ".join(f"[`{law}`](../../../../{law})" for law in each.laws)
+    laws = ", ".join(f"[`{law}`](../../../../{law})" for law in explanation.laws)
     return [
-        f"**{each.title.into('en')}.**",
-        fill(" ".join(sentence.into("en") for sentence in each.sentences), COLUMNS),
+        f"**{explanation.title.into('en')}.**",
+        fill(" ".join(sentence.into("en") for sentence in explanation.sentences), COLUMNS),
         "",
         "```bash",
         f"mpitrain explain {name}",
-        each.command,
+        explanation.command,
         "```",
         "",
         f"![{name}]({name}.png)",
         "",
-        fill(each.legend.into("en"), COLUMNS),
+        fill(explanation.legend.into("en"), COLUMNS),
         "",
-        *(f"- {formula_line(formula, 'en')}" for formula in each.formulas),
+        *(f"- {formula_line(formula, 'en')}" for formula in explanation.formulas),
         f"- read: {files}",
         f"- proven by: {laws}",
     ]
 
 
-def digests(found: Mapping[str, Explanation]) -> str:
+def digests(explanations: Mapping[str, Explanation]) -> str:
     """Return a digest of the frames of each topic, as JSON: a picture is current if it is the same."""
     return (
         json.dumps(
             {
                 name: hashlib.sha256(
                     json.dumps(
-                        [[frame.title.into("en"), frame.cells] for _, frame in each.drawn]
+                        [[frame.title.into("en"), frame.cells] for _, frame in explanation.drawn]
                     ).encode()
                 ).hexdigest()
-                for name, each in found.items()
+                for name, explanation in explanations.items()
             },
             indent=1,
         )

@@ -16,44 +16,44 @@ MOST_ARROWS = 8
 """Largest number of messages in the title of a step; an ellipsis stands for the others."""
 
 
-def heading(found: Explanation, language: str) -> list[str]:
+def heading(explanation: Explanation, language: str) -> list[str]:
     """Return the lines before the frames: title, idea and legend."""
     return [
-        found.title.into(language),
+        explanation.title.into(language),
         "",
-        *(each.into(language) for each in found.sentences),
+        *(sentence.into(language) for sentence in explanation.sentences),
         "",
-        found.legend.into(language),
+        explanation.legend.into(language),
     ]
 
 
-def frames(found: Explanation, language: str, columns: int) -> Iterator[list[str]]:
+def frames(explanation: Explanation, language: str, columns: int) -> Iterator[list[str]]:
     """Yield the lines of each frame.
 
     columns  of the terminal; groups of columns that do not fit come below each other
     """
     before: Frame | None = None
-    for frame in found.frames:
-        yield frame_lines(found, frame, before, language, columns)
+    for frame in explanation.frames:
+        yield frame_lines(explanation, frame, before, language, columns)
         before = frame
 
 
 def frame_lines(
-    found: Explanation, frame: Frame, before: Frame | None, language: str, columns: int
+    explanation: Explanation, frame: Frame, before: Frame | None, language: str, columns: int
 ) -> list[str]:
     """Return a frame as a table; `*` marks cells that the step has changed."""
     changed = frame.changed(before)
-    labels = ["", *(row.into(language) for row in found.rows)]
+    labels = ["", *(row.into(language) for row in explanation.rows)]
     margin = max(map(width, labels))
     lines, first = ["", frame_title(frame, language)], 0
     bands: list[list[list[str]]] = []
-    for group in found.columns:
+    for group in explanation.columns:
         cells = [
             [
                 (cell or "-") + "*" * ((row, at) in changed)
-                for at, cell in enumerate(mine[first : first + len(group.names)], first)
+                for at, cell in enumerate(contents[first : first + len(group.names)], first)
             ]
-            for row, mine in enumerate(frame.cells)
+            for row, contents in enumerate(frame.cells)
         ]
         names = group.named(language)
         for run in _runs([names, *cells], columns - margin - len(GAP)):
@@ -111,41 +111,39 @@ def _runs(rows: Sequence[Sequence[str]], room: int) -> Iterator[slice]:
 def _block(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a group of columns, all of one width: a heading, names, and cells."""
     heading_text, names, cells = rows[0][0], rows[1], rows[2:]
-    widths = [max(width(each[at]) for each in (names, *cells)) for at in range(len(names))]
+    widths = [max(width(row[at]) for row in (names, *cells)) for at in range(len(names))]
     total = max(sum(widths) + len(GAP) * (len(widths) - 1), width(heading_text))
     lines = [
-        GAP.join(padded(each, w) for each, w in zip(row, widths, strict=True))
+        GAP.join(padded(cell, w) for cell, w in zip(row, widths, strict=True))
         for row in (names, *cells)
     ]
     return [padded(line, total) for line in (heading_text, *lines)]
 
 
-def ending(found: Explanation, language: str) -> list[str]:
+def ending(explanation: Explanation, language: str) -> list[str]:
     """Return the lines after the frames: formulas, sources, command and tests."""
-    seconds = [frame.seconds for frame in found.frames if frame.seconds is not None]
+    seconds = [frame.seconds for frame in explanation.frames if frame.seconds is not None]
     total = text("time of all steps: {ms} ms", language, ms=f"{1e3 * sum(seconds):.1f}")
     return [
         "",
         *([total] if seconds else []),
-        *(formula_line(each, language) for each in found.formulas),
+        *(formula_line(formula, language) for formula in explanation.formulas),
         "",
-        f"{text('source', language)}: " + ", ".join(map(source_text, found.sources)),
-        f"{text('command', language)}: {found.command}",
-        f"{text('tests', language)}: {', '.join(found.laws)}",
+        f"{text('source', language)}: " + ", ".join(map(source_text, explanation.sources)),
+        f"{text('command', language)}: {explanation.command}",
+        f"{text('tests', language)}: {', '.join(explanation.laws)}",
     ]
 
 
-def formula_line(each: CountedFormula, language: str) -> str:
-    """Return a counted number and its formula."""
-    sign = "=" if each.agrees else "≠"
+def formula_line(formula: CountedFormula, language: str) -> str:
+    sign = "=" if formula.agrees else "≠"
     counted, value = (
-        f"{x:,.0f}" if x == int(x) else f"{x:,.4g}" for x in (each.counted, each.value)
+        f"{x:,.0f}" if x == int(x) else f"{x:,.4g}" for x in (formula.counted, formula.value)
     )
-    return f"{each.name.into(language)}: {counted} {sign} {each.words} = {value}"
+    return f"{formula.name.into(language)}: {counted} {sign} {formula.words} = {value}"
 
 
 def source_text(source: SourceLines) -> str:
-    """Return the file and line of a source, with its name."""
     return f"{source.file}:{source.line} ({source.name})"
 
 
