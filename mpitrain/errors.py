@@ -53,14 +53,14 @@ class Sentence(str):
     values: dict[str, object]
 
     def __new__(cls, law: str, **values: object) -> "Sentence":
-        found = super().__new__(cls, law.format(**{k: joined(v) for k, v in values.items()}))
-        found.law, found.values = law, values
-        return found
+        sentence = super().__new__(cls, law.format(**{k: joined(v) for k, v in values.items()}))
+        sentence.law, sentence.values = law, values
+        return sentence
 
 
 def joined(value: object) -> object:
     """Return a tuple of texts as one text; any other value stays as it is."""
-    is_list = isinstance(value, tuple) and value and all(isinstance(one, str) for one in value)
+    is_list = isinstance(value, tuple) and value and all(isinstance(text, str) for text in value)
     return "; ".join(value) if is_list else value  # type: ignore[arg-type]
 
 

@@ -67,7 +67,6 @@ class Directory:
             return None
 
     def subdirectory(self, name: str) -> "Directory":
-        """Open a subdirectory."""
         with self._named(name):
             flags = os.O_RDONLY | os.O_DIRECTORY | BENEATH
             return Directory(self.path / name, os.open(name, flags, dir_fd=self.descriptor))
@@ -134,14 +133,13 @@ class Directory:
             os.unlink(name, dir_fd=self.descriptor)
 
     def remove_empty(self, name: str) -> None:
-        """Remove an empty directory."""
         with self._named(name):
             os.rmdir(name, dir_fd=self.descriptor)
 
     def remove_tree(self, name: str) -> None:
         """Remove a directory with all its contents, or a file or link, if there is one."""
-        found = self.facts(name)
-        if found is None or not stat.S_ISDIR(found.st_mode):
+        facts = self.facts(name)
+        if facts is None or not stat.S_ISDIR(facts.st_mode):
             self.remove(name)
             return
         with self._named(name):
@@ -216,6 +214,18 @@ def whole(path: Path, inner: int = 0) -> Iterator[BinaryIO]:
     """Yield a file for an atomic write; see `Directory.whole`. inner: see `write_whole`."""
     with opened(path.parent, max(0, inner - 1)) as folder, folder.whole(path.name) as file:
         yield file
+
+
+def append(descriptor: int, data: bytes) -> None:
+    """Append all of the data to a file; after a failure cut it off again, and raise OSError."""
+    nbytes, rest = os.fstat(descriptor).st_size, data
+    try:
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+    except OSError:
+        with suppress(OSError):
+            os.ftruncate(descriptor, nbytes)
+        raise
 
 
 def check_room(path: Path) -> None:

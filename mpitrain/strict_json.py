@@ -19,20 +19,23 @@ def parsed(data: bytes) -> Json:
             names in an object, NaN, infinities, numbers beyond float64 and too deep nesting.
     """
     try:
-        found = json.loads(
-            data.decode(), object_pairs_hook=once, parse_constant=_constant, parse_float=_number
+        value = json.loads(
+            data.decode(),
+            object_pairs_hook=once,
+            parse_constant=refuse_constant,
+            parse_float=_number,
         )
         if (
             b"\\ud" in data.lower()
         ):  # A lone surrogate is not valid text, and printing it would fail.
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("it nests too deeply") from None
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
         where = f"{line}column {error.colno}"
         raise ValueError(f"it breaks the rules of JSON in {where} ({error.msg})") from None
-    return found
+    return value
 
 
 def validated(model: type[Model], data: bytes) -> Model:
@@ -49,32 +52,33 @@ def validated(model: type[Model], data: bytes) -> Model:
 
 def complaint(error: ValidationError) -> str:
     """Return the first finding of pydantic as a clause that names the key and the rule."""
-    found = error.errors(include_url=False)[0]
-    where = ".".join(map(str, found["loc"]))
-    if found["type"] == "missing":
+    finding = error.errors(include_url=False)[0]
+    where = ".".join(map(str, finding["loc"]))
+    if finding["type"] == "missing":
         return f"it has no {where!a}"
-    if found["type"] == "extra_forbidden":
+    if finding["type"] == "extra_forbidden":
         return f"it has {where!a}, which has no meaning"
-    law = found["msg"].replace("Input should be", "it must be").replace("Input", "it")
+    law = finding["msg"].replace("Input should be", "it must be").replace("Input", "it")
     return f"of {where!a}, {law}" if where else law
 
 
 def once(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     """Make a dict of the names and values of a JSON object; ValueError for a duplicate name."""
-    found: dict[str, Json] = {}
+    members: dict[str, Json] = {}
     for name, value in pairs:
-        if name in found:
+        if name in members:
             raise ValueError(f"it has {name!a} twice")
-        found[name] = value
-    return found
+        members[name] = value
+    return members
 
 
-def _constant(text: str) -> Json:
+def refuse_constant(text: str) -> Json:
+    """Raise ValueError for NaN or Infinity, which `json` accepts."""
     raise ValueError(f"JSON has no {text}")
 
 
 def _number(text: str) -> float:
-    found = float(text)
-    if not math.isfinite(found):
+    number = float(text)
+    if not math.isfinite(number):
         raise ValueError(f"{text[:20]} is too large a number")
-    return found
+    return number

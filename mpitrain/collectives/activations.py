@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -134,14 +135,14 @@ class ActivationBuffer:
 
     def all_reduce(self, op: str = "add") -> TimedReduction:
         """Return the all-reduce of the array. Collective if the buffer has none yet."""
-        return self._found("all-reduce", op, lambda elements: self._group.bind(elements, op))
+        return self._timed("all-reduce", op, lambda elements: self._group.bind(elements, op))
 
     def reduce_scatter(self, op: str = "add") -> TimedReduction:
         """Return the reduce-scatter of the array. Collective if the buffer has none yet.
 
         The result is `own`, or `own_rows`; the rest of the array is scratch.
         """
-        return self._found(
+        return self._timed(
             "reduce-scatter", op, lambda elements: self._group.bind_reduce_scatter(elements, op)
         )
 
@@ -150,7 +151,7 @@ class ActivationBuffer:
 
         Every rank provides `own`, or `own_rows`.
         """
-        return self._found("all-gather", "", self._group.bind_all_gather)
+        return self._timed("all-gather", "", self._group.bind_all_gather)
 
     @property
     def own(self) -> Any:
@@ -175,7 +176,7 @@ class ActivationBuffer:
             )
         return self.own.reshape(rows // n, self.array.shape[-1])
 
-    def _found(self, operation: str, op: str, bind: Callable[[Any], Reduction]) -> TimedReduction:
+    def _timed(self, operation: str, op: str, bind: Callable[[Any], Reduction]) -> TimedReduction:
         bound, key = self._buffer.bound, (operation, op)
         if key not in bound:
             bound[key] = TimedReduction(
@@ -208,7 +209,7 @@ class ActivationPool:
         count = math.prod(shape)
         free = self._free.setdefault((count, dtype), [])
         if free:
-            buffer = min(free, key=_number)
+            buffer = min(free, key=attrgetter("number"))
             free.remove(buffer)
             buffer.settle()
         else:
@@ -227,10 +228,7 @@ class ActivationPool:
         self._buffers, self._free, self._rest = [], {}, np.empty(0, np.uint8)
 
     def _made(self, group: Binder, count: int, dtype: np.dtype) -> BoundBuffer:
-        """Allocate a new buffer; collective.
-
-        raises  CommError on every rank if ranks ask for different sizes or dtypes
-        """
+        """Allocate a buffer; collective. CommError on every rank if sizes or dtypes differ."""
         number, nbytes = len(self._buffers), padded(count * dtype.itemsize)
         agree(
             group.transport,
@@ -251,7 +249,3 @@ class ActivationPool:
         self._buffers.append(buffer)
         self._arena.allocations += 1
         return buffer
-
-
-def _number(buffer: BoundBuffer) -> int:
-    return buffer.number

@@ -205,8 +205,8 @@ def memory_of(transport: Transport, array: np.ndarray) -> str:
 
     It is "window" if the array is in a shared window on every rank, else "plain".
     """
-    found = transport.windows.locate(array, transport.members[transport.rank])
-    return "window" if all(transport.gather_text(found is not None)) else "plain"
+    location = transport.windows.locate(array, transport.members[transport.rank])
+    return "window" if all(transport.gather_text(location is not None)) else "plain"
 
 
 def bind_broadcast(

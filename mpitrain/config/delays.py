@@ -24,7 +24,7 @@ class Delay(NamedTuple):
 
 def delays(text: str) -> list[Delay]:
     """Parse a text that matches PATTERN."""
-    named = [one.split(":") for one in text.split(",") if one]
+    named = [entry.split(":") for entry in text.split(",") if entry]
     return [
         Delay(
             None if who == "random" else int(who),

@@ -70,34 +70,34 @@ def check_injection(text: str, ranks: int, steps: int) -> None:
 
     steps  run.steps
     """
-    found = injection(text)
-    if not found:
+    failure = injection(text)
+    if not failure:
         return
-    kind = KINDS[found.kind]
+    kind = KINDS[failure.kind]
     if ranks < kind.ranks:
         raise ConfigError(
-            f"run.inject {found.kind} needs at least {kind.ranks} ranks, but the job has {ranks}.",
+            f"run.inject {failure.kind} needs at least {kind.ranks} ranks, but the job has {ranks}.",
             "Start more ranks, or leave run.inject empty.",
         )
-    if found.rank >= ranks:
+    if failure.rank >= ranks:
         raise ConfigError(
-            f"run.inject names rank {found.rank}, but ranks are 0 to {ranks - 1}.",
+            f"run.inject names rank {failure.rank}, but ranks are 0 to {ranks - 1}.",
             "Name a rank of the job in run.inject, or start more ranks.",
         )
-    if found.point not in kind.points:
+    if failure.point not in kind.points:
         raise ConfigError(
-            f"run.inject {found.kind} can happen at {', '.join(dict.fromkeys(kind.points))}, but the point is "
-            f"{found.point}.",
+            f"run.inject {failure.kind} can happen at {', '.join(dict.fromkeys(kind.points))}, but the point is "
+            f"{failure.point}.",
             "Leave the point out, or name one of these behind the step.",
         )
-    if (found.step == 0) != (found.point == "start"):
+    if (failure.step == 0) != (failure.point == "start"):
         raise ConfigError(
-            f"In run.inject step 0 is the start and steps count from 1, but {text!r} has step {found.step} and "
-            f"point {found.point}.",
-            f"Write {found.kind}:{found.rank}@0 for the start, or a step from 1 on.",
+            f"In run.inject step 0 is the start and steps count from 1, but {text!r} has step {failure.step} and "
+            f"point {failure.point}.",
+            f"Write {failure.kind}:{failure.rank}@0 for the start, or a step from 1 on.",
         )
-    if found.step > steps:
+    if failure.step > steps:
         raise ConfigError(
-            f"The step of run.inject is at most run.steps {steps}, but it is {found.step}.",
+            f"The step of run.inject is at most run.steps {steps}, but it is {failure.step}.",
             "Name an earlier step, or raise run.steps.",
         )

@@ -26,23 +26,23 @@ def load(tables: Mapping[str, Any]) -> Mapping[str, Any]:
 
     raises  ConfigError if a file is missing, is not the one of its digest, or raises an exception
     """
-    if not (found := entries(tables)):
+    if not (plugins := entries(tables)):
         return tables
-    return {**tables, "run": {**tables["run"], "plugins": [*map(_pinned, found)]}}
+    return {**tables, "run": {**tables["run"], "plugins": [*map(_pinned, plugins)]}}
 
 
 def entries(tables: Mapping[str, Any]) -> list[str]:
     """Return run.plugins of the tables; [] if it is invalid, which the validation refuses."""
     run = tables.get("run")
-    found = run.get("plugins") if isinstance(run, Mapping) else None
-    if isinstance(found, list) and all(isinstance(entry, str) for entry in found):
-        return found
+    plugins = run.get("plugins") if isinstance(run, Mapping) else None
+    if isinstance(plugins, list) and all(isinstance(entry, str) for entry in plugins):
+        return plugins
     return []
 
 
-def digests(found: Sequence[str]) -> list[str]:
-    """Return the digests of entries; "" for an entry without one."""
-    return [entry.partition(MARK)[2] for entry in found]
+def digests(plugins: Sequence[str]) -> list[str]:
+    """Return the digests in entries of run.plugins; "" for an entry without one."""
+    return [entry.partition(MARK)[2] for entry in plugins]
 
 
 def imported() -> list[str]:
@@ -50,16 +50,16 @@ def imported() -> list[str]:
     return [digest for digest, error in _ERRORS.items() if error is None]
 
 
-def check_named(found: Sequence[str], named: Collection[str], folder: Path) -> None:
+def check_named(plugins: Sequence[str], named: Collection[str], folder: Path) -> None:
     """Raise ConfigError unless the user has named the plugins of a run, with the same content.
 
     A run directory names no code to run: its author may be another person.
 
-    found   run.plugins of the run's configuration
-    named   digests of the files that the user has named
-    folder  the run directory
+    plugins  run.plugins of the run's configuration
+    named    digests of the files that the user has named
+    folder   the run directory
     """
-    for name, _, digest in (entry.partition(MARK) for entry in found):
+    for name, _, digest in (entry.partition(MARK) for entry in plugins):
         if digest not in named:
             raise ConfigError(
                 f"The run in {folder} was trained with the plugin {name} (sha256 {digest[:12]}), but no "
@@ -106,8 +106,8 @@ def _import(code: bytes, name: str, digest: str) -> ConfigError | None:
         return None
     except (Exception, SystemExit) as error:
         where = f", line {line}" if (line := line_in(error, name)) else ""
-        said = error.law if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        reason = error.law if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         return ConfigError(
-            f"The plugin {name} cannot be imported{where}: {said}",
+            f"The plugin {name} cannot be imported{where}: {reason}",
             "Correct the file, or leave it out of run.plugins.",
         )

@@ -106,11 +106,11 @@ def preset(name: str | None) -> Tables:
 
 def merged(low: Tables, high: Tables) -> dict[str, Any]:
     """Return both tables of tables as one; a key of `high` replaces the one of `low`."""
-    found = dict(low)
+    tables = dict(low)
     for section, table in high.items():
-        below = found.get(section)
+        below = tables.get(section)
         if isinstance(below, Mapping) and isinstance(table, Mapping):
-            found[section] = {**below, **table}
+            tables[section] = {**below, **table}
         else:
-            found[section] = table
-    return found
+            tables[section] = table
+    return tables

@@ -136,21 +136,21 @@ def _toml_value(text: str) -> Any:
     if text.lstrip("+-").lower() in ("nan", "inf"):
         return float(text)
     try:
-        found = tomllib.loads(f"value = {text}")
+        table = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         return _json_object(text)
-    if len(found) != 1:
+    if len(table) != 1:
         return text  # The text has a line break, and so defines a second key.
-    return found["value"]
+    return table["value"]
 
 
 def _json_object(text: str) -> Any:
     """Return the table that a JSON object describes, such as {"text:a.txt": 0.7}; else the text."""
     try:
-        found = parsed(text.encode()) if text.startswith("{") else text
+        value = parsed(text.encode()) if text.startswith("{") else text
     except ValueError:
         return text
-    return found if isinstance(found, dict) else text
+    return value if isinstance(value, dict) else text
 
 
 def parse(
@@ -171,13 +171,13 @@ def parse(
     try:
         return Config.model_validate(tables, context=names)
     except ValidationError as error:
-        said = "\n".join(_complaint(item, names or {}) for item in error.errors())
-        raise refusal(said, path) from None
+        complaints = "\n".join(_complaint(item, names or {}) for item in error.errors())
+        raise refusal(complaints, path) from None
 
 
-def refusal(said: str, path: Path | None) -> ConfigError:
+def refusal(law: str, path: Path | None) -> ConfigError:
     """Return the error for invalid keys and values; path: the file that they were read from."""
-    return ConfigError(said, f"The configuration file is {path}.\n{LISTED}" if path else LISTED)
+    return ConfigError(law, f"The configuration file is {path}.\n{LISTED}" if path else LISTED)
 
 
 def check_choice(name: str, value: Any, choices: Collection[Any], path: Path | None = None) -> None:
@@ -208,8 +208,8 @@ def nearest(word: str) -> list[str]:
         lambda name: name,
         lambda name: name.replace(".", "_"),
     ):
-        if found := [name for name in names if spelled(name) == word]:
-            return found
+        if matches := [name for name in names if spelled(name) == word]:
+            return matches
     spellings = {
         spelling: name
         for name in names
@@ -245,7 +245,6 @@ def _complaint(item: Mapping[str, Any], names: Mapping[str, Collection[Any]]) ->
 
 
 def _no_choice(name: str, law: str, value: Any, choices: Collection[str]) -> str:
-    """Return the message for a value that is none of the choices, with the closest choice."""
     typed = value if isinstance(value, str) else _shown(value)
     word = SYNONYMS.get(typed.lower(), typed)
     if close := difflib.get_close_matches(word, choices, 1, 0.6):

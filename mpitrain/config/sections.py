@@ -74,7 +74,7 @@ class Section(BaseModel):
         if isinstance(value, list):
             return [*map(cls._within_reach, value)]
         if isinstance(value, dict):
-            return {cls._within_reach(key): cls._within_reach(one) for key, one in value.items()}
+            return {cls._within_reach(key): cls._within_reach(item) for key, item in value.items()}
         if isinstance(value, int) and abs(value) > WHOLE:
             raise PydanticCustomError("range", "must be a whole number of at most 64 bits")
         if isinstance(value, float) and value and not SMALL <= abs(value) <= LARGE:
@@ -347,7 +347,6 @@ class Lora(Section):
     @field_validator("targets", mode="before")
     @classmethod
     def _as_list(cls, value: Any) -> Any:
-        """Accept names with commas between as well as a list."""
         return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
 
 
@@ -534,7 +533,6 @@ class Replication(Section):
     @field_validator("async_lr", mode="before")
     @classmethod
     def _as_text(cls, value: Any) -> Any:
-        """Accept a number as well as a string."""
         return (
             str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
         )
@@ -695,7 +693,6 @@ class Memory(Section):
     @field_validator("recompute", mode="before")
     @classmethod
     def _as_text(cls, value: Any) -> Any:
-        """Accept a number as well as a string."""
         return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
     @property

@@ -78,20 +78,20 @@ class FileTokens(FlatTokens):
         return self._count
 
     def region(self, start: int, stop: int) -> FlatTokens:
-        found = copy(self)  # which shares the open file
-        found._offset, found._count = self._offset + start * self.dtype.itemsize, stop - start
-        return found
+        region = copy(self)  # which shares the open file
+        region._offset, region._count = self._offset + start * self.dtype.itemsize, stop - start
+        return region
 
     def read(self, start: int, out: np.ndarray) -> None:
         rest, at = memoryview(out).cast("B"), self._offset + start * self.dtype.itemsize
         while rest:
-            found = os.preadv(self._file.number, [rest], at)
-            if not found:
+            nbytes = os.preadv(self._file.number, [rest], at)
+            if not nbytes:
                 raise DataError(
                     f"{self._path} has become shorter while it is in use.",
                     "Copy the file again, then go on with --resume.",
                 )
-            rest, at = rest[found:], at + found
+            rest, at = rest[nbytes:], at + nbytes
 
 
 class JoinedTokens(FlatTokens):
@@ -127,10 +127,10 @@ class JoinedTokens(FlatTokens):
 
 def windows(tokens: FlatTokens, starts: np.ndarray, length: int) -> np.ndarray:
     """Return windows of tokens: (len(starts), length) int64."""
-    found = np.empty((len(starts), length), tokens.dtype)
-    for row, start in zip(found, starts.tolist(), strict=True):
+    rows = np.empty((len(starts), length), tokens.dtype)
+    for row, start in zip(rows, starts.tolist(), strict=True):
         tokens.read(start, row)
-    return found.astype(np.int64)
+    return rows.astype(np.int64)
 
 
 def largest(tokens: FlatTokens) -> int:

@@ -61,8 +61,8 @@ class InstructionSource:
         train, test = conversations[:cut], test or conversations[cut:]
         self.conversations, self.held_out = len(train), len(test)
         self.cut = sum(len(tokens) > context + 1 for tokens, _ in train)
-        self._train: Sequence[Row] = [[one] for one in train]
-        self._test: Sequence[Row] = [[one] for one in test]
+        self._train: Sequence[Row] = [[conversation] for conversation in train]
+        self._test: Sequence[Row] = [[conversation] for conversation in test]
         if is_packed:
             packed = first_fit([len(tokens) for tokens, _ in train], context + 1)
             self._train = [[train[number] for number in row] for row in packed]
@@ -103,15 +103,17 @@ def open_jsonl(request: Request) -> InstructionSource:
             f"data.template must have one {{content}}, and {{role}} only before it, but is {template!r}.",
             "For example: {role}: {content}\\n\\n",
         )
-    place, other = request.place, request.other
-    found = _conversations(Path(place), template, 1 if other else 2)
-    test = _conversations(Path(other), template, 1) if other else []
+    place, held_out = request.place, request.other
+    conversations = _conversations(Path(place), template, 1 if held_out else 2)
+    test = _conversations(Path(held_out), template, 1) if held_out else []
     marks_ends = request.reading.attend == "document"
-    source = InstructionSource(found, request.context, request.reading.packing, marks_ends, test)
+    source = InstructionSource(
+        conversations, request.context, request.reading.packing, marks_ends, test
+    )
     source.inputs = source.classes = max(BYTES, request.vocabulary)
     for some, noun, path in (
-        (found[: source.conversations], "training", place),
-        (test or found[source.conversations :], "held-out", other or place),
+        (conversations[: source.conversations], "training", place),
+        (test or conversations[source.conversations :], "held-out", held_out or place),
     ):
         if not any(counts[1 : request.context + 1].any() for _, counts in some):
             raise DataError(
@@ -122,11 +124,7 @@ def open_jsonl(request: Request) -> InstructionSource:
 
 
 def _conversations(path: Path, template: str, least: int) -> list[Conversation]:
-    """Return the conversations of a file.
-
-    least   the smallest number of them
-    raises  DataError if the file cannot be read, or a line is no conversation
-    """
+    """Read a file of at least `least` conversations; DataError if it is none."""
     try:
         check_regular(path)
         lines = contents(path).split(b"\n")
@@ -135,38 +133,38 @@ def _conversations(path: Path, template: str, least: int) -> list[Conversation]:
             f"The data file {path} cannot be read: {error.strerror}.",
             "Check data.source and data.validation.",
         ) from None
-    found = []
+    conversations = []
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                found.append(_tokens(_turns(parsed(line)), template))
+                conversations.append(_tokens(_turns(parsed(line)), template))
             except ValueError as error:
                 raise DataError(
                     f"Line {number} of {path} must be a conversation, but {error}.",
                     'Write {"prompt": TEXT, "answer": TEXT} or {"messages": [...]} on each line.',
                 ) from None
-    if len(found) < least:
+    if len(conversations) < least:
         raise DataError(
-            f"{path} must have at least {least} conversation(s), but has {len(found)}.",
+            f"{path} must have at least {least} conversation(s), but has {len(conversations)}.",
             "One of them is held out; add more." if least > 1 else "Add conversations.",
         )
-    return found
+    return conversations
 
 
-def _turns(found: Any) -> list[Turn]:
+def _turns(record: Any) -> list[Turn]:
     """Return the messages of a line; ValueError with the rest of a sentence if it has none."""
-    if not isinstance(found, dict):
-        raise ValueError(f"it is {type(found).__name__}")
-    if set(found) == {"prompt", "answer"}:
+    if not isinstance(record, dict):
+        raise ValueError(f"it is {type(record).__name__}")
+    if set(record) == {"prompt", "answer"}:
         messages = [
-            {"role": USER, "content": found["prompt"]},
-            {"role": ASSISTANT, "content": found["answer"]},
+            {"role": USER, "content": record["prompt"]},
+            {"role": ASSISTANT, "content": record["answer"]},
         ]
-    elif set(found) == {"messages"} and isinstance(found["messages"], list):
-        messages = found["messages"]
+    elif set(record) == {"messages"} and isinstance(record["messages"], list):
+        messages = record["messages"]
     else:
-        more = ["..."] if len(found) > SHOWN else []
-        keys = ", ".join([*map(ascii, islice(found, SHOWN)), *more]) or "none"
+        more = ["..."] if len(record) > SHOWN else []
+        keys = ", ".join([*map(ascii, islice(record, SHOWN)), *more]) or "none"
         raise ValueError(f"its keys are {keys}")
     for message in messages:
         if not isinstance(message, dict) or set(message) != {"role", "content"}:

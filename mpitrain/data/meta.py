@@ -31,7 +31,6 @@ class Counts(BaseModel):
     bytes: Count = 0
 
     def added(self, documents: int, tokens: int, nbytes: int) -> "Counts":
-        """Return the counts with these numbers added."""
         return Counts(
             documents=self.documents + documents,
             tokens=self.tokens + tokens,
@@ -59,8 +58,8 @@ class Prepared(BaseModel):
 
 def noted_dtype(path: Path) -> str:
     """Return the dtype that meta.json in the folder of a bare token file names, else uint16."""
-    found = _found(path.with_name(META))
-    name = found.get("dtype", "uint16") if isinstance(found, dict) else None
+    content = _content(path.with_name(META))
+    name = content.get("dtype", "uint16") if isinstance(content, dict) else None
     if name not in ("uint16", "uint32"):
         raise DataError(
             f"The dtype in {path.with_name(META)} must be uint16 or uint32, but is {name!r}.",
@@ -74,10 +73,10 @@ def prepared(path: Path) -> Prepared | None:
 
     raises  DataError if a meta.json of this format is damaged
     """
-    meta, found = path.with_name(META), None
+    meta, content = path.with_name(META), None
     with suppress(DataError):  # With data.dtype, a meta.json of other programs is not read.
-        found = _found(meta)
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        content = _content(meta)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
         return None
     try:
         facts = validated(Prepared, contents(meta))
@@ -123,7 +122,7 @@ def tokenizer_beside(path: Path) -> bytes | None:
     return data
 
 
-def _found(meta: Path) -> object:
+def _content(meta: Path) -> object:
     """Return the content of a meta.json; {} if there is no such file."""
     if not meta.is_file():
         return {}

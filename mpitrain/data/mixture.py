@@ -45,14 +45,14 @@ class MixtureSource:
         numbers = np.arange(rows.start, rows.stop)
         return self._joined(
             np.searchsorted(self._bounds, draws, side="right"),
-            lambda source, here: source.drawn(seed, step, size, numbers[here]),
+            lambda source, mask: source.drawn(seed, step, size, numbers[mask]),
         )
 
     def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         numbers = np.asarray(rows, np.int64)
         chosen = np.searchsorted(self._firsts[1:], numbers, side="right")
         local = numbers - np.asarray(self._firsts)[chosen]
-        return self._joined(chosen, lambda source, here: source.held_out_rows(local[here].tolist()))
+        return self._joined(chosen, lambda source, mask: source.held_out_rows(local[mask].tolist()))
 
     def _joined(
         self,
@@ -66,7 +66,7 @@ class MixtureSource:
         """
         inputs, targets = np.empty((2, len(chosen), *self.shape), np.int64)
         for number, source in enumerate(self._sources):
-            here = chosen == number
-            if here.any():
-                inputs[here], targets[here] = read(source, here)
+            mask = chosen == number
+            if mask.any():
+                inputs[mask], targets[mask] = read(source, mask)
         return inputs, targets

@@ -18,15 +18,14 @@ class EpochOrder:
         """
         chosen = np.empty(len(positions), np.int64)
         for epoch in np.unique(positions // self._rows):
-            here = positions // self._rows == epoch
-            chosen[here] = self._order(seed, int(epoch))[positions[here] % self._rows]
+            mask = positions // self._rows == epoch
+            chosen[mask] = self._order(seed, int(epoch))[positions[mask] % self._rows]
         return chosen
 
     def _order(self, seed: int, epoch: int) -> np.ndarray:
-        """Return the numbers of all rows in the order of an epoch: (rows,) int64.
+        """Return the order of all rows of an epoch, (rows,) int64.
 
-        A permutation costs time in proportion to all rows, so the last one is cached.
-        """
+        A permutation costs time in proportion to all rows, so the last one is cached."""
         if self._shuffled is None or self._shuffled[0] != (seed, epoch):
             order = np.random.default_rng([seed, epoch]).permutation(self._rows)
             self._shuffled = (seed, epoch), order

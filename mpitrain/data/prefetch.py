@@ -66,22 +66,22 @@ class Prefetched:
         if not rows:  # A parameter server reads nothing and needs no thread.
             return self._source.batch(*request)
         is_expected = self._expected in (None, request)
-        found = _taken(self._batches, request) or self._thread.submit(self._source.batch, *request)
+        future = _taken(self._batches, request) or self._thread.submit(self._source.batch, *request)
         self._expected = following = request.following()
         for _ in range(self._ahead if is_expected else 0):
             if following.step < self._steps and following not in self._batches:
                 self._batches[following] = self._thread.submit(self._source.batch, *following)
             following = following.following()
-        return found.result()
+        return future.result()
 
     def held_out_rows(self, rows: Sequence[int]) -> Rows:
         request, previous = HeldOutRequest(tuple(rows)), self._evaluated
-        found = _taken(self._held_out, request) or self._evaluates(request)
+        future = _taken(self._held_out, request) or self._evaluates(request)
         self._evaluated = request
         following = request.following(previous) if previous else request
         if following != request and all(0 <= row < self.held_out for row in following.rows):
             self._held_out[following] = self._evaluates(following)
-        return found.result()
+        return future.result()
 
     def _evaluates(self, request: HeldOutRequest) -> Future[Rows]:
         return self._thread.submit(self._source.held_out_rows, request.rows)

@@ -63,7 +63,7 @@ class SourceKind(NamedTuple):
 
 
 def _open_mixture(request: Request) -> MixtureSource:
-    """Open the sources of a mixture. Files of tokens are scanned on each rank."""
+    """Files of tokens are scanned on each rank."""
     reading = request.reading._replace(mixture={})
     members: dict[str, tuple[TokenSource, float]] = {}
     for name, weight in request.reading.mixture.items():
@@ -323,19 +323,19 @@ def tokenizer_of(names: Iterable[str]) -> bytes | None:
 
     raises  DataError if the sources have different tokenizers, or a file is damaged
     """
-    found: dict[bytes | None, str] = {}
+    tokenizers: dict[bytes | None, str] = {}
     for name in names:
         if source_kind(name).is_token_file:
             for path in token_paths(name.partition(":")[2]):
-                found.setdefault(tokenizer_beside(path), str(path))
+                tokenizers.setdefault(tokenizer_beside(path), str(path))
         else:
-            found.setdefault(BYTES_FILE if source_kind(name).is_text else None, name)
-    if len(found) > 1 and None not in found:
+            tokenizers.setdefault(BYTES_FILE if source_kind(name).is_text else None, name)
+    if len(tokenizers) > 1 and None not in tokenizers:
         raise DataError(
-            f"All tokens of a run must have one tokenizer, but {' and '.join([*found.values()][:2])} have different ones.",
+            f"All tokens of a run must have one tokenizer, but {' and '.join([*tokenizers.values()][:2])} have different ones.",
             "Prepare them with one tokenizer.",
         )
-    return next(iter(found)) if len(found) == 1 else None
+    return next(iter(tokenizers)) if len(tokenizers) == 1 else None
 
 
 def file_digests(names: Iterable[str]) -> dict[str, str]:

@@ -48,7 +48,7 @@ def read_tasks(path: Path) -> list[Task]:
         raise DataError(
             f"The tasks {path} cannot be read: {error.strerror}.", "Name a file of tasks."
         ) from None
-    found = []
+    tasks = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -62,7 +62,7 @@ def read_tasks(path: Path) -> list[Task]:
             raise DataError(
                 f"Line {number} of {path} must be a task, but {error}.", EXAMPLE
             ) from None
-        found.append(task)
-    if not found:
+        tasks.append(task)
+    if not tasks:
         raise DataError(f"{path} must have a task, but has none.", EXAMPLE)
-    return found
+    return tasks

@@ -64,8 +64,8 @@ def beside(name: str) -> str:
     path = Path(name.partition(":")[2])
     if path.name != "train.bin":  # a path such as . has no name at all
         return TENTH
-    other = path.with_name("val.bin")
-    return f"tokens:{other}" if other.exists() else TENTH
+    held_out = path.with_name("val.bin")
+    return f"tokens:{held_out}" if held_out.exists() else TENTH
 
 
 def as_it_is(name: str, dtype: str = AUTO) -> Scan:
@@ -76,7 +76,7 @@ def as_it_is(name: str, dtype: str = AUTO) -> Scan:
     place = name.partition(":")[2]
     paths = token_paths(place)
     sizes = [_size(path) for path in paths]
-    dtypes = {_layout(*one, dtype).dtype.name for one in zip(paths, sizes, strict=True)}
+    dtypes = {_layout(*facts, dtype).dtype.name for facts in zip(paths, sizes, strict=True)}
     changed = sum(path.stat().st_mtime_ns for path in paths) % (1 << 62)
     return Scan(str(Path(place).resolve()), sum(sizes), changed, -1, " ".join(sorted(dtypes)))
 
@@ -109,10 +109,10 @@ def token_paths(place: str) -> list[Path]:
     """
     if not glob.has_magic(place) or Path(place).exists():
         return [Path(place)]
-    found = sorted(map(Path, glob.glob(place)))
-    if not found:
+    paths = sorted(map(Path, glob.glob(place)))
+    if not paths:
         raise DataError(f"{place} must match a file, but matches none.", f"Check {KEYS}.")
-    return found
+    return paths
 
 
 def file_digest(path: Path) -> str:
@@ -168,10 +168,7 @@ def _tokens_of(path: Path, dtype: str) -> FlatTokens:
 
 
 def _layout(path: Path, size: int, dtype: str) -> TokenLayout:
-    """Read the header of a file of tokens, if it has one.
-
-    raises  DataError for a version or a dtype that has no meaning here
-    """
+    """Read the header of a file of tokens, if any; DataError for an unknown version or dtype."""
     with path.open("rb") as file:
         head = file.read(12)
     if head.startswith(NPY_MAGIC):
@@ -190,7 +187,6 @@ def _layout(path: Path, size: int, dtype: str) -> TokenLayout:
 
 
 def _npy(path: Path) -> TokenLayout:
-    """Read the header of a NumPy file; its tokens are 1-D and unsigned."""
     with path.open("rb") as file:
         try:
             version = np.lib.format.read_magic(file)
@@ -198,26 +194,23 @@ def _npy(path: Path) -> TokenLayout:
                 (1, 0): np.lib.format.read_array_header_1_0,
                 (2, 0): np.lib.format.read_array_header_2_0,
             }[version]
-            shape, _, found = read(file)
+            shape, _, dtype = read(file)
         except UNREADABLE as error:
             raise DataError(
                 f"{path} is not a NumPy file that can be read: {str(error).splitlines()[0][:80]}.",
                 "Write it with numpy.save.",
             ) from None
         offset = file.tell()
-    if len(shape) != 1 or found.kind != "u" or found.itemsize > 4 or found.str[0] == ">":
+    if len(shape) != 1 or dtype.kind != "u" or dtype.itemsize > 4 or dtype.str[0] == ">":
         raise DataError(
-            f"{path} must have one dim of uint16 or uint32 tokens, but has shape {shape} of {found}.",
+            f"{path} must have one dim of uint16 or uint32 tokens, but has shape {shape} of {dtype}.",
             "Write it with numpy.save(path, tokens.astype(numpy.uint16)).",
         )
-    return TokenLayout(found, offset, shape[0])
+    return TokenLayout(dtype, offset, shape[0])
 
 
 def _size(path: Path) -> int:
-    """Return the size of a regular file in bytes; DataError if it cannot be read.
-
-    Opening a pipe or a terminal would block forever.
-    """
+    """Opening a pipe or a terminal would block forever, so only a regular file has a size."""
     try:
         check_regular(path)
         with path.open("rb"):

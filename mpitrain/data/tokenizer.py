@@ -148,13 +148,13 @@ class FileTokenizer(Tokenizer):
         if not tokens:
             raise DataError(f"{name} has no tokens.", "Name another tokenizer.")
         self.data, self.vocabulary = data, max(tokens) + 1
-        found = (self.named(end) for end in ENDS)
-        self.separator = next((token for token in found if token is not None), -1)
+        ends = (self.named(end) for end in ENDS)
+        self.separator = next((token for token in ends if token is not None), -1)
 
     def encode(self, text: str) -> np.ndarray:
         _utf8(text)
-        (found,) = self._inner.encode_batch_fast([text], add_special_tokens=False)
-        return np.array(found.ids, np.int64)
+        (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoding.ids, np.int64)
 
     def decode(self, tokens: Sequence[int]) -> bytes:
         return self._text(tokens).encode()

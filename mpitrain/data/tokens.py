@@ -97,8 +97,8 @@ class TokenSource:
         return self._windows(self._test, np.asarray(rows, np.int64) * self._context)
 
     def _windows(self, tokens: FlatTokens, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        found = windows(tokens, starts, self._context + 1)
-        inputs, targets = found[:, :-1], found[:, 1:]
+        rows = windows(tokens, starts, self._context + 1)
+        inputs, targets = rows[:, :-1], rows[:, 1:]
         if self._separator < 0:
             return inputs, targets
         if self._marks_ends:
@@ -108,14 +108,13 @@ class TokenSource:
 
 
 def open_pydocs(request: Request) -> TokenSource:
-    """Open CPython's documentation topics."""
     return _of_bytes(ArrayTokens(pydocs()), "pydocs", request, None)
 
 
 def open_text(request: Request) -> TokenSource:
     """Open a text file, whose bytes are tokens, and the file of its held-out text."""
-    other = request.other
-    held_out = (text(Path(other)), other) if other else None
+    path = request.other
+    held_out = (text(Path(path)), path) if path else None
     return _of_bytes(text(Path(request.place)), request.place, request, held_out)
 
 
@@ -138,16 +137,16 @@ def open_tokens(request: Request) -> TokenSource:
     place, vocabulary, scan = request.place, request.vocabulary, request.scan
     dtype = request.reading.dtype
     assert scan is not None
-    other = request.other
-    most = largest_token(request.validation, 0, 1, dtype) if other else -1
-    for path, largest, way in (
+    held_out = request.other
+    most = largest_token(request.validation, 0, 1, dtype) if held_out else -1
+    for path, largest, way_out in (
         (place, scan.largest, "train on other tokens"),
-        (other, most, "name other tokens with data.validation"),
+        (held_out, most, "name other tokens with data.validation"),
     ):
         if 0 < vocabulary <= largest:
             raise DataError(
                 f"{path} holds token {largest}, so data.vocabulary must be at least {largest + 1}, but is {vocabulary}.",
-                f"Leave out data.vocabulary, or {way}.",
+                f"Leave out data.vocabulary, or {way_out}.",
             )
     noted = [facts.vocabulary for path in token_paths(place) if (facts := prepared(path))]
     return TokenSource(
@@ -156,7 +155,7 @@ def open_tokens(request: Request) -> TokenSource:
         request.context,
         place,
         scan,
-        (tokens_of(other, dtype), other) if other else None,
+        (tokens_of(held_out, dtype), held_out) if held_out else None,
         request.reading,
-        bytes_per_token(token_paths(other or place)),
+        bytes_per_token(token_paths(held_out or place)),
     )

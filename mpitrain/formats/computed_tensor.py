@@ -65,12 +65,12 @@ def merged(weight: AnyTensor, pairs: list[tuple[slice, AnyTensor, AnyTensor]], s
     """
 
     def made() -> np.ndarray:
-        found = weight.read(weight.whole)
+        values = weight.read(weight.whole)
         # The sum is rounded once, to the dtype of the weight.
-        total = found.astype(np.float64)
+        total = values.astype(np.float64)
         for rows, a, b in pairs:
             total[rows] += scale * (b.read(b.whole).astype(np.float64) @ a.read(a.whole))
-        return total.astype(found.dtype)
+        return total.astype(values.dtype)
 
     return ComputedTensor(made, weight.shape)
 
@@ -89,12 +89,12 @@ def stacked(pairs: list[tuple[slice, AnyTensor, AnyTensor]], outputs: int):
 
     def made_b() -> np.ndarray:
         blocks = [b.read(b.whole) for _, _, b in pairs]
-        found = np.zeros((outputs, sum(ranks)), blocks[0].dtype)
+        whole = np.zeros((outputs, sum(ranks)), blocks[0].dtype)
         first = 0
         for (rows, _, _), block, rank in zip(pairs, blocks, ranks, strict=True):
-            found[rows, first : first + rank] = block
+            whole[rows, first : first + rank] = block
             first += rank
-        return found
+        return whole
 
     return (
         ComputedTensor(made_a, (sum(ranks), inputs)),

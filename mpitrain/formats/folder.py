@@ -50,8 +50,8 @@ def weight_map(index: Path, inner: int) -> dict[str, str]:
 def names(folder: Path) -> list[str]:
     """Return the names in a folder; CheckpointError if there is no such folder."""
     try:
-        with opened(folder) as found:
-            return found.names()
+        with opened(folder) as directory:
+            return directory.names()
     except OSError as error:
         raise CheckpointError(
             f"The folder {folder} cannot be read: {error.strerror or error}.",
@@ -89,10 +89,10 @@ def configuration(folder: Path, name: str, model: type[Model]) -> Model:
 def text(path: Path, most: int) -> bytes:
     """Return the content of a file in a folder; ValueError if it has more than `most` bytes."""
     with reading(path, BENEATH) as file:
-        found = file.read(most + 1)
-    if len(found) > most:
+        content = file.read(most + 1)
+    if len(content) > most:
         raise ValueError(f"{path.name} has more than {most} bytes")
-    return found
+    return content
 
 
 def tensors(folder: Path, weights: str) -> tuple[list[str], dict[str, Located]]:
@@ -113,20 +113,19 @@ def tensors(folder: Path, weights: str) -> tuple[list[str], dict[str, Located]]:
     for file in files:
         if "/" in file or not file.endswith(".safetensors"):
             raise ValueError(f"{index} names {file!a}, which is no safetensors file beside it")
-    found: dict[str, Located] = {}
+    locations: dict[str, Located] = {}
     for file in files:
         inside = located(folder / file, BENEATH)[1]
         for name, tensor in inside.items():
             if listed.get(name) != file:
                 raise ValueError(f"{file} has a tensor {name!a}, which {index} does not list there")
-            found[name] = tensor
-    if missing := sorted(listed.keys() - found.keys()):
+            locations[name] = tensor
+    if missing := sorted(listed.keys() - locations.keys()):
         raise ValueError(f"{listed[missing[0]]} has no tensor {missing[0]!a}, which {index} lists")
-    return [index, *files], found
+    return [index, *files], locations
 
 
 def _without_weights(present: Sequence[str], single: str) -> str:
-    """Return the finding for a folder without safetensors files."""
     pickles = [name for name in present if name.endswith(PICKLES)]
     if not pickles:
         return f"it has no {single}"
@@ -144,8 +143,8 @@ def check_float(name: str, tensor: Located) -> None:
 
 def sha256(path: Path, inner: int = BENEATH) -> str:
     """Return the SHA-256 of a file, as sha256sum prints it."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with reading(path, inner) as file:
         while block := file.read(HASHED):
-            found.update(block)
-    return found.hexdigest()
+            digest.update(block)
+    return digest.hexdigest()

@@ -29,8 +29,8 @@ class Initial(NamedTuple):
     def fingerprint(self) -> int:
         """A number that differs for ranks which see different files."""
         seen = [
-            (name, one.shape, *(one.located[1:] if isinstance(one, StoredTensor) else ()))
-            for name, one in sorted(self.tensors.items())
+            (name, tensor.shape, *(tensor.located[1:] if isinstance(tensor, StoredTensor) else ()))
+            for name, tensor in sorted(self.tensors.items())
         ]
         return crc32(repr(seen).encode())
 

@@ -64,7 +64,7 @@ class Counterpart(NamedTuple):
 
     @property
     def full_name(self) -> str:
-        """The name of the tensor in GPT2LMHeadModel."""
+        """The name in GPT2LMHeadModel."""
         return self.name if self.name == THEIR_HEAD else PREFIX + self.name
 
 
@@ -139,19 +139,19 @@ def module_of(layer: str) -> str:
     """Return the module of a linear layer in GPT2LMHeadModel, by our name; empty if it has none."""
     if layer == HEAD.removesuffix(".weight"):
         return THEIR_HEAD.removesuffix(".weight")
-    found = re.fullmatch(r"blocks\.([0-9]+)\.(.+)", layer, re.ASCII)
-    if not found or found[2] not in LINEARS:
+    match = re.fullmatch(r"blocks\.([0-9]+)\.(.+)", layer, re.ASCII)
+    if not match or match[2] not in LINEARS:
         return ""
-    return f"{PREFIX}h.{found[1]}.{LINEARS[found[2]]}"
+    return f"{PREFIX}h.{match[1]}.{LINEARS[match[2]]}"
 
 
 def layer_of(module: str) -> str:
     """Return our name of a linear layer, by its module in GPT2LMHeadModel; empty if it is none."""
     if module == THEIR_HEAD.removesuffix(".weight"):
         return HEAD.removesuffix(".weight")
-    found = re.fullmatch(r"(?:transformer\.)?h\.([0-9]+)\.(.+)", module, re.ASCII)
+    match = re.fullmatch(r"(?:transformer\.)?h\.([0-9]+)\.(.+)", module, re.ASCII)
     ours = {theirs: own for own, theirs in LINEARS.items()}
-    return f"blocks.{found[1]}.{ours[found[2]]}" if found and found[2] in ours else ""
+    return f"blocks.{match[1]}.{ours[match[2]]}" if match and match[2] in ours else ""
 
 
 def is_own(names: Sequence[str]) -> bool:
@@ -168,13 +168,13 @@ def keys(folder: Path) -> dict[str, Any]:
 def read(folder: Path) -> Initial:
     """Read the configuration of a folder, and locate its tensors."""
     with refusing(folder):
-        found = _configuration(folder)
-        files, there = folders.tensors(folder, WEIGHTS)
-        tensors = _matched(found, there)
-    rates = {key: rate for key in DROPOUT if (rate := getattr(found, key))}
-    said = ", ".join(f"{key} {rate:g}" for key, rate in rates.items())
-    notes = [f"the dropout rates are those of [model], not of {folder}: {said}"] if rates else []
-    return Initial(folder, _keys(found), tensors, [CONFIGURATION, *files], notes)
+        config = _configuration(folder)
+        files, located = folders.tensors(folder, WEIGHTS)
+        tensors = _matched(config, located)
+    rates = {key: rate for key in DROPOUT if (rate := getattr(config, key))}
+    listed = ", ".join(f"{key} {rate:g}" for key, rate in rates.items())
+    notes = [f"the dropout rates are those of [model], not of {folder}: {listed}"] if rates else []
+    return Initial(folder, _keys(config), tensors, [CONFIGURATION, *files], notes)
 
 
 def write(model: Trained) -> FolderContents:
@@ -185,12 +185,12 @@ def write(model: Trained) -> FolderContents:
             f"A folder of kind gpt2 has a model of kind gpt, but model.kind is {keys.kind}.",
             "Name another run.",
         )
-    here = dict(counterparts(keys.layers, keys.tied))
-    found = {
+    pairs = dict(counterparts(keys.layers, keys.tied))
+    renamed = {
         theirs.full_name: tensors[ours]._replace(is_transposed=theirs.is_transposed)
-        for ours, theirs in here.items()
+        for ours, theirs in pairs.items()
     }
-    if strange := sorted(tensors.keys() - here.keys() - {HEAD}):
+    if strange := sorted(tensors.keys() - pairs.keys() - {HEAD}):
         raise ConfigError(
             f"A folder of kind gpt2 has no tensor for {strange[0]}, which this run has.",
             "Name another run.",
@@ -206,25 +206,25 @@ def write(model: Trained) -> FolderContents:
         },
     }
     return FolderContents(
-        found, {name: (json.dumps(one, indent=2) + "\n").encode() for name, one in texts.items()}
+        renamed,
+        {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in texts.items()},
     )
 
 
 def _configuration(folder: Path) -> Gpt2Configuration:
     kind = configuration(folder, CONFIGURATION, ModelType).model_type
     _check_only("model_type", kind)
-    found = configuration(folder, CONFIGURATION, Gpt2Configuration)
+    config = configuration(folder, CONFIGURATION, Gpt2Configuration)
     for key in ONLY:
-        _check_only(key, getattr(found, key))
-    if found.n_embd % found.n_head:
+        _check_only(key, getattr(config, key))
+    if config.n_embd % config.n_head:
         raise ValueError(
-            f"{CONFIGURATION} says n_head {found.n_head}, which does not divide n_embd {found.n_embd}"
+            f"{CONFIGURATION} says n_head {config.n_head}, which does not divide n_embd {config.n_embd}"
         )
-    return found
+    return config
 
 
 def _check_only(key: str, value: Any) -> None:
-    """Raise ValueError unless the model of mpitrain has this value of a key of config.json."""
     if value not in ONLY[key]:
         law = " or ".join(json.dumps(one) for one in ONLY[key])
         raise ValueError(
@@ -232,34 +232,34 @@ def _check_only(key: str, value: Any) -> None:
         )
 
 
-def _keys(found: Gpt2Configuration) -> dict[str, Any]:
-    inner = found.n_inner or 4 * found.n_embd
+def _keys(config: Gpt2Configuration) -> dict[str, Any]:
+    inner = config.n_inner or 4 * config.n_embd
     return {
         "model.kind": "gpt",
-        "model.layers": found.n_layer,
-        "model.width": found.n_embd,
-        "model.heads": found.n_head,
-        "model.context": found.n_positions,
-        "model.tied": found.tie_word_embeddings,
-        "model.hidden": 0 if inner == 4 * found.n_embd else inner,
-        "model.epsilon": found.layer_norm_epsilon,
-        "data.vocabulary": found.vocab_size,
+        "model.layers": config.n_layer,
+        "model.width": config.n_embd,
+        "model.heads": config.n_head,
+        "model.context": config.n_positions,
+        "model.tied": config.tie_word_embeddings,
+        "model.hidden": 0 if inner == 4 * config.n_embd else inner,
+        "model.epsilon": config.layer_norm_epsilon,
+        "data.vocabulary": config.vocab_size,
     }
 
 
-def _matched(found: Gpt2Configuration, there: Mapping[str, Located]) -> dict[str, StoredTensor]:
+def _matched(config: Gpt2Configuration, located: Mapping[str, Located]) -> dict[str, StoredTensor]:
     """Return our tensors; ValueError if one is missing, of another shape, or unknown."""
-    left = {name.removeprefix(PREFIX): (name, tensor) for name, tensor in there.items()}
-    if len(left) < len(there):
+    left = {name.removeprefix(PREFIX): (name, tensor) for name, tensor in located.items()}
+    if len(left) < len(located):
         raise ValueError(f"it has a tensor with and without the prefix {PREFIX}")
     matched: dict[str, StoredTensor] = {}
     # A wrong n_layer may be huge: the first missing tensor ends the iteration.
-    for ours, theirs in counterparts(found.n_layer, found.tie_word_embeddings):
+    for ours, theirs in counterparts(config.n_layer, config.tie_word_embeddings):
         if theirs.name not in left:
             raise ValueError(f"it has no tensor {theirs.name}, which {CONFIGURATION} asks for")
         name, tensor = left.pop(theirs.name)
         check_float(name, tensor)
-        if tensor.shape != (shape := _shape(theirs.name, found)):
+        if tensor.shape != (shape := _shape(theirs.name, config)):
             raise ValueError(
                 f"{name!a} has the shape {tensor.shape}, but {CONFIGURATION} asks for {shape}"
             )
@@ -270,9 +270,9 @@ def _matched(found: Gpt2Configuration, there: Mapping[str, Located]) -> dict[str
     return matched
 
 
-def _shape(name: str, found: Gpt2Configuration) -> tuple[int, ...]:
+def _shape(name: str, config: Gpt2Configuration) -> tuple[int, ...]:
     """Return the shape of a tensor there, by its name without the prefix."""
-    width, inner = found.n_embd, found.n_inner or 4 * found.n_embd
+    width, inner = config.n_embd, config.n_inner or 4 * config.n_embd
     columns = {
         "attn.c_attn": 3 * width,
         "attn.c_proj": width,
@@ -280,9 +280,9 @@ def _shape(name: str, found: Gpt2Configuration) -> tuple[int, ...]:
         "mlp.c_proj": width,
     }
     if name in ("wte.weight", THEIR_HEAD):
-        return found.vocab_size, width
+        return config.vocab_size, width
     if name == "wpe.weight":
-        return found.n_positions, width
+        return config.n_positions, width
     layer, _, kind = name.removeprefix("h.").partition(".")[2].rpartition(".")
     if layer not in columns:
         return (width,)

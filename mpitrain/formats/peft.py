@@ -119,15 +119,15 @@ def base(folder: Path) -> dict[str, Any]:
     with refusing(folder):
         if RECORD not in folders.names(folder):
             return {}
-        found = configuration(folder, RECORD, Record).base
-        return found.model_dump() if found else {}
+        record = configuration(folder, RECORD, Record).base
+        return record.model_dump() if record else {}
 
 
 def read(folder: Path) -> Initial:
     """Read the configuration of a folder, and locate its tensors."""
     with refusing(folder):
-        found, tensors, files = _keys(folder)
-    return Initial(folder, found, tensors, [CONFIGURATION, *files])
+        keys, tensors, files = _keys(folder)
+    return Initial(folder, keys, tensors, [CONFIGURATION, *files])
 
 
 def _keys(folder: Path) -> tuple[dict[str, Any], dict[str, AnyTensor], list[str]]:
@@ -136,27 +136,27 @@ def _keys(folder: Path) -> tuple[dict[str, Any], dict[str, AnyTensor], list[str]
     Adapters of a lower rank than others get rows of A and columns of B that are 0, and stay 0 in
     training: their gradients are 0.
     """
-    found = configuration(folder, CONFIGURATION, PeftConfiguration)
+    config = configuration(folder, CONFIGURATION, PeftConfiguration)
     for key, values in ONLY.items():
-        if (value := getattr(found, key)) not in values:
+        if (value := getattr(config, key)) not in values:
             raise ValueError(
                 f"{CONFIGURATION} says {key} {json.dumps(value)[:80]}, but mpitrain has {json.dumps(values[-1])}"
             )
-    files, there = folders.tensors(folder, WEIGHTS)
-    tensors = _matched(there)
+    files, located = folders.tensors(folder, WEIGHTS)
+    tensors = _matched(located)
     layers = sorted({name.rpartition(".")[0] for name in tensors})
     alphas, ranks = {}, {}
     for layer in layers:
-        if missing := [one for one in PAIR if f"{layer}.{one}" not in tensors]:
+        if missing := [matrix for matrix in PAIR if f"{layer}.{matrix}" not in tensors]:
             raise ValueError(f"it has no {missing[0]} of {PREFIX}{module_of(layer)}")
         module = module_of(layer)
-        ranks[layer] = rank = _of_module(found.rank_pattern, module, found.r)
-        a, b = (tensors[f"{layer}.{one}"].shape for one in PAIR)
+        ranks[layer] = rank = _of_module(config.rank_pattern, module, config.r)
+        a, b = (tensors[f"{layer}.{matrix}"].shape for matrix in PAIR)
         if (a[0], b[1]) != (rank, rank):
             raise ValueError(
                 f"{CONFIGURATION} says r {rank}, but A and B of {module} have the shapes {a} and {b}"
             )
-        alphas[layer] = _of_module(found.alpha_pattern, module, found.lora_alpha)
+        alphas[layer] = _of_module(config.alpha_pattern, module, config.lora_alpha)
     largest = max(layers, key=ranks.__getitem__)
     rank, alpha = ranks[largest], alphas[largest]
     whole: dict[str, AnyTensor] = dict(tensors)
@@ -166,13 +166,13 @@ def _keys(folder: Path) -> tuple[dict[str, Any], dict[str, AnyTensor], list[str]
                 f"{CONFIGURATION} says alpha {alphas[layer]:g} for r {ranks[layer]} and {alpha:g} for {rank}, "
                 "but mpitrain has one alpha / r for all layers"
             )
-        for dim, one in enumerate(PAIR):
-            whole[f"{layer}.{one}"] = padded(tensors[f"{layer}.{one}"], dim, rank)
+        for dim, matrix in enumerate(PAIR):
+            whole[f"{layer}.{matrix}"] = padded(tensors[f"{layer}.{matrix}"], dim, rank)
     keys = {
         "lora.rank": rank,
         "lora.alpha": float(alpha),
         "lora.targets": layers,
-        "run.init_from": found.base_model_name_or_path or "",
+        "run.init_from": config.base_model_name_or_path or "",
     }
     return keys, whole, files
 
@@ -183,13 +183,13 @@ def _of_module(pattern: Mapping[str, Any] | None, module: str, otherwise: Any) -
     return (pattern or {}).get(next(fitting, ""), otherwise)
 
 
-def _matched(there: Mapping[str, Located]) -> dict[str, StoredTensor]:
+def _matched(located: Mapping[str, Located]) -> dict[str, StoredTensor]:
     """Return our tensors; ValueError for one that belongs to no linear layer of a GPT-2."""
-    found = {}
-    for name, tensor in there.items():
+    matched = {}
+    for name, tensor in located.items():
         if name == BASE_HEAD:
             check_float(name, tensor)
-            found[HEAD] = StoredTensor(tensor)
+            matched[HEAD] = StoredTensor(tensor)
             continue
         module, _, last = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
         layer = layer_of(module)
@@ -197,10 +197,10 @@ def _matched(there: Mapping[str, Located]) -> dict[str, StoredTensor]:
         if not is_known or not layer or len(tensor.shape) != 2:
             raise ValueError(f"it has a tensor {name!a}, which is no adapter of a GPT-2's layer")
         check_float(name, tensor)
-        found[f"{layer}.{last}"] = StoredTensor(tensor)
-    if not found:
+        matched[f"{layer}.{last}"] = StoredTensor(tensor)
+    if not matched:
         raise ValueError("it has no tensor")
-    return found
+    return matched
 
 
 def write(model: Trained) -> FolderContents:
@@ -213,7 +213,7 @@ def write(model: Trained) -> FolderContents:
             "Export it with --to gpt2.",
         )
     pairs = by_layer(model.tensors, config.model.width)
-    found: dict[str, AnyTensor] = {}
+    tensors: dict[str, AnyTensor] = {}
     ranks = {}
     for layer, own in pairs.items():
         module = module_of(layer)
@@ -227,8 +227,8 @@ def write(model: Trained) -> FolderContents:
             a, b = stacked(own, 3 * config.model.width)
         ranks[module] = a.shape[0]
         for name, tensor in zip(PAIR, (a, b), strict=True):
-            found[f"{PREFIX}{module}.{name}.weight"] = tensor
-    return FolderContents(found, _files(model, ranks))
+            tensors[f"{PREFIX}{module}.{name}.weight"] = tensor
+    return FolderContents(tensors, _files(model, ranks))
 
 
 def by_layer(
@@ -238,7 +238,7 @@ def by_layer(
 
     width  of the queries, keys and values of qkv
     """
-    found = defaultdict(list)
+    pairs = defaultdict(list)
     for name, a in tensors.items():
         adapter, _, last = name.rpartition(".")
         if last != "lora_A":
@@ -248,8 +248,8 @@ def by_layer(
         if region in ("q", "k", "v"):
             first = "qkv".index(region) * width
             layer, rows = above, slice(first, first + width)
-        found[layer].append((rows, a, tensors[f"{adapter}.lora_B"]))
-    return found
+        pairs[layer].append((rows, a, tensors[f"{adapter}.lora_B"]))
+    return pairs
 
 
 def _files(model: Trained, ranks: Mapping[str, int]) -> dict[str, bytes]:
@@ -275,7 +275,9 @@ def _files(model: Trained, ranks: Mapping[str, int]) -> dict[str, bytes]:
         },
         RECORD: {"base": dict(model.base) or None, "version": 1},
     }
-    return {name: (json.dumps(one, indent=2) + "\n").encode() for name, one in texts.items()}
+    return {
+        name: (json.dumps(content, indent=2) + "\n").encode() for name, content in texts.items()
+    }
 
 
 def _whole(number: float) -> int | float:

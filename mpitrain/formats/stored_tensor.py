@@ -41,18 +41,18 @@ class StoredTensor(NamedTuple):
         shape = self.located.shape
         stored = rectangle[::-1] if self.is_transposed else rectangle
         dtype = FLOATS[self.located.dtype]
-        found = np.empty([part.stop - part.start for part in stored], f"u{dtype.itemsize}")
+        bits = np.empty([part.stop - part.start for part in stored], f"u{dtype.itemsize}")
         # The elements of the dims from `last` on are contiguous in the file.
-        last = max((d for d, n in enumerate(shape) if found.shape[d] != n), default=0)
+        last = max((d for d, n in enumerate(shape) if bits.shape[d] != n), default=0)
         strides = [math.prod(shape[d + 1 :]) * dtype.itemsize for d in range(len(shape))]
         first = self.located.start + sum(
             part.start * stride for part, stride in zip(stored, strides, strict=True)
         )
         with reading(self.located.file, self.located.inner) as file:
-            for corner in np.ndindex(*found.shape[:last]):
+            for corner in np.ndindex(*bits.shape[:last]):
                 offset = sum(i * stride for i, stride in zip(corner, strides, strict=False))
-                read_into(file.fileno(), found[corner], first + offset)
-        values = found.view(dtype)
+                read_into(file.fileno(), bits[corner], first + offset)
+        values = bits.view(dtype)
         if self.located.dtype == "BF16":
             values = values.astype(np.float32)
         return values.T if self.is_transposed else values

@@ -58,14 +58,14 @@ def write_folder(
     try:
         partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
-            found = _write(partial, weights, written, DTYPES[dtype], shard_bytes)
+            files = _write(partial, weights, written, DTYPES[dtype], shard_bytes)
             _put_in_place(partial, folder)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
     except OSError as error:
         raise cannot_write(folder, error, "Choose another --out.") from None
-    return found
+    return files
 
 
 def _write(
@@ -82,7 +82,7 @@ def _write(
     )
     files = dict(written.files)
     if len(shards) > 1:
-        total = sum(math.prod(one.shape) for one in written.tensors.values()) * dtype.itemsize
+        total = sum(math.prod(tensor.shape) for tensor in written.tensors.values()) * dtype.itemsize
         files[f"{weights}.safetensors.index.json"] = _index(
             total, dict(zip(names, shards, strict=True))
         )
@@ -102,10 +102,7 @@ def _write(
 
 
 def _shards(tensors: Mapping[str, AnyTensor], width: int, shard_bytes: int) -> list[list[str]]:
-    """Divide the names of tensors into files, in order.
-
-    width  bytes of an element
-    """
+    """Divide the names of tensors into files, in order.    width: bytes of an element"""
     shards: list[list[str]] = [[]]
     nbytes = 0
     for name, tensor in tensors.items():
@@ -147,13 +144,12 @@ def _converted(name: str, tensor: AnyTensor, dtype: np.dtype) -> np.ndarray:
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:
-    """Sync a finished folder, and rename it to its name."""
     mask = os.umask(0)
     os.umask(mask)
     with opened(partial.parent) as parent:
-        with parent.subdirectory(partial.name) as found:
-            os.fchmod(found.descriptor, 0o777 & ~mask)
-            found.sync()
+        with parent.subdirectory(partial.name) as directory:
+            os.fchmod(directory.descriptor, 0o777 & ~mask)
+            directory.sync()
         check_new(folder)
         parent.rename(partial.name, folder.name)
         parent.sync()

@@ -34,8 +34,8 @@ def _is_own(folder: Path) -> bool:
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with opened(folder.parent) as parent, parent.make(folder.name, 0o700) as found:
-            facts = os.fstat(found.descriptor)
+        with opened(folder.parent) as parent, parent.make(folder.name, 0o700) as directory:
+            facts = os.fstat(directory.descriptor)
     except OSError:
         return False
     is_private = facts.st_uid == os.getuid() and not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -20,7 +20,7 @@ def is_zig() -> bool:
 
 
 def _command() -> list[str]:
-    """Return the words that start the compiler. Zig compiles its C++ library once, into a cache."""
+    """Zig compiles its C++ library once, into a cache."""
     if not is_zig():
         return [compiler()]
     return ["/usr/bin/env", f"ZIG_GLOBAL_CACHE_DIR={cache_of('zig')}", compiler(), "c++"]

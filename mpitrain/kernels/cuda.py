@@ -77,11 +77,11 @@ class Launch:
         self._kernel, self._function = kernel, kernel.kernel.ptr
         self._launch, self._stream = cupy.cuda.driver.launchKernel, cupy.cuda.get_current_stream
         layout = "".join(
-            "Q" if each.is_pointer else CODES[defines.get(each.type, each.type)]
-            for each in signature.parameters
+            "Q" if parameter.is_pointer else CODES[defines.get(parameter.type, parameter.type)]
+            for parameter in signature.parameters
         )
         self._pack, self._packed = struct.Struct(layout).pack_into, _Packed(layout)
-        self._scalars = tuple(not each.is_pointer for each in signature.parameters)
+        self._scalars = tuple(not parameter.is_pointer for parameter in signature.parameters)
         self._allowed, self._one_asks = WITHOUT_ASKING - kernel.shared_size_bytes, threading.Lock()
 
     def __call__(self, grid: Dims, block: Dims, arguments: Sequence[Any], shared: int) -> None:
@@ -140,7 +140,6 @@ class CudaEngine:
 
     @property
     def name(self) -> str:
-        """The GPU's name."""
         runtime = self._cupy.cuda.runtime
         return runtime.getDeviceProperties(runtime.getDevice())["name"].decode()
 
@@ -173,9 +172,9 @@ class CudaEngine:
             cublas, handle = self._cupy.cuda.cublas, self._cupy.cuda.get_cublas_handle()
         except ImportError as error:
             # CuPy loads the library at first use, and its wheels do not contain it.
-            said = str(error).strip().partition("\n")[0]
+            reason = str(error).strip().partition("\n")[0]
             raise ConfigError(
-                f"Products by the library need cuBLAS, but CuPy cannot load it: {said}",
+                f"Products by the library need cuBLAS, but CuPy cannot load it: {reason}",
                 "Install it: pip install 'mpitrain[cuda13]', or [cuda12]; or multiply by our kernels.",
             ) from None
         is_double = a.dtype.name == "float64"

@@ -224,7 +224,7 @@ class Kernels:
             )
         checked = [check(argument) for check, argument in zip(ready.checks, arguments, strict=True)]
         return (
-            [each.array if isinstance(each, Argument) else each for each in checked]
+            [argument.array if isinstance(argument, Argument) else argument for argument in checked]
             if self._takes_plain
             else checked
         )

@@ -72,9 +72,9 @@ class Compiler:
             self._version = cupy.cuda.nvrtc.getVersion()
         except RuntimeError as error:
             # CuPy loads the library at first use, and its wheels do not contain it.
-            said = str(error).strip().partition("\n")[0]
+            reason = str(error).strip().partition("\n")[0]
             raise ConfigError(
-                f"Kernels are compiled by NVRTC, but CuPy cannot load it: {said}",
+                f"Kernels are compiled by NVRTC, but CuPy cannot load it: {reason}",
                 "Install it: pip install 'mpitrain[cuda13]', or [cuda12].",
             ) from None
         driver = cupy.cuda.runtime.driverGetVersion()
@@ -106,7 +106,7 @@ class Compiler:
                 path,
                 self._compiled(
                     source,
-                    (*options, *(each for each in headers if each.startswith("-I"))),
+                    (*options, *(option for option in headers if option.startswith("-I"))),
                     is_code,
                 ),
             )
@@ -129,7 +129,6 @@ class Compiler:
             nvrtc.destroyProgram(program)
 
     def _write(self, path: Path, code: bytes) -> None:
-        """Write the file under a temporary name, and rename it when it is complete."""
         descriptor, partial = tempfile.mkstemp(dir=self._folder)
         with os.fdopen(descriptor, "wb") as file:
             file.write(code)

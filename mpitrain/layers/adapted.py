@@ -227,19 +227,19 @@ def described(weight: Parameter, region: str, rows: range, rank: int) -> list[Pa
 
 def local(weight: Parameter, rows: range) -> slice:
     """Return the outputs of this rank that are among these rows of the unsharded weight."""
-    found = [slice(offset, offset + len(run)) for run, offset in _inside(weight, rows)]
-    return slice(found[0].start, found[-1].stop)
+    slices = [slice(offset, offset + len(run)) for run, offset in _inside(weight, rows)]
+    return slice(slices[0].start, slices[-1].stop)
 
 
 def _inside(weight: Parameter, rows: range) -> list[tuple[range, int]]:
     """Return the runs of this rank's rows that are among `rows`, and their offsets in its tensor."""
-    found, offset = [], 0
+    runs, offset = [], 0
     whole = ((slice(0, weight.shape[0]),),)
     for first, *_ in weight.slices or whole:
         if run := overlap(first, rows):
-            found.append((run, offset + run.start - first.start))
+            runs.append((run, offset + run.start - first.start))
         offset += first.stop - first.start
-    return found
+    return runs
 
 
 def _pair(w: Weights, adapter: Adapter) -> tuple[Any, Any]:

@@ -47,11 +47,9 @@ class Dropout:
         self.column, self.columns = column, columns
 
     def parameters(self) -> list[Parameter]:
-        """Return no parameters."""
         return []
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the input."""
         return shape
 
     def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
@@ -59,11 +57,9 @@ class Dropout:
         return self.dropped(x, arena) if self.layers.now.trains else x, None
 
     def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
-        """Return `saved` of `forward`."""
         return None
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
-        """Return the gradient of the input."""
         return self.dropped(dy, arena), None
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
@@ -108,11 +104,9 @@ class Dropped:
         self.fusion = Fusion(adds_to_output=offer.adds_to_output, takes_gelu=offer.takes_gelu)
 
     def parameters(self) -> list[Parameter]:
-        """Return the parameters of the inner layer."""
         return self.inner.parameters()
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the inner layer's output."""
         return self.inner.output_shape(shape)
 
     def inner_layers(self) -> list[Any]:
@@ -124,7 +118,6 @@ class Dropped:
         return forward_next(self.inner, w, x, past, arena, *fused)
 
     def forward(self, w: Weights, x: Any, arena: Arena, residual: Any = None) -> tuple[Any, Any]:
-        """Return the output for x, and the state for `backward_input`."""
         forward: Any = self.inner.forward
         if not self.drop.layers.now.trains:
             return forward(w, x, arena, *(() if residual is None else (residual,)))
@@ -132,23 +125,19 @@ class Dropped:
         return self.drop.dropped(y, arena, residual, y if self.output_is_free else None), saved
 
     def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
-        """Return `saved` of `forward`."""
         return saved_again(self.inner, w, x, arena)
 
     def backward_input(
         self, w: Weights, dy: Any, saved: Any, arena: Arena, slope: Any = None
     ) -> tuple[Any, Any]:
-        """Return the gradient of the input, and the state for `backward_weight`."""
         half: Any = self.inner.backward_input
         dy = self.drop.dropped(dy, arena)
         return half(w, dy, saved, arena, *(() if slope is None else (slope,)))
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
-        """Write the gradients of the parameters, or add to them."""
         self.inner.backward_weight(pending, dw, arena)
 
     def backward(
         self, w: Weights, dy: Any, saved: Any, dw: Gradients, arena: Arena, slope: Any = None
     ) -> Any:
-        """Run both halves of backward, and return the gradient of the input."""
         return backward(self.inner, w, self.drop.dropped(dy, arena), saved, dw, arena, slope)

@@ -143,11 +143,11 @@ class FlatLayout:
             {("", False), *((p.holders, p.partial) for own in tensors for p in own)}
         ):
             for index, own in enumerate(tensors):
-                mine = sorted(
+                of_kind = sorted(
                     (p for p in own if (p.holders, p.partial) == kind), key=lambda p: p.decayed
                 )
-                if mine or kind == ("", False):
-                    self._lay_out(index, kind, mine, grain)
+                if of_kind or kind == ("", False):
+                    self._lay_out(index, kind, of_kind, grain)
 
     @property
     def largest(self) -> int:
@@ -344,9 +344,9 @@ def _padded(count: int, grain: int) -> int:
 
 
 def _stored(unit: Unit) -> list[Parameter]:
-    """Return the tensors that a unit stores, with their full names.
+    """Return a unit's own tensors, and each tied tensor that no earlier unit of this rank stores.
 
-    They are its own tensors, and each tied tensor that no earlier unit of this rank stores.
+    The tensors have their full names.
     """
     own = parameters_of(unit)
     return [

@@ -38,7 +38,6 @@ class Conv:
         self.output_is_free = activation is None
 
     def parameters(self) -> list[Parameter]:
-        """Return weight and bias."""
         shape = self.outputs, self.kernel * self.kernel * self.inputs
         return [
             Parameter("weight", shape, self.draw, decayed=True),
@@ -46,11 +45,9 @@ class Conv:
         ]
 
     def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the output for an input of this shape."""
         return (*shape[:-1], self.outputs)
 
     def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
-        """Return the output for x, and the state for `backward_input`."""
         y, saved = self.ops.conv2d(x, w["weight"], w["bias"], self.kernel, arena)
         if self.activation is None:
             return y, (saved, None)
@@ -58,7 +55,6 @@ class Conv:
         return y, (saved, active)
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
-        """Return the gradient of the input, and the state for `backward_weight`."""
         dz, pending = self._before_activation(dy, saved, arena)
         return self.ops.conv2d_backward_input(dz, w["weight"], self.kernel, arena), pending
 
@@ -69,7 +65,6 @@ class Conv:
         return dz, (dz, x)
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
-        """Write the gradients of weight and bias, or add to them."""
         dz, x = pending
         if "weight" in dw:
             own = dw["weight"]
@@ -82,12 +77,10 @@ class PixelConv(Conv):
     """A convolution of pixels (B, C, H, W), as data sources give them. The input has no gradient."""
 
     def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the output for an input of this shape."""
         images, _, rows, columns = shape
         return images, rows, columns, self.outputs
 
     def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
-        """Return the output for x, and the state for `backward_input`."""
         return super().forward(w, x.transpose(0, 2, 3, 1), arena)
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
@@ -106,20 +99,16 @@ class MaxPool:
         self.ops, self.size = ops, size
 
     def parameters(self) -> list[Parameter]:
-        """Return no parameters."""
         return []
 
     def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the output for an input of this shape."""
         images, rows, columns, channels = shape
         return images, rows // self.size, columns // self.size, channels
 
     def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
-        """Return the output for x, and the state for `backward_input`."""
         return self.ops.max_pool(x, self.size, arena)
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, None]:
-        """Return the gradient of the input, and None."""
         return self.ops.max_pool_backward(dy, saved, self.size, arena), None
 
     def backward_weight(self, pending: None, dw: Gradients, arena: Arena) -> None:
@@ -132,11 +121,9 @@ class Flatten:
     output_is_free = False
 
     def parameters(self) -> list[Parameter]:
-        """Return no parameters."""
         return []
 
     def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the output for an input of this shape."""
         return shape[0], math.prod(shape[1:])
 
     def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:

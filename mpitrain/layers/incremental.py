@@ -44,9 +44,9 @@ class Past:
         """Return the stored keys and values of the next attention layer, (B, H, W, D) each."""
         if self._next == len(self._arrays):
             sequences, room = self._shape
-            found = self._arena.take((2, sequences, heads, room, width), dtype)
-            found.fill(0)  # Masked values count 0 times, so they must be finite.
-            self._arrays.append((found[0], found[1]))
+            pair = self._arena.take((2, sequences, heads, room, width), dtype)
+            pair.fill(0)  # Masked values count 0 times, so they must be finite.
+            self._arrays.append((pair[0], pair[1]))
         keys, values = self._arrays[self._next]
         self._next += 1
         return keys[self._rows], values[self._rows]
@@ -74,9 +74,9 @@ class FixedArena:
             if known.shape == shape and known.dtype == dtype:
                 return known
             del self._arrays[at:]
-        found = self._arena.take(shape, dtype)
-        self._arrays.append(found)
-        return found
+        array = self._arena.take(shape, dtype)
+        self._arrays.append(array)
+        return array
 
 
 def forward_next(layer: Any, w: Weights, x: Any, past: Past, arena: Arena, *fused: Any) -> Any:

@@ -308,8 +308,8 @@ class Embedding:
 
     def _add_positions(self, w, y, positions, arena):
         """Add the vectors of the positions (B, T), and return the state of their lookup."""
-        found, saved = self.ops.embedding(positions, w["positions"], None, arena)
-        self.ops.add(y, found, y, arena)
+        vectors, saved = self.ops.embedding(positions, w["positions"], None, arena)
+        self.ops.add(y, vectors, y, arena)
         return saved
 
     def backward_input(self, w, dy, saved, arena):
@@ -361,8 +361,8 @@ class Attention:
         if self.drop and self.drop.layers.now.trains:
             now = self.drop.layers.now
             first, drop = now.row * self.every + self.first, self.drop
-            given = drop.key, now.step, first, self.every, drop.rate
-            return self.ops.attention_dropout(x, self.heads, *given, arena, *starts)
+            mask = drop.key, now.step, first, self.every, drop.rate
+            return self.ops.attention_dropout(x, self.heads, *mask, arena, *starts)
         return self.ops.attention(x, self.heads, arena, *starts)
 
     def forward_next(self, w, x, past, arena):

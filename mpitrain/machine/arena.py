@@ -37,8 +37,8 @@ class Descriptions(dict[Any, Any]):
         self._describe = describe
 
     def __missing__(self, location: Any) -> Any:
-        found = self[location] = self._describe(location)
-        return found
+        description = self[location] = self._describe(location)
+        return description
 
 
 class ArenaMemory(Protocol):
@@ -140,7 +140,7 @@ class Leased(NamedTuple):
     """A buffer of an arena.
 
     number    of its allocation, from 1
-    location  of its first byte, as `Memory.location` returns it
+    location  of its first byte, as `ArenaMemory.location` returns it
     """
 
     number: int
@@ -152,8 +152,8 @@ LeaseSize = tuple[int, int, list[Leased], Any, Maker]
 """The properties that all leases of one shape and dtype have in common.
 
 First come the bytes that a lease counts, and the bytes of the buffer that serves it. The free
-buffers of this size class follow, then the results of `Memory.maker`. It is a plain tuple, because
-Python unpacks a NamedTuple more slowly.
+buffers of this size class follow, then the results of `ArenaMemory.maker`. It is a plain tuple,
+because Python unpacks a NamedTuple more slowly.
 """
 
 
@@ -247,17 +247,21 @@ class Arena:
         return make(lease)
 
     def _size(self, shape: tuple[int, ...], dtype: Any) -> LeaseSize:
-        """Return the properties of leases of one shape and dtype, and cache them."""
-        if found := self._sizes.get((shape, dtype)):
-            return found
+        if properties := self._sizes.get((shape, dtype)):
+            return properties
         if len(self._sizes) >= SHAPES:
             self._sizes.clear()
         exact = np.dtype(dtype)
         nbytes = padded(math.prod(shape) * exact.itemsize)
         size = size_class(nbytes)
         free = self._free.setdefault(size, [])
-        self._sizes[shape, dtype] = found = nbytes, size, free, *self._memory.maker(shape, exact)
-        return found
+        self._sizes[shape, dtype] = properties = (
+            nbytes,
+            size,
+            free,
+            *self._memory.maker(shape, exact),
+        )
+        return properties
 
     def _allocated(self, size: int) -> Leased:
         self.allocations += 1

@@ -37,10 +37,10 @@ def as_array(array: Any, name: str) -> Any:
         )
     try:
         if number in HOST:
-            found = np.from_dlpack(array)
+            view = np.from_dlpack(array)
             # NumPy makes arrays of older versions of DLPack read-only, but not PyTorch's own.
-            other = found if found.flags.writeable else np.asarray(array)
-            return other if np.shares_memory(found, other) else found
+            writeable = view if view.flags.writeable else np.asarray(array)
+            return writeable if np.shares_memory(view, writeable) else view
         cupy = cupy_with_gpu()
         return array if isinstance(array, cupy.ndarray) else cupy.from_dlpack(array)
     except (BufferError, RuntimeError, TypeError) as error:

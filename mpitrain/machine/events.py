@@ -122,6 +122,6 @@ class _Silence:
     def __init__(self, failure: type[BaseException], report: Callable[[Any], object]):
         self._failure, self._report = failure, report
 
-    def __call__(self, found: Any) -> None:
-        if not isinstance(found.exc_value, self._failure):
-            self._report(found)
+    def __call__(self, unraisable: Any) -> None:
+        if not isinstance(unraisable.exc_value, self._failure):
+            self._report(unraisable)

@@ -246,8 +246,8 @@ def shared_memory() -> int:
     """Return the bytes free in SHARED_MEMORY."""
     if not os.path.isdir(SHARED_MEMORY):
         return 0
-    found = os.statvfs(SHARED_MEMORY)
-    return found.f_bavail * found.f_frsize
+    status = os.statvfs(SHARED_MEMORY)
+    return status.f_bavail * status.f_frsize
 
 
 def own_cores() -> list[int]:
@@ -296,8 +296,8 @@ def free_memory(kind: str) -> int:
     ):
         with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
             text = file.read()
-            if found := re.search(r"MemAvailable: +(\d+) kB", text):
-                free.append(int(found[1]) * 1024)
+            if match := re.search(r"MemAvailable: +(\d+) kB", text):
+                free.append(int(match[1]) * 1024)
             elif text.strip().isdigit():
                 free.append(int(text))
     return min(free)
@@ -306,8 +306,8 @@ def free_memory(kind: str) -> int:
 def peak_memory() -> int:
     """Return the peak resident memory of this process in bytes (VmHWM); 0 if it is not known."""
     with contextlib.suppress(OSError), open("/proc/self/status", encoding="utf-8") as file:
-        if found := re.search(r"VmHWM:\s+(\d+) kB", file.read()):
-            return int(found[1]) * 1024
+        if match := re.search(r"VmHWM:\s+(\d+) kB", file.read()):
+            return int(match[1]) * 1024
     return 0
 
 

@@ -174,7 +174,6 @@ def check_model(config: Config) -> None:
 
 
 def _check_split(row: Model, model: Keys, tp: int) -> None:
-    """Raise ConfigError unless layout.tp divides the model; the message has the nearest divisors."""
     if not row.split and tp > 1:
         raise ConfigError(
             f"Tensor parallelism does not split a model of kind {model.kind}, but layout.tp is {tp}.",

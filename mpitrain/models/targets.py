@@ -33,12 +33,12 @@ class Target(NamedTuple):
 
     def names(self) -> list[str]:
         """Return the full names of the target: ours, then those of Hugging Face."""
-        found = [self.layer]
+        names = [self.layer]
         if module := module_of(self.layer):
-            found.append(module)
+            names.append(module)
         if not self.region:
-            return found
-        return [f"{name}.{own}" for name in found for own in (self.region, f"{self.region}_proj")]
+            return names
+        return [f"{name}.{own}" for name in names for own in (self.region, f"{self.region}_proj")]
 
 
 def adapt(units: Sequence[Unit], lora: Lora, layers: Plain) -> list[Unit]:
@@ -51,16 +51,15 @@ def adapt(units: Sequence[Unit], lora: Lora, layers: Plain) -> list[Unit]:
     if not lora.rank:
         return list(units)
     chosen = chosen_targets([*targets(units)], lora.targets)
-    found = []
+    adapted = []
     for unit in units:
         layer = _adapted(unit.layer, unit.name, chosen, lora, layers)
         frozen = {p.name for p in layer.parameters() if not is_adapter(p.name)}
-        found.append(replace(unit, layer=layer, frozen=frozen))
-    return found
+        adapted.append(replace(unit, layer=layer, frozen=frozen))
+    return adapted
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter belongs to an adapter, by its name."""
     return name.rpartition(".")[2] in ("lora_A", "lora_B")
 
 
@@ -104,19 +103,18 @@ def chosen_targets(every: Sequence[Target], patterns: Sequence[str]) -> list[Tar
 
 
 def _whole(every: Sequence[Target], target: Target) -> range:
-    return next(one.rows for one in every if one.layer == target.layer and not one.region)
+    return next(whole.rows for whole in every if whole.layer == target.layer and not whole.region)
 
 
 def _listed(every: Sequence[Target]) -> str:
     """Return the last components of all names, and two full names as examples."""
     if not every:
         return "none, for this model has no linear layer that can be adapted"
-    short = dict.fromkeys(name.rpartition(".")[2] for one in every for name in one.names())
+    short = dict.fromkeys(name.rpartition(".")[2] for target in every for name in target.names())
     return f"{', '.join(short)}; {' and '.join(dict.fromkeys(every[0].names()))}"
 
 
 def _linear_layers(layer: Any, name: str) -> Iterator[tuple[str, Linear]]:
-    """Yield the linear layers within a layer, with their full names."""
     if isinstance(layer, Linear):
         yield name, layer
     elif isinstance(layer, ChunkedHead):
@@ -129,13 +127,15 @@ def _linear_layers(layer: Any, name: str) -> Iterator[tuple[str, Linear]]:
 
 
 def _adapted(layer: Any, name: str, chosen: Sequence[Target], lora: Lora, layers: Plain) -> Any:
-    """Return the layer with adapters for the chosen targets in it. If lora.base is int8, its
-    weights are stored in 8 bits.
+    """Return the layer with adapters for the chosen targets in it; with lora.base int8 its weights
+    are stored in 8 bits.
     """
-    mine = [one for one in chosen if one.layer == name or one.layer.startswith(f"{name}.")]
-    if not (mine or lora.base):
+    own_targets = [
+        target for target in chosen if target.layer == name or target.layer.startswith(f"{name}.")
+    ]
+    if not (own_targets or lora.base):
         return layer
-    if isinstance(layer, ChunkedHead) and mine:
+    if isinstance(layer, ChunkedHead) and own_targets:
         raise ConfigError(
             f"The head of lora.targets multiplies all rows at once, but memory.logit_chunks is {layer.count}.",
             "Set memory.logit_chunks to 1, or leave lm_head out of lora.targets.",
@@ -147,23 +147,23 @@ def _adapted(layer: Any, name: str, chosen: Sequence[Target], lora: Lora, layers
     if isinstance(layer, Sequential):
         return Sequential(
             **{
-                child: _adapted(inner, f"{name}.{child}", mine, lora, layers)
+                child: _adapted(inner, f"{name}.{child}", own_targets, lora, layers)
                 for child, inner in layer.children.items()
             }
         )
     if not isinstance(layer, Linear):
         return layer
-    found = copy(layer)
-    found.coded = layers.itemsize if lora.base and layer.role != "head" else 0
-    if not mine:
-        return found
-    found.low_rank = LowRank(
+    adapted = copy(layer)
+    adapted.coded = layers.itemsize if lora.base and layer.role != "head" else 0
+    if not own_targets:
+        return adapted
+    adapted.low_rank = LowRank(
         layer.ops,
         layer.parameters(),
-        {one.region: one.rows for one in mine},
+        {target.region: target.rows for target in own_targets},
         lora.rank,
         lora.alpha / lora.rank,
         layer.activation,
         InputDropout(layers, lora.dropout, crc32(name.encode())) if lora.dropout else None,
     )
-    return found
+    return adapted

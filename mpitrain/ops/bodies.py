@@ -45,7 +45,7 @@ def cuda(
     multiply  the matrix product of linear layers
     backend   the backend of the arrays; None: host memory
     """
-    given = {
+    arguments = {
         "kernels": kernels,
         "multiply": multiply,
         "numbers": LaunchNumbers(backend or HostBackend()),
@@ -54,7 +54,7 @@ def cuda(
     def bound(name: str, row: Operation) -> Callable:
         if row.cuda is None:
             return partial(_refuse, name)
-        first = [given[known] for known in signature(row.cuda).parameters if known in given]
+        first = [arguments[known] for known in signature(row.cuda).parameters if known in arguments]
         return (_OverRuns if row.takes_runs else partial)(row.cuda, *first)
 
     return _each(bound)
@@ -77,5 +77,4 @@ def _refuse(name: str, *arguments: Any, **named: Any) -> None:
 
 
 def _each(body: Callable[[str, Operation], Callable]) -> Ops:
-    """Return the operations with a body each, from name and row."""
     return cast(Ops, SimpleNamespace(**{name: body(name, row) for name, row in OPERATIONS.items()}))

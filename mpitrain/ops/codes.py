@@ -40,11 +40,11 @@ class Map(NamedTuple):
 
 def _positive(codes: int) -> np.ndarray:
     """Return the values above 0: 1, and `codes` x 2^i means in the i-th of seven decades."""
-    found: list[float] = []
+    values: list[float] = []
     for decade in range(DECADES):
         ends = np.linspace(0.1, 1, codes * 2**decade + 1)
-        found += [*((ends[:-1] + ends[1:]) / 2 * 10.0 ** (decade + 1 - DECADES))]
-    return np.array(found)
+        values += [*((ends[:-1] + ends[1:]) / 2 * 10.0 ** (decade + 1 - DECADES))]
+    return np.array(values)
 
 
 def _map(values: np.ndarray, zero: int) -> Map:
@@ -85,8 +85,8 @@ def decode(codes: np.ndarray, scales: np.ndarray, lead: int, of: Map, dtype: Any
     scales  of the blocks of these codes
     lead    elements that the first block lacks
     """
-    each = scales[(np.arange(len(codes)) + lead) // BLOCK]
-    return of.values[codes].astype(dtype) * each.astype(dtype)
+    element_scales = scales[(np.arange(len(codes)) + lead) // BLOCK]
+    return of.values[codes].astype(dtype) * element_scales.astype(dtype)
 
 
 def encode(values: np.ndarray, lead: int, of: Map) -> tuple[np.ndarray, np.ndarray]:
@@ -99,6 +99,6 @@ def encode(values: np.ndarray, lead: int, of: Map) -> tuple[np.ndarray, np.ndarr
     values = values.astype(np.float32)
     scales = np.maximum.reduceat(np.abs(values), starts) if len(values) else values[:0]
     scales[scales < TINY] = 0
-    each = np.where(scales > 0, scales, np.float32(np.inf))
-    ratio = values / each[(np.arange(len(values)) + lead) // BLOCK]
+    divisors = np.where(scales > 0, scales, np.float32(np.inf))
+    ratio = values / divisors[(np.arange(len(values)) + lead) // BLOCK]
     return np.searchsorted(of.bounds[:-1], ratio).astype(np.uint8), scales

@@ -85,10 +85,10 @@ def counted(ops: Ops, count: Count) -> Ops:
                 return _repeated(known[key], leases, arguments, named)
             cost = cost_of(name, row, arguments)
             count.add(cost)
-            found, result = _observed(run, cost, leases, arguments, named)
-            if result:
-                known[key] = result
-            return found
+            result, memory = _observed(run, cost, leases, arguments, named)
+            if memory:
+                known[key] = memory
+            return result
 
         return call
 
@@ -115,11 +115,9 @@ class Unlaunched:
         self.launches = 0
 
     def launch(self, *arguments: Any, **named: Any) -> None:
-        """Count a launch."""
         self.launches += 1
 
     def macros(self, **defines: Any) -> Macros:
-        """Return Macros, as `Kernels.macros`."""
         return Macros(**defines)
 
 
@@ -129,14 +127,18 @@ def sizes_of(row: Operation, arguments: Sequence[Any]) -> dict[str, int]:
     If arguments fix only a product of letters, the last letter takes it and the others are 1.
     """
     takes = operands(row.operands).takes
-    given = list(zip(takes, arguments, strict=False))
-    sizes = {one.number: value for one, value in given if one.number and isinstance(value, int)}
-    for one, value in given:
-        if one.shape and isinstance(value, np.ndarray):
-            _fit(one.shape, value.shape, sizes)
-    for one, value in given:
-        if one.after and one.reads:
-            for terms, array in zip(one.reads.split("+"), _arrays(value), strict=False):
+    pairs = list(zip(takes, arguments, strict=False))
+    sizes = {
+        operand.number: value
+        for operand, value in pairs
+        if operand.number and isinstance(value, int)
+    }
+    for operand, value in pairs:
+        if operand.shape and isinstance(value, np.ndarray):
+            _fit(operand.shape, value.shape, sizes)
+    for operand, value in pairs:
+        if operand.after and operand.reads:
+            for terms, array in zip(operand.reads.split("+"), _arrays(value), strict=False):
                 _fit(terms, array.shape, sizes)
     return sizes
 
@@ -144,7 +146,7 @@ def sizes_of(row: Operation, arguments: Sequence[Any]) -> dict[str, int]:
 def _fit(terms: str, shape: Sequence[int], sizes: dict[str, int]) -> None:
     """Add the letters of a shape such as B,T,3HD that are not known yet."""
     for term, length in zip(terms.split(","), shape, strict=False):
-        ((number, letters),) = [found for found in DIM.findall(term) if any(found)] or [("", "")]
+        ((number, letters),) = [match for match in DIM.findall(term) if any(match)] or [("", "")]
         rest = length // int(number or 1)
         for letter in letters:
             rest //= max(1, sizes.get(letter, 1))
@@ -154,7 +156,7 @@ def _fit(terms: str, shape: Sequence[int], sizes: dict[str, int]) -> None:
 
 
 def _product(term: str, sizes: Mapping[str, int]) -> int:
-    ((number, letters),) = [found for found in DIM.findall(term) if any(found)]
+    ((number, letters),) = [match for match in DIM.findall(term) if any(match)]
     return int(number or 1) * math.prod(sizes[letter] for letter in letters)
 
 
@@ -199,13 +201,13 @@ def _observed(
     arena, own = _arena(arguments, named), len(leases)
     before, peak = arena.live, arena.peak
     arena.peak = arena.live
-    found = run(*arguments, **named)
+    result = run(*arguments, **named)
     excess, arena.peak = arena.peak - before, max(peak, arena.peak)
     try:
-        tree = _described(found, leases)
+        tree = _described(result, leases)
     except _Unknown:
-        return found, None
-    return found, _LeasedMemory(tree, [one.nbytes for one in leases[own:]], excess, cost)
+        return result, None
+    return result, _LeasedMemory(tree, [one.nbytes for one in leases[own:]], excess, cost)
 
 
 def _repeated(result: _LeasedMemory, leases: list[Lease], arguments: Any, named: Any) -> Any:
@@ -225,8 +227,8 @@ def _made(tree: Any, leases: Sequence[Lease], source: WeightlessMemory) -> Any:
     # No closure: one that calls itself would keep the leases alive until a garbage collection.
     match tree:
         case _Array(shape, strides, dtype, lease):
-            found = source.made(shape, dtype, leases[lease] if lease >= 0 else None)
-            return found if found.strides == strides else _strided(found, strides, source)
+            array = source.made(shape, dtype, leases[lease] if lease >= 0 else None)
+            return array if array.strides == strides else _strided(array, strides, source)
         case tuple() | list():
             return _alike(tree, [_made(one, leases, source) for one in tree])
     return tree
@@ -236,9 +238,9 @@ def _strided(array: Weightless, strides: tuple[int, ...], source: WeightlessMemo
     """Return an array with gaps: a view of a longer one without memory."""
     length = sum((n - 1) * step for n, step in zip(array.shape, strides, strict=True))
     whole = source.made((max(0, length) + array.itemsize,), np.uint8, array.lease)
-    found: Any = np.ndarray.__new__(type(array), array.shape, array.dtype, whole.base, 0, strides)
-    found.lease, found.source = array.lease, source
-    return found
+    view: Any = np.ndarray.__new__(type(array), array.shape, array.dtype, whole.base, 0, strides)
+    view.lease, view.source = array.lease, source
+    return view
 
 
 def _key(value: Any, leases: list[Lease]) -> Any:
@@ -280,7 +282,6 @@ def _index(lease: Lease | None, leases: list[Lease]) -> int:
 
 
 def _alike(value: Any, items: Any) -> Any:
-    """Return a tuple, named tuple or list of the same type with other items."""
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 

@@ -13,23 +13,23 @@ Draw = Callable[[Operand, tuple[int, ...]], Any]
 
 
 def examples(ops: Ops, sizes: Sizes, draw: Draw, arena: Any) -> Callable[[str], dict[str, Any]]:
-    """Return a function (name of an operation) -> {argument: example value}, without the arena.
+    """Return a function (name of an operation) -> {argument: example value}, `arena` too.
 
     Operations share the arrays of equal operands. So an operation may overwrite the array of
     another, as `row_exponentials` does for `cross_entropy_split`.
     """
 
     @cache
-    def value(one: Operand) -> Any:
-        if one.after:
-            return last(one.after)
-        if one.number:
-            return sizes[one.number] if one.number in sizes else literal_eval(one.number)
-        return draw(one, dims(one.shape or "", sizes))
+    def value(operand: Operand) -> Any:
+        if operand.after:
+            return last(operand.after)
+        if number := operand.number:
+            return sizes[number] if number in sizes else literal_eval(number)
+        return draw(operand, dims(operand.shape or "", sizes))
 
     def arguments(name: str) -> dict[str, Any]:
         takes = operands(OPERATIONS[name].operands).takes
-        return {one.name: value(one) for one in takes} | {"arena": arena}
+        return {operand.name: value(operand) for operand in takes} | {"arena": arena}
 
     @cache
     def last(name: str) -> Any:

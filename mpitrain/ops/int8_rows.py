@@ -48,12 +48,12 @@ def encoded(values: np.ndarray, largest: np.ndarray, dtype: np.dtype) -> np.ndar
     dtype    dtype of the flat buffer
     """
     rows, columns = values.shape
-    found = np.zeros(length(rows, columns, dtype.itemsize), dtype)
-    coded = view(found, rows, columns)
+    elements = np.zeros(length(rows, columns, dtype.itemsize), dtype)
+    coded = view(elements, rows, columns)
     coded.scales[:] = largest / 127
     inverse = np.divide(1, coded.scales, out=np.zeros(rows), where=coded.scales > 0)
     coded.codes[...] = np.clip(np.rint(values * inverse[:, None]), -127, 127) + 128
-    return found
+    return elements
 
 
 def _start(rows: int, columns: int) -> int:

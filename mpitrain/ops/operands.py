@@ -70,12 +70,12 @@ class Operands(NamedTuple):
 
     def nbytes(self, sizes: Sizes, itemsize: int) -> int:
         """Return the bytes read plus the bytes written; numbers and private data do not count."""
-        moved = [(one, one.reads or one.shape) for one in self.takes]
-        moved += [(one, one.shape) for one in self.gives]
+        moved = [(operand, operand.reads or operand.shape) for operand in self.takes]
+        moved += [(operand, operand.shape) for operand in self.gives]
         return sum(
             math.prod(dims(term, sizes))
-            * (INDEX_BYTES if one.below else 1 if one.coded else itemsize)
-            for one, shapes in moved
+            * (INDEX_BYTES if operand.below else 1 if operand.coded else itemsize)
+            for operand, shapes in moved
             if shapes
             for term in shapes.split("+")
         )
@@ -94,11 +94,11 @@ def operands(line: str) -> Operands:
             f"Operands are arguments -> results, as x:M,K -> y:M, but a row has {line!r}.",
             "mpitrain/ops/operands.py lists all forms.",
         )
-    arguments = {one.name: one for one in takes}
+    arguments = {operand.name: operand for operand in takes}
     return Operands(
         takes,
-        [arguments.get(one.name, one) for one in gives],
-        [one.name for one in gives if one.name not in arguments],
+        [arguments.get(operand.name, operand) for operand in gives],
+        [operand.name for operand in gives if operand.name not in arguments],
     )
 
 

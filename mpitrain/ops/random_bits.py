@@ -110,6 +110,6 @@ class AttentionMask:
             words[:, :, index] = run.reshape(groups, LANES, 4).swapaxes(1, 2)
         bits = words.view("<u2").reshape(4 * groups, len(strips) * STRIP)
         row, column = queries.start - 4 * start, keys.start - strips.start * STRIP
-        mine = bits[row : row + out.shape[0], column : column + out.shape[1]]
-        np.greater_equal(mine, self._least, out=out)
+        tile = bits[row : row + out.shape[0], column : column + out.shape[1]]
+        np.greater_equal(tile, self._least, out=out)
         out *= self._most

@@ -36,11 +36,11 @@ def over_runs(operation: Callable[..., None], runs: Sequence[GroupRun]) -> Calla
         steps = [(_cut(runs[0], runs[-1]), offered(runs))]
 
     def step(*arrays: Any, mirror: Any = None, **named: Any) -> None:
-        for here, each in steps:
+        for elements, each in steps:
             each(
-                *(array[here] for array in arrays),
+                *(array[elements] for array in arrays),
                 **named,
-                **({} if mirror is None else {"mirror": mirror[here]}),
+                **({} if mirror is None else {"mirror": mirror[elements]}),
             )
 
     return step
@@ -51,8 +51,6 @@ def _cut(first: GroupRun, last: GroupRun) -> slice:
 
 
 def _stepped(operation: Callable[..., None], run: GroupRun) -> Callable[..., None]:
-    """Return the step of one run."""
-
     def step(*arrays: Any, lr: float, **named: Any) -> None:
         operation(*arrays, lr=lr * run.lr, weight_decay=run.weight_decay, **named)
 

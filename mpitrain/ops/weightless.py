@@ -56,8 +56,8 @@ class Weightless(np.ndarray):
         shape = _SHAPES[method](ufunc, inputs, named)
         dtype = np.dtype(named.get("dtype") or _dtype(ufunc, method, inputs))
         source = next(each for each in inputs if isinstance(each, Weightless)).source
-        found = source.made(shape, dtype) if shape else dtype.type(1)
-        return found if ufunc.nout == 1 else (found,) * ufunc.nout
+        result = source.made(shape, dtype) if shape else dtype.type(1)
+        return result if ufunc.nout == 1 else (result,) * ufunc.nout
 
     def __array_function__(self, function: Any, types: Any, arguments: Any, named: Any) -> Any:
         if named.get("out") is not None:
@@ -148,9 +148,9 @@ class WeightlessMemory:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes > len(self._mapping):
             self._mapping = _mapping(nbytes)
-        found: Any = np.ndarray.__new__(self._kind, tuple(shape), dtype, self._mapping)
-        found.lease, found.source = lease, self
-        return found
+        array: Any = np.ndarray.__new__(self._kind, tuple(shape), dtype, self._mapping)
+        array.lease, array.source = lease, self
+        return array
 
 
 def has_memory(array: Any) -> bool:
@@ -170,8 +170,8 @@ def _dtype(ufunc: np.ufunc, method: str, inputs: Sequence[Any]) -> np.dtype:
     if method not in ("__call__", "outer"):
         inputs = [inputs[0]] * ufunc.nin
     ones = [np.ones((), x.dtype) if isinstance(x, np.ndarray) else x for x in inputs]
-    found = ufunc(*ones)
-    return (found if ufunc.nout == 1 else found[0]).dtype
+    result = ufunc(*ones)
+    return (result if ufunc.nout == 1 else result[0]).dtype
 
 
 def _called(ufunc: np.ufunc, inputs: Sequence[Any], named: Mapping[str, Any]) -> Shape:

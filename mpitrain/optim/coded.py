@@ -44,7 +44,6 @@ def coded_bytes(storage: Storage, buffers: int) -> float:
             else storage.dtype.itemsize
         )
         for entry in storage.entries
-        if entry.parameter.trainable
     )
 
 
@@ -75,16 +74,16 @@ def regions(
     def key(tensor: Parameter) -> tuple[str, HyperParameters]:
         return tensor.name if tensor.name in starts else "", group_of(settings, tensor)
 
-    found: dict[Piece, list[CodedRegion]] = {}
+    by_piece: dict[Piece, list[CodedRegion]] = {}
     codes = scales = plain = 0
     for piece in pieces:
-        found[piece] = []
+        by_piece[piece] = []
         for run in storage.runs(piece.start, piece.stop, key):
             name, group = run.key
             count, shift = run.stop - run.start, piece.offset - piece.start
             lead = (run.start - starts[name]) % BLOCK if name else 0
             first, blocks = (codes, block_count(count, lead)) if name else (plain, 0)
-            found[piece].append(
+            by_piece[piece].append(
                 CodedRegion(
                     run.start + shift,
                     run.stop + shift,
@@ -97,7 +96,7 @@ def regions(
             )
             scales, room = scales + blocks, -(-count // GRAIN) * GRAIN
             codes, plain = (codes + room, plain) if name else (codes, plain + room)
-    return found
+    return by_piece
 
 
 class CodedState:
@@ -112,9 +111,14 @@ class CodedState:
     """
 
     def __init__(
-        self, found: Iterable[CodedRegion], length: int, dtype: np.dtype, of: Map, backend: Backend
+        self,
+        regions: Iterable[CodedRegion],
+        length: int,
+        dtype: np.dtype,
+        of: Map,
+        backend: Backend,
     ):
-        self._regions, self._of, self._backend = list(found), of, backend
+        self._regions, self._of, self._backend = list(regions), of, backend
         self.size, self.dtype, self.shape = length, dtype, (length,)
         coded = [region for region in self._regions if region.scales]
         self.codes = backend.zeros(_end(region.values for region in coded), np.uint8)
@@ -123,7 +127,6 @@ class CodedState:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all three buffers."""
         return int(self.codes.nbytes + self.scales.nbytes + self.plain.nbytes)
 
     def __len__(self) -> int:
@@ -141,11 +144,11 @@ class CodedState:
     def __setitem__(self, along: slice, values: Any) -> None:
         """Encode values in the memory of the backend."""
         start, stop, _ = along.indices(self.size)
-        given = self._backend.to_host(values)
+        host_values = self._backend.to_host(values)
         for region in self._regions:
             if both := overlap(region, range(start, stop)):
                 own = self._decoded(region, region.start, region.stop).copy()
-                own[moved(both, -region.start)] = given[moved(both, -start)]
+                own[moved(both, -region.start)] = host_values[moved(both, -start)]
                 self._encode(region, own)
 
     def _decoded(self, region: CodedRegion, low: int, high: int) -> np.ndarray:
@@ -197,9 +200,9 @@ class CodedUpdates:
         self._coded, self._plain = getattr(ops, step.op), getattr(ops, step.plain)
         self._regions = regions(storage, settings, pieces)
         length = sum(piece.stop - piece.start for piece in pieces)
-        found = [region for own in self._regions.values() for region in own]
+        every_region = [region for own in self._regions.values() for region in own]
         self.state: Mapping[str, CodedState] = {
-            name: CodedState(found, length, storage.dtype, of, backend)
+            name: CodedState(every_region, length, storage.dtype, of, backend)
             for name, of in step.maps.items()
         }
 
@@ -212,12 +215,12 @@ class CodedUpdates:
         """Update the parameters of a piece in place, region by region."""
         arguments, state = self._arguments(update), self.state.values()
         for region in self._regions[piece]:
-            here, values, scales = region.run, region.values, region.scales
+            run, values, scales = region.run, region.values, region.scales
             if scales:
                 step = partial(
                     self._coded,
-                    parameters[here],
-                    gradients[here],
+                    parameters[run],
+                    gradients[run],
                     *(buffer.codes[values] for buffer in state),
                     *(buffer.scales[scales] for buffer in state),
                     lead=region.lead,
@@ -225,8 +228,8 @@ class CodedUpdates:
             else:
                 step = partial(
                     self._plain,
-                    parameters[here],
-                    gradients[here],
+                    parameters[run],
+                    gradients[run],
                     *(buffer.plain[values] for buffer in state),
                 )
             step(
@@ -235,5 +238,5 @@ class CodedUpdates:
                 weight_decay=region.group.weight_decay,
                 arena=update.arena,
                 **arguments,
-                **({} if mirror is None else {"mirror": mirror[here]}),
+                **({} if mirror is None else {"mirror": mirror[run]}),
             )

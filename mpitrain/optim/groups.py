@@ -43,10 +43,10 @@ def check_groups(settings: config.Optimizer, names: Iterable[str]) -> None:
     for group in settings.groups:
         matched = {name for name in names if fnmatchcase(name, group.match)}
         if not matched & left:
-            found = "all its matches are in earlier groups" if matched else "nothing matches"
+            reason = "all its matches are in earlier groups" if matched else "nothing matches"
             raise ConfigError(
                 f"Each of optimizer.groups matches a parameter first, but of {group.match!r} "
-                f"{found}.",
+                f"{reason}.",
                 "Put it before these groups."
                 if matched
                 else f"Full names are {names[0]} to {names[-1]}; a * matches dots, too.",

@@ -46,8 +46,7 @@ def _orthogonalize(matrix: Any, update: Update) -> None:
     update.ops.newton_schulz(matrix, update.settings.ns_steps, update.arena)
 
 
-def _ratio(kind: str, tensor: Parameter) -> float:
-    """Return the factor of the learning rate that a matrix' shape gives."""
+def _lr_factor(kind: str, tensor: Parameter) -> float:
     height, width = tensor.shape
     if kind == "original":
         return math.sqrt(max(1, height / width))
@@ -61,7 +60,7 @@ def _apply(piece: TensorPiece, update: Update) -> None:
             piece.parameters,
             piece.result,
             update.lr,
-            _ratio(settings.adjust_lr_fn, piece.tensor),
+            _lr_factor(settings.adjust_lr_fn, piece.tensor),
             settings.weight_decay,
             arena,
             mirror=piece.mirror,
@@ -82,7 +81,6 @@ def _apply(piece: TensorPiece, update: Update) -> None:
 
 
 def _needs_whole_matrices(config: Config) -> ConfigError | None:
-    """Refuse tensor parallelism, which divides each matrix."""
     if config.layout.tp == 1:
         return None
     return ConfigError(

@@ -86,8 +86,7 @@ rows.
 """
 
 
-def _unread(settings: config.Optimizer) -> list[str]:
-    """Return the keys with other values than their defaults that the rule does not read."""
+def _unread_keys(settings: config.Optimizer) -> list[str]:
     read = (*EVERY, *RULES[settings.name].reads)
     return [
         key
@@ -101,7 +100,7 @@ def without_unread(settings: config.Optimizer) -> config.Optimizer:
 
     Earlier versions accepted such keys; they had no effect.
     """
-    keys = _unread(settings) if settings.name in RULES else []
+    keys = _unread_keys(settings) if settings.name in RULES else []
     return settings.model_copy(update={key: SETTINGS[key].default for key in keys})
 
 
@@ -113,12 +112,12 @@ def checked(whole: config.Config) -> config.Config:
     settings = whole.optimizer
     config.check_choice("optimizer.name", settings.name, RULES)
     rule = RULES[settings.name]
-    if keys := _unread(settings):
+    if keys := _unread_keys(settings):
         readers = [name for name, other in RULES.items() if {*keys} <= {*other.reads}]
-        found = " and ".join(f"optimizer.{key} is {getattr(settings, key)}" for key in keys)
+        values = " and ".join(f"optimizer.{key} is {getattr(settings, key)}" for key in keys)
         raise ConfigError(
             f"Update rule {settings.name} reads {', '.join(rule.reads)} of [optimizer] besides "
-            f"{', '.join(EVERY[1:])}, but {found}.",
+            f"{', '.join(EVERY[1:])}, but {values}.",
             f"Leave out {' and '.join(f'optimizer.{key}' for key in keys)}"
             + (f", or set optimizer.name to {' or '.join(readers)}." if readers else "."),
         )

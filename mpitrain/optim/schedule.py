@@ -67,14 +67,14 @@ def learning_rate(settings: config.Optimizer, step: int, steps: int) -> float:
 def schedule_error(settings: config.Optimizer, steps: int) -> ConfigError | None:
     """Return the error for keys of a decay that do not fit the schedule or the run, or None."""
     fields = config.Optimizer.model_fields
-    given = [
+    keys = [
         key for key in ("final", "decay_steps") if getattr(settings, key) != fields[key].default
     ]
-    if given and not DECAYS[settings.schedule]:
-        found = " and ".join(f"optimizer.{key} is {getattr(settings, key):g}" for key in given)
+    if keys and not DECAYS[settings.schedule]:
+        values = " and ".join(f"optimizer.{key} is {getattr(settings, key):g}" for key in keys)
         return ConfigError(
-            f"optimizer.schedule {settings.schedule} has no decay, but {found}.",
-            f"Leave out {' and '.join(f'optimizer.{key}' for key in given)}, or choose another "
+            f"optimizer.schedule {settings.schedule} has no decay, but {values}.",
+            f"Leave out {' and '.join(f'optimizer.{key}' for key in keys)}, or choose another "
             "schedule.",
         )
     if settings.decay_steps and settings.warmup + settings.decay_steps > steps:

@@ -61,12 +61,12 @@ def layout_of(shape: Shape, storage: Storage, pieces: Sequence[Piece]) -> StateL
 
 def _elements_of(shape: ElementsOf, storage: Storage, pieces: Sequence[Piece]) -> StateLayout:
     """Return the layout of the elements of some tensors in the pieces, one after the other."""
-    found, place = dict[str, Piece](), 0
+    by_tensor, length = dict[str, Piece](), 0
     for piece in pieces:
         for entry in touched(storage, piece):
             if shape(entry.parameter) is not None:
                 both = overlap(entry, piece)
-                found[entry.name] = Piece(both.start, both.stop, place)
-                place += len(both)
-    tensors = {name: (own.offset, (own.stop - own.start,)) for name, own in found.items()}
-    return StateLayout(place, list(found.values()), tensors=tensors)
+                by_tensor[entry.name] = Piece(both.start, both.stop, length)
+                length += len(both)
+    tensors = {name: (own.offset, (own.stop - own.start,)) for name, own in by_tensor.items()}
+    return StateLayout(length, list(by_tensor.values()), tensors=tensors)

@@ -40,21 +40,19 @@ ALONE = FactSums(lambda vector: lambda: None, lambda holders: True)
 
 def laid_out(entries: Iterable[Entry], shape: Shape, start: int = 0) -> list[Entry]:
     """Lay out a whole array of this shape for each tensor, one after the other from `start` on."""
-    found: list[Entry] = []
+    layout: list[Entry] = []
     for entry in entries:
         dims = shape(entry.parameter)
         if dims is not None:
             whole = entry.parameter._replace(shape=dims, slices=None)
-            found.append(Entry(entry.name, whole, entry.unit, start))
-            start = found[-1].stop
-    return found
+            layout.append(Entry(entry.name, whole, entry.unit, start))
+            start = layout[-1].stop
+    return layout
 
 
 def touched(storage: Storage, piece: Piece) -> list[Entry]:
-    """Return the trainable tensors with elements in a piece."""
-    return [
-        entry for entry in storage.entries if entry.parameter.trainable and overlap(entry, piece)
-    ]
+    """Return the trained tensors with elements in a piece."""
+    return [entry for entry in storage.entries if overlap(entry, piece)]
 
 
 def blocks(tensor: Parameter, start: int, stop: int) -> list[MatrixBlock]:
@@ -64,14 +62,14 @@ def blocks(tensor: Parameter, start: int, stop: int) -> list[MatrixBlock]:
     """
     *lead, columns = [_indices(tensor, dim) for dim in range(len(tensor.shape))] or [np.arange(1)]
     rows = np.zeros(1, np.int64)
-    for dim, mine in enumerate(lead):
-        rows = np.add.outer(rows * tensor.shape[dim], mine).reshape(-1)
-    width, first, found = len(columns), start, list[MatrixBlock]()
+    for dim, indices in enumerate(lead):
+        rows = np.add.outer(rows * tensor.shape[dim], indices).reshape(-1)
+    width, first, matrices = len(columns), start, list[MatrixBlock]()
     while start < stop:
         row, column = divmod(start, width)
         whole = 0 if column else (stop - start) // width  # rows
         end = start + whole * width if whole else min(stop, (row + 1) * width)
-        found.append(
+        matrices.append(
             MatrixBlock(
                 start - first,
                 end - first,
@@ -80,15 +78,15 @@ def blocks(tensor: Parameter, start: int, stop: int) -> list[MatrixBlock]:
             )
         )
         start = end
-    return found
+    return matrices
 
 
 def _indices(tensor: Parameter, dim: int) -> np.ndarray:
     """Return the index in the whole tensor of each index of a dim of its region on this rank."""
     if tensor.slices is None:
         return np.arange(tensor.shape[dim])
-    found = [np.arange(rectangle[dim].start, rectangle[dim].stop) for rectangle in tensor.slices]
-    return np.concatenate(found) if dim == tensor.joined_along else found[0]
+    indices = [np.arange(rectangle[dim].start, rectangle[dim].stop) for rectangle in tensor.slices]
+    return np.concatenate(indices) if dim == tensor.joined_along else indices[0]
 
 
 class _Fragment(NamedTuple):
@@ -184,9 +182,9 @@ class TensorUpdates:
             parameters, gradients = views(piece)
             for fragment in fragments:
                 if fragment.entry.name in divided:
-                    mine = self._piece(piece, fragment, parameters, gradients, None)
-                    operand = divided[fragment.entry.name].mine
-                    whole.operand(mine, _in_group(update, fragment), operand)
+                    tensor_piece = self._piece(piece, fragment, parameters, gradients, None)
+                    operand = divided[fragment.entry.name].elements
+                    whole.operand(tensor_piece, _in_group(update, fragment), operand)
         self._results.run(lambda operand: whole.compute(operand, update))
 
     def _with_result(self, piece: TensorPiece, name: str, update: Update) -> TensorPiece:
@@ -195,7 +193,7 @@ class TensorUpdates:
         if whole is None or not whole.of(piece.tensor):
             return piece
         if name in self._results.tensors:
-            return piece._replace(result=self._results.tensors[name].mine)
+            return piece._replace(result=self._results.tensors[name].elements)
         result = update.arena.take(piece.gradients.shape, piece.gradients.dtype)
         whole.operand(piece, update, result)
         whole.compute(result.reshape(piece.tensor.local_shape), update)
@@ -206,14 +204,14 @@ class TensorUpdates:
     ) -> None:
         """Update the parameters of a piece in place, tensor by tensor."""
         for fragment in self._fragments[piece]:
-            mine = self._piece(piece, fragment, parameters, gradients, mirror)
+            tensor_piece = self._piece(piece, fragment, parameters, gradients, mirror)
             own = _in_group(update, fragment)
-            self._step.apply(self._with_result(mine, fragment.entry.name, own), own)
+            self._step.apply(self._with_result(tensor_piece, fragment.entry.name, own), own)
 
     def _piece(
         self, piece: Piece, fragment: _Fragment, parameters: Any, gradients: Any, mirror: Any
     ) -> TensorPiece:
-        entry, start, stop, _, found, group, _ = fragment
+        entry, start, stop, _, blocks, group, _ = fragment
         along = slice(piece.offset + start, piece.offset + stop)
         return TensorPiece(
             entry.parameter._replace(decayed=group.weight_decay > 0),
@@ -227,7 +225,7 @@ class TensorUpdates:
                 for sums in self._sums
                 for name, array in _of(sums.views, entry.name).items()
             },
-            found,
+            blocks,
         )
 
 
@@ -255,7 +253,7 @@ def _views(layout: Sequence[Entry], array: Any) -> dict[str, Any]:
 
 
 def _of(arrays: Mapping[str, Mapping[str, Any]], tensor: str) -> dict[str, Any]:
-    return {name: found[tensor] for name, found in arrays.items() if tensor in found}
+    return {name: by_tensor[tensor] for name, by_tensor in arrays.items() if tensor in by_tensor}
 
 
 def _in_group(update: Update, fragment: _Fragment) -> Update:

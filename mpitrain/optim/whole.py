@@ -41,7 +41,7 @@ class Divided(NamedTuple):
         return bool(self.others)
 
     @property
-    def mine(self) -> Any:
+    def elements(self) -> Any:
         """This rank's elements, (count,)."""
         return self.array[slice(*self.own)] if self.is_owner else self.array
 
@@ -95,23 +95,22 @@ class Results:
         compute  (operand in the tensor's shape): overwrites it by the result
         """
         self._exchange(to_owner=True)
-        for one in self.tensors.values():
-            if one.is_owner:
-                compute(one.array.reshape(one.tensor.local_shape))
+        for divided in self.tensors.values():
+            if divided.is_owner:
+                compute(divided.array.reshape(divided.tensor.local_shape))
         self._exchange(to_owner=False)
 
     def _exchange(self, to_owner: bool) -> None:
-        """Move the elements of all tensors to their owners, or back."""
         requests = list[Request]()
-        for one in self.tensors.values():
+        for divided in self.tensors.values():
             start = (
                 self._transport.start_recv
-                if one.is_owner == to_owner
+                if divided.is_owner == to_owner
                 else self._transport.start_send
             )
-            peers = one.others.items() if one.is_owner else [(one.owner, None)]
+            peers = divided.others.items() if divided.is_owner else [(divided.owner, None)]
             for rank, elements in peers:
-                array = one.array if elements is None else one.array[slice(*elements)]
+                array = divided.array if elements is None else divided.array[slice(*elements)]
                 requests.append(start(array, rank, self._tag))
         for request in requests:
             request.wait()
@@ -140,10 +139,10 @@ def _owners(
             ranks.setdefault(name, {})[rank] = start, stop
             costs[name] = cost
     loads = [0] * len(everyone)
-    for name, found in ranks.items():
-        if len(found) == 1:
-            loads[next(iter(found))] += costs[name]
-    divided = [name for name, found in ranks.items() if len(found) > 1]
+    for name, holders in ranks.items():
+        if len(holders) == 1:
+            loads[next(iter(holders))] += costs[name]
+    divided = [name for name, holders in ranks.items() if len(holders) > 1]
     for name in sorted(divided, key=lambda name: (-costs[name], name)):
         owner = min(ranks[name], key=lambda rank: (loads[rank], rank))
         loads[owner] += costs[name]

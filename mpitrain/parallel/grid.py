@@ -61,16 +61,16 @@ def axes(config: Config, ranks: int, servers: int) -> Axes:
     """
     layout = config.layout
     dp = layout.dp or max(1, (ranks - servers) // (layout.tp * layout.pp))
-    found = Axes(layout.tp, dp, layout.pp, servers)
-    if found.ranks != ranks:
+    mesh = Axes(layout.tp, dp, layout.pp, servers)
+    if mesh.ranks != ranks:
         beside = f" + servers {servers}" if servers else ""
         ways = ["--dp (0 takes all ranks)"] if layout.dp else []
         ways += [f"--{axis}" for axis in ("tp", "pp") if getattr(layout, axis) > 1]
         if servers:
             ways.append("replication.servers" if servers > 1 else "replication.mode")
         raise ConfigError(
-            f"dp {dp} x tp {layout.tp} x pp {layout.pp}{beside} needs {found.ranks} ranks, but {ranks} were started.",
-            f"Start with `mpitrain launch -n {found.ranks} -- train`, or change {' or '.join(ways)}.",
+            f"dp {dp} x tp {layout.tp} x pp {layout.pp}{beside} needs {mesh.ranks} ranks, but {ranks} were started.",
+            f"Start with `mpitrain launch -n {mesh.ranks} -- train`, or change {' or '.join(ways)}.",
         )
     micro_batches, size = config.batch.micro_batches or 1, config.batch.size
     shares = dp * micro_batches
@@ -87,7 +87,7 @@ def axes(config: Config, ranks: int, servers: int) -> Axes:
             f"Each of dp {dp} x micro-batches {micro_batches} = {shares} shares needs a sequence, but batch.size is {size}.",
             f"Set batch.size to at least {shares}, or {' or '.join(ways)}.",
         )
-    computing = found.ranks - servers
+    computing = mesh.ranks - servers
     if absent := [
         delay.rank
         for delay in delays(config.run.delay)
@@ -98,7 +98,7 @@ def axes(config: Config, ranks: int, servers: int) -> Axes:
             "Name one of these in run.delay, or leave it empty.",
         )
     check_injection(config.run.inject, ranks, config.run.steps)
-    return found
+    return mesh
 
 
 def divisor(axes: Axes, hosts: Sequence[str], shard: str) -> int:

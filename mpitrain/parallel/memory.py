@@ -61,7 +61,7 @@ def check_memory(
     users = [rank for rank, place in enumerate(places) if place == places[transport.rank]]
     ranks, where = len(users), "on this GPU" if gpus else "on this host"
     shards = divisor(axes, transport.hosts, config.replication.shard)
-    found, count = sizes(config, source, axes, chunks, device, shards)
+    estimate, count = sizes(config, source, axes, chunks, device, shards)
     # The rank of a GPU that looked last has seen what the start of the others takes there.
     free = min(gpus[rank].free for rank in users) if gpus else process.free_memory("cpu")
     allowed = "are free"
@@ -70,10 +70,12 @@ def check_memory(
     if config.model.freeze or config.lora.rank:
         # The first estimate is for a network that is entirely frozen. If even this does not fit,
         # the network is not described in detail.
-        found = found._replace(length=0, largest=0, frozen=found.length, slot=found.largest)
-        if ranks * mode_of(config).memory(found) <= free:
-            found = frozen_sizes(found, config, source, axes, chunks, device)
-    needed = ranks * mode_of(config).memory(found)
+        estimate = estimate._replace(
+            length=0, largest=0, frozen=estimate.length, slot=estimate.largest
+        )
+        if ranks * mode_of(config).memory(estimate) <= free:
+            estimate = frozen_sizes(estimate, config, source, axes, chunks, device)
+    needed = ranks * mode_of(config).memory(estimate)
     if needed > free:
         raise ConfigError(
             f"{count:,} parameters with gradients and optimizer state of {ranks} rank(s) need {needed / 1e9:,.2f} GB {where}, "
@@ -127,7 +129,7 @@ def sizes(
 
 
 def frozen_sizes(
-    found: Sizes,
+    estimate: Sizes,
     config: Config,
     source: Source | Unopened,
     axes: Axes,
@@ -136,8 +138,8 @@ def frozen_sizes(
 ) -> Sizes:
     """Return the sizes of the whole network, with adapters and frozen parameters.
 
-    found   the sizes without frozen parameters; only numbers of elements change
-    raises  ConfigError as `freeze`
+    estimate  sizes of which only the numbers of elements change
+    raises    ConfigError as `freeze`
     """
     layers = described(device.ops, config.layout)
     layers.itemsize = device.itemsize(config.precision.stored)
@@ -146,7 +148,7 @@ def frozen_sizes(
     storage = Storage(units, config.precision.stored, axes.dp)
     length, frozen = storage.length, storage.frozen.length
     state = state_bytes(config.optimizer.name, storage)
-    return found._replace(
+    return estimate._replace(
         length=length / axes.pp,
         state=state / length if length else 0,
         largest=length / chunks if chunks > 1 else storage.largest,
@@ -158,6 +160,5 @@ def frozen_sizes(
 def _described(
     config: Config, depth: int, source: Source | Unopened, layers: Plain
 ) -> Sequence[Unit]:
-    """Return the units of the configured network with another number of layers."""
     model = config.model.model_copy(update={"layers": depth})
     return units_of(model, source, layers)

@@ -34,12 +34,11 @@ def _is_late(settings: Settings) -> bool:
 
 
 def _server_or_worker(replica: ReplicationContext) -> Replication:
-    """Return this rank's role in parameter-server training, a server or a worker; collective."""
     return (asynchronous if _is_late(replica.config.replication) else synchronous)(replica)
 
 
 def _memory_of_servers(sizes: Sizes) -> float:
-    """Return the mean bytes: the servers hold one replica together, each worker one without state.
+    """Return a rank's mean bytes: the servers hold one replica together, a worker has no state.
 
     Synchronous servers receive the workers' gradients in a separate buffer.
     """
@@ -51,8 +50,7 @@ def _memory_of_servers(sizes: Sizes) -> float:
     return (trained + frozen) / sizes.axes.ranks
 
 
-def _has_common_step(config: Config) -> ConfigError | None:
-    """Refuse float16, whose loss scale all ranks change together after each step."""
+def _refuse_float16(config: Config) -> ConfigError | None:
     settings = config.replication
     if config.precision.compute != "float16":
         return None
@@ -64,8 +62,7 @@ def _has_common_step(config: Config) -> ConfigError | None:
     )
 
 
-def _has_prompt_overflows(config: Config) -> ConfigError | None:
-    """Refuse tied weights and float16 in asynchronous pipelines: stages update by themselves."""
+def _refuse_ties_and_float16(config: Config) -> ConfigError | None:
     schedule = config.pipeline.schedule
     if config.model.tied:
         return ConfigError(
@@ -91,7 +88,7 @@ _WITHOUT_LAYOUTS = only(
 )
 
 _OF_STREAMS = first(
-    _has_prompt_overflows,
+    _refuse_ties_and_float16,
     only(
         "pipeline.schedule",
         "1f1b",
@@ -175,7 +172,7 @@ MODES: Table[str, Mode] = Table(
             memory=_memory_of_servers,
             traffic=lambda settings: traffic.SERVER[settings.update],
             refusal=first(
-                lambda config: _has_common_step(config) if _is_late(config.replication) else None,
+                lambda config: _refuse_float16(config) if _is_late(config.replication) else None,
                 _WITHOUT_LAYOUTS,
             ),
             servers=lambda settings: settings.servers,
@@ -192,7 +189,7 @@ MODES: Table[str, Mode] = Table(
                 of.replica + (3 if has_outer(of.settings) else 1) * of.master * of.length
             ),
             traffic=lambda settings: traffic.LOCAL,
-            refusal=first(_has_common_step, _WITHOUT_LAYOUTS),
+            refusal=first(_refuse_float16, _WITHOUT_LAYOUTS),
             exchange=lambda settings: settings.period,
         ),
         "gossip": Mode(
@@ -200,7 +197,7 @@ MODES: Table[str, Mode] = Table(
             make=gossip,
             memory=lambda of: of.replica + of.master * of.length,
             traffic=lambda settings: traffic.GOSSIP,
-            refusal=first(_has_common_step, _WITHOUT_LAYOUTS),
+            refusal=first(_refuse_float16, _WITHOUT_LAYOUTS),
             exchange=lambda settings: settings.period,
         ),
     }
@@ -232,7 +229,6 @@ STREAMS: Table[str, Mode] = Table(
 
 
 def mode_of(config: Config) -> Mode:
-    """Return the row of the configured replication mode."""
     settings = config.replication
     mode = MODES[settings.mode]
     return STREAMS.get(config.pipeline.schedule, mode.stages.get(settings.zero, mode))

@@ -101,12 +101,12 @@ def _halving(n: int, count: int) -> int:
 
     If n is not a power of two, the busiest rank is one into which another rank folds.
     """
-    power, folded = 1 << _lg(n), n - (1 << _lg(n))
+    power, folded = 1 << _floor_lg(n), n - (1 << _floor_lg(n))
     bounds = [0, *(stop for _, stop in chunk_bounds(count, power))]
 
     def sent(rank: int) -> int:
         """Each halving sends one half of a block of chunks, the doubling back the other half."""
-        blocks = [rank >> bit << bit for bit in range(1, _lg(n) + 1)]
+        blocks = [rank >> bit << bit for bit in range(1, _floor_lg(n) + 1)]
         return sum(bounds[first + (2 << bit)] - bounds[first] for bit, first in enumerate(blocks))
 
     return max(map(sent, range(folded or power)))
@@ -162,7 +162,7 @@ def by_micro_batch(replica: ReplicationContext) -> tuple[float, float]:
     A pipeline stage sums the micro-batches of a chunk first.
     """
     length = replica.storage.length
-    return _scatters(replica) * length, length
+    return _scatters_per_step(replica) * length, length
 
 
 def by_use(replica: ReplicationContext) -> tuple[float, float] | None:
@@ -176,7 +176,7 @@ def by_use(replica: ReplicationContext) -> tuple[float, float] | None:
     config, storage = replica.config, replica.storage
     if config.model.tied or config.replication.zero_keep or config.replication.gather != "none":
         return None
-    summed, frozen = _scatters(replica) * storage.length, storage.frozen.spans
+    summed, frozen = _scatters_per_step(replica) * storage.length, storage.frozen.spans
     if replica.chunks:
         if any(span.start < span.stop for span in frozen):
             return None
@@ -190,8 +190,7 @@ def by_use(replica: ReplicationContext) -> tuple[float, float] | None:
     return summed, _gathered(storage.spans, opened) + stored
 
 
-def _scatters(replica: ReplicationContext) -> int:
-    """Return how often ZeRO stages 2 and 3 reduce-scatter each gradient in a step."""
+def _scatters_per_step(replica: ReplicationContext) -> int:
     return 1 if replica.chunks else replica.config.batch.micro_batches
 
 
@@ -215,13 +214,11 @@ def _gathered(spans: Sequence[Span], opened: Iterable[int]) -> int:
     return count
 
 
-def _lg(n: int) -> int:
-    """Return the largest k with 2^k <= n."""
+def _floor_lg(n: int) -> int:
     return n.bit_length() - 1
 
 
-def _nbytes(replica: ReplicationContext) -> int:
-    """Return S of LETTERS: the bytes of all gradients."""
+def _gradient_bytes(replica: ReplicationContext) -> int:
     return replica.storage.length * replica.storage.dtype.itemsize
 
 
@@ -231,12 +228,10 @@ def _children(rank: int, n: int) -> int:
 
 
 def _master(replica: ReplicationContext, sample: Sample) -> float:
-    """Return the bytes of mode `master`.
-
-    Weights go down a binomial tree, and gradients come up one. Rows and logits travel directly
+    """Weights go down a binomial tree, and gradients come up one. Rows and logits travel directly
     between rank 0 and each worker.
     """
-    size, n, length = replica.config.batch.size, replica.grid.axes.ranks, _nbytes(replica)
+    size, n, length = replica.config.batch.size, replica.grid.axes.ranks, _gradient_bytes(replica)
     logits = sample.logits * replica.computed.itemsize
 
     def sent(rank: int) -> int:
@@ -251,27 +246,25 @@ def _master(replica: ReplicationContext, sample: Sample) -> float:
     )
 
 
-def _meetings(config: Config) -> int:
-    """Return the number of periods of local SGD or gossip in the run."""
+def _periods(config: Config) -> int:
     return -(-config.run.steps // config.replication.period)
 
 
 def _local(replica: ReplicationContext, sample: Sample) -> float:
     n, storage = replica.grid.axes.ranks, replica.storage
     averaged = _ring(n, storage.length) * storage.dtype.itemsize + _ring(n, NEWS) * CONTROL_ITEM
-    return _meetings(replica.config) * averaged / replica.config.run.steps
+    return _periods(replica.config) * averaged / replica.config.run.steps
 
 
 def _gossip(replica: ReplicationContext, sample: Sample) -> float:
-    """Return the bytes of gossip, with the average over all ranks at the end of the run."""
+    """The run ends with an average over all ranks."""
     n, steps, storage = replica.grid.axes.ranks, replica.config.run.steps, replica.storage
     average = _ring(n, storage.length) * storage.dtype.itemsize
-    news = _meetings(replica.config) * _ring(n, NEWS) * CONTROL_ITEM
-    return (steps * _nbytes(replica) + news + average) / steps
+    exchanges = _periods(replica.config) * _ring(n, NEWS) * CONTROL_ITEM
+    return (steps * _gradient_bytes(replica) + exchanges + average) / steps
 
 
-def _on_servers(replica: ReplicationContext) -> list[int]:
-    """Return the bytes of the parameters on each server."""
+def _bytes_by_server(replica: ReplicationContext) -> list[int]:
     dealt_out = dealt(replica.storage.spans, replica.grid.axes.servers)
     return [
         sum(piece.stop - piece.start for piece in pieces) * replica.storage.dtype.itemsize
@@ -280,7 +273,7 @@ def _on_servers(replica: ReplicationContext) -> list[int]:
 
 
 def _server_sync(replica: ReplicationContext, sample: Sample) -> float:
-    stored, workers = _on_servers(replica), replica.grid.axes.dp
+    stored, workers = _bytes_by_server(replica), replica.grid.axes.dp
     servers = len(stored)
     return max(
         sum(stored) + servers * HEADER,
@@ -299,7 +292,7 @@ def _server_late(replica: ReplicationContext, sample: Sample) -> float | None:
     and a push of gradients. At a pause each worker sends one request that gets no ticket. At the
     end of the run it pulls the parameters.
     """
-    config, stored, workers = replica.config, _on_servers(replica), replica.grid.axes.dp
+    config, stored, workers = replica.config, _bytes_by_server(replica), replica.grid.axes.dp
     steps, servers = config.run.steps, len(stored)
     is_bounded = config.replication.update == "bounded"
     if is_bounded and not config.replication.staleness:
@@ -319,10 +312,11 @@ ALL_REDUCE = {
     "ring": _summed("2 (n-1)/n S", _ring),
     "halving-doubling": _summed(
         "2 (n'-1)/n' S, and S more if n > n'",
-        lambda n, count: _halving(n, count) + count * (n > 1 << _lg(n)),
+        lambda n, count: _halving(n, count) + count * (n > 1 << _floor_lg(n)),
     ),
     "recursive-doubling": _summed(
-        "lg n' S, and S more if n > n'", lambda n, count: count * (_lg(n) + (n > 1 << _lg(n)))
+        "lg n' S, and S more if n > n'",
+        lambda n, count: count * (_floor_lg(n) + (n > 1 << _floor_lg(n))),
     ),
     "tree": _summed("ceil(lg n) S", lambda n, count: count * (n - 1).bit_length()),
     "star": _summed("(n-1) S, the root", lambda n, count: (n - 1) * count),

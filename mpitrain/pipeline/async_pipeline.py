@@ -142,10 +142,9 @@ class AsyncPipeline(Pipeline):
             self.drain()
 
     def drain(self) -> None:
-        """Run the remaining backwards, so that the pipeline is empty. Collective."""
         if self._steps:
             self._steps -= 1
-            self._run(self._pieces.last, _nothing, _nothing)
+            self._run(self._pieces.last, _no_forward, _no_forward)
             self._steps = 0
             self._stashed.sync()
 
@@ -183,11 +182,9 @@ class AsyncPipeline(Pipeline):
                 self._stashed.turned()
 
 
-def _nothing(*arguments: Any) -> None:
-    """Raise an error: a drain runs no forwards."""
+def _no_forward(*arguments: Any) -> None:
     raise AssertionError(arguments)
 
 
 def pipeline_for(schedule: str) -> type[Pipeline]:
-    """Return the class of pipeline for a schedule."""
     return AsyncPipeline if schedule in STREAMS else Pipeline

@@ -30,10 +30,10 @@ class Chunks(NamedTuple):
     chunks: list[list[Unit]]
     tied: dict[str, list[int]]
 
-    def first(self, mine: Sequence[Unit]) -> int:
+    def first(self, units: Sequence[Unit]) -> int:
         """Return the number of a stage's units that are frozen and run no backward."""
         before = {unit.name for unit in self.model[: forward_only(self.model)]}
-        return sum(unit.name in before for unit in mine)
+        return sum(unit.name in before for unit in units)
 
 
 def cut_in_chunks(

@@ -155,7 +155,7 @@ class Decoder:
             stage.arena = self._fixed if to_end else self._arena
         if self._last:
             self._last.end = len(self._chunks[-1]) - (self._unstored and not to_end)
-        found: list[Any] = []
+        outputs: list[Any] = []
         self._channel.begin(partial(shape_in, self._input_shape, [tokens.shape]))
         self._now.set(0, 0, count, False)
         execute(
@@ -163,10 +163,10 @@ class Decoder:
             self._stages,
             len(self._chunks),
             lambda micro: self._placed(tokens),
-            lambda micro, y: found.append(y),
+            lambda micro, y: outputs.append(y),
             self._channel,
         )
-        return found.pop() if found else None
+        return outputs.pop() if outputs else None
 
 
 def can_decode(chunks: Sequence[Sequence[Unit]]) -> bool:

@@ -32,7 +32,7 @@ def execute(
     """Execute the instructions of one rank.
 
     stages   {chunk: Stage} of this rank
-    chunks    number of chunks in the whole model
+    chunks   number of chunks in the whole model
     first    (micro-batch) -> the input of the model
     loss     (micro-batch, output of the model) -> the gradient of that output
     channel  to the other stages

@@ -129,7 +129,7 @@ class Plan(NamedTuple):
     @property
     def micro_batches(self) -> int:
         """Return the number of micro-batches in a step."""
-        return 1 + max((i.micro for mine in self.lists for i in mine), default=-1)
+        return 1 + max((i.micro for instructions in self.lists for i in instructions), default=-1)
 
 
 def needed(instruction: Instruction, chunks: int) -> Message | None:
@@ -163,13 +163,14 @@ def fused_at_the_input(plan: Plan, first: int = 0) -> Plan:
 
     first  the first chunk with a backward
     """
-    return plan._replace(lists=tuple(tuple(_fused(mine, first)) for mine in plan.lists))
+    return plan._replace(
+        lists=tuple(tuple(_fused(instructions, first)) for instructions in plan.lists)
+    )
 
 
-def _fused(mine: Sequence[Compute], first: int) -> Iterator[Compute]:
-    """Yield the instructions of one stage, with adjacent B and W of chunk `first` merged."""
+def _fused(instructions: Sequence[Compute], first: int) -> Iterator[Compute]:
     is_done = False
-    for instruction, following in zip(mine, [*mine[1:], None], strict=True):
+    for instruction, following in zip(instructions, [*instructions[1:], None], strict=True):
         match instruction, following:
             case BackwardInput(chunk, micro), BackwardWeight(same, other) if (
                 chunk == same == first and micro == other
@@ -203,8 +204,9 @@ def with_messages(plan: Plan, ahead: int = 1) -> Program:
     ahead  number of instructions by which a Receive precedes its consumer, to overlap the transfer
     """
     chunks = len(plan.stage_of)
-    made_at = {made(i, chunks): index for mine in plan.lists for index, i in enumerate(mine)}
-    used_at = {needed(i, chunks): index for mine in plan.lists for index, i in enumerate(mine)}
+    numbered = [pair for instructions in plan.lists for pair in enumerate(instructions)]
+    made_at = {made(i, chunks): index for index, i in numbered}
+    used_at = {needed(i, chunks): index for index, i in numbered}
     return tuple(
         _with_messages(stage, plan, ahead, made_at, used_at) for stage in range(len(plan.lists))
     )
@@ -221,24 +223,25 @@ def _with_messages(
 
     made_at, used_at  index of the producer or consumer of a message in its stage's list
     """
-    stage_of, mine = plan.stage_of, plan.lists[stage]
-    before: list[list[Instruction]] = [[] for _ in mine]
-    for index, instruction in enumerate(mine):
+    stage_of, instructions = plan.stage_of, plan.lists[stage]
+    before: list[list[Instruction]] = [[] for _ in instructions]
+    for index, instruction in enumerate(instructions):
         if message := needed(instruction, len(stage_of)):
-            peer = stage_of[_source(message)]
+            peer = stage_of[_producing_chunk(message)]
             if peer != stage:
                 before[max(0, index - ahead)].append(Receive(*message, peer))
     program: list[Instruction] = []
     sent: list[Send] = []
-    for instruction, receives in zip(mine, before, strict=True):
+    for instruction, receives in zip(instructions, before, strict=True):
         program += receives
         if (message := needed(instruction, len(stage_of))) and (
-            peer := stage_of[_source(message)]
+            peer := stage_of[_producing_chunk(message)]
         ) != stage:
             arrived = [
                 i
                 for i in sent
-                if i.peer == peer and used_at.get(i[:3], len(mine)) <= made_at.get(message, -1)
+                if i.peer == peer
+                and used_at.get(i[:3], len(instructions)) <= made_at.get(message, -1)
             ]
             program += [Complete(*i) for i in arrived]
             sent = [i for i in sent if i not in arrived]
@@ -266,11 +269,11 @@ def without_backward(program: Program, first: int) -> Program:
     then their receiver has used them. So the result waits for less than the program, and ends if
     the program ends.
     """
-    return tuple(tuple(_without_backward(mine, first)) for mine in program)
+    return tuple(tuple(_without_backward(instructions, first)) for instructions in program)
 
 
-def _without_backward(mine: Sequence[Instruction], first: int) -> Iterator[Instruction]:
-    for instruction in mine:
+def _without_backward(instructions: Sequence[Instruction], first: int) -> Iterator[Instruction]:
+    for instruction in instructions:
         match instruction:
             case BackwardInput(chunk, micro) | Backward(chunk, micro) if chunk < first:
                 yield Skip(chunk, micro)
@@ -287,7 +290,6 @@ def _without_backward(mine: Sequence[Instruction], first: int) -> Iterator[Instr
                 yield instruction
 
 
-def _source(message: Message) -> int:
-    """Return the chunk that produces a message."""
+def _producing_chunk(message: Message) -> int:
     what, chunk, _ = message
     return chunk - 1 if what == "activation" else chunk + 1

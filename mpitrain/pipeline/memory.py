@@ -26,16 +26,16 @@ class Peak(NamedTuple):
     nbytes: float
 
 
-def peak(mine: Sequence[Compute], costs: Sequence[Cost]) -> Peak:
+def peak(instructions: Sequence[Compute], costs: Sequence[Cost]) -> Peak:
     """Return the peaks of one stage's activation memory.
 
-    mine   the stage's compute instructions, in order
-    costs  of each chunk of the model
+    instructions  of one stage, in order
+    costs         of each chunk of the model
     """
     whole = pending = 0
     nbytes = 0.0
     most = Peak(0, 0, 0, 0)
-    for instruction in mine:
+    for instruction in instructions:
         cost, during = costs[instruction.chunk], nbytes
         match instruction:
             case Forward():
@@ -74,35 +74,35 @@ class Weights(NamedTuple):
     is_updated: bool
 
 
-def weights(mine: Sequence[Compute], every: int = 0) -> list[Weights]:
+def weights(instructions: Sequence[Compute], every: int = 0) -> list[Weights]:
     """Return the weight versions of an asynchronous stage with one chunk, for each instruction.
 
     every   micro-batches per update, which all use the newest version but one (PipeDream-2BW);
             0: an update per micro-batch, which uses the newest version at its forward (PipeDream)
     """
     used: dict[int, int] = {}
-    newest, found = 0, []
-    for instruction in mine:
+    newest, by_instruction = 0, []
+    for instruction in instructions:
         micro, is_last = instruction.micro, isinstance(instruction, BackwardWeight | Backward)
         if isinstance(instruction, Forward):
             used[micro] = max(0, micro // every - 1) if every else newest
         version = used.pop(micro) if is_last else used[micro]
         is_updated = is_last and (micro + 1) % max(1, every) == 0
         held = len({newest + is_updated, *used.values()})
-        found.append(Weights(version, newest, held, is_updated))
+        by_instruction.append(Weights(version, newest, held, is_updated))
         newest += is_updated
-    return found
+    return by_instruction
 
 
-def versions(mine: Sequence[Compute], every: int = 0) -> int:
+def versions(instructions: Sequence[Compute], every: int = 0) -> int:
     """Return the peak number of weight versions on a stage of one chunk.
 
     every   as in `weights`
     """
-    return max((each.held for each in weights(mine, every)), default=0)
+    return max((entry.held for entry in weights(instructions, every)), default=0)
 
 
-def staleness(mine: Sequence[Compute], every: int = 0) -> int:
+def staleness(instructions: Sequence[Compute], every: int = 0) -> int:
     """Return the largest staleness of a gradient on a stage of one chunk, in updates.
 
     The staleness is the number of updates between a gradient's own version and the version it
@@ -111,28 +111,28 @@ def staleness(mine: Sequence[Compute], every: int = 0) -> int:
     every   as in `weights`
     """
     lasts = (
-        each
-        for each, instruction in zip(weights(mine, every), mine, strict=True)
+        entry
+        for entry, instruction in zip(weights(instructions, every), instructions, strict=True)
         if isinstance(instruction, BackwardWeight | Backward)
     )
-    return max((each.newest - each.used for each in lasts), default=0)
+    return max((entry.newest - entry.used for entry in lasts), default=0)
 
 
-def goes_in_passes(mine: Sequence[Compute]) -> bool:
+def goes_in_passes(instructions: Sequence[Compute]) -> bool:
     """Return whether each chunk runs all its forwards, and all its backwards, in a row.
 
     ZeRO then gathers a chunk once per pass, and reduces its gradients once.
     """
-    passes = [way for way, _ in groupby((i.chunk, isinstance(i, Forward)) for i in mine)]
+    passes = [key for key, _ in groupby((i.chunk, isinstance(i, Forward)) for i in instructions)]
     return len(passes) == len(set(passes))
 
 
-def turns(mine: Sequence[Compute]) -> int:
+def turns(instructions: Sequence[Compute]) -> int:
     """Return how often a stage begins with or switches to a chunk.
 
     ZeRO gathers this many chunks per step, if a stage holds one unsharded chunk at a time.
     """
     return sum(
-        index == 0 or mine[index - 1].chunk != instruction.chunk
-        for index, instruction in enumerate(mine)
+        index == 0 or instructions[index - 1].chunk != instruction.chunk
+        for index, instruction in enumerate(instructions)
     )

@@ -56,8 +56,8 @@ def assign_units(
     The gradient is the sum over the stages. The first stage owns the tensor; the others have
     copies.
 
-    counts  number of units in each chunk
-    stage_of   the stage of each chunk
+    counts    number of units in each chunk
+    stage_of  the stage of each chunk
     """
     bounds = [0, *accumulate(counts)]
     stage_of = [stage for stage, count in zip(stage_of, counts, strict=True) for _ in range(count)]

@@ -51,7 +51,7 @@ class Pipeline:
     ):
         """Build this rank's stages and programs.
 
-        chunks      the units of each chunk of the model
+        chunks     the units of each chunk of the model
         transport  of the pipeline's stages; its ranks are the stages
         dtype      of the messages between stages
         now        of the layer factory that made the units
@@ -83,7 +83,6 @@ class Pipeline:
         self.input_shape = cache(partial(input_shape, chunks))
 
     def _stage(self, units: Sequence[Unit], replication: Any, *rest: Any) -> Stage:
-        """Return the stage that trains one chunk."""
         return Stage(units, replication, *rest)
 
     def train(
@@ -140,17 +139,17 @@ class Pipeline:
         first      () -> that input; called only on the stage of the first chunk
         documents  of these rows; None: each row is one document
         """
-        found: list[Any] = []
+        outputs: list[Any] = []
         self.channel.begin(partial(shape_in, self.input_shape, [shape]))
         execute(
             self._announced(self._question, {0: (0, 0, shape[0], False, documents)}),
             self._asked,
             len(self._parts),
             lambda micro: first(),
-            lambda micro, y: found.append(y),
+            lambda micro, y: outputs.append(y),
             self.channel,
         )
-        return found.pop() if found else None
+        return outputs.pop() if outputs else None
 
     def output_shape(self, shape: Shape) -> Shape:
         """Return the shape of the model's output for an input of this shape."""

@@ -39,7 +39,7 @@ def unit_seconds(
     loss   (output of the last unit) -> the gradient of that output
     stored, computed  dtypes of the parameters' gradients, and of the layers' arithmetic
     """
-    draw, found, frozen = np.random.default_rng(0), [], forward_only(units)
+    draw, seconds, frozen = np.random.default_rng(0), [], forward_only(units)
 
     def drawn(shape: tuple[int, ...], size: float) -> Any:
         return backend.from_host((size * draw.standard_normal(shape, np.float32)).astype(computed))
@@ -51,7 +51,7 @@ def unit_seconds(
         )
         (gradients,), (leaves,) = storage.gradients(backend.zeros(storage.length, stored))
         end = loss if index == len(units) - 1 else None
-        given: Any = None if end else drawn(unit.layer.output_shape(x.shape), 1e-3)
+        drawn_dy: Any = None if end else drawn(unit.layer.output_shape(x.shape), 1e-3)
         times = []
         for _ in range(REPEATS):
             for leaf in leaves:
@@ -59,7 +59,7 @@ def unit_seconds(
             backend.synchronize()
             start = clock()
             y, saved = unit.layer.forward(weights, x, arena)
-            dy = end(y) if end else given
+            dy = end(y) if end else drawn_dy
             if index >= frozen:
                 _, pending = unit.layer.backward_input(weights, dy, saved, arena)
                 unit.layer.backward_weight(pending, gradients, arena)
@@ -67,9 +67,9 @@ def unit_seconds(
             backend.synchronize()
             times.append(clock() - start)
             del saved, dy
-        found.append(min(times))
+        seconds.append(min(times))
         x = y
-    return found
+    return seconds
 
 
 def by_time(
@@ -80,15 +80,15 @@ def by_time(
     The cost of a unit is its share of a rank's total time, averaged over the ranks. A stage is as
     fast as its slowest rank.
 
-    seconds  of each unit, by rank
-    stages   the stage of each rank
-    stage_of    the stage of each chunk
-    raises   ConfigError if there are fewer units than chunks
+    seconds   of each unit, by rank
+    stages    the stage of each rank
+    stage_of  the stage of each chunk
+    raises    ConfigError if there are fewer units than chunks
     """
-    totals = [sum(mine) for mine in seconds]
+    totals = [sum(of_rank) for of_rank in seconds]
     costs = [
-        fmean(one / total for one, total in zip(each, totals, strict=True))
-        for each in zip(*seconds, strict=True)
+        fmean(spent / total for spent, total in zip(of_unit, totals, strict=True))
+        for of_unit in zip(*seconds, strict=True)
     ]
     slowest = {
         stage: max(total for total, its in zip(totals, stages, strict=True) if its == stage)

@@ -45,8 +45,7 @@ def word(instruction: Compute) -> str:
 
 
 def write_plan(path: Path, plan: Plan) -> None:
-    """Write a plan to a schedule file."""
-    lists = ",\n".join(f'  "{" ".join(map(word, mine))}"' for mine in plan.lists)
+    lists = ",\n".join(f'  "{" ".join(map(word, instructions))}"' for instructions in plan.lists)
     write_whole(path, f'{{"place": {json.dumps(plan.stage_of)},\n "stages": [\n{lists}\n]}}\n')
 
 
@@ -56,7 +55,7 @@ def read_plan(path: Path) -> Plan:
     raises   ConfigError, before any stage runs, if the plan is incomplete or could deadlock
     """
     try:
-        found = json.loads(contents(path))
+        table = json.loads(contents(path))
     except OSError as error:
         raise ConfigError(
             f"The schedule {path} cannot be read: {error.strerror}.", "Name a file."
@@ -66,10 +65,10 @@ def read_plan(path: Path) -> Plan:
             f"The schedule {path} is no JSON: {error}.", f"Write it like {EXAMPLE}."
         ) from None
     is_table = (
-        isinstance(found, dict)
-        and set(found) == {"place", "stages"}
+        isinstance(table, dict)
+        and set(table) == {"place", "stages"}
         and all(
-            isinstance(found[name], list) and all(type(entry) is kind for entry in found[name])
+            isinstance(table[name], list) and all(type(entry) is kind for entry in table[name])
             for name, kind in (("place", int), ("stages", str))
         )
     )
@@ -79,10 +78,10 @@ def read_plan(path: Path) -> Plan:
             f"Write it like {EXAMPLE}.",
         )
     plan = Plan(
-        tuple(found["place"]),
+        tuple(table["place"]),
         tuple(
-            tuple(_instruction(text, f"{path}, stage {stage}") for text in mine.split())
-            for stage, mine in enumerate(found["stages"])
+            tuple(_instruction(text, f"{path}, stage {stage}") for text in words.split())
+            for stage, words in enumerate(table["stages"])
         ),
     )
     check(plan, str(path))
@@ -108,8 +107,8 @@ def find_plan(
         if table_of(name).is_added(name):
             check(plan, f"{name}{table_of(name).of_plugin(name)}", count)
         return plan
-    found = read_plan(Path(name))
-    theirs = len(found.lists), found.micro_batches
+    plan = read_plan(Path(name))
+    theirs = len(plan.lists), plan.micro_batches
     if (
         stages not in (None, theirs[0])
         or micro_batches not in (None, theirs[1])
@@ -122,7 +121,7 @@ def find_plan(
             f"Ask for {theirs[0]} stages, leave the numbers of micro-batches and chunks out, or name another "
             "file.",
         )
-    return found
+    return plan
 
 
 def _instruction(text: str, where: str) -> Compute:
@@ -158,7 +157,6 @@ def check(plan: Plan, name: str, micro_batches: int | None = None) -> None:
 
 
 def _misplaced(plan: Plan) -> Sequence[str]:
-    """Return faults of placement: chunks without a stage, and instructions on a wrong stage."""
     stages = len(plan.lists)
     faults = [
         f"chunk {chunk} is on stage {stage}, but there are stages 0 to {stages - 1}"
@@ -168,10 +166,10 @@ def _misplaced(plan: Plan) -> Sequence[str]:
     faults += [
         f"stage {stage} has no chunk" for stage in range(stages) if stage not in plan.stage_of
     ]
-    for stage, mine in enumerate(plan.lists):
+    for stage, instructions in enumerate(plan.lists):
         faults += [
             f"{word(i)} is on stage {stage}, but its chunk is on {_home(plan, i.chunk)}"
-            for i in mine
+            for i in instructions
             if i.chunk >= len(plan.stage_of) or plan.stage_of[i.chunk] != stage
         ]
     return (
@@ -189,19 +187,16 @@ def _home(plan: Plan, chunk: int) -> str:
 
 
 def _incomplete(plan: Plan) -> Sequence[str]:
-    """Return missing, repeated and unordered instructions.
-
-    In each chunk every micro-batch goes forward once, then once through each half of the backward.
-    """
+    """In each chunk a micro-batch goes forward once, then once through each half of the backward."""
     faults = []
     for chunk, stage in enumerate(plan.stage_of):
-        mine = [i for i in plan.lists[stage] if i.chunk == chunk]
+        of_chunk = [i for i in plan.lists[stage] if i.chunk == chunk]
         for which, kinds in (
             ("forward", Forward),
             ("input half", BackwardInput | Backward),
             ("weight half", BackwardWeight | Backward),
         ):
-            micros = [i.micro for i in mine if isinstance(i, kinds)]
+            micros = [i.micro for i in of_chunk if isinstance(i, kinds)]
             counts = Counter(micros)
             faults += [
                 f"chunk {chunk} has the {which} of micro-batch {k} {counts[k]} times, not once"
@@ -216,24 +211,24 @@ def _incomplete(plan: Plan) -> Sequence[str]:
                     if before > after
                 ]
         if not faults:
-            faults += _early(chunk, mine)
+            faults += _early(chunk, of_chunk)
     return faults
 
 
-def _early(chunk: int, mine: Sequence[Compute]) -> list[str]:
+def _early(chunk: int, instructions: Sequence[Compute]) -> list[str]:
     """Return the faults of halves that precede the instructions they depend on.
 
-    mine  the instructions of one chunk, each exactly once
+    instructions  of one chunk, each exactly once
     """
     at = {
         (kind, i.micro): index
-        for index, i in enumerate(mine)
+        for index, i in enumerate(instructions)
         for kind in (Forward, BackwardInput, BackwardWeight)
         if isinstance(i, kind) or (isinstance(i, Backward) and kind is not Forward)
     }
     return [
-        f"chunk {chunk} computes {word(mine[at[after, i.micro]])} before {word(mine[at[before, i.micro]])}"
-        for i in mine
+        f"chunk {chunk} computes {word(instructions[at[after, i.micro]])} before {word(instructions[at[before, i.micro]])}"
+        for i in instructions
         if isinstance(i, Forward)
         for before, after in ((Forward, BackwardInput), (BackwardInput, BackwardWeight))
         if at[before, i.micro] > at[after, i.micro]

@@ -100,8 +100,8 @@ def one_f_one_b(s: int, p: int, m: int) -> list[Compute]:
         for k in range(m)
         for pair in (
             (s + 2 * k, Forward(s, k)),
-            (_turn(s, p, k), BackwardInput(s, k)),
-            (_turn(s, p, k) + 0.5, BackwardWeight(s, k)),
+            (_backward_key(s, p, k), BackwardInput(s, k)),
+            (_backward_key(s, p, k) + 0.5, BackwardWeight(s, k)),
         )
     )
 
@@ -120,14 +120,13 @@ def zero_bubble(s: int, p: int, m: int) -> list[Compute]:
         for k in range(m)
         for pair in (
             (s + 2 * k, Forward(s, k)),
-            (_turn(s, p, k), BackwardInput(s, k)),
+            (_backward_key(s, p, k), BackwardInput(s, k)),
             (2 * p - 1 + s + 2 * k + 0.5, BackwardWeight(s, k)),
         )
     )
 
 
-def _turn(s: int, p: int, k: int) -> int:
-    """Return the key of a backward in 1F1B."""
+def _backward_key(s: int, p: int, k: int) -> int:
     return 2 * p - 1 - s + 2 * k
 
 
@@ -205,13 +204,13 @@ def zb_v(s: int, p: int, m: int) -> list[Compute]:
     )
     chunks = {"0": s, "1": 2 * p - 1 - s}
     counters: dict[str, Iterator[int]] = {}
-    mine: list[Compute] = []
+    instructions: list[Compute] = []
     for times, words in runs:
         for word in words.split() * times:
             micro = next(counters.setdefault(word, count()))
             if micro < m:
-                mine.append(KINDS[word[0]](chunks[word[1]], micro))
-    return mine
+                instructions.append(KINDS[word[0]](chunks[word[1]], micro))
+    return instructions
 
 
 def v_half(s: int, p: int, m: int) -> list[Compute]:
@@ -385,10 +384,13 @@ def plan_of(name: str, stages: int, micro_batches: int, chunks: int | None = Non
 
 def _are_instructions(lists: list[list[Compute]]) -> bool:
     return all(
-        isinstance(mine, Sequence) and all(isinstance(i, Compute) and _are_numbers(i) for i in mine)
-        for mine in lists
+        isinstance(instructions, Sequence)
+        and all(isinstance(i, Compute) and _are_numbers(i) for i in instructions)
+        for instructions in lists
     )
 
 
 def _are_numbers(numbers: Sequence[int]) -> bool:
-    return isinstance(numbers, Sequence) and all(type(one) is int and one >= 0 for one in numbers)
+    return isinstance(numbers, Sequence) and all(
+        type(number) is int and number >= 0 for number in numbers
+    )

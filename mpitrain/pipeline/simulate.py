@@ -75,7 +75,7 @@ class Simulation(NamedTuple):
     @property
     def makespan(self) -> float:
         """Return the time from the first start to the last end, over all stages."""
-        events = [event for mine in self.timeline for event in mine]
+        events = [event for of_stage in self.timeline for event in of_stage]
         return max((event.end for event in events), default=0) - min(
             (event.start for event in events), default=0
         )
@@ -83,7 +83,7 @@ class Simulation(NamedTuple):
     @property
     def busy(self) -> float:
         """Return the compute time, summed over all stages."""
-        return sum(event.end - event.start for mine in self.timeline for event in mine)
+        return sum(event.end - event.start for of_stage in self.timeline for event in of_stage)
 
     @property
     def bubble(self) -> float:
@@ -146,8 +146,10 @@ class _Running:
 
     def advance(self, stage: int) -> bool:
         """Run a stage until it has to wait; return whether it made progress."""
-        mine, start = self._program[stage], self._next[stage]
-        while self._next[stage] < len(mine) and self._run(stage, mine[self._next[stage]]):
+        instructions, start = self._program[stage], self._next[stage]
+        while self._next[stage] < len(instructions) and self._run(
+            stage, instructions[self._next[stage]]
+        ):
             self._next[stage] += 1
         return self._next[stage] > start
 
@@ -202,8 +204,8 @@ class _Running:
     def waits(self) -> tuple[Sentence, ...]:
         """Return a sentence per stage about its pending message; empty if all have finished."""
         standing = [
-            mine[at] if at < len(mine) else None
-            for at, mine in zip(self._next, self._program, strict=True)
+            instructions[at] if at < len(instructions) else None
+            for at, instructions in zip(self._next, self._program, strict=True)
         ]
         return tuple(map(self._wait, range(len(standing)), standing)) if any(standing) else ()
 

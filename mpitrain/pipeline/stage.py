@@ -67,7 +67,7 @@ class Stage:
         begin, poll, end, names = self._pass
         for index, (number, layer) in enumerate(self._layers):
             segment = self._segments[index]
-            if segment and self._is_first(index):
+            if segment and self._begins_segment(index):
                 save(x)
             span = begin(names[number], FORWARD, number, micro)
             y, saved = layer.forward(replication.open(number, micro), x, arena)
@@ -84,8 +84,7 @@ class Stage:
         self._unseen = []
         return x
 
-    def _is_first(self, index: int) -> bool:
-        """Return whether a unit of a segment is its first."""
+    def _begins_segment(self, index: int) -> bool:
         return index == 0 or self._segments[index - 1] is not self._segments[index]
 
     def _save_again(self, micro: int, index: int, segment: Segment, saved: list[Any]) -> None:

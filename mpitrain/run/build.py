@@ -113,15 +113,15 @@ def build(
     MpitrainError
         On every rank, if configuration, data, checkpoint and ranks do not fit together.
     """
-    given = config if isinstance(config, Given) else agree_on(transport, lambda: config)
-    name = "this data source" if source else given.config.data.source
-    largest = None if source else _largest(transport, given)
+    agreed = config if isinstance(config, Given) else agree_on(transport, lambda: config)
+    name = "this data source" if source else agreed.config.data.source
+    largest = None if source else _largest(transport, agreed)
     opened: list[Source | Unopened] = []
     rooms: list[Room] = []
     counted: list[StepCounts] = []
     initial: list[Initial] = []
     adapters: list[tuple[Initial, dict[str, Any]]] = []
-    checkpoint = saved or given.location.saved
+    checkpoint_dir = saved or agreed.location.saved
 
     def count(resolved: Resolved) -> None:
         """Replace `counted` by the activations of a step; ConfigError if they do not fit."""
@@ -132,77 +132,80 @@ def build(
                 lambda layers: model(resolved.config, opened[0], layers),
                 rooms[0],
                 transport.rank,
-                lambda n: (other := with_micro_batches(resolved, n)) and scheduled(other),
+                lambda n: (replanned := with_micro_batches(resolved, n)) and scheduled(replanned),
             )
         ]
 
     def facts(resolved: Resolved) -> dict[str, Any]:
-        opened.append(found := source or _source(resolved.config, largest))
-        check_data(resolved.config.model.kind, found.form, name)
+        opened.append(data := source or _source(resolved.config, largest))
+        check_data(resolved.config.model.kind, data.form, name)
         config, axes, plan, *_, gpus, device = resolved
         listed: dict[str, Any] = {} if source else _files(config)
-        if config.run.init_from and not checkpoint:
-            initial.append(one := open_initial(config, found.inputs))
-            listed["run.init_from"] = one.fingerprint
-        elif checkpoint and config.lora.rank and (record := base_of(Path(checkpoint))):
-            initial.append(one := open_base(config, record, found.inputs))
-            listed["run.init_from"] = one.fingerprint
-        if config.lora.init_from and not checkpoint:
-            adapters.append(own := open_adapter(config))
-            listed["lora.init_from"] = own[0].fingerprint
+        if config.run.init_from and not checkpoint_dir:
+            initial.append(base := open_initial(config, data.inputs))
+            listed["run.init_from"] = base.fingerprint
+        elif checkpoint_dir and config.lora.rank and (record := base_of(Path(checkpoint_dir))):
+            initial.append(base := open_base(config, record, data.inputs))
+            listed["run.init_from"] = base.fingerprint
+        if config.lora.init_from and not checkpoint_dir:
+            adapters.append(open_adapter(config))
+            adapter, _ = adapters[-1]
+            listed["lora.init_from"] = adapter.fingerprint
             layers = described(device.ops, config.layout.model_copy(update={"tp": 1}))
-            check_layers(own[0], config, model(config, found, layers))
+            check_layers(adapter, config, model(config, data, layers))
             if transport.rank == 0 and initial:
-                check_head(own[0], initial[0])
-        rooms.append(check_memory(transport, config, found, axes, len(plan.stage_of), device, gpus))
+                check_head(adapter, initial[0])
+        rooms.append(check_memory(transport, config, data, axes, len(plan.stage_of), device, gpus))
         count(resolved)
         return {
             **listed,
-            "inputs": found.inputs,
-            "classes": found.classes,
-            "held_out": found.held_out,
+            "inputs": data.inputs,
+            "classes": data.classes,
+            "held_out": data.held_out,
         }
 
-    resolved = resolve(transport, given, facts)
+    resolved = resolve(transport, agreed, facts)
     (source,) = opened
-    found = save_load.read_beside(transport, Path(checkpoint)) if checkpoint else None
-    done = found.done if found else Done(0, 0, given.run)
+    checkpoint = save_load.read_beside(transport, Path(checkpoint_dir)) if checkpoint_dir else None
+    done = checkpoint.done if checkpoint else Done(0, 0, agreed.run)
     if resolved.config.pipeline.partition == TIME:
         resolved = _cut_by_time(transport, resolved, source)
         on_all_ranks(transport, partial(count, resolved))
     trainer = Trainer(transport, lambda layers: model(resolved.config, source, layers), resolved)
     kept = trainer.replication.kept()
-    for one in initial:
-        mine = of_base(kept) if resolved.config.lora.rank else kept
-        trainer.begun_from = load_initial(transport, one, mine, trainer.storage, trainer.backend)
-    for one, record in adapters:
+    for base in initial:
+        buffers = of_base(kept) if resolved.config.lora.rank else kept
+        trainer.begun_from = load_initial(
+            transport, base, buffers, trainer.storage, trainer.backend
+        )
+    for adapter, record in adapters:
         check_base(record, trainer.begun_from)
-        load_initial(transport, one, of_adapters(kept), trainer.storage, trainer.backend)
-    if found:
-        check_base(found.manifest.base, trainer.begun_from)
-        found = save_load.load(
-            found,
-            of_adapters(kept) if found.manifest.base else kept,
+        load_initial(transport, adapter, of_adapters(kept), trainer.storage, trainer.backend)
+    if checkpoint:
+        check_base(checkpoint.manifest.base, trainer.begun_from)
+        checkpoint = save_load.load(
+            checkpoint,
+            of_adapters(kept) if checkpoint.manifest.base else kept,
             trainer.storage,
             transport,
             trainer.backend,
             resolved.axes._asdict(),
         )
-        done = found.done
-    if found or initial:
-        trainer.replication.restore(found.manifest.scalars if found else {})
+        done = checkpoint.done
+    if checkpoint or initial:
+        trainer.replication.restore(checkpoint.manifest.scalars if checkpoint else {})
     (trainer.counted,) = counted
     return Job(trainer, source, done)
 
 
-def open_data(transport: Transport, given: Given) -> Source:
+def open_data(transport: Transport, agreed: Given) -> Source:
     """Open the configured data source, for several jobs of it; collective."""
-    largest = _largest(transport, given)
+    largest = _largest(transport, agreed)
     return on_all_ranks(
         transport,
-        lambda: _source(given.config, largest),
+        lambda: _source(agreed.config, largest),
         "data source",
-        lambda found: _files(given.config),
+        lambda source: _files(agreed.config),
     )
 
 
@@ -250,12 +253,12 @@ def alone(config: Config, ranks: int) -> Alone:
     raises  MpitrainError if configuration, data and ranks do not fit together
     """
     endpoint: Any = Unsent(0, 1, aligned_zeros)
-    given = agree_on(endpoint, lambda: config)
-    name = given.config.data.source
+    agreed = agree_on(endpoint, lambda: config)
+    name = agreed.config.data.source
     largest = largest_token(name, 0, 1) if source_kind(name).is_token_file else None
-    source = _source(given.config, largest)
-    check_data(given.config.model.kind, source.form, given.config.data.source)
-    resolved = resolve_here(given, ("",) * ranks)
+    source = _source(agreed.config, largest)
+    check_data(agreed.config.model.kind, source.form, name)
+    resolved = resolve_here(agreed, ("",) * ranks)
     return Alone(scheduled(resolved), source, lambda layers: model(resolved.config, source, layers))
 
 
@@ -265,7 +268,7 @@ def scheduled(resolved: Resolved) -> Scheduled:
 
 
 def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unopened) -> Resolved:
-    """Return a copy with an explicit partition, the fastest by measured times; collective.
+    """Return a copy with an explicit pipeline.partition, the fastest by measured times; collective.
 
     All ranks measure the time of each unit, not tensor-parallel, for a micro-batch.
     """
@@ -307,20 +310,20 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
     return resolved._replace(config=config.model_copy(update={"pipeline": pipeline}))
 
 
-def _largest(transport: Transport, given: Given) -> int | None:
+def _largest(transport: Transport, agreed: Given) -> int | None:
     """Return the largest token of a token file; None for any other source; collective.
 
     A file without a valid scan is scanned by all ranks, each an equal slice.
     """
-    name = given.config.data.source
-    if not source_kind(name).is_token_file or given.location.largest is not None:
-        return given.location.largest
+    name = agreed.config.data.source
+    if not source_kind(name).is_token_file or agreed.location.largest is not None:
+        return agreed.location.largest
     # A wrong configuration is refused before the scan.
-    on_all_ranks(transport, lambda: resolve_here(given, transport.hosts))
+    on_all_ranks(transport, lambda: resolve_here(agreed, transport.hosts))
     return max(
         from_all_ranks(
             transport,
-            lambda: largest_token(name, transport.rank, transport.size, given.config.data.dtype),
+            lambda: largest_token(name, transport.rank, transport.size, agreed.config.data.dtype),
         )
     )
 

@@ -17,7 +17,6 @@ from mpitrain.data import names as names_of_sources
 from mpitrain.errors import ConfigError
 from mpitrain.models.table import MODELS, check_model, kinds
 from mpitrain.optim import RULES
-from mpitrain.optim.rule import Rule
 from mpitrain.optim.rules import EVERY
 from mpitrain.parallel.modes import MODES, STREAMS, ZERO, check_synchronous, refusal_of
 from mpitrain.pipeline import schedules
@@ -65,7 +64,7 @@ def keys() -> Iterator[ConfigKey]:
         "replication.zero": ", ".join(f"{stage} {mode.help}" for stage, mode in ZERO.items()),
         "pipeline.schedule": ", ".join(SCHEDULES),
         "optimizer.name": ". ".join(
-            f"{name}{_own(rule)}: {rule.help}" for name, rule in RULES.items()
+            f"{name}{_in_brackets(rule.defaults)}: {rule.help}" for name, rule in RULES.items()
         ),
     }
     rows |= {
@@ -86,10 +85,9 @@ def keys() -> Iterator[ConfigKey]:
         )
 
 
-def _own(rule: Rule) -> str:
-    """Return the rule's own defaults in brackets, for the help."""
-    found = ", ".join(f"{key} {value:g}" for key, value in rule.defaults.items())
-    return f" ({found})" if found else ""
+def _in_brackets(defaults: Mapping[str, float]) -> str:
+    text = ", ".join(f"{key} {value:g}" for key, value in defaults.items())
+    return f" ({text})" if text else ""
 
 
 def _phrases(key: str, between: str) -> str:
@@ -126,10 +124,8 @@ def without_plugins(tables: Mapping[str, Any], path: Path | None = None) -> Conf
     """Make a `Config` as `parse`, but import no plugins: the tables may be another person's."""
     names = choices()
     for key in ALGORITHMS:
-        section, name = key.split(".")
-        table = tables.get(section)
-        value = table.get(name) if isinstance(table, Mapping) else None
-        if isinstance(value, str) and MARK in value and is_file(value):
+        value = _text_of(tables, key)
+        if MARK in value and is_file(value):
             names[key] = (*names[key], value)
     config = parse_sections(_with_kind(with_keys_of_folder(tables)), path, names)
     _check_rules(config, path)
@@ -139,12 +135,18 @@ def without_plugins(tables: Mapping[str, Any], path: Path | None = None) -> Conf
 def _with_own_algorithms(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     """Add the all-reduces of the user's files to their table, and pin the files' digests."""
     for key in ALGORITHMS:
-        section, name = key.split(".")
-        table = tables.get(section)
-        value = table.get(name) if isinstance(table, Mapping) else None
-        if isinstance(table, Mapping) and isinstance(value, str) and is_file(value):
-            tables = {**tables, section: {**table, name: file_algorithm(value)}}
+        if is_file(value := _text_of(tables, key)):
+            section, name = key.split(".")
+            tables = {**tables, section: {**tables[section], name: file_algorithm(value)}}
     return tables
+
+
+def _text_of(tables: Mapping[str, Any], key: str) -> str:
+    """Return the value of a key in unchecked tables; empty if it is not set, or is no text."""
+    section, name = key.split(".")
+    table = tables.get(section)
+    value = table.get(name) if isinstance(table, Mapping) else None
+    return value if isinstance(value, str) else ""
 
 
 def _with_kind(tables: Mapping[str, Any]) -> Mapping[str, Any]:

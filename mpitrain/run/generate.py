@@ -12,13 +12,13 @@ from mpitrain.collectives.bind import bind
 from mpitrain.config import Config, Data
 from mpitrain.data import writes_text
 from mpitrain.data.tokenizer import TOKENIZER, ByteTokenizer, Tokenizer, open_tokenizer
-from mpitrain.errors import ConfigError, DataError, TrainingError, on_every_rank
+from mpitrain.errors import ConfigError, DataError
 from mpitrain.files import contents
 from mpitrain.run.decoding.continuation import Continuation
 from mpitrain.run.decoding.document import last_document, separator_of
 from mpitrain.run.decoding.reader import Reader
 from mpitrain.run.decoding.sampling import NOT_FINITE, Sampling, draw
-from mpitrain.run.trainer import Trainer
+from mpitrain.run.trainer import Trainer, diverged
 
 RECURSIVE = "recursive-doubling"
 """The all-reduce of the tokens of a round: a few numbers, in the fewest steps."""
@@ -32,7 +32,7 @@ def tokenizer_of_run(folder: Path, data: Data) -> Tokenizer | None:
     if writes_text(data.source, data.mixture):
         return ByteTokenizer()
     try:
-        found = contents(folder / TOKENIZER, inner=1)
+        content = contents(folder / TOKENIZER, inner=1)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -40,7 +40,7 @@ def tokenizer_of_run(folder: Path, data: Data) -> Tokenizer | None:
             f"The tokenizer {folder / TOKENIZER} cannot be read: {error.strerror}.",
             "Copy it from the data of the run.",
         ) from None
-    return open_tokenizer(found, str(folder / TOKENIZER))
+    return open_tokenizer(content, str(folder / TOKENIZER))
 
 
 def tokens(
@@ -93,31 +93,26 @@ def texts(
     if not all(map(len, prompts)):
         raise ConfigError("A prompt needs at least one token.", "Give --prompt some text.")
     windows = [last_document(prompt, separator)[-context:] for prompt in prompts]
-    mine = () if grid.is_server else range(grid.coords.dp, len(windows), grid.axes.dp)
+    share = () if grid.is_server else range(grid.coords.dp, len(windows), grid.axes.dp)
     longest = max(map(len, windows))
     room = context if count is None else min(context, longest + count)
     generators = [np.random.default_rng(seed + index) for index in range(len(windows))]
     decision = np.zeros(1 + len(windows), np.int64)  # whether a stop is requested, and the tokens
     broadcast = bind(trainer.transport, decision, algorithm=RECURSIVE)
-    reader = None if grid.is_server else trainer.reader(len(mine), room)
+    reader = None if grid.is_server else trainer.reader(len(share), room)
     active = list(range(len(windows)))
     for _ in islice(count_from(), count):
         decision.fill(0)
-        if reader and not set(mine).isdisjoint(active):
-            decision[1:] = _drawn(trainer, reader, windows, mine, active, sampling, generators)
+        if reader and not set(share).isdisjoint(active):
+            decision[1:] = _drawn(trainer, reader, windows, share, active, sampling, generators)
         if trainer.transport.rank == 0:
             decision[0] = stop_requested()
         broadcast.run()
         stop, *drawn = decision.tolist()
         if NOT_FINITE in drawn:
-            raise on_every_rank(
-                TrainingError(
-                    "The model's output is not finite: its training has diverged.",
-                    "Train again with a lower optimizer.lr.",
-                )
-            )
-        found, active = [(index, drawn[index]) for index in active], []
-        for index, token in found:
+            raise diverged()
+        pairs, active = [(index, drawn[index]) for index in active], []
+        for index, token in pairs:
             window = windows[index]
             if window[-1] == separator:
                 window.clear()
@@ -126,7 +121,7 @@ def texts(
                 del window[: -max(1, context // 2)]
             if not ends(index, token) and (cuts or len(window) < context):
                 active.append(index)
-        yield found
+        yield pairs
         if stop or not active:
             return
 
@@ -168,25 +163,27 @@ def continued(
     size, sampling, stops = batch * trainer.grid.axes.dp, request.sampling, request.stops
     for first in range(0, len(prompts), size):
         group = prompts[first : first + size]
-        found = [Continuation(tokenizer, prompt, stops) for prompt in group]
+        continuations = [Continuation(tokenizer, prompt, stops) for prompt in group]
         fresh = [b""] * len(group)
 
-        def ends(index: int, token: int, found: Any = found, fresh: Any = fresh) -> bool:
-            fresh[index] = found[index].add(token)
-            return found[index].stopped
+        def ends(
+            index: int, token: int, continuations: Any = continuations, fresh: Any = fresh
+        ) -> bool:
+            fresh[index] = continuations[index].add(token)
+            return continuations[index].stopped
 
         seed, cuts = request.seed + first, request.cuts
         for together in texts(trainer, group, sampling, seed, request.tokens, ends, cuts=cuts):
             for index, _ in together:
-                one, ended = found[index], ""
-                if one.stopped:
+                continuation, ended = continuations[index], ""
+                if continuation.stopped:
                     ended = "stop"
-                elif len(one.tokens) == request.tokens:
+                elif len(continuation.tokens) == request.tokens:
                     ended = "tokens"
-                elif not cuts and _fills([*group[index], *one.tokens], trainer.config):
+                elif not cuts and _fills([*group[index], *continuation.tokens], trainer.config):
                     ended = "context"
-                text = fresh[index] + (one.rest() if ended else b"")
-                yield TextPiece(first + index, text, ended, one.tokens)
+                text = fresh[index] + (continuation.rest() if ended else b"")
+                yield TextPiece(first + index, text, ended, continuation.tokens)
 
 
 def _fills(tokens: Sequence[int], config: Config) -> bool:
@@ -198,19 +195,19 @@ def _drawn(
     trainer: Trainer,
     reader: Reader,
     windows: Sequence[Sequence[int]],
-    mine: Sequence[int],
+    share: Sequence[int],
     active: Collection[int],
     sampling: Sampling,
     generators: Sequence[np.random.Generator],
 ) -> list[int]:
     """Return a token for each prompt; 0 if the prompt is not active, or if another rank draws it.
 
-    mine  the prompts of this replica
+    share  the numbers of the prompts of this replica
     """
-    found = [0] * len(windows)
-    logits = reader.read([windows[index] for index in mine], trainer.config.model.context)
+    drawn = [0] * len(windows)
+    logits = reader.read([windows[index] for index in share], trainer.config.model.context)
     if logits is not None and trainer.grid.reports_loss:
-        for index, row in zip(mine, logits, strict=True):
+        for index, row in zip(share, logits, strict=True):
             if index in active:
-                found[index] = draw(row, sampling, generators[index])
-    return found
+                drawn[index] = draw(row, sampling, generators[index])
+    return drawn

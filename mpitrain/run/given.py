@@ -59,10 +59,10 @@ def agree_on(
     raises      MpitrainError on every rank, if `configured` or `look` raises it on any rank;
                 ConfigError on every rank, if configurations differ
     """
-    mine: list[Config] = []
+    configs: list[Config] = []
 
     def record() -> list[Any]:
-        mine.append(config := configured())
+        configs.append(config := configured())
         source = config.data.source
         return [
             config.flat(),
@@ -75,7 +75,7 @@ def agree_on(
     everyone = from_all_ranks(transport, record)
     flats, gpus, runs, places, validations = zip(*everyone, strict=True)
     check_same("configuration", flats, transport.hosts)
-    (config,), location = mine, RunLocation(*places[0])
+    (config,), location = configs, RunLocation(*places[0])
     validation = location.held_out or config.data.validation or validations[0]
     data = config.data.model_copy(update={"validation": validation})
     config = config.model_copy(update={"data": data})

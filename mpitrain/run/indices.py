@@ -101,7 +101,6 @@ class Indices:
             self._end(error)
 
     def _on(self, where: str) -> str:
-        """Return the location with this rank and its host."""
         rank = self._transport.rank
         return f"{where} on rank {rank} ({self._transport.hosts[rank]})"
 
@@ -142,5 +141,4 @@ def known(array: np.ndarray, count: int, what: str, where: str) -> np.ndarray:
 
 
 def _wide(array: np.ndarray) -> np.ndarray:
-    """Return integers as int32 or int64."""
     return array if array.dtype in (np.int32, np.int64) else array.astype(np.int64)

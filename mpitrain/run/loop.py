@@ -108,35 +108,37 @@ def train(
             return config
 
         watchdog.alive("looking for the run directory")
-        given = agree_on(
+        agreed = agree_on(
             transport,
             watched,
             lambda config: look(config, resume, transport.size) if transport.rank == 0 else None,
         )
         for watcher in watchers:
-            watcher.on_agreed(given.config, transport.hosts)
+            watcher.on_agreed(agreed.config, transport.hosts)
         if injector:
             transport = injector[0].transport
-        if given.config.run.trace and not transport.recorder.is_on:
+        if agreed.config.run.trace and not transport.recorder.is_on:
             transport = Recorded(transport, Recorder())
         watchdog.alive("building the model")
         with transport.recorder.pausing("building the model"):
-            job = build(transport, given)
+            job = build(transport, agreed)
         watchdog.alive("claiming the run directory")
         begins()
         locks: list[int] = []
         try:
-            claimed = from_all_ranks(transport, lambda: _claimed(transport.rank, given, job, locks))
+            claimed = from_all_ranks(
+                transport, lambda: _claimed(transport.rank, agreed, job, locks)
+            )
             folder, before = Path(claimed[0][0]), ResumeInfo(*claimed[0][1])
             traced = Traced(transport, job, folder)
             watchdog.alive("measuring matrix products")
             rates = utilisation(job, transport.hosts.count(transport.hosts[transport.rank]))
-            if given.config.run.tensorboard and transport.rank == 0:
+            if agreed.config.run.tensorboard and transport.rank == 0:
                 watchers = [*watchers, board := TensorBoard()]
                 closed.callback(board.close)
             run = _Run(
                 job,
-                given.location,
+                agreed.location,
                 folder,
                 before,
                 stop_requested,
@@ -156,20 +158,20 @@ def train(
                 os.close(lock)
 
 
-def _claimed(rank: int, given: Given, job: Job, locks: list[int]) -> tuple[str, ResumeInfo] | None:
+def _claimed(rank: int, agreed: Given, job: Job, locks: list[int]) -> tuple[str, ResumeInfo] | None:
     """Claim the run directory on rank 0, and return it with the earlier part of the run.
 
     locks   receives the descriptor of its lock, which the caller must close
     raises  MpitrainError, on any rank if the run has more steps than it shall have
     """
-    if job.step > given.config.run.steps:
+    if job.step > agreed.config.run.steps:
         raise CheckpointError(
-            f"The checkpoint is at step {job.step}, past run.steps {given.config.run.steps}.",
+            f"The checkpoint is at step {job.step}, past run.steps {agreed.config.run.steps}.",
             f"Set run.steps to at least {job.step}.",
         )
     if rank > 0:
         return None
-    folder, lock = claim(given.location, job.trainer.resolved, job.source, job.step)
+    folder, lock = claim(agreed.location, job.trainer.resolved, job.source, job.step)
     locks.append(lock)
     return str(folder), past(folder, job.step)
 
@@ -227,7 +229,9 @@ class _Run:
         # The peak memory of each rank's activations in bytes, as of the last pause of all ranks.
         self._peaks = [0]
         self._metrics = MetricsFile(folder / METRICS) if self._is_root else None
-        groups = alike(self._trainer.grid.axes, self._config.batch.size, self._without())
+        # In mode master only rank 0 updates, so no other rank has equal work.
+        without = (0,) if self._config.replication.mode == "master" else ()
+        groups = alike(self._trainer.grid.axes, self._config.batch.size, without)
         does_compare = self._is_root and self._recorder.is_on and groups
         self._slow = SlowRanks(folder, transport.hosts, groups) if does_compare else None
         record = {
@@ -246,10 +250,6 @@ class _Run:
             **({"uncounted": problem} if (problem := self._trainer.counted.problem) else {}),
         }
         self._record(record)
-
-    def _without(self) -> tuple[int, ...]:
-        """Return the ranks with work of their own: in mode master only rank 0 updates."""
-        return (0,) if self._config.replication.mode == "master" else ()
 
     def close(self) -> None:
         if self._prefetched:
@@ -484,22 +484,22 @@ class _Run:
         with self._recorder.pausing("evaluation"):
             if self._fails:
                 self._fails("evaluation", step)
-            found = self._trainer.evaluate(self._source, stop_requested)
-        if found:
-            bits = bits_per_byte(self._data, found[0])
+            result = self._trainer.evaluate(self._source, stop_requested)
+        if result:
+            loss, accuracy = result
+            bits = bits_per_byte(self._data, loss)
             self._record(
                 {
                     "step": step,
-                    "val_loss": found[0],
+                    "val_loss": loss,
                     **({"val_bits_per_byte": bits} if bits is not None else {}),
-                    "val_accuracy": found[1],
+                    "val_accuracy": accuracy,
                     "eval_s": time.perf_counter() - began,
                 }
             )
-        return found is not None
+        return result is not None
 
     def _after(self, step: int) -> Done:
-        """Return the progress of the run after `step` steps in total."""
         return Done(
             step,
             self._done.samples + (step - self._first) * self._config.batch.size,

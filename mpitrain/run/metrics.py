@@ -4,13 +4,12 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import ConfigError
-from mpitrain.files import contents, opened, write_whole
-from mpitrain.strict_json import once
+from mpitrain.files import append, contents, opened, write_whole
+from mpitrain.strict_json import once, refuse_constant
 
 LAST = 2**63 - 1
 """Upper bound of the step number in a metrics record."""
@@ -65,20 +64,11 @@ class MetricsFile:
     def __init__(self, path: Path):
         with opened(path.parent) as folder:
             self._descriptor = folder.append(path.name)
-        self._nbytes = os.fstat(self._descriptor).st_size
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a line; if that fails, cut the file after the previous line and raise OSError."""
-        rest = (json.dumps(strict(record), allow_nan=False) + "\n").encode()
-        nbytes = self._nbytes + len(rest)
-        try:
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
-        except OSError:
-            with suppress(OSError):
-                os.ftruncate(self._descriptor, self._nbytes)
-            raise
-        self._nbytes = nbytes
+        """Append a line, or nothing: see `append`."""
+        line = json.dumps(strict(record), allow_nan=False) + "\n"
+        append(self._descriptor, line.encode())
 
     def close(self) -> None:
         """Close the file. All lines are written already, so a full disk cannot make this fail."""
@@ -113,7 +103,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for raw in lines:
         try:
             line = raw.decode().strip()
-            record = json.loads(line, parse_constant=_refuse, object_pairs_hook=once)
+            record = json.loads(line, parse_constant=refuse_constant, object_pairs_hook=once)
         except (ValueError, RecursionError):
             continue
         if (
@@ -122,10 +112,6 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             and 0 <= step <= LAST
         ):
             yield line, record
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"JSON has no {constant}")
 
 
 def cut_after(path: Path, step: int) -> None:

@@ -23,6 +23,20 @@ from mpitrain.run.run_dir import (
 from mpitrain.transport.base import Transport
 
 
+def trained_configuration(folder: Path, settings: list[str]) -> Config:
+    """Return the configuration that a run was last trained with, on one rank.
+
+    settings  name the plugins of the run; other keys are not applied
+    raises    ConfigError if there is no run in the directory
+    """
+    if not is_run(folder):
+        raise ConfigError(
+            f"There is no run in {folder}: it has no {CONFIG}.", "Name the directory of a run."
+        )
+    load(with_settings({}, settings))  # `configuration` asks for the plugins of the run.
+    return configuration(folder)
+
+
 def configured(folder: Path, settings: list[str]) -> Config:
     """Return the configuration to open a run directory with, on one rank.
 
@@ -31,12 +45,7 @@ def configured(folder: Path, settings: list[str]) -> Config:
     settings  `section.key=value` each, applied last
     raises    ConfigError if there is no run in the directory
     """
-    if not is_run(folder):
-        raise ConfigError(
-            f"There is no run in {folder}: it has no {CONFIG}.", "Name the directory of a run."
-        )
-    load(with_settings({}, settings))  # `configuration` asks for the plugins of the run.
-    then = configuration(folder)
+    then = trained_configuration(folder, settings)
     check_has_adapters(then, with_settings({}, settings).get("run", {}).get("init_from"))
     # The rows of a micro-batch in training, which fit in the memory of a rank.
     rows = max(1, then.batch.size // (max(1, then.layout.dp) * then.batch.micro_batches))
@@ -52,14 +61,14 @@ def configured(folder: Path, settings: list[str]) -> Config:
 def _read_by(source: str, data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a run's data that another source reads, for an evaluation on it."""
     kind = source_kind(source)
-    found = {
+    kept = {
         key: value
         for key, value in data.items()
         if kind.does_read(key) or key not in Reading._fields
     }
-    if found.get("separator", -1) < 0 and not found.get("packing"):
-        found.pop("attend", None)  # Rows of this source have no documents.
-    return found
+    if kept.get("separator", -1) < 0 and not kept.get("packing"):
+        kept.pop("attend", None)  # Rows of this source have no documents.
+    return kept
 
 
 def check_has_adapters(config: Config, base: str | None) -> None:
@@ -95,9 +104,9 @@ def open_run(
         largest = noted_largest(folder, config.data.source, config.data.dtype)
         return RunLocation(str(folder), str(saved), True, largest=largest)
 
-    given = agree_on(transport, on_these_ranks, look)
-    vocabulary = given.config.data.vocabulary or 256
-    context = given.config.model.context
-    is_enough = not needs_data and MODELS[given.config.model.kind].takes == "tokens"
+    agreed = agree_on(transport, on_these_ranks, look)
+    vocabulary = agreed.config.data.vocabulary or 256
+    context = agreed.config.model.context
+    is_enough = not needs_data and MODELS[agreed.config.model.kind].takes == "tokens"
     source = Unopened("tokens", (context,), vocabulary, vocabulary) if is_enough else None
-    return build(transport, given, source=source)
+    return build(transport, agreed, source=source)

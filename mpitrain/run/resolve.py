@@ -65,25 +65,25 @@ def resolve(
     raises  ConfigError on every rank if it does not fit the ranks, hosts or devices, or if ranks
             read different files; any MpitrainError of `facts`
     """
-    given = config if isinstance(config, Given) else agree_on(transport, lambda: config)
+    agreed = config if isinstance(config, Given) else agree_on(transport, lambda: config)
     resolved = on_all_ranks(
         transport,
-        partial(resolve_here, given, transport.hosts),
+        partial(resolve_here, agreed, transport.hosts),
         "data source and checkpoint",
-        lambda found: {
-            "replication.tuning": crc32(repr(found.tuning).encode()),
-            "pipeline.schedule": crc32(repr(found.plan).encode()),
-            **facts(found),
+        lambda own: {
+            "replication.tuning": crc32(repr(own.tuning).encode()),
+            "pipeline.schedule": crc32(repr(own.plan).encode()),
+            **facts(own),
         },
     )
     if transport.rank == 0:
-        _say_that_attention_is_small(given.config, resolved)
+        _say_that_attention_is_small(agreed.config, resolved)
         if resolved.device.kind == "cuda":
             _say_who_shares(resolved.gpus, transport.hosts)
     return resolved
 
 
-def resolve_here(given: Given, hosts: Sequence[str]) -> Resolved:
+def resolve_here(agreed: Given, hosts: Sequence[str]) -> Resolved:
     """Resolve a configuration on this rank; `resolve` does so on all ranks together.
 
     `auto` becomes cuda if every rank finds a GPU, else cpu.
@@ -91,16 +91,16 @@ def resolve_here(given: Given, hosts: Sequence[str]) -> Resolved:
     hosts   host of every rank, by rank
     raises  ConfigError if it does not fit the ranks, hosts or this rank's device
     """
-    check(given.config)
-    config = checked(given.config)
+    check(agreed.config)
+    config = checked(agreed.config)
     servers = servers_of(config)
-    found = axes(config, len(hosts), servers)
-    divisor(found, hosts, config.replication.shard)
-    plan = _planned(config, found)
+    sizes = axes(config, len(hosts), servers)
+    divisor(sizes, hosts, config.replication.shard)
+    plan = _planned(config, sizes)
     _check_gathers(config, len(plan.stage_of))
     kind = config.device.kind
     if kind == "auto":
-        kind = "cuda" if all(gpu.seen for gpu in given.gpus) else "cpu"
+        kind = "cuda" if all(gpu.seen for gpu in agreed.gpus) else "cpu"
     device = device_for(
         kind,
         config.device.gemm,
@@ -121,10 +121,10 @@ def resolve_here(given: Given, hosts: Sequence[str]) -> Resolved:
     axes(
         config, len(hosts), servers
     )  # Each micro-batch needs a row; their number may have changed.
-    check_rows(config, found)
+    check_rows(config, sizes)
     wire, file = parse_wire(config.replication.wire), config.replication.tuning
-    tuning, gpus = read_tuning(Path(file)) if file else DEFAULT, given.gpus * (kind == "cuda")
-    return Resolved(config, found, plan, wire, tuning, gpus, device)
+    tuning, gpus = read_tuning(Path(file)) if file else DEFAULT, agreed.gpus * (kind == "cuda")
+    return Resolved(config, sizes, plan, wire, tuning, gpus, device)
 
 
 def with_micro_batches(resolved: Resolved, micro_batches: int) -> Resolved | None:
@@ -154,7 +154,6 @@ def _with_gain(config: Config, kind: str) -> Memory:
 
 
 def _say_that_attention_is_small(config: Config, resolved: Resolved) -> None:
-    """Print a note if memory.recompute was attention. With tiled attention it would save no memory."""
     if config.memory.recompute != resolved.config.memory.recompute:
         print(
             "note: memory.recompute=attention changes nothing here: attention in tiles saves one number of each row. "
@@ -178,13 +177,13 @@ def _check_gathers(config: Config, chunks: int) -> None:
         )
 
 
-def _planned(config: Config, found: Axes) -> Plan:
+def _planned(config: Config, sizes: Axes) -> Plan:
     """Make the pipeline plan of the configured schedule, or read it from a file.
 
     raises  ConfigError if it does not fit the numbers of stages and micro-batches, or ZeRO
     """
-    settings, stages, micro_batches = config.pipeline, found.pp, config.batch.micro_batches
-    rows = config.batch.size // found.dp
+    settings, stages, micro_batches = config.pipeline, sizes.pp, config.batch.micro_batches
+    rows = config.batch.size // sizes.dp
     if not micro_batches and settings.schedule in NAMED:
         micro_batches = _filling(stages, rows, sequences_of(config))
     plan = find_plan(settings.schedule, stages, micro_batches or None, settings.chunks or None)
@@ -234,10 +233,6 @@ def _in_passes(stages: int, micro_batches: int, chunks: int) -> str:
 
 
 def _say_who_shares(gpus: Sequence[Gpu], hosts: Sequence[str]) -> None:
-    """Print a warning if ranks of a host use the same GPU.
-
-    gpus, hosts  by rank
-    """
     users: dict[tuple[str, str, str], list[int]] = {}
     for rank, gpu in enumerate(gpu_identities(hosts, gpus)):
         users.setdefault(gpu, []).append(rank)

@@ -30,8 +30,8 @@ def past(folder: Path, step: int) -> ResumeInfo:
     records = read_metrics(folder / METRICS)
 
     def longest(key: str) -> float:
-        found = (record.get(key) for record in records)
-        return max((s for s in found if isinstance(s, float) and math.isfinite(s)), default=0.0)
+        values = (record.get(key) for record in records)
+        return max((s for s in values if isinstance(s, float) and math.isfinite(s)), default=0.0)
 
     skipped = {record.get("step") for record in records if record.get("skipped") is True}
     in_a_row = next(count for count in range(len(skipped) + 1) if step - count not in skipped)

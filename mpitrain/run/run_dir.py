@@ -151,9 +151,9 @@ def _how_to_resume(ranks: int) -> str:
     """Return advice with the command that resumes the newest run under runs/ with a checkpoint."""
     try:
         saved = [
-            (found[-1].stat().st_mtime, folder)
+            (checkpoints[-1].stat().st_mtime, folder)
             for folder in RUNS.iterdir()
-            if (found := steps(folder / CHECKPOINTS))
+            if (checkpoints := steps(folder / CHECKPOINTS))
         ]
     except OSError:  # There are no runs, or one has just been removed.
         saved = []
@@ -183,8 +183,8 @@ def configuration(folder: Path) -> Config:
         for key in keys()
         if key.name.split(".")[1] not in tables.get(key.name.split(".")[0], {})
     ]
-    told = re.match(WHOLE.format("([0-9]{1,6})"), contents(folder / CONFIG, inner=1).decode())
-    if missing and not (told and int(told[1]) == sum(map(len, tables.values()))):
+    header = re.match(WHOLE.format("([0-9]{1,6})"), contents(folder / CONFIG, inner=1).decode())
+    if missing and not (header and int(header[1]) == sum(map(len, tables.values()))):
         named = ", ".join(missing[:8]) + (
             f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         )
@@ -261,10 +261,10 @@ def claim(
 ) -> tuple[Path, int]:
     """Make and lock the run directory, and write its first files; for rank 0.
 
-    location    the location that `look` returned
-    step     number of steps before this start; metrics of later steps are removed
-    returns  the directory, and the descriptor of its lock, which the caller must close
-    raises   ConfigError if the directory cannot be written, or if another run is active in it
+    location  the location that `look` returned
+    step      number of steps before this start; metrics of later steps are removed
+    returns   the directory, and the descriptor of its lock, which the caller must close
+    raises    ConfigError if the directory cannot be written, or if another run is active in it
     """
     tiles = _text(resolved.config.device.tiles) if resolved.config.device.tiles else ""
     folder = Path(location.folder) if location.folder else None
@@ -372,7 +372,6 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def _tokenizer_in(folder: Path) -> bytes | None:
-    """Return the content of the tokenizer's file in a folder; None if there is none."""
     try:
         return contents(folder / TOKENIZER, inner=1)
     except FileNotFoundError:
@@ -477,12 +476,10 @@ def _absolute(mixture: Mapping[str, float]) -> dict[str, float]:
 
 
 def _absolute_path(path: str) -> str:
-    """Return a path made absolute; an empty one stays empty."""
     return os.path.abspath(path) if path else ""
 
 
 def _schedule(name: str) -> str:
-    """Return a schedule's name, or the absolute path of its file."""
     return name if name in NAMED else os.path.abspath(name)
 
 

@@ -15,7 +15,7 @@ from mpitrain.collectives.engine.device_arithmetic import arithmetic_of
 from mpitrain.config import Config, Run
 from mpitrain.config.delays import delay_s, delays
 from mpitrain.data import Source, positions_of, without_ends
-from mpitrain.errors import DataError, MpitrainError, on_every_rank
+from mpitrain.errors import DataError, MpitrainError, TrainingError, on_every_rank
 from mpitrain.layers.base import Loss, Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.memory.chunked_logits import ChunkedLogits, computed, sliced
@@ -103,12 +103,12 @@ class Trainer:
         )
         self.config = resolved.config
         self.backend, self.arena = resolved.device.backend, resolved.device.arena()
-        mine = transport.split(0)
-        assert mine is not None
-        self._own: Transport | None = mine
+        endpoint = transport.split(0)
+        assert endpoint is not None
+        self._own: Transport | None = endpoint
         if self.config.replication.progress_thread == "no":
-            mine = Polled(mine)
-        self.transport = over_device(mine, self.backend, self.config.device.cuda_aware)
+            endpoint = Polled(endpoint)
+        self.transport = over_device(endpoint, self.backend, self.config.device.cuda_aware)
         self.grid = Grid(
             self.transport,
             resolved.axes,
@@ -123,7 +123,7 @@ class Trainer:
         except MpitrainError as error:
             if error.agreed:
                 self.grid.close()
-                mine.close()
+                endpoint.close()
             raise
         # This line comes last, because `close` would fail for a half-built trainer.
         transport.tenants.add(self.close)
@@ -140,7 +140,7 @@ class Trainer:
 
         def assigned() -> Chunks:
             config = self.config
-            found = cut_in_chunks(
+            cut = cut_in_chunks(
                 units,
                 layers,
                 stage_of,
@@ -152,13 +152,17 @@ class Trainer:
             check_documents(layers, config.data)
             check_groups(
                 config.optimizer,
-                [unit.full_name(own) for unit in found.model for own in unit.layer.parameters()],
+                [
+                    unit.full_name(parameter)
+                    for unit in cut.model
+                    for parameter in unit.layer.parameters()
+                ],
             )
             grid.check()
-            return found
+            return cut
 
-        found = on_all_ranks(self.transport, assigned)
-        model, chunks, tied = found
+        cut = on_all_ranks(self.transport, assigned)
+        model, chunks, tied = cut
         self._decoded: tuple[Sequence[Sequence[Unit]], LayerFactory] = (chunks, layers)
         if layers.rows.partial:
             # A single new token has no rows to divide, so text is generated with whole rows.
@@ -172,9 +176,9 @@ class Trainer:
         grid.place_model(stage_of, tied)
         if tied:
             on_all_ranks(self.transport, grid.check)
-        mine = [chunks[chunk] for chunk in own(stage_of, grid.coords.pp)]
-        self.units = [unit for chunk in mine for unit in chunk]
-        firsts = [0, *accumulate(map(len, mine))] if len(chunks) > 1 else []
+        own_chunks = [chunks[chunk] for chunk in own(stage_of, grid.coords.pp)]
+        self.units = [unit for chunk in own_chunks for unit in chunk]
+        firsts = [0, *accumulate(map(len, own_chunks))] if len(chunks) > 1 else []
         self._loss = loss_for(layers, loss)
         self.storage = Storage(self.units, self.config.precision.stored, resolved.axes.dp)
         self.replication = replication_for(
@@ -187,7 +191,7 @@ class Trainer:
                 self.arena,
                 self._loss,
                 [range(first, end) for first, end in pairwise(firsts)],
-                found.first(self.units),
+                cut.first(self.units),
             )
         )
         if self.config.run.inject:
@@ -247,20 +251,20 @@ class Trainer:
 
         In half precision these are the rounded parameters, not the float32 masters.
         """
-        found = {}
+        arrays = {}
         for index, unit in enumerate(self.units):
             weights = self.replication.open(index, 0)
             for parameter in unit.layer.parameters():
                 tensor: Any = weights
                 for chunk in parameter.name.split("."):
                     tensor = tensor[chunk]
-                found[unit.full_name(parameter)] = (
+                arrays[unit.full_name(parameter)] = (
                     Coded(*map(self.backend.to_host, tensor)).numbers()
                     if parameter.coded
                     else self.backend.to_host(tensor).copy()
                 )
             self.replication.close(index, 0)
-        return {entry.name: found[entry.name] for entry in self.storage.tensors}
+        return {entry.name: arrays[entry.name] for entry in self.storage.tensors}
 
     def share(self) -> range:
         """Return the rows of the global batch that this rank computes: a range within batch.size.
@@ -314,7 +318,7 @@ class Trainer:
         predictions = math.prod(targets.shape[1:])
         scales = [self.replication.scale(predictions, micro) for micro in range(micro_batches)]
         shares = [share(rows, micro, micro_batches) for micro in range(micro_batches)]
-        ignored = [self._indices.ignored(targets[mine.start : mine.stop]) for mine in shares]
+        ignored = [self._indices.ignored(targets[part.start : part.stop]) for part in shares]
 
         def of(micro: int, array: np.ndarray) -> Any:
             """Return the rows of a micro-batch, in the memory of the backend."""
@@ -340,12 +344,12 @@ class Trainer:
             self.pipe.train(
                 [
                     (
-                        *(index, start + mine.start, len(mine), True),
-                        documents and documents.of(mine),
+                        *(index, start + part.start, len(part), True),
+                        documents and documents.of(part),
                     )
-                    for mine in shares
+                    for part in shares
                 ],
-                [(len(mine), *inputs.shape[1:]) for mine in shares],
+                [(len(part), *inputs.shape[1:]) for part in shares],
                 lambda micro: of(micro, inputs),
                 loss,
             )
@@ -392,8 +396,7 @@ class Trainer:
         self.replication.sync_parameters()
 
     def _straggle(self, step: int) -> None:
-        """Sleep for the delay of this rank in this step, as run.delay defines it."""
-        run, here = self.config.run, self.grid.coords
+        run, coords = self.config.run, self.grid.coords
         if run.delay:
             span = self._recorder.compute(self._delay_name)
             time.sleep(
@@ -403,8 +406,8 @@ class Trainer:
                     run.seed,
                     step,
                     self.share().start,
-                    here.tp,
-                    here.pp,
+                    coords.tp,
+                    coords.pp,
                 )
             )
             self._recorder.end(span)
@@ -521,12 +524,14 @@ class Trainer:
         )
         totals = np.zeros(3)
         for start in range(0, rows, together):
-            mine = share(min(together, rows - start), self.grid.coords.dp, replicas)
+            own_rows = share(min(together, rows - start), self.grid.coords.dp, replicas)
             is_asked = stop_requested is not None and stop_requested()
-            numbers = [(start + i) * source.held_out // rows for i in mine] or [0]
-            found = (0.0, 0, 0) if self.grid.is_server else self._losses(source, numbers)
-            does_count = bool(mine) and self.grid.reports_loss
-            *sums, stop = self.replication.total(*(found if does_count else (0.0, 0, 0)), is_asked)
+            numbers = [(start + i) * source.held_out // rows for i in own_rows] or [0]
+            measured = (0.0, 0, 0) if self.grid.is_server else self._losses(source, numbers)
+            does_count = bool(own_rows) and self.grid.reports_loss
+            *sums, stop = self.replication.total(
+                *(measured if does_count else (0.0, 0, 0)), is_asked
+            )
             if stop:
                 return None
             totals += sums
@@ -544,19 +549,19 @@ class Trainer:
         """Return the summed loss of each row, (rows,) float64, on ranks that report it; collective."""
         targets = self._indices.targets(targets, inputs.shape, self._logits_shape, "a batch")
         flat = self.backend.from_host(targets).reshape(-1)
-        found, length = np.zeros(len(inputs)), inputs.shape[1]
+        losses, length = np.zeros(len(inputs)), inputs.shape[1]
         logits = self._asked(inputs)
         if logits is None:
-            return found
-        for mine, some in sliced(logits, self.arena):
-            first = mine.start or 0
+            return losses
+        for place, some in sliced(logits, self.arena):
+            first = place.start or 0
             stop = first + len(some)
             # A slice may begin or end within a row.
             for row in range(first // length, -(-stop // length)):
                 both = overlap(range(first, stop), range(row * length, (row + 1) * length))
                 part = some[moved(both, -first)]
-                found[row] += float(self._loss.value(part, flat[moved(both, 0)], self.arena))
-        return found
+                losses[row] += float(self._loss.value(part, flat[moved(both, 0)], self.arena))
+        return losses
 
     def _losses(self, source: Source, rows: Sequence[int]) -> tuple[float, int, int]:
         """Return summed loss, correct predictions and predictions that count, of held-out rows."""
@@ -571,9 +576,9 @@ class Trainer:
         if logits is None:
             return 0.0, 0, 0
         total, right = 0.0, 0
-        for mine, some in sliced(logits, self.arena):
-            right += int(self._loss.correct(some, flat[mine], self.arena))
-            total += float(self._loss.value(some, flat[mine], self.arena))
+        for place, some in sliced(logits, self.arena):
+            right += int(self._loss.correct(some, flat[place], self.arena))
+            total += float(self._loss.value(some, flat[place], self.arena))
         return total, right, counted
 
 
@@ -600,6 +605,16 @@ def frozen_count(units: Sequence[Unit]) -> int:
 def evaluated_rows(run: Run, source: Source) -> int:
     """Return the number of held-out rows in an evaluation."""
     return min(source.held_out, run.eval_rows or source.held_out)
+
+
+def diverged() -> TrainingError:
+    """Return the error that every rank raises for logits that are not finite."""
+    return on_every_rank(
+        TrainingError(
+            "The model's output is not finite: its training has diverged.",
+            "Train again with a lower optimizer.lr.",
+        )
+    )
 
 
 def state_digests(trainer: Trainer) -> dict[str, str]:
@@ -659,5 +674,5 @@ def _same_bits(
         )
         for start, stop, offset in pieces
     ]
-    told = {tuple(one) for mine in transport.gather_text(held) for one in mine}
-    return len(told) == len({(start, stop) for start, stop, _ in told})
+    distinct = {tuple(entry) for entries in transport.gather_text(held) for entry in entries}
+    return len(distinct) == len({(start, stop) for start, stop, _ in distinct})

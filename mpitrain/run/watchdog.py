@@ -122,7 +122,6 @@ class Watchdog:
         return math.inf
 
     def _print_own(self, silent: float) -> None:
-        """Print the position of this rank: its wait and the stack of each thread."""
         waits_for, content = self._traffic.waits_for, self._traffic.content
         waiting = (
             f", waiting for {f'{content}: ' if content else ''}{waits_for}" if waits_for else ""

@@ -80,9 +80,9 @@ class DeviceSpans:
             if not self._launched[count - 1].last.test():
                 return
             zero = self._launched[0].first
-            ahead = max(one.began - one.first.since(zero) for one in self._launched[:count])
-            for one in self._launched[:count]:
+            ahead = max(span.began - span.first.since(zero) for span in self._launched[:count])
+            for span in self._launched[:count]:
                 self._write(
-                    ahead + one.first.since(zero), ahead + one.last.since(zero), *one.fields
+                    ahead + span.first.since(zero), ahead + span.last.since(zero), *span.fields
                 )
             del self._launched[:count]

@@ -113,23 +113,19 @@ def _in_order(records: np.ndarray) -> np.ndarray:
 def _head(
     text: bytes,
 ) -> tuple[dict[str, Any], list[tuple[str, Sequence[int]]], list[tuple[float, float]]]:
-    """Return the facts, names and clocks of a head.
-
-    Reading stops at the first invalid line. A rank that was killed while it wrote leaves such a
-    line.
-    """
+    """Reading stops at the first invalid line, as a rank leaves that was killed while it wrote."""
     facts: dict[str, Any] = {}
     names, clocks = list[tuple[str, Sequence[int]]](), list[tuple[float, float]]()
     for line in text.rstrip(b"\0").split(b"\n"):
         try:
-            found = parsed(line)
-            if isinstance(found, dict):
-                if "clock" in found:
-                    time, offset = _CLOCK.validate_python(found.pop("clock"))
+            entry = parsed(line)
+            if isinstance(entry, dict):
+                if "clock" in entry:
+                    time, offset = _CLOCK.validate_python(entry.pop("clock"))
                     clocks.append((time, offset))
-                facts |= found
+                facts |= entry
             else:
-                what, ranks = found
+                what, ranks = entry
                 among = range(*ranks) if isinstance(ranks, list) else tuple(map(int, ranks.split()))
                 if among and not 0 <= min(among[0], among[-1]) <= max(among[0], among[-1]) < MOST:
                     break

@@ -103,7 +103,6 @@ class Recorder:
         )
 
     def end(self, span: int) -> None:
-        """End a span."""
         self._ring.end(span, self.clock())
         if self._device:
             self._device.end(span)
@@ -150,7 +149,6 @@ class Recorder:
         return self._waiting
 
     def go_on(self, wait: int) -> None:
-        """End a wait."""
         if wait:
             self._waiting, now = 0, self.clock()
             self._waited += now - self._wait_at

@@ -176,16 +176,15 @@ class Ring:
         moved[:] = self._map[:]
         self._map.close()
         self._map = moved
-        self._leave()
+        self._remove_file()
         self._folder, self._name = folder, name
 
     def give_up(self, folder: Path) -> None:
         """Remove the ring's file if it is still in this folder; the ring stays usable."""
         if self._folder and self._folder.path == folder:
-            self._leave()
+            self._remove_file()
 
-    def _leave(self) -> None:
-        """Remove the ring's file and close its folder, if there is one."""
+    def _remove_file(self) -> None:
         if self._folder:
             with contextlib.suppress(OSError):
                 self._folder.remove(self._name)
@@ -202,9 +201,9 @@ def spelled(ranks: Sequence[int]) -> list[int] | str:
     if len(ranks) == 0:
         return ""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    found = range(ranks[0], ranks[-1] + (1 if step > 0 else -1), step or 1)
+    regular = range(ranks[0], ranks[-1] + (1 if step > 0 else -1), step or 1)
     return (
-        [found.start, found.stop, found.step]
-        if tuple(found) == tuple(ranks)
+        [regular.start, regular.stop, regular.step]
+        if tuple(regular) == tuple(ranks)
         else " ".join(map(str, ranks))
     )

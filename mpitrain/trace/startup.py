@@ -60,9 +60,11 @@ def begun(rank: int, ranks: int, local_ranks: int = 1) -> Recorder:
 def left() -> list[Path]:
     """Return the folders of starts that ended before they had a run directory, the newest last."""
     with contextlib.suppress(OSError), _own() as home:
-        found = [(home.facts(name), name) for name in home.names() if START.fullmatch(name)]
+        entries = [(home.facts(name), name) for name in home.names() if START.fullmatch(name)]
         starts = sorted(
-            (facts.st_mtime, name) for facts, name in found if facts and stat.S_ISDIR(facts.st_mode)
+            (facts.st_mtime, name)
+            for facts, name in entries
+            if facts and stat.S_ISDIR(facts.st_mode)
         )
         return [
             home.path / name for _, name in starts if any(map(TRACE.fullmatch, _names(home, name)))
@@ -122,7 +124,6 @@ def _names(home: Directory, name: str) -> list[str]:
 
 
 def _is_trace(folder: Directory, name: str) -> bool:
-    """Return whether a file is a trace that a rank of this user wrote."""
     facts = folder.facts(name)
     return bool(
         TRACE.fullmatch(name)

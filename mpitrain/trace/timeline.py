@@ -62,12 +62,12 @@ class Timeline(NamedTuple):
     def window(self, rank: int, steps: range) -> tuple[float, float]:
         """Return when a rank began the first of these steps, and when it ended the last."""
         records = self.traces[rank].records
-        mine = records[
+        of_steps = records[
             (records["kind"] == STEP)
             & (records["step"] >= steps.start)
             & (records["step"] < steps.stop)
         ]
-        return float(mine["start"].min()), float(mine["end"].max())
+        return float(of_steps["start"].min()), float(of_steps["end"].max())
 
     def end(self) -> float:
         """Return the time of the last record of any rank."""
@@ -109,36 +109,36 @@ def read_timeline(folder: Path) -> Timeline:
 
     raises  ConfigError if there is no trace
     """
-    found: dict[int, Trace] = {}
+    traces: dict[int, Trace] = {}
     missing: dict[int, str] = {}
     where, files = trace_files(folder)
     for file in files:
         rank = int(digits) if (digits := file.name.removeprefix("rank-")).isdecimal() else -1
         try:
-            found[rank] = _checked(read_trace(file), rank, file)
+            traces[rank] = _checked(read_trace(file), rank, file)
         except ConfigError as error:
             missing[rank] = error.law
-    if not found and not missing:
+    if not traces and not missing:
         raise ConfigError(
             f"There is no trace of a run in {folder}.",
             "Name the directory of a run that was trained with run.trace, which is the default.",
         )
-    whose = Counter((trace.facts.get("run"), trace.facts["ranks"]) for trace in found.values())
-    for rank, trace in list(found.items()):
-        if (mine := (trace.facts.get("run"), trace.facts["ranks"])) != (
+    whose = Counter((trace.facts.get("run"), trace.facts["ranks"]) for trace in traces.values())
+    for rank, trace in list(traces.items()):
+        if (run := (trace.facts.get("run"), trace.facts["ranks"])) != (
             most := whose.most_common(1)[0][0]
         ):
             missing[rank] = (
-                f"The trace {where / trace_file(folder, rank).name} is of another run{_unlike(mine, most)}."
+                f"The trace {where / trace_file(folder, rank).name} is of another run{_unlike(run, most)}."
             )
-            del found[rank]
-    for rank in range(max((trace.facts["ranks"] for trace in found.values()), default=0)):
-        if rank not in found:
+            del traces[rank]
+    for rank in range(max((trace.facts["ranks"] for trace in traces.values()), default=0)):
+        if rank not in traces:
             missing.setdefault(
                 rank, f"There is no trace of rank {rank} in {where}; every rank writes its own."
             )
     return Timeline(
-        [_on_one_clock(found[rank]) for rank in sorted(found)], dict(sorted(missing.items()))
+        [_on_one_clock(traces[rank]) for rank in sorted(traces)], dict(sorted(missing.items()))
     )
 
 
@@ -168,12 +168,12 @@ def trace_files(folder: Path) -> tuple[Path, list[Path]]:
         ) from None
 
 
-def _unlike(mine: tuple[Any, int], others: tuple[Any, int]) -> str:
+def _unlike(run: tuple[Any, int], most: tuple[Any, int]) -> str:
     """Return ", of N ranks" for the first trace, or "" if both runs have equally many ranks.
 
-    mine, others  (identifier of the run, its number of ranks)
+    run, most  (identifier of the run, its number of ranks)
     """
-    return f", of {mine[1]} ranks" if mine[1] != others[1] else ""
+    return f", of {run[1]} ranks" if run[1] != most[1] else ""
 
 
 def _checked(trace: Trace, rank: int, file: Path) -> Trace:
@@ -196,7 +196,6 @@ def _checked(trace: Trace, rank: int, file: Path) -> Trace:
 
 
 def _on_one_clock(trace: Trace) -> Trace:
-    """Return the trace with its times on the clock of rank 0."""
     records, has_ended = trace.records.copy(), trace.records["end"] > 0
     records["start"] = on_the_clock_of_rank_0(records["start"], trace.clocks)
     records["end"][has_ended] = on_the_clock_of_rank_0(records["end"][has_ended], trace.clocks)
@@ -225,19 +224,18 @@ def last_sign(trace: Trace) -> float:
 
 
 def described(trace: Trace, record: Any) -> str:
-    """Return a record as text."""
     what, _ = trace.names[record["what"]]
     phase = PHASES[record["phase"]]
-    said = (
+    text = (
         f"{phase} of {what}"
         if phase
         else what or (f"message of tag {record['tag']}" if record["tag"] >= 0 else "a message")
     )
     if record["kind"] in (SEND, RECEIVE):
-        way = "send to" if record["kind"] == SEND else "receive from"
+        direction = "send to" if record["kind"] == SEND else "receive from"
         peer = f"rank {record['peer']}" if record["peer"] >= 0 else "any rank"
-        said = f"{way} {peer}: {said}, {record['nbytes']:,} bytes"
-    return said + (f", micro-batch {record['micro']}" if record["micro"] >= 0 else "")
+        text = f"{direction} {peer}: {text}, {record['nbytes']:,} bytes"
+    return text + (f", micro-batch {record['micro']}" if record["micro"] >= 0 else "")
 
 
 def is_open(records: np.ndarray) -> np.ndarray:

@@ -243,15 +243,15 @@ class Transport(Protocol):
                 f"rank {self.rank}: wait_any needs a request to wait for, but was given none.",
                 "Leave the loop when no request is left.",
             )
-        found = -1
+        index = -1
 
         def one_is_complete() -> bool:
-            nonlocal found
-            found = next((i for i, request in enumerate(requests) if request.test()), -1)
-            return found >= 0
+            nonlocal index
+            index = next((i for i, request in enumerate(requests) if request.test()), -1)
+            return index >= 0
 
         self.wait_until(one_is_complete, what=AnyOf(requests))
-        return found
+        return index
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
         """Call `done` repeatedly until it returns True.

@@ -38,7 +38,7 @@ class Clocks:
         sent.
         source  Cristian 1989, Probabilistic clock synchronization, Distributed Computing 3
         """
-        transport, now, found = self._transport, np.zeros(1), (self._clock(), 0.0)
+        transport, now, measurement = self._transport, np.zeros(1), (self._clock(), 0.0)
         for asking in self._asking:
             shortest = float("inf")
             for _ in range(ROUNDS):
@@ -53,8 +53,8 @@ class Clocks:
                     answered = self._clock()
                     if answered - asked < shortest:
                         half = (asked + answered) / 2
-                        shortest, found = answered - asked, (half, float(now[0]) - half)
+                        shortest, measurement = answered - asked, (half, float(now[0]) - half)
         if not self._asking:
-            return found
-        time, offset = transport.gather_text(found)[self._asks]
+            return measurement
+        time, offset = transport.gather_text(measurement)[self._asks]
         return time, offset

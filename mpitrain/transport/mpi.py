@@ -287,11 +287,11 @@ class MpiTransport(Transport):
         return transport
 
     def gather_text(self, value: Any) -> list[Any]:
-        mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        text = np.frombuffer(json.dumps(value).encode(), np.uint8)
         lengths = np.empty(self.size, np.int32)
-        self._wait("Iallgather", np.int32(mine.size).reshape(1), lengths)
+        self._wait("Iallgather", np.int32(text.size).reshape(1), lengths)
         texts = np.empty(int(lengths.sum()), np.uint8)
-        self._wait("Iallgatherv", mine, [texts, lengths])
+        self._wait("Iallgatherv", text, [texts, lengths])
         ends = np.cumsum(lengths)
         return [
             json.loads(texts[end - length : end].tobytes())
@@ -320,15 +320,13 @@ class MpiTransport(Transport):
         free = host.guard("MPI_Win_free").around(window.Free)
         self.windows.add(max(numbers), blocks, free)
         self._made.append(max(numbers))
-        mine = self.windows.lend(max(numbers), self.members[self.rank])
-        mine[:] = 0
+        block = self.windows.lend(max(numbers), self.members[self.rank])
+        block[:] = 0
         host.barrier()
-        return mine[: count * np.dtype(dtype).itemsize].view(dtype)
+        return block[: count * np.dtype(dtype).itemsize].view(dtype)
 
     def _ranks_of_this_host(self) -> MpiTransport:
-        """Return the transport of the ranks that share this host's memory. Collective at the first
-        call.
-        """
+        """Collective at the first call."""
         if self._host is None:
             with self.job.lock, self.guard("MPI_Comm_split_type"):
                 comm = self.comm.Split_type(self.MPI.COMM_TYPE_SHARED)
@@ -378,10 +376,7 @@ class MpiTransport(Transport):
         return library_call(self, operation, array, other)
 
     def _parts(self, array: np.ndarray) -> list[list]:
-        """Return mpi4py buffer specifications [buffer, count, datatype] that cover the array.
-
-        There is one for each MPI call, since a call takes at most PART elements.
-        """
+        """Return [buffer, count, datatype] for each MPI call, of at most PART elements."""
         flat = array.reshape(-1)
         parts = [flat[start : start + PART] for start in range(0, max(1, flat.size), PART)]
         return [[part, part.size, self._types[part.dtype]] for part in parts]

@@ -86,7 +86,6 @@ class SendRequest:
         self._finish()
 
     def _finish(self) -> bool:
-        """Return True: the request is complete."""
         self._job.requests.discard(self)
         return True
 
@@ -94,7 +93,6 @@ class SendRequest:
         return self._what
 
     def _in_full(self) -> str:
-        """Return the name for an error."""
         return f"{self._transport.own_name}: {self._what}"
 
     def _fail(self, error: Any) -> NoReturn:

@@ -88,7 +88,10 @@ def expected(operation: str, brought: Sequence[Any], rank: int) -> np.ndarray:
     if operation == "reduce":
         return np.sum(brought, axis=0) if rank == 0 else brought[rank]
     if operation == "reduce-scatter":
-        return np.sum([mine[rank] for mine in chunks], axis=0)
+        return np.sum([parts[rank] for parts in chunks], axis=0)
     return np.concatenate(
-        [mine[rank if operation == "all-to-all" else source] for source, mine in enumerate(chunks)]
+        [
+            parts[rank if operation == "all-to-all" else source]
+            for source, parts in enumerate(chunks)
+        ]
     )

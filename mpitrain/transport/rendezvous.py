@@ -89,7 +89,6 @@ class World:
             self._wait_for_post(rank, seen, what)
 
     def _wait_for_post(self, rank: int, seen: int, what: Any) -> None:
-        """Block this thread until there are more than `seen` posts, or for LONGEST_PAUSE."""
         with self.lock:
             self.wait(rank, lambda: self.posts != seen, what, LONGEST_PAUSE)
 
@@ -156,13 +155,13 @@ class Unmet:
         self._world, self._rank = world, rank
 
     def __str__(self) -> str:
-        mine = [
+        unmet = [
             m
             for messages in self._world.unmet.values()
             for m in messages
             if m.transport.me == self._rank
         ]
-        return named(mine) or "no message"
+        return named(unmet) or "no message"
 
 
 class Meets:

@@ -94,7 +94,6 @@ class AnyOf:
 
 
 def named(requests: Iterable[Any]) -> str:
-    """Return the names of all requests, separated by semicolons."""
     return "; ".join(map(str, requests))
 
 

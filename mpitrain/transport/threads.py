@@ -85,7 +85,7 @@ class ThreadTransport(Transport):
         self.world.dismiss()
 
     def _meet(self, what: str, bring: Any) -> list[Any]:
-        """Return the inputs of all ranks, by rank. Collective."""
+        """Return the inputs of all ranks, by rank; collective."""
         everyone: list[Any] = []
         Arrival(self, what, bring, list, everyone.extend).wait()
         return everyone
@@ -118,14 +118,14 @@ class ThreadTransport(Transport):
     def allocate(self, count: int, dtype: Any) -> np.ndarray:
         array = aligned_zeros(count, dtype)
         brought = self._meet("allocate", (array.view(np.uint8), self.windows.next_number))
-        here = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
-        if len(here) == 1:
+        local = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
+        if len(local) == 1:
             return array
-        number = max(brought[rank][1] for rank in here)
+        number = max(brought[rank][1] for rank in local)
         block = brought[self.rank][0]
         self.windows.add(
             number,
-            {self.members[rank]: brought[rank][0] for rank in here},
+            {self.members[rank]: brought[rank][0] for rank in local},
             lambda: block.fill(0xFF),
         )
         self._made.append(number)

@@ -79,9 +79,9 @@ class Recorded(Forwarding):
 
     def gather_text(self, value: Any) -> list[Any]:
         wait = self.recorder.wait(self._text)
-        found = self._inner.gather_text(value)
+        values = self._inner.gather_text(value)
         self.recorder.go_on(wait)
-        return found
+        return values
 
     def native_all_reduce(self, array: np.ndarray, op: str = "add") -> None:
         wait = self.recorder.wait(self._native)
@@ -142,5 +142,5 @@ def recorded(connect: Callable[[], Transport], recorder: Recorder | None) -> Tra
     if recorder is None:
         return connect()
     with recorder.pausing(CONNECTING):
-        found = connect()
-    return Recorded(found, recorder)
+        transport = connect()
+    return Recorded(transport, recorder)

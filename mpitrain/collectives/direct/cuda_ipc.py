@@ -196,10 +196,9 @@ def _opened(transport: DeviceTransport, flat: Any) -> list[Any]:
 
 
 def _events(transport: DeviceTransport) -> tuple[Recordable, list[Any]]:
-    """Return an event of this rank, and the opened events of all other ranks; collective.
+    """Return this rank's event, and the opened events of all others; collective.
 
-    raises  CommError on all ranks if one rank cannot share or open an event
-    """
+    raises  CommError on all ranks if one rank cannot share or open an event"""
     gpu = transport.backend
     own = on_all_ranks(transport, gpu.shared_event)
     handles = transport.gather_text(own.handle)

@@ -96,12 +96,9 @@ class Shared(ABC):
         """Do the work after a barrier; `left` barriers follow in this run."""
 
     def _refusal(self) -> CommError:
-        """Return the error of a run that must not begin.
-
-        After the end of its transport, a run would write to memory that has been unmapped.
-        """
         if self._meetings_left:
             return started_twice()
+        # The run would write to memory that has been unmapped.
         return CommError(
             f"rank {self._transport.rank}: a reduction through shared memory needs its window, but the transport "
             "it was split from is closed.",
@@ -109,7 +106,6 @@ class Shared(ABC):
         )
 
     def _go_on(self) -> None:
-        """Do the work after a barrier, and start the next barrier."""
         self._meetings_left -= 1
         self._met(self._meetings_left)
         if self._meetings_left:
@@ -261,8 +257,8 @@ def bind_in_window(
         return None
     slots = []
     for copy in range(copies):
-        here = location._replace(offset=copy * apart)
-        views = windows.views(here, members, array.size, array.dtype)
+        slot = location._replace(offset=copy * apart)
+        views = windows.views(slot, members, array.size, array.dtype)
         if views is None:  # The ranks of one host name do not all share memory.
             return None
         slots.append(views)

@@ -115,13 +115,10 @@ def refusal(situation: Topology) -> ConfigError | None:
 def _reduce_scatter(
     transport: Transport, array: np.ndarray, op: str, tag: int, slots: list[list[np.ndarray]]
 ) -> Half:
-    """Build the reduce-scatter.
-
-    slots  each rank's copy of the array, by rank. A small array has two such lists, used in turn
-    """
+    """slots: each rank's copy of the array, by rank; a small array has two lists, used in turn."""
     flat, rank = array.reshape(-1), transport.rank
     start, stop = chunk_bounds(flat.size, transport.size)[rank]
-    mine = flat[start:stop]
+    chunk = flat[start:stop]
     if len(slots) == 2:
         return Half(
             transport,
@@ -131,8 +128,8 @@ def _reduce_scatter(
             [
                 Reads(
                     [(copies[rank], flat)],
-                    [(mine, copies[0][start:stop])],
-                    [(mine, copy[start:stop]) for copy in copies[1:]],
+                    [(chunk, copies[0][start:stop])],
+                    [(chunk, copy[start:stop]) for copy in copies[1:]],
                 )
                 for copies in slots
             ],
@@ -157,10 +154,6 @@ def _reduce_scatter(
 def _all_gather(
     transport: Transport, array: np.ndarray, op: str, tag: int, slots: list[list[np.ndarray]]
 ) -> Half:
-    """Build the all-gather.
-
-    slots  each rank's copy of the array, by rank. A small array has two such lists, used in turn
-    """
     flat, rank = array.reshape(-1), transport.rank
     chunks = [slice(*bounds) for bounds in chunk_bounds(flat.size, transport.size)]
     # Each rank begins with the chunk of a different peer.

@@ -88,7 +88,6 @@ class StreamOrdered:
         self._transport.wait_until(self.poll, what=self)
 
     def __str__(self) -> str:
-        """Return the name of the wait, for reports of stalls."""
         return f"{self._recorded}{self._ended}" or "the work of this GPU"
 
     def _has_launched(self) -> bool:
@@ -105,10 +104,7 @@ class StreamOrdered:
         return True
 
     def _has_computed(self) -> bool:
-        """Return whether D has passed, and then announce it.
-
-        raises  PeerLost if a rank has ended
-        """
+        """Return whether D has passed, and then announce it; PeerLost if a rank has ended."""
         self._ended.have_arrived()
         assert self._done is not None  # The launch has set it.
         if not self._aside.has_passed(self._done):

@@ -41,7 +41,7 @@ def agree(
               ConfigError on every rank for an unknown op or algorithm
     """
     problem = unfit(array)
-    mine = {
+    arguments = {
         "operation": operation,
         "problem": problem,
         "algorithm": algorithm,
@@ -49,8 +49,8 @@ def agree(
         "tag": transport.claim_tag(),
     }
     if problem is None:
-        mine |= {"count": array.size, "dtype": array.dtype.name}
-    everyone, owns = zip(*transport.gather_text([mine, own]), strict=True)
+        arguments |= {"count": array.size, "dtype": array.dtype.name}
+    everyone, owns = zip(*transport.gather_text([arguments, own]), strict=True)
     for rank, facts in enumerate(everyone):
         if facts["problem"] is not None:
             raise on_every_rank(
@@ -79,7 +79,7 @@ def agree(
                 f"rank {transport.rank}: root {root} is not among ranks 0 to {transport.size - 1}."
             )
         )
-    return Agreed(mine["tag"], [*owns])
+    return Agreed(arguments["tag"], [*owns])
 
 
 def unfit(array: Any) -> str | None:

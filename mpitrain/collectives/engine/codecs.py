@@ -86,10 +86,7 @@ def parse_wire(text: str) -> Wire:
 
 
 def _scaled(coded: np.ndarray, block_bytes: int, dtype: type) -> tuple[np.ndarray, np.ndarray]:
-    """Return views of the scales (blocks, 1) and of the numbers (blocks, BLOCK) of encoded blocks.
-
-    The float32 scales of all blocks come first.
-    """
+    """Return views of encoded blocks: float32 scales (blocks, 1), then numbers (blocks, BLOCK)."""
     end = 4 * (coded.size // block_bytes)
     return coded[:end].view(np.float32)[:, None], coded[end:].view(dtype).reshape(-1, BLOCK)
 
@@ -167,10 +164,7 @@ def _decode_fp16(coded: np.ndarray, values: np.ndarray) -> None:
 
 
 def _cast(dtype: np.dtype) -> Codec:
-    """Return a codec that casts every element to another float type.
-
-    Overflow gives infinity, which makes the trainer skip the step.
-    """
+    """Overflow gives infinity, which makes the trainer skip the step."""
 
     def encode(values: np.ndarray, coded: np.ndarray) -> None:
         coded.view(dtype)[:] = values
@@ -182,10 +176,7 @@ def _cast(dtype: np.dtype) -> Codec:
 
 
 def _encode_int8(values: np.ndarray, coded: np.ndarray) -> None:
-    """Encode blocks as scales, then int8 numbers.
-
-    A block with a number that is not finite decodes to numbers that are not finite.
-    """
+    """A block with a number that is not finite decodes to numbers that are not finite."""
     scales, numbers = _scaled(coded, INT8_BYTES, np.int8)
     blocks = values.reshape(-1, BLOCK)
     np.abs(blocks).max(axis=1, keepdims=True, out=scales)
@@ -204,8 +195,6 @@ def _decode_int8(coded: np.ndarray, values: np.ndarray) -> None:
 def _adding(
     decode: Callable[[np.ndarray, np.ndarray], None],
 ) -> Callable[[np.ndarray, np.ndarray, np.ndarray], None]:
-    """Return the `add` of a codec, made of its `decode`."""
-
     def add(coded: np.ndarray, values: np.ndarray, scratch: np.ndarray) -> None:
         decode(coded, scratch)
         values += scratch
@@ -236,8 +225,8 @@ def largest(values: np.ndarray, k: int) -> np.ndarray:
         candidates = np.flatnonzero(~(sizes < threshold))
     if candidates is None or candidates.size < k:
         candidates = np.arange(values.size)
-    found = candidates[
+    positions = candidates[
         np.argpartition(sizes[candidates], candidates.size - k)[candidates.size - k :]
     ]
-    found.sort()
-    return found
+    positions.sort()
+    return positions

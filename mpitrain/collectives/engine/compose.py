@@ -88,7 +88,6 @@ class PipelinedChain:
             lane += 1
 
     def _end_link(self, lane: int) -> None:
-        """Start the next link of a chain."""
         self._ended[lane] += 1
         if self._ended[lane] < self._length:
             self._lanes[lane][self._ended[lane]].start()

@@ -127,7 +127,6 @@ class Reduction(Protocol):
 
 
 def started_twice() -> CommError:
-    """Return the error of a start before the end of the previous run."""
     return CommError(
         "A reduction was started again before its last run had ended.",
         "Call wait() first, or bind one reduction per buffer.",
@@ -215,7 +214,6 @@ class Execution:
         return self._aside.end()
 
     def __str__(self) -> str:
-        """Return the names of the messages in progress."""
         return named(request for requests in self._requests for request in requests)
 
     def _go_on(self) -> bool:
@@ -246,7 +244,6 @@ class Execution:
             self._posted += 1
 
     def _end_step(self) -> None:
-        """Combine the elements that the oldest step received, and start the steps after it."""
         self._requests.popleft()
         for target, received in self._steps[self._ended].combines:
             self._combine(target, received)
@@ -288,18 +285,18 @@ def bind_plan(
 
 def cut(step: Step, transport: Transport, limit: int) -> list[Step]:
     """Split a step so that no transfer between hosts is longer than `limit` elements."""
-    here, hosts = transport.hosts[transport.rank], transport.hosts
+    host, hosts = transport.hosts[transport.rank], transport.hosts
 
     def parts(transfer: Transfer) -> list[Transfer]:
         length = transfer.stop - transfer.start
-        if length <= limit or hosts[transfer.peer] == here:
+        if length <= limit or hosts[transfer.peer] == host:
             return [transfer]
         return [
             Transfer(transfer.peer, *part)
             for part in pieces(transfer.start, transfer.stop, -(-length // limit))
         ]
 
-    sends, receives = ([parts(t) for t in way] for way in (step.sends, step.receives))
+    sends, receives = ([parts(t) for t in transfers] for transfers in (step.sends, step.receives))
     return [
         Step(
             tuple(s[i] for s in sends if i < len(s)),

@@ -99,7 +99,6 @@ class ProgressThread:
             self._begin()
 
     def _begin(self) -> None:
-        """Start the thread."""
         self._stop = False
         sys.setswitchinterval(min(TURN, sys.getswitchinterval()))
         self._transport.admit_thread()
@@ -130,7 +129,6 @@ class ProgressThread:
         self._started = []
 
     def _end(self) -> None:
-        """Stop the thread, if there is one."""
         if self._thread is not None:
             self._stop = True
             self._thread.join()

@@ -44,7 +44,7 @@ def steps_of(
             steps=len(answer),
             most=most,
         )
-    found = []
+    steps = []
     for number, step in enumerate(answer, 1):
         if not (isinstance(step, list | tuple) and len(step) == 3 and isinstance(step[2], bool)):
             raise Wrong(
@@ -54,30 +54,30 @@ def steps_of(
                 found=f"{step!r:.60}",
             )
         sends, receives = (
-            [_transfer(one, number, where, rank, ranks, count) for one in side]
+            [_transfer(transfer, number, where, rank, ranks, count) for transfer in side]
             if isinstance(side, list | tuple)
             else _transfer(side, number, where, rank, ranks, count)
             for side in step[:2]
         )
-        found.append((sends, receives, step[2]))
+        steps.append((sends, receives, step[2]))
         _check_overlap(sends, receives, step[2], number, rank)  # type: ignore[arg-type]
-    return found  # type: ignore[return-value]
+    return steps  # type: ignore[return-value]
 
 
-def _transfer(one: Any, step: int, where: str, rank: int, ranks: int, count: int) -> Transfer:
+def _transfer(transfer: Any, step: int, where: str, rank: int, ranks: int, count: int) -> Transfer:
     """Return a transfer as three numbers; Wrong if it is malformed, or leaves this array."""
     if not (
-        isinstance(one, list | tuple)
-        and len(one) == 3
-        and all(isinstance(number, int) and not isinstance(number, bool) for number in one)
+        isinstance(transfer, list | tuple)
+        and len(transfer) == 3
+        and all(isinstance(number, int) and not isinstance(number, bool) for number in transfer)
     ):
         raise Wrong(
             "step {step} of {call} must list (peer, start, stop) of integers, but has {found}",
             step=step,
             call=where,
-            found=f"{one!r:.60}",
+            found=f"{transfer!r:.60}",
         )
-    peer, start, stop = one
+    peer, start, stop = transfer
     if not 0 <= peer < ranks or peer == rank:
         raise Wrong(
             "step {step} of {call} names peer {peer}, which is no other rank",
@@ -131,11 +131,11 @@ def check_depth(steps: Sequence[Step], depth: int, rank: int) -> None:
     for first, (sends, receives, _) in enumerate(steps):
         for second in range(first + 1, min(first + depth, len(steps))):
             later_sends, later_receives, _ = steps[second]
-            for mine, theirs in (
+            for earlier, later in (
                 (receives, [*later_sends, *later_receives]),
                 (sends, later_receives),
             ):
-                for (_, start, stop), (_, begin, end) in product(mine, theirs):
+                for (_, start, stop), (_, begin, end) in product(earlier, later):
                     if max(start, begin) < min(stop, end):
                         raise Wrong(
                             "step {step} of rank {rank} begins before step {before} ends, but both "
@@ -169,8 +169,8 @@ def simulate(
         {0, count}
         | {
             cut
-            for mine in plans
-            for sends, receives, _ in mine
+            for plan in plans
+            for sends, receives, _ in plan
             for _, *ends in (*sends, *receives)
             for cut in ends
         }
@@ -200,8 +200,8 @@ def simulate(
         [symbol(rank, 1 << rank) if rank in used else zero] * (len(cuts) - 1)
         for rank in range(ranks)
     ]
-    left = [deque(mine) for mine in plans]
-    waiting: list[tuple[deque, list, list[list[int]]] | None] = [None] * ranks
+    left = [deque(plan) for plan in plans]
+    waiting: list[tuple[deque, list] | None] = [None] * ranks
     arrived: list[list[tuple[int, Transfer, list[int]]]] = [[] for _ in range(ranks)]
 
     def begin(rank: int) -> None:
@@ -213,7 +213,6 @@ def simulate(
                 waiting[rank] = (
                     deque(zip(sends, data, strict=True)),
                     list(enumerate(receives)),
-                    [],
                 )
                 return
             left[rank].popleft()
@@ -225,12 +224,12 @@ def simulate(
     while moved:
         moved = False
         for rank in range(ranks):
-            mine = waiting[rank]
-            if mine is None:
+            messages = waiting[rank]
+            if messages is None:
                 continue
             rest: deque = deque()
             blocked: set[int] = set()
-            for (peer, start, stop), data in mine[0]:
+            for (peer, start, stop), data in messages[0]:
                 theirs = waiting[peer]
                 match = theirs and next((r for r in theirs[1] if r[1][0] == rank), None)
                 if peer in blocked or not match or theirs is None:
@@ -249,10 +248,10 @@ def simulate(
                 theirs[1].remove(match)
                 arrived[peer].append((number, match[1], data))
                 moved = True
-            waiting[rank] = (rest, mine[1], mine[2])
+            waiting[rank] = (rest, messages[1])
         for rank in range(ranks):
-            mine = waiting[rank]
-            if mine is not None and not mine[0] and not mine[1]:
+            messages = waiting[rank]
+            if messages is not None and not any(messages):
                 adds = left[rank].popleft()[2]
                 for _, (_, start, stop), data in sorted(arrived[rank], key=lambda one: one[0]):
                     first, last = chunk[start], chunk[stop]
@@ -295,28 +294,30 @@ def simulate(
 
 def _times(expressions: Sequence[Any], rank: int) -> list[int]:
     """Return how often each expression has the value of a rank; a pair is a sum of earlier ones."""
-    found: list[int] = []
+    counts: list[int] = []
     for key in expressions:
-        found.append(sum(found[one] for one in key) if isinstance(key, tuple) else int(key == rank))
-    return found
+        counts.append(
+            sum(counts[one] for one in key) if isinstance(key, tuple) else int(key == rank)
+        )
+    return counts
 
 
 def _waits(
     waiting: Sequence[Any], plans: Sequence[Any], left: Sequence[Any]
 ) -> tuple[Sentence, ...]:
-    """Return the first message that each rank waits for."""
-    found = []
-    for rank, mine in enumerate(waiting):
-        if mine is not None:
+    """Return the first message that each rank waits for, of at most four ranks."""
+    sentences = []
+    for rank, messages in enumerate(waiting):
+        if messages is not None:
             at = {"rank": rank, "step": len(plans[rank]) - len(left[rank]) + 1}
-            if mine[0]:
-                (peer, *_), _ = mine[0][0]
+            if messages[0]:
+                (peer, *_), _ = messages[0][0]
                 law = "rank {rank} waits in step {step} to send to rank {peer}"
             else:
-                _, (peer, *_) = mine[1][0]
+                _, (peer, *_) = messages[1][0]
                 law = "rank {rank} waits in step {step} to receive from rank {peer}"
-            found.append(Sentence(law, **at, peer=peer))
-    return tuple(found[:4])
+            sentences.append(Sentence(law, **at, peer=peer))
+    return tuple(sentences[:4])
 
 
 def all_reduce(own: ModuleType, ranks: int, count: int) -> Iterator[dict[str, Any]]:

@@ -55,9 +55,15 @@ def _to_columns(rank: int, local: list[int], columns: list[tuple[int, int]]) -> 
     )
     if rank not in owners:
         return Plan((Step(sends),))
-    mine = columns[owners.index(rank)]
+    own_column = columns[owners.index(rank)]
     return Plan(
-        (Step(sends, tuple(Transfer(peer, *mine) for peer in local if peer != rank), combine=True),)
+        (
+            Step(
+                sends,
+                tuple(Transfer(peer, *own_column) for peer in local if peer != rank),
+                combine=True,
+            ),
+        )
     )
 
 

@@ -59,12 +59,12 @@ class Wrong(Exception):
 class Answers(NamedTuple):
     """Output of the child that ran a user's file.
 
-    found    the lines of JSON that it wrote, parsed
+    results  the lines of JSON that it wrote, parsed
     ended    its exit status
     is_slow  whether it exceeded its time limit
     """
 
-    found: list[dict[str, Any]]
+    results: list[dict[str, Any]]
     ended: int
     is_slow: bool
 
@@ -83,13 +83,13 @@ def answers(path: str, code: bytes, law: str, *arguments: Any) -> Answers:
     """
     # An isolated interpreter imports nothing from the working directory.
     words = [sys.executable, "-I", "-c", CHILD, path, law, json.dumps(arguments)]
-    with TemporaryFile() as given, TemporaryFile() as written:
-        given.write(code)
-        given.seek(0)
+    with TemporaryFile() as source, TemporaryFile() as output:
+        source.write(code)
+        source.seek(0)
         child = subprocess.Popen(
             words,
-            stdin=given,
-            stdout=written,
+            stdin=source,
+            stdout=output,
             stderr=subprocess.DEVNULL,
             env={**environment_of_one(), "OPENBLAS_NUM_THREADS": "1"},
             start_new_session=True,
@@ -103,8 +103,8 @@ def answers(path: str, code: bytes, law: str, *arguments: Any) -> Answers:
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-        written.seek(0)
-        *lines, _ = written.read().split(b"\n")
+        output.seek(0)
+        *lines, _ = output.read().split(b"\n")
     return Answers([json.loads(line) for line in lines], child.returncode, is_slow)
 
 
@@ -140,7 +140,6 @@ def function_of(own: ModuleType, name: str, arguments: str = "") -> Callable[...
 
 
 def _reason(error: BaseException, path: str) -> Wrong:
-    """Return the rule that an exception of the user's file breaks."""
     if isinstance(error, Wrong):
         return error
     if isinstance(error, MemoryError):
@@ -159,8 +158,8 @@ def as_json(value: Any) -> Any:
     return [as_json(one) for one in value] if isinstance(value, tuple) else value
 
 
-def from_json(found: Any) -> Any:
+def from_json(value: Any) -> Any:
     """Return a `Sentence`, or the value of one of its fields, from the result of `as_json`."""
-    if isinstance(found, dict):
-        return Sentence(found["law"], **{k: from_json(v) for k, v in found["values"].items()})
-    return tuple(map(from_json, found)) if isinstance(found, list) else found
+    if isinstance(value, dict):
+        return Sentence(value["law"], **{k: from_json(v) for k, v in value["values"].items()})
+    return tuple(map(from_json, value)) if isinstance(value, list) else value

@@ -55,13 +55,15 @@ def _halve_and_double(rank: int, n: int, count: int) -> Plan:
     scatter, gather = [], []
     for bit in reversed(range(n.bit_length() - 1)):
         peer = rank ^ (1 << bit)
-        # Each half has 2^bit chunks: this rank continues with `mine`, its peer with `theirs`.
-        mine, theirs = (
+        # Each half has 2^bit chunks: this rank continues with its own, the peer with the other.
+        own_half, peer_half = (
             (chunks[half << bit][0], chunks[(half + 1 << bit) - 1][1])
             for half in (rank >> bit, peer >> bit)
         )
-        scatter.append(Step((Transfer(peer, *theirs),), (Transfer(peer, *mine),), combine=True))
-        gather.append(Step((Transfer(peer, *mine),), (Transfer(peer, *theirs),)))
+        scatter.append(
+            Step((Transfer(peer, *peer_half),), (Transfer(peer, *own_half),), combine=True)
+        )
+        gather.append(Step((Transfer(peer, *own_half),), (Transfer(peer, *peer_half),)))
     return Plan((*scatter, *reversed(gather)))
 
 

@@ -126,8 +126,8 @@ def work(
         ranks = [rank for rank, other in enumerate(hosts) if other == host]
         plans = [plans_of(operation, algorithm, rank, hosts, short) for rank in ranks]
         works = [
-            _of_rank(mine, rank, hosts, itemsize * longer, times)
-            for mine, rank in zip(plans, ranks, strict=True)
+            _of_rank(rank_plans, rank, hosts, itemsize * longer, times)
+            for rank_plans, rank in zip(plans, ranks, strict=True)
         ]
         own = max(
             works, key=lambda w: (w.host_bytes, w.reduced_bytes, w.net_messages + w.host_messages)
@@ -138,7 +138,7 @@ def work(
                 for amount, *amounts in zip(own, *works, strict=True)
             )
         )
-        steps = [[step for plan in mine for step in plan.steps] for mine in plans]
+        steps = [[step for plan in rank_plans for step in plan.steps] for rank_plans in plans]
         shared = sum(
             max(
                 _moved(way, hosts, host)
@@ -176,7 +176,9 @@ def plans_of(
             "algorithm",
             lambda: plans(rank, hosts, count),
             "plans",
-            lambda mine: isinstance(mine, tuple) and all(isinstance(one, Plan) for one in mine),
+            lambda result: (
+                isinstance(result, tuple) and all(isinstance(one, Plan) for one in result)
+            ),
         )
     return (PLANS[operation][algorithm](rank, len(hosts), count),)
 
@@ -222,7 +224,6 @@ def _of_rank(
 
 
 def _moved(transfers: Sequence[Transfer], hosts: Sequence[str], host: str) -> int:
-    """Return the number of elements that cross the link of a host."""
     return sum(t.stop - t.start for t in transfers if hosts[t.peer] != host)
 
 
@@ -237,7 +238,7 @@ def predict(
 ) -> float:
     """Return the predicted seconds of one run; NaN for an algorithm that the tuning lacks."""
     n, nbytes = len(hosts), count * itemsize
-    plans, whole = (_nearest(found, n) for found in (tuning.plans, tuning.whole))
+    plans, whole = (_nearest(by_ranks, n) for by_ranks in (tuning.plans, tuning.whole))
     memory = memory if memory in plans else "plain"
     amounts: tuple[float, ...]
     if is_whole(operation, algorithm):
@@ -262,5 +263,4 @@ def predict(
 
 
 def _nearest(by_ranks: dict[int, Any], n: int) -> Any:
-    """Return the entry for the number of ranks with the smallest ratio to n."""
     return by_ranks[min(by_ranks, key=lambda ranks: abs(math.log(ranks / n)))]

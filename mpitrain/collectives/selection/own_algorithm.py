@@ -89,9 +89,9 @@ def _proven(
         return plans
     try:
         steps: list[list[checked.Step]] = []
-        for rank, mine in enumerate(plans):
+        for rank, rank_plans in enumerate(plans):
             steps.append([])
-            for plan in mine:
+            for plan in rank_plans:
                 call = f"{algorithm.partition(MARK)[0]}({rank}, {ranks}, {count})"
                 own = checked.steps_of(plan.steps, rank, ranks, count, call)
                 checked.check_depth(own, plan.depth, rank)
@@ -109,26 +109,26 @@ def answer(path: str, code: bytes, ranks: int, count: int) -> list[Plan]:
 
     raises  ConfigError if the file raises, takes too long, or returns anything else
     """
-    given = answers(path, code, f"{checked.__name__}:all_reduce", ranks, count)
-    if not given.found:
-        raise _wrong(path, ranks, count, given.reason())
-    (found,) = given.found
-    if "problem" in found:
-        problem = from_json(found["problem"])
+    output = answers(path, code, f"{checked.__name__}:all_reduce", ranks, count)
+    if not output.results:
+        raise _wrong(path, ranks, count, output.reason())
+    (result,) = output.results
+    if "problem" in result:
+        problem = from_json(result["problem"])
         # Every rank asks the same question at the same time.
         raise on_every_rank(_wrong(path, ranks, count, Wrong(problem.law, **problem.values)))
     return [
         Plan(
             tuple(
                 Step(
-                    tuple(Transfer(*one) for one in sends),
-                    tuple(Transfer(*one) for one in receives),
+                    tuple(Transfer(*transfer) for transfer in sends),
+                    tuple(Transfer(*transfer) for transfer in receives),
                     adds,
                 )
                 for sends, receives, adds in steps
             )
         )
-        for steps in found["plans"]
+        for steps in result["plans"]
     ]
 
 

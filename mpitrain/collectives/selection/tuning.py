@@ -49,7 +49,7 @@ class _TuningFile(BaseModel):
 def read_tuning(path: Path) -> Tuning:
     """Read the constants in a file; ConfigError if it is not a valid tuning file."""
     try:
-        found = validated(_TuningFile, contents(path))
+        file = validated(_TuningFile, contents(path))
     except OSError as error:
         raise ConfigError(
             f"The tuning file {path} cannot be read: {error.strerror}.",
@@ -60,17 +60,17 @@ def read_tuning(path: Path) -> Tuning:
             f"{path} is no tuning file: {error}.", "mpitrain bench fit writes one."
         ) from None
     tuning = Tuning(
-        found.machine.model_dump(),
+        file.machine.model_dump(),
         {
             int(n): {memory: _constants(at) for memory, at in memories.items()}
-            for n, memories in found.plans.items()
+            for n, memories in file.plans.items()
         },
         {
             int(n): {
                 memory: {name: _constants(at) for name, at in names.items()}
                 for memory, names in memories.items()
             }
-            for n, memories in found.whole.items()
+            for n, memories in file.whole.items()
         },
     )
     if not _is_complete(tuning):
@@ -91,8 +91,8 @@ def read_tuning(path: Path) -> Tuning:
     return tuning
 
 
-def _constants(found: dict[str, list[float]]) -> Constants:
-    return {int(knot): tuple(values) for knot, values in found.items()}
+def _constants(by_knot: dict[str, list[float]]) -> Constants:
+    return {int(knot): tuple(values) for knot, values in by_knot.items()}
 
 
 def _is_complete(tuning: Tuning) -> bool:

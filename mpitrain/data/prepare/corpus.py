@@ -73,18 +73,18 @@ def prepare(
     every     chunks between two entries of the journal
     raises    DataError for inputs; ConfigError if `out` has other data or cannot be written
     """
-    found = inputs(options.paths)
+    files = inputs(options.paths)
     try:
         out.mkdir(parents=True, exist_ok=True)
         with opened_directory(out) as folder:
             _lock(folder)
-            return _Writer(options, found, folder, progress, every).run(start)
+            return _Writer(options, files, folder, progress, every).run(start)
     except OSError as error:
         raise cannot_write(f"The directory {out}", error) from None
 
 
 def _lock(folder: Directory) -> None:
-    """Lock a directory until it is closed, if its file system supports locks."""
+    """Lock a directory until it is closed."""
     try:
         fcntl.flock(folder.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -95,9 +95,9 @@ def _lock(folder: Directory) -> None:
         pass
 
 
-def _configuration(options: Options, found: Sequence[Input]) -> str:
+def _configuration(options: Options, files: Sequence[Input]) -> str:
     facts = [
-        [[str(one.path.resolve()), one.nbytes, one.path.stat().st_mtime_ns] for one in found],
+        [[str(file.path.resolve()), file.nbytes, file.path.stat().st_mtime_ns] for file in files],
         digest(options.tokenizer.data),
         options.separator,
         options.form,
@@ -111,15 +111,15 @@ class _Writer:
     def __init__(
         self,
         options: Options,
-        found: Sequence[Input],
+        files: Sequence[Input],
         folder: Directory,
         progress: Callable[[int], None],
         every: int,
     ):
-        self._options, self._inputs, self._folder = options, found, folder
+        self._options, self._inputs, self._folder = options, files, folder
         self._progress, self._every = progress, every
         self._dtype = "uint16" if options.tokenizer.vocabulary <= 1 << 16 else "uint32"
-        self._configuration = _configuration(options, found)
+        self._configuration = _configuration(options, files)
 
     def run(self, start: Start) -> Prepared:
         if done := self._finished():
@@ -131,10 +131,7 @@ class _Writer:
         return self._finish(journal)
 
     def _finished(self) -> Prepared | None:
-        """Return the facts of complete data of this configuration.
-
-        raises  ConfigError if the directory has other data
-        """
+        """Return the facts of complete data; ConfigError if the directory has other data."""
         if self._folder.facts(TRAIN) is None:
             return None
         done = prepared(self._folder.path / TRAIN)
@@ -166,7 +163,6 @@ class _Writer:
         return journal
 
     def _begun(self) -> Journal:
-        """Start anew."""
         for name in (HELD_OUT, META):
             if self._folder.facts(name) is not None:
                 raise self._taken(name)
@@ -191,18 +187,19 @@ class _Writer:
                 os.ftruncate(files[-1], counts.tokens * np.dtype(self._dtype).itemsize)
             options = self._options
             encoding = Encoding(options.tokenizer.data, options.separator, self._dtype)
-            rest = sum(one.nbytes for one in self._inputs[journal.input :]) - journal.offset
+            rest = sum(source.nbytes for source in self._inputs[journal.input :]) - journal.offset
             turns: list[int] = []
             with start(encoding, rest) as encoders:
                 work = encoded(self._chunks(journal, turns), encoders)
                 for count, (chunk, results) in enumerate(work, 1):
-                    for file, one in zip(files, results, strict=True):
-                        _write(file, one.tokens)
+                    for file, result in zip(files, results, strict=True):
+                        _write(file, result.tokens)
                     journal = self._after(
                         journal, turns.pop(0), chunk, *(r.counts for r in results)
                     )
                     self._progress(
-                        sum(one.nbytes for one in self._inputs[: journal.input]) + journal.offset
+                        sum(source.nbytes for source in self._inputs[: journal.input])
+                        + journal.offset
                     )
                     if count % self._every == 0:
                         self._note(journal, files)

@@ -92,13 +92,13 @@ def opened(path: Path) -> IO[bytes]:
 
 def inputs(paths: Iterable[Path]) -> list[Input]:
     """Return the input files with their sizes; DataError if one cannot be read."""
-    found = []
+    files = []
     for number, path in enumerate(paths):
         if path.suffix.lower() == ".parquet":
             _parquet(path)
         with opened(path) as file:
-            found.append(Input(path, number, os.fstat(file.fileno()).st_size))
-    return found
+            files.append(Input(path, number, os.fstat(file.fileno()).st_size))
+    return files
 
 
 def chunks(source: Input, form: Form, start: Position = Position()) -> Iterator[Chunk]:  # noqa: B008
@@ -133,18 +133,16 @@ def _text(file: IO[bytes], source: Input, form: Form, start: Position) -> Iterat
 
 
 def _line_end(file: IO[bytes], at: int, stop: int) -> int:
-    """Return the end of the line that contains byte `at`. In a long line, return the end of the
-    character.
-    """
-    found = os.pread(file.fileno(), min(LINE, stop - at), at)
-    end = found.find(b"\n")
+    """Return the end of the line with byte `at`; in a line longer than LINE, of its character."""
+    data = os.pread(file.fileno(), min(LINE, stop - at), at)
+    end = data.find(b"\n")
     return _character(file, at) if end < 0 else at + end + 1
 
 
 def _character(file: IO[bytes], at: int) -> int:
     """Return the first byte of a character of UTF-8 from `at` on."""
-    found = os.pread(file.fileno(), 4, at)
-    return at + next((n for n, byte in enumerate(found) if byte & 0xC0 != 0x80), 0)
+    data = os.pread(file.fileno(), 4, at)
+    return at + next((n for n, byte in enumerate(data) if byte & 0xC0 != 0x80), 0)
 
 
 def _marked(file: IO[bytes], source: Input, form: Form, start: Position) -> Iterator[Chunk]:
@@ -177,14 +175,14 @@ def _lines(file: IO[bytes], source: Input, form: Form, start: Position) -> Itera
         start = end
 
 
-def _field(found: Any, field: str) -> str:
-    if not isinstance(found, dict):
-        raise ValueError(f"it is {type(found).__name__}")
-    if field not in found:
-        raise ValueError(f"its keys are {', '.join(map(ascii, found)) or 'none'}")
-    if not isinstance(found[field], str):
-        raise ValueError(f"{field!a} is {type(found[field]).__name__}")
-    return str(found[field])
+def _field(record: Any, field: str) -> str:
+    if not isinstance(record, dict):
+        raise ValueError(f"it is {type(record).__name__}")
+    if field not in record:
+        raise ValueError(f"its keys are {', '.join(map(ascii, record)) or 'none'}")
+    if not isinstance(record[field], str):
+        raise ValueError(f"{field!a} is {type(record[field]).__name__}")
+    return str(record[field])
 
 
 def _items(file: IO[bytes], mark: bytes, start: Position) -> Iterator[tuple[list[bytes], Position]]:
@@ -216,7 +214,6 @@ def _decoded(data: bytes, source: Input, offset: int) -> str:
 
 
 def _rows(file: IO[bytes], source: Input, form: Form, start: Position) -> Iterator[Chunk]:
-    """Read a column of a Parquet file."""
     parquet = _parquet(source.path)
     try:
         with closing(parquet.ParquetFile(file)) as table:

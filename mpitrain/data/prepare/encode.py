@@ -57,14 +57,14 @@ encoders.
 """
 
 
-def encoded(found: Iterable[Chunk], encoders: Sequence[Encoder]) -> Iterator[tuple[Chunk, Result]]:
+def encoded(chunks: Iterable[Chunk], encoders: Sequence[Encoder]) -> Iterator[tuple[Chunk, Result]]:
     """Yield each chunk with its tokens, in order; the result does not depend on the encoders.
 
     Chunk k goes to encoder k mod their number, each one chunk at a time.
     """
     waiting: list[Chunk | None] = [None] * len(encoders)
     number = 0
-    for number, chunk in enumerate(found, 1):
+    for number, chunk in enumerate(chunks, 1):
         at = (number - 1) % len(encoders)
         if previous := waiting[at]:
             yield previous, encoders[at].receive()
@@ -127,15 +127,15 @@ class ProcessEncoder(Encoder):
 
     def receive(self) -> Result:
         try:
-            found = self._link.recv()
+            result = self._link.recv()
         except (EOFError, ConnectionResetError):
             raise DataError(
                 "Each process must encode its text, but one has ended.",
                 "Free memory or lower --workers, then type the same command again.",
             ) from None
-        if isinstance(found, Exception):
-            raise found
-        return cast(Result, found)
+        if isinstance(result, Exception):
+            raise result
+        return cast(Result, result)
 
     def close(self) -> None:
         """End the process."""
@@ -151,11 +151,11 @@ def processes(workers: int, least: int = LARGE_WORK) -> Start:
             yield [LocalEncoder(encoding)]
             return
         with ExitStack() as ended:
-            found = []
+            encoders = []
             for _ in range(workers):
-                found.append(ProcessEncoder(encoding))
-                ended.callback(found[-1].close)
-            yield found
+                encoders.append(ProcessEncoder(encoding))
+                ended.callback(encoders[-1].close)
+            yield encoders
 
     return start
 

@@ -70,7 +70,6 @@ def _own_files() -> str:
 
 @cache
 def _say_that_it_compiles(folder: Path) -> None:
-    """Print one line on rank 0 before the first compilation, which may take a minute."""
     if process.launched().rank == 0:
         print(
             f"Compiling kernels for cuda-sim with {Path(compiler()).name}, which takes up to a minute; they are kept in {folder}",

@@ -140,7 +140,6 @@ class Simulator:
         self._runtime = c.CDLL(str(build_runtime(self.cache)))
 
     def load(self, source: SourceFile, signature: Signature, defines: dict[str, str]) -> Any:
-        """Return one kernel of a source, compiled now or found in the cache."""
         path = build_kernels(source, defines, self.checked, self.capability, self.cache)
         # Each load makes a CDLL object of its own. Threads that share one would race on `restype`
         # below.
@@ -218,8 +217,8 @@ class Simulator:
 
     def _shared(self, path: Path) -> tuple[SharedAccess, ...]:
         """Return the instructions of the last launch that touched shared memory, in code order."""
-        found = (_Site * MOST_SITES)()
-        count: int = self._runtime.simulator_sites(found, c.c_size_t(MOST_SITES))
+        sites = (_Site * MOST_SITES)()
+        count: int = self._runtime.simulator_sites(sites, c.c_size_t(MOST_SITES))
         return tuple(
             SharedAccess(
                 _source_line(path, site.offset) if site.passes > site.least else "",
@@ -229,7 +228,7 @@ class Simulator:
                 site.passes,
                 site.least,
             )
-            for site in sorted(found[:count], key=lambda site: site.offset)
+            for site in sorted(sites[:count], key=lambda site: site.offset)
         )
 
     def _error(self, path: Path, signature: Signature, report: _Report) -> KernelError:
@@ -252,15 +251,12 @@ def _ask(*command: str) -> str:
 
 @cache
 def _source_line(path: Path, offset: int) -> str:
-    """Return file and line of an address within a library."""
     line = _ask("addr2line", "-e", str(path), hex(offset)) or "unknown line (needs binutils)"
     return line.splitlines()[0].rpartition("/")[2].partition(" (discriminator")[0]
 
 
 def _shared_array(path: Path, offset: int) -> str:
-    """Return the name of the shared array at an offset of the thread-local image: "shared `tile` +
-    4 bytes".
-    """
+    """Return the shared array at an offset of the thread-local image: "shared `tile` + 4 bytes"."""
     for line in _ask("readelf", "--symbols", "--wide", "--demangle", str(path)).splitlines():
         match = re.fullmatch(r" *\d+: (\w+) +(\d+) TLS .*? \d+ (?:.*::)?(\w+)", line)
         if match and int(match[1], 16) <= offset < int(match[1], 16) + int(match[2]):

@@ -49,9 +49,7 @@ class _Copy(NamedTuple):
 
 
 def _extent(array: np.ndarray) -> tuple[int, int]:
-    """Return the first address, and the number of bytes up to the last element, including the gaps
-    of a view.
-    """
+    """Return the first address, and the bytes to the last element, with the gaps of a view."""
     if array.size == 0:
         return array.ctypes.data, 0
     low, high = np.lib.array_utils.byte_bounds(array)

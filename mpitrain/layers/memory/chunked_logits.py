@@ -40,11 +40,9 @@ class ChunkedHead:
         self.head, self.count = head, count
 
     def parameters(self) -> list[Parameter]:
-        """Return the parameters of the head."""
         return self.head.parameters()
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the logits for an input of this shape."""
         return self.head.output_shape(shape)
 
     def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
@@ -57,7 +55,6 @@ class ChunkedHead:
         return self.summed(dy.sums, arena).reshape(saved), dy.dw
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
-        """Write the gradient of the weight, or add to it."""
         if "weight" not in dw:
             return
         target, ops = dw["weight"], self.head.ops
@@ -119,11 +116,11 @@ class ChunkedLogits:
         """Yield each slice of rows, its logits (M / N, V), and the saved state of its product."""
         count, product = len(self.rows), self.layer.head.product
         for number in range(self.layer.count):
-            mine = slice(
+            rows = slice(
                 number * count // self.layer.count, (number + 1) * count // self.layer.count
             )
-            if mine.start < mine.stop:
-                yield mine, *product(self.rows[mine], self.weight, None, arena)
+            if rows.start < rows.stop:
+                yield rows, *product(self.rows[rows], self.weight, None, arena)
 
 
 @dataclass

@@ -69,11 +69,9 @@ class Recomputed:
         self.output_is_free = inner.output_is_free
 
     def parameters(self) -> list[Parameter]:
-        """Return the parameters of the inner layer."""
         return self.inner.parameters()
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the output for an input of this shape."""
         return self.inner.output_shape(shape)
 
     def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
@@ -81,24 +79,19 @@ class Recomputed:
         return self.inner.forward(w, x, arena)[0], x
 
     def inner_layers(self) -> list[Any]:
-        """Return the inner layer."""
         return [self.inner]
 
     def forward_next(self, w: Weights, x: Any, past: Past, arena: Arena) -> Any:
-        """Return the output for new tokens."""
         return forward_next(self.inner, w, x, past, arena)
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
-        """Return the gradient of the input, and the state for `backward_weight`."""
         saved = self._again(w, saved, arena)
         return self.inner.backward_input(w, dy, saved, arena)
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
-        """Write the gradients of the parameters, or add to them."""
         self.inner.backward_weight(pending, dw, arena)
 
     def backward(self, w: Weights, dy: Any, saved: Any, dw: Gradients, arena: Arena) -> Any:
-        """Run both halves of backward, and return the gradient of the input."""
         saved = self._again(w, saved, arena)
         return backward(self.inner, w, dy, saved, dw, arena)
 
@@ -148,21 +141,21 @@ def with_recomputation(
     def is_recomputed(unit: Unit) -> bool:
         return unit in trained and not getattr(unit.layer, "vocab", 0)
 
-    found = []
+    wrapped = []
     for units in chunks:
         chunk = list(units)
         again = [index for index, unit in enumerate(chunk) if is_recomputed(unit)] if size else []
         for first in range(0, len(again), max(1, size)):
-            mine = again[first : first + size]
-            segment = Segment(len(mine), recomputing)
-            for index in mine:
+            indices = again[first : first + size]
+            segment = Segment(len(indices), recomputing)
+            for index in indices:
                 unit = chunk[index]
                 chunk[index] = (
                     replace(unit, layer=Recomputed(unit.layer, recomputing))
-                    if len(mine) == 1
+                    if len(indices) == 1
                     else SegmentUnit(
                         unit.name, unit.layer, unit.tied, unit.held, unit.frozen, segment
                     )
                 )
-        found.append(chunk)
-    return found
+        wrapped.append(chunk)
+    return wrapped

@@ -75,19 +75,17 @@ def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
         return host_norm.layer_norm_backward_input(dy, gain, saved, arena, residual)
     dx = arena.take(dy.shape, dy.dtype)
     dgain, dbias, *part = arena.take((4, dy.shape[1]), dy.dtype)
-    given = (dy, gain, *saved, residual, dx, dgain, dbias, part[0])
+    operands = (dy, gain, *saved, residual, dx, dgain, dbias, part[0])
     if has_memory(dy):
-        library().layer_norm_backward(*dy.shape, *map(_address, given))
+        library().layer_norm_backward(*dy.shape, *map(_address, operands))
     return dx, (dgain, dbias)
 
 
 def _are_plain(*arrays):
-    """Return whether all are float32 without gaps; None is no array."""
     return all(
         one is None or (one.dtype == np.float32 and one.flags.c_contiguous) for one in arrays
     )
 
 
 def _address(array):
-    """Return the address of the first element; None for None."""
     return None if array is None else host_address(array)

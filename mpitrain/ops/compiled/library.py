@@ -45,7 +45,7 @@ def library() -> ctypes.CDLL:
             if not target.exists():
                 way_out = f"{INSTEAD.capitalize()}, or install another compiler."
                 compile_cpp([*FLAGS, str(SOURCE)], target, SOURCE.name, way_out)
-    found = ctypes.CDLL(str(target))
+    passes = ctypes.CDLL(str(target))
     for name, types in SIGNATURES.items():
-        getattr(found, name).argtypes, getattr(found, name).restype = types, None
-    return found
+        getattr(passes, name).argtypes, getattr(passes, name).restype = types, None
+    return passes

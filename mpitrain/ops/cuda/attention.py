@@ -71,7 +71,7 @@ def _attended(kernels: Kernels, qkv: Any, heads: int, drop: tuple, starts: Any, 
         arena.take((batch, length, width), qkv.dtype),
         arena.take((batch, heads, length), KINDS[qkv.dtype].sums),
     )
-    way = choose(
+    chosen = choose(
         kernels,
         qkv,
         heads,
@@ -80,7 +80,7 @@ def _attended(kernels: Kernels, qkv: Any, heads: int, drop: tuple, starts: Any, 
         starts is not None,
     )
     arrays = qkv, y, log_sums, *drop, starts
-    _launch(kernels, way, "", way.scale, qkv, heads, arrays, "y log_sums")
+    _launch(kernels, chosen, "", chosen.scale, qkv, heads, arrays, "y log_sums")
     return y, (qkv, y, log_sums, heads, drop, starts)
 
 
@@ -90,7 +90,7 @@ def attention_backward(kernels: Kernels, dy, saved, arena):
     batch, length, width = _shape(qkv)
     dots, dqkv = arena.take(log_sums.shape, log_sums.dtype), arena.take(qkv.shape, qkv.dtype)
     is_chunked = qkv.itemsize == 2 and (address(qkv) | address(dy)) % 16 == 0
-    way = choose(kernels, qkv, heads, is_chunked, bool(drop), starts is not None)
+    chosen = choose(kernels, qkv, heads, is_chunked, bool(drop), starts is not None)
     kernels.launch(
         "attention_dots",
         row_blocks(dots.size),
@@ -102,7 +102,7 @@ def attention_backward(kernels: Kernels, dy, saved, arena):
     for half in ("_backward_kv", "_backward_q"):
         _launch(
             kernels,
-            way,
+            chosen,
             half,
             (width // heads) ** -0.5,
             qkv,
@@ -150,10 +150,10 @@ def choose(
     raises         KernelError if the heads are too wide for the device
     """
     key = ("attention", qkv.dtype, qkv.shape, heads, is_chunked, drops, has_documents)
-    way = kernels.plans.get(key)
-    if way is None:
-        way = kernels.plans[key] = _choose(kernels, qkv, heads, is_chunked, drops, has_documents)
-    return way
+    chosen = kernels.plans.get(key)
+    if chosen is None:
+        chosen = kernels.plans[key] = _choose(kernels, qkv, heads, is_chunked, drops, has_documents)
+    return chosen
 
 
 def _choose(
@@ -225,7 +225,7 @@ def _shape(qkv: Any) -> tuple[int, int, int]:
 
 def _launch(
     kernels: Kernels,
-    way: AttentionKernels,
+    chosen: AttentionKernels,
     half: str,
     scale: float,
     qkv: Any,
@@ -236,11 +236,11 @@ def _launch(
     is_backward = half != ""
     batch, length, _ = qkv.shape
     kernels.launch(
-        way.prefix + half,
-        (-(-length // way.tile), heads, batch),
-        (way.threads,),
+        chosen.prefix + half,
+        (-(-length // chosen.tile), heads, batch),
+        (chosen.threads,),
         (length, heads, scale, *arrays),
-        way.shared[is_backward],
-        way.macros[is_backward],
+        chosen.shared[is_backward],
+        chosen.macros[is_backward],
         fresh,
     )

@@ -40,8 +40,8 @@ class Kinds(dict):
 
     def __missing__(self, dtype: np.dtype) -> Kind:
         like = np.empty(0, dtype)
-        found = self[dtype] = Kind(np.dtype(sum_type(like)), Typed([like], element(like)))
-        return found
+        kind = self[dtype] = Kind(np.dtype(sum_type(like)), Typed([like], element(like)))
+        return kind
 
 
 KINDS = Kinds()
@@ -58,8 +58,8 @@ class ByDtypes(dict):
 
     def __missing__(self, dtypes: tuple[np.dtype, ...]) -> Typed:
         likes = [np.empty(0, dtype) for dtype in dtypes]
-        found = self[dtypes] = Typed(likes, self._make(*likes))
-        return found
+        typed = self[dtypes] = Typed(likes, self._make(*likes))
+        return typed
 
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")

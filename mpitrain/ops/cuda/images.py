@@ -105,13 +105,13 @@ def _tiles(kernels: Kernels, x: Any, side: int, arena: Any) -> Iterator[tuple[sl
     stored = x if x.flags.c_contiguous else x.transpose(0, 3, 1, 2)
     steps = [step // x.itemsize for step in x.strides]
     for first in range(0, max(1, pixels), most):
-        mine = windows[: min(most, pixels - first)]
+        tile = windows[: min(most, pixels - first)]
         kernels.launch(
             "image_windows",
-            row_blocks(len(mine)),
+            row_blocks(len(tile)),
             ROWS,
-            (len(mine), first, height, width, channels, side, *steps, stored, mine),
+            (len(tile), first, height, width, channels, side, *steps, stored, tile),
             macros=KINDS[x.dtype].macros,
             fresh="windows",
         )
-        yield slice(first, first + len(mine)), mine
+        yield slice(first, first + len(tile)), tile

@@ -151,10 +151,7 @@ def _launch(
     fresh: str,
     shared: int = 0,
 ) -> None:
-    """Launch one block per row.
-
-    rest  the arguments after M, V and the pitch
-    """
+    """Launch one block per row.    rest: the arguments after M, V and the pitch"""
     rows, columns = logits.shape
     kernels.launch(
         name,

@@ -70,7 +70,7 @@ def layer_norm(kernels: Kernels, x, gain, bias, epsilon, arena):
 
 
 def layer_norm_backward_input(kernels: Kernels, dy, gain, saved, arena, residual=None):
-    """Return dx, with the residual added, and the state for the weight half.
+    """Return (dx, pending): dx with the residual added, and the state for the weight half.
 
     dy, dx   (M, C)
     pending  (2, parts, C): partial sums of dy times the normalised x, and of dy

@@ -184,7 +184,6 @@ def _plan(
 
 
 def _fresh(reads_c: bool) -> str:
-    """Return the names of the arrays that an epilogue writes completely."""
     return "saved row_sums" if reads_c else "C saved row_sums"
 
 
@@ -287,7 +286,6 @@ def _check(a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool) -> tu
 
 
 def _check_like(c: Any, saved: Any, residual: Any) -> None:
-    """Raise KernelError unless `saved` and `residual` have the shape and strides of c."""
     for name, array in (("saved", saved), ("residual", residual)):
         if array is not None and (array.shape != c.shape or array.strides != c.strides):
             raise KernelError(

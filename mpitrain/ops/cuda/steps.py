@@ -51,11 +51,10 @@ class LaunchNumbers:
         of  the user; operations that run in turns have an array each, so none is written twice
         """
         key = KINDS[like.dtype].sums, of
-        found = self._arrays.get(key)
-        return found[0] if found and found[1] == values else self._write(key, values)
+        entry = self._arrays.get(key)
+        return entry[0] if entry and entry[1] == values else self._write(key, values)
 
     def _write(self, key: tuple[np.dtype, Hashable], values: tuple[float, ...]) -> Any:
-        """Write values to the array of a user, and return it."""
         if key not in self._arrays:
             self._arrays[key] = self._backend.zeros(max(4, len(values)), key[0]), ()
         array, _ = self._arrays[key]
@@ -79,8 +78,8 @@ class LaunchNumbers:
         else:
             table, groups, values = None, weight_decay, (scale, *both, lr, weight_decay)
         key = KINDS[like.dtype].sums, groups
-        found = self._arrays.get(key)
-        return table, found[0] if found and found[1] == values else self._write(key, values)
+        entry = self._arrays.get(key)
+        return table, entry[0] if entry and entry[1] == values else self._write(key, values)
 
     def runs(self, runs: Sequence[GroupRun]) -> GroupRuns:
         """Copy the starts and groups of ascending runs to the memory of the backend."""
@@ -96,8 +95,8 @@ class LaunchNumbers:
     def integer(self, value: int) -> Any:
         """Return the array of one integer of 64 bits, such as the step of a random mask."""
         key = np.dtype(np.int64), ""
-        found = self._arrays.get(key)
-        return found[0] if found and found[1] == (value,) else self._write(key, (value,))
+        entry = self._arrays.get(key)
+        return entry[0] if entry and entry[1] == (value,) else self._write(key, (value,))
 
     def constant(self, values: np.ndarray) -> Any:
         """Return a copy of float32 values that never change; there is one such array."""
@@ -115,7 +114,7 @@ def _step(kernels: Kernels, name: str, p, arrays, mirror, rates, *constants) -> 
     """Launch an element-wise step of p.
 
     arrays     the gradient, then the state
-    rates      the result of `Numbers.rates`
+    rates      the result of `LaunchNumbers.rates`
     constants  arguments that are the same in all steps of a run, such as beta
     """
     macros = _types(p, mirror)

@@ -209,8 +209,8 @@ class FastestTile(NamedTuple):
     def distance(self, m: int, n: int, k: int) -> float:
         """Return the largest factor between corresponding dims of the two shapes."""
         return max(
-            max(mine, other) / min(mine, other)
-            for mine, other in zip(self[2:5], (m, n, k), strict=True)
+            max(size, wanted) / min(size, wanted)
+            for size, wanted in zip(self[2:5], (m, n, k), strict=True)
         )
 
 

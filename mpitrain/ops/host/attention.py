@@ -56,13 +56,13 @@ def attention_next(qkv, keys, values, past, heads, arena):
     for b in rounds(batch, qkv):
         for start in range(0, length, QUERIES):
             rows = slice(start, min(start + QUERIES, length))
-            one = slice(b, b + 1)
+            sequence = slice(b, b + 1)
             _attend(
-                q[one, :, rows],
-                keys[one],
-                values[one],
+                q[sequence, :, rows],
+                keys[sequence],
+                values[sequence],
                 [firsts[b] + start],
-                out[one, :, rows],
+                out[sequence, :, rows],
                 arena,
             )
     return y

@@ -104,9 +104,9 @@ def attended(qkv, heads, drop, arena, starts=None, tile=None):
     sums = arena.take((length,), dtype)
     every = tiles = _forward_tiles(q, kt, v, out, sums, tile, arena, drop is not None)
     kt[width] = 1
-    given, (ys,) = split_heads(qkv, 3, heads), split_heads(y, 1, heads)
+    inputs, (ys,) = split_heads(qkv, 3, heads), split_heads(y, 1, heads)
     for sequence in rounds(batch, qkv):
-        (every_q, every_k, every_v), every_y = given[:, sequence], ys[sequence]
+        (every_q, every_k, every_v), every_y = inputs[:, sequence], ys[sequence]
         if starts is not None:
             tiles = visible(every, starts[sequence])
         for head in rounds(heads, qkv):
@@ -135,7 +135,7 @@ def _forward_tiles(q, kt, v, out, sums, tile, arena, drops):
     scores, part = arena.take((short * long,), dtype), arena.take((short, v.shape[1]), dtype)
     part_sums, ones = arena.take((short,), dtype), constant(long, 1, dtype)
     dropped = arena.take((short * long,), dtype) if drops else scores
-    mask, found = causal_mask(short, dtype), []
+    mask, tiles = causal_mask(short, dtype), []
     for first in range(0, length, short):
         rows = slice(first, min(first + short, length))
         count = rows.stop - first
@@ -143,7 +143,7 @@ def _forward_tiles(q, kt, v, out, sums, tile, arena, drops):
             keys = slice(start, min(start + long, rows.stop))
             own = scores[: count * (keys.stop - start)].reshape(count, -1)
             late = max(first, start)
-            found.append(
+            tiles.append(
                 ForwardTile(
                     q[rows],
                     kt[:, keys],
@@ -162,7 +162,7 @@ def _forward_tiles(q, kt, v, out, sums, tile, arena, drops):
                     dropped[: own.size].reshape(own.shape),
                 )
             )
-    return found
+    return tiles
 
 
 def _sum_values(tiles, fill):

@@ -90,10 +90,10 @@ def backward(dy, qkv, y, log_sums, tile, drop, starts, arena):
     views = q, d, kt, vt, k, dq, dk, dv, minus_dots
     every = tiles = _backward_tiles(*views, tile, arena, drop is not None)
     kt[width] = vt[width] = 1
-    given, results = split_heads(qkv, 3, heads), split_heads(dqkv, 3, heads)
+    inputs, results = split_heads(qkv, 3, heads), split_heads(dqkv, 3, heads)
     (ys,), (ds,) = split_heads(y, 1, heads), split_heads(dy, 1, heads)
     for sequence in rounds(batch, dy):
-        every_q, every_k, every_v = given[:, sequence]
+        every_q, every_k, every_v = inputs[:, sequence]
         every_dq, every_dk, every_dv = results[:, sequence]
         every_y, every_d = ys[sequence], ds[sequence]
         if starts is not None:
@@ -123,7 +123,7 @@ def _backward_tiles(q, d, kt, vt, k, dq, dk, dv, minus_dots, tile, arena, drops)
     weights, dscores = arena.take((2, short * long), dtype)
     dropped = arena.take((short * long,), dtype) if drops else weights
     part = arena.take((long, width), dtype)
-    mask, found = causal_mask(short, dtype), []
+    mask, tiles = causal_mask(short, dtype), []
     for first in range(0, length, short):
         keys = slice(first, min(first + short, length))
         count = keys.stop - first
@@ -132,7 +132,7 @@ def _backward_tiles(q, d, kt, vt, k, dq, dk, dv, minus_dots, tile, arena, drops)
             shape, size = (rows.stop - start, count), (rows.stop - start) * count
             own = weights[:size].reshape(shape)
             late = count if start == first else 0
-            found.append(
+            tiles.append(
                 BackwardTile(
                     q[rows],
                     d[rows],
@@ -157,7 +157,7 @@ def _backward_tiles(q, d, kt, vt, k, dq, dk, dv, minus_dots, tile, arena, drops)
                     minus_dots[rows],
                 )
             )
-    return found
+    return tiles
 
 
 def _add_gradients(tiles, fill):
@@ -194,11 +194,11 @@ def visible(tiles, starts):
     tiles   with fields `rows`, `keys` and `is_first`, and a method `within`
     starts  (T,), of each token: the first token of its document
     """
-    found, is_first = [], False
+    seen, is_first = [], False
     for tile in tiles:
         firsts = starts[tile.rows] - tile.keys.start
         is_first |= tile.is_first
         if firsts[0] < tile.keys.stop - tile.keys.start:
-            found.append(tile.within(firsts, is_first))
+            seen.append(tile.within(firsts, is_first))
             is_first = False
-    return found
+    return seen

@@ -61,9 +61,9 @@ def row_blocks(x: np.ndarray, nbytes: int = L2_SHARE) -> Iterator[slice]:
 @lru_cache(256)
 def constant(count: int, value: float, dtype: np.dtype) -> np.ndarray:
     """Return a read-only vector of one value, (count,); micro-batches share it."""
-    found = np.full(count, value, dtype)
-    found.flags.writeable = False
-    return found
+    vector = np.full(count, value, dtype)
+    vector.flags.writeable = False
+    return vector
 
 
 def blocks_of(x: np.ndarray, *others: Any, nbytes: int = L2_SHARE) -> Iterator[tuple[Any, ...]]:

@@ -110,10 +110,10 @@ def _tiles(x, side, arena) -> Iterator[tuple[slice, np.ndarray]]:
         image, top = corners[number]
         count, rows = min(together, images - image), min(band, height - top)
         first = (image * height + top) * width
-        mine = windows[: count * rows * width]
+        tile = windows[: count * rows * width]
         if has_memory(x):
-            _copy_windows(x[image : image + count], top, rows, side, around[:count], mine)
-        yield slice(first, first + len(mine)), mine
+            _copy_windows(x[image : image + count], top, rows, side, around[:count], tile)
+        yield slice(first, first + len(tile)), tile
 
 
 def _copy_windows(x, top, rows, side, around, windows):

@@ -178,13 +178,13 @@ def dropout(x, key, step, first, columns, rate, arena, residual=None, out=None):
     bits, least, most = RandomBits(key, step), np.uint16(threshold(rate)), scale(rate)
     scratch, width = arena.take(block_shape(x), x.dtype), x.shape[1]
     for rows in row_blocks(x):
-        mask, mine = scratch[: len(x[rows])], y[rows]
+        mask, block = scratch[: len(x[rows])], y[rows]
         run = bits.run(first + rows.start * columns, (len(mask) - 1) * columns + width)
         np.greater_equal(_rows(run, len(mask), width, columns), least, out=mask)
-        np.multiply(x[rows], mask, out=mine)
-        mine *= most
+        np.multiply(x[rows], mask, out=block)
+        block *= most
         if residual is not None:
-            mine += residual[rows]
+            block += residual[rows]
     return y
 
 

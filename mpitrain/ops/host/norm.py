@@ -44,10 +44,10 @@ def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
     weights = gain / dy.shape[1]
     for block, n, d, inverse, more in blocks_of(dy, normal, dx, every_inverse, residual):
         count = len(d)
-        one, product, mean = ones[:count], scratch[:count], means[:count]
+        row_of_ones, product, mean = ones[:count], scratch[:count], means[:count]
         np.multiply(block, n, out=product)
-        dgain += np.matmul(one, product, out=part)
-        dbias += np.matmul(one, block, out=part)
+        dgain += np.matmul(row_of_ones, product, out=part)
+        dbias += np.matmul(row_of_ones, block, out=part)
         np.matmul(block, weights, out=mean[:, 0])  # This is the mean of dy gain.
         np.matmul(product, weights, out=mean[:, 1])  # This is the mean of dy gain normal.
         np.multiply(block, gain, out=d)

@@ -40,10 +40,10 @@ def put_product(a, b, out, accumulate, arena):
     if not products and accumulate and a.shape[1] * out.itemsize <= ONE_SUM:
         products = numpy_blas()
     if products and (multiply := products.get(out.dtype)):
-        found = arguments(a.shape, b.shape, a.strides, b.strides, out.strides, out.itemsize)
-        if found:
+        layout = arguments(a.shape, b.shape, a.strides, b.strides, out.strides, out.itemsize)
+        if layout:
             if has_memory(out):
-                sizes, stride_a, stride_b, stride_out = found
+                sizes, stride_a, stride_b, stride_out = layout
                 multiply(
                     *sizes,
                     1,
@@ -101,7 +101,7 @@ def numpy_blas() -> dict[np.dtype, Callable]:
 
 def _products(single: Any, double: Any, integer: type) -> dict[np.dtype, Callable]:
     """Return cblas_sgemm and cblas_dgemm by dtype, with the types of their arguments."""
-    found: dict[np.dtype, Callable] = {}
+    products: dict[np.dtype, Callable] = {}
     for dtype, scalar, function in (
         (np.float32, ctypes.c_float, single),
         (np.float64, ctypes.c_double, double),
@@ -110,8 +110,8 @@ def _products(single: Any, double: Any, integer: type) -> dict[np.dtype, Callabl
         sizes = [*[ctypes.c_int] * 3, *[integer] * 3]
         function.argtypes = [*sizes, scalar, *matrix, *matrix, scalar, *matrix]
         function.restype = None
-        found[np.dtype(dtype)] = function
-    return found
+        products[np.dtype(dtype)] = function
+    return products
 
 
 class Arguments(NamedTuple):

@@ -73,11 +73,11 @@ def rounded(dtype: str, attention: str = "auto", passes: str = "numpy") -> Round
         def run(*arguments: Any, **named: Any) -> Any:
             result = body(*arguments, **named)
             values = result if len(results) > 1 else [result] if results else []
-            given = dict(zip(parameters, arguments, strict=False)) | named
-            found = (given | dict(zip(results, values, strict=True))).get(row.rounds)
-            if found is not None:
-                for block in row_blocks(found):
-                    put(found[block], given["arena"])
+            by_name = dict(zip(parameters, arguments, strict=False)) | named
+            array = (by_name | dict(zip(results, values, strict=True))).get(row.rounds)
+            if array is not None:
+                for block in row_blocks(array):
+                    put(array[block], by_name["arena"])
             return result
 
         return run

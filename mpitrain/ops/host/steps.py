@@ -23,10 +23,10 @@ def in_blocks(step: Callable[..., None]) -> Callable[..., None]:
         for block in row_blocks(p):
             step(
                 p[block],
-                *(one[block] if isinstance(one, np.ndarray) else one for one in arguments),
+                *(value[block] if isinstance(value, np.ndarray) else value for value in arguments),
                 **{
-                    name: one[block] if isinstance(one, np.ndarray) else one
-                    for name, one in named.items()
+                    name: value[block] if isinstance(value, np.ndarray) else value
+                    for name, value in named.items()
                 },
             )
 
@@ -106,21 +106,25 @@ def adamw(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena, m
     rate, eps = lr / (1 - beta1**step) * root, eps * root
     for block in row_blocks(p):
         part = arena.take(p[block].shape, p.dtype)
-        mean, square = m[block], v[block]
-        mean *= beta1
-        mean += np.multiply(g[block], (1 - beta1) * scale, out=part)
-        np.multiply(g[block], (1 - beta2) ** 0.5 * scale, out=part)
-        part *= part
-        square *= beta2
-        square += part
-        np.sqrt(square, out=part)
+        _step_moments(m[block], v[block], g[block], scale, beta1, beta2, part)
+        np.sqrt(v[block], out=part)
         part += eps
-        np.divide(mean, part, out=part)
+        np.divide(m[block], part, out=part)
         part *= rate
         if weight_decay:
             p[block] *= 1 - lr * weight_decay
         p[block] -= part
         _write(mirror, p, block)
+
+
+def _step_moments(m, v, g, scale, beta1, beta2, part):
+    """Step m and v of a block in place; `part` is overwritten."""
+    m *= beta1
+    m += np.multiply(g, (1 - beta1) * scale, out=part)
+    np.multiply(g, (1 - beta2) ** 0.5 * scale, out=part)
+    part *= part
+    v *= beta2
+    v += part
 
 
 def adamw8bit(
@@ -142,17 +146,20 @@ def adamw8bit(
     mirror=None,
 ):
     """Step p in place as adamw, with moments in codes.    p, g, m, v: (count,)"""
-    for here, block in _runs_of_blocks(p.size, lead):
-        shape = block.stop - block.start, (here.stop - here.start) // (block.stop - block.start)
+    for elements, block in _runs_of_blocks(p.size, lead):
+        shape = (
+            block.stop - block.start,
+            (elements.stop - elements.start) // (block.stop - block.start),
+        )
         mean, square = (arena.take(shape, p.dtype) for _ in range(2))
-        moments = (mean, m[here], m_scales[block]), (square, v[here], v_scales[block])
+        moments = (mean, m[elements], m_scales[block]), (square, v[elements], v_scales[block])
         for (values, coded, scales), of in zip(moments, MAPS, strict=True):
             numbers = arena.take(shape, np.float32)
             np.take(of.values, coded.reshape(shape), out=numbers, mode="clip")
             np.multiply(numbers, scales[:, None], out=values, dtype=values.dtype)
         adamw(
-            p[here],
-            g[here],
+            p[elements],
+            g[elements],
             mean.reshape(-1),
             square.reshape(-1),
             scale,
@@ -163,7 +170,7 @@ def adamw8bit(
             weight_decay,
             step,
             arena,
-            None if mirror is None else mirror[here],
+            None if mirror is None else mirror[elements],
         )
         for (values, coded, scales), of in zip(moments, MAPS, strict=True):
             _encode(values, coded, scales, of, arena)
@@ -196,15 +203,14 @@ def _encode(values, coded, scales, of, arena):
     ratio /= np.where(scales > 0, scales, np.inf).astype(np.float32)[:, None]
     # This is the upper half of a little-endian float32.
     upper = ratio.view(np.uint16)[:, 1::2]
-    found, bound = (arena.take(values.shape, kind) for kind in (np.uint8, np.float32))
-    np.take(of.lowest, upper, out=found, mode="clip")
-    np.take(of.bounds, found, out=bound, mode="clip")
-    found += ratio > bound
-    coded[...] = found.reshape(-1)
+    codes, bound = (arena.take(values.shape, kind) for kind in (np.uint8, np.float32))
+    np.take(of.lowest, upper, out=codes, mode="clip")
+    np.take(of.bounds, codes, out=bound, mode="clip")
+    codes += ratio > bound
+    coded[...] = codes.reshape(-1)
 
 
 def _write(mirror, p, block):
-    """Write a block of the parameters to the mirror, rounded to its type, if there is one."""
     if mirror is not None:
         mirror[block] = p[block]
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from mpitrain.ops.host.blocks import row_blocks
 from mpitrain.ops.host.product import put_product
-from mpitrain.ops.host.steps import _write
+from mpitrain.ops.host.steps import _step_moments, _write
 from mpitrain.ops.reference.tensor_steps import LEAST_NORM, LEAST_RMS, NEWTON_SCHULZ
 
 
@@ -17,14 +17,9 @@ def add_squares(x, squares, arena):
 def lamb_moments(p, g, m, v, squares, scale, beta1, beta2, eps, weight_decay, step, arena):
     """Step m and v in place; add the squares of p and of the update to squares (2,)."""
     for block in row_blocks(p):
-        part = arena.take(p[block].shape, p.dtype)
         mean, square = m[block], v[block]
-        mean *= beta1
-        mean += np.multiply(g[block], (1 - beta1) * scale, out=part)
-        np.multiply(g[block], (1 - beta2) ** 0.5 * scale, out=part)
-        part *= part
-        square *= beta2
-        square += part
+        part = arena.take(p[block].shape, p.dtype)
+        _step_moments(mean, square, g[block], scale, beta1, beta2, part)
         update = _lamb_update(p[block], mean, square, beta1, beta2, eps, weight_decay, step, arena)
         squares += [_squares(p[block], arena), _squares(update, arena)]
 

@@ -314,7 +314,6 @@ def plus(value, residual):
 
 
 def _gelu_slope(z):
-    """Return gelu'(z), the derivative."""
     t = np.tanh(GELU_SCALE * (z + GELU_CUBIC * z**3))
     return 0.5 * (1 + t) + 0.5 * z * (1 - t**2) * GELU_SCALE * (1 + 3 * GELU_CUBIC * z**2)
 

@@ -1,7 +1,7 @@
 """Model averaging: each worker updates its own parameters, and the model is their average."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -92,20 +92,17 @@ class SkippedByWorker(SkippedUpdates):
 
     def scalars(self) -> dict[str, float]:
         """Return the skipped updates of each worker, and their mean; collective."""
-        told = self._workers.transport.gather_text(self.number)
+        counts = self._workers.transport.gather_text(self.number)
         return {
-            "skipped_updates": sum(told) // len(told),
-            **{_skipped_by(worker): count for worker, count in enumerate(told)},
+            "skipped_updates": sum(counts) // len(counts),
+            **{_skipped_by(worker): count for worker, count in enumerate(counts)},
         }
 
     def restore(self, scalars: Mapping[str, float]) -> None:
         super().restore(scalars)
         workers, me = self._workers.size, self._workers.rank
         # The condition is true if the checkpoint has as many workers as this run.
-        if [_skipped_by(worker) in scalars for worker in (workers - 1, workers)] == [
-            True,
-            False,
-        ]:
+        if _skipped_by(workers - 1) in scalars and _skipped_by(workers) not in scalars:
             self.number = int(scalars[_skipped_by(me)])
 
 
@@ -156,43 +153,41 @@ class LocalUpdate(AgreeAndUpdate):
         # The first three of six numbers are loss, squared norm and ignored targets of this step.
         # The others are sums since the last exchange: non-finite elements, skipped updates and stop
         # requests.
-        self._news = np.zeros(6)
-        self._tell = replica.grid.world.bind(self._news)
+        self._numbers = np.zeros(6)
+        self._sum_numbers = replica.grid.world.bind(self._numbers)
 
     def begin(self, step: int) -> None:
         super().begin(step)
         self.store.resume()
 
     def finish(self, mine: StepInput) -> StepResult:
-        own, config = self.update(mine, _alone), self.replica.config
+        # Most steps have no all-reduce: the sums of `agree` are this rank's own numbers.
+        own = self.update(mine, lambda *numbers: numbers)
+        config = self.replica.config
         with self.replica.exposed:
             is_end_of_period = (mine.number + 1) % config.replication.period == 0
             self.store.is_current = False
             self._mixer.mix(mine.number, is_end_of_period)
             is_bad = not own.updated and own.counted > 0
-            self._news[3:] += own.nonfinite, is_bad, own.stop
-            told = own._replace(nonfinite=0, updated=True, stop=False)
+            self._numbers[3:] += own.nonfinite, is_bad, own.stop
+            result = own._replace(nonfinite=0, updated=True, stop=False)
             if is_end_of_period or mine.number + 1 == config.run.steps:
-                told = self._told(mine, own)
-        return told._replace(comm_s=own.comm_s + self.replica.exposed.take())
+                result = self._exchange(mine, own)
+        return result._replace(comm_s=own.comm_s + self.replica.exposed.take())
 
-    def _told(self, mine: StepInput, own: StepResult) -> StepResult:
-        """Sum this step's loss and the counts since the last exchange over all ranks; collective.
-
-        The counts are non-finite elements, skipped updates and stop requests.
-        returns  the step's result, equal on all ranks
-        """
+    def _exchange(self, step_input: StepInput, own: StepResult) -> StepResult:
+        """Return the step's result, equal on all ranks; collective."""
         weight = self._weight
-        self._news[:3] = (
-            (weight * (own.loss * own.counted), weight * own.grad_norm**2, mine.ignored)
+        self._numbers[:3] = (
+            (weight * (own.loss * own.counted), weight * own.grad_norm**2, step_input.ignored)
             if own.counted
-            else (0.0, 0.0, mine.ignored)
+            else (0.0, 0.0, step_input.ignored)
         )
-        self._tell.run()
-        loss, squares, ignored, nonfinite, left_out, stops = self._news.tolist()
-        self._news[:] = 0
+        self._sum_numbers.run()
+        loss, squares, ignored, nonfinite, left_out, stops = self._numbers.tolist()
+        self._numbers[:] = 0
         norm = math.sqrt(squares) if squares >= 0 else math.nan
-        counted = counted_fraction(ignored, round(mine.targets / weight))
+        counted = counted_fraction(ignored, round(step_input.targets / weight))
         return StepResult(
             loss / counted if counted else math.nan,
             norm,
@@ -207,11 +202,6 @@ class LocalUpdate(AgreeAndUpdate):
         """Return each worker's optimizer state, and the state of the mixer."""
         own = [buffer._replace(kind="mean") for buffer in super().state()]
         return [*own, *self._mixer.state()]
-
-
-def _alone(*numbers: float) -> Sequence[float]:
-    """Return this rank's own numbers. `LocalUpdate` does not all-reduce them at every step."""
-    return numbers
 
 
 def averaging(

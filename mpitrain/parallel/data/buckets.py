@@ -79,12 +79,12 @@ def tied_sums(grid: Grid, flat: Any, runs: Iterable[tuple[str, bool, int, int]])
 
     runs  (holders, partial, start, stop): adjacent runs of `flat`, as in `Span`
     """
-    found = []
+    sums = []
     for (holders, partial), group in groupby(runs, lambda run: run[:2]):
         if partial:
             spans = list(group)
-            found.append(grid.holders[holders].bind(flat[spans[0][2] : spans[-1][3]]))
-    return found
+            sums.append(grid.holders[holders].bind(flat[spans[0][2] : spans[-1][3]]))
+    return sums
 
 
 class Buckets(LocalGradients):
@@ -160,7 +160,7 @@ class Buckets(LocalGradients):
             (self._dense, self._lossy) if step < self._dense_steps else (self._lossy, self._dense)
         )
         both = zip(first, second, strict=True)
-        self._active: list[Reduction] = [one or other for one, other in both]  # type: ignore[misc]
+        self._active: list[Reduction] = [preferred or fallback for preferred, fallback in both]  # type: ignore[misc]
         self._missing = [*map(set, self._writers)]
 
     @property
@@ -170,10 +170,9 @@ class Buckets(LocalGradients):
     def ready(self, unit: int, is_last: bool) -> None:
         super().ready(unit, is_last)
         if self._overlap and is_last:
-            self._start(unit)
+            self._start_completed(unit)
 
-    def _start(self, unit: int) -> None:
-        """Start each bucket that this unit's gradient completes."""
+    def _start_completed(self, unit: int) -> None:
         for missing, reduction in zip(self._missing, self._active, strict=True):
             if unit in missing:
                 missing.remove(unit)
@@ -181,7 +180,6 @@ class Buckets(LocalGradients):
                     self._mover.start(reduction)
 
     def poll(self) -> None:
-        """Progress the started reductions."""
         self._mover.poll()
 
     def wait(self) -> None:
@@ -190,7 +188,7 @@ class Buckets(LocalGradients):
             return
         for reduction in self._tied:
             reduction.run()
-        self._start(SUMMED)
+        self._start_completed(SUMMED)
         self._mover.wait()
         self._learn()
 
@@ -201,25 +199,22 @@ class Buckets(LocalGradients):
         self._learn()
 
     def _learn(self) -> None:
-        """Pass the sums of exact steps to the wire format, before its lossy reductions begin.
-
-        The format updates its prediction from them.
-        """
+        """Pass the sums of exact steps to the wire format, which adapts its prediction to them."""
         for used, lossy, view in zip(self._active, self._lossy, self._views, strict=True):
             if lossy and used is not lossy and lossy.learn:
                 lossy.learn(view)
 
     def state(self) -> list[StateBuffer]:
         """Return the state of the wire format: residuals, predictions, low-rank factors."""
-        found = []
+        buffers = []
         for number, (bucket, reduction) in enumerate(zip(self.buckets, self._lossy, strict=True)):
             whole = [Piece(bucket.start, bucket.stop, 0)]
             for name, array in ((reduction.state or {}) if reduction else {}).items():
                 if name == "factors":
                     if array.size:
-                        found.append(StateBuffer(f"factors/{number}", array, (), "bound"))
+                        buffers.append(StateBuffer(f"factors/{number}", array, (), "bound"))
                 elif name == "residual":
-                    found.append(StateBuffer(name, array, whole, "own"))
+                    buffers.append(StateBuffer(name, array, whole, "own"))
                 else:
-                    found.append(StateBuffer(name, array, whole, needed=False))
-        return found
+                    buffers.append(StateBuffer(name, array, whole, needed=False))
+        return buffers

@@ -70,17 +70,17 @@ def agreed(
                 f"Replicated needs parameters, but they are a {type(parameters).__name__}.",
                 "Pass the arrays themselves, for example list(model.parameters()).",
             )
-        arrays[:] = [as_array(one, f"Parameter {n}") for n, one in enumerate(parameters)]
-        found = [facts_of(array) for array in arrays]
-        _check(arrays, found)
-        kind, dtype = found[0][:2]
+        arrays[:] = [as_array(array, f"Parameter {n}") for n, array in enumerate(parameters)]
+        all_facts = [facts_of(array) for array in arrays]
+        _check(arrays, all_facts)
+        kind, dtype = all_facts[0][:2]
         own = {**settings, "bucket_mb": float(settings["bucket_mb"])}
         shared = {key: str(value) for key, value in own.items()}
         if is_file(shared["algorithm"]):
             own["algorithm"] = file_algorithm(shared["algorithm"])
         tables = {"replication": own, "device": {"kind": kind}}
         configs.append(parse({**tables, "precision": {"compute": dtype}}))
-        return [shared, found]
+        return [shared, all_facts]
 
     (first, shapes), *everyone = from_all_ranks(transport, facts)
     for rank, (other, others) in enumerate(everyone, 1):
@@ -94,18 +94,17 @@ def agreed(
     return arrays, configs[0]
 
 
-def _check(arrays: list[Any], found: list[list[Any]]) -> None:
-    """Raise ConfigError unless these parameters of one rank can be replicated."""
+def _check(arrays: list[Any], all_facts: list[list[Any]]) -> None:
     if not arrays:
         raise ConfigError(
             "Replicated needs parameters, but the list is empty.",
             "A generator can be read only once: pass a list.",
         )
-    for number, (array, facts) in enumerate(zip(arrays, found, strict=True)):
-        if array.dtype.name not in FLOATS or facts[:2] != found[0][:2]:
+    for number, (array, facts) in enumerate(zip(arrays, all_facts, strict=True)):
+        if array.dtype.name not in FLOATS or facts[:2] != all_facts[0][:2]:
             raise ConfigError(
                 f"All parameters must be float32, or all float64, on one kind of device, but parameter {number} is "
-                f"{named(facts)} and parameter 0 {named(found[0])}.",
+                f"{named(facts)} and parameter 0 {named(all_facts[0])}.",
                 "Make one Replicated for each kind of parameter.",
             )
         if not getattr(array.flags, "writeable", True):

@@ -72,14 +72,14 @@ class Replicated:
             {"algorithm": algorithm, "wire": wire, "bucket_mb": bucket_mb, "dense_steps": 0},
         )
         self._rank = transport.rank
-        mine = transport.split(0)
-        assert mine is not None
-        self._own: Transport | None = mine
+        part = transport.split(0)
+        assert part is not None
+        self._own: Transport | None = part
         device = device_for(config.device.kind)
         self._arena = device.arena()
         self._average = averaging(device, transport.size, self._arena)
         self._grid = Grid(
-            over_device(mine, device.backend, config.device.cuda_aware),
+            over_device(part, device.backend, config.device.cuda_aware),
             Axes(dp=transport.size),
             config.replication.algorithm,
             arithmetic=arithmetic_of(device),
@@ -89,7 +89,7 @@ class Replicated:
             self._build(config, device)
         except MpitrainError:
             self._grid.close()
-            mine.close()
+            part.close()
             raise
         transport.tenants.add(self._close)
 
@@ -117,7 +117,6 @@ class Replicated:
         self._broadcast()
 
     def _broadcast(self) -> None:
-        """Overwrite the parameters of all ranks with those of rank 0; collective."""
         for leaf, array in zip(self._leaves, self._parameters, strict=True):
             copy_rows(leaf.array, array)
         self._grid.dp.broadcast(self._reducer.buffer)

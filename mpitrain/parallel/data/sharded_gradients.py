@@ -52,19 +52,19 @@ class Shards:
 
         The replication group divides the squaring of its shards evenly.
         """
-        found = []
+        squared = []
         for bucket, (start, stop, offset) in self.pieces.items():
             if grid.counts(bucket.holders):
-                mine = share(stop - start, self.alike.rank, self.alike.size)
-                found.append(Piece(start + mine.start, start + mine.stop, offset + mine.start))
-        return found
+                run = share(stop - start, self.alike.rank, self.alike.size)
+                squared.append(Piece(start + run.start, start + run.stop, offset + run.start))
+        return squared
 
     def parameters(self, replica: ReplicationContext) -> Any:
         """Allocate and initialise the parameters of all shards, concatenated."""
         backend = replica.device.backend
-        found = backend.zeros(self.length, replica.storage.dtype)
-        replica.storage.initialize(found, replica.config.run.seed, backend, self.owned)
-        return found
+        flat = backend.zeros(self.length, replica.storage.dtype)
+        replica.storage.initialize(flat, replica.config.run.seed, backend, self.owned)
+        return flat
 
 
 def within(pieces: Mapping[Bucket, Piece], views: Mapping[Bucket, Any]) -> dict[Bucket, Any]:
@@ -133,7 +133,7 @@ class ShardedGradients(GradientReducer):
             bucket: [leaves[entry.name] for entry in storage.within(bucket)] for bucket in buckets
         }
         self._padding = {b: _padding(storage, b, view) for b, view in slots.views.items()}
-        self._mine = within(pieces, slots.views)
+        self._own_views = within(pieces, slots.views)
         self._sums = {bucket: self.summed[piece] for bucket, piece in pieces.items()}
         self._add = shards.dividing.arithmetic.combining(self.buffer, "add")
         self._reductions = slots.bind(shards.dividing.bind_reduce_scatter)
@@ -170,7 +170,6 @@ class ShardedGradients(GradientReducer):
         return self._trees[unit]
 
     def ready(self, unit: int, is_last: bool) -> None:
-        """Report a unit's gradient of one micro-batch, and start each bucket that it completes."""
         for bucket in self._used[unit] if is_last or not self._is_once else ():
             self._missing[bucket].remove(unit)
             if not self._missing[bucket]:
@@ -182,7 +181,7 @@ class ShardedGradients(GradientReducer):
                 self._under_way[self.slots.slot[bucket]] = bucket, is_last
         if not self._overlap:
             with self._exposed:
-                self._settle()
+                self._end_all()
 
     def _end(self, slot: int) -> None:
         """Wait for the running reduction in a slot, if there is one, and add its result to the
@@ -193,27 +192,25 @@ class ShardedGradients(GradientReducer):
         bucket, is_last = self._under_way.pop(slot)
         self.engine.wait(self._reductions[bucket])
         if bucket in self._summed:
-            self._add(self._sums[bucket], self._mine[bucket])
+            self._add(self._sums[bucket], self._own_views[bucket])
         else:
-            self._sums[bucket][...] = self._mine[bucket]
+            self._sums[bucket][...] = self._own_views[bucket]
             self._summed.add(bucket)
         if is_last:
             self.engine.start(self._totals[bucket])
             self._totalled.append(self._totals[bucket])
 
     def poll(self) -> None:
-        """Progress the started reductions."""
         self.engine.poll()
 
-    def _settle(self) -> None:
-        """Block until all started reductions are summed."""
+    def _end_all(self) -> None:
         for slot in [*self._under_way]:
             self._end(slot)
         while self._totalled:
             self.engine.wait(self._totalled.pop(0))
 
     def wait(self) -> None:
-        self._settle()
+        self._end_all()
         for reduction in self._tied:
             reduction.run()
 

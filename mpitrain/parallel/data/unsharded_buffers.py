@@ -70,8 +70,8 @@ class UnshardedBuffers:
             start = sum(lengths[:slot])
             self.views[bucket] = view = flat[start : start + bucket.stop - bucket.start]
             for entry in storage.within(bucket):
-                here = entry._replace(start=entry.start - bucket.start)
-                self.tensors[entry.name] = here.view(view)
+                in_bucket = entry._replace(start=entry.start - bucket.start)
+                self.tensors[entry.name] = in_bucket.view(view)
 
     def bind(self, bind: Callable[[Any], Reduction]) -> dict[Bucket, Reduction]:
         """Bind a reduction for each bucket; collective.
@@ -93,7 +93,7 @@ def buckets_used(storage: Storage, buckets: Sequence[Bucket]) -> list[list[Bucke
     """
     names = {bucket: {entry.name for entry in storage.within(bucket)} for bucket in sorted(buckets)}
     used = [{entry.name for entry in storage.used(unit)} for unit in range(len(storage.units))]
-    return [[bucket for bucket, held in names.items() if held & mine] for mine in used]
+    return [[bucket for bucket, stored in names.items() if stored & tensors] for tensors in used]
 
 
 def users(storage: Storage, buckets: Sequence[Bucket]) -> dict[Bucket, set[int]]:
@@ -103,7 +103,8 @@ def users(storage: Storage, buckets: Sequence[Bucket]) -> dict[Bucket, set[int]]
     """
     used = buckets_used(storage, buckets)
     return {
-        bucket: {unit for unit, mine in enumerate(used) if bucket in mine} for bucket in buckets
+        bucket: {unit for unit, of_unit in enumerate(used) if bucket in of_unit}
+        for bucket in buckets
     }
 
 

@@ -134,25 +134,24 @@ class StageUpdate(AgreeAndUpdate):
         # The value is the time at which the last backward of a step had ended.
         self._ended: dict[int, float] = {}
         self._wish = False
-        self._empty()
+        self._reset_counts()
 
-    def _empty(self) -> None:
-        """Restart all counts; the pipeline is empty."""
+    def _reset_counts(self) -> None:
         # `_masks` has the arguments of `ignore` for each step begun.
         # `_numbers` lists the steps begun; `_stop_after` is the index of the last one, if known.
         # `_turns` counts the backwards begun, `_released` the known results.
-        # `_told` contains the control messages of all steps that have no known result yet.
+        # `_received` contains the control messages of all steps that have no known result yet.
         # `_unread` lists the micro-batches that have a running control message.
         self._numbers: list[int] = []
         self._masks: list[tuple[Sequence[int], int]] = []
         self._turns = 0
-        self._told: deque[list[float]] = deque()
+        self._received: deque[list[float]] = deque()
         self._released = 0
         self._unread: deque[int] = deque()
         self._stop_after: int | None = None
 
-    def _updates(self) -> int:
-        """Return the number of updates in a step."""
+    @property
+    def _updates_per_step(self) -> int:
         return self._micro_batches // self.every
 
     def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
@@ -165,7 +164,6 @@ class StageUpdate(AgreeAndUpdate):
         self.store.steps = len(self._numbers)
 
     def ignore(self, targets: Sequence[int], predictions: int) -> None:
-        """Record the ignored targets of the newest step, as `Replication.ignore`."""
         self._masks[-1] = targets, predictions
 
     def rows_of_update(self, micro: int) -> int:
@@ -208,7 +206,7 @@ class StageUpdate(AgreeAndUpdate):
         returns  whether a new gradient begins with this micro-batch
         """
         if self._turns >= self._stages:
-            self._read()
+            self._read_control_message()
         is_new = self._turns % self.every == 0
         if is_new:
             super().begin(self._numbers[self._turns // self._micro_batches])
@@ -220,16 +218,16 @@ class StageUpdate(AgreeAndUpdate):
         """
         micro, self._turns = self._turns, self._turns + 1
         grid, at, squares, nonfinite = self.replica.grid, micro % self._micro_batches, 0.0, 0.0
-        mine = StepInput(
+        step_input = StepInput(
             micro,
             self._losses[at : at + 1] if grid.reports_loss else (),
             0.0,
             weights=self._parts_of_mean[at : at + 1],
         )
         if self._turns % self.every == 0:
-            loss, squares, nonfinite = self._make(micro, mine)
+            loss, squares, nonfinite = self._make(micro, step_input)
         else:
-            loss = self.replica.gradient_stats(mine, ())[0]
+            loss = self.replica.gradient_stats(step_input, ())[0]
         message = self._messages[micro % self._stages]
         ignored, _ = self._masks[micro // self._micro_batches]
         message[:] = loss, 0, 0, 0, ignored[at] if grid.reports_loss else 0
@@ -241,26 +239,27 @@ class StageUpdate(AgreeAndUpdate):
         if self._turns % self._micro_batches == 0:
             self._ended[self._numbers[micro // self._micro_batches]] = time.perf_counter()
 
-    def _make(self, micro: int, mine: StepInput) -> tuple[float, float, float]:
+    def _make(self, micro: int, step_input: StepInput) -> tuple[float, float, float]:
         """Make the next version of the parameters.
 
         returns  this rank's loss, and the squares and non-finite elements of the stage's gradient
         """
         step, config = self._numbers[micro // self._micro_batches], self.replica.config
-        loss, *of_stage = self.sum(mine)
+        loss, *of_stage = self.sum(step_input)
         self._of_stage[:] = of_stage
         self._sum_of_stage.run()
-        found = self._of_stage.tolist()  # these are sums over the stage's tensor-parallel group
+        # These are sums over the stage's tensor-parallel group.
+        squares, nonfinite = self._of_stage.tolist()
         counted = self._counted(micro)
-        found[0] = found[0] / counted**2 if counted else 0.0
+        squares = squares / counted**2 if counted else 0.0
         span = self.recorder.compute(self.update_name, UPDATE)
         self.store.advance()
-        if counted and math.isfinite(found[0]):
-            count = step * self._updates() + micro % self._micro_batches // self.every
+        if counted and math.isfinite(squares):
+            count = step * self._updates_per_step + micro % self._micro_batches // self.every
             lr = learning_rate(config.optimizer, step, config.run.steps)
-            self.apply(self.factor(math.sqrt(found[0])) / counted, lr, count)
+            self.apply(self.factor(math.sqrt(squares)) / counted, lr, count)
         self.recorder.end(span)
-        return loss, found[0], found[1]
+        return loss, squares, nonfinite
 
     def _counted(self, micro: int) -> float:
         """Return the fraction of an update's targets that count; collective over its replicas.
@@ -274,19 +273,17 @@ class StageUpdate(AgreeAndUpdate):
         self._sum_of_ignored.run()
         return counted_fraction(float(self._ignored[0]), self.rows_of_update(at) * predictions)
 
-    def _read(self) -> None:
-        """Wait for the oldest running control message."""
+    def _read_control_message(self) -> None:
         micro = self._unread.popleft()
         wait = self.recorder.wait(self._control_name)
         with self.replica.exposed:
             self._telling[micro % self._stages].wait()
         self.recorder.go_on(wait)
-        self._told.append(self._messages[micro % self._stages].tolist())
-        if self._told[-1][3] and self._stop_after is None:
+        self._received.append(self._messages[micro % self._stages].tolist())
+        if self._received[-1][3] and self._stop_after is None:
             self._stop_after = (micro + 2 * self._stages - 1) // self._micro_batches
 
     def poll(self) -> None:
-        """Progress the control messages."""
         for micro in self._unread:
             self._telling[micro % self._stages].poll()
 
@@ -309,13 +306,13 @@ class StageUpdate(AgreeAndUpdate):
         config, m = self.replica.config, self._micro_batches
         for at in range(self._released, steps):
             step = self._numbers[at]
-            told = [self._told.popleft() for _ in range(m)]
+            messages = [self._received.popleft() for _ in range(m)]
             losses, squares, nonfinite, _, ignored = (
-                sum(column) for column in zip(*told, strict=True)
+                sum(column) for column in zip(*messages, strict=True)
             )
             counted = counted_fraction(ignored, config.batch.size * self._masks[at][1])
             losses = losses / counted if counted else math.nan
-            norm = math.sqrt(squares / self._updates()) if squares >= 0 else math.nan
+            norm = math.sqrt(squares / self._updates_per_step) if squares >= 0 else math.nan
             stops = is_end and at == steps - 1 and self._stop_after is not None
             self._newest = self._known[step] = StepResult(
                 losses,
@@ -339,10 +336,10 @@ class StageUpdate(AgreeAndUpdate):
         if not self._numbers:
             return
         while self._unread:
-            self._read()
+            self._read_control_message()
         self._release(len(self._numbers), is_end=True)
         self.store.drain()
-        self._empty()
+        self._reset_counts()
 
 
 class StashedRows(ReplicaRows):

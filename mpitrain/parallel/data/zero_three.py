@@ -93,7 +93,7 @@ class GatheredOnUse(ParameterStore):
         self.sharing = [shards.dividing]
         held = [*masters, *compact(self.frozen.flat, pieces)]
         self._master = dict(zip(buckets, held, strict=True))
-        self._mine = within(
+        self._in_slot = within(
             shards.pieces | dict(zip(frozen, pieces, strict=True)), self.slots.views
         )
         # The key is the slot. `_there` has the bucket that it contains or will contain.
@@ -150,11 +150,11 @@ class GatheredOnUse(ParameterStore):
         if slot in self._there:
             self._wait(self._there[slot])
         self._there[slot] = bucket
-        master, mine = self._master[bucket], self._mine[bucket]
+        master, in_slot = self._master[bucket], self._in_slot[bucket]
         if self._replica.device.mirror and not bucket.frozen:
-            self._replica.device.mirror(master, mine, self._replica.arena)
+            self._replica.device.mirror(master, in_slot, self._replica.arena)
         else:
-            mine[...] = master
+            in_slot[...] = master
         self.engine.start(self._gathers[bucket])
         self._under_way.append(bucket)
 
@@ -180,5 +180,4 @@ class GatheredOnUse(ParameterStore):
 
 
 def _elements(entries: Sequence[Entry]) -> int:
-    """Return the number of elements of a bucket's tensors, without padding."""
     return sum(entry.stop - entry.start for entry in entries)

@@ -30,7 +30,7 @@ class ReplicationContext:
     storage  layout of this rank's tensors in a flat buffer
     wire     wire format of the gradients
     loss     the loss of this rank's logits
-    chunks    with several model chunks on this stage: the units of each chunk, numbered as in
+    chunks   with several model chunks on this stage: the units of each chunk, numbered as in
              `storage`; otherwise empty
     first    the first unit of this rank with a backward: all units before are frozen
     exposed  the time that this rank has been blocked on communication in the current step
@@ -53,7 +53,7 @@ class ReplicationContext:
         return self.device.half or self.storage.dtype
 
     def gradient_stats(
-        self, mine: StepInput | None, gradients: Sequence[np.ndarray]
+        self, step_input: StepInput | None, gradients: Sequence[np.ndarray]
     ) -> tuple[float, float, int]:
         """Return a step's loss, the sum of squares of the arrays, and their number of non-finite
         elements.
@@ -62,29 +62,30 @@ class ReplicationContext:
         The host combines them with the numbers of other ranks. A skipped update therefore launches
         no kernel.
 
-        mine       None if the step has no loss on this rank
-        gradients  flat arrays on the device, of any lengths
+        step_input  None if the step has no loss on this rank
+        gradients   flat arrays on the device, of any lengths
         """
-        ops, losses = self.device.ops, mine.losses if mine else ()
+        ops, losses = self.device.ops, step_input.losses if step_input else ()
         if not len(losses) and not len(gradients):
             return 0.0, 0.0, 0
-        found = self.arena.take((len(losses) + 2 * len(gradients),), np.float64)
+        numbers = self.arena.take((len(losses) + 2 * len(gradients),), np.float64)
         if len(losses):
-            copy_rows(found[: len(losses)], losses)
+            copy_rows(numbers[: len(losses)], losses)
         for place, gradient in enumerate(gradients):
             at = len(losses) + 2 * place
-            found[at : at + 2] = ops.gradient_facts(gradient, self.arena)
-        read = self.device.backend.to_host(found).tolist()
-        loss = mine._replace(losses=read[: len(losses)]).loss if mine else 0.0
+            numbers[at : at + 2] = ops.gradient_facts(gradient, self.arena)
+        read = self.device.backend.to_host(numbers).tolist()
+        loss = step_input._replace(losses=read[: len(losses)]).loss if step_input else 0.0
         return loss, sum(read[len(losses) :: 2]), int(sum(read[len(losses) + 1 :: 2]))
 
 
 class Replication:
     """A mode of replication (as DDP, or FSDP's runtime): a store, a reducer, a step end and rows.
 
-    The training step calls it unit by unit. Units are numbered within this rank's list. The
-    argument `micro` is the index of the micro-batch. A mode is a choice of four components; their
-    protocols are in `components.py`. Every method delegates to one of them.
+    The training step calls it unit by unit. A mode is a choice of four components; their protocols
+    are in `components.py`. Every method delegates to one of them. In all methods `unit` is an index
+    in this rank's list of units, `micro` the index of a micro-batch, `step` the number of a step
+    from 0, and `predictions` the number of targets in one row.
 
     Parameters
     ----------
@@ -129,7 +130,7 @@ class Replication:
         Parameters
         ----------
         step : int
-            The step that the caller waits for, from 0.
+            The step that the caller waits for.
         stop_requested : callable
             () -> bool: whether this rank has received a request to stop. A rank that computes rows
             passes the same fact to `finish`.
@@ -143,29 +144,18 @@ class Replication:
         return self.step_end.steps(step, stop_requested)
 
     def outcome(self, step: int, own: StepResult | None) -> StepResult:
-        """Return the result of a finished step.
+        """Return the result of a step that `steps` has finished.
 
         Parameters
         ----------
-        step : int
-            A step that `steps` has finished.
         own : StepResult or None
             The result of `finish` for the last step that this rank computed; None if it computed
             none.
-
-        Returns
-        -------
-        StepResult
         """
         return self.step_end.outcome(step, own)
 
     def share(self, rows: int) -> range:
-        """Return this rank's rows of a batch.
-
-        Parameters
-        ----------
-        rows : int
-            Rows of the batch, over all replicas.
+        """Return this rank's rows of a batch of `rows` over all replicas.
 
         Returns
         -------
@@ -177,21 +167,9 @@ class Replication:
     def batch(
         self, source: Source, step: int, before: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return this rank's rows of the global batch of a step.
+        """Return inputs and targets of this rank's rows of a step's global batch, on the host.
 
-        Parameters
-        ----------
-        source : Source
-            The training data.
-        step : int
-            From 0.
-        before : int, optional
-            As in `Source.batch`: the number of samples in the batches of all earlier steps.
-
-        Returns
-        -------
-        inputs, targets : ndarray
-            On the host; the first dim is the row.
+        The first dim is the row; `before` is as in `Source.batch`.
         """
         return self.rows.batch(source, step, before)
 
@@ -200,13 +178,6 @@ class Replication:
         mean.
 
         No other code divides by the number of rows: the reductions of gradients are plain sums.
-
-        Parameters
-        ----------
-        predictions : int
-            Targets in one row.
-        micro : int
-            The micro-batch of this loss.
 
         Returns
         -------
@@ -218,71 +189,33 @@ class Replication:
     def targets(self, predictions: int, micro: int) -> int:
         """Return the number of targets of one update over all ranks, ignored targets included.
 
-        Parameters
-        ----------
-        predictions : int
-            Targets in one row.
-        micro : int
-            A micro-batch of the update.
-
         Returns
         -------
         int
-            Rows of the update x predictions. A rank alone cannot exclude the ignored targets of
-            other ranks.
+            Rows of the update of micro-batch `micro` x predictions. A rank alone cannot exclude the
+            ignored targets of other ranks.
         """
         return self.rows.of_update(micro) * predictions
 
     def begin(self, step: int) -> None:
-        """Begin a step: mark all gradients as empty.
-
-        Parameters
-        ----------
-        step : int
-            From 0.
-        """
+        """Begin a step: mark all gradients as empty."""
         self.step_end.begin(step)
 
     def ignore(self, targets: Sequence[int], predictions: int) -> None:
-        """Report the targets of this rank's rows that do not count in the step.
+        """Report this rank's ignored targets of the step, by micro-batch.
 
-        Parameters
-        ----------
-        targets : sequence of int
-            The number of ignored targets in each micro-batch.
-        predictions : int
-            Targets in one row.
-
-        Notes
-        -----
         Modes with one update for each step ignore the call: `finish` reports the same number.
         """
 
     def open(self, unit: int, micro: int) -> Weights:
-        """Return a unit's parameters, and wait for them if they are still being gathered.
+        """Return views of a unit's parameters, valid until `close`.
 
-        Parameters
-        ----------
-        unit : int
-            Index in this rank's list.
-        micro : int
-            The micro-batch.
-
-        Returns
-        -------
-        Weights
-            Views, valid until `close`.
+        Parameters that are being gathered are waited for.
         """
         return self.store.open(unit, micro)
 
     def close(self, unit: int, micro: int) -> None:
-        """End the use of a unit's parameters that `open` returned.
-
-        Parameters
-        ----------
-        unit, micro : int
-            As in `open`.
-        """
+        """End the use of a unit's parameters that `open` returned."""
 
     def loss(self, logits: np.ndarray, targets: np.ndarray, scale: float) -> tuple[Any, np.ndarray]:
         """Return a micro-batch's summed loss and the gradient of its logits, as `Loss.gradient`.
@@ -314,13 +247,6 @@ class Replication:
     def gradients(self, unit: int, micro: int) -> Gradients:
         """Return the buffers in which a unit's gradients are summed.
 
-        Parameters
-        ----------
-        unit : int
-            Index in this rank's list.
-        micro : int
-            The micro-batch.
-
         Returns
         -------
         Gradients
@@ -332,17 +258,9 @@ class Replication:
         """Report a unit's gradient of one micro-batch as complete on this rank (as DDP's autograd
         hook).
 
-        Parameters
-        ----------
-        unit : int
-            Index in this rank's list.
-        is_last : bool
-            Whether this is the unit's last micro-batch of the step. Its reduction may then start.
-
-        Notes
-        -----
-        With the last micro-batch, tensors that no layer has written in this step are set to zero.
-        Otherwise the gradient of the previous step would remain there.
+        `is_last` marks the unit's last micro-batch of the step. Its reduction may then start, and
+        tensors that no layer has written in this step are set to zero. Otherwise the gradient of
+        the previous step would remain there.
         """
         self.reducer.ready(unit, is_last)
 
@@ -352,18 +270,7 @@ class Replication:
         self.reducer.poll()
 
     def total(self, *numbers: float) -> list[float]:
-        """Sum up to five numbers over all ranks, in one small all-reduce; collective.
-
-        Parameters
-        ----------
-        *numbers : float
-            The numbers of this rank.
-
-        Returns
-        -------
-        list of float
-            As many sums, equal on all ranks.
-        """
+        """Return the sum over all ranks of each of up to five numbers; collective."""
         return self.step_end.control.total(*numbers)
 
     def finish(self, mine: StepInput) -> StepResult:
@@ -391,32 +298,18 @@ class Replication:
     def kept(self) -> list[StateBuffer]:
         """Return the state that checkpoints save. The caller must call `sync_parameters` first.
 
-        Returns
-        -------
-        list of StateBuffer
-            Loading a checkpoint writes into their arrays.
+        Loading a checkpoint writes into the arrays of this list.
         """
         return [*self.store.state(), *self.step_end.state(), *self.reducer.state()]
 
     def scalars(self) -> dict[str, float]:
-        """Return the numbers that checkpoints save in addition to arrays; collective.
-
-        Returns
-        -------
-        dict
-            {name: number}, equal on all ranks.
-        """
+        """Return the numbers by name that checkpoints save, equal on all ranks; collective."""
         return self.step_end.skips.scalars()
 
     def restore(self, scalars: Mapping[str, float]) -> None:
-        """Continue from a checkpoint; collective.
+        """Continue from a checkpoint with these `scalars`; collective.
 
         The arrays that `kept` lists have already been filled.
-
-        Parameters
-        ----------
-        scalars : mapping
-            The result of `scalars` when the checkpoint was saved.
         """
         self.step_end.skips.restore(scalars)
         if self.store.frozen:
@@ -426,22 +319,13 @@ class Replication:
     def held(self) -> int:
         """Return this rank's bytes of parameters, gradients, optimizer state and reduction scratch.
 
-        Returns
-        -------
-        int
-            Includes buffers of running reductions, but no activations. The caller must call
-            `sync_parameters` first.
+        They include buffers of running reductions, but no activations. The caller must call
+        `sync_parameters` first.
         """
         return sum(self.held_by_kind().values())
 
     def held_by_kind(self) -> dict[str, int]:
-        """Return the bytes of `held` by kind.
-
-        Returns
-        -------
-        dict
-            Bytes of `parameters`, `gradients`, optimizer `state` and `scratch`.
-        """
+        """Return the bytes of `held` as `parameters`, `gradients`, optimizer `state`, `scratch`."""
         counted = set[int]()
 
         def nbytes(arrays: Iterable[Any]) -> int:

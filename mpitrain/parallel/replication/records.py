@@ -98,7 +98,7 @@ class ExposedTime:
         return seconds
 
 
-def outcome_of(mine: StepInput, totals: Sequence[float], comm_s: float = 0.0) -> StepResult:
+def outcome_of(step_input: StepInput, totals: Sequence[float], comm_s: float = 0.0) -> StepResult:
     """Return the result of a step; its `updated` is true if loss and norm are finite.
 
     The loss and the norm divide by the targets that count. If no target counts, both are NaN.
@@ -108,14 +108,14 @@ def outcome_of(mine: StepInput, totals: Sequence[float], comm_s: float = 0.0) ->
     comm_s  seconds that this rank was blocked on communication
     """
     loss, squares, nonfinite, stop, ignored = totals
-    counted = counted_fraction(ignored, mine.targets)
+    counted = counted_fraction(ignored, step_input.targets)
     norm = math.sqrt(squares) if squares >= 0 else math.nan
     loss, norm = (loss / counted, norm / counted) if counted else (math.nan, math.nan)
     return StepResult(
         loss,
         norm,
         int(nonfinite),
-        mine.lr,
+        step_input.lr,
         math.isfinite(loss) and math.isfinite(norm),
         stop > 0,
         comm_s,

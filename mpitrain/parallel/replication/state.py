@@ -50,10 +50,10 @@ class StateBuffer(NamedTuple):
 
 
 def spread(flat: Any, pieces: Sequence[Piece]) -> list[Any]:
-    """Return views of the pieces in a full-size flat buffer, at their offsets `start`."""
+    """Return views of the pieces in a full-size flat buffer, at their `start`."""
     return [flat[piece.start : piece.stop] for piece in pieces]
 
 
 def compact(flat: Any, pieces: Sequence[Piece]) -> list[Any]:
-    """Return views of the pieces in their owner's compact buffer, at their offsets `place`."""
+    """Return views of the pieces in their owner's compact buffer, at their `offset`."""
     return [flat[piece.offset : piece.offset + piece.stop - piece.start] for piece in pieces]

@@ -65,7 +65,7 @@ class AgreeAndUpdate(StepEnd):
             self._is_spoiled = False
         self.reducer.begin(step)
 
-    def sum(self, mine: StepInput) -> tuple[float, float, int]:
+    def sum(self, step_input: StepInput) -> tuple[float, float, int]:
         """Wait for the summed gradients; the exposed time includes that of activations.
 
         returns  this rank's loss, its squares and its non-finite elements for the norm
@@ -77,9 +77,9 @@ class AgreeAndUpdate(StepEnd):
         self.recorder.go_on(wait)
         exposed.seconds += self.replica.grid.tp.exchanged_s - self._exchanged_s
         span = self.recorder.compute(self._norm_name)
-        found = self.replica.gradient_stats(mine, self.reducer.squared)
+        stats = self.replica.gradient_stats(step_input, self.reducer.squared)
         self.recorder.end(span)
-        return found
+        return stats
 
     def factor(self, norm: float) -> float:
         """Return the factor that clips a gradient of this norm and divides by the loss scale."""
@@ -103,21 +103,23 @@ class AgreeAndUpdate(StepEnd):
 
         self.store.update(update)
 
-    def update(self, mine: StepInput, agree: Callable[..., Sequence[float]]) -> StepResult:
+    def update(self, step_input: StepInput, agree: Callable[..., Sequence[float]]) -> StepResult:
         """Sum, agree, and update if the result is finite.
 
         agree  (loss, squares, non-finite elements, stop requests, ignored targets) -> their sums
                over the ranks that update alike
         """
         exposed, skips = self.replica.exposed, self.skips
-        loss, squares, nonfinite = self.sum(mine)
+        loss, squares, nonfinite = self.sum(step_input)
         with exposed:
-            totals = agree(loss, squares / skips.scale.value**2, nonfinite, mine.stop, mine.ignored)
-        outcome = outcome_of(mine, totals)
+            totals = agree(
+                loss, squares / skips.scale.value**2, nonfinite, step_input.stop, step_input.ignored
+            )
+        outcome = outcome_of(step_input, totals)
         if outcome.updated:
             span = self.recorder.compute(self.update_name, UPDATE)
             scale = self.factor(outcome.grad_norm) / outcome.counted
-            self.apply(scale, mine.lr, mine.number - skips.number)
+            self.apply(scale, step_input.lr, step_input.number - skips.number)
             self.recorder.end(span)
         self._is_spoiled = not outcome.updated
         return skips.conclude(outcome._replace(comm_s=exposed.take()))

@@ -53,8 +53,8 @@ class WholeParameters(ParameterStore):
 
     def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
         for piece, parameters in self.owned.items():
-            here = slice(piece.start, piece.stop)
-            apply(piece, parameters, None if self.mirror is None else self.mirror[here])
+            mirror = None if self.mirror is None else self.mirror[piece.start : piece.stop]
+            apply(piece, parameters, mirror)
 
     def loaded(self) -> None:
         if self._replica.device.mirror:
@@ -96,12 +96,12 @@ class FrozenParameters:
         numbers = [entry for entry in self._layout.entries if not entry.parameter.coded]
         if len(numbers) == len(self._layout.entries):
             return [self.flat]
-        found = []
+        views = []
         for piece in self._pieces:
             for entry in numbers:
                 if both := overlap(entry, piece):
-                    found.append(self.flat[moved(both, piece.offset - piece.start)])
-        return found
+                    views.append(self.flat[moved(both, piece.offset - piece.start)])
+        return views
 
     def state(self) -> list[StateBuffer]:
         """Return the frozen parameters for checkpoints, if there are any."""

@@ -97,7 +97,7 @@ class AsyncWork(AgreeAndUpdate):
         store = WholeParameters(replica, ())
         reducer = LocalGradients(replica, (), whole(replica.storage))
         super().__init__(replica, store, reducer)
-        self._rows, self._line, self._told = rows, roles.line, roles.told
+        self._rows, self._line, self._answers = rows, roles.line, roles.answers
         self._workers, self._servers = roles.workers, roles.servers
         self._pull, self._push = roles.views(store.parameters), roles.views(reducer.buffer)
         self._report = header()
@@ -126,20 +126,20 @@ class AsyncWork(AgreeAndUpdate):
         scale = self.factor(own.grad_norm) / (own.counted or 1.0)
         requests = []
         for server in self._servers:
-            said = _filled(
+            message = _filled(
                 PUSH if own.updated else LEAVE_OUT,
                 self._rows.ticket,
                 scale,
                 mine.lr,
                 self._versions[server],
             )
-            requests += self._line.start_recv(self._told[server], [], server)
+            requests += self._line.start_recv(self._answers[server], [], server)
             requests += self._line.start_send(
-                said, self._push[server] if own.updated else [], server
+                message, self._push[server] if own.updated else [], server
             )
         self._wait(requests)
         staleness, servers_stop = (
-            max(float(told[number]) for told in self._told.values()) for number in (0, 1)
+            max(float(answer[number]) for answer in self._answers.values()) for number in (0, 1)
         )
         report = Report(
             self._rows.ticket,
@@ -164,26 +164,26 @@ class AsyncWork(AgreeAndUpdate):
         first = self._servers[0]
         self._wait(self._line.start_send(self._report, [], first))
         self._report = _filled(DRAW, NO_TICKET)
-        told = header()
+        answer = header()
         while True:
-            self._wait(self._line.start_recv(told, [], first))
-            if told[0] != TELL:
-                return None if told[1] == NO_TICKET else int(told[1])
-            step, outcome = _outcome(told[1:].tolist())
+            self._wait(self._line.start_recv(answer, [], first))
+            if answer[0] != TELL:
+                return None if answer[1] == NO_TICKET else int(answer[1])
+            step, outcome = _outcome(answer[1:].tolist())
             self._known[step] = outcome
 
     def _pull_as(self, kind: int) -> None:
-        """Pull the parameters of all servers. Each server sends its current version."""
+        """Pull the parameters of all servers, and the servers' versions."""
         asked = _filled(kind)
         requests = []
         for server in self._servers:
-            requests += self._line.start_recv(self._told[server], self._pull[server], server)
+            requests += self._line.start_recv(self._answers[server], self._pull[server], server)
             requests += self._line.start_send(asked, [], server)
         self._wait(requests)
         self.store.loaded()
-        self._versions = {server: int(told[0]) for server, told in self._told.items()}
+        self._versions = {server: int(answer[0]) for server, answer in self._answers.items()}
         # After `sync_parameters` this number is equal on all servers.
-        self.skips.number = int(self._told[self._servers[0]][1])
+        self.skips.number = int(self._answers[self._servers[0]][1])
 
     def _wait(self, requests: Sequence[Request]) -> None:
         with self.replica.exposed:
@@ -252,7 +252,6 @@ class AsyncServing(AgreeAndUpdate):
         return self._known.pop(step)
 
     def _serve(self) -> None:
-        """Wait for the next header and serve its request."""
         source = self._line.wait_for_header(self._heard)
         asked, *numbers = self._heard.tolist()
         self._answers = [request for request in self._answers if not request.test()]
@@ -284,12 +283,11 @@ class AsyncServing(AgreeAndUpdate):
         self._pulls = []
         staleness = self._updates - int(version)
         # AdamW's step count is the number of updates made.
-        self.apply(scale, lr * self._factor(staleness), self._applied_before + self._updates)
+        self.apply(scale, lr * self._lr_factor(staleness), self._applied_before + self._updates)
         self._updates += 1
         return staleness
 
-    def _factor(self, staleness: int) -> float:
-        """Return the factor of the learning rate for a gradient of this staleness."""
+    def _lr_factor(self, staleness: int) -> float:
         chosen = self.replica.config.replication.async_lr
         named = {"1/workers": 1 / len(self._workers), "staleness": 1 / (1 + staleness)}
         return named[chosen] if chosen in named else float(chosen)

@@ -87,7 +87,7 @@ class MasterRows(ReplicaRows):
                 )[ROOT]
             if self._is_root:
                 bounds = [share(size, rank, transport.size) for rank in range(transport.size)]
-                mine, *others = [
+                own_arrays, *others = [
                     [np.ascontiguousarray(array[own.start : own.stop]) for array in full]
                     for own in bounds
                 ]
@@ -100,10 +100,10 @@ class MasterRows(ReplicaRows):
                     send.wait()
             else:
                 rows = len(self.share(size))
-                mine = [np.empty((rows, *shape), dtype) for dtype, shape in self._forms]
-                for array in mine:
+                own_arrays = [np.empty((rows, *shape), dtype) for dtype, shape in self._forms]
+                for array in own_arrays:
                     transport.recv(array, ROOT, self._rows_tag)
-        inputs, targets = mine
+        inputs, targets = own_arrays
         return inputs, targets
 
     def loss(self, logits: Any, targets: Any, scale: float) -> tuple[Any, Any]:
@@ -153,17 +153,17 @@ class MasterRows(ReplicaRows):
         packed[...] = logits
         return packed
 
-    def _bounds(self, mine: int) -> list[range]:
+    def _bounds(self, root_logits: int) -> list[range]:
         """Return the rows of each rank among all logits of this micro-batch.
 
-        mine  number of rank 0's logits
+        root_logits  number of rank 0's logits
         """
         ranks, micro_batches = self._transport.size, self._replica.config.batch.micro_batches
         rows = [
             len(share(len(share(self._size, rank, ranks)), self._store.opened, micro_batches))
             for rank in range(ranks)
         ]
-        stops = np.cumsum(rows) * (mine // rows[ROOT])
+        stops = np.cumsum(rows) * (root_logits // rows[ROOT])
         return [
             range(start, stop)
             for start, stop in zip([0, *stops[:-1].tolist()], stops.tolist(), strict=True)
@@ -173,9 +173,9 @@ class MasterRows(ReplicaRows):
 def master(replica: ReplicationContext) -> Replication:
     """Return master-worker data parallelism (as torch.nn.DataParallel); collective.
 
-    Rank 0 takes the loss and updates. It scatters rows and broadcasts parameters. It gathers all logits and sends back their
-    gradients. It updates from the sum of all gradients, and only rank 0 has optimizer state.
-    Broadcasts and sums use binomial trees.
+    Rank 0 scatters rows and broadcasts parameters. It gathers all logits, takes the loss, and sends
+    back the gradients of the logits. It updates from the sum of all gradients, and only rank 0 has
+    optimizer state. Broadcasts and sums use binomial trees.
 
     A step of n ranks sends the following bytes, without the control message. The parameters have S
     bytes. Rank r has X(r) bytes of rows, targets included, L(r) of logits and Y(r) of targets.

@@ -13,6 +13,7 @@ source      Li et al. 2014, Scaling Distributed Machine Learning with the Parame
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ class Roles:
             zip(self.servers, dealt(replica.storage.spans, axes.servers), strict=True)
         )
         self.line = PushPull(replica.grid.world.transport)
-        self.told = {server: header() for server in self.servers}
+        self.answers = {server: header() for server in self.servers}
 
     def views(self, flat: Any) -> dict[int, list[Any]]:
         """Return {server: views of its pieces in a full-size flat buffer}."""
@@ -101,22 +102,22 @@ class PushAndPull(AgreeAndUpdate):
     def __init__(self, replica: ReplicationContext, roles: Roles):
         store, reducer = WholeParameters(replica, ()), PushedGradients(replica, roles)
         super().__init__(replica, store, reducer)
-        self._line, self._told = roles.line, roles.told
-        self._pull, self._said = roles.views(store.parameters), header()
+        self._line, self._answers = roles.line, roles.answers
+        self._pull, self._report = roles.views(store.parameters), header()
 
     def finish(self, mine: StepInput) -> StepResult:
         began = time.perf_counter()
-        line, told = self._line, self._told
+        line, answers = self._line, self._answers
         self.reducer.push()
         loss = self.replica.gradient_stats(mine, ())[0]
-        self._said[:4] = loss, mine.stop, mine.ignored, mine.targets
-        pulls = [line.start_recv(told[server], self._pull[server], server) for server in told]
-        ends = [line.start_send(self._said, [], server) for server in told]
+        self._report[:4] = loss, mine.stop, mine.ignored, mine.targets
+        pulls = [line.start_recv(answers[server], self._pull[server], server) for server in answers]
+        ends = [line.start_send(self._report, [], server) for server in answers]
         self.reducer.wait()
-        for request in [request for requests in (*ends, *pulls) for request in requests]:
+        for request in chain(*ends, *pulls):
             request.wait()
         self.store.loaded()
-        first, *_ = told.values()  # all servers send the same numbers
+        first, *_ = answers.values()  # all servers send the same numbers
         outcome = outcome_of(mine, first[:5].tolist(), time.perf_counter() - began)
         return self.skips.conclude(outcome)
 
@@ -216,34 +217,34 @@ class ServedUpdate(AgreeAndUpdate):
         self._squares = np.zeros(3)
         self._agree_on_squares = servers.bind(self._squares)
         self._line, self._heard = roles.line, header()
-        self._said, self._told = {worker: header() for worker in roles.workers}, header()
+        self._reports, self._answer = {worker: header() for worker in roles.workers}, header()
 
     def finish(self, mine: StepInput) -> StepResult:
         """Sum the gradients, agree on the result, update, and answer all workers with the
         parameters.
         """
         began = time.perf_counter()
-        line, workers = self._line, self._said
+        line, workers = self._line, self._reports
         self.reducer.wait()
         for _ in workers:
             source = line.wait_for_header(self._heard)
-            self._said[source][:] = self._heard
+            self._reports[source][:] = self._heard
         comm_s = time.perf_counter() - began
         loss, stop, ignored = (
-            sum(float(said[number]) for said in self._said.values()) for number in range(3)
+            sum(float(report[number]) for report in self._reports.values()) for number in range(3)
         )
-        mine = mine._replace(targets=int(self._said[0][3]))  # a server has no rows
-        _, squares, nonfinite = self.replica.gradient_stats(None, self.reducer.squared)
-        self._squares[:] = squares / self.skips.scale.value**2, nonfinite, mine.stop
+        step_input = mine._replace(targets=int(self._reports[0][3]))  # a server has no rows
+        _, squares, own_nonfinite = self.replica.gradient_stats(None, self.reducer.squared)
+        self._squares[:] = squares / self.skips.scale.value**2, own_nonfinite, step_input.stop
         self._agree_on_squares.run()
-        *found, servers_stop = self._squares.tolist()
-        totals = self._told[:5] = (loss, *found, stop + servers_stop, ignored)
-        outcome = outcome_of(mine, totals, comm_s)
+        squares, nonfinite, servers_stop = self._squares.tolist()
+        totals = self._answer[:5] = (loss, squares, nonfinite, stop + servers_stop, ignored)
+        outcome = outcome_of(step_input, totals, comm_s)
         if outcome.updated:
-            number = mine.number - self.skips.number
-            self.apply(self.factor(outcome.grad_norm) / outcome.counted, mine.lr, number)
-        answers = [line.start_send(self._told, self.store.views, worker) for worker in workers]
-        for request in [request for requests in answers for request in requests]:
+            number = step_input.number - self.skips.number
+            self.apply(self.factor(outcome.grad_norm) / outcome.counted, step_input.lr, number)
+        answers = [line.start_send(self._answer, self.store.views, worker) for worker in workers]
+        for request in chain(*answers):
             request.wait()  # the next update must not overwrite parameters still being sent
         return self.skips.conclude(outcome)
 

@@ -104,7 +104,7 @@ class WorkQueue:
 
         A step with a skipped update waits for the pause, since the run may end on it.
         """
-        found = []
+        finished = []
         while len(reports := self._reports.get(self._first_open, ())) == self._workers:
             outcome = _outcome(sorted(reports), self._leads[self._first_open])
             if outcome.counted and not outcome.updated and not self.is_pause:
@@ -112,8 +112,8 @@ class WorkQueue:
             del self._reports[self._first_open], self._leads[self._first_open]
             self._first_open += 1
             is_last = self._first_open == self._limit
-            found.append((self._first_open - 1, outcome._replace(stop=self._stops and is_last)))
-        return found
+            finished.append((self._first_open - 1, outcome._replace(stop=self._stops and is_last)))
+        return finished
 
 
 def _outcome(reports: list[Report], lead: int) -> StepResult:

@@ -85,8 +85,8 @@ class ShardedLayerFactory(LayerFactory):
         """Return a linear layer with this rank's run of each output."""
         first, runs = 0, []
         for count in counts:
-            mine = own_run(self.rows.group, count, noun)
-            runs.append(range(first + mine.start * each, first + mine.stop * each))
+            run = own_run(self.rows.group, count, noun)
+            runs.append(range(first + run.start * each, first + run.stop * each))
             first += count * each
         return Column(self, runs, inputs, first, draw)
 

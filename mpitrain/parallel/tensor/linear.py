@@ -84,16 +84,15 @@ class Column(Linear):
         self._rows, self._runs, self._whole = layers.rows, runs, outputs
 
     def _base(self) -> list[Parameter]:
-        """Return this rank's rows of the weight and of the bias."""
-        found = []
+        parameters = []
         for p in super()._base():
             rest = p.shape[1:]
             slices = tuple(
                 (slice(run.start, run.stop), *(slice(0, length) for length in rest))
                 for run in self._runs
             )
-            found.append(p._replace(shape=(self._whole, *rest), slices=slices))
-        return found
+            parameters.append(p._replace(shape=(self._whole, *rest), slices=slices))
+        return parameters
 
     def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return (*self._rows.entered(shape)[:-1], self.outputs)
@@ -103,7 +102,6 @@ class Column(Linear):
         return y, self._rows.kept(saved, x)
 
     def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
-        """Return `saved` of `forward`."""
         if self.activation:
             return self.forward(w, x, arena)[1]
         return self._rows.kept(super().saved_again(w, self._rows.whole(x), arena), x)
@@ -248,7 +246,6 @@ class RowParallelLinear(Linear):
         }[activation]
 
     def _base(self) -> list[Parameter]:
-        """Return this rank's columns of the weight, and the whole bias."""
         (weight,) = super()._base()
         columns = (slice(0, self.outputs), slice(self._run.start, self._run.stop))
         weight = weight._replace(shape=(self.outputs, self._whole), slices=(columns,))
@@ -331,9 +328,9 @@ class HeadAttention(Attention):
     def __init__(
         self, layers: Layers, heads: int, drop: Dropout | None = None, now: Now | None = None
     ):
-        mine = own_run(layers.rows.group, heads, "heads")
-        super().__init__(layers.ops, len(mine), drop, now)
-        self._rows, self.first, self.every = layers.rows, mine.start, heads
+        run = own_run(layers.rows.group, heads, "heads")
+        super().__init__(layers.ops, len(run), drop, now)
+        self._rows, self.first, self.every = layers.rows, run.start, heads
 
     def output_shape(self, shape):
         return self._rows.as_sequences(super().output_shape(shape))
@@ -355,7 +352,6 @@ class ReplicatedLinear(FusedLinear):
         super().__init__(layers.ops, *arguments)
 
     def _base(self):
-        """Return the parameters, marked as replicated in the tensor-parallel group."""
         return [p._replace(holders="tp") for p in super()._base()]
 
 
@@ -370,7 +366,6 @@ class ReplicatedNorm(LayerNorm):
         self._partial = layers.rows.partial
 
     def parameters(self):
-        """Return the parameters, marked as replicated in the tensor-parallel group."""
         return [p._replace(holders="tp", partial=self._partial) for p in super().parameters()]
 
 
@@ -416,7 +411,7 @@ def _gathered(group: Group, own: Any, arena: Arena) -> Any:
 
 def _own(group: Group, whole: Any, arena: Arena) -> Any:
     """Return this rank's K / n columns of an array (..., K)."""
-    mine = share(whole.shape[-1], group.rank, group.size)
-    own = arena.take((*whole.shape[:-1], len(mine)), whole.dtype)
-    copy_rows(flat_rows(own), flat_rows(whole)[:, mine.start : mine.stop])
+    columns = share(whole.shape[-1], group.rank, group.size)
+    own = arena.take((*whole.shape[:-1], len(columns)), whole.dtype)
+    copy_rows(flat_rows(own), flat_rows(whole)[:, columns.start : columns.stop])
     return own

@@ -77,10 +77,12 @@ class VocabParallelEmbedding(Embedding):
             x, w["tokens"], positions, arena, self._entries.start, lease.array
         )
         if documents is not None:
-            found, looked_up = self.ops.embedding(documents.positions, w["positions"], None, arena)
+            vectors, looked_up = self.ops.embedding(
+                documents.positions, w["positions"], None, arena
+            )
             saved = Lookups(saved, looked_up)
             if is_first:
-                self.ops.add(lease.array, found, lease.array, arena)
+                self.ops.add(lease.array, vectors, lease.array, arena)
         self._rows.reduction(lease).run()
         return self._rows.summed(lease, arena), saved
 
@@ -170,5 +172,4 @@ class VocabParallelCrossEntropy:
 
 
 def _dtype_of_facts(logits: Any) -> str:
-    """Return the dtype for maxima and sums of rows: float64 for float64 logits, else float32."""
     return "float64" if logits.dtype == "float64" else "float32"

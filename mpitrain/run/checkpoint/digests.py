@@ -34,14 +34,14 @@ def digests(storage: Storage, state: Sequence[StateBuffer], backend: Backend) ->
 
     state  of this rank, after `sync_parameters`
     """
-    found: dict[str, Any] = {}
+    hashes: dict[str, Any] = {}
     for held in holdings(described(storage, state)):
         name, array = f"{held.name}/{held.part.tensor}", state[held.number].array
-        digest = found.setdefault(name, hashlib.blake2b(digest_size=NBYTES))
+        digest = hashes.setdefault(name, hashlib.blake2b(digest_size=NBYTES))
         for piece in held.part.pieces:
             stop = piece.offset + piece.stop - piece.start
             digest.update(backend.to_host(array[piece.offset : stop]).tobytes())
-    return {name: digest.hexdigest() for name, digest in found.items()}
+    return {name: digest.hexdigest() for name, digest in hashes.items()}
 
 
 def digest_record(everyone: Sequence[Mapping[str, str]]) -> dict[str, Any]:
@@ -52,17 +52,17 @@ def digest_record(everyone: Sequence[Mapping[str, str]]) -> dict[str, Any]:
               "ranks": digest of each rank
     """
     tensors = defaultdict(list)
-    for found in everyone:
-        for name, digest in found.items():
+    for of_rank in everyone:
+        for name, digest in of_rank.items():
             tensors[name].append(digest)
     return {
-        "tensors": {name: _joined(parts) for name, parts in sorted(tensors.items())},
+        "tensors": {name: _digest(parts) for name, parts in sorted(tensors.items())},
         "ranks": [
-            _joined([f"{name} {digest}" for name, digest in found.items()]) for found in everyone
+            _digest([f"{name} {digest}" for name, digest in of_rank.items()])
+            for of_rank in everyone
         ],
     }
 
 
-def _joined(parts: Sequence[str]) -> str:
-    """Return the digest of several texts."""
-    return hashlib.blake2b("\n".join(parts).encode(), digest_size=NBYTES).hexdigest()
+def _digest(texts: Sequence[str]) -> str:
+    return hashlib.blake2b("\n".join(texts).encode(), digest_size=NBYTES).hexdigest()

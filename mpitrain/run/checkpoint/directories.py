@@ -73,8 +73,8 @@ def steps(folder: Path) -> list[Path]:
     If a process died while it replaced a checkpoint, the old one counts until it is replaced.
     """
     try:
-        with opened(folder, inner=1) as found:
-            return [folder / name for name in _finished(found)]
+        with opened(folder, inner=1) as directory:
+            return [folder / name for name in _finished(directory)]
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -85,20 +85,23 @@ def _finished(folder: Directory) -> list[str]:
         for name in folder.names()
         if (facts := folder.facts(name)) and stat.S_ISDIR(facts.st_mode)
     ]
-    found = {replaced[1]: name for name in names if (replaced := REPLACED.fullmatch(name))}
-    found |= {name: name for name in names if NAME.fullmatch(name)}
-    return [found[name] for name in sorted(found, key=lambda name: int(name.removeprefix("step-")))]
+    checkpoints = {replaced[1]: name for name in names if (replaced := REPLACED.fullmatch(name))}
+    checkpoints |= {name: name for name in names if NAME.fullmatch(name)}
+    return [
+        checkpoints[name]
+        for name in sorted(checkpoints, key=lambda name: int(name.removeprefix("step-")))
+    ]
 
 
 def newest(folder: Path) -> Path:
     """Return the newest checkpoint of a folder; CheckpointError if there is none."""
-    found = steps(folder)
-    if not found:
+    checkpoints = steps(folder)
+    if not checkpoints:
         raise CheckpointError(
             f"There is no checkpoint in {folder}.",
             "Name a run directory that has one, or train first.",
         )
-    return found[-1]
+    return checkpoints[-1]
 
 
 def way_out(path: Path) -> str:

@@ -53,29 +53,29 @@ def fill(
     is_same = manifest.layout == json.loads(json.dumps(layout))
     try:
         for held in holdings(described(storage, kept)):
-            found = files.found(held)
-            mine = [
-                stored for stored in found if is_same and manifest.files[stored.file].rank == rank
+            regions = files.regions_of(held)
+            own_regions = [
+                stored for stored in regions if is_same and manifest.files[stored.file].rank == rank
             ]
             like, is_needed = kept[held.number].like, kept[held.number].needed
-            if held.kind == "bound" and [stored.part.length for stored in mine] != [
+            if held.kind == "bound" and [stored.part.length for stored in own_regions] != [
                 held.part.length
             ]:
-                if found if like else any(stored.kind == "bound" for stored in manifest.stored):
+                if regions if like else any(stored.kind == "bound" for stored in manifest.stored):
                     changed[held.name] = FROM_MEAN if like else ANEW
-                found = mine = []
-            if like and not found:
-                found = files.found(held._replace(name=like))
-            kind = found[0].kind if found else held.kind
-            if mine and kind == held.kind != "agreed":
-                values = _joined(files, held, mine)
-            elif found and kind == "mean":
-                values = _summed(files, held, found) / manifest.layout["dp"]
+                regions = own_regions = []
+            if like and not regions:
+                regions = files.regions_of(held._replace(name=like))
+            kind = regions[0].kind if regions else held.kind
+            if own_regions and kind == held.kind != "agreed":
+                values = _joined(files, held, own_regions)
+            elif regions and kind == "mean":
+                values = _summed(files, held, regions) / manifest.layout["dp"]
                 changed[held.name] = FROM_MEAN
-            elif found and kind == "own":
-                values = _summed(files, held, found) / layout["dp"]
-            elif found or (is_needed and kind in ("agreed", "mean")):
-                values = _joined(files, held, found)
+            elif regions and kind == "own":
+                values = _summed(files, held, regions) / layout["dp"]
+            elif regions or (is_needed and kind in ("agreed", "mean")):
+                values = _joined(files, held, regions)
             else:
                 continue
             put(kept[held.number].array, held, values, backend)
@@ -109,35 +109,34 @@ def parameters(path: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{path} cannot be read: {error}.", way_out(path)) from None
 
 
-def _joined(files: "_Files", held: HeldRegion, found: Sequence[Stored]) -> np.ndarray:
+def _joined(files: "_Files", held: HeldRegion, regions: Sequence[Stored]) -> np.ndarray:
     """Read a rank's elements of a tensor, bit for bit: 1-D, packed.
 
-    held    the region of the tensor that this rank needs
-    found   the regions of the tensor in the checkpoint
-
-    raises  CheckpointError unless the checkpoint has each element exactly once
+    held     the region of the tensor that this rank needs
+    regions  the regions of the tensor in the checkpoint
+    raises   CheckpointError unless the checkpoint has each element exactly once
     """
     joined, done = np.empty(held.part.length, held.dtype), list[tuple[int, int]]()
-    for offset, values in files.elements(held, found):
+    for offset, values in files.elements(held, regions):
         joined[offset : offset + len(values)] = values
         done.append((offset, offset + len(values)))
     ends = [0, *(stop for _, stop in sorted(done))]
     if ends[-1] != len(joined) or ends[:-1] != sorted(
         start for start, _ in done
     ):  # An element is missing or duplicated.
-        raise files.unfit(held, found)
+        raise files.unfit(held, regions)
     return joined
 
 
-def _summed(files: "_Files", held: HeldRegion, found: Sequence[Stored]) -> np.ndarray:
+def _summed(files: "_Files", held: HeldRegion, regions: Sequence[Stored]) -> np.ndarray:
     """Read a rank's elements of a tensor, summed over all ranks that saved them: 1-D, packed.
 
-    held, found  as in `_joined`
+    held, regions  as in `_joined`
     """
-    if any(stored.part.shape != held.part.shape for stored in found):
-        raise files.unfit(held, found)
+    if any(stored.part.shape != held.part.shape for stored in regions):
+        raise files.unfit(held, regions)
     total = np.zeros(held.part.length, held.dtype)
-    for offset, values in files.elements(held, found):
+    for offset, values in files.elements(held, regions):
         total[offset : offset + len(values)] += values
     return total
 
@@ -154,7 +153,7 @@ class _Files:
         self._located: dict[str, dict[str, Located]] = {}
         self._open: dict[str, BinaryIO] = {}
 
-    def found(self, held: HeldRegion) -> list[Stored]:
+    def regions_of(self, held: HeldRegion) -> list[Stored]:
         """Return the regions in the checkpoint of the tensor of `held`; [] if there are none."""
         tensor = held.part.tensor
         if held.name != PARAMETERS:
@@ -175,21 +174,20 @@ class _Files:
         ]
 
     def elements(
-        self, held: HeldRegion, found: Sequence[Stored]
+        self, held: HeldRegion, regions: Sequence[Stored]
     ) -> Iterator[tuple[int, np.ndarray]]:
         """Read the elements of a region from the checkpoint, at most MOVED bytes at a time.
 
-        held    the region that this rank needs
-        found   the regions of its tensor in the checkpoint
-
-        yields  the offset of the values in the packed region, and the values, 1-D
-        raises  ValueError if an array has another dtype or shape than the region needs
+        held     the region that this rank needs
+        regions  the regions of its tensor in the checkpoint
+        yields   the offset of the values in the packed region, and the values, 1-D
+        raises   ValueError if an array has another dtype or shape than the region needs
         """
-        mine = runs(held.part.packed())
-        for stored in found:
+        wanted = runs(held.part.packed())
+        for stored in regions:
             if stored.part.shape != held.part.shape:
                 continue
-            here, array = common(mine, runs(stored.part)), self._tensor(stored.file, stored.key)
+            shared, array = common(wanted, runs(stored.part)), self._tensor(stored.file, stored.key)
             dtype = array.numpy
             shape = held.part.shape if stored.name == PARAMETERS else (stored.part.length,)
             if dtype.kind != held.dtype.kind or array.shape != shape:
@@ -197,19 +195,19 @@ class _Files:
                     f"{stored.file} has {stored.key!a} as {array.dtype} of shape {array.shape}, but "
                     f"{held.dtype} of shape {shape} is wanted"
                 )
-            for offset, other, length in zip(*(column.tolist() for column in here), strict=True):
+            for offset, place, length in zip(*(column.tolist() for column in shared), strict=True):
                 for start in range(0, length, MOVED // dtype.itemsize):
                     values = np.empty(min(MOVED // dtype.itemsize, length - start), dtype)
                     read_into(
                         self._descriptor(stored.file),
                         values,
-                        array.start + (other + start) * dtype.itemsize,
+                        array.start + (place + start) * dtype.itemsize,
                     )
                     yield offset + start, values
 
-    def unfit(self, held: HeldRegion, found: Sequence[Stored]) -> CheckpointError:
+    def unfit(self, held: HeldRegion, regions: Sequence[Stored]) -> CheckpointError:
         """Return the error for a tensor whose stored regions do not fit."""
-        shape = found[0].part.shape if found else None
+        shape = regions[0].part.shape if regions else None
         has = (
             "none"
             if shape is None
@@ -224,7 +222,6 @@ class _Files:
         )
 
     def close(self) -> None:
-        """Close all open files."""
         for file in self._open.values():
             file.close()
         self._open.clear()

@@ -103,7 +103,7 @@ def read_manifest(path: Path) -> Manifest:
         is_altered = (
             body.pop("sha256") != _digest(body) or _text({**body, "sha256": _digest(body)}) != text
         )
-        found = body["format"]
+        format_name = body["format"]
     except FileNotFoundError:
         if not path.is_dir():
             raise CheckpointError(
@@ -120,8 +120,8 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(
             f"{file} was altered: its contents do not match its SHA-256.", way_out(path)
         )
-    if found != FORMAT:
-        raise _of_another_format(file, str(found))
+    if format_name != FORMAT:
+        raise _of_another_format(file, str(format_name))
     try:
         read = structure_of(text.encode(), BLOCK)
     except ValueError as error:
@@ -154,15 +154,15 @@ def _refuse_earlier(path: Path) -> None:
     """Raise CheckpointError if the checkpoint is of a version without manifests."""
     file = path / "model.safetensors"
     try:
-        found = located(file)[0]["format"]
+        format_name = located(file)[0]["format"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return
-    raise _of_another_format(file, found)
+    raise _of_another_format(file, format_name)
 
 
-def _of_another_format(file: Path, found: str) -> CheckpointError:
+def _of_another_format(file: Path, format_name: str) -> CheckpointError:
     return CheckpointError(
-        f"{file} is in format {found}, but this version of mpitrain reads {FORMAT}.",
+        f"{file} is in format {format_name}, but this version of mpitrain reads {FORMAT}.",
         "Go on with the version that wrote it, or start the run again.",
     )
 
@@ -179,8 +179,8 @@ def verify(path: Path, manifest: Manifest, rank: int, ranks: int) -> None:
         for name, file in sorted(manifest.files.items())
         for block in range(len(file.digests))
     ]
-    mine = blocks[rank * len(blocks) // ranks : (rank + 1) * len(blocks) // ranks]
-    for name, group in groupby(mine, lambda block: block[0]):
+    own_blocks = blocks[rank * len(blocks) // ranks : (rank + 1) * len(blocks) // ranks]
+    for name, group in groupby(own_blocks, lambda block: block[0]):
         _verify(path / name, manifest, [block for _, block in group])
     listed = {path / name for name in manifest.files}
     for extra in sorted(
@@ -238,11 +238,11 @@ def _other_facts(file: Path, wanted: Mapping[str, Any]) -> list[str]:
     They are [] if the file has no valid metadata.
     """
     try:
-        said = located(file)[0]
+        metadata = located(file)[0]
         return [
-            f"{name} {said[name]} where {wanted[name]} is wanted"
+            f"{name} {metadata[name]} where {wanted[name]} is wanted"
             for name in wanted
-            if said[name] != str(wanted[name])
+            if metadata[name] != str(wanted[name])
         ]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return []

@@ -108,7 +108,7 @@ def _tensors(entries: Sequence[Entry]) -> list[list[Any]]:
 
 def holdings(description: dict[str, Any]) -> list[HeldRegion]:
     """Return every region of a tensor on a rank, from the description by `described`."""
-    found = []
+    regions = []
     for number, (name, kind, dtype, size, pieces, own) in enumerate(description["kept"]):
         tensors = (own or description["tensors"]) if pieces else [("", [size], None, 0, size)]
         everything = sorted(Piece(*piece) for piece in pieces or [(0, size, 0)])
@@ -119,7 +119,7 @@ def holdings(description: dict[str, Any]) -> list[HeldRegion]:
                 local = [
                     [piece.start - start, piece.stop - start, piece.offset] for piece in inside
                 ]
-                found.append(
+                regions.append(
                     HeldRegion(
                         number,
                         name,
@@ -128,23 +128,33 @@ def holdings(description: dict[str, Any]) -> list[HeldRegion]:
                         part_of_text([tensor, shape, rectangles, local]),
                     )
                 )
-    return found
+    return regions
 
 
 def runs(part: Region) -> Runs:
     """Return the runs of a region; a rectangle narrower than its tensor has one run per row."""
     start, offset, length = _runs_of_rectangles(part.shape, part.rectangles)
-    found = []
+    triples = []
     for piece in part.pieces:
         low, high = np.maximum(offset, piece.start), np.minimum(offset + length, piece.stop)
-        here = low < high
-        low = low[here]
-        found.append(
-            (start[here] + low - offset[here], piece.offset + low - piece.start, high[here] - low)
+        is_inside = low < high
+        low = low[is_inside]
+        triples.append(
+            (
+                start[is_inside] + low - offset[is_inside],
+                piece.offset + low - piece.start,
+                high[is_inside] - low,
+            )
         )
-    firsts, places, lengths = (np.concatenate(column) for column in zip(*found, strict=True))
+    firsts, places, lengths = (np.concatenate(column) for column in zip(*triples, strict=True))
     order = np.argsort(firsts, kind="stable")
     return Runs(firsts[order], places[order], lengths[order])
+
+
+def joined_dim(rectangles: Sequence[Sequence[Any]]) -> int:
+    """Return the one dim in which rectangles differ, along which they are joined; 0: none."""
+    first = rectangles[0]
+    return next((d for r in rectangles for d in range(len(r)) if r[d] != first[d]), 0)
 
 
 def _runs_of_rectangles(
@@ -159,9 +169,9 @@ def _runs_of_rectangles(
         return one_run(0, prod(shape))
     dims = range(len(shape))
     lengths = [[stop - start for start, stop in rectangle] for rectangle in rectangles]
-    joined = next((d for other in rectangles for d in dims if other[d] != rectangles[0][d]), 0)
+    joined = joined_dim(rectangles)
     local = [sum(length[d] for length in lengths) if d == joined else lengths[0][d] for d in dims]
-    found, before = [], 0
+    triples, before = [], 0
     for rectangle, length in zip(rectangles, lengths, strict=True):
         last = max((d for d in dims if not shape[d] == local[d] == length[d]), default=0)
         start, offset = np.zeros(1, np.int64), np.zeros(1, np.int64)
@@ -173,7 +183,7 @@ def _runs_of_rectangles(
             offset = np.add.outer(
                 offset, (before * (d == joined) + steps) * prod(local[d + 1 :])
             ).reshape(-1)
-        found.append((start, offset, np.full(len(start), prod(length[last:]))))
+        triples.append((start, offset, np.full(len(start), prod(length[last:]))))
         before += length[joined]
-    first, second, third = (np.concatenate(column) for column in zip(*found, strict=True))
+    first, second, third = (np.concatenate(column) for column in zip(*triples, strict=True))
     return first, second, third

@@ -110,17 +110,17 @@ def save(
         )
         attempt(lambda: is_root and prepare(unfinished))
         files, stored = _write(unfinished, shares, kept, transport, backend, done)
-        mine = attempt(
+        own_files = attempt(
             lambda: {name: File(transport.rank, *closed(file)) for name, file in files.items()}
         )
-        everyone = transport.gather_text([mine, stored])
+        everyone = transport.gather_text([own_files, stored])
         written = {name: file for files, _ in everyone for name, file in files.items()}
         manifest = Manifest(
             done,
             layout,
             scalars,
             written,
-            [one for _, stored in everyone for one in stored],
+            [region for _, stored in everyone for region in stored],
             base=base or {},
         )
         attempt(lambda: is_root and _finish(unfinished, target, shares, manifest, keep))
@@ -172,23 +172,24 @@ def _write(
         }
         model = files[names[rank]] = WritingTensors(folder / names[rank], tensors, metadata)
     join(shares, kept, model, transport, backend)
-    held = {_key(held): held for held in shares.pieces[rank]}
+    regions = {_key(held): held for held in shares.pieces[rank]}
     name = f"state-{rank:05d}.safetensors"
-    if held:
-        arrays = {key: (one.dtype, (one.part.length,)) for key, one in held.items()}
+    if regions:
+        arrays = {key: (region.dtype, (region.part.length,)) for key, region in regions.items()}
         files[name] = WritingTensors(folder / name, arrays, metadata)
-    for one in held.values():
-        count = MOVED // one.dtype.itemsize
-        for piece in one.part.pieces:
+    for region in regions.values():
+        count = MOVED // region.dtype.itemsize
+        for piece in region.part.pieces:
             for start in range(
                 piece.offset, stop := piece.offset + piece.stop - piece.start, count
             ):
                 with transport.recorder.working(PIECE):
                     files[name].write(
-                        backend.to_host(kept[one.number].array[start : min(start + count, stop)])
+                        backend.to_host(kept[region.number].array[start : min(start + count, stop)])
                     )
     return files, [
-        Stored(name, key, one.name, one.kind, one.part.packed()) for key, one in held.items()
+        Stored(name, key, region.name, region.kind, region.part.packed())
+        for key, region in regions.items()
     ]
 
 
@@ -211,7 +212,6 @@ def _key(held: HeldRegion) -> str:
 
 
 def _finish(unfinished: Path, target: Path, shares: Shares, manifest: Manifest, keep: int) -> None:
-    """Write the index and the manifest, and rename the checkpoint to its final name."""
     names = _model_files(shares)
     index = {
         "metadata": {"total_size": sum(joined.nbytes for joined in shares.tensors.values())},
@@ -266,7 +266,7 @@ def _successor(transport: Transport, path: Path) -> Path | None:
 
 
 def load(
-    found: Checkpoint,
+    checkpoint: Checkpoint,
     kept: Sequence[StateBuffer],
     storage: Storage,
     transport: Transport,
@@ -290,22 +290,29 @@ def load(
             everyone = from_all_ranks(
                 transport,
                 partial(
-                    fill, found.path, found.manifest, kept, storage, backend, layout, transport.rank
+                    fill,
+                    checkpoint.path,
+                    checkpoint.manifest,
+                    kept,
+                    storage,
+                    backend,
+                    layout,
+                    transport.rank,
                 ),
             )
         except CheckpointError:
-            successor = _successor(transport, found.path)
+            successor = _successor(transport, checkpoint.path)
             if not successor:
                 raise
-            found = read_beside(transport, successor)
+            checkpoint = read_beside(transport, successor)
             continue
         changed = {name.split("/")[0]: what for named in everyone for name, what in named.items()}
-        then = ", ".join(f"{axis} {size}" for axis, size in found.manifest.layout.items())
+        then = ", ".join(f"{axis} {size}" for axis, size in checkpoint.manifest.layout.items())
         for what in sorted({*changed.values()}) if transport.rank == 0 else ():
             names = ", ".join(sorted(name for name in changed if changed[name] == what))
             print(
-                f"note: {names} in {found.path} {what} the ranks of {then}.",
+                f"note: {names} in {checkpoint.path} {what} the ranks of {then}.",
                 file=sys.stderr,
                 flush=True,
             )
-        return found
+        return checkpoint

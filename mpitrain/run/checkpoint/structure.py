@@ -65,36 +65,36 @@ def structure_of(text: bytes, largest_block: int) -> Structure:
     largest_block  limit for the bytes of a block, since a block is read into memory
     raises         ValueError with a message of one line, if an entry breaks a rule
     """
-    found = validated(Structure, text)
-    _check_numbers(found, largest_block)
-    _check_stored(found)
-    return found
+    structure = validated(Structure, text)
+    _check_numbers(structure, largest_block)
+    _check_stored(structure)
+    return structure
 
 
-def _check_numbers(found: Structure, largest_block: int) -> None:
-    if found.block > largest_block:
-        raise ValueError(f"a block has at most {largest_block} bytes, and not {found.block}")
-    if found.layout.get("dp", 0) < 1:
+def _check_numbers(structure: Structure, largest_block: int) -> None:
+    if structure.block > largest_block:
+        raise ValueError(f"a block has at most {largest_block} bytes, and not {structure.block}")
+    if structure.layout.get("dp", 0) < 1:
         raise ValueError("the layout has no number of replicas, dp")
-    scale = found.scalars.get("loss_scale", DynamicLossScale.FIRST)
+    scale = structure.scalars.get("loss_scale", DynamicLossScale.FIRST)
     if not DynamicLossScale.LEAST <= scale <= DynamicLossScale.MOST:
         raise ValueError(
             f"the loss scale is {scale:g}, and not from {DynamicLossScale.LEAST:g} to {DynamicLossScale.MOST:g}"
         )
-    for name, (_, nbytes, digests) in found.files.items():
-        if len(digests) != -(-nbytes // found.block):
+    for name, (_, nbytes, digests) in structure.files.items():
+        if len(digests) != -(-nbytes // structure.block):
             raise ValueError(
-                f"{name} of {nbytes} bytes has {len(digests)} digests, for blocks of {found.block}"
+                f"{name} of {nbytes} bytes has {len(digests)} digests, for blocks of {structure.block}"
             )
-    if INDEX not in found.files:
+    if INDEX not in structure.files:
         raise ValueError(f"it lists no {INDEX}")
 
 
-def _check_stored(found: Structure) -> None:
+def _check_stored(structure: Structure) -> None:
     keys, kinds, shapes = set(), dict[tuple[str, str], str](), dict[tuple[str, str], list[int]]()
-    for file, key, name, kind, (tensor, shape, rectangles, pieces) in found.stored:
+    for file, key, name, kind, (tensor, shape, rectangles, pieces) in structure.stored:
         where = f"{key!a} in {file}"
-        if file not in found.files or file == INDEX:
+        if file not in structure.files or file == INDEX:
             raise ValueError(f"{where} is in no file that it lists")
         if (file, key) in keys:
             raise ValueError(f"it has {where} twice")

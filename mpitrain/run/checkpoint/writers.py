@@ -118,12 +118,12 @@ def _share_out(holders: Holders, shares: Shares, nbytes: list[int]) -> None:
         left = without(group[0][1].part.pieces, taken[rectangles])
         for unit in cut(left, BLOCK // group[0][1].dtype.itemsize):
             rank, held = _least(group, nbytes)
-            mine = next(
+            enclosing = next(
                 piece for piece in held.part.pieces if piece.start <= unit.start < piece.stop
             )
             # `offset` becomes the offset in this rank's array.
-            here = unit._replace(offset=mine.offset + unit.start - mine.start)
-            _give(held._replace(part=held.part._replace(pieces=(here,))), rank, shares, nbytes)
+            piece = unit._replace(offset=enclosing.offset + unit.start - enclosing.start)
+            _give(held._replace(part=held.part._replace(pieces=(piece,))), rank, shares, nbytes)
         taken[rectangles] += left
 
 
@@ -134,7 +134,7 @@ def sources(name: str, joined: Joined) -> list[Contribution]:
     """
     ranks = 1 + max(rank for rank, _ in joined.holders)
     taken: dict[Any, list[Piece]] = defaultdict(list)
-    found, missing = [], prod(joined.shape)
+    contributions, missing = [], prod(joined.shape)
     for rank, held in sorted(
         joined.holders, key=lambda holder: (holder[0] - joined.writer) % ranks
     ):
@@ -142,7 +142,7 @@ def sources(name: str, joined: Joined) -> list[Contribution]:
             pieces=tuple(without(held.part.pieces, taken[held.part.rectangles]))
         )
         if missing > 0 and part.pieces:
-            found.append(Contribution(rank, held.number, runs(part)))
+            contributions.append(Contribution(rank, held.number, runs(part)))
             taken[part.rectangles] += part.pieces
             missing -= part.length
     if missing > 0:
@@ -150,7 +150,7 @@ def sources(name: str, joined: Joined) -> list[Contribution]:
             f"Every element of {name} must be on a rank, but {missing} of {prod(joined.shape)} are on none.",
             "The checkpoint is not written. This is a fault of mpitrain; please report it.",
         )
-    return found
+    return contributions
 
 
 PIECE = "a piece of the checkpoint"
@@ -176,13 +176,13 @@ def join(
     for name, joined in shares.tensors.items():
         if all(rank != me for rank, _ in joined.holders):
             continue
-        found = sources(name, joined)
+        contributions = sources(name, joined)
         for window in _windows(joined):
             chunk = np.empty(window.length[0] if joined.writer == me else 0, joined.dtype)
-            for source in found:
-                here = common(source.runs, window)
-                if here.length.size and me in (source.rank, joined.writer):
-                    _bring(source, here, chunk, joined, kept, transport, backend)
+            for source in contributions:
+                shared = common(source.runs, window)
+                if shared.length.size and me in (source.rank, joined.writer):
+                    _bring(source, shared, chunk, joined, kept, transport, backend)
             if file:
                 with transport.recorder.working(PIECE):
                     file.write(chunk)
@@ -190,7 +190,7 @@ def join(
 
 def _bring(
     source: Contribution,
-    here: Common,
+    shared: Common,
     chunk: np.ndarray,
     joined: Joined,
     kept: Sequence[StateBuffer],
@@ -199,34 +199,34 @@ def _bring(
 ) -> None:
     """Copy or send elements from their source into the writer's chunk.
 
-    here  runs of elements to copy: `here.one` has their offsets in the source's array,
-          `here.other` their offsets in `chunk`, and `here.length` their lengths
+    shared  runs of elements to copy: `shared.one` has their offsets in the source's array,
+            `shared.other` their offsets in `chunk`, and `shared.length` their lengths
     """
     if source.rank == transport.rank:
-        values = _picked(kept[source.number].array, here, backend)
+        values = _picked(kept[source.number].array, shared, backend)
         values = values.astype(joined.dtype, copy=False)
     else:
-        values = np.empty(here.length.sum(), joined.dtype)
+        values = np.empty(shared.length.sum(), joined.dtype)
         transport.recv(values, source.rank)
     if joined.writer != transport.rank:
         transport.send(values, joined.writer)
         return
     done = 0
-    for offset, length in zip(here.other.tolist(), here.length.tolist(), strict=True):
+    for offset, length in zip(shared.other.tolist(), shared.length.tolist(), strict=True):
         chunk[offset : offset + length] = values[done : done + length]
         done += length
 
 
-def _picked(array: Any, here: Common, backend: Backend) -> np.ndarray:
+def _picked(array: Any, shared: Common, backend: Backend) -> np.ndarray:
     """Copy runs of elements of a backend array to host memory: 1-D, packed."""
-    first = int(here.one.min())
-    held = backend.to_host(array[first : int((here.one + here.length).max())])
-    if len(here.length) == 1:
+    first = int(shared.one.min())
+    held = backend.to_host(array[first : int((shared.one + shared.length).max())])
+    if len(shared.length) == 1:
         return held
     return np.concatenate(
         [
             held[offset - first : offset - first + length]
-            for offset, length in zip(here.one.tolist(), here.length.tolist(), strict=True)
+            for offset, length in zip(shared.one.tolist(), shared.length.tolist(), strict=True)
         ]
     )
 

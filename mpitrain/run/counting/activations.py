@@ -45,28 +45,32 @@ def check_activations(
     replanned  (micro-batches) -> the job with so many, or None if they do not fit its keys
     """
 
-    def needed(found: Scheduled) -> tuple[int, StepCounts]:
-        return bytes_needed(found, source, units, room, rank)
+    def needed(scheduled: Scheduled) -> tuple[int, StepCounts]:
+        return bytes_needed(scheduled, source, units, room, rank)
 
     try:
-        activations, mine = needed(job)
+        activations, counts = needed(job)
     except MpitrainError:
         raise
     except Exception as error:  # A plugin's layer may use an array in a way that needs memory.
         return StepCounts(problem=f"{type(error).__name__}: {error}")
     if room.needed + activations <= room.free:
-        return mine
+        return counts
     axes, micro_batches = job.axes, job.plan.micro_batches
     rows = -(-job.config.batch.size // axes.dp)
-    found = _fitting(
-        replanned, micro_batches, rows, room.free - room.needed, lambda one: needed(one)[0]
+    fitting = _fitting(
+        replanned,
+        micro_batches,
+        rows,
+        room.free - room.needed,
+        lambda proposed: needed(proposed)[0],
     )
     raise ConfigError(
         f"{len(room.ranks)} rank(s) need {room.needed / 1e9:,.2f} GB for parameters, gradients and optimizer state "
         f"and {activations / 1e9:,.2f} GB for activations {room.where}, with {micro_batches} micro-batch(es) of "
         f"{-(-rows // micro_batches)} row(s), but {room.free / 1e9:,.2f} GB {room.allowed}.",
-        f"Set batch.micro_batches to {found.micro_batches}: activations then need {found.needed / 1e9:,.2f} GB."
-        if found
+        f"Set batch.micro_batches to {fitting.micro_batches}: activations then need {fitting.needed / 1e9:,.2f} GB."
+        if fitting
         else f"{_savings(job.config)} model.width or model.context: no larger number of micro-batches "
         "fits.",
     )
@@ -97,12 +101,12 @@ def bytes_needed(
     workers = axes.ranks - axes.servers
     tp, dp, pp = axes.coords(rank) if rank < workers else (0, 0, 0)
     counter = Counter(job, source, units, tp)
-    mine = counter.step(pp, dp)
+    counts = counter.step(pp, dp)
     # The ranks of a stage need almost equal bytes, so each stage is counted once.
     stages = Numbers(axes.coords(r).pp for r in room.ranks if r < workers)
-    peaks = {stage: mine.peak if stage == pp else counter.step(stage).peak for stage in stages}
+    peaks = {stage: counts.peak if stage == pp else counter.step(stage).peak for stage in stages}
     total = sum(number * peaks[stage] for stage, number in stages.items())
-    return total, mine if rank < workers else StepCounts()
+    return total, counts if rank < workers else StepCounts()
 
 
 def _fitting(
@@ -122,13 +126,13 @@ def _fitting(
     low, high = micro_batches + 1, min(rows, MOST)
     while low <= high:
         middle = (low + high) // 2
-        found = next(filter(None, map(replanned, range(middle, high + 1))), None)
-        nbytes = needed(found) if found else math.inf
-        if found and nbytes <= free:
-            best = Fitting(found.plan.micro_batches, int(nbytes))
+        proposed = next(filter(None, map(replanned, range(middle, high + 1))), None)
+        nbytes = needed(proposed) if proposed else math.inf
+        if proposed and nbytes <= free:
+            best = Fitting(proposed.plan.micro_batches, int(nbytes))
             high = middle - 1
-        elif found:
-            low = found.plan.micro_batches + 1
+        elif proposed:
+            low = proposed.plan.micro_batches + 1
         else:
             high = middle - 1
     return best

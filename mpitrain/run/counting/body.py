@@ -116,7 +116,6 @@ class Replica:
 
 
 def _kind_of(device: Device) -> type[Weightless]:
-    """Return the class of arrays in place of the device's."""
     if isinstance(device.backend, DeviceBackend):
         return WeightlessOnDevice
     return WeightlessForKernels if device.kernels else Weightless

@@ -65,9 +65,9 @@ def gemm_peak(device: Device, dtype: np.dtype, sharing: int, kernels: str) -> fl
     path = cache_of(CACHE) / f"{key}.json"
     cached, budget = 0.0, BUDGET
     with suppress(OSError, ValueError):
-        found = validated(_Peak, contents(path))
-        if found.facts == facts:
-            cached, budget = found.flops_per_s, CHECK
+        peak = validated(_Peak, contents(path))
+        if peak.facts == facts:
+            cached, budget = peak.flops_per_s, CHECK
     rate = _measured(device, dtype, budget)
     if rate <= cached:
         return cached
@@ -78,7 +78,6 @@ def gemm_peak(device: Device, dtype: np.dtype, sharing: int, kernels: str) -> fl
 
 
 def _facts(device: Device, dtype: np.dtype, sharing: int, kernels: str) -> dict[str, str | int]:
-    """Return everything that the rate depends on."""
     return {
         "device": device.kernels.engine.name if device.kernels else processor().name,
         "dtype": dtype.name,

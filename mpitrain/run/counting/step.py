@@ -72,11 +72,13 @@ class Counter:
         config, axes, plan, device = job
         self._job, self._source = job, source
         self._body = Body(device, config, tp, axes.tp)
+        # Before the units are timed, the balanced partition is counted.
+        partition = "" if config.pipeline.partition == TIME else config.pipeline.partition
         self._chunks = cut_in_chunks(
             units,
             self._body.layers,
             plan.stage_of,
-            _partition(config),
+            partition,
             config.model.freeze,
             config.lora,
         )
@@ -85,9 +87,9 @@ class Counter:
         """Count one training step of a pipeline stage, in the dp-th replica."""
         config, axes, plan, device = self._job
         body, chunks = self._body, self._chunks.chunks
-        mine = [unit for chunk in own(plan.stage_of, pp) for unit in chunks[chunk]]
-        storage = Storage(mine, config.precision.stored, axes.dp)
-        replica: Any = Replica(storage, body, loss_for(body.layers), self._chunks.first(mine))
+        units = [unit for chunk in own(plan.stage_of, pp) for unit in chunks[chunk]]
+        storage = Storage(units, config.precision.stored, axes.dp)
+        replica: Any = Replica(storage, body, loss_for(body.layers), self._chunks.first(units))
         endpoint, computed = body.endpoint(pp, axes.pp), device.half or storage.dtype
         rows = share(config.batch.size, dp, axes.dp)
         every = [share(len(rows), n, plan.micro_batches) for n in range(plan.micro_batches)]
@@ -108,10 +110,10 @@ class Counter:
         before = replace(body.count)
         pipe.train(
             [
-                (0, rows.start + one.start, len(one), True, documents and documents.of(one))
-                for one in shares
+                (0, rows.start + part.start, len(part), True, documents and documents.of(part))
+                for part in shares
             ],
-            [(len(one), *inputs.shape[1:]) for one in shares],
+            [(len(part), *inputs.shape[1:]) for part in shares],
             lambda micro: body.placed(inputs[: len(shares[micro])]),
             loss,
         )
@@ -125,7 +127,7 @@ class Counter:
     def units(self, pp: int) -> list[UnitCount]:
         """Count each unit of a pipeline stage, for the largest micro-batch of replica 0."""
         config, axes, plan, device = self._job
-        body, chunks, found = self._body, self._chunks.chunks, list[UnitCount]()
+        body, chunks, counts = self._body, self._chunks.chunks, list[UnitCount]()
         rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)
         inputs, targets = zeros(self._source, rows, config.precision.stored)
         for chunk in own(plan.stage_of, pp):
@@ -142,8 +144,8 @@ class Counter:
                 return body.arena.take(input_shape(chunks, chunk, inputs.shape), computed)
 
             last = (lambda: body.placed(targets)) if chunk == len(chunks) - 1 else None
-            found += UnitCounter(body, chunks[chunk], replica).count(first, last)
-        return found
+            counts += UnitCounter(body, chunks[chunk], replica).count(first, last)
+        return counts
 
 
 def _is_serial(plan: Plan) -> bool:
@@ -156,10 +158,5 @@ def _unlike(shares: Sequence[range]) -> list[range]:
 
     The first one writes gradients, the others add to them. Of these, one of each size suffices.
     """
-    rest = {len(one): one for one in shares[1:]}
+    rest = {len(part): part for part in shares[1:]}
     return [*shares[:1], *rest.values()]
-
-
-def _partition(config: Config) -> str:
-    """Return pipeline.partition; before the times are measured, the balanced one."""
-    return "" if config.pipeline.partition == TIME else config.pipeline.partition

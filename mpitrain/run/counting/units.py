@@ -96,7 +96,6 @@ class UnitCounter(Silent):
         return dy.reshape(y.shape)
 
     def _begin(self, unit: int) -> None:
-        """Begin a pass of a unit."""
         self._unit, self._before = unit, self._body.count.flops
         self._body.arena.peak = self._body.arena.live
 

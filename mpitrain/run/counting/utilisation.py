@@ -52,9 +52,9 @@ def work_of(job: Scheduled, source: Source | Unopened, units: Units, parameters:
 def _alone(job: Scheduled) -> Scheduled:
     """Return the job on one rank, with one row."""
     config: Config = job.config
-    one = {"dp": 1, "tp": 1, "pp": 1, "sequence_parallel": False}
+    one_rank = {"dp": 1, "tp": 1, "pp": 1, "sequence_parallel": False}
     updated = {
-        "layout": config.layout.model_copy(update=one),
+        "layout": config.layout.model_copy(update=one_rank),
         "batch": config.batch.model_copy(update={"size": 1, "micro_batches": 1}),
         "pipeline": config.pipeline.model_copy(update={"partition": ""}),
     }

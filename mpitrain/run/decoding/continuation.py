@@ -21,17 +21,17 @@ class Continuation:
         """stops: texts, or token numbers with spaces between them; none is empty."""
         self.tokens, self.stopped = list[int](), False
         self._waiting, self._next = b"", list[int]()
-        found = [stop_bytes(stop, tokenizer) for stop in stops]
+        encoded = [stop_bytes(stop, tokenizer) for stop in stops]
         boundary = b"" if tokenizer else rb"\b"
-        self._pattern = re.compile(b"|".join(re.escape(stop) + boundary for stop in found))
+        self._pattern = re.compile(b"|".join(re.escape(stop) + boundary for stop in encoded))
         # The first characters of a stop text, or its first numbers.
         self._heads = [
             stop[:length]
-            for stop in found
+            for stop in encoded
             for length in range(1, len(stop))
             if tokenizer or stop[length : length + 1] == b" "
         ]
-        self._cuts = bool(found)
+        self._cuts = bool(encoded)
         self._pieces = (
             tokenizer.stream(self._fed(), prompt)
             if tokenizer
@@ -50,8 +50,8 @@ class Continuation:
         if self.stopped:
             return b""
         self._waiting += b"".join(self._pieces)
-        found, rest = self._free(), b"" if self.stopped else self._waiting
-        return found + rest
+        text, rest = self._free(), b"" if self.stopped else self._waiting
+        return text + rest
 
     def _fed(self) -> Iterator[int]:
         """Yield each new token when the decoder of text reads it."""
@@ -67,8 +67,8 @@ class Continuation:
             (len(head) for head in self._heads if self._waiting.endswith(head)), default=0
         )
         cut = len(self._waiting) - longest
-        found, self._waiting = self._waiting[:cut], self._waiting[cut:]
-        return found
+        text, self._waiting = self._waiting[:cut], self._waiting[cut:]
+        return text
 
 
 def stop_bytes(stop: str, tokenizer: Tokenizer | None) -> bytes:

@@ -29,12 +29,12 @@ def read_prompts(path: Path) -> list[str]:
         ) from None
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if path.suffix == JSON_LINES:
-        found = [_prompt_of(line, f"line {number} of {path}") for number, line in lines]
+        prompts = [_prompt_of(line, f"line {number} of {path}") for number, line in lines]
     else:
-        found = [line.removesuffix("\r") for _, line in lines]
-    if not found:
+        prompts = [line.removesuffix("\r") for _, line in lines]
+    if not prompts:
         raise DataError(f"A file of prompts has a prompt, but {path} has none.", "Add a line.")
-    return found
+    return prompts
 
 
 def _prompt_of(line: str, where: str) -> str:
@@ -75,13 +75,13 @@ def encoded(prompt: str, tokenizer: Tokenizer | None, vocabulary: int) -> list[i
         return _numbers(prompt, vocabulary)
     if isinstance(tokenizer, ByteTokenizer):
         return list(os.fsencode(prompt))  # The bytes need not be valid UTF-8.
-    found: list[int] = tokenizer.encode(prompt).tolist()
-    if not found or max(found) >= vocabulary:
+    tokens: list[int] = tokenizer.encode(prompt).tolist()
+    if not tokens or max(tokens) >= vocabulary:
         raise ConfigError(
-            f"A prompt needs at least one token, and all below {vocabulary}, but {prompt!r} has {found[:8]}.",
+            f"A prompt needs at least one token, and all below {vocabulary}, but {prompt!r} has {tokens[:8]}.",
             "Give --prompt another text.",
         )
-    return found
+    return tokens
 
 
 def _numbers(prompt: str, vocabulary: int) -> list[int]:

@@ -43,8 +43,8 @@ class Reader:
         None on all stages but the last. Collective over the ranks of a replica.
         """
         if self._decoder:
-            found = self._decoder.read(windows)
-            return None if found is None else self._row(found, 0)
+            logits = self._decoder.read(windows)
+            return None if logits is None else self._row(logits, 0)
         rows = [self._last(window, context) for window in windows]
         return None if rows[0] is None else np.concatenate(rows)
 

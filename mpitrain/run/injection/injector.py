@@ -1,7 +1,6 @@
 """The injector: makes the failure of run.inject happen when the run passes its point."""
 
 import sys
-from collections.abc import Sequence
 
 from mpitrain.config.injections import KINDS, Injection, injection
 from mpitrain.run.injection.failures import FAILURES, partner
@@ -18,11 +17,11 @@ class Injector:
 
     def __init__(self, text: str, transport: Transport):
         """Parse the text of run.inject, which is not empty."""
-        found = injection(text)
-        assert found
-        self.failure, self._losing = found, None
+        failure = injection(text)
+        assert failure
+        self.failure, self._losing = failure, None
         self.transport: Transport = transport
-        if found.kind == "lose":
+        if failure.kind == "lose":
             # The trace shows the send of the message, as if the network had lost it.
             if isinstance(transport, Recorded):
                 self._losing = Losing(transport.inner)
@@ -30,13 +29,11 @@ class Injector:
             else:
                 self.transport = self._losing = Losing(transport)
         # An injection that does not fit the ranks is refused after the start.
-        fits = found.rank < transport.size >= KINDS[found.kind].ranks
-        self._is_due = fits and transport.rank in self._ranks(transport)
-
-    def _ranks(self, transport: Transport) -> Sequence[int]:
-        """Return the ranks on which something happens."""
-        rank = self.failure.rank
-        return (rank, partner(transport, rank)) if self.failure.kind == "deadlock" else (rank,)
+        fits = failure.rank < transport.size >= KINDS[failure.kind].ranks
+        ranks = [failure.rank]
+        if failure.kind == "deadlock":
+            ranks.append(partner(transport, failure.rank))
+        self._is_due = fits and transport.rank in ranks
 
     def is_due(self, point: str, step: int) -> bool:
         """Return whether the failure happens now; True only once.

@@ -65,12 +65,11 @@ class FailingPasses:
 
 
 def _leaves(gradients: Any) -> Iterator[Gradient]:
-    """Return all leaves of a unit's gradients."""
-    for one in gradients.values():
-        if isinstance(one, Gradient):
-            yield one
+    for entry in gradients.values():
+        if isinstance(entry, Gradient):
+            yield entry
         else:
-            yield from _leaves(one)
+            yield from _leaves(entry)
 
 
 def failing(inner: Any, text: str, transport: Transport, backend: Backend) -> Any:

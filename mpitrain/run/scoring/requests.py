@@ -49,7 +49,7 @@ def requests_of(
     raises      DataError for a choice that is no token or does not fit in the context, or for a
                 token that the model does not know
     """
-    found = []
+    requests = []
     for task in tasks:
         for index, choice in enumerate(task.choices):
             before, after = encoded_pair(tokenizer, task.context, choice)
@@ -65,8 +65,8 @@ def requests_of(
                     f"All tokens must be below {vocabulary}, the vocabulary of the model, but {where} has {tokens.max()}.",
                     "Evaluate a run with this tokenizer.",
                 )
-            found.append(ChoiceTokens(tokens[-context - 1 :], len(after)))
-    return found
+            requests.append(ChoiceTokens(tokens[-context - 1 :], len(after)))
+    return requests
 
 
 def batch(requests: Sequence[ChoiceTokens], context: int) -> tuple[np.ndarray, np.ndarray]:

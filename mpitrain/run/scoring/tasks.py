@@ -8,10 +8,9 @@ import numpy as np
 
 from mpitrain.data.tasks import Task
 from mpitrain.data.tokenizer import Tokenizer
-from mpitrain.errors import TrainingError, on_every_rank
 from mpitrain.parallel.grid import share
 from mpitrain.run.scoring.requests import ChoiceTokens, batch, requests_of
-from mpitrain.run.trainer import Trainer
+from mpitrain.run.trainer import Trainer, diverged
 from mpitrain.transport.agreement import on_all_ranks
 
 
@@ -46,16 +45,11 @@ def score(trainer: Trainer, tasks: Sequence[Task], tokenizer: Tokenizer, vocabul
     requests = on_all_ranks(
         trainer.transport, lambda: requests_of(tasks, tokenizer, context, vocabulary)
     )
-    found = log_likelihoods(trainer, requests)
-    if not np.isfinite(found).all():
-        raise on_every_rank(
-            TrainingError(
-                "The model's output is not finite: its training has diverged.",
-                "Train again with a lower optimizer.lr.",
-            )
-        )
+    likelihoods = log_likelihoods(trainer, requests)
+    if not np.isfinite(likelihoods).all():
+        raise diverged()
     ends = [0, *accumulate(len(task.choices) for task in tasks)]
-    return scores(tasks, [found[start:stop].tolist() for start, stop in pairwise(ends)])
+    return scores(tasks, [likelihoods[start:stop].tolist() for start, stop in pairwise(ends)])
 
 
 def scores(tasks: Sequence[Task], log_likelihoods: list[list[float]]) -> Scores:
@@ -79,16 +73,16 @@ def log_likelihoods(trainer: Trainer, requests: Sequence[ChoiceTokens]) -> np.nd
     together = replicas * max(1, batches.size // (replicas * batches.micro_batches))
     # Rows of one batch have similar lengths, so that little of it is padding.
     order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
-    found = np.zeros(len(requests))
+    likelihoods = np.zeros(len(requests))
     for start in range(0, len(order), together):
-        some = order[start : start + together]
-        mine = [some[row] for row in share(len(some), dp, replicas)]
+        numbers = order[start : start + together]
+        own = [numbers[row] for row in share(len(numbers), dp, replicas)]
         # All ranks compute the same number of batches.
-        losses = trainer.row_losses(*batch([requests[n] for n in mine or some[:1]], context))
-        if mine and trainer.grid.reports_loss:
-            found[mine] = -losses
-    trainer.grid.world.all_reduce(found)
-    return found
+        losses = trainer.row_losses(*batch([requests[n] for n in own or numbers[:1]], context))
+        if own and trainer.grid.reports_loss:
+            likelihoods[own] = -losses
+    trainer.grid.world.all_reduce(likelihoods)
+    return likelihoods
 
 
 def _accuracy(right: Sequence[float]) -> Accuracy:

@@ -18,7 +18,7 @@ from mpitrain.trace.blame.text import described_finding
 from mpitrain.trace.read import Trace
 from mpitrain.trace.timeline import Timeline, on_the_clock_of_rank_0, read_timeline
 
-ONE = TypeAdapter(ProcessId)
+PROCESS_ID = TypeAdapter(ProcessId)
 
 
 class Observation(NamedTuple):
@@ -39,7 +39,6 @@ class Observation(NamedTuple):
         return first_divergence(self.states, self.now, quiet)
 
     def text(self, finding: Finding) -> str:
-        """Return a finding as text."""
         return described_finding(finding, self.states, self.now, self.processes)
 
     @property
@@ -74,13 +73,13 @@ def question(
     raises  OSError if the directory cannot be written; ConfigError if it has no traces any more
     """
     processes = {
-        trace.facts["rank"]: found
+        trace.facts["rank"]: process
         for trace in before.timeline.traces
-        if (found := _process(trace.facts))
+        if (process := _process(trace.facts))
     }
     asked = [state.rank for state in before.states if state.process not in (GONE, STOPPED)]
     answers = ask(run_dir, asked, processes, with_stacks, seconds, meanwhile)
-    return _observed(run_dir, answers, {rank: one.clock for rank, one in answers.items()})
+    return _observed(run_dir, answers, {rank: answer.clock for rank, answer in answers.items()})
 
 
 def _observed(
@@ -93,20 +92,21 @@ def _observed(
             f"No trace of the run in {run_dir} can be read. {reason}",
             "Name the directory of another run.",
         )
-    known = {int(rank): state for one in answers.values() for rank, state in one.processes.items()}
+    known = {
+        int(rank): state for answer in answers.values() for rank, state in answer.processes.items()
+    }
     states = []
     for trace in timeline.traces:
         process, rank = _process(trace.facts), trace.facts["rank"]
         own = process_state(process) if process else ""
-        found = own or known.get(rank, "")
-        states.append(state_of(trace, found if found in (GONE, STOPPED) else ""))
+        state = own or known.get(rank, "")
+        states.append(state_of(trace, state if state in (GONE, STOPPED) else ""))
     return Observation(timeline, states, _now(timeline, clocks), answers)
 
 
 def _process(facts: Mapping[str, Any]) -> ProcessId | None:
-    """Return the process of a rank, if its trace names it."""
     with suppress(ValidationError):
-        return ONE.validate_python(facts.get("process_id"))
+        return PROCESS_ID.validate_python(facts.get("process_id"))
     return None
 
 
@@ -129,5 +129,4 @@ def _now(timeline: Timeline, clocks: Mapping[int, float]) -> float:
 
 
 def _on_rank_0(trace: Trace, seconds: float) -> float:
-    """Return a time of a rank's clock on the clock of rank 0."""
     return float(on_the_clock_of_rank_0(np.array([seconds]), trace.clocks)[0])

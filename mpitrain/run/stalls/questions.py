@@ -111,7 +111,7 @@ def ask(
         stacks=with_stacks,
         processes={str(rank): process for rank, process in processes.items()},
     )
-    until, found = time.monotonic() + seconds, dict[int, Answer]()
+    until, answers = time.monotonic() + seconds, dict[int, Answer]()
     missing = set(ranks)
     with _traces(run_dir) as folder:
         folder.write_whole(ASK, question.model_dump_json())
@@ -121,10 +121,10 @@ def ask(
                 for rank in sorted(missing):
                     answer = _read(folder, ANSWER.format(rank), Answer)
                     if answer and answer.number == question.number:
-                        found[rank] = answer
-                missing -= found.keys() | {
+                        answers[rank] = answer
+                missing -= answers.keys() | {
                     int(rank)
-                    for answer in found.values()
+                    for answer in answers.values()
                     for rank, state in answer.processes.items()
                     if state in ("stopped", "gone") and rank.isdecimal()
                 }
@@ -134,7 +134,7 @@ def ask(
                 folder.remove(ASK)
                 for rank in ranks:
                     folder.remove(ANSWER.format(rank))
-    return found
+    return answers
 
 
 def _traces(run_dir: Path) -> Directory:

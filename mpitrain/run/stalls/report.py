@@ -109,7 +109,6 @@ class StallReport:
         return max(LEAST, rest)
 
     def _text(self, seen: Observation, finding: Finding) -> str:
-        """Return the report: the finding, the culprits' stacks and the command to type."""
         run = shlex.quote(str(self._run_dir))
         begin = "" if self._verdict == "ends" else WARNING
         lines = [
@@ -129,8 +128,8 @@ class StallReport:
 
 def _newest(folder: Directory) -> int:
     """Return the number of the newest judgement; 0 before the first."""
-    found = (name.removeprefix(PREFIX) for name in folder.names() if name.startswith(PREFIX))
-    return max((int(digits) for digits in found if digits.isdecimal()), default=0)
+    suffixes = (name.removeprefix(PREFIX) for name in folder.names() if name.startswith(PREFIX))
+    return max((int(digits) for digits in suffixes if digits.isdecimal()), default=0)
 
 
 def _read(folder: Directory, number: int) -> Verdict | None:

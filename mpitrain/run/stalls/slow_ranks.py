@@ -87,14 +87,14 @@ class Readings:
 
 def _ratios(own: Mapping[int, float], alike: Sequence[Sequence[int]]) -> dict[int, float]:
     """Return {rank: own time of a step over the median of the others in its group}."""
-    found = {}
+    ratios = {}
     for group in alike:
         for rank in group:
             others = [own[other] for other in group if other != rank and other in own]
             if others and rank in own and (middle := median(others)) > 0:
                 is_over = own[rank] - middle >= EXCESS
-                found[rank] = own[rank] / middle if is_over else min(1.0, own[rank] / middle)
-    return found
+                ratios[rank] = own[rank] / middle if is_over else min(1.0, own[rank] / middle)
+    return ratios
 
 
 def alike(axes: Axes, rows: int, without: Sequence[int] = ()) -> list[list[int]]:
@@ -106,8 +106,8 @@ def alike(axes: Axes, rows: int, without: Sequence[int] = ()) -> list[list[int]]
     groups = defaultdict(list)
     for rank in range(axes.ranks - axes.servers):
         if rank not in without:
-            here = axes.coords(rank)
-            groups[here.pp, len(share(rows, here.dp, axes.dp))].append(rank)
+            coords = axes.coords(rank)
+            groups[coords.pp, len(share(rows, coords.dp, axes.dp))].append(rank)
     return [group for group in groups.values() if len(group) > 1]
 
 
@@ -120,15 +120,15 @@ class Paces:
 
     def read(self) -> dict[int, Pace]:
         """Return the totals of each rank whose trace can be read."""
-        found = {}
+        paces = {}
         for rank in range(self._ranks):
             with suppress(OSError, ConfigError):
                 if rank not in self._files:
                     self._files[rank] = reading(trace_file(self._run_dir, rank), inner=2)
                 data = os.pread(self._files[rank].fileno(), PACE.size, HEAD - PACE.size)
                 if len(data) == PACE.size:
-                    found[rank] = Pace(*PACE.unpack(data))
-        return found
+                    paces[rank] = Pace(*PACE.unpack(data))
+        return paces
 
     def close(self) -> None:
         for file in self._files.values():

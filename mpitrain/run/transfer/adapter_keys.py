@@ -37,14 +37,14 @@ def with_adapter(tables: Mapping[str, Any]) -> Mapping[str, Any]:
         base, folder = "", base
     if not folder:
         return tables
-    found = adapter_keys(Path(folder))
-    base = base or found["run.init_from"]
+    keys = adapter_keys(Path(folder))
+    base = base or keys["run.init_from"]
     if not base or not Path(base).is_dir():
         raise ConfigError(
             f"Adapters need the model that they were trained on, but {folder} names {base or 'none'}, which is no folder here.",
             f"Name both: --set run.init_from=BASE --set lora.init_from={folder}.",
         )
-    own = {key: found[f"lora.{key}"] for key in OF_ADAPTER}
+    own = {key: keys[f"lora.{key}"] for key in OF_ADAPTER}
     for key in ("rank", "alpha"):
         if key in lora and lora[key] != own[key]:
             raise ConfigError(
@@ -97,5 +97,5 @@ def adapter_keys(folder: Path) -> dict[str, Any]:
     if CONFIG not in names(folder):
         return peft.keys(folder)
     tables = read_toml(folder / CONFIG, inner=1)
-    found = {f"lora.{key}": tables["lora"].get(key) for key in OF_ADAPTER}
-    return {**found, "run.init_from": tables.get("run", {}).get("init_from", "")}
+    keys = {f"lora.{key}": tables["lora"].get(key) for key in OF_ADAPTER}
+    return {**keys, "run.init_from": tables.get("run", {}).get("init_from", "")}

@@ -53,13 +53,13 @@ def _chosen(
     is_chosen  whether a tensor of this name is chosen
     otherwise  whether a buffer of any other state is chosen
     """
-    found = []
+    chosen = []
     for buffer in kept:
         if buffer.name != "parameters" or not buffer.entries:
-            found += [buffer] if otherwise(buffer) else []
+            chosen += [buffer] if otherwise(buffer) else []
         elif own := [entry for entry in buffer.entries if is_chosen(entry.name)]:
-            found.append(buffer._replace(entries=own))
-    return found
+            chosen.append(buffer._replace(entries=own))
+    return chosen
 
 
 def open_adapter(config: Config) -> tuple[Initial, dict[str, Any]]:
@@ -71,12 +71,12 @@ def open_adapter(config: Config) -> tuple[Initial, dict[str, Any]]:
     folder = Path(config.lora.init_from)
     if is_run(folder):
         saved = newest(folder / CHECKPOINTS)
-        found = Initial(saved, {}, parameters(saved), [MANIFEST])
+        adapter = Initial(saved, {}, parameters(saved), [MANIFEST])
         record = base_of(saved)
     else:
-        found, record = peft.read(folder), peft.base(folder)
+        adapter, record = peft.read(folder), peft.base(folder)
     is_same = record and folder_of(record).resolve() == Path(config.run.init_from).resolve()
-    return found, record if is_same else {}
+    return adapter, record if is_same else {}
 
 
 def check_layers(adapter: Initial, config: Config, units: Sequence[Unit]) -> None:
@@ -85,10 +85,10 @@ def check_layers(adapter: Initial, config: Config, units: Sequence[Unit]) -> Non
     units  of the whole model, without adapters
     """
     chosen = chosen_targets([*targets(units)], config.lora.targets)
-    here = {f"{one.layer}.{one.region}".removesuffix(".") for one in chosen}
-    there = {name.rpartition(".")[0] for name in adapter.tensors if is_adapter(name)}
-    if different := sorted(here ^ there):
-        which, way = ("lacks", "names") if different[0] in here else ("has", "does not name")
+    configured = {f"{target.layer}.{target.region}".removesuffix(".") for target in chosen}
+    stored = {name.rpartition(".")[0] for name in adapter.tensors if is_adapter(name)}
+    if different := sorted(configured ^ stored):
+        which, way = ("lacks", "names") if different[0] in configured else ("has", "does not name")
         raise ConfigError(
             f"The adapter {config.lora.init_from} {which} {different[0]}, but lora.targets {way} this layer.",
             "Leave out lora.targets, or start without the adapter.",

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from mpitrain.config import CONFIG, Config, with_settings
-from mpitrain.config.plugins import load
+from mpitrain.config import Config
 from mpitrain.data.tokenizer import Tokenizer
 from mpitrain.errors import ConfigError
 from mpitrain.formats.computed_tensor import AnyTensor
@@ -18,8 +17,8 @@ from mpitrain.run.checkpoint.directories import newest
 from mpitrain.run.checkpoint.load import parameters
 from mpitrain.run.checkpoint.manifest import read_manifest, verify
 from mpitrain.run.generate import tokenizer_of_run
-from mpitrain.run.open_run import check_has_adapters
-from mpitrain.run.run_dir import CHECKPOINTS, configuration, is_run
+from mpitrain.run.open_run import check_has_adapters, trained_configuration
+from mpitrain.run.run_dir import CHECKPOINTS
 from mpitrain.run.transfer.merge import with_adapters
 
 
@@ -62,7 +61,7 @@ def export(
             f"The format of an export is {' or '.join(FORMATS)}, but got {name!r}.",
             "For example: --to gpt2",
         )
-    config = _configuration(run, plugins)
+    config = trained_configuration(run, plugins)
     check_has_adapters(config, base)
     check_new(folder)
     saved = newest(run / CHECKPOINTS)
@@ -83,12 +82,11 @@ def export(
         files = tokenizer_files(tokenizer, config.model.context)
         written = written._replace(files={**written.files, **files})
     verify(saved, manifest, 0, 1)
-    found = write_folder(folder, row.weights, written, dtype, shard_bytes)
-    return Exported(manifest.done.step, found, tokenizer is not None)
+    names = write_folder(folder, row.weights, written, dtype, shard_bytes)
+    return Exported(manifest.done.step, names, tokenizer is not None)
 
 
 def _check_adapters(run: Path, config: Config, name: str, merge: bool) -> None:
-    """Raise ConfigError for an export that needs adapters, or for adapters that it leaves out."""
     rank = config.lora.rank
     if merge and (not rank or name == "peft"):
         raise ConfigError(
@@ -100,12 +98,3 @@ def _check_adapters(run: Path, config: Config, name: str, merge: bool) -> None:
             f"{run} has adapters of rank {rank}, which a folder of kind {name} cannot have.",
             "Export them --to peft, or add --merge to have them in the parameters.",
         )
-
-
-def _configuration(run: Path, plugins: list[str]) -> Config:
-    if not is_run(run):
-        raise ConfigError(
-            f"There is no run in {run}: it has no {CONFIG}.", "Name the directory of a run."
-        )
-    load(with_settings({}, plugins))
-    return configuration(run)

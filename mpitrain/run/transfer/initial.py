@@ -23,7 +23,7 @@ from mpitrain.run.checkpoint import save_load
 from mpitrain.run.checkpoint.directories import newest
 from mpitrain.run.checkpoint.load import parameters, put
 from mpitrain.run.checkpoint.manifest import MANIFEST
-from mpitrain.run.checkpoint.regions import Region, described, holdings
+from mpitrain.run.checkpoint.regions import Region, described, holdings, joined_dim
 from mpitrain.run.checkpoint.writers import PARAMETERS
 from mpitrain.run.run_dir import CHECKPOINTS, is_run
 from mpitrain.run.transfer.model_keys import check_keys, check_vocabulary, determined
@@ -45,12 +45,12 @@ def open_initial(config: Config, vocabulary: int, saved: Path | None = None) -> 
     folder = Path(config.run.init_from)
     if is_run(folder):
         saved = saved or newest(folder / CHECKPOINTS)
-        found = Initial(saved, determined(folder), parameters(saved), [MANIFEST])
+        initial = Initial(saved, determined(folder), parameters(saved), [MANIFEST])
     else:
-        found = format_of(folder).read(folder)
-    check_keys(config.run.init_from, found.keys, config.flat())
-    check_vocabulary(config, found.keys, vocabulary)
-    return found
+        initial = format_of(folder).read(folder)
+    check_keys(config.run.init_from, initial.keys, config.flat())
+    check_vocabulary(config, initial.keys, vocabulary)
+    return initial
 
 
 def load_initial(
@@ -77,11 +77,13 @@ def load_initial(
     def filled() -> dict[str, str]:
         with refusing(initial.folder):
             fill(initial.folder, initial.tensors, kept, storage, backend)
-            mine = initial.files[transport.rank :: transport.size]
-            return {name: sha256(initial.folder / name) for name in mine}
+            names = initial.files[transport.rank :: transport.size]
+            return {name: sha256(initial.folder / name) for name in names}
 
     digests = {
-        name: one for mine in from_all_ranks(transport, filled) for name, one in mine.items()
+        name: digest
+        for of_rank in from_all_ranks(transport, filled)
+        for name, digest in of_rank.items()
     }
     return {"folder": os.path.abspath(initial.folder), "sha256": dict(sorted(digests.items()))}
 
@@ -119,7 +121,7 @@ def _filled_with_codes(
     backend: Backend,
 ) -> list[StateBuffer]:
     """Fill the weights of 8 bits, and return the buffers with the other tensors."""
-    found = []
+    remaining = []
     for buffer in kept:
         coded = [entry for entry in buffer.entries if entry.parameter.coded]
         for entry in coded:
@@ -133,8 +135,8 @@ def _filled_with_codes(
             entry.write(values, buffer.array, backend, buffer.pieces)
         others = [entry for entry in buffer.entries if not entry.parameter.coded]
         if others or not coded:
-            found.append(buffer._replace(entries=others))
-    return found
+            remaining.append(buffer._replace(entries=others))
+    return remaining
 
 
 def _unfit(
@@ -158,26 +160,26 @@ def _check_finite(folder: Path, name: str, values: np.ndarray) -> None:
 def elements(stored: AnyTensor, part: Region) -> np.ndarray:
     """Read the elements of a region, and whole rows of its rectangles at most: 1-D, packed."""
     rectangles = _rectangles(part)
-    dim = next(
-        (d for other in rectangles for d in range(len(other)) if other[d] != rectangles[0][d]), 0
+    dim = joined_dim(rectangles)
+    width = sum(
+        math.prod(_lengths(rectangle)[1:]) for rectangle in rectangles[: None if dim else 1]
     )
-    width = sum(math.prod(_lengths(one)[1:]) for one in rectangles[: None if dim else 1])
-    found = []
+    values = []
     for piece in part.pieces:
         first, last = piece.start // width, -(-piece.stop // width)
         if dim:
-            blocks = [stored.read(_rows(one, first, last)) for one in rectangles]
+            blocks = [stored.read(_rows(rectangle, first, last)) for rectangle in rectangles]
         else:
             blocks, before = [], 0
-            for one in rectangles:
-                count = _lengths(one)[0] if one else 1
+            for rectangle in rectangles:
+                count = _lengths(rectangle)[0] if rectangle else 1
                 low, high = max(first - before, 0), min(last - before, count)
                 before += count
                 if low < high:
-                    blocks.append(stored.read(_rows(one, low, high)))
+                    blocks.append(stored.read(_rows(rectangle, low, high)))
         flat = np.concatenate(blocks, dim).reshape(-1) if blocks[0].ndim else blocks[0].reshape(-1)
-        found.append(flat[piece.start - first * width : piece.stop - first * width])
-    return np.concatenate(found)
+        values.append(flat[piece.start - first * width : piece.stop - first * width])
+    return np.concatenate(values)
 
 
 def _fits(name: str, there: tuple[int, ...], here: tuple[int, ...]) -> bool:

@@ -24,8 +24,8 @@ def with_adapters(
     tensors  of the checkpoint
     raises   CheckpointError if the base is missing or has changed
     """
-    found: dict[str, AnyTensor] = {
-        name: as_ours(one) for name, one in tensors.items() if not is_adapter(name)
+    weights: dict[str, AnyTensor] = {
+        name: as_ours(tensor) for name, tensor in tensors.items() if not is_adapter(name)
     }
     if record:
         base = open_base(config, record, config.data.vocabulary or 256)
@@ -34,15 +34,15 @@ def with_adapters(
         check_base(record, {"folder": str(base.folder), "sha256": digests})
         if MANIFEST in base.files:
             verify(base.folder, read_manifest(base.folder), 0, 1)
-        found = {name: as_ours(one) for name, one in base.tensors.items()}
-        keys = {key.partition(".")[2]: one for key, one in base.keys.items() if "model." in key}
+        weights = {name: as_ours(tensor) for name, tensor in base.tensors.items()}
+        keys = {key.partition(".")[2]: value for key, value in base.keys.items() if "model." in key}
         config = config.model_copy(update={"model": config.model.model_copy(update=keys)})
     scale = config.lora.alpha / config.lora.rank
     for layer, pairs in by_layer(tensors, config.model.width).items():
         name = f"{layer}.weight"
-        if name not in found:  # The adapters of a tied head are not those of the embedding.
-            found[name] = found["embedding.tokens"]
+        if name not in weights:  # The adapters of a tied head are not those of the embedding.
+            weights[name] = weights["embedding.tokens"]
             untied = config.model.model_copy(update={"tied": False})
             config = config.model_copy(update={"model": untied})
-        found[name] = merged(found[name], pairs, scale)
-    return config, found
+        weights[name] = merged(weights[name], pairs, scale)
+    return config, weights

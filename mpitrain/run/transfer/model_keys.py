@@ -44,8 +44,8 @@ def determined(folder: Path) -> dict[str, Any]:
             "Name the directory of another run.",
         )
     # A run of an earlier version has the defaults of newer keys.
-    found = {f"model.{key}": model.get(key, Model.model_fields[key].default) for key in OF_RUN}
-    return {**found, "data.vocabulary": data.get("vocabulary", 0)}
+    keys = {f"model.{key}": model.get(key, Model.model_fields[key].default) for key in OF_RUN}
+    return {**keys, "data.vocabulary": data.get("vocabulary", 0)}
 
 
 def with_keys_of_folder(tables: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -66,12 +66,12 @@ def with_keys_of_folder(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(name, str) or not name:
         return tables
     try:
-        found = determined(Path(name))
+        keys = determined(Path(name))
     except ValueError:  # No path can have this name, and the check of keys says so.
         return tables
-    given = {f"model.{key}": value for key, value in model.items()}
-    check_keys(name, found, given)
-    return with_keys(tables, found)
+    configured = {f"model.{key}": value for key, value in model.items()}
+    check_keys(name, keys, configured)
+    return with_keys(tables, keys)
 
 
 def with_keys(tables: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,31 +83,31 @@ def with_keys(tables: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, A
     if not isinstance(model, Mapping) or not isinstance(data, Mapping):
         return dict(tables)
     own = {key: keys[f"model.{key}"] for key in OF_RUN if f"model.{key}" in keys}
-    found = {**tables, "model": {**own, **model}}
+    joined = {**tables, "model": {**own, **model}}
     source = data.get("source")
     is_file = isinstance(source, str) and (source_kind(source).is_token_file or data.get("mixture"))
     if is_file and not data.get("vocabulary"):
-        found["data"] = {**data, "vocabulary": keys["data.vocabulary"]}
-    return found
+        joined["data"] = {**data, "vocabulary": keys["data.vocabulary"]}
+    return joined
 
 
-def check_keys(name: str, found: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def check_keys(name: str, stored: Mapping[str, Any], configured: Mapping[str, Any]) -> None:
     """Raise ConfigError for a key of [model] with another value than in the folder.
 
     A shorter model.context is allowed: the run then takes the first positions.
 
-    name   of the folder
-    found  {section.key: value} in the folder
-    given  {section.key: value} of the run; perhaps not all keys
+    name        of the folder
+    stored      {section.key: value} in the folder
+    configured  {section.key: value} of the run; perhaps not all keys
     """
     for key in (f"model.{key}" for key in OF_RUN):
-        then, now = found.get(key), given.get(key)
-        if key not in found or key not in given or then == now:
+        then, now = stored.get(key), configured.get(key)
+        if key not in stored or key not in configured or then == now:
             continue
-        if key == "model.context" and isinstance(now, int) and 0 < now < found[key]:
+        if key == "model.context" and isinstance(now, int) and 0 < now < stored[key]:
             continue
         if key == "model.hidden":
-            whole = 4 * found["model.width"]
+            whole = 4 * stored["model.width"]
             if (then or whole) == (now or whole):
                 continue
         raise ConfigError(
@@ -116,13 +116,13 @@ def check_keys(name: str, found: Mapping[str, Any], given: Mapping[str, Any]) ->
         )
 
 
-def check_vocabulary(config: Config, found: Mapping[str, Any], entries: int) -> None:
+def check_vocabulary(config: Config, stored: Mapping[str, Any], entries: int) -> None:
     """Raise ConfigError unless the data has the vocabulary of the model in run.init_from.
 
     entries  of the vocabulary of the data
     """
-    wanted = found.get("data.vocabulary", 0)
-    if not wanted or found["model.kind"] != "gpt" or wanted == entries:
+    wanted = stored.get("data.vocabulary", 0)
+    if not wanted or stored["model.kind"] != "gpt" or wanted == entries:
         return
     raise ConfigError(
         f"The model of run.init_from {config.run.init_from} has {wanted} tokens, but {config.data.source} has {entries}.",

@@ -16,12 +16,12 @@ MASK = 0xA282EAD8
 
 
 def _table() -> tuple[int, ...]:
-    found = []
+    table = []
     for number in range(256):
         for _ in range(8):
             number = number >> 1 ^ (0x82F63B78 if number & 1 else 0)
-        found.append(number)
-    return tuple(found)
+        table.append(number)
+    return tuple(table)
 
 
 TABLE = _table()
@@ -29,7 +29,6 @@ TABLE = _table()
 
 
 def crc32c(data: bytes) -> int:
-    """Return the CRC-32C of the data."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
@@ -62,11 +61,11 @@ def scalars_record(seconds: float, step: int, scalars: Mapping[str, float]) -> b
 
 
 def _varint(number: int) -> bytes:
-    found = bytearray()
+    encoded = bytearray()
     while number > 0x7F:
-        found.append(number & 0x7F | 0x80)
+        encoded.append(number & 0x7F | 0x80)
         number >>= 7
-    return bytes([*found, number])
+    return bytes([*encoded, number])
 
 
 def _double(field: int, value: float) -> bytes:

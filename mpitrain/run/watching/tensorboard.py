@@ -3,13 +3,12 @@
 import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mpitrain.config import Config
 from mpitrain.errors import TrainingError
-from mpitrain.files import mend, opened
+from mpitrain.files import append, mend, opened
 from mpitrain.run.metrics import read_metrics, series, strict
 from mpitrain.run.run_dir import METRICS
 from mpitrain.run.watching.event_file import scalars_record, version_record
@@ -37,8 +36,8 @@ class TensorBoard(Watcher):
     def on_begin(self, config: Config, run_dir: Path, record: dict[str, Any]) -> None:
         now = time.time()
         self._started = now - record["wall_s"]
-        found = [version_record(self._started)]
-        found += [self._record(line) for line in read_metrics(run_dir / METRICS)]
+        records = [version_record(self._started)]
+        records += [self._record(line) for line in read_metrics(run_dir / METRICS)]
         name = f"{PREFIX}{int(now)}{SUFFIX}"
         self._path = run_dir / FOLDER / name
         try:
@@ -47,20 +46,15 @@ class TensorBoard(Watcher):
                     if old.startswith(PREFIX) and old.endswith(SUFFIX):
                         folder.remove(old)
                 with folder.whole(name) as file:
-                    file.write(b"".join(found))
+                    file.write(b"".join(records))
                 self._descriptor = folder.append(name)
         except OSError as error:
             raise self._refused(error) from None
 
     def on_log(self, record: dict[str, Any]) -> None:
-        data, size = self._record(strict(record)), os.fstat(self._descriptor).st_size
         try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
+            append(self._descriptor, self._record(strict(record)))
         except OSError as error:
-            with suppress(OSError):
-                os.ftruncate(self._descriptor, size)
             raise self._refused(error) from None
 
     on_evaluation = on_log
@@ -71,10 +65,10 @@ class TensorBoard(Watcher):
 
     def _record(self, record: Mapping[str, Any]) -> bytes:
         """Return the record of the series of a line of metrics; empty if it has none."""
-        found = series(record)
-        seconds = self._started + found.pop("wall_s", 0.0)
+        numbers = series(record)
+        seconds = self._started + numbers.pop("wall_s", 0.0)
         group = "validation" if "val_loss" in record else "train"
-        tags = {f"{group}/{name.removeprefix('val_')}": value for name, value in found.items()}
+        tags = {f"{group}/{name.removeprefix('val_')}": value for name, value in numbers.items()}
         return scalars_record(seconds, int(record["step"]), tags) if tags else b""
 
     def _refused(self, error: OSError) -> TrainingError:

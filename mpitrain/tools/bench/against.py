@@ -58,13 +58,13 @@ def read_before(path: Path, facts: Mapping[str, Any]) -> Before:
     law = f"--against names a file of `mpitrain bench ... --json`, but {path}"
     way_out = "Name the file of the same benchmark on the same number of ranks."
     try:
-        found = parsed(contents(path))
+        document = parsed(contents(path))
     except OSError as error:
         raise ConfigError(f"{law} cannot be read: {error.strerror}.", way_out) from None
     except ValueError as error:
         raise ConfigError(f"{law} is not JSON: {error}.", way_out) from None
-    header = found.get("header") if isinstance(found, dict) else None
-    rows = found.get("rows") if isinstance(found, dict) else None
+    header = document.get("header") if isinstance(document, dict) else None
+    rows = document.get("rows") if isinstance(document, dict) else None
     if not isinstance(header, dict) or not isinstance(rows, list):
         raise ConfigError(f"{law} has no header or no rows.", way_out)
     for name in SAME:
@@ -80,16 +80,16 @@ def read_before(path: Path, facts: Mapping[str, Any]) -> Before:
 
 def best_values(rows: Sequence[Mapping[str, Any]]) -> dict[tuple, dict[str, float]]:
     """Return {identity: {field: best value}} of rows; values that are no positive number are left out."""
-    found: dict[tuple, dict[str, float]] = {}
+    best: dict[tuple, dict[str, float]] = {}
     for row in rows:
         identity = tuple((key, row[key]) for key in KEYS if isinstance(row.get(key), str | int))
         for group, pick in ((TIMES, min), (RATES, max)):
             for fields in group:
                 field = next((name for name in fields if _is_measured(row.get(name))), None)
                 if field and identity:
-                    values = found.setdefault(identity, {})
+                    values = best.setdefault(identity, {})
                     values[field] = pick(values.get(field, row[field]), row[field])
-    return found
+    return best
 
 
 def _is_measured(value: Any) -> bool:
@@ -98,7 +98,7 @@ def _is_measured(value: Any) -> bool:
 
 def ratios(before: Before, rows: Sequence[Any]) -> list[Ratio]:
     """Compare all rows that both benchmarks have. rows: named tuples."""
-    found = []
+    compared = []
     for identity, values in best_values([row._asdict() for row in rows]).items():
         for field, now in values.items():
             then = before.values.get(identity, {}).get(field)
@@ -106,8 +106,8 @@ def ratios(before: Before, rows: Sequence[Any]) -> list[Ratio]:
                 is_rate = field in RATES[0]
                 slower = then / now if is_rate else now / then
                 text = " ".join(str(value) for key, value in identity if key not in SAME)
-                found.append(Ratio(text, field, then, now, slower))
-    return found
+                compared.append(Ratio(text, field, then, now, slower))
+    return compared
 
 
 def slow(compared: Sequence[Ratio], tolerance: float) -> list[Ratio]:

@@ -30,11 +30,11 @@ def small_config(**sections: dict[str, object]) -> Config:
 
 def digest(tensors: Mapping[str, np.ndarray]) -> str:
     """Return the first 16 digits of the SHA-256 of all tensors, in the order of their names."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for name in sorted(tensors):
-        found.update(name.encode())
-        found.update(np.ascontiguousarray(tensors[name]).tobytes())
-    return found.hexdigest()[:16]
+        sha256.update(name.encode())
+        sha256.update(np.ascontiguousarray(tensors[name]).tobytes())
+    return sha256.hexdigest()[:16]
 
 
 def step_digests(transport: Transport, repeats: int = 2) -> list[tuple[str, ...]]:
@@ -45,8 +45,8 @@ def step_digests(transport: Transport, repeats: int = 2) -> list[tuple[str, ...]
     own = transport.split(transport.rank)
     assert own is not None
     with threadpool_limits(1, user_api="blas"):
-        found = [_trained(own) for _ in range(repeats)]
-    everyone = transport.gather_text(found)
+        digests = [_trained(own) for _ in range(repeats)]
+    everyone = transport.gather_text(digests)
     own.close()
     return [tuple(digests) for digests in everyone]
 
@@ -60,6 +60,6 @@ def _trained(alone: Transport) -> str:
     for step in range(STEPS):
         tokens = draw.integers(0, CLASSES, (ROWS, TOKENS + 1))
         job.trainer.step(step, tokens[:, :-1], tokens[:, 1:])
-    found = digest(job.trainer.tensors())
+    bits = digest(job.trainer.tensors())
     job.close()
-    return found
+    return bits

@@ -113,12 +113,12 @@ def links(transport: Transport) -> list[Pair]:
     """Measure the links between the first ranks of all nodes; collective. No pair for one node."""
     first = transport.hosts.index(transport.hosts[transport.rank])
     leaders = transport.split(0 if first == transport.rank else None)
-    mine: list[Pair] = []
+    pairs: list[Pair] = []
     if leaders is not None:
         measured = measure_pairs(leaders, SHORT, LONG, places=(BETWEEN,))
-        mine = merged([pair for one_round in measured for pair in one_round])
+        pairs = merged([pair for one_round in measured for pair in one_round])
         leaders.close()
-    return [Pair(*pair) for pair in transport.gather_text(mine)[0]]
+    return [Pair(*pair) for pair in transport.gather_text(pairs)[0]]
 
 
 def collectives(transport: Transport) -> tuple[int, list[WrongCollective]]:

@@ -100,6 +100,6 @@ def _trained(
 
     finished = train(transport, lambda: config, resume, asked)
     finished.job.trainer.sync_parameters()
-    found = digest(finished.job.trainer.tensors())
+    bits = digest(finished.job.trainer.tensors())
     finished.job.close()
-    return transport.gather_text(found)[0]
+    return transport.gather_text(bits)[0]

@@ -12,7 +12,7 @@ from mpitrain.tools.certify.verdict import RATES, Certificate, best, usual_rates
 
 def lines(evidence: Evidence, certificate: Certificate) -> list[str]:
     """Return the failures, a line for each other node, and the result."""
-    found, others = failures(certificate), []
+    failed, others = failures(certificate), []
     sound = [verdict.node for verdict in certificate.nodes if not verdict.reasons]
     for node in sound:
         text = "not judged" if certificate.awaits else f"PASS  {_speeds(evidence, node)}"
@@ -22,7 +22,7 @@ def lines(evidence: Evidence, certificate: Certificate) -> list[str]:
     if certificate.awaits:
         others.append(f"stopped before the end of: {certificate.awaits}")
     return [
-        *found,
+        *failed,
         *others,
         f"{0 if certificate.awaits else len(sound)} of {len(certificate.nodes)} node(s) pass, "
         f"{len(certificate.others)} other failure(s); {evidence.collectives} collectives checked",
@@ -41,7 +41,6 @@ def _width(certificate: Certificate) -> int:
 
 
 def _speeds(evidence: Evidence, node: str) -> str:
-    """Return the number of ranks on a node, and the lowest of their rates for each of RATES."""
     ranks = [rank for rank, fact in enumerate(evidence.facts) if fact.node == node]
     rates = [
         f"{what} {figure(min(best(evidence.speeds[rank], name) for rank in ranks) / unit)} {units}"

@@ -44,19 +44,19 @@ def sampler(seconds: float = SECONDS, clock: Callable[[], float] = time.perf_cou
 
 def turns(facts: Sequence[Facts]) -> list[list[int]]:
     """Return groups of ranks that measure at the same time. No two ranks of a group share a core."""
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     used: list[set[tuple[str, int]]] = []
     for rank, fact in enumerate(facts):
         cores = {(fact.machine, core) for core in fact.cores}
-        for turn, busy in zip(found, used, strict=True):
+        for turn, busy in zip(groups, used, strict=True):
             if not cores & busy:
                 turn.append(rank)
                 busy |= cores
                 break
         else:
-            found.append([rank])
+            groups.append([rank])
             used.append(cores)
-    return found
+    return groups
 
 
 def measure(
@@ -66,19 +66,18 @@ def measure(
 
     order  the turns of a round; ranks wait asleep while others measure
     """
-    mine = Speeds([], [])
+    samples = Speeds([], [])
     for _ in range(rounds):
         for turn in order:
             transport.gather_text(None)
             if transport.rank in turn:
                 gemm, memory = sample()
-                mine.gemm.append(gemm)
-                mine.memory.append(memory)
-    return [Speeds(*own) for own in transport.gather_text(mine)]
+                samples.gemm.append(gemm)
+                samples.memory.append(memory)
+    return [Speeds(*own) for own in transport.gather_text(samples)]
 
 
 def with_more(speeds: Sequence[Speeds], more: Sequence[Speeds]) -> list[Speeds]:
-    """Return the samples of both measurements."""
     return [
         Speeds([*own.gemm, *new.gemm], [*own.memory, *new.memory])
         for own, new in zip(speeds, more, strict=True)

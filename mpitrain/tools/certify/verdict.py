@@ -47,13 +47,13 @@ def judge(evidence: Evidence, limits: Limits) -> Certificate:
     reasons: dict[str, list[str]] = {node: [] for node in evidence.nodes}
     others: list[str] = []
     for node, reason in (
-        *_small(evidence, limits),
-        *_arithmetic(evidence),
-        *_rates(evidence, limits),
+        *_small_shm(evidence, limits),
+        *_different_steps(evidence),
+        *_slow_rates(evidence, limits),
         *_links(evidence, limits),
         *_bytes(evidence),
         *evidence.findings,
-        *_runs(evidence),
+        *_failed_runs(evidence),
     ):
         known = reasons.get(node, others)
         if reason not in known:
@@ -62,7 +62,7 @@ def judge(evidence: Evidence, limits: Limits) -> Certificate:
         if node not in reasons and node not in evidence.absent:
             reasons[node] = ["it is expected, but has no rank"]
     return Certificate(
-        [NodeVerdict(node, found) for node, found in reasons.items()]
+        [NodeVerdict(node, node_reasons) for node, node_reasons in reasons.items()]
         + [NodeVerdict(node, [reason]) for node, reason in evidence.absent.items()],
         others,
         evidence.awaits,
@@ -76,34 +76,33 @@ def best(speeds: Speeds, name: str) -> float:
 
 def usual_rates(facts: Sequence[Facts], speeds: Sequence[Speeds], name: str) -> list[float]:
     """Return, by rank, the median over nodes of the same processor of their median rank."""
-    found = []
-    for mine in facts:
+    usual = []
+    for judged in facts:
         nodes: dict[str, list[float]] = {}
         for fact, own in zip(facts, speeds, strict=True):
-            if fact.processor == mine.processor:
+            if fact.processor == judged.processor:
                 nodes.setdefault(fact.node, []).append(best(own, name))
         # A single node is compared with itself: a slow rank differs from the others.
-        found.append(median(median(of) for of in nodes.values()))
-    return found
+        usual.append(median(median(of) for of in nodes.values()))
+    return usual
 
 
 def slow_ranks(facts: Sequence[Facts], speeds: Sequence[Speeds], limits: Limits) -> list[int]:
     """Return the ranks below the limits, which are measured again before they count."""
-    found = set()
+    slow = set()
     for name in RATES:
         least = _least(name, limits)
         for rank, usual in enumerate(usual_rates(facts, speeds, name)):
             if not (best(speeds[rank], name) >= max(limits.ratio * usual, least)):
-                found.add(rank)
-    return sorted(found)
+                slow.add(rank)
+    return sorted(slow)
 
 
 def _least(name: str, limits: Limits) -> float:
     return 1e9 * {"gemm": limits.gemm_GFLOPs, "memory": limits.memory_GBs}[name]
 
 
-def _small(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]:
-    """Yield (node, reason) for nodes whose /dev/shm has too little room."""
+def _small_shm(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]:
     for node in evidence.nodes:
         free = [fact.shared for fact in evidence.facts if fact.node == node]
         least = max(limits.shm_MB * 1e6, room_for(0, len(free)))
@@ -111,8 +110,7 @@ def _small(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]:
             yield node, f"/dev/shm has {min(free) / 1e6:.0f} MB free, and needs {least / 1e6:g} MB"
 
 
-def _arithmetic(evidence: Evidence) -> Iterator[tuple[str, str]]:
-    """Yield (node, reason) for ranks whose seeded step differs from that of most ranks."""
+def _different_steps(evidence: Evidence) -> Iterator[tuple[str, str]]:
     facts, steps = evidence.facts, evidence.steps
     for rank, (first, again) in enumerate(steps):
         if first != again:
@@ -144,8 +142,7 @@ def _arithmetic(evidence: Evidence) -> Iterator[tuple[str, str]]:
                 )
 
 
-def _rates(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]:
-    """Yield (node, reason) for slow ranks."""
+def _slow_rates(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]:
     for name, (what, unit, units) in RATES.items():
         if not evidence.speeds:
             return
@@ -187,8 +184,8 @@ def _links(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]:
     nodes |= {pair.second: pair.second_host for pair in evidence.pairs}
     guilty = bad_everywhere(evidence.pairs, slow)
     for number in guilty:
-        mine = [reason for pair, reason in slow.items() if number in pair]
-        yield nodes[number], f"all {len(mine)} links are slow: {mine[0]}"
+        reasons = [reason for pair, reason in slow.items() if number in pair]
+        yield nodes[number], f"all {len(reasons)} links are slow: {reasons[0]}"
     for (first, second), reason in slow.items():
         if not {first, second} & {*guilty}:
             yield "", f"the link of {nodes[first]} and {nodes[second]} is slow: {reason}"
@@ -217,7 +214,6 @@ def _bytes(evidence: Evidence) -> Iterator[tuple[str, str]]:
 
 
 def _beyond(pair: Pair, limits: Limits) -> str | None:
-    """Return how a pair breaks the limits of the file, or None."""
     if limits.link_GBs and not (pair.best_GBs >= limits.link_GBs):
         return f"bandwidth {figure(pair.best_GBs)} GB/s, and the limit is {limits.link_GBs:g}"
     if limits.link_us and not (pair.fastest_us <= limits.link_us):
@@ -225,8 +221,7 @@ def _beyond(pair: Pair, limits: Limits) -> str | None:
     return None
 
 
-def _runs(evidence: Evidence) -> Iterator[tuple[str, str]]:
-    """Yield ("", reason) for training runs that failed or differ."""
+def _failed_runs(evidence: Evidence) -> Iterator[tuple[str, str]]:
     jobs = evidence.jobs
     for error in jobs.errors:
         yield "", f"a training run failed: {error}"

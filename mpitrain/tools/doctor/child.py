@@ -37,8 +37,8 @@ def outcome(command: Sequence[str], seconds: float) -> dict[str, str]:
     if done.returncode < 0:
         return {FAILED: f"crashed ({signal.Signals(-done.returncode).name})"}
     try:
-        found = json.loads(done.stdout.splitlines()[-1])
-        return {str(key): str(value) for key, value in found.items()}
+        result = json.loads(done.stdout.splitlines()[-1])
+        return {str(key): str(value) for key, value in result.items()}
     except (ValueError, IndexError, AttributeError):
-        said = done.stderr.strip().splitlines()
-        return {FAILED: said[-1] if said else f"exit code {done.returncode}"}
+        lines = done.stderr.strip().splitlines()
+        return {FAILED: lines[-1] if lines else f"exit code {done.returncode}"}

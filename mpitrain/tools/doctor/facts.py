@@ -107,12 +107,12 @@ def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
             else "started by hand"
         ),
     )
-    for host, here in _by_host(everyone).items():
+    for host, ranks in _by_host(everyone).items():
         yield (
             "host",
             (
-                f"{host}: {len(here)} rank(s), {share_of_cores([rank.cores for rank in here])}; free: "
-                f"{here[0].memory / 1e9:.1f} GB of memory, {here[0].shared / 1e9:.1f} GB in /dev/shm"
+                f"{host}: {len(ranks)} rank(s), {share_of_cores([rank.cores for rank in ranks])}; free: "
+                f"{ranks[0].memory / 1e9:.1f} GB of memory, {ranks[0].shared / 1e9:.1f} GB in /dev/shm"
             ),
         )
 
@@ -157,14 +157,14 @@ def verdict(
     problems    found by the probes
     is_refused  whether the ranks loaded different MPI libraries
     """
-    found = [*warnings(everyone, started), *problems]
+    faults = [*warnings(everyone, started), *problems]
     kinds = [kind for kind in everyone[0].kinds if all(kind in rank.kinds for rank in everyone)]
     if started.size > len(everyone) or is_refused:
         yield "verdict      this start does not work:"
     else:
-        wrong = f"{len(found)} thing(s) will go wrong:" if found else "no problem was found."
+        wrong = f"{len(faults)} thing(s) will go wrong:" if faults else "no problem was found."
         yield f"verdict      {len(everyone)} rank(s) can train with --device {' or '.join(kinds)}; {wrong}"
-    yield from (f"warning: {warning}" for warning in found)
+    yield from (f"warning: {warning}" for warning in faults)
 
 
 def warnings(everyone: list[Rank], started: process.Launched) -> Iterator[str]:
@@ -174,21 +174,21 @@ def warnings(everyone: list[Rank], started: process.Launched) -> Iterator[str]:
             f"{started.launcher} started {started.size} processes, but MPI tells each that it is alone; they would all "
             "write the same files. Use the launcher of the MPI named above: `mpitrain launch` finds it."
         )
-    for host, here in _by_host(everyone).items():
-        cores = here[0].processors
-        if len(here) > cores:
+    for host, ranks in _by_host(everyone).items():
+        cores = ranks[0].processors
+        if len(ranks) > cores:
             yield (
-                f"{host} has {cores} cores for {len(here)} ranks: they take turns, and timings mean little. "
+                f"{host} has {cores} cores for {len(ranks)} ranks: they take turns, and timings mean little. "
                 f"Start at most {cores} ranks there."
             )
-        elif sum(rank.threads for rank in here) > cores:
+        elif sum(rank.threads for rank in ranks) > cores:
             yield (
-                f"{len(here)} ranks on {host} use {here[0].threads} BLAS threads each, more than its {cores} cores. "
+                f"{len(ranks)} ranks on {host} use {ranks[0].threads} BLAS threads each, more than its {cores} cores. "
                 "Unset OMP_NUM_THREADS and OPENBLAS_NUM_THREADS, or set them lower."
             )
-        if len(here) > 1 and here[0].shared < SMALL_SHM:
+        if len(ranks) > 1 and ranks[0].shared < SMALL_SHM:
             yield (
-                f"/dev/shm of {host} has {here[0].shared / 1e6:.0f} MB free: ranks of one host share memory there. "
+                f"/dev/shm of {host} has {ranks[0].shared / 1e6:.0f} MB free: ranks of one host share memory there. "
                 "In a container, start it with --shm-size=1g."
             )
 
@@ -201,19 +201,17 @@ def _by_host(everyone: list[Rank]) -> dict[str, list[Rank]]:
 
 
 def _kinds() -> list[str]:
-    """Return the kinds of device that this rank can use."""
     from mpitrain.machine.devices import backend_for
 
-    found: list[str] = []
+    usable: list[str] = []
     for kind in KINDS:
         with suppress(ConfigError):
             backend_for(kind)
-            found.append(kind)
-    return found
+            usable.append(kind)
+    return usable
 
 
 def _compiler() -> str:
-    """Return the version of the compiler of kernels for the simulator."""
     from mpitrain.kernels.cpp import version
 
     try:
@@ -233,7 +231,6 @@ def gpus() -> str:
 
 
 def _cupy() -> str:
-    """Return in words whether CuPy can use the GPUs, with the remedy if it cannot."""
     from mpitrain.machine.devices import backend_for
 
     try:
@@ -256,21 +253,20 @@ def _rate_of_avx2(rate: float) -> dict[str, float]:
 
     if not uses_avx512():
         return {}
-    found = [in_child("products", kernels) for kernels in ("", "Haswell", "", "Haswell")]
-    if any(FAILED in one for one in found):
+    outcomes = [in_child("products", kernels) for kernels in ("", "Haswell", "", "Haswell")]
+    if any(FAILED in outcome for outcome in outcomes):
         return {}
-    seconds = [float(one["seconds"]) for one in found]
+    seconds = [float(outcome["seconds"]) for outcome in outcomes]
     return {AVX2: rate * min(seconds[::2]) / min(seconds[1::2])}
 
 
 def _blas() -> tuple[str, int]:
-    """Return the name of NumPy's BLAS, and its number of threads."""
     import numpy  # noqa: F401 (threadpoolctl finds only libraries that are loaded)
     from threadpoolctl import threadpool_info
 
-    found = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
+    pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
     return (
-        (f"{found[0]['internal_api']} {found[0]['version']}", found[0]["num_threads"])
-        if found
+        (f"{pools[0]['internal_api']} {pools[0]['version']}", pools[0]["num_threads"])
+        if pools
         else ("unknown", 1)
     )

@@ -15,22 +15,22 @@ def look_locks(transport: Transport, folder: Path) -> dict[str, str]:
     """Try locks on the first rank of each host, then try to take a lock that rank 0 holds."""
     hosts, rank = transport.hosts, transport.rank
     is_first = hosts.index(hosts[rank]) == rank
-    found = in_child("locks", str(folder)) if is_first else {}
+    results = in_child("locks", str(folder)) if is_first else {}
     path, descriptor = "", -1
-    if rank == 0 and found.get("flock") == WORKS:
+    if rank == 0 and results.get("flock") == WORKS:
         try:
             descriptor, path = tempfile.mkstemp(prefix=".mpitrain-doctor-", dir=folder)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            found["flock"] = error.strerror or str(error)
+            results["flock"] = error.strerror or str(error)
     path = transport.gather_text(path)[0]
     if path and is_first and hosts[rank] != hosts[0]:
-        found |= in_child("locked", path)
+        results |= in_child("locked", path)
     transport.gather_text(None)
     if descriptor >= 0:
         os.close(descriptor)
         os.unlink(path)
-    return found
+    return results
 
 
 def line_locks(seen: Values) -> str:
@@ -38,7 +38,6 @@ def line_locks(seen: Values) -> str:
 
 
 def missing_locks(seen: Values) -> list[Problem]:
-    """Return a problem for each host on which a kind of lock does not work."""
     return _problems(seen, "locks")
 
 
@@ -53,7 +52,6 @@ def line_maps(seen: Values) -> str:
 
 
 def broken_maps(seen: Values) -> list[Problem]:
-    """Return a problem for each host on which a map and its file differ."""
     return _problems(seen, "mapped files")
 
 
@@ -66,7 +64,7 @@ def _line(seen: Values) -> str:
 
 
 def _problems(seen: Values, name: str) -> list[Problem]:
-    found = []
+    problems = []
     for host, value in seen.by_host().items():
         wrong = [
             text if kind == FAILED else f"{kind}: {text}"
@@ -74,5 +72,5 @@ def _problems(seen: Values, name: str) -> list[Problem]:
             if text != WORKS
         ]
         if wrong:
-            found.append(Problem(host, f"{name} must work on {host}, but {'; '.join(wrong)}"))
-    return found
+            problems.append(Problem(host, f"{name} must work on {host}, but {'; '.join(wrong)}"))
+    return problems

@@ -30,34 +30,34 @@ def look_windows(transport: Transport, folder: Path) -> str:
     Returns "" if that works, or if this rank is alone on its host.
     """
     hosts, rank = transport.hosts, transport.rank
-    here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-    has_trial = len(here) > 1 and here[0] == rank
+    host_ranks = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    has_trial = len(host_ranks) > 1 and host_ranks[0] == rank
     crashed = transport.gather_text(
         in_child("shared", SHARED_MEMORY).get(FAILED, "") if has_trial else ""
     )
     if any(crashed):
-        return crashed[here[0]]
+        return crashed[host_ranks[0]]
     own = transport.split(0)
     assert own is not None
-    wrong = _wrong_blocks(own, here)
+    wrong = _wrong_blocks(own, host_ranks)
     own.close()
     return wrong
 
 
-def _wrong_blocks(transport: Transport, here: list[int]) -> str:
-    """Write this rank's block of a window, and compare the blocks of all ranks of this host."""
-    mine = transport.allocate(WINDOW, np.float32)
-    mine[:] = transport.rank + np.arange(WINDOW)
+def _wrong_blocks(transport: Transport, host_ranks: list[int]) -> str:
+    """Return what is wrong with a new window of this host's ranks, or "". Collective."""
+    own_block = transport.allocate(WINDOW, np.float32)
+    own_block[:] = transport.rank + np.arange(WINDOW)
     transport.gather_text(None)
-    location = transport.windows.locate(mine, transport.members[transport.rank])
-    members = [transport.members[other] for other in here]
+    location = transport.windows.locate(own_block, transport.members[transport.rank])
+    members = [transport.members[other] for other in host_ranks]
     blocks = location and transport.windows.views(location, members, WINDOW, np.float32)
     wrong = [
         f"rank {transport.rank} reads wrong bytes of rank {other}"
-        for other, block in zip(here, blocks or [], strict=False)
+        for other, block in zip(host_ranks, blocks or [], strict=False)
         if not np.array_equal(block, other + np.arange(WINDOW, dtype=np.float32))
     ]
-    if len(here) > 1 and not blocks:
+    if len(host_ranks) > 1 and not blocks:
         wrong = ["no window was made"]
     transport.gather_text(None)
     return wrong[0] if wrong else ""
@@ -69,7 +69,6 @@ def line_windows(seen: Values) -> str:
 
 
 def broken_windows(seen: Values) -> list[Problem]:
-    """Return a problem for each host whose ranks cannot share memory."""
     wrong = {host: value for host, value in zip(seen.hosts, seen.values, strict=True) if value}
     return [
         Problem(host, f"shared memory must work on {host}, but {text}")
@@ -90,26 +89,25 @@ def _neighbours(transport: Transport) -> tuple[int, int] | None:
 def look_first(transport: Transport, folder: Path) -> list[float]:
     """Return the seconds of the first and the second message around the ring of hosts."""
     tag, near = transport.claim_tag(), _neighbours(transport)
-    outgoing, incoming, found = np.zeros(1), np.zeros(1), []
+    outgoing, incoming, seconds = np.zeros(1), np.zeros(1), []
     for _ in range(2):
         transport.gather_text(None)
         start = time.perf_counter()
         if near:
             transport.exchange(outgoing, near[0], incoming, near[1], tag)
-            found.append(time.perf_counter() - start)
-    return found
+            seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def line_first(seen: Values) -> str:
-    found = [value for value in seen.values if value]
-    if not found:
+    times = [value for value in seen.values if value]
+    if not times:
         return "one host, so no message leaves it"
-    first, second = (max(value[index] for value in found) for index in (0, 1))
+    first, second = (max(value[index] for value in times) for index in (0, 1))
     return f"{1e3 * first:.3g} ms between hosts, the second one {1e3 * second:.3g} ms"
 
 
 def late_first(seen: Values) -> list[Problem]:
-    """Return a problem for each host whose first message is late."""
     return [
         Problem(host, f"the first message of {host} took {value[0]:.1f} s, more than {LATE:g} s")
         for host, value in seen.by_host().items()
@@ -119,12 +117,12 @@ def late_first(seen: Values) -> list[Problem]:
 
 def sent_bytes() -> dict[str, int]:
     """Return {interface: bytes sent so far} of networks and of InfiniBand ports."""
-    found = {}
+    counts = {}
     for path in Path(NETWORKS).glob("*/statistics/tx_bytes"):
-        found[path.parts[-3]] = _number(path)
+        counts[path.parts[-3]] = _number(path)
     for path in Path(INFINIBAND).glob("*/ports/*/counters/port_xmit_data"):
-        found[f"{path.parts[-5]}:{path.parts[-3]}"] = 4 * _number(path)  # it counts words
-    return found
+        counts[f"{path.parts[-5]}:{path.parts[-3]}"] = 4 * _number(path)  # it counts words
+    return counts
 
 
 def _number(path: Path) -> int:
@@ -147,24 +145,24 @@ def look_network(transport: Transport, folder: Path) -> list[str] | None:
 
 
 def line_network(seen: Values) -> str:
-    found = [value for value in seen.values if value is not None]
-    if not found:
+    interfaces = [value for value in seen.values if value is not None]
+    if not interfaces:
         return "one host, so no message leaves it"
-    kinds = dict.fromkeys(" and ".join(value) or "no counted interface" for value in found)
+    kinds = dict.fromkeys(" and ".join(value) or "no counted interface" for value in interfaces)
     return "; ".join(kinds)
 
 
 def mixed_networks(seen: Values) -> list[Problem]:
     """Return a problem for each host that sends over other interfaces than rank 0's host."""
-    found = {host: value for host, value in seen.by_host().items() if value is not None}
-    first = next(iter(found.values()), None)
+    interfaces = {host: value for host, value in seen.by_host().items() if value is not None}
+    first = next(iter(interfaces.values()), None)
     return [
         Problem(
             host,
             f"messages of {host} go over {' and '.join(value) or 'no counted interface'}, "
             f"those of rank 0 over {' and '.join(first or ()) or 'no counted interface'}",
         )
-        for host, value in found.items()
+        for host, value in interfaces.items()
         if value != first
     ]
 
@@ -175,9 +173,9 @@ def look_clocks(transport: Transport, folder: Path) -> float:
 
 
 def line_clocks(seen: Values) -> str:
-    found = seen.by_host().values()
+    ahead = seen.by_host().values()
     return (
-        f"at most {1e3 * (max(found) - min(found)):.3g} ms apart" if len(found) > 1 else "one host"
+        f"at most {1e3 * (max(ahead) - min(ahead)):.3g} ms apart" if len(ahead) > 1 else "one host"
     )
 
 

@@ -139,7 +139,7 @@ def examine(transport: Transport, folder: Path) -> list[ProbeResult]:
 
     folder  a directory on the file system of the runs
     """
-    found = []
+    results = []
     for name, probe in PROBES.items():
         gathered = transport.gather_text(probe.look(transport, folder))
         values = Values(transport.hosts, gathered)
@@ -147,9 +147,9 @@ def examine(transport: Transport, folder: Path) -> list[ProbeResult]:
             problem._replace(text=f"{problem.text}. {probe.remedy}")
             for problem in probe.problems(values)
         ]
-        found.append(
+        results.append(
             ProbeResult(
                 name, probe.question, probe.line(values), gathered, problems, probe.is_fatal
             )
         )
-    return found
+    return results

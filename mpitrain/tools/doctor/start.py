@@ -14,13 +14,13 @@ SLOW_IMPORTS = 10.0
 
 
 def look_library(transport: Transport, folder: Path) -> list[str]:
-    found = library()
-    return [found.version, found.path]
+    mpi = library()
+    return [mpi.version, mpi.path]
 
 
 def line_library(seen: Values) -> str:
-    found = dict.fromkeys(tuple(value) for value in seen.values)
-    return "; ".join(f"{version}, {path or 'path unknown'}" for version, path in found)
+    libraries = dict.fromkeys(tuple(value) for value in seen.values)
+    return "; ".join(f"{version}, {path or 'path unknown'}" for version, path in libraries)
 
 
 def mixed_libraries(seen: Values) -> list[Problem]:
@@ -37,14 +37,14 @@ def mixed_libraries(seen: Values) -> list[Problem]:
 
 def look_interface(transport: Transport, folder: Path) -> dict[str, Any]:
     names = process.environment()
-    found = [
+    interfaces = [
         kind
         for kind, prefix in (("PMIx", "PMIX_"), ("PMI-2", "PMI2_"), ("PMI", "PMI_"))
         if any(name.startswith(prefix) for name in names)
     ]
     return {
         "launcher": process.launched().launcher,
-        "interfaces": found,
+        "interfaces": interfaces,
         "mpi": library().version.split()[0:2],
     }
 
@@ -56,18 +56,18 @@ def line_interface(seen: Values) -> str:
 
 def missing_interface(seen: Values) -> list[Problem]:
     """Return a problem for each host where srun starts a rank without the interface of its MPI."""
-    found = []
+    problems = []
     for host, value in seen.by_host().items():
         needs = ["PMIx"] if value["mpi"][0] == "Open" else ["PMI-2", "PMI", "PMIx"]
         if value["launcher"] == "Slurm" and not set(needs) & set(value["interfaces"]):
-            given = " and ".join(value["interfaces"]) or "neither PMI nor PMIx"
-            found.append(
+            offered = " and ".join(value["interfaces"]) or "neither PMI nor PMIx"
+            problems.append(
                 Problem(
                     host,
-                    f"{' '.join(value['mpi'])} needs {' or '.join(needs)}, but srun gives {host} {given}",
+                    f"{' '.join(value['mpi'])} needs {' or '.join(needs)}, but srun gives {host} {offered}",
                 )
             )
-    return found
+    return problems
 
 
 def look_threads(transport: Transport, folder: Path) -> str:
@@ -98,7 +98,7 @@ def line_gpus(seen: Values) -> str:
 
 def hidden_gpus(seen: Values) -> list[Problem]:
     """Return a problem for each host whose ranks see different sets of GPUs."""
-    found = []
+    problems = []
     for host in dict.fromkeys(seen.hosts):
         sets = {
             variable
@@ -106,13 +106,13 @@ def hidden_gpus(seen: Values) -> list[Problem]:
             if name == host and count and variable
         }
         if len(sets) > 1:
-            found.append(
+            problems.append(
                 Problem(
                     host,
                     f"ranks of {host} cannot read each other's GPUs: CUDA_VISIBLE_DEVICES is {' and '.join(sorted(sets))}",
                 )
             )
-    return found
+    return problems
 
 
 def look_imports(transport: Transport, folder: Path) -> dict[str, str] | None:
@@ -123,19 +123,20 @@ def look_imports(transport: Transport, folder: Path) -> dict[str, str] | None:
 
 
 def line_imports(seen: Values) -> str:
-    found = seen.by_host().values()
-    if any(FAILED in value for value in found):
+    trials = seen.by_host().values()
+    if any(FAILED in value for value in trials):
         return "failed"
-    slowest = max(found, key=lambda value: float(value["seconds"]))
+    slowest = max(trials, key=lambda value: float(value["seconds"]))
     return f"{float(slowest['seconds']):.2f} s, {slowest['files']} files opened by each rank"
 
 
 def slow_imports(seen: Values) -> list[Problem]:
-    """Return a problem for each host whose imports fail or are slow."""
-    found = []
+    problems = []
     for host, value in seen.by_host().items():
         if FAILED in value:
-            found.append(Problem(host, f"the imports of a run fail on {host}: {value[FAILED]}"))
+            problems.append(Problem(host, f"the imports of a run fail on {host}: {value[FAILED]}"))
         elif float(value["seconds"]) > SLOW_IMPORTS:
-            found.append(Problem(host, f"imports take {float(value['seconds']):.0f} s on {host}"))
-    return found
+            problems.append(
+                Problem(host, f"imports take {float(value['seconds']):.0f} s on {host}")
+            )
+    return problems

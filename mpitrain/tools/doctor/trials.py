@@ -24,24 +24,23 @@ SHARED = 16 << 20
 
 def locks(folder: str) -> dict[str, str]:
     """Lock a new file in `folder`, and try to lock it from a second process."""
-    found = {}
+    results = {}
     for name, lock in (("flock", fcntl.flock), ("fcntl", fcntl.lockf)):
         with tempfile.NamedTemporaryFile(prefix=".mpitrain-doctor-", dir=folder) as file:
             try:
                 lock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                found[name] = error.strerror or str(error)
+                results[name] = error.strerror or str(error)
                 continue
             second = os.fork()
             if not second:
-                os._exit(1 if _locks(file.name, lock) else 0)
+                os._exit(1 if _gets_lock(file.name, lock) else 0)
             _, status = os.waitpid(second, 0)
-            found[name] = UNLOCKED if status else WORKS
-    return found
+            results[name] = UNLOCKED if status else WORKS
+    return results
 
 
-def _locks(path: str, lock: Callable[[int, int], None]) -> bool:
-    """Return whether this process gets the lock of a file that another process holds."""
+def _gets_lock(path: str, lock: Callable[[int, int], None]) -> bool:
     descriptor = os.open(path, os.O_RDWR)
     try:
         lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -54,7 +53,7 @@ def locked(path: str) -> dict[str, str]:
     """Return whether the lock of a file that another host holds is respected here."""
     if not os.path.exists(path):
         return {"across": "the file of another host is not there"}
-    is_free = _locks(path, fcntl.flock)
+    is_free = _gets_lock(path, fcntl.flock)
     return {"across": "two hosts hold one lock" if is_free else WORKS}
 
 
@@ -123,10 +122,10 @@ def main() -> None:
     """Run a trial: the entry point of the child process."""
     name, argument = sys.argv[1:]
     try:
-        found = TRIALS[name](argument)
+        result = TRIALS[name](argument)
     except OSError as error:
-        found = {FAILED: f"files cannot be written in {argument}: {error.strerror or error}"}
-    print(json.dumps(found))
+        result = {FAILED: f"files cannot be written in {argument}: {error.strerror or error}"}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

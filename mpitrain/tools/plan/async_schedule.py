@@ -52,9 +52,9 @@ class Stream(NamedTuple):
         return [
             [
                 f"{each.used}{'*' * each.is_updated}"
-                for each in weights(mine, self.every)[: len(events)]
+                for each in weights(instructions, self.every)[: len(events)]
             ]
-            for mine, events in zip(self.plan.lists, self.drawn.timeline, strict=True)
+            for instructions, events in zip(self.plan.lists, self.drawn.timeline, strict=True)
         ]
 
     def idle(self, cost: Cost) -> float:
@@ -103,10 +103,10 @@ def stream(
     drawn = tuple(
         tuple(
             Event(event.start, min(event.end, end), event.instruction)
-            for event in mine
+            for event in events
             if event.start < end
         )
-        for mine in simulation.timeline
+        for events in simulation.timeline
     )
     return Stream(
         name,
@@ -119,32 +119,31 @@ def stream(
     )
 
 
-def title(found: Stream) -> str:
-    """Return the title of the chart."""
+def title(preview: Stream) -> str:
     return (
-        f"{found.name}: {several(found.stages, 'stage')}, "
-        f"{several(found.micro_batches, 'micro-batch', 'micro-batches')} "
+        f"{preview.name}: {several(preview.stages, 'stage')}, "
+        f"{several(preview.micro_batches, 'micro-batch', 'micro-batches')} "
         f"a step; the first {DRAWN} steps of a stream that goes on"
     )
 
 
-def summary(found: Stream, cost: Cost) -> list[str]:
+def summary(preview: Stream, cost: Cost) -> list[str]:
     """Return lines with the legend of the chart and the figures of the pipeline."""
-    lists, every = found.plan.lists, found.every
-    updates = found.micro_batches // (every or 1)
+    lists, every = preview.plan.lists, preview.every
+    updates = preview.micro_batches // (every or 1)
     return [
-        letters(found.plan),
+        letters(preview.plan),
         MEANING,
-        f"a step in the steady state {found.step_ms:.6g} ms, of which a stage computes "
-        f"{found.micro_batches * sum(cost[:3]):.6g}: idle {100 * found.idle(cost):.1f}%, "
+        f"a step in the steady state {preview.step_ms:.6g} ms, of which a stage computes "
+        f"{preview.micro_batches * sum(cost[:3]):.6g}: idle {100 * preview.idle(cost):.1f}%, "
         "no bubble between steps",
         "the pipe fills at the start, and after evaluations and checkpoints: the last stage begins "
-        f"after {found.fill_ms:.6g} ms",
+        f"after {preview.fill_ms:.6g} ms",
         f"{several(updates, 'update')} a step on each stage",
         "versions of the weights that are held, by stage: "
-        + listed(versions(mine, every) for mine in lists),
+        + listed(versions(instructions, every) for instructions in lists),
         "staleness of a gradient when it is applied, by stage: "
-        + listed(staleness(mine, every) for mine in lists)
+        + listed(staleness(instructions, every) for instructions in lists)
         + " updates",
-        *holds(found.plan, [cost] * found.stages),
+        *holds(preview.plan, [cost] * preview.stages),
     ]

@@ -42,11 +42,13 @@ def chart(
 
     notes  for each stage a text for each event; a row called `name` below the stage shows them
     """
-    events = [event for mine in simulation.timeline for event in mine]
+    events = [event for stage_events in simulation.timeline for event in stage_events]
     margin = len(f"stage {len(plan.lists) - 1}") + 2
     room, label = width - margin, labels(plan)
     shortest = min(event.end - event.start for event in events if event.end > event.start)
-    texts = [[label(event.instruction) for event in mine] for mine in simulation.timeline]
+    texts = [
+        [label(event.instruction) for event in stage_events] for stage_events in simulation.timeline
+    ]
     lengths = [
         max(map(len, pair))
         for rows in zip(texts, notes or texts, strict=True)
@@ -68,10 +70,10 @@ def chart(
     scale, band = min(cell / shortest, BANDS * room / simulation.makespan), room // cell * cell
     columns = math.ceil(simulation.makespan * scale)
     rows = [("ms", _ruler(simulation.makespan, scale, band))]
-    for stage, (mine, words) in enumerate(zip(simulation.timeline, texts, strict=True)):
-        rows.append((f"stage {stage}", _row(mine, words, scale, columns, ".-")))
+    for stage, (stage_events, words) in enumerate(zip(simulation.timeline, texts, strict=True)):
+        rows.append((f"stage {stage}", _row(stage_events, words, scale, columns, ".-")))
         if notes:
-            rows.append((name, _row(mine, notes[stage], scale, columns, "  ")))
+            rows.append((name, _row(stage_events, notes[stage], scale, columns, "  ")))
     lines = []
     for start in range(0, columns, band):
         lines += [f"{name:<{margin}}{row[start : start + band]}".rstrip() for name, row in rows] + [
@@ -81,17 +83,17 @@ def chart(
 
 
 def _row(
-    mine: Sequence[Event], texts: Sequence[str], scale: float, columns: int, fills: str
+    events: Sequence[Event], texts: Sequence[str], scale: float, columns: int, fills: str
 ) -> str:
     """Return a row with a text for each event, at the event's columns.
 
-    mine   the events of one stage
-    texts  the text of each event
-    scale  columns per unit of time
-    fills  the characters that fill the idle time, and the rest of an event
+    events  of one stage
+    texts   the text of each event
+    scale   columns per unit of time
+    fills   the characters that fill the idle time, and the rest of an event
     """
     row, at = "", 0
-    for event, text in zip(mine, texts, strict=True):
+    for event, text in zip(events, texts, strict=True):
         start, stop = round(event.start * scale), round(event.end * scale)
         row += _cell("", start - at, fills[0]) + _cell(text, stop - start, fills[1])
         at = stop
@@ -137,7 +139,9 @@ def summary(plan: Plan, simulation: Simulation, costs: Sequence[Cost]) -> list[s
 
 def letters(plan: Plan) -> str:
     """Return the legend of a chart's letters."""
-    kinds = {LETTERS[type(instruction)] for mine in plan.lists for instruction in mine}
+    kinds = {
+        LETTERS[type(instruction)] for instructions in plan.lists for instruction in instructions
+    }
     return (
         ", ".join(f"{kind} {meaning}" for kind, meaning in NAMES.items() if kind in kinds)
         + ", dots idle"
@@ -150,7 +154,7 @@ def holds(plan: Plan, costs: Sequence[Cost]) -> list[str]:
 
     costs  of each chunk of the model
     """
-    peaks = [peak(mine, costs) for mine in plan.lists]
+    peaks = [peak(instructions, costs) for instructions in plan.lists]
     held = (
         "micro-batches"
         if len(plan.stage_of) == len(plan.lists)

@@ -53,17 +53,18 @@ def rounds(plans: Sequence[Sequence[Plan]]) -> list[list[Move]]:
     plans  of each rank; a rank runs its plans one after the other, a step at a time
     """
     waiting = [
-        deque(step for plan in mine for step in plan.steps if step.sends or step.receives)
-        for mine in plans
+        deque(step for plan in rank_plans for step in plan.steps if step.sends or step.receives)
+        for rank_plans in plans
     ]
     listed = []
     while any(waiting):
         moves = [
-            Move(rank, t.peer, t.start, t.stop, theirs[0].combine)
-            for rank, mine in enumerate(waiting)
-            if mine
-            for t in mine[0].sends
-            if (theirs := waiting[t.peer]) and any(r.peer == rank for r in theirs[0].receives)
+            Move(rank, t.peer, t.start, t.stop, peer_steps[0].combine)
+            for rank, steps in enumerate(waiting)
+            if steps
+            for t in steps[0].sends
+            if (peer_steps := waiting[t.peer])
+            and any(r.peer == rank for r in peer_steps[0].receives)
         ]
         assert moves  # Plans do not deadlock.
         listed.append(moves)
@@ -73,15 +74,15 @@ def rounds(plans: Sequence[Sequence[Plan]]) -> list[list[Move]]:
             targets.setdefault(move.source, set()).add(move.target)
             sources.setdefault(move.target, set()).add(move.source)
         for rank in {*targets, *sources}:
-            mine, to, of = waiting[rank], targets.get(rank, set()), sources.get(rank, set())
+            steps, to, of = waiting[rank], targets.get(rank, set()), sources.get(rank, set())
+            step = steps.popleft()
             left = Step(
-                tuple(t for t in mine[0].sends if t.peer not in to),
-                tuple(t for t in mine[0].receives if t.peer not in of),
-                mine[0].combine,
+                tuple(t for t in step.sends if t.peer not in to),
+                tuple(t for t in step.receives if t.peer not in of),
+                step.combine,
             )
-            mine.popleft()
             if left.sends or left.receives:
-                mine.appendleft(left)
+                steps.appendleft(left)
     return listed
 
 
@@ -115,7 +116,6 @@ class Collective(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks."""
         return len(self.hosts)
 
 
@@ -144,20 +144,20 @@ def collective(operation: str, algorithm: str, hosts: Sequence[str]) -> Collecti
     )
 
 
-def contents(found: Collective) -> Iterator[Held]:
+def contents(collective: Collective) -> Iterator[Held]:
     """Yield the contents of all ranks' chunks, at the start and after each step.
 
     All yields are the same list, which changes from step to step.
     """
     held = [
         [
-            1 << rank if found.operation != "all-gather" or rank == chunk else 0
-            for chunk in range(len(found.bounds))
+            1 << rank if collective.operation != "all-gather" or rank == chunk else 0
+            for chunk in range(len(collective.bounds))
         ]
-        for rank in range(found.ranks)
+        for rank in range(collective.ranks)
     ]
     yield held
-    for messages in found.steps:
+    for messages in collective.steps:
         # All messages of a step leave before any of them arrives.
         sent = [held[m.source][m.first : m.last] for m in messages]
         for m, arriving in zip(messages, sent, strict=True):
@@ -166,11 +166,11 @@ def contents(found: Collective) -> Iterator[Held]:
         yield held
 
 
-def complete(found: Collective) -> list[int]:
+def complete(collective: Collective) -> list[int]:
     """Return the final contents of each chunk: all ranks' data, or one rank's in an all-gather."""
     return [
-        1 << chunk if found.operation == "all-gather" else (1 << found.ranks) - 1
-        for chunk in range(len(found.bounds))
+        1 << chunk if collective.operation == "all-gather" else (1 << collective.ranks) - 1
+        for chunk in range(len(collective.bounds))
     ]
 
 
@@ -182,16 +182,18 @@ class HalvesBoundary(NamedTuple):
     second: str
 
 
-def meeting(found: Collective) -> HalvesBoundary | None:
+def meeting(collective: Collective) -> HalvesBoundary | None:
     """Return the step after which an all-reduce only copies, or None."""
     adding = [
-        number for number, messages in enumerate(found.steps, 1) if any(m.combine for m in messages)
+        number
+        for number, messages in enumerate(collective.steps, 1)
+        if any(m.combine for m in messages)
     ]
-    if found.operation != "allreduce" or not adding or adding[-1] == len(found.steps):
+    if collective.operation != "allreduce" or not adding or adding[-1] == len(collective.steps):
         return None
-    whole = complete(found)
-    held = next(each for number, each in enumerate(contents(found)) if number == adding[-1])
-    owners = [rank for rank, mine in enumerate(held) if mine == whole]
+    whole = complete(collective)
+    held = next(each for number, each in enumerate(contents(collective)) if number == adding[-1])
+    owners = [rank for rank, chunks in enumerate(held) if chunks == whole]
     if not owners:
         return HalvesBoundary(adding[-1], "reduce-scatter", "all-gather")
     if len(owners) == 1:

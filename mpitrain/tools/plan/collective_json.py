@@ -9,7 +9,7 @@ from mpitrain.tools.plan.traffic import FORMULAS, sent_by, totals
 from mpitrain.tools.plan.words import data_of
 
 
-def written(found: Collective) -> str:
+def written(collective: Collective) -> str:
     """Return the text of the file: a header, then a line for each step.
 
     chunks    in the header: [start, stop] of each chunk, as fractions of the array; in a message:
@@ -17,36 +17,36 @@ def written(found: Collective) -> str:
     contents  {rank: {chunk: contributing ranks}} of the chunks that the step changed; "0-2+5" means
               ranks 0, 1, 2 and 5
     """
-    met, counted, formula = (
-        meeting(found),
-        totals(found),
-        FORMULAS.get((found.operation, found.algorithm)),
-    )
+    met, counted = meeting(collective), totals(collective)
+    formula = FORMULAS.get((collective.operation, collective.algorithm))
     texts = formula[:4] if formula else (None,) * 4
     header: dict[str, Any] = {
-        "operation": found.operation,
-        "algorithm": found.algorithm,
-        "ranks": found.ranks,
-        "hosts": found.hosts,
-        "chunks": [[start / found.elements, stop / found.elements] for start, stop in found.bounds],
+        "operation": collective.operation,
+        "algorithm": collective.algorithm,
+        "ranks": collective.ranks,
+        "hosts": collective.hosts,
+        "chunks": [
+            [start / collective.elements, stop / collective.elements]
+            for start, stop in collective.bounds
+        ],
         "halves_meet": met._asdict() if met else None,
         "totals": {
             name: {"counted": float(count), "formula": text}
             for name, count, text in zip(counted._fields, counted, texts, strict=True)
         },
-        "sent_by_rank": [float(arrays) for arrays in sent_by(found)],
+        "sent_by_rank": [float(arrays) for arrays in sent_by(collective)],
     }
-    copies = ([[*mine] for mine in held] for held in contents(found))
+    copies = ([[*chunks] for chunks in held] for held in contents(collective))
     steps: list[dict[str, Any]] = []
     for number, (before, after) in enumerate(pairwise(copies), 1):
         changed = {
             rank: {
                 chunk: data_of(data)
-                for chunk, data in enumerate(mine)
+                for chunk, data in enumerate(chunks)
                 if data != before[rank][chunk]
             }
-            for rank, mine in enumerate(after)
-            if mine != before[rank]
+            for rank, chunks in enumerate(after)
+            if chunks != before[rank]
         }
         steps.append(
             {
@@ -59,7 +59,7 @@ def written(found: Collective) -> str:
                         "chunks": [m.first, m.last],
                         "adds": m.combine,
                     }
-                    for m in found.steps[number - 1]
+                    for m in collective.steps[number - 1]
                 ],
             }
         )

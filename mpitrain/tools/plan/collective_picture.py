@@ -27,30 +27,36 @@ it.
 """
 
 
-def draw(found: Collective, path: Path) -> None:
+def draw(collective: Collective, path: Path) -> None:
     """Draw ranks as rows, steps as columns, chunks by their completeness, messages as arrows."""
     pyplot = painter()
     from matplotlib.lines import Line2D
 
-    columns, chunks = len(found.steps) + 1, len(found.bounds)
+    columns, chunks = len(collective.steps) + 1, len(collective.bounds)
     is_mean = columns * chunks > MOST_CELLS
-    filled = _filled(found)  # (steps + 1, ranks, chunks)
+    filled = _filled(collective)  # (steps + 1, ranks, chunks)
     if is_mean:
         filled = filled.mean(axis=2, keepdims=True)
-    messages = [(step, message) for step, mine in enumerate(found.steps) for message in mine]
+    messages = [
+        (step, message)
+        for step, step_messages in enumerate(collective.steps)
+        for message in step_messages
+    ]
     has_arrows = 0 < len(messages) <= MOST_ARROWS
     strip = STRIP if has_arrows or not messages else WITHOUT_ARROWS
     wide = min(max(1.1, 0.2 * filled.shape[2]) * columns, 30) if has_arrows or not messages else 12
-    tall = min(max(0.55 * found.ranks, 1.2), 12)
+    tall = min(max(0.55 * collective.ranks, 1.2), 12)
     figure, axes = pyplot.subplots(figsize=(max(wide, 5.5) + 2.2, tall + 2.2), layout="constrained")
     has_numbers = (
-        chunks <= NUMBERED and wide * strip > 0.11 * columns * chunks and tall > 0.15 * found.ranks
+        chunks <= NUMBERED
+        and wide * strip > 0.11 * columns * chunks
+        and tall > 0.15 * collective.ranks
     )
     for column, held in enumerate(filled):
         edges = np.linspace(column - strip / 2, column + strip / 2, held.shape[1] + 1)
         mesh = axes.pcolormesh(
             edges,
-            np.arange(found.ranks + 1) - 0.5,
+            np.arange(collective.ranks + 1) - 0.5,
             held,
             cmap="YlGn",
             vmin=0,
@@ -59,7 +65,7 @@ def draw(found: Collective, path: Path) -> None:
             linewidth=0.5 if has_numbers else 0,
         )
         if has_numbers:
-            _numbers(axes, edges, held, found)
+            _numbers(axes, edges, held, collective)
     if has_arrows:
         for step, m in messages:
             axes.annotate(
@@ -74,7 +80,7 @@ def draw(found: Collective, path: Path) -> None:
                     "shrinkB": 0,
                 },
             )
-    met = meeting(found)
+    met = meeting(collective)
     if met:
         axes.axvline(met.step + strip / 2 + 0.02, color="black", linestyle="--", linewidth=1)
         axes.annotate(
@@ -88,11 +94,11 @@ def draw(found: Collective, path: Path) -> None:
         )
     ticks = range(0, columns, -(-columns // 24))
     axes.set_xticks(ticks, [f"{step}" if step else "start" for step in ticks])
-    axes.set_yticks(range(0, found.ranks, -(-found.ranks // 32)))
+    axes.set_yticks(range(0, collective.ranks, -(-collective.ranks // 32)))
     axes.set(
         xlabel="step: its messages travel together, then a rank holds what the box shows",
         ylabel="rank",
-        ylim=(found.ranks - 0.5, -0.5),
+        ylim=(collective.ranks - 0.5, -0.5),
         xlim=(-0.5, columns - 0.5),
     )
     cut = (
@@ -103,23 +109,23 @@ def draw(found: Collective, path: Path) -> None:
     hidden = (
         "" if has_arrows or not messages else f"; {len(messages)} messages, too many for arrows"
     )
-    hosts = len({*found.hosts})
+    hosts = len({*collective.hosts})
     where = f" on {several(hosts, 'host')}" if hosts > 1 else ""
     axes.set_title(
-        f"{found.algorithm} {spoken(found.operation)} on {several(found.ranks, 'rank')}{where}, "
-        f"{several(len(found.steps), 'step')}\n{cut}{hidden}\n",
+        f"{collective.algorithm} {spoken(collective.operation)} on {several(collective.ranks, 'rank')}{where}, "
+        f"{several(len(collective.steps), 'step')}\n{cut}{hidden}\n",
         fontsize="medium",
     )
     label = (
         "chunk is there"
-        if found.operation == "all-gather"
-        else f"ranks whose data a chunk holds, of {found.ranks}"
+        if collective.operation == "all-gather"
+        else f"ranks whose data a chunk holds, of {collective.ranks}"
     )
     bar = figure.colorbar(mesh, ax=axes, label=label, fraction=0.05, pad=0.02, aspect=12)
     shares = (
         [0, 1]
-        if found.operation == "all-gather"
-        else sorted({1, -(-found.ranks // 2), found.ranks})
+        if collective.operation == "all-gather"
+        else sorted({1, -(-collective.ranks // 2), collective.ranks})
     )
     bar.set_ticks(
         [share / max(shares) for share in shares], labels=[f"{share}" for share in shares]
@@ -139,25 +145,24 @@ def draw(found: Collective, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _filled(found: Collective) -> np.ndarray:
+def _filled(collective: Collective) -> np.ndarray:
     """Return the completeness of chunks after each step, in [0, 1]: (steps + 1, ranks, chunks)."""
-    whole = [data.bit_count() for data in complete(found)]
+    whole = [data.bit_count() for data in complete(collective)]
     return np.array(
         [
             [
-                [data.bit_count() / most for data, most in zip(mine, whole, strict=True)]
-                for mine in held
+                [data.bit_count() / most for data, most in zip(chunks, whole, strict=True)]
+                for chunks in held
             ]
-            for held in contents(found)
+            for held in contents(collective)
         ]
     )
 
 
-def _numbers(axes: Any, edges: np.ndarray, held: np.ndarray, found: Collective) -> None:
-    """Write into each chunk the number of ranks that contribute to it."""
-    scale = 1 if found.operation == "all-gather" else found.ranks
-    for rank, mine in enumerate(held):
-        for chunk, share in enumerate(mine):
+def _numbers(axes: Any, edges: np.ndarray, held: np.ndarray, collective: Collective) -> None:
+    scale = 1 if collective.operation == "all-gather" else collective.ranks
+    for rank, chunks in enumerate(held):
+        for chunk, share in enumerate(chunks):
             axes.text(
                 (edges[chunk] + edges[chunk + 1]) / 2,
                 rank,

@@ -36,105 +36,112 @@ Cell = Callable[[int, int], str]
 """Function: (contents of a chunk, its number) -> the text that is printed for the chunk."""
 
 
-def printed(found: Collective, width: int) -> list[str]:
+def printed(collective: Collective, width: int) -> list[str]:
     """Return the whole text, in lines of at most `width` columns.
 
     Contents are named if that fits, else counted; else each step is one line.
     """
-    hosts = len({*found.hosts})
+    hosts = len({*collective.hosts})
     where = f" on {several(hosts, 'host')}" if hosts > 1 else ""
     title = (
-        f"{shown(found.algorithm)} {spoken(found.operation)} on {several(found.ranks, 'rank')}{where}: the array is "
-        f"cut into {several(len(found.bounds), 'chunk')}, {several(len(found.steps), 'step')}"
+        f"{shown(collective.algorithm)} {spoken(collective.operation)} on "
+        f"{several(collective.ranks, 'rank')}{where}: the array is "
+        f"cut into {several(len(collective.bounds), 'chunk')}, "
+        f"{several(len(collective.steps), 'step')}"
     )
-    body, meaning = _body(found, width)
+    body, meaning = _body(collective, width)
     signs = [
         line
-        for sign, text in (*_signs(found), meaning)
+        for sign, text in (*_signs(collective), meaning)
         for line in textwrap.wrap(
             text, width, initial_indent=f"{sign:<{SIGNS}}", subsequent_indent=" " * SIGNS
         )
     ]
-    return [*textwrap.wrap(title, width), "", *signs, "", *body, "", *table_of_totals(found, width)]
+    return [
+        *textwrap.wrap(title, width),
+        "",
+        *signs,
+        "",
+        *body,
+        "",
+        *table_of_totals(collective, width),
+    ]
 
 
-def _body(found: Collective, width: int) -> tuple[list[str], tuple[str, str]]:
+def _body(collective: Collective, width: int) -> tuple[list[str], tuple[str, str]]:
     """Return the lines of the steps, and the legend of the rows below the messages."""
     for cell, meaning in (
-        (_named(found), _meaning_of_names(found)),
-        (_counted, _meaning_of_counts(found)),
+        (_named(collective), _meaning_of_names(collective)),
+        (_counted, _meaning_of_counts(collective)),
     ):
-        lines = _table(found, cell, width)
+        lines = _table(collective, cell, width)
         if len(lines) <= LINES and max(map(len, lines)) <= width:
             return lines, ("contents", f"a row per rank, a column per chunk: {meaning}")
-    return _overview(found, width), (
+    return _overview(collective, width), (
         "complete",
-        f"of its {several(len(found.bounds), 'chunk')} a rank holds so many complete "
+        f"of its {several(len(collective.bounds), 'chunk')} a rank holds so many complete "
         "after the step: the rank with the fewest .. the one with the most",
     )
 
 
-def _named(found: Collective) -> Cell:
-    """Return a Cell that names the ranks that contribute to a chunk."""
-    whole = complete(found)
-    if found.operation == "all-gather":
+def _named(collective: Collective) -> Cell:
+    whole = complete(collective)
+    if collective.operation == "all-gather":
         return lambda data, chunk: data_of(data)
     return lambda data, chunk: "all" if data == whole[chunk] else data_of(data)
 
 
-def _meaning_of_names(found: Collective) -> str:
-    """Return the legend of `_named`."""
-    if found.operation == "all-gather":
+def _meaning_of_names(collective: Collective) -> str:
+    if collective.operation == "all-gather":
         return "the rank whose data it holds; - none yet"
-    partial = ["0+1 the sum of what ranks 0 and 1 had"] * (found.ranks > 2) + [
+    partial = ["0+1 the sum of what ranks 0 and 1 had"] * (collective.ranks > 2) + [
         "0-2 that of ranks 0 to 2"
-    ] * (found.ranks > 3)
+    ] * (collective.ranks > 3)
     return ", ".join(["0 is what rank 0 had", *partial, "all the sum over all ranks"])
 
 
-def _meaning_of_counts(found: Collective) -> str:
-    """Return the legend of `_counted`."""
-    return f"of how many of the {several(found.ranks, 'rank')} it holds the data"
+def _meaning_of_counts(collective: Collective) -> str:
+    return f"of how many of the {several(collective.ranks, 'rank')} it holds the data"
 
 
 def _counted(data: int, chunk: int) -> str:
-    """Return the number of ranks that contribute to a chunk."""
     return f"{data.bit_count()}"
 
 
-def _signs(found: Collective) -> list[tuple[str, str]]:
+def _signs(collective: Collective) -> list[tuple[str, str]]:
     """Return legends for the first message of each kind, and for chunks that travel together."""
-    messages = [message for step in found.steps for message in step]
+    messages = [message for step in collective.steps for message in step]
     firsts = [
         next((m for m in messages if m.combine == combine), None) for combine in (True, False)
     ]
     signs = []
     for m in filter(None, firsts):
         what = f"chunk {m.first}" if m.last - m.first == 1 else f"chunks {m.first} to {m.last - 1}"
-        what = "the whole array" if m.last - m.first == len(found.bounds) else what
+        what = "the whole array" if m.last - m.first == len(collective.bounds) else what
         end = "adds it to its own" if m.combine else "puts it in the place of its own"
         signs.append(
             (
-                _message(found, m).replace("\N{NO-BREAK SPACE}", " "),
+                _message(collective, m).replace("\N{NO-BREAK SPACE}", " "),
                 f"rank {m.source} sends {what} to rank {m.target}, which {end}",
             )
         )
     together = next(
-        (m for m in messages if 1 < m.last - m.first < len(found.bounds) and m not in firsts), None
+        (m for m in messages if 1 < m.last - m.first < len(collective.bounds) and m not in firsts),
+        None,
     )
     if together:
         signs.append(
             (
-                _chunks(found, together),
+                _chunks(collective, together),
                 f"chunks {together.first} to {together.last - 1} in one message",
             )
         )
     return signs
 
 
-def _chunks(found: Collective, message: ChunkMessage) -> str:
+def _chunks(collective: Collective, message: ChunkMessage) -> str:
     """Return the chunks of a message as text: 2, 0-3, or all."""
-    if message.last - message.first == len(found.bounds):
+    if message.last - message.first == len(collective.bounds):
         return "all"
     return (
         f"{message.first}-{message.last - 1}"
@@ -143,14 +150,15 @@ def _chunks(found: Collective, message: ChunkMessage) -> str:
     )
 
 
-def _message(found: Collective, message: ChunkMessage) -> str:
+def _message(collective: Collective, message: ChunkMessage) -> str:
     """Return a message as text, such as 0>1 +2-3, without a space where a line could break."""
     sign = "+" if message.combine else "="
-    return f"{message.source}>{message.target}\N{NO-BREAK SPACE}{sign}{_chunks(found, message)}"
+    return (
+        f"{message.source}>{message.target}\N{NO-BREAK SPACE}{sign}{_chunks(collective, message)}"
+    )
 
 
 def _halves(met: HalvesBoundary | None, step: int) -> list[str]:
-    """Return a marker line if the boundary between an all-reduce's halves follows this step."""
     return (
         [f"-- the halves meet: {met.first} done, {met.second} begins --"]
         if met and met.step == step
@@ -158,15 +166,15 @@ def _halves(met: HalvesBoundary | None, step: int) -> list[str]:
     )
 
 
-def _table(found: Collective, cell: Cell, width: int) -> list[str]:
+def _table(collective: Collective, cell: Cell, width: int) -> list[str]:
     """Return the messages of each step and the contents after it, up to about LINES lines."""
     lines: list[str] = []
-    met = meeting(found)
-    for step, held in enumerate(contents(found)):
+    met = meeting(collective)
+    for step, held in enumerate(contents(collective)):
         if len(lines) > LINES:
             break
         text = (
-            "   ".join(_message(found, message) for message in found.steps[step - 1])
+            "   ".join(_message(collective, message) for message in collective.steps[step - 1])
             if step
             else ""
         )
@@ -183,8 +191,8 @@ def _rows(held: Held, cell: Cell, is_first: bool) -> list[str]:
     is_first  whether a row of chunk numbers comes first
     """
     rows: dict[tuple[str, ...], list[int]] = {}
-    for rank, mine in enumerate(held):
-        rows.setdefault(tuple(cell(data, chunk) for chunk, data in enumerate(mine)), []).append(
+    for rank, chunks in enumerate(held):
+        rows.setdefault(tuple(cell(data, chunk) for chunk, data in enumerate(chunks)), []).append(
             rank
         )
     lines = {
@@ -202,25 +210,25 @@ def _rows(held: Held, cell: Cell, is_first: bool) -> list[str]:
     ]
 
 
-def _overview(found: Collective, width: int) -> list[str]:
+def _overview(collective: Collective, width: int) -> list[str]:
     """Return one line per step, for the steps that ENDS and NEAR select."""
-    met, last = meeting(found), len(found.steps)
+    met, last = meeting(collective), len(collective.steps)
     shown = {*range(1, ENDS + 1), *range(last - ENDS + 1, last + 1)}
     shown |= {*range(met.step - NEAR + 1, met.step + NEAR + 1)} if met else set()
-    whole = complete(found)
+    whole = complete(collective)
     lines, before = [f"{'step':<{MARGIN}}{'messages':>8}  {'complete':>{MARGIN}}   for example"], 0
-    for step, held in enumerate(contents(found)):
+    for step, held in enumerate(contents(collective)):
         if step not in shown:
             continue
         if step > before + 1:
             lines.append(f"...      {several(step - before - 1, 'step')} like these")
-        before, messages = step, found.steps[step - 1]
+        before, messages = step, collective.steps[step - 1]
         least, most = (
-            limit(sum(map(int.__eq__, mine, whole)) for mine in held) for limit in (min, max)
+            limit(sum(map(int.__eq__, chunks, whole)) for chunks in held) for limit in (min, max)
         )
         line = f"step {step:<{MARGIN - 5}}{len(messages):>8}  {f'{least} .. {most}':>{MARGIN}}"
         for message in messages:
-            text = f"   {_message(found, message)}"
+            text = f"   {_message(collective, message)}"
             if len(line + text) + (message is not messages[-1]) * len("   ...") > width:
                 line += "   ..."
                 break

@@ -47,29 +47,29 @@ def ranks_of(config: Config) -> int:
     return max(1, layout.dp) * layout.tp * layout.pp + servers_of(config)
 
 
-def count(given: Config) -> Counted:
+def count(unresolved: Config) -> Counted:
     """Count a job of `ranks_of` ranks on one host; tensor-parallel rank 0 represents its group."""
-    ranks = ranks_of(given)
-    job, source, units = alone(given, ranks)
+    ranks = ranks_of(unresolved)
+    job, source, units = alone(unresolved, ranks)
     config, axes, plan, device = job
     shards = divisor(axes, ("",) * ranks, config.replication.shard)
-    found, parameters = sizes(config, source, axes, len(plan.stage_of), device, shards)
+    state_sizes, parameters = sizes(config, source, axes, len(plan.stage_of), device, shards)
     if config.model.freeze or config.lora.rank:
-        found = frozen_sizes(found, config, source, axes, len(plan.stage_of), device)
+        state_sizes = frozen_sizes(state_sizes, config, source, axes, len(plan.stage_of), device)
     counter = Counter(job, source, units)
     rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)
     stages = [StageMemory(counter.units(pp), counter.step(pp)) for pp in range(axes.pp)]
-    return Counted(config, axes, parameters, mode_of(config).memory(found), rows, stages)
+    return Counted(config, axes, parameters, mode_of(config).memory(state_sizes), rows, stages)
 
 
-def table(found: Counted) -> Iterator[str]:
+def table(counted: Counted) -> Iterator[str]:
     """Yield the lines of a table: units in order, then each stage's step."""
-    config, axes = found.config, found.axes
+    config, axes = counted.config, counted.axes
     yield (
-        f"{config.model.kind}, {found.parameters:,} parameters; dp {axes.dp} x tp {axes.tp} x pp {axes.pp}, "
-        f"{config.batch.micro_batches} micro-batch(es) of {found.rows} row(s), {config.device.kind}"
+        f"{config.model.kind}, {counted.parameters:,} parameters; dp {axes.dp} x tp {axes.tp} x pp {axes.pp}, "
+        f"{config.batch.micro_batches} micro-batch(es) of {counted.rows} row(s), {config.device.kind}"
     )
-    for number, stage in enumerate(found.stages):
+    for number, stage in enumerate(counted.stages):
         yield ""
         yield f"{f'stage {number}, a micro-batch':28}{'saved MB':>10}{'pending MB':>12}{'peak MB':>10}{'GFLOP':>10}"
         for unit in stage.units:
@@ -83,4 +83,4 @@ def table(found: Counted) -> Iterator[str]:
             f"{'activations of a step':28}{'':22}{step.peak / 1e6:10.2f}{step.flops / 1e9:10.2f}{again}"
         )
     yield ""
-    yield f"{'parameters, gradients, state':28}{'':22}{found.state / 1e6:10.2f}"
+    yield f"{'parameters, gradients, state':28}{'':22}{counted.state / 1e6:10.2f}"

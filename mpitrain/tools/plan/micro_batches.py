@@ -70,19 +70,21 @@ def counts(config: Config, stages: int, rows: int) -> list[int]:
         )
     step = stages if SCHEDULES[name].grouped else 1
     fitting = sequences_of(config)
-    found = [
+    numbers = [
         count
         for count in range(stages, rows + 1, step)
         if fitting == 1 or rows % (count * fitting) == 0
     ]
-    if not found:
+    if not numbers:
         raise ConfigError(
             f"A pipeline of {stages} stages needs as many micro-batches, but a replica has {rows} row(s).",
             f"Set batch.size to at least {stages} for each of the dp replicas.",
         )
-    if len(found) > MOST:
-        found = sorted({found[round((len(found) ** (i / (MOST - 1))) - 1)] for i in range(MOST)})
-    return found
+    if len(numbers) > MOST:
+        numbers = sorted(
+            {numbers[round((len(numbers) ** (i / (MOST - 1))) - 1)] for i in range(MOST)}
+        )
+    return numbers
 
 
 def sizes(counts: Sequence[int], rows: int, fitting: int = 1) -> list[int]:
@@ -112,10 +114,10 @@ def around(
 def between(measured: Sequence[StageMeasurement], rows: float) -> tuple[list[Cost], MessageTime]:
     """Interpolate the costs and message times of micro-batches of `rows` rows linearly."""
     low, high = around(measured, rows)
-    chunk = (rows - low.rows) / (high.rows - low.rows) if high.rows > low.rows else 0.0
+    fraction = (rows - low.rows) / (high.rows - low.rows) if high.rows > low.rows else 0.0
 
-    def mixed(one: Sequence[float], other: Sequence[float]) -> list[float]:
-        return [max(0.0, a + chunk * (b - a)) for a, b in zip(one, other, strict=True)]
+    def mixed(at_low: Sequence[float], at_high: Sequence[float]) -> list[float]:
+        return [max(0.0, a + fraction * (b - a)) for a, b in zip(at_low, at_high, strict=True)]
 
     transfer, receive = mixed(low.way[:2], high.way[:2])
     way = MessageTime(transfer, receive, low.way.is_eager and high.way.is_eager)
@@ -138,7 +140,7 @@ def predict(
     end_s     seconds from the last gradient to the end of a step, for any number of micro-batches
     lowest    the first chunk with a backward; all chunks before are frozen
     """
-    found = []
+    predictions = []
     for count in counts:
         plan = fused_at_the_input(
             find_plan(config.pipeline.schedule, stages, count, config.pipeline.chunks or None),
@@ -146,17 +148,17 @@ def predict(
         )
         costs, way = between(measured, rows / count)
         simulation = simulate(training_program(plan, lowest), costs, *way)
-        most = max(peak(mine, costs).nbytes for mine in plan.lists)
+        most = max(peak(instructions, costs).nbytes for instructions in plan.lists)
         near = around(measured, rows / count)
         is_spoilt = any(
             each.is_spoilt for each in [each for each in near if each.rows == rows / count] or near
         )
-        found.append(
+        predictions.append(
             Predicted(
                 count, rows / count, simulation.makespan + end_s, simulation.bubble, most, is_spoilt
             )
         )
-    return found
+    return predictions
 
 
 def best(predicted: Sequence[Predicted]) -> Predicted:
@@ -196,10 +198,8 @@ def table(predicted: Sequence[Predicted]) -> list[str]:
         f"{'micro-batches':>13} {'rows each':>10} {'step ms':>10} {'bubble':>8} {'peak MB':>9}"
     ]
     for each in sorted([*near, *others]):
-        mark, noisy = (
-            "   <- best" if each == best(predicted) and not each.is_spoilt else "",
-            "~" if each.is_spoilt else " ",
-        )
+        mark = "   <- best" if each == best(predicted) and not each.is_spoilt else ""
+        noisy = "~" if each.is_spoilt else " "
         lines.append(
             f"{each.micro_batches:>13} {each.rows:>10.4g} {1e3 * each.step_s:>10.2f}{noisy}{100 * each.bubble:>7.1f}% "
             f"{each.peak_bytes / 1e6:>9.2f}{mark}"
@@ -228,15 +228,15 @@ def explanation(
     width = measured[-1].rows - measured[0].rows
     if not width or not worth:
         return []
-    each = (high - low) / width
-    fixed = low - each * measured[0].rows
-    if min(fixed, each) <= 0:
+    row_s = (high - low) / width
+    fixed = low - row_s * measured[0].rows
+    if min(fixed, row_s) <= 0:
         return [
             "By the smallest and the largest size a micro-batch costs the slowest stage nothing besides its rows."
         ]
-    ideal = math.sqrt(worth * (stages - 1) * each * rows / fixed)
-    root = f"sqrt({worth:.2g} x {stages - 1} x {1e3 * each * rows:.3g} / {1e3 * fixed:.3g})"
+    ideal = math.sqrt(worth * (stages - 1) * row_s * rows / fixed)
+    root = f"sqrt({worth:.2g} x {stages - 1} x {1e3 * row_s * rows:.3g} / {1e3 * fixed:.3g})"
     return [
-        f"On the slowest stage a row takes {1e3 * each:.3g} ms, and a micro-batch {1e3 * fixed:.3g} ms besides.",
+        f"On the slowest stage a row takes {1e3 * row_s:.3g} ms, and a micro-batch {1e3 * fixed:.3g} ms besides.",
         f"Where messages take no time, about {root} = {ideal:.1f} micro-batches are best.",
     ]

@@ -32,15 +32,15 @@ def draw(
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    events = [event for mine in simulation.timeline for event in mine]
+    events = [event for stage_events in simulation.timeline for event in stage_events]
     shortest = min(event.end - event.start for event in events if event.end > event.start)
     inches = min(max(simulation.makespan / shortest * CELL, FEWEST_INCHES), MOST_INCHES)
     figure, axes = pyplot.subplots(
         figsize=(inches + 1, 1.6 + 0.4 * len(plan.lists)), layout="constrained"
     )
-    for stage, mine in enumerate(simulation.timeline):
+    for stage, stage_events in enumerate(simulation.timeline):
         chunks = [chunk for chunk, stage_of in enumerate(plan.stage_of) if stage_of == stage]
-        for event, (start, end, instruction) in enumerate(mine):
+        for event, (start, end, instruction) in enumerate(stage_events):
             axes.barh(
                 stage,
                 end - start,

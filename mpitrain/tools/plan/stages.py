@@ -39,12 +39,11 @@ class MessageTime(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Return the whole time of the message."""
         return self.transfer + self.receive
 
 
 def slowest(ways: Iterable[tuple[float, float, bool]]) -> MessageTime:
-    """Return the slowest message, from Way objects or from the lists of `gather_text`."""
+    """Return the slowest message; `gather_text` makes lists of the fields."""
     return max((MessageTime(*each) for each in ways), key=lambda each: each.seconds)
 
 
@@ -78,32 +77,34 @@ def measure(
     inputs, targets  as a step takes them, with rows for the largest size
     sizes            rows of a micro-batch
     """
-    found = []
+    measurements = []
     for step, rows in enumerate(sizes):
         trainer.transport.barrier()
         trainer.replication.begin(step)
-        mine = {
+        own = {
             chunk: _part(trainer, chunk, inputs[:rows], targets[:rows])
             for chunk in trainer.pipe.stages
         }
         trainer.replication.finish(StepInput(step, (), 0.0))
         way = _way(trainer, (rows, *inputs.shape[1:]))
-        told = trainer.transport.gather_text((mine, way))
+        gathered = trainer.transport.gather_text((own, way))
         costs = [
             Cost(
                 *map(
                     max,
                     zip(
-                        *(each[str(chunk)][:-1] for each, _ in told if str(chunk) in each),
+                        *(each[str(chunk)][:-1] for each, _ in gathered if str(chunk) in each),
                         strict=True,
                     ),
                 )
             )
             for chunk in range(len(trainer.resolved.plan.stage_of))
         ]
-        spread = max(spread for each, _ in told for *_, spread in each.values())
-        found.append(StageMeasurement(rows, tuple(costs), slowest(way for _, way in told), spread))
-    return found
+        spread = max(spread for each, _ in gathered for *_, spread in each.values())
+        measurements.append(
+            StageMeasurement(rows, tuple(costs), slowest(way for _, way in gathered), spread)
+        )
+    return measurements
 
 
 def end_s(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> float:
@@ -153,7 +154,8 @@ def _kept(trainer: Trainer, chunk: int, inputs: np.ndarray, targets: np.ndarray)
     x = _input(trainer, chunk, inputs)
     y = stage.forward(0, x)
     del x
-    dy, shape = _loss(trainer, y, targets) if _is_last(trainer, chunk) else None, y.shape
+    shape = y.shape
+    dy = _output_gradient(trainer, y, targets) if _is_last(trainer, chunk) else None
     del y
     # The last chunk computes its output gradient from the loss, so that is counted as saved. Other
     # chunks receive theirs in a message, so `_drawn` replaces it after this count.
@@ -170,12 +172,10 @@ def _kept(trainer: Trainer, chunk: int, inputs: np.ndarray, targets: np.ndarray)
 
 
 def _is_last(trainer: Trainer, chunk: int) -> bool:
-    """Return whether this is the last chunk of the model."""
     return chunk == len(trainer.resolved.plan.stage_of) - 1
 
 
-def _loss(trainer: Trainer, y: Any, targets: np.ndarray) -> Any:
-    """Return the gradient of the model's output."""
+def _output_gradient(trainer: Trainer, y: Any, targets: np.ndarray) -> Any:
     right = trainer.backend.from_host(targets).reshape(-1)
     _, gradient = trainer.replication.loss(
         y.reshape(len(right), -1), right, trainer.replication.scale(1, 0)
@@ -201,7 +201,7 @@ def _there_and_back(
     times = [clock()]
     y = stage.forward(0, x)
     if dy is None:
-        dy = _loss(trainer, y, targets)
+        dy = _output_gradient(trainer, y, targets)
     del x, y
     backend.synchronize()
     times.append(clock())
@@ -217,7 +217,6 @@ def _there_and_back(
 
 
 def _input(trainer: Trainer, chunk: int, inputs: np.ndarray) -> Any:
-    """Return an input of a chunk, on this rank's device."""
     trainer.pipe.now.set(0, 0, len(inputs), True)
     if chunk == 0:
         return trainer.placed(inputs)
@@ -242,33 +241,33 @@ def _way(trainer: Trainer, shape: tuple[int, ...]) -> MessageTime:
     shape  of the model's input
     """
     stage_of, transport = trainer.resolved.plan.stage_of, trainer.grid.pp.transport
-    found = MessageTime(0.0, 0.0)
-    for chunk, (here, there) in enumerate(pairwise(stage_of), 1):
+    longest = MessageTime(0.0, 0.0)
+    for chunk, (sender, receiver) in enumerate(pairwise(stage_of), 1):
         trainer.transport.barrier()  # Only one boundary is measured at a time.
-        if here != there and transport.rank in (here, there):
+        if sender != receiver and transport.rank in (sender, receiver):
             array = _drawn(trainer, trainer.pipe.input_shape(chunk, shape))
             trainer.backend.synchronize()
             slices = max(1, len(trainer.units))
-            found = slowest((found, way(transport, array, here, there, slices)))
-    return found
+            longest = slowest((longest, way(transport, array, sender, receiver, slices)))
+    return longest
 
 
-def way(transport: Transport, array: Any, here: int, there: int, slices: int) -> MessageTime:
+def way(transport: Transport, array: Any, sender: int, receiver: int, slices: int) -> MessageTime:
     """Measure the time of an array's message from one rank to another; both ranks call this.
 
     The receiver posts its receive and then sleeps, in slices. Between slices it polls, as layers
     do. Its time beyond the sleep is `receive`. The rest of the fastest trip is `transfer`.
 
-    here, there  the ranks that send and receive
-    slices       number of polls
-    returns      the measured Way on the receiver, zeros on the sender
+    sender, receiver  ranks of `transport`
+    slices            number of polls
+    returns           the measured times on the receiver, zeros on the sender
     """
     hops, own = [], []
-    peer = there if transport.rank == here else here
-    is_eager = _is_eager(transport, array, here, peer)
+    peer = receiver if transport.rank == sender else sender
+    is_eager = _is_eager(transport, array, sender, peer)
     for _ in range(1 + TRIPS):
         start = time.perf_counter()
-        if transport.rank == here:
+        if transport.rank == sender:
             transport.send(array, peer)
             transport.recv(array, peer)
         else:
@@ -278,7 +277,7 @@ def way(transport: Transport, array: Any, here: int, there: int, slices: int) ->
     pause = max(2 * median(hops[1:]), LEAST_S) / slices
     ready = np.zeros(1)
     for _ in range(1 + TRIPS):
-        if transport.rank == here:
+        if transport.rank == sender:
             transport.recv(ready, peer)
             _slept(transport.start_send(array, peer), pause, slices)
         else:
@@ -291,30 +290,28 @@ def way(transport: Transport, array: Any, here: int, there: int, slices: int) ->
     return MessageTime(max(0.0, min(hops) - receive), receive, is_eager)
 
 
-def _is_eager(transport: Transport, array: Any, here: int, peer: int) -> bool:
+def _is_eager(transport: Transport, array: Any, sender: int, peer: int) -> bool:
     """Return on both ranks whether the send of an array ends before its receive is posted.
 
     The receiver answers a short message that the sender starts after the array. The answer shows
     that the receiver has processed everything that arrived.
-
-    here  the rank that sends
     """
-    told = np.zeros(1)
-    if transport.rank != here:
-        transport.recv(told, peer, 1)
-        transport.send(told, peer, 1)
-        transport.recv(told, peer, 1)
+    flag = np.zeros(1)
+    if transport.rank != sender:
+        transport.recv(flag, peer, 1)
+        transport.send(flag, peer, 1)
+        transport.recv(flag, peer, 1)
         # The receive of the array is posted only now.
         transport.recv(array, peer)
-        return bool(told[0])
+        return bool(flag[0])
     request = transport.start_send(array, peer)
-    transport.send(told, peer, 1)
-    transport.recv(told, peer, 1)
+    transport.send(flag, peer, 1)
+    transport.recv(flag, peer, 1)
     until = time.perf_counter() + LEAST_S
     while not (is_done := request.test()) and time.perf_counter() < until:
         pass
-    told[0] = is_done
-    transport.send(told, peer, 1)
+    flag[0] = is_done
+    transport.send(flag, peer, 1)
     request.wait()
     return is_done
 

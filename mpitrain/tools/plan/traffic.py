@@ -53,12 +53,11 @@ class FormulaLetters(NamedTuple):
 
     @property
     def r(self) -> int:
-        """Return n - n'."""
         return self.n - self.power
 
 
 class PublishedTotals(NamedTuple):
-    """Published totals as text, and as a function of Numbers."""
+    """Published totals as text, and as a function of the letters' values."""
 
     steps: str
     messages: str
@@ -157,18 +156,22 @@ def numbers(hosts: Sequence[str]) -> FormulaLetters:
     )
 
 
-def sent_by(found: Collective) -> list[Fraction]:
+def sent_by(collective: Collective) -> list[Fraction]:
     """Return the data that each rank sends, in units of the array."""
-    sent = [0] * found.ranks
-    for message in (message for messages in found.steps for message in messages):
-        sent[message.source] += found.bounds[message.last - 1][1] - found.bounds[message.first][0]
-    return [Fraction(elements, found.elements) for elements in sent]
+    sent = [0] * collective.ranks
+    for message in (message for messages in collective.steps for message in messages):
+        sent[message.source] += (
+            collective.bounds[message.last - 1][1] - collective.bounds[message.first][0]
+        )
+    return [Fraction(elements, collective.elements) for elements in sent]
 
 
-def totals(found: Collective) -> Totals:
+def totals(collective: Collective) -> Totals:
     """Count the totals from the messages, for chunks that each travel in one message."""
-    sent = sent_by(found)
-    return Totals(len(found.steps), sum(map(len, found.steps)), sum(sent, Fraction()), max(sent))
+    sent = sent_by(collective)
+    return Totals(
+        len(collective.steps), sum(map(len, collective.steps)), sum(sent, Fraction()), max(sent)
+    )
 
 
 def sent_of_array(
@@ -180,32 +183,34 @@ def sent_of_array(
     """
     plans = plans_of(operation, algorithm, hosts, nbytes // ITEM)
     sent = [
-        [ITEM * (t.stop - t.start) for plan in mine for step in plan.steps for t in step.sends]
-        for mine in plans
+        [
+            ITEM * (t.stop - t.start)
+            for plan in rank_plans
+            for step in plan.steps
+            for t in step.sends
+        ]
+        for rank_plans in plans
     ]
     return [(sum(messages), len(messages)) for messages in sent]
 
 
-def table_of_totals(found: Collective, width: int) -> list[str]:
+def table_of_totals(collective: Collective, width: int) -> list[str]:
     """Return lines with the counted totals, the formulas, and their values."""
-    counted, formula, sent = (
-        totals(found),
-        FORMULAS.get((found.operation, found.algorithm)),
-        sent_by(found),
-    )
+    counted, sent = totals(collective), sent_by(collective)
+    formula = FORMULAS.get((collective.operation, collective.algorithm))
     busiest = listed((rank for rank, arrays in enumerate(sent) if arrays == counted.busiest), ",")
     texts = formula[:4] if formula else ("-",) * 4
-    values = formula.value(numbers(found.hosts)) if formula else (None,) * 4
+    values = formula.value(numbers(collective.hosts)) if formula else (None,) * 4
     lines = [f"{'of an array of S bytes':<24}{'counted':>10}    {'formula':<31} {'is':>8}"]
     names = ("steps", "messages", "sent by all ranks", "sent by the busiest one")
     for name, count, text, value in zip(names, counted, texts, values, strict=True):
         unit = " S" if name.startswith("sent") else ""
-        given = "-" if value is None else amount(value) + unit
-        lines.append(f"{name:<24}{amount(count) + unit:>10}    {text:<31} {given:>8}")
+        by_formula = "-" if value is None else amount(value) + unit
+        lines.append(f"{name:<24}{amount(count) + unit:>10}    {text:<31} {by_formula:>8}")
     lines += textwrap.wrap(f"busiest rank: {busiest}", width) if counted.messages else []
     return [
         *lines,
-        *textwrap.wrap(_letters(found, " ".join(texts)), width),
+        *textwrap.wrap(_letters(collective, " ".join(texts)), width),
     ]
 
 
@@ -214,9 +219,8 @@ def amount(number: float | Fraction) -> str:
     return f"{int(number)}" if number == int(number) else f"{float(number):.4g}"
 
 
-def _letters(found: Collective, formula: str) -> str:
-    """Return the letters of a formula and their values as text."""
-    x = numbers(found.hosts)
+def _letters(collective: Collective, formula: str) -> str:
+    x = numbers(collective.hosts)
     letters = [f"n = {several(x.n, 'rank')}"]
     if "n'" in formula:
         letters += [f"n' = {x.power}, the largest power of 2 up to n", f"r = n - n' = {x.r}"]

@@ -54,26 +54,25 @@ def first_divergence(states: Sequence[RankState], now: float, quiet: float) -> F
     for kind in (GONE, LEFT, STOPPED):
         ended = [state for state in states if state.process == kind]
         if ended and len(ended) < len(states):
-            first = min(ended, key=_position)
+            first = min(ended, key=_order_of_divergence)
             return Finding(kind, [first.rank], _longest_waiter(states, first.rank))
     silent = [state for state in states if now - state.since >= quiet]
     if not silent:
         return Finding(MOVING)
     if idle := [state for state in silent if not state.wait]:
-        first = min(idle, key=_position)
+        first = min(idle, key=_order_of_divergence)
         return Finding(SILENT, [first.rank], _longest_waiter(states, first.rank))
     for circle in _circles(silent, by_rank):
         return _judged(circle, by_rank)
     if any(now - state.since < quiet for state in states):
         return Finding(MOVING)
     pending = (message for state in states for message in state.messages)
-    if message := next((one for one in pending if _missing(one, by_rank)), None):
-        return _of(message)
+    if message := next((message for message in pending if _missing(message, by_rank)), None):
+        return _finding_of(message)
     return Finding(UNKNOWN, [], min(states, key=waited_since).rank)
 
 
-def _position(state: RankState) -> tuple[int, float]:
-    """Return the order of divergence: the earlier step first, then the earlier last sign."""
+def _order_of_divergence(state: RankState) -> tuple[int, float]:
     return state.step, state.since
 
 
@@ -126,23 +125,22 @@ def _absent(state: RankState, by_rank: Mapping[int, RankState]) -> list[int]:
     return [
         rank
         for rank in (state.wait.ranks if state.wait else ())
-        if rank != state.rank and rank in by_rank and not _is_in(by_rank[rank], state)
+        if rank != state.rank and rank in by_rank and not _is_in_call_of(by_rank[rank], state)
     ]
 
 
 def _is_in_call(state: RankState) -> bool:
-    """Return whether a rank is in a collective call."""
     return bool(state.wait and state.wait.is_call)
 
 
-def _is_in(other: RankState, state: RankState) -> bool:
-    """Return whether another rank is in the collective call of this rank."""
-    mine, its = state.wait, other.wait
+def _is_in_call_of(other: RankState, state: RankState) -> bool:
+    wait, other_wait = state.wait, other.wait
     return bool(
-        mine
-        and its
-        and its.is_call
-        and (its.name, its.ranks, its.ordinal) == (mine.name, mine.ranks, mine.ordinal)
+        wait
+        and other_wait
+        and other_wait.is_call
+        and (other_wait.name, other_wait.ranks, other_wait.ordinal)
+        == (wait.name, wait.ranks, wait.ordinal)
         and other.step == state.step
     )
 
@@ -152,7 +150,7 @@ def _circles(
 ) -> Iterator[list[tuple[RankState, OpenMessage | None]]]:
     """Yield circles of waits as (rank, its awaited message or None), the next rank follows."""
     among = {state.rank for state in silent}
-    for start in sorted(silent, key=_position):
+    for start in sorted(silent, key=_order_of_divergence):
         path: list[tuple[RankState, OpenMessage | None]] = []
         at = start
         while True:
@@ -188,8 +186,8 @@ def _judged(
     for state, message in circle:
         if message is None or not _missing(message, by_rank):
             continue
-        if is_lost(message, by_rank) or _has_passed(by_rank[message.sender], state):
-            return _of(message)
+        if is_lost(message, by_rank) or _has_passed_call_of(by_rank[message.sender], state):
+            return _finding_of(message)
     waiter = min(states, key=waited_since).rank
     for state, called in zip(states, [*states[1:], states[0]], strict=True):
         absent = [] if _is_in_call(state) else _absent(called, by_rank)
@@ -206,18 +204,16 @@ def _judged(
     return Finding(CIRCLE, [state.rank for state in states], waiter)
 
 
-def _of(message: OpenMessage) -> Finding:
-    """Return the finding of a missing message."""
+def _finding_of(message: OpenMessage) -> Finding:
     return Finding(MISSING, [message.sender, message.receiver], message.receiver, message)
 
 
-def _has_passed(other: RankState, state: RankState) -> bool:
-    """Return whether another rank has left the collective call that this rank is in."""
+def _has_passed_call_of(other: RankState, state: RankState) -> bool:
     wait = state.wait
     if wait is None or not wait.is_call:
         return False
     passed = other.calls.get((wait.name, wait.ranks), 0)
-    return not _is_in(other, state) and passed >= wait.ordinal
+    return not _is_in_call_of(other, state) and passed >= wait.ordinal
 
 
 def _sides(states: Sequence[RankState], by_rank: Mapping[int, RankState]) -> dict[str, list[int]]:
@@ -226,7 +222,8 @@ def _sides(states: Sequence[RankState], by_rank: Mapping[int, RankState]) -> dic
     Ranks of one call whose numbers of calls differ are on different sides, and so are ranks of
     different groups.
     """
-    calls = [(one.wait.name, one.wait.ordinal, one.wait.ranks) for one in states if one.wait]
+    waits = [state.wait for state in states if state.wait]
+    calls = [(wait.name, wait.ordinal, wait.ranks) for wait in waits]
     is_repeated = len({name for name, *_ in calls}) < len(set(calls))
     sides: dict[str, list[int]] = {}
     for state in by_rank.values():
@@ -244,7 +241,7 @@ def _missing(message: OpenMessage, by_rank: Mapping[int, RankState]) -> bool:
         return False
     if sender.step != receiver.step:
         return False
-    return not any(one.is_sent and one.key == message.key for one in sender.messages)
+    return not any(sent.is_sent and sent.key == message.key for sent in sender.messages)
 
 
 def is_lost(message: OpenMessage, by_rank: Mapping[int, RankState]) -> bool:

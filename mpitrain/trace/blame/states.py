@@ -142,7 +142,6 @@ def _message(trace: Trace, record: Any, started: Counter[tuple]) -> OpenMessage:
 
 
 def _call(trace: Trace, what: int) -> Call:
-    """Return a name with its ranks."""
     name, ranks = trace.names[what]
     return name, tuple(ranks)
 
@@ -159,9 +158,9 @@ def _wait(trace: Trace, record: Any, now: np.ndarray, calls: Mapping[Call, int])
     if record["peer"] >= 0:
         started: Counter[tuple] = Counter()
         for other in now[np.isin(now["kind"], (SEND, RECEIVE)) & (now["peer"] >= 0)]:
-            found = _message(trace, other, started)
+            candidate = _message(trace, other, started)
             if other["number"] == record["nbytes"]:
-                message = found
+                message = candidate
         if message is None:  # Its record belongs to an earlier step, or has been overwritten.
             rank, peer = trace.facts["rank"], int(record["peer"])
             message = OpenMessage(what, int(record["micro"]), peer, rank, -1, False, 0)
@@ -176,18 +175,18 @@ def _action(trace: Trace, spans: np.ndarray) -> str:
     """
     records = trace.records
     steps = records[records["kind"] == STEP]
-    said = []
+    phrases = []
     if len(steps) and steps[-1]["end"] == 0:
-        said.append(f"step {steps[-1]['step'] + 1}")
+        phrases.append(f"step {steps[-1]['step'] + 1}")
     elif len(steps):
-        said.append(f"after step {steps[-1]['step'] + 1}")
-    said += [described(trace, span) for span in spans[:-1] if span["kind"] == PAUSE]
+        phrases.append(f"after step {steps[-1]['step'] + 1}")
+    phrases += [described(trace, span) for span in spans[:-1] if span["kind"] == PAUSE]
     if len(spans):
         inner = spans[-1]
-        said.append(("waiting for " if inner["kind"] == WAIT else "") + described(trace, inner))
+        phrases.append(("waiting for " if inner["kind"] == WAIT else "") + described(trace, inner))
     else:
         began = steps[-1]["number"] if len(steps) else 0
         ended = records[np.isin(records["kind"], ACTIONS) & (records["number"] > began)]
         if len(ended):
-            said.append(f"after {described(trace, ended[-1])}")
-    return ", ".join(said) or "its start"
+            phrases.append(f"after {described(trace, ended[-1])}")
+    return ", ".join(phrases) or "its start"

@@ -34,17 +34,17 @@ def described_finding(
         state = by_rank[finding.culprits[0]]
         seconds = now - state.since
         if finding.kind == SILENT:
-            said = f"{named(state)} has not moved for {seconds:.0f} s: {state.action}"
+            clause = f"{named(state)} has not moved for {seconds:.0f} s: {state.action}"
         else:
             ends = ENDS[finding.kind].format(process=processes.get(state.rank, "PID"))
-            said = f"{named(state)} {ends}; its last sign was {seconds:.0f} s ago: {state.action}"
-        return said + _waiter(finding, by_rank, now) + "."
+            clause = f"{named(state)} {ends}; its last sign was {seconds:.0f} s ago: {state.action}"
+        return clause + _waiter(finding, by_rank, now) + "."
     if finding.kind == CIRCLE:
-        said = "; ".join(
+        waits = "; ".join(
             _waits(by_rank[rank], now, finding.culprits[(at + 1) % len(finding.culprits)])
             for at, rank in enumerate(finding.culprits)
         )
-        return f"Ranks wait for each other in a circle: {said}."
+        return f"Ranks wait for each other in a circle: {waits}."
     if finding.kind == MISSING and finding.message:
         message = finding.message
         sender, receiver = by_rank[message.sender], by_rank[message.receiver]
@@ -75,41 +75,35 @@ def described_finding(
 
 
 def named(state: RankState) -> str:
-    """Return a rank with its host."""
     return f"rank {state.rank} on {state.host}"
 
 
 def _waiter(finding: Finding, by_rank: Mapping[int, RankState], now: float) -> str:
-    """Return a clause about the rank that has waited longest, or ""."""
     if finding.waiter is None:
         return ""
     return f"; {_waits(by_rank[finding.waiter], now)}"
 
 
-def _waits(state: RankState, now: float, other: int | None = None) -> str:
-    """Return a clause about the wait of a rank.
-
-    other  the rank that it waits for, if it is known
-    """
+def _waits(state: RankState, now: float, awaited: int | None = None) -> str:
     wait = state.wait
     if wait is None:
         return f"{named(state)} does not wait"
     content = _content(wait.message) if wait.message else wait.name
-    of = f" of rank {other}" if other is not None else ""
-    if other is None and wait.message:
+    of = f" of rank {awaited}" if awaited is not None else ""
+    if awaited is None and wait.message:
         peer = wait.message.receiver if wait.message.is_sent else wait.message.sender
         of = f" of rank {peer}"
     return f"{named(state)} has waited for {content}{of} for {now - wait.since:.0f} s"
 
 
 def _content(message: OpenMessage) -> str:
-    """Return the content of a message as text."""
-    said = message.name or (f"a message of tag {message.tag}" if message.tag >= 0 else "a message")
-    return said + (f" of micro-batch {message.micro}" if message.micro >= 0 else "")
+    content = message.name or (
+        f"a message of tag {message.tag}" if message.tag >= 0 else "a message"
+    )
+    return content + (f" of micro-batch {message.micro}" if message.micro >= 0 else "")
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Return rank numbers as text."""
     more = f" and {len(ranks) - LISTED} more" if len(ranks) > LISTED else ""
     numbers = ", ".join(map(str, ranks[:LISTED]))
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers}{more}"

@@ -52,16 +52,16 @@ def cuda_messages(transport: Transport, setting: str) -> Awareness:
     """
     if setting != "auto":
         return Awareness(setting == "yes", f"device.cuda_aware = {setting}")
-    mine = None
+    awareness = None
     if transport.hosts.index(transport.hosts[transport.rank]) == transport.rank:
-        mine = cuda_awareness(loaded_path(), process.environment())
-        proven = self_test(CHILD, process.environment_of_one(), SECONDS) if mine.cuda else None
-        mine = (
-            Awareness(proven.cuda, f"says {mine.how}, {proven.how}")
+        awareness = cuda_awareness(loaded_path(), process.environment())
+        proven = self_test(CHILD, process.environment_of_one(), SECONDS) if awareness.cuda else None
+        awareness = (
+            Awareness(proven.cuda, f"says {awareness.how}, {proven.how}")
             if proven
-            else Awareness(False, f"says {mine.how}")
+            else Awareness(False, f"says {awareness.how}")
         )
-    answers = [Awareness(*answer) for answer in transport.gather_text(mine) if answer]
+    answers = [Awareness(*answer) for answer in transport.gather_text(awareness) if answer]
     return next((answer for answer in answers if not answer.cuda), answers[0])
 
 
@@ -81,10 +81,10 @@ def self_test(command: Sequence[str], environment: Mapping[str, str], seconds: f
         return Awareness(
             False, f"but a self-test crashed ({signal.Signals(-done.returncode).name})"
         )
-    said = done.stderr.strip().splitlines()
+    lines = done.stderr.strip().splitlines()
     return Awareness(
         False,
-        f"but a self-test failed: {said[-1].strip() if said else f'exit code {done.returncode}'}",
+        f"but a self-test failed: {lines[-1].strip() if lines else f'exit code {done.returncode}'}",
     )
 
 

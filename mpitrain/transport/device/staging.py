@@ -96,14 +96,11 @@ class Staged(Carrier):
         self._backend.start_copy(flat, buffer, so_far).wait()
 
     def _staged(self, array: Any) -> tuple[Any, np.ndarray]:
-        """Return the array as one dim, and a staging buffer of its size and dtype.
-
-        The buffer is free again when no view of it is left.
-        """
+        """Return the array as one dim, and a buffer that is free when no view of it is left."""
         return array.reshape(-1), self._buffers.take((array.size,), array.dtype)
 
     def _pieces(self, flat: Any) -> list[slice]:
-        """Return the slices of a message's pieces; an empty message is one empty piece."""
+        """An empty message is one empty piece."""
         step = max(1, self._piece // flat.dtype.itemsize)
         return [
             slice(start, min(start + step, flat.size))
@@ -156,5 +153,4 @@ class _Receive:
         return named(self._receives)
 
     def _start_copy(self) -> None:
-        """Start the copy of the next piece, which has arrived."""
         self._copies.append(self._backend.start_copy(*self._ends[len(self._copies)], self._before))

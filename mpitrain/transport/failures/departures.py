@@ -74,28 +74,24 @@ class Departures:
             # A pause of this process, as by SIGSTOP, is no wait.
             blocked += min(now - before, 2 * PAUSE)
             before, left = now, {rank for rank in self._others if self._notices[rank] == ENDED}
-            found = self._unending(left) if left else None
-            if found is None or found is not seen:
-                seen, blocked = found, 0.0
+            call = self._unending(left) if left else None
+            if call is None or call is not seen:
+                seen, blocked = call, 0.0
             elif blocked >= PATIENCE:
-                self._end(found, sorted(left))
+                self._end(call, sorted(left))
 
     def _unending(self, left: Set[int]) -> Any:
-        """Return the call or request of the main thread that cannot complete, or None.
-
-        left  ranks that have ended
-        """
+        """Return the call or request that cannot complete without the ended ranks, or None."""
         for job, waits in self._watched:
-            if found := job.call or waits.waits_for:
-                return job.unending(left) if found is job else found if needs(found, left) else None
+            if call := job.call or waits.waits_for:
+                return job.unending(left) if call is job else call if needs(call, left) else None
         return None
 
-    def _end(self, found: Any, left: list[int]) -> None:
-        """End the job because the main thread waits for ranks that have ended."""
-        lost = tuple(rank for rank in left if needs(found, {rank})) or tuple(left)
+    def _end(self, call: Any, left: list[int]) -> None:
+        lost = tuple(rank for rank in left if needs(call, {rank})) or tuple(left)
         names = f"rank {lost[0]} has" if len(lost) == 1 else f"ranks {str(lost)[1:-1]} have"
         error = PeerLost(
-            f"{found} cannot complete: {names} ended.",
+            f"{call} cannot complete: {names} ended.",
             "Let all ranks make the same calls; `with mpitrain.ranks() as transport:` ends a job at once.",
             lost,
         )

@@ -79,13 +79,13 @@ class MpiJob:
         with self.lock:
             self.revoke()
         names = f"rank {', '.join(map(str, lost))} has" if lost else "another rank has"
-        found = PeerLost(
+        loss = PeerLost(
             f"{name} cannot complete: {names} ended ({error.Get_error_string()}).",
             "Start the job again; a run goes on from its last checkpoint with --resume=auto.",
             lost,
         )
-        self.lost = self.lost or found
-        return found
+        self.lost = self.lost or loss
+        return loss
 
     def revoke(self) -> None:
         """Revoke every communicator, as MPI_Comm_revoke: all pending calls of all ranks then fail.

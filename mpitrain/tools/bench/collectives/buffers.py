@@ -42,12 +42,8 @@ class Staying:
     """
 
     def __init__(self, array: Any, reduction: Reduction, result: Any):
-        self.array, self.algorithm, self.run, self.result = (
-            array,
-            reduction.algorithm,
-            reduction.run,
-            result,
-        )
+        self.array, self.result = array, result
+        self.algorithm, self.run = reduction.algorithm, reduction.run
 
     def renew(self) -> None:
         """Do nothing: the array is fixed."""
@@ -68,13 +64,11 @@ class LeasedAllReduce:
 
     @property
     def array(self) -> Any:
-        """The flat activation buffer."""
         assert self._exchange is not None
         return self._exchange.array
 
     @property
     def result(self) -> Any:
-        """The whole activation buffer."""
         return self.array
 
     def renew(self) -> None:

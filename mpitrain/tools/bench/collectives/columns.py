@@ -22,7 +22,6 @@ class TableColumn(NamedTuple):
     is_left: bool = False
 
     def cell(self, text: str) -> str:
-        """Pad the text to this column's width."""
         return f" {text}".ljust(self.width) if self.is_left else text.rjust(self.width)
 
 
@@ -57,19 +56,18 @@ class RowFormatter:
         ]
 
     def line(self, row: Any) -> str:
-        """Return the line of a row."""
         return " ".join(column.cell(column.text(row)) for column in self.columns).rstrip()
 
 
 def fitting(columns: Sequence[TableColumn], width: int) -> list[TableColumn]:
     """Return the columns that fit the width, in their order; all if the width is 0."""
-    found = list(columns)
-    while width and sum(column.width + 1 for column in found) - 1 > width:
-        left = [column for column in found if column.importance is not None]
+    kept = list(columns)
+    while width and sum(column.width + 1 for column in kept) - 1 > width:
+        left = [column for column in kept if column.importance is not None]
         if not left:
             break
-        found.remove(min(left, key=lambda column: column.importance or 0))
-    return found
+        kept.remove(min(left, key=lambda column: column.importance or 0))
+    return kept
 
 
 def figure(value: float) -> str:

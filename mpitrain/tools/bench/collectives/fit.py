@@ -47,11 +47,11 @@ class Check(NamedTuple):
 
 def median_of_sweeps(rows: Sequence[CollectiveRow]) -> list[CollectiveRow]:
     """Return one row per algorithm, buffers and size, with its median time; drop spoilt rows."""
-    found: dict[tuple, list[CollectiveRow]] = {}
+    sweeps: dict[tuple, list[CollectiveRow]] = {}
     for row in (row for row in rows if not is_spoilt(row)):
-        found.setdefault((row.chosen, row.buffers, row.bytes), []).append(row)
+        sweeps.setdefault((row.chosen, row.buffers, row.bytes), []).append(row)
     return [
-        same[0]._replace(time_us=median(row.time_us for row in same)) for same in found.values()
+        same[0]._replace(time_us=median(row.time_us for row in same)) for same in sweeps.values()
     ]
 
 
@@ -62,8 +62,8 @@ def fit(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Collective
     plans: dict[str, Constants] = {}
     whole: dict[str, dict[str, Constants]] = {}
     for memory in dict.fromkeys(row.buffers for row in rows):
-        here = [row for row in rows if row.buffers == memory]
-        moved = [row for row in here if not is_whole("allreduce", row.chosen)]
+        of_memory = [row for row in rows if row.buffers == memory]
+        moved = [row for row in of_memory if not is_whole("allreduce", row.chosen)]
         works = [
             work(
                 "allreduce", row.chosen, hosts, row.count, row.bytes // row.count, machine["cores"]
@@ -75,11 +75,13 @@ def fit(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Collective
         plans[memory] = constants(moved, works, least, defaults[memory])
         alone = Tuning(machine, {n: plans}, {n: {memory: {} for memory in plans}})
         whole[memory] = {}
-        for name in dict.fromkeys(row.chosen for row in here if is_whole("allreduce", row.chosen)):
-            mine = [row for row in here if row.chosen == name]
+        for name in dict.fromkeys(
+            row.chosen for row in of_memory if is_whole("allreduce", row.chosen)
+        ):
+            measured = [row for row in of_memory if row.chosen == name]
             least = np.zeros((len(KNOTS), 2))
             least[:, 1] = link * crossing(hosts)
-            last = max(mine, key=lambda row: row.bytes)
+            last = max(measured, key=lambda row: row.bytes)
             if last.time_us > min(
                 (row.time_us for row in moved if row.bytes == last.bytes), default=math.inf
             ):
@@ -87,7 +89,7 @@ def fit(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Collective
                 knot = max(0, bisect_right(KNOTS, last.bytes) - 1)
                 bound = _fastest_plan(alone, names, hosts, last, memory)
                 least[knot:] = np.maximum(least[knot:], bound)
-            whole[memory][name] = constants(mine, [(1, row.bytes) for row in mine], least)
+            whole[memory][name] = constants(measured, [(1, row.bytes) for row in measured], least)
     return Tuning(machine, {n: plans}, {n: whole})
 
 
@@ -122,7 +124,7 @@ def link_seconds(hosts: Sequence[str], rows: Sequence[CollectiveRow], cores: int
     The time of the shortest array counts as latency. Only runs of at least NEGLIGIBLE times this
     latency are used.
     """
-    found = []
+    seconds_per_byte = []
     for row in rows:
         latency = min(
             (other.bytes, other.time_us)
@@ -137,8 +139,8 @@ def link_seconds(hosts: Sequence[str], rows: Sequence[CollectiveRow], cores: int
                 "allreduce", row.chosen, hosts, row.count, row.bytes // row.count, cores
             ).net_bytes
         if sent:
-            found.append(1e-6 * (row.time_us - latency) / sent)
-    return min(found, default=0.0)
+            seconds_per_byte.append(1e-6 * (row.time_us - latency) / sent)
+    return min(seconds_per_byte, default=0.0)
 
 
 def constants(
@@ -165,18 +167,18 @@ def constants(
         near[:, held[np.abs(held - knot).argmin()]] += near[:, knot]
         near[:, knot] = 0
     columns = near[:, :, None] * np.array(amounts, float)[:, None, :]
-    found = least_absolute(
+    fitted = least_absolute(
         columns.reshape(len(rows), -1) / seconds[:, None], least.reshape(-1)
     ).reshape(least.shape)
     known = columns.any(axis=0)
     for knot, term in np.argwhere(~known):
         others = np.flatnonzero(known[:, term])
         if others.size:
-            found[knot, term] = found[others[np.abs(others - knot).argmin()], term]
+            fitted[knot, term] = fitted[others[np.abs(others - knot).argmin()], term]
         elif defaults:
-            found[knot, term] = defaults[KNOTS[knot]][term]
-    found = np.maximum(found, least)
-    return {knot: tuple(map(float, values)) for knot, values in zip(KNOTS, found, strict=True)}
+            fitted[knot, term] = defaults[KNOTS[knot]][term]
+    fitted = np.maximum(fitted, least)
+    return {knot: tuple(map(float, values)) for knot, values in zip(KNOTS, fitted, strict=True)}
 
 
 def check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[CollectiveRow]) -> dict[str, Check]:
@@ -233,12 +235,12 @@ def checked(
     spoilt, total = sum(map(is_spoilt, rows)), len(rows)
     rows = median_of_sweeps(rows)
     known = sorted({row.bytes for row in rows})[::2]
-    found = fit(machine, hosts, [row for row in rows if row.bytes in known])
+    tuning = fit(machine, hosts, [row for row in rows if row.bytes in known])
     lines = [
         f"~ {spoilt} of {total} rows are left out: their median is above {FAR:g} times the fastest run"
     ] * bool(spoilt)
     for memory, (error, short, choices) in check(
-        found, hosts, [row for row in rows if row.bytes not in known]
+        tuning, hosts, [row for row in rows if row.bytes not in known]
     ).items():
         good = sum(ratio <= 1.15 for _, ratio in choices.values())
         lines.append(

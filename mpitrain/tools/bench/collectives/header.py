@@ -37,7 +37,6 @@ def header(
 
 
 def printed(facts: dict[str, Any]) -> list[str]:
-    """Format the header as lines."""
     return [
         f"# mpitrain {facts['mpitrain']} bench: {' '.join(facts['arguments'])}",
         f"# {facts['ranks']} ranks on {facts['hosts']} host(s): {', '.join(facts['host_names'])}",

@@ -33,9 +33,9 @@ def least_absolute(matrix: np.ndarray, least: np.ndarray) -> np.ndarray:
     # errors of the pivots.
     missed = {(index - terms) % rows for index in basis if index >= terms}
     met = [row for row in range(rows) if row not in missed]
-    found = np.zeros(terms)
-    found[chosen] = np.linalg.lstsq(matrix[np.ix_(met, chosen)], targets[met])[0]
-    return least + found.clip(0) / scale
+    unknowns = np.zeros(terms)
+    unknowns[chosen] = np.linalg.lstsq(matrix[np.ix_(met, chosen)], targets[met])[0]
+    return least + unknowns.clip(0) / scale
 
 
 def _optimal_basis(matrix: np.ndarray, targets: np.ndarray) -> list[int]:

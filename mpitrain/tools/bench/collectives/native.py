@@ -51,7 +51,7 @@ def operation_of(operation: str, algorithm: str) -> BenchedCollective:
 
 def refusals(operation: str, situation: Topology) -> dict[str, MpitrainError]:
     """Return {algorithm: error} of the algorithms that cannot run here."""
-    found = {
+    errors = {
         name: refusal
         for name, algorithm in TABLES.get(operation, {}).items()
         if (refusal := algorithm.refusal(situation))
@@ -63,5 +63,5 @@ def refusals(operation: str, situation: Topology) -> dict[str, MpitrainError]:
                 "algorithm native is measured in the memory of the host, but --device is a GPU."
             )
         if refusal:
-            found["native"] = refusal
-    return found
+            errors["native"] = refusal
+    return errors

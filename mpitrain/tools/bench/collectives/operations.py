@@ -72,8 +72,8 @@ def summed(transport: Transport, count: int) -> np.ndarray:
 
 
 def _scattered(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
-    mine = slice(*chunk_bounds(count, transport.size)[transport.rank])
-    return mine, summed(transport, count)[mine]
+    chunk = slice(*chunk_bounds(count, transport.size)[transport.rank])
+    return chunk, summed(transport, count)[chunk]
 
 
 def _gathered(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
@@ -84,14 +84,14 @@ def _gathered(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
 
 
 def _rooted(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
-    mine = slice(None) if transport.rank == 0 else slice(0, 0)
-    return mine, summed(transport, count)[mine]
+    part = slice(None) if transport.rank == 0 else slice(0, 0)
+    return part, summed(transport, count)[part]
 
 
 def _transposed(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
-    mine = slice(*chunk_bounds(count, transport.size)[transport.rank])
+    chunk = slice(*chunk_bounds(count, transport.size)[transport.rank])
     return slice(None), np.concatenate(
-        [filled(rank, count)[mine] for rank in range(transport.size)]
+        [filled(rank, count)[chunk] for rank in range(transport.size)]
     )
 
 

@@ -95,10 +95,8 @@ def plot(rows: Sequence[CollectiveRow], facts: dict[str, Any], path: Path) -> No
         axes.set_xlabel("array")
         axes.grid(alpha=0.3)
     measured = [rows for by_bytes in curves.values() for rows in by_bytes.values()]
-    fastest, times = (
-        [_time(rows, "min_us") for rows in measured],
-        [_time(rows, "time_us") for rows in measured],
-    )
+    fastest = [_time(rows, "min_us") for rows in measured]
+    times = [_time(rows, "time_us") for rows in measured]
     left.set(
         yscale="log",
         ylim=(min(fastest) / ROOM, max(times) * ROOM),

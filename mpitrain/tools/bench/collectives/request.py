@@ -63,8 +63,8 @@ def sizes(least: int, most: int, factor: float) -> list[int]:
             f"Sizes go from the smallest array (at least 1 byte) to the largest, but these are {least} and {most}.",
             "Set --min-bytes and --max-bytes.",
         )
-    found, size = [], float(least)
+    rounded, size = [], float(least)
     while size <= most * 1.000001:
-        found.append(round(size))
+        rounded.append(round(size))
         size *= factor
-    return found
+    return rounded

@@ -159,11 +159,11 @@ def _measure(
     _, times = timed(iterations)
     transport.native_all_reduce(times, "maximum")
     slowest = times / operation.ways * 1e6
-    found = backend.to_host(bound.result)
+    result = backend.to_host(bound.result)
     wrong = (
-        wrong_elements(transport, found, case.right)
+        wrong_elements(transport, result, case.right)
         if wire.name == "none"
-        else wrong_replicas(transport, found)
+        else wrong_replicas(transport, result)
     )
     median, nbytes = float(np.median(slowest)), count * dtype.itemsize
     predicted = np.nan

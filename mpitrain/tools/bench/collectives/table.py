@@ -82,8 +82,8 @@ def footer(rows: Sequence[CollectiveRow]) -> list[str]:
     against = against_native(rows)
     heading = "  times native's speed: mean, least" if against else ""
     lines = [f"{'algorithm':<18} {'buffers':<7} {'average busbw':>13}{heading}"]
-    for (algorithm, buffers), found in bandwidths.items():
-        average = f"{figure(sum(found) / len(found))} GB/s" if found else "all marked ~"
+    for (algorithm, buffers), rates in bandwidths.items():
+        average = f"{figure(sum(rates) / len(rates))} GB/s" if rates else "all marked ~"
         lines.append(f"{algorithm:<18} {buffers:<7} {average:>13}")
         if ratios := against.get((algorithm, buffers)):
             least = min(ratios, key=ratios.__getitem__)
@@ -104,7 +104,6 @@ def footer(rows: Sequence[CollectiveRow]) -> list[str]:
 
 
 def _wrong(rows: Sequence[CollectiveRow]) -> list[str]:
-    """Return lines on wrong elements of exact operations, and wrong replicas of lossy ones."""
     exact, lossy = (
         [row for row in rows if row.algorithm.startswith("wire ") == is_lossy]
         for is_lossy in (False, True)
@@ -122,10 +121,10 @@ def against_native(rows: Iterable[CollectiveRow]) -> dict[tuple[str, str], dict[
     for row in (row for row in rows if not is_spoilt(row)):
         times.setdefault((row.algorithm, row.buffers, row.bytes), []).append(row.time_us)
     ratios: dict[tuple[str, str], dict[int, float]] = {}
-    for (algorithm, buffers, nbytes), found in times.items():
+    for (algorithm, buffers, nbytes), own_times in times.items():
         native = times.get(("native", buffers, nbytes))
         if native and algorithm != "native":
-            ratios.setdefault((algorithm, buffers), {})[nbytes] = median(native) / median(found)
+            ratios.setdefault((algorithm, buffers), {})[nbytes] = median(native) / median(own_times)
     return ratios
 
 
@@ -137,13 +136,13 @@ def too_slow(rows: Sequence[CollectiveRow], least: float) -> list[str]:
     lines = []
     largest = max((row.bytes for row in rows), default=0)
     for algorithm, buffers in dict.fromkeys((row.algorithm, row.buffers) for row in rows):
-        found = [
+        largest_rows = [
             row
             for row in rows
             if (row.algorithm, row.buffers, row.bytes) == (algorithm, buffers, largest)
         ]
-        quiet = [row for row in found if not is_spoilt(row)]
-        bandwidth = median(row.busbw_GBs for row in quiet or found)
+        quiet = [row for row in largest_rows if not is_spoilt(row)]
+        bandwidth = median(row.busbw_GBs for row in quiet or largest_rows)
         if not bandwidth >= least:
             lines.append(
                 f"too slow: {algorithm} ({buffers}) has a bus bandwidth of {figure(bandwidth)} GB/s at {largest} bytes, "

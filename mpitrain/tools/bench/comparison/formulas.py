@@ -93,7 +93,6 @@ def predicted(transport: Transport, job: Job) -> float | None:
 
 
 def _is_divided(config: Config) -> bool:
-    """Return whether ranks divide the layers of a model."""
     return config.layout.tp > 1 or config.layout.pp > 1
 
 

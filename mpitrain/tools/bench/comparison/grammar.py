@@ -74,31 +74,31 @@ def usual() -> list[str]:
     return ["star", "ring", "auto", *(mode for mode in others if not mode.endswith("-host"))]
 
 
-def settings_of(mode: str, given: Collection[str] = ()) -> tuple[str, ...]:
+def settings_of(mode: str, set_keys: Collection[str] = ()) -> tuple[str, ...]:
     """Return the settings of a mode, as `section.key=value`; sums use a ring unless it names one.
 
-    mode    words joined by +, such as zero3+tp2
-    given   keys of --set; words do not set them to a value of COUNTED
-    raises  ConfigError for an unknown word, and for words that set one key to different values
+    mode      words joined by +, such as zero3+tp2
+    set_keys  keys of --set; words do not set them to a value of COUNTED
+    raises    ConfigError for an unknown word, and for words that set one key to different values
     """
     known = settings_by_mode()
-    found: dict[str, tuple[str, str]] = {}
+    settings: dict[str, tuple[str, str]] = {}
     for word in mode.split("+"):
         for setting in known.get(word) or _formed(word, mode):
             key, _, value = setting.partition("=")
-            is_default = setting == RING or key in given
+            is_default = setting == RING or key in set_keys
             if setting in COUNTED and is_default and word != BASELINE:
                 continue  # Another word may replace a default.
-            first, before = found.setdefault(key, (word, value))
+            first, before = settings.setdefault(key, (word, value))
             if before != value:
                 raise ConfigError(
                     f"Two words of a mode must not set the same key, but in {mode} {first} sets {key}={before} "
                     f"and {word} sets {key}={value}.",
                     f"Take one of {first} and {word}.",
                 )
-    if "replication.algorithm" not in given:
-        found.setdefault("replication.algorithm", (BASELINE, BASELINE))
-    return tuple(f"{key}={value}" for key, (_, value) in found.items())
+    if "replication.algorithm" not in set_keys:
+        settings.setdefault("replication.algorithm", (BASELINE, BASELINE))
+    return tuple(f"{key}={value}" for key, (_, value) in settings.items())
 
 
 def is_replication(mode: str) -> bool:
@@ -107,10 +107,9 @@ def is_replication(mode: str) -> bool:
 
 
 def _formed(word: str, mode: str) -> Iterable[str]:
-    """Return the settings of a word that has one of FORMS."""
     for form, settings in FORMS.items():
-        if found := re.fullmatch(_HOLES.sub(_pattern, re.escape(form)), word):
-            values = dict(zip(_HOLES.findall(form), found.groups(), strict=True))
+        if match := re.fullmatch(_HOLES.sub(_pattern, re.escape(form)), word):
+            values = dict(zip(_HOLES.findall(form), match.groups(), strict=True))
             return [_HOLES.sub(_value_in(values), setting) for setting in settings]
     whole = "" if word == mode else f" of {mode}"
     raise ConfigError(
@@ -121,10 +120,8 @@ def _formed(word: str, mode: str) -> Iterable[str]:
 
 
 def _pattern(hole: re.Match[str]) -> str:
-    """Return the pattern of the values of a hole in a form."""
     return r"([1-9]\d{0,8})" if hole[0] == "N" else r"([\w./:-]+)"
 
 
 def _value_in(values: Mapping[str, str]) -> Callable[[re.Match[str]], str]:
-    """Return the function that looks up the value of a hole."""
     return lambda hole: values[hole[0]]

@@ -32,26 +32,26 @@ def jobs(modes: Sequence[str], settings: Sequence[str], hosts: Sequence[str]) ->
     """
     tables = with_settings({}, [*settings])
     load(tables)  # Plugins add modes.
-    given = {f"{section}.{key}" for section, values in tables.items() for key in values}
-    own = {mode: settings_of(mode, given) for mode in modes}
+    set_keys = {f"{section}.{key}" for section, values in tables.items() for key in values}
+    own = {mode: settings_of(mode, set_keys) for mode in modes}
     if len(hosts) == 1 and all(map(is_replication, modes)):
         raise ConfigError(
             "compare measures what ranks send each other, and one rank sends nothing.",
             "mpitrain launch -n 2 -- compare",
         )
-    found, refused = {}, {}
+    configs, refused = {}, {}
     for mode, changes in own.items():
         try:
-            found[mode] = _job([*settings, *changes], hosts)
+            configs[mode] = _job([*settings, *changes], hosts)
         except ConfigError as error:
             refused[mode] = error
     laws = {refusal.law for refusal in refused.values()}
     for mode, refusal in refused.items():
-        if not found and len(laws) == 1 and is_replication(mode):
+        if not configs and len(laws) == 1 and is_replication(mode):
             raise refusal  # The job itself is refused.
-        rest = f"\nOr compare what works: --modes {','.join(found)}" if found else ""
+        rest = f"\nOr compare what works: --modes {','.join(configs)}" if configs else ""
         raise ConfigError(f"Mode {mode}: {refusal.law}", f"{refusal.way_out}{rest}")
-    return found
+    return configs
 
 
 def _job(settings: list[str], hosts: Sequence[str]) -> Config:
@@ -67,16 +67,16 @@ def _job(settings: list[str], hosts: Sequence[str]) -> Config:
     return config
 
 
-def check_resolved(transport: Transport, found: Mapping[str, Config]) -> None:
+def check_resolved(transport: Transport, configs: Mapping[str, Config]) -> None:
     """Raise ConfigError for a mode that does not fit these ranks; collective.
 
     Schedules and devices are checked. A job with a file for its sums is built, which simulates the
     file for each of its arrays. Then no mode is refused after another has been measured.
     """
-    for mode, config in found.items():
+    for mode, config in configs.items():
         try:
-            given = agree_on(transport, partial(checked, config))
-            on_all_ranks(transport, partial(resolve_here, given, transport.hosts))
+            agreed = agree_on(transport, partial(checked, config))
+            on_all_ranks(transport, partial(resolve_here, agreed, transport.hosts))
             if any(is_file(config.flat()[key]) for key in ALGORITHMS):
                 build(transport, config).close()
         except ConfigError as error:

@@ -3,12 +3,9 @@
 Legend: B rows of a step, T tokens, C channels, L layers; t, d ranks along tp, dp.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from mpitrain.config import Config
-from mpitrain.layers.flat import Bucket
 from mpitrain.optim import RULES
 from mpitrain.optim.rule import TensorWise
 from mpitrain.parallel.data.buckets import Buckets
@@ -74,12 +71,8 @@ def of_gradients(job: Job) -> float | None:
     They are gradients, and with ZeRO also parameters.
     """
     trainer = job.trainer
-    grid, config, storage, replica = (
-        trainer.grid,
-        trainer.config,
-        trainer.storage,
-        trainer.replication.replica,
-    )
+    grid, config = trainer.grid, trainer.config
+    storage, replica = trainer.storage, trainer.replication.replica
     d, tp, stage = grid.axes.dp, grid.axes.tp, config.replication.zero
     # Gradients of replicated tensors are partial sums: tensor-parallel ranks add them up.
     partial = sum(span.stop - span.start for span in storage.spans if span.partial)
@@ -89,8 +82,8 @@ def of_gradients(job: Job) -> float | None:
     if replica.wire.name != "none":
         moved = _compressed(job)
     elif stage:
-        found = sharded(replica, TRAVELLED[stage])
-        return None if found is None else found + summed
+        of_shards = sharded(replica, TRAVELLED[stage])
+        return None if of_shards is None else of_shards + summed
     else:
         moved = sent_in_ring(grid.coords.dp, d, storage.length) * storage.dtype.itemsize
     end = trainer.replication.step_end
@@ -104,37 +97,27 @@ def of_gradients(job: Job) -> float | None:
 def _compressed(job: Job) -> float:
     """Return the bytes of sums in a wire format, mean over the steps of the run."""
     trainer = job.trainer
-    grid, config, storage, replica = (
-        trainer.grid,
-        trainer.config,
-        trainer.storage,
-        trainer.replication.replica,
-    )
+    grid, config = trainer.grid, trainer.config
+    storage, replica = trainer.storage, trainer.replication.replica
     rank, d = grid.coords.dp, grid.axes.dp
     whole = sent_in_ring(rank, d, storage.length) * storage.dtype.itemsize
-    coded = in_format(storage, _buckets(job), replica.wire, rank, d)
+    reducer = trainer.replication.reducer
+    assert isinstance(reducer, Buckets)
+    coded = in_format(storage, reducer.buckets, replica.wire, rank, d)
     dense = min(config.dense_steps, config.run.steps) / config.run.steps
     # A wire format always does an all-reduce, so ZeRO 1 adds an all-gather of the parameters.
     gathered = storage.length * replica.computed.itemsize * (d - 1) / d
     return dense * whole + (1 - dense) * coded + (gathered if config.replication.zero else 0)
 
 
-def _buckets(job: Job) -> Sequence[Bucket]:
-    """Return the buckets of a job whose gradients are whole on every rank."""
-    reducer = job.trainer.replication.reducer
-    assert isinstance(reducer, Buckets)
-    return reducer.buckets
-
-
-def _rows(job: Job) -> list[int]:
-    """Return the rows of each micro-batch of this rank."""
+def _micro_batch_rows(job: Job) -> list[int]:
     rows, m = len(job.trainer.share()), job.trainer.config.batch.micro_batches
     return [len(share(rows, micro, m)) for micro in range(m)]
 
 
 def _between_stages(job: Job) -> int:
     """Return the bytes of activations, and of their gradients, that this rank sends to stages."""
-    trainer, rows = job.trainer, _rows(job)
+    trainer, rows = job.trainer, _micro_batch_rows(job)
     config, lowest = trainer.config, trainer.pipe.lowest
     plan = fused_at_the_input(trainer.resolved.plan, lowest)
     program = training_program(plan, lowest)[trainer.grid.coords.pp]
@@ -147,7 +130,7 @@ def _between_stages(job: Job) -> int:
 
 def _within_layers(job: Job) -> int:
     """Return the bytes that this rank sends to its tensor-parallel group."""
-    trainer, rows = job.trainer, _rows(job)
+    trainer, rows = job.trainer, _micro_batch_rows(job)
     grid, config, replica = trainer.grid, trainer.config, trainer.replication.replica
     tokens, width, computed = config.model.context, config.model.width, replica.computed
     tp, ranks = grid.coords.tp, grid.axes.tp
@@ -157,19 +140,14 @@ def _within_layers(job: Job) -> int:
     sums = sum(FORWARD.get(kind, 0) for kind in kinds) + sum(
         BACKWARD.get(kind, 0) for kind in behind
     )
-    elements = sum(sums * sent_in_ring(tp, ranks, one * tokens * width) for one in rows)
+    elements = sum(sums * sent_in_ring(tp, ranks, count * tokens * width) for count in rows)
     if config.layout.sequence_parallel:
         # Column-parallel layers gather their inputs again in backward. An embedding gathers in
         # backward instead of forward.
         gathers = sum(kind in COLUMN_PARALLEL for kind in behind)
         gathers -= "embedding" in kinds[: replica.first]
         elements += gathers * sum(rows) * tokens * width * (ranks - 1) // ranks
-    # The loss needs a maximum of each row, and two sums in one message.
-    facts = sum(sent_in_ring(tp, ranks, k * one * tokens) for one in rows for k in (1, 2))
-    of_loss = facts * _itemsize_of_facts(computed) if "head" in kinds else 0
+    # The split cross-entropy needs a maximum of each row, and two sums in one message.
+    facts = sum(sent_in_ring(tp, ranks, k * count * tokens) for count in rows for k in (1, 2))
+    of_loss = facts * (8 if computed == np.float64 else 4) if "head" in kinds else 0
     return elements * computed.itemsize + of_loss
-
-
-def _itemsize_of_facts(dtype: np.dtype) -> int:
-    """Return the bytes of the maxima and sums of a row in the split cross-entropy."""
-    return 8 if dtype == np.float64 else 4

@@ -139,13 +139,13 @@ def _trained(
 ) -> TrainedBlock:
     """Train a job to its end. Collective."""
     transport.barrier()
-    found = TrainedBlock(time.perf_counter(), [], [], [])
+    block = TrainedBlock(time.perf_counter(), [], [], [])
     for outcome, waited in _steps(job, waits, lambda n: watchdog.alive(f"step {n} of {mode}")):
-        found.outcomes.append(outcome)
-        found.ends.append((outcome.ended or time.perf_counter()) - found.began)
-        found.waits.append(waited)
+        block.outcomes.append(outcome)
+        block.ends.append((outcome.ended or time.perf_counter()) - block.began)
+        block.waits.append(waited)
         stepped(mode, outcome.loss)
-    return found
+    return block
 
 
 def _measured(
@@ -158,20 +158,22 @@ def _measured(
 ) -> tuple[ModeRow, TrainedBlock]:
     """Train and evaluate a job; return its row, with only the times of this block. Collective."""
     trainer, sent = job.trainer, transport.traffic.nbytes
-    found = _trained(transport, job, mode, waits, watchdog, stepped)
-    outcomes, ends = found.outcomes, found.ends
+    block = _trained(transport, job, mode, waits, watchdog, stepped)
+    outcomes, ends = block.outcomes, block.ends
     trainer.sync_parameters()
     sent = transport.traffic.nbytes - sent
     memory = {**trainer.replication.held_by_kind(), "activations": trainer.arena.peak}
     watchdog.alive(f"the evaluation of {mode}")
     evaluated = trainer.evaluate(job.data)
     assert evaluated is not None
-    evaluated_s = time.perf_counter() - found.began
+    evaluated_s = time.perf_counter() - block.began
     comm_s = mean(outcome.comm_s for outcome in outcomes[WARM_UP:])
-    mine = found.step_s, comm_s, sent / len(outcomes), found.idle, memory
-    times, comms, sent_bytes, idles, memories = zip(*transport.gather_text(mine), strict=True)
-    lie = trainer.grid.axes
-    workers = lie.ranks - lie.servers
+    measurements = block.step_s, comm_s, sent / len(outcomes), block.idle, memory
+    times, comms, sent_bytes, idles, memories = zip(
+        *transport.gather_text(measurements), strict=True
+    )
+    axes = trainer.grid.axes
+    workers = axes.ranks - axes.servers
     formula_bytes = predicted(transport, job)
     row = ModeRow(
         mode,
@@ -193,7 +195,7 @@ def _measured(
         [*memories],
         "" if formula_bytes is None else words_of(trainer.config, workers),
     )
-    return row, found
+    return row, block
 
 
 def _steps(
@@ -228,7 +230,7 @@ def fullest(row: ModeRow) -> dict[str, int]:
 
 def blocks_agree(row: ModeRow, first: ModeRow) -> bool:
     """Return whether all blocks agree which of two modes is faster. One block always does."""
-    ratios = [mine / theirs for mine, theirs in zip(row.blocks, first.blocks, strict=True)]
+    ratios = [own_s / first_s for own_s, first_s in zip(row.blocks, first.blocks, strict=True)]
     return all(r > 1 for r in ratios) or all(r < 1 for r in ratios)
 
 

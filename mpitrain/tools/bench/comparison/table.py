@@ -39,7 +39,7 @@ def wide(modes: Sequence[str]) -> int:
 
 def heading(first: int = WIDTHS[0]) -> str:
     """Return the line of column names.    first: width of the first column"""
-    return _aligned(COLUMNS, (first, *WIDTHS[1:]))
+    return aligned(COLUMNS, (first, *WIDTHS[1:]))
 
 
 def line(row: ModeRow, first: int = WIDTHS[0], mark: str = "") -> str:
@@ -60,7 +60,7 @@ def line(row: ModeRow, first: int = WIDTHS[0], mark: str = "") -> str:
         str(row.staleness or "-"),
         f"{row.val_loss:.4f}",
     )
-    return _aligned(cells, (first, *WIDTHS[1:]))
+    return aligned(cells, (first, *WIDTHS[1:]))
 
 
 def mark(row: ModeRow, first: ModeRow) -> str:
@@ -76,7 +76,7 @@ def memory_table(rows: Sequence[ModeRow]) -> list[str]:
     seconds, steps = equal_time(rows), len(rows[0].curve)
     names = (*MEMORY, f"loss, {steps} steps", f"loss, {seconds:.3g} s")
     widths = (wide([row.mode for row in rows]), *MEMORY_WIDTHS[1:], *map(len, names[-2:]))
-    lines = [_aligned(names, widths)]
+    lines = [aligned(names, widths)]
     for row in rows:
         memory = fullest(row)
         losses = (loss_at(row), loss_at(row, seconds))
@@ -87,25 +87,27 @@ def memory_table(rows: Sequence[ModeRow]) -> list[str]:
             f"{1e-6 * sum(memory.values()):.2f}",
             *("-" if loss is None else f"{loss:.4f}" for loss in losses),
         )
-        lines.append(_aligned(cells, widths))
+        lines.append(aligned(cells, widths))
     return lines
 
 
-def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
-    first, *others = (
-        f"{cell:<{width}}" if i == 0 else f"{cell:>{width}}"
-        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+def aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Return a line of cells, the first to the left and the others to the right."""
+    return " ".join(
+        f"{cell:>{width}}" if number else f"{cell:<{width}}"
+        for number, (cell, width) in enumerate(zip(cells, widths, strict=True))
     )
-    return " ".join([first, *others])
 
 
 def footer(rows: Sequence[ModeRow]) -> list[str]:
     """Return the formulas of these modes in words, and the meaning of their letters."""
     first = wide([row.mode for row in rows])
-    found = {row.mode: row.formula for row in rows if row.formula}
-    letters = [f"{letter} {meaning}" for letter, meaning in letters_in([*found.values()]).items()]
+    formulas = {row.mode: row.formula for row in rows if row.formula}
+    letters = [
+        f"{letter} {meaning}" for letter, meaning in letters_in([*formulas.values()]).items()
+    ]
     return [
-        *(f"{mode:<{first}} sends {words}" for mode, words in found.items()),
+        *(f"{mode:<{first}} sends {words}" for mode, words in formulas.items()),
         *([f"with {', '.join(letters)}; besides, control messages and headers"] if letters else []),
     ]
 

@@ -26,7 +26,6 @@ class Trick(NamedTuple):
     is_on: Callable[[Resolved], bool] | None = None
 
     def is_used(self, job: Resolved) -> bool:
-        """Return whether the job has the trick."""
         if self.is_on:
             return self.is_on(job)
         values = job.config.flat()
@@ -48,8 +47,7 @@ def unless(holds: Callable[[Resolved], bool], text: str) -> Callable[[Resolved],
     return lambda job: "" if holds(job) else text
 
 
-def _rows(job: Resolved) -> int:
-    """Return the rows of a replica's step."""
+def _replica_rows(job: Resolved) -> int:
     return job.config.batch.size // job.axes.dp
 
 
@@ -76,11 +74,11 @@ TRICKS: dict[str, Trick] = {
         is_on=lambda job: job.config.precision.is_half,
     ),
     "gradient accumulation": Trick(
-        lambda job: {"batch.micro_batches": min(LARGEST, _rows(job))},
+        lambda job: {"batch.micro_batches": min(LARGEST, _replica_rows(job))},
         {"batch.micro_batches": 1},
         first_of(
             unless(lambda job: job.axes.pp == 1, "a pipeline needs its micro-batches"),
-            unless(lambda job: _rows(job) > 1, "a replica has one row a step"),
+            unless(lambda job: _replica_rows(job) > 1, "a replica has one row a step"),
         ),
         lambda job: job.config.batch.micro_batches > 1,
     ),

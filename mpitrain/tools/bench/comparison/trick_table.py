@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from mpitrain.tools.bench.comparison.table import aligned
 from mpitrain.tools.bench.comparison.tricks import Tried
 
 COLUMNS = (
@@ -13,39 +14,31 @@ WIDTHS = (22, 7, 6, 14, 9, 8, 8, 8, 8)
 
 
 def heading() -> str:
-    """Return the line of column names."""
-    return f"{_aligned(COLUMNS)}  set"
+    return f"{aligned(COLUMNS, WIDTHS)}  set"
 
 
-def line(found: Tried) -> str:
+def line(tried: Tried) -> str:
     """Format a measured trick.
 
     Memory is that of the fullest rank. Sent bytes are those of the busiest rank in a step.
     """
-    assert found.on and found.off
-    ratios = found.ratios
-    smaller = "yes" if found.smaller < 1 else "no" if found.smaller > 1 else "same"
+    assert tried.on and tried.off
+    ratios = tried.ratios
+    smaller = "yes" if tried.smaller < 1 else "no" if tried.smaller > 1 else "same"
     words = {"faster": "yes", "slower": "no", "~": "~"}
     cells = (
-        found.name,
-        words[found.speed],
+        tried.name,
+        words[tried.speed],
         f"{median(ratios):.2f}",
         f"{min(ratios):.2f} .. {max(ratios):.2f}",
-        f"{found.on.nbytes / 1e6:.2f}",
-        f"{found.off.nbytes / 1e6:.2f}",
-        f"{smaller} {found.smaller:.2f}" if smaller != "same" else smaller,
-        f"{max(found.on.sent) / 1e6:.3f}",
-        f"{max(found.off.sent) / 1e6:.3f}",
+        f"{tried.on.nbytes / 1e6:.2f}",
+        f"{tried.off.nbytes / 1e6:.2f}",
+        f"{smaller} {tried.smaller:.2f}" if smaller != "same" else smaller,
+        f"{max(tried.on.sent) / 1e6:.3f}",
+        f"{max(tried.off.sent) / 1e6:.3f}",
     )
-    settings = "set already" if found.is_used else " ".join(found.settings)
-    return f"{_aligned(cells)}  {settings}"
-
-
-def _aligned(cells: Sequence[str]) -> str:
-    return " ".join(
-        f"{cell:<{width}}" if i == 0 else f"{cell:>{width}}"
-        for i, (cell, width) in enumerate(zip(cells, WIDTHS, strict=True))
-    )
+    settings = "set already" if tried.is_used else " ".join(tried.settings)
+    return f"{aligned(cells, WIDTHS)}  {settings}"
 
 
 def summary(tried: Sequence[Tried]) -> list[str]:
@@ -98,9 +91,9 @@ class TrickRow(NamedTuple):
     off: dict[str, Any] | None
 
 
-def as_row(found: Tried) -> TrickRow:
+def as_row(tried: Tried) -> TrickRow:
     """Return a trick as an object of the JSON file."""
-    if found.reason or not found.on or not found.off:
-        return TrickRow(*found[:4], "", [], None, None, None)
-    sides = found.on._asdict(), found.off._asdict()
-    return TrickRow(*found[:4], found.speed, found.ratios, found.smaller, *sides)
+    if tried.reason or not tried.on or not tried.off:
+        return TrickRow(*tried[:4], "", [], None, None, None)
+    sides = tried.on._asdict(), tried.off._asdict()
+    return TrickRow(*tried[:4], tried.speed, tried.ratios, tried.smaller, *sides)

@@ -132,23 +132,23 @@ def try_all(
         # A job that has the trick in another form keeps that form.
         values = resolved.config.flat()
         lines = settings_of({key: values[key] for key in on} if is_used else on)
-        found = Tried(name, lines, is_used, trick.reason(resolved))
-        if found.reason:
-            yield found
+        tried = Tried(name, lines, is_used, trick.reason(resolved))
+        if tried.reason:
+            yield tried
             continue
         changes = settings_of(trick.off if is_used else on)
         if READING in on:
-            yield _read(transport, job, found, trick, blocks, steps)
+            yield _read(transport, job, tried, trick, blocks, steps)
             continue
         try:
             other = build(transport, _changed(transport, job, changes), source=job.source)
         except MpitrainError as error:
             if not error.agreed:
                 raise
-            yield found._replace(reason=error.law)
+            yield tried._replace(reason=error.law)
             continue
         sides = [Counting(transport, each, name) for each in (job, other)]
-        yield _tried(transport, found, sides, blocks, steps)
+        yield _tried(transport, tried, sides, blocks, steps)
         other.close()
 
 
@@ -159,27 +159,27 @@ def _changed(transport: Transport, job: Job, changes: list[str]) -> Config:
 
 
 def _read(
-    transport: Transport, job: Job, found: Tried, trick: Trick, blocks: int, steps: int
+    transport: Transport, job: Job, tried: Tried, trick: Trick, blocks: int, steps: int
 ) -> Tried:
     """Measure steps that read their batches, without and with prefetching. Collective."""
     ahead = max(job.trainer.config.data.prefetch, trick.on(job.trainer.resolved)[READING])
-    plain, reader = (ReadingSide(transport, job, found.name, number) for number in (0, ahead))
+    plain, reader = (ReadingSide(transport, job, tried.name, number) for number in (0, ahead))
     assert reader.prefetched
     with closing(reader.prefetched):
-        sides = [reader, plain] if found.is_used else [plain, reader]
-        return _tried(transport, found, sides, blocks, steps)
+        sides = [reader, plain] if tried.is_used else [plain, reader]
+        return _tried(transport, tried, sides, blocks, steps)
 
 
 def _tried(
-    transport: Transport, found: Tried, sides: Sequence[Counting], blocks: int, steps: int
+    transport: Transport, tried: Tried, sides: Sequence[Counting], blocks: int, steps: int
 ) -> Tried:
     """Measure the job, and the job with the trick or without. Collective."""
     results = alternate(transport, sides[0].job, sides, blocks, steps)
     measured = [
         _side(transport, side, result.blocks) for side, result in zip(sides, results, strict=True)
     ]
-    on, off = measured if found.is_used else reversed(measured)
-    return found._replace(on=on, off=off)
+    on, off = measured if tried.is_used else reversed(measured)
+    return tried._replace(on=on, off=off)
 
 
 def _side(transport: Transport, side: Counting, blocks: list[float]) -> TrickSide:
@@ -188,8 +188,8 @@ def _side(transport: Transport, side: Counting, blocks: list[float]) -> TrickSid
     side.sync()
     # The update of a small model needs more of the arena than its activations do.
     memory = {**trainer.replication.held_by_kind(), "activations": trainer.pipe.peak_bytes}
-    mine = memory, trainer.counted.peak, side.sent / side.steps
-    memories, counted, sent = zip(*transport.gather_text(mine), strict=True)
+    measurements = memory, trainer.counted.peak, side.sent / side.steps
+    memories, counted, sent = zip(*transport.gather_text(measurements), strict=True)
     # A wire format may begin with dense steps, which send more than these steps do.
     formula = None if trainer.config.dense_steps else predicted(transport, side.job)
     return TrickSide(blocks, [*memories], [*counted], [*sent], formula)

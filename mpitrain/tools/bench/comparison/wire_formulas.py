@@ -36,7 +36,8 @@ def in_format(storage: Storage, buckets: Sequence[Bucket], wire: Wire, rank: int
         elif wire.name == "powersgd":
             own = [e for e in storage.entries if bucket.start <= e.start < bucket.stop]
             total += SINGLE * sum(
-                sent_in_ring(rank, d, one) for one in _factors(own, count, int(wire.amount))
+                sent_in_ring(rank, d, elements)
+                for elements in _factors(own, count, int(wire.amount))
             )
         else:
             total += _in_blocks(count, d) * CODECS[wire.name].block_bytes

@@ -34,11 +34,11 @@ class Cached:
         self._trainer = trainer
 
     def write(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in prompts]
+        tokens: list[list[int]] = [[] for _ in prompts]
         for together in texts(self._trainer, prompts, GREEDY, SEED, count):
             for index, token in together:
-                found[index].append(token)
-        return found
+                tokens[index].append(token)
+        return tokens
 
 
 class WholeWindows:
@@ -100,20 +100,18 @@ def measure(
             min(taken),
             total / median(taken),
             median(taken) / median(seconds[first]),
-            sum(map(_same, written[name], written[first])),
+            sum(map(_common_prefix_length, written[name], written[first])),
         )
         for name, taken in seconds.items()
     ]
 
 
-def _same(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the longest common prefix."""
-    differs = np.flatnonzero(np.array(one) != np.array(other))
-    return int(differs[0]) if len(differs) else len(one)
+def _common_prefix_length(tokens: Sequence[int], others: Sequence[int]) -> int:
+    differs = np.flatnonzero(np.array(tokens) != np.array(others))
+    return int(differs[0]) if len(differs) else len(tokens)
 
 
 def table(rows: Sequence[GenerationRow]) -> list[str]:
-    """Return the lines of the table."""
     head = f"{'side':<15} {'tokens':>7} {'s':>9} {'least s':>9} {'tokens/s':>10} {'ratio':>8} {'#same':>7}"
     return [
         head,

@@ -36,7 +36,7 @@ class Transformers:
         """Return the tokens after prompts of one length."""
         tokens = torch.tensor(prompts)
         with torch.inference_mode():
-            found = self.model.generate(
+            sequences = self.model.generate(
                 tokens,
                 attention_mask=torch.ones_like(tokens),
                 max_new_tokens=count,
@@ -45,4 +45,4 @@ class Transformers:
                 use_cache=True,
                 pad_token_id=0,
             )
-        return found[:, tokens.shape[1] :].tolist()
+        return sequences[:, tokens.shape[1] :].tolist()

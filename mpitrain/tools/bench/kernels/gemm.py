@@ -66,7 +66,7 @@ class Tuned(NamedTuple):
 
 def parse_shapes(text: str) -> list[Shape]:
     """Parse shapes MxNxK,...; a single number N means NxNxN. ConfigError for other texts."""
-    found: list[Shape] = []
+    shapes: list[Shape] = []
     for part in text.split(","):
         dims = part.strip().split("x")
         if len(dims) not in (1, 3) or not all(
@@ -77,8 +77,8 @@ def parse_shapes(text: str) -> list[Shape]:
                 "For example: --shapes 4096,8192x1536x768",
             )
         m, n, k = (int(dim) for dim in (dims * 3)[:3])
-        found.append((m, n, k))
-    return found
+        shapes.append((m, n, k))
+    return shapes
 
 
 def measure(

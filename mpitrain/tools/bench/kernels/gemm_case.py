@@ -103,8 +103,8 @@ def case_of(device: Device, shape: Shape, dtype: str, what: LayerProduct) -> Cas
         right = (
             values(b) if what.stored[1] == "T" else values(b).T
         )  # it has a weight's shape, (N, K)
-        found = sum(_wrong_rows(part, values(left[part]), right) for part in _compared(m))
-        return found + (
+        count = sum(_wrong_rows(part, values(left[part]), right) for part in _compared(m))
+        return count + (
             count_wrong(get(sums), values(left).sum(1, dtype=np.float64), WRONG["float32"])
             if what.epilogue == "sums"
             else 0
@@ -116,12 +116,12 @@ def case_of(device: Device, shape: Shape, dtype: str, what: LayerProduct) -> Cas
             if what.epilogue == "gelu"
             else left @ right.T
         )
-        found = count_wrong(values(get(z[part])), truth, WRONG[dtype])
+        count = count_wrong(values(get(z[part])), truth, WRONG[dtype])
         if what.epilogue == "gelu":
-            found += count_wrong(
+            count += count_wrong(
                 values(get(kept[part])), left @ right.T + values(bias), WRONG[dtype]
             )
-        return found
+        return count
 
     return Case(by, wrong)
 
@@ -135,6 +135,5 @@ def _drawn(
 
 
 def _compared(rows: int) -> tuple[slice, ...]:
-    """Return the rows to compare: all, or every k-th one and the last."""
     step = -(-rows // MOST_COMPARED)
     return (slice(None),) if step == 1 else (slice(None, None, step), slice(rows - 1, rows))

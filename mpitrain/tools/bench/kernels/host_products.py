@@ -35,31 +35,31 @@ def seconds(clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
         (np.ones((m, k), np.float32), np.ones((k, n), np.float32), np.empty((m, n), np.float32))
         for m, k, n in SHAPES
     ]
-    found: dict[str, list[float]] = {name: [] for name in libraries}
+    turns: dict[str, list[float]] = {name: [] for name in libraries}
     for _ in range(1 + TURNS):
         for name, multiply in libraries.items():
             start = clock()
             for operands in ones:
                 multiply(*operands)
-            found[name].append(clock() - start)
-    return {name: min(times[1:]) for name, times in found.items()}
+            turns[name].append(clock() - start)
+    return {name: min(times[1:]) for name, times in turns.items()}
 
 
-def described(found: dict[str, float], gains_from_mkl: bool) -> str:
+def described(rates: dict[str, float], gains_from_mkl: bool) -> str:
     """Return in words the library that multiplies, its rate, and a faster library if there is one.
 
-    found           as `rates` returns it, and perhaps the rate of AVX2
+    rates           as `rates` returns it, and perhaps the rate of AVX2
     gains_from_mkl  whether MKL, if installed, would be faster on this processor
     """
-    said = {name: f"{rate / 1e9:.0f} GFLOP/s" for name, rate in found.items()}
-    gain = found.get(AVX2, 0) / found["NumPy"]
-    if "MKL" not in found:
+    texts = {name: f"{rate / 1e9:.0f} GFLOP/s" for name, rate in rates.items()}
+    gain = rates.get(AVX2, 0) / rates["NumPy"]
+    if "MKL" not in rates:
         advice = "; MKL is faster on this processor: pip install 'mpitrain[mkl]'" * gains_from_mkl
         if gain >= MARGIN:
             advice += f"; its AVX2 kernels are {gain:.2f} times as fast: {AVX2_WAY}"
-        return f"by NumPy's BLAS, {said['NumPy']}{advice}"
-    ratio = found["MKL"] / found["NumPy"]
-    text = f"by MKL, {said['MKL']}; NumPy's BLAS {said['NumPy']}"
+        return f"by NumPy's BLAS, {texts['NumPy']}{advice}"
+    ratio = rates["MKL"] / rates["NumPy"]
+    text = f"by MKL, {texts['MKL']}; NumPy's BLAS {texts['NumPy']}"
     if ratio < 1 / MARGIN:
         return f"{text}: it is {1 / ratio:.2f} times as fast, so pip uninstall mkl"
     return f"{text}: MKL is {ratio:.2f} times as fast"

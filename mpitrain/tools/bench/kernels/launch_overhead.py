@@ -76,10 +76,10 @@ class RecycledArena:
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """Return the buffer of this shape and dtype, as Arena.take does."""
-        found = self._has.get((shape, dtype))
+        buffer = self._has.get((shape, dtype))
         return (
-            found
-            if found is not None
+            buffer
+            if buffer is not None
             else self._has.setdefault((shape, dtype), np.empty(shape, dtype))
         )
 
@@ -111,22 +111,22 @@ def operations(kernels: Kernels) -> dict[str, Callable[[], Any]]:
     }
 
 
-def drawn(one: Operand, shape: tuple[int, ...]) -> np.ndarray:
+def drawn(operand: Operand, shape: tuple[int, ...]) -> np.ndarray:
     """Return zeros, as integers for tokens and targets."""
-    kind = np.int64 if one.below else np.uint8 if one.coded else np.float32
+    kind = np.int64 if operand.below else np.uint8 if operand.coded else np.float32
     return np.zeros(shape, kind)
 
 
 def measure() -> Iterator[OverheadRow]:
     """Yield rows as they are measured; the fastest turn counts, since the host has other work."""
     kernels = Kernels(Nothing(takes_plain=True))
-    found = operations(kernels)
+    cached = operations(kernels)
     for name, looked_at in operations(Kernels(Nothing(takes_plain=False))).items():
         yield OverheadRow(
             name,
             1e6 * _seconds(looked_at),
-            1e6 * _seconds(found[name]),
-            *calls(kernels, found[name]),
+            1e6 * _seconds(cached[name]),
+            *calls(kernels, cached[name]),
         )
 
 

@@ -127,8 +127,8 @@ def works(device: Device, peer: Peer | None, attends: bool = True) -> Iterator[O
     yield calls.work("bias + residual", "add_bias", 0.0, in_two_passes, residual=residual)
     if attends:
         yield from attentions(device, peer)
-    few = Calls(device, M=min(rows, 1024), V=vocab)
-    yield few.work("cross_entropy_loss", "cross_entropy_loss")
+    logit_calls = Calls(device, M=min(rows, 1024), V=vocab)
+    yield logit_calls.work("cross_entropy_loss", "cross_entropy_loss")
     yield calls.work("adamw", "adamw", lr=0.0, weight_decay=0.0)
     yield calls.work("gradient_facts", "gradient_facts")
     if device.kernels is not None:
@@ -137,20 +137,14 @@ def works(device: Device, peer: Peer | None, attends: bool = True) -> Iterator[O
 
 def attentions(device: Device, peer: Peer | None) -> Iterator[OperationCall]:
     """Yield attention, forward and backward, in float32 and, with kernels, in bfloat16."""
-    ops, reference, arena, backend = (
-        device.ops,
-        bodies.reference(),
-        device.arena(),
-        device.backend,
-    )
+    ops, reference = device.ops, bodies.reference()
+    arena, backend = device.arena(), device.backend
     batch, tokens, width, heads, _ = SHAPES[device.kind]
     # The causal forward pass has two matrix products, each over half of all pairs of tokens.
-    pairs, rng = (
-        2.0 * batch * tokens * tokens * width,
-        np.random.default_rng(1),
-    )
+    pairs = 2.0 * batch * tokens * tokens * width
+    rng = np.random.default_rng(1)
     qkv, dy = (rng.standard_normal((batch, tokens, parts * width), np.float32) for parts in (3, 1))
-    few = slice(2)  # only two sequences are compared, because the reference is slow
+    compared = slice(2)  # only two sequences are compared, because the reference is slow
     for dtype in ("float32", "bfloat16") if device.kernels is not None else ("float32",):
         packed, pull = (backend.from_host(stored(array, dtype)) for array in (qkv, dy))
         theirs = peer(device.kind, qkv, dy, heads, dtype) if peer else None
@@ -162,10 +156,10 @@ def attentions(device: Device, peer: Peer | None) -> Iterator[OperationCall]:
         def backward(pull=pull, kept=kept) -> None:
             kept["dqkv"] = ops.attention_backward(pull, kept["saved"], arena)
 
-        true_qkv, true_dy = (values(stored(array[few], dtype)) for array in (qkv, dy))
+        true_qkv, true_dy = (values(stored(array[compared], dtype)) for array in (qkv, dy))
 
         def got(name: str, kept=kept) -> np.ndarray:
-            return values(backend.to_host(kept[name][few]))
+            return values(backend.to_host(kept[name][compared]))
 
         def true_y(x=true_qkv) -> np.ndarray:
             return reference.attention(x, heads, None)[0]
@@ -199,19 +193,11 @@ def attentions(device: Device, peer: Peer | None) -> Iterator[OperationCall]:
 
 def reductions(device: Device, a: np.ndarray, b: np.ndarray) -> Iterator[OperationCall]:
     """Yield column sums, and kernels of all-reduces: sums of chunks, 16-bit and 8-bit codecs."""
-    kernels, arena, put, width = (
-        device.kernels,
-        device.arena(),
-        device.backend.from_host,
-        SHAPES[device.kind][2],
-    )
+    kernels, arena, put = device.kernels, device.arena(), device.backend.from_host
+    width = SHAPES[device.kind][2]
     assert kernels is not None
-    x, half, back, total = (
-        put(a),
-        put(np.empty(a.size, np.float16)),
-        put(np.empty_like(a)),
-        put(b.copy()),
-    )
+    x, total = put(a), put(b.copy())
+    half, back = put(np.empty(a.size, np.float16)), put(np.empty_like(a))
     scales = -(-a.size // wire.BLOCK)
     coded, scale = put(np.empty(a.size, np.int8)), put(np.empty(scales, np.float32))
     matrix, sums = x.reshape(-1, width), put(np.empty(width, np.float32))

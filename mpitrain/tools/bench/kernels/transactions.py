@@ -83,15 +83,13 @@ def count(dtypes: Sequence[str]) -> Iterator[TransactionRow]:
         ops = bodies.cuda(Kernels(Simulator(checked=True, traffic=launches)))
         arguments = examples(ops, SIZES, _Draw(dtype), Arena())
         for name in (STEP + f" {UPDATES}" * (dtype == "float32")).split():
-            given = arguments(name)
+            operands = arguments(name)
             launches.clear()
-            getattr(ops, name)(**given)
+            getattr(ops, name)(**operands)
             yield from (row_of(dtype, name, launch) for launch in launches)
 
 
 def row_of(dtype: str, operation: str, launch: LaunchTraffic) -> TransactionRow:
-    """Return the row of one launch."""
-
     def total(field: str) -> int:
         return sum(getattr(access, field) for access in launch.shared)
 
@@ -120,10 +118,10 @@ class _Draw:
     def __init__(self, dtype: str):
         self._dtype, self._rng = dtype, np.random.default_rng(0)
 
-    def __call__(self, one: Operand, shape: tuple[int, ...]) -> np.ndarray:
-        if one.coded:
+    def __call__(self, operand: Operand, shape: tuple[int, ...]) -> np.ndarray:
+        if operand.coded:
             return self._rng.integers(256, size=shape, dtype=np.uint8)
-        if one.below:
-            return self._rng.integers(SIZES[one.below], size=shape)
+        if operand.below:
+            return self._rng.integers(SIZES[operand.below], size=shape)
         numbers: Any = self._rng.standard_normal(shape, np.float32)
-        return (np.abs(numbers) if one.positive else numbers).astype(self._dtype)
+        return (np.abs(numbers) if operand.positive else numbers).astype(self._dtype)

@@ -76,23 +76,21 @@ Peer = Callable[[str, np.ndarray, np.ndarray, int, str], PeerAttention]
 """(device kind, qkv, dy, heads, dtype) -> attention of the reference library, PyTorch."""
 
 
-def count_wrong(mine: np.ndarray, truth: np.ndarray, tolerance: float = WRONG) -> int:
+def count_wrong(result: np.ndarray, truth: np.ndarray, tolerance: float = WRONG) -> int:
     """Return the number of elements with an error above tolerance times the largest element.
 
     NaN counts as wrong.
     """
     return int(
-        (~(np.abs(mine - truth) <= tolerance * max(np.abs(truth).max(initial=0), 1e-3))).sum()
+        (~(np.abs(result - truth) <= tolerance * max(np.abs(truth).max(initial=0), 1e-3))).sum()
     )
 
 
 def stored(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Convert the numbers to a storage dtype."""
     return x.astype(dtype)
 
 
 def values(x: np.ndarray) -> np.ndarray:
-    """Convert stored numbers to float32."""
     return x.astype(np.float32)
 
 
@@ -104,21 +102,21 @@ class Calls:
     """
 
     def __init__(self, device: Device, **sizes: int):
-        def draw(one: Operand, shape: tuple[int, ...]) -> np.ndarray:
-            rng = np.random.default_rng([*one.name.encode()])
-            if one.below:
-                return rng.integers(sizes[one.below], size=shape)
-            if one.coded:
+        def draw(operand: Operand, shape: tuple[int, ...]) -> np.ndarray:
+            rng = np.random.default_rng([*operand.name.encode()])
+            if operand.below:
+                return rng.integers(sizes[operand.below], size=shape)
+            if operand.coded:
                 return rng.integers(256, size=shape, dtype=np.uint8)
             numbers = rng.standard_normal(shape, np.float32)
-            return np.abs(numbers) if one.positive else numbers
+            return np.abs(numbers) if operand.positive else numbers
 
         self._sizes, self._ops, self._put = sizes, device.ops, device.backend.from_host
-        self._given = examples(
+        self._on_device = examples(
             self._ops, sizes, lambda *drawn: self._put(draw(*drawn)), device.arena()
         )
         self._reference = bodies.reference()
-        self._true = examples(self._reference, sizes, draw, None)
+        self._on_host = examples(self._reference, sizes, draw, None)
 
     def work(
         self,
@@ -134,29 +132,29 @@ class Calls:
         peer     (arguments by name): run the peer
         changed  numbers and host arrays that replace arguments of the example, or add to them
         """
-        row, found = OPERATIONS[name], list[Any]()
+        row, latest = OPERATIONS[name], list[Any]()
         line = operands(row.operands)
-        given = self._given(name) | {
+        arguments = self._on_device(name) | {
             key: self._put(value) if hasattr(value, "nbytes") else value
             for key, value in changed.items()
         }
 
-        def call(ops: Ops, given: dict[str, Any]) -> Any:
-            result, output = getattr(ops, name)(**given), line.gives[0].name
+        def call(ops: Ops, arguments: dict[str, Any]) -> Any:
+            result, output = getattr(ops, name)(**arguments), line.gives[0].name
             first = result[0] if len(line.results) > 1 else result
-            return given.get(output, first)
+            return arguments.get(output, first)
 
         def run() -> None:
-            found[:] = [call(self._ops, given)]
+            latest[:] = [call(self._ops, arguments)]
 
         return OperationCall(
             label,
             run,
-            lambda: found[0],
-            lambda: call(self._reference, self._true(name) | changed),
+            lambda: latest[0],
+            lambda: call(self._reference, self._on_host(name) | changed),
             flops
             or row.nbytes(**self._sizes)
             + sum(getattr(value, "nbytes", 0) for value in changed.values()),
             "GFLOP/s" if row.products else "GB/s",
-            peer=partial(peer, given) if peer else None,
+            peer=partial(peer, arguments) if peer else None,
         )

@@ -108,18 +108,15 @@ def _row(
     clock: Callable[[], float],
     tag: int,
 ) -> BandwidthRow:
-    """Measure one message size in one direction or both."""
     pairs, rank = partners(transport.size, request.all_pairs), transport.rank
     window = max(1, min(request.window, IN_FLIGHT // nbytes))
-    mine = next((pair for pair in pairs if rank in pair), None)
+    pair = next((pair for pair in pairs if rank in pair), None)
     run: Callable[[], None] = lambda: None  # noqa: E731  (the rank rests)
-    if mine:
-        peer = sum(mine) - rank
-        sends, receives = (rank == mine[0] or ways == "both"), (rank == mine[1] or ways == "both")
-        outgoing, right = (
-            _messages(rank, peer, nbytes, window * sends),
-            _messages(peer, rank, nbytes, window * receives),
-        )
+    if pair:
+        peer = sum(pair) - rank
+        sends, receives = (rank == pair[0] or ways == "both"), (rank == pair[1] or ways == "both")
+        outgoing = _messages(rank, peer, nbytes, window * sends)
+        right = _messages(peer, rank, nbytes, window * receives)
         incoming = np.empty_like(right)
         run = _window(transport, outgoing, incoming, peer, tag)
 
@@ -134,10 +131,10 @@ def _row(
         return times
 
     spent = max(1e-9, timed(2).min())
-    if mine:
+    if pair:
         incoming[:] = ~right
     times = timed(request.iterations or min(MOST, max(FEWEST, int(SECONDS / spent))))
-    wrong = sum(transport.gather_text(int((incoming != right).sum()) if mine else 0))
+    wrong = sum(transport.gather_text(int((incoming != right).sum()) if pair else 0))
     seconds, messages = max(1e-9, median(times.tolist())), len(pairs) * WAYS[ways] * window
     return BandwidthRow(
         nbytes,

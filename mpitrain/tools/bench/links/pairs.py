@@ -74,12 +74,12 @@ def rounds(n: int) -> list[list[tuple[int, int]]]:
     Circle method of tournaments: rank 0 stays, and the others rotate by one each round.
     """
     seats = [*range(n)] + [-1] * (n % 2)  # the partner of -1 rests
-    found = []
+    tournament = []
     for _ in range(len(seats) - 1):
         facing = zip(seats[: len(seats) // 2], reversed(seats[len(seats) // 2 :]), strict=True)
-        found.append([(min(pair), max(pair)) for pair in facing if min(pair) >= 0])
+        tournament.append([(min(pair), max(pair)) for pair in facing if min(pair) >= 0])
         seats = [seats[0], seats[-1], *seats[1:-1]]
-    return [pairs for pairs in found if pairs]
+    return [pairs for pairs in tournament if pairs]
 
 
 def measure(
@@ -99,13 +99,15 @@ def measure(
     clock        returns seconds
     places       classes in which odd pairs are measured again
     """
-    tag, found, sizes = transport.claim_tag(), [], (short, long)
+    tag, measured_pairs, sizes = transport.claim_tag(), [], (short, long)
     for pairs in rounds(transport.size):
         measured = _round(transport, pairs, sizes, (iterations, SECONDS), clock, tag)
-        found += measured
+        measured_pairs += measured
         yield measured
     suspects = list(
-        dict.fromkeys((odd.pair.first, odd.pair.second) for odd in odd_pairs(found, places))
+        dict.fromkeys(
+            (odd.pair.first, odd.pair.second) for odd in odd_pairs(measured_pairs, places)
+        )
     )[:AGAIN]
     yield [
         _round(transport, [pair], sizes, (iterations, ALONE), clock, tag)[0]._replace(is_alone=True)
@@ -115,10 +117,10 @@ def measure(
 
 def merged(pairs: Sequence[Pair]) -> list[Pair]:
     """Return one entry for each pair, sorted by ranks; of two measurements the better values."""
-    found: dict[tuple[int, int], Pair] = {}
+    by_ranks: dict[tuple[int, int], Pair] = {}
     for pair in pairs:
-        before = found.get(pair[:2])
-        found[pair[:2]] = (
+        before = by_ranks.get(pair[:2])
+        by_ranks[pair[:2]] = (
             pair
             if before is None
             else pair._replace(
@@ -129,7 +131,7 @@ def merged(pairs: Sequence[Pair]) -> list[Pair]:
                 wrong=before.wrong + pair.wrong,
             )
         )
-    return [found[key] for key in sorted(found)]
+    return [by_ranks[key] for key in sorted(by_ranks)]
 
 
 def places_to_judge(hosts: Sequence[str], cores: int) -> tuple[str, ...]:
@@ -146,22 +148,24 @@ def odd_pairs(pairs: Sequence[Pair], places: Sequence[str] = PLACES) -> list[Odd
     """
     odd = []
     for place in places:
-        here = [pair for pair in pairs if pair.place == place]
-        mine = [
-            [pair for pair in here if rank in pair[:2]]
-            for rank in sorted({rank for pair in here for rank in pair[:2]})
+        of_class = [pair for pair in pairs if pair.place == place]
+        by_rank = [
+            [pair for pair in of_class if rank in pair[:2]]
+            for rank in sorted({rank for pair in of_class for rank in pair[:2]})
         ]
-        if len(here) < 2:
+        if len(of_class) < 2:
             continue
-        fast, soon = (
-            median(max(p.best_GBs for p in of) for of in mine),
-            median(min(p.fastest_us for p in of) for of in mine),
-        )
+        fast = median(max(pair.best_GBs for pair in of_rank) for of_rank in by_rank)
+        soon = median(min(pair.fastest_us for pair in of_rank) for of_rank in by_rank)
         odd += [
-            Odd(pair, "bandwidth", fast) for pair in here if pair.best_GBs * FAR["bandwidth"] < fast
+            Odd(pair, "bandwidth", fast)
+            for pair in of_class
+            if pair.best_GBs * FAR["bandwidth"] < fast
         ]
         odd += [
-            Odd(pair, "latency", soon) for pair in here if pair.fastest_us > FAR["latency"] * soon
+            Odd(pair, "latency", soon)
+            for pair in of_class
+            if pair.fastest_us > FAR["latency"] * soon
         ]
     return odd
 
@@ -175,8 +179,8 @@ def bad_everywhere(pairs: Sequence[Pair], bad: Collection[tuple[int, int]]) -> l
     """
     between = [pair[:2] for pair in pairs if pair.place == BETWEEN]
     ranks = sorted({rank for pair in between for rank in pair})
-    found = [rank for rank in ranks if all(pair in bad for pair in between if rank in pair)]
-    return [] if len(found) == len(ranks) else found
+    bad_ranks = [rank for rank in ranks if all(pair in bad for pair in between if rank in pair)]
+    return [] if len(bad_ranks) == len(ranks) else bad_ranks
 
 
 def coded(rank: int, peer: int, nbytes: int) -> np.ndarray:
@@ -193,20 +197,20 @@ def _round(
     tag: int,
 ) -> list[Pair]:
     """Measure short messages of all these pairs at once, then long ones."""
-    mine = next((pair for pair in pairs if transport.rank in pair), None)
+    pair = next((pair for pair in pairs if transport.rank in pair), None)
     times, wrong = [], 0
     for nbytes in sizes:
         transport.barrier()
-        if mine:
+        if pair:
             seconds, elements = _there_and_back(
-                transport, sum(mine) - transport.rank, nbytes, amount, clock, tag
+                transport, sum(pair) - transport.rank, nbytes, amount, clock, tag
             )
             times.append(seconds)
             wrong += elements
-    gathered, hosts, found = transport.gather_text((times, wrong)), transport.hosts, []
+    gathered, hosts, measured = transport.gather_text((times, wrong)), transport.hosts, []
     for first, second in pairs:
         (small, large), missed = gathered[first][0], gathered[first][1] + gathered[second][1]
-        found.append(
+        measured.append(
             Pair(
                 first,
                 second,
@@ -220,7 +224,7 @@ def _round(
                 missed,
             )
         )
-    return found
+    return measured
 
 
 def _there_and_back(
@@ -238,11 +242,8 @@ def _there_and_back(
     amount  round trips, and the seconds for them if their number is 0
     """
     rank, (iterations, seconds) = transport.rank, amount
-    outgoing, incoming, count = (
-        coded(rank, peer, nbytes),
-        np.empty(nbytes, np.uint8),
-        np.array([iterations]),
-    )
+    outgoing, incoming = coded(rank, peer, nbytes), np.empty(nbytes, np.uint8)
+    count = np.array([iterations])
 
     def trip() -> float:
         start = clock()

@@ -93,16 +93,16 @@ def classes(pairs: Sequence[Pair]) -> list[str]:
         f"{'pairs':<14} {'number':>7}   {'us: least, median, most':<24}   GB/s: least, median, most"
     ]
     for place in (ONE_HOST, BETWEEN):
-        if here := [pair for pair in pairs if pair.place == place]:
+        if of_class := [pair for pair in pairs if pair.place == place]:
             times, rates = (
                 [figure(pick(values)) for pick in (min, median, max)]
                 for values in (
-                    [pair.latency_us for pair in here],
-                    [pair.bandwidth_GBs for pair in here],
+                    [pair.latency_us for pair in of_class],
+                    [pair.bandwidth_GBs for pair in of_class],
                 )
             )
             lines.append(
-                f"{place:<14} {len(here):>7}   {', '.join(times):<24}   {', '.join(rates)}"
+                f"{place:<14} {len(of_class):>7}   {', '.join(times):<24}   {', '.join(rates)}"
             )
     return lines
 

@@ -87,15 +87,15 @@ def plot_bandwidth(rows: Sequence[BandwidthRow], facts: dict[str, Any], path: Pa
         (views[1], "messages_s", "messages a second"),
     ):
         for number, ways in enumerate(dict.fromkeys(row.ways for row in rows)):
-            mine, own = [row for row in rows if row.ways == ways], look(number)
+            curve, own = [row for row in rows if row.ways == ways], look(number)
             axes.plot(
-                [row.bytes for row in mine],
-                [getattr(row, field) for row in mine],
+                [row.bytes for row in curve],
+                [getattr(row, field) for row in curve],
                 color=own.colour,
                 linestyle=own.dash,
                 label=f"{ways} way" + "s" * (ways == "both"),
             )
-            for row in mine:
+            for row in curve:
                 filled = "none" if row.is_spoilt else "full"
                 axes.plot(
                     row.bytes, getattr(row, field), own.mark, color=own.colour, fillstyle=filled
@@ -116,7 +116,6 @@ def plot_bandwidth(rows: Sequence[BandwidthRow], facts: dict[str, Any], path: Pa
 def _finish(
     pyplot: Any, figure: Any, title: str, legend: str, facts: dict[str, Any], path: Path
 ) -> None:
-    """Add title and machine, and write the file."""
     figure.suptitle(title, weight="bold")
     machine = f"{facts['processor']}, {facts['cores']} cores a host; {facts['mpi']}; mpitrain {facts['mpitrain']}"
     figure.supxlabel(f"{machine}.  {legend}".rstrip(), fontsize="small")

@@ -68,14 +68,14 @@ def attention_products(batch: int, length: int, heads: int, width: int, dtype: s
 
     A block sees the keys up to its last query. The backward has twice as many.
     """
-    found: list[tuple[Array, Array, Array]] = []
+    products: list[tuple[Array, Array, Array]] = []
     for start in range(0, length, QUERIES):
         stop = min(start + QUERIES, length)
         q = Array(-1, (heads, stop - start, width), dtype)
         keys = Array(-2, (heads, stop, width), dtype)
         scores = Array(-3, (heads, stop - start, stop), dtype)
-        found += [(q, keys.transposed, scores), (scores, keys, q)]
-    return found * batch
+        products += [(q, keys.transposed, scores), (scores, keys, q)]
+    return products * batch
 
 
 def _attention(arguments: Sequence[Any], result: Any) -> list[tuple[Array, Array, Array]]:
@@ -101,8 +101,8 @@ def products_of(kind: str, name: str, arguments: Sequence[Any], result: Any) -> 
     """Return the matrix products of a call of an operation; empty for other operations."""
     if name not in PRODUCTS:
         return []
-    found = [Product(kind, *each) for each in PRODUCTS[name](arguments, result)]
-    return found * 3 if name == "attention" else found
+    products = [Product(kind, *each) for each in PRODUCTS[name](arguments, result)]
+    return products * 3 if name == "attention" else products
 
 
 class BareProducts:
@@ -124,8 +124,8 @@ class BareProducts:
         is_transposed, plain = described.is_transposed, described._replace(is_transposed=False)
         if plain not in self._arrays:
             self._arrays[plain] = np.full(plain.shape, 1e-3, plain.dtype)
-        found = self._arrays[plain]
-        return found.swapaxes(-1, -2) if is_transposed else found
+        array = self._arrays[plain]
+        return array.swapaxes(-1, -2) if is_transposed else array
 
     def step(self, index: int, inputs: Any, targets: Any) -> float:
         """Compute all products once; a floor has no loss."""
@@ -148,6 +148,5 @@ class BareProducts:
         return 0.0
 
     def close(self) -> None:
-        """Release the arrays."""
         self._arrays.clear()
         self._bound.clear()

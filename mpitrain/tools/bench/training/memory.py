@@ -49,8 +49,8 @@ def built(
 
 def peaks(transport: Transport, sides: Sequence[Ours]) -> list[int]:
     """Return the peak bytes of activations of each side on its fullest rank; collective."""
-    mine = [side.job.trainer.pipe.peak_bytes for side in sides]
-    return [max(each) for each in zip(*transport.gather_text(mine), strict=True)]
+    nbytes = [side.job.trainer.pipe.peak_bytes for side in sides]
+    return [max(each) for each in zip(*transport.gather_text(nbytes), strict=True)]
 
 
 def memory_table(results: Sequence[Result], nbytes: Sequence[int]) -> list[str]:

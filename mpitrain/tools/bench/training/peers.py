@@ -114,8 +114,8 @@ def peer_of(transport: Transport, job: Job, name: str) -> Any:
     """
     trainer = job.trainer
     dp = trainer.grid.axes.dp
-    found = on_all_ranks(transport, lambda: peer_class(name, trainer.config, dp))
-    return found(transport, trainer.config, job.source.inputs, trainer.tensors())
+    peer = on_all_ranks(transport, lambda: peer_class(name, trainer.config, dp))
+    return peer(transport, trainer.config, job.source.inputs, trainer.tensors())
 
 
 def imported(name: str) -> ModuleType:

@@ -176,7 +176,6 @@ def settings(shape: TrainingShape, ranks: int) -> list[str]:
 
 
 def random_tokens(vocabulary: int, context: int) -> TokenSource:
-    """Return a source of random tokens."""
     tokens = np.random.default_rng(0).integers(vocabulary, size=64 * (context + 1))
     return TokenSource(tokens.astype(np.uint16), vocabulary, context, "random tokens")
 
@@ -203,7 +202,7 @@ def check_fits(transport: Transport, job: Job, sides: int) -> None:
 
 def shape_row(name: str, ours: Result, rival: Result | None, bare: Result) -> ShapeRow:
     """Return a row of the table: our step against one peer, and above its bare products."""
-    above = [mine / least for mine, least in zip(ours.blocks, bare.blocks, strict=True)]
+    above = [step_s / bare_s for step_s, bare_s in zip(ours.blocks, bare.blocks, strict=True)]
     ratio = least = most = peer_s = None
     apart = 0.0
     if rival:
@@ -215,7 +214,6 @@ def shape_row(name: str, ours: Result, rival: Result | None, bare: Result) -> Sh
 
 
 def heading() -> str:
-    """Return the heading of the table."""
     return (
         f"{'shape':<18} {'peer':<34} {'ratio':>6} {'blocks':<14} {'step ms':>9} {'peer ms':>9} "
         f"{'x floor':>8} {'losses':>8}"

@@ -40,15 +40,13 @@ def stage_rows(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> lis
     pipe, stage = trainer.pipe, trainer.grid.coords.pp
     plan = fused_at_the_input(trainer.resolved.plan, pipe.lowest)
     program = training_program(plan, pipe.lowest)[stage]
-    (sent, sent_bytes), (returned, returned_bytes) = (
-        pipe.channel.sent["activation"],
-        pipe.channel.sent["gradient"],
-    )
+    sent, sent_bytes = pipe.channel.sent["activation"]
+    returned, returned_bytes = pipe.channel.sent["gradient"]
     held = pipe.peak_bytes
     most = -(-len(inputs) // plan.micro_batches)
     costs = measure(trainer, inputs, targets, [most])[0].costs
     planned = Counter(i.what for i in program if isinstance(i, Send))
-    mine = StageRow(
+    own_row = StageRow(
         stage,
         len(trainer.units),
         sent,
@@ -59,7 +57,7 @@ def stage_rows(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> lis
         held,
         peak(plan.lists[stage], costs).nbytes,
     )
-    rows = sorted(StageRow(*row) for row in trainer.transport.gather_text(mine))
+    rows = sorted(StageRow(*row) for row in trainer.transport.gather_text(own_row))
     return [
         max((row for row in rows if row.stage == number), key=lambda row: row.peak_bytes)
         for number in range(trainer.grid.axes.pp)

@@ -126,7 +126,6 @@ def named(config: Config, settings: Sequence[str]) -> str:
 
 
 def key_of(setting: str) -> str:
-    """Return the key of a `section.key=value`."""
     return setting.partition("=")[0].strip()
 
 
@@ -227,7 +226,7 @@ def table(results: Sequence[Result], tokens: int) -> list[str]:
 
 def against(ours: Result, other: Result) -> list[float]:
     """Return our speed-up over the other side for each block: its seconds divided by ours."""
-    return [theirs / mine for mine, theirs in zip(ours.blocks, other.blocks, strict=True)]
+    return [other_s / our_s for our_s, other_s in zip(ours.blocks, other.blocks, strict=True)]
 
 
 def block_rows(results: Sequence[Result]) -> list[TimedBlock]:
@@ -251,9 +250,9 @@ def write_json(
     kinds   of unit: (kind, seconds of a step, seconds of its bare products)
     """
     sides = [each._asdict() for each in results]
-    found: dict[str, Any] = {"header": header, "device": header["device"], "sides": sides}
+    document: dict[str, Any] = {"header": header, "device": header["device"], "sides": sides}
     if kinds:
-        found["kinds"] = [
+        document["kinds"] = [
             {"kind": kind, "step_s": seconds, "products_s": bare} for kind, seconds, bare in kinds
         ]
-    write_whole(path, json.dumps(found, indent=1) + "\n")
+    write_whole(path, json.dumps(document, indent=1) + "\n")

@@ -19,7 +19,6 @@ class Rates(NamedTuple):
     attention_dropout: float = 0.0
 
     def dropped(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x with dropout."""
         return F.dropout(x, self.dropout) if self.dropout else x
 
 

@@ -38,7 +38,6 @@ class ReadyModel(NamedTuple):
 
 
 def alone(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
-    """Train on one rank."""
     copy_weights(arrays, model)
     return ReadyModel("torch", partial(_backward, model), _optimizer(model, settings))
 
@@ -154,7 +153,6 @@ def _backward(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> 
 
 
 def _mesh(model: GPT) -> DeviceMesh:
-    """Return a one-dimensional mesh of all ranks."""
     return init_device_mesh(
         next(model.parameters()).device.type, (torch.distributed.get_world_size(),)
     )
@@ -181,8 +179,11 @@ def _groups(model: GPT, settings: Config) -> list[dict[str, Any]]:
 
 
 def _class(settings: Config) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
-    """Return PyTorch's class for the update rule, and its arguments."""
-    mine = settings.optimizer
-    peer = RULES[mine.name].torch
-    assert peer  # `steps` has refused other rules
-    return getattr(torch.optim, peer.name), {"lr": mine.lr, "fused": True, **peer.arguments(mine)}
+    optimizer = settings.optimizer
+    peer = RULES[optimizer.name].torch
+    assert peer  # `peer_class` has refused other rules
+    return getattr(torch.optim, peer.name), {
+        "lr": optimizer.lr,
+        "fused": True,
+        **peer.arguments(optimizer),
+    }

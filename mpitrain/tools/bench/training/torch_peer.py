@@ -62,10 +62,8 @@ class TorchPeer:
             epsilon=m.epsilon,
             drops=Rates(m.dropout, m.attention_dropout),
         )
-        self._settings, self._way = (
-            settings,
-            self._ways(settings)(model.to(self._device), arrays, settings),
-        )
+        self._settings = settings
+        self._way = self._ways(settings)(model.to(self._device), arrays, settings)
         self.name = self._way.name
 
     def step(self, index: int, inputs: np.ndarray, targets: np.ndarray) -> float:

@@ -191,7 +191,7 @@ def kind_rows(
 
     everyone = transport.gather_text([medians(measured), medians(floor)])
     kinds = sorted(
-        dict.fromkeys(kind for mine, _ in everyone for kind in mine),
+        dict.fromkeys(kind for seconds, _ in everyone for kind in seconds),
         key=lambda kind: (kind == BETWEEN, kind == COMMUNICATION),
     )
 
@@ -203,7 +203,7 @@ def kind_rows(
 
 def floor_table(ours: Result, floor: Result, rows: Sequence[tuple[str, float, float]]) -> list[str]:
     """Format the step, its floor, and each kind of unit as lines of a table."""
-    ratios = [mine / bare for mine, bare in zip(ours.blocks, floor.blocks, strict=True) if bare]
+    ratios = [step_s / bare for step_s, bare in zip(ours.blocks, floor.blocks, strict=True) if bare]
     lines = [f"{'kind of unit':<20} {'ms a step':>10} {'bare products':>14} {'above':>8}"]
     for kind, seconds, bare in rows:
         products = f"{bare * 1e3:14.2f}" if bare else f"{'-':>14}"

@@ -64,9 +64,11 @@ def find_largest(transport: Transport, resolved: Resolved, source: Source, most:
         return counted_bytes(transport, source, room, with_rows(resolved, rows))
 
     def own() -> int:
-        found = largest_multiple(lambda rows: room.needed + count(rows)[0] <= room.free, unit, most)
-        if found:
-            return found
+        largest = largest_multiple(
+            lambda rows: room.needed + count(rows)[0] <= room.free, unit, most
+        )
+        if largest:
+            return largest
         raise ConfigError(
             f"{len(room.ranks)} rank(s) need {count(unit)[0] / 1e6:,.1f} MB for the activations of "
             f"{unit} row(s) in a micro-batch, but {(room.free - room.needed) / 1e6:,.1f} MB "
@@ -88,7 +90,7 @@ def find_largest(transport: Transport, resolved: Resolved, source: Source, most:
 
 
 def counted_bytes(
-    transport: Transport, source: Source, room: Room, found: Resolved
+    transport: Transport, source: Source, room: Room, resolved: Resolved
 ) -> tuple[int, int]:
     """Count the activations of a step. It sends no message.
 
@@ -97,9 +99,9 @@ def counted_bytes(
     """
     try:
         nbytes, step = bytes_needed(
-            scheduled(found),
+            scheduled(resolved),
             source,
-            lambda layers: model(found.config, source, layers),
+            lambda layers: model(resolved.config, source, layers),
             room,
             transport.rank,
         )

@@ -75,10 +75,10 @@ def estimate(norms: Sequence[Norms], large: int, small: int) -> Noise:
     pairs = np.array(norms)
     total, count = pairs.sum(0), len(pairs)
     # Each jackknife estimate leaves out one pair.
-    each = [_ratio(one, large, small) for one in (total - pairs) / max(1, count - 1)]
-    found = _ratio(total / count, large, small)
-    spread = np.sqrt((count - 1) * np.var(each)) if np.isfinite(each).all() else math.inf
-    return Noise(found, float(spread) if count > 1 else math.inf, count, large, small)
+    ratios = [_ratio(mean, large, small) for mean in (total - pairs) / max(1, count - 1)]
+    ratio = _ratio(total / count, large, small)
+    spread = np.sqrt((count - 1) * np.var(ratios)) if np.isfinite(ratios).all() else math.inf
+    return Noise(ratio, float(spread) if count > 1 else math.inf, count, large, small)
 
 
 def _ratio(mean: np.ndarray, large: int, small: int) -> float:
@@ -103,18 +103,18 @@ def measure(
     show     called with the number of batches so far
     returns  None if no gradient was finite
     """
-    parts, found = rows // unit, list[Norms]()
+    parts, pairs = rows // unit, list[Norms]()
     large, small = (steps.size * each // steps.rows for each in (parts * unit, unit))
     for number in range(MOST):
         norms = [_norm(steps, number, unit, first, small / steps.size) for first in range(parts)]
         whole = _norm(steps, number, parts * unit, 0, large / steps.size)
         if all(map(math.isfinite, (whole, *norms))):
-            found.append(Norms(whole**2, sum(norm**2 for norm in norms) / parts))
+            pairs.append(Norms(whole**2, sum(norm**2 for norm in norms) / parts))
         show(number + 1)
-        is_enough = len(found) >= LEAST and _is_precise(estimate(found, large, small))
+        is_enough = len(pairs) >= LEAST and _is_precise(estimate(pairs, large, small))
         if is_enough or (is_over() and number):
             break
-    return estimate(found, large, small) if len(found) > 1 else None
+    return estimate(pairs, large, small) if len(pairs) > 1 else None
 
 
 def _is_precise(noise: Noise) -> bool:

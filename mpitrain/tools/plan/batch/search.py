@@ -28,7 +28,7 @@ TRIES = 16
 """Largest number of builds of a job before it is refused: other processes may take memory meanwhile."""
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """The result of a search, equal on all ranks.
 
     parameters  of the model
@@ -69,11 +69,11 @@ class Found(NamedTuple):
 
 def search(
     transport: Transport,
-    given: Given,
+    unresolved: Given,
     most: int,
     seconds: float,
     show: Callable[[str], None] = lambda text: None,
-) -> Found:
+) -> SearchResult:
     """Search for the batch of a job; collective.
 
     most     number of rows in the largest micro-batch to try
@@ -81,9 +81,9 @@ def search(
     show     called with a description of the present work
     raises   ConfigError on every rank, if the smallest micro-batch does not fit
     """
-    resolved = resolve(transport, given)
+    resolved = resolve(transport, unresolved)
     on_all_ranks(transport, lambda: _check_mode(resolved.config))
-    source = open_data(transport, given)
+    source = open_data(transport, unresolved)
     name = resolved.config.data.source
     on_all_ranks(transport, lambda: check_data(resolved.config.model.kind, source.form, name))
     show("counting")
@@ -106,16 +106,18 @@ def search(
         job.close()
     rows = (best or timed[-1]).rows
 
-    def fits(found: Resolved) -> bool:
-        return fit.room.needed + count(found)[0] <= fit.room.free
+    def fits(candidate: Resolved) -> bool:
+        return fit.room.needed + count(candidate)[0] <= fit.room.free
 
     def agreed(size: int | None) -> BatchSetting | None:
         """Return the setting of the rank that needs the most micro-batches; collective."""
         every = transport.gather_text(setting(resolved, size, rows, fits) if size else None)
-        return max((BatchSetting(*one) for one in every), key=_number) if all(every) else None
+        if not all(every):
+            return None
+        return max((BatchSetting(*own) for own in every), key=lambda own: own.micro_batches)
 
     size = resolved.config.batch.size
-    return Found(
+    return SearchResult(
         resolved,
         parameters,
         fit,
@@ -130,7 +132,6 @@ def search(
 
 
 def _check_mode(config: Config) -> None:
-    """Raise ConfigError for a mode without common steps, or whose memory is not counted."""
     check_synchronous(config, "plan batch measures")
     if config.replication.mode == "master":
         raise ConfigError(
@@ -138,10 +139,6 @@ def _check_mode(config: Config) -> None:
             "rank 0 also has the logits of all rows.",
             "Set replication.mode=all-reduce.",
         )
-
-
-def _number(setting: BatchSetting) -> int:
-    return setting.micro_batches
 
 
 def _built(transport: Transport, resolved: Resolved, source: Source, fit: Fit) -> tuple[Fit, Job]:

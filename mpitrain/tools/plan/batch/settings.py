@@ -35,8 +35,8 @@ def setting(
     batch = resolved.config.batch.model_copy(update={"size": size})
     job = resolved._replace(config=resolved.config.model_copy(update={"batch": batch}))
     for count in range(max(1, -(-own // rows)), size // resolved.axes.dp + 1):
-        found = with_micro_batches(job, count)
-        if found and fits(found):
+        candidate = with_micro_batches(job, count)
+        if candidate and fits(candidate):
             return BatchSetting(size, count, -(-own // count))
     return None
 
@@ -48,5 +48,5 @@ def critical_size(resolved: Resolved, noise: Noise | None, unit: int) -> int | N
     """
     if noise is None or noise.is_uncertain:
         return None
-    each = resolved.axes.dp * unit
-    return max(1, round(noise.rows / each)) * each
+    step = resolved.axes.dp * unit
+    return max(1, round(noise.rows / step)) * step

@@ -4,16 +4,16 @@ import math
 from collections.abc import Iterator
 
 from mpitrain.tools.plan.batch.noise import Noise
-from mpitrain.tools.plan.batch.search import Found
+from mpitrain.tools.plan.batch.search import SearchResult
 from mpitrain.tools.plan.batch.timing import Timed
 
 
-def report(found: Found) -> Iterator[str]:
+def report(result: SearchResult) -> Iterator[str]:
     """Yield the lines of the report."""
-    config, axes, room = found.resolved.config, found.resolved.axes, found.fit.room
+    config, axes, room = result.resolved.config, result.resolved.axes, result.fit.room
     yield (
-        f"{config.model.kind}, {found.parameters:,} parameters; dp {axes.dp} x tp {axes.tp} x pp {axes.pp}, "
-        f"{found.resolved.plan.micro_batches} micro-batch(es) in a step, {config.device.kind}"
+        f"{config.model.kind}, {result.parameters:,} parameters; dp {axes.dp} x tp {axes.tp} x pp {axes.pp}, "
+        f"{result.resolved.plan.micro_batches} micro-batch(es) in a step, {config.device.kind}"
     )
     yield (
         f"{room.free / 1e6:,.1f} MB {room.allowed} {room.where}; {len(room.ranks)} rank(s) need "
@@ -21,18 +21,17 @@ def report(found: Found) -> Iterator[str]:
     )
     yield ""
     yield f"{'rows':>6} {'batch':>7} {'counted MB':>11} {'step ms':>10} {'rows/s':>10}   blocks, ms"
-    for each in found.timed:
-        yield _line(found, each)
+    for each in result.timed:
+        yield _line(result, each)
     yield ""
-    yield _largest(found)
-    if found.best is None:
+    yield _largest(result)
+    if result.best is None:
         yield "No size is named the fastest: other work ran (~). Repeat the command."
-    yield from _noise(found.noise, found.tokens)
-    yield from _keys(found)
+    yield from _noise(result.noise, result.tokens)
+    yield from _keys(result)
 
 
-def _line(found: Found, each: Timed) -> str:
-    """Return the line of one size."""
+def _line(result: SearchResult, each: Timed) -> str:
     times = f"{'-':>10} {'-':>10}   one step, not timed"
     if each.blocks:
         mark = "~" if each.is_spoilt else " "
@@ -40,17 +39,16 @@ def _line(found: Found, each: Timed) -> str:
             f"{1e3 * each.step_s:10.2f}{mark}{each.rows_per_s:10.1f}   "
             f"{1e3 * min(each.blocks):.2f} .. {1e3 * max(each.blocks):.2f}"
         )
-    note = "  <- fastest" if each is found.best else ""
+    note = "  <- fastest" if each is result.best else ""
     note += (
-        "  <- largest that fits" if each.rows == found.fit.rows and not found.fit.is_most else ""
+        "  <- largest that fits" if each.rows == result.fit.rows and not result.fit.is_most else ""
     )
-    return f"{each.rows:>6} {each.size:>7} {found.counted[each.rows] / 1e6:>11.2f} {times}{note}"
+    return f"{each.rows:>6} {each.size:>7} {result.counted[each.rows] / 1e6:>11.2f} {times}{note}"
 
 
-def _largest(found: Found) -> str:
-    """Return the line about the largest micro-batch."""
-    fit = found.fit
-    did_run = any(each.rows == fit.rows for each in found.timed)
+def _largest(result: SearchResult) -> str:
+    fit = result.fit
+    did_run = any(each.rows == fit.rows for each in result.timed)
     proof = "a step ran" if did_run else "counted alone: --seconds is too short for a step"
     if fit.is_most:
         return f"Micro-batches of {fit.rows} rows fit ({proof}); --most looks no further."
@@ -60,10 +58,6 @@ def _largest(found: Found) -> str:
 
 
 def _noise(noise: Noise | None, tokens: int) -> Iterator[str]:
-    """Yield the lines about the noise scale.
-
-    tokens  in a row; 0: rows are samples
-    """
     if noise is None:
         yield (
             "No gradient noise scale: it needs finite gradients of two batch sizes, and "
@@ -83,10 +77,9 @@ def _noise(noise: Noise | None, tokens: int) -> Iterator[str]:
     yield f"  from {of}"
 
 
-def _keys(found: Found) -> Iterator[str]:
-    """Yield the lines to set."""
-    size, noise = found.resolved.config.batch.size, found.noise
-    present, critical = found.present, found.critical
+def _keys(result: SearchResult) -> Iterator[str]:
+    size, noise = result.resolved.config.batch.size, result.noise
+    present, critical = result.present, result.critical
     yield ""
     if noise and critical:
         yield (
@@ -94,7 +87,7 @@ def _keys(found: Found) -> Iterator[str]:
             f"and {noise.steps_factor(size):.2f} times the fewest steps;"
         )
         yield f"the critical size {critical.size} needs about 2 times each."
-        if not found.resolved.config.run.init_from:
+        if not result.resolved.config.run.init_from:
             yield "They are the initial ones, and noise grows in training: set run.init_from=RUN to measure a later model."
     if present:
         yield f"same results:   {present.keys}   ({present.rows} rows in a micro-batch)"

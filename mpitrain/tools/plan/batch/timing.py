@@ -56,10 +56,10 @@ class Timed(NamedTuple):
 
 def sizes(unit: int, most: int) -> list[int]:
     """Return the sizes to time: powers of two times `unit`, and the largest, at most SIZES."""
-    found = [unit << i for i in range((most // unit).bit_length())]
-    found += [most] if found[-1] < most else []
+    rows = [unit << i for i in range((most // unit).bit_length())]
+    rows += [most] if rows[-1] < most else []
     # The smallest sizes are too slow to be the best.
-    return found if len(found) <= SIZES else [unit, *found[1 - SIZES :]]
+    return rows if len(rows) <= SIZES else [unit, *rows[1 - SIZES :]]
 
 
 class Steps:
@@ -91,13 +91,13 @@ class Steps:
         """
         inputs, targets = self.batch(number)
         whole = len(inputs) * rows // self.rows
-        mine = slice(first * whole, (first + 1) * whole)
+        part = slice(first * whole, (first + 1) * whole)
         trainer = self._job.trainer
         trainer.transport.barrier()
         start = time.perf_counter()
-        found = trainer.step(number, inputs[mine], targets[mine])
+        result = trainer.step(number, inputs[part], targets[part])
         trainer.backend.synchronize()
-        return time.perf_counter() - start, found.grad_norm, found.counted
+        return time.perf_counter() - start, result.grad_norm, result.counted
 
 
 def time_sizes(
@@ -121,36 +121,33 @@ def time_sizes(
         show(rows)
         return max(gather(steps.run(0, rows)[0]))
 
-    found: list[Timed] = []
+    timed: list[Timed] = []
     for rows in every:
-        last = found[-1] if found else None
-        if last and _expected(last, rows) * (BLOCKS + 2) > seconds - _spent(found):
+        last = timed[-1] if timed else None
+        if last and _expected_s(last, rows) * (BLOCKS + 2) > seconds - _spent_s(timed):
             break
         first_s = min(slowest(rows), slowest(rows))
-        found.append(Timed(rows, steps.size * rows // steps.rows, [], first_s))
-    last, most = found[-1], every[-1]
+        timed.append(Timed(rows, steps.size * rows // steps.rows, [], first_s))
+    last, most = timed[-1], every[-1]
     proof = []
-    if last.rows < most and _expected(last, most) <= seconds:
+    if last.rows < most and _expected_s(last, most) <= seconds:
         proof = [Timed(most, steps.size * most // steps.rows, [], slowest(most))]
     for _ in range(BLOCKS):
-        for each in found:
-            each.blocks.append(median(slowest(each.rows) for _ in range(_turn(each))))
-    return [*found, *proof]
+        for each in timed:
+            each.blocks.append(median(slowest(each.rows) for _ in range(_turn_steps(each))))
+    return [*timed, *proof]
 
 
-def _turn(size: Timed) -> int:
-    """Return the steps of a turn of this size."""
+def _turn_steps(size: Timed) -> int:
     return max(1, min(TURN, int(TURN_S / size.first_s)))
 
 
-def _expected(last: Timed, rows: int) -> float:
-    """Return the seconds of a step, in proportion to those of a smaller one."""
+def _expected_s(last: Timed, rows: int) -> float:
     return last.first_s * rows / last.rows
 
 
-def _spent(found: Sequence[Timed]) -> float:
-    """Return the seconds that all turns of these sizes take."""
-    return sum((2 + BLOCKS * _turn(each)) * each.first_s for each in found)
+def _spent_s(timed: Sequence[Timed]) -> float:
+    return sum((2 + BLOCKS * _turn_steps(each)) * each.first_s for each in timed)
 
 
 def fastest(timed: Sequence[Timed]) -> Timed | None:

@@ -95,9 +95,9 @@ def judged(name: str, exercise: Exercise, path: str, code: bytes) -> Checked:
     cost: AnswerCost | None = None
     for number, case in enumerate(exercise.cases):
         try:
-            if number >= len(replies.found):
+            if number >= len(replies.results):
                 raise replies.reason()
-            answer = replies.found[number]
+            answer = replies.results[number]
             if len(repr(answer)) > LONGEST:
                 raise Wrong("the answer has more than {most} characters", most=LONGEST)
             if "problem" in answer:
