@@ -31,7 +31,7 @@ if [ -n "$MPITRAIN_VENV" ] && [ ! -x "$MPITRAIN_VENV/bin/mpitrain" ] || ! comman
 fi
 
 # Arguments that the system does not pass to a script: MPITRAIN_ARGS="--set run.steps=100"
-[ $# = 0 ] && eval "set -- $MPITRAIN_ARGS"
+[ $# != 0 ] || eval "set -- $MPITRAIN_ARGS" || exit 2
 
 job=${MPITRAIN_JOB:-$PBS_JOBID}  # the first job of this run
 run="runs/pbs-$job"

@@ -5,7 +5,10 @@ measured. A stopped one reports what it knows.
 import json
 import signal
 import subprocess
+import time
 from xml.etree import ElementTree
+
+import pytest
 
 from tests.processes import PROGRAM, SECONDS, mpitrain
 
@@ -41,17 +44,22 @@ def test_a_node_that_does_not_answer_fails_and_the_other_one_is_measured(tmp_pat
     ]
 
 
-def test_a_stopped_certificate_prints_and_keeps_the_verdicts_so_far(tmp_path):
+@pytest.mark.parametrize("measurement", ("matrix products", "a training run"))
+def test_a_stopped_certificate_prints_and_keeps_the_verdicts_so_far(measurement, tmp_path):
     words = ["certify", "--dir", tmp_path, "--absent", "gone=silent", "--json", tmp_path / "c.json"]
     with subprocess.Popen(
         [*map(str, [*PROGRAM, *words])], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         for line in process.stderr:
-            if line.startswith("certify: matrix products"):
+            if line.startswith(f"certify: {measurement}"):
                 break
+        if measurement == "a training run":
+            while process.poll() is None and not [*tmp_path.glob("mpitrain-certify-*/*")]:
+                time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         printed, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
     assert printed.startswith("gone") and len(printed.splitlines()) == 4, printed
     found = json.loads((tmp_path / "c.json").read_text())
     assert [node["passes"] for node in found["nodes"]] == [None, False]
+    assert not [*tmp_path.glob("mpitrain-certify-*")]

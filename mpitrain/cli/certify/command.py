@@ -1,6 +1,7 @@
 """`mpitrain certify`: a verdict on every node of a machine, for users and for its operators."""
 
 import os
+import secrets
 import shlex
 import sys
 from pathlib import Path
@@ -142,10 +143,12 @@ def _from_outside(
         read_limits(options["expect"])
     words = agent or agent_for(os.environ)
     click.echo(f"certify: {len(nodes)} node(s) from outside MPI", err=True)
-    absent = {**options["absent"], **probe(list(nodes), words)}
+    failed = {}
+    for node, why in probe(list(nodes), words):
+        click.echo(f"certify: {node}: {visible(why)}", err=True)
+        failed[node] = why
+    absent = {**options["absent"], **{node: failed[node] for node in nodes if node in failed}}
     present = {node: ranks for node, ranks in nodes.items() if node not in absent}
-    for node in absent.keys() & nodes.keys():
-        click.echo(f"certify: {node}: {visible(absent[node])}", err=True)
     if not present:
         _nobody(absent, options)
     listed = ",".join(f"{node}:{ranks}" for node, ranks in present.items())
@@ -238,8 +241,10 @@ def _certify(transport: Any, options: dict[str, Any], shown: ShownVerdicts, stop
         ]
 
     facts = header(transport, "certify", "cpu", sys.argv[1:])
+    name = from_all_ranks(transport, lambda: f"mpitrain-certify-{secrets.token_hex(4)}")[0]
+    stop.temporary = work = folder / name
     measured = collect(
-        transport, limits, folder, options["rounds"], sampler(), findings, options["absent"]
+        transport, limits, work, options["rounds"], sampler(), findings, options["absent"]
     )
     for evidence in measured:
         certificate = judge(evidence, limits)

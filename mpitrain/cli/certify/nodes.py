@@ -3,19 +3,19 @@
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from mpitrain.machine.process import package
 
 CONNECT, SECONDS = 20, 60.0
 """Seconds in which ssh must connect to a node, and in which the node must have imported mpitrain."""
 ASK = (
-    "import mpitrain, mpitrain.cli.certify.command, mpitrain.tools.certify.collect; "
+    "import mpitrain.cli.certify.command, mpitrain.tools.certify.collect; "
     "from mpitrain.machine import process; "
-    "print('mpitrain', getattr(process, 'package', lambda: mpitrain.__version__)())"
+    "print('mpitrain', process.package())"
 )
-"""The program that a node runs; an earlier version has no digest."""
+"""The program that a node runs."""
 
 
 def agent_for(environ: Mapping[str, str]) -> list[str]:
@@ -25,14 +25,18 @@ def agent_for(environ: Mapping[str, str]) -> list[str]:
     return ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT}"]
 
 
-def probe(nodes: Sequence[str], agent: Sequence[str], seconds: float = SECONDS) -> dict[str, str]:
-    """Start this Python on every node at the same time; return {node: reason} of those that fail.
+def probe(
+    nodes: Sequence[str], agent: Sequence[str], seconds: float = SECONDS
+) -> Iterator[tuple[str, str]]:
+    """Start this Python on every node at the same time; yield (node, reason) as each one fails.
 
     agent  words that run a command on a node, without its name
     """
     with ThreadPoolExecutor(min(64, len(nodes))) as pool:
-        answers = pool.map(lambda node: _answer(node, agent, seconds), nodes)
-        return {node: why for node, why in zip(nodes, answers, strict=True) if why}
+        asked = {pool.submit(_answer, node, agent, seconds): node for node in nodes}
+        for answer in as_completed(asked):
+            if why := answer.result():
+                yield asked[answer], why
 
 
 def _answer(node: str, agent: Sequence[str], seconds: float) -> str:

@@ -10,7 +10,7 @@ from mpitrain.files import reading
 
 LONGEST = 1 << 20
 """Bytes that a file of hosts may have."""
-NUMBERS = re.compile(r"\[(\d{1,5}(?:-\d{1,5})?(?:,\d{1,5}(?:-\d{1,5})?)*)\]", re.ASCII)
+NUMBERS = re.compile(r"\[(\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*)\]", re.ASCII)
 """The numbers in Slurm's short form of hosts, such as node[01-03,7]."""
 
 

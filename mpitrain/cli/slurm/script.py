@@ -11,7 +11,7 @@ REASON_COLUMN = 38
 """The column at which the comment of an #SBATCH line begins."""
 ARGUMENTS = """\
 # Arguments that the system does not pass to a script: MPITRAIN_ARGS="--set run.steps=100"
-[ $# = 0 ] && eval "set -- $MPITRAIN_ARGS"
+[ $# != 0 ] || eval "set -- $MPITRAIN_ARGS" || exit 2
 """
 
 

@@ -3,10 +3,12 @@
 import faulthandler
 import math
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from mpitrain.cli import NOT_BEGUN, STOPPED
 from mpitrain.cli.terminal import last_words
@@ -14,6 +16,8 @@ from mpitrain.cli.terminal.status import status
 
 ANNOUNCED = 1.2 * last_words.SECONDS
 """Seconds to wait for a TERM after the CONT that Open MPI's mpirun sends first."""
+ATTEMPTS = 20
+"""Attempts to remove a temporary directory in which files may still appear."""
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that request a stop."""
 
@@ -33,11 +37,14 @@ class Stop:
     handles signals, even while the main thread waits for a message.
 
     USR2 prints the Python stacks of this process, at any time.
+
+    temporary  a directory that rank 0 removes if a signal ends the process
     """
 
     def __init__(self, last: Callable[[], str] = _not_begun, exit_code: int = STOPPED) -> None:
         """Take the text that rank 0 prints if a signal ends the process, and the exit code."""
         self._last, self._exit_code = last, exit_code
+        self.temporary: Path | None = None
         self.requested = False
         self._is_noted = self._is_terminated = False
         self._announced = -math.inf
@@ -65,6 +72,8 @@ class Stop:
             # A second INT is from a person who wants the end at once. Schedulers send TERM repeatedly.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        if self.temporary and not self._is_noted:
+            time.sleep(1)  # The main thread makes no more files, and the other thread removes them.
         self.requested = True
 
     def _announce(self, number: int, frame: object) -> None:
@@ -98,7 +107,13 @@ class Stop:
             if not self._is_noted:
                 if rank == 0:
                     self.say(self._last())
+                    self._remove()
                 os._exit(self._exit_code)
+
+    def _remove(self) -> None:
+        for _ in range(ATTEMPTS):  # The call that the signal interrupted may still make a file.
+            if self.temporary and self.temporary.exists():
+                shutil.rmtree(self.temporary, ignore_errors=True)
 
     def say(self, text: str) -> None:
         """Print the line of rank 0 that ends the run.

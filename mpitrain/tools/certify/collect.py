@@ -23,8 +23,6 @@ from mpitrain.tools.certify.speeds import Sampler, measure, turns, with_more
 from mpitrain.tools.certify.verdict import slow_ranks
 from mpitrain.transport.base import Transport
 
-ROUNDS = 5
-"""Smallest number of rounds in which speeds are measured."""
 AGAIN = 3
 """Number of times that slow ranks are measured again, alone, before they count as slow."""
 SIZES = (4 << 10, 1 << 20)
@@ -52,7 +50,7 @@ def facts() -> Facts:
 def collect(
     transport: Transport,
     limits: Limits,
-    folder: Path,
+    work: Path,
     rounds: int,
     sample: Sampler,
     examine: Callable[[], Sequence[ProbeFinding]],
@@ -61,7 +59,7 @@ def collect(
 ) -> Iterator[Evidence]:
     """Yield the evidence before each measurement, and at the end; collective, equal on all ranks.
 
-    folder   directory on the file system of the runs
+    work     a new directory for short runs, on the file system of the user's runs
     sample   takes a sample of this rank's speed
     examine  returns the problems that `doctor` finds; collective
     absent   {node: reason} of nodes that did not answer
@@ -94,7 +92,7 @@ def collect(
         awaits="a training run, on other nodes, and resumed from a checkpoint",
     )
     yield known
-    yield known._replace(jobs=repeat(transport, folder), awaits="")
+    yield known._replace(jobs=repeat(transport, work), awaits="")
 
 
 def _speeds(

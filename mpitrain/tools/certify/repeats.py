@@ -1,7 +1,6 @@
 """Short training runs that must have equal bits: on other nodes, and resumed from a checkpoint."""
 
 import shutil
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,27 +10,26 @@ from mpitrain.errors import MpitrainError
 from mpitrain.run.loop import train
 from mpitrain.tools.certify.arithmetic import digest, small_config
 from mpitrain.tools.certify.evidence import Jobs
-from mpitrain.transport.agreement import from_all_ranks
+from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
 STEPS, STOP = 6, 3
 """Steps of a run, and the step after which the third run stops and resumes."""
 
 
-def repeat(transport: Transport, folder: Path) -> Jobs:
+def repeat(transport: Transport, work: Path) -> Jobs:
     """Run a job twice, the second time on other nodes, and once more through a checkpoint.
 
-    Collective. The files are in a new directory in `folder`, which is removed at the end.
+    Collective. The files are in the new directory `work`, which is removed at the end.
 
-    raises  ConfigError on every rank if `folder` cannot be written
+    raises  ConfigError on every rank if `work` cannot be made
     """
 
-    def made() -> str:
-        if transport.rank:
-            return ""
-        return tempfile.mkdtemp(prefix="mpitrain-certify-", dir=folder)
+    def make() -> None:
+        if transport.rank == 0:
+            work.mkdir(mode=0o700)
 
-    work = Path(from_all_ranks(transport, made)[0])
+    on_all_ranks(transport, make)
     errors: list[str] = []
 
     def run(name: str, keys: Sequence[int], stops: int = 0, resume: str = "no") -> str:

@@ -93,7 +93,7 @@ def junit(certificate: Certificate) -> str:
     )
     for name, reasons in cases:
         case = ElementTree.SubElement(
-            suite, "testcase", classname="mpitrain.tools.certify", name=visible(name)
+            suite, "testcase", classname="mpitrain.certify", name=visible(name)
         )
         if reasons:
             text = visible("; ".join(reasons))

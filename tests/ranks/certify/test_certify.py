@@ -59,12 +59,12 @@ def bad(verdict):
 
 def test_sound_nodes_pass_and_a_slow_one_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(collecting, "links", lambda transport: [])  # they have tests of their own
-    found, evidence = certificate(tmp_path)
+    found, evidence = certificate(tmp_path / "work")
     assert found.passes and evidence.collectives > 40 and not evidence.wrong
     assert len(set(evidence.jobs[:3])) == 1 and len(set(evidence.steps)) == 1
     assert not [*tmp_path.iterdir()]
     monkeypatch.setattr(collecting, "repeat", lambda *own: evidence.jobs)
-    found, evidence = certificate(tmp_path, (1e11, 1e11, 2e10, 1e11), [("d", "locks")])
+    found, evidence = certificate(tmp_path / "work", (1e11, 1e11, 2e10, 1e11), [("d", "locks")])
     assert bad(found) == "cd"
     # It was measured again, alone.
     assert [len(own.gemm) for own in evidence.speeds] == [5, 5, 20, 5]
@@ -150,10 +150,10 @@ def test_a_failed_run_is_reported_once_and_leaves_no_files(tmp_path, monkeypatch
         raise on_every_rank(ConfigError("no room"))
 
     monkeypatch.setattr(repeats, "train", failing)
-    assert run_ranks(2, repeat, tmp_path) == [Jobs("", "", "", ["no room"])] * 2
+    assert run_ranks(2, repeat, tmp_path / "work") == [Jobs("", "", "", ["no room"])] * 2
     assert sorted(ran) == [0, 1] and not [*tmp_path.iterdir()]
 
 
 def test_a_missing_folder_is_refused_on_every_rank(tmp_path):
     with pytest.raises(ConfigError):
-        run_ranks(2, repeat, tmp_path / "missing")
+        run_ranks(2, repeat, tmp_path / "missing" / "work")

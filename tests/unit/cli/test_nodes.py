@@ -30,15 +30,19 @@ def agent(tmp_path):
 
 
 def test_nodes_that_cannot_be_used_are_named(agent):
-    found = probe(["good1", "old", "other", "broken", "faulty", "good2"], [agent])
-    assert [*found] == ["old", "other", "broken", "faulty"]
+    found = dict(probe(["good1", "old", "other", "broken", "faulty", "good2"], [agent]))
+    assert {*found} == {"old", "other", "broken", "faulty"}
     assert "0.0.1" in found["old"] and __version__ in found["other"]
     assert "no such interpreter" in found["broken"] and "half a package" in found["faulty"]
-    assert "0.5 s" in probe(["silent"], [agent], 0.5)["silent"]
+
+
+def test_a_node_that_fails_is_named_while_another_one_is_silent(agent):
+    (first, _), (last, why) = probe(["silent", "old"], [agent], 1.5)
+    assert (first, last) == ("old", "silent") and "1.5 s" in why
 
 
 def test_a_missing_agent_fails_every_node():
-    assert "cannot be started" in probe(["a"], ["/missing"])["a"]
+    assert "cannot be started" in dict(probe(["a"], ["/missing"]))["a"]
 
 
 def test_a_slurm_job_has_another_agent():

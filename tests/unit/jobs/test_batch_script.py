@@ -208,6 +208,16 @@ def zeros(path):
     return path.read_text().split("\0")[:-1] if path.exists() else []
 
 
+@pytest.mark.parametrize("given, code", [("--set 'a=b c'", 85), ("--set it's", 2)])
+def test_arguments_that_are_no_words_of_a_shell_train_nothing(given, code, tmp_path):
+    environment(tmp_path / ".venv", {"mpitrain": TRAINS})
+    words = ["--lsf", "--cores-per-rank", "2", "--", "train"]
+    environ = {**NONE, **VALUES, "LSB_JOBID": "7", "MPITRAIN_ARGS": given}
+    done = run(["bash", "-c", written(words)], cwd=tmp_path, env=environ)
+    assert done.returncode == code
+    assert ("a=b c" in zeros(tmp_path / "trained")) == (code == 85)
+
+
 @pytest.mark.parametrize("system", ("pbs", "pbs forbids -V", "pbs sweep", "lsf", "flux"))
 def test_a_continued_job_has_the_environment_and_the_arguments_of_the_first(system, tmp_path):
     """With a qsub that knows no variables but those it is given, and no arguments."""
