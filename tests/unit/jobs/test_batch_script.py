@@ -27,7 +27,7 @@ def environment(folder, programs):
     for name, text in programs.items():
         (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / "bin" / name).chmod(0o755)
-    (folder / "bin/activate").write_text(f"PATH={folder}/bin:$PATH\n")
+    (folder / "bin/activate").write_text(f"PATH='{folder}'/bin:$PATH\n")
     return folder
 
 
