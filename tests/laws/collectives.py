@@ -432,7 +432,7 @@ class CollectiveLaws:
         last = transport.rank == transport.size - 1
         count = transport.size + last
         text = raises_comm_error(lambda: Group(transport).bind(np.ones(count)))
-        assert f"rank {transport.rank}:" in text
+        assert f"rank {transport.rank}: all-reduce needs one count" in text
         assert f"{transport.size} on rank 0" in text
         assert f"{transport.size + 1} on rank {transport.size - 1}" in text
         assert "needs one dtype" in raises_comm_error(
@@ -452,7 +452,7 @@ class CollectiveLaws:
         first = transport.rank == 0
         array = np.ones((4, 8))[:, :4] if first else np.ones((4, 4))
         text = raises_comm_error(lambda: Group(transport).bind(array))
-        assert "but rank 0" in text
+        assert "but rank 0 passed an array with gaps" in text
 
     def law_what_is_no_writable_array_of_numbers_is_refused_on_every_rank(self, transport):
         read_only = np.ones(4)

@@ -350,7 +350,7 @@ for step in range(3):
 """
     done = python_ranks(2, program, tmp_path)
     assert done.returncode not in (0, 85) and "Traceback" not in done.stderr
-    assert "rank 1:" in done.stderr
+    assert "rank 1: DataError: Targets must lie in 0..1, but step 2 on rank 1 (" in done.stderr
 
 
 MISTAKES = [
@@ -487,7 +487,9 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(tmp_path):
             break
     _, errors = run.communicate(timeout=SECONDS)
     assert run.returncode != 0
-    assert "rank 2:" in errors and "ZeroDivisionError: planned" in errors, errors
+    assert "rank 2: ended by an exception" in errors and "ZeroDivisionError: planned" in errors, (
+        errors
+    )
 
 
 def test_a_rank_that_stands_still_is_reported_and_ends_the_job(tmp_path):

@@ -66,7 +66,7 @@ def test_a_nonfinite_gradient_ends_the_run_or_is_skipped_on_every_rank(
         return real(trainer, index, inputs, targets, stop)
 
     monkeypatch.setattr(Trainer, "step", poisoned)
-    with pytest.raises(TrainingError, match="Step 3"):
+    with pytest.raises(TrainingError, match="Step 3 has loss nan"):
         go(5, [*settings, *update])
     failed = [record for record in records(tmp_path) if record.get("skipped")]
     assert [record["step"] for record in failed] == [3]

@@ -32,7 +32,7 @@ def test_waiting_for_a_rank_that_has_returned_is_a_deadlock():
         if transport.rank == 1:
             transport.recv(np.zeros(2), 0)
 
-    with pytest.raises(CommError, match="rank 1"):
+    with pytest.raises(CommError, match="rank 1 waits in recv from rank 0, tag 0, 16 bytes"):
         run_ranks(2, leave)
 
 
@@ -43,7 +43,7 @@ def test_a_barrier_that_one_rank_never_enters_is_a_deadlock():
         else:
             transport.barrier()
 
-    with pytest.raises(CommError, match="rank 2"):
+    with pytest.raises(CommError, match="rank 2 waits in barrier"):
         run_ranks(3, stay)
 
 
@@ -109,7 +109,7 @@ def test_a_lossy_all_reduce_that_one_rank_leaves_is_a_deadlock(way):
 
     for rank, text in enumerate(run_ranks(3, leave)):
         assert text.startswith(f"CommError: rank {rank}: ")
-        assert "rank 1" in text
+        assert "rank 1 waits in recv from rank 0, tag 0, 8 bytes" in text
         assert text.count(" waits in ") == 3 and "no message\n" not in text, text
 
 
@@ -143,7 +143,7 @@ def test_two_ranks_that_wait_for_anybody_are_a_deadlock():
 
     for text in run_ranks(2, listen):
         for rank in (0, 1):
-            assert f"{rank} waits in wait_any" in text
+            assert f"rank {rank} waits in wait_any of (recv from any rank, tag 2, 8 bytes)" in text
 
 
 def test_ranks_that_wait_in_different_ways_are_one_deadlock():
@@ -203,7 +203,7 @@ def test_the_exception_of_a_rank_ends_the_others_and_is_raised():
         run_ranks(4, die)
     assert caught.value.__notes__ == ["raised on rank 2 of 4"]
     assert len(ended) == 3
-    assert all("rank 2" in text for text in ended)
+    assert all("rank 2 ended with ZeroDivisionError: the real cause" in text for text in ended)
 
 
 def test_abort_ends_a_rank_that_polls():
@@ -263,7 +263,7 @@ def test_an_array_changed_during_a_native_reduction_spoils_it():
 
 
 def test_a_send_that_nobody_receives_is_reported():
-    with pytest.raises(CommError, match="1: send to rank 0,"):
+    with pytest.raises(CommError, match="rank 1: send to rank 0, tag 2, 8 bytes"):
         run_ranks(
             2, lambda transport: transport.rank == 1 and transport.start_send(np.zeros(1), 0, tag=2)
         )

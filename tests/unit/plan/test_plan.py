@@ -287,4 +287,6 @@ def test_a_chart_is_drawn(tmp_path):
     done = CliRunner().invoke(
         commands, ["plan", "schedule", "--plot", str(tmp_path / "chart.bogus")]
     )
-    assert isinstance(done.exception, ConfigError) and "--plot" in str(done.exception)
+    assert isinstance(done.exception, ConfigError) and "--plot draws files that end in" in str(
+        done.exception
+    )
