@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 from mpitrain.errors import CheckpointError
 from mpitrain.files import contents, opened, reading
-from mpitrain.formats.header import INDEX as INDEX
-from mpitrain.formats.header import INNER, located
-from mpitrain.formats.safetensors_files import BLOCK, Writing
+from mpitrain.formats.safetensors_files import BLOCK, INNER, Writing, located
+from mpitrain.formats.safetensors_files import INDEX as INDEX
 from mpitrain.run.checkpoint.directories import way_out
 from mpitrain.run.checkpoint.regions import Region, part_of_text
 from mpitrain.run.checkpoint.structure import structure_of

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mpitrain.formats.header import INDEX
+from mpitrain.formats.safetensors_files import INDEX
 from mpitrain.parallel.replication.records import DynamicLossScale
 from mpitrain.run.checkpoint.writers import PARAMETERS
 from mpitrain.strict_json import validated

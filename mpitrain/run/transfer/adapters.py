@@ -15,11 +15,10 @@ import numpy as np
 from mpitrain.config import Config
 from mpitrain.errors import CheckpointError, ConfigError, on_every_rank
 from mpitrain.formats import peft
-from mpitrain.formats.folder import refusing
-from mpitrain.formats.format import Initial
+from mpitrain.formats.folder import Initial, refusing
 from mpitrain.formats.gpt2 import HEAD
-from mpitrain.formats.header import FLOATS
-from mpitrain.formats.stored_tensor import StoredTensor
+from mpitrain.formats.safetensors_files import FLOATS
+from mpitrain.formats.tensors import StoredTensor
 from mpitrain.layers.base import Unit
 from mpitrain.models.targets import chosen_targets, is_adapter, targets
 from mpitrain.parallel.replication.state import StateBuffer

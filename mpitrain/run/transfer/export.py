@@ -8,11 +8,10 @@ from typing import NamedTuple
 from mpitrain.config import Config
 from mpitrain.data.tokenizer import Tokenizer
 from mpitrain.errors import ConfigError
-from mpitrain.formats.computed_tensor import AnyTensor
-from mpitrain.formats.format import Trained
+from mpitrain.formats.folder import Trained
 from mpitrain.formats.table import FORMATS
-from mpitrain.formats.tokenizer_files import tokenizer_files
-from mpitrain.formats.writing import check_new, write_folder
+from mpitrain.formats.tensors import AnyTensor
+from mpitrain.formats.writing import check_new, tokenizer_files, write_folder
 from mpitrain.run.checkpoint.directories import newest
 from mpitrain.run.checkpoint.load import parameters
 from mpitrain.run.checkpoint.manifest import read_manifest, verify

@@ -11,10 +11,9 @@ import numpy as np
 
 from mpitrain.config import Config
 from mpitrain.errors import CheckpointError
-from mpitrain.formats.computed_tensor import AnyTensor
-from mpitrain.formats.folder import refusing, sha256
-from mpitrain.formats.format import Initial
+from mpitrain.formats.folder import Initial, refusing, sha256
 from mpitrain.formats.table import format_of
+from mpitrain.formats.tensors import AnyTensor
 from mpitrain.layers.base import Rectangle
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend

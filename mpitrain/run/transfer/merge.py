@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpitrain.config import Config
-from mpitrain.formats.computed_tensor import AnyTensor, as_ours, merged
 from mpitrain.formats.folder import refusing, sha256
 from mpitrain.formats.peft import by_layer
-from mpitrain.formats.stored_tensor import StoredTensor
+from mpitrain.formats.tensors import AnyTensor, StoredTensor, as_ours, merged
 from mpitrain.models.targets import is_adapter
 from mpitrain.run.checkpoint.manifest import MANIFEST, read_manifest, verify
 from mpitrain.run.transfer.adapters import check_base, open_base
