@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import commands, train
+from mpitrain.cli.config_help import EXPERT
 from mpitrain.cli.generate import readable
 from mpitrain.cli.job_options import changes
 from mpitrain.cli.launch import command as launch_command
@@ -60,17 +61,21 @@ def test_help_config_lists_every_key():
         assert f"{key.name} = " in said and key.help in said and key.range in said
 
 
-def test_help_config_lists_basic_keys_before_advanced_ones():
+def test_help_config_lists_basic_keys_before_advanced_ones_and_those_for_experts_last():
     for section in Config.model_fields.values():
         assert set(section.annotation.basic) <= set(section.annotation.model_fields)
     shown = CliRunner().invoke(commands, ["train", "--help-config"]).output.splitlines()
     listed = [line.split()[0] for line in shown if " = " in line and line[2:3].strip()]
     basic = [key.name for key in keys() if key.is_basic]
     assert len(basic) == 25
-    assert listed == [*basic, *(key.name for key in keys() if not key.is_basic)]
-    assert shown.index("advanced") < next(
-        at for at, line in enumerate(shown) if line.startswith("  run.log_every = ")
-    )
+    expert = [name for names in EXPERT.values() for name in names]
+    rest = [key.name for key in keys() if key.name not in {*basic, *expert}]
+    assert listed == [*basic, *rest, *expert]
+    starts = [
+        next(at for at, line in enumerate(shown) if line.startswith(f"  {names[0]} = "))
+        for names in (rest, expert)
+    ]
+    assert shown.index("advanced") < starts[0] < shown.index("for experts") < starts[1]
 
 
 def test_help_config_of_a_section_lists_its_keys_alone_in_lines_that_fit():
