@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 from itertools import islice
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from mpitrain.cli import commands, train
+from mpitrain.cli import LEARN, RUNS, commands, train
 from mpitrain.cli.config_help import EXPERT
 from mpitrain.cli.generate import readable
 from mpitrain.cli.job_options import changes
@@ -430,3 +431,21 @@ def test_a_diverged_model_writes_nothing():
 )
 def test_a_run_says_how_its_ranks_share_the_work(settings, said):
     assert way(parse(with_settings({}, settings))) == said
+
+
+def test_the_words_that_moved_into_groups_still_work_at_the_top_and_are_not_listed_there():
+    shown = CliRunner().invoke(commands, ["--help"]).output.partition("Commands:")[2]
+    listed = re.findall(r"^  (\w+) ", shown, re.M)
+    assert listed == [
+        *["train", "launch", "slurm", "eval", "generate", "export", "data"],
+        *listed[7:],
+    ]
+    assert listed[7:] == ["bench", "compare", "plan", "doctor", "certify", "runs", "learn"]
+    for group, words in (("runs", RUNS), ("learn", LEARN)):
+        for word in words:
+            assert word not in listed
+            old, new = (
+                CliRunner().invoke(commands, [*way, word, "--help"]) for way in ([], [group])
+            )
+            assert old.exit_code == new.exit_code == 0
+            assert old.output == new.output.replace(f"commands {group} {word}", f"commands {word}")
