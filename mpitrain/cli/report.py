@@ -1,4 +1,4 @@
-"""`mpitrain report`: where the time of runs went, and the last known action of each rank."""
+"""`mpitrain runs report`: where the time of runs went, and the last known action of each rank."""
 
 from importlib.util import find_spec
 from pathlib import Path

@@ -135,7 +135,7 @@ class Run(Section):
         0,
         ge=0,
         description="steps between digests of the parameters and the optimizer state in "
-        "metrics.jsonl, which `mpitrain diff` compares. Each reads the whole state; 0: none",
+        "metrics.jsonl, which `mpitrain runs diff` compares. Each reads the whole state; 0: none",
     )
     delay: str = Field(
         "",
@@ -172,7 +172,7 @@ class Run(Section):
     trace: bool = Field(
         True,
         description="record the last actions of each rank in trace/ of the run directory, for "
-        "`mpitrain report`",
+        "`mpitrain runs report`",
     )
     tensorboard: bool = Field(
         False,

@@ -21,7 +21,7 @@ from mpitrain.data import (
     zeros,
 )
 from mpitrain.errors import ConfigError
-from mpitrain.formats.format import Initial
+from mpitrain.formats.folder import Initial
 from mpitrain.layers.base import Unit
 from mpitrain.layers.frozen import freeze
 from mpitrain.layers.memory.recomputed import with_recomputation

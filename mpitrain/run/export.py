@@ -8,14 +8,11 @@ from typing import Any, NamedTuple
 from mpitrain.config import Config
 from mpitrain.data.tokenizer import Tokenizer
 from mpitrain.errors import ConfigError
-from mpitrain.formats.computed_tensor import AnyTensor, as_ours, merged
-from mpitrain.formats.folder import refusing, sha256
-from mpitrain.formats.format import Trained
+from mpitrain.formats.folder import Trained, refusing, sha256
 from mpitrain.formats.peft import by_layer
-from mpitrain.formats.stored_tensor import StoredTensor
 from mpitrain.formats.table import FORMATS
-from mpitrain.formats.tokenizer_files import tokenizer_files
-from mpitrain.formats.writing import check_new, write_folder
+from mpitrain.formats.tensors import AnyTensor, StoredTensor, as_ours, merged
+from mpitrain.formats.writing import check_new, tokenizer_files, write_folder
 from mpitrain.models.targets import is_adapter
 from mpitrain.run.build import check_has_adapters, trained_configuration
 from mpitrain.run.checkpoint.loading import parameters

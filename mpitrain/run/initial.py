@@ -14,13 +14,11 @@ import numpy as np
 from mpitrain.config import Config
 from mpitrain.errors import CheckpointError, ConfigError, on_every_rank
 from mpitrain.formats import peft
-from mpitrain.formats.computed_tensor import AnyTensor
-from mpitrain.formats.folder import refusing, sha256
-from mpitrain.formats.format import Initial
+from mpitrain.formats.folder import Initial, refusing, sha256
 from mpitrain.formats.gpt2 import HEAD
-from mpitrain.formats.header import FLOATS
-from mpitrain.formats.stored_tensor import StoredTensor
+from mpitrain.formats.safetensors_files import FLOATS
 from mpitrain.formats.table import format_of
+from mpitrain.formats.tensors import AnyTensor, StoredTensor
 from mpitrain.layers.base import Rectangle, Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend

@@ -114,7 +114,9 @@ def run(
         tidy(Path(words.run))
     killed = words.killed.first()
     if killed and passed < 2 and (words.began or not passed):
-        which = f". `mpitrain report {shlex.quote(words.run)}` says which one fell silent first"
+        which = (
+            f". `mpitrain runs report {shlex.quote(words.run)}` says which one fell silent first"
+        )
         say(
             screen,
             f"{killed}"

@@ -14,9 +14,8 @@ import numpy as np
 from mpitrain.errors import CheckpointError
 from mpitrain.files import reading
 from mpitrain.formats.folder import weight_map
-from mpitrain.formats.header import INNER, Located, located
-from mpitrain.formats.safetensors_files import MOVED, read_into
-from mpitrain.formats.stored_tensor import StoredTensor
+from mpitrain.formats.safetensors_files import INNER, MOVED, Located, located, read_into
+from mpitrain.formats.tensors import StoredTensor
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.replication.state import StateBuffer

@@ -27,7 +27,7 @@ def what_happens_now(run: Path, with_stacks: bool) -> Iterator[str]:
     if records and records[-1].get("event") in CLOSING:
         raise ConfigError(
             f"--now asks a living run, but the run in {run} has ended.",
-            f"Leave --now out: `mpitrain report {run}`.",
+            f"Leave --now out: `mpitrain runs report {run}`.",
         )
     seen, problem = observe(run), ""
     try:

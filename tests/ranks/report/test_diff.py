@@ -1,4 +1,4 @@
-"""`mpitrain diff` names planted faults: the step, the unit and the tensor; and finds no others."""
+"""`mpitrain runs diff` names planted faults: the step, the unit and the tensor; and finds no others."""
 
 import json
 from functools import partial

@@ -399,7 +399,7 @@ def test_a_watchdog_says_which_message_a_rank_waits_for(monkeypatch, capfd):
     assert said.startswith(f"rank 4 on {socket.gethostname()}: no progress for ")
     assert "in step 5, waiting for the gradient of micro-batch 3: recv from rank 2, tag 7" in said
     assert (
-        " `mpitrain report 'runs/my run'` names the rank that the others waited for.\nIts stacks:\n"
+        " `mpitrain runs report 'runs/my run'` names the rank that the others waited for.\nIts stacks:\n"
         in said
     )
 

@@ -35,7 +35,7 @@ ENGINE = [
     "pipeline",
     "run",
 ]
-TOOLS = ["plan", "bench", "doctor", "certify", "report", "textbook"]
+TOOLS = ["text_table", "plan", "bench", "doctor", "certify", "report", "textbook"]
 FLOORS = [*ENGINE, *(f"tools.{name}" for name in TOOLS), "cli", "__main__"]
 
 DOORS = {

@@ -57,7 +57,7 @@ def traced(folder: Path) -> Path:
 
 
 def told(path: Path):
-    """What a trace says, once `mpitrain report` has said what it makes of the run."""
+    """What a trace says, once `mpitrain runs report` has said what it makes of the run."""
     run = path.parents[1]
     outputs = Outputs()
     report.reported(run, outputs)
