@@ -75,7 +75,7 @@ _HOMES = {
     "Sequential": "layers.compose",
     "Trainer": "run.trainer",
     "Unit": "layers.base",
-    "Watcher": "run.watching.watcher",
+    "Watcher": "run.watcher",
     "bind": "collectives.bind",
     "build": "run.build",
     "connect": "transport.mpi",
