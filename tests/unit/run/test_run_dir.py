@@ -17,11 +17,11 @@ from mpitrain.data.samples import SampleSource
 from mpitrain.errors import ConfigError
 from mpitrain.ops.cuda.tiles import write_tiles
 from mpitrain.pipeline.schedule_files import find_plan, write_plan
+from mpitrain.run.build import configured, open_run
 from mpitrain.run.choices import parse
 from mpitrain.run.loop import train
-from mpitrain.run.open_run import configured, open_run
 from mpitrain.run.run_dir import configuration, look
-from mpitrain.run.watching.watcher import Watcher
+from mpitrain.run.watcher import Watcher
 from mpitrain.transport.threads import run_ranks
 
 TINY = [
