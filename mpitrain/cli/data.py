@@ -1,33 +1,18 @@
 """`mpitrain data`: makes files of tokens from text, trains tokenizers, and shows files of tokens."""
 
-import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 
 from mpitrain.cli import STOPPED, CommandGroup
 from mpitrain.cli.job_options import finite
 from mpitrain.cli.session import MOST, mpi_session
-from mpitrain.data.meta import Counts
-from mpitrain.data.prepare.documents import DocumentPiece
-from mpitrain.data.prepare.encode import (
-    Encoded,
-    Encoder,
-    Encoding,
-    LocalEncoder,
-    Result,
-    encoded_pieces,
-)
-from mpitrain.data.tokenizer import open_tokenizer
-from mpitrain.errors import DataError, MpitrainError, visible
+from mpitrain.errors import visible
 from mpitrain.machine import process
-from mpitrain.transport.base import Transport
 
 INPUTS = click.argument(
     "inputs",
@@ -119,18 +104,18 @@ def prepare(
     An interrupted command continues if it is repeated. No file has its name before it is
     complete. In an MPI job all ranks encode: mpitrain launch -n 4 -- data prepare ...
     """
-    from mpitrain.data.prepare.documents import Form
+    from mpitrain.data.documents import Form
 
     form = Form(fraction, seed, field, mark)
     if process.launched().size == 1:
-        from mpitrain.data.prepare.encode import processes
+        from mpitrain.data.prepare import processes
 
         _prepare(inputs, name, out, separator, form, processes(workers or process.cores()))
         return
     if workers:
         raise click.UsageError("--workers is for one process; here the ranks encode.")
     with mpi_session() as transport:
-        from mpitrain.cli.data import RankEncoders, serve
+        from mpitrain.cli.rank_encoders import RankEncoders, serve
         from mpitrain.transport.agreement import on_all_ranks
 
         def on_root() -> None:
@@ -149,8 +134,8 @@ def _prepare(
     start  see `encode.Start`
     """
     from mpitrain.cli.terminal.progress import bar
-    from mpitrain.data.prepare.corpus import Options, prepare
-    from mpitrain.data.prepare.documents import inputs as sizes
+    from mpitrain.data.documents import inputs as sizes
+    from mpitrain.data.prepare import Options, prepare
     from mpitrain.data.tokenizer import read_tokenizer
 
     tokenizer = read_tokenizer(name)
@@ -220,10 +205,9 @@ def train_tokenizer(
     if process.launched().rank > 0:
         return  # only rank 0 trains
     from mpitrain.cli.terminal.screen import width
-    from mpitrain.data.prepare.documents import Form, texts
-    from mpitrain.data.prepare.documents import inputs as sizes
-    from mpitrain.data.prepare.train_tokenizer import train_tokenizer
-    from mpitrain.data.tokenizer import check_tokenizers
+    from mpitrain.data.documents import Form, texts
+    from mpitrain.data.documents import inputs as sizes
+    from mpitrain.data.tokenizer import check_tokenizers, train_tokenizer
     from mpitrain.files import cannot_write, check_writable
 
     check_tokenizers("mpitrain data train-tokenizer")
@@ -270,9 +254,7 @@ def show(file: str, rows: int, count: int, name: str | None) -> None:
     import numpy as np
 
     from mpitrain.cli.generate import readable
-    from mpitrain.data.flat_tokens import windows
-    from mpitrain.data.meta import tokenizer_beside
-    from mpitrain.data.token_files import token_paths, tokens_of
+    from mpitrain.data.token_files import token_paths, tokenizer_beside, tokens_of, windows
     from mpitrain.data.tokenizer import BYTES_FILE, open_tokenizer, read_tokenizer
 
     tokens = tokens_of(file)
@@ -288,115 +270,3 @@ def show(file: str, rows: int, count: int, name: str | None) -> None:
         sys.stdout.flush()
         sys.stdout.buffer.write(b"".join(readable([text, b"\n"])))
         sys.stdout.buffer.flush()
-
-
-class RankEncoder(Encoder):
-    """The encoder on another rank, which has at most one chunk at a time."""
-
-    def __init__(self, transport: Transport, rank: int):
-        self._transport, self._rank, self._is_busy = transport, rank, False
-
-    def configure(self, encoding: Encoding) -> None:
-        """Send the encoding, before any pieces."""
-        facts = {"separator": encoding.separator, "dtype": encoding.dtype}
-        _send(self._transport, self._rank, {**facts, "nbytes": len(encoding.data)})
-        self._transport.send(np.frombuffer(encoding.data, np.uint8), self._rank)
-
-    def send(self, pieces: list[DocumentPiece]) -> None:
-        _send(self._transport, self._rank, pieces)
-        self._is_busy = True
-
-    def receive(self) -> Result:
-        reply = _received(self._transport, self._rank)
-        self._is_busy = False
-        if isinstance(reply, str):
-            raise DataError(
-                f"Each rank must encode its text, but rank {self._rank} could not: {reply}",
-                "Remedy this, then type the same command again.",
-            )
-        train, held_out = (
-            Encoded(self._array(part["dtype"], part["counts"]["tokens"]), Counts(**part["counts"]))
-            for part in reply
-        )
-        return train, held_out
-
-    def _array(self, dtype: str, count: int) -> np.ndarray:
-        array = np.empty(count, dtype)
-        self._transport.recv(array, self._rank)
-        return array
-
-    def close(self) -> None:
-        """Receive a result that nothing needs any more, and end the loop of the rank."""
-        if self._is_busy:
-            reply = _received(self._transport, self._rank)
-            for part in reply if isinstance(reply, list) else ():
-                self._array(part["dtype"], part["counts"]["tokens"])
-        _send(self._transport, self._rank, None)
-
-
-class RankEncoders:
-    """The encoders on all other ranks, for rank 0; their loops end at `close`."""
-
-    def __init__(self, transport: Transport):
-        self._encoders = [RankEncoder(transport, rank) for rank in range(1, transport.size)]
-
-    @contextmanager
-    def start(self, encoding: Encoding, nbytes: int) -> Iterator[Sequence[Encoder]]:
-        """Send the encoding to all ranks; yield their encoders and this rank's. See `Start`."""
-        for encoder in self._encoders:
-            encoder.configure(encoding)
-        yield [*self._encoders, LocalEncoder(encoding)]
-
-    def close(self) -> None:
-        for encoder in self._encoders:
-            encoder.close()
-
-
-def serve(transport: Transport) -> None:
-    """Encode the chunks that rank 0 sends until it sends null: the work of any other rank."""
-    tokenizer, encoding, problem = None, None, ""
-    while (message := _received(transport, 0)) is not None:
-        if isinstance(message, dict):
-            data = np.empty(message["nbytes"], np.uint8)
-            transport.recv(data, 0)
-            encoding = Encoding(data.tobytes(), message["separator"], message["dtype"])
-            try:
-                tokenizer = open_tokenizer(encoding.data, "the tokenizer")
-            except MpitrainError as error:
-                problem = f"{error.law} {error.way_out}"
-            continue
-        results: Result | None = None
-        if tokenizer and encoding:
-            try:
-                results = encoded_pieces(
-                    encoding, tokenizer, [DocumentPiece(*piece) for piece in message]
-                )
-            except (MpitrainError, MemoryError, ValueError) as error:
-                problem = f"{error or type(error).__name__}"
-        if results is None:
-            _send(transport, 0, problem)
-            continue
-        _send(
-            transport,
-            0,
-            [
-                {"dtype": result.tokens.dtype.name, "counts": result.counts.model_dump()}
-                for result in results
-            ],
-        )
-        for result in results:
-            transport.send(result.tokens, 0)
-
-
-def _send(transport: Transport, to: int, value: Any) -> None:
-    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    transport.send(np.array([len(data)], np.int64), to)
-    transport.send(data, to)
-
-
-def _received(transport: Transport, source: int) -> Any:
-    length = np.empty(1, np.int64)
-    transport.recv(length, source)
-    data = np.empty(int(length[0]), np.uint8)
-    transport.recv(data, source)
-    return json.loads(data.tobytes())

@@ -321,7 +321,7 @@ def run(
     for passage in passages:
         passage.finish(2)
     if is_training and code and words.began:
-        from mpitrain.run.checkpoint.directories import tidy
+        from mpitrain.run.checkpoint.manifest import tidy
 
         tidy(Path(words.run))
     killed = words.killed.first()
