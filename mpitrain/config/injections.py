@@ -1,4 +1,4 @@
-"""Artificial failures: parses and checks run.inject; `mpitrain/run/injection` carries it out."""
+"""Artificial failures: parses and checks run.inject; `mpitrain/run/injection.py` carries it out."""
 
 import re
 from typing import NamedTuple

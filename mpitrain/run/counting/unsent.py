@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpitrain.trace.recorder import SILENT
-from mpitrain.transport.requests import Traffic
+from mpitrain.transport.base import Traffic
 from mpitrain.transport.windows import Tenants
 
 
