@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from mpitrain.config.injections import KINDS, injection
+from mpitrain.config.faults import KINDS, injection
 from mpitrain.layers.base import Gradient, Weights
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.replication.protocol import Replication
