@@ -5,7 +5,7 @@ import signal
 import sys
 
 import pytest
-from mpitrain.cli.launch.mpi_library import library
+from mpitrain.cli.launch.command import library
 
 from tests.processes import sets
 from tests.slurm.conftest import JOB
