@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mpitrain.data.packing import without_ends
+from mpitrain.data.rows import without_ends
 from mpitrain.data.source import DOCUMENT_END
 from mpitrain.run.generate import draw
 

@@ -13,7 +13,7 @@ import pytest
 from mpitrain.cli.train import _configured
 from mpitrain.collectives.selection.tuning import DEFAULT, write_tuning
 from mpitrain.config import read_toml, with_settings
-from mpitrain.data import SampleSource
+from mpitrain.data.samples import SampleSource
 from mpitrain.errors import ConfigError
 from mpitrain.ops.cuda.tiles import write_tiles
 from mpitrain.pipeline.schedule_files import find_plan, write_plan
