@@ -5,8 +5,8 @@ import signal
 import sys
 
 import pytest
-from mpitrain.cli.launch.command import library
 
+from mpitrain.cli.launch.command import library
 from tests.processes import sets
 from tests.slurm.conftest import JOB
 
