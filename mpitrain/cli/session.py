@@ -99,7 +99,7 @@ def configured_of(folder: Path, settings: list[str]) -> Callable[[], Any]:
 
     @cache
     def configured() -> Any:
-        from mpitrain.run.open_run import configured
+        from mpitrain.run.build import configured
 
         return configured(folder, settings)
 

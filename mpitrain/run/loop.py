@@ -21,20 +21,19 @@ from mpitrain.machine.time_limit import TimeLimit
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.replication.records import StepResult
 from mpitrain.run.build import Job, build, utilisation
-from mpitrain.run.checkpoint import save_load
+from mpitrain.run.checkpoint import saving
 from mpitrain.run.checkpoint.digests import digest_record
 from mpitrain.run.checkpoint.manifest import Done
-from mpitrain.run.given import Given, RunLocation, agree_on
-from mpitrain.run.metrics import CLOSING, MetricsFile
-from mpitrain.run.resume import ResumeInfo, past
-from mpitrain.run.run_dir import CHECKPOINTS, METRICS, claim, look
+from mpitrain.run.initial import of_adapters
+from mpitrain.run.metrics import CLOSING, METRICS, MetricsFile, ResumeInfo, past
+from mpitrain.run.resolve import Given, RunLocation, agree_on
+from mpitrain.run.run_dir import CHECKPOINTS, claim, look
 from mpitrain.run.stalls.slow_ranks import SlowRanks, alike
+from mpitrain.run.tensorboard import TensorBoard
 from mpitrain.run.trace_setup import Traced
 from mpitrain.run.trainer import replicas_equal, state_digests
-from mpitrain.run.transfer.adapters import of_adapters
 from mpitrain.run.watchdog import Watchdog
-from mpitrain.run.watching.tensorboard import TensorBoard
-from mpitrain.run.watching.watcher import Watcher
+from mpitrain.run.watcher import Watcher
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.ring_buffer import ROWS
 from mpitrain.transport.agreement import from_all_ranks
@@ -527,7 +526,7 @@ class _Run:
             trainer.sync_parameters()
             kept = trainer.replication.kept()
             base = trainer.begun_from if self._config.lora.rank else {}
-            saved = save_load.save(
+            saved = saving.save(
                 self._folder / CHECKPOINTS,
                 of_adapters(kept) if base else kept,
                 trainer.storage,

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpitrain.collectives.engine.device_arithmetic import arithmetic_of
 from mpitrain.config import Config, Run
-from mpitrain.config.delays import delay_s, delays
+from mpitrain.config.faults import delay_s, delays
 from mpitrain.data import Source, positions_of, read_rows, without_ends
 from mpitrain.errors import DataError, MpitrainError, TrainingError, on_every_rank
 from mpitrain.layers.base import Loss, Unit
@@ -39,9 +39,9 @@ from mpitrain.pipeline.decoder import Decoder, can_decode
 from mpitrain.pipeline.pipeline import own
 from mpitrain.regions import Piece, moved, overlap, within
 from mpitrain.run.checkpoint.digests import digests, gradients
-from mpitrain.run.counting.step import StepCounts
-from mpitrain.run.decoding.reader import Reader
+from mpitrain.run.counting import StepCounts
 from mpitrain.run.indices import Indices
+from mpitrain.run.inference import Reader
 from mpitrain.run.resolve import Resolved, resolve
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport

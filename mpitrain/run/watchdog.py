@@ -31,7 +31,7 @@ class Watchdog:
 
     One rank prints the first divergence of all ranks, and ends the job with exit code 1. Without
     traces each rank prints its own position. The thread makes no MPI call. A launcher ends the job
-    if a rank exits without MPI_Finalize. The thread answers the questions of `mpitrain report`,
+    if a rank exits without MPI_Finalize. The thread answers the questions of `mpitrain runs report`,
     too.
     """
 
@@ -68,7 +68,7 @@ class Watchdog:
         folder    run directory, which has the traces
         recorder  of this rank
         """
-        self._pointer = f" `mpitrain report {shlex.quote(str(folder))}` names the rank that the others waited for."
+        self._pointer = f" `mpitrain runs report {shlex.quote(str(folder))}` names the rank that the others waited for."
         answering = Answering(folder, self._rank, recorder)
         on_stall = "end" if self._does_end else "warn"
         self._report = StallReport(folder, self._seconds, on_stall, answering)

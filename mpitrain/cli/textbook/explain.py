@@ -1,4 +1,4 @@
-"""`mpitrain explain`: shows how a method works, on real messages between threads."""
+"""`mpitrain learn explain`: shows how a method works, on real messages between threads."""
 
 import sys
 from pathlib import Path
@@ -77,7 +77,7 @@ def command(
     if topic not in TOPICS:
         raise ConfigError(
             f"A topic is one of {', '.join(TOPICS)}, but this is {topic!r}.",
-            "Run `mpitrain explain` for a list.",
+            "Run `mpitrain learn explain` for a list.",
         )
     row = TOPICS[topic]
     setting = row.setting(topic, ranks, speed)

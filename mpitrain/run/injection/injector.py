@@ -2,7 +2,7 @@
 
 import sys
 
-from mpitrain.config.injections import KINDS, Injection, injection
+from mpitrain.config.faults import KINDS, Injection, injection
 from mpitrain.run.injection.failures import FAILURES, partner
 from mpitrain.run.injection.lost_message import Losing
 from mpitrain.transport.base import Transport

@@ -6,7 +6,7 @@ from mpitrain.tools.textbook.words import text
 
 def skeleton(name: str, exercise: Exercise, language: str) -> str:
     statement = text(exercise.statement, language)
-    check = text("Check it with: mpitrain check FILE", language)
+    check = text("Check it with: mpitrain learn check FILE", language)
     cost = text(
         "{cost}: at most {formula}",
         language,

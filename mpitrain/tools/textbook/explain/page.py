@@ -149,7 +149,7 @@ def _section(name: str, explanation: Explanation) -> list[str]:
         fill(" ".join(explanation.sentences), COLUMNS),
         "",
         "```bash",
-        f"mpitrain explain {name}",
+        f"mpitrain learn explain {name}",
         explanation.command,
         "```",
         "",

@@ -3,23 +3,23 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpitrain.config import Config
 from mpitrain.data.tokenizer import Tokenizer
 from mpitrain.errors import ConfigError
-from mpitrain.formats.computed_tensor import AnyTensor
-from mpitrain.formats.format import Trained
+from mpitrain.formats.folder import Trained, refusing, sha256
+from mpitrain.formats.peft import by_layer
 from mpitrain.formats.table import FORMATS
-from mpitrain.formats.tokenizer_files import tokenizer_files
-from mpitrain.formats.writing import check_new, write_folder
-from mpitrain.run.checkpoint.directories import newest
-from mpitrain.run.checkpoint.load import parameters
-from mpitrain.run.checkpoint.manifest import read_manifest, verify
+from mpitrain.formats.tensors import AnyTensor, StoredTensor, as_ours, merged
+from mpitrain.formats.writing import check_new, tokenizer_files, write_folder
+from mpitrain.models.targets import is_adapter
+from mpitrain.run.build import check_has_adapters, trained_configuration
+from mpitrain.run.checkpoint.loading import parameters
+from mpitrain.run.checkpoint.manifest import MANIFEST, newest, read_manifest, verify
 from mpitrain.run.generate import tokenizer_of_run
-from mpitrain.run.open_run import check_has_adapters, trained_configuration
+from mpitrain.run.initial import check_base, open_base
 from mpitrain.run.run_dir import CHECKPOINTS
-from mpitrain.run.transfer.merge import with_adapters
 
 
 class Exported(NamedTuple):
@@ -98,3 +98,38 @@ def _check_adapters(run: Path, config: Config, name: str, merge: bool) -> None:
             f"{run} has adapters of rank {rank}, which a folder of kind {name} cannot have.",
             "Export them --to peft, or add --merge to have them in the parameters.",
         )
+
+
+def with_adapters(
+    config: Config, record: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+) -> tuple[Config, dict[str, AnyTensor]]:
+    """Return the configuration and the tensors of the merged model.
+
+    The weights are those of the base in run.init_from, which are never of 8 bits.
+
+    record   of the base, in the checkpoint; empty: the checkpoint has all parameters
+    tensors  of the checkpoint
+    raises   CheckpointError if the base is missing or has changed
+    """
+    weights: dict[str, AnyTensor] = {
+        name: as_ours(tensor) for name, tensor in tensors.items() if not is_adapter(name)
+    }
+    if record:
+        base = open_base(config, record, config.data.vocabulary or 256)
+        with refusing(base.folder):
+            digests = {name: sha256(base.folder / name) for name in base.files}
+        check_base(record, {"folder": str(base.folder), "sha256": digests})
+        if MANIFEST in base.files:
+            verify(base.folder, read_manifest(base.folder), 0, 1)
+        weights = {name: as_ours(tensor) for name, tensor in base.tensors.items()}
+        keys = {key.partition(".")[2]: value for key, value in base.keys.items() if "model." in key}
+        config = config.model_copy(update={"model": config.model.model_copy(update=keys)})
+    scale = config.lora.alpha / config.lora.rank
+    for layer, pairs in by_layer(tensors, config.model.width).items():
+        name = f"{layer}.weight"
+        if name not in weights:  # The adapters of a tied head are not those of the embedding.
+            weights[name] = weights["embedding.tokens"]
+            untied = config.model.model_copy(update={"tied": False})
+            config = config.model_copy(update={"model": untied})
+        weights[name] = merged(weights[name], pairs, scale)
+    return config, weights

@@ -1,28 +1,46 @@
 """Loading: each rank reads the ranges it needs from a checkpoint of any layout (resharding)."""
 
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from mpitrain.errors import CheckpointError
 from mpitrain.files import reading
 from mpitrain.formats.folder import weight_map
-from mpitrain.formats.header import INNER, Located, located
-from mpitrain.formats.safetensors_files import MOVED, read_into
-from mpitrain.formats.stored_tensor import StoredTensor
+from mpitrain.formats.safetensors_files import INNER, MOVED, Located, located, read_into
+from mpitrain.formats.tensors import StoredTensor
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.replication.state import StateBuffer
 from mpitrain.regions import Piece, common
-from mpitrain.run.checkpoint.directories import way_out
-from mpitrain.run.checkpoint.manifest import INDEX, MANIFEST, Manifest, Stored
-from mpitrain.run.checkpoint.regions import HeldRegion, Region, described, holdings, runs
-from mpitrain.run.checkpoint.writers import PARAMETERS
+from mpitrain.run.checkpoint.manifest import (
+    INDEX,
+    MANIFEST,
+    Done,
+    Manifest,
+    Stored,
+    read_manifest,
+    steps,
+    verify,
+    way_out,
+)
+from mpitrain.run.checkpoint.regions import (
+    PARAMETERS,
+    HeldRegion,
+    Region,
+    described,
+    holdings,
+    runs,
+)
+from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
+from mpitrain.transport.base import Transport
 
 OPEN = 64
 """The largest number of files that are open at the same time."""
@@ -241,3 +259,108 @@ class _Files:
                 self.close()
             self._open[file] = reading(self._path / file, INNER)
         return self._open[file].fileno()
+
+
+class Checkpoint(NamedTuple):
+    """A verified checkpoint on disk, with its manifest."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def done(self) -> Done:
+        """The progress of the run at this checkpoint."""
+        return self.manifest.done
+
+
+def read_beside(transport: Transport, path: Path) -> Checkpoint:
+    """Verify a checkpoint; collective. Each block is read once, by one of the ranks.
+
+    An active run may remove the checkpoint meanwhile; then the newest one is verified instead.
+
+    raises  CheckpointError on every rank, if an existing checkpoint is damaged or unreadable
+    """
+    while True:
+        try:
+            manifest = on_all_ranks(
+                transport,
+                partial(_verified, path, transport.rank, transport.size),
+                "checkpoint",
+                lambda manifest: manifest.done._asdict(),
+            )
+        except CheckpointError:
+            successor = _successor(transport, path)
+            if not successor:
+                raise
+            path = successor
+            continue
+        return Checkpoint(path, manifest)
+
+
+def _verified(path: Path, rank: int, ranks: int) -> Manifest:
+    manifest = read_manifest(path)
+    verify(path, manifest, rank, ranks)
+    return manifest
+
+
+def _successor(transport: Transport, path: Path) -> Path | None:
+    """Return the newest checkpoint if `path` was removed, None if it exists; collective.
+
+    Rank 0 decides for all ranks.
+    """
+    listed = steps(path.parent)
+    successor = transport.gather_text(str(listed[-1]) if listed and path not in listed else "")[0]
+    return Path(successor) if successor else None
+
+
+def load(
+    checkpoint: Checkpoint,
+    kept: Sequence[StateBuffer],
+    storage: Storage,
+    transport: Transport,
+    backend: Backend,
+    layout: Mapping[str, Any],
+) -> Checkpoint:
+    """Fill the state of any layout from a checkpoint; collective.
+
+    Each rank reads only the ranges that it needs. "agreed" state is restored bit for bit. In the
+    same layout the other kinds are, too. In another layout each replica gets an equal part of the
+    sum of "own" state. It gets the mean of "mean" state. "bound" state then starts anew or from a
+    mean. Rank 0 prints a note about state that starts anew or from a mean.
+
+    An active run may remove the checkpoint meanwhile; then the newest one is loaded instead.
+
+    returns  the checkpoint that was loaded
+    raises   CheckpointError on every rank, if it is of another model or cannot be read
+    """
+    while True:
+        try:
+            everyone = from_all_ranks(
+                transport,
+                partial(
+                    fill,
+                    checkpoint.path,
+                    checkpoint.manifest,
+                    kept,
+                    storage,
+                    backend,
+                    layout,
+                    transport.rank,
+                ),
+            )
+        except CheckpointError:
+            successor = _successor(transport, checkpoint.path)
+            if not successor:
+                raise
+            checkpoint = read_beside(transport, successor)
+            continue
+        changed = {name.split("/")[0]: what for named in everyone for name, what in named.items()}
+        then = ", ".join(f"{axis} {size}" for axis, size in checkpoint.manifest.layout.items())
+        for what in sorted({*changed.values()}) if transport.rank == 0 else ():
+            names = ", ".join(sorted(name for name in changed if changed[name] == what))
+            print(
+                f"note: {names} in {checkpoint.path} {what} the ranks of {then}.",
+                file=sys.stderr,
+                flush=True,
+            )
+        return checkpoint

@@ -1,6 +1,6 @@
 """The base class of observers of a run, as callbacks of HuggingFace and Lightning."""
 
-from __future__ import annotations  # help() prints short types
+from __future__ import annotations  # help() prints signatures as they are written here.
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,6 +1,7 @@
 """The watcher that writes TensorBoard event files: the numbers of metrics.jsonl as scalars."""
 
 import os
+import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,10 +10,8 @@ from typing import Any
 from mpitrain.config import Config
 from mpitrain.errors import TrainingError
 from mpitrain.files import append, mend, opened
-from mpitrain.run.metrics import read_metrics, series, strict
-from mpitrain.run.run_dir import METRICS
-from mpitrain.run.watching.event_file import scalars_record, version_record
-from mpitrain.run.watching.watcher import Watcher
+from mpitrain.run.metrics import METRICS, read_metrics, series, strict
+from mpitrain.run.watcher import Watcher
 
 FOLDER = "tensorboard"
 PREFIX, SUFFIX = "events.out.tfevents.", ".mpitrain"
@@ -76,3 +75,78 @@ class TensorBoard(Watcher):
             f"{self._path} cannot be written: {error.strerror or error}.",
             f"{mend(error)}, or set run.tensorboard to false; then go on with --resume.",
         )
+
+
+VERSION = b"brain.Event:2"
+MASK = 0xA282EAD8
+"""The constant that TFRecord adds to a rotated CRC."""
+
+
+def _table() -> tuple[int, ...]:
+    table = []
+    for number in range(256):
+        for _ in range(8):
+            number = number >> 1 ^ (0x82F63B78 if number & 1 else 0)
+        table.append(number)
+    return tuple(table)
+
+
+TABLE = _table()
+"""CRC-32C (Castagnoli, RFC 3720) of each byte."""
+
+
+def crc32c(data: bytes) -> int:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
+    return crc ^ 0xFFFFFFFF
+
+
+def framed(message: bytes) -> bytes:
+    """Return a TFRecord of the message."""
+    length = struct.pack("<Q", len(message))
+    return length + _masked(length) + message + _masked(message)
+
+
+def _masked(data: bytes) -> bytes:
+    crc = crc32c(data)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + MASK) & 0xFFFFFFFF)
+
+
+def version_record(seconds: float) -> bytes:
+    """Return the first record of a file.    seconds: since the epoch"""
+    return framed(_double(1, seconds) + _bytes(3, VERSION))
+
+
+def scalars_record(seconds: float, step: int, scalars: Mapping[str, float]) -> bytes:
+    """Return a record of scalars by their tags, all of one step.    seconds: since the epoch"""
+    summary = b"".join(
+        _bytes(1, _bytes(1, tag.encode(errors="backslashreplace")) + _float(2, value))
+        for tag, value in scalars.items()
+    )
+    return framed(_double(1, seconds) + b"\x10" + _varint(step) + _bytes(5, summary))
+
+
+def _varint(number: int) -> bytes:
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*encoded, number])
+
+
+def _double(field: int, value: float) -> bytes:
+    return bytes([field << 3 | 1]) + struct.pack("<d", value)
+
+
+def _float(field: int, value: float) -> bytes:
+    try:
+        return bytes([field << 3 | 5]) + struct.pack("<f", value)
+    except OverflowError:  # A float64 beyond float32 is shown as infinite.
+        return bytes([field << 3 | 5]) + struct.pack(
+            "<f", float("inf") if value > 0 else -float("inf")
+        )
+
+
+def _bytes(field: int, value: bytes) -> bytes:
+    return bytes([field << 3 | 2]) + _varint(len(value)) + value
