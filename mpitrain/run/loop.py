@@ -38,8 +38,8 @@ from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.ring_buffer import ROWS
 from mpitrain.transport.agreement import from_all_ranks
 from mpitrain.transport.base import Transport
-from mpitrain.transport.device.messages import DeviceTransport
-from mpitrain.transport.traced_transport import Recorded
+from mpitrain.transport.decorators import Recorded
+from mpitrain.transport.device import DeviceTransport
 
 SKIPS = 10
 """Number of consecutive skipped steps that ends a run."""
@@ -102,7 +102,7 @@ def train(
             config = configured()
             watchdog.patience(config.run.stall_seconds, config.run.on_stall)
             if config.run.inject:
-                from mpitrain.run.injection.injector import Injector
+                from mpitrain.run.injection import Injector
 
                 injector.append(Injector(config.run.inject, transport))
                 injector[0].passes("start", 0)
@@ -116,10 +116,10 @@ def train(
         )
         for watcher in watchers:
             watcher.on_agreed(agreed.config, transport.hosts)
-        if injector:
-            transport = injector[0].transport
         if agreed.config.run.trace and not transport.recorder.is_on:
             transport = Recorded(transport, Recorder())
+        if injector:
+            transport = injector[0].over(transport)
         watchdog.alive("building the model")
         with transport.recorder.pausing("building the model"):
             job = build(transport, agreed)

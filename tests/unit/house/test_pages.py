@@ -24,13 +24,16 @@ PAGES = [
     HERE / "README.md",
     TESTS,
     COMING_FROM,
+    HERE / "mpitrain" / "run" / "FAILURES.md",
     *sorted((HERE / "mpitrain").rglob("README.md")),
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 every_page = pytest.mark.parametrize(
     "page",
     PAGES,
-    ids=[str((page if page == COMING_FROM else page.parent).relative_to(HERE)) for page in PAGES],
+    ids=[
+        str((page.parent if page.name == "README.md" else page).relative_to(HERE)) for page in PAGES
+    ],
 )
 
 
