@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.collectives.engine.executor import Reduction
-from mpitrain.trace.recorder import Recorder
-from mpitrain.trace.ring_buffer import REDUCTION
+from mpitrain.trace.recorder import REDUCTION, Recorder
 from mpitrain.transport.base import Transport
 
 
