@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.collectives.engine.device_arithmetic import arithmetic_of
+from mpitrain.collectives.engine.arithmetic import arithmetic_of
 from mpitrain.config import Config, Run
 from mpitrain.config.delays import delay_s, delays
 from mpitrain.data import Source, positions_of, read_rows, without_ends

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpitrain.collectives.engine.executor import Execution
-from mpitrain.collectives.plans import ring, star
+from mpitrain.collectives.plans import exchanges, ring
 from mpitrain.collectives.plans.steps import Plan
 from mpitrain.tools.textbook.explain.explanation import (
     Columns,
@@ -63,7 +63,7 @@ RING = ShownCollective(
 )
 
 STAR = ShownCollective(
-    star.all_reduce,
+    exchanges.star_all_reduce,
     (
         sentence("Every rank has a buffer of {n} chunks, and all ranks need the sum."),
         sentence("In step 1 all ranks send their buffer to rank 0, which adds them."),
