@@ -74,7 +74,7 @@ def _held_out(
 
     from mpitrain.cli.terminal.progress import nats
     from mpitrain.data import TENTH, bits_per_byte
-    from mpitrain.run.open_run import open_run
+    from mpitrain.run.build import open_run
     from mpitrain.run.trainer import evaluated_rows
 
     job = open_run(transport, run, configured)
@@ -114,9 +114,9 @@ def _tasks(
 
     from mpitrain.data.tasks import read_tasks
     from mpitrain.models.table import MODELS, kinds
+    from mpitrain.run.build import open_run
     from mpitrain.run.generate import tokenizer_of_run
-    from mpitrain.run.open_run import open_run
-    from mpitrain.run.scoring.tasks import score
+    from mpitrain.run.scoring import score
     from mpitrain.transport.agreement import on_all_ranks
 
     assert tasks_file is not None

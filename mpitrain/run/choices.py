@@ -21,7 +21,7 @@ from mpitrain.optim.rules import EVERY
 from mpitrain.parallel.modes import MODES, STREAMS, ZERO, check_synchronous, refusal_of
 from mpitrain.pipeline import schedules
 from mpitrain.pipeline.schedules import SCHEDULES
-from mpitrain.run.transfer.model_keys import with_keys_of_folder
+from mpitrain.run.model_keys import with_keys_of_folder
 
 ALGORITHMS = ("replication.algorithm", "layout.algorithm")
 

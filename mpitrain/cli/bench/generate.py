@@ -80,7 +80,7 @@ def command(
         from mpitrain.data import Unopened
         from mpitrain.errors import ConfigError
         from mpitrain.run.build import build
-        from mpitrain.run.decoding.prompts import check_writes
+        from mpitrain.run.generate import check_writes
         from mpitrain.tools.bench.generation.sides import (
             Cached,
             GenerationSide,

@@ -104,11 +104,11 @@ def prepare(
     An interrupted command continues if it is repeated. No file has its name before it is
     complete. In an MPI job all ranks encode: mpitrain launch -n 4 -- data prepare ...
     """
-    from mpitrain.data.prepare.documents import Form
+    from mpitrain.data.documents import Form
 
     form = Form(fraction, seed, field, mark)
     if process.launched().size == 1:
-        from mpitrain.data.prepare.encode import processes
+        from mpitrain.data.prepare import processes
 
         _prepare(inputs, name, out, separator, form, processes(workers or process.cores()))
         return
@@ -134,8 +134,8 @@ def _prepare(
     start  see `encode.Start`
     """
     from mpitrain.cli.terminal.progress import bar
-    from mpitrain.data.prepare.corpus import Options, prepare
-    from mpitrain.data.prepare.documents import inputs as sizes
+    from mpitrain.data.documents import inputs as sizes
+    from mpitrain.data.prepare import Options, prepare
     from mpitrain.data.tokenizer import read_tokenizer
 
     tokenizer = read_tokenizer(name)
@@ -205,10 +205,9 @@ def train_tokenizer(
     if process.launched().rank > 0:
         return  # only rank 0 trains
     from mpitrain.cli.terminal.screen import width
-    from mpitrain.data.prepare.documents import Form, texts
-    from mpitrain.data.prepare.documents import inputs as sizes
-    from mpitrain.data.prepare.train_tokenizer import train_tokenizer
-    from mpitrain.data.tokenizer import check_tokenizers
+    from mpitrain.data.documents import Form, texts
+    from mpitrain.data.documents import inputs as sizes
+    from mpitrain.data.tokenizer import check_tokenizers, train_tokenizer
     from mpitrain.files import cannot_write, check_writable
 
     check_tokenizers("mpitrain data train-tokenizer")
@@ -255,9 +254,7 @@ def show(file: str, rows: int, count: int, name: str | None) -> None:
     import numpy as np
 
     from mpitrain.cli.generate import readable
-    from mpitrain.data.flat_tokens import windows
-    from mpitrain.data.meta import tokenizer_beside
-    from mpitrain.data.token_files import token_paths, tokens_of
+    from mpitrain.data.token_files import token_paths, tokenizer_beside, tokens_of, windows
     from mpitrain.data.tokenizer import BYTES_FILE, open_tokenizer, read_tokenizer
 
     tokens = tokens_of(file)

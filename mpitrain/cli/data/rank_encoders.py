@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.data.meta import Counts
-from mpitrain.data.prepare.documents import DocumentPiece
-from mpitrain.data.prepare.encode import (
+from mpitrain.data.documents import DocumentPiece
+from mpitrain.data.prepare import (
     Encoded,
     Encoder,
     Encoding,
@@ -21,6 +20,7 @@ from mpitrain.data.prepare.encode import (
     Result,
     encoded_pieces,
 )
+from mpitrain.data.token_files import Counts
 from mpitrain.data.tokenizer import open_tokenizer
 from mpitrain.errors import DataError, MpitrainError
 from mpitrain.transport.base import Transport

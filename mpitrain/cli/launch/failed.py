@@ -58,9 +58,7 @@ class Failure:
         reason = reason or f"exit code {code}, and no rank gave a reason"
         if run:
             if not self.report:
-                reason += (
-                    f"; `mpitrain report {shlex.quote(run)}` names the rank that fell silent first"
-                )
+                reason += f"; `mpitrain runs report {shlex.quote(run)}` names the rank that fell silent first"
             reason += ". With --resume=auto it goes on from its last checkpoint, if it has one"
         elif silence := SILENCE.match(reason):
             hours, minutes, seconds = (int(digits or 0) for digits in silence.groups())

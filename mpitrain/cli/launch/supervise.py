@@ -109,12 +109,14 @@ def run(
     for passage in passages:
         passage.finish(2)
     if is_training and code and words.began:
-        from mpitrain.run.checkpoint.directories import tidy
+        from mpitrain.run.checkpoint.manifest import tidy
 
         tidy(Path(words.run))
     killed = words.killed.first()
     if killed and passed < 2 and (words.began or not passed):
-        which = f". `mpitrain report {shlex.quote(words.run)}` says which one fell silent first"
+        which = (
+            f". `mpitrain runs report {shlex.quote(words.run)}` says which one fell silent first"
+        )
         say(
             screen,
             f"{killed}"

@@ -81,7 +81,7 @@ def _plan(
     from tqdm import tqdm
 
     from mpitrain.cli.terminal.progress import bar
-    from mpitrain.run.given import agree_on
+    from mpitrain.run.resolve import agree_on
     from mpitrain.tools.bench.collectives.header import machine
     from mpitrain.tools.bench.collectives.table import write_json
     from mpitrain.tools.plan.batch.search import search

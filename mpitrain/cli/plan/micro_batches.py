@@ -68,8 +68,7 @@ def _plan(
     """Measure, and print the predictions; `verified` has the blocks and steps of --verify."""
     from mpitrain.parallel.tensor.sequence import sequences_of
     from mpitrain.run.build import build
-    from mpitrain.run.given import agree_on
-    from mpitrain.run.resolve import resolve
+    from mpitrain.run.resolve import agree_on, resolve
     from mpitrain.tools.bench.collectives.header import machine
     from mpitrain.tools.bench.collectives.table import write_json
     from mpitrain.tools.plan.micro_batches import (

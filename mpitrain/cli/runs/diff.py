@@ -1,4 +1,4 @@
-"""`mpitrain diff`: names the first step and tensor at which two runs differ."""
+"""`mpitrain runs diff`: names the first step and tensor at which two runs differ."""
 
 import sys
 from contextlib import closing

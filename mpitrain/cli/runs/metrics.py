@@ -1,4 +1,4 @@
-"""`mpitrain metrics`: prints the series of runs as one table, or as CSV."""
+"""`mpitrain runs metrics`: prints the series of runs as one table, or as CSV."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`mpitrain plot`: draws the loss curves of runs into one picture."""
+"""`mpitrain runs plot`: draws the loss curves of runs into one picture."""
 
 from pathlib import Path
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import click
 
-from mpitrain.cli import COMMANDS, commands
+from mpitrain.cli import COMMANDS, WORDS, commands
 from mpitrain.cli.job_options import changes
 from mpitrain.cli.slurm.request import BatchJob
 from mpitrain.errors import ConfigError
 
-ALONE = ("launch", "slurm", "plan", "plot", "report", "data")
+ALONE = ("launch", "slurm", "plan", "runs", "learn", "plot", "report", "data")
 """Commands that need no batch job, or are one."""
 
 
@@ -24,7 +24,7 @@ def check(request: BatchJob) -> None:
             f"A batch job runs train, bench, generate or another command of ranks, but {words[0]}.",
             f"Type `mpitrain {words[0]}` without slurm.",
         )
-    if words[0] not in COMMANDS:
+    if words[0] not in WORDS:
         raise click.UsageError(
             f"{words[0]!r} is no mpitrain command. Commands are "
             f"{', '.join(name for name in COMMANDS if name not in ALONE)}."

@@ -147,7 +147,7 @@ def _sweep(request: BatchJob, system: ScriptSystem) -> list[str]:
         "  ended=(runs/sweep-$job/*/metrics.jsonl)",
         '  if [ "$(grep -l \'"event": "end"\' "${ended[@]}" | wc -l)" = ${#sweep[@]} ] &&',
         "    mkdir runs/sweep-$job/.drawn 2>/dev/null; then  # two tasks may end at once",
-        '    mpitrain plot "${ended[@]%/metrics.jsonl}" --out "runs/sweep-$job.png"',
+        '    mpitrain runs plot "${ended[@]%/metrics.jsonl}" --out "runs/sweep-$job.png"',
         "  fi",
         "fi",
         *_again(system),

@@ -1,4 +1,4 @@
-"""`mpitrain check`: prints whether solutions of exercises are right, or why they are wrong."""
+"""`mpitrain learn check`: prints whether solutions of exercises are right, or why they are wrong."""
 
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def command(path: Path, csv_file: Path | None, language: str) -> int:
     if not files:
         raise ConfigError(
             f"A class has a Python file for each student, but {path} has none.",
-            "Name a folder of files that `mpitrain exercise` wrote.",
+            "Name a folder of files that `mpitrain learn exercise` wrote.",
         )
     rows, right = [], 0
 

@@ -1,4 +1,4 @@
-"""`mpitrain claims`: measures textbook sentences, and prints in which settings they are true."""
+"""`mpitrain learn claims`: measures textbook sentences, and prints in which settings they are true."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def command(
         if name not in CLAIMS:
             raise ConfigError(
                 f"There are {len(CLAIMS)} claims, but none has the name {name!r}.",
-                "`mpitrain claims --list` prints their names and sentences.",
+                "`mpitrain learn claims --list` prints their names and sentences.",
             )
     if lists:
         for name in names or CLAIMS:

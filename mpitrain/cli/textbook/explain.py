@@ -1,4 +1,4 @@
-"""`mpitrain explain`: shows how a method works, on real messages between threads."""
+"""`mpitrain learn explain`: shows how a method works, on real messages between threads."""
 
 import sys
 from pathlib import Path

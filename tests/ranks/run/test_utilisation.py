@@ -13,10 +13,9 @@ from mpitrain.models.table import MODELS
 from mpitrain.ops import OPERATIONS
 from mpitrain.ops.device import device_for
 from mpitrain.run import build as building
+from mpitrain.run import utilisation as measuring
 from mpitrain.run.build import build
-from mpitrain.run.counting import gemm_peak as measuring
-from mpitrain.run.counting.gemm_peak import gemm_peak
-from mpitrain.run.counting.utilisation import StepFlops, work_of
+from mpitrain.run.utilisation import StepFlops, gemm_peak, work_of
 from mpitrain.trace.timeline import read_timeline
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu

@@ -220,4 +220,4 @@ def test_a_skeleton_never_replaces_a_file(tmp_path):
 def test_the_command_for_a_new_skeleton_can_be_typed(tmp_path):
     path = tmp_path / "my ring.py"
     done = CliRunner().invoke(commands, ["exercise", "ring", "--out", str(path)])
-    assert done.output == f"mpitrain check '{path}'\n"
+    assert done.output == f"mpitrain learn check '{path}'\n"

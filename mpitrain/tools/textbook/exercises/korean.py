@@ -51,7 +51,7 @@ EXERCISES = {
     "smallest counterexample": "가장 작은 반례",
     "{right} of {files} files are right": "파일 {files}개 중 {right}개가 맞음",
     "{cost}: at most {formula}": "{cost}: 많아야 {formula}",
-    "Check it with: mpitrain check FILE": "검사: mpitrain check FILE",
+    "Check it with: mpitrain learn check FILE": "검사: mpitrain learn check FILE",
     "2 count - the two smallest neighbouring chunks": "2 count - 이웃한 두 청크의 가장 작은 합",
     "max(count, workers x largest share)": "max(count, workers x 가장 큰 몫)",
     "3 (micro_batches + 2)": "3 (micro_batches + 2)",

@@ -7,7 +7,7 @@ from mpitrain.tools.textbook.words import text
 
 def skeleton(name: str, exercise: Exercise, language: str) -> str:
     statement = STATEMENTS[name] if language == "ko" else exercise.statement
-    check = text("Check it with: mpitrain check FILE", language)
+    check = text("Check it with: mpitrain learn check FILE", language)
     cost = text(
         "{cost}: at most {formula}",
         language,

@@ -15,9 +15,8 @@ import numpy as np
 
 from mpitrain.errors import ConfigError
 from mpitrain.tools.textbook.explain.explanation import FrameMessage
-from mpitrain.transport.base import Transport
-from mpitrain.transport.forwarding import Forwarding
-from mpitrain.transport.requests import Request
+from mpitrain.transport.base import Request, Transport
+from mpitrain.transport.decorators import Forwarding
 
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}

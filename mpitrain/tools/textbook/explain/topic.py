@@ -73,5 +73,5 @@ def listed_or_refused(name: str, names: Sequence[str]) -> str:
         return name
     raise ConfigError(
         f"A topic is one of {', '.join(names)}, but this is {name!r}.",
-        "Run `mpitrain explain` for a list.",
+        "Run `mpitrain learn explain` for a list.",
     )

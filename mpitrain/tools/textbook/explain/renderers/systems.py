@@ -49,7 +49,7 @@ def _section(name: str, explanation: Explanation) -> list[str]:
         fill(" ".join(sentence.into("en") for sentence in explanation.sentences), COLUMNS),
         "",
         "```bash",
-        f"mpitrain explain {name}",
+        f"mpitrain learn explain {name}",
         explanation.command,
         "```",
         "",
