@@ -75,13 +75,8 @@ _HOMES = {
     "Sequential": "layers.compose",
     "Trainer": "run.trainer",
     "Unit": "layers.base",
-<<<<<<< HEAD
-    "Watcher": "run.watching.watcher",
-    "bind": "collectives.group",
-=======
     "Watcher": "run.watcher",
-    "bind": "collectives.bind",
->>>>>>> main
+    "bind": "collectives.group",
     "build": "run.build",
     "connect": "transport.mpi",
     "from_communicator": "transport.mpi",

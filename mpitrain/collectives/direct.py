@@ -31,8 +31,7 @@ from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.errors import CommError, ConfigError, on_every_rank
 from mpitrain.machine.backend import on_device
 from mpitrain.machine.process import SHARED_MEMORY
-from mpitrain.transport.base import Transport
-from mpitrain.transport.requests import Request
+from mpitrain.transport.base import Request, Transport
 from mpitrain.transport.windows import Location
 
 CACHED_BYTES = 1 << 17

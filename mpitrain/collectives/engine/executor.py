@@ -10,14 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer, pieces
-<<<<<<< HEAD
 from mpitrain.errors import CommError, ConfigError, on_every_rank
-from mpitrain.transport.base import Transport
-from mpitrain.transport.requests import Request, named
-=======
-from mpitrain.errors import CommError
 from mpitrain.transport.base import Request, Transport, named
->>>>>>> main
 
 OPS = {"add": np.add, "maximum": np.maximum}
 """Reduction operators; NumPy's universal functions also dispatch to CuPy arrays."""
