@@ -19,7 +19,7 @@ from mpitrain.machine.process import blas_threads_in_use, gpu_identities
 from mpitrain.machine.time_limit import TimeLimit
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.replication.records import StepResult
-from mpitrain.run.build import Job, build, utilisation
+from mpitrain.run.build import Job, build
 from mpitrain.run.checkpoint import saving
 from mpitrain.run.checkpoint.digests import digest_record
 from mpitrain.run.checkpoint.manifest import Done
@@ -31,6 +31,7 @@ from mpitrain.run.stalls.slow_ranks import SlowRanks, alike
 from mpitrain.run.tensorboard import TensorBoard
 from mpitrain.run.trace_setup import Traced
 from mpitrain.run.trainer import replicas_equal, state_digests
+from mpitrain.run.utilisation import utilisation
 from mpitrain.run.watchdog import Watchdog
 from mpitrain.run.watcher import Watcher
 from mpitrain.trace.recorder import Recorder

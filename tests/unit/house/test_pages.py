@@ -149,7 +149,7 @@ def test_a_command_on_a_page_has_the_options_and_settings_that_it_takes(
         click.Command, "invoke", lambda self, context: read.append(context.params)
     )  # and does nothing
     # A page may name a folder of initial parameters, which is not there.
-    monkeypatch.setattr("mpitrain.run.choices.with_keys_of_folder", lambda tables: tables)
+    monkeypatch.setattr("mpitrain.run.model_keys.with_keys_of_folder", lambda tables: tables)
     for words in commands_on(page):
         while words:
             read.clear()
