@@ -7,7 +7,7 @@ import weakref
 from typing import Any, NamedTuple
 
 from mpitrain.layers.base import Unit
-from mpitrain.layers.memory.recomputed import with_recomputation
+from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.pipeline.stage import Stage
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.textbook.explain.explanation import (
