@@ -44,7 +44,7 @@ from mpitrain.pipeline.simulate import Cost
 from mpitrain.pipeline.stage import Stage
 from mpitrain.trace.recorder import SILENT, Silent
 from mpitrain.trace.ring_buffer import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
-from mpitrain.transport.requests import Traffic
+from mpitrain.transport.base import Traffic
 from mpitrain.transport.windows import Tenants
 
 SERIAL = "1f1b"

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,76 @@ from mpitrain.transport.base import Transport
 
 POSITIONS = "embedding.positions"
 """The tensor whose first rows are enough for a run with a shorter model.context."""
+
+
+class Models(NamedTuple):
+    """The models that a run starts from, located on this rank.
+
+    base               its parameters, or those under its adapters
+    adapter            the adapters; None: they are new, or in a checkpoint, or there are none
+    adapter_base       the record of the base that `adapter` was trained on; empty: there is none
+    is_under_adapters  whether the run trains adapters
+    """
+
+    base: Initial
+    adapter: Initial | None
+    adapter_base: Mapping[str, Any]
+    is_under_adapters: bool
+
+    def facts(self) -> dict[str, Any]:
+        """Return what must be the same on all ranks."""
+        facts: dict[str, Any] = {"run.init_from": self.base.fingerprint}
+        return facts | ({"lora.init_from": self.adapter.fingerprint} if self.adapter else {})
+
+    def load(
+        self,
+        transport: Transport,
+        kept: Sequence[StateBuffer],
+        storage: Storage,
+        backend: Backend,
+    ) -> dict[str, Any]:
+        """Fill the parameters of all ranks; collective; returns the record of the base."""
+        buffers = of_base(kept) if self.is_under_adapters else kept
+        record = load_initial(transport, self.base, buffers, storage, backend)
+        if self.adapter:
+            check_base(self.adapter_base, record)
+            load_initial(transport, self.adapter, of_adapters(kept), storage, backend)
+        return record
+
+    def adapters_of(
+        self, kept: Sequence[StateBuffer], then: Mapping[str, Any], now: Mapping[str, Any]
+    ) -> list[StateBuffer]:
+        """Return the buffers that a checkpoint of adapters fills; see `check_base` for the rest."""
+        check_base(then, now)
+        return of_adapters(kept)
+
+
+def open_models(
+    config: Config,
+    checkpoint: Path | None,
+    vocabulary: int,
+    units: Callable[[], Sequence[Unit]],
+    rank: int,
+) -> Models | None:
+    """Locate the models that a run starts from; None: there are none.
+
+    checkpoint  the run resumes from it, and needs only the base of its adapters
+    vocabulary  of the data
+    units       makes those of the whole model, without adapters
+    """
+    if checkpoint:
+        record = base_of(checkpoint) if config.lora.rank else {}
+        base = open_base(config, record, vocabulary) if record else None
+        return base and Models(base, None, {}, True)
+    if not config.run.init_from:
+        return None
+    base, adapter, record = open_initial(config, vocabulary), None, {}
+    if config.lora.init_from:
+        adapter, record = open_adapter(config)
+        check_layers(adapter, config, units())
+        if rank == 0:
+            check_head(adapter, base)
+    return Models(base, adapter, record, bool(config.lora.rank))
 
 
 def open_initial(config: Config, vocabulary: int, saved: Path | None = None) -> Initial:

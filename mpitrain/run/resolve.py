@@ -3,7 +3,6 @@
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -126,36 +125,40 @@ class Resolved(NamedTuple):
     device: Device
 
 
-def resolve(
-    transport: Transport,
-    config: Config | Given,
-    facts: Callable[[Resolved], dict[str, Any]] = lambda resolved: {},
-) -> Resolved:
+FILES = "data source and checkpoint"
+"""The subject of `facts_of` and of other facts about files, for a message."""
+
+
+def resolve(transport: Transport, config: Config | Given) -> Resolved:
     """Resolve a configuration, the second agreement of a start; collective, in one gather.
 
     A configuration that is not `Given` costs the first agreement, too.
 
-    facts   called with the result on every rank, before the agreement; returns what else must be
-            the same on all ranks
     raises  ConfigError on every rank if it does not fit the ranks, hosts or devices, or if ranks
-            read different files; any MpitrainError of `facts`
+            read different files
     """
     agreed = config if isinstance(config, Given) else agree_on(transport, lambda: config)
     resolved = on_all_ranks(
-        transport,
-        partial(resolve_here, agreed, transport.hosts),
-        "data source and checkpoint",
-        lambda own: {
-            "replication.tuning": crc32(repr(own.tuning).encode()),
-            "pipeline.schedule": crc32(repr(own.plan).encode()),
-            **facts(own),
-        },
+        transport, lambda: resolve_here(agreed, transport.hosts), FILES, facts_of
     )
+    say_resolved(transport, agreed.config, resolved)
+    return resolved
+
+
+def facts_of(resolved: Resolved) -> dict[str, Any]:
+    """Return digests of the files of a configuration, in which all ranks must agree."""
+    return {
+        "replication.tuning": crc32(repr(resolved.tuning).encode()),
+        "pipeline.schedule": crc32(repr(resolved.plan).encode()),
+    }
+
+
+def say_resolved(transport: Transport, config: Config, resolved: Resolved) -> None:
+    """Print on rank 0 what was resolved otherwise than a user may expect."""
     if transport.rank == 0:
-        _say_that_attention_is_small(agreed.config, resolved)
+        _say_that_attention_is_small(config, resolved)
         if resolved.device.kind == "cuda":
             _say_who_shares(resolved.gpus, transport.hosts)
-    return resolved
 
 
 def resolve_here(agreed: Given, hosts: Sequence[str]) -> Resolved:

@@ -44,8 +44,7 @@ from mpitrain.run.inference import Reader
 from mpitrain.run.resolve import Resolved, resolve
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
-from mpitrain.transport.device.cuda_aware import over_device
-from mpitrain.transport.forwarding import Polled
+from mpitrain.transport.device import over_device
 
 
 class Trainer:
@@ -106,7 +105,7 @@ class Trainer:
         assert endpoint is not None
         self._own: Transport | None = endpoint
         if self.config.replication.progress_thread == "no":
-            endpoint = Polled(endpoint)
+            endpoint.admits_threads = False
         self.transport = over_device(endpoint, self.backend, self.config.device.cuda_aware)
         self.grid = Grid(
             self.transport,
@@ -194,7 +193,7 @@ class Trainer:
             )
         )
         if self.config.run.inject:
-            from mpitrain.run.injection.passes import failing
+            from mpitrain.run.injection import failing
 
             self.replication = failing(
                 self.replication, self.config.run.inject, self.transport, self.backend

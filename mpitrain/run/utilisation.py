@@ -26,8 +26,34 @@ from mpitrain.ops.host.product import mkl, put_product
 from mpitrain.parallel.grid import Axes
 from mpitrain.pipeline.chunks import Units
 from mpitrain.pipeline.schedules import plan_of
+from mpitrain.run.build import Job, model, scheduled
 from mpitrain.run.counting import SERIAL, Counter, Scheduled
 from mpitrain.strict_json import validated
+
+
+def utilisation(job: Job, sharing: int) -> Callable[[float], dict[str, float]]:
+    """Return a function of a step's seconds: its `mfu` and `hfu`, or {} where there is no peak.
+
+    All ranks of a host call this at the same time, because they may measure the peak. Every rank is
+    assumed to have the peak of this one.
+
+    sharing  ranks on this GPU or, without one, on this host
+    """
+    trainer, config = job.trainer, job.trainer.config
+    axes, device = trainer.resolved.axes, trainer.resolved.device
+    dtype = device.half or trainer.storage.dtype
+    kernels = f"{config.device.gemm} {config.device.tiles}"
+    peak = gemm_peak(device, dtype, sharing, kernels)
+    if peak is None or trainer.counted.problem:
+        return lambda step_s: {}
+    work = work_of(
+        scheduled(trainer.resolved),
+        job.source,
+        lambda layers: model(config, job.source, layers),
+        trainer.parameter_count,
+    )
+    every = peak * (axes.ranks - axes.servers)
+    return lambda step_s: work.rates(step_s, every)
 
 
 class StepFlops(NamedTuple):

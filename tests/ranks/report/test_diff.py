@@ -13,8 +13,8 @@ from mpitrain.cli import commands
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.layers.base import Gradient
 from mpitrain.machine.process import blas_threads_in_use
-from mpitrain.run import build as building
 from mpitrain.run import trainer as trainers
+from mpitrain.run import utilisation
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint import saving
 from mpitrain.run.run_dir import configuration
@@ -80,7 +80,7 @@ def leaves(nested, before=""):
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch):
     """A run measures the rate of products, which takes longer than its steps here."""
-    monkeypatch.setattr(building, "gemm_peak", lambda *facts: None)
+    monkeypatch.setattr(utilisation, "gemm_peak", lambda *facts: None)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from mpitrain.run.loop import train
 from mpitrain.run.run_dir import noted_largest
 from mpitrain.run.trainer import Trainer
 from mpitrain.trace.recorder import SILENT
-from mpitrain.transport.requests import Traffic
+from mpitrain.transport.base import Traffic
 from mpitrain.transport.threads import run_ranks
 from tests.processes import SECONDS
 from tests.runs import go, records, validated

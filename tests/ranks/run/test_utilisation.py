@@ -189,7 +189,7 @@ def test_ranks_of_each_gpu_are_counted_and_a_group_without_access_is_named_once(
     monkeypatch.setattr(cupy, "_gpus", lambda: ("01"[rank() // 2], *"01"))
     monkeypatch.setattr(cuda, "_allocation_start", cupy.allocation_start)
     sharing = []
-    monkeypatch.setattr(building, "gemm_peak", lambda *facts: sharing.append(facts[2]))
+    monkeypatch.setattr(measuring, "gemm_peak", lambda *facts: sharing.append(facts[2]))
     settings = ["layout.dp=2", "layout.pp=2", "device.kind=cuda", "device.cuda_aware=no"]
     go(4, [*TINY, *MLP, *settings, "run.steps=1", f"run.out={tmp_path / 'run'}"])
     assert sharing == [2] * 4

@@ -10,21 +10,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpitrain.errors import Sentence
 from mpitrain.layers.flat import Piece
 from mpitrain.parallel.servers.asynchronous import AsyncServing, AsyncWork
 from mpitrain.parallel.servers.work_queue import WorkQueue
 from mpitrain.run.trainer import Trainer
+from mpitrain.tools.textbook.explain import toy
 from mpitrain.tools.textbook.explain.explanation import (
     Columns,
     CountedFormula,
     Explanation,
     Frame,
     SourceLines,
-    Text,
-    sentence,
+    Topic,
+    TopicSetting,
 )
-from mpitrain.tools.textbook.explain.recorders import toy
-from mpitrain.tools.textbook.explain.topic import TopicSetting
 from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks
 
@@ -84,74 +84,63 @@ class Conductor:
             self._changed.notify_all()
 
 
-def recorder(title: Text) -> Callable[[str, TopicSetting], Explanation]:
-    def record(name: str, setting: TopicSetting) -> Explanation:
-        n, workers = setting.ranks, setting.ranks - 1
-        conductor = Conductor(workers)
-        results = run_ranks(n, _run, conductor)
-        served, staleness = results[-1].parameters, max(result.staleness for result in results)
-        frames = [Frame(sentence("start"), (*(("w", "") for _ in range(workers)), ("w", "")))]
-        pulled, stalest = [0] * workers, 0
-        for number, push in enumerate(conductor.pushes):
-            late = number - pulled[push.worker]
-            stalest, pulled[push.worker] = max(stalest, late), number + 1
-            frames.append(
-                Frame(
-                    sentence(
-                        "worker {r} pushes; {s} other updates since its pull", r=push.worker, s=late
+def record(setting: TopicSetting) -> Explanation:
+    n, workers = setting.ranks, setting.ranks - 1
+    conductor = Conductor(workers)
+    results = run_ranks(n, _run, conductor)
+    served, staleness = results[-1].parameters, max(result.staleness for result in results)
+    frames = [Frame("start", (*(("w", "") for _ in range(workers)), ("w", "")))]
+    pulled, stalest = [0] * workers, 0
+    for number, push in enumerate(conductor.pushes):
+        late = number - pulled[push.worker]
+        stalest, pulled[push.worker] = max(stalest, late), number + 1
+        frames.append(
+            Frame(
+                Sentence(
+                    "worker {r} pushes; {s} other updates since its pull", r=push.worker, s=late
+                ),
+                (
+                    *(
+                        (push.weights[rank], push.gradient if rank == push.worker else "")
+                        for rank in range(workers)
                     ),
-                    (
-                        *(
-                            (push.weights[rank], push.gradient if rank == push.worker else "")
-                            for rank in range(workers)
-                        ),
-                        (served[number], ""),
-                    ),
-                )
+                    (served[number], ""),
+                ),
             )
-        return Explanation(
-            name,
-            title,
-            [
-                sentence("The server updates with each gradient at once, and waits for no other."),
-                sentence(
-                    "A worker pulls, computes, and pushes. Then it takes its next rows (a ticket)."
-                ),
-                sentence(
-                    "The last worker takes {slow} times as long here, so others overtake it.",
-                    slow=SLOW,
-                ),
-                sentence(
-                    "Its gradient is from old weights. The staleness is the number of updates since its pull."
-                ),
-            ],
-            sentence(
-                "w: initial parameters; g1: gradient of row 1 in step 1, h1 in step 2. Workers: the weights "
-                "that they compute with; server: after the update."
-            ),
-            [
-                *(sentence("rank {r}", r=rank) for rank in range(workers)),
-                sentence("server {r}", r=workers),
-            ],
-            [Columns(sentence("buffers"), ("weights", "pushed"))],
-            frames,
-            [
-                CountedFormula(
-                    sentence("largest staleness, in updates"),
-                    stalest,
-                    "StepResult.staleness",
-                    staleness,
-                ),
-                CountedFormula(
-                    sentence("updates"), len(served), "steps x workers", STEPS * workers
-                ),
-            ],
-            [SourceLines.of(source) for source in (AsyncWork, AsyncServing, WorkQueue)],
-            f"mpitrain launch -n {n} -- train --set replication.mode=server --set replication.update=async",
-            ("tests/ranks/parallel/test_training.py",),
         )
-
-    return record
+    return Explanation(
+        [
+            "The server updates with each gradient at once, and waits for no other.",
+            "A worker pulls, computes, and pushes. Then it takes its next rows (a ticket).",
+            Sentence(
+                "The last worker takes {slow} times as long here, so others overtake it.",
+                slow=SLOW,
+            ),
+            "Its gradient is from old weights. The staleness is the number of updates since its pull.",
+        ],
+        (
+            "w: initial parameters; g1: gradient of row 1 in step 1, h1 in step 2. Workers: the weights "
+            "that they compute with; server: after the update."
+        ),
+        [
+            *(Sentence("rank {r}", r=rank) for rank in range(workers)),
+            Sentence("server {r}", r=workers),
+        ],
+        [Columns("buffers", ("weights", "pushed"))],
+        frames,
+        [
+            CountedFormula(
+                "largest staleness, in updates",
+                stalest,
+                "StepResult.staleness",
+                staleness,
+            ),
+            CountedFormula("updates", len(served), "steps x workers", STEPS * workers),
+        ],
+        [SourceLines.of(source) for source in (AsyncWork, AsyncServing, WorkQueue)],
+        f"mpitrain launch -n {n} -- train --set replication.mode=server --set replication.update=async",
+        ("tests/ranks/parallel/test_training.py",),
+    )
 
 
 class _ServerResult(NamedTuple):
@@ -207,3 +196,14 @@ def _watched(trainer: Trainer, read: Callable[[np.ndarray], str]) -> list[str]:
 
     store.update = watched  # type: ignore[method-assign]
     return contents
+
+
+TOPICS = {
+    "async-server": Topic(
+        "Parameter server, asynchronous: gradients are applied as they come",
+        record,
+        ranks=3,
+        least=2,
+        most=6,
+    )
+}

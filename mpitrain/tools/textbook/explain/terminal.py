@@ -7,8 +7,8 @@ from mpitrain.tools.textbook.explain.explanation import (
     Explanation,
     Frame,
     SourceLines,
+    Topic,
 )
-from mpitrain.tools.textbook.explain.topic import Topic
 from mpitrain.tools.textbook.words import padded, text, width
 
 GAP = "  "
@@ -19,11 +19,11 @@ MOST_ARROWS = 8
 def heading(explanation: Explanation, language: str) -> list[str]:
     """Return the lines before the frames: title, idea and legend."""
     return [
-        explanation.title.into(language),
+        text(explanation.title, language),
         "",
-        *(sentence.into(language) for sentence in explanation.sentences),
+        *(text(sentence, language) for sentence in explanation.sentences),
         "",
-        explanation.legend.into(language),
+        text(explanation.legend, language),
     ]
 
 
@@ -43,7 +43,7 @@ def frame_lines(
 ) -> list[str]:
     """Return a frame as a table; `*` marks cells that the step has changed."""
     changed = frame.changed(before)
-    labels = ["", *(row.into(language) for row in explanation.rows)]
+    labels = ["", *(text(row, language) for row in explanation.rows)]
     margin = max(map(width, labels))
     lines, first = ["", frame_title(frame, language)], 0
     bands: list[list[list[str]]] = []
@@ -57,7 +57,7 @@ def frame_lines(
         ]
         names = group.named(language)
         for run in _runs([names, *cells], columns - margin - len(GAP)):
-            heading_text = group.heading.into(language)
+            heading_text = text(group.heading, language)
             bands.append([[heading_text], *([*row[run]] for row in (names, *cells))])
         first += len(group.names)
     if frame.sent:
@@ -86,9 +86,9 @@ def frame_lines(
 
 def frame_title(frame: Frame, language: str) -> str:
     """Return the title of a frame, with its messages and seconds."""
-    title = frame.title.into(language)
+    title = text(frame.title, language)
     if frame.messages:
-        arrows = " ".join(f"{m.source}→{m.target}" for m in frame.messages[:MOST_ARROWS])
+        arrows = " ".join(f"{source}→{target}" for source, target in frame.messages[:MOST_ARROWS])
         rest = " ..." if len(frame.messages) > MOST_ARROWS else ""
         title += GAP + text("messages", language) + f" {arrows}{rest}"
     if frame.seconds is not None:
@@ -140,7 +140,7 @@ def formula_line(formula: CountedFormula, language: str) -> str:
     counted, value = (
         f"{x:,.0f}" if x == int(x) else f"{x:,.4g}" for x in (formula.counted, formula.value)
     )
-    return f"{formula.name.into(language)}: {counted} {sign} {formula.words} = {value}"
+    return f"{text(formula.name, language)}: {counted} {sign} {formula.words} = {value}"
 
 
 def source_text(source: SourceLines) -> str:
@@ -151,5 +151,5 @@ def listing(topics: Mapping[str, Topic], language: str) -> list[str]:
     """Return a line for each topic: its name and its title."""
     margin = max(map(len, topics))
     return [
-        padded(name, margin) + GAP + topic.title.into(language) for name, topic in topics.items()
+        padded(name, margin) + GAP + text(topic.title, language) for name, topic in topics.items()
     ]

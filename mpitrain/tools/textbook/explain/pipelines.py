@@ -1,8 +1,12 @@
 """Topics of pipelines: a schedule runs on stages of symbols, and its chart fills slot by slot."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+from mpitrain.errors import Sentence
+from mpitrain.parallel.data.weight_stashing import pipedream
+from mpitrain.pipeline import schedules
 from mpitrain.pipeline.execute import execute
 from mpitrain.pipeline.instructions import (
     Backward,
@@ -17,17 +21,16 @@ from mpitrain.pipeline.memory import staleness, versions
 from mpitrain.pipeline.schedule_files import LETTERS, find_plan
 from mpitrain.pipeline.simulate import Cost, Event, simulate
 from mpitrain.run.trainer import Trainer
+from mpitrain.tools.textbook.explain import toy
 from mpitrain.tools.textbook.explain.explanation import (
     Columns,
     CountedFormula,
     Explanation,
     Frame,
     SourceLines,
-    Text,
-    sentence,
+    Topic,
+    TopicSetting,
 )
-from mpitrain.tools.textbook.explain.recorders import toy
-from mpitrain.tools.textbook.explain.topic import TopicSetting
 from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks
 
@@ -37,11 +40,11 @@ IDLE = "."
 """A slot in which a stage computes nothing."""
 
 
-LEGEND = sentence(
+LEGEND = (
     "F0: forward of micro-batch 0; B: input half of its backward; W: weight half; BW: both; . idle. "
     "F, B and W take a slot each."
 )
-LEGEND_OF_VERSIONS = sentence(
+LEGEND_OF_VERSIONS = (
     "F0v1: forward of micro-batch 0, with the weights after 1 update; B: input half of its backward; "
     "W: weight half; BW: both; . idle."
 )
@@ -60,7 +63,7 @@ class ShownSchedule(NamedTuple):
     """
 
     schedule: str
-    sentences: Sequence[Text]
+    sentences: Sequence[str]
     rule: Any
     saved: tuple[str, Callable[[int, int], int]]
     steps: int
@@ -83,74 +86,69 @@ class _Stage(NamedTuple):
     nbytes: int
 
 
-def recorder(shown: ShownSchedule, title: Text) -> Callable[[str, TopicSetting], Explanation]:
-    def record(name: str, setting: TopicSetting) -> Explanation:
-        p, m = setting.ranks, _micro_batches(shown, setting.ranks)
-        stages: list[_Stage] = run_ranks(p, _run, shown)
-        plan = find_plan(shown.schedule, p, shown.steps * m, 1)
-        program = training_program(plan)
-        timeline = simulate(program, [Cost()] * p).timeline
-        executed = Plan(
-            plan.stage_of, tuple(tuple(e.instruction for e in events) for events in timeline)
-        )
-        frames = _frames(timeline, [stage.done for stage in stages], shown.steps > 1)
-        slots = len(frames) - 1
-        idle = sum(cell == IDLE for cells in frames[-1].cells for cell in cells[:slots])
-        row = 8 * toy.VECTOR
-        formulas = [
+def record(shown: ShownSchedule, setting: TopicSetting) -> Explanation:
+    p, m = setting.ranks, _micro_batches(shown, setting.ranks)
+    stages: list[_Stage] = run_ranks(p, _run, shown)
+    plan = find_plan(shown.schedule, p, shown.steps * m, 1)
+    program = training_program(plan)
+    timeline = simulate(program, [Cost()] * p).timeline
+    executed = Plan(
+        plan.stage_of, tuple(tuple(e.instruction for e in events) for events in timeline)
+    )
+    frames = _frames(timeline, [stage.done for stage in stages], shown.steps > 1)
+    slots = len(frames) - 1
+    idle = sum(cell == IDLE for cells in frames[-1].cells for cell in cells[:slots])
+    row = 8 * toy.VECTOR
+    formulas = [
+        CountedFormula(
+            "bytes of activations and gradients between stages",
+            sum(stage.nbytes for stage in stages),
+            "2 (p-1) m A",
+            2 * (p - 1) * shown.steps * m * row,
+        ),
+        CountedFormula(
+            "most micro-batches saved on stage 0",
+            _most_saved(stages[0].done),
+            shown.saved[0],
+            shown.saved[1](p, m),
+        ),
+        CountedFormula(
+            "idle slots, as a fraction",
+            idle / (p * slots),
+            shown.words,
+            shown.idle(p, m),
+        ),
+    ]
+    if shown.steps > 1:
+        formulas += [
             CountedFormula(
-                sentence("bytes of activations and gradients between stages"),
-                sum(stage.nbytes for stage in stages),
-                "2 (p-1) m A",
-                2 * (p - 1) * shown.steps * m * row,
+                "updates between a gradient and its use, at most, on stage 0",
+                _stalest(stages[0].done),
+                "p-1",
+                staleness(executed.lists[0]),
             ),
             CountedFormula(
-                sentence("most micro-batches saved on stage 0"),
-                _most_saved(stages[0].done),
-                shown.saved[0],
-                shown.saved[1](p, m),
-            ),
-            CountedFormula(
-                sentence("idle slots, as a fraction"),
-                idle / (p * slots),
-                shown.words,
-                shown.idle(p, m),
+                "versions of the weights on stage 0",
+                _most_versions(stages[0].done),
+                "p",
+                versions(executed.lists[0]),
             ),
         ]
-        if shown.steps > 1:
-            formulas += [
-                CountedFormula(
-                    sentence("updates between a gradient and its use, at most, on stage 0"),
-                    _stalest(stages[0].done),
-                    "p-1",
-                    staleness(executed.lists[0]),
-                ),
-                CountedFormula(
-                    sentence("versions of the weights on stage 0"),
-                    _most_versions(stages[0].done),
-                    "p",
-                    versions(executed.lists[0]),
-                ),
-            ]
-        return Explanation(
-            name,
-            title,
-            [sentence(text.english, p=p, m=m) for text in shown.sentences],
-            LEGEND_OF_VERSIONS if shown.steps > 1 else LEGEND,
-            [sentence("stage {s}", s=stage) for stage in range(p)],
-            [
-                Columns(sentence("time slots"), tuple(str(slot) for slot in range(slots))),
-                Columns(sentence("activations"), ("saved",)),
-            ],
-            frames,
-            formulas,
-            [SourceLines.of(shown.rule), SourceLines.of(execute)],
-            f"mpitrain plan schedule --schedule {shown.schedule} --stages {p} --micro-batches {m}",
-            ("tests/unit/pipeline/test_schedules.py", "tests/ranks/pipeline"),
-            pictured=(slots,),
-        )
-
-    return record
+    return Explanation(
+        [Sentence(sentence, p=p, m=m) for sentence in shown.sentences],
+        LEGEND_OF_VERSIONS if shown.steps > 1 else LEGEND,
+        [Sentence("stage {s}", s=stage) for stage in range(p)],
+        [
+            Columns("time slots", tuple(str(slot) for slot in range(slots))),
+            Columns("activations", ("saved",)),
+        ],
+        frames,
+        formulas,
+        [SourceLines.of(shown.rule), SourceLines.of(execute)],
+        f"mpitrain plan schedule --schedule {shown.schedule} --stages {p} --micro-batches {m}",
+        ("tests/unit/pipeline/test_schedules.py", "tests/ranks/pipeline"),
+        pictured=(slots,),
+    )
 
 
 def _micro_batches(shown: ShownSchedule, stages: int) -> int:
@@ -229,11 +227,11 @@ def _frames(
         assert next(rest, None) is None
         charts.append(row)
         saved.append(live)
-    frames = [Frame(sentence("start"), tuple(("",) * (slots + 1) for _ in charts))]
+    frames = [Frame("start", tuple(("",) * (slots + 1) for _ in charts))]
     for slot in range(slots):
         frames.append(
             Frame(
-                sentence("after slot {k}", k=slot),
+                Sentence("after slot {k}", k=slot),
                 tuple(
                     (*row[: slot + 1], *("",) * (slots - slot - 1), " ".join(map(str, live[slot])))
                     for row, live in zip(charts, saved, strict=True)
@@ -284,3 +282,79 @@ def _most_versions(done: Sequence[_Done]) -> int:
             updates += 1
         most = max(most, len({updates, *live.values()}))
     return most
+
+
+def _topic(title: str, shown: ShownSchedule) -> Topic:
+    return Topic(title, partial(record, shown), ranks=3, most=4)
+
+
+TOPICS = {
+    "gpipe": _topic(
+        "GPipe: all forwards, then all backwards",
+        ShownSchedule(
+            "gpipe",
+            (
+                "The model is cut into {p} stages, the batch into {m} micro-batches.",
+                "A stage sends activations to the next stage, and gradients to the one before.",
+                "All micro-batches go forward before the first one goes back.",
+                "So a stage saves the activations of all {m} micro-batches.",
+                "Stages wait at both ends of a step: this is the bubble.",
+            ),
+            schedules.gpipe,
+            ("m", lambda p, m: m),
+            1,
+            "(p-1) / (m+p-1)",
+            lambda p, m: (p - 1) / (m + p - 1),
+        ),
+    ),
+    "1f1b": _topic(
+        "1F1B: one forward, one backward",
+        ShownSchedule(
+            "1f1b",
+            (
+                "A stage runs a backward as soon as one is ready, before the next forward.",
+                "So it saves at most p micro-batches, however many a step has.",
+                "With whole backwards the bubble equals GPipe's. Here a backward has two halves, B and W.",
+                "B comes first, since another stage waits for its result. This shortens the bubble.",
+            ),
+            schedules.one_f_one_b,
+            ("min(p, m)", min),
+            1,
+            "2 (p-1) / (3m + 2 (p-1))",
+            lambda p, m: 2 * (p - 1) / (3 * m + 2 * (p - 1)),
+        ),
+    ),
+    "zero-bubble": _topic(
+        "Zero bubble (ZB-H1): weight halves fill the bubble",
+        ShownSchedule(
+            "zero-bubble",
+            (
+                "No other stage waits for a weight half W, so W can come later.",
+                "ZB-H1 delays W of 1F1B to slots that would be idle at the end.",
+                "A stage saves no more micro-batches than p.",
+            ),
+            schedules.zero_bubble,
+            ("min(p, m)", min),
+            1,
+            "i / (3m+i), i = max(p-1, 2p-1-m)",
+            lambda p, m: max(p - 1, 2 * p - 1 - m) / (3 * m + max(p - 1, 2 * p - 1 - m)),
+        ),
+    ),
+    "async": _topic(
+        "Asynchronous pipeline (PipeDream): no bubble between steps",
+        ShownSchedule(
+            "async",
+            (
+                "A stage updates after every micro-batch, and never waits for a step to end.",
+                "A backward must use the weights of its forward: older versions are saved.",
+                "Stage 0 has p versions, and its gradients are up to p-1 updates late.",
+                "Idle slots are only at the start and at the end of training.",
+            ),
+            pipedream,
+            ("min(p, m)", min),
+            2,
+            "2 (p-1) / (6m + 2 (p-1))",
+            lambda p, m: 2 * (p - 1) / (6 * m + 2 * (p - 1)),
+        ),
+    ),
+}

@@ -1,14 +1,23 @@
-"""Pictures of explanations: a table of coloured cells for each frame; needs matplotlib."""
+"""Pictures of explanations: a table of coloured cells for each frame; `draw` needs matplotlib."""
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from mpitrain.plots import painter, save
 from mpitrain.tools.textbook.explain.explanation import Explanation, Frame
-from mpitrain.tools.textbook.explain.renderers.colours import CHANGED, TEXT, colour, summands
-from mpitrain.tools.textbook.explain.renderers.terminal import formula_line, frame_title
-from mpitrain.tools.textbook.words import width, wrapped
+from mpitrain.tools.textbook.explain.terminal import formula_line, frame_title
+from mpitrain.tools.textbook.words import text, width, wrapped
+
+EMPTY, CHANGED, TEXT = "#f4f4f4", "#d55e00", "#1a1a1a"
+"""Colours of a cell without contents, of the frame around a changed cell, and of text."""
+INFINITE = "#f4b6b6"
+"""Of a number that is too large."""
+SHADES = ("#ffffff", "#d9f0d3", "#a6dba0", "#7fc97f", "#5aae61")
+"""From one summand to all that any cell of the topic has."""
+KINDS = {"F": "#9fd3f2", "BW": "#e3bcd2", "B": "#f5c26b", "W": "#7fcbb0"}
+"""Of instructions of a pipeline."""
 
 CHARACTER, LINE = 0.082, 0.27
 """Inches of a character and of a row."""
@@ -16,6 +25,26 @@ TITLE_CHARACTER = 0.09
 """Inches of a character of a frame's title."""
 WIDEST = 13.0
 """Inches of a picture."""
+
+
+def summands(cell: str) -> int:
+    """Return the number of symbols in a cell, of those that are written."""
+    return len(re.findall(r"\b\d*[a-z]\d*\b", cell))
+
+
+def colour(cell: str, most: int) -> str:
+    """Return the colour of a cell.
+
+    most  the largest number of summands of any cell
+    """
+    if not cell or cell in ("-", "."):
+        return EMPTY
+    if cell == "inf":
+        return INFINITE
+    if kind := re.match(r"(BW|[FBW])\d", cell):
+        return KINDS[kind[1]]
+    share = (summands(cell) - 1) / max(1, most - 1)
+    return SHADES[min(len(SHADES) - 1, max(0, round(share * (len(SHADES) - 1))))]
 
 
 @cache
@@ -39,7 +68,7 @@ def draw(explanation: Explanation, path: Path, language: str, dpi: int = 100) ->
     language = language if font else "en"
     frames = explanation.drawn
     widths = _widths(explanation, language)
-    labels = [row.into(language) for row in explanation.rows]
+    labels = [text(row, language) for row in explanation.rows]
     margin = CHARACTER * (2 + max(map(width, labels)))
     titles = [frame_title(frame, language) for _, frame in frames]
     panel = max(
@@ -61,7 +90,7 @@ def draw(explanation: Explanation, path: Path, language: str, dpi: int = 100) ->
         axes.text(
             0.15,
             head / 2,
-            explanation.title.into(language),
+            text(explanation.title, language),
             va="center",
             fontsize=13,
             weight="bold",
@@ -82,7 +111,7 @@ def draw(explanation: Explanation, path: Path, language: str, dpi: int = 100) ->
 
 def notes_of(explanation: Explanation, language: str, columns: int) -> list[str]:
     """Return the legend and the formulas in lines of at most `columns`."""
-    notes = [explanation.legend.into(language)]
+    notes = [text(explanation.legend, language)]
     notes += [formula_line(formula, language) for formula in explanation.formulas]
     return [line for note in notes for line in wrapped(note, columns)]
 
@@ -100,7 +129,7 @@ def _widths(explanation: Explanation, language: str) -> list[float]:
             for at, name in enumerate(group.named(language), first)
         ]
         inches = [CHARACTER * (1.4 + length) for length in lengths]
-        short = CHARACTER * width(group.heading.into(language)) - sum(inches)
+        short = CHARACTER * width(text(group.heading, language)) - sum(inches)
         widths += [column + max(0.0, short) / len(inches) for column in inches]
     return widths
 
@@ -127,7 +156,7 @@ def _panel(
         axes.text(
             x,
             top + LINE * 1.6,
-            group.heading.into(language),
+            text(group.heading, language),
             va="center",
             fontsize=8,
             style="italic",
@@ -166,7 +195,7 @@ def _panel(
         axes.text(
             left + margin - 0.08,
             top + LINE * (row + 3.4),
-            label.into(language),
+            text(label, language),
             va="center",
             ha="right",
             fontsize=9,
