@@ -18,9 +18,8 @@ from mpitrain.collectives.group import Group
 from mpitrain.config import Config
 from mpitrain.data import Source, Unopened, zeros
 from mpitrain.errors import ConfigError, MpitrainError
-from mpitrain.layers.base import Gradients, Loss, Unit, Weights
+from mpitrain.layers.base import Documents, Gradients, Loss, Unit, Weights
 from mpitrain.layers.flat import Storage
-from mpitrain.layers.now import Documents
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import DeviceBackend
 from mpitrain.ops import Ops, bodies
@@ -43,8 +42,14 @@ from mpitrain.pipeline.pipeline import Pipeline, input_shape, own
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.pipeline.simulate import Cost
 from mpitrain.pipeline.stage import Stage
-from mpitrain.trace.recorder import SILENT, Silent
-from mpitrain.trace.ring_buffer import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from mpitrain.trace.recorder import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    SILENT,
+    Silent,
+)
 from mpitrain.transport.base import Traffic
 from mpitrain.transport.windows import Tenants
 
