@@ -23,33 +23,23 @@ from tests.processes import (
     mpitrain,
     python_ranks,
     run,
+    sets,
     shell,
 )
 
-TINY = [
-    "--set",
-    "model.layers=1",
-    "--set",
-    "model.width=16",
-    "--set",
-    "model.heads=2",
-    "--set",
-    "model.context=16",
-    "--set",
-    "batch.size=12",
-    "--set",
-    "run.steps=12",
-    "--set",
-    "run.log_every=1",
-    "--set",
-    "run.eval_every=-1",
-    "--set",
-    "run.sample=0",
-    "--set",
-    "checkpoint.every=0",
-    "--set",
-    "run.eval_rows=60",
-]
+TINY = sets(
+    model__layers=1,
+    model__width=16,
+    model__heads=2,
+    model__context=16,
+    batch__size=12,
+    run__steps=12,
+    run__log_every=1,
+    run__eval_every=-1,
+    run__sample=0,
+    checkpoint__every=0,
+    run__eval_rows=60,
+)
 
 
 def ranks_below(pid):
@@ -83,10 +73,7 @@ def test_a_run_leaves_what_it_promises(ranks, tmp_path):
         "--out",
         "run",
         *TINY,
-        "--set",
-        "run.eval_every=0",
-        "--set",
-        "run.sample=40",
+        *sets(run__eval_every=0, run__sample=40),
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
@@ -125,7 +112,7 @@ def test_a_run_leaves_what_it_promises(ranks, tmp_path):
 
 
 def test_eval_scores_tasks_and_refuses_a_malformed_line_on_all_ranks(tmp_path):
-    done = mpitrain("train", "--out", "run", *TINY, "--set", "run.steps=1", cwd=tmp_path)
+    done = mpitrain("train", "--out", "run", *TINY, *sets(run__steps=1), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     task = {"context": "The ", "choices": ["cat", "dog"], "answer": 0}
     (tmp_path / "tasks").write_text(f"{json.dumps(task)}\n{json.dumps({**task, 'answer': 1})}\n")
@@ -177,11 +164,8 @@ def test_the_curve_is_the_same_on_one_to_four_ranks_over_mpi(tmp_path):
             f"{algorithm}{ranks}",
             *TINY,
             "--set",
-            "precision.compute=float64",
-            "--set",
             f"replication.algorithm={algorithm}",
-            "--set",
-            "run.steps=20",
+            *sets(precision__compute="float64", run__steps=20),
             cwd=tmp_path,
         )
         assert done.returncode == 0, done.stderr
@@ -209,7 +193,7 @@ def test_a_tuning_file_is_used_and_kept_with_the_run(tmp_path):
     )
     assert fitted.returncode == 0, fitted.stderr
     done = launch(
-        2, "train", "--out", "run", *TINY, "--set", "replication.tuning=tuning.json", cwd=tmp_path
+        2, "train", "--out", "run", *TINY, *sets(replication__tuning="tuning.json"), cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run/tuning.json").read_text()) == json.loads(
@@ -218,7 +202,7 @@ def test_a_tuning_file_is_used_and_kept_with_the_run(tmp_path):
     (tmp_path / "tuning.json").unlink()
     assert (
         launch(
-            2, "train", "--out", "run", "--resume", "--set", "run.steps=14", cwd=tmp_path
+            2, "train", "--out", "run", "--resume", *sets(run__steps=14), cwd=tmp_path
         ).returncode
         == 0
     )
@@ -231,29 +215,26 @@ def test_classifier_runs_on_digits(tmp_path):
         "train",
         "--out",
         "run",
-        "--set",
-        "data.source=digits",
-        "--set",
-        "model.layers=1",
-        "--set",
-        "model.width=64",
-        "--set",
-        "run.steps=200",
-        "--set",
-        "optimizer.lr=4e-3",
+        *sets(
+            data__source="digits",
+            model__layers=1,
+            model__width=64,
+            run__steps=200,
+            optimizer__lr="4e-3",
+        ),
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
     assert next(r for r in records(tmp_path / "run") if "val_loss" in r)["val_accuracy"] > 0.9
 
 
-SLOWLY = ["--set", "run.delay=0:20"]
+SLOWLY = sets(run__delay="0:20")
 """150 steps without it could end before a signal arrives on a busy machine."""
 
 
 @pytest.mark.parametrize("ranks, number", [(1, signal.SIGINT), (3, signal.SIGTERM)])
 def test_an_interrupted_run_goes_on_bitwise_as_if_it_had_not_stopped(ranks, number, tmp_path):
-    many = [*TINY, "--set", "run.steps=150"]
+    many = [*TINY, *sets(run__steps=150)]
     whole = launch(ranks, "train", "--out", "whole", *many, cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
     run = subprocess.Popen(
@@ -271,7 +252,7 @@ def test_an_interrupted_run_goes_on_bitwise_as_if_it_had_not_stopped(ranks, numb
     assert run.returncode == 85, output
     stopped = records(tmp_path / "cut")[-1]
     assert stopped["event"] == "stopped" and 20 <= stopped["step"] < 150
-    at_once = ["--set", "run.delay="]
+    at_once = sets(run__delay="")
     went_on = launch(ranks, "train", "--out", "cut", "--resume", *at_once, cwd=tmp_path)
     assert went_on.returncode == 0, went_on.stderr
     assert (
@@ -285,15 +266,7 @@ def test_an_interrupted_run_goes_on_bitwise_as_if_it_had_not_stopped(ranks, numb
 
 
 def test_a_killed_run_resumes_on_another_number_of_ranks(tmp_path):
-    settings = [
-        *TINY,
-        "--set",
-        "run.steps=60",
-        "--set",
-        "checkpoint.every=10",
-        "--set",
-        "precision.compute=float64",
-    ]
+    settings = [*TINY, *sets(run__steps=60, checkpoint__every=10, precision__compute="float64")]
     assert launch(3, "train", "--out", "whole", *settings, cwd=tmp_path).returncode == 0
     run = subprocess.Popen(
         [*PROGRAM, "launch", "-n", "2", "--", "train", "--out", "cut", *settings],
@@ -318,15 +291,7 @@ def test_a_killed_run_resumes_on_another_number_of_ranks(tmp_path):
 
 
 def test_a_kill_after_a_checkpoint_loses_no_validation_record(tmp_path):
-    settings = [
-        *TINY,
-        "--set",
-        "run.eval_every=4",
-        "--set",
-        "run.eval_rows=30",
-        "--set",
-        "checkpoint.every=4",
-    ]
+    settings = [*TINY, *sets(run__eval_every=4, run__eval_rows=30, checkpoint__every=4)]
     code = (
         "import os, signal; import mpitrain.run.trainer as t\n"
         "t.Trainer.evaluate = lambda *rest: os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -354,9 +319,9 @@ for step in range(3):
 
 
 MISTAKES = [
-    (["--set", "model.widht=3"], "There is no key model.widht; did you mean model.width?"),
+    (sets(model__widht=3), "There is no key model.widht; did you mean model.width?"),
     (
-        ["--set", "data.source=text:nowhere.txt"],
+        sets(data__source="text:nowhere.txt"),
         "The data file nowhere.txt cannot be read: No such file or directory.",
     ),
     (["--no-such-option"], "No such option"),
@@ -364,54 +329,54 @@ MISTAKES = [
 MORE_MISTAKES = [
     (["--dp", "2"], "dp 2 x tp 1 x pp 1 needs 2 ranks, but 4 were started."),
     (["--resume", "--out", "nothing"], "There is no run in nothing to resume."),
-    (["--set", "run.steps=soon"], "run.steps must be a valid integer, but is 'soon'."),
-    (["--set", "optimizer.lr=nan"], "optimizer.lr must be a finite number, but is nan."),
-    (["--set", "data.source=text:empty.txt"], "empty.txt is empty."),
+    (sets(run__steps="soon"), "run.steps must be a valid integer, but is 'soon'."),
+    (sets(optimizer__lr="nan"), "optimizer.lr must be a finite number, but is nan."),
+    (sets(data__source="text:empty.txt"), "empty.txt is empty."),
     (
-        ["--set", "data.source=text:short.txt"],
+        sets(data__source="text:short.txt"),
         "The held-out tenth of short.txt must hold a context of 128 tokens",
     ),
     (
-        ["--set", "batch.size=3"],
+        sets(batch__size=3),
         "Each of dp 4 x micro-batches 1 = 4 shares needs a sequence, but batch.size is 3.",
     ),
-    (["--set", "model.heads=3"], "model.heads must divide model.width, but 3 does not divide 128."),
+    (sets(model__heads=3), "model.heads must divide model.width, but 3 does not divide 128."),
     (["broken.toml"], "broken.toml is not TOML"),
     (["nowhere.toml"], "The configuration file nowhere.toml cannot be read"),
     (
-        ["--set", "data.source=digits", "--set", "model.kind=gpt"],
+        sets(data__source="digits", model__kind="gpt"),
         "The model.kind for digits is mlp or cnn, but the",
     ),
-    (["--set", "replication.tuning=empty.txt"], "empty.txt is no tuning file"),
-    (["--set", "replication.wire=topk:2"], "it is 'topk:2'"),
-    (["--set", "model.width=4000000"], "need"),
+    (sets(replication__tuning="empty.txt"), "empty.txt is no tuning file"),
+    (sets(replication__wire="topk:2"), "it is 'topk:2'"),
+    (sets(model__width=4000000), "need"),
     (["--resume"], "--resume needs the directory of the run."),
     (["--out", "empty.txt/run"], "The run directory empty.txt/run cannot be written"),
     (["--dp", "two"], "'two' is not a valid integer"),
     (["--out", "n" * 300], "File name too long"),
     (["--resume", "--out", "n/" * 3000], "File name too long"),
     (["--set", 'run.out="a\\u0000"'], "run.out must be text without NUL"),
-    (["--set", "data.source=idx:" + "n" * 5000], "File name too long"),
+    (sets(data__source="idx:" + "n" * 5000), "File name too long"),
     (
-        ["--set", "model.layers=9223372036854775808"],
+        sets(model__layers=9223372036854775808),
         "model.layers must be a whole number of at most 64 bits",
     ),
-    (["--set", "batch.size=" + "9" * 5000], "batch.size must be a valid integer"),
+    (sets(batch__size="9" * 5000), "batch.size must be a valid integer"),
     (["--dp", "1" + "0" * 400], "layout.dp must be a whole number of at most 64 bits"),
     (
-        ["--set", "optimizer.epsilon=1e-320"],
+        sets(optimizer__epsilon="1e-320"),
         "optimizer.epsilon must be 0 or of a size between 1e-30 and 1e+30, but is 1e-320.",
     ),
     (
-        ["--set", "run.stall_seconds=1e-9"],
+        sets(run__stall_seconds="1e-9"),
         "run.stall_seconds must be greater than or equal to 1, but is 1e-09.",
     ),
     (["pipe"], "The configuration file pipe cannot be read: it is not a regular file"),
     (
-        ["--set", "replication.tuning=pipe"],
+        sets(replication__tuning="pipe"),
         "The tuning file pipe cannot be read: it is not a regular file.",
     ),
-    (["--set", "replication.tuning=garbage"], "garbage is no tuning file"),
+    (sets(replication__tuning="garbage"), "garbage is no tuning file"),
     (["n" * 5000], "File name too long"),
     (["x" * 5000, "y" * 5000], "unexpected extra argument"),
 ]
@@ -512,16 +477,7 @@ def test_a_rank_that_stands_still_is_reported_and_ends_the_job(tmp_path):
 
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_still_works(tmp_path):
     done = launch(
-        2,
-        "train",
-        "--out",
-        "run",
-        *TINY,
-        "--set",
-        "run.steps=6",
-        "--set",
-        "checkpoint.every=3",
-        cwd=tmp_path,
+        2, "train", "--out", "run", *TINY, *sets(run__steps=6, checkpoint__every=3), cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     newest = tmp_path / "run/checkpoints/step-00000006"
@@ -552,21 +508,14 @@ def test_a_directory_that_holds_a_run_is_refused(tmp_path):
 def test_a_nonfinite_loss_stops_the_run_or_is_skipped_as_configured(tmp_path):
     wild = [
         *TINY,
-        "--set",
-        "optimizer.name=sgd",
-        "--set",
-        "optimizer.lr=1e30",
-        "--set",
-        "optimizer.clip=0",
-        "--set",
-        "optimizer.warmup=0",
+        *sets(optimizer__name="sgd", optimizer__lr="1e30", optimizer__clip=0, optimizer__warmup=0),
     ]
     stopped = launch(2, "train", "--out", "stop", *wild, cwd=tmp_path)
     assert stopped.returncode == 1 and stopped.stderr.count("TrainingError") == 1, stopped.stderr
     assert "run.on_nonfinite=skip" in stopped.stderr and "Traceback" not in stopped.stderr
     assert any(r.get("nonfinite") and r["loss"] is None for r in records(tmp_path / "stop"))
     skipped = launch(
-        2, "train", "--out", "skip", *wild, "--set", "run.on_nonfinite=skip", cwd=tmp_path
+        2, "train", "--out", "skip", *wild, *sets(run__on_nonfinite="skip"), cwd=tmp_path
     )
     assert (
         skipped.returncode == 1 and skipped.stderr.count("may not skip 10 steps in a row") == 1
@@ -599,7 +548,7 @@ def test_runs_started_together_do_not_share_a_directory(tmp_path):
     assert len(folders) == 3 and all(records(folder)[-1]["event"] == "end" for folder in folders)
     named = [
         subprocess.Popen(
-            [*PROGRAM, "train", "--out", "one", *TINY, "--set", "run.steps=100"],
+            [*PROGRAM, "train", "--out", "one", *TINY, *sets(run__steps=100)],
             cwd=tmp_path,
             text=True,
             stdout=subprocess.DEVNULL,
@@ -624,17 +573,14 @@ def test_a_moved_run_evaluates_other_tokens_and_needs_no_data(tmp_path):
         "--out",
         "run",
         *TINY,
-        "--set",
-        "data.source=tokens:train.bin",
+        *sets(data__source="tokens:train.bin"),
         cwd=tmp_path / "here",
     )
     assert done.returncode == 0, done.stderr
     (tmp_path / "here/run").rename(tmp_path / "moved")
     evaluated = mpitrain("eval", "moved", "--data", "tokens:here/val.bin", cwd=tmp_path)
     assert evaluated.returncode == 0 and "validation loss" in evaluated.stdout, evaluated.stderr
-    resumed = launch(
-        3, "train", "--out", "moved", "--resume", "--set", "run.steps=14", cwd=tmp_path
-    )
+    resumed = launch(3, "train", "--out", "moved", "--resume", *sets(run__steps=14), cwd=tmp_path)
     assert resumed.returncode == 0 and "run.steps 12 -> 14" in resumed.stdout, resumed.stderr
     (tmp_path / "here/train.bin").unlink()
     written = mpitrain("generate", "moved", "--prompt", "3 59", "--tokens", "5", cwd=tmp_path)
@@ -652,7 +598,7 @@ def test_a_moved_run_evaluates_other_tokens_and_needs_no_data(tmp_path):
 def test_a_directory_with_an_odd_name_is_the_one_that_was_named_or_refused(tmp_path):
     odd, unwritable = 'runs/"q" \U0001f600', os.fsdecode(b"runs/\xff")
     assert mpitrain("train", "--out", odd, *TINY, cwd=tmp_path).returncode == 0
-    again = mpitrain("train", "--out", odd, "--resume", "--set", "run.steps=14", cwd=tmp_path)
+    again = mpitrain("train", "--out", odd, "--resume", *sets(run__steps=14), cwd=tmp_path)
     assert again.returncode == 0 and max(losses(tmp_path / odd)) == 14, again.stderr
     refused = mpitrain("train", "--out", unwritable, *TINY, cwd=tmp_path)
     assert refused.returncode == 2 and "run.out must be UTF-8" in refused.stderr, refused.stderr
@@ -668,7 +614,7 @@ def test_another_model_cannot_go_on_with_a_checkpoint(tmp_path):
     for setting in ("model.heads=4", "optimizer.name=sgd"):
         refused = launch(2, "train", "--out", "run", "--resume", "--set", setting, cwd=tmp_path)
         assert refused.returncode == 2 and "run was trained with" in refused.stderr, refused.stderr
-    again = mpitrain("train", "--resume", "--set", "run.out=run", cwd=tmp_path)
+    again = mpitrain("train", "--resume", *sets(run__out="run"), cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert (
         sum("val_loss" in r for r in records(tmp_path / "run")) == 0
@@ -724,7 +670,7 @@ def test_a_closed_pipe_a_plain_locale_or_an_empty_environment_is_no_traceback(tm
 
 def test_a_pipe_as_data_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    done = launch(2, "train", "--set", "data.source=text:pipe", cwd=tmp_path)
+    done = launch(2, "train", *sets(data__source="text:pipe"), cwd=tmp_path)
     assert done.returncode == 2 and "The data file pipe" in done.stderr, done.stderr
 
 

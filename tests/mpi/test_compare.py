@@ -71,7 +71,7 @@ def test_what_cannot_be_compared_is_one_message_and_no_table(tmp_path):
     calls = [
         ["compare", "--modes", "ring,rong"],
         ["compare", "--modes", "ring,zero3+pp2:1f1b"],
-        ["compare", "--set", "batch.size=1"],
+        ["compare", *sets(batch__size=1)],
         ["compare", "--json", str(tmp_path / "missing/rows.json")],
     ]
     said, shown = calls_of_one_start(2, calls, tmp_path, code=2)

@@ -15,7 +15,7 @@ from mpitrain.ops.device import device_for
 from mpitrain.run.build import build
 from mpitrain.transport.mpi import connect
 from tests.mpi.test_commands import TINY, losses
-from tests.processes import SECONDS, launch, mpitrain
+from tests.processes import SECONDS, launch, mpitrain, sets
 
 ROOT = Path(__file__).parents[2]
 NO_DRIVER = "from tests.fakes.cupy import *\nfrom tests.fakes.cupy import __version__, devices\ndevices.count = None\n"
@@ -46,8 +46,7 @@ def test_a_wire_format_that_a_gpu_cannot_have_is_one_message_and_exit_2(tmp_path
         "train",
         "--device",
         "cuda",
-        "--set",
-        "replication.wire=topk:0.1",
+        *sets(replication__wire="topk:0.1"),
         "--out",
         "run",
         *TINY,
@@ -81,15 +80,7 @@ def test_cuda_sim_without_a_compiler_is_refused_with_exit_2(tmp_path):
 @pytest.mark.timeout(5 * SECONDS)  # on a fresh machine g++ has the kernels to build
 @pytest.mark.compile
 def test_the_simulator_trains_as_the_cpu_and_a_run_may_change_device(tmp_path):
-    few = [
-        *TINY,
-        "--set",
-        "run.steps=5",
-        "--set",
-        "replication.algorithm=ring",
-        "--set",
-        "replication.wire=fp16",
-    ]
+    few = [*TINY, *sets(run__steps=5, replication__algorithm="ring", replication__wire="fp16")]
     for kind in ("cpu", "cuda-sim"):
         done = launch(3, "train", "--device", kind, "--out", kind, *few, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
@@ -109,8 +100,7 @@ def test_the_simulator_trains_as_the_cpu_and_a_run_may_change_device(tmp_path):
         "--resume",
         "--device",
         "cpu",
-        "--set",
-        "run.steps=7",
+        *sets(run__steps=7),
         cwd=tmp_path,
     )
     assert went_on.returncode == 0, went_on.stderr
@@ -165,10 +155,7 @@ def test_the_library_multiplies_where_train_is_told_so(tmp_path):
         "--out",
         "run",
         *TINY,
-        "--set",
-        "run.steps=1",
-        "--set",
-        "run.eval_every=-1",
+        *sets(run__steps=1, run__eval_every=-1),
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
@@ -183,15 +170,11 @@ def test_a_table_of_tiles_is_used_and_kept_with_the_run(tmp_path):
         "train",
         "--device",
         "cuda-sim",
-        "--set",
-        "device.tiles=mine.json",
+        *sets(device__tiles="mine.json"),
         "--out",
         "run",
         *TINY,
-        "--set",
-        "run.steps=1",
-        "--set",
-        "run.eval_every=-1",
+        *sets(run__steps=1, run__eval_every=-1),
     ]
     done = launch(2, *words, cwd=tmp_path)
     assert (
@@ -207,16 +190,14 @@ def test_a_table_of_tiles_is_used_and_kept_with_the_run(tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run/tiles.json").read_text() == (tmp_path / "mine.json").read_text()
     (tmp_path / "mine.json").unlink()
-    went_on = launch(2, "train", "--out", "run", "--resume", "--set", "run.steps=2", cwd=tmp_path)
+    went_on = launch(2, "train", "--out", "run", "--resume", *sets(run__steps=2), cwd=tmp_path)
     assert went_on.returncode == 0, went_on.stderr
 
 
 def test_auto_is_resolved_in_the_run_directory(tmp_path):
     (tmp_path / "cupy.py").write_text(NO_DRIVER)
     paths = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = launch(
-        2, "train", "--out", "run", *TINY, "--set", "run.steps=1", cwd=tmp_path, env=paths
-    )
+    done = launch(2, "train", "--out", "run", *TINY, *sets(run__steps=1), cwd=tmp_path, env=paths)
     assert done.returncode == 0, done.stderr
     assert tomllib.loads((tmp_path / "run/config.toml").read_text())["device"] == {
         "kind": "cpu",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.mpi.test_commands import TINY, ranks_below
-from tests.processes import PROGRAM, SECONDS
+from tests.processes import PROGRAM, SECONDS, sets
 
 SERVER = 2
 WATCHED = 2.0  # seconds
@@ -56,18 +56,14 @@ def test_an_idle_server_sleeps_and_a_dead_one_is_named(ending, said, tmp_path):
             "--out",
             "run",
             *TINY,
-            "--set",
-            "replication.mode=server",
-            "--set",
-            "replication.update=async",
-            "--set",
-            "run.delay=random:200:1",
-            "--set",
-            "run.steps=100000",
-            "--set",
-            "run.log_every=1",
-            "--set",
-            "run.stall_seconds=4.0",
+            *sets(
+                replication__mode="server",
+                replication__update="async",
+                run__delay="random:200:1",
+                run__steps=100000,
+                run__log_every=1,
+                run__stall_seconds="4.0",
+            ),
         ],
         cwd=tmp_path,
         stdout=subprocess.PIPE,

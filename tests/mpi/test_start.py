@@ -10,7 +10,7 @@ from mpitrain.machine import process
 from mpitrain.trace.recorder import STEP, WAIT
 from mpitrain.trace.timeline import read_trace
 from tests.mpi.test_commands import TINY
-from tests.processes import python_ranks
+from tests.processes import python_ranks, sets
 
 WORDS = "words of all ranks"
 """The name of a gather of JSON in a trace."""
@@ -44,7 +44,7 @@ REFUSED = [
         for source, validation in (("text:b.txt", "tenth"), ("text:a.txt", "text:b.txt"))
     ),
     (
-        ["--set", "replication.tuning=tuning.json"],
+        sets(replication__tuning="tuning.json"),
         "All ranks need one data source and checkpoint, but replication.tuning is ",
         " on rank 1 (",
     ),
@@ -77,7 +77,7 @@ def start(tmp_path_factory):
         machine = {**DEFAULT.machine, "cores": seed}
         write_tuning(place / "tuning.json", DEFAULT._replace(machine=machine))
     calls = [
-        ["train", "--out", str(folder / name), *words, *TINY, "--set", "run.sample=0"]
+        ["train", "--out", str(folder / name), *words, *TINY, *sets(run__sample=0)]
         for name, words in (("dp 4", ["--dp", "4"]), ("dp 2 x tp 2", ["--dp", "2", "--tp", "2"]))
     ] + [["train", *words] for words, *_ in REFUSED]
     done = python_ranks(4, PROGRAM.format(calls=calls), folder)

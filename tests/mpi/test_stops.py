@@ -13,7 +13,7 @@ import pytest
 
 from mpitrain.cli.terminal.status import FLAG
 from tests.mpi.test_commands import PROGRAM, TINY, python_ranks, records
-from tests.processes import SECONDS, launch
+from tests.processes import SECONDS, launch, sets
 from tests.terminals import on_a_terminal, rendered
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +87,7 @@ def test_a_terminal_shows_the_bar_and_ctrl_c_is_answered(columns, tmp_path):
         ):
             asked.append(job.send_signal(signal.SIGINT))
 
-    settings = [*TINY, "--set", "run.steps=1000000", "--set", "run.eval_every=4"]
+    settings = [*TINY, *sets(run__steps=1000000, run__eval_every=4)]
     code, data = on_a_terminal(
         [*PROGRAM, "launch", "-n", "2", "--", "train", "--out", "run", *settings],
         columns,
@@ -152,7 +152,7 @@ import time
 from mpitrain.machine import process
 while process.launched().rank == 1: time.sleep(1)
 """)
-    words = ["--set", 'run.plugins=["loops.py"]', "--set", "run.stall_seconds=3"]
+    words = ["--set", 'run.plugins=["loops.py"]', *sets(run__stall_seconds=3)]
     done = launch(2, "train", *TINY, *words, cwd=tmp_path)
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and f"rank 1 on {socket.gethostname()} " in last, done.stderr
