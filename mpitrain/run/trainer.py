@@ -33,8 +33,8 @@ from mpitrain.parallel.tensor.layer_factory import (
     loss_for,
 )
 from mpitrain.pipeline.async_pipeline import pipeline_for
-from mpitrain.pipeline.chunks import Chunks, cut_in_chunks
 from mpitrain.pipeline.decoder import Decoder, can_decode
+from mpitrain.pipeline.partition import Chunks, cut_in_chunks
 from mpitrain.pipeline.pipeline import own
 from mpitrain.regions import Piece, moved, overlap, within
 from mpitrain.run.checkpoint.digests import digests, gradients

@@ -5,9 +5,8 @@ from typing import Any
 
 from mpitrain.collectives.plans.own_file import Wrong
 from mpitrain.pipeline.instructions import Backward, Compute, Forward, Plan, with_messages
-from mpitrain.pipeline.memory import peak
 from mpitrain.pipeline.simulate import Cost as Times
-from mpitrain.pipeline.simulate import simulate
+from mpitrain.pipeline.simulate import peak, simulate
 from mpitrain.tools.textbook.exercises.exercise import AnswerCost, Case, Exercise, check_cost
 
 STAGES = 3
