@@ -12,7 +12,7 @@ from tqdm import tqdm
 from mpitrain.cli.terminal import last_words
 from mpitrain.cli.terminal.screen import shows_output, width
 from mpitrain.cli.terminal.status import is_launched, status
-from mpitrain.collectives.selection.own_algorithm import shown
+from mpitrain.collectives.selection.algorithm import shown
 from mpitrain.collectives.selection.tuning import DEFAULT, foreign
 from mpitrain.config import Config
 from mpitrain.errors import visible
@@ -21,7 +21,7 @@ from mpitrain.ops.host.product import mkl
 from mpitrain.parallel.modes import MODES, servers_of
 from mpitrain.parallel.replication.records import StepResult
 from mpitrain.run.resolve import slow_heads
-from mpitrain.run.watching.watcher import Watcher
+from mpitrain.run.watcher import Watcher
 
 
 class Bar(tqdm):

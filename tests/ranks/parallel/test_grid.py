@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpitrain.collectives.engine.codecs import parse_wire
+from mpitrain.collectives.engine.arithmetic import parse_wire
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
@@ -306,7 +306,7 @@ def test_a_tied_tensor_has_one_start_one_gradient_and_one_owner(dp, settings):
             for leaf in replication.reducer.gradients(unit).values():
                 leaf.claim()
             replication.reducer.ready(unit, is_last=True)
-            replication.poll()
+            replication.reducer.poll()
         outcome = replication.step_end.finish(StepInput(0, [], 0.01))
         replication.step_end.sync()
         every = [

@@ -3,10 +3,9 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from mpitrain.collectives.bind import memory_of
-from mpitrain.collectives.engine.codecs import Wire
-from mpitrain.collectives.engine.device_arithmetic import arithmetic_of
-from mpitrain.collectives.plans.topology import Topology
+from mpitrain.collectives.engine.arithmetic import Wire, arithmetic_of
+from mpitrain.collectives.group import memory_of
+from mpitrain.collectives.selection.algorithm import Topology
 from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.errors import ConfigError, on_every_rank
 from mpitrain.machine.backend import on_device
@@ -25,7 +24,7 @@ from mpitrain.tools.bench.collectives.row import (
 )
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport, aligned_zeros
-from mpitrain.transport.device.cuda_aware import over_device
+from mpitrain.transport.device import over_device
 
 LONG = 0.05
 """Seconds per run of the fastest algorithm above which a sweep leaves out sizes.
