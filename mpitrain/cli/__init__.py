@@ -27,7 +27,8 @@ class Listed(NamedTuple):
     """A command as `--help` lists it. Its module is imported when it is called, since importing all
     of them takes as long as importing Click.
 
-    home      module below mpitrain.cli whose `command` is the Click command; "" for a group
+    home      module below mpitrain.cli whose `command` is the Click command, or module:name of
+              another; "" for a group
     sentence  the first sentence of its help
     """
 
@@ -92,19 +93,19 @@ RUNS = {
 }
 LEARN = {
     "explain": Listed(
-        "textbook.explain",
+        "textbook:explain",
         "Show how a method works: its real code runs on threads, with symbols as data.",
     ),
     "claims": Listed(
-        "textbook.claims",
+        "textbook:claims",
         "Measure sentences of textbooks, and print in which settings they are true.",
     ),
     "exercise": Listed(
-        "textbook.exercise",
+        "textbook:exercise",
         "Write the skeleton of an exercise: a statement, and a function to complete.",
     ),
     "check": Listed(
-        "textbook.check", "Check the solution of an exercise, or all Python files of a folder."
+        "textbook:check", "Check the solution of an exercise, or all Python files of a folder."
     ),
 }
 WORDS = {**COMMANDS, **RUNS, **LEARN}
@@ -135,7 +136,10 @@ def similar(name: str) -> str | None:
 
 @cache
 def _loaded(home: str) -> click.Command:
-    command: click.Command = importlib.import_module(f"mpitrain.cli.{home}").command
+    module, _, name = home.partition(":")
+    command: click.Command = getattr(
+        importlib.import_module(f"mpitrain.cli.{module}"), name or "command"
+    )
     return command
 
 
