@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.job_options import Outputs, check_files, output_option
 from mpitrain.cli.terminal.screen import columns
 from mpitrain.machine import process
 

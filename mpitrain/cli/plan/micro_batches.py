@@ -8,8 +8,18 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.job_options import CONFIG_FILE, DEVICE, DP, SET, TP, changes, configured
-from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.job_options import (
+    CONFIG_FILE,
+    DEVICE,
+    DP,
+    SET,
+    TP,
+    Outputs,
+    changes,
+    check_files,
+    configured,
+    output_option,
+)
 from mpitrain.cli.session import MOST, mpi_session
 
 

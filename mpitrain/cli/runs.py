@@ -1,4 +1,4 @@
-"""`mpitrain runs diff`: names the first step and tensor at which two runs differ."""
+"""`mpitrain runs`: plot draws loss curves, metrics prints series, diff names the first difference of two runs."""
 
 import sys
 from contextlib import closing
@@ -16,11 +16,79 @@ if TYPE_CHECKING:
     from mpitrain.tools.report.diff.sides import ComparedRun
 
 
+@click.command("plot")
+@click.argument(
+    "runs",
+    metavar="RUN_DIR [RUN_DIR ...]",
+    nargs=-1,
+    required=True,
+    type=click.Path(path_type=Path),
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("curves.png"),
+    show_default=True,
+    help="Picture to write.",
+)
+@click.option(
+    "--over",
+    type=click.Choice(["steps", "tokens", "samples", "time"]),
+    default="steps",
+    show_default=True,
+    help="Quantity on the x axis.",
+)
+@click.option("--log", "is_log", is_flag=True, help="Use a logarithmic loss axis.")
+def plot(runs: tuple[Path, ...], out: Path, over: str, is_log: bool) -> None:
+    """Draw the training and validation losses of runs.
+
+    Needs matplotlib: pip install 'mpitrain[report]'.
+    """
+    from mpitrain.files import cannot_write
+    from mpitrain.plots import check_drawable
+    from mpitrain.run.run_dir import metrics_of
+    from mpitrain.tools.bench.plot_loss import draw
+
+    if process.launched().rank > 0:
+        return  # only rank 0 draws
+    check_drawable(out, "--out")
+    metrics = {str(run): metrics_of(run) for run in runs}
+    try:
+        draw(metrics, over, is_log, out)
+    except OSError as error:
+        raise cannot_write(out, error) from None
+    click.echo(f"{len(runs)} run(s) drawn in {out}")
+
+
+@click.command("metrics")
+@click.argument(
+    "runs", metavar="RUN [RUN ...]", nargs=-1, required=True, type=click.Path(path_type=Path)
+)
+@click.option(
+    "--csv",
+    "is_csv",
+    is_flag=True,
+    help="Print comma-separated values with all series, for pandas or a spreadsheet.",
+)
+def metrics(runs: tuple[Path, ...], is_csv: bool) -> None:
+    """Print losses, learning rate, speed and evaluations of runs, a line for each logged step.
+
+    A run that is still going on is shown up to its last line of metrics.jsonl.
+    """
+    from mpitrain.run.run_dir import metrics_of
+    from mpitrain.tools.report.metrics_table import joined, print_columns, write_csv
+
+    if process.launched().rank > 0:
+        return  # only rank 0 prints
+    rows = [row for run in runs for row in joined(str(run), metrics_of(run))]
+    (write_csv if is_csv else print_columns)(rows, sys.stdout)
+
+
 DIFFERENT = 1
 """Exit code of two runs that differ."""
 
 
-@click.command()
+@click.command("diff")
 @click.argument("first", metavar="RUN", type=click.Path(path_type=Path))
 @click.argument("second", metavar="RUN", type=click.Path(path_type=Path))
 @click.option(
@@ -30,7 +98,7 @@ DIFFERENT = 1
     help="Repeat both runs from their nearest equal checkpoint, and name the first tensor that differs.",
 )
 @PLUGINS
-def command(first: Path, second: Path, does_replay: bool, plugins: list[str] | None) -> None:
+def diff(first: Path, second: Path, does_replay: bool, plugins: list[str] | None) -> None:
     """Find the first step at which two runs differ, and exit with 1 if they do.
 
     Configuration keys that differ are printed first. Runs of one layout are compared bit for bit:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from mpitrain.cli import STOPPED, CommandGroup
-from mpitrain.cli.numbers import finite
+from mpitrain.cli.job_options import finite
 from mpitrain.cli.session import MOST, mpi_session
 from mpitrain.errors import visible
 from mpitrain.machine import process
@@ -115,7 +115,7 @@ def prepare(
     if workers:
         raise click.UsageError("--workers is for one process; here the ranks encode.")
     with mpi_session() as transport:
-        from mpitrain.cli.data.rank_encoders import RankEncoders, serve
+        from mpitrain.cli.rank_encoders import RankEncoders, serve
         from mpitrain.transport.agreement import on_all_ranks
 
         def on_root() -> None:
