@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain import __version__
-from mpitrain.collectives.direct.cuda_ipc import say_unshared
 from mpitrain.config import Config, Run
 from mpitrain.data import Prefetched, Source, amounts, bits_per_byte
 from mpitrain.errors import CheckpointError, TrainingError, on_every_rank
@@ -35,8 +34,7 @@ from mpitrain.run.trainer import replicas_equal, state_digests
 from mpitrain.run.utilisation import utilisation
 from mpitrain.run.watchdog import Watchdog
 from mpitrain.run.watcher import Watcher
-from mpitrain.trace.recorder import Recorder
-from mpitrain.trace.ring_buffer import ROWS
+from mpitrain.trace.recorder import ROWS, Recorder
 from mpitrain.transport.agreement import from_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.decorators import Recorded
@@ -137,6 +135,8 @@ def train(
                 strict=True,
             )
             if transport.rank == 0 and not refusals and any(reasons):
+                from mpitrain.collectives.cuda_ipc import say_unshared
+
                 say_unshared(next(filter(None, reasons))[0])
             folder, before = Path(claimed[0][0]), ResumeInfo(*claimed[0][1])
             traced = Traced(transport, job, folder)
@@ -299,13 +299,15 @@ class _Run:
         if self._fails:
             self._fails("step", step)
         replication, own = self._trainer.replication, None
-        for number in replication.steps(index, self._stop_requested):
+        for number in replication.step_end.steps(index, self._stop_requested):
             self._watchdog.alive(f"step {number + 1}")
             span = self._recorder.compute(self._batch_name)
-            inputs, targets = replication.batch(self._source, number, self._after(number).samples)
+            inputs, targets = replication.rows.batch(
+                self._source, number, self._after(number).samples
+            )
             self._recorder.end(span)
             own = self._trainer.step(number, inputs, targets, self._stop_requested)
-        outcome = replication.outcome(index, own)
+        outcome = replication.step_end.outcome(index, own)
         self._traced.stepped()
         self._limit.stepped(time.perf_counter() - began)
         self._comm_s += outcome.comm_s
@@ -535,7 +537,7 @@ class _Run:
                 trainer.backend,
                 self._after(step),
                 trainer.resolved.axes._asdict(),
-                trainer.replication.scalars(),
+                trainer.replication.step_end.skips.scalars(),
                 self._config.checkpoint.keep,
                 base,
             )

@@ -10,7 +10,7 @@ RUN/
     tokenizer.json the tokenizer of files of tokens, if `data prepare` wrote them
     lock           locked by rank 0 during the run
     tensorboard/   event files, with run.tensorboard
-    trace/         the last actions of each rank, see trace/ring_buffer.py
+    trace/         the last actions of each rank, see trace/recorder.py
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from typing import Any
 
 import tomli_w
 
-from mpitrain.collectives.selection.own_algorithm import is_file, shown
+from mpitrain.collectives.selection.algorithm import is_file, shown
 from mpitrain.collectives.selection.tuning import tuning_text
 from mpitrain.config import CONFIG, PATHS, Config, Data, check_text, keys, read_toml
 from mpitrain.config.plugins import MARK, check_named, digests, entries, imported, load
