@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.job_options import Outputs, check_files, output_option
 from mpitrain.cli.session import mpi_session
 from mpitrain.errors import ConfigError, visible
 from mpitrain.machine import process

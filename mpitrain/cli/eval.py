@@ -6,8 +6,17 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.job_options import BASE, OWN_DEVICE, PLUGINS, PP, TP, changes
-from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.job_options import (
+    BASE,
+    OWN_DEVICE,
+    PLUGINS,
+    PP,
+    TP,
+    Outputs,
+    changes,
+    check_files,
+    output_option,
+)
 from mpitrain.cli.session import configured_of, mpi_session
 from mpitrain.errors import ConfigError, TrainingError, on_every_rank, visible
 

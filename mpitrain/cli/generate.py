@@ -11,8 +11,7 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.job_options import BASE, OWN_DEVICE, PLUGINS, PP, TP, changes
-from mpitrain.cli.numbers import finite
+from mpitrain.cli.job_options import BASE, OWN_DEVICE, PLUGINS, PP, TP, changes, finite
 from mpitrain.cli.session import MOST, configured_of, mpi_session
 from mpitrain.errors import visible
 

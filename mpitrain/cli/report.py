@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mpitrain.cli.output_checks import Outputs
+from mpitrain.cli.job_options import Outputs
 from mpitrain.machine import process
 
 if TYPE_CHECKING:

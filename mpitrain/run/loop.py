@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.collectives.direct.cuda_ipc import say_unshared
 from mpitrain.config import Config, Run
 from mpitrain.errors import CheckpointError, TrainingError, on_every_rank
 from mpitrain.machine.process import gpu_identities
@@ -128,6 +127,8 @@ def train(
             strict=True,
         )
         if transport.rank == 0 and not refusals and any(reasons):
+            from mpitrain.collectives.cuda_ipc import say_unshared
+
             say_unshared(next(filter(None, reasons))[0])
         folder, before = Path(claimed[0][0]), ResumeInfo(*claimed[0][1])
         if agreed.config.run.tensorboard and transport.rank == 0:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.collectives.engine.device_arithmetic import arithmetic_of
+from mpitrain.collectives.engine.arithmetic import arithmetic_of
 from mpitrain.config import Config
 from mpitrain.config.faults import delay_s, delays
 from mpitrain.data import Source

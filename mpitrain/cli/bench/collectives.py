@@ -17,8 +17,7 @@ from mpitrain.cli.bench.pairs import command as pairs
 from mpitrain.cli.bench.rows import printed_sweep
 from mpitrain.cli.bench.training.command import command as train
 from mpitrain.cli.bench.transactions import transactions
-from mpitrain.cli.numbers import finite
-from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.job_options import Outputs, check_files, finite, output_option
 from mpitrain.cli.session import MOST, mpi_session
 from mpitrain.machine.kinds import KINDS
 
@@ -183,10 +182,11 @@ def _measure(transport: Any, name: str, options: dict[str, Any]) -> int:
 
 
 def _request(name: str, options: dict[str, Any]) -> Any:
-    from mpitrain.collectives.engine.agreement import check_name
-    from mpitrain.collectives.engine.codecs import parse_wire
+    from mpitrain.collectives.engine.arithmetic import parse_wire
+    from mpitrain.collectives.engine.executor import check_name
+    from mpitrain.collectives.selection.algorithm import is_file
     from mpitrain.collectives.selection.cost_model import MEMORY
-    from mpitrain.collectives.selection.own_algorithm import file_algorithm, is_file
+    from mpitrain.collectives.selection.own_algorithm import file_algorithm
     from mpitrain.errors import ConfigError
     from mpitrain.tools.bench.collectives.buffers import LEASED
     from mpitrain.tools.bench.collectives.native import names

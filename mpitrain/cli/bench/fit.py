@@ -9,7 +9,7 @@ import click
 
 from mpitrain.cli.bench.options import Bytes, table_options
 from mpitrain.cli.bench.rows import printed_sweep
-from mpitrain.cli.output_checks import Outputs, check_files
+from mpitrain.cli.job_options import Outputs, check_files
 from mpitrain.cli.session import MOST, mpi_session
 
 
@@ -53,9 +53,8 @@ def _fit(
     """
     import numpy as np
 
-    from mpitrain.collectives.plans.topology import Topology
-    from mpitrain.collectives.selection.choose import candidates
-    from mpitrain.collectives.selection.cost_model import MEMORY
+    from mpitrain.collectives.selection.algorithm import Topology
+    from mpitrain.collectives.selection.cost_model import MEMORY, candidates
     from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning, write_tuning
     from mpitrain.errors import ConfigError, MpitrainError, on_every_rank
     from mpitrain.tools.bench.collectives.fit import (

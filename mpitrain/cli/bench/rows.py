@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.cli.bench.options import write_rows
-from mpitrain.cli.output_checks import Outputs
+from mpitrain.cli.job_options import Outputs
 
 if TYPE_CHECKING:
     # This module must not import NumPy before `mpi_session` has limited the BLAS threads.

@@ -17,11 +17,13 @@ from mpitrain.cli.job_options import (
     PRESET,
     SET,
     TP,
+    Outputs,
     changes,
+    check_files,
     configured,
+    finite,
+    output_option,
 )
-from mpitrain.cli.numbers import finite
-from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.session import mpi_session
 
 

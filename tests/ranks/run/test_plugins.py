@@ -12,6 +12,8 @@ from mpitrain.machine.backend import HostBackend
 from mpitrain.models.table import MODELS
 from mpitrain.ops import bodies
 from mpitrain.parallel import modes
+from mpitrain.parallel.modes import MODES
+from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.pipeline import schedules as pipeline_schedules
 from mpitrain.run import choices
 from mpitrain.run.build import build
@@ -91,6 +93,40 @@ def test_a_mode_holds_what_its_row_says_and_is_compared():
     assert {"toy", "toy-ring"} <= settings_by_mode().keys()
 
 
+class Former(Replication):
+    """A mode as plugins of version 0.1 wrote them: it overrides and calls methods of `Replication`."""
+
+    def __init__(self, replica):
+        made = MODES["all-reduce"].make(replica)
+        super().__init__(replica, made.step_end, made.rows)
+        self.opened = 0
+
+    def open(self, unit, micro):
+        self.opened += 1
+        return super().open(unit, micro)
+
+    def finish(self, mine):
+        result = super().finish(mine)
+        assert self.gradient_buffer.any() and self.parameters.any()
+        return result._replace(lead=self.opened)
+
+
+def test_a_mode_that_subclasses_replication_runs_with_its_overrides():
+    MODES["former"] = MODES["toy"]._replace(make=Former)
+    one, other = (
+        run_ranks(2, stepped, configured(*TINY, f"replication.mode={mode}"))
+        for mode in ("all-reduce", "former")
+    )
+    assert [result._replace(lead=0) for result in other] == one
+    assert all(result.lead > 0 for result in other)
+
+
+def stepped(transport, config):
+    job = build(transport, config)
+    result = job.trainer.step(0, *job.trainer.replication.rows.batch(job.data, 0))
+    return result._replace(comm_s=0.0)
+
+
 def test_help_lists_rows_of_plugins():
     keys = {key.name: key for key in described_keys()}
     assert keys["replication.mode"].range.endswith(" | toy")
@@ -110,7 +146,7 @@ def test_an_asynchronous_schedule_with_one_row_of_two_is_refused_in_words(table)
 
 
 WRONG = '''
-from mpitrain.collectives.plans import binomial, ring
+from mpitrain.collectives.plans import exchanges, ring
 from mpitrain.collectives.plans.steps import Plan, relabel
 from mpitrain.collectives.selection.algorithm import of_plan
 from mpitrain.collectives.selection.table import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
@@ -141,7 +177,7 @@ SCHEDULES["raising"] = of_chunks(lambda s, p, m: [][s], 1, looped)
 def in_flight(rank, n, count):
     return ring.all_reduce(rank, n, count)._replace(depth=2)
 
-ALL_REDUCE["copies"] = of_plan(lambda rank, n, count: binomial.broadcast(rank, n, count, 0))
+ALL_REDUCE["copies"] = of_plan(lambda rank, n, count: exchanges.tree_broadcast(rank, n, count, 0))
 ALL_REDUCE["copies-itself"] = ALL_REDUCE["copies"]._replace(plans=None)
 RING = ALL_REDUCE["ring"]
 ALL_REDUCE["binds-another"] = RING._replace(bind=ALL_REDUCE["copies"].bind)
@@ -248,7 +284,7 @@ def test_rows_that_a_source_may_not_give_name_the_source(spoil, prefetch):
         job = build(transport, configured(*TINY, *names))
         source = Prefetched(job.data, prefetch, 9) if prefetch else job.data
         for read in (
-            lambda: job.trainer.replication.batch(source, 0),
+            lambda: job.trainer.replication.rows.batch(source, 0),
             lambda: job.trainer.evaluate(source),
         ):
             with pytest.raises(ConfigError, match="data source spoilt must return two arrays"):

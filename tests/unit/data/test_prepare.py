@@ -11,7 +11,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from mpitrain.cli.data.rank_encoders import RankEncoders, serve
+from mpitrain.cli.rank_encoders import RankEncoders, serve
 from mpitrain.data.documents import Form, Position, chunks, inputs
 from mpitrain.data.prepare import Options, prepare, processes
 from mpitrain.data.tokenizer import ByteTokenizer, open_tokenizer
@@ -161,7 +161,7 @@ def test_errors_of_inputs_and_of_ranks_end_all_ranks(tmp_path, small_chunks, mon
     def full(*arguments):
         raise MemoryError("full")
 
-    monkeypatch.setattr("mpitrain.cli.data.rank_encoders.encoded_pieces", full)
+    monkeypatch.setattr("mpitrain.cli.rank_encoders.encoded_pieces", full)
     with pytest.raises(DataError, match=r"rank 1 .* full"):
         by_ranks(tmp_path / "full", [written(tmp_path, "txt")], 3)
 
