@@ -27,7 +27,7 @@ from mpitrain.run.resolve import RunLocation
 from mpitrain.run.stalls.slow_ranks import SlowRanks, alike
 from mpitrain.run.watchdog import Watchdog
 from mpitrain.run.watcher import Watcher
-from mpitrain.trace.ring_buffer import ROWS
+from mpitrain.trace.recorder import ROWS
 from mpitrain.trace.timeline import trace_file
 from mpitrain.transport.clocks import Clocks
 

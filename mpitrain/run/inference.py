@@ -10,9 +10,8 @@ import numpy as np
 from mpitrain.config import Run
 from mpitrain.data import IGNORED, Source, positions_of, read_rows, without_ends
 from mpitrain.errors import DataError, TrainingError, on_every_rank
-from mpitrain.layers.base import Loss, Unit
-from mpitrain.layers.memory.chunked_logits import ChunkedLogits, computed, sliced
-from mpitrain.layers.now import Documents
+from mpitrain.layers.base import Documents, Loss, Unit
+from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.replication.protocol import Replication

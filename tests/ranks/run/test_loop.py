@@ -17,13 +17,8 @@ import pytest
 from mpitrain.config import parse, with_settings
 from mpitrain.data import Unopened, as_it_is
 from mpitrain.errors import MpitrainError, TrainingError
-<<<<<<< HEAD
-from mpitrain.parallel.replication.protocol import Replication
-from mpitrain.run import hooks, loop, watchdog
-=======
 from mpitrain.parallel.replication.whole import ReplicaRows
-from mpitrain.run import watchdog
->>>>>>> h45-b
+from mpitrain.run import hooks, loop, watchdog
 from mpitrain.run.build import build, configured, model, open_run
 from mpitrain.run.checkpoint import saving
 from mpitrain.run.checkpoint.manifest import Done, newest
@@ -206,7 +201,9 @@ def test_step_time_excludes_checkpoints_and_evaluations(book, tmp_path, monkeypa
     takes(Trainer, "step", 1)
     # The clock of the loop and its hooks alone: others measure with the real one.
     for module in (loop, hooks):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now, time=time.time))
+        monkeypatch.setattr(
+            module, "time", SimpleNamespace(perf_counter=lambda: now, time=time.time)
+        )
     go(1, [*book, "run.steps=3", "checkpoint.every=1", "run.eval_every=1", "run.log_every=3"])
     steps = [record for record in records(tmp_path) if "loss" in record]
     assert [record["step"] for record in steps] == [1, 3]
