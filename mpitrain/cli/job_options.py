@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from mpitrain.machine.kinds import KINDS
+from mpitrain.machine.process import KINDS
 
 KEYS = {
     "data": "data.source",

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from mpitrain.machine import process
-from mpitrain.machine.process_state import own_id
+from mpitrain.machine.process import own_id
 from mpitrain.run.build import Job
 from mpitrain.trace.timeline import trace_file
 from mpitrain.transport.base import Transport

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mpitrain.machine.events import Mark
+from mpitrain.machine.backend import Mark
 
 MOST = 512
 """Largest number of spans that are recorded together."""

@@ -20,7 +20,7 @@ from mpitrain.cli.bench.transactions import transactions
 from mpitrain.cli.numbers import finite
 from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.session import MOST, mpi_session
-from mpitrain.machine.kinds import KINDS
+from mpitrain.machine.process import KINDS
 
 OPERATIONS = (
     "allreduce",

@@ -36,7 +36,7 @@ def command(
     process.limit_blas_threads()
     from mpitrain.errors import ConfigError
     from mpitrain.files import write_whole
-    from mpitrain.machine.devices import has_compiler
+    from mpitrain.machine.compiling import has_compiler
     from mpitrain.tools.textbook.claims.claim import judge
     from mpitrain.tools.textbook.claims.page import page
     from mpitrain.tools.textbook.claims.table import CLAIMS

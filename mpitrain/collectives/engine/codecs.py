@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from mpitrain.errors import ConfigError
-from mpitrain.ops.cuda.wire import BLOCK
+from mpitrain.ops.codes import WIRE_BLOCK as BLOCK
 
 FP16_BYTES, INT8_BYTES = 4 + 2 * BLOCK, 4 + BLOCK
 """Bytes of an encoded block of BLOCK elements."""

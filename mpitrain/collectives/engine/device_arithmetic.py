@@ -9,10 +9,7 @@ from typing import Any
 
 from mpitrain.collectives.engine.arithmetic import HOST, Arithmetic, Combine, by_numpy
 from mpitrain.collectives.engine.codecs import BFLOAT16, CODECS, Codec
-from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
-from mpitrain.ops.cuda import wire
-from mpitrain.ops.cuda.elements import FLOATS
 from mpitrain.ops.device import Device
 
 
@@ -26,12 +23,14 @@ def arithmetic_of(device: Device) -> Arithmetic:
     return by_kernels(device.kernels, device.backend.holds, device.arena())
 
 
-def by_kernels(kernels: Kernels, is_theirs: Callable[[Any], bool], arena: Arena) -> Arithmetic:
+def by_kernels(kernels: Any, is_theirs: Callable[[Any], bool], arena: Arena) -> Arithmetic:
     """Return an arithmetic that uses our kernels for float arrays in their memory, else NumPy.
 
     is_theirs  whether an array is in memory that the kernels can reach
     arena      scratch in the same memory
     """
+    from mpitrain.ops.cuda import wire
+    from mpitrain.ops.cuda.launches import FLOATS
 
     def combining(array: Any, op: str) -> Combine:
         if not is_theirs(array) or array.dtype.name not in FLOATS:

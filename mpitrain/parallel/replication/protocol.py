@@ -15,7 +15,7 @@ from mpitrain.data import Source, read_rows
 from mpitrain.layers.base import Gradients, Loss, Weights
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.copies import copy_rows
+from mpitrain.machine.backend import copy_rows
 from mpitrain.ops.device import Device
 from mpitrain.parallel.grid import Grid
 from mpitrain.parallel.replication.components import Rows, StepEnd

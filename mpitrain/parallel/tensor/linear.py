@@ -45,7 +45,7 @@ from mpitrain.layers.initial import Draw, zeros
 from mpitrain.layers.now import Now
 from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear, flat_rows
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.copies import copy_rows
+from mpitrain.machine.backend import copy_rows
 from mpitrain.ops import Ops
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.tensor.sequence import ReplicatedRows

@@ -11,9 +11,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from mpitrain.files import contents, write_whole
-from mpitrain.kernels.cache import cache_of
 from mpitrain.machine import process
-from mpitrain.machine.processor import processor
+from mpitrain.machine.compiling import cache_of
+from mpitrain.machine.process import processor
 from mpitrain.ops.device import Device
 from mpitrain.ops.host.product import mkl, put_product
 from mpitrain.strict_json import validated

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from mpitrain.errors import ConfigError
-from mpitrain.machine.devices import has_compiler
+from mpitrain.machine.compiling import has_compiler
 from mpitrain.tools.textbook.explain.explanation import Explanation, Text
 from mpitrain.tools.textbook.explain.links import Link
 

@@ -13,7 +13,7 @@ import numpy as np
 from mpitrain.kernels.loader import Kernels, Macros
 from mpitrain.kernels.simulator.machine import LaunchTraffic, Simulator
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.devices import compiler
+from mpitrain.machine.compiling import compiler
 from mpitrain.tables import Table
 
 FOLDER = Path(__file__).parent
