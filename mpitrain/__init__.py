@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from mpitrain.run.loop import train as train
     from mpitrain.run.trainer import Trainer as Trainer
     from mpitrain.run.trainer import replicas_equal as replicas_equal
-    from mpitrain.run.watching.watcher import Watcher as Watcher
+    from mpitrain.run.watcher import Watcher as Watcher
     from mpitrain.transport.mpi import connect as connect
     from mpitrain.transport.mpi import from_communicator as from_communicator
     from mpitrain.transport.mpi import ranks as ranks
@@ -75,7 +75,7 @@ _HOMES = {
     "Sequential": "layers.compose",
     "Trainer": "run.trainer",
     "Unit": "layers.base",
-    "Watcher": "run.watching.watcher",
+    "Watcher": "run.watcher",
     "bind": "collectives.bind",
     "build": "run.build",
     "connect": "transport.mpi",

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Claim: `mpitrain claims` has the same verdicts in 20 repeats at a load of 8, each claim takes at most 20 s on an idle machine,
+# Claim: `mpitrain learn claims` has the same verdicts in 20 repeats at a load of 8, each claim takes at most 20 s on an idle machine,
 # and all together at most 5 min. About 15 minutes on two cores.
 #     bash jobs/prove/claims.sh [PYTHON] [REPEATS]
 set -euo pipefail
@@ -8,13 +8,13 @@ python=${1:-python3} repeats=${2:-20}
 folder=$(mktemp -d) load=()
 trap 'kill "${load[@]}" 2> /dev/null || true; rm -rf "$folder"' EXIT
 start=$SECONDS
-"$python" -m mpitrain claims --json "$folder/0.json" > "$folder/log"
+"$python" -m mpitrain learn claims --json "$folder/0.json" > "$folder/log"
 idle=$((SECONDS - start))
 for _ in $(seq 8); do
     "$python" -c "while True: pass" & load+=($!)
 done
 for n in $(seq "$repeats"); do
-    "$python" -m mpitrain claims --json "$folder/$n.json" > "$folder/log"
+    "$python" -m mpitrain learn claims --json "$folder/$n.json" > "$folder/log"
 done
 "$python" - "$folder" "$repeats" "$idle" <<'PY'
 import json, sys

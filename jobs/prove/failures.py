@@ -173,7 +173,7 @@ def job(programs: Path, kind: str, phase: str, folder: Path, mark: str, **more: 
     deadline.cancel()
     left = processes(mark)
     left += [f"/dev/shm/{name}" for name in sorted({*os.listdir("/dev/shm")} - before)]
-    # `mpitrain report` reads the traces of a job that had no run directory; they go after a day.
+    # `mpitrain runs report` reads the traces of a job that had no run directory; they go after a day.
     files = [path for path in temporary.rglob("*") if not TRACE.fullmatch(path.name)]
     left += [str(path.relative_to(folder)) for path in files if path.is_file()]
     left += [path.name for path in folder.glob("run/checkpoints/.*")]

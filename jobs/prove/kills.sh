@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Claim: wherever a rank is killed with signal 9 (before the first message, in forward, while it waits for a sum, while it writes a
 # checkpoint, as a worker of an asynchronous server), the job ends and is not waited for; the traces can be read, and
-# `mpitrain report` says of each rank what it did last. After a kill during a checkpoint the run goes on from the one before, and
+# `mpitrain runs report` says of each rank what it did last. After a kill during a checkpoint the run goes on from the one before, and
 # its losses are bitwise those of a run that nobody disturbed. About half a minute.
 #     bash jobs/prove/kills.sh [PYTHON]
 set -euo pipefail

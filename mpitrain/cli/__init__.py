@@ -3,7 +3,9 @@
 import importlib
 import os
 import sys
+from collections.abc import Mapping
 from functools import cache
+from typing import Any, NamedTuple
 
 import click
 
@@ -20,61 +22,95 @@ STOPPED = 85
 NOT_BEGUN = "stopped before the run began: there is nothing to save"
 """The message of a run that was stopped before it had a run directory."""
 
+
+class Listed(NamedTuple):
+    """A command as `--help` lists it. Its module is imported when it is called, since importing all
+    of them takes as long as importing Click.
+
+    home      module below mpitrain.cli, and the name of the Click command in it, if it is not
+              `command`; "" for a group
+    sentence  the first sentence of its help
+    """
+
+    home: str
+    sentence: str
+
+
 COMMANDS = {
-    "train": "Train a network on all ranks of the MPI job.",
-    "launch": "Run an mpitrain COMMAND or a Python file on N ranks: mpitrain launch -n 4 -- train",
-    "slurm": "Write a batch script: mpitrain slurm --nodes 2 -- train book.toml > book.sbatch",
-    "eval": "Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source.",
-    "generate": "Generate text with the newest checkpoint of RUN_DIR.",
-    "export": "Write the newest checkpoint of RUN_DIR as a folder that other programs load.",
-    "data": "Make files of tokens from text, train tokenizers, and show files of tokens.",
-    "doctor": "Print Python, MPI, GPUs, BLAS, ranks and hosts, and warn of problems and their remedies.",
-    "certify": "Measure every node, and print PASS or FAIL for each with the reason.",
-    "bench": "Measure collectives on all ranks of the MPI job: mpitrain launch -n 4 -- bench allreduce",
-    "compare": "Train one job in several modes, in turns, on all ranks of the MPI job.",
-    "plan": "Simulate pipelines and collectives, count memory, and measure which batch and techniques suit a job.",
-    "explain": "Show how a method works: its real code runs on threads, with symbols as data.",
-    "claims": "Measure sentences of textbooks, and print in which settings they are true.",
-    "exercise": "Write the skeleton of an exercise: a statement, and a function to complete.",
-    "check": "Check the solution of an exercise, or all Python files of a folder.",
-    "metrics": "Print losses, learning rate, speed and evaluations of runs, a line for each logged step.",
-    "diff": "Find the first step at which two runs differ, and exit with 1 if they do.",
-    "plot": "Draw the training and validation losses of runs.",
-    "report": "Print where the time of runs went, from the traces of their ranks.",
+    "train": Listed("train", "Train a network on all ranks of the MPI job."),
+    "launch": Listed(
+        "launch.command",
+        "Run an mpitrain COMMAND or a Python file on N ranks: mpitrain launch -n 4 -- train",
+    ),
+    "slurm": Listed(
+        "slurm.command",
+        "Write a batch script: mpitrain slurm --nodes 2 -- train book.toml > book.sbatch",
+    ),
+    "eval": Listed(
+        "eval", "Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source."
+    ),
+    "generate": Listed("generate", "Generate text with the newest checkpoint of RUN_DIR."),
+    "export": Listed(
+        "export", "Write the newest checkpoint of RUN_DIR as a folder that other programs load."
+    ),
+    "data": Listed(
+        "data",
+        "Make files of tokens from text, train tokenizers, and show files of tokens.",
+    ),
+    "bench": Listed(
+        "bench.collectives",
+        "Measure collectives on all ranks of the MPI job: mpitrain launch -n 4 -- bench allreduce",
+    ),
+    "compare": Listed(
+        "compare", "Train one job in several modes, in turns, on all ranks of the MPI job."
+    ),
+    "plan": Listed(
+        "plan.command",
+        "Simulate pipelines and collectives, count memory, and measure which batch and techniques suit a job.",
+    ),
+    "doctor": Listed(
+        "doctor",
+        "Print Python, MPI, GPUs, BLAS, ranks and hosts, and warn of problems and their remedies.",
+    ),
+    "certify": Listed(
+        "certify.command", "Measure every node, and print PASS or FAIL for each with the reason."
+    ),
+    "runs": Listed("", "Look at runs: report, plot, metrics, diff."),
+    "learn": Listed("", "Learn how training is distributed: explain, claims, exercise, check."),
 }
-"""The first sentence of each command's help, for `mpitrain --help`.
-
-`mpitrain --help` imports no command: importing all of them takes as long as importing Click.
-"""
-
-
-@cache
-def _loaded(name: str) -> click.Command:
-    command: click.Command = importlib.import_module(
-        f"mpitrain.cli.{HOMES.get(name, name)}"
-    ).command
-    return command
-
-
-HOMES = {
-    "data": "data.command",
-    "launch": "launch.command",
-    "slurm": "slurm.command",
-    "certify": "certify.command",
-    "bench": "bench.collectives",
-    "plan": "plan.command",
-    "explain": "textbook.explain",
-    "claims": "textbook.claims",
-    "exercise": "textbook.exercise",
-    "check": "textbook.check",
-    "metrics": "runs.metrics",
-    "diff": "runs.diff",
-    "plot": "runs.plot",
+RUNS = {
+    "report": Listed(
+        "report", "Print where the time of runs went, from the traces of their ranks."
+    ),
+    "plot": Listed("runs:plot", "Draw the training and validation losses of runs."),
+    "metrics": Listed(
+        "runs:metrics",
+        "Print losses, learning rate, speed and evaluations of runs, a line for each logged step.",
+    ),
+    "diff": Listed(
+        "runs:diff", "Find the first step at which two runs differ, and exit with 1 if they do."
+    ),
 }
-"""Modules below mpitrain.cli of commands that are in packages.
-
-Any other command is a module of the same name.
-"""
+LEARN = {
+    "explain": Listed(
+        "textbook.explain",
+        "Show how a method works: its real code runs on threads, with symbols as data.",
+    ),
+    "claims": Listed(
+        "textbook.claims",
+        "Measure sentences of textbooks, and print in which settings they are true.",
+    ),
+    "exercise": Listed(
+        "textbook.exercise",
+        "Write the skeleton of an exercise: a statement, and a function to complete.",
+    ),
+    "check": Listed(
+        "textbook.check", "Check the solution of an exercise, or all Python files of a folder."
+    ),
+}
+WORDS = {**COMMANDS, **RUNS, **LEARN}
+"""Every word that may follow `mpitrain`. Those of the groups stood at the top once, and still work
+there."""
 
 
 class CommandGroup(click.Group):
@@ -95,23 +131,48 @@ class CommandGroup(click.Group):
 def similar(name: str) -> str | None:
     import difflib
 
-    return next(iter(difflib.get_close_matches(name, COMMANDS, 1, 0.5)), None)
+    return next(iter(difflib.get_close_matches(name, WORDS, 1, 0.5)), None)
+
+
+@cache
+def _loaded(home: str) -> click.Command:
+    module, _, name = home.partition(":")
+    command: click.Command = getattr(
+        importlib.import_module(f"mpitrain.cli.{module}"), name or "command"
+    )
+    return command
 
 
 class LazyGroup(CommandGroup):
-    """A group that imports a command on first use: the object `command` of its module."""
+    """A group that imports a command on first use.
+
+    listed  {name: command} of `--help`
+    hidden  {name: command} of the names that `--help` leaves out
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        listed: Mapping[str, Listed] = COMMANDS,
+        hidden: Mapping[str, Listed] = WORDS,
+        **more: Any,
+    ):
+        super().__init__(*arguments, **more)
+        self.listed, self.words = listed, {**hidden, **listed}
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return list(self.listed)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        return _loaded(name) if name in COMMANDS else None
+        if name in GROUPS:
+            return GROUPS[name]
+        return _loaded(self.words[name].home) if name in self.words else None
 
     def resolve_command(
         self, context: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        if name in COMMANDS or name.startswith("-"):
+        if name in self.words or name.startswith("-"):
             return super().resolve_command(context, args)
         close = similar(name)
         raise click.UsageError(
@@ -119,7 +180,13 @@ class LazyGroup(CommandGroup):
         )
 
     def sentences(self, context: click.Context) -> list[tuple[str, str]]:
-        return list(COMMANDS.items())
+        return [(name, listed.sentence) for name, listed in self.listed.items()]
+
+
+GROUPS = {
+    name: LazyGroup(name, help=COMMANDS[name].sentence, listed=listed, hidden={})
+    for name, listed in (("runs", RUNS), ("learn", LEARN))
+}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -7,8 +7,14 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.job_options import DEVICE, changes, configured
-from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.job_options import (
+    DEVICE,
+    Outputs,
+    changes,
+    check_files,
+    configured,
+    output_option,
+)
 from mpitrain.cli.session import MOST, mpi_session
 from mpitrain.tools.bench.comparison.built_in import JOBS
 

@@ -1,13 +1,36 @@
-"""`mpitrain train --help-config`: every configuration key, those for a first run before the others."""
+"""`mpitrain train --help-config`: the keys of a first run, then the advanced ones, then those for experts."""
 
 import json
 import shutil
+from collections.abc import Iterable
 from itertools import groupby
 from textwrap import fill
 
 import click
 
+from mpitrain.config import ConfigKey
 from mpitrain.run.choices import keys
+
+EXPERT = {
+    "parameter servers": [
+        f"replication.{name}" for name in ("servers", "update", "staleness", "async_lr")
+    ],
+    "averaging of workers": [
+        f"replication.{name}" for name in ("period", "outer_lr", "outer_momentum")
+    ],
+    "ZeRO": [f"replication.{name}" for name in ("shard", "zero_keep", "gather")],
+    "messages": [
+        "layout.algorithm",
+        *(f"replication.{name}" for name in ("tuning", "bucket_mb", "overlap", "progress_thread")),
+        "device.cuda_aware",
+    ],
+    "safety": [
+        *(f"run.{name}" for name in ("stall_seconds", "on_stall", "grace", "on_nonfinite")),
+        "memory.release_every",
+    ],
+    "tests": [f"run.{name}" for name in ("digest_every", "delay", "inject")],
+}
+"""The keys that only experts turn, by what they are about."""
 
 
 def print_keys(section: str) -> None:
@@ -26,23 +49,34 @@ def print_keys(section: str) -> None:
             width,
         )
     )
-    listed = [key for key in keys() if section in ("all", key.name.partition(".")[0])]
-    for is_basic in (True, False):
-        if not is_basic and not all(key.is_basic for key in listed):
-            click.echo("\nadvanced")
-        rows = (key for key in listed if key.is_basic is is_basic)
+    listed = {key.name: key for key in keys() if section in ("all", key.name.partition(".")[0])}
+    expert = {name for names in EXPERT.values() for name in names}
+    usual = [key for key in listed.values() if key.name not in expert]
+    for title, is_basic in (("", True), ("advanced", False)):
+        rows = [key for key in usual if key.is_basic is is_basic]
+        if title and rows:
+            click.echo(f"\n{title}")
         for name, group in groupby(rows, lambda key: key.name.partition(".")[0]):
-            click.echo(f"\n[{name}]")
-            for key in group:
-                law = f"{key.type}, {key.range}" if key.range else key.type
-                head = f"  {f'{key.name} = {json.dumps(key.default)}':<40} {law}"
-                for text, first, rest in ((head, "", " " * 43), (key.help, " " * 6, " " * 6)):
-                    click.echo(
-                        fill(
-                            text,
-                            width,
-                            initial_indent=first,
-                            subsequent_indent=rest,
-                            break_on_hyphens=False,
-                        )
-                    )
+            _print_group(name, group, width)
+    if expert & listed.keys():
+        click.echo("\nfor experts")
+    for title, names in EXPERT.items():
+        if rows := [listed[name] for name in names if name in listed]:
+            _print_group(title, rows, width)
+
+
+def _print_group(title: str, keys: Iterable[ConfigKey], width: int) -> None:
+    click.echo(f"\n[{title}]")
+    for key in keys:
+        law = f"{key.type}, {key.range}" if key.range else key.type
+        head = f"  {f'{key.name} = {json.dumps(key.default)}':<40} {law}"
+        for text, first, rest in ((head, "", " " * 43), (key.help, " " * 6, " " * 6)):
+            click.echo(
+                fill(
+                    text,
+                    width,
+                    initial_indent=first,
+                    subsequent_indent=rest,
+                    break_on_hyphens=False,
+                )
+            )

@@ -28,7 +28,7 @@ from mpitrain.errors import CommError, ConfigError, on_every_rank
 from mpitrain.machine.backend import on_device, overlap
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
-from mpitrain.transport.device.messages import DeviceTransport
+from mpitrain.transport.device import DeviceTransport
 
 
 def bind(

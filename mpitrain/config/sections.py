@@ -14,8 +14,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
-from mpitrain.config.delays import PATTERN as DELAY
-from mpitrain.config.injections import PATTERN as INJECTION
+from mpitrain.config.faults import DELAY, INJECTION
 from mpitrain.machine.process import Kind
 
 WIRE = r"^(none|fp16|bf16|int8|topk(:.+)?|powersgd(:.+)?)$"
@@ -136,7 +135,7 @@ class Run(Section):
         0,
         ge=0,
         description="steps between digests of the parameters and the optimizer state in "
-        "metrics.jsonl, which `mpitrain diff` compares. Each reads the whole state; 0: none",
+        "metrics.jsonl, which `mpitrain runs diff` compares. Each reads the whole state; 0: none",
     )
     delay: str = Field(
         "",
@@ -173,7 +172,7 @@ class Run(Section):
     trace: bool = Field(
         True,
         description="record the last actions of each rank in trace/ of the run directory, for "
-        "`mpitrain report`",
+        "`mpitrain runs report`",
     )
     tensorboard: bool = Field(
         False,

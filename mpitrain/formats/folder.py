@@ -1,23 +1,28 @@
-"""A folder of safetensors files with a configuration: its names, texts and tensors, checked."""
+"""A folder of another project with a configuration and safetensors files: its format and its parts.
+
+Readers here refuse what is damaged, and links below the folder.
+"""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
+from zlib import crc32
 
 from pydantic import BaseModel
 
+from mpitrain.config import Config
 from mpitrain.errors import CheckpointError
 from mpitrain.files import contents, opened, reading
-from mpitrain.formats.header import FLOATS, Located, located
+from mpitrain.formats.safetensors_files import FLOATS, Located, located
+from mpitrain.formats.tensors import AnyTensor, StoredTensor
 from mpitrain.strict_json import parsed, validated
 
 CONFIGURATION = "config.json"
-HASHED = 16 << 20
-"""Bytes of a file that are hashed at a time."""
 TEXT = 16 << 20
-"""The largest size of a text file in bytes, except of an index."""
+"""The largest size of a configuration in bytes."""
 BENEATH = 1
 """Only the folder that the user names may be reached by links, not the files in it."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
@@ -27,11 +32,84 @@ AGAIN = "Download or save the folder again, or name another one."
 Model = TypeVar("Model", bound=BaseModel)
 
 
-class _Index(BaseModel):
-    """The index of several safetensors files, as Hugging Face tools write it.
+class Initial(NamedTuple):
+    """A model in a folder, from which a run can start.
 
-    weight_map  the file of each tensor; other entries are ignored
+    keys     {section.key: value}, as the folder determines them
+    tensors  {full name: tensor in a file}
+    files    names of the files that determine the model
+    notes    one sentence for each property of the folder that the run does not have
     """
+
+    folder: Path
+    keys: Mapping[str, Any]
+    tensors: Mapping[str, AnyTensor]
+    files: Sequence[str]
+    notes: Sequence[str] = ()
+
+    @property
+    def fingerprint(self) -> int:
+        """A number that differs for ranks which see different files."""
+        seen = [
+            (name, tensor.shape, *(tensor.located[1:] if isinstance(tensor, StoredTensor) else ()))
+            for name, tensor in sorted(self.tensors.items())
+        ]
+        return crc32(repr(seen).encode())
+
+
+class Trained(NamedTuple):
+    """The model of a checkpoint, which an export writes.
+
+    config      of the run
+    tensors     {full name: tensor}, in a file of the checkpoint or computed
+    separator   the token that ends a document; -1: there is none
+    dtype       the name of the dtype to write
+    base        of adapters: the folder and the digests of the model under them
+    """
+
+    config: Config
+    tensors: Mapping[str, AnyTensor]
+    separator: int
+    dtype: str
+    base: Mapping[str, Any] = {}
+
+
+class FolderContents(NamedTuple):
+    """The contents of a folder that an export writes.
+
+    tensors  {name there: our tensor}, in the order of writing; `is_transposed` of a tensor says
+             whether its shape there is the reverse
+    files    {name: content} of the other files
+    """
+
+    tensors: Mapping[str, AnyTensor]
+    files: Mapping[str, bytes]
+
+
+class Format(NamedTuple):
+    """A kind of folder of another project.
+
+    help     words for the help of `mpitrain export --to`
+    weights  name of its safetensors file, without the suffix
+    is_own   whether a folder with these names of files is of this kind
+    keys     (folder) -> {section.key: value}, as its configuration determines them; it reads no
+             tensors
+    read     (folder) -> the model in it; raises CheckpointError if it is damaged, or of a model
+             that mpitrain does not have
+    write    (model) -> the contents of a new folder; raises ConfigError for a model that this
+             format cannot express
+    """
+
+    help: str
+    weights: str
+    is_own: Callable[[Sequence[str]], bool]
+    keys: Callable[[Path], Mapping[str, Any]]
+    read: Callable[[Path], Initial]
+    write: Callable[[Trained], FolderContents]
+
+
+class _Index(BaseModel):
+    """The index of several safetensors files, as Hugging Face tools write it."""
 
     weight_map: dict[str, str]
 
@@ -81,18 +159,13 @@ def configuration(folder: Path, name: str, model: type[Model]) -> Model:
     raises  OSError; ValueError, which names the file
     """
     try:
-        return validated(model, text(folder / name, TEXT))
+        with reading(folder / name, BENEATH) as file:
+            content = file.read(TEXT + 1)
+        if len(content) > TEXT:
+            raise ValueError(f"{name} has more than {TEXT} bytes")
+        return validated(model, content)
     except ValueError as error:
         raise ValueError(f"{name} is damaged: {error}") from None
-
-
-def text(path: Path, most: int) -> bytes:
-    """Return the content of a file in a folder; ValueError if it has more than `most` bytes."""
-    with reading(path, BENEATH) as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise ValueError(f"{path.name} has more than {most} bytes")
-    return content
 
 
 def tensors(folder: Path, weights: str) -> tuple[list[str], dict[str, Located]]:
@@ -143,8 +216,9 @@ def check_float(name: str, tensor: Located) -> None:
 
 def sha256(path: Path, inner: int = BENEATH) -> str:
     """Return the SHA-256 of a file, as sha256sum prints it."""
-    digest = hashlib.sha256()
     with reading(path, inner) as file:
-        while block := file.read(HASHED):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+
+
+def json_text(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()

@@ -26,10 +26,19 @@ from pydantic import BaseModel, ConfigDict, Field
 from mpitrain.config import Model
 from mpitrain.errors import ConfigError
 from mpitrain.formats import folder as folders
-from mpitrain.formats.folder import CONFIGURATION, check_float, configuration, refusing
-from mpitrain.formats.format import FolderContents, Format, Initial, Trained
-from mpitrain.formats.header import Located
-from mpitrain.formats.stored_tensor import StoredTensor
+from mpitrain.formats.folder import (
+    CONFIGURATION,
+    FolderContents,
+    Format,
+    Initial,
+    Trained,
+    check_float,
+    configuration,
+    json_text,
+    refusing,
+)
+from mpitrain.formats.safetensors_files import Located
+from mpitrain.formats.tensors import StoredTensor
 
 WEIGHTS, PREFIX = "model", "transformer."
 BUFFERS = re.compile(r"h\.[0-9]+\.attn\.(bias|masked_bias)", re.ASCII)
@@ -64,12 +73,12 @@ class Counterpart(NamedTuple):
 
     @property
     def full_name(self) -> str:
-        """The name in GPT2LMHeadModel."""
+        """The name in GPT2LMHeadModel, which has the prefix."""
         return self.name if self.name == THEIR_HEAD else PREFIX + self.name
 
 
 class ModelType(BaseModel):
-    """The key of config.json that names the architecture."""
+    """config.json of any architecture."""
 
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
@@ -155,18 +164,15 @@ def layer_of(module: str) -> str:
 
 
 def is_own(names: Sequence[str]) -> bool:
-    """Return whether a folder has a configuration of transformers."""
     return CONFIGURATION in names and "adapter_config.json" not in names
 
 
 def keys(folder: Path) -> dict[str, Any]:
-    """Return the keys that config.json determines."""
     with refusing(folder):
         return _keys(_configuration(folder))
 
 
 def read(folder: Path) -> Initial:
-    """Read the configuration of a folder, and locate its tensors."""
     with refusing(folder):
         config = _configuration(folder)
         files, located = folders.tensors(folder, WEIGHTS)
@@ -178,7 +184,6 @@ def read(folder: Path) -> Initial:
 
 
 def write(model: Trained) -> FolderContents:
-    """Return the contents of a folder that transformers loads as GPT2LMHeadModel."""
     keys, tensors = model.config.model, model.tensors
     if keys.kind != "gpt":
         raise ConfigError(
@@ -205,10 +210,7 @@ def write(model: Trained) -> FolderContents:
             "eos_token_id": ends,
         },
     }
-    return FolderContents(
-        renamed,
-        {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in texts.items()},
-    )
+    return FolderContents(renamed, {name: json_text(content) for name, content in texts.items()})
 
 
 def _configuration(folder: Path) -> Gpt2Configuration:

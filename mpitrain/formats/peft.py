@@ -23,12 +23,19 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mpitrain.errors import ConfigError
 from mpitrain.formats import folder as folders
-from mpitrain.formats.computed_tensor import AnyTensor, padded, stacked
-from mpitrain.formats.folder import check_float, configuration, refusing
-from mpitrain.formats.format import FolderContents, Format, Initial, Trained
+from mpitrain.formats.folder import (
+    FolderContents,
+    Format,
+    Initial,
+    Trained,
+    check_float,
+    configuration,
+    json_text,
+    refusing,
+)
 from mpitrain.formats.gpt2 import HEAD, layer_of, module_of
-from mpitrain.formats.header import Located
-from mpitrain.formats.stored_tensor import StoredTensor
+from mpitrain.formats.safetensors_files import Located
+from mpitrain.formats.tensors import AnyTensor, StoredTensor, padded, stacked
 
 WEIGHTS, CONFIGURATION, RECORD = "adapter_model", "adapter_config.json", "mpitrain.json"
 PREFIX = "base_model.model."
@@ -104,12 +111,10 @@ class Record(BaseModel):
 
 
 def is_own(names: Sequence[str]) -> bool:
-    """Return whether a folder has the configuration of an adapter."""
     return CONFIGURATION in names
 
 
 def keys(folder: Path) -> dict[str, Any]:
-    """Return the keys that the configuration and the names of tensors determine."""
     with refusing(folder):
         return _keys(folder)[0]
 
@@ -124,7 +129,6 @@ def base(folder: Path) -> dict[str, Any]:
 
 
 def read(folder: Path) -> Initial:
-    """Read the configuration of a folder, and locate its tensors."""
     with refusing(folder):
         keys, tensors, files = _keys(folder)
     return Initial(folder, keys, tensors, [CONFIGURATION, *files])
@@ -204,7 +208,6 @@ def _matched(located: Mapping[str, Located]) -> dict[str, StoredTensor]:
 
 
 def write(model: Trained) -> FolderContents:
-    """Return the contents of a folder that peft loads onto a GPT-2 of transformers."""
     config = model.config
     if not config.lora.rank or config.model.kind != "gpt":
         raise ConfigError(
@@ -275,9 +278,7 @@ def _files(model: Trained, ranks: Mapping[str, int]) -> dict[str, bytes]:
         },
         RECORD: {"base": dict(model.base) or None, "version": 1},
     }
-    return {
-        name: (json.dumps(content, indent=2) + "\n").encode() for name, content in texts.items()
-    }
+    return {name: json_text(content) for name, content in texts.items()}
 
 
 def _whole(number: float) -> int | float:

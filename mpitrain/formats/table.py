@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from mpitrain.errors import CheckpointError
-from mpitrain.formats.folder import CONFIGURATION, names
-from mpitrain.formats.format import Format
+from mpitrain.formats.folder import CONFIGURATION, Format, names
 from mpitrain.formats.gpt2 import GPT2
 from mpitrain.formats.peft import PEFT
 from mpitrain.tables import Table

@@ -1,22 +1,27 @@
-"""Writes a folder of safetensors files; it appears under its name when it is complete."""
+"""Writes a folder of another project; it appears under its name when it is complete."""
 
 import json
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from mpitrain.data.tokenizer import BYTES_FILE, ENDS, TOKENIZER, Tokenizer
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.files import cannot_write, opened
-from mpitrain.formats.computed_tensor import AnyTensor
-from mpitrain.formats.format import FolderContents
+from mpitrain.formats.folder import FolderContents, json_text
 from mpitrain.formats.safetensors_files import Writing, WritingTensors
+from mpitrain.formats.tensors import AnyTensor
 
+SETTINGS = "tokenizer_config.json"
+CLASS = "PreTrainedTokenizerFast"
+"""The class of the library transformers that reads a tokenizer from tokenizer.json alone."""
 DTYPES = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -72,20 +77,18 @@ def _write(
     partial: Path, weights: str, written: FolderContents, dtype: np.dtype, shard_bytes: int
 ) -> list[str]:
     shards = _shards(written.tensors, dtype.itemsize, shard_bytes)
-    names = (
-        [f"{weights}.safetensors"]
-        if len(shards) == 1
-        else [
+    names, files = [f"{weights}.safetensors"], dict(written.files)
+    if len(shards) > 1:
+        names = [
             f"{weights}-{number:05d}-of-{len(shards):05d}.safetensors"
             for number in range(1, len(shards) + 1)
         ]
-    )
-    files = dict(written.files)
-    if len(shards) > 1:
         total = sum(math.prod(tensor.shape) for tensor in written.tensors.values()) * dtype.itemsize
-        files[f"{weights}.safetensors.index.json"] = _index(
-            total, dict(zip(names, shards, strict=True))
-        )
+        places = {
+            tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard
+        }
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        files[f"{weights}.safetensors.index.json"] = json_text(index)
     for name, shard in zip(names, shards, strict=True):
         own = {key: written.tensors[key] for key in shard}
         shapes = {key: (dtype, tensor.shape) for key, tensor in own.items()}
@@ -113,12 +116,6 @@ def _shards(tensors: Mapping[str, AnyTensor], width: int, shard_bytes: int) -> l
         shards[-1].append(name)
         nbytes += own
     return shards
-
-
-def _index(total: int, shards: Mapping[str, Sequence[str]]) -> bytes:
-    places = {tensor: name for name, shard in shards.items() for tensor in shard}
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    return (json.dumps(index, indent=2) + "\n").encode()
 
 
 def _converted(name: str, tensor: AnyTensor, dtype: np.dtype) -> np.ndarray:
@@ -153,3 +150,64 @@ def _put_in_place(partial: Path, folder: Path) -> None:
         check_new(folder)
         parent.rename(partial.name, folder.name)
         parent.sync()
+
+
+def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, bytes]:
+    """Return {name: content} of the files that a tokenizer needs.
+
+    context  longest sequence of the model, in tokens
+    """
+    data = byte_level() if tokenizer.data == BYTES_FILE else tokenizer.data
+    settings: dict[str, Any] = {"tokenizer_class": CLASS, "model_max_length": context}
+    if tokenizer.separator >= 0:
+        ends = [name for name in ENDS if tokenizer.named(name) == tokenizer.separator]
+        settings["eos_token"] = settings["bos_token"] = ends[0]
+    return {TOKENIZER: data, SETTINGS: json_text(settings)}
+
+
+def byte_level() -> bytes:
+    """Return a tokenizer.json with a token for each byte: its number is the byte's value.
+
+    The format names bytes by printable characters, as GPT-2 does.
+    """
+    step = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+    model: dict[str, Any] = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": {character: byte for byte, character in enumerate(_characters())},
+        "merges": [],
+    }
+    tokenizer: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": step,
+        "post_processor": None,
+        "decoder": step,
+        "model": model,
+    }
+    return (json.dumps(tokenizer, ensure_ascii=False, indent=2) + "\n").encode()
+
+
+def _characters() -> list[str]:
+    """Return the character for each byte: the same number if printable, else one from 256 on."""
+    printable = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), 256),
+    }
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

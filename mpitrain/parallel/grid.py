@@ -12,8 +12,7 @@ from mpitrain.collectives.selection import table as algorithm_table
 from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.config import Config
-from mpitrain.config.delays import delays
-from mpitrain.config.injections import check_injection
+from mpitrain.config.faults import check_injection, delays
 from mpitrain.errors import ConfigError
 from mpitrain.machine.arena import Arena
 from mpitrain.optim.tensors import FactSums

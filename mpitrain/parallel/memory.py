@@ -52,7 +52,7 @@ def check_memory(
 ) -> Room:
     """Raise ConfigError if parameters, gradients and optimizer state exceed the free memory.
 
-    Activations are not counted: `run/counting/activations.py` checks them in the room that is left.
+    Activations are not counted: `run/counting.py` checks them in the room that is left.
 
     chunks  of the model, over all stages
     gpus    the GPU of each rank, by rank; empty if they compute on their host

@@ -21,7 +21,6 @@ from mpitrain.optim.rules import EVERY
 from mpitrain.parallel.modes import MODES, STREAMS, ZERO, check_synchronous, refusal_of
 from mpitrain.pipeline import schedules
 from mpitrain.pipeline.schedules import SCHEDULES
-from mpitrain.run.transfer.model_keys import with_keys_of_folder
 
 ALGORITHMS = ("replication.algorithm", "layout.algorithm")
 
@@ -127,7 +126,11 @@ def without_plugins(tables: Mapping[str, Any], path: Path | None = None) -> Conf
         value = _text_of(tables, key)
         if MARK in value and is_file(value):
             names[key] = (*names[key], value)
-    config = parse_sections(_with_kind(with_keys_of_folder(tables)), path, names)
+    if _text_of(tables, "run.init_from") or _text_of(tables, "lora.init_from"):
+        from mpitrain.run.model_keys import with_keys_of_folder
+
+        tables = with_keys_of_folder(tables)
+    config = parse_sections(_with_kind(tables), path, names)
     _check_rules(config, path)
     return config
 

@@ -16,7 +16,7 @@ from mpitrain.run.stalls.compilations import Compilations
 from mpitrain.run.stalls.questions import Answering
 from mpitrain.run.stalls.report import LEAST, WARNING, StallReport
 from mpitrain.trace.recorder import SILENT, Recorder
-from mpitrain.transport.requests import Traffic
+from mpitrain.transport.base import Traffic
 
 LONGEST = 1.0
 """Longest time in seconds between two looks."""
@@ -31,7 +31,7 @@ class Watchdog:
 
     One rank prints the first divergence of all ranks, and ends the job with exit code 1. Without
     traces each rank prints its own position. The thread makes no MPI call. A launcher ends the job
-    if a rank exits without MPI_Finalize. The thread answers the questions of `mpitrain report`,
+    if a rank exits without MPI_Finalize. The thread answers the questions of `mpitrain runs report`,
     too.
     """
 
@@ -68,7 +68,7 @@ class Watchdog:
         folder    run directory, which has the traces
         recorder  of this rank
         """
-        self._pointer = f" `mpitrain report {shlex.quote(str(folder))}` names the rank that the others waited for."
+        self._pointer = f" `mpitrain runs report {shlex.quote(str(folder))}` names the rank that the others waited for."
         answering = Answering(folder, self._rank, recorder)
         on_stall = "end" if self._does_end else "warn"
         self._report = StallReport(folder, self._seconds, on_stall, answering)

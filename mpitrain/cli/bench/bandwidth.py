@@ -7,7 +7,7 @@ import click
 
 from mpitrain.cli.bench.options import Bytes, against_options, compared, table_options
 from mpitrain.cli.bench.rows import Printed, between_ranks
-from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.job_options import Outputs, check_files, output_option
 from mpitrain.cli.session import MOST, mpi_session
 
 MOST_IN_FLIGHT = 1 << 12
@@ -64,11 +64,11 @@ def command(**options: Any) -> None:
 def _measure(transport: Any, options: dict[str, Any]) -> int:
     """Return the number of wrong bytes and slow values."""
     from mpitrain.cli.terminal.screen import output_columns
-    from mpitrain.tools.bench.collectives.columns import RowFormatter
     from mpitrain.tools.bench.collectives.header import header
     from mpitrain.tools.bench.collectives.request import sizes
     from mpitrain.tools.bench.links.bandwidth import COLUMNS, BandwidthRequest, footer, measure
     from mpitrain.tools.bench.links.pictures import plot_bandwidth
+    from mpitrain.tools.text_table import TextTable
     from mpitrain.transport.agreement import on_all_ranks
 
     between_ranks(transport, "bandwidth")
@@ -87,7 +87,7 @@ def _measure(transport: Any, options: dict[str, Any]) -> int:
         options["iterations"],
     )
     measured, total = measure(transport, request), len(request.sizes) * len(request.ways)
-    table, outputs = RowFormatter(COLUMNS, 0 if options["wide"] else output_columns()), Outputs()
+    table, outputs = TextTable(COLUMNS, 0 if options["wide"] else output_columns()), Outputs()
     rows = list(Printed(transport, measured, total, table, facts, outputs, *files))
     outputs.conclude(
         transport,

@@ -17,8 +17,7 @@ from mpitrain.cli.bench.pairs import command as pairs
 from mpitrain.cli.bench.rows import printed_sweep
 from mpitrain.cli.bench.training.command import command as train
 from mpitrain.cli.bench.transactions import transactions
-from mpitrain.cli.numbers import finite
-from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.job_options import Outputs, check_files, finite, output_option
 from mpitrain.cli.session import MOST, mpi_session
 from mpitrain.machine.process import KINDS
 

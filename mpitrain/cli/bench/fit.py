@@ -9,7 +9,7 @@ import click
 
 from mpitrain.cli.bench.options import Bytes, table_options
 from mpitrain.cli.bench.rows import printed_sweep
-from mpitrain.cli.output_checks import Outputs, check_files
+from mpitrain.cli.job_options import Outputs, check_files
 from mpitrain.cli.session import MOST, mpi_session
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from mpitrain.cli.bench.one_device import device_of, exit_after, on_a_device, printed_rows
-from mpitrain.cli.output_checks import Outputs, check_files
+from mpitrain.cli.job_options import Outputs, check_files
 
 PRODUCTS = ("NT", "NN", "TN", "NT+gelu", "TN+sums")
 DTYPES = ("float32", "float16", "bfloat16")

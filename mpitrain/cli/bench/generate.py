@@ -7,8 +7,7 @@ from typing import Any
 import click
 
 from mpitrain.cli.bench.options import CSV, JSON, write_rows
-from mpitrain.cli.job_options import DEVICE, PP, SET, TP, changes, configured
-from mpitrain.cli.output_checks import Outputs, check_files
+from mpitrain.cli.job_options import DEVICE, PP, SET, TP, Outputs, changes, check_files, configured
 from mpitrain.cli.session import MOST, mpi_session
 
 
@@ -80,7 +79,7 @@ def command(
         from mpitrain.data import Unopened
         from mpitrain.errors import ConfigError
         from mpitrain.run.build import build
-        from mpitrain.run.decoding.prompts import check_writes
+        from mpitrain.run.generate import check_writes
         from mpitrain.tools.bench.generation.sides import (
             Cached,
             GenerationSide,

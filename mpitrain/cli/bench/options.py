@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mpitrain.cli.numbers import finite
-from mpitrain.cli.output_checks import Outputs, output_option
+from mpitrain.cli.job_options import Outputs, finite, output_option
 
 if TYPE_CHECKING:
     # This module must not import NumPy before `mpi_session` has limited the BLAS threads.

@@ -7,7 +7,7 @@ import click
 
 from mpitrain.cli.bench.options import Bytes, against_options, compared, table_options, write_rows
 from mpitrain.cli.bench.rows import between_ranks
-from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.job_options import Outputs, check_files, output_option
 from mpitrain.cli.session import MOST, mpi_session
 
 

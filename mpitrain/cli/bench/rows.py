@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.cli.bench.options import write_rows
-from mpitrain.cli.output_checks import Outputs
+from mpitrain.cli.job_options import Outputs
 
 if TYPE_CHECKING:
     # This module must not import NumPy before `mpi_session` has limited the BLAS threads.
-    from mpitrain.tools.bench.collectives.columns import RowFormatter
+    from mpitrain.tools.text_table import TextTable
     from mpitrain.transport.base import Transport
 
 
@@ -37,7 +37,7 @@ class Printed:
         transport: "Transport",
         measured: Iterable[Any],
         total: int,
-        table: "RowFormatter",
+        table: "TextTable",
         facts: dict[str, Any],
         outputs: Outputs,
         json_file: Path | None,
@@ -91,12 +91,12 @@ def printed_sweep(
     files  `json_file` and `csv_file`
     """
     from mpitrain.cli.terminal.screen import output_columns
-    from mpitrain.tools.bench.collectives.columns import RowFormatter
     from mpitrain.tools.bench.collectives.sweep import sweep
     from mpitrain.tools.bench.collectives.table import columns
+    from mpitrain.tools.text_table import TextTable
 
     measured = sweep(transport, request, tuning)
-    table = RowFormatter(
+    table = TextTable(
         columns(request.buffers, bool(request.wires)), 0 if wide else output_columns()
     )
     return Printed(transport, measured, measured.total, table, facts, outputs, **files)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import click
 
-from mpitrain.cli import COMMANDS, similar
+from mpitrain.cli import COMMANDS, WORDS, similar
 from mpitrain.errors import ConfigError
 
 PYTHON = ("python", "python3", f"python3.{sys.version_info.minor}")
@@ -37,7 +37,7 @@ def program(arguments: list[str]) -> Program:
     first, *rest = arguments
     if first == "mpitrain" and rest:
         return program(rest)
-    if first in COMMANDS or first.startswith("-"):
+    if first in WORDS or first.startswith("-"):
         return Program([sys.executable, "-m", "mpitrain", *arguments], first)
     if _is_this_python(first):
         return _python(rest)

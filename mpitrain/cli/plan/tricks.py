@@ -17,10 +17,12 @@ from mpitrain.cli.job_options import (
     PRESET,
     SET,
     TP,
+    Outputs,
     changes,
+    check_files,
     configured,
+    output_option,
 )
-from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.session import MOST, mpi_session
 
 LEAST_BLOCKS = 5

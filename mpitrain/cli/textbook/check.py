@@ -1,11 +1,11 @@
-"""`mpitrain check`: prints whether solutions of exercises are right, or why they are wrong."""
+"""`mpitrain learn check`: prints whether solutions of exercises are right, or why they are wrong."""
 
 from pathlib import Path
 
 import click
 
+from mpitrain.cli.job_options import Outputs, check_files
 from mpitrain.cli.language import language_option
-from mpitrain.cli.output_checks import Outputs, check_files
 from mpitrain.machine import process
 
 PRINTED = Path("-")
@@ -53,7 +53,7 @@ def command(path: Path, csv_file: Path | None, language: str) -> int:
     if not files:
         raise ConfigError(
             f"A class has a Python file for each student, but {path} has none.",
-            "Name a folder of files that `mpitrain exercise` wrote.",
+            "Name a folder of files that `mpitrain learn exercise` wrote.",
         )
     rows, right = [], 0
 

@@ -1,11 +1,11 @@
-"""`mpitrain claims`: measures textbook sentences, and prints in which settings they are true."""
+"""`mpitrain learn claims`: measures textbook sentences, and prints in which settings they are true."""
 
 from pathlib import Path
 
 import click
 
+from mpitrain.cli.job_options import Outputs, check_files, output_option
 from mpitrain.cli.language import language_option
-from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.machine import process
 
 
@@ -47,7 +47,7 @@ def command(
         if name not in CLAIMS:
             raise ConfigError(
                 f"There are {len(CLAIMS)} claims, but none has the name {name!r}.",
-                "`mpitrain claims --list` prints their names and sentences.",
+                "`mpitrain learn claims --list` prints their names and sentences.",
             )
     if lists:
         for name in names or CLAIMS:

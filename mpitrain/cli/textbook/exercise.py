@@ -1,4 +1,4 @@
-"""`mpitrain exercise`: writes the file with which a student begins."""
+"""`mpitrain learn exercise`: writes the file with which a student begins."""
 
 import shlex
 from pathlib import Path
@@ -21,7 +21,7 @@ from mpitrain.machine import process
 def command(name: str, out_file: Path | None, language: str) -> None:
     """Write the skeleton of an exercise: a statement, and a function to complete.
 
-    Each task differs from this package's own code. `mpitrain check FILE` checks a solution.
+    Each task differs from this package's own code. `mpitrain learn check FILE` checks a solution.
     """
     if process.launched().rank > 0:
         return  # only rank 0 prints
@@ -46,4 +46,4 @@ def command(name: str, out_file: Path | None, language: str) -> None:
         )
     check_writable(out_file)
     write_whole(out_file, written)
-    click.echo(shlex.join(["mpitrain", "check", str(out_file)]))
+    click.echo(shlex.join(["mpitrain", "learn", "check", str(out_file)]))

@@ -19,7 +19,7 @@ from mpitrain.errors import CommError, ConfigError, on_every_rank
 from mpitrain.machine.backend import Recordable
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport
-from mpitrain.transport.device.messages import DeviceTransport
+from mpitrain.transport.device import DeviceTransport
 
 TRIAL = 1 << 16
 """Elements of the array by which ranks prove that they can use each other's GPU memory."""

@@ -7,8 +7,7 @@ from mpitrain.collectives.engine.arithmetic import Arithmetic
 from mpitrain.collectives.engine.executor import started_twice
 from mpitrain.collectives.plans.topology import Topology
 from mpitrain.errors import CommError
-from mpitrain.transport.base import Transport
-from mpitrain.transport.requests import Request
+from mpitrain.transport.base import Request, Transport
 
 
 class Native:

@@ -31,8 +31,8 @@ import numpy as np
 from mpitrain.collectives.engine.executor import Execution, started_twice
 from mpitrain.collectives.plans.pairwise import barrier
 from mpitrain.machine.backend import Copy, Recordable
-from mpitrain.transport.device.messages import DeviceTransport
-from mpitrain.transport.requests import Request, named
+from mpitrain.transport.base import Request, named
+from mpitrain.transport.device import DeviceTransport
 
 
 class StreamOrdered:

@@ -12,8 +12,7 @@ import numpy as np
 from mpitrain.collectives.engine.arithmetic import HOST, Arithmetic
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer, pieces
 from mpitrain.errors import CommError
-from mpitrain.transport.base import Transport
-from mpitrain.transport.requests import Request, named
+from mpitrain.transport.base import Request, Transport, named
 
 OPS = ("add", "maximum")
 """Names of the reduction operators."""

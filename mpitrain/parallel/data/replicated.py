@@ -32,7 +32,7 @@ from mpitrain.parallel.grid import Axes, Grid
 from mpitrain.parallel.replication.protocol import ReplicationContext
 from mpitrain.parallel.replication.records import ControlMessage
 from mpitrain.transport.base import Transport
-from mpitrain.transport.device.cuda_aware import over_device
+from mpitrain.transport.device import over_device
 
 NAMED = 8
 """The largest number of faults of one rank that an error lists."""

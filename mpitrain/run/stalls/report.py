@@ -118,10 +118,10 @@ class StallReport:
             *_stacks(seen, finding),
         ]
         if self._verdict == "ends":
-            lines.append(f"The job ends now. `mpitrain report {run}` shows the last actions.")
+            lines.append(f"The job ends now. `mpitrain runs report {run}` shows the last actions.")
         else:
             lines.append(
-                f"The job goes on (run.on_stall is warn). Now: `mpitrain report {run} --now --stacks`."
+                f"The job goes on (run.on_stall is warn). Now: `mpitrain runs report {run} --now --stacks`."
             )
         return "\n".join(lines)
 

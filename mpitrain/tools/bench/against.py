@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents
 from mpitrain.strict_json import parsed
-from mpitrain.tools.bench.collectives.columns import figure
+from mpitrain.tools.text_table import figure
 
 KEYS = (
     *("op", "algorithm", "buffers", "bytes", "dtype", "ranks", "ways", "pairs", "window"),

@@ -5,9 +5,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 from mpitrain.errors import visible
-from mpitrain.tools.bench.collectives.columns import figure
 from mpitrain.tools.certify.evidence import Evidence, Speeds
 from mpitrain.tools.certify.verdict import RATES, Certificate, best, usual_rates
+from mpitrain.tools.text_table import figure
 
 
 def lines(evidence: Evidence, certificate: Certificate) -> list[str]:

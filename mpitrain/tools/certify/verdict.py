@@ -6,10 +6,10 @@ from statistics import median
 from typing import NamedTuple
 
 from mpitrain.machine.process import room_for
-from mpitrain.tools.bench.collectives.columns import figure
 from mpitrain.tools.bench.links.pairs import BETWEEN, Pair, bad_everywhere, odd_pairs
 from mpitrain.tools.certify.evidence import Evidence, Facts, Speeds
 from mpitrain.tools.certify.limits import Limits
+from mpitrain.tools.text_table import figure
 
 RATES = {
     "gemm": ("matrix products", 1e9, "GFLOP/s"),

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mpitrain.errors import ConfigError
-from mpitrain.run.metrics import CLOSING, read_metrics
-from mpitrain.run.run_dir import METRICS
+from mpitrain.run.metrics import CLOSING, METRICS, read_metrics
 from mpitrain.run.stalls.observation import Observation, observe, question
 from mpitrain.run.stalls.report import stack_of
 from mpitrain.trace.blame.states import GONE, RankState
@@ -28,7 +27,7 @@ def what_happens_now(run: Path, with_stacks: bool) -> Iterator[str]:
     if records and records[-1].get("event") in CLOSING:
         raise ConfigError(
             f"--now asks a living run, but the run in {run} has ended.",
-            f"Leave --now out: `mpitrain report {run}`.",
+            f"Leave --now out: `mpitrain runs report {run}`.",
         )
     seen, problem = observe(run), ""
     try:

@@ -38,8 +38,8 @@ def write_page(path: Path, runs: Mapping[str, PageSection], metrics: Path) -> No
     metrics  PNG file with the metrics of all runs
     """
     parts = [
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>mpitrain report</title>'
-        f"<style>{STYLE}</style></head><body>\n<h1>mpitrain report</h1>"
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>mpitrain runs report</title>'
+        f"<style>{STYLE}</style></head><body>\n<h1>mpitrain runs report</h1>"
     ]
     for name, section in runs.items():
         parts += [f"<h2>{html.escape(visible(name))}</h2>", *_paragraphs(section.words)]

@@ -7,7 +7,6 @@ import pytest
 from mpitrain.cli.bench.bandwidth import _measure as run
 from mpitrain.cli.bench.bandwidth import command
 from mpitrain.errors import ConfigError
-from mpitrain.tools.bench.collectives.columns import RowFormatter
 from mpitrain.tools.bench.links import bandwidth as measuring
 from mpitrain.tools.bench.links.bandwidth import (
     COLUMNS,
@@ -17,6 +16,7 @@ from mpitrain.tools.bench.links.bandwidth import (
     measure,
     partners,
 )
+from mpitrain.tools.text_table import TextTable
 from mpitrain.transport.threads import run_ranks
 
 
@@ -107,7 +107,7 @@ def test_what_follows_from_rows_leaves_out_those_that_are_marked():
     assert footer(rows)[0] == "one way    at most 2.00 GB/s at 64 bytes, 2000000 messages/s"
     assert footer(rows)[2].startswith("both ways carry 1.50 times as much as one way at 64")
     assert footer(rows)[4].startswith("~ 1 of 4 rows: median above 2 times the fastest window")
-    lines = [RowFormatter(COLUMNS, 80).line(each) for each in rows]
+    lines = [TextTable(COLUMNS, 80).line(each) for each in rows]
     assert [" 5.00~ " in line for line in lines] == [False, False, True, False] and max(
         map(len, lines)
     ) <= 80

@@ -19,8 +19,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import on_device
 from mpitrain.machine.cuda import CudaBackend
 from mpitrain.transport.agreement import ending_together
-from mpitrain.transport.device.messages import DeviceTransport
-from mpitrain.transport.device.staging import Staged
+from mpitrain.transport.device import Staged
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu
 
@@ -45,7 +44,7 @@ def on_ranks(n, function, **options):
 
     def run(threads):
         memory = CudaBackend()
-        return function(DeviceTransport(threads, memory, Staged(threads, memory)), memory)
+        return function(Staged(threads, memory), memory)
 
     return run_ranks(n, run, **options)
 

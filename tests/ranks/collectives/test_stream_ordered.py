@@ -14,8 +14,7 @@ from mpitrain.collectives.direct.stream_ordered import StreamOrdered
 from mpitrain.errors import CommError, PeerLost
 from mpitrain.machine import cuda
 from mpitrain.machine.cuda import CudaBackend
-from mpitrain.transport.device.messages import DeviceTransport
-from mpitrain.transport.device.staging import Staged
+from mpitrain.transport.device import Staged
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy
 
@@ -42,7 +41,7 @@ class Rank:
 
     def __init__(self, threads):
         self.memory = CudaBackend()
-        transport = DeviceTransport(threads, self.memory, Staged(threads, self.memory))
+        transport = Staged(threads, self.memory)
         self.rank, self.size, self.stream = threads.rank, threads.size, cupy.get_current_stream()
         self.arrays = [self.memory.zeros(count, "float64") for count in COUNTS]
         self.other = self.memory.zeros(4, "float64")

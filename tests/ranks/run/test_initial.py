@@ -11,7 +11,7 @@ import pytest
 from mpitrain.cli.bench.training.job import configured_on as measured
 from mpitrain.cli.train import _configured as resumed
 from mpitrain.errors import ConfigError, MpitrainError
-from mpitrain.formats import stored_tensor
+from mpitrain.formats.safetensors_files import read_into
 from mpitrain.run.build import build
 from mpitrain.run.loop import train
 from mpitrain.run.run_dir import configuration
@@ -77,13 +77,13 @@ def test_each_rank_has_its_regions_of_the_folder_bit_for_bit(tmp_path, layout):
 @pytest.mark.parametrize("layout", ["one rank", "tp 2", "pp 2", "ZeRO-1", "ZeRO-3"])
 def test_each_rank_reads_the_elements_that_it_stores(tmp_path, monkeypatch, layout):
     folder, total = sharded(tmp_path / "gpt2"), sum(map(np.prod, shapes().values()))
-    nbytes, read_into = Counter(), stored_tensor.read_into
+    nbytes = Counter()
 
     def counted(descriptor, array, start):
         nbytes[threading.get_ident()] += array.nbytes
         read_into(descriptor, array, start)
 
-    monkeypatch.setattr(stored_tensor, "read_into", counted)
+    monkeypatch.setattr("mpitrain.formats.tensors.read_into", counted)
     ranks, settings = LAYOUTS[layout]
     config = configured(*TINY, f"run.init_from={folder}", *settings)
     stored = run_ranks(ranks, lambda own: build(own, config).trainer.replication.kept())

@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from mpitrain.tools.bench.collectives.columns import RowFormatter, figure
 from mpitrain.tools.bench.collectives.plot import plot, readable
 from mpitrain.tools.bench.collectives.row import CollectiveRow
 from mpitrain.tools.bench.collectives.table import columns, footer, too_slow, write_csv
+from mpitrain.tools.text_table import TextTable, figure
 
 FACTS = {
     "ranks": 2,
@@ -22,7 +22,7 @@ FACTS = {
 
 
 def line(row, places, width=0):
-    return RowFormatter(columns(places), width).line(row)
+    return TextTable(columns(places), width).line(row)
 
 
 def row(
@@ -156,7 +156,7 @@ def test_figures_have_three_significant_digits(value, text):
 
 def test_80_columns_get_the_main_columns_and_a_pipe_gets_all():
     for wires, kept in ((False, []), (True, [])):
-        table = RowFormatter(columns(["window"], wires), 80)
+        table = TextTable(columns(["window"], wires), 80)
         assert [column.title for column in table.columns] == [
             "bytes",
             "algorithm",
@@ -171,20 +171,18 @@ def test_80_columns_get_the_main_columns_and_a_pipe_gets_all():
             table.line(row("auto", 1 << 30, 123456.0, p99=1e6, chosen="recursive-doubling")),
         ]
         assert max(map(len, lines)) <= 80 and "count, dtype, min, algbw," in lines[0]
-    assert [column.title for column in RowFormatter(columns(["window"], True), 90).columns][
-        -2:
-    ] == [
+    assert [column.title for column in TextTable(columns(["window"], True), 90).columns][-2:] == [
         "error",
         "#wrong",
     ]
     assert (
-        len(RowFormatter(columns(["window"]), 0).columns)
+        len(TextTable(columns(["window"]), 0).columns)
         == 12
-        == len(RowFormatter(columns(["window"]), 141).columns)
+        == len(TextTable(columns(["window"]), 141).columns)
     )
     assert (
-        len(RowFormatter(columns(["window"]), 140).columns) == 11
-        and "left out" not in RowFormatter(columns(["window"]), 141).heading()[0]
+        len(TextTable(columns(["window"]), 140).columns) == 11
+        and "left out" not in TextTable(columns(["window"]), 141).heading()[0]
     )
 
 

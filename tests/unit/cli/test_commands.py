@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 from itertools import islice
 from types import SimpleNamespace
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from mpitrain.cli import commands, train
+from mpitrain.cli import LEARN, RUNS, commands, train
+from mpitrain.cli.config_help import EXPERT
 from mpitrain.cli.generate import readable
 from mpitrain.cli.job_options import changes
 from mpitrain.cli.launch import command as launch_command
@@ -60,17 +62,21 @@ def test_help_config_lists_every_key():
         assert f"{key.name} = " in said and key.help in said and key.range in said
 
 
-def test_help_config_lists_basic_keys_before_advanced_ones():
+def test_help_config_lists_basic_keys_before_advanced_ones_and_those_for_experts_last():
     for section in Config.model_fields.values():
         assert set(section.annotation.basic) <= set(section.annotation.model_fields)
     shown = CliRunner().invoke(commands, ["train", "--help-config"]).output.splitlines()
     listed = [line.split()[0] for line in shown if " = " in line and line[2:3].strip()]
     basic = [key.name for key in keys() if key.is_basic]
     assert len(basic) == 25
-    assert listed == [*basic, *(key.name for key in keys() if not key.is_basic)]
-    assert shown.index("advanced") < next(
-        at for at, line in enumerate(shown) if line.startswith("  run.log_every = ")
-    )
+    expert = [name for names in EXPERT.values() for name in names]
+    rest = [key.name for key in keys() if key.name not in {*basic, *expert}]
+    assert listed == [*basic, *rest, *expert]
+    starts = [
+        next(at for at, line in enumerate(shown) if line.startswith(f"  {names[0]} = "))
+        for names in (rest, expert)
+    ]
+    assert shown.index("advanced") < starts[0] < shown.index("for experts") < starts[1]
 
 
 def test_help_config_of_a_section_lists_its_keys_alone_in_lines_that_fit():
@@ -425,3 +431,19 @@ def test_a_diverged_model_writes_nothing():
 )
 def test_a_run_says_how_its_ranks_share_the_work(settings, said):
     assert way(parse(with_settings({}, settings))) == said
+
+
+def test_the_words_that_moved_into_groups_still_work_at_the_top_and_are_not_listed_there():
+    shown = CliRunner().invoke(commands, ["--help"]).output.partition("Commands:")[2]
+    listed = re.findall(r"^  (\w+) ", shown, re.M)
+    assert " ".join(listed) == (
+        "train launch slurm eval generate export data bench compare plan doctor certify runs learn"
+    )
+    for group, words in (("runs", RUNS), ("learn", LEARN)):
+        for word in words:
+            assert word not in listed
+            old, new = (
+                CliRunner().invoke(commands, [*way, word, "--help"]) for way in ([], [group])
+            )
+            assert old.exit_code == new.exit_code == 0
+            assert old.output == new.output.replace(f"commands {group} {word}", f"commands {word}")

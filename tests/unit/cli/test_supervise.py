@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mpitrain.cli import NOT_BEGUN
-from mpitrain.cli.launch.launcher_output import Errors, LauncherOutput
+from mpitrain.cli.launch.supervise import Errors, LauncherOutput
 from mpitrain.cli.terminal.status import FLAG, StatusFilter
 from tests.processes import SECONDS, run
 
@@ -193,7 +193,7 @@ def test_a_stop_before_the_run_began_says_that_there_was_nothing_to_save():
         (f"{REFUSAL}\nrank 1: ended by an exception", FAILED_1),
         (
             BEGAN,
-            f"{NO_REASON}; `mpitrain report runs/x` names the rank that fell silent first. "
+            f"{NO_REASON}; `mpitrain runs report runs/x` names the rank that fell silent first. "
             "With --resume=auto it goes on from its last checkpoint, if it has one",
         ),
         ("TrainingError: a law\n               a way out", "               a way out"),
@@ -445,7 +445,7 @@ def test_launch_points_to_the_report_if_srun_names_several_ranks():
         f"import sys; print({BEGAN!r}, flush=True); sys.stderr.buffer.write({SRUN_MIXES!r}); sys.exit(137)"
     )
     assert (
-        b"(Slurm then ends the others). `mpitrain report runs/x` says which one fell silent first. With --resume=auto"
+        b"(Slurm then ends the others). `mpitrain runs report runs/x` says which one fell silent first. With --resume=auto"
         in errors
     )
 

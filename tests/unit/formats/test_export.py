@@ -12,8 +12,8 @@ from mpitrain.cli import commands
 from mpitrain.errors import MpitrainError
 from mpitrain.formats import writing
 from mpitrain.formats.folder import tensors as located
-from mpitrain.formats.stored_tensor import StoredTensor
-from mpitrain.formats.tokenizer_files import byte_level
+from mpitrain.formats.tensors import StoredTensor
+from mpitrain.formats.writing import byte_level
 from mpitrain.run.build import build
 from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks

@@ -35,15 +35,15 @@ ENGINE = [
     "pipeline",
     "run",
 ]
-TOOLS = ["plan", "bench", "doctor", "certify", "report", "textbook"]
+TOOLS = ["text_table", "plan", "bench", "doctor", "certify", "report", "textbook"]
 FLOORS = [*ENGINE, *(f"tools.{name}" for name in TOOLS), "cli", "__main__"]
 
 DOORS = {
     "mpi4py": ("transport/",),
     "cupy": ("machine/", "kernels/"),
     "click": ("cli/",),
-    "tokenizers": ("data/tokenizer.py", "data/prepare/"),
-    "pyarrow": ("data/prepare/",),
+    "tokenizers": ("data/tokenizer.py",),
+    "pyarrow": ("data/documents.py",),
     "os.environ": ("machine/process.py", "cli/"),
 }
 

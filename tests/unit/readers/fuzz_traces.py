@@ -9,9 +9,9 @@ import numpy as np
 import tomli_w
 
 from mpitrain.cli import report
-from mpitrain.cli.output_checks import Outputs
+from mpitrain.cli.job_options import Outputs
 from mpitrain.config import CONFIG, parse
-from mpitrain.run.run_dir import METRICS
+from mpitrain.run.metrics import METRICS
 from mpitrain.trace.read import read_trace
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.ring_buffer import BACKWARD, FORWARD, HEAD, MAGIC, RECORD, Ring
@@ -57,7 +57,7 @@ def traced(folder: Path) -> Path:
 
 
 def told(path: Path):
-    """What a trace says, once `mpitrain report` has said what it makes of the run."""
+    """What a trace says, once `mpitrain runs report` has said what it makes of the run."""
     run = path.parents[1]
     outputs = Outputs()
     report.reported(run, outputs)

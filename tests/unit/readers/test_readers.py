@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from mpitrain.formats.header import located
+from mpitrain.formats.safetensors_files import located
 from tests.processes import SECONDS
 from tests.unit.readers.fuzz_checkpoints import Manifests
 from tests.unit.readers.fuzz_data import Arrays, Conversations, Images

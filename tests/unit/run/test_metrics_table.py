@@ -1,4 +1,4 @@
-"""`mpitrain metrics`: the series of runs as a table and as CSV, which pandas and csv read back."""
+"""`mpitrain runs metrics`: the series of runs as a table and as CSV, which pandas and csv read back."""
 
 import csv
 import io

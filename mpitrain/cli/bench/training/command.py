@@ -9,9 +9,19 @@ import click
 
 from mpitrain.cli.bench.training.job import ALONE, configured_on, settings_of
 from mpitrain.cli.bench.training.shapes import PEERS, measure_shapes
-from mpitrain.cli.job_options import DEVICE, GEMM, PP, PRESET, SET, TP, changes
-from mpitrain.cli.numbers import finite
-from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.job_options import (
+    DEVICE,
+    GEMM,
+    PP,
+    PRESET,
+    SET,
+    TP,
+    Outputs,
+    changes,
+    check_files,
+    finite,
+    output_option,
+)
 from mpitrain.cli.session import MOST, mpi_session
 
 ROW_SECONDS = 120.0

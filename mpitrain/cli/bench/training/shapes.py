@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.cli.bench.options import write_rows
-from mpitrain.cli.job_options import configured
-from mpitrain.cli.output_checks import Outputs, check_files
+from mpitrain.cli.job_options import Outputs, check_files, configured
 
 PEERS = ("torch", "torch-compiled")
 """The peers of the table, unless the command names some."""

@@ -13,8 +13,8 @@ from mpitrain.tools.bench.collectives.operations import (
     Buffers,
     ReductionOptions,
 )
+from mpitrain.transport.base import NATIVE_OPERATIONS as NATIVE
 from mpitrain.transport.base import Transport
-from mpitrain.transport.native import OPERATIONS as NATIVE
 
 REDUCING = ("reduce", "reduce-scatter")
 """MPI's collectives that reduce, and so accept only dtypes that MPI can reduce."""

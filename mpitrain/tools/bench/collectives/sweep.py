@@ -25,7 +25,7 @@ from mpitrain.tools.bench.collectives.row import (
 )
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport, aligned_zeros
-from mpitrain.transport.device.cuda_aware import over_device
+from mpitrain.transport.device import over_device
 
 LONG = 0.05
 """Seconds per run of the fastest algorithm above which a sweep leaves out sizes.

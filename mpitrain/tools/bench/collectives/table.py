@@ -11,8 +11,8 @@ from typing import Any
 
 from mpitrain.collectives.selection.own_algorithm import shown
 from mpitrain.files import write_whole
-from mpitrain.tools.bench.collectives.columns import TableColumn, figure
 from mpitrain.tools.bench.collectives.row import CollectiveRow
+from mpitrain.tools.text_table import TextColumn, TextTable, figure, marked
 
 FAR = 2.0
 """A p99 is marked above FAR times the median, and a median above FAR times the fastest run.
@@ -21,30 +21,34 @@ Then other work ran during the measurement, or the network was busy.
 """
 
 
-def columns(places: Sequence[str], has_wires: bool = False) -> list[TableColumn]:
+def columns(places: Sequence[str], has_wires: bool = False) -> list[TextColumn]:
     """Return the columns of a table of collectives.
 
     places  requested memory classes; rows name their class unless it is the only one requested
     """
     return [
-        TableColumn("bytes", "", 12, lambda row: str(row.bytes)),
-        TableColumn("count", "", 11, lambda row: str(row.count), 1),
-        TableColumn("dtype", "", 8, lambda row: row.dtype, 2),
-        TableColumn("algorithm", "", 26, lambda row: _name(row, places), is_left=True),
-        TableColumn("time", "us ", 11, lambda row: figure(row.time_us) + _mark(is_spoilt(row))),
-        TableColumn("min", "us", 10, lambda row: figure(row.min_us), 4),
-        TableColumn("p99", "us ", 11, lambda row: figure(row.p99_us) + _mark(is_spread(row)), 6),
-        TableColumn("algbw", "GB/s", 8, lambda row: figure(row.algbw_GBs), 5),
-        TableColumn("busbw", "GB/s", 8, lambda row: figure(row.busbw_GBs)),
-        TableColumn("predicted", "us", 10, lambda row: figure(row.predicted_us), 3),
-        TableColumn(
-            "error",
-            "",
-            8,
-            lambda row: f"{row.error:.2e}" if math.isfinite(row.error) else "-",
-            5 if has_wires else 0,
+        TextColumn("bytes", "12", "bytes"),
+        TextColumn("count", "11", "count", importance=1),
+        TextColumn("dtype", "8", "dtype", importance=2),
+        TextColumn("algorithm", "<25", lambda row: _name(row, places), gap=2),
+        TextColumn(
+            "time", "11", lambda row: marked(figure(row.time_us), is_spoilt(row)), unit="us "
         ),
-        TableColumn("#wrong", "", 7, lambda row: str(row.wrong)),
+        TextColumn("min", "10", lambda row: figure(row.min_us), unit="us", importance=4),
+        TextColumn(
+            "p99",
+            "11",
+            lambda row: marked(figure(row.p99_us), is_spread(row)),
+            unit="us ",
+            importance=6,
+        ),
+        TextColumn("algbw", "8", lambda row: figure(row.algbw_GBs), unit="GB/s", importance=5),
+        TextColumn("busbw", "8", lambda row: figure(row.busbw_GBs), unit="GB/s"),
+        TextColumn(
+            "predicted", "10", lambda row: figure(row.predicted_us), unit="us", importance=3
+        ),
+        TextColumn("error", "8.2e", "error", importance=5 if has_wires else 0),
+        TextColumn("#wrong", "7", "wrong"),
     ]
 
 
@@ -54,10 +58,6 @@ def _name(row: CollectiveRow, places: Sequence[str]) -> str:
     chosen = shown(row.chosen)
     name = row.algorithm if chosen == row.algorithm else f"{row.algorithm}: {chosen}"
     return name if list(places) == [row.buffers] else f"{name}, {row.buffers}"
-
-
-def _mark(is_noisy: bool) -> str:
-    return "~" if is_noisy else " "
 
 
 def is_spread(row: CollectiveRow) -> bool:
@@ -80,16 +80,22 @@ def footer(rows: Sequence[CollectiveRow]) -> list[str]:
             [] if is_spoilt(row) else [row.busbw_GBs]
         )
     against = against_native(rows)
-    heading = "  times native's speed: mean, least" if against else ""
-    lines = [f"{'algorithm':<18} {'buffers':<7} {'average busbw':>13}{heading}"]
+    table = TextTable(
+        [
+            TextColumn("algorithm", "<18", 0),
+            TextColumn("buffers", "<7", 1),
+            TextColumn("average busbw", "13", 2),
+            TextColumn("times native's speed: mean, least" if against else "", "<", 3, gap=2),
+        ]
+    )
+    lines = table.heading()
     for (algorithm, buffers), rates in bandwidths.items():
         average = f"{figure(sum(rates) / len(rates))} GB/s" if rates else "all marked ~"
-        lines.append(f"{algorithm:<18} {buffers:<7} {average:>13}")
+        speed = ""
         if ratios := against.get((algorithm, buffers)):
             least = min(ratios, key=ratios.__getitem__)
-            lines[-1] += (
-                f"  {figure(geometric_mean(ratios.values()))}, {figure(ratios[least])} at {least} bytes"
-            )
+            speed = f"{figure(geometric_mean(ratios.values()))}, {figure(ratios[least])} at {least} bytes"
+        lines.append(table.line((algorithm, buffers, average, speed)))
     if spoilt := sum(map(is_spoilt, rows)):
         lines += [
             f"~ {spoilt} of {len(rows)} rows: median above {FAR:g} times the fastest run, so other work ran most of",

@@ -12,8 +12,7 @@ from mpitrain.parallel.grid import axes, divisor
 from mpitrain.parallel.modes import servers_of
 from mpitrain.run.build import build
 from mpitrain.run.choices import ALGORITHMS, parse
-from mpitrain.run.given import agree_on
-from mpitrain.run.resolve import resolve_here
+from mpitrain.run.resolve import agree_on, resolve_here
 from mpitrain.tools.bench.comparison.grammar import is_replication, settings_of
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport

@@ -15,7 +15,7 @@ from mpitrain.tools.bench.comparison.formulas import predicted, words_of
 from mpitrain.tools.bench.comparison.jobs import WARM_UP
 from mpitrain.tools.bench.comparison.waits import WaitRecorder
 from mpitrain.transport.base import Transport
-from mpitrain.transport.traced_transport import Recorded
+from mpitrain.transport.decorators import Recorded
 
 KINDS = ("parameters", "gradients", "state", "scratch", "activations")
 """The kinds of memory of a rank, in the order of the table."""

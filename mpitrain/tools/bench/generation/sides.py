@@ -7,9 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mpitrain.run.decoding.document import last_document, separator_of
-from mpitrain.run.decoding.sampling import Sampling
-from mpitrain.run.generate import texts
+from mpitrain.run.generate import Sampling, last_document, separator_of, texts
 from mpitrain.run.trainer import Trainer
 
 GREEDY = Sampling(0, 0, 1)

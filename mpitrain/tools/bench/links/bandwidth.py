@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain.tools.bench.collectives.columns import TableColumn, figure
 from mpitrain.tools.bench.collectives.table import FAR
 from mpitrain.tools.bench.links.pairs import coded
-from mpitrain.transport.base import Transport
-from mpitrain.transport.requests import Request
+from mpitrain.tools.text_table import TextColumn, figure, marked
+from mpitrain.transport.base import Request, Transport
 
 SECONDS, FEWEST, MOST = 0.25, 5, 500
 """Seconds for a row, and the least and most windows, if the number of windows is not set."""
@@ -68,17 +67,15 @@ class BandwidthRow(NamedTuple):
 
 
 COLUMNS = [
-    TableColumn("bytes", "", 12, lambda row: str(row.bytes)),
-    TableColumn("ways", "", 6, lambda row: row.ways, is_left=True),
-    TableColumn("pairs", "", 5, lambda row: str(row.pairs), 1),
-    TableColumn("window", "", 6, lambda row: str(row.window), 2),
-    TableColumn(
-        "time", "us ", 11, lambda row: figure(row.time_us) + ("~" if row.is_spoilt else " ")
-    ),
-    TableColumn("min", "us", 10, lambda row: figure(row.min_us), 0),
-    TableColumn("bandwidth", "GB/s", 9, lambda row: figure(row.GBs)),
-    TableColumn("messages/s", "", 10, lambda row: figure(row.messages_s)),
-    TableColumn("#wrong", "", 7, lambda row: str(row.wrong)),
+    TextColumn("bytes", "12", "bytes"),
+    TextColumn("ways", "<5", "ways", gap=2),
+    TextColumn("pairs", "5", "pairs", importance=1),
+    TextColumn("window", "6", "window", importance=2),
+    TextColumn("time", "11", lambda row: marked(figure(row.time_us), row.is_spoilt), unit="us "),
+    TextColumn("min", "10", lambda row: figure(row.min_us), unit="us", importance=0),
+    TextColumn("bandwidth", "9", lambda row: figure(row.GBs), unit="GB/s"),
+    TextColumn("messages/s", "10", lambda row: figure(row.messages_s)),
+    TextColumn("#wrong", "7", "wrong"),
 ]
 
 

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from mpitrain.tools.bench.collectives.columns import figure
 from mpitrain.tools.bench.links.pairs import (
     BETWEEN,
     ONE_HOST,
@@ -14,6 +13,7 @@ from mpitrain.tools.bench.links.pairs import (
     bad_everywhere,
     odd_pairs,
 )
+from mpitrain.tools.text_table import figure
 
 SHOWN = 8
 """Upper bound of the number of odd pairs that are printed; files have all of them."""

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from mpitrain.plots import painter, save
-from mpitrain.tools.bench.collectives.columns import figure as rounded
 from mpitrain.tools.bench.collectives.plot import look, readable
 from mpitrain.tools.bench.links.bandwidth import BandwidthRow
 from mpitrain.tools.bench.links.pairs import Pair, odd_pairs
 from mpitrain.tools.bench.links.pairs_table import bandwidth, latency
+from mpitrain.tools.text_table import figure as rounded
 
 FEW = 12
 """Largest number of ranks for which the cells of a heat map show numbers."""

@@ -1,4 +1,4 @@
-"""The lines of `mpitrain diff`."""
+"""The lines of `mpitrain runs diff`."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -21,6 +21,6 @@ CLAIMS: Table[str, Claim] = Table(
         **batches.CLAIMS,
     }
 )
-"""Claims by name, in the order of `mpitrain claims`. A new claim needs a row in its topic's file,
+"""Claims by name, in the order of `mpitrain learn claims`. A new claim needs a row in its topic's file,
 and the Korean of its texts.
 """

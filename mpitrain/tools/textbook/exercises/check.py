@@ -45,7 +45,7 @@ class Checked(NamedTuple):
         """Return the reason in a language."""
         if self.reason is None:
             return ""
-        return text(self.reason.law, language, **self.reason.values)
+        return text(self.reason.sentence, language)
 
     def sizes(self, case: Case) -> str:
         """Return the numbers of a case with their names."""
@@ -65,12 +65,12 @@ def check(path: Path) -> Checked:
     except OSError as error:
         raise ConfigError(
             f"The file {path} cannot be read: {error.strerror or error}.",
-            "Name a file that `mpitrain exercise` wrote.",
+            "Name a file that `mpitrain learn exercise` wrote.",
         ) from None
     if len(code) > LARGEST:
         raise ConfigError(
             f"A solution has at most {LARGEST:,} bytes, but {path} has more.",
-            "Name a file that `mpitrain exercise` wrote.",
+            "Name a file that `mpitrain learn exercise` wrote.",
         )
     marked = MARK.search(code)
     name = marked[2].decode() if marked else ""
@@ -78,7 +78,7 @@ def check(path: Path) -> Checked:
         raise ConfigError(
             f'A solution has a line EXERCISE = "...", one of {", ".join(EXERCISES)}, but {path} '
             + (f"has {name!r}." if name else "has none."),
-            "Begin with the file of `mpitrain exercise NAME --out FILE`.",
+            "Begin with the file of `mpitrain learn exercise NAME --out FILE`.",
         )
     return judged(name, EXERCISES[name], str(path), code)
 

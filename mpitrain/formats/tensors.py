@@ -1,0 +1,146 @@
+"""Tensors of ours in safetensors files, read by rectangles, or computed as they are written."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from mpitrain.files import reading
+from mpitrain.formats.safetensors_files import FLOATS, Located, read_into
+from mpitrain.layers.base import Rectangle
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of ours in a file.
+
+    is_transposed  whether the file has the dims in reverse order, as Conv1D of GPT-2 does: its
+                   weights are (inputs, outputs)
+    """
+
+    located: Located
+    is_transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.located.shape[::-1] if self.is_transposed else self.located.shape
+
+    @property
+    def whole(self) -> Rectangle:
+        return tuple(slice(0, length) for length in self.shape)
+
+    def read(self, rectangle: Rectangle) -> np.ndarray:
+        """Read a rectangle of our tensor, and no other byte of the file.
+
+        returns  the elements, in the shape of the rectangle and the dtype of the file; bfloat16 as
+                 float32
+        raises   OSError if the file cannot be read
+        """
+        shape = self.located.shape
+        stored = rectangle[::-1] if self.is_transposed else rectangle
+        dtype = FLOATS[self.located.dtype]
+        bits = np.empty([part.stop - part.start for part in stored], f"u{dtype.itemsize}")
+        # The elements of the dims from `last` on are contiguous in the file.
+        last = max((d for d, n in enumerate(shape) if bits.shape[d] != n), default=0)
+        strides = [math.prod(shape[d + 1 :]) * dtype.itemsize for d in range(len(shape))]
+        first = self.located.start + sum(
+            part.start * stride for part, stride in zip(stored, strides, strict=True)
+        )
+        with reading(self.located.file, self.located.inner) as file:
+            for corner in np.ndindex(*bits.shape[:last]):
+                offset = sum(i * stride for i, stride in zip(corner, strides, strict=False))
+                read_into(file.fileno(), bits[corner], first + offset)
+        values = bits.view(dtype)
+        if self.located.dtype == "BF16":
+            values = values.astype(np.float32)
+        return values.T if self.is_transposed else values
+
+
+class ComputedTensor(NamedTuple):
+    """A tensor with the interface of `StoredTensor`.
+
+    made           returns our tensor
+    own_shape      of our tensor
+    is_transposed  whether `shape` and `read` reverse the dims
+    """
+
+    made: Callable[[], np.ndarray]
+    own_shape: tuple[int, ...]
+    is_transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.own_shape[::-1] if self.is_transposed else self.own_shape
+
+    @property
+    def whole(self) -> Rectangle:
+        return tuple(slice(0, length) for length in self.shape)
+
+    def read(self, rectangle: Rectangle) -> np.ndarray:
+        made = self.made()
+        return (made.T if self.is_transposed else made)[rectangle]
+
+
+AnyTensor = StoredTensor | ComputedTensor
+
+
+def as_ours(stored: AnyTensor) -> ComputedTensor:
+    """Return a stored tensor in our order of dims, whichever order its file has."""
+    return ComputedTensor(lambda: stored.read(stored.whole), stored.shape)
+
+
+def padded(stored: StoredTensor, dim: int, length: int) -> AnyTensor:
+    """Return a matrix with zeros at the end of a dim, so that the dim has this length."""
+    shape = tuple(length if d == dim else own for d, own in enumerate(stored.shape))
+    if shape == stored.shape:
+        return stored
+
+    def made() -> np.ndarray:
+        own = stored.read(stored.whole)
+        return np.pad(own, [(0, now - then) for now, then in zip(shape, own.shape, strict=True)])
+
+    return ComputedTensor(made, shape)
+
+
+def merged(weight: AnyTensor, pairs: list[tuple[slice, AnyTensor, AnyTensor]], scale: float):
+    """Return a weight plus the products of its adapters: W + scale B A.
+
+    pairs  (rows of the weight, A, B) of each adapter
+    """
+
+    def made() -> np.ndarray:
+        values = weight.read(weight.whole)
+        # The sum is rounded once, to the dtype of the weight.
+        total = values.astype(np.float64)
+        for rows, a, b in pairs:
+            total[rows] += scale * (b.read(b.whole).astype(np.float64) @ a.read(a.whole))
+        return total.astype(values.dtype)
+
+    return ComputedTensor(made, weight.shape)
+
+
+def stacked(pairs: list[tuple[slice, AnyTensor, AnyTensor]], outputs: int):
+    """Return A and B of one adapter that equals adapters of some rows each.
+
+    pairs    (rows of the weight, A, B) of each adapter
+    outputs  rows of the weight
+    """
+    ranks = [a.shape[0] for _, a, _ in pairs]
+    inputs = pairs[0][1].shape[1]
+
+    def made_a() -> np.ndarray:
+        return np.concatenate([a.read(a.whole) for _, a, _ in pairs])
+
+    def made_b() -> np.ndarray:
+        blocks = [b.read(b.whole) for _, _, b in pairs]
+        whole = np.zeros((outputs, sum(ranks)), blocks[0].dtype)
+        first = 0
+        for (rows, _, _), block, rank in zip(pairs, blocks, ranks, strict=True):
+            whole[rows, first : first + rank] = block
+            first += rank
+        return whole
+
+    return (
+        ComputedTensor(made_a, (sum(ranks), inputs)),
+        ComputedTensor(made_b, (outputs, sum(ranks))),
+    )
