@@ -24,8 +24,8 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpitrain.collectives.bind import bind as bind
     from mpitrain.collectives.group import Group as Group
+    from mpitrain.collectives.group import bind as bind
     from mpitrain.config import Config as Config
     from mpitrain.errors import MpitrainError as MpitrainError
     from mpitrain.errors import PeerLost as PeerLost
@@ -76,7 +76,7 @@ _HOMES = {
     "Trainer": "run.trainer",
     "Unit": "layers.base",
     "Watcher": "run.watcher",
-    "bind": "collectives.bind",
+    "bind": "collectives.group",
     "build": "run.build",
     "connect": "transport.mpi",
     "from_communicator": "transport.mpi",

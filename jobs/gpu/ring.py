@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from result import emit, micro, wrong_words
 
-from mpitrain.collectives.engine.device_arithmetic import arithmetic_of
+from mpitrain.collectives.engine.arithmetic import arithmetic_of
 from mpitrain.collectives.group import Group
 from mpitrain.machine import process
 from mpitrain.ops.device import device_for

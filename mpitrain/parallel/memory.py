@@ -8,9 +8,8 @@ import numpy as np
 from mpitrain.config import Config
 from mpitrain.data import Source, Unopened
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Unit
+from mpitrain.layers.base import Unit, freeze
 from mpitrain.layers.flat import Storage
-from mpitrain.layers.frozen import freeze
 from mpitrain.layers.plain import Plain
 from mpitrain.machine import process
 from mpitrain.models.table import units_of

@@ -20,10 +20,9 @@ from mpitrain.data import (
     zeros,
 )
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Unit
-from mpitrain.layers.frozen import freeze
-from mpitrain.layers.memory.recomputed import with_recomputation
+from mpitrain.layers.base import Unit, freeze
 from mpitrain.layers.plain import Plain
+from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.models.table import MODELS, check_data, units_of
 from mpitrain.models.targets import adapt
 from mpitrain.parallel.memory import Room, check_memory

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.collectives.selection import table as algorithm_table
-from mpitrain.collectives.selection.own_algorithm import file_algorithm, is_file
+from mpitrain.collectives.selection.algorithm import is_file
 from mpitrain.config import Config, ConfigKey, Optimizer, check_choice, refusal
 from mpitrain.config import keys as keys_of_sections
 from mpitrain.config import parse as parse_sections
@@ -139,6 +139,8 @@ def _with_own_algorithms(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     """Add the all-reduces of the user's files to their table, and pin the files' digests."""
     for key in ALGORITHMS:
         if is_file(value := _text_of(tables, key)):
+            from mpitrain.collectives.selection.own_algorithm import file_algorithm
+
             section, name = key.split(".")
             tables = {**tables, section: {**tables[section], name: file_algorithm(value)}}
     return tables

@@ -18,9 +18,8 @@ from mpitrain.collectives.group import Group
 from mpitrain.config import Config
 from mpitrain.data import Source, Unopened, zeros
 from mpitrain.errors import ConfigError, MpitrainError
-from mpitrain.layers.base import Gradients, Loss, Unit, Weights
+from mpitrain.layers.base import Documents, Gradients, Loss, Unit, Weights
 from mpitrain.layers.flat import Storage
-from mpitrain.layers.now import Documents
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import DeviceBackend
 from mpitrain.ops import Ops, bodies

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.collectives.bind import bind
+from mpitrain.collectives.group import bind
 from mpitrain.config import Config, Data
 from mpitrain.data import writes_text
 from mpitrain.data.tokenizer import TOKENIZER, ByteTokenizer, Tokenizer, open_tokenizer

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain import __version__
-from mpitrain.collectives.direct.cuda_ipc import say_unshared
 from mpitrain.config import Config, Run
 from mpitrain.data import Prefetched, Source, amounts, bits_per_byte
 from mpitrain.errors import CheckpointError, TrainingError, on_every_rank
@@ -137,6 +136,8 @@ def train(
                 strict=True,
             )
             if transport.rank == 0 and not refusals and any(reasons):
+                from mpitrain.collectives.cuda_ipc import say_unshared
+
                 say_unshared(next(filter(None, reasons))[0])
             folder, before = Path(claimed[0][0]), ResumeInfo(*claimed[0][1])
             traced = Traced(transport, job, folder)

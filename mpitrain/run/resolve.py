@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 from zlib import crc32
 
-from mpitrain.collectives.engine.codecs import Wire, parse_wire
+from mpitrain.collectives.engine.arithmetic import Wire, parse_wire
 from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning
 from mpitrain.config import Config, Memory

@@ -28,7 +28,7 @@ from typing import Any
 
 import tomli_w
 
-from mpitrain.collectives.selection.own_algorithm import is_file, shown
+from mpitrain.collectives.selection.algorithm import is_file, shown
 from mpitrain.collectives.selection.tuning import tuning_text
 from mpitrain.config import CONFIG, PATHS, Config, Data, check_text, keys, read_toml
 from mpitrain.config.plugins import MARK, check_named, digests, entries, imported, load

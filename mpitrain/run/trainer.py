@@ -11,15 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.collectives.engine.device_arithmetic import arithmetic_of
+from mpitrain.collectives.engine.arithmetic import arithmetic_of
 from mpitrain.config import Config, Run
 from mpitrain.config.faults import delay_s, delays
 from mpitrain.data import Source, positions_of, read_rows, without_ends
 from mpitrain.errors import DataError, MpitrainError, TrainingError, on_every_rank
-from mpitrain.layers.base import Loss, Unit
+from mpitrain.layers.base import Documents, Loss, Unit
+from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
 from mpitrain.layers.flat import Storage
-from mpitrain.layers.memory.chunked_logits import ChunkedLogits, computed, sliced
-from mpitrain.layers.now import Documents
 from mpitrain.ops.int8_rows import Coded
 from mpitrain.optim import check_groups, learning_rate
 from mpitrain.parallel.grid import Grid, share

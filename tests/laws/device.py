@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from mpitrain.collectives.bind import bind, bind_all_to_all
-from mpitrain.collectives.compression.bind import bind_lossy
-from mpitrain.collectives.engine.codecs import parse_wire
+from mpitrain.collectives.compression import bind_lossy
+from mpitrain.collectives.engine.arithmetic import parse_wire
+from mpitrain.collectives.group import bind, bind_all_to_all
 from mpitrain.collectives.selection import table as algorithm_table
 from mpitrain.errors import ConfigError
 from mpitrain.machine.backend import on_device

@@ -6,9 +6,9 @@ import sys
 import numpy as np
 import pytest
 
-from mpitrain.collectives.bind import bind
-from mpitrain.collectives.direct.stream_ordered import StreamOrdered
+from mpitrain.collectives.cuda_ipc import StreamOrdered
 from mpitrain.collectives.engine.progress import PolledProgress
+from mpitrain.collectives.group import bind
 from mpitrain.machine import cuda
 from mpitrain.machine.cuda import CudaBackend
 from mpitrain.transport.device import Staged
@@ -22,7 +22,7 @@ import os, signal, sys, time
 from mpitrain.errors import PeerLost
 from mpitrain.machine import cuda
 from mpitrain.machine.cuda import CudaBackend
-from mpitrain.collectives.bind import bind
+from mpitrain.collectives.group import bind
 from mpitrain.transport.device import DeviceTransport
 from mpitrain.transport.device import Staged
 from mpitrain.transport.mpi import connect

@@ -182,10 +182,11 @@ def _measure(transport: Any, name: str, options: dict[str, Any]) -> int:
 
 
 def _request(name: str, options: dict[str, Any]) -> Any:
-    from mpitrain.collectives.engine.agreement import check_name
-    from mpitrain.collectives.engine.codecs import parse_wire
+    from mpitrain.collectives.engine.arithmetic import parse_wire
+    from mpitrain.collectives.engine.executor import check_name
+    from mpitrain.collectives.selection.algorithm import is_file
     from mpitrain.collectives.selection.cost_model import MEMORY
-    from mpitrain.collectives.selection.own_algorithm import file_algorithm, is_file
+    from mpitrain.collectives.selection.own_algorithm import file_algorithm
     from mpitrain.errors import ConfigError
     from mpitrain.tools.bench.collectives.buffers import LEASED
     from mpitrain.tools.bench.collectives.native import names

@@ -53,9 +53,8 @@ def _fit(
     """
     import numpy as np
 
-    from mpitrain.collectives.plans.topology import Topology
-    from mpitrain.collectives.selection.choose import candidates
-    from mpitrain.collectives.selection.cost_model import MEMORY
+    from mpitrain.collectives.selection.algorithm import Topology
+    from mpitrain.collectives.selection.cost_model import MEMORY, candidates
     from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning, write_tuning
     from mpitrain.errors import ConfigError, MpitrainError, on_every_rank
     from mpitrain.tools.bench.collectives.fit import (

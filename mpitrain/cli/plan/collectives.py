@@ -83,7 +83,8 @@ def _plan(
 ) -> None:
     if process.launched().rank > 0:
         return  # only rank 0 prints
-    from mpitrain.collectives.selection.own_algorithm import file_algorithm, is_file
+    from mpitrain.collectives.selection.algorithm import is_file
+    from mpitrain.collectives.selection.own_algorithm import file_algorithm
     from mpitrain.errors import ConfigError
     from mpitrain.tools.plan.collective import collective
     from mpitrain.tools.plan.collective_text import printed

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from mpitrain.cli.terminal import last_words
 from mpitrain.cli.terminal.screen import shows_output, width
 from mpitrain.cli.terminal.status import is_launched, status
-from mpitrain.collectives.selection.own_algorithm import shown
+from mpitrain.collectives.selection.algorithm import shown
 from mpitrain.collectives.selection.tuning import DEFAULT, foreign
 from mpitrain.config import Config
 from mpitrain.errors import visible

@@ -15,8 +15,7 @@ from collections.abc import Iterable
 from numbers import Integral
 from typing import Any, cast
 
-from mpitrain.collectives.engine.codecs import parse_wire
-from mpitrain.collectives.engine.device_arithmetic import arithmetic_of
+from mpitrain.collectives.engine.arithmetic import arithmetic_of, parse_wire
 from mpitrain.config import Config
 from mpitrain.errors import CommError, ConfigError, MpitrainError, on_every_rank
 from mpitrain.layers.base import Layer, Parameter, Unit

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpitrain.collectives.bind import bind
 from mpitrain.collectives.engine.progress import PolledProgress, ProgressThread, mover
-from mpitrain.collectives.group import Group
+from mpitrain.collectives.group import Group, bind
 from mpitrain.config import Layout
 from mpitrain.errors import CommError
 from mpitrain.layers.initial import normal

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
-from mpitrain.collectives.compression.error_feedback import RECENT
+from mpitrain.collectives.compression import RECENT
 from mpitrain.errors import CheckpointError
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import newest

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mpitrain.collectives.direct import native
-from mpitrain.collectives.plans.topology import Topology
-from mpitrain.collectives.selection.table import TABLES, choices
+from mpitrain.collectives.selection.algorithm import Topology
+from mpitrain.collectives.selection.table import ALL_REDUCE, TABLES, choices
 from mpitrain.errors import CommError, MpitrainError
 from mpitrain.tools.bench.collectives.operations import (
     OPERATIONS,
@@ -57,7 +56,7 @@ def refusals(operation: str, situation: Topology) -> dict[str, MpitrainError]:
         if (refusal := algorithm.refusal(situation))
     }
     if operation in NATIVE:
-        refusal = native.refusal(situation) if operation in REDUCING else None
+        refusal = ALL_REDUCE["native"].refusal(situation) if operation in REDUCING else None
         if situation.is_on_device:
             refusal = CommError(
                 "algorithm native is measured in the memory of the host, but --device is a GPU."

@@ -1,15 +1,15 @@
 """The benchmarked collectives: binding, input data, expected result and bus bandwidth of each."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.collectives import bind
-from mpitrain.collectives.compression.bind import bind_lossy
-from mpitrain.collectives.engine.arithmetic import Arithmetic
-from mpitrain.collectives.engine.codecs import Wire
+from mpitrain.collectives.compression import bind_lossy
+from mpitrain.collectives.engine.arithmetic import Arithmetic, Wire
 from mpitrain.collectives.engine.executor import Reduction
+from mpitrain.collectives.group import bind_algorithm, bind_all_to_all, bind_plan
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.transport.base import Transport
@@ -63,6 +63,12 @@ class BenchedCollective(NamedTuple):
     fill: Callable[[int, int], np.ndarray] = filled
     other: Callable[[int, int], int] = lambda n, count: 0
     is_in_other: bool = False
+
+
+def _bind_algorithm(
+    operation: str, transport: Transport, buffers: Buffers, way: ReductionOptions
+) -> Reduction:
+    return bind_algorithm(transport, operation, buffers.array, "add", *way)
 
 
 def summed(transport: Transport, count: int) -> np.ndarray:
@@ -120,38 +126,32 @@ def lossy(wire: Wire) -> BenchedCollective:
 
 OPERATIONS = {
     "allreduce": BenchedCollective(
-        lambda transport, buffers, way: bind.bind(transport, buffers.array, "add", *way),
+        partial(_bind_algorithm, "allreduce"),
         lambda transport, count: (slice(None), summed(transport, count)),
         lambda n: 2 * (n - 1) / n,
     ),
     "reduce-scatter": BenchedCollective(
-        lambda transport, buffers, way: bind.bind_reduce_scatter(
-            transport, buffers.array, "add", *way
-        ),
-        _scattered,
-        lambda n: (n - 1) / n,
+        partial(_bind_algorithm, "reduce-scatter"), _scattered, lambda n: (n - 1) / n
     ),
     "all-gather": BenchedCollective(
-        lambda transport, buffers, way: bind.bind_all_gather(transport, buffers.array, *way),
-        _gathered,
-        lambda n: (n - 1) / n,
+        partial(_bind_algorithm, "all-gather"), _gathered, lambda n: (n - 1) / n
     ),
     "broadcast": BenchedCollective(
-        lambda transport, buffers, way: bind.bind_broadcast(
-            transport, buffers.array, 0, way.algorithm
+        lambda transport, buffers, way: bind_plan(
+            transport, "broadcast", way.algorithm, buffers.array, root=0
         ),
         lambda transport, count: (slice(None), filled(0, count)),
         lambda n: 1.0,
     ),
     "reduce": BenchedCollective(
-        lambda transport, buffers, way: bind.bind_reduce(
-            transport, buffers.array, "add", 0, way.algorithm, way.arithmetic
+        lambda transport, buffers, way: bind_plan(
+            transport, "reduce", way.algorithm, buffers.array, way.arithmetic, op="add", root=0
         ),
         _rooted,
         lambda n: 1.0,
     ),
     "all-to-all": BenchedCollective(
-        lambda transport, buffers, way: bind.bind_all_to_all(
+        lambda transport, buffers, way: bind_all_to_all(
             transport, buffers.other, buffers.array, way.algorithm
         ),
         _transposed,
@@ -159,8 +159,8 @@ OPERATIONS = {
         other=lambda n, count: count,
     ),
     "sendrecv": BenchedCollective(
-        lambda transport, buffers, way: bind.bind_ping_pong(
-            transport, buffers.array, way.algorithm
+        lambda transport, buffers, way: bind_plan(
+            transport, "sendrecv", way.algorithm, buffers.array
         ),
         lambda transport, count: (
             slice(None),

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain.collectives.engine.agreement import check_name
-from mpitrain.collectives.engine.codecs import Wire
+from mpitrain.collectives.engine.arithmetic import Wire
+from mpitrain.collectives.engine.executor import check_name
 from mpitrain.errors import ConfigError
 
 

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.collectives.engine.arithmetic import Arithmetic
-from mpitrain.collectives.engine.codecs import Wire
+from mpitrain.collectives.engine.arithmetic import Arithmetic, Wire
 from mpitrain.collectives.group import Group
+from mpitrain.collectives.selection.algorithm import shown
 from mpitrain.collectives.selection.cost_model import Tuning, predict
-from mpitrain.collectives.selection.own_algorithm import shown
 from mpitrain.collectives.selection.table import choices
 from mpitrain.errors import ConfigError
 from mpitrain.machine.backend import Backend

@@ -3,10 +3,9 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from mpitrain.collectives.bind import memory_of
-from mpitrain.collectives.engine.codecs import Wire
-from mpitrain.collectives.engine.device_arithmetic import arithmetic_of
-from mpitrain.collectives.plans.topology import Topology
+from mpitrain.collectives.engine.arithmetic import Wire, arithmetic_of
+from mpitrain.collectives.group import memory_of
+from mpitrain.collectives.selection.algorithm import Topology
 from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.errors import ConfigError, on_every_rank
 from mpitrain.machine.backend import on_device

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
-from mpitrain.collectives.selection.own_algorithm import shown
+from mpitrain.collectives.selection.algorithm import shown
 from mpitrain.files import write_whole
 from mpitrain.tools.bench.collectives.row import CollectiveRow
 from mpitrain.tools.text_table import TextColumn, TextTable, figure, marked

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from mpitrain.collectives.selection.own_algorithm import is_file
+from mpitrain.collectives.selection.algorithm import is_file
 from mpitrain.config import Config, with_settings
 from mpitrain.config.plugins import load
 from mpitrain.errors import ConfigError, on_every_rank

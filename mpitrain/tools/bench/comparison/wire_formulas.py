@@ -3,9 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from mpitrain.collectives.compression.matrices import square, tiles
-from mpitrain.collectives.compression.quantized import LANE
-from mpitrain.collectives.engine.codecs import BLOCK, CODECS, Wire
+from mpitrain.collectives.compression import LANE, square, tiles
+from mpitrain.collectives.engine.arithmetic import BLOCK, CODECS, Wire
 from mpitrain.layers.flat import Bucket, Entry, Storage
 from mpitrain.parallel.traffic import sent_in_ring
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpitrain.collectives.engine.executor import Execution
-from mpitrain.collectives.plans import ring, star
+from mpitrain.collectives.plans import exchanges, ring
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer
 from mpitrain.errors import Sentence
 from mpitrain.tools.plan.collective import Collective, collective
@@ -160,7 +160,7 @@ TOPICS = {
         partial(
             record,
             "star",
-            star.all_reduce,
+            exchanges.star_all_reduce,
             (
                 "Every rank has a buffer of {n} chunks, and all ranks need the sum.",
                 "In step 1 all ranks send their buffer to rank 0, which adds them.",

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpitrain.errors import Sentence
 from mpitrain.layers.base import Unit
-from mpitrain.layers.memory.recomputed import with_recomputation
+from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.parallel.replication.records import DynamicLossScale, StepResult
 from mpitrain.pipeline.stage import Stage
 from mpitrain.run.trainer import Trainer

@@ -19,8 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpitrain.layers.base import Gradients, Parameter, Unit, Weights, backward
-from mpitrain.layers.frozen import forward_only
+from mpitrain.layers.base import Gradients, Parameter, Unit, Weights, backward, forward_only
 from mpitrain.layers.incremental import Past, forward_next
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
@@ -75,7 +74,6 @@ class Recomputed:
         return self.inner.output_shape(shape)
 
     def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
-        """Return the output for x, and x."""
         return self.inner.forward(w, x, arena)[0], x
 
     def inner_layers(self) -> list[Any]:
