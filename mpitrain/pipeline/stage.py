@@ -8,8 +8,14 @@ from mpitrain.layers.base import Layer, Unit, backward
 from mpitrain.layers.recomputed import Segment, saved_again, segment_of
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replication.protocol import Replication
-from mpitrain.trace.recorder import SILENT, Recorder
-from mpitrain.trace.ring_buffer import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from mpitrain.trace.recorder import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    SILENT,
+    Recorder,
+)
 
 
 class Stage:

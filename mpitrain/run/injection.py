@@ -18,8 +18,7 @@ from mpitrain.config.faults import KINDS, injection
 from mpitrain.layers.base import Gradient, Weights
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.replication.protocol import Replication
-from mpitrain.trace.recorder import Recorder
-from mpitrain.trace.ring_buffer import SEND
+from mpitrain.trace.recorder import SEND, Recorder
 from mpitrain.transport.base import FIRST_CLAIMED_TAG, Request, Several, Transport
 from mpitrain.transport.decorators import Recorded
 

@@ -34,8 +34,7 @@ from mpitrain.run.trainer import replicas_equal, state_digests
 from mpitrain.run.utilisation import utilisation
 from mpitrain.run.watchdog import Watchdog
 from mpitrain.run.watcher import Watcher
-from mpitrain.trace.recorder import Recorder
-from mpitrain.trace.ring_buffer import ROWS
+from mpitrain.trace.recorder import ROWS, Recorder
 from mpitrain.transport.agreement import from_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.decorators import Recorded

@@ -35,7 +35,7 @@ from mpitrain.parallel.replication.records import StepInput, StepResult, counted
 from mpitrain.parallel.replication.step_end import AgreeAndUpdate
 from mpitrain.parallel.replication.whole import ReplicaRows, WholeParameters, whole
 from mpitrain.regions import Piece
-from mpitrain.trace.ring_buffer import UPDATE
+from mpitrain.trace.recorder import UPDATE
 
 
 class StashedParameters(WholeParameters):

@@ -20,7 +20,7 @@ from mpitrain.parallel.replication.records import (
 )
 from mpitrain.parallel.replication.state import StateBuffer
 from mpitrain.regions import Piece
-from mpitrain.trace.ring_buffer import UPDATE
+from mpitrain.trace.recorder import UPDATE
 
 
 class AgreeAndUpdate(StepEnd):

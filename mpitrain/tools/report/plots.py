@@ -7,8 +7,7 @@ from typing import Any
 from mpitrain.plots import painter, save
 from mpitrain.tools.bench.collectives.plot import look
 from mpitrain.tools.bench.plot_loss import is_number, legible, titled
-from mpitrain.trace.read import Trace
-from mpitrain.trace.ring_buffer import (
+from mpitrain.trace.recorder import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -21,7 +20,7 @@ from mpitrain.trace.ring_buffer import (
     SEND,
     WAIT,
 )
-from mpitrain.trace.timeline import Timeline, named_steps
+from mpitrain.trace.timeline import Timeline, Trace, named_steps
 
 FILLS = {
     "forward": "#56b4e9",

@@ -15,8 +15,7 @@ from mpitrain.run.build import Job, model
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.bench.training.bare_products import Product, products_of
 from mpitrain.tools.bench.training.steps import Ours, Result
-from mpitrain.trace.recorder import Recorder
-from mpitrain.trace.ring_buffer import NO_PHASE
+from mpitrain.trace.recorder import NO_PHASE, Recorder
 from mpitrain.transport.base import Transport
 from mpitrain.transport.decorators import Recorded
 
