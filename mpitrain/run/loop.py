@@ -299,13 +299,15 @@ class _Run:
         if self._fails:
             self._fails("step", step)
         replication, own = self._trainer.replication, None
-        for number in replication.steps(index, self._stop_requested):
+        for number in replication.step_end.steps(index, self._stop_requested):
             self._watchdog.alive(f"step {number + 1}")
             span = self._recorder.compute(self._batch_name)
-            inputs, targets = replication.batch(self._source, number, self._after(number).samples)
+            inputs, targets = replication.rows.batch(
+                self._source, number, self._after(number).samples
+            )
             self._recorder.end(span)
             own = self._trainer.step(number, inputs, targets, self._stop_requested)
-        outcome = replication.outcome(index, own)
+        outcome = replication.step_end.outcome(index, own)
         self._traced.stepped()
         self._limit.stepped(time.perf_counter() - began)
         self._comm_s += outcome.comm_s
@@ -535,7 +537,7 @@ class _Run:
                 trainer.backend,
                 self._after(step),
                 trainer.resolved.axes._asdict(),
-                trainer.replication.scalars(),
+                trainer.replication.step_end.skips.scalars(),
                 self._config.checkpoint.keep,
                 base,
             )

@@ -46,7 +46,7 @@ class Traced:
             place=None if grid.is_server else grid.coords._asdict(),
         )
         if not job.trainer.counted.problem:
-            state = replication.held() - replication.parameters.nbytes
+            state = sum(replication.held_by_kind().values()) - replication.store.parameters.nbytes
             recorder.facts(counted_activation_bytes=counted, counted_growth_bytes=counted + state)
         self.align()
         try:

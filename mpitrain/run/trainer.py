@@ -24,7 +24,7 @@ from mpitrain.optim import check_groups, learning_rate
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.modes import replication_for
 from mpitrain.parallel.replication.protocol import ReplicationContext
-from mpitrain.parallel.replication.records import StepInput, StepResult
+from mpitrain.parallel.replication.records import StepInput, StepResult, weight_of
 from mpitrain.parallel.tensor.layer_factory import (
     LayerFactory,
     check_documents,
@@ -234,7 +234,7 @@ class Trainer:
         """The flat buffer of this rank's trained parameters, 1-D; its shard with replication.zero
         3.
         """
-        return self.replication.parameters
+        return self.replication.store.parameters
 
     @property
     def gradients(self) -> np.ndarray:
@@ -242,7 +242,7 @@ class Trainer:
 
         After a step it holds the sum over replicas, before clipping, if it is not sharded.
         """
-        return self.replication.gradient_buffer
+        return self.replication.reducer.buffer
 
     def tensors(self) -> dict[str, np.ndarray]:
         """Copy this rank's parameters, by full name, to host memory; call `sync_parameters` before.
@@ -251,7 +251,7 @@ class Trainer:
         """
         arrays = {}
         for index, unit in enumerate(self.units):
-            weights = self.replication.open(index, 0)
+            weights = self.replication.store.open(index, 0)
             for parameter in unit.layer.parameters():
                 tensor: Any = weights
                 for chunk in parameter.name.split("."):
@@ -261,7 +261,6 @@ class Trainer:
                     if parameter.coded
                     else self.backend.to_host(tensor).copy()
                 )
-            self.replication.close(index, 0)
         return {entry.name: arrays[entry.name] for entry in self.storage.tensors}
 
     def share(self) -> range:
@@ -269,7 +268,7 @@ class Trainer:
 
         It is empty on a parameter server.
         """
-        return self.replication.share(self.config.batch.size)
+        return self.replication.rows.share(self.config.batch.size)
 
     def step(
         self,
@@ -314,7 +313,9 @@ class Trainer:
         targets = self._indices.targets(targets, inputs.shape, self._logits_shape, where)
         rows, micro_batches = len(inputs), self.config.batch.micro_batches
         predictions = math.prod(targets.shape[1:])
-        scales = [self.replication.scale(predictions, micro) for micro in range(micro_batches)]
+        replication, of_update = self.replication, self.replication.rows.of_update
+        weights = [weight_of(of_update(micro) * predictions) for micro in range(micro_batches)]
+        loss_scale = replication.step_end.skips.scale.value
         shares = [share(rows, micro, micro_batches) for micro in range(micro_batches)]
         ignored = [self._indices.ignored(targets[part.start : part.stop]) for part in shares]
 
@@ -325,8 +326,8 @@ class Trainer:
         def loss(micro: int, logits: Any) -> Any:
             span = self._recorder.compute(self._loss_name, micro=micro)
             right = of(micro, targets).reshape(-1)
-            value, gradient = self.replication.loss(
-                logits.reshape(len(right), -1), right, scales[micro]
+            value, gradient = replication.rows.loss(
+                logits.reshape(len(right), -1), right, weights[micro] * loss_scale
             )
             # Arrays without dims are copied on the device. For others CuPy would compile a kernel.
             self._loss_sums[micro, ...] = value.reshape(()) if hasattr(value, "reshape") else value
@@ -334,8 +335,8 @@ class Trainer:
             return gradient.reshape(logits.shape)
 
         self.arena.rewind()
-        self.replication.begin(index)
-        self.replication.ignore(ignored, predictions)
+        replication.step_end.begin(index)
+        replication.step_end.ignore(ignored, predictions)
         if rows:  # A parameter server has no rows.
             self._straggle(index)
             start, documents = self.share().start, self._documents(starts)
@@ -353,15 +354,15 @@ class Trainer:
             )
         lr = learning_rate(self.config.optimizer, index, self.config.run.steps)
         reports = self.grid.reports_loss
-        outcome = self.replication.finish(
+        outcome = replication.step_end.finish(
             StepInput(
                 index,
                 self._loss_sums if reports else (),
                 lr,
                 bool(stop_requested and stop_requested()),
-                scales,
+                weights,
                 sum(ignored) if reports else 0,
-                self.replication.targets(predictions, 0),
+                of_update(0) * predictions,
             )
         )
         every = self.config.memory.release_every
@@ -391,7 +392,7 @@ class Trainer:
     def sync_parameters(self) -> None:
         """Finish all operations in flight, and make the parameters current on all ranks."""
         self.pipe.drain()
-        self.replication.sync_parameters()
+        self.replication.step_end.sync()
 
     def _straggle(self, step: int) -> None:
         run, coords = self.config.run, self.grid.coords
@@ -527,7 +528,7 @@ class Trainer:
             numbers = [(start + i) * source.held_out // rows for i in own_rows] or [0]
             measured = (0.0, 0, 0) if self.grid.is_server else self._losses(source, numbers)
             does_count = bool(own_rows) and self.grid.reports_loss
-            *sums, stop = self.replication.total(
+            *sums, stop = self.replication.step_end.control.total(
                 *(measured if does_count else (0.0, 0, 0)), is_asked
             )
             if stop:

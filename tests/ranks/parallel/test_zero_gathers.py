@@ -73,7 +73,7 @@ def test_gradients_are_decoded_and_masters_are_never_coded(name, hosts, more):
         before, began, batch = (
             whole.parameters.copy(),
             coded.parameters.copy(),
-            coded.replication.batch(job.data, 0),
+            coded.replication.rows.batch(job.data, 0),
         )
         found, wanted = coded.step(0, *batch), whole.step(0, *batch)
         assert (

@@ -148,7 +148,8 @@ def by_mode(transport, settings):
         PointerThreads(transport), parse(with_settings({}, [*TINY, *settings]))
     )
     outcomes = [
-        trainer.step(index, *trainer.replication.batch(source, index)) for index in range(STEPS)
+        trainer.step(index, *trainer.replication.rows.batch(source, index))
+        for index in range(STEPS)
     ]
     loss, accuracy = trainer.evaluate(_few(source))
     assert replicas_equal(trainer) and trainer.arena.live == 0

@@ -17,7 +17,7 @@ import pytest
 from mpitrain.config import parse, with_settings
 from mpitrain.data import Unopened, as_it_is
 from mpitrain.errors import MpitrainError, TrainingError
-from mpitrain.parallel.replication.protocol import Replication
+from mpitrain.parallel.replication.whole import ReplicaRows
 from mpitrain.run import watchdog
 from mpitrain.run.build import build, configured, model, open_run
 from mpitrain.run.checkpoint import saving
@@ -242,17 +242,17 @@ class NotFinite:
     """Makes the losses of the steps in `steps`, counted from 1, NaN."""
 
     def __init__(self, monkeypatch, steps):
-        loss, step = Replication.loss, Trainer.step
+        loss, step = ReplicaRows.loss, Trainer.step
 
-        def spoilt(replication, *rest):
-            value, gradient = loss(replication, *rest)
-            return np.nan if replication.counted in steps else value, gradient
+        def spoilt(rows, *rest):
+            value, gradient = loss(rows, *rest)
+            return np.nan if rows.counted in steps else value, gradient
 
         def counted(trainer, index, *rest):
-            trainer.replication.counted = index + 1
+            trainer.replication.rows.counted = index + 1
             return step(trainer, index, *rest)
 
-        monkeypatch.setattr(Replication, "loss", spoilt)
+        monkeypatch.setattr(ReplicaRows, "loss", spoilt)
         monkeypatch.setattr(Trainer, "step", counted)
 
 
@@ -273,13 +273,13 @@ def test_a_run_that_diverges_says_so_in_its_own_words_alone(mode, book):
 
 @pytest.mark.parametrize("settings", [(), ("layout.pp=3", "batch.micro_batches=3")])
 def test_a_loss_that_is_not_finite_names_its_rank(settings, book, monkeypatch):
-    loss = Replication.loss
+    loss = ReplicaRows.loss
 
-    def spoilt(replication, *rest):
-        value, gradient = loss(replication, *rest)
-        return np.nan if replication.replica.grid.world.rank == 2 else value, gradient
+    def spoilt(rows, *rest):
+        value, gradient = loss(rows, *rest)
+        return np.nan if rows._replica.grid.world.rank == 2 else value, gradient
 
-    monkeypatch.setattr(Replication, "loss", spoilt)
+    monkeypatch.setattr(ReplicaRows, "loss", spoilt)
     with pytest.raises(TrainingError) as failure:
         go(3, [*book, "batch.size=9", *settings])
     assert failure.value.agreed and "1 of 3 ranks: 2 (" in failure.value.law
