@@ -16,7 +16,8 @@ from mpitrain.parallel.tensor.linear import ColumnParallelLinear, RowParallelLin
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.generate import tokens
-from mpitrain.run.trainer import Trainer, replicas_equal
+from mpitrain.run.replicas import replicas_equal
+from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
 from tests.saving import save
 from tests.training import configured

@@ -11,7 +11,7 @@ from mpitrain.parallel.data.unsharded_buffers import TURNS
 from mpitrain.parallel.data.zero_three import GatheredOnUse
 from mpitrain.parallel.modes import MODES, ZERO
 from mpitrain.run.build import build
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu
 from tests.fakes.pointers import PointerThreads
