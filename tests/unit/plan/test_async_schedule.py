@@ -10,7 +10,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.pipeline.memory import staleness, weights
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.pipeline.simulate import Cost
-from mpitrain.tools.plan.async_schedule import stream
+from mpitrain.tools.plan.schedule import stream
 
 
 def shown(*words, columns=100):
