@@ -8,8 +8,7 @@ from typing import Any
 from mpitrain.layers.base import Documents, Now, Unit, forward_only
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replication.protocol import Replication
-from mpitrain.pipeline.channel import Channel
-from mpitrain.pipeline.execute import execute
+from mpitrain.pipeline.execute import Channel, execute
 from mpitrain.pipeline.instructions import (
     Instruction,
     Plan,
@@ -61,8 +60,12 @@ class Pipeline:
         self.lowest = lowest_chunk(chunks)
         self.now, self._rows = now, dict[int, Rows]()
 
+        store, reducer, step_end = replication.store, replication.reducer, replication.step_end
+
         def poll() -> None:
-            replication.poll()
+            store.poll()
+            reducer.poll()
+            step_end.poll()
             channel.poll()
 
         self.stages, self._asked, first = dict[int, Stage](), {}, 0

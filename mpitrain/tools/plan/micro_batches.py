@@ -9,10 +9,9 @@ from mpitrain.config import Config
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.tensor.sequence import sequences_of
 from mpitrain.pipeline.instructions import fused_at_the_input, training_program
-from mpitrain.pipeline.memory import peak
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import SCHEDULES, STREAMS
-from mpitrain.pipeline.simulate import Cost, simulate
+from mpitrain.pipeline.simulate import Cost, peak, simulate
 from mpitrain.run.build import Job
 from mpitrain.run.resolve import Resolved
 from mpitrain.tools.plan.stages import FAR, MessageTime, StageMeasurement, end_s, measure
@@ -177,7 +176,7 @@ def measured_predictions(job: Job, resolved: Resolved, choices: Sequence[int]) -
     """
     trainer, config = job.trainer, resolved.config
     rows = config.batch.size // resolved.axes.dp
-    inputs, targets = trainer.replication.batch(job.data, 0)
+    inputs, targets = trainer.replication.rows.batch(job.data, 0)
     measured = measure(trainer, inputs, targets, sizes(choices, rows, sequences_of(config)))
     ending = end_s(trainer, inputs[: measured[0].rows], targets[: measured[0].rows])
     stages, lowest = resolved.axes.pp, trainer.pipe.lowest

@@ -18,10 +18,18 @@ from mpitrain.pipeline.instructions import (
     Plan,
     with_messages,
 )
-from mpitrain.pipeline.memory import peak, staleness, versions, weights
 from mpitrain.pipeline.schedule_files import LETTERS, find_plan
 from mpitrain.pipeline.schedules import STREAMS
-from mpitrain.pipeline.simulate import Cost, Event, Simulation, simulate
+from mpitrain.pipeline.simulate import (
+    Cost,
+    Event,
+    Simulation,
+    peak,
+    simulate,
+    staleness,
+    versions,
+    weights,
+)
 from mpitrain.plots import painter, save
 from mpitrain.tools.plan import several
 

@@ -17,9 +17,8 @@ from mpitrain.pipeline.instructions import (
     Plan,
     training_program,
 )
-from mpitrain.pipeline.memory import staleness, versions
 from mpitrain.pipeline.schedule_files import LETTERS, find_plan
-from mpitrain.pipeline.simulate import Cost, Event, simulate
+from mpitrain.pipeline.simulate import Cost, Event, simulate, staleness, versions
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.textbook.explain import toy
 from mpitrain.tools.textbook.explain.explanation import (
@@ -190,7 +189,7 @@ def _run(transport: Transport, shown: ShownSchedule) -> _Stage:
     trainer = Trainer(transport, units, config, toy.SymbolLoss())
     source, nbytes = toy.SymbolSource(symbols), 0
     for step in range(shown.steps):
-        trainer.step(step, *trainer.replication.batch(source, step))
+        trainer.step(step, *trainer.replication.rows.batch(source, step))
         if step == shown.steps - 1:
             trainer.sync_parameters()
         nbytes += sum(size for _, size in trainer.pipe.channel.sent.values())
