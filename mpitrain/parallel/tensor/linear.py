@@ -105,7 +105,7 @@ class Column(Linear):
         return self._rows.summed(lease, arena), pending
 
     def backward(self, w: Weights, dy: Any, saved: Any, dw: Gradients, arena: Arena) -> Any:
-        # The reduction of the input's gradient overlaps with the weight half.
+        """Return the gradient of the input; its reduction overlaps with the weight half."""
         lease, pending = self._summands(w, dy, saved, arena)
         with self._rows.reduction(lease).beside():
             self.backward_weight(pending, dw, arena)
