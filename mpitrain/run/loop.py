@@ -27,7 +27,7 @@ from mpitrain.run.initial import of_adapters
 from mpitrain.run.metrics import CLOSING, METRICS, MetricsFile, ResumeInfo, past
 from mpitrain.run.resolve import Given, RunLocation, agree_on
 from mpitrain.run.run_dir import CHECKPOINTS, claim, look
-from mpitrain.run.stalls.slow_ranks import SlowRanks, alike
+from mpitrain.run.slow_ranks import SlowRanks, alike
 from mpitrain.run.tensorboard import TensorBoard
 from mpitrain.run.trace_setup import Traced
 from mpitrain.run.trainer import replicas_equal, state_digests

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from mpitrain.errors import ConfigError
 from mpitrain.run.metrics import CLOSING, METRICS, read_metrics
-from mpitrain.run.stalls.observation import Observation, observe, question
-from mpitrain.run.stalls.report import stack_of
+from mpitrain.run.observation import Observation, observe, question
 from mpitrain.trace.blame import GONE, RankState, named
 from mpitrain.trace.recorder import COMPUTE
 from mpitrain.trace.timeline import Timeline
@@ -45,7 +44,7 @@ def what_happens_now(run: Path, with_stacks: bool) -> Iterator[str]:
         yield f"  {named(state)}{_process(seen, state)}, {age}: {state.action}"
     if with_stacks:
         for state in seen.states:
-            yield from stack_of(seen, state.rank)
+            yield from seen.stack(state.rank)
 
 
 def longest(timeline: Timeline) -> float:
