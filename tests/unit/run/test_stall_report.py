@@ -14,7 +14,7 @@ from mpitrain.machine.process_state import own_id, process_state
 from mpitrain.run import watchdog
 from mpitrain.run.observation import ANSWER, ASK, Answering, ask
 from mpitrain.run.watchdog import StallReport
-from mpitrain.tools.report.live import what_happens_now
+from mpitrain.tools.report.text import what_happens_now
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.timeline import trace_file
 from tests.processes import run
@@ -149,7 +149,7 @@ def test_launch_takes_a_report_as_the_failure_of_a_job_that_it_ends(on_stall, jo
 
 @pytest.mark.parametrize("is_dead", [False, True])
 def test_a_run_without_a_living_process_is_called_dead(is_dead, job, tmp_path, monkeypatch):
-    monkeypatch.setattr("mpitrain.tools.report.live.SECONDS", 0.1)
+    monkeypatch.setattr("mpitrain.tools.report.text.SECONDS", 0.1)
     if is_dead:
         monkeypatch.setattr("mpitrain.run.observation.process_state", lambda process: "gone")
     job(6.0, 6.5)
