@@ -19,9 +19,8 @@ from mpitrain.tools.textbook.claims.claim import (
     judge,
     verdict,
 )
-from mpitrain.tools.textbook.claims.page import page
+from mpitrain.tools.textbook.claims.report import lines, page, record, rule
 from mpitrain.tools.textbook.claims.table import CLAIMS
-from mpitrain.tools.textbook.claims.text import lines, record, rule
 from mpitrain.tools.textbook.words import LANGUAGES, korean, width
 
 CONDITIONAL = {

@@ -38,7 +38,6 @@ def idle_units(simulation: Simulation) -> float:
 
 
 def more_micro_batches(overhead: float) -> Figures:
-    """Compare idle time with 64 and 2 micro-batches of one batch that takes 6 units per stage."""
     idle_2, idle_64 = (
         simulated("gpipe", 4, m, [Cost(2 / m, 2 / m, 2 / m)] * 4, overhead=overhead).bubble
         for m in (2, 64)
@@ -47,7 +46,6 @@ def more_micro_batches(overhead: float) -> Figures:
 
 
 def fewer_stages(few: int, many: int, units: int) -> Figures:
-    """Compare idle time of few and many stages of a model of equal units."""
 
     def bubble(stages: int) -> float:
         sizes = [(s + 1) * units // stages - s * units // stages for s in range(stages)]
@@ -60,7 +58,6 @@ def fewer_stages(few: int, many: int, units: int) -> Figures:
 
 
 def async_memory(schedule: str) -> Figures:
-    """Compare the memory of PipeDream with the memory of a synchronous schedule."""
     job = ("layout.pp=4", "model.layers=4", "batch.size=32", "batch.micro_batches=16")
     late, synchronous = (
         memory(counted(*job, f"pipeline.schedule={name}")) for name in ("async", schedule)
@@ -72,7 +69,6 @@ def async_memory(schedule: str) -> Figures:
 
 
 def gpipe_formula(stages: int, slowest: float) -> Figures:
-    """Compare GPipe's bubble with (p - 1) / (m + p - 1), with one slower stage."""
     costs = [Cost(1, 1, 1)] * (stages - 1) + [Cost(slowest, slowest, slowest)]
     bubble, formula = simulated("gpipe", stages, 8, costs).bubble, (stages - 1) / (8 + stages - 1)
     return Figures(
@@ -94,13 +90,11 @@ def as_gpipe(weight: float) -> Figures:
 
 
 def live(schedule: str, micro_batches: int) -> Figures:
-    """Count the micro-batches whose activations the first of 4 stages saves."""
     most = peak(plan_of(schedule, 4, micro_batches).lists[0], [Cost()] * 4).live
     return Figures(most, {"micro-batches saved": most})
 
 
 def interleaved(chunks: int, receive: float) -> Figures:
-    """Compare the idle time of interleaved 1F1B, times the chunks, with one chunk's bubble."""
     whole = 3.0 * (4 - 1)
     idle = idle_units(simulated("interleaved", 4, 16, chunks=chunks, receive=receive))
     return Figures(
@@ -110,7 +104,6 @@ def interleaved(chunks: int, receive: float) -> Figures:
 
 
 def zero_bubble(weight: float) -> Figures:
-    """Compare the idle time of ZB-H1 with the idle time of GPipe."""
     costs = [Cost(1, 1, weight)] * 4
     idle_zb, idle_gpipe = (
         idle_units(simulated(name, 4, 16, costs)) for name in ("zero-bubble", "gpipe")
@@ -121,7 +114,6 @@ def zero_bubble(weight: float) -> Figures:
 
 
 def zero_bubble_memory(stage: int) -> Figures:
-    """Compare the live micro-batches of a stage in ZB-H1 and in 1F1B."""
     late, early = (
         peak(plan_of(name, 4, 16).lists[stage], [Cost()] * 4).live
         for name in ("zero-bubble", "1f1b")
@@ -130,7 +122,6 @@ def zero_bubble_memory(stage: int) -> Figures:
 
 
 def stale(schedule: str) -> Figures:
-    """Compare the staleness of the first stage's gradients with p - 1."""
     every = STREAMS[schedule].every
     late = staleness(plan_of(schedule, 4, 32).lists[0], every(4) if every else 0)
     return Figures(abs(late - 3), {"updates late": late})
