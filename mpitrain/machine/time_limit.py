@@ -21,10 +21,10 @@ class TimeLimit:
     end was first known. So even a job that is too short makes progress.
     """
 
-    def __init__(self, ends: Callable[[], float | None], checkpoint_s: float, steps: int):
+    def __init__(self, ends: Callable[[], float | None] | None, checkpoint_s: float, steps: int):
         """Start without a measured step.
 
-        ends          returns the end of the job in seconds since 1970, or None
+        ends          returns the end of the job in seconds since 1970, or None; None: there is none
         checkpoint_s  seconds of the slowest checkpoint before this job resumed the run; 0: none
         steps         steps between two exchanges of stop requests
         """
@@ -58,7 +58,7 @@ class TimeLimit:
 
     def left(self) -> float | None:
         """Return the seconds until the job ends; None if no end is known."""
-        end = self._ends()
+        end = self._ends() if self._ends else None
         return None if end is None else end - time.time()
 
     def is_near(self) -> bool:

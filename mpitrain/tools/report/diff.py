@@ -14,11 +14,11 @@ from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.files import reading
 from mpitrain.formats.safetensors_files import Located, located, read_into
 from mpitrain.formats.tensors import StoredTensor
-from mpitrain.run.checkpoint.digests import GRADIENT
 from mpitrain.run.checkpoint.loading import parameters
 from mpitrain.run.checkpoint.manifest import read_manifest, steps, verify
 from mpitrain.run.checkpoint.saving import PARAMETERS
 from mpitrain.run.metrics import is_number
+from mpitrain.run.replicas import GRADIENT
 from mpitrain.run.run_dir import CHECKPOINTS, configuration, is_run, metrics_of
 
 HOW = (

@@ -228,7 +228,7 @@ def _measure(
     results = alternate(transport, job, sides, blocks, steps)
     kinds = kind_rows(transport, by_kind.seconds, bare.seconds) if floor else []
     of_stages = (
-        stage_rows(job.trainer, *job.trainer.replication.batch(job.data, 0))
+        stage_rows(job.trainer, *job.trainer.replication.rows.batch(job.data, 0))
         if config.layout.pp > 1
         else []
     )

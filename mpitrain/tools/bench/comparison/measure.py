@@ -211,10 +211,10 @@ def _steps(
     for index in range(trainer.config.run.steps):
         alive(index + 1)
         own = None
-        for number in replication.steps(index, lambda: False):
-            own = trainer.step(number, *replication.batch(job.data, number))
+        for number in replication.step_end.steps(index, lambda: False):
+            own = trainer.step(number, *replication.rows.batch(job.data, number))
             by_step[number] = waits.seconds
-        outcome = replication.outcome(index, own)
+        outcome = replication.step_end.outcome(index, own)
         yield outcome, waits.seconds if outcome.ended is None else by_step.pop(index)
 
 

@@ -162,8 +162,8 @@ class ByKind(Ours):
             lambda layers: model(resolved.config, job.source, layers),
             resolved._replace(device=device),
         )
-        replication, channel = trainer.replication, trainer.pipe.channel
-        for each in (replication, channel):
+        mode = trainer.replication
+        for each in (mode.store, mode.reducer, mode.step_end, trainer.pipe.channel):
             vars(each)["poll"] = self.watch.communicates(each.poll)
         self.seconds: list[dict[str, float]] = []
         super().__init__(Job(trainer, job.source, job.done), "by kind of unit")

@@ -88,12 +88,12 @@ def slept(transport: Transport, config: Config) -> list[list[float]]:
     late, start, seconds = delays(config.run.delay), trainer.share().start, list[list[float]]()
     for index in range(config.run.steps):
         own, sleeps = None, list[float]()
-        for number in replication.steps(index, lambda: False):
-            rows = replication.batch(job.data, number)
+        for number in replication.step_end.steps(index, lambda: False):
+            rows = replication.rows.batch(job.data, number)
             own = trainer.step(number, *rows)
             if len(rows[0]):
                 sleeps.append(delay_s(late, transport.rank, 0, number, start, 0, 0))
-        replication.outcome(index, own)
+        replication.step_end.outcome(index, own)
         seconds.append(sleeps)
     trainer.sync_parameters()
     job.close()
