@@ -14,7 +14,7 @@ from mpitrain.data import Prefetched, Source, amounts, bits_per_byte
 from mpitrain.errors import TrainingError, on_every_rank
 from mpitrain.files import mend
 from mpitrain.machine import process
-from mpitrain.machine.process_state import own_id
+from mpitrain.machine.process import own_id
 from mpitrain.machine.time_limit import TimeLimit
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.replication.records import StepResult

@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from mpitrain.errors import ConfigError
 from mpitrain.files import Directory, opened
-from mpitrain.machine.process_state import ProcessId, process_state
+from mpitrain.machine.process import ProcessId, process_state
 from mpitrain.trace.blame import (
     GONE,
     STOPPED,

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 
 from mpitrain.errors import ConfigError, visible
 from mpitrain.files import Directory, opened
-from mpitrain.kernels.compiling import OBSERVER
+from mpitrain.machine.compiling import OBSERVER
 from mpitrain.run.observation import Answering, Observation, observe, question, read_model
 from mpitrain.trace.blame import MOVING, Finding, named
 from mpitrain.trace.recorder import COMPUTE, SILENT, Recorder

@@ -14,7 +14,7 @@ from mpitrain.config import Config
 from mpitrain.layers.base import Loss
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.copies import copy_rows
+from mpitrain.machine.backend import copy_rows
 from mpitrain.ops.device import Device
 from mpitrain.parallel.grid import Grid
 from mpitrain.parallel.replication.components import (
