@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mpitrain.collectives.plans.own_file import Wrong, answers, from_json
+from mpitrain.collectives.plans.own_file import Wrong, answers
 from mpitrain.errors import ConfigError, visible
 from mpitrain.files import reading
 from mpitrain.tools.textbook.exercises import answers as asked
@@ -115,14 +115,9 @@ def judged(name: str, exercise: Exercise, path: str, code: bytes) -> Checked:
     cost: AnswerCost | None = None
     for number, case in enumerate(exercise.cases):
         try:
-            if number >= len(replies.results):
-                raise replies.reason()
-            answer = replies.results[number]
+            answer = replies.answer(number)
             if len(repr(answer)) > LONGEST:
                 raise Wrong("the answer has more than {most} characters", most=LONGEST)
-            if "problem" in answer:
-                problem = from_json(answer["problem"])
-                raise Wrong(problem.law, **problem.values)
             cost = exercise.judge(case, answer)
         except Wrong as wrong:
             return Checked(name, exercise, number, case, wrong, cost)
