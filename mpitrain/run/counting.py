@@ -204,6 +204,7 @@ class Replica:
 
     def __init__(self, storage: Storage, body: "Body", loss: Loss, first: int):
         self.replica = _Context(first)
+        self.store = self.reducer = self.step_end = self
         computed = body.device.half or storage.dtype
         self._weights = storage.weights(
             body.memory.made((storage.length,), computed),
@@ -222,10 +223,10 @@ class Replica:
     def close(self, unit: int, micro: int) -> None:
         pass
 
-    def gradients(self, unit: int, micro: int) -> Gradients:
+    def gradients(self, unit: int) -> Gradients:
         return self._gradients[unit]
 
-    def gradient_ready(self, unit: int, is_last: bool) -> None:
+    def ready(self, unit: int, is_last: bool) -> None:
         pass
 
     def poll(self) -> None:

@@ -245,12 +245,9 @@ def _noise(
     )
 
 
-def with_rows(resolved: Resolved, rows: int, micro_batches: int = 0) -> Resolved:
-    """Return the job with micro-batches of `rows` rows each.
-
-    micro_batches  of a step; 0: as many as the job has
-    """
-    count = micro_batches or resolved.plan.micro_batches
+def with_rows(resolved: Resolved, rows: int) -> Resolved:
+    """Return the job with as many micro-batches as it has, of `rows` rows each."""
+    count = resolved.plan.micro_batches
     size = rows * resolved.axes.dp * count
     batch = resolved.config.batch.model_copy(update={"size": size, "micro_batches": count})
     return resolved._replace(config=resolved.config.model_copy(update={"batch": batch}))
