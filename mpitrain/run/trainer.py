@@ -133,12 +133,7 @@ class Trainer:
         def assigned() -> Chunks:
             config = self.config
             cut = cut_in_chunks(
-                units,
-                layers,
-                stage_of,
-                config.pipeline.partition,
-                config.model.freeze,
-                config.lora,
+                units, layers, stage_of, config.pipeline.partition, config.model.freeze, config.lora
             )
             check_rates(layers, config.model)
             check_documents(layers, config.data)
