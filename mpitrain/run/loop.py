@@ -18,7 +18,7 @@ from mpitrain.files import mend
 from mpitrain.machine.process import blas_threads_in_use, gpu_identities
 from mpitrain.machine.time_limit import TimeLimit
 from mpitrain.parallel.modes import mode_of
-from mpitrain.parallel.replication.records import StepResult
+from mpitrain.parallel.replication.protocol import StepResult
 from mpitrain.run.build import Job, build
 from mpitrain.run.checkpoint import saving
 from mpitrain.run.checkpoint.digests import digest_record

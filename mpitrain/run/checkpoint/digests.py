@@ -7,7 +7,7 @@ from typing import Any
 
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
-from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.parallel.replication.protocol import StateBuffer
 from mpitrain.regions import Piece
 from mpitrain.run.checkpoint.regions import described, holdings
 
