@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from mpitrain.layers.compose import Sequential as Sequential
     from mpitrain.layers.initial import normal as normal
     from mpitrain.layers.plain import Plain as Plain
+    from mpitrain.models.classifiers import mlp as mlp
     from mpitrain.models.gpt import gpt as gpt
-    from mpitrain.models.mlp import mlp as mlp
     from mpitrain.ops.device import ops_for as ops_for
     from mpitrain.parallel.replicated import Replicated as Replicated
     from mpitrain.parallel.tensor.linear import ColumnParallelLinear as ColumnParallelLinear
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from mpitrain.run.build import build as build
     from mpitrain.run.choices import parse as parse
     from mpitrain.run.loop import train as train
+    from mpitrain.run.replicas import replicas_equal as replicas_equal
     from mpitrain.run.trainer import Trainer as Trainer
-    from mpitrain.run.trainer import replicas_equal as replicas_equal
     from mpitrain.run.watcher import Watcher as Watcher
     from mpitrain.transport.mpi import connect as connect
     from mpitrain.transport.mpi import from_communicator as from_communicator
@@ -69,7 +69,7 @@ _HOMES = {
     "MpitrainError": "errors",
     "PeerLost": "errors",
     "Plain": "layers.plain",
-    "Replicated": "parallel.data.replicated",
+    "Replicated": "parallel.replicated",
     "Residual": "layers.compose",
     "RowParallelLinear": "parallel.tensor.linear",
     "Sequential": "layers.compose",
@@ -81,12 +81,12 @@ _HOMES = {
     "connect": "transport.mpi",
     "from_communicator": "transport.mpi",
     "gpt": "models.gpt",
-    "mlp": "models.mlp",
+    "mlp": "models.classifiers",
     "normal": "layers.initial",
     "ops_for": "ops.device",
     "parse": "run.choices",
     "ranks": "transport.mpi",
-    "replicas_equal": "run.trainer",
+    "replicas_equal": "run.replicas",
     "run_ranks": "transport.threads",
     "train": "run.loop",
 }

@@ -178,7 +178,7 @@ def claims(
     process.limit_blas_threads()
     from mpitrain.errors import ConfigError
     from mpitrain.files import write_whole
-    from mpitrain.machine.devices import has_compiler
+    from mpitrain.machine.compiling import has_compiler
     from mpitrain.tools.textbook.claims.claim import judge
     from mpitrain.tools.textbook.claims.report import lines, page, record, summary
     from mpitrain.tools.textbook.claims.table import CLAIMS

@@ -26,8 +26,8 @@ from mpitrain.layers.flat import Storage
 from mpitrain.layers.initial import zeros
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.copies import copy_rows
-from mpitrain.machine.dlpack import as_array, kind_of
+from mpitrain.machine.backend import copy_rows
+from mpitrain.machine.cuda import as_array, kind_of
 from mpitrain.ops.device import Device, device_for
 from mpitrain.parallel.buckets import Buckets, common_buckets
 from mpitrain.parallel.grid import Axes, Grid

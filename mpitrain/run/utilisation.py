@@ -17,14 +17,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from mpitrain.config import Config
 from mpitrain.data import Source, Unopened
 from mpitrain.files import contents, write_whole
-from mpitrain.kernels.cache import cache_of
 from mpitrain.machine import process
-from mpitrain.machine.processor import processor
+from mpitrain.machine.compiling import cache_of
+from mpitrain.machine.process import processor
 from mpitrain.models.table import MODELS
 from mpitrain.ops.device import Device
 from mpitrain.ops.host.product import mkl, put_product
 from mpitrain.parallel.grid import Axes
-from mpitrain.pipeline.chunks import Units
+from mpitrain.pipeline.partition import Units
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.run.build import Job, model, scheduled
 from mpitrain.run.counting import SERIAL, Counter, Scheduled

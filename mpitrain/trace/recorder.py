@@ -49,7 +49,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.files import Directory, opened
-from mpitrain.machine.events import Mark
+from mpitrain.machine.backend import Mark
 
 KINDS = ("step", "compute", "wait", "reduction", "send", "receive", "pause", "device")
 STEP, COMPUTE, WAIT, REDUCTION, SEND, RECEIVE, PAUSE, DEVICE = range(len(KINDS))

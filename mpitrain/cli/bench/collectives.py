@@ -19,7 +19,7 @@ from mpitrain.cli.bench.training.command import command as train
 from mpitrain.cli.bench.transactions import transactions
 from mpitrain.cli.job_options import Outputs, check_files, finite, output_option
 from mpitrain.cli.session import MOST, mpi_session
-from mpitrain.machine.kinds import KINDS
+from mpitrain.machine.process import KINDS
 
 OPERATIONS = (
     "allreduce",

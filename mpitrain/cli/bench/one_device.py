@@ -11,7 +11,7 @@ import click
 from mpitrain.cli.bench.options import CSV, JSON, Against, against_options, write_rows
 from mpitrain.cli.job_options import Outputs, check_files
 from mpitrain.machine import process
-from mpitrain.machine.kinds import KINDS
+from mpitrain.machine.process import KINDS
 
 if TYPE_CHECKING:
     # This module must not import NumPy before the BLAS threads are limited.
@@ -58,7 +58,7 @@ def on_a_device(command: Callable) -> Callable:
 def device_of(kind: str, gemm: str, tiles: str, checked: bool) -> "tuple[Device, str]":
     """Return the device and its name for a header; ConfigError if it is missing or unsuitable."""
     from mpitrain.errors import ConfigError
-    from mpitrain.machine.processor import processor
+    from mpitrain.machine.process import processor
     from mpitrain.ops.device import device_for
 
     if kind == "cpu" and (gemm != "tiled" or tiles):

@@ -40,7 +40,7 @@ from mpitrain.data import Source
 from mpitrain.layers.base import Gradients, Loss, Weights
 from mpitrain.layers.flat import Entry, Storage
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.copies import copy_rows
+from mpitrain.machine.backend import copy_rows
 from mpitrain.ops.device import Device
 from mpitrain.optim.state import StateArray
 from mpitrain.parallel.grid import Grid

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from mpitrain.errors import ConfigError
-from mpitrain.machine.process_state import ProcessId, process_state
+from mpitrain.machine.process import ProcessId, process_state
 from mpitrain.run.stalls.questions import Answer, ask
 from mpitrain.trace.blame import (
     GONE,

@@ -16,7 +16,7 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, Field
 
 from mpitrain.files import Directory, opened
-from mpitrain.machine.process_state import ProcessId, process_state
+from mpitrain.machine.process import ProcessId, process_state
 from mpitrain.run.stalls.stacks import stacks
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.timeline import LATEST, TRACE

@@ -12,7 +12,7 @@ from mpitrain.optim import learning_rate
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.servers import PushAndPull, ServedUpdate
 from mpitrain.run.build import build
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.training import TINY, by_hand, configured, curves
 

@@ -17,7 +17,7 @@ from mpitrain.run.checkpoint.manifest import Done, newest
 from mpitrain.run.choices import parse
 from mpitrain.run.generate import tokens
 from mpitrain.run.loop import train
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.saving import save
 from tests.training import TINY, by_hand, configured

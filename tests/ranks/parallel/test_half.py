@@ -14,7 +14,7 @@ from mpitrain.optim import Optimizer
 from mpitrain.parallel.replication.whole import ReplicaRows
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done, newest
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.runs import go, records
 from tests.saving import save

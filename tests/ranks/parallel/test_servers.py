@@ -9,7 +9,7 @@ from mpitrain.parallel.grid import axes
 from mpitrain.parallel.modes import servers_of
 from mpitrain.parallel.servers import header
 from mpitrain.run.build import build
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.training import STEPS, TINY, configured, curves
 

@@ -9,14 +9,15 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
 from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import Linear, Plain
-from mpitrain.models.mlp import mlp
-from mpitrain.ops.cuda.wire import BLOCK
+from mpitrain.models.classifiers import mlp
+from mpitrain.ops.codes import WIRE_BLOCK as BLOCK
 from mpitrain.ops.device import ops_for
 from mpitrain.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.generate import tokens
-from mpitrain.run.trainer import Trainer, replicas_equal
+from mpitrain.run.replicas import replicas_equal
+from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
 from tests.saving import save
 from tests.training import configured

@@ -6,7 +6,7 @@ import pytest
 from mpitrain.collectives.engine.arithmetic import BLOCK, CODECS, parse_wire
 from mpitrain.collectives.group import Group
 from mpitrain.run.build import build
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.laws.collectives import measured
 from tests.training import TINY, configured

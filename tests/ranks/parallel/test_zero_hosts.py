@@ -8,7 +8,7 @@ import pytest
 
 from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import ThreadTransport, run_ranks
 from tests.laws.collectives import measured
 from tests.training import TINY, configured, curve

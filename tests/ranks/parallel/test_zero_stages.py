@@ -9,7 +9,7 @@ from mpitrain.machine import cuda
 from mpitrain.parallel.modes import MODES, ZERO
 from mpitrain.parallel.zero import TURNS, GatheredOnUse, zero_3
 from mpitrain.run.build import build
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu
 from tests.fakes.pointers import PointerThreads

@@ -20,7 +20,7 @@ from mpitrain.pipeline.partition import cut
 from mpitrain.pipeline.schedules import STREAMS
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.saving import save
 from tests.training import configured

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.ops.host import images
+from mpitrain.ops.host import layers
 from mpitrain.run.build import alone, build
 from mpitrain.run.utilisation import work_of
 from mpitrain.transport.threads import run_ranks
@@ -62,7 +62,7 @@ def test_every_layout_has_the_curve_and_activation_count_of_one_rank(frozen):
 @pytest.mark.parametrize("tile", [1, 2000])
 def test_the_size_of_a_tile_changes_no_result_but_by_rounding(tile, monkeypatch):
     truth = run_ranks(1, curve, EXACT)[0]
-    monkeypatch.setattr(images, "TILE_BYTES", tile)
+    monkeypatch.setattr(layers, "TILE_BYTES", tile)
     found = run_ranks(2, curve, EXACT)[0]
     assert np.all(np.abs(found - truth) <= 1e-9 * (1 + np.abs(truth)))
 

@@ -18,10 +18,11 @@ from mpitrain.config import parse, with_settings
 from mpitrain.data import Unopened, as_it_is
 from mpitrain.errors import MpitrainError, TrainingError
 from mpitrain.parallel.replication.whole import ReplicaRows
-from mpitrain.run import watchdog
+from mpitrain.run import hooks, loop, watchdog
 from mpitrain.run.build import build, configured, model, open_run
 from mpitrain.run.checkpoint import saving
 from mpitrain.run.checkpoint.manifest import Done, newest
+from mpitrain.run.inference import Inference
 from mpitrain.run.loop import train
 from mpitrain.run.run_dir import noted_largest
 from mpitrain.run.trainer import Trainer
@@ -118,11 +119,11 @@ def test_a_stop_on_one_rank_ends_the_evaluation_until_the_resume(
 ):
     settings = [*book, f"run.eval_every={every}"]
     batches = Counter()
-    losses = Trainer._losses
+    losses = Inference._losses
     monkeypatch.setattr(
-        Trainer,
+        Inference,
         "_losses",
-        lambda own, *asked: (batches.update([own.transport.rank]), losses(own, *asked))[1],
+        lambda own, *asked: (batches.update([own.grid.world.rank]), losses(own, *asked))[1],
     )
     assert go(3, settings, stop=lambda rank: rank == 1 and batches[1] == 2)
     assert batches == {0: 3, 1: 3, 2: 3}, (
@@ -198,8 +199,11 @@ def test_step_time_excludes_checkpoints_and_evaluations(book, tmp_path, monkeypa
     takes(saving, "save", 100)
     takes(Trainer, "evaluate", 10)
     takes(Trainer, "step", 1)
-    # The clock of the loop alone: others measure with the real one.
-    monkeypatch.setattr("mpitrain.run.loop.time", SimpleNamespace(perf_counter=lambda: now))
+    # The clock of the loop and its hooks alone: others measure with the real one.
+    for module in (loop, hooks):
+        monkeypatch.setattr(
+            module, "time", SimpleNamespace(perf_counter=lambda: now, time=time.time)
+        )
     go(1, [*book, "run.steps=3", "checkpoint.every=1", "run.eval_every=1", "run.log_every=3"])
     steps = [record for record in records(tmp_path) if "loss" in record]
     assert [record["step"] for record in steps] == [1, 3]

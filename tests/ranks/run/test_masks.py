@@ -7,7 +7,7 @@ import pytest
 
 from mpitrain.errors import CommError, DataError, TrainingError
 from mpitrain.run.build import build
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.masked import MASKED, MaskedTokens, T, V
 from tests.runs import TINY, go, records

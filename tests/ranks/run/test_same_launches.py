@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from mpitrain.config import parse, with_settings
-from mpitrain.kernels.engines import KERNELS
+from mpitrain.ops.device import KERNELS
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu

@@ -8,7 +8,7 @@ import pytest
 
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
-from mpitrain.ops.host.rounded import TYPES, rounded
+from mpitrain.ops.bodies import TYPES, rounded
 from mpitrain.parallel.replication.protocol import StepResult
 from mpitrain.parallel.replication.step_end import DynamicLossScale
 from tests.cases.training import STEPS, step_of

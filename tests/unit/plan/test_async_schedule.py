@@ -7,10 +7,9 @@ from click.testing import CliRunner
 
 from mpitrain.cli import commands
 from mpitrain.errors import ConfigError
-from mpitrain.pipeline.memory import staleness, weights
 from mpitrain.pipeline.schedules import plan_of
-from mpitrain.pipeline.simulate import Cost
-from mpitrain.tools.plan.async_schedule import stream
+from mpitrain.pipeline.simulate import Cost, staleness, weights
+from mpitrain.tools.plan.schedule import stream
 
 
 def shown(*words, columns=100):

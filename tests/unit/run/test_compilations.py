@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 
-from mpitrain.kernels.compiling import compiling
+from mpitrain.machine.compiling import compiling
 from mpitrain.run import watchdog
 from mpitrain.run.stalls import compilations
 from mpitrain.trace.recorder import COMPUTE, Recorder

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import commands
-from mpitrain.machine.devices import has_compiler
+from mpitrain.machine.compiling import has_compiler
 from mpitrain.tools.textbook.claims.claim import (
     FAILS,
     HOLDS,

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpitrain import __version__
-from mpitrain.machine.process import job_id, processors
-from mpitrain.machine.processor import processor
+from mpitrain.machine.process import job_id, processor, processors
 from mpitrain.transport.base import Transport
 from mpitrain.transport.library import library
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain.ops.cuda.linear import pitch
+from mpitrain.ops.cuda.layers import pitch
 from mpitrain.ops.device import Device
 from mpitrain.ops.reference.layers import linear_gelu
 from mpitrain.tools.bench.kernels.work import count_wrong, stored, values

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpitrain.ops import bodies
 from mpitrain.ops.cuda import wire
-from mpitrain.ops.cuda.sums import sum_rows
+from mpitrain.ops.cuda.launches import sum_rows
 from mpitrain.ops.device import Device
 from mpitrain.tools.bench.kernels.timing import seconds
 from mpitrain.tools.bench.kernels.work import (

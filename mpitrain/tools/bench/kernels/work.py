@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mpitrain.ops import OPERATIONS, Ops, bodies
+from mpitrain.ops.bodies import examples
 from mpitrain.ops.device import Device
-from mpitrain.ops.example import examples
 from mpitrain.ops.operands import Operand, operands
 
 WRONG = 1e-4

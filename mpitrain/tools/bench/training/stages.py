@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpitrain.pipeline.instructions import Send, fused_at_the_input, training_program
-from mpitrain.pipeline.memory import peak
+from mpitrain.pipeline.simulate import peak
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.plan.stages import measure
 

@@ -14,9 +14,8 @@ from mpitrain.config.faults import injection
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 from mpitrain.run.build import Job, build
-from mpitrain.run.checkpoint.digests import digest_record
 from mpitrain.run.metrics import strict
-from mpitrain.run.trainer import state_digests
+from mpitrain.run.replicas import digest_record, state_digests
 from mpitrain.tools.plan.memory import ranks_of
 from mpitrain.tools.report.diff.sides import ComparedRun, Digests, order
 from mpitrain.transport.base import Transport

@@ -1,21 +1,71 @@
-"""Operations with a compiled pass, in place of the host's bodies of the same names.
+"""Operations with a compiled pass, in place of the bodies of the same names in `layers`.
 
-The states for the backward are those of the host. Arrays of another type than float32, or with
-gaps, go to the host's body. M rows, C channels, K inputs, N outputs.
+The library of passes.cpp is built once per processor and compiler, and loaded once per process. The
+states for the backward are those of `layers`. Arrays of another type than float32, or with gaps, go
+to its bodies. M rows, C channels, K inputs, N outputs.
 """
 
+import ctypes
+import hashlib
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mpitrain.machine.backend import host_address
-from mpitrain.ops.compiled.library import library
-from mpitrain.ops.host import linear as host_linear
-from mpitrain.ops.host import norm as host_norm
+from mpitrain.machine.compiling import (
+    cache_of,
+    compile_cpp,
+    compiler,
+    locked,
+    processor_and_compiler,
+)
+from mpitrain.ops.host import layers
 from mpitrain.ops.host.product import put_product
 from mpitrain.ops.reference.layers import GELU_CUBIC, GELU_SCALE
 from mpitrain.ops.weightless import has_memory
+
+SOURCE = Path(__file__).with_name("passes.cpp")
+INSTEAD = "set device.passes to numpy"
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fPIC",
+    "-shared",
+    "-fopenmp-simd",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+)
+SIZE, ARRAY, NUMBER = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
+SIGNATURES: dict[str, list[Any]] = {
+    "gelu": [SIZE, SIZE, *[ARRAY] * 3, NUMBER, NUMBER],
+    "layer_norm": [SIZE, SIZE, *[ARRAY] * 3, NUMBER, *[ARRAY] * 3],
+    "layer_norm_backward": [SIZE, SIZE, *[ARRAY] * 9],
+}
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Return the library; compile it if it is missing.
+
+    raises  ConfigError without a compiler, KernelError if it refuses the source
+    """
+    compiler("device.passes compiled compiles C++", INSTEAD)
+    folder = cache_of("passes")
+    key = "\0".join([SOURCE.read_text(encoding="utf-8"), *FLAGS, processor_and_compiler()])
+    target = folder / f"passes-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    if not target.exists():
+        with locked(target, SOURCE.name):
+            if not target.exists():
+                way_out = f"{INSTEAD.capitalize()}, or install another compiler."
+                compile_cpp([*FLAGS, str(SOURCE)], target, SOURCE.name, way_out)
+    passes = ctypes.CDLL(str(target))
+    for name, types in SIGNATURES.items():
+        getattr(passes, name).argtypes, getattr(passes, name).restype = types, None
+    return passes
 
 
 def bodies() -> dict[str, Callable[..., Any]]:
@@ -33,18 +83,16 @@ def bodies() -> dict[str, Callable[..., Any]]:
 
 
 def linear_gelu(x, w, b, arena):
-    """Return (y, saved).    x: (M, K); w: (N, K); b: (N,) or None; y: (M, N)"""
     if not _are_plain(x, w, b):
-        return host_linear.linear_gelu(x, w, b, arena)
+        return layers.linear_gelu(x, w, b, arena)
     y = arena.take((len(x), len(w)), x.dtype)
     put_product(x, w.T, y, False, arena)
     return y, (x, _gelu(y, b, arena))
 
 
 def gelu(z, arena):
-    """Return (y, slope); y is written over z, of any shape."""
     if not _are_plain(z):
-        return host_linear.gelu(z, arena)
+        return layers.gelu(z, arena)
     return z, _gelu(z.reshape(-1, z.shape[-1]), None, arena).reshape(z.shape)
 
 
@@ -57,9 +105,8 @@ def _gelu(y, b, arena):
 
 
 def layer_norm(x, gain, bias, epsilon, arena):
-    """Return (y, saved).    x, y: (M, C); gain, bias: (C,)"""
     if not _are_plain(x, gain, bias):
-        return host_norm.layer_norm(x, gain, bias, epsilon, arena)
+        return layers.layer_norm(x, gain, bias, epsilon, arena)
     y, normal = arena.take(x.shape, x.dtype), arena.take(x.shape, x.dtype)
     inverse = arena.take((len(x), 1), x.dtype)
     if has_memory(x):
@@ -70,9 +117,8 @@ def layer_norm(x, gain, bias, epsilon, arena):
 
 
 def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
-    """Return (dx, (dgain, dbias)).    dy, dx, residual: (M, C); gain, dgain, dbias: (C,)"""
     if not _are_plain(dy, gain, *saved, residual):
-        return host_norm.layer_norm_backward_input(dy, gain, saved, arena, residual)
+        return layers.layer_norm_backward_input(dy, gain, saved, arena, residual)
     dx = arena.take(dy.shape, dy.dtype)
     dgain, dbias, *part = arena.take((4, dy.shape[1]), dy.dtype)
     operands = (dy, gain, *saved, residual, dx, dgain, dbias, part[0])
