@@ -24,7 +24,7 @@ from mpitrain.run.checkpoint.manifest import CHECKPOINTS, Done
 from mpitrain.run.metrics import CLOSING, METRICS, MetricsFile, ResumeInfo
 from mpitrain.run.replicas import digest_record, state_digests
 from mpitrain.run.resolve import RunLocation
-from mpitrain.run.stalls.slow_ranks import SlowRanks, alike
+from mpitrain.run.slow_ranks import SlowRanks, alike
 from mpitrain.run.watchdog import Watchdog
 from mpitrain.run.watcher import Watcher
 from mpitrain.trace.recorder import ROWS

@@ -61,7 +61,6 @@ def _same_bits(
 ) -> bool:
     """Return whether equal pieces have equal bits on all ranks; collective.
 
-    pieces  the elements of the flat buffer, and their offsets in `array`
     origin  subtracted from `start` and `stop` of each piece before ranks compare them
     """
     held = [

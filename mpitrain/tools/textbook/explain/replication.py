@@ -98,15 +98,6 @@ class ShownMode(NamedTuple):
 
 
 class _RankRun(NamedTuple):
-    """The run on one rank.
-
-    entries         its diary
-    nbytes          that it sent in a step
-    words, formula  of the bytes that the busiest rank sends
-    stored          bytes of parameters, gradients and optimizer state
-    elements        of all parameters
-    """
-
     entries: Mapping[Key, WatchedState]
     nbytes: float
     words: str
@@ -210,7 +201,6 @@ def _run(inner: Transport, shown: ShownMode, network: Network | None) -> _RankRu
 
 
 def _traffic(trainer: Trainer) -> tuple[str, float]:
-    """Return the formula of the bytes of a step, in words and as a number."""
     formula = mode_of(trainer.config).traffic(trainer.config.replication)
     assert formula is not None
     sample = Sample(8 * toy.VECTOR, 8, toy.VECTOR)
@@ -306,7 +296,6 @@ class Watch:
         self._stored = {**stored, "parameters": tuple(new or old for new, old in pairs)}
 
     def step(self, number: int) -> None:
-        """Begin a step, from 1."""
         self._step, self._ready, self._written = number, [], {}
         self._passes = {"forward": 0, "weight": 0}
         self._first_messages = self.trainer.transport.traffic.messages
