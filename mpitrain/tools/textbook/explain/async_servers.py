@@ -12,8 +12,7 @@ import numpy as np
 
 from mpitrain.errors import Sentence
 from mpitrain.layers.flat import Piece
-from mpitrain.parallel.servers.asynchronous import AsyncServing, AsyncWork
-from mpitrain.parallel.servers.work_queue import WorkQueue
+from mpitrain.parallel.async_servers import AsyncServing, AsyncWork, WorkQueue
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.textbook.explain import toy
 from mpitrain.tools.textbook.explain.explanation import (

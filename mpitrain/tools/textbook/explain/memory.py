@@ -11,7 +11,8 @@ import numpy as np
 from mpitrain.errors import Sentence
 from mpitrain.layers.base import Unit
 from mpitrain.layers.recomputed import with_recomputation
-from mpitrain.parallel.replication.records import DynamicLossScale, StepResult
+from mpitrain.parallel.replication.protocol import StepResult
+from mpitrain.parallel.replication.step_end import DynamicLossScale
 from mpitrain.pipeline.stage import Stage
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.textbook.explain import toy

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from mpitrain.errors import Sentence
-from mpitrain.parallel.data.weight_stashing import pipedream
+from mpitrain.parallel.weight_stashing import pipedream
 from mpitrain.pipeline import schedules
 from mpitrain.pipeline.execute import execute
 from mpitrain.pipeline.instructions import (

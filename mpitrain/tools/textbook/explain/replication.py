@@ -9,16 +9,18 @@ import numpy as np
 
 from mpitrain.collectives.plans import ring
 from mpitrain.errors import Sentence
-from mpitrain.parallel.averaging.gossip import NeighbourAverage, distances
-from mpitrain.parallel.averaging.local_sgd import PeriodicAverage
-from mpitrain.parallel.data.buckets import Buckets
-from mpitrain.parallel.data.sharded_gradients import ShardedGradients
-from mpitrain.parallel.data.zero import GatheredAfterUpdate, scattered_once
-from mpitrain.parallel.data.zero_three import GatheredOnUse
+from mpitrain.parallel.averaging import NeighbourAverage, PeriodicAverage, distances
+from mpitrain.parallel.buckets import Buckets
+from mpitrain.parallel.master import BroadcastAndUpdate, BroadcastParameters
+from mpitrain.parallel.mode import Sample
 from mpitrain.parallel.modes import mode_of
-from mpitrain.parallel.servers.master import BroadcastAndUpdate, BroadcastParameters
-from mpitrain.parallel.servers.synchronous import PushAndPull, PushedGradients, ServedUpdate
-from mpitrain.parallel.traffic import Sample
+from mpitrain.parallel.servers import PushAndPull, PushedGradients, ServedUpdate
+from mpitrain.parallel.zero import (
+    GatheredAfterUpdate,
+    GatheredOnUse,
+    ShardedGradients,
+    scattered_once,
+)
 from mpitrain.pipeline.stage import Stage
 from mpitrain.regions import Piece
 from mpitrain.run.trainer import Trainer
