@@ -1,7 +1,5 @@
 """Attention on the host: every body equals the definition, and tiles do no more work than they need."""
 
-from itertools import product
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,7 @@ from mpitrain.config import Config
 from mpitrain.errors import ConfigError
 from mpitrain.machine.arena import Arena, padded
 from mpitrain.machine.backend import HostBackend
-from mpitrain.ops import bodies
+from mpitrain.ops import OPERATIONS, bodies
 from mpitrain.ops.bodies import rounded
 from mpitrain.ops.device import device_for
 from mpitrain.ops.host import attention as chosen
@@ -31,6 +29,13 @@ SHAPES = [
     (2, 131, 3, 7),
 ]  # B, T, H, D
 TILES = [TileLimits(1, 1), TileLimits(3, 5), TileLimits(4, 4), TileLimits(7, 64)]
+# Tiles far smaller than the rows would be some ten thousand.
+CASES = [
+    (shape, tile)
+    for shape in SHAPES
+    for tile in (*TILES, TileLimits(64, 224))
+    if shape[1] <= 20 * tile.short
+]
 
 
 def drawn(seed, *shape, dtype="float64"):
@@ -58,14 +63,11 @@ def assert_equals_the_definition(forward, qkv, dy, heads, tolerance):
 @pytest.mark.parametrize("name", ["whole", "tiled"])
 @pytest.mark.parametrize("law", laws_of(OperationLaws))
 def test_operations_with_each_attention_obey(law, name):
-    getattr(OperationLaws(), law)(bodies.host(name), HostBackend())
+    rows = [row for row in OPERATIONS if "attention" in row]
+    getattr(OperationLaws(rows), law)(bodies.host(name), HostBackend())
 
 
-@pytest.mark.parametrize(
-    ("shape", "tile"),
-    [*product(SHAPES[:-1], TILES), (SHAPES[-1], TileLimits(7, 64)), ((1, 700, 2, 16), None)],
-    ids=str,
-)
+@pytest.mark.parametrize(("shape", "tile"), [*CASES, ((1, 700, 2, 16), None)], ids=str)
 def test_tiles_of_any_size_equal_the_definition(shape, tile):
     b, t, h, d = shape
     for dtype, tolerance in {"float64": 1e-12, "float32": TOLERANCE["float32"]}.items():
@@ -195,8 +197,7 @@ def test_kernels_compute_in_tiles_alone():
         configured("memory.attention=flash")
 
 
-@pytest.mark.parametrize("tile", [*TILES, TileLimits(64, 224)])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "tile"), CASES, ids=str)
 def test_dropout_of_any_tiles_has_the_mask_of_the_definition(shape, tile):
     batch, length, heads, width = shape
     given = (5, 3), 2, 2**20 + 3, heads + 2, 0.3
