@@ -38,6 +38,10 @@ CASES = [
 ]
 
 
+def tiled(tile):
+    return lambda qkv, heads, arena: attention_tiled.attended(qkv, heads, None, arena, tile=tile)
+
+
 def drawn(seed, *shape, dtype="float64"):
     return np.random.default_rng(seed).standard_normal(shape).astype("f4").astype(dtype)
 
@@ -72,9 +76,7 @@ def test_tiles_of_any_size_equal_the_definition(shape, tile):
     b, t, h, d = shape
     for dtype, tolerance in {"float64": 1e-12, "float32": TOLERANCE["float32"]}.items():
         qkv, dy = drawn(1, b, t, 3 * h * d, dtype=dtype), drawn(2, b, t, h * d, dtype=dtype)
-        assert_equals_the_definition(
-            lambda *given: attention_tiled.attention(*given, tile=tile), qkv, dy, h, tolerance
-        )
+        assert_equals_the_definition(tiled(tile), qkv, dy, h, tolerance)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -89,8 +91,8 @@ def test_scores_beyond_the_range_of_exponentials_are_shifted(dtype, sign):
     qkv, dy = qkv.reshape(1, t, -1), drawn(2, 1, t, 2 * d, dtype=dtype)
     tolerance = {"float64": 1e-11, "float32": 1e-2}[dtype]  # a score has an error of 2,000 ulps
     for forward in (
-        attention_whole.attention,
-        lambda *given: attention_tiled.attention(*given, tile=TileLimits(16, 48)),
+        chosen.FORWARDS["whole"].attention,
+        tiled(TileLimits(16, 48)),
     ):
         assert_equals_the_definition(forward, qkv, dy, 2, tolerance)
 
@@ -99,7 +101,7 @@ def test_a_shift_changes_nothing_but_rounding(monkeypatch):
     qkv, dy, found = drawn(1, 2, 131, 3 * 14), drawn(2, 2, 131, 14), []
     for safe in (attention_tiled.SAFE, (np.inf, 0)):
         monkeypatch.setattr(attention_tiled, "SAFE", safe)
-        y, saved = attention_tiled.attention(qkv, 2, Arena(), tile=TileLimits(16, 48))
+        y, saved = tiled(TileLimits(16, 48))(qkv, 2, Arena())
         found.append((y, saved.log_sums, saved.backward(dy, Arena())))
     for plain, shifted in zip(*found, strict=True):
         assert not np.array_equal(plain, shifted)
@@ -128,7 +130,7 @@ class Counting:
 def test_tiles_compute_the_half_below_the_diagonal_once(t, monkeypatch):
     counting, h, d = Counting(), 2, 8
     monkeypatch.setattr(attention_tiled, "np", counting)
-    _, saved = attention_tiled.attention(drawn(1, 1, t, 3 * h * d), h, Arena())
+    _, saved = tiled(None)(drawn(1, 1, t, 3 * h * d), h, Arena())
     blocks = [min(64, t - first) for first in range(0, t, 64)]
     visible = sum(
         rows * (first + rows) for first, rows in zip(range(0, t, 64), blocks, strict=True)
@@ -148,7 +150,7 @@ def test_tiles_save_the_output_and_one_number_a_row():
     for t in (1024, 2048):
         arena = Arena()
         qkv, dy = drawn(1, 2, t, 3 * 16, dtype="float32"), drawn(2, 2, t, 16, dtype="float32")
-        y, saved = attention_tiled.attention(qkv, 4, arena)
+        y, saved = tiled(None)(qkv, 4, arena)
         assert arena.live == padded(y.nbytes) + padded(2 * 4 * t * 4)
         saved.backward(dy, arena)
         peaks.append(arena.peak)
@@ -159,17 +161,18 @@ def test_tiles_save_the_output_and_one_number_a_row():
 def test_the_bodies_write_no_input():
     qkv, dy = drawn(1, 2, 70, 3 * 6), drawn(2, 2, 70, 6)
     before = qkv.copy(), dy.copy()
-    for body in (attention_whole, attention_tiled):
-        _, saved = body.attention(qkv, 2, Arena())
+    for name in ("whole", "tiled"):
+        _, saved = chosen.FORWARDS[name].attention(qkv, 2, Arena())
         saved.backward(dy, Arena())
         assert np.array_equal(qkv, before[0]) and np.array_equal(dy, before[1])
 
 
 def test_auto_takes_tiles_from_a_number_of_tokens_on():
     edge = chosen.TILED_FROM
-    for t, body in ((edge - 1, attention_whole), (edge, attention_tiled)):
+    for t, name in ((edge - 1, "whole"), (edge, "tiled")):
         qkv = drawn(1, 1, t, 3 * 8, dtype="float32")
-        own, truth = (one.attention(qkv, 2, Arena()) for one in (device_for("cpu").ops, body))
+        bodies_of_it = device_for("cpu").ops, chosen.FORWARDS[name]
+        own, truth = (one.attention(qkv, 2, Arena()) for one in bodies_of_it)
         assert type(own[1]) is type(truth[1]) and np.array_equal(own[0], truth[0])
     assert edge > Config().model.context  # the default job has its bits from before
 
