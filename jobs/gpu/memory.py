@@ -10,8 +10,7 @@ from importlib.util import find_spec
 from result import emit, micro, wrong_words
 
 from mpitrain.ops.device import device_for
-from mpitrain.tools.bench.kernels.operations import attentions, measure, measured
-from mpitrain.tools.bench.kernels.work import OperationRow
+from mpitrain.tools.bench.kernels.operations import OperationRow, attentions, measure, measured
 
 OF_A_COPY = 0.85
 FORWARD, BACKWARD = 1.0, 0.7

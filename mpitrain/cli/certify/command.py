@@ -210,7 +210,7 @@ class ShownVerdicts:
 
 def _certify(transport: Any, options: dict[str, Any], shown: ShownVerdicts, stop: Stop) -> bool:
     """Return whether everything passes."""
-    from mpitrain.tools.bench.collectives.header import header
+    from mpitrain.tools.bench.results import header
     from mpitrain.tools.certify.collect import collect
     from mpitrain.tools.certify.evidence import ProbeFinding
     from mpitrain.tools.certify.limits import Limits, read_limits

@@ -14,8 +14,8 @@ from contextlib import suppress
 
 from mpitrain.cli.launch.failed import Failure
 from mpitrain.cli.launch.killed import KILLED, KilledRanks
-from mpitrain.cli.terminal.screen import Screen
-from mpitrain.cli.terminal.status import StatusFilter
+from mpitrain.cli.terminal.output import Screen
+from mpitrain.cli.terminal.stop_requests import StatusFilter
 
 RULE = b"-" * 74
 """The line above and below each of Open MPI's boxes."""

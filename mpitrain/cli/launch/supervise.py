@@ -18,7 +18,7 @@ from pathlib import Path
 
 from mpitrain.cli import NOT_BEGUN, STOPPED, USAGE
 from mpitrain.cli.launch.launcher_output import Errors, LauncherOutput, OutputFilter, Passage
-from mpitrain.cli.terminal.screen import (
+from mpitrain.cli.terminal.output import (
     ONE_TERMINAL,
     OUTPUT_TERMINAL,
     TERMINAL,

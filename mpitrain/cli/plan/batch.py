@@ -82,8 +82,7 @@ def _plan(
 
     from mpitrain.cli.terminal.progress import bar
     from mpitrain.run.given import agree_on
-    from mpitrain.tools.bench.collectives.header import machine
-    from mpitrain.tools.bench.collectives.table import write_json
+    from mpitrain.tools.bench.results import machine, write_json
     from mpitrain.tools.plan.batch.search import search
     from mpitrain.tools.plan.batch.text import report
     from mpitrain.transport.agreement import on_all_ranks

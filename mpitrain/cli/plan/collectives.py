@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from mpitrain.cli.bench.collectives import Bytes
+from mpitrain.cli.bench.rows import Bytes
 from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.plan.chart_width import columns
 from mpitrain.machine import process

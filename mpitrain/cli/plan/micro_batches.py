@@ -70,8 +70,7 @@ def _plan(
     from mpitrain.run.build import build
     from mpitrain.run.given import agree_on
     from mpitrain.run.resolve import resolve
-    from mpitrain.tools.bench.collectives.header import machine
-    from mpitrain.tools.bench.collectives.table import write_json
+    from mpitrain.tools.bench.results import machine, write_json
     from mpitrain.tools.plan.micro_batches import (
         advice,
         best,
@@ -141,8 +140,13 @@ def _verify(
     from mpitrain.config import with_settings
     from mpitrain.run.build import build
     from mpitrain.run.choices import parse
-    from mpitrain.tools.bench.training.stages import stage_rows, stage_table
-    from mpitrain.tools.bench.training.steps import WARM_UP, Ours, alternate
+    from mpitrain.tools.bench.training.steps import (
+        STAGES,
+        WARM_UP,
+        Ours,
+        alternate,
+        stage_rows,
+    )
     from mpitrain.tools.plan.micro_batches import best
 
     sides = []
@@ -185,5 +189,5 @@ def _verify(
                 f"~ {len(results) - len(quiet)} of {len(results)} counts say nothing: other work ran most of the time"
             )
         click.echo(
-            f"\nstages of {named.micro_batches} micro-batches:\n" + "\n".join(stage_table(rows))
+            f"\nstages of {named.micro_batches} micro-batches:\n" + "\n".join(STAGES.lines(rows))
         )

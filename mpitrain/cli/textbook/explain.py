@@ -7,7 +7,7 @@ import click
 
 from mpitrain.cli.language import language_option
 from mpitrain.cli.output_checks import Outputs, check_files
-from mpitrain.cli.terminal.screen import columns
+from mpitrain.cli.terminal.output import columns
 from mpitrain.machine import process
 
 NARROWEST = 80

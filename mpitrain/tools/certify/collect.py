@@ -11,10 +11,9 @@ from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.machine import process
 from mpitrain.machine.processor import processor
 from mpitrain.tools.bench.collectives.operations import OPERATIONS
-from mpitrain.tools.bench.collectives.request import SweepRequest
-from mpitrain.tools.bench.collectives.sweep import sweep
-from mpitrain.tools.bench.links.pairs import BETWEEN, Pair, merged
-from mpitrain.tools.bench.links.pairs import measure as measure_pairs
+from mpitrain.tools.bench.collectives.sweep import Sweep, SweepRequest
+from mpitrain.tools.bench.pairs import BETWEEN, Pair, merged
+from mpitrain.tools.bench.pairs import measure as measure_pairs
 from mpitrain.tools.certify.arithmetic import step_digests
 from mpitrain.tools.certify.evidence import Evidence, Facts, ProbeFinding, Speeds, WrongCollective
 from mpitrain.tools.certify.limits import Limits
@@ -131,7 +130,7 @@ def collectives(transport: Transport) -> tuple[int, list[WrongCollective]]:
         request = SweepRequest(
             operation, (), SIZES, np.dtype("float32"), 2, 1, ("window", "plain"), 1
         )
-        for row in sweep(transport, request, DEFAULT):
+        for row in Sweep(transport, request, DEFAULT):
             checked += 1
             if row.wrong:
                 wrong.append(WrongCollective(operation, row.algorithm, row.wrong))

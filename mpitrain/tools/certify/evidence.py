@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mpitrain.tools.bench.links.pairs import Pair
+from mpitrain.tools.bench.pairs import Pair
 
 
 class Facts(NamedTuple):

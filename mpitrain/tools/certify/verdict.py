@@ -6,7 +6,7 @@ from statistics import median
 from typing import NamedTuple
 
 from mpitrain.machine.process import room_for
-from mpitrain.tools.bench.links.pairs import BETWEEN, Pair, bad_everywhere, odd_pairs
+from mpitrain.tools.bench.pairs import BETWEEN, Pair, bad_everywhere, odd_pairs
 from mpitrain.tools.certify.evidence import Evidence, Facts, Speeds
 from mpitrain.tools.certify.limits import Limits
 from mpitrain.tools.text_table import figure

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.tools.bench.links.pairs import BETWEEN, Pair
+from mpitrain.tools.bench.pairs import BETWEEN, Pair
 from mpitrain.tools.certify.collect import facts
 from mpitrain.tools.certify.evidence import (
     Evidence,

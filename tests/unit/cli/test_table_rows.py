@@ -2,8 +2,8 @@
 
 import pytest
 
-from mpitrain.cli.terminal.screen import OUTPUT_TERMINAL, TERMINAL, output_columns
-from mpitrain.cli.terminal.table_rows import RowPrinter
+from mpitrain.cli.terminal.output import OUTPUT_TERMINAL, TERMINAL, output_columns
+from mpitrain.cli.terminal.progress import RowPrinter
 
 
 @pytest.mark.parametrize(

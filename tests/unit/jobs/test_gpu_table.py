@@ -19,7 +19,7 @@ from mpitrain.machine.devices import BACKENDS
 from mpitrain.machine.process import gpus
 from mpitrain.ops.device import device_for
 from mpitrain.tools.bench.kernels import operations as bench
-from mpitrain.tools.bench.kernels.gemm_case import PRODUCTS, case_of
+from mpitrain.tools.bench.kernels.gemm import PRODUCTS, case_of
 from tests.processes import run
 
 pytestmark = pytest.mark.compile

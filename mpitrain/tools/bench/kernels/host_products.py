@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mpitrain.machine.arena import Arena
 from mpitrain.ops.host.product import AVX2_WAY, mkl, put_product
+from mpitrain.tools.bench.turns import take_turns
 
 SHAPES = ((512, 256, 768), (512, 256, 1024), (512, 1024, 256))
 """(M, K, N) of three linear layers of the default GPT, for 4 sequences."""
@@ -35,14 +37,17 @@ def seconds(clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
         (np.ones((m, k), np.float32), np.ones((k, n), np.float32), np.empty((m, n), np.float32))
         for m, k, n in SHAPES
     ]
-    turns: dict[str, list[float]] = {name: [] for name in libraries}
-    for _ in range(1 + TURNS):
-        for name, multiply in libraries.items():
-            start = clock()
-            for operands in ones:
-                multiply(*operands)
-            turns[name].append(clock() - start)
-    return {name: min(times[1:]) for name, times in turns.items()}
+
+    def side(multiply: Callable[..., Any], block: int) -> float:
+        start = clock()
+        for operands in ones:
+            multiply(*operands)
+        return clock() - start
+
+    sides = [partial(side, multiply) for multiply in libraries.values()]
+    return {
+        name: min(times) for name, times in zip(libraries, take_turns(sides, TURNS, 1), strict=True)
+    }
 
 
 def described(rates: dict[str, float], gains_from_mkl: bool) -> str:

@@ -1,9 +1,15 @@
-"""Facts about the machine of a benchmark, for its header and for tuning files."""
+"""What every benchmark writes: facts about the machine, and rows as JSON and CSV."""
 
+import csv
+import io
+import json
+import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from mpitrain import __version__
+from mpitrain.files import write_whole
 from mpitrain.machine.process import job_id, processors
 from mpitrain.machine.processor import processor
 from mpitrain.transport.base import Transport
@@ -37,8 +43,40 @@ def header(
 
 
 def printed(facts: dict[str, Any]) -> list[str]:
+    """Return the lines of a header."""
     return [
         f"# mpitrain {facts['mpitrain']} bench: {' '.join(facts['arguments'])}",
         f"# {facts['ranks']} ranks on {facts['hosts']} host(s): {', '.join(facts['host_names'])}",
         f"# {facts['processor']}, {facts['cores']} cores; {facts['mpi']}; device {facts['device']}",
     ]
+
+
+def write_csv(path: Path, rows: Sequence[Any]) -> None:
+    """Write named tuples of one class under their names; values that are not finite are empty."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(rows[0]._fields if rows else ())
+    for row in rows:
+        table.writerow("" if _is_odd(value) else value for value in row)
+    write_whole(path, text.getvalue())
+
+
+def write_json(path: Path, facts: dict[str, Any], rows: Sequence[Any]) -> None:
+    """Write the header and named tuples; values that are not finite are null.
+
+    The file is replaced as a whole, so a reader never sees half a row.
+    """
+    listed = [
+        json.dumps(
+            {key: None if _is_odd(value) else value for key, value in row._asdict().items()},
+            allow_nan=False,
+        )
+        for row in rows
+    ]
+    write_whole(
+        path, f'{{"header": {json.dumps(facts)},\n"rows": [\n' + ",\n".join(listed) + "\n]}\n"
+    )
+
+
+def _is_odd(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
