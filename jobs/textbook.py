@@ -9,8 +9,8 @@ from PIL import Image
 from tqdm import tqdm
 
 from mpitrain.files import write_whole
-from mpitrain.tools.textbook.explain.renderers.picture import draw
-from mpitrain.tools.textbook.explain.renderers.systems import FRAMES, PICTURES, digests, page
+from mpitrain.tools.textbook.explain.page import FRAMES, PICTURES, digests, systems
+from mpitrain.tools.textbook.explain.picture import draw
 from mpitrain.tools.textbook.explain.topics import TOPICS
 
 COLOURS = 24
@@ -21,9 +21,7 @@ def main() -> None:
     """Write the page, the pictures and the digests of their frames."""
     folder = Path(__file__).parents[1] / PICTURES
     folder.mkdir(exist_ok=True)
-    explanations = {
-        name: topic.record(name, topic.setting(name, None, None)) for name, topic in TOPICS.items()
-    }
+    explanations = {name: topic.explained(topic.setting(name)) for name, topic in TOPICS.items()}
     for name in tqdm(explanations, desc="pictures", leave=False, disable=None):
         path = folder / f"{name}.png"
         draw(explanations[name], path, "en", dpi=80)
@@ -31,7 +29,7 @@ def main() -> None:
             small = drawn.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
         small.save(path, optimize=True)
     write_whole(folder / FRAMES, digests(explanations))
-    write_whole(folder / "README.md", page(explanations))
+    write_whole(folder / "README.md", systems(explanations))
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpitrain.collectives.bind import bind as bind
     from mpitrain.collectives.group import Group as Group
+    from mpitrain.collectives.group import bind as bind
     from mpitrain.config import Config as Config
     from mpitrain.errors import MpitrainError as MpitrainError
     from mpitrain.errors import PeerLost as PeerLost
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from mpitrain.run.loop import train as train
     from mpitrain.run.trainer import Trainer as Trainer
     from mpitrain.run.trainer import replicas_equal as replicas_equal
-    from mpitrain.run.watching.watcher import Watcher as Watcher
+    from mpitrain.run.watcher import Watcher as Watcher
     from mpitrain.transport.mpi import connect as connect
     from mpitrain.transport.mpi import from_communicator as from_communicator
     from mpitrain.transport.mpi import ranks as ranks
@@ -75,8 +75,8 @@ _HOMES = {
     "Sequential": "layers.compose",
     "Trainer": "run.trainer",
     "Unit": "layers.base",
-    "Watcher": "run.watching.watcher",
-    "bind": "collectives.bind",
+    "Watcher": "run.watcher",
+    "bind": "collectives.group",
     "build": "run.build",
     "connect": "transport.mpi",
     "from_communicator": "transport.mpi",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, TypeVar
 
 from mpitrain.errors import ConfigError, MpitrainError, line_in
@@ -22,6 +23,16 @@ def rows_of(plugin: str) -> Iterator[None]:
         yield
     finally:
         _plugin = ""
+
+
+def on_use(home: str) -> Callable[..., Any]:
+    """Return a function that imports module:function and calls it: a row imports nothing before."""
+
+    def call(*arguments: Any) -> Any:
+        module, _, function = home.partition(":")
+        return getattr(import_module(module), function)(*arguments)
+
+    return call
 
 
 class Table(dict[Name, Row]):

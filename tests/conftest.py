@@ -79,7 +79,7 @@ def pytest_runtest_teardown():
     algorithms.
     """
     # Not above: SETTINGS come before NumPy.
-    from mpitrain.collectives.selection.own_algorithm import is_file
+    from mpitrain.collectives.selection.algorithm import is_file
     from mpitrain.collectives.selection.table import ALL_REDUCE
 
     for name in [name for name in ALL_REDUCE if is_file(name)]:

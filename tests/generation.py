@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from mpitrain.data.packing import without_ends
+from mpitrain.data.rows import without_ends
 from mpitrain.data.source import DOCUMENT_END
-from mpitrain.run.decoding.sampling import draw
+from mpitrain.run.generate import draw
 
 
 def whole_windows(trainer, prompt, count, sampling, seed=0, stops=False):

@@ -1,12 +1,12 @@
 """A trainer's checkpoints in one call each."""
 
-from mpitrain.run.checkpoint import save_load
+from mpitrain.run.checkpoint import loading, saving
 
 
 def save(folder, trainer, done, keep):
     """Write one as a run does."""
     trainer.sync_parameters()
-    return save_load.save(
+    return saving.save(
         folder,
         trainer.replication.kept(),
         trainer.storage,
@@ -21,8 +21,8 @@ def save(folder, trainer, done, keep):
 
 def load(path, trainer):
     """Read one as a run does; returns what was loaded."""
-    found = save_load.read_beside(trainer.transport, path)
-    found = save_load.load(
+    found = loading.read_beside(trainer.transport, path)
+    found = loading.load(
         found,
         trainer.replication.kept(),
         trainer.storage,

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from result import emit, micro, wrong_words
 
-from mpitrain.collectives.engine.device_arithmetic import arithmetic_of
+from mpitrain.collectives.engine.arithmetic import arithmetic_of
 from mpitrain.collectives.group import Group
 from mpitrain.machine import process
 from mpitrain.ops.device import device_for
-from mpitrain.transport.device.cuda_aware import cuda_messages, over_device
+from mpitrain.transport.device import cuda_messages, over_device
 from mpitrain.transport.mpi import connect
 
 RUNS = 11

@@ -34,8 +34,8 @@ CODE
 
 cat > "$folder/bytes.py" << 'CODE'
 import numpy as np
-from mpitrain.transport import mpi_requests
-class Corrupted(mpi_requests.Receive):
+from mpitrain.transport import mpi
+class Corrupted(mpi.ReceiveRequest):
     def __init__(self, transport, request, array, *rest):
         super().__init__(transport, request, array, *rest)
         self._array = array
@@ -43,7 +43,7 @@ class Corrupted(mpi_requests.Receive):
         if self._array.nbytes >= 4096:
             self._array.reshape(-1).view(np.uint8)[1000] ^= 1
         return super()._finish()
-mpi_requests.Receive = Corrupted
+mpi.ReceiveRequest = Corrupted
 from mpitrain.cli import main
 main()
 CODE

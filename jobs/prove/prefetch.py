@@ -18,8 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from mpitrain.data import Prefetched, TokenSource
-from mpitrain.data.flat_tokens import ArrayTokens, FileTokens
-from mpitrain.data.token_files import pydocs
+from mpitrain.data.token_files import ArrayTokens, FileTokens, pydocs
 
 READ_S, STEPS, LIMIT_MS = 0.05, 12, 2.0
 

@@ -27,7 +27,8 @@ class Listed(NamedTuple):
     """A command as `--help` lists it. Its module is imported when it is called, since importing all
     of them takes as long as importing Click.
 
-    home      module below mpitrain.cli whose `command` is the Click command; "" for a group
+    home      module below mpitrain.cli, and the name of the Click command in it, if it is not
+              `command`; "" for a group
     sentence  the first sentence of its help
     """
 
@@ -53,12 +54,12 @@ COMMANDS = {
         "export", "Write the newest checkpoint of RUN_DIR as a folder that other programs load."
     ),
     "data": Listed(
-        "data.command",
+        "data",
         "Make files of tokens from text, train tokenizers, and show files of tokens.",
     ),
     "bench": Listed(
         "bench.collectives",
-        "Measure collectives on all ranks of the MPI job: mpitrain launch -n 4 -- bench allreduce",
+        "Measure collectives on all ranks of the MPI job: mpitrain launch -n 4 -- bench all-reduce",
     ),
     "compare": Listed(
         "compare", "Train one job in several modes, in turns, on all ranks of the MPI job."
@@ -81,13 +82,13 @@ RUNS = {
     "report": Listed(
         "report", "Print where the time of runs went, from the traces of their ranks."
     ),
-    "plot": Listed("runs.plot", "Draw the training and validation losses of runs."),
+    "plot": Listed("runs:plot", "Draw the training and validation losses of runs."),
     "metrics": Listed(
-        "runs.metrics",
+        "runs:metrics",
         "Print losses, learning rate, speed and evaluations of runs, a line for each logged step.",
     ),
     "diff": Listed(
-        "runs.diff", "Find the first step at which two runs differ, and exit with 1 if they do."
+        "runs:diff", "Find the first step at which two runs differ, and exit with 1 if they do."
     ),
 }
 LEARN = {
@@ -135,7 +136,10 @@ def similar(name: str) -> str | None:
 
 @cache
 def _loaded(home: str) -> click.Command:
-    command: click.Command = importlib.import_module(f"mpitrain.cli.{home}").command
+    module, _, name = home.partition(":")
+    command: click.Command = getattr(
+        importlib.import_module(f"mpitrain.cli.{module}"), name or "command"
+    )
     return command
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import click
 
 from mpitrain.cli.bench.rows import BenchReport, counted
-from mpitrain.cli.job_options import DEVICE, changes, configured
-from mpitrain.cli.output_checks import output_option
+from mpitrain.cli.job_options import DEVICE, changes, configured, output_option
 from mpitrain.cli.session import mpi_session
 
 JOBS: dict[str, tuple[str, ...]] = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.job_options import Outputs, check_files, output_option
 from mpitrain.cli.session import mpi_session
 from mpitrain.errors import ConfigError, visible
 from mpitrain.machine import process
@@ -43,7 +43,7 @@ def _examine(transport: Any, folder: Path, json_file: Path | None) -> bool:
     from mpitrain.tools.doctor.facts import Rank, facts, look, verdict
     from mpitrain.tools.doctor.probes import examine
     from mpitrain.transport.agreement import on_all_ranks
-    from mpitrain.transport.device.cuda_aware import cuda_messages
+    from mpitrain.transport.device import cuda_messages
 
     on_all_ranks(transport, lambda: check_folder(folder))
     on_all_ranks(transport, lambda: check_files(transport.rank, [json_file]))

@@ -6,8 +6,17 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.job_options import BASE, OWN_DEVICE, PLUGINS, PP, TP, changes
-from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.job_options import (
+    BASE,
+    OWN_DEVICE,
+    PLUGINS,
+    PP,
+    TP,
+    Outputs,
+    changes,
+    check_files,
+    output_option,
+)
 from mpitrain.cli.session import configured_of, mpi_session
 from mpitrain.errors import ConfigError, TrainingError, on_every_rank, visible
 
@@ -74,7 +83,7 @@ def _held_out(
 
     from mpitrain.cli.terminal.progress import nats
     from mpitrain.data import TENTH, bits_per_byte
-    from mpitrain.run.open_run import open_run
+    from mpitrain.run.build import open_run
     from mpitrain.run.trainer import evaluated_rows
 
     job = open_run(transport, run, configured)
@@ -114,9 +123,9 @@ def _tasks(
 
     from mpitrain.data.tasks import read_tasks
     from mpitrain.models.table import MODELS, kinds
+    from mpitrain.run.build import open_run
     from mpitrain.run.generate import tokenizer_of_run
-    from mpitrain.run.open_run import open_run
-    from mpitrain.run.scoring.tasks import score
+    from mpitrain.run.scoring import score
     from mpitrain.transport.agreement import on_all_ranks
 
     assert tasks_file is not None

@@ -69,7 +69,7 @@ def command(
     """
     if process.launched().rank > 0:
         return  # only rank 0 writes
-    from mpitrain.run.transfer.export import export
+    from mpitrain.run.export import export
 
     folder = out or run / kind
     settings = changes((), plugins=plugins)

@@ -11,8 +11,7 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.job_options import BASE, OWN_DEVICE, PLUGINS, PP, TP, changes
-from mpitrain.cli.numbers import finite
+from mpitrain.cli.job_options import BASE, OWN_DEVICE, PLUGINS, PP, TP, changes, finite
 from mpitrain.cli.session import MOST, configured_of, mpi_session
 from mpitrain.errors import visible
 
@@ -127,12 +126,20 @@ def command(
     settings = changes((), **options)
     configured = configured_of(run, settings)
     with mpi_session(kind=lambda: configured().device.kind) as transport:
-        from mpitrain.run.decoding.continuation import stop_bytes
-        from mpitrain.run.decoding.document import last_document, separator_of
-        from mpitrain.run.decoding.prompts import check_room, check_writes, encoded, read_prompts
-        from mpitrain.run.decoding.sampling import Sampling
-        from mpitrain.run.generate import PromptRequest, continued, tokenizer_of_run
-        from mpitrain.run.open_run import open_run
+        from mpitrain.run.build import open_run
+        from mpitrain.run.generate import (
+            PromptRequest,
+            Sampling,
+            check_room,
+            check_writes,
+            continued,
+            encoded,
+            last_document,
+            read_prompts,
+            separator_of,
+            stop_bytes,
+            tokenizer_of_run,
+        )
         from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 
         trainer, source, _ = open_run(transport, run, configured, needs_data=False)

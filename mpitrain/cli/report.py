@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mpitrain.cli.output_checks import Outputs
+from mpitrain.cli.job_options import Outputs
 from mpitrain.machine import process
 
 if TYPE_CHECKING:
@@ -84,8 +84,7 @@ def _print_now(runs: tuple[Path, ...], is_alive: bool, with_stacks: bool) -> Non
 def _write_page(
     runs: "Sequence[Path]", sections: "Mapping[str, PageSection]", outputs: Outputs
 ) -> None:
-    from mpitrain.run.metrics import read_metrics
-    from mpitrain.run.run_dir import METRICS
+    from mpitrain.run.metrics import METRICS, read_metrics
     from mpitrain.tools.report.page import write_page
     from mpitrain.tools.report.plots import draw_metrics
 
@@ -106,8 +105,7 @@ def reported(run: Path, outputs: Outputs) -> "PageSection":
     from mpitrain.config import CONFIG
     from mpitrain.errors import ConfigError, visible
     from mpitrain.files import opened
-    from mpitrain.run.metrics import read_metrics
-    from mpitrain.run.run_dir import METRICS
+    from mpitrain.run.metrics import METRICS, read_metrics
     from mpitrain.tools.report.page import PageSection
     from mpitrain.tools.report.text import how_it_ended
     from mpitrain.trace.startup import left

@@ -57,15 +57,20 @@ def mpi_session(
 
             launched = process.launched()
             recorder = begun(launched.rank, launched.size, launched.local_size)
+    from mpitrain.trace.recorder import SILENT
+    from mpitrain.trace.startup import CONNECTING
     from mpitrain.transport.agreement import ending_together
-    from mpitrain.transport.failures.grace import leave_within
+    from mpitrain.transport.decorators import Recorded
+    from mpitrain.transport.failures import leave_within
     from mpitrain.transport.mpi import join_world
-    from mpitrain.transport.traced_transport import recorded
 
     # mpi4py holds the GIL during MPI_Init, so a watchdog thread in Python could not run.
     # The timer of faulthandler needs no GIL, and exits with code 1.
     faulthandler.dump_traceback_later(min(seconds, LONGEST), exit=True, file=2)
-    transport = recorded(join_world, recorder)
+    with (recorder or SILENT).pausing(CONNECTING):
+        transport: Transport = join_world()
+    if recorder:
+        transport = Recorded(transport, recorder)
     faulthandler.cancel_dump_traceback_later()
     _count_local_ranks(transport, kind)
 
@@ -99,7 +104,7 @@ def configured_of(folder: Path, settings: list[str]) -> Callable[[], Any]:
 
     @cache
     def configured() -> Any:
-        from mpitrain.run.open_run import configured
+        from mpitrain.run.build import configured
 
         return configured(folder, settings)
 

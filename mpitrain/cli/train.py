@@ -176,13 +176,13 @@ def _configured(
     from mpitrain.config import merged, preset, read_toml, with_settings
     from mpitrain.config.plugins import load
     from mpitrain.run.choices import parse
+    from mpitrain.run.model_keys import with_adapter_of_run
     from mpitrain.run.run_dir import (
         check_algorithms_named,
         configuration,
         held_out_as_before,
         is_run,
     )
-    from mpitrain.run.transfer.adapter_keys import with_adapter_of_run
 
     then = None
     out = with_settings({}, settings).get("run", {}).get("out")
@@ -213,9 +213,8 @@ def _configured(
 def _as_begun(tables: dict[str, Any]) -> dict[str, Any]:
     """Add the keys that a run took from the folder of run.init_from: it may be gone by now."""
     from mpitrain.config.plugins import load
+    from mpitrain.run.model_keys import with_adapter_of_run, with_keys
     from mpitrain.run.run_dir import configuration, is_run
-    from mpitrain.run.transfer.adapter_keys import with_adapter_of_run
-    from mpitrain.run.transfer.model_keys import with_keys
 
     run = tables.get("run")
     out = run.get("out") if isinstance(run, dict) and run.get("init_from") else None

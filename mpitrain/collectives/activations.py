@@ -15,8 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpitrain.collectives.engine.agreement import agree
-from mpitrain.collectives.engine.executor import Reduction
+from mpitrain.collectives.engine.executor import Reduction, agree
 from mpitrain.collectives.engine.progress import mover
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.collectives.selection.table import choices

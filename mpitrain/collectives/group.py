@@ -1,33 +1,34 @@
-"""Group: ranks and the algorithms of their collectives; the only communicator that layers see."""
+"""Group: ranks and the algorithms of their collectives; the only communicator that layers see.
+
+Binding is collective: all ranks call it in the same order. An operation, an algorithm and a buffer
+become a Reduction, which runs many times. Binding compares the arguments of all ranks (`agree` lists
+the errors). A run compares nothing, allocates nothing and checks nothing. Each bound collective has
+its own tag.
+"""
 
 from __future__ import annotations  # so that help() prints signatures as they are written here
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpitrain.collectives.activations import ActivationBuffer, ActivationPool
-from mpitrain.collectives.bind import (
-    bind,
-    bind_all_gather,
-    bind_all_to_all,
-    bind_broadcast,
-    bind_reduce,
-    bind_reduce_scatter,
-)
-from mpitrain.collectives.compression.bind import bind_lossy
-from mpitrain.collectives.compression.matrices import Matrix
-from mpitrain.collectives.compression.quantized import bind_coded_all_gather
-from mpitrain.collectives.engine.arithmetic import HOST, Arithmetic
-from mpitrain.collectives.engine.codecs import Wire
-from mpitrain.collectives.engine.executor import Reduction
-from mpitrain.collectives.engine.traced import bind_traced
-from mpitrain.collectives.selection.cost_model import Tuning
-from mpitrain.collectives.selection.table import half_of
+from mpitrain.collectives.direct import give_up_shared, offer
+from mpitrain.collectives.engine.arithmetic import HOST, Arithmetic, Wire
+from mpitrain.collectives.engine.compose import TracedReduction
+from mpitrain.collectives.engine.executor import Execution, Reduction, agree, unfit
+from mpitrain.collectives.selection.algorithm import Topology
+from mpitrain.collectives.selection.cost_model import Tuning, choose
+from mpitrain.collectives.selection.table import PLANS, TABLES
 from mpitrain.collectives.selection.tuning import DEFAULT
+from mpitrain.errors import CommError, on_every_rank
 from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import on_device, overlap
 from mpitrain.transport.base import Transport
+
+if TYPE_CHECKING:
+    from mpitrain.collectives.compression import Matrix
 
 
 class Group:
@@ -110,6 +111,8 @@ class Group:
 
         matrices are matrices within `array`, for powersgd; empty: the array as one matrix.
         """
+        from mpitrain.collectives.compression import bind_lossy
+
         return self._noted(
             "all-reduce",
             array,
@@ -119,33 +122,18 @@ class Group:
     def bind_reduce_scatter(self, array: np.ndarray, op: str = "add") -> Reduction:
         """Bind a reduce-scatter: chunk r ends as the reduction on rank r.
 
-        The other chunks of the array end as scratch.
+        The other chunks of the array end as scratch; `chunk_bounds` gives the bounds of all chunks.
         """
-        algorithm = half_of("reduce-scatter", self.algorithm)
-        return self._noted(
-            "reduce-scatter",
-            array,
-            lambda: bind_reduce_scatter(
-                self.transport, array, op, algorithm, self.tuning, self.arithmetic
-            ),
-        )
+        return self._half("reduce-scatter", array, op)
 
     def bind_all_gather(self, array: np.ndarray) -> Reduction:
         """Bind an all-gather: chunk r of rank r ends in the array of every rank."""
-        return self._noted(
-            "all-gather",
-            array,
-            lambda: bind_all_gather(
-                self.transport,
-                array,
-                half_of("all-gather", self.algorithm),
-                self.tuning,
-                self.arithmetic,
-            ),
-        )
+        return self._half("all-gather", array, "add")
 
     def bind_coded_all_gather(self, array: np.ndarray, wire: Wire) -> Reduction:
         """Bind an all-gather of equal float32 chunks, with messages in fp16, bf16 or int8."""
+        from mpitrain.collectives.compression import bind_coded_all_gather
+
         before = self.scratch_bytes
         reduction = bind_coded_all_gather(
             self.transport, array, self.arithmetic.codecs[wire.name], self.bind_all_gather
@@ -156,14 +144,20 @@ class Group:
 
     def bind_broadcast(self, array: np.ndarray, root: int = 0) -> Reduction:
         """Bind a broadcast of the root's array."""
-        return self._noted("broadcast", array, lambda: bind_broadcast(self.transport, array, root))
+        return self._noted(
+            "broadcast",
+            array,
+            lambda: bind_plan(self.transport, "broadcast", "binomial", array, root=root),
+        )
 
     def bind_reduce(self, array: np.ndarray, op: str = "add", root: int = 0) -> Reduction:
         """Bind a reduction into the root's array; the arrays of all other ranks are scratch."""
         return self._noted(
             "reduce",
             array,
-            lambda: bind_reduce(self.transport, array, op, root, arithmetic=self.arithmetic),
+            lambda: bind_plan(
+                self.transport, "reduce", "binomial", array, self.arithmetic, op=op, root=root
+            ),
         )
 
     def bind_all_to_all(self, outgoing: np.ndarray, incoming: np.ndarray) -> Reduction:
@@ -175,8 +169,25 @@ class Group:
             "all-to-all", outgoing, lambda: bind_all_to_all(self.transport, outgoing, incoming)
         )
 
+    def _half(self, operation: str, array: np.ndarray, op: str) -> Reduction:
+        """Bind half an all-reduce, by the algorithm of the same name if there is one."""
+        algorithm = self.algorithm if self.algorithm in TABLES[operation] else "auto"
+        way = op, algorithm, self.tuning, self.arithmetic
+        return self._noted(
+            operation, array, lambda: bind_algorithm(self.transport, operation, array, *way)
+        )
+
     def _noted(self, operation: str, array: Any, bind: Callable[[], Reduction]) -> Reduction:
-        reduction = bind_traced(self.transport, operation, array, bind)
+        """Bind, count the scratch, and trace the runs under the present name of the recorder."""
+        recorder = self.transport.recorder
+        if recorder.is_on:
+            what = f"{operation} of {recorder.naming}" if recorder.naming else operation
+            with recorder.called(what):
+                reduction: Reduction = TracedReduction(
+                    bind(), recorder, recorder.name(what, self.transport.members), array.nbytes
+                )
+        else:
+            reduction = bind()
         self.scratch_bytes += reduction.scratch_bytes
         return reduction
 
@@ -213,3 +224,175 @@ class Group:
     def broadcast(self, array: np.ndarray, root: int = 0) -> None:
         """Broadcast the root's array, in place: `bind_broadcast`, then one run."""
         self.bind_broadcast(array, root).run()
+
+
+def bind(
+    transport: Transport,
+    array: np.ndarray,
+    op: str = "add",
+    algorithm: str = "ring",
+    tuning: Tuning | None = None,
+    arithmetic: Arithmetic | None = None,
+) -> Reduction:
+    """Bind an all-reduce of `array`, in place, over all ranks (as MPI_Allreduce_init); collective.
+
+    Parameters
+    ----------
+    transport : Transport
+        The ranks.
+    array : ndarray
+        Contiguous, any shape. The number of elements and the dtype are the same on every rank.
+    op : {"add", "maximum"}
+        Reduction operator.
+    algorithm : str
+        As `replication.algorithm`; "auto" takes the one that `tuning` predicts to be the fastest.
+    tuning : Tuning, optional
+        Constants of the cost model, in seconds and bytes; None: the built-in constants.
+    arithmetic : Arithmetic, optional
+        Adds received chunks; None: NumPy.
+
+    Returns
+    -------
+    Reduction
+        Runs any number of times, with `run()`, or with `start()` and `wait()`. Its attribute
+        `algorithm` names the algorithm in use.
+
+    Raises
+    ------
+    CommError
+        On every rank, if numbers of elements or dtypes differ.
+    ConfigError
+        On every rank, for an unknown algorithm, or one that cannot run here.
+    """
+    return bind_algorithm(
+        transport, "allreduce", array, op, algorithm, tuning or DEFAULT, arithmetic or HOST
+    )
+
+
+def bind_algorithm(
+    transport: Transport,
+    operation: str,
+    array: np.ndarray,
+    op: str,
+    algorithm: str,
+    tuning: Tuning,
+    arithmetic: Arithmetic,
+) -> Reduction:
+    """Bind an operation that has a table of algorithms; an algorithm of a user is proven.
+
+    operation  "allreduce", "reduce-scatter" or "all-gather"
+    """
+    reduction = _bind(transport, operation, array, op, algorithm, tuning, arithmetic)
+    if TABLES[operation].is_added(reduction.algorithm) and not on_device(array):
+        from mpitrain.collectives.selection.own_algorithm import check_trial
+
+        numbers = np.empty_like(array)
+        trial = _bind(transport, operation, numbers, op, algorithm, tuning, arithmetic)
+        check_trial(transport, operation, trial, numbers, op)
+    return reduction
+
+
+def _bind(
+    transport: Transport,
+    operation: str,
+    array: np.ndarray,
+    op: str,
+    algorithm: str,
+    tuning: Tuning,
+    arithmetic: Arithmetic,
+) -> Reduction:
+    asked, table, offered, choice = algorithm, TABLES[operation], None, {}
+    if unfit(array) is None and not (algorithm in table and table[algorithm].plans):
+        offered = offer(transport, array)
+        if algorithm == "auto":
+            facts = topology_of(transport, array), array.size, array.itemsize
+            choice = {
+                memory: choose(tuning, *facts, memory, operation) for memory in ("window", "plain")
+            }
+    name, known = operation.replace("allreduce", "all-reduce"), (*table, "auto")
+    agreed = agree(transport, name, array, known, algorithm, offered, op=op, choice=choice)
+    if choice:
+        is_window = on_device(array) or all(location for location, _ in agreed.owns)
+        algorithm = choice["window" if is_window else "plain"]
+    if refusal := table[algorithm].refusal(topology_of(transport, array)):
+        raise on_every_rank(refusal)
+    if table.is_added(algorithm):
+        from mpitrain.collectives.selection.own_algorithm import bind_proven
+
+        reduction = bind_proven(transport, operation, algorithm, array, op, agreed, arithmetic)
+    else:
+        reduction = table[algorithm].bind(transport, array, op, agreed, arithmetic)
+    if reduction is None:
+        give_up_shared(transport, array, asked)
+        algorithm = choice["plain"] if choice and on_device(array) else "ring"
+        reduction = table[algorithm].bind(transport, array, op, agreed, arithmetic)
+    assert reduction is not None  # a ring runs on any machine
+    reduction.algorithm = algorithm
+    return reduction
+
+
+def topology_of(transport: Transport, array: np.ndarray) -> Topology:
+    """Return the Topology of these ranks and this array, on which the algorithms depend."""
+    dtype = array.dtype.name
+    return Topology(transport.hosts, dtype, dtype in transport.native_dtypes, on_device(array))
+
+
+def memory_of(transport: Transport, array: np.ndarray) -> str:
+    """Return the memory class of an array in the cost model; collective.
+
+    It is "window" if the array is in a shared window on every rank, else "plain".
+    """
+    location = transport.windows.locate(array, transport.members[transport.rank])
+    return "window" if all(transport.gather_text(location is not None)) else "plain"
+
+
+def bind_plan(
+    transport: Transport,
+    operation: str,
+    algorithm: str,
+    array: np.ndarray,
+    arithmetic: Arithmetic = HOST,
+    **settings: Any,
+) -> Reduction:
+    """Bind a broadcast, a reduce or a ping-pong ("sendrecv"), for which "auto" does not choose.
+
+    settings  op of a reduce; root of a reduce or a broadcast
+    """
+    tag, _ = agree(transport, operation, array, (*PLANS[operation],), algorithm, **settings)
+    root = {"root": settings["root"]} if "root" in settings else {}
+    plan = PLANS[operation][algorithm](transport.rank, transport.size, array.size, **root)
+    op = settings.get("op", "add")
+    return Execution(transport, array, op, plan, tag, combining=arithmetic.combining)
+
+
+def bind_all_to_all(
+    transport: Transport, outgoing: np.ndarray, incoming: np.ndarray, algorithm: str = "pairwise"
+) -> Reduction:
+    """Bind an all-to-all: chunk q of rank p's `outgoing` becomes chunk p of rank q's `incoming`.
+
+    raises   CommError on every rank also if the two arrays overlap, differ in size or dtype, or do
+             not divide into one chunk per rank
+    """
+    known = (*PLANS["all-to-all"],)
+    tag, _ = agree(transport, "all-to-all", outgoing, known, algorithm)
+    agree(transport, "all-to-all", incoming, known, algorithm)
+    if any(transport.gather_text(overlap(outgoing, incoming))):
+        raise on_every_rank(
+            CommError(
+                f"rank {transport.rank}: all-to-all needs two arrays that overlap on no rank.",
+                "Receive into an array of its own.",
+            )
+        )
+    if outgoing.size % transport.size or (outgoing.size, outgoing.dtype) != (
+        incoming.size,
+        incoming.dtype,
+    ):
+        raise on_every_rank(
+            CommError(
+                f"rank {transport.rank}: all-to-all needs two arrays alike that divide into {transport.size} chunks, but they "
+                f"have {outgoing.size} x {outgoing.dtype} and {incoming.size} x {incoming.dtype}.",
+                f"Pad both to {-(-max(outgoing.size, incoming.size) // transport.size) * transport.size} elements.",
+            )
+        )
+    plan = PLANS["all-to-all"][algorithm](transport.rank, transport.size, outgoing.size)
+    return Execution(transport, incoming, "add", plan, tag, outgoing)

@@ -6,17 +6,6 @@ PATHS         the (section, key) of all paths
 """
 
 from mpitrain.config.presets import PRESETS, merged, preset
-from mpitrain.config.reading import (
-    CONFIG,
-    PATHS,
-    check_choice,
-    check_text,
-    nearest,
-    parse,
-    read_toml,
-    refusal,
-    with_settings,
-)
 from mpitrain.config.sections import (
     KEPT_ON_HOST,
     Batch,
@@ -34,7 +23,20 @@ from mpitrain.config.sections import (
     Replication,
     Run,
 )
-from mpitrain.config.whole import Config, ConfigKey, keys
+from mpitrain.config.whole import (
+    CONFIG,
+    PATHS,
+    Config,
+    ConfigKey,
+    check_choice,
+    check_text,
+    keys,
+    nearest,
+    parse,
+    read_toml,
+    refusal,
+    with_settings,
+)
 
 __all__ = [
     "CONFIG",

@@ -14,8 +14,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
-from mpitrain.config.delays import PATTERN as DELAY
-from mpitrain.config.injections import PATTERN as INJECTION
+from mpitrain.config.faults import DELAY, INJECTION
 from mpitrain.machine.kinds import Kind
 
 WIRE = r"^(none|fp16|bf16|int8|topk(:.+)?|powersgd(:.+)?)$"

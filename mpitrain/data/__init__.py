@@ -1,80 +1,40 @@
 """Data sources: deterministic samplers of a global batch, where each rank reads its own rows.
 
-The global batch of step k depends on the seed and on k. In epochs it also depends on earlier
-samples.
-It does not depend on the number of ranks. Sources of a file hold out a second file or their last tenth.
-Sample sources have a test set.
+The global batch of step k depends on the seed and on k, in epochs also on earlier samples, and not
+on the number of ranks. Sources of a file hold out a second file or their last tenth. Sample sources
+have a test set.
 """
 
-from mpitrain.data.packing import positions_of, without_ends
-from mpitrain.data.prefetch import Prefetched
-from mpitrain.data.samples import SampleSource
-from mpitrain.data.source import (
-    DOCUMENT_END,
-    IGNORED,
-    Form,
-    Reading,
-    Request,
-    Scan,
-    Source,
-    Unopened,
-    zeros,
-)
-from mpitrain.data.table import (
-    SOURCES,
-    SourceKind,
-    absolute,
-    amounts,
-    bits_per_byte,
-    check_mixture,
-    file_digests,
-    names,
-    open_source,
-    read_rows,
-    source_kind,
-    spellings,
-    token_files,
-    tokenizer_of,
-    validating,
-    writes_text,
-)
-from mpitrain.data.token_files import LLM_C_MAGIC, TENTH, as_it_is, beside, largest_token
-from mpitrain.data.tokens import TokenSource
-
-__all__ = [
-    "DOCUMENT_END",
-    "IGNORED",
-    "LLM_C_MAGIC",
-    "SOURCES",
-    "TENTH",
-    "Form",
-    "Prefetched",
-    "Reading",
-    "Request",
-    "SampleSource",
-    "Scan",
-    "Source",
-    "SourceKind",
-    "TokenSource",
-    "Unopened",
-    "absolute",
-    "amounts",
-    "as_it_is",
-    "beside",
-    "bits_per_byte",
-    "check_mixture",
-    "file_digests",
-    "largest_token",
-    "names",
-    "open_source",
-    "positions_of",
-    "read_rows",
-    "source_kind",
-    "spellings",
-    "token_files",
-    "tokenizer_of",
-    "validating",
-    "without_ends",
-    "writes_text",
-    "zeros",
-]
+from mpitrain.data.prefetch import Prefetched as Prefetched
+from mpitrain.data.rows import positions_of as positions_of
+from mpitrain.data.rows import without_ends as without_ends
+from mpitrain.data.source import DOCUMENT_END as DOCUMENT_END
+from mpitrain.data.source import IGNORED as IGNORED
+from mpitrain.data.source import Form as Form
+from mpitrain.data.source import Reading as Reading
+from mpitrain.data.source import Request as Request
+from mpitrain.data.source import Scan as Scan
+from mpitrain.data.source import Source as Source
+from mpitrain.data.source import Unopened as Unopened
+from mpitrain.data.source import amounts as amounts
+from mpitrain.data.source import bits_per_byte as bits_per_byte
+from mpitrain.data.source import zeros as zeros
+from mpitrain.data.table import SOURCES as SOURCES
+from mpitrain.data.table import SourceKind as SourceKind
+from mpitrain.data.table import absolute as absolute
+from mpitrain.data.table import check_mixture as check_mixture
+from mpitrain.data.table import file_digests as file_digests
+from mpitrain.data.table import names as names
+from mpitrain.data.table import open_source as open_source
+from mpitrain.data.table import read_rows as read_rows
+from mpitrain.data.table import source_kind as source_kind
+from mpitrain.data.table import spellings as spellings
+from mpitrain.data.table import token_files as token_files
+from mpitrain.data.table import tokenizer_of as tokenizer_of
+from mpitrain.data.table import validating as validating
+from mpitrain.data.table import writes_text as writes_text
+from mpitrain.data.token_files import TENTH as TENTH
+from mpitrain.data.token_files import as_it_is as as_it_is
+from mpitrain.data.token_files import beside as beside
+from mpitrain.data.token_files import largest_token as largest_token
+from mpitrain.data.tokens import TokenSource as TokenSource

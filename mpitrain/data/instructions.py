@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.data.order import EpochOrder, positions
-from mpitrain.data.packing import first_fit
+from mpitrain.data.rows import EpochOrder, first_fit, positions
 from mpitrain.data.source import DOCUMENT_END, IGNORED, Form, Request
 from mpitrain.data.tokens import BYTES
 from mpitrain.errors import ConfigError, DataError
@@ -46,6 +45,7 @@ class InstructionSource:
 
     form: Form = "tokens"
     inputs = classes = BYTES
+    bytes_per_token = 1.0
 
     def __init__(
         self,
@@ -67,6 +67,12 @@ class InstructionSource:
             packed = first_fit([len(tokens) for tokens, _ in train], context + 1)
             self._train = [[train[number] for number in row] for row in packed]
         self.samples = len(self._train)
+        self.amounts = {
+            "conversations": self.conversations,
+            "held_out_conversations": self.held_out,
+            "cut_conversations": self.cut,
+            **({"packed_rows": self.samples} if is_packed else {}),
+        }
         self._order = EpochOrder(self.samples)
 
     def batch(

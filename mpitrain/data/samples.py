@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpitrain.data.order import EpochOrder, positions
+from mpitrain.data.rows import EpochOrder, positions
 from mpitrain.data.source import Form, Request
 from mpitrain.errors import DataError
 from mpitrain.files import contents
@@ -34,6 +34,11 @@ class SampleSource:
         self._order = EpochOrder(self.samples)
         self.classes = int(max(train[1].max(), test[1].max())) + 1
         self.held_out = len(test[1])
+        self.amounts = {
+            "samples": self.samples,
+            "held_out_samples": self.held_out,
+            "classes": self.classes,
+        }
 
     def batch(
         self, seed: int, step: int, size: int, rows: range, before: int | None = None

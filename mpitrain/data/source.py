@@ -3,6 +3,7 @@
 B batch, T tokens of a context, F features, C channels, H height, W width of an image.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
@@ -154,13 +155,27 @@ class Request(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The path in the name, behind the colon; empty without one."""
+        """The path behind the colon of the name; empty without one."""
         return self.name.partition(":")[2]
 
     @property
     def other(self) -> str:
         """The path of the held-out file; empty if the source itself has the held-out rows."""
         return self.validation.partition(":")[2]
+
+
+def amounts(source: Source | Unopened) -> dict[str, int]:
+    """Return {name: count} of the data, such as tokens and held_out_tokens; a plugin may have none."""
+    return getattr(source, "amounts", {})
+
+
+def bits_per_byte(source: Source | Unopened, nats: float) -> float | None:
+    """Return the loss in bits per byte of held-out text; None if the source has no such number.
+
+    nats  mean loss of held-out targets
+    """
+    bytes_per_token = getattr(source, "bytes_per_token", 0.0)
+    return nats / math.log(2) / bytes_per_token if bytes_per_token else None
 
 
 def zeros(source: Source | Unopened, rows: int, dtype: DTypeLike) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,5 @@
 """The table of data sources by the prefix of their names, and its readers."""
 
-import math
 import os.path
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -8,23 +7,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.data.instructions import InstructionSource, open_jsonl
-from mpitrain.data.meta import tokenizer_beside
-from mpitrain.data.mixture import MixtureSource
 from mpitrain.data.prefetch import Rows
-from mpitrain.data.samples import SampleSource, idx_files, open_digits, open_idx
-from mpitrain.data.source import Form, Reading, Request, Scan, Source, Unopened
+from mpitrain.data.source import Form, Reading, Request, Scan, Source
 from mpitrain.data.token_files import (
     TENTH,
     as_it_is,
     file_digest,
     largest_token,
     token_paths,
+    tokenizer_beside,
 )
 from mpitrain.data.tokenizer import BYTES_FILE
-from mpitrain.data.tokens import BYTES, TokenSource, open_pydocs, open_text, open_tokens
+from mpitrain.data.tokens import (
+    BYTES,
+    MixtureSource,
+    TokenSource,
+    open_pydocs,
+    open_text,
+    open_tokens,
+)
 from mpitrain.errors import ConfigError, DataError
-from mpitrain.tables import Table
+from mpitrain.tables import Table, on_use
 
 
 class SourceKind(NamedTuple):
@@ -99,7 +102,9 @@ WINDOWS = ("order", "separator")
 
 SOURCES: Table[str, SourceKind] = Table(
     pydocs=SourceKind(open_pydocs, "tokens", is_text=True, reads=(*WINDOWS, "attend")),
-    digits=SourceKind(open_digits, "samples", module="sklearn", also=("images",)),
+    digits=SourceKind(
+        on_use("mpitrain.data.samples:open_digits"), "samples", module="sklearn", also=("images",)
+    ),
     text=SourceKind(
         open_text,
         "tokens",
@@ -117,7 +122,7 @@ SOURCES: Table[str, SourceKind] = Table(
         reads=(*WINDOWS, "attend"),
     ),
     jsonl=SourceKind(
-        open_jsonl,
+        on_use("mpitrain.data.instructions:open_jsonl"),
         "tokens",
         ":FILE",
         "conversations",
@@ -131,7 +136,14 @@ SOURCES: Table[str, SourceKind] = Table(
         help="of data.mixture",
         reads=("separator", "mixture", "dtype", "attend"),
     ),
-    idx=SourceKind(open_idx, "samples", ":DIR", "MNIST files", also=("images",), files=idx_files),
+    idx=SourceKind(
+        on_use("mpitrain.data.samples:open_idx"),
+        "samples",
+        ":DIR",
+        "MNIST files",
+        also=("images",),
+        files=on_use("mpitrain.data.samples:idx_files"),
+    ),
 )
 """Data sources by prefix: a name is PREFIX, or PREFIX:PATH where the row has an argument.
 
@@ -310,45 +322,6 @@ def check_mixture(name: str, mixture: Mapping[str, float]) -> None:
 def writes_text(name: str, mixture: Mapping[str, float]) -> bool:
     """Return whether the tokens of a source, or of all sources of a mixture, are bytes of text."""
     return all(source_kind(one).is_text for one in mixture or (name,))
-
-
-def amounts(source: Source | Unopened) -> dict[str, int]:
-    """Return {name: count} of the data, for example of its training and held-out tokens.
-
-    The result is {} for a source of a plugin.
-    """
-    if isinstance(source, InstructionSource):
-        return {
-            "conversations": source.conversations,
-            "held_out_conversations": source.held_out,
-            "cut_conversations": source.cut,
-            **({"packed_rows": source.samples} if source.is_packed else {}),
-        }
-    if isinstance(source, TokenSource | MixtureSource):
-        return {
-            "tokens": source.tokens,
-            "held_out_tokens": source.held_out_tokens,
-            "vocabulary": source.inputs,
-        }
-    if isinstance(source, SampleSource):
-        return {
-            "samples": source.samples,
-            "held_out_samples": source.held_out,
-            "classes": source.classes,
-        }
-    return {}
-
-
-def bits_per_byte(source: Source | Unopened, nats: float) -> float | None:
-    """Return the loss in bits per byte of held-out text; None if the source has no such number.
-
-    nats  mean loss of held-out targets
-    """
-    if isinstance(source, InstructionSource):
-        return nats / math.log(2)
-    if isinstance(source, TokenSource | MixtureSource) and source.bytes_per_token:
-        return nats / math.log(2) / source.bytes_per_token
-    return None
 
 
 def tokenizer_of(names: Iterable[str]) -> bytes | None:

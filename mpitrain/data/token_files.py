@@ -1,22 +1,35 @@
-"""Files of text and of tokens: their dtypes and headers, and the scan for the largest token."""
+"""Files of tokens: their layouts, what meta.json notes of them, their digests, and how they are read.
+
+A file is read by `preadv`, which lets go of the interpreter: other threads compute meanwhile. A
+page fault of a memory map would stop all threads of Python.
+"""
 
 import errno
 import glob
 import hashlib
 import os
 import struct
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from copy import copy
+from itertools import accumulate
 from pathlib import Path
 from tokenize import TokenError
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple, Protocol
 
 import numpy as np
+from pydantic import BaseModel, Field
 
-from mpitrain.data.flat_tokens import FileTokens, FlatTokens, JoinedTokens, largest
-from mpitrain.data.meta import noted_dtype
 from mpitrain.data.source import Scan
+from mpitrain.data.tokenizer import TOKENIZER, digest
 from mpitrain.errors import DataError
-from mpitrain.files import check_regular, reading
+from mpitrain.files import check_regular, contents, reading
+from mpitrain.strict_json import parsed, validated
 
+CHUNK = 1 << 22
+"""The number of tokens that a scan reads at a time."""
 LLM_C_MAGIC = 20240520
 """The first int32 of a token file of llm.c. Its header has 256 int32; the tokens follow."""
 LLM_C_KINDS = {LLM_C_MAGIC: (1, "uint16"), 20240801: (7, "uint32")}
@@ -42,6 +55,134 @@ BLOCK, BLOCKS = 4096, 64
 
 TENTH = "tenth"
 """The value of data.validation that holds out the last tenth of the source."""
+META = "meta.json"
+"""A file in the folder of token files; its key "dtype" names their dtype."""
+FORMAT = "mpitrain tokens 1"
+"""The value of the key "format" of a meta.json that `data prepare` wrote."""
+
+Count = Annotated[int, Field(ge=0, lt=1 << 62, strict=True)]
+
+
+class FlatTokens(Protocol):
+    """A 1-D sequence of tokens."""
+
+    dtype: np.dtype
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+
+    def region(self, start: int, stop: int) -> "FlatTokens":
+        """Return the tokens start .. stop - 1, without a copy."""
+
+    def read(self, start: int, out: np.ndarray) -> None:
+        """Read the tokens from `start` on into `out`, which is contiguous and of this dtype."""
+
+
+class ArrayTokens(FlatTokens):
+    """Tokens in memory."""
+
+    def __init__(self, array: np.ndarray):
+        self._array, self.dtype = array, array.dtype
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def region(self, start: int, stop: int) -> FlatTokens:
+        return ArrayTokens(self._array[start:stop])
+
+    def read(self, start: int, out: np.ndarray) -> None:
+        out[:] = self._array[start : start + len(out)]
+
+
+class _OpenedFile:
+    """A file that is closed with the last reference to this object.
+
+    number  its descriptor
+    """
+
+    def __init__(self, path: Path):
+        file = path.open("rb", buffering=0)
+        self.number = file.fileno()
+        weakref.finalize(self, file.close)
+
+
+class FileTokens(FlatTokens):
+    """Tokens in a file.
+
+    offset  of the first token, in bytes
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype, offset: int, count: int):
+        self._path, self.dtype, self._offset, self._count = path, dtype, offset, count
+        self._file = _OpenedFile(path)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def region(self, start: int, stop: int) -> FlatTokens:
+        region = copy(self)  # which shares the open file
+        region._offset, region._count = self._offset + start * self.dtype.itemsize, stop - start
+        return region
+
+    def read(self, start: int, out: np.ndarray) -> None:
+        rest, at = memoryview(out).cast("B"), self._offset + start * self.dtype.itemsize
+        while rest:
+            nbytes = os.preadv(self._file.number, [rest], at)
+            if not nbytes:
+                raise DataError(
+                    f"{self._path} has become shorter while it is in use.",
+                    "Copy the file again, then go on with --resume.",
+                )
+            rest, at = rest[nbytes:], at + nbytes
+
+
+class JoinedTokens(FlatTokens):
+    """The tokens of several sequences in their order; all have one dtype."""
+
+    def __init__(self, members: Sequence[FlatTokens]):
+        self._members, self._starts = members, [0, *accumulate(map(len, members))]
+        self.dtype = np.result_type(*(member.dtype for member in members))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def region(self, start: int, stop: int) -> FlatTokens:
+        return JoinedTokens(
+            [
+                member.region(max(start - first, 0), min(stop - first, len(member)))
+                for first, member in zip(self._starts, self._members, strict=False)
+                if first < stop and start < first + len(member)
+            ]
+            or [ArrayTokens(np.empty(0, self.dtype))]
+        )
+
+    def read(self, start: int, out: np.ndarray) -> None:
+        while len(out):
+            at = bisect_right(self._starts, start) - 1
+            member, first = self._members[at], self._starts[at]
+            count = min(len(out), first + len(member) - start)
+            some = out[:count] if member.dtype == self.dtype else np.empty(count, member.dtype)
+            member.read(start - first, some)
+            out[:count] = some
+            start, out = start + count, out[count:]
+
+
+def windows(tokens: FlatTokens, starts: np.ndarray, length: int) -> np.ndarray:
+    """Return windows of tokens: (len(starts), length) int64."""
+    rows = np.empty((len(starts), length), tokens.dtype)
+    for row, start in zip(rows, starts.tolist(), strict=True):
+        tokens.read(start, row)
+    return rows.astype(np.int64)
+
+
+def largest(tokens: FlatTokens) -> int:
+    """Return the largest token; -1 if there is none."""
+    buffer, most = np.empty(min(CHUNK, len(tokens)), tokens.dtype), -1
+    for start in range(0, len(tokens), CHUNK):
+        some = buffer[: len(tokens) - start]
+        tokens.read(start, some)
+        most = max(most, int(some.max()))
+    return most
 
 
 class TokenLayout(NamedTuple):
@@ -222,4 +363,118 @@ def _size(path: Path) -> int:
             "Raise the limit of open files with ulimit -n, or join the files."
             if is_full
             else f"Check {KEYS}.",
+        ) from None
+
+
+class Counts(BaseModel):
+    """The size of a file of tokens.
+
+    bytes  of the text in UTF-8; separators are tokens without text
+    """
+
+    documents: Count = 0
+    tokens: Count = 0
+    bytes: Count = 0
+
+    def added(self, documents: int, tokens: int, nbytes: int) -> "Counts":
+        return Counts(
+            documents=self.documents + documents,
+            tokens=self.tokens + tokens,
+            bytes=self.bytes + nbytes,
+        )
+
+
+class Prepared(BaseModel):
+    """The content of meta.json of a directory that `data prepare` wrote.
+
+    separator      the token that ends a document; -1: there is none
+    tokenizer      SHA-256 of tokenizer.json in the same directory
+    files          {name: size} of train.bin and val.bin
+    configuration  SHA-256 of inputs and options
+    """
+
+    format: Literal["mpitrain tokens 1"] = FORMAT  # type: ignore[assignment]
+    dtype: Literal["uint16", "uint32"]
+    vocabulary: Annotated[int, Field(ge=1, le=1 << 32, strict=True)]
+    separator: Annotated[int, Field(ge=-1, lt=1 << 32, strict=True)]
+    tokenizer: str
+    files: dict[str, Counts]
+    configuration: str
+
+
+def noted_dtype(path: Path) -> str:
+    """Return the dtype that meta.json in the folder of a bare token file names, else uint16."""
+    content = _content(path.with_name(META))
+    name = content.get("dtype", "uint16") if isinstance(content, dict) else None
+    if name not in ("uint16", "uint32"):
+        raise DataError(
+            f"The dtype in {path.with_name(META)} must be uint16 or uint32, but is {name!r}.",
+            "Write it again, or set data.dtype.",
+        )
+    return str(name)
+
+
+def prepared(path: Path) -> Prepared | None:
+    """Return meta.json in the folder of a token file, if `data prepare` wrote both; else None.
+
+    raises  DataError if a meta.json of this format is damaged
+    """
+    meta, content = path.with_name(META), None
+    with suppress(DataError):  # With data.dtype, a meta.json of other programs is not read.
+        content = _content(meta)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        return None
+    try:
+        facts = validated(Prepared, contents(meta))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{meta} must be as mpitrain data prepare writes it, but {error}.", "Prepare it again."
+        ) from None
+    return facts if path.name in facts.files else None
+
+
+def bytes_per_token(paths: Iterable[Path]) -> float:
+    """Return the bytes of text per token of some files; 0 if meta.json does not know all."""
+    tokens = nbytes = 0
+    for path in paths:
+        facts = prepared(path)
+        counts = facts.files[path.name] if facts else Counts()
+        if facts is None or path.stat().st_size != counts.tokens * np.dtype(facts.dtype).itemsize:
+            return 0.0
+        tokens, nbytes = tokens + counts.tokens, nbytes + counts.bytes
+    return nbytes / tokens if tokens else 0.0
+
+
+def tokenizer_beside(path: Path) -> bytes | None:
+    """Return the content of tokenizer.json in the folder of a token file, if `data prepare` wrote them.
+
+    raises  DataError if the file is missing, or another one than meta.json notes
+    """
+    facts = prepared(path)
+    if facts is None:
+        return None
+    name = path.with_name(TOKENIZER)
+    try:
+        data = contents(name)
+    except OSError as error:
+        raise DataError(
+            f"The tokenizer {name} cannot be read: {error.strerror}.", f"Copy it beside {path}."
+        ) from None
+    if digest(data) != facts.tokenizer:
+        raise DataError(
+            f"{name} must be the tokenizer that made {path}, but its digest differs.",
+            "Copy it again, or prepare the data again.",
+        )
+    return data
+
+
+def _content(meta: Path) -> object:
+    """Return the content of a meta.json; {} if there is no such file."""
+    if not meta.is_file():
+        return {}
+    try:
+        return parsed(contents(meta))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{meta} must be JSON, but {error}.", "Write it again, or set data.dtype."
         ) from None

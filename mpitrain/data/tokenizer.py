@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpitrain.errors import ConfigError, DataError
-from mpitrain.files import contents
+from mpitrain.files import contents, whole
 
 TOKENIZER = "tokenizer.json"
 """The name of a tokenizer's file in a directory of tokens and in a run directory."""
@@ -19,6 +19,8 @@ BYTES_FILE = b'{"type": "bytes"}\n'
 """The content of the file of the tokenizer whose tokens are bytes."""
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Usual names of the token that ends a document."""
+LEAST = 257
+"""Fewest tokens: one for each byte, and the end of a document."""
 WINDOW, PENDING = 16, 8
 """For `Tokenizer.stream`: earlier tokens to decode again as context; most tokens of an incomplete
 character.
@@ -229,3 +231,36 @@ def _utf8(text: str) -> bytes:
             f"A text must be valid Unicode, but character {error.start} is {json.dumps(text[error.start])}.",
             "Replace it.",
         ) from None
+
+
+def train_tokenizer(
+    texts: Iterable[str], vocabulary: int, out: Path, shows_progress: bool = False
+) -> Tokenizer:
+    """Train a tokenizer and write its file, atomically; any text decodes to itself again.
+
+    vocabulary  largest number of tokens; a short text gives fewer
+    raises      ConfigError without the package `tokenizers`; DataError without any text
+    """
+    check_tokenizers("mpitrain data train-tokenizer")
+    from tokenizers import Tokenizer as HuggingFace
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    inner = HuggingFace(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[ENDS[0]],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=shows_progress,
+    )
+    inner.train_from_iterator(texts, trainer)
+    if inner.get_vocab_size() <= LEAST:
+        raise DataError(
+            f"A tokenizer needs pairs of bytes that occur often, but of the {vocabulary - LEAST} wanted the text has none.",
+            "Name more text, or a larger --vocab.",
+        )
+    data = inner.to_str(pretty=True).encode()
+    with whole(out) as file:
+        file.write(data)
+    return open_tokenizer(data, str(out))

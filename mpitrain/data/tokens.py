@@ -1,19 +1,31 @@
-"""Token sources: windows of a flat sequence of tokens."""
+"""Token sources: windows of a flat sequence of tokens, and weighted mixtures of such sources."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
-from mpitrain.data.flat_tokens import ArrayTokens, FlatTokens, windows
-from mpitrain.data.meta import bytes_per_token, prepared
-from mpitrain.data.order import EpochOrder, positions
+from mpitrain.data.rows import EpochOrder, positions
 from mpitrain.data.source import DOCUMENT_END, IGNORED, Form, Reading, Request, Scan
-from mpitrain.data.token_files import largest_token, pydocs, text, token_paths, tokens_of
+from mpitrain.data.token_files import (
+    ArrayTokens,
+    FlatTokens,
+    bytes_per_token,
+    largest_token,
+    prepared,
+    pydocs,
+    text,
+    token_paths,
+    tokens_of,
+    windows,
+)
 from mpitrain.errors import DataError
 
 BYTES = 256
 """The vocabulary of text: its tokens are its bytes."""
+DRAW = 1
+"""Separates the random numbers that draw a source of a mixture from those that draw a window."""
 
 
 class TokenSource:
@@ -73,6 +85,11 @@ class TokenSource:
                 f"data.separator must be a token below {vocabulary}, but is {reading.separator}.",
                 "Name the token that ends a document, or leave the key out.",
             )
+        self.amounts = {
+            "tokens": self.tokens,
+            "held_out_tokens": self.held_out_tokens,
+            "vocabulary": vocabulary,
+        }
         is_ordered = reading.order == "epochs"
         self._order = EpochOrder((self.tokens - 1) // context) if is_ordered else None
 
@@ -105,6 +122,71 @@ class TokenSource:
             return inputs, np.where(inputs == self._separator, DOCUMENT_END, targets)
         is_after = np.logical_or.accumulate(inputs == self._separator, axis=1)
         return np.where(is_after, self._separator, inputs), np.where(is_after, IGNORED, targets)
+
+
+class MixtureSource:
+    """A data source that draws each row from one of several token sources, in any layout the same.
+
+    A row comes from a source with probability weight / sum of weights. The held-out rows are those
+    of all sources, one source after the other.
+
+    members     {name: (source, weight)}
+    vocabulary  at least that of each source; 0: the largest of these
+    """
+
+    form: Form = "tokens"
+
+    def __init__(self, members: Mapping[str, tuple[TokenSource, float]], vocabulary: int = 0):
+        self._sources = [source for source, _ in members.values()]
+        weights = np.array([weight for _, weight in members.values()])
+        self._bounds = np.cumsum(weights)[:-1] / weights.sum()
+        self.inputs = self.classes = max(vocabulary, *(source.inputs for source in self._sources))
+        self.shape = self._sources[0].shape
+        self.tokens = sum(source.tokens for source in self._sources)
+        self.held_out_tokens = sum(source.held_out_tokens for source in self._sources)
+        self.amounts = {
+            "tokens": self.tokens,
+            "held_out_tokens": self.held_out_tokens,
+            "vocabulary": self.inputs,
+        }
+        self._firsts = [0, *accumulate(source.held_out for source in self._sources)]
+        self.held_out = self._firsts[-1]
+        ratios = [source.bytes_per_token for source in self._sources]
+        known = sum(s.held_out * ratio for s, ratio in zip(self._sources, ratios, strict=True))
+        self.bytes_per_token = known / self.held_out if all(ratios) else 0.0
+
+    def batch(
+        self, seed: int, step: int, size: int, rows: range, before: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        draws = np.random.default_rng([seed, step, DRAW]).random(size)[rows.start : rows.stop]
+        numbers = np.arange(rows.start, rows.stop)
+        return self._joined(
+            np.searchsorted(self._bounds, draws, side="right"),
+            lambda source, mask: source.drawn(seed, step, size, numbers[mask]),
+        )
+
+    def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        numbers = np.asarray(rows, np.int64)
+        chosen = np.searchsorted(self._firsts[1:], numbers, side="right")
+        local = numbers - np.asarray(self._firsts)[chosen]
+        return self._joined(chosen, lambda source, mask: source.held_out_rows(local[mask].tolist()))
+
+    def _joined(
+        self,
+        chosen: np.ndarray,
+        read: Callable[[TokenSource, np.ndarray], tuple[np.ndarray, np.ndarray]],
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return rows in their order.
+
+        chosen  (B,), the number of the source of each row
+        read    (source, mask of its rows) -> inputs and targets of these rows
+        """
+        inputs, targets = np.empty((2, len(chosen), *self.shape), np.int64)
+        for number, source in enumerate(self._sources):
+            mask = chosen == number
+            if mask.any():
+                inputs[mask], targets[mask] = read(source, mask)
+        return inputs, targets
 
 
 def open_pydocs(request: Request) -> TokenSource:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from mpitrain.layers.base import Gradients, Parameter, Weights
 from mpitrain.layers.dropout import Drawing, Dropout
 from mpitrain.layers.initial import uniform, zeros
-from mpitrain.layers.memory.recomputed import input_of, state_of, with_input
+from mpitrain.layers.recomputed import input_of, state_of, with_input
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.copies import copy_rows
 from mpitrain.ops import Ops

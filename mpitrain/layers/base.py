@@ -7,10 +7,19 @@
 A layer may also define both halves in one, `backward(w, dy, saved, dw, arena) -> dx`. The function
 `backward` below then calls it. This is not possible where other work comes between the halves.
 
-With an attribute `fusion` a layer offers to do work of its neighbours in the same pass over memory
-(fusion.py). A method `saved_again` computes `saved` without the output (memory/recomputed.py).
+A method `saved_again` computes `saved` without the output (recomputed.py). With `is_rowwise` or
+`forward_next` a layer can compute only new tokens (incremental.py). With an attribute `fusion` it
+offers to do work of its neighbours in its own pass over memory:
 
-With `is_rowwise` or `forward_next` it can compute only new tokens (incremental.py).
+    fused                            by                      offered as
+    bias + residual                  linear, no activation   adds_to_output
+    gradient of a norm + residual's  norm                    adds_to_input
+    product * slope of a GELU        linear after a GELU     takes_gelu
+    GELU + its slope                 linear with a GELU      gelu_cut
+
+`Sequential` and `Residual` read these offers when they are made. The results equal those of
+separate passes bit for bit. Bias + activation (`ops.linear_gelu`, `ops.linear_relu`) and loss +
+gradient (`Loss.gradient`) are fused too, within one layer.
 
 A layer that takes tokens has an attribute `vocab`, the number of tokens. A trainer checks that all
 tokens are below it.
@@ -25,11 +34,13 @@ overwrite arrays that only `saved` refers to. `saved` and `pending` are each use
 from __future__ import annotations  # help() then prints signatures as they are written here
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from mpitrain.errors import ConfigError
 from mpitrain.machine.arena import Arena
 
 Rectangle = tuple[slice, ...]
@@ -249,6 +260,98 @@ def backward(
     return dx
 
 
+class GeluCut(NamedTuple):
+    """A layer y = gelu(z) before a layer that takes its GELU.
+
+    forward  (w, x, arena) -> (y, saved, slope), in place of the layer's own
+    bare     layer with the same weights that ends in z; takes `saved` in backward
+    """
+
+    forward: Callable[..., tuple[Any, Any, Any]]
+    bare: Layer
+
+
+class Fusion(NamedTuple):
+    """The fused calls that a layer offers. Each has one more argument, after the arena.
+
+    adds_to_output  forward(w, x, arena, residual): y includes the residual in its sum
+    adds_to_input   backward_input(w, dy, saved, arena, residual): dx includes it; `backward` alike
+    takes_gelu      backward_input(w, dy, saved, arena, slope), of a layer with input x = gelu(z):
+                    returns dz in place of dx, and may write over the slope; `backward` alike
+    gelu_cut        of a layer y = gelu(z)
+    """
+
+    adds_to_output: bool = False
+    adds_to_input: bool = False
+    takes_gelu: bool = False
+    gelu_cut: GeluCut | None = None
+
+
+def fusion_of(layer: Any) -> Fusion:
+    """Return the attribute `fusion` of a layer, or no fusion if it has none."""
+    return getattr(layer, "fusion", Fusion())
+
+
+class Documents(NamedTuple):
+    """The documents of some rows, in the memory of the layers (as position_ids of transformers).
+
+    starts     (B, T) int32: of each token, the first token of its document
+    positions  (B, T) int32: the position of each token in its document
+    """
+
+    starts: Any
+    positions: Any
+
+    def of(self, rows: range) -> Documents:
+        """Return the documents of some of the rows, as views."""
+        return Documents(*(one[rows.start : rows.stop] for one in self))
+
+
+class Now:
+    """The micro-batch of the running instruction, which a pipeline sets before each one.
+
+    Both halves of backward see the values of their forward. So a dropout layer draws its mask again
+    from (seed, step, row number, unit), the same in every layout.
+
+    step    of training, from 0
+    row     number of the first row within the global batch of the step
+    rows    number of rows in the micro-batch
+    trains  False in an evaluation and for logits, with step and row 0
+
+    documents  of these rows; None: each row is one document
+    """
+
+    step: int
+    row: int
+    rows: int
+    trains: bool
+    documents: Documents | None = None
+
+    def set(
+        self, step: int, row: int, rows: int, trains: bool, documents: Documents | None = None
+    ) -> None:
+        """Set all values."""
+        self.step, self.row, self.rows, self.trains = step, row, rows, trains
+        self.documents = documents
+
+    def numbers(self, count: int) -> range:
+        """Return the numbers of the rows of an activation within the global batch.
+
+        count  rows of the whole activation: `rows` samples, or rows x T tokens of sequences
+        """
+        first = self.row * (count // max(1, self.rows))
+        return range(first, first + count)
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse values that have not been set."""
+        if name not in Now.__annotations__:
+            raise AttributeError(name)
+        raise ConfigError(
+            f"A layer reads `now.{name}` of its layer factory, but no pipeline has set it.",
+            "Pass the trainer a function that makes the units, or call `now.set` first.",
+        )
+
+
 class Loss(Protocol):
     """The loss of logits (N, V) and their target classes (N,).
 
@@ -343,3 +446,65 @@ def are_units(made: Any) -> bool:
     """Return whether an object is a model: a list of units, at least one."""
     is_list = isinstance(made, Sequence) and len(made) > 0
     return is_list and all(isinstance(unit, Unit) for unit in made)
+
+
+def parameters_of(unit: Unit) -> list[Parameter]:
+    """Return the parameters of a unit's layer; `trainable` is False for those in `unit.frozen`."""
+    return [
+        p._replace(trainable=False) if p.name in unit.frozen else p for p in unit.layer.parameters()
+    ]
+
+
+def freeze(units: Sequence[Unit], patterns: Sequence[str]) -> list[Unit]:
+    """Mark the tensors that match a pattern, in each unit that computes with them.
+
+    Tensors that their layer or unit describes as not trainable are marked as well.
+
+    patterns  of full names, as fnmatch takes them; a tied tensor has the name of its first unit
+    raises    ConfigError for a pattern without a match, or if no tensor is left to train
+    """
+    tensors = {
+        unit.full_name(p): p
+        for unit in units
+        for p in parameters_of(unit)
+        if p.name not in unit.tied
+    }
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in tensors):
+            raise ConfigError(
+                "Each pattern of model.freeze matches the full name of a parameter, but "
+                f"{pattern!r} matches none of {len(tensors)}.",
+                f"The names go from {next(iter(tensors), '')} to {next(reversed(tensors), '')}.",
+            )
+    frozen = {
+        name
+        for name, p in tensors.items()
+        if not p.trainable or any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+    if frozen and len(frozen) == len(tensors):
+        raise ConfigError(
+            f"Training needs a parameter that is not frozen, but all {len(tensors)} are.",
+            "Take a pattern out of model.freeze.",
+        )
+    if not frozen:
+        return list(units)
+    return [
+        replace(
+            unit,
+            frozen={p.name for p in unit.layer.parameters() if unit.full_name(p) in frozen},
+        )
+        for unit in units
+    ]
+
+
+def forward_only(units: Sequence[Unit]) -> int:
+    """Return the number of first units that need no backward: those before the first trained tensor.
+
+    It is 0 if no tensor is frozen.
+    """
+    if not any(not p.trainable for unit in units for p in parameters_of(unit)):
+        return 0
+    return next(
+        (n for n, unit in enumerate(units) if any(p.trainable for p in parameters_of(unit))),
+        len(units),
+    )

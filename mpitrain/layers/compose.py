@@ -1,4 +1,4 @@
-"""Layers made of layers: sequences, and residual connections. They use fusions (fusion.py)."""
+"""Layers made of layers: sequences, and residual connections. They use fusions (base.py)."""
 
 from __future__ import annotations  # help() then prints signatures as they are written here
 
@@ -6,10 +6,9 @@ from itertools import pairwise
 from typing import Any
 
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Gradients, Parameter, Weights, backward
-from mpitrain.layers.fusion import Fusion, fusion_of
+from mpitrain.layers.base import Fusion, Gradients, Parameter, Weights, backward, fusion_of
 from mpitrain.layers.incremental import Past, forward_next
-from mpitrain.layers.memory.recomputed import saved_again
+from mpitrain.layers.recomputed import saved_again
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Writes
 from mpitrain.ops.reference.layers import add as add_arrays

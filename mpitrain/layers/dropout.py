@@ -9,11 +9,18 @@ from __future__ import annotations  # help() then prints signatures as they are 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from mpitrain.layers.base import Gradients, Layer, Parameter, Weights, backward
-from mpitrain.layers.fusion import Fusion, fusion_of
+from mpitrain.layers.base import (
+    Fusion,
+    Gradients,
+    Layer,
+    Now,
+    Parameter,
+    Weights,
+    backward,
+    fusion_of,
+)
 from mpitrain.layers.incremental import Past, forward_next
-from mpitrain.layers.memory.recomputed import saved_again
-from mpitrain.layers.now import Now
+from mpitrain.layers.recomputed import saved_again
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 from mpitrain.ops.random_bits import Key
@@ -53,7 +60,6 @@ class Dropout:
         return shape
 
     def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
-        """Return the output for x; x itself in an evaluation. Nothing is saved."""
         return self.dropped(x, arena) if self.layers.now.trains else x, None
 
     def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
@@ -110,11 +116,9 @@ class Dropped:
         return self.inner.output_shape(shape)
 
     def inner_layers(self) -> list[Any]:
-        """Return the inner layer, whose offers for new tokens are those of this layer."""
         return [self.inner]
 
     def forward_next(self, w: Weights, x: Any, past: Past, arena: Arena, *fused: Any) -> Any:
-        """Return the output of new tokens, without dropout."""
         return forward_next(self.inner, w, x, past, arena, *fused)
 
     def forward(self, w: Weights, x: Any, arena: Arena, residual: Any = None) -> tuple[Any, Any]:

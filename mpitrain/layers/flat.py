@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.layers.base import Gradient, Gradients, Parameter, Unit, Weights
-from mpitrain.layers.frozen import parameters_of
+from mpitrain.layers.base import Gradient, Gradients, Parameter, Unit, Weights, parameters_of
 from mpitrain.machine.backend import Backend
 from mpitrain.ops import int8_rows
 from mpitrain.regions import Piece, moved, overlap

@@ -84,7 +84,6 @@ class PixelConv(Conv):
         return super().forward(w, x.transpose(0, 2, 3, 1), arena)
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
-        """Return None, and the state for `backward_weight`."""
         return None, self._before_activation(dy, saved, arena)[1]
 
 
@@ -127,11 +126,9 @@ class Flatten:
         return shape[0], math.prod(shape[1:])
 
     def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
-        """Return the view, and the shape of x."""
         return x.reshape(self.output_shape(x.shape)), x.shape
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, None]:
-        """Return a view of dy, and None."""
         return dy.reshape(saved), None
 
     def backward_weight(self, pending: None, dw: Gradients, arena: Arena) -> None:

@@ -15,15 +15,13 @@ from typing import Any, NamedTuple
 from mpitrain.config import Memory
 from mpitrain.errors import ConfigError
 from mpitrain.layers.adapted import LowRank
-from mpitrain.layers.base import Gradients, Layer, Loss, Parameter, Weights
+from mpitrain.layers.base import Fusion, GeluCut, Gradients, Layer, Loss, Now, Parameter, Weights
+from mpitrain.layers.chunked_logits import ChunkedHead
 from mpitrain.layers.compose import Residual
 from mpitrain.layers.dropout import Dropout, Dropped
-from mpitrain.layers.fusion import Fusion, GeluCut
 from mpitrain.layers.images import Conv, Flatten, MaxPool, PixelConv
 from mpitrain.layers.initial import Draw, normal, ones, zeros
-from mpitrain.layers.memory.chunked_logits import ChunkedHead
-from mpitrain.layers.memory.recomputed import Recomputed, state_of
-from mpitrain.layers.now import Now
+from mpitrain.layers.recomputed import Recomputed, state_of
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 from mpitrain.ops.int8_rows import Coded
@@ -231,7 +229,6 @@ class LayerNorm:
         self.ops, self.width, self.epsilon = ops, width, epsilon
 
     def parameters(self):
-        """Return gain and bias."""
         return [
             Parameter("gain", (self.width,), ones, decayed=False),
             Parameter("bias", (self.width,), zeros, decayed=False),
@@ -284,7 +281,6 @@ class Embedding:
         self.now = now or Now()
 
     def parameters(self):
-        """Return tokens (vocab, width) and positions (context, width)."""
         return [
             Parameter("tokens", (self.vocab, self.width), self.draw, True, role="embedding"),
             Parameter("positions", (self.context, self.width), self.draw, True, role="embedding"),
@@ -301,7 +297,6 @@ class Embedding:
         return y, Lookups(saved, self._add_positions(w, y, documents.positions, arena))
 
     def forward_next(self, w, x, past, arena):
-        """Return the output for new tokens, each at its own position."""
         y, _ = self.ops.embedding(x, w["tokens"], None, arena)
         self._add_positions(w, y, past.positions, arena)
         return y
@@ -349,7 +344,6 @@ class Attention:
         self.first, self.every = 0, heads
 
     def parameters(self):
-        """Return no parameters."""
         return []
 
     def output_shape(self, shape):
@@ -366,7 +360,6 @@ class Attention:
         return self.ops.attention(x, self.heads, arena, *starts)
 
     def forward_next(self, w, x, past, arena):
-        """Return the output for new tokens, and store their keys and values."""
         keys, values = past.arrays(self.heads, x.shape[-1] // 3 // self.heads, x.dtype)
         return self.ops.attention_next(x, keys, values, past.lengths, self.heads, arena)
 

@@ -13,9 +13,9 @@ from mpitrain.errors import ConfigError
 from mpitrain.formats.gpt2 import module_of
 from mpitrain.layers.adapted import InputDropout, LowRank
 from mpitrain.layers.base import Unit
+from mpitrain.layers.chunked_logits import ChunkedHead
 from mpitrain.layers.compose import Residual, Sequential
 from mpitrain.layers.dropout import Dropped
-from mpitrain.layers.memory.chunked_logits import ChunkedHead
 from mpitrain.layers.plain import Linear, Plain
 
 

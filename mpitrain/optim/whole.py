@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from mpitrain.layers.base import Parameter
 from mpitrain.machine.backend import Backend
-from mpitrain.transport.base import Transport
-from mpitrain.transport.requests import Request
+from mpitrain.transport.base import Request, Transport
 
 Elements = tuple[int, int]
 """Elements [start, stop) of a flattened tensor."""

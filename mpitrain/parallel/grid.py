@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 from mpitrain.collectives.engine.arithmetic import HOST, Arithmetic
 from mpitrain.collectives.engine.compose import Chain
 from mpitrain.collectives.group import Group
-from mpitrain.collectives.plans.topology import Topology
 from mpitrain.collectives.selection import table as algorithm_table
+from mpitrain.collectives.selection.algorithm import Topology
 from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.config import Config
-from mpitrain.config.delays import delays
-from mpitrain.config.injections import check_injection
+from mpitrain.config.faults import check_injection, delays
 from mpitrain.errors import ConfigError
 from mpitrain.machine.arena import Arena
 from mpitrain.optim.tensors import FactSums

@@ -8,9 +8,8 @@ import numpy as np
 from mpitrain.config import Config
 from mpitrain.data import Source, Unopened
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Unit
+from mpitrain.layers.base import Unit, freeze
 from mpitrain.layers.flat import Storage
-from mpitrain.layers.frozen import freeze
 from mpitrain.layers.plain import Plain
 from mpitrain.machine import process
 from mpitrain.models.table import units_of
@@ -52,7 +51,7 @@ def check_memory(
 ) -> Room:
     """Raise ConfigError if parameters, gradients and optimizer state exceed the free memory.
 
-    Activations are not counted: `run/counting/activations.py` checks them in the room that is left.
+    Activations are not counted: `run/counting.py` checks them in the room that is left.
 
     chunks  of the model, over all stages
     gpus    the GPU of each rank, by rank; empty if they compute on their host

@@ -5,8 +5,7 @@ from typing import Any
 
 from mpitrain.machine.arena import Arena
 from mpitrain.pipeline.instructions import ACTIVATION, GRADIENT, Message
-from mpitrain.transport.base import Transport
-from mpitrain.transport.requests import Request
+from mpitrain.transport.base import Request, Transport
 
 
 class Channel:

@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 from mpitrain.config import Lora
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Unit, are_units
-from mpitrain.layers.frozen import forward_only, freeze
-from mpitrain.layers.memory.recomputed import with_recomputation
+from mpitrain.layers.base import Unit, are_units, forward_only, freeze
+from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.models.targets import adapt
 from mpitrain.parallel.tensor.layer_factory import LayerFactory, check_saved, check_units
 from mpitrain.pipeline.partition import assign_units, cut

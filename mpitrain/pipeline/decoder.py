@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.layers.base import Unit, Weights
+from mpitrain.layers.base import Now, Unit, Weights
 from mpitrain.layers.incremental import FixedArena, Past, forward_next, is_incremental, is_rowwise
-from mpitrain.layers.now import Now
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.pipeline.channel import Channel

@@ -7,8 +7,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Unit
-from mpitrain.layers.frozen import parameters_of
+from mpitrain.layers.base import Unit, parameters_of
 
 TIME = "time"
 """The value of `pipeline.partition` for measured times; the code that builds a run replaces it."""

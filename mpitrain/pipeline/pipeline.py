@@ -5,9 +5,7 @@ from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
-from mpitrain.layers.base import Unit
-from mpitrain.layers.frozen import forward_only
-from mpitrain.layers.now import Documents, Now
+from mpitrain.layers.base import Documents, Now, Unit, forward_only
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.pipeline.channel import Channel

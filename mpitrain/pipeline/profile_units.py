@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.layers.base import Unit
+from mpitrain.layers.base import Unit, forward_only
 from mpitrain.layers.flat import Storage
-from mpitrain.layers.frozen import forward_only
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend
 from mpitrain.pipeline.partition import balanced

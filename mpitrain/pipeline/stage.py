@@ -5,7 +5,7 @@ from typing import Any
 
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Layer, Unit, backward
-from mpitrain.layers.memory.recomputed import Segment, saved_again, segment_of
+from mpitrain.layers.recomputed import Segment, saved_again, segment_of
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.trace.recorder import SILENT, Recorder

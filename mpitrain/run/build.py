@@ -1,13 +1,13 @@
-"""`build` makes a run from its configuration: data, trainer and state; recovery calls it again."""
+"""Makes a run from its configuration: data, trainer and state; opens a trained run again."""
 
 from __future__ import annotations  # help() prints signatures as they are written here.
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpitrain.config import Config
+from mpitrain.config import CONFIG, Config, with_settings
+from mpitrain.config.plugins import load
 from mpitrain.data import (
     Reading,
     Source,
@@ -19,49 +19,51 @@ from mpitrain.data import (
     source_kind,
     zeros,
 )
-from mpitrain.formats.folder import Initial
-from mpitrain.layers.base import Unit
-from mpitrain.layers.frozen import freeze
-from mpitrain.layers.memory.recomputed import with_recomputation
+from mpitrain.errors import ConfigError
+from mpitrain.layers.base import Unit, freeze
 from mpitrain.layers.plain import Plain
+from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.models.table import MODELS, check_data, units_of
 from mpitrain.models.targets import adapt
 from mpitrain.parallel.memory import Room, check_memory
 from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.pipeline.chunks import Units
 from mpitrain.pipeline.partition import TIME
-from mpitrain.pipeline.profile_units import by_time, unit_seconds
-from mpitrain.run.checkpoint import save_load
-from mpitrain.run.checkpoint.manifest import Done
-from mpitrain.run.counting.activations import check_activations
-from mpitrain.run.counting.gemm_peak import gemm_peak
-from mpitrain.run.counting.step import Scheduled, StepCounts
-from mpitrain.run.counting.unsent import Unsent
-from mpitrain.run.counting.utilisation import work_of
-from mpitrain.run.given import Given, agree_on
-from mpitrain.run.resolve import Resolved, resolve, resolve_here, with_micro_batches
-from mpitrain.run.trainer import Trainer
-from mpitrain.run.transfer.adapters import (
-    base_of,
-    check_base,
-    check_head,
-    check_layers,
-    of_adapters,
-    of_base,
-    open_adapter,
-    open_base,
+from mpitrain.run.checkpoint import loading
+from mpitrain.run.checkpoint.manifest import Done, newest
+from mpitrain.run.choices import parse
+from mpitrain.run.counting import Scheduled, StepCounts, Unsent, check_activations
+from mpitrain.run.resolve import (
+    FILES,
+    Given,
+    Resolved,
+    RunLocation,
+    agree_on,
+    facts_of,
+    resolve_here,
+    say_resolved,
+    with_micro_batches,
 )
-from mpitrain.run.transfer.initial import load_initial, open_initial
+from mpitrain.run.run_dir import (
+    CHECKPOINTS,
+    configuration,
+    held_out_as_before,
+    is_run,
+    noted_largest,
+)
+from mpitrain.run.trainer import Trainer
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport, aligned_zeros
+
+if TYPE_CHECKING:
+    from mpitrain.run.initial import Models
 
 
 class Job(NamedTuple):
     """A run in memory: a model ready for training or inference, its data, and its progress.
 
-    trainer  the trainer
-    source   the data source, or only its sizes
-    done     the progress: steps and samples so far, and the identity of the run
+    source  the data source, or only its sizes
+    done    the progress: steps and samples so far, and the identity of the run
     """
 
     trainer: Trainer
@@ -82,6 +84,21 @@ class Job(NamedTuple):
     def close(self) -> None:
         """Free the communicators and windows of the job; collective. Do not use it afterwards."""
         self.trainer.close()
+
+
+class _Opened(NamedTuple):
+    """What a rank has opened before the trainer is made; the ranks agree on `facts`.
+
+    models  the models that the run starts from; None: its parameters are random or in a checkpoint
+    room    the memory that parameters, gradients and optimizer state leave
+    """
+
+    resolved: Resolved
+    source: Source | Unopened
+    models: Models | None
+    room: Room
+    counts: StepCounts
+    facts: dict[str, Any]
 
 
 def build(
@@ -114,88 +131,81 @@ def build(
         On every rank, if configuration, data, checkpoint and ranks do not fit together.
     """
     agreed = config if isinstance(config, Given) else agree_on(transport, lambda: config)
-    name = "this data source" if source else agreed.config.data.source
-    largest = None if source else _largest(transport, agreed)
-    opened: list[Source | Unopened] = []
-    rooms: list[Room] = []
-    counted: list[StepCounts] = []
-    initial: list[Initial] = []
-    adapters: list[tuple[Initial, dict[str, Any]]] = []
     checkpoint_dir = saved or agreed.location.saved
-
-    def count(resolved: Resolved) -> None:
-        """Replace `counted` by the activations of a step; ConfigError if they do not fit."""
-        counted[:] = [
-            check_activations(
-                scheduled(resolved),
-                opened[0],
-                lambda layers: model(resolved.config, opened[0], layers),
-                rooms[0],
-                transport.rank,
-                lambda n: (replanned := with_micro_batches(resolved, n)) and scheduled(replanned),
-            )
-        ]
-
-    def facts(resolved: Resolved) -> dict[str, Any]:
-        opened.append(data := source or _source(resolved.config, largest))
-        check_data(resolved.config.model.kind, data.form, name)
-        config, axes, plan, *_, gpus, device = resolved
-        listed: dict[str, Any] = {} if source else _files(config)
-        if config.run.init_from and not checkpoint_dir:
-            initial.append(base := open_initial(config, data.inputs))
-            listed["run.init_from"] = base.fingerprint
-        elif checkpoint_dir and config.lora.rank and (record := base_of(Path(checkpoint_dir))):
-            initial.append(base := open_base(config, record, data.inputs))
-            listed["run.init_from"] = base.fingerprint
-        if config.lora.init_from and not checkpoint_dir:
-            adapters.append(open_adapter(config))
-            adapter, _ = adapters[-1]
-            listed["lora.init_from"] = adapter.fingerprint
-            layers = described(device.ops, config.layout.model_copy(update={"tp": 1}))
-            check_layers(adapter, config, model(config, data, layers))
-            if transport.rank == 0 and initial:
-                check_head(adapter, initial[0])
-        rooms.append(check_memory(transport, config, data, axes, len(plan.stage_of), device, gpus))
-        count(resolved)
-        return {
-            **listed,
-            "inputs": data.inputs,
-            "classes": data.classes,
-            "held_out": data.held_out,
-        }
-
-    resolved = resolve(transport, agreed, facts)
-    (source,) = opened
-    checkpoint = save_load.read_beside(transport, Path(checkpoint_dir)) if checkpoint_dir else None
-    done = checkpoint.done if checkpoint else Done(0, 0, agreed.run)
+    folder = Path(checkpoint_dir) if checkpoint_dir else None
+    largest = None if source else _largest(transport, agreed)
+    opened = on_all_ranks(
+        transport,
+        lambda: _open(transport, agreed, folder, source, largest),
+        FILES,
+        lambda own: own.facts,
+    )
+    resolved, source, models, room, counts, _ = opened
+    say_resolved(transport, agreed.config, resolved)
+    checkpoint = loading.read_beside(transport, folder) if folder else None
     if resolved.config.pipeline.partition == TIME:
-        resolved = _cut_by_time(transport, resolved, source)
-        on_all_ranks(transport, partial(count, resolved))
+        resolved = timed = _cut_by_time(transport, resolved, source)
+        counts = on_all_ranks(transport, lambda: _counted(transport.rank, timed, source, room))
     trainer = Trainer(transport, lambda layers: model(resolved.config, source, layers), resolved)
+    trainer.counted = counts
     kept = trainer.replication.kept()
-    for base in initial:
-        buffers = of_base(kept) if resolved.config.lora.rank else kept
-        trainer.begun_from = load_initial(
-            transport, base, buffers, trainer.storage, trainer.backend
-        )
-    for adapter, record in adapters:
-        check_base(record, trainer.begun_from)
-        load_initial(transport, adapter, of_adapters(kept), trainer.storage, trainer.backend)
+    if models:
+        trainer.begun_from = models.load(transport, kept, trainer.storage, trainer.backend)
     if checkpoint:
-        check_base(checkpoint.manifest.base, trainer.begun_from)
-        checkpoint = save_load.load(
+        if models:
+            kept = models.adapters_of(kept, checkpoint.manifest.base, trainer.begun_from)
+        checkpoint = loading.load(
             checkpoint,
-            of_adapters(kept) if checkpoint.manifest.base else kept,
+            kept,
             trainer.storage,
             transport,
             trainer.backend,
             resolved.axes._asdict(),
         )
-        done = checkpoint.done
-    if checkpoint or initial:
+    if checkpoint or models:
         trainer.replication.restore(checkpoint.manifest.scalars if checkpoint else {})
-    (trainer.counted,) = counted
-    return Job(trainer, source, done)
+    return Job(trainer, source, checkpoint.done if checkpoint else Done(0, 0, agreed.run))
+
+
+def _open(
+    transport: Transport,
+    agreed: Given,
+    checkpoint: Path | None,
+    source: Source | Unopened | None,
+    largest: int | None,
+) -> _Opened:
+    """Resolve the configuration, and open data and models on this rank; raises MpitrainError."""
+    resolved = resolve_here(agreed, transport.hosts)
+    config, axes, plan, *_, gpus, device = resolved
+    name = "this data source" if source else config.data.source
+    data = source or _source(config, largest)
+    check_data(config.model.kind, data.form, name)
+    facts = {**facts_of(resolved), **({} if source else _files(config))}
+    models = None
+    if config.run.init_from or config.lora.rank:
+        from mpitrain.run.initial import open_models
+
+        layers = described(device.ops, config.layout.model_copy(update={"tp": 1}))
+        models = open_models(
+            config, checkpoint, data.inputs, lambda: model(config, data, layers), transport.rank
+        )
+        facts |= models.facts() if models else {}
+    room = check_memory(transport, config, data, axes, len(plan.stage_of), device, gpus)
+    counts = _counted(transport.rank, resolved, data, room)
+    facts |= {"inputs": data.inputs, "classes": data.classes, "held_out": data.held_out}
+    return _Opened(resolved, data, models, room, counts, facts)
+
+
+def _counted(rank: int, resolved: Resolved, source: Source | Unopened, room: Room) -> StepCounts:
+    """Count the activations and FLOPs of a step; ConfigError if they do not fit in `room`."""
+    return check_activations(
+        scheduled(resolved),
+        source,
+        lambda layers: model(resolved.config, source, layers),
+        room,
+        rank,
+        lambda n: (replanned := with_micro_batches(resolved, n)) and scheduled(replanned),
+    )
 
 
 def open_data(transport: Transport, agreed: Given) -> Source:
@@ -214,33 +224,8 @@ def model(config: Config, source: Source | Unopened, layers: Plain) -> list[Unit
     return list(units_of(config.model, source, layers))
 
 
-def utilisation(job: Job, sharing: int) -> Callable[[float], dict[str, float]]:
-    """Return a function of a step's seconds: its `mfu` and `hfu`, or {} where there is no peak.
-
-    All ranks of a host call this at the same time, because they may measure the peak. Every rank is
-    assumed to have the peak of this one.
-
-    sharing  ranks on this GPU or, without one, on this host
-    """
-    trainer, config = job.trainer, job.trainer.config
-    axes, device = trainer.resolved.axes, trainer.resolved.device
-    dtype = device.half or trainer.storage.dtype
-    kernels = f"{config.device.gemm} {config.device.tiles}"
-    peak = gemm_peak(device, dtype, sharing, kernels)
-    if peak is None or trainer.counted.problem:
-        return lambda step_s: {}
-    work = work_of(
-        scheduled(trainer.resolved),
-        job.source,
-        lambda layers: model(config, job.source, layers),
-        trainer.parameter_count,
-    )
-    every = peak * (axes.ranks - axes.servers)
-    return lambda step_s: work.rates(step_s, every)
-
-
 class Alone(NamedTuple):
-    """A job in one process, to be counted: the arguments of `counting.step.Counter`."""
+    """A job in one process, to be counted: the arguments of `counting.Counter`."""
 
     job: Scheduled
     source: Source
@@ -272,6 +257,8 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
 
     All ranks measure the time of each unit, not tensor-parallel, for a micro-batch.
     """
+    from mpitrain.pipeline.profile_units import by_time, unit_seconds
+
     config, device, axes = resolved.config, resolved.device, resolved.axes
     backend, batch = device.backend, config.batch
     rows = max(1, batch.size // (axes.dp * batch.micro_batches))
@@ -340,7 +327,15 @@ def _source(config: Config, largest: int | None) -> Source:
     largest  the largest token of a token file; None for any other source
     """
     data = config.data
-    reading = Reading(*(getattr(data, key) for key in Reading._fields))
+    reading = Reading(
+        data.dtype,
+        data.order,
+        data.separator,
+        data.template,
+        data.mixture,
+        data.packing,
+        data.attend,
+    )
     scan = None if largest is None else as_it_is(data.source, data.dtype)
     return open_source(
         data.source,
@@ -352,3 +347,92 @@ def _source(config: Config, largest: int | None) -> Source:
         reading,
         MODELS[config.model.kind].takes,
     )
+
+
+def trained_configuration(folder: Path, settings: list[str]) -> Config:
+    """Return the configuration that a run was last trained with, on one rank.
+
+    settings  name the plugins of the run; other keys are not applied
+    raises    ConfigError if there is no run in the directory
+    """
+    if not is_run(folder):
+        raise ConfigError(
+            f"There is no run in {folder}: it has no {CONFIG}.", "Name the directory of a run."
+        )
+    load(with_settings({}, settings))  # `configuration` asks for the plugins of the run.
+    return configuration(folder)
+
+
+def configured(folder: Path, settings: list[str]) -> Config:
+    """Return the configuration to open a run directory with, on one rank.
+
+    Keys of layout, replication and pipeline have their defaults, not the values of the run.
+
+    settings  `section.key=value` each, applied last
+    raises    ConfigError if there is no run in the directory
+    """
+    then = trained_configuration(folder, settings)
+    check_has_adapters(then, with_settings({}, settings).get("run", {}).get("init_from"))
+    # The rows of a micro-batch in training, which fit in the memory of a rank.
+    rows = max(1, then.batch.size // (max(1, then.layout.dp) * then.batch.micro_batches))
+    anew = ["run.delay=", "run.inject=", "batch.micro_batches=0", f"batch.size={rows}"]
+    # The layout of the training run does not matter here, nor how it reduced gradients.
+    alone = {**then.model_dump(), "replication": {}, "layout": {}, "pipeline": {}}
+    alone["data"] = held_out_as_before(then.data, settings)
+    if source := with_settings({}, settings).get("data", {}).get("source"):
+        alone["data"] = _read_by(source, alone["data"])
+    return parse(with_settings(alone, [*anew, *settings]))
+
+
+def _read_by(source: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a run's data that another source reads, for an evaluation on it."""
+    kind = source_kind(source)
+    kept = {
+        key: value
+        for key, value in data.items()
+        if kind.does_read(key) or key not in Reading._fields
+    }
+    if kept.get("separator", -1) < 0 and not kept.get("packing"):
+        kept.pop("attend", None)  # Rows of this source have no documents.
+    return kept
+
+
+def check_has_adapters(config: Config, base: str | None) -> None:
+    """Raise ConfigError if a base is named for a run that has no adapters.
+
+    base  of --base; empty or None: none
+    """
+    if base and not config.lora.rank:
+        raise ConfigError(
+            "--base names the model under adapters, but lora.rank of this run is 0.",
+            "Leave out --base.",
+        )
+
+
+def open_run(
+    transport: Transport, folder: Path, alone: Callable[[], Config], needs_data: bool = True
+) -> Job:
+    """Build the job of a run directory from its newest checkpoint; collective.
+
+    The number of ranks may differ from the number in training.
+
+    alone       returns the configuration on one rank, from `configured`
+    needs_data  False: build a token model without opening its data source
+    """
+
+    def on_these_ranks() -> Config:
+        config = alone()
+        size = config.batch.size * transport.size
+        return config.model_copy(update={"batch": config.batch.model_copy(update={"size": size})})
+
+    def look(config: Config) -> RunLocation:
+        saved = newest(folder / CHECKPOINTS)
+        largest = noted_largest(folder, config.data.source, config.data.dtype)
+        return RunLocation(str(folder), str(saved), True, largest=largest)
+
+    agreed = agree_on(transport, on_these_ranks, look)
+    vocabulary = agreed.config.data.vocabulary or 256
+    context = agreed.config.model.context
+    is_enough = not needs_data and MODELS[agreed.config.model.kind].takes == "tokens"
+    source = Unopened("tokens", (context,), vocabulary, vocabulary) if is_enough else None
+    return build(transport, agreed, source=source)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.collectives.selection import table as algorithm_table
-from mpitrain.collectives.selection.own_algorithm import file_algorithm, is_file
+from mpitrain.collectives.selection.algorithm import is_file
 from mpitrain.config import Config, ConfigKey, Optimizer, check_choice, refusal
 from mpitrain.config import keys as keys_of_sections
 from mpitrain.config import parse as parse_sections
@@ -21,7 +21,6 @@ from mpitrain.optim.rules import EVERY
 from mpitrain.parallel.modes import MODES, STREAMS, ZERO, check_synchronous, refusal_of
 from mpitrain.pipeline import schedules
 from mpitrain.pipeline.schedules import SCHEDULES
-from mpitrain.run.transfer.model_keys import with_keys_of_folder
 
 ALGORITHMS = ("replication.algorithm", "layout.algorithm")
 
@@ -127,7 +126,11 @@ def without_plugins(tables: Mapping[str, Any], path: Path | None = None) -> Conf
         value = _text_of(tables, key)
         if MARK in value and is_file(value):
             names[key] = (*names[key], value)
-    config = parse_sections(_with_kind(with_keys_of_folder(tables)), path, names)
+    if _text_of(tables, "run.init_from") or _text_of(tables, "lora.init_from"):
+        from mpitrain.run.model_keys import with_keys_of_folder
+
+        tables = with_keys_of_folder(tables)
+    config = parse_sections(_with_kind(tables), path, names)
     _check_rules(config, path)
     return config
 
@@ -136,6 +139,8 @@ def _with_own_algorithms(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     """Add the all-reduces of the user's files to their table, and pin the files' digests."""
     for key in ALGORITHMS:
         if is_file(value := _text_of(tables, key)):
+            from mpitrain.collectives.selection.own_algorithm import file_algorithm
+
             section, name = key.split(".")
             tables = {**tables, section: {**tables[section], name: file_algorithm(value)}}
     return tables

@@ -1,5 +1,7 @@
 """Autoregressive text generation with a trained model, for one prompt or several."""
 
+import os
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import count as count_from
 from itertools import islice
@@ -8,20 +10,63 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.collectives.bind import bind
+from mpitrain.collectives.group import bind
 from mpitrain.config import Config, Data
 from mpitrain.data import writes_text
 from mpitrain.data.tokenizer import TOKENIZER, ByteTokenizer, Tokenizer, open_tokenizer
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.files import contents
-from mpitrain.run.decoding.continuation import Continuation
-from mpitrain.run.decoding.document import last_document, separator_of
-from mpitrain.run.decoding.reader import Reader
-from mpitrain.run.decoding.sampling import NOT_FINITE, Sampling, draw
+from mpitrain.models.table import MODELS, kinds
+from mpitrain.run.inference import Reader
 from mpitrain.run.trainer import Trainer, diverged
+from mpitrain.strict_json import parsed
+
+JSON_LINES = ".jsonl"
+
+
+NOT_FINITE = -1
+"""The value in place of a token if the logits are not finite."""
+
 
 RECURSIVE = "recursive-doubling"
 """The all-reduce of the tokens of a round: a few numbers, in the fewest steps."""
+
+
+class Sampling(NamedTuple):
+    """How to draw a token from logits.
+
+    temperature  divides the logits; 0 takes the most likely token
+    top_k        number of the most likely tokens to draw from; 0: all
+    top_p        draw from the fewest tokens with at least this probability together (nucleus
+                 sampling, Holtzman et al. 2020); 1: all
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 1.0
+
+
+class PromptRequest(NamedTuple):
+    """How to continue prompts: arguments of `texts`, with `tokens` as its count, and stop texts."""
+
+    sampling: Sampling
+    seed: int
+    tokens: int
+    stops: Sequence[str] = ()
+    cuts: bool = True
+
+
+class TextPiece(NamedTuple):
+    """The next text of a prompt.
+
+    ended   empty if there is more text, else the reason of the end: "stop", "tokens" or "context"
+    tokens  all tokens of the prompt's continuation so far
+    """
+
+    prompt: int
+    text: bytes
+    ended: str
+    tokens: list[int]
 
 
 def tokenizer_of_run(folder: Path, data: Data) -> Tokenizer | None:
@@ -126,29 +171,6 @@ def texts(
             return
 
 
-class PromptRequest(NamedTuple):
-    """How to continue prompts: arguments of `texts`, with `tokens` as its count, and stop texts."""
-
-    sampling: Sampling
-    seed: int
-    tokens: int
-    stops: Sequence[str] = ()
-    cuts: bool = True
-
-
-class TextPiece(NamedTuple):
-    """The next text of a prompt.
-
-    ended   empty if there is more text, else the reason of the end: "stop", "tokens" or "context"
-    tokens  all tokens of the prompt's continuation so far
-    """
-
-    prompt: int
-    text: bytes
-    ended: str
-    tokens: list[int]
-
-
 def continued(
     trainer: Trainer,
     tokenizer: Tokenizer | None,
@@ -211,3 +233,227 @@ def _drawn(
             if index in active:
                 drawn[index] = draw(row, sampling, generators[index])
     return drawn
+
+
+def draw(logits: np.ndarray, sampling: Sampling, generator: np.random.Generator) -> int:
+    """Draw a token from the logits, (V,) float64; NOT_FINITE if these are not finite."""
+    if not np.isfinite(logits).all():
+        return NOT_FINITE
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    # These lines equal `generator.choice`, without its checks.
+    sums = probabilities(logits, sampling).cumsum()
+    sums /= sums[-1]
+    return int(sums.searchsorted(generator.random(), side="right"))
+
+
+def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """Return the probability of each token, (V,). Excluded tokens have 0.
+
+    The order is that of transformers: temperature, top-k, then top-p of the remaining tokens.
+    """
+    temperature, top_k, top_p = sampling
+    if 0 < top_k < len(logits):
+        least = np.partition(logits, -top_k)[-top_k]
+        logits = np.where(logits < least, -np.inf, logits)
+    with np.errstate(over="ignore"):  # Near temperature 0 most weights underflow to exp(-inf).
+        weights = np.exp((logits - logits.max()) / temperature)
+    weights /= weights.sum()
+    if top_p < 1:
+        order = weights.argsort(kind="stable")[::-1]
+        before = weights[order].cumsum() - weights[order]
+        weights[order[before >= top_p]] = 0
+        weights /= weights.sum()
+    return weights
+
+
+def separator_of(data: Data) -> int:
+    """Return the token that ends a document for a model's attention; -1 if there is none."""
+    return data.separator if data.attend == "document" else -1
+
+
+def last_document(tokens: Sequence[int], separator: int) -> list[int]:
+    """Return the tokens of the last document; its separator is its last token.
+
+    tokens     at least one
+    separator  from `separator_of`
+    """
+    begin = len(tokens) - 1
+    while begin and (separator < 0 or tokens[begin - 1] != separator):
+        begin -= 1
+    return [*tokens[begin:]]
+
+
+class Continuation:
+    """The text after one prompt, token by token.
+
+    Without a tokenizer, text is a space and the number of each token.
+
+    tokens   all tokens so far
+    stopped  whether a stop text has been found; the text ends before it
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], stops: Sequence[str]):
+        """stops: texts, or token numbers with spaces between them; none is empty."""
+        self.tokens, self.stopped = list[int](), False
+        self._waiting, self._next = b"", list[int]()
+        encoded = [stop_bytes(stop, tokenizer) for stop in stops]
+        boundary = b"" if tokenizer else rb"\b"
+        self._pattern = re.compile(b"|".join(re.escape(stop) + boundary for stop in encoded))
+        # The first characters of a stop text, or its first numbers.
+        self._heads = [
+            stop[:length]
+            for stop in encoded
+            for length in range(1, len(stop))
+            if tokenizer or stop[length : length + 1] == b" "
+        ]
+        self._cuts = bool(encoded)
+        self._pieces = (
+            tokenizer.stream(self._fed(), prompt)
+            if tokenizer
+            else (b" %d" % token for token in self._fed())
+        )
+
+    def add(self, token: int) -> bytes:
+        """Add a token, and return the text that no stop text can cut off any more."""
+        self.tokens.append(token)
+        self._next.append(token)
+        self._waiting += next(self._pieces)
+        return self._free()
+
+    def rest(self) -> bytes:
+        """Return the rest of the text, at the end."""
+        if self.stopped:
+            return b""
+        self._waiting += b"".join(self._pieces)
+        text, rest = self._free(), b"" if self.stopped else self._waiting
+        return text + rest
+
+    def _fed(self) -> Iterator[int]:
+        """Yield each new token when the decoder of text reads it."""
+        while self._next:
+            yield self._next.pop()
+
+    def _free(self) -> bytes:
+        """Take the text before a stop text, or before its possible beginning."""
+        if self._cuts and (match := self._pattern.search(self._waiting)):
+            self.stopped = True
+            return self._waiting[: match.start()]
+        longest = max(
+            (len(head) for head in self._heads if self._waiting.endswith(head)), default=0
+        )
+        cut = len(self._waiting) - longest
+        text, self._waiting = self._waiting[:cut], self._waiting[cut:]
+        return text
+
+
+def stop_bytes(stop: str, tokenizer: Tokenizer | None) -> bytes:
+    """Return the bytes of a stop text; ConfigError if it is empty, or no numbers without a tokenizer."""
+    if not stop:
+        raise ConfigError(
+            "A stop text has at least one character, but --stop is empty.", "Name a text."
+        )
+    if tokenizer:
+        return os.fsencode(stop)
+    if not re.fullmatch(r"\s*\d+(\s+\d+)*\s*", stop, re.ASCII):
+        raise ConfigError(
+            f"A model of token numbers takes numbers as a stop, but got {stop!r}.",
+            'For example: --stop "17 4"',
+        )
+    return b"".join(b" %d" % int(word) for word in stop.split())
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Return the prompts of a file: one a line, or {"prompt": TEXT} a line if its name ends in .jsonl.
+
+    Empty lines are no prompts.
+    raises  DataError if the file is not UTF-8, has another line, or has no prompt; OSError
+    """
+    try:
+        text = contents(path).decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"A file of prompts is UTF-8, but byte {error.start} of {path} is not.",
+            "Convert the file, for example with iconv.",
+        ) from None
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if path.suffix == JSON_LINES:
+        prompts = [_prompt_of(line, f"line {number} of {path}") for number, line in lines]
+    else:
+        prompts = [line.removesuffix("\r") for _, line in lines]
+    if not prompts:
+        raise DataError(f"A file of prompts has a prompt, but {path} has none.", "Add a line.")
+    return prompts
+
+
+def _prompt_of(line: str, where: str) -> str:
+    try:
+        value = parsed(line.encode())
+    except ValueError as error:
+        raise DataError(
+            f"Each line of a {JSON_LINES} file is JSON, but {where} is not: {error}.",
+            'Write {"prompt": "..."} on each line.',
+        ) from None
+    if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
+        raise DataError(
+            f'Each line of prompts is an object with a text "prompt", but {where} is not.',
+            'Write {"prompt": "..."} on each line.',
+        )
+    return value["prompt"]
+
+
+def check_writes(kind: str) -> None:
+    """Raise ConfigError unless a model of this kind predicts the next token."""
+    if not MODELS[kind].writes:
+        raise ConfigError(
+            f"Only a {' or '.join(kinds(lambda row: row.writes))} writes text, but this run trained a {kind}.",
+            "Name another run.",
+        )
+
+
+def encoded(prompt: str, tokenizer: Tokenizer | None, vocabulary: int) -> list[int]:
+    """Return the tokens of a prompt, at least one; ConfigError if the model does not know them.
+
+    tokenizer  None: the prompt is the numbers of its tokens
+    """
+    if not prompt:
+        raise ConfigError(
+            "A prompt needs at least one token.", "Leave out --prompt to begin with a line break."
+        )
+    if tokenizer is None:
+        return _numbers(prompt, vocabulary)
+    if isinstance(tokenizer, ByteTokenizer):
+        return list(os.fsencode(prompt))  # The bytes need not be valid UTF-8.
+    tokens: list[int] = tokenizer.encode(prompt).tolist()
+    if not tokens or max(tokens) >= vocabulary:
+        raise ConfigError(
+            f"A prompt needs at least one token, and all below {vocabulary}, but {prompt!r} has {tokens[:8]}.",
+            "Give --prompt another text.",
+        )
+    return tokens
+
+
+def _numbers(prompt: str, vocabulary: int) -> list[int]:
+    try:
+        numbers = [int(word) for word in prompt.split()] or [0]
+    except ValueError:
+        raise ConfigError(
+            f"A model of token numbers takes numbers as its prompt, but got {prompt!r}.",
+            'For example: --prompt "17 4 120"',
+        ) from None
+    if not all(0 <= number < vocabulary for number in numbers):
+        raise ConfigError(
+            f"Tokens must lie in 0..{vocabulary - 1}, but the prompt is {prompt!r}.",
+            "Use known tokens.",
+        )
+    return numbers
+
+
+def check_room(prompts: Sequence[Sequence[Any]], context: int) -> None:
+    """Raise ConfigError if a prompt leaves no room for a token within the context."""
+    longest = max(map(len, prompts))
+    if longest >= context:
+        raise ConfigError(
+            f"With --past-context stop a prompt is shorter than model.context {context}, but one has {longest} tokens.",
+            "Shorten it, or leave out --past-context.",
+        )

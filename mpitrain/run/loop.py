@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain import __version__
-from mpitrain.collectives.direct.cuda_ipc import say_unshared
 from mpitrain.config import Config, Run
 from mpitrain.data import Prefetched, Source, amounts, bits_per_byte
 from mpitrain.errors import CheckpointError, TrainingError, on_every_rank
@@ -20,27 +19,27 @@ from mpitrain.machine.process import blas_threads_in_use, gpu_identities
 from mpitrain.machine.time_limit import TimeLimit
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.replication.records import StepResult
-from mpitrain.run.build import Job, build, utilisation
-from mpitrain.run.checkpoint import save_load
+from mpitrain.run.build import Job, build
+from mpitrain.run.checkpoint import saving
 from mpitrain.run.checkpoint.digests import digest_record
 from mpitrain.run.checkpoint.manifest import Done
-from mpitrain.run.given import Given, RunLocation, agree_on
-from mpitrain.run.metrics import CLOSING, MetricsFile
-from mpitrain.run.resume import ResumeInfo, past
-from mpitrain.run.run_dir import CHECKPOINTS, METRICS, claim, look
+from mpitrain.run.initial import of_adapters
+from mpitrain.run.metrics import CLOSING, METRICS, MetricsFile, ResumeInfo, past
+from mpitrain.run.resolve import Given, RunLocation, agree_on
+from mpitrain.run.run_dir import CHECKPOINTS, claim, look
 from mpitrain.run.stalls.slow_ranks import SlowRanks, alike
+from mpitrain.run.tensorboard import TensorBoard
 from mpitrain.run.trace_setup import Traced
 from mpitrain.run.trainer import replicas_equal, state_digests
-from mpitrain.run.transfer.adapters import of_adapters
+from mpitrain.run.utilisation import utilisation
 from mpitrain.run.watchdog import Watchdog
-from mpitrain.run.watching.tensorboard import TensorBoard
-from mpitrain.run.watching.watcher import Watcher
+from mpitrain.run.watcher import Watcher
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.ring_buffer import ROWS
 from mpitrain.transport.agreement import from_all_ranks
 from mpitrain.transport.base import Transport
-from mpitrain.transport.device.messages import DeviceTransport
-from mpitrain.transport.traced_transport import Recorded
+from mpitrain.transport.decorators import Recorded
+from mpitrain.transport.device import DeviceTransport
 
 SKIPS = 10
 """Number of consecutive skipped steps that ends a run."""
@@ -103,7 +102,7 @@ def train(
             config = configured()
             watchdog.patience(config.run.stall_seconds, config.run.on_stall)
             if config.run.inject:
-                from mpitrain.run.injection.injector import Injector
+                from mpitrain.run.injection import Injector
 
                 injector.append(Injector(config.run.inject, transport))
                 injector[0].passes("start", 0)
@@ -117,10 +116,10 @@ def train(
         )
         for watcher in watchers:
             watcher.on_agreed(agreed.config, transport.hosts)
-        if injector:
-            transport = injector[0].transport
         if agreed.config.run.trace and not transport.recorder.is_on:
             transport = Recorded(transport, Recorder())
+        if injector:
+            transport = injector[0].over(transport)
         watchdog.alive("building the model")
         with transport.recorder.pausing("building the model"):
             job = build(transport, agreed)
@@ -137,6 +136,8 @@ def train(
                 strict=True,
             )
             if transport.rank == 0 and not refusals and any(reasons):
+                from mpitrain.collectives.cuda_ipc import say_unshared
+
                 say_unshared(next(filter(None, reasons))[0])
             folder, before = Path(claimed[0][0]), ResumeInfo(*claimed[0][1])
             traced = Traced(transport, job, folder)
@@ -527,7 +528,7 @@ class _Run:
             trainer.sync_parameters()
             kept = trainer.replication.kept()
             base = trainer.begun_from if self._config.lora.rank else {}
-            saved = save_load.save(
+            saved = saving.save(
                 self._folder / CHECKPOINTS,
                 of_adapters(kept) if base else kept,
                 trainer.storage,

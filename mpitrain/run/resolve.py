@@ -1,18 +1,20 @@
-"""Resolves a configuration for the given ranks and devices, once and equally on every rank."""
+"""The first agreement of a start: all ranks have the same configuration, as it was given."""
 
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 from zlib import crc32
 
-from mpitrain.collectives.engine.codecs import Wire, parse_wire
+from mpitrain.collectives.engine.arithmetic import Wire, parse_wire
 from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning
 from mpitrain.config import Config, Memory
+from mpitrain.data import beside, source_kind
 from mpitrain.errors import ConfigError
+from mpitrain.machine import process
 from mpitrain.machine.process import Gpu, gpu_identities
 from mpitrain.models.table import MODELS
 from mpitrain.ops.cuda.attention import has_tensor_kernel
@@ -27,9 +29,79 @@ from mpitrain.pipeline.memory import goes_in_passes
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import NAMED, SCHEDULES, plan_of
 from mpitrain.run.choices import check
-from mpitrain.run.given import Given, agree_on
-from mpitrain.transport.agreement import on_all_ranks
+from mpitrain.transport.agreement import check_same, from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport
+
+
+class RunLocation(NamedTuple):
+    """The location of a run, as rank 0 found it; serialisable as JSON.
+
+    folder    the run directory; empty for a new one under runs/, which gets its name in `claim`
+    saved     the checkpoint to resume from, or empty
+    has_run   whether the folder holds a run
+    changed   keys with other values than in the resumed run: {key: [then, now]}
+    held_out  the data.validation of the resumed run, if the source is the same and the
+              configuration names no other; else empty
+    largest   the largest token of data.source, if the run has noted it since the last change of
+              the file; else None
+    """
+
+    folder: str = ""
+    saved: str = ""
+    has_run: bool = False
+    changed: dict[str, list[Any]] = {}
+    held_out: str = ""
+    largest: int | None = None
+
+
+class Given(NamedTuple):
+    """A configuration on which all ranks agree, before it is resolved.
+
+    config    from `parse`; rank 0 has replaced an empty data.validation
+    gpus      the GPU of each rank, by rank; none where device.kind needs none
+    run       a random identity, for a run that resumes no checkpoint
+    location  the run directory and the checkpoint to resume from, as rank 0 found them
+    """
+
+    config: Config
+    gpus: list[process.Gpu]
+    run: str
+    location: RunLocation
+
+
+def agree_on(
+    transport: Transport,
+    configured: Callable[[], Config],
+    look: Callable[[Config], RunLocation | None] = lambda config: RunLocation(),
+) -> Given:
+    """Agree on the configuration as it was given; collective, in one gather.
+
+    configured  returns this rank's configuration
+    look        returns the location of the run; that of rank 0 counts
+    raises      MpitrainError on every rank, if `configured` or `look` raises it on any rank;
+                ConfigError on every rank, if configurations differ
+    """
+    configs: list[Config] = []
+
+    def record() -> list[Any]:
+        configs.append(config := configured())
+        source = config.data.source
+        return [
+            config.flat(),
+            process.current_gpu() if config.device.kind in ("auto", "cuda") else process.Gpu(),
+            uuid4().hex,
+            look(config),
+            beside(source) if source_kind(source).is_token_file else "",
+        ]
+
+    everyone = from_all_ranks(transport, record)
+    flats, gpus, runs, places, validations = zip(*everyone, strict=True)
+    check_same("configuration", flats, transport.hosts)
+    (config,), location = configs, RunLocation(*places[0])
+    validation = location.held_out or config.data.validation or validations[0]
+    data = config.data.model_copy(update={"validation": validation})
+    config = config.model_copy(update={"data": data})
+    return Given(config, [process.Gpu(*gpu) for gpu in gpus], runs[0], location)
 
 
 class Resolved(NamedTuple):
@@ -53,36 +125,40 @@ class Resolved(NamedTuple):
     device: Device
 
 
-def resolve(
-    transport: Transport,
-    config: Config | Given,
-    facts: Callable[[Resolved], dict[str, Any]] = lambda resolved: {},
-) -> Resolved:
+FILES = "data source and checkpoint"
+"""The subject of `facts_of` and of other facts about files, for a message."""
+
+
+def resolve(transport: Transport, config: Config | Given) -> Resolved:
     """Resolve a configuration, the second agreement of a start; collective, in one gather.
 
     A configuration that is not `Given` costs the first agreement, too.
 
-    facts   called with the result on every rank, before the agreement; returns what else must be
-            the same on all ranks
     raises  ConfigError on every rank if it does not fit the ranks, hosts or devices, or if ranks
-            read different files; any MpitrainError of `facts`
+            read different files
     """
     agreed = config if isinstance(config, Given) else agree_on(transport, lambda: config)
     resolved = on_all_ranks(
-        transport,
-        partial(resolve_here, agreed, transport.hosts),
-        "data source and checkpoint",
-        lambda own: {
-            "replication.tuning": crc32(repr(own.tuning).encode()),
-            "pipeline.schedule": crc32(repr(own.plan).encode()),
-            **facts(own),
-        },
+        transport, lambda: resolve_here(agreed, transport.hosts), FILES, facts_of
     )
+    say_resolved(transport, agreed.config, resolved)
+    return resolved
+
+
+def facts_of(resolved: Resolved) -> dict[str, Any]:
+    """Return digests of the files of a configuration, in which all ranks must agree."""
+    return {
+        "replication.tuning": crc32(repr(resolved.tuning).encode()),
+        "pipeline.schedule": crc32(repr(resolved.plan).encode()),
+    }
+
+
+def say_resolved(transport: Transport, config: Config, resolved: Resolved) -> None:
+    """Print on rank 0 what was resolved otherwise than a user may expect."""
     if transport.rank == 0:
-        _say_that_attention_is_small(agreed.config, resolved)
+        _say_that_attention_is_small(config, resolved)
         if resolved.device.kind == "cuda":
             _say_who_shares(resolved.gpus, transport.hosts)
-    return resolved
 
 
 def resolve_here(agreed: Given, hosts: Sequence[str]) -> Resolved:

@@ -3,7 +3,7 @@
 RUN/
     config.toml    the resolved configuration, with all keys
     metrics.jsonl  one JSON object per line
-    checkpoints/   see checkpoint/save_load.py
+    checkpoints/   see checkpoint/saving.py
     tuning.json    the tuning of the cost model, if replication.tuning names one
     tiles.json     the tile sizes of GEMM kernels, if device.tiles names a file
     tokens.json    the result of the scan of a token file, if data.source is one
@@ -28,7 +28,7 @@ from typing import Any
 
 import tomli_w
 
-from mpitrain.collectives.selection.own_algorithm import is_file, shown
+from mpitrain.collectives.selection.algorithm import is_file, shown
 from mpitrain.collectives.selection.tuning import tuning_text
 from mpitrain.config import CONFIG, PATHS, Config, Data, check_text, keys, read_toml
 from mpitrain.config.plugins import MARK, check_named, digests, entries, imported, load
@@ -49,21 +49,14 @@ from mpitrain.errors import ConfigError, DataError
 from mpitrain.files import Directory, cannot_write, contents, opened
 from mpitrain.optim import checked, without_unread
 from mpitrain.pipeline.schedules import NAMED
-from mpitrain.run.checkpoint import directories
-from mpitrain.run.checkpoint.directories import steps, sweep
+from mpitrain.run.checkpoint.manifest import CHECKPOINTS, LOCK, steps, sweep
 from mpitrain.run.choices import ALGORITHMS, without_plugins
-from mpitrain.run.given import RunLocation
-from mpitrain.run.metrics import cut_after, read_metrics
-from mpitrain.run.resolve import Resolved
+from mpitrain.run.metrics import METRICS, cut_after, read_metrics
+from mpitrain.run.resolve import Resolved, RunLocation
 from mpitrain.trace.timeline import TRACE
 
-METRICS, TUNING, TILES, TOKENS = (
-    "metrics.jsonl",
-    "tuning.json",
-    "tiles.json",
-    "tokens.json",
-)
-CHECKPOINTS, LOCK = directories.CHECKPOINTS, directories.LOCK
+TUNING, TILES, TOKENS = "tuning.json", "tiles.json", "tokens.json"
+
 RUNS = Path("runs")
 """The parent of run directories if run.out is empty."""
 WHOLE = "# All {} keys of a run of mpitrain."

@@ -11,15 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.collectives.engine.device_arithmetic import arithmetic_of
+from mpitrain.collectives.engine.arithmetic import arithmetic_of
 from mpitrain.config import Config, Run
-from mpitrain.config.delays import delay_s, delays
+from mpitrain.config.faults import delay_s, delays
 from mpitrain.data import Source, positions_of, read_rows, without_ends
 from mpitrain.errors import DataError, MpitrainError, TrainingError, on_every_rank
-from mpitrain.layers.base import Loss, Unit
+from mpitrain.layers.base import Documents, Loss, Unit
+from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
 from mpitrain.layers.flat import Storage
-from mpitrain.layers.memory.chunked_logits import ChunkedLogits, computed, sliced
-from mpitrain.layers.now import Documents
 from mpitrain.ops.int8_rows import Coded
 from mpitrain.optim import check_groups, learning_rate
 from mpitrain.parallel.grid import Grid, share
@@ -39,14 +38,13 @@ from mpitrain.pipeline.decoder import Decoder, can_decode
 from mpitrain.pipeline.pipeline import own
 from mpitrain.regions import Piece, moved, overlap, within
 from mpitrain.run.checkpoint.digests import digests, gradients
-from mpitrain.run.counting.step import StepCounts
-from mpitrain.run.decoding.reader import Reader
+from mpitrain.run.counting import StepCounts
 from mpitrain.run.indices import Indices
+from mpitrain.run.inference import Reader
 from mpitrain.run.resolve import Resolved, resolve
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
-from mpitrain.transport.device.cuda_aware import over_device
-from mpitrain.transport.forwarding import Polled
+from mpitrain.transport.device import over_device
 
 
 class Trainer:
@@ -107,7 +105,7 @@ class Trainer:
         assert endpoint is not None
         self._own: Transport | None = endpoint
         if self.config.replication.progress_thread == "no":
-            endpoint = Polled(endpoint)
+            endpoint.admits_threads = False
         self.transport = over_device(endpoint, self.backend, self.config.device.cuda_aware)
         self.grid = Grid(
             self.transport,
@@ -195,7 +193,7 @@ class Trainer:
             )
         )
         if self.config.run.inject:
-            from mpitrain.run.injection.passes import failing
+            from mpitrain.run.injection import failing
 
             self.replication = failing(
                 self.replication, self.config.run.inject, self.transport, self.backend

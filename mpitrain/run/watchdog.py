@@ -16,7 +16,7 @@ from mpitrain.run.stalls.compilations import Compilations
 from mpitrain.run.stalls.questions import Answering
 from mpitrain.run.stalls.report import LEAST, WARNING, StallReport
 from mpitrain.trace.recorder import SILENT, Recorder
-from mpitrain.transport.requests import Traffic
+from mpitrain.transport.base import Traffic
 
 LONGEST = 1.0
 """Longest time in seconds between two looks."""

@@ -8,20 +8,70 @@ array. Every point-to-point call takes a `tag`. Messages of one (source, tag) ar
 which they were sent. `rank` and `size` are relative to this transport: `split` makes smaller ones.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from mpitrain.errors import CommError
 from mpitrain.trace.recorder import SILENT, Recorder
-from mpitrain.transport.requests import AnyOf, Request, Traffic
+from mpitrain.transport.failures import needs
 from mpitrain.transport.windows import Tenants, Windows
+
+NATIVE_OPERATIONS = ("broadcast", "reduce", "reduce-scatter", "all-gather", "all-to-all")
+"""Collectives of the MPI library that `bind_native` knows; the first two have root 0."""
 
 FIRST_CLAIMED_TAG = 1 << 14
 """The first tag that `claim_tag` returns; smaller tags are free for direct calls of `send` and
 `recv`.
 """
+
+LONGEST_PAUSE = 1e-3
+"""The longest pause of a wait between two looks, in seconds."""
+
+
+@dataclass
+class Traffic:
+    """A count of the point-to-point messages that this rank has sent, with their payload bytes.
+
+    Empty messages count too. A transport and the transports split from it share one object.
+    Barriers, `gather_text` and the library's own reductions are not point-to-point and do not
+    count.
+
+    waits_for  the request that this rank is blocked on, or None; the watchdog prints it
+    content    a description of the payload that this rank waits for, such as an activation, or ""
+    """
+
+    messages: int = 0
+    nbytes: int = 0
+    waits_for: Any = None
+    content: str = ""
+
+
+class Request(Protocol):
+    """A message in progress, as an MPI_Request; `str` returns its name.
+
+    Notes
+    -----
+    The transport owns the array until `test` has returned True or `wait` has returned.
+    """
+
+    @property
+    def source(self) -> int:
+        """The rank that sent a received message, once the receive is complete; -1 for sends.
+
+        `start_recv_any` reports its sender here.
+        """
+
+    def test(self) -> bool:
+        """Return True once the message is complete, and at every later call. Never blocks.
+
+        The call also makes progress on messages, as MPI_Test.
+        """
+
+    def wait(self) -> None:
+        """Block until the message is complete."""
 
 
 class Transport(Protocol):
@@ -62,7 +112,10 @@ class Transport(Protocol):
     recorder: Recorder = SILENT
     """The recorder of this rank's messages and waits: SILENT, except on a traced transport."""
     admits_threads: bool
-    """True if a second thread may send and receive at the same time as the main thread."""
+    """Whether a second thread may send and receive at the same time as the main thread.
+
+    The owner may set it to False; `split` keeps it.
+    """
     allocates_on_device: bool = False
     """Whether `allocate` returns memory of a GPU, which is no shared window of host memory."""
 
@@ -401,7 +454,7 @@ class Transport(Protocol):
         Parameters
         ----------
         operation : str
-            A name in `native.OPERATIONS`.
+            A name in NATIVE_OPERATIONS.
         array : ndarray
             In host memory. Its length is a multiple of the number of ranks.
         other : ndarray
@@ -426,6 +479,59 @@ class Transport(Protocol):
         exit_code : int
             The exit code of the job, not 0.
         """
+
+
+class Several:
+    """One request that stands for several, such as the pieces of a long message."""
+
+    source = -1
+
+    def __init__(self, requests: list[Request]):
+        self._requests = requests
+
+    def test(self) -> bool:
+        return all(request.test() for request in self._requests)
+
+    def wait(self) -> None:
+        for request in self._requests:
+            request.wait()
+
+    def __str__(self) -> str:
+        return named(self._requests)
+
+
+class AnyOf:
+    """The name of a wait for any of several requests, built only when a report needs it."""
+
+    def __init__(self, requests: Sequence[Request]):
+        self._requests = requests
+
+    def needs(self, left: Set[int]) -> bool:
+        """Return whether each request needs a rank of `left`, the ranks that have ended."""
+        return all(needs(request, left) for request in self._requests)
+
+    def __str__(self) -> str:
+        return f"wait_any of ({named(self._requests)})"
+
+
+def named(requests: Iterable[Any]) -> str:
+    return "; ".join(map(str, requests))
+
+
+def check_message(array: np.ndarray, rank: int, peers: Iterable[int], size: int) -> None:
+    """Raise CommError unless the array is one block of plain memory and every peer is a rank."""
+    if not array.flags.c_contiguous or array.dtype.hasobject:
+        raise CommError(
+            f"rank {rank}: a message is one contiguous block of plain numbers, but this array has shape {array.shape}, "
+            f"strides {array.strides}, dtype {array.dtype}.",
+            "Copy it into a buffer first: numpy.ascontiguousarray(array).",
+        )
+    for peer in peers:
+        if not 0 <= peer < size:
+            raise CommError(
+                f"rank {rank}: peer {peer} is not among ranks 0 to {size - 1}.",
+                "Peers are counted within the transport in hand, which may be a part of the job.",
+            )
 
 
 def aligned_zeros(count: int, dtype: Any) -> np.ndarray:

@@ -10,9 +10,7 @@ PROMISES = {
     "MV2_USE_CUDA": "MVAPICH",
     "I_MPI_OFFLOAD": "Intel MPI",
 }
-"""Environment variables that declare an MPI library CUDA-aware, for libraries without a query
-function.
-"""
+"""Variables that declare an MPI library CUDA-aware, for libraries without a query function."""
 
 
 class Library(NamedTuple):
@@ -59,9 +57,7 @@ def library() -> Library:
 
 
 def named(version: str) -> str:
-    """Return name and version from the library's version text, such as Open MPI v5.0.11 or MPICH
-    5.0.2.
-    """
+    """Return name and version from the library's version text, such as MPICH 5.0.2."""
     first = version.split("\n")[0].rstrip("\0").split(", package")[0].strip()
     return re.sub(r"\s+Version\s*:\s*", " ", first)
 
@@ -74,8 +70,7 @@ def loaded_path() -> str:
 
 
 def cuda_awareness(path: str, environ: Mapping[str, str]) -> Awareness:
-    """Query the library at `path` through ctypes; without a query function, use the environment
-    variables.
+    """Query the library at `path` through ctypes; without a query function, trust PROMISES.
 
     Open MPI: MPIX_Query_cuda_support(). MPICH: MPIX_GPU_query_support(MPIX_GPU_SUPPORT_CUDA = 0,
     &flag).

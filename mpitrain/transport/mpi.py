@@ -1,4 +1,4 @@
-"""The MPI transport, by mpi4py.
+"""The MPI transport, by mpi4py: connecting the ranks, requests in progress, and the transport itself.
 
 Importing mpi4py.MPI starts MPI. The import therefore waits until `connect` is called: the GPU and
 the number of BLAS threads must be chosen first.
@@ -9,24 +9,35 @@ from __future__ import annotations  # so that help() prints signatures as they a
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from os import sched_yield
 from types import TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
 
-from mpitrain.errors import CommError, ConfigError
+from mpitrain.errors import CommError, ConfigError, on_every_rank
 from mpitrain.machine import process
 from mpitrain.transport.agreement import ending_together, listed
-from mpitrain.transport.base import FIRST_CLAIMED_TAG, Transport, aligned_zeros
-from mpitrain.transport.failures import grace
-from mpitrain.transport.failures.departures import LARGEST, departures
-from mpitrain.transport.failures.guard import Guard, MpiJob
-from mpitrain.transport.failures.segments import unlink_mapped
-from mpitrain.transport.mpi_requests import ReceiveRequest, SendRequest
-from mpitrain.transport.native import library_call
-from mpitrain.transport.requests import Several, Traffic, check_message, poll_until
+from mpitrain.transport.base import (
+    FIRST_CLAIMED_TAG,
+    LONGEST_PAUSE,
+    Several,
+    Traffic,
+    Transport,
+    aligned_zeros,
+    check_message,
+)
+from mpitrain.transport.failures import (
+    ABORT_SECONDS,
+    LARGEST,
+    Guard,
+    MpiJob,
+    departures,
+    end_job,
+    unlink_mapped,
+)
 from mpitrain.transport.windows import Tenants, Windows, no_room
 
 TYPE_BLOCK = 1 << 20
@@ -36,8 +47,16 @@ TYPE_BLOCK = 1 << 20
 PART = 1 << 30
 """Largest number of elements that one call of the library reduces."""
 
+MOST = (1 << 31) - 1
+"""Largest number of elements in one call of any other collective of an MPI-3 library."""
+
 LEAST_TAG_BOUND = 32767
 """The largest tag that every MPI library allows."""
+
+SPIN = 5e-5
+"""Seconds. While its pauses are shorter, a wait only yields the processor. Then it sleeps, at most
+LONGEST_PAUSE at a time.
+"""
 
 
 def connect() -> MpiTransport:
@@ -100,6 +119,107 @@ def from_communicator(comm: Any) -> MpiTransport:
     job, rank = MpiJob(MPI), comm.rank
     with Guard(job, comm, f"rank {rank}", range(comm.size), "MPI_Comm_dup"):
         return MpiTransport(comm.Dup(), rank, job)
+
+
+class SendRequest:
+    """A send, or a non-blocking collective of the library, in progress; `what` is its name in
+    messages.
+
+    peer  the other rank of a message; None: a collective that no rank leaves while another computes;
+          negative: any rank, or another collective
+    """
+
+    source: int = -1
+    _status: Any = None
+
+    def __init__(self, transport: MpiTransport, request: Any, what: str, peer: int | None = None):
+        self._transport, self._job = transport, transport.job
+        self._request, self._what, self._peer = request, what, peer
+        self._job.requests.add(self)
+
+    def needs(self, left: Set[int]) -> bool:
+        """Return whether this request cannot complete once the ranks of `left` have ended."""
+        members = self._transport.members
+        if self._peer is None:
+            return any(rank in left for rank in members)
+        if self._peer < 0:
+            others = (rank for place, rank in enumerate(members) if place != self._transport.rank)
+            return all(rank in left for rank in others)
+        return members[self._peer] in left
+
+    def test(self) -> bool:
+        try:
+            with self._job.lock:
+                return self._request.Test(self._status) and self._finish()
+        except self._transport.MPI.Exception as error:
+            self._fail(error)
+
+    def wait(self) -> None:
+        if self._job.admitted:
+            self._transport.wait_until(self.test, what=self)
+            return
+        self._transport.traffic.waits_for = self
+        try:
+            self._request.Wait(self._status)
+        except self._transport.MPI.Exception as error:
+            self._fail(error)
+        finally:
+            self._transport.traffic.waits_for = None
+        self._finish()
+
+    def _finish(self) -> bool:
+        self._job.requests.discard(self)
+        return True
+
+    def __str__(self) -> str:
+        return self._what
+
+    def _in_full(self) -> str:
+        return f"{self._transport.own_name}: {self._what}"
+
+    def _fail(self, error: Any) -> NoReturn:
+        self._job.requests.discard(self)
+        raise self._transport.error(error, self._in_full()) from error
+
+
+class ReceiveRequest(SendRequest):
+    """A receive in progress."""
+
+    def __init__(
+        self,
+        transport: MpiTransport,
+        request: Any,
+        array: np.ndarray,
+        unit: Any,
+        what: str,
+        peer: int,
+    ):
+        super().__init__(transport, request, what, peer)
+        self._unit, self._count, self._status = unit, array.size, transport.MPI.Status()
+        self._done = False
+
+    def test(self) -> bool:
+        return self._done or super().test()
+
+    def wait(self) -> None:
+        if not self._done:
+            super().wait()
+
+    def _finish(self) -> bool:
+        """Check the size of the message that has arrived, and set `source`. Calls MPI."""
+        self._job.requests.discard(self)
+        arrived = self._status.Get_elements(self._unit)
+        self.source = self._status.source
+        if arrived != self._count:
+            raise CommError(
+                f"{self._in_full()} met a message of {arrived} from rank {self.source}.",
+                "Make both arrays of one length and dtype.",
+            )
+        self._done = True
+        return True
+
+    def _in_full(self) -> str:
+        return f"{super()._in_full()} of {self._count} elements"
 
 
 class MpiTransport(Transport):
@@ -184,8 +304,8 @@ class MpiTransport(Transport):
             )
             print(error, file=sys.stderr, flush=True)
         else:
-            time.sleep(grace.ABORT_SECONDS)  # The error must be out before the job ends.
-        grace.abort(self.comm, ConfigError.exit_code)
+            time.sleep(ABORT_SECONDS)  # The error must be out before the job ends.
+        end_job(self.comm, ConfigError.exit_code)
 
     def guard(self, what: str) -> Guard:
         """Return the context of an MPI call, which turns an MPI error into a CommError."""
@@ -254,7 +374,20 @@ class MpiTransport(Transport):
                 raise self.error(error, f"{self.own_name}: {what}") from error
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
-        poll_until(done, self.traffic, pause, self.job if what is None else what)
+        # No event signals that a message has arrived.
+        now, sent, traffic = pause, self.traffic.messages, self.traffic
+        traffic.waits_for = self.job if what is None else what
+        try:
+            while not done():
+                if traffic.messages != sent:
+                    now, sent = pause, traffic.messages
+                if now < SPIN:
+                    sched_yield()
+                else:
+                    time.sleep(now)
+                now = min(1.1 * now, LONGEST_PAUSE)
+        finally:
+            traffic.waits_for = None
 
     def admit_thread(self) -> None:
         with self.job.lock:
@@ -283,6 +416,7 @@ class MpiTransport(Transport):
         if color is None:
             return None
         transport = MpiTransport(part, self.members[self.rank], self.job, self._root)
+        transport.admits_threads = self.admits_threads
         self.windows.parts.add(transport)
         return transport
 
@@ -317,7 +451,11 @@ class MpiTransport(Transport):
                 place: np.frombuffer(window.Shared_query(rank)[0], np.uint8)
                 for rank, place in enumerate(host.members)
             }
-        free = host.guard("MPI_Win_free").around(window.Free)
+
+        def free() -> None:
+            with host.guard("MPI_Win_free"):
+                window.Free()
+
         self.windows.add(max(numbers), blocks, free)
         self._made.append(max(numbers))
         block = self.windows.lend(max(numbers), self.members[self.rank])
@@ -373,7 +511,35 @@ class MpiTransport(Transport):
     def bind_native(
         self, operation: str, array: np.ndarray, other: np.ndarray
     ) -> Callable[[], None]:
-        return library_call(self, operation, array, other)
+        if array.size > MOST:
+            raise on_every_rank(
+                CommError(
+                    f"{self.own_name}: one call of MPI's own {operation} takes {MOST} elements, but the "
+                    f"array has {array.size}.",
+                    "Lower --max-bytes, or leave out algorithm native.",
+                )
+            )
+        in_place, add, is_root = self.MPI.IN_PLACE, self.MPI.SUM, self.rank == 0
+        _, unit = self._message(array[:1])
+        count = array.size // self.size
+        whole, parts, others = [array, array.size, unit], [array, count, unit], [other, count, unit]
+        name, arguments = {
+            "broadcast": ("Bcast", (whole, 0)),
+            "reduce": ("Reduce", (in_place, whole, add, 0) if is_root else (whole, None, add, 0)),
+            "reduce-scatter": ("Reduce_scatter_block", (parts, others, add)),
+            "all-gather": ("Allgather", (in_place, parts)),
+            "all-to-all": ("Alltoall", (others, parts)),
+        }[operation]
+        call, lock = getattr(self.comm, name), self.job.lock
+        guard = self.guard(f"MPI's own {operation}")
+        if operation in ("broadcast", "reduce"):
+            guard.awaits = ()  # Some ranks may leave these before others enter.
+
+        def run() -> None:
+            with lock, guard:
+                call(*arguments)
+
+        return run
 
     def _parts(self, array: np.ndarray) -> list[list]:
         """Return [buffer, count, datatype] for each MPI call, of at most PART elements."""
@@ -408,5 +574,5 @@ class MpiTransport(Transport):
             raise SystemExit(exit_code)
         # The lock has a timeout, because a call of another thread may never end.
         self.job.lock.acquire(timeout=1)
-        grace.abort(self.comm, exit_code)
+        end_job(self.comm, exit_code)
         raise SystemExit(exit_code)

@@ -21,7 +21,7 @@ def main(words: list[str]) -> None:
     # These import NumPy, which must find the limit set.
     from mpi4py.run import run_command_line, set_abort_status
 
-    from mpitrain.transport.failures.departures import leave_at_once
+    from mpitrain.transport.failures import leave_at_once
 
     try:
         run_command_line(words)

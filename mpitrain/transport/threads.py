@@ -11,18 +11,333 @@ from __future__ import annotations  # so that help() prints signatures as they a
 
 import json
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.errors import CommError
+from mpitrain.errors import CommError, PeerLost
 from mpitrain.machine.process import same_gpu
-from mpitrain.transport.base import FIRST_CLAIMED_TAG, Transport, aligned_zeros
-from mpitrain.transport.native import expected
-from mpitrain.transport.rendezvous import Arrival, Message, World
-from mpitrain.transport.requests import Traffic, check_message
+from mpitrain.transport.base import (
+    FIRST_CLAIMED_TAG,
+    LONGEST_PAUSE,
+    Traffic,
+    Transport,
+    aligned_zeros,
+    check_message,
+    named,
+)
 from mpitrain.transport.windows import Tenants, Windows
+
+NOTHING = np.empty(0, np.uint8)
+
+
+class Wait(NamedTuple):
+    """A blocked thread of a rank.
+
+    ready  returns whether the thread may continue
+    what   names the wait
+    woken  wakes only this thread
+    """
+
+    rank: int
+    ready: Callable[[], bool]
+    what: Any
+    woken: threading.Condition
+
+
+class World:
+    """The state shared by the threads: a lock, the unmatched messages, and the blocked threads."""
+
+    def __init__(self, size: int):
+        self.lock = threading.RLock()
+        self.unmet: dict[tuple, list[Message]] = defaultdict(list)
+        self.meetings: dict[tuple, Meeting] = {}
+        self.live = size
+        """The number of threads that have not ended: one per rank, plus the threads that
+        `admit_thread` let in.
+        """
+        self.waits: dict[int, Wait] = {}
+        """The blocked threads, by thread identifier."""
+        self.posts = 0
+        self.end: str | None = None
+        self.lost: set[int] = set()
+        """The ranks that have ended: with an error, or while another rank waits."""
+        self.first_error: BaseException | None = None
+
+    def post(self) -> None:
+        """Wake only the threads that a new post allows to continue. The caller holds the lock."""
+        self.posts += 1
+        for wait in self.waits.values():
+            if wait.ready():
+                wait.woken.notify()
+
+    def wait(
+        self, rank: int, ready: Callable[[], bool], what: Any, seconds: float | None = None
+    ) -> None:
+        """Block this thread until `ready`; raise CommError when that can no longer happen.
+
+        The caller holds the lock.
+        what     str() of it names the wait
+        seconds  return after this time if no post has woken this thread
+        """
+        me = threading.get_ident()
+        wait = self.waits[me] = Wait(rank, ready, what, threading.Condition(self.lock))
+        try:
+            while not ready():
+                self.find_deadlock()
+                self.check(rank, what)
+                if not wait.woken.wait(seconds) and self.end is None:
+                    return
+        finally:
+            del self.waits[me]
+
+    def wait_until(self, rank: int, done: Callable[[], bool], what: Any = None) -> None:
+        """Call `done`, which polls messages, after every post and at intervals.
+
+        raises  CommError when no post can come any more
+        """
+        what = what or Unmet(self, rank)
+        while True:
+            seen = self.posts
+            if done():
+                return
+            self._wait_for_post(rank, seen, what)
+
+    def _wait_for_post(self, rank: int, seen: int, what: Any) -> None:
+        with self.lock:
+            self.wait(rank, lambda: self.posts != seen, what, LONGEST_PAUSE)
+
+    def check(self, rank: int, what: Any) -> None:
+        """Raise CommError if the world has ended; PeerLost if a rank has ended before."""
+        if self.end is None:
+            return
+        law = f"rank {rank}: {what} cannot complete: {self.end}"
+        if self.lost:
+            raise PeerLost(law, ranks=tuple(sorted(self.lost)))
+        raise CommError(law)
+
+    def find_deadlock(self) -> None:
+        """End the world if every live thread waits and none is ready. The caller holds the lock."""
+        if self.end is not None or not self.live or self.live != len(self.waits):
+            return
+        if not any(wait.ready() for wait in self.waits.values()):
+            rows = sorted(f"rank {wait.rank} waits in {wait.what}" for wait in self.waits.values())
+            rows += [f"rank {rank} has ended" for rank in sorted(self.lost)]
+            self.finish("every rank waits and no message can move.\n" + "\n".join(rows))
+
+    def finish(self, reason: str) -> None:
+        """End the world: every wait that is not ready fails with this reason."""
+        self.end = self.end or reason
+        for wait in self.waits.values():
+            wait.woken.notify()
+
+    def admit(self) -> None:
+        """Count one more thread of a rank among those that may wait."""
+        with self.lock:
+            self.live += 1
+
+    def dismiss(self) -> None:
+        """Record the end of an admitted thread."""
+        with self.lock:
+            self.live -= 1
+            self.find_deadlock()
+
+    def leave(self, rank: int, error: BaseException | None) -> None:
+        """Record the end of a rank's function, with its error if it raised.
+
+        An error that all ranks agree on does not end the world. Each rank raises it by itself, or
+        waits for the ranks that have left.
+        """
+        with self.lock:
+            self.live -= 1
+            if self.end is None:
+                self.lost.add(rank)
+            if error is not None:
+                is_agreed = getattr(error, "agreed", False)
+                if self.first_error is None or (
+                    getattr(self.first_error, "agreed", False) and not is_agreed
+                ):
+                    self.first_error = error
+                if not is_agreed:
+                    self.finish(f"rank {rank} ended with {type(error).__name__}: {error}")
+            self.find_deadlock()
+
+
+class Unmet:
+    """The name of a wait for any of a rank's messages in progress."""
+
+    def __init__(self, world: World, rank: int):
+        self._world, self._rank = world, rank
+
+    def __str__(self) -> str:
+        unmet = [
+            m
+            for messages in self._world.unmet.values()
+            for m in messages
+            if m.transport.me == self._rank
+        ]
+        return named(unmet) or "no message"
+
+
+class Meets:
+    """A request that other ranks complete: the base of `Message` and `Arrival`."""
+
+    transport: Any
+
+    def is_ready(self) -> bool:
+        """Return whether `complete` can finish the request."""
+        raise NotImplementedError
+
+    def complete(self) -> None:
+        """Finish the request; a second call does nothing. The caller holds the lock."""
+        raise NotImplementedError
+
+    def test(self) -> bool:
+        world = self.transport.world
+        with world.lock:
+            if self.is_ready():
+                self.complete()
+                return True
+            world.check(self.transport.me, str(self))
+        time.sleep(0)  # a polling loop must let the other threads run
+        return False
+
+    def wait(self) -> None:
+        world = self.transport.world
+        with world.lock:
+            world.wait(self.transport.me, self.is_ready, str(self))
+            self.complete()
+
+
+class Message(Meets):
+    """One side of a message: complete when it has met the other side and the bytes are copied."""
+
+    def __init__(self, transport: Any, array: np.ndarray, peer: int | None, tag: int, sends: bool):
+        self.transport, self.peer, self.tag, self.sends = transport, peer, tag, sends
+        self.bytes, self.nbytes = array.reshape(-1).view(np.uint8), array.nbytes
+        self.other: Message | None = None
+        self.moved = False
+        self.source = -1
+
+    def __str__(self) -> str:
+        way = "send to" if self.sends else "recv from"
+        peer = "any rank" if self.peer is None else f"rank {self.transport.members[self.peer]}"
+        return f"{way} {peer}, tag {self.tag}, {self.nbytes} bytes"
+
+    def fits(self, other: Message) -> bool:
+        """Return True if this message and `other` are a matching send and receive of the same
+        transport.
+        """
+        send, receive = (self, other) if self.sends else (other, self)
+        return (
+            send.sends
+            and not receive.sends
+            and send.tag == receive.tag
+            and send.peer == receive.transport.rank
+            and receive.peer in (None, send.transport.rank)
+        )
+
+    def post(self) -> Message:
+        """Match the earliest message that fits, or queue this one for a later match."""
+        world = self.transport.world
+        with world.lock:
+            unmet = world.unmet[self.transport.context]
+            self.other = next((message for message in unmet if self.fits(message)), None)
+            if self.other is None:
+                unmet.append(self)
+            else:
+                unmet.remove(self.other)
+                self.other.other = self
+                world.post()
+        return self
+
+    def complete(self) -> None:
+        """Copy the bytes, unless the other side has done so.
+
+        The caller holds the lock, and the two sides have met.
+        """
+        if self.moved:
+            return
+        assert self.other is not None
+        send, receive = (self, self.other) if self.sends else (self.other, self)
+        receive.source = send.transport.rank
+        if send.nbytes != receive.nbytes:
+            raise CommError(
+                f"rank {self.transport.me}: a message must fill its receive exactly, but {send} "
+                f"met {receive} on rank {receive.transport.me}.",
+                "Make both arrays of one length and dtype.",
+            )
+        receive.bytes[:] = send.bytes
+        send.moved = receive.moved = True
+        # The references end here, so that the arrays and the other side's transport can be freed.
+        send.other = receive.other = None
+        send.bytes = receive.bytes = NOTHING
+
+    def is_ready(self) -> bool:
+        """Return whether the message has met its other side."""
+        return self.moved or self.other is not None
+
+
+class Meeting:
+    """One collective call: complete once all ranks have arrived; its result is `combine` of their
+    inputs.
+    """
+
+    def __init__(self, size: int, what: str, combine: Callable[[list], Any]):
+        self.brought: dict[int, Any] = {}
+        self.size, self.what, self.combine, self.result = size, what, combine, None
+        self.combined = False
+
+    def complete(self) -> Any:
+        # The inputs are combined as late as permitted: a change to an array after its start then
+        # corrupts the result.
+        if not self.combined:
+            self.result = self.combine([self.brought[rank] for rank in range(self.size)])
+            self.combined = True
+            # The meeting may outlive this call, but the ranks' arrays must not.
+            self.brought.clear()
+        return self.result
+
+
+class Arrival(Meets):
+    """One rank's participation in a meeting, as a Request; `deliver(result)` runs at its
+    completion.
+    """
+
+    source = -1
+
+    def __init__(self, transport: Any, what: str, bring: Any, combine: Callable, deliver: Callable):
+        self.transport, self.what, self.deliver = transport, what, deliver
+        self.done = False
+        world = transport.world
+        key = transport.context, transport.next_meeting
+        transport.next_meeting += 1
+        with world.lock:
+            self.meeting = world.meetings.setdefault(key, Meeting(transport.size, what, combine))
+            if self.meeting.what != what:
+                raise CommError(
+                    f"rank {transport.me}: entered {what} while another rank entered {self.meeting.what}.",
+                    "Every rank must make the same collective calls in the same order.",
+                )
+            self.meeting.brought[transport.rank] = bring
+            if self.is_ready():
+                del world.meetings[key]
+                world.post()
+
+    def is_ready(self) -> bool:
+        return self.meeting.combined or len(self.meeting.brought) == self.meeting.size
+
+    def complete(self) -> None:
+        if not self.done:
+            self.done = True
+            self.deliver(self.meeting.complete())
+
+    def __str__(self) -> str:
+        return self.what
+
 
 OPS = {"add": np.add, "maximum": np.maximum}
 
@@ -112,6 +427,7 @@ class ThreadTransport(Transport):
             self.traffic,
             self.windows,
         )
+        part.admits_threads = self.admits_threads
         self.windows.parts.add(part)
         return part
 
@@ -161,11 +477,28 @@ class ThreadTransport(Transport):
         receives = other if operation == "reduce-scatter" else receives
         return lambda: np.copyto(
             receives,
-            expected(operation, self._meet(f"native {operation}", brings.copy()), self.rank),
+            collected(operation, self._meet(f"native {operation}", brings.copy()), self.rank),
         )
 
     def abort(self, message: str, exit_code: int = 1) -> None:
         raise CommError(f"rank {self.me}: aborted: {message}")
+
+
+def collected(operation: str, brought: Sequence[Any], rank: int) -> np.ndarray:
+    """Return the array that an operation of `bind_native` leaves on `rank`; brought: by rank."""
+    if operation == "broadcast":
+        return brought[0]
+    if operation == "reduce":
+        return np.sum(brought, axis=0) if rank == 0 else brought[rank]
+    chunks = [np.split(array, len(brought)) for array in brought]
+    if operation == "reduce-scatter":
+        return np.sum([parts[rank] for parts in chunks], axis=0)
+    return np.concatenate(
+        [
+            parts[rank if operation == "all-to-all" else source]
+            for source, parts in enumerate(chunks)
+        ]
+    )
 
 
 def run_ranks(

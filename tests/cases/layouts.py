@@ -11,7 +11,7 @@ from mpitrain.machine.backend import HostBackend
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.replication.state import StateBuffer
 from mpitrain.regions import Piece
-from mpitrain.run.checkpoint import save_load
+from mpitrain.run.checkpoint import loading, saving
 from mpitrain.run.checkpoint.manifest import Done
 
 HEADS, WIDTH, VOCABULARY = 4, 8, 7
@@ -159,7 +159,7 @@ def kept(layout, rank):
 def save(transport, folder, layout, step=1, run="run"):
     """Write what the ranks of a layout keep."""
     storage, found = kept(layout, transport.rank)
-    return save_load.save(
+    return saving.save(
         folder,
         found,
         storage,
@@ -176,6 +176,6 @@ def load(transport, path, layout):
     """What the ranks of a layout hold after loading into zeros, and what they should: storage, both."""
     storage, wanted = kept(layout, transport.rank)
     empty = [one._replace(array=np.zeros_like(one.array)) for one in wanted]
-    found = save_load.read_beside(transport, path)
-    save_load.load(found, empty, storage, transport, HostBackend(), layout.facts)
+    found = loading.read_beside(transport, path)
+    loading.load(found, empty, storage, transport, HostBackend(), layout.facts)
     return storage, empty, wanted

@@ -5,7 +5,7 @@ import ctypes
 import numpy as np
 
 from mpitrain.machine.backend import on_device
-from mpitrain.transport.forwarding import Forwarding
+from mpitrain.transport.decorators import Forwarding
 
 
 def behind_pointer(array):

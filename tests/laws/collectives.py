@@ -1,16 +1,22 @@
 """What every collective must do, over any transport: values, traffic, agreement, repetition."""
 
+from functools import partial
 from itertools import product
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 
-from mpitrain.collectives import bind as binding
-from mpitrain.collectives.bind import bind, memory_of, situation
-from mpitrain.collectives.group import Group
+from mpitrain.collectives.group import (
+    Group,
+    bind,
+    bind_all_to_all,
+    bind_plan,
+    memory_of,
+    topology_of,
+)
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.collectives.selection import table as algorithm_table
-from mpitrain.collectives.selection.choose import choose
+from mpitrain.collectives.selection.cost_model import choose
 from mpitrain.collectives.selection.table import choices
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.errors import ConfigError
@@ -42,7 +48,7 @@ def measured(transport, call) -> tuple[int, int]:
 def chosen(transport, array, operation="allreduce"):
     """The algorithm that "auto" chooses for an array; collective."""
     memory = memory_of(transport, array)
-    topology = situation(transport, array)
+    topology = topology_of(transport, array)
     return choose(DEFAULT, topology, array.size, array.itemsize, memory, operation)
 
 
@@ -117,7 +123,7 @@ class CollectiveLaws:
             for op, truth in REDUCERS.items():
                 for count in (*LENGTHS, LONG):
                     mine = coded(transport.rank, count)
-                    binding.bind_reduce_scatter(transport, mine, op, algorithm).run()
+                    Group(transport, algorithm).bind_reduce_scatter(mine, op).run()
                     start, stop = chunk_bounds(count, transport.size)[transport.rank]
                     right = truth(everyone(transport.size, count))
                     assert np.array_equal(mine[start:stop], right[start:stop]), (
@@ -133,7 +139,7 @@ class CollectiveLaws:
                 mine = np.full(count, np.nan)
                 start, stop = bounds[transport.rank]
                 mine[start:stop] = coded(transport.rank, stop - start)
-                binding.bind_all_gather(transport, mine, algorithm).run()
+                Group(transport, algorithm).bind_all_gather(mine).run()
                 right = [coded(rank, stop - start) for rank, (start, stop) in enumerate(bounds)]
                 assert np.array_equal(mine, np.concatenate(right)), (algorithm, count)
 
@@ -148,9 +154,9 @@ class CollectiveLaws:
                         ]
                         halves[:] = whole
                         bind(transport, whole, op, algorithm).run()
-                        scatter = binding.bind_reduce_scatter(transport, halves, op, algorithm)
+                        scatter = Group(transport, algorithm).bind_reduce_scatter(halves, op)
                         scatter.run()
-                        binding.bind_all_gather(transport, halves, algorithm).run()
+                        Group(transport, algorithm).bind_all_gather(halves).run()
                         assert halves.tobytes() == whole.tobytes(), (algorithm, op, count)
                         assert scatter.algorithm == algorithm or transport.size == 1
 
@@ -216,7 +222,7 @@ class CollectiveLaws:
             for root in range(transport.size):
                 for count in (*LENGTHS, LONG):
                     mine = coded(transport.rank, count)
-                    binding.bind_broadcast(transport, mine, root, algorithm).run()
+                    bind_plan(transport, "broadcast", algorithm, mine, root=root).run()
                     assert np.array_equal(mine, coded(root, count)), (algorithm, root, count)
 
     def law_reduce_ends_at_any_root(self, transport):
@@ -225,7 +231,7 @@ class CollectiveLaws:
                 for root in range(transport.size):
                     for count in (*LENGTHS, LONG):
                         mine = coded(transport.rank, count)
-                        binding.bind_reduce(transport, mine, op, root, algorithm).run()
+                        bind_plan(transport, "reduce", algorithm, mine, op=op, root=root).run()
                         if transport.rank == root:
                             assert np.array_equal(mine, truth(everyone(transport.size, count))), (
                                 algorithm,
@@ -239,7 +245,7 @@ class CollectiveLaws:
             for length in (*LENGTHS, LONG // 8):
                 incoming = np.full(n * length, np.nan)
                 outgoing = coded(rank, n * length)
-                binding.bind_all_to_all(transport, outgoing, incoming, algorithm).run()
+                bind_all_to_all(transport, outgoing, incoming, algorithm).run()
                 right = [
                     coded(peer, n * length)[rank * length : (rank + 1) * length]
                     for peer in range(n)
@@ -257,33 +263,27 @@ class CollectiveLaws:
             np.concatenate([stack[peer, slice(*bounds[peer])] for peer in range(n)]),
         )
         for dtype in DTYPES:
-            cases = [
-                (binding.bind_reduce_scatter, name, ("add",), own, total)
-                for name in choices("reduce-scatter")
-            ]
-            cases += [
-                (binding.bind_reduce, name, ("add", root), kept, total)
-                for name in choices("reduce")
-            ]
-            cases += [
-                (binding.bind_all_gather, name, (), slice(None), gathered)
-                for name in choices("all-gather")
-            ]
-            cases += [
-                (binding.bind_broadcast, name, (root,), slice(None), stack[root])
-                for name in choices("broadcast")
-            ]
-            for function, name, words, part, right in cases:
-                mine = small(rank, count, dtype)
-                function(transport, mine, *words, name).run()
-                assert np.array_equal(mine[part].astype("float64"), right[part]), (
-                    function,
-                    name,
-                    dtype,
-                )
+            for operation, part, right, settings in (
+                ("reduce-scatter", own, total, {}),
+                ("reduce", kept, total, {"op": "add", "root": root}),
+                ("all-gather", slice(None), gathered, {}),
+                ("broadcast", slice(None), stack[root], {"root": root}),
+            ):
+                for name in choices(operation):
+                    mine = small(rank, count, dtype)
+                    if settings:
+                        bind_plan(transport, operation, name, mine, **settings).run()
+                    else:
+                        halves = Group(transport, name)
+                        getattr(halves, f"bind_{operation.replace('-', '_')}")(mine).run()
+                    assert np.array_equal(mine[part].astype("float64"), right[part]), (
+                        operation,
+                        name,
+                        dtype,
+                    )
             for name in choices("all-to-all"):
                 incoming = np.zeros(5 * n, dtype)
-                binding.bind_all_to_all(transport, small(rank, 5 * n, dtype), incoming, name).run()
+                bind_all_to_all(transport, small(rank, 5 * n, dtype), incoming, name).run()
                 right = np.concatenate(
                     [small(peer, 5 * n)[5 * rank : 5 * rank + 5] for peer in range(n)]
                 )
@@ -291,33 +291,38 @@ class CollectiveLaws:
 
     def law_no_operation_takes_arrays_with_gaps(self, transport):
         gaps = np.ones(4 * transport.size)[::2]
-        for name in ("reduce_scatter", "all_gather", "broadcast", "reduce", "ping_pong"):
-            assert "an array with gaps" in raises_comm_error(
-                lambda name=name: getattr(binding, f"bind_{name}")(transport, gaps)
-            )
+        group = Group(transport)
+        for bind_to in (
+            group.bind_reduce_scatter,
+            group.bind_all_gather,
+            group.bind_broadcast,
+            group.bind_reduce,
+            partial(bind_plan, transport, "sendrecv", "ping-pong"),
+        ):
+            assert "an array with gaps" in raises_comm_error(lambda bind_to=bind_to: bind_to(gaps))
         assert "an array with gaps" in raises_comm_error(
-            lambda: binding.bind_all_to_all(transport, gaps, gaps.copy())
+            lambda: bind_all_to_all(transport, gaps, gaps.copy())
         )
         assert "an array with gaps" in raises_comm_error(
-            lambda: binding.bind_all_to_all(transport, gaps.copy(), gaps)
+            lambda: bind_all_to_all(transport, gaps.copy(), gaps)
         )
 
     def law_all_to_all_refuses_arrays_that_do_not_divide_or_differ(self, transport):
         n = transport.size
         if n > 1:
             text = raises_comm_error(
-                lambda: binding.bind_all_to_all(transport, np.ones(n + 1), np.ones(n + 1))
+                lambda: bind_all_to_all(transport, np.ones(n + 1), np.ones(n + 1))
             )
             assert f"both to {2 * n}" in text
         text = raises_comm_error(
-            lambda: binding.bind_all_to_all(transport, np.ones(n), np.ones(n, "float32"))
+            lambda: bind_all_to_all(transport, np.ones(n), np.ones(n, "float32"))
         )
         assert "needs two arrays alike" in text
 
     def law_ping_pong_comes_back_unchanged(self, transport):
         for count in (*LENGTHS, LONG):
             mine = coded(transport.rank, count)
-            reduction = binding.bind_ping_pong(transport, mine)
+            reduction = bind_plan(transport, "sendrecv", "ping-pong", mine)
             messages = 1 if transport.size > 1 and transport.rank in (0, transport.size - 1) else 0
             assert measured(transport, reduction.run) == (messages, messages * mine.nbytes)
             last = transport.size > 1 and transport.rank == transport.size - 1
@@ -335,8 +340,8 @@ class CollectiveLaws:
                 reduction.run() if op else (reduction.start(), reduction.wait())
                 right = sum(coded(rank + op, part.size) for rank in range(transport.size))
                 assert np.array_equal(part, right)
-            binding.bind_reduce_scatter(transport, part, algorithm="shared").run()
-            binding.bind_all_gather(transport, part, "shared").run()
+            Group(transport, "shared").bind_reduce_scatter(part).run()
+            Group(transport, "shared").bind_all_gather(part).run()
             if transport.size > 1 and part.size:
                 assert len(transport.windows) == before, "a staging window was allocated"
 
@@ -475,13 +480,13 @@ class CollectiveLaws:
         array = np.ones(transport.size)
         other = array if transport.rank == transport.size - 1 else array.copy()
         assert "overlap on no rank" in raises_comm_error(
-            lambda: binding.bind_all_to_all(transport, array, other)
+            lambda: bind_all_to_all(transport, array, other)
         )
 
     def law_a_root_is_a_rank(self, transport):
         for root in (-1, transport.size, 0.0):
             assert f"root {root}" in raises_comm_error(
-                lambda root=root: binding.bind_broadcast(transport, np.ones(3), root)
+                lambda root=root: Group(transport).bind_broadcast(np.ones(3), root)
             )
 
     def law_unknown_names_are_refused_with_the_known_ones(self, transport):

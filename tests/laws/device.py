@@ -2,15 +2,14 @@
 
 import numpy as np
 
-from mpitrain.collectives.bind import bind, bind_all_to_all
-from mpitrain.collectives.compression.bind import bind_lossy
-from mpitrain.collectives.engine.codecs import parse_wire
+from mpitrain.collectives.compression import bind_lossy
+from mpitrain.collectives.engine.arithmetic import parse_wire
+from mpitrain.collectives.group import bind, bind_all_to_all
 from mpitrain.collectives.selection import table as algorithm_table
 from mpitrain.errors import ConfigError
 from mpitrain.machine.backend import on_device
 from mpitrain.machine.cuda import CudaBackend
-from mpitrain.transport.device.messages import DeviceTransport, Direct
-from mpitrain.transport.device.staging import Staged
+from mpitrain.transport.device import Direct, Staged
 from tests.fakes import cupy
 from tests.laws.transport import coded, raises_comm_error
 
@@ -30,7 +29,7 @@ class DeviceLaws:
 
     def device(self, host, carrier, backend):
         cupy.log().clear()
-        return DeviceTransport(host, backend, CARRIERS[carrier](host, backend))
+        return CARRIERS[carrier](host, backend)
 
     def law_messages_of_any_length_arrive_untouched_before_their_time(self, host, carrier, backend):
         transport = self.device(host, carrier, backend)
@@ -203,7 +202,7 @@ class DeviceLaws:
             transport.exchange(outgoing, after, incoming, before)
         transport.barrier()
         if carrier == "staged":
-            buffers = transport._carrier._buffers
+            buffers = transport._buffers
             assert buffers.allocations <= 2 and buffers.live == 0
 
     def law_all_to_all_and_split_work_on_device_memory(self, host, carrier, backend):

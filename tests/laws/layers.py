@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.layers.base import Unit, backward
+from mpitrain.layers.base import GeluCut, Unit, backward, fusion_of
 from mpitrain.layers.compose import Sequential
 from mpitrain.layers.dropout import Dropout, Dropped
-from mpitrain.layers.fusion import GeluCut, fusion_of
-from mpitrain.layers.memory.recomputed import Recomputed
 from mpitrain.layers.plain import Plain
+from mpitrain.layers.recomputed import Recomputed
 from mpitrain.machine.backend import Backend
 from mpitrain.models.gpt import gpt
 from tests.unit.placing import place

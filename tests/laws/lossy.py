@@ -6,10 +6,8 @@ from functools import partial
 
 import numpy as np
 
-from mpitrain.collectives.compression.bind import bind_lossy
-from mpitrain.collectives.compression.error_feedback import RECENT
-from mpitrain.collectives.compression.matrices import Matrix, tiles
-from mpitrain.collectives.engine.codecs import BLOCK, CODECS, parse_wire
+from mpitrain.collectives.compression import RECENT, Matrix, bind_lossy, tiles
+from mpitrain.collectives.engine.arithmetic import BLOCK, CODECS, parse_wire
 from tests.laws.collectives import measured
 from tests.laws.transport import raises_comm_error
 

@@ -5,10 +5,10 @@ import time
 
 import numpy as np
 
-from mpitrain.collectives.bind import bind
-from mpitrain.collectives.compression.bind import bind_lossy
-from mpitrain.collectives.engine.codecs import parse_wire
+from mpitrain.collectives.compression import bind_lossy
+from mpitrain.collectives.engine.arithmetic import parse_wire
 from mpitrain.collectives.engine.progress import PolledProgress, ProgressThread
+from mpitrain.collectives.group import bind
 from tests.laws.transport import coded
 from tests.processes import SECONDS
 

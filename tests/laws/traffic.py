@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from mpitrain.collectives import bind as binding
-from mpitrain.collectives.bind import bind
+from mpitrain.collectives.group import Group, bind, bind_all_to_all, bind_plan
 from mpitrain.collectives.plans.steps import chunk_bounds, segments
 from tests.laws.collectives import LENGTHS, measured
 
@@ -34,9 +33,9 @@ class TrafficLaws:
                 2 * messages,
                 WIDTH * (2 * count - unsent),
             )
-            half = binding.bind_reduce_scatter(transport, array)
+            half = Group(transport, "ring").bind_reduce_scatter(array)
             assert measured(transport, half.run) == (messages, WIDTH * (count - sizes[rank]))
-            half = binding.bind_all_gather(transport, array)
+            half = Group(transport, "ring").bind_all_gather(array)
             assert measured(transport, half.run) == (
                 messages,
                 WIDTH * (count - sizes[(rank + 1) % n]),
@@ -103,10 +102,10 @@ class TrafficLaws:
         n, nbytes = transport.size, WIDTH * even(transport.size)
         array = np.ones(even(n), "float32")
         for reduction in (
-            binding.bind_reduce_scatter(transport, array, algorithm="pairwise"),
-            binding.bind_all_gather(transport, array, algorithm="pairwise"),
-            binding.bind_all_to_all(transport, array, array.copy()),
-            binding.bind_all_to_all(transport, array, array.copy(), algorithm="at-once"),
+            Group(transport, "pairwise").bind_reduce_scatter(array),
+            Group(transport, "pairwise").bind_all_gather(array),
+            bind_all_to_all(transport, array, array.copy()),
+            bind_all_to_all(transport, array, array.copy(), algorithm="at-once"),
         ):
             assert measured(transport, reduction.run) == (n - 1, nbytes * (n - 1) // n)
 
@@ -114,20 +113,20 @@ class TrafficLaws:
         n, nbytes = transport.size, WIDTH * even(transport.size)
         array = np.ones(even(n), "float32")
         for root in range(n):
-            sent = measured(transport, binding.bind_broadcast(transport, array, root).run)
+            sent = measured(transport, Group(transport).bind_broadcast(array, root).run)
             assert sent[1] == sent[0] * nbytes
             messages = [messages for messages, _ in transport.gather_text(sent)]
             assert sum(messages) == n - 1
             assert messages[root] == max(messages) == ceil_lg(n)
-            sent = measured(transport, binding.bind_reduce(transport, array, root=root).run)
+            sent = measured(transport, Group(transport).bind_reduce(array, root=root).run)
             assert sent == ((0, 0) if transport.rank == root else (1, nbytes))
             sent = measured(
-                transport, binding.bind_broadcast(transport, array, root, "scatter-ring").run
+                transport, bind_plan(transport, "broadcast", "scatter-ring", array, root=root).run
             )
             assert transport.gather_text(sent)[root][1] == 2 * nbytes * (n - 1) // n
             sent = measured(
                 transport,
-                binding.bind_reduce(transport, array, root=root, algorithm="ring-gather").run,
+                bind_plan(transport, "reduce", "ring-gather", array, root=root).run,
             )
             assert sent[1] <= 2 * nbytes * (n - 1) // n
 
@@ -138,8 +137,8 @@ class TrafficLaws:
             messages = barriers * ceil_lg(transport.size)  # empty ones
             assert measured(transport, lambda r=reduction: (r.start(), r.wait())) == (messages, 0)
             for half in (
-                binding.bind_reduce_scatter(transport, np.ones(count), algorithm="shared"),
-                binding.bind_all_gather(transport, np.ones(count), "shared"),
+                Group(transport, "shared").bind_reduce_scatter(np.ones(count)),
+                Group(transport, "shared").bind_all_gather(np.ones(count)),
             ):
                 assert measured(transport, half.run) == (0, 0)
                 assert measured(transport, lambda r=half: (r.start(), r.wait())) == (messages, 0)

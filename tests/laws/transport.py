@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import CommError
-from mpitrain.transport.native import OPERATIONS
+from mpitrain.transport.base import NATIVE_OPERATIONS
 
 
 def coded(rank: int, count: int, dtype="float64") -> np.ndarray:
@@ -225,7 +225,7 @@ class TransportLaws:
         n, rank = transport.size, transport.rank
         for count in (0, n, 1001 * n):
             chunk, mine = count // n, slice(rank * (count // n), (rank + 1) * (count // n))
-            for operation in OPERATIONS:
+            for operation in NATIVE_OPERATIONS:
                 array = np.empty(count)
                 other = np.empty(
                     count

@@ -5,7 +5,7 @@ import gc
 import numpy as np
 import pytest
 
-from mpitrain.collectives.bind import bind, bind_all_gather, bind_reduce_scatter
+from mpitrain.collectives.group import Group, bind
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
@@ -179,8 +179,8 @@ class WindowLaws:
     def law_a_reduction_whose_window_is_gone_is_refused(self, root):
         reductions = [bound(root, count, "shared")[1] for count in (16, 5001)]
         for count in (16, 5001):
-            reductions.append(bind_reduce_scatter(root, np.empty(count), algorithm="shared"))
-            reductions.append(bind_all_gather(root, np.empty(count), algorithm="shared"))
+            reductions.append(Group(root, "shared").bind_reduce_scatter(np.empty(count)))
+            reductions.append(Group(root, "shared").bind_all_gather(np.empty(count)))
         root.close()
         for reduction in reductions if root.size > 1 else ():
             for begin in (reduction.run, reduction.start):

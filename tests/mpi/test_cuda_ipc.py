@@ -6,13 +6,12 @@ import sys
 import numpy as np
 import pytest
 
-from mpitrain.collectives.bind import bind
-from mpitrain.collectives.direct.stream_ordered import StreamOrdered
+from mpitrain.collectives.cuda_ipc import StreamOrdered
 from mpitrain.collectives.engine.progress import PolledProgress
+from mpitrain.collectives.group import bind
 from mpitrain.machine import cuda
 from mpitrain.machine.cuda import CudaBackend
-from mpitrain.transport.device.messages import DeviceTransport
-from mpitrain.transport.device.staging import Staged
+from mpitrain.transport.device import Staged
 from tests.fakes.processes import Gpu
 from tests.mpi.test_lost_peers import survivors
 
@@ -23,16 +22,16 @@ import os, signal, sys, time
 from mpitrain.errors import PeerLost
 from mpitrain.machine import cuda
 from mpitrain.machine.cuda import CudaBackend
-from mpitrain.collectives.bind import bind
-from mpitrain.transport.device.messages import DeviceTransport
-from mpitrain.transport.device.staging import Staged
+from mpitrain.collectives.group import bind
+from mpitrain.transport.device import DeviceTransport
+from mpitrain.transport.device import Staged
 from mpitrain.transport.mpi import connect
 from tests.fakes.processes import Gpu
 host = connect()
 sys.modules["cupy"] = gpu = Gpu({folder!r}, host.rank)
 cuda._allocation_start = gpu.allocation_start
 memory = CudaBackend()
-transport = DeviceTransport(host, memory, Staged(host, memory))
+transport = Staged(host, memory)
 array = memory.zeros(100, "float32")
 reduction = bind(transport, array, algorithm="shared")
 if host.rank == 1:
@@ -58,7 +57,7 @@ def test_processes_sum_exactly_with_several_buckets_in_flight(
     monkeypatch.setitem(sys.modules, "cupy", gpu)
     monkeypatch.setattr(cuda, "_allocation_start", gpu.allocation_start)
     memory = CudaBackend()
-    over = DeviceTransport(transport, memory, Staged(transport, memory))
+    over = Staged(transport, memory)
     for _ in range(2):  # memory and events that are closed open again
         arrays = [memory.zeros(3 + count, "float64")[3:] for count in COUNTS]
         reductions = [bind(over, array, algorithm="shared") for array in arrays]

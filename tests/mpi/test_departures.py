@@ -7,8 +7,8 @@ from tests.processes import launch, python_ranks
 BEGIN = """
 import sys, time
 import numpy as np, mpitrain
-from mpitrain.transport.failures import departures
-departures.PATIENCE = 0.75
+from mpitrain.transport import failures
+failures.PATIENCE = 0.75
 transport, one = mpitrain.connect(), np.zeros(1)
 """
 """Messages need far less than PATIENCE here."""
@@ -29,7 +29,7 @@ if transport.rank == 2:
     transport.send(one + 5, 0)
     sys.exit()
 if transport.rank == 0: transport.start_recv_any(one).wait(); assert one[0] == 5
-if transport.rank == 1: time.sleep(3 * departures.PATIENCE)
+if transport.rank == 1: time.sleep(3 * failures.PATIENCE)
 rest.barrier()
 rest.exchange(one, 1 - rest.rank, np.zeros(1), 1 - rest.rank)
 """

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from mpitrain.machine.devices import backend_for
-from mpitrain.transport.device.cuda_aware import cuda_messages
+from mpitrain.transport.device import cuda_messages
 from tests.fakes import cupy
 from tests.laws.device import CARRIERS, DeviceLaws, cuda_backend
 from tests.laws.transport import laws_of

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from mpitrain.collectives.bind import bind
+from mpitrain.collectives.group import bind
 from mpitrain.transport import mpi
 from tests.laws.collectives import CollectiveLaws
 from tests.laws.exchange import ExchangeLaws

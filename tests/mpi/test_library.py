@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from mpitrain.collectives.bind import bind
+from mpitrain.collectives.group import bind
 from mpitrain.config import parse, with_settings
 from mpitrain.run.build import build
 from mpitrain.transport.library import cuda_awareness, library

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpitrain.cli.launch import command as launch_command
-from mpitrain.collectives.bind import bind
+from mpitrain.collectives.group import bind
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 from mpitrain.transport import mpi
@@ -33,7 +33,7 @@ def test_without_room_memory_is_plain_and_one_line_says_so(mpi_ranks, monkeypatc
     with pytest.raises(ConfigError, match="2 x 8,008") as raised:
         bind(transport, array, algorithm="shared")
     assert raised.value.agreed
-    monkeypatch.setattr("mpitrain.collectives.bind.choose", lambda *facts: "shared")
+    monkeypatch.setattr("mpitrain.collectives.group.choose", lambda *facts: "shared")
     reduction = bind(transport, array, algorithm="auto")
     reduction.run()
     assert reduction.algorithm == "ring"
@@ -68,7 +68,7 @@ def test_room_is_left_for_mpi_itself_and_for_other_groups_of_the_host(
 
 ON_SMALL = """
 import numpy as np
-from mpitrain.collectives.bind import bind
+from mpitrain.collectives.group import bind
 from mpitrain.transport import mpi
 
 transport = mpi.connect()

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from mpitrain.collectives.bind import bind
-from mpitrain.collectives.compression import quantized
+from mpitrain.collectives import compression
 from mpitrain.collectives.engine import executor
+from mpitrain.collectives.group import bind
 from mpitrain.collectives.plans import steps as plan_steps
 from mpitrain.collectives.selection.table import choices
 from mpitrain.transport.threads import run_ranks
@@ -94,7 +94,7 @@ def test_many_segments_obey(name, segment, sizes, monkeypatch):
 )
 @few_and(5)
 def test_coded_sums_in_many_lanes_obey(name, sizes, monkeypatch):
-    monkeypatch.setattr(quantized, "LANE", 500)
+    monkeypatch.setattr(compression, "LANE", 500)
     for n in sizes:
         run_ranks(n, getattr(LossyLaws(), name))
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mpitrain.cli.launch.mpi_library import library
+from mpitrain.cli.launch.command import library
 from tests.processes import sets
 from tests.slurm.conftest import JOB
 

@@ -23,8 +23,7 @@ from mpitrain.cli.bench.rows import (
     with_options,
 )
 from mpitrain.cli.bench.train import command as train
-from mpitrain.cli.numbers import finite
-from mpitrain.cli.output_checks import check_files, output_option
+from mpitrain.cli.job_options import check_files, finite, output_option
 from mpitrain.cli.session import mpi_session
 from mpitrain.machine.kinds import KINDS
 
@@ -174,10 +173,11 @@ def _swept(
 
 def request_of(operation: str, options: dict[str, Any]) -> Any:
     """Return the `SweepRequest` of these options; ConfigError if they contradict each other."""
-    from mpitrain.collectives.engine.agreement import check_name
-    from mpitrain.collectives.engine.codecs import parse_wire
+    from mpitrain.collectives.engine.arithmetic import parse_wire
+    from mpitrain.collectives.engine.executor import check_name
+    from mpitrain.collectives.selection.algorithm import is_file
     from mpitrain.collectives.selection.cost_model import MEMORY
-    from mpitrain.collectives.selection.own_algorithm import file_algorithm, is_file
+    from mpitrain.collectives.selection.own_algorithm import file_algorithm
     from mpitrain.errors import ConfigError
     from mpitrain.tools.bench.collectives.operations import names
     from mpitrain.tools.bench.collectives.sweep import LEASED, SweepRequest, dtype_of, sizes
@@ -244,9 +244,8 @@ def measure_and_fit(transport: Any, options: dict[str, Any]) -> None:
     """Write the fit after every sweep; at the end check the model on sizes left out."""
     import numpy as np
 
-    from mpitrain.collectives.plans.topology import Topology
-    from mpitrain.collectives.selection.choose import candidates
-    from mpitrain.collectives.selection.cost_model import MEMORY
+    from mpitrain.collectives.selection.algorithm import Topology
+    from mpitrain.collectives.selection.cost_model import MEMORY, candidates
     from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning, write_tuning
     from mpitrain.errors import ConfigError, MpitrainError, on_every_rank
     from mpitrain.tools.bench.collectives.fit import (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mpitrain.cli.bench.rows import AGAINST, CSV, JSON, BenchReport, exit_with, with_options
-from mpitrain.cli.output_checks import Outputs, check_files
+from mpitrain.cli.job_options import Outputs, check_files
 from mpitrain.machine import process
 from mpitrain.machine.kinds import KINDS
 

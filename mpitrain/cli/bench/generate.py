@@ -64,7 +64,7 @@ def command(
         from mpitrain.data import Unopened
         from mpitrain.errors import ConfigError
         from mpitrain.run.build import build
-        from mpitrain.run.decoding.prompts import check_writes
+        from mpitrain.run.generate import check_writes
         from mpitrain.tools.bench.generate import (
             TABLE,
             Cached,

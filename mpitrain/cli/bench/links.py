@@ -16,7 +16,7 @@ from mpitrain.cli.bench.rows import (
     sized,
     table_width,
 )
-from mpitrain.cli.output_checks import output_option
+from mpitrain.cli.job_options import output_option
 from mpitrain.cli.session import mpi_session
 
 MOST_IN_FLIGHT = 1 << 12

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mpitrain.cli.numbers import finite
-from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.job_options import Outputs, check_files, finite, output_option
 from mpitrain.cli.session import MOST
 
 if TYPE_CHECKING:

@@ -8,9 +8,20 @@ from typing import Any, NamedTuple
 import click
 
 from mpitrain.cli.bench.rows import BenchReport, counted
-from mpitrain.cli.job_options import DEVICE, GEMM, PP, PRESET, SET, TP, changes, configured
-from mpitrain.cli.numbers import finite
-from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.job_options import (
+    DEVICE,
+    GEMM,
+    PP,
+    PRESET,
+    SET,
+    TP,
+    Outputs,
+    changes,
+    check_files,
+    configured,
+    finite,
+    output_option,
+)
 from mpitrain.cli.session import mpi_session
 
 PEERS = ("torch", "torch-compiled")

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from mpitrain.cli.doctor import FOLDER, check_folder, write_document
-from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.job_options import Outputs, check_files, output_option
 from mpitrain.cli.session import mpi_session
 from mpitrain.cli.terminal.stop_requests import Stop
 from mpitrain.errors import ConfigError, on_every_rank, visible
@@ -116,8 +116,7 @@ def command(
 
 def _nodes(hosts: str | None, hostfile: Path | None, ppn: int) -> dict[str, int]:
     """Return {node: its ranks} of the options or, without a launcher, of the batch job."""
-    from mpitrain.cli.launch.allocation import nodes
-    from mpitrain.cli.launch.placement import placement
+    from mpitrain.cli.launch.hosts import nodes, placement
 
     if hosts is None and not hostfile and process.launched().launcher == "none":
         hosts = ",".join(nodes(os.environ)) or None

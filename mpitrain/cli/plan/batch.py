@@ -17,11 +17,13 @@ from mpitrain.cli.job_options import (
     PRESET,
     SET,
     TP,
+    Outputs,
     changes,
+    check_files,
     configured,
+    finite,
+    output_option,
 )
-from mpitrain.cli.numbers import finite
-from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.session import mpi_session
 
 
@@ -81,7 +83,7 @@ def _plan(
     from tqdm import tqdm
 
     from mpitrain.cli.terminal.progress import bar
-    from mpitrain.run.given import agree_on
+    from mpitrain.run.resolve import agree_on
     from mpitrain.tools.bench.results import machine, write_json
     from mpitrain.tools.plan.batch.search import search
     from mpitrain.tools.plan.batch.text import report

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from mpitrain.cli.bench.rows import Bytes
-from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.job_options import Outputs, check_files, output_option
 from mpitrain.cli.plan.chart_width import columns
 from mpitrain.machine import process
 
@@ -83,7 +83,8 @@ def _plan(
 ) -> None:
     if process.launched().rank > 0:
         return  # only rank 0 prints
-    from mpitrain.collectives.selection.own_algorithm import file_algorithm, is_file
+    from mpitrain.collectives.selection.algorithm import is_file
+    from mpitrain.collectives.selection.own_algorithm import file_algorithm
     from mpitrain.errors import ConfigError
     from mpitrain.tools.plan.collective import collective
     from mpitrain.tools.plan.collective_text import printed

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from mpitrain.cli import CommandGroup
-from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.job_options import Outputs, check_files, output_option
 from mpitrain.cli.plan.batch import command as batch
 from mpitrain.cli.plan.chart_width import columns, filled
 from mpitrain.cli.plan.collectives import all_gather, allreduce, reduce_scatter

@@ -8,8 +8,18 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.job_options import CONFIG_FILE, DEVICE, DP, SET, TP, changes, configured
-from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.job_options import (
+    CONFIG_FILE,
+    DEVICE,
+    DP,
+    SET,
+    TP,
+    Outputs,
+    changes,
+    check_files,
+    configured,
+    output_option,
+)
 from mpitrain.cli.session import MOST, mpi_session
 
 
@@ -68,8 +78,7 @@ def _plan(
     """Measure, and print the predictions; `verified` has the blocks and steps of --verify."""
     from mpitrain.parallel.tensor.sequence import sequences_of
     from mpitrain.run.build import build
-    from mpitrain.run.given import agree_on
-    from mpitrain.run.resolve import resolve
+    from mpitrain.run.resolve import agree_on, resolve
     from mpitrain.tools.bench.results import machine, write_json
     from mpitrain.tools.plan.micro_batches import (
         advice,
@@ -140,13 +149,7 @@ def _verify(
     from mpitrain.config import with_settings
     from mpitrain.run.build import build
     from mpitrain.run.choices import parse
-    from mpitrain.tools.bench.training.steps import (
-        STAGES,
-        WARM_UP,
-        Ours,
-        alternate,
-        stage_rows,
-    )
+    from mpitrain.tools.bench.training.steps import STAGES, WARM_UP, Ours, alternate, stage_rows
     from mpitrain.tools.plan.micro_batches import best
 
     sides = []

@@ -19,8 +19,8 @@ from mpitrain.cli.job_options import (
     TP,
     changes,
     configured,
+    output_option,
 )
-from mpitrain.cli.output_checks import output_option
 from mpitrain.cli.session import MOST, mpi_session
 
 LEAST_BLOCKS = 5

@@ -21,7 +21,7 @@ from mpitrain.ops.host.product import mkl
 from mpitrain.parallel.modes import MODES, servers_of
 from mpitrain.parallel.replication.records import StepResult
 from mpitrain.run.resolve import slow_heads
-from mpitrain.run.watching.watcher import Watcher
+from mpitrain.run.watcher import Watcher
 
 
 class Bar(tqdm):

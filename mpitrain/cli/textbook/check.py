@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
+from mpitrain.cli.job_options import Outputs, check_files
 from mpitrain.cli.language import language_option
-from mpitrain.cli.output_checks import Outputs, check_files
 from mpitrain.machine import process
 
 PRINTED = Path("-")

@@ -46,4 +46,4 @@ def command(name: str, out_file: Path | None, language: str) -> None:
         )
     check_writable(out_file)
     write_whole(out_file, written)
-    click.echo(shlex.join(["mpitrain", "check", str(out_file)]))
+    click.echo(shlex.join(["mpitrain", "learn", "check", str(out_file)]))

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
+from mpitrain.cli.job_options import Outputs, check_files
 from mpitrain.cli.language import language_option
-from mpitrain.cli.output_checks import Outputs, check_files
 from mpitrain.cli.terminal.output import columns
 from mpitrain.machine import process
 
@@ -57,9 +57,8 @@ def command(
     if process.launched().rank > 0:
         return  # only rank 0 prints
     from mpitrain.errors import ConfigError
+    from mpitrain.tools.textbook.explain import terminal
     from mpitrain.tools.textbook.explain.links import parse_link
-    from mpitrain.tools.textbook.explain.renderers import terminal
-    from mpitrain.tools.textbook.explain.topic import listed_or_refused
     from mpitrain.tools.textbook.explain.topics import TOPICS
     from mpitrain.tools.textbook.words import text
 
@@ -75,14 +74,19 @@ def command(
             return
         click.echo("\n".join(terminal.listing(TOPICS, language)))
         return
-    row = TOPICS[listed_or_refused(topic, [*TOPICS])]
+    if topic not in TOPICS:
+        raise ConfigError(
+            f"A topic is one of {', '.join(TOPICS)}, but this is {topic!r}.",
+            "Run `mpitrain learn explain` for a list.",
+        )
+    row = TOPICS[topic]
     setting = row.setting(topic, ranks, speed)
     check_files(0, [page])
     if picture:
         from mpitrain.plots import check_drawable
 
         check_drawable(picture, "--png")
-    explanation = row.record(topic, setting)
+    explanation = row.explained(setting)
     if not (picture or page) or waits:
         click.echo("\n".join(terminal.heading(explanation, language)))
         shown = terminal.frames(explanation, language, max(NARROWEST, columns(1)))
@@ -95,13 +99,13 @@ def command(
         click.echo("\n".join(terminal.ending(explanation, language)))
     outputs = Outputs()
     if picture:
-        from mpitrain.tools.textbook.explain.renderers.picture import draw
+        from mpitrain.tools.textbook.explain.picture import draw
 
         with outputs.to(picture):
             draw(explanation, picture, language)
             click.echo(text("drawn in {file}", language, file=picture))
     if page:
-        from mpitrain.tools.textbook.explain.renderers.page import write
+        from mpitrain.tools.textbook.explain.page import write
 
         with outputs.to(page):
             write(explanation, page, language)
@@ -111,7 +115,7 @@ def command(
 
 def _write_all(folder: Path, language: str) -> None:
     from mpitrain.cli.terminal.progress import bar
-    from mpitrain.tools.textbook.explain.renderers.page import write_all
+    from mpitrain.tools.textbook.explain.page import write_all
     from mpitrain.tools.textbook.explain.topics import TOPICS
     from mpitrain.tools.textbook.words import text
 

@@ -1,10 +1,12 @@
-"""Reductions composed of reductions: one after the other, or pipelined."""
+"""Reductions made of reductions: one after the other, pipelined, or recorded in a trace."""
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from mpitrain.collectives.engine.executor import Reduction, started_twice
+from mpitrain.trace.recorder import Recorder
+from mpitrain.trace.ring_buffer import REDUCTION
 from mpitrain.transport.base import Transport
 
 
@@ -108,3 +110,55 @@ class Chain(PipelinedChain):
     def wait(self) -> None:
         while not self.poll():
             self._lanes[0][self._ended[0]].wait()
+
+
+class TracedReduction:
+    """Decorator of a Reduction that records its runs, from start to end, and its waits in a trace."""
+
+    def __init__(self, inner: Reduction, recorder: Recorder, name: int, nbytes: int):
+        self._inner, self._recorder, self._name, self._nbytes = inner, recorder, name, nbytes
+        self._span = 0
+        self.algorithm, self.is_messages, self.scratch_bytes = (
+            inner.algorithm,
+            inner.is_messages,
+            inner.scratch_bytes,
+        )
+
+    @property
+    def state(self) -> dict[str, np.ndarray] | None:
+        return self._inner.state
+
+    @property
+    def learn(self) -> Callable[[np.ndarray], None] | None:
+        return self._inner.learn
+
+    def run(self) -> None:
+        self._begin()
+        wait = self._recorder.wait(self._name)
+        self._inner.run()
+        self._recorder.go_on(wait)
+        self._end()
+
+    def start(self) -> None:
+        self._begin()
+        self._inner.start()
+
+    def poll(self) -> bool:
+        if not self._inner.poll():
+            return False
+        self._end()
+        return True
+
+    def wait(self) -> None:
+        wait = self._recorder.wait(self._name)
+        self._inner.wait()
+        self._recorder.go_on(wait)
+        self._end()
+
+    def _begin(self) -> None:
+        self._span = self._recorder.begin(REDUCTION, self._name, nbytes=self._nbytes)
+
+    def _end(self) -> None:
+        span, self._span = self._span, 0
+        if span:
+            self._recorder.end(span)

@@ -1,23 +1,23 @@
-"""The executor: runs a plan over one array any number of times.
+"""Collectives bound to buffers: what the ranks agree on when they bind, and the executor of plans.
 
-The views and the scratch are made once, when the plan is bound.
+Binding compares arguments, makes views of the array and allocates scratch. A run does none of these.
 """
 
 from collections import deque
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mpitrain.collectives.engine.arithmetic import HOST, Arithmetic
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer, pieces
-from mpitrain.errors import CommError
-from mpitrain.transport.base import Transport
-from mpitrain.transport.requests import Request, named
+from mpitrain.errors import CommError, ConfigError, on_every_rank
+from mpitrain.transport.base import Request, Transport, named
 
-OPS = ("add", "maximum")
-"""Names of the reduction operators."""
+OPS = {"add": np.add, "maximum": np.maximum}
+"""Reduction operators; NumPy's universal functions also dispatch to CuPy arrays."""
 
+Combine = Callable[[Any, Any], None]
+"""(target, received): replaces the target by the element-wise sum or maximum of both."""
 
 BETWEEN_HOSTS = 60 << 10
 """Bytes of the longest message between hosts; longer transfers are cut into several messages.
@@ -38,19 +38,6 @@ class Reduction(Protocol):
 
     Every run applies the same collective to the present contents of the buffer.
 
-    Attributes
-    ----------
-    algorithm : str
-        Name of the algorithm in use.
-    state : dict of str to ndarray, or None
-        Error feedback of a lossy wire format.
-    learn : callable or None
-        Function that updates `state`.
-    scratch_bytes : int
-        Memory of this reduction, in bytes.
-    is_messages : bool
-        Whether any thread may poll this reduction.
-
     Notes
     -----
     A run lasts from `start` until `wait` returns, or until `poll` returns True. Do not touch the
@@ -63,6 +50,12 @@ class Reduction(Protocol):
     synchronise differently in the two cases.
     """
 
+    algorithm: str
+    """Name of the algorithm in use: the choice of "auto", or the substitute for a missing one.
+
+    The name is "" for operations that have no choice of algorithm.
+    """
+
     @property
     def state(self) -> dict[str, np.ndarray] | None:
         """State of a lossy wire format between runs, for checkpoints; None if there is none.
@@ -70,12 +63,6 @@ class Reduction(Protocol):
         `residual` and `prediction` have the layout of the buffer. The residual differs between
         ranks; all other arrays are the same on all ranks.
         """
-
-    algorithm: str
-    """Name of the algorithm in use: the choice of "auto", or the substitute for a missing one.
-
-    The name is "" for operations that have no choice of algorithm.
-    """
 
     @property
     def learn(self) -> Callable[[np.ndarray], None] | None:
@@ -90,9 +77,9 @@ class Reduction(Protocol):
 
     @property
     def is_messages(self) -> bool:
-        """Whether this reduction consists only of point-to-point messages and local work.
+        """Whether any thread may poll this reduction, one thread at a time.
 
-        If so, any thread may poll it, one thread at a time.
+        If so, it consists only of point-to-point messages and local work.
         """
 
     def run(self) -> None:
@@ -124,6 +111,120 @@ class Reduction(Protocol):
 
     def wait(self) -> None:
         """Block until the result is in the buffer."""
+
+
+class Agreed(NamedTuple):
+    """The agreement of all ranks on the arguments of one binding.
+
+    tag   of the collective
+    owns  by rank: the facts in which ranks may differ, such as the location of the array
+    """
+
+    tag: int
+    owns: list[Any]
+
+
+def agree(
+    transport: Transport,
+    operation: str,
+    array: np.ndarray,
+    known: tuple[str, ...],
+    algorithm: str,
+    own: Any = None,
+    **settings: Any,
+) -> Agreed:
+    """Compare the arguments of a binding over all ranks; collective, in one gather.
+
+    array     the array to bind
+    known     names of the algorithms that exist
+    own       facts of this rank for the others, serialisable as JSON
+    settings  other arguments that must be the same on all ranks
+    raises    CommError on every rank if any argument differs, if any rank's array is not one
+              contiguous, writable block of numbers, or if there is no rank `root`;
+              ConfigError on every rank for an unknown op or algorithm
+    """
+    problem = unfit(array)
+    arguments = {
+        "operation": operation,
+        "problem": problem,
+        "algorithm": algorithm,
+        **settings,
+        "tag": transport.claim_tag(),
+    }
+    if problem is None:
+        arguments |= {"count": array.size, "dtype": array.dtype.name}
+    everyone, owns = zip(*transport.gather_text([arguments, own]), strict=True)
+    for rank, facts in enumerate(everyone):
+        if facts["problem"] is not None:
+            raise on_every_rank(
+                CommError(
+                    f"rank {transport.rank}: {operation} needs contiguous arrays of plain numbers on every rank, but rank {rank} "
+                    f"passed {facts['problem']}.",
+                    "Bind numpy.ascontiguousarray(array), or the buffer that the array is a view of.",
+                )
+            )
+    for name in dict.fromkeys(name for facts in everyone for name in facts):
+        values = [facts.get(name) for facts in everyone]
+        if any(value != values[0] or type(value) is not type(values[0]) for value in values):
+            listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            raise on_every_rank(
+                CommError(
+                    f"rank {transport.rank}: {operation} needs one {name} on every rank, but it is {listed}.",
+                    "All ranks must bind the same collectives, on equal arrays, in the same order.",
+                )
+            )
+    check_name(f"{operation} algorithm", algorithm, known)
+    check_name("op", settings.get("op", "add"), OPS)
+    root = settings.get("root", 0)
+    if not isinstance(root, int) or not 0 <= root < transport.size:
+        raise on_every_rank(
+            CommError(
+                f"rank {transport.rank}: root {root} is not among ranks 0 to {transport.size - 1}."
+            )
+        )
+    return Agreed(arguments["tag"], [*owns])
+
+
+def unfit(array: Any) -> str | None:
+    """Describe why an object cannot be reduced, in words that follow "passed".
+
+    None for one writable, contiguous block of numbers.
+    """
+    if not hasattr(array, "flags") or not hasattr(array, "dtype"):
+        return f"a {type(array).__name__}, which is no array"
+    if array.dtype.name != "bfloat16" and (
+        array.dtype.kind not in "biuf" or array.dtype.itemsize > 8
+    ):
+        return f"elements of type {array.dtype}"
+    if not array.dtype.isnative:
+        return f"{array.dtype.str}, whose bytes are in another order than this machine's"
+    if not array.flags.c_contiguous:
+        return f"an array with gaps (shape {array.shape}, strides {array.strides})"
+    if not getattr(array.flags, "writeable", True):
+        return "an array that is read-only"
+    return None
+
+
+def check_name(what: str, name: str, known: Collection[str]) -> None:
+    """Raise ConfigError, with the list of known names, unless `name` is among them."""
+    if name not in known:
+        raise on_every_rank(
+            ConfigError(f"{what} must be one of {', '.join(known)}, but it is {name!r}.")
+        )
+
+
+def by_numpy(array: Any, op: str) -> Combine:
+    """Return a Combine in NumPy, for regions of an array like this one.
+
+    Results that are not finite raise no error and no warning: the caller checks the sum.
+    """
+    function = OPS[op]
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def combine(target: Any, received: Any) -> None:
+        function(target, received, out=target)
+
+    return combine
 
 
 def started_twice() -> CommError:
@@ -167,9 +268,9 @@ class Execution:
         plan: Plan,
         tag: int,
         outgoing: np.ndarray | None = None,
-        arithmetic: Arithmetic = HOST,
+        combining: Callable[[Any, str], Combine] = by_numpy,
     ):
-        self._transport, self._combine, self._tag = transport, arithmetic.combining(array, op), tag
+        self._transport, self._combine, self._tag = transport, combining(array, op), tag
         flat = array.reshape(-1)
         self._steps, scratch = bind_plan(
             transport, plan, flat if outgoing is None else outgoing.reshape(-1), flat

@@ -26,7 +26,6 @@ from mpitrain.collectives.plans.steps import (
     reverse,
     segments,
 )
-from mpitrain.collectives.plans.topology import Topology
 
 
 def all_reduce(rank: int, hosts: Sequence[str], count: int) -> tuple[Plan, Plan, Plan]:
@@ -84,8 +83,3 @@ def segments_of(hosts: Sequence[str], count: int) -> int:
     """Return the number of segments of each chunk in the ring between hosts (step 2 above)."""
     ranks = Counter(hosts)
     return segments(len(ranks), count // min(ranks.values()))
-
-
-def is_rival(situation: Topology) -> bool:
-    """Return whether there are several hosts, and one of them has several ranks."""
-    return 1 < len(set(situation.hosts)) < len(situation.hosts)

@@ -1,36 +1,44 @@
-"""Descriptor of an algorithm: its binding, the topologies that it supports, and its cost."""
+"""What an algorithm is: its binding, the topologies that it supports, its plans, and its name."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain.collectives.engine.agreement import Agreed
 from mpitrain.collectives.engine.arithmetic import Arithmetic
 from mpitrain.collectives.engine.compose import Chain
-from mpitrain.collectives.engine.executor import Execution, Reduction
+from mpitrain.collectives.engine.executor import Agreed, Execution, Reduction
 from mpitrain.collectives.plans.steps import Plan, segments
-from mpitrain.collectives.plans.topology import Topology
+from mpitrain.config.plugins import MARK
 from mpitrain.errors import MpitrainError
 from mpitrain.transport.base import Transport
 
 
-def anywhere(situation: Topology) -> None:
-    """Return None: the algorithm supports every topology."""
+class Topology(NamedTuple):
+    """Hosts of the ranks and type of their arrays: the properties that algorithms depend on.
+
+    hosts         host name of every rank
+    dtype         name of the elements' NumPy dtype
+    is_native     whether MPI reduces the dtype
+    is_on_device  whether the arrays are in GPU memory
+    """
+
+    hosts: Sequence[str]
+    dtype: str = "float32"
+    is_native: bool = True
+    is_on_device: bool = False
 
 
-def always(situation: Topology) -> bool:
-    """Return True: "auto" may choose the algorithm in every topology."""
+def always(topology: Topology) -> bool:
     return True
 
 
-def never(situation: Topology) -> bool:
-    """Return False: the algorithm is only a baseline for comparisons."""
+def never(topology: Topology) -> bool:
     return False
 
 
 def one_piece(hosts: Sequence[str], count: int) -> int:
-    """Return 1, for plans without segments."""
     return 1
 
 
@@ -40,7 +48,7 @@ def chunks_in_segments(hosts: Sequence[str], count: int) -> int:
 
 
 class Algorithm(NamedTuple):
-    """Descriptor of an all-reduce, a reduce-scatter or an all-gather; an entry of table.py.
+    """Descriptor of an all-reduce, a reduce-scatter or an all-gather; a row of table.py.
 
     bind           (transport, array, op, agreed, arithmetic) -> Reduction; collective. None on every
                    rank if this machine turns out not to support it, which only binding shows; of a
@@ -48,7 +56,8 @@ class Algorithm(NamedTuple):
     plans          (rank, hosts, count) -> plans that a rank runs in turn, which determine the cost;
                    None: the algorithm has no plan, and its all-reduce is measured as a whole
     refusal        (topology) -> error that explains why it cannot run there, or None
-    is_rival       (topology) -> whether "auto" considers it there, if it can run
+    is_rival       (topology) -> whether "auto" considers it there, if it can run; `never`: it is only a
+                   baseline for comparisons
     segments       (hosts, count) -> repetitions of a short array's plan in the plan of a long array
     of_all_reduce  if it has no plan: fractions of the two constants measured for the all-reduce of
                    the same name, the time of an empty array and the time per byte
@@ -56,7 +65,7 @@ class Algorithm(NamedTuple):
 
     bind: Callable[[Transport, np.ndarray, str, Agreed, Arithmetic], Reduction | None]
     plans: Callable[[int, Sequence[str], int], tuple[Plan, ...]] | None = None
-    refusal: Callable[[Topology], MpitrainError | None] = anywhere
+    refusal: Callable[[Topology], MpitrainError | None] = lambda topology: None
     is_rival: Callable[[Topology], bool] = always
     segments: Callable[[Sequence[str], int], int] = one_piece
     of_all_reduce: tuple[float, float] = (1.0, 1.0)
@@ -76,7 +85,7 @@ def of_plans(
         transport: Transport, array: np.ndarray, op: str, agreed: Agreed, arithmetic: Arithmetic
     ) -> Reduction:
         links = [
-            Execution(transport, array, op, plan, agreed.tag, arithmetic=arithmetic)
+            Execution(transport, array, op, plan, agreed.tag, combining=arithmetic.combining)
             for plan in plans(transport.rank, transport.hosts, array.size)
         ]
         return links[0] if len(links) == 1 else Chain(transport, links)
@@ -91,3 +100,16 @@ def of_plan(
 ) -> Algorithm:
     """Return the descriptor of an algorithm that runs one plan, a function of (rank, n, count)."""
     return of_plans(lambda rank, hosts, count: (plan(rank, len(hosts), count),), is_rival, segments)
+
+
+SUFFIX = ".py"
+
+
+def is_file(name: str) -> bool:
+    """Return whether an algorithm is spelled as a file: FILE.py, or that and its digest."""
+    return name.partition(MARK)[0].endswith(SUFFIX)
+
+
+def shown(name: str) -> str:
+    """Return an algorithm's name for people: the file without its folder and digest."""
+    return Path(name.partition(MARK)[0]).name if is_file(name) else name

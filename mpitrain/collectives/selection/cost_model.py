@@ -1,4 +1,4 @@
-"""The alpha-beta-gamma model: predicts the time of an algorithm from the traffic of its plan.
+"""The alpha-beta-gamma model: predicts the time of an algorithm from its plan, and chooses by it.
 
     time = alpha x messages + beta x bytes sent + gamma x bytes reduced
 
@@ -25,7 +25,8 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from mpitrain.collectives.plans.steps import DEPTH, Plan, Step, Transfer
-from mpitrain.collectives.selection.table import PLANS, TABLES
+from mpitrain.collectives.selection.algorithm import Topology
+from mpitrain.collectives.selection.table import ALL_REDUCE, PLANS, TABLES
 
 KNOTS = (1 << 8, 1 << 12, 1 << 16, 1 << 21, 1 << 24)
 """Knots of the interpolation: array sizes in bytes at which the constants are measured.
@@ -273,3 +274,62 @@ def predict(
 
 def _nearest(by_ranks: dict[int, Any], n: int) -> Any:
     return by_ranks[min(by_ranks, key=lambda ranks: abs(math.log(ranks / n)))]
+
+
+def candidates(topology: Topology, operation: str = "allreduce") -> list[str]:
+    """Return the algorithms that "auto" considers."""
+    return [
+        name
+        for name, algorithm in TABLES[operation].items()
+        if algorithm.refusal(topology) is None and algorithm.is_rival(topology)
+    ]
+
+
+def choose(
+    tuning: Tuning,
+    topology: Topology,
+    count: int,
+    itemsize: int,
+    memory: str = "window",
+    operation: str = "allreduce",
+) -> str:
+    """Return the algorithm with the shortest predicted time for an array in this memory class.
+
+    memory  "window" for an array on a GPU: the GPUs of a host may read each other's memory. No
+            tuning covers that. It is preferred to messages, for which the host must wait
+    """
+    if topology.is_on_device:
+        if memory == "window" and 1 == len(set(topology.hosts)) < len(topology.hosts):
+            return "shared"
+        memory = "plain"
+
+    def seconds(algorithm: str) -> float:
+        predicted = predict(tuning, operation, algorithm, topology.hosts, count, itemsize, memory)
+        return predicted if predicted == predicted else float("inf")
+
+    return min(candidates(topology, operation), key=seconds)
+
+
+PARTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Numbers of buckets that a buffer may be cut into."""
+
+
+def part_bytes(
+    tuning: Tuning, algorithm: str, hosts: Sequence[str], count: int, itemsize: int
+) -> float:
+    """Return the best bucket size in bytes, for reductions that overlap with computation.
+
+    It corresponds to DDP's `bucket_cap_mb`. Buckets are reduced one after the other. One more
+    bucket does not overlap: it is computed before the first reduction, or reduced after the last
+    computation. Many buckets cost latency; few buckets make this exposed one long.
+
+    algorithm  an algorithm without plans counts as ring
+    """
+    algorithm = algorithm if algorithm in ALL_REDUCE and ALL_REDUCE[algorithm].plans else "ring"
+
+    def seconds(parts: int) -> float:
+        return (parts + 1) * predict(
+            tuning, "allreduce", algorithm, hosts, -(-count // parts), itemsize
+        )
+
+    return count * itemsize / min(PARTS, key=seconds)

@@ -8,28 +8,29 @@ file. Rows of plugins have plans as built-in rows do.
 
 import hashlib
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from threading import RLock
+from zlib import crc32
 
+import numpy as np
+
+from mpitrain.collectives.engine.arithmetic import Arithmetic
+from mpitrain.collectives.engine.executor import Agreed, Reduction
 from mpitrain.collectives.plans import checked
 from mpitrain.collectives.plans.own_file import Wrong, answers, from_json
-from mpitrain.collectives.plans.steps import Plan, Step, Transfer
-from mpitrain.collectives.selection.algorithm import Algorithm, never, of_plans
+from mpitrain.collectives.plans.steps import Plan, Step, Transfer, chunk_bounds
+from mpitrain.collectives.selection.algorithm import Algorithm, never, of_plans, shown
 from mpitrain.collectives.selection.cost_model import plans_of
 from mpitrain.collectives.selection.table import ALL_REDUCE, TABLES
 from mpitrain.config.plugins import MARK
 from mpitrain.errors import ConfigError, on_every_rank
 from mpitrain.files import contents
+from mpitrain.transport.agreement import on_all_ranks
+from mpitrain.transport.base import Transport
 
-SUFFIX = ".py"
 _ONE_AT_A_TIME = RLock()
 """Ranks may be threads; one of them runs the file."""
-
-
-def is_file(name: str) -> bool:
-    """Return whether an algorithm is spelled as a file: FILE.py, or that and its digest."""
-    return name.partition(MARK)[0].endswith(SUFFIX)
 
 
 def file_algorithm(name: str) -> str:
@@ -63,9 +64,36 @@ def file_algorithm(name: str) -> str:
     return pinned
 
 
-def shown(name: str) -> str:
-    """Return an algorithm's name for people: the file without its folder and digest."""
-    return Path(name.partition(MARK)[0]).name if is_file(name) else name
+def bind_proven(
+    transport: Transport,
+    operation: str,
+    algorithm: str,
+    array: np.ndarray,
+    op: str,
+    agreed: Agreed,
+    arithmetic: Arithmetic,
+) -> Reduction | None:
+    """Bind an added algorithm, whose plans are proven by simulation.
+
+    raises  ConfigError on every rank if a plan is wrong, or its bind returns no Reduction
+    """
+    table = TABLES[operation]
+    if table[algorithm].plans:
+        # Each rank plans by itself: a function that is not pure has many answers.
+        on_all_ranks(
+            transport,
+            partial(proven, operation, algorithm, transport.hosts, array.size),
+            f"answer of {shown(algorithm)}",
+            lambda plans: {"its digest": crc32(repr(plans).encode())},
+        )
+    reduction = table[algorithm].bind(transport, array, op, agreed, arithmetic)
+    bound = partial(table.made, algorithm, "algorithm", lambda: reduction)
+    on_all_ranks(transport, partial(bound, "a Reduction", _is_reduction))
+    return reduction
+
+
+def _is_reduction(made: object) -> bool:
+    return all(hasattr(made, name) for name in vars(Reduction) if name[0] != "_")
 
 
 def proven(
@@ -141,3 +169,37 @@ def _wrong(
         f"{wrong!s:.300}.",
         "Correct the file.",
     )
+
+
+def check_trial(
+    transport: Transport, operation: str, trial: Reduction, array: np.ndarray, op: str
+) -> None:
+    """Run an added algorithm on whole numbers, different on each rank.
+
+    trial   bound to `array`, whose contents are replaced
+    raises  ConfigError on every rank if the result is wrong on any
+    """
+    n, rank, flat = transport.size, transport.rank, array.reshape(-1)
+
+    def number(r: int, place: np.ndarray) -> np.ndarray:
+        # At each place the number of one rank is 1 more than the others.
+        return 1 + place % 3 + ((place + r) % n == 0)
+
+    place, bounds = np.arange(array.size), chunk_bounds(array.size, n)
+    flat[...] = number(rank, place)
+    trial.run()
+    if operation == "all-gather":
+        right = np.concatenate([number(r, place[slice(*bounds[r])]) for r in range(n)])
+    else:
+        right = 2 + place % 3 if op == "maximum" else 1 + n * (1 + place % 3)
+    own = slice(*bounds[rank]) if operation == "reduce-scatter" else slice(None)
+    is_right = bool(np.array_equal(flat[own].astype(float), right[own]))
+    if not all(transport.gather_text(is_right)):
+        name, table = trial.algorithm, TABLES[operation]
+        raise on_every_rank(
+            ConfigError(
+                f"The algorithm {name}{table.of_plugin(name)} must be an {operation.replace('allreduce', 'all-reduce')} of "
+                f"{transport.size} ranks, but its result of {array.size:,} whole numbers is wrong.",
+                "Correct its bind.",
+            )
+        )

@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.collectives.compression.matrices import Matrix, tiles
+from mpitrain.collectives.compression import Matrix, tiles
 from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.collectives.engine.progress import mover
-from mpitrain.collectives.selection.choose import part_bytes
+from mpitrain.collectives.selection.cost_model import part_bytes
 from mpitrain.layers.flat import Bucket
 from mpitrain.parallel.data.unsharded_buffers import users
 from mpitrain.parallel.grid import Grid

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.collectives.selection.own_algorithm import file_algorithm, is_file
+from mpitrain.collectives.selection.algorithm import is_file
 from mpitrain.config import Config, parse
 from mpitrain.errors import CommError, ConfigError, on_every_rank
 from mpitrain.machine.arena import Arena
@@ -77,6 +77,8 @@ def agreed(
         own = {**settings, "bucket_mb": float(settings["bucket_mb"])}
         shared = {key: str(value) for key, value in own.items()}
         if is_file(shared["algorithm"]):
+            from mpitrain.collectives.selection.own_algorithm import file_algorithm
+
             own["algorithm"] = file_algorithm(shared["algorithm"])
         tables = {"replication": own, "device": {"kind": kind}}
         configs.append(parse({**tables, "precision": {"compute": dtype}}))

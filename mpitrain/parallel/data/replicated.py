@@ -15,8 +15,7 @@ from collections.abc import Iterable
 from numbers import Integral
 from typing import Any, cast
 
-from mpitrain.collectives.engine.codecs import parse_wire
-from mpitrain.collectives.engine.device_arithmetic import arithmetic_of
+from mpitrain.collectives.engine.arithmetic import arithmetic_of, parse_wire
 from mpitrain.config import Config
 from mpitrain.errors import CommError, ConfigError, MpitrainError, on_every_rank
 from mpitrain.layers.base import Layer, Parameter, Unit
@@ -32,7 +31,7 @@ from mpitrain.parallel.grid import Axes, Grid
 from mpitrain.parallel.replication.protocol import ReplicationContext
 from mpitrain.parallel.replication.records import ControlMessage
 from mpitrain.transport.base import Transport
-from mpitrain.transport.device.cuda_aware import over_device
+from mpitrain.transport.device import over_device
 
 NAMED = 8
 """The largest number of faults of one rank that an error lists."""

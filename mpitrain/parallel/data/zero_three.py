@@ -20,7 +20,7 @@ Backward runs in the opposite direction. Its full-size gradients have two more s
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpitrain.collectives.engine.codecs import parse_wire
+from mpitrain.collectives.engine.arithmetic import parse_wire
 from mpitrain.collectives.engine.progress import ProgressEngine
 from mpitrain.layers.base import Weights
 from mpitrain.layers.flat import Bucket, Entry, shard

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.collectives.engine.codecs import Wire
+from mpitrain.collectives.engine.arithmetic import Wire
 from mpitrain.config import Config
 from mpitrain.data import Source, read_rows
 from mpitrain.layers.base import Gradients, Loss, Weights

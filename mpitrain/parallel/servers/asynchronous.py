@@ -22,7 +22,7 @@ from mpitrain.parallel.replication.whole import LocalGradients, ReplicaRows, Who
 from mpitrain.parallel.servers.messages import header
 from mpitrain.parallel.servers.synchronous import NoRows, Roles, ServedGradients, ServedParameters
 from mpitrain.parallel.servers.work_queue import Report, WorkQueue
-from mpitrain.transport.requests import Request
+from mpitrain.transport.base import Request
 
 DRAW, PULL, SETTLE, PUSH, LEAVE_OUT, TELL = range(6)
 """The kinds of requests: the first number of a header. Answers have no kind. SETTLE is the last

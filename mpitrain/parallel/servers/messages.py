@@ -9,8 +9,7 @@ import numpy as np
 
 from mpitrain.layers.flat import Span
 from mpitrain.regions import Piece
-from mpitrain.transport.base import Transport
-from mpitrain.transport.requests import Request
+from mpitrain.transport.base import Request, Transport
 
 NUMBERS = 10
 """The number of numbers in a header."""

@@ -28,7 +28,7 @@ from mpitrain.parallel.replication.step_end import AgreeAndUpdate
 from mpitrain.parallel.replication.whole import LocalGradients, ReplicaRows, WholeParameters
 from mpitrain.parallel.servers.messages import PushPull, by_span, header
 from mpitrain.regions import Piece
-from mpitrain.transport.requests import Request
+from mpitrain.transport.base import Request
 
 
 class Roles:

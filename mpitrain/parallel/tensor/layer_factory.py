@@ -10,8 +10,8 @@ from mpitrain.collectives.group import Group
 from mpitrain.config import Data, Layout, Model
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Layer, Loss, Unit
+from mpitrain.layers.chunked_logits import ChunkedLoss
 from mpitrain.layers.initial import Draw
-from mpitrain.layers.memory.chunked_logits import ChunkedLoss
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops

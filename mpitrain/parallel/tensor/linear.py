@@ -38,11 +38,9 @@ from typing import Any, Protocol
 from mpitrain.collectives.activations import ActivationBuffer
 from mpitrain.collectives.group import Group
 from mpitrain.errors import ConfigError, multiples_near
-from mpitrain.layers.base import Gradients, Parameter, Weights
+from mpitrain.layers.base import Fusion, Gradients, Now, Parameter, Weights
 from mpitrain.layers.dropout import Dropout
-from mpitrain.layers.fusion import Fusion
 from mpitrain.layers.initial import Draw, zeros
-from mpitrain.layers.now import Now
 from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear, flat_rows
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.copies import copy_rows

@@ -30,7 +30,7 @@ from mpitrain.collectives.activations import ActivationBuffer, TimedReduction
 from mpitrain.collectives.group import Group
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError, multiples_near
-from mpitrain.layers.memory.recomputed import input_of, with_input
+from mpitrain.layers.recomputed import input_of, with_input
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.copies import copy_rows
 from mpitrain.parallel.grid import Axes

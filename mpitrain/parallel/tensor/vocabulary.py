@@ -22,8 +22,8 @@ from typing import Any
 
 from mpitrain.collectives.activations import ActivationBuffer
 from mpitrain.errors import ConfigError
-from mpitrain.layers.memory.chunked_logits import ChunkedHead, ChunkedLogits
-from mpitrain.layers.now import Now
+from mpitrain.layers.base import Now
+from mpitrain.layers.chunked_logits import ChunkedHead, ChunkedLogits
 from mpitrain.layers.plain import Embedding, Lookups, flat_rows
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.copies import copy_rows

@@ -1,24 +1,276 @@
-"""The manifest of a checkpoint: it lists all files, with the SHA-256 of each of their blocks.
+"""The manifest of a checkpoint, its schema, and the directories of checkpoints.
 
-It binds the files to one run, step and layout.
+The manifest lists all files, with the SHA-256 of each of their blocks: it binds them to one run, step
+and layout.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
-from itertools import groupby
+import stat
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from itertools import groupby, pairwise
+from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from mpitrain.errors import CheckpointError
-from mpitrain.files import contents, opened, reading
-from mpitrain.formats.safetensors_files import BLOCK, INNER, Writing, located
-from mpitrain.formats.safetensors_files import INDEX as INDEX
-from mpitrain.run.checkpoint.directories import way_out
-from mpitrain.run.checkpoint.regions import Region, part_of_text
-from mpitrain.run.checkpoint.structure import structure_of
+from mpitrain.files import Directory, contents, opened, reading
+from mpitrain.formats.safetensors_files import BLOCK, INDEX, INNER, Writing, located
+from mpitrain.parallel.replication.records import DynamicLossScale
+from mpitrain.run.checkpoint.regions import PARAMETERS, Region, part_of_text
+from mpitrain.strict_json import validated
+
+CHECKPOINTS, LOCK = "checkpoints", "lock"
+"""The names of the folder of checkpoints and of the lock file in a run directory."""
+NAME = re.compile(r"step-\d{8,18}", re.ASCII)
+UNFINISHED = re.compile(r"\.step-.*\.(partial|dropped)", re.ASCII | re.DOTALL)
+REPLACED = re.compile(r"\.(step-\d{8,18})\.replaced", re.ASCII)
+
+
+def prepare(partial: Path) -> None:
+    """Make the temporary directory of a new checkpoint; remove leftovers of killed processes."""
+    with opened(partial.parent.parent) as run, run.make(partial.parent.name) as folder:
+        sweep(folder)
+        folder.make(partial.name).close()
+
+
+def abandon(partial: Path) -> None:
+    """Remove the temporary directory of a checkpoint that cannot be written, if that is possible."""
+    with suppress(OSError), opened(partial.parent, inner=1) as folder:
+        folder.remove_tree(partial.name)
+
+
+def sweep(folder: Directory) -> None:
+    """Remove the leftovers of killed processes.
+
+    They are checkpoints that were half written, half removed, or replaced by a finished one.
+    """
+    names = folder.names()
+    for name in names:
+        replaced = REPLACED.fullmatch(name)
+        if UNFINISHED.fullmatch(name) or (replaced and replaced[1] in names):
+            folder.remove_tree(name)
+
+
+def tidy(run: Path) -> None:
+    """Remove the leftovers of a run that has died, unless a process holds the lock of the run."""
+    with suppress(OSError), opened(run) as folder, folder.open(LOCK) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with folder.subdirectory(CHECKPOINTS) as checkpoints:
+            sweep(checkpoints)
+
+
+def put_in_place(partial: Path, target: Path, keep: int) -> None:
+    """Rename a finished checkpoint to its final name, and remove all but the newest `keep`."""
+    with opened(target.parent, inner=1) as folder:
+        with folder.subdirectory(partial.name) as written:
+            written.sync()
+        replaced = f".{target.name}.replaced"
+        if folder.facts(target.name):
+            folder.remove_tree(replaced)
+            folder.rename(target.name, replaced)
+        folder.rename(partial.name, target.name)
+        folder.remove_tree(replaced)
+        folder.sync()
+        for old in _finished(folder)[:-keep]:
+            dropped = f".{old.strip('.')}.dropped"
+            folder.rename(old, dropped)  # The rename is atomic: a reader finds all files or none.
+            folder.remove_tree(dropped)
+
+
+def steps(folder: Path) -> list[Path]:
+    """Return the finished checkpoints of a folder, oldest first; OSError if the folder is a link.
+
+    If a process died while it replaced a checkpoint, the old one counts until it is replaced.
+    """
+    try:
+        with opened(folder, inner=1) as directory:
+            return [folder / name for name in _finished(directory)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _finished(folder: Directory) -> list[str]:
+    names = [
+        name
+        for name in folder.names()
+        if (facts := folder.facts(name)) and stat.S_ISDIR(facts.st_mode)
+    ]
+    checkpoints = {replaced[1]: name for name in names if (replaced := REPLACED.fullmatch(name))}
+    checkpoints |= {name: name for name in names if NAME.fullmatch(name)}
+    return [
+        checkpoints[name]
+        for name in sorted(checkpoints, key=lambda name: int(name.removeprefix("step-")))
+    ]
+
+
+def newest(folder: Path) -> Path:
+    """Return the newest checkpoint of a folder; CheckpointError if there is none."""
+    checkpoints = steps(folder)
+    if not checkpoints:
+        raise CheckpointError(
+            f"There is no checkpoint in {folder}.",
+            "Name a run directory that has one, or train first.",
+        )
+    return checkpoints[-1]
+
+
+def way_out(path: Path) -> str:
+    """Return the remedy for a checkpoint that cannot be read."""
+    finished = steps(path.parent)
+    older = [other.name for other in finished[: finished.index(path)]] if path in finished else []
+    return f"Remove {path}" + (
+        f" to go on from {older[-1]}." if older else " and start the run again."
+    )
+
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Size = Annotated[int, Field(ge=1, lt=1 << 63)]
+Rank = Annotated[int, Field(ge=0, lt=1 << 31)]
+FileName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\z")]
+Word = Annotated[str, Field(pattern=r"\A[ -~]{1,100}\z")]
+"""A short text of printable ASCII characters."""
+Digest = Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\z")]
+Pair = tuple[Count, Count]
+PartText = tuple[
+    str,
+    Annotated[list[Count], Field(max_length=32)],
+    list[list[Pair]] | None,
+    list[tuple[Count, Count, Count]],
+]
+StoredText = tuple[FileName, str, str, Literal["agreed", "own", "mean", "bound"], PartText]
+
+
+class BaseRecord(BaseModel):
+    """The base model of adapters, if a checkpoint has only these."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    folder: Annotated[str, Field(min_length=1, max_length=4096)]
+    sha256: dict[FileName, Digest]
+
+
+class Structure(BaseModel):
+    """The entries of a manifest as JSON; `Manifest` documents their meaning."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    format: str
+    step: Count
+    samples: Count
+    run: Word
+    layout: dict[Word, Count]
+    scalars: dict[Word, Annotated[float, Field(ge=0, lt=1 << 63)]]
+    files: dict[FileName, tuple[Rank, Size, list[Digest]]]
+    stored: list[StoredText]
+    block: Size
+    sha256: Digest
+    base: BaseRecord | None = None
+
+
+def structure_of(text: bytes, largest_block: int) -> Structure:
+    """Parse the text of a manifest.
+
+    largest_block  limit for the bytes of a block, since a block is read into memory
+    raises         ValueError with a message of one line, if an entry breaks a rule
+    """
+    structure = validated(Structure, text)
+    _check_numbers(structure, largest_block)
+    _check_stored(structure)
+    return structure
+
+
+def _check_numbers(structure: Structure, largest_block: int) -> None:
+    if structure.block > largest_block:
+        raise ValueError(f"a block has at most {largest_block} bytes, and not {structure.block}")
+    if structure.layout.get("dp", 0) < 1:
+        raise ValueError("the layout has no number of replicas, dp")
+    scale = structure.scalars.get("loss_scale", DynamicLossScale.FIRST)
+    if not DynamicLossScale.LEAST <= scale <= DynamicLossScale.MOST:
+        raise ValueError(
+            f"the loss scale is {scale:g}, and not from {DynamicLossScale.LEAST:g} to {DynamicLossScale.MOST:g}"
+        )
+    for name, (_, nbytes, digests) in structure.files.items():
+        if len(digests) != -(-nbytes // structure.block):
+            raise ValueError(
+                f"{name} of {nbytes} bytes has {len(digests)} digests, for blocks of {structure.block}"
+            )
+    if INDEX not in structure.files:
+        raise ValueError(f"it lists no {INDEX}")
+
+
+def _check_stored(structure: Structure) -> None:
+    keys, kinds, shapes = set(), dict[tuple[str, str], str](), dict[tuple[str, str], list[int]]()
+    for file, key, name, kind, (tensor, shape, rectangles, pieces) in structure.stored:
+        where = f"{key!a} in {file}"
+        if file not in structure.files or file == INDEX:
+            raise ValueError(f"{where} is in no file that it lists")
+        if (file, key) in keys:
+            raise ValueError(f"it has {where} twice")
+        keys.add((file, key))
+        if name == PARAMETERS:
+            raise ValueError(
+                f"{where} is a parameter, but parameters are whole, in files of their own"
+            )
+        if kinds.setdefault((name, tensor), kind) != kind:
+            raise ValueError(
+                f"{where} is {kind} where another part of its tensor is {kinds[name, tensor]}"
+            )
+        if tensor and shapes.setdefault((name, tensor), shape) != shape:
+            raise ValueError(
+                f"{where} is of shape {shape} where another part of its tensor is of {shapes[name, tensor]}"
+            )
+        _check_part(where, shape, rectangles, pieces)
+
+
+def _check_part(
+    where: str, shape: list[int], rectangles: Any, pieces: list[tuple[int, int, int]]
+) -> None:
+    """Raise ValueError unless rectangles are disjoint and inside the tensor, and pieces fit.
+
+    The pieces must be ascending ranges of the rectangles' elements, with packed offsets.
+    """
+    local = prod(shape) if rectangles is None else _held(where, shape, rectangles)
+    done = before = 0
+    for start, stop, offset in pieces:
+        if not before <= start < stop <= local or offset != done:
+            raise ValueError(f"{where} has elements {start} to {stop} of {local} at {offset}")
+        before, done = stop, done + stop - start
+    if not pieces:
+        raise ValueError(f"{where} has no elements")
+
+
+def _held(where: str, shape: list[int], rectangles: list[list[tuple[int, int]]]) -> int:
+    """Count the elements of rectangles.
+
+    raises  ValueError unless they differ in one dim at most, and do not overlap there
+    """
+    for rectangle in rectangles:
+        if len(rectangle) != len(shape) or any(
+            not 0 <= a <= b <= n for (a, b), n in zip(rectangle, shape, strict=True)
+        ):
+            raise ValueError(
+                f"{where} has the rectangle {rectangle}, which is not inside of {shape}"
+            )
+    differ = {
+        dim for other in rectangles for dim in range(len(shape)) if other[dim] != rectangles[0][dim]
+    }
+    dim = next(iter(differ), 0)
+    overlap = _overlap(rectangle[dim] for rectangle in rectangles) if shape else len(rectangles) > 1
+    if not rectangles or len(differ) > 1 or overlap:
+        raise ValueError(f"{where} has rectangles that overlap or differ in several dims")
+    return sum(prod(stop - start for start, stop in rectangle) for rectangle in rectangles)
+
+
+def _overlap(ranges: Iterable[tuple[int, int]]) -> bool:
+    return any(stop > start for (_, stop), (start, _) in pairwise(sorted(ranges)))
+
 
 FORMAT = "mpitrain-3"
 MANIFEST = "manifest.json"

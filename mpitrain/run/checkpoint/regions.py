@@ -24,6 +24,9 @@ from mpitrain.layers.flat import Entry, Storage
 from mpitrain.parallel.replication.state import StateBuffer
 from mpitrain.regions import Piece, Runs, one_run, within
 
+PARAMETERS = "parameters"
+"""The name of the `StateBuffer` that is written as whole tensors."""
+
 Rectangles = tuple[tuple[tuple[int, int], ...], ...]
 """The rectangles of `Parameter.slices`, each slice as (start, stop): [rectangle][dim]."""
 

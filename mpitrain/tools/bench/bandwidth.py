@@ -14,8 +14,7 @@ import numpy as np
 from mpitrain.tools.bench.pairs import coded
 from mpitrain.tools.bench.turns import FAR
 from mpitrain.tools.text_table import TextColumn, figure, marked
-from mpitrain.transport.base import Transport
-from mpitrain.transport.requests import Request
+from mpitrain.transport.base import Request, Transport
 
 SECONDS, FEWEST, MOST = 0.25, 5, 500
 """Seconds for a row, and the least and most windows, if the number of windows is not set."""

@@ -11,9 +11,7 @@ import numpy as np
 from mpitrain.config import Model
 from mpitrain.formats.gpt2 import counterparts, described
 from mpitrain.machine.process import blas_threads
-from mpitrain.run.decoding.document import last_document, separator_of
-from mpitrain.run.decoding.sampling import Sampling
-from mpitrain.run.generate import texts
+from mpitrain.run.generate import Sampling, last_document, separator_of, texts
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.bench.turns import take_turns
 from mpitrain.tools.text_table import TextColumn, TextTable

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mpitrain.config.reading import read_toml
+from mpitrain.config.whole import read_toml
 from mpitrain.errors import ConfigError
 from mpitrain.strict_json import complaint
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from mpitrain.collectives.engine.agreement import check_name
+from mpitrain.collectives.engine.executor import check_name
 from mpitrain.collectives.plans.steps import Plan, Step
 from mpitrain.collectives.selection.own_algorithm import proven
 from mpitrain.collectives.selection.table import TABLES

@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Callable
 
-from mpitrain.collectives.selection.own_algorithm import shown
+from mpitrain.collectives.selection.algorithm import shown
 from mpitrain.tools.plan.collective import (
     ChunkMessage,
     Collective,

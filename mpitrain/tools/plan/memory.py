@@ -9,8 +9,7 @@ from mpitrain.parallel.grid import Axes, divisor
 from mpitrain.parallel.memory import frozen_sizes, sizes
 from mpitrain.parallel.modes import mode_of, servers_of
 from mpitrain.run.build import alone
-from mpitrain.run.counting.step import Counter, StepCounts
-from mpitrain.run.counting.units import UnitCount
+from mpitrain.run.counting import Counter, StepCounts, UnitCount
 from mpitrain.run.resolve import slow_heads
 
 

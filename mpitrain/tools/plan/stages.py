@@ -11,8 +11,7 @@ import numpy as np
 from mpitrain.parallel.replication.records import StepInput
 from mpitrain.pipeline.simulate import Cost
 from mpitrain.run.trainer import Trainer
-from mpitrain.transport.base import Transport
-from mpitrain.transport.requests import Request
+from mpitrain.transport.base import Request, Transport
 
 REPEATS, TRIPS = 5, 21
 """Measured passes of each chunk, and measured trips of each message, after one for warm-up."""

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mpitrain.errors import ConfigError
-from mpitrain.run.metrics import CLOSING, read_metrics
-from mpitrain.run.run_dir import METRICS
+from mpitrain.run.metrics import CLOSING, METRICS, read_metrics
 from mpitrain.run.stalls.observation import Observation, observe, question
 from mpitrain.run.stalls.report import stack_of
 from mpitrain.trace.blame.states import GONE, RankState

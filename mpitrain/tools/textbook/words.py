@@ -1,36 +1,26 @@
-"""English and Korean: the translation of headings, labels and sentences, and widths on a terminal.
+"""English and Korean: the translation of texts, and their widths on a terminal.
 
-A text is written once, in English, where it is used. `text` returns it in the reader's language.
-The Korean of a sub-room's texts is in its own `korean.py`; WORDS joins them with the common ones.
+A text is written once, in English, where it is used: a string, or a `Sentence` with the values of
+its fields. `ko.json` has the Korean of each.
 """
 
+import json
 import textwrap
 import unicodedata
-from types import MappingProxyType
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 
 from mpitrain.errors import ConfigError, Sentence, joined
-from mpitrain.tools.textbook.claims.korean import CLAIMS
-from mpitrain.tools.textbook.exercises.korean import EXERCISES
-from mpitrain.tools.textbook.exercises.korean_reasons import REASONS
-from mpitrain.tools.textbook.explain.korean import EXPLAIN
 
 LANGUAGES = ("en", "ko")
 
-COMMON = {
-    "rank": "랭크",
-    "step": "단계",
-    "start": "시작",
-    "bytes": "바이트",
-    "formula": "공식",
-    "source": "소스",
-    "command": "명령",
-    "tests": "테스트",
-    "topic": "주제",
-}
-"""Words that several sub-rooms use."""
 
-WORDS = MappingProxyType({**COMMON, **EXPLAIN, **CLAIMS, **EXERCISES, **REASONS})
-"""The Korean of every English text, fields in braces included."""
+@cache
+def korean() -> Mapping[str, str]:
+    """Return {English text: its Korean}, fields in braces included."""
+    words: dict[str, str] = json.loads(Path(__file__).with_name("ko.json").read_text("utf-8"))
+    return words
 
 
 def language_of(locale: str) -> str:
@@ -41,7 +31,7 @@ def language_of(locale: str) -> str:
 def text(english: str, language: str, **values: object) -> str:
     """Return a text in a language, with `values` in place of its fields.
 
-    A value that is a Sentence is translated as well, and so is each Sentence of a tuple.
+    A `Sentence` has its own values. Each Sentence among the values is translated as well.
 
     raises  ConfigError if the language is unknown; a missing Korean text is an error of the package
     """
@@ -50,14 +40,16 @@ def text(english: str, language: str, **values: object) -> str:
             f"A language is {' or '.join(LANGUAGES)}, but this is {language!r}.",
             "Set --language to one of them.",
         )
-    template = WORDS[english] if language == "ko" else english
+    if isinstance(english, Sentence):
+        return text(english.law, language, **english.values)
+    template = korean()[english] if language == "ko" else english
     inner = {name: joined(_into(value, language)) for name, value in values.items()}
     return template.format(**inner) if values else template
 
 
 def _into(value: object, language: str) -> object:
     if isinstance(value, Sentence):
-        return text(value.law, language, **value.values)
+        return text(value, language)
     return tuple(_into(item, language) for item in value) if isinstance(value, tuple) else value
 
 

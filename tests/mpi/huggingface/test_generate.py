@@ -5,8 +5,7 @@ import pytest
 
 from mpitrain.config import parse, with_settings
 from mpitrain.run.build import build
-from mpitrain.run.decoding.sampling import Sampling, probabilities
-from mpitrain.run.generate import texts
+from mpitrain.run.generate import Sampling, probabilities, texts
 from mpitrain.transport.threads import run_ranks
 from tests.generation import every_text
 

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from mpitrain.run.build import build
+from mpitrain.run.build import build, open_run
+from mpitrain.run.build import configured as opened
+from mpitrain.run.export import export
 from mpitrain.run.loop import train
-from mpitrain.run.open_run import configured as opened
-from mpitrain.run.open_run import open_run
-from mpitrain.run.transfer.export import export
 from mpitrain.transport.threads import run_ranks
 from tests.mpi.huggingface.models import loaded, logits, made, rows
 from tests.training import configured

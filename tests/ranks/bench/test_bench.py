@@ -13,10 +13,10 @@ import pytest
 from mpitrain.cli.bench.collectives import OPERATIONS, measure_collective
 from mpitrain.cli.bench.collectives import command as bench
 from mpitrain.cli.terminal.progress import unmeasured
-from mpitrain.collectives.engine.codecs import parse_wire
+from mpitrain.collectives.engine.arithmetic import parse_wire
 from mpitrain.collectives.group import Group
-from mpitrain.collectives.plans.topology import Topology
-from mpitrain.collectives.selection.choose import candidates
+from mpitrain.collectives.selection.algorithm import Topology
+from mpitrain.collectives.selection.cost_model import candidates
 from mpitrain.collectives.selection.tuning import DEFAULT, write_tuning
 from mpitrain.config import parse
 from mpitrain.errors import ConfigError

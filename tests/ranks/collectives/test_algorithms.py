@@ -9,14 +9,12 @@ from click.testing import CliRunner
 
 from mpitrain.cli import commands
 from mpitrain.cli.bench.collectives import request_of as request
-from mpitrain.collectives.bind import bind
+from mpitrain.collectives.group import bind
 from mpitrain.collectives.plans import ring
 from mpitrain.collectives.plans.steps import relabel
-from mpitrain.collectives.plans.topology import Topology
 from mpitrain.collectives.selection import table as algorithm_table
-from mpitrain.collectives.selection.algorithm import Algorithm, of_plan
-from mpitrain.collectives.selection.choose import candidates, choose
-from mpitrain.collectives.selection.cost_model import predict
+from mpitrain.collectives.selection.algorithm import Algorithm, Topology, of_plan
+from mpitrain.collectives.selection.cost_model import candidates, choose, predict
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.config import parse
 from mpitrain.errors import ConfigError
@@ -100,7 +98,7 @@ def test_what_was_bound_says_what_it_became(monkeypatch):
     with replaced(algorithm_table.ALL_REDUCE, "shared", Algorithm(lambda *bound: None)):
         with pytest.raises(ConfigError, match="2 x 4,000"):
             run_ranks(2, became, "shared")
-        monkeypatch.setattr("mpitrain.collectives.bind.choose", lambda *facts: "shared")
+        monkeypatch.setattr("mpitrain.collectives.group.choose", lambda *facts: "shared")
         assert run_ranks(2, became, "auto") == ["ring"] * 2, "where it cannot be had"
 
 

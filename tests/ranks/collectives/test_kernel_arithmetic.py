@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 
-from mpitrain.collectives.engine.arithmetic import HOST
-from mpitrain.collectives.engine.codecs import parse_wire
-from mpitrain.collectives.engine.device_arithmetic import arithmetic_of
+from mpitrain.collectives.engine.arithmetic import HOST, arithmetic_of, parse_wire
 from mpitrain.collectives.group import Group
 from mpitrain.ops.device import device_for
 from mpitrain.transport.threads import run_ranks

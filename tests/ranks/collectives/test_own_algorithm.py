@@ -12,9 +12,10 @@ import pytest
 
 import mpitrain
 from mpitrain.collectives.group import Group
-from mpitrain.collectives.plans import own_file, ring, star
+from mpitrain.collectives.plans import exchanges, own_file, ring
 from mpitrain.collectives.plans.steps import SEGMENT
 from mpitrain.collectives.selection import own_algorithm
+from mpitrain.collectives.selection.algorithm import is_file
 from mpitrain.collectives.selection.own_algorithm import answer, file_algorithm, proven
 from mpitrain.collectives.selection.table import TABLES
 from mpitrain.config import with_settings
@@ -86,7 +87,9 @@ def test_the_ring_of_a_file_is_our_ring():
 
 
 def test_named_tuples_enumerations_and_dataclasses_are_steps_too():
-    assert answer("star.py", NAMED.encode(), 3, 5) == [star.all_reduce(r, 3, 5) for r in range(3)]
+    assert answer("star.py", NAMED.encode(), 3, 5) == [
+        exchanges.star_all_reduce(r, 3, 5) for r in range(3)
+    ]
 
 
 @pytest.mark.parametrize("count", [25, 5 * SEGMENT])
@@ -96,7 +99,7 @@ def test_our_own_plans_pass_the_simulation(n, count, monkeypatch):
     hosts = (["a", "b"][: max(1, n // 2)] * n)[:n]
     for operation, table in TABLES.items():
         for name, row in table.items():
-            if row.plans and not own_algorithm.is_file(name):
+            if row.plans and not is_file(name):
                 assert own_algorithm._proven.__wrapped__(row, operation, name, hosts, count)
 
 

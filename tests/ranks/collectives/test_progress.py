@@ -8,20 +8,23 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpitrain.collectives.bind import bind
 from mpitrain.collectives.engine.progress import PolledProgress, ProgressThread, mover
-from mpitrain.collectives.group import Group
+from mpitrain.collectives.group import Group, bind
 from mpitrain.config import Layout
 from mpitrain.errors import CommError
 from mpitrain.layers.initial import normal
 from mpitrain.ops.device import ops_for
 from mpitrain.parallel.tensor.layer_factory import layers_for
 from mpitrain.parallel.tensor.linear import ColumnParallelLinear
-from mpitrain.transport.failures.guard import MpiJob
-from mpitrain.transport.forwarding import Polled
-from mpitrain.transport.mpi_requests import ReceiveRequest
+from mpitrain.transport.failures import MpiJob
+from mpitrain.transport.mpi import ReceiveRequest
 from mpitrain.transport.threads import run_ranks
 from tests.processes import SECONDS, run
+
+
+def polled(transport):
+    transport.admits_threads = False
+    return transport
 
 
 def test_a_thread_moves_messages_between_hosts_and_nothing_else():
@@ -34,7 +37,7 @@ def test_a_thread_moves_messages_between_hosts_and_nothing_else():
     assert run_ranks(2, chosen, "ring", hosts="aa") == [PolledProgress] * 2
     assert run_ranks(2, chosen, "shared", hosts="aa") == [PolledProgress] * 2
     assert run_ranks(2, chosen, "native", hosts="ab") == [PolledProgress] * 2
-    assert run_ranks(2, chosen, "ring", Polled, hosts="ab") == [PolledProgress] * 2
+    assert run_ranks(2, chosen, "ring", polled, hosts="ab") == [PolledProgress] * 2
 
 
 def test_a_waiting_thread_gets_the_interpreter_within_milliseconds():
@@ -79,7 +82,7 @@ def test_a_column_layers_sum_overlaps_its_weight_half():
         return found
 
     assert run_ranks(2, run, lambda transport: transport, True, hosts="ab") == [[True] * 3] * 2
-    assert run_ranks(2, run, Polled, False, hosts="ab") == [[False] * 3] * 2
+    assert run_ranks(2, run, polled, False, hosts="ab") == [[False] * 3] * 2
 
 
 class Failing:
@@ -181,8 +184,8 @@ import numpy as np
 from mpitrain.collectives.engine.executor import Execution
 from mpitrain.collectives.engine.progress import ProgressThread
 from mpitrain.collectives.plans.ring import all_reduce
-from mpitrain.transport.requests import Traffic
-from mpitrain.transport.rendezvous import World
+from mpitrain.transport.base import Traffic
+from mpitrain.transport.threads import World
 from mpitrain.transport.windows import Windows
 from mpitrain.transport.threads import ThreadTransport
 

@@ -6,12 +6,11 @@ import sys
 import numpy as np
 import pytest
 
-from mpitrain.collectives.bind import bind, bind_all_gather, bind_reduce_scatter, situation
-from mpitrain.collectives.direct.stream_ordered import StreamOrdered
-from mpitrain.collectives.engine.device_arithmetic import by_kernels
+from mpitrain.collectives.cuda_ipc import StreamOrdered
+from mpitrain.collectives.engine.arithmetic import by_kernels
 from mpitrain.collectives.engine.executor import Execution
-from mpitrain.collectives.group import Group
-from mpitrain.collectives.selection.choose import choose
+from mpitrain.collectives.group import Group, bind, topology_of
+from mpitrain.collectives.selection.cost_model import choose
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.errors import CommError, ConfigError
 from mpitrain.machine import cuda
@@ -19,8 +18,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import on_device
 from mpitrain.machine.cuda import CudaBackend
 from mpitrain.transport.agreement import ending_together
-from mpitrain.transport.device.messages import DeviceTransport
-from mpitrain.transport.device.staging import Staged
+from mpitrain.transport.device import Staged
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu
 
@@ -45,7 +43,7 @@ def on_ranks(n, function, **options):
 
     def run(threads):
         memory = CudaBackend()
-        return function(DeviceTransport(threads, memory, Staged(threads, memory)), memory)
+        return function(Staged(threads, memory), memory)
 
     return run_ranks(n, run, **options)
 
@@ -124,8 +122,8 @@ def test_two_shared_halves_equal_the_all_reduce_bitwise():
             whole, halves = memory.from_host(brings), memory.from_host(brings)
             reductions = [
                 bind(transport, whole, algorithm="shared"),
-                bind_reduce_scatter(transport, halves, algorithm="shared"),
-                bind_all_gather(transport, halves, "shared"),
+                Group(transport, "shared").bind_reduce_scatter(halves),
+                Group(transport, "shared").bind_all_gather(halves),
             ]
             messages = transport.traffic.nbytes
             for run in range(2):
@@ -180,8 +178,8 @@ def test_auto_takes_it_on_the_gpus_of_one_host():
         for size in (3, 1001, 1 << 16):
             array = memory.from_host(brought(transport.rank, size, "float32"))
             reductions = [
-                bind_all_gather(transport, array, "auto"),
-                bind_reduce_scatter(transport, array, algorithm="auto"),
+                Group(transport).bind_all_gather(array),
+                Group(transport).bind_reduce_scatter(array),
                 bind(transport, array, algorithm="auto"),
             ]
             assert [type(one) for one in reductions] == [StreamOrdered] * 3
@@ -234,7 +232,7 @@ def test_without_access_auto_takes_messages_on_all_ranks_and_a_demand_is_refused
             for op, size in (("add", 3), ("maximum", 1001)):
                 array = memory.from_host(brought(ranks.rank, size, "float32"))
                 reduction = bind(ranks, array, op, algorithm)
-                by_messages = choose(DEFAULT, situation(ranks, array), size, 4, "plain")
+                by_messages = choose(DEFAULT, topology_of(ranks, array), size, 4, "plain")
                 if ranks.size == 3:
                     assert reduction.algorithm == by_messages
                 reduction.run()

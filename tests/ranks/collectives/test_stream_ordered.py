@@ -9,13 +9,12 @@ import sys
 import numpy as np
 import pytest
 
-from mpitrain.collectives.bind import bind
-from mpitrain.collectives.direct.stream_ordered import StreamOrdered
+from mpitrain.collectives.cuda_ipc import StreamOrdered
+from mpitrain.collectives.group import bind
 from mpitrain.errors import CommError, PeerLost
 from mpitrain.machine import cuda
 from mpitrain.machine.cuda import CudaBackend
-from mpitrain.transport.device.messages import DeviceTransport
-from mpitrain.transport.device.staging import Staged
+from mpitrain.transport.device import Staged
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy
 
@@ -42,7 +41,7 @@ class Rank:
 
     def __init__(self, threads):
         self.memory = CudaBackend()
-        transport = DeviceTransport(threads, self.memory, Staged(threads, self.memory))
+        transport = Staged(threads, self.memory)
         self.rank, self.size, self.stream = threads.rank, threads.size, cupy.get_current_stream()
         self.arrays = [self.memory.zeros(count, "float64") for count in COUNTS]
         self.other = self.memory.zeros(4, "float64")
@@ -122,7 +121,7 @@ def no_barrier(rank, one):
 
 
 def no_announcements(rank, one):
-    one._ended = Stub()
+    one._peers = []
 
 
 def announced_early(rank, one):
@@ -135,12 +134,8 @@ class Stub:
     def start(self):
         pass
 
-    send = expect = start
-
     def poll(self):
         return True
-
-    have_arrived = poll
 
 
 @pytest.mark.parametrize("broken", [no_waits, no_barrier, no_announcements, announced_early])

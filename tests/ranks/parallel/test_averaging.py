@@ -13,8 +13,7 @@ from safetensors.numpy import load_file
 from mpitrain.config import with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
-from mpitrain.run.checkpoint.directories import newest
-from mpitrain.run.checkpoint.manifest import Done
+from mpitrain.run.checkpoint.manifest import Done, newest
 from mpitrain.run.choices import parse
 from mpitrain.run.generate import tokens
 from mpitrain.run.loop import train

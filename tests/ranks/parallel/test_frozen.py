@@ -7,8 +7,7 @@ from safetensors.numpy import load_file
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
-from mpitrain.run.checkpoint.directories import newest
-from mpitrain.run.checkpoint.manifest import Done
+from mpitrain.run.checkpoint.manifest import Done, newest
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.saving import save

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpitrain.collectives.engine.codecs import parse_wire
+from mpitrain.collectives.engine.arithmetic import parse_wire
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError

@@ -13,8 +13,7 @@ from mpitrain.errors import TrainingError
 from mpitrain.optim import Optimizer
 from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.run.build import build
-from mpitrain.run.checkpoint.directories import newest
-from mpitrain.run.checkpoint.manifest import Done
+from mpitrain.run.checkpoint.manifest import Done, newest
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.runs import go, records

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpitrain.collectives.engine.codecs import parse_wire
+from mpitrain.collectives.engine.arithmetic import parse_wire
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import Plain
 from mpitrain.models.gpt import gpt

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.layers.now import Now
+from mpitrain.layers.base import Now
 from mpitrain.layers.plain import Plain
 from mpitrain.ops.device import ops_for
 from mpitrain.run.checkpoint.manifest import Done

@@ -106,7 +106,7 @@ def curve(transport, config, steps=STEPS):
 
 
 ROUNDED = {"fp16": (2**-11, 2**-39), "int8": (0.0, 0.5 / 127)}
-"""What a format rounds of an element: a part of it, and a part of the largest of its block (collectives/engine/codecs.py)."""
+"""What a format rounds of an element: a part of it, and a part of the largest of its block (collectives/engine/arithmetic.py)."""
 
 
 def rounded(transport, config, steps=STEPS):

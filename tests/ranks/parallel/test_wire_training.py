@@ -8,10 +8,10 @@ import shutil
 import numpy as np
 import pytest
 
-from mpitrain.collectives.compression.error_feedback import RECENT
+from mpitrain.collectives.compression import RECENT
 from mpitrain.errors import CheckpointError
 from mpitrain.run.build import build
-from mpitrain.run.checkpoint.directories import newest
+from mpitrain.run.checkpoint.manifest import newest
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.saving import save

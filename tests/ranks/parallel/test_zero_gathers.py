@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpitrain.collectives.engine.codecs import BLOCK, CODECS, parse_wire
+from mpitrain.collectives.engine.arithmetic import BLOCK, CODECS, parse_wire
 from mpitrain.collectives.group import Group
 from mpitrain.run.build import build
 from mpitrain.run.trainer import replicas_equal

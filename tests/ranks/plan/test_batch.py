@@ -19,7 +19,7 @@ from mpitrain.machine.arena import HostMemory
 from mpitrain.run.build import Job, build
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.choices import parse
-from mpitrain.run.given import agree_on
+from mpitrain.run.resolve import agree_on
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.plan import memory as plan_memory
 from mpitrain.tools.plan.batch import fitting, noise, search, timing

@@ -7,7 +7,7 @@ import pytest
 
 from mpitrain.errors import CheckpointError
 from mpitrain.formats import safetensors_files
-from mpitrain.run.checkpoint import save_load
+from mpitrain.run.checkpoint import loading, saving
 from mpitrain.run.checkpoint.manifest import INDEX, MANIFEST
 from mpitrain.transport.threads import run_ranks
 from tests.cases.layouts import LAYOUTS, save
@@ -90,7 +90,7 @@ MUTATIONS = [
 def test_every_mutation_of_a_file_is_refused_and_names_it(written, tmp_path):
     whole, before, other = written
     assert {path.name for path in whole.iterdir()} == {*NAMES} and len(MUTATIONS) >= 60
-    run_ranks(3, save_load.read_beside, whole)
+    run_ranks(3, loading.read_beside, whole)
     for number, (change, name) in enumerate(MUTATIONS):
         path = tmp_path / str(number) / whole.name
         shutil.copytree(whole, path)
@@ -98,7 +98,7 @@ def test_every_mutation_of_a_file_is_refused_and_names_it(written, tmp_path):
 
         def read(transport, path=path, told=(change.__name__, name)):
             with pytest.raises(CheckpointError) as raised:
-                save_load.read_beside(transport, path)
+                loading.read_beside(transport, path)
             return raised.value.agreed, raised.value.law, told
 
         for agreed, law, told in run_ranks(1 + number % 4, read):
@@ -120,13 +120,13 @@ def test_what_says_the_same_in_other_bytes_is_altered(written, tmp_path):
         shutil.copytree(written[0], path)
         (path / MANIFEST).write_text(change((path / MANIFEST).read_text()))
         with pytest.raises(CheckpointError, match=f"{MANIFEST} was altered"):
-            run_ranks(1, save_load.read_beside, path)
+            run_ranks(1, loading.read_beside, path)
         shutil.rmtree(path)
 
 
 def test_a_file_whose_blocks_are_right_and_that_goes_on_is_damaged(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors_files, "BLOCK", 8)  # a header ends at a multiple of it
-    monkeypatch.setattr(save_load.Manifest.__new__, "__defaults__", (8, {}))
+    monkeypatch.setattr(saving.Manifest.__new__, "__defaults__", (8, {}))
     path = run_ranks(1, save, tmp_path, LAYOUTS["whole on 1"])[0]
     file = path / "model-00001-of-00001.safetensors"
     assert file.stat().st_size % 8 == 0
@@ -135,4 +135,4 @@ def test_a_file_whose_blocks_are_right_and_that_goes_on_is_damaged(tmp_path, mon
         CheckpointError,
         match=rf"{file.name} is damaged: it has \d+ bytes where manifest.json says",
     ):
-        run_ranks(1, save_load.read_beside, path)
+        run_ranks(1, loading.read_beside, path)

@@ -15,8 +15,7 @@ from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import HostBackend
 from mpitrain.parallel.replication.state import StateBuffer
 from mpitrain.regions import Piece
-from mpitrain.run.checkpoint import load as checkpoint_load
-from mpitrain.run.checkpoint import save_load, writers
+from mpitrain.run.checkpoint import loading, saving
 from mpitrain.run.checkpoint.manifest import INDEX, Done
 from mpitrain.transport.threads import run_ranks
 from tests.cases.layouts import LAYOUTS, Described, Layout, kept, load, logical, save
@@ -125,8 +124,8 @@ def test_state_that_is_not_needed_may_be_missing_and_numbers_come_back(tmp_path)
             (Piece(0, storage.length, 0),),
             needed=False,
         )
-        loaded = save_load.load(
-            save_load.read_beside(transport, path),
+        loaded = loading.load(
+            loading.read_beside(transport, path),
             [*found, expected],
             storage,
             transport,
@@ -142,7 +141,7 @@ def test_state_that_is_not_needed_may_be_missing_and_numbers_come_back(tmp_path)
 def test_a_full_disk_on_one_rank_fails_the_save_on_all_ranks(failing, tmp_path, monkeypatch):
     layout = LAYOUTS["rectangles on 3"]
     before = run_ranks(3, save, tmp_path, layout)[0]
-    real = writers.join
+    real = saving.join
 
     class Full:
         def write(self, data):
@@ -156,7 +155,7 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_ranks(failing, tmp_path, 
             file._file = Full()
         real(tasks, held, file, transport, backend)
 
-    monkeypatch.setattr(save_load, "join", join)
+    monkeypatch.setattr(saving, "join", join)
 
     def run(transport):
         with pytest.raises(TrainingError, match=f"On rank {failing}.*No space left.*") as raised:
@@ -186,11 +185,11 @@ def large(rank, ranks, tensors, rows, columns):
 @pytest.mark.slow
 def test_loading_takes_memory_for_one_tensor_and_reads_only_its_rows(tmp_path, monkeypatch):
     tensors, rows, columns, ranks, moved, block = 16, 64, 4096, 3, 1 << 16, 1 << 18
-    for module in (safetensors_files, writers, checkpoint_load, save_load):
+    for module in (safetensors_files, loading, saving):
         monkeypatch.setattr(module, "MOVED", moved)
-    for module in (safetensors_files, writers):
+    for module in (safetensors_files, saving):
         monkeypatch.setattr(module, "BLOCK", block)
-    monkeypatch.setattr(save_load.Manifest.__new__, "__defaults__", (block, {}))
+    monkeypatch.setattr(saving.Manifest.__new__, "__defaults__", (block, {}))
     held = [large(rank, ranks, tensors, rows, columns) for rank in range(ranks)]
     wanted = [[one.array.copy() for one in found] for _, found in held]
     nbytes, taken, peaks, preadv = rows * columns * 4, [], [], os.preadv
@@ -198,14 +197,14 @@ def test_loading_takes_memory_for_one_tensor_and_reads_only_its_rows(tmp_path, m
 
     def write(transport):
         storage, found = held[transport.rank]
-        return save_load.save(
+        return saving.save(
             tmp_path, found, storage, transport, HostBackend(), Done(1, 1, "run"), {"dp": 1}, {}, 1
         )
 
     def read(transport):
         storage, found = held[transport.rank]
-        saved = save_load.read_beside(transport, tmp_path / "step-00000001")
-        save_load.load(saved, found, storage, transport, HostBackend(), {"dp": 1})
+        saved = loading.read_beside(transport, tmp_path / "step-00000001")
+        loading.load(saved, found, storage, transport, HostBackend(), {"dp": 1})
 
     for work in (write, read):
         tracemalloc.start()

@@ -6,7 +6,7 @@ import pytest
 from mpitrain.errors import ConfigError
 from mpitrain.ops.host import images
 from mpitrain.run.build import alone, build
-from mpitrain.run.counting.utilisation import work_of
+from mpitrain.run.utilisation import work_of
 from mpitrain.transport.threads import run_ranks
 from tests.training import configured
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpitrain.config.delays import delay_s, delays
+from mpitrain.config.faults import delay_s, delays
 from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
 from mpitrain.tools.bench.comparison.modes import jobs

@@ -12,9 +12,8 @@ from mpitrain.layers.base import Unit
 from mpitrain.layers.initial import zeros
 from mpitrain.layers.plain import Plain
 from mpitrain.ops.device import device_for
-from mpitrain.run.build import build
-from mpitrain.run.open_run import configured as reopened
-from mpitrain.run.open_run import open_run
+from mpitrain.run.build import build, open_run
+from mpitrain.run.build import configured as reopened
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
 from tests.masked import MASKED

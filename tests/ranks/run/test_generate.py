@@ -13,8 +13,7 @@ from mpitrain.layers.plain import Attention
 from mpitrain.models.gpt import gpt
 from mpitrain.run import trainer as trainer_module
 from mpitrain.run.build import build
-from mpitrain.run.decoding.sampling import Sampling
-from mpitrain.run.generate import PromptRequest, continued, texts, tokens
+from mpitrain.run.generate import PromptRequest, Sampling, continued, texts, tokens
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
 from tests.generation import every_text, whole_rows, whole_windows

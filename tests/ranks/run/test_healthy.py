@@ -5,8 +5,7 @@ import time
 import pytest
 
 from mpitrain.formats.safetensors_files import Writing
-from mpitrain.run.metrics import read_metrics
-from mpitrain.run.run_dir import METRICS
+from mpitrain.run.metrics import METRICS, read_metrics
 from mpitrain.run.trainer import Trainer
 from tests.runs import TINY, go
 

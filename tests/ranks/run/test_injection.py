@@ -9,8 +9,7 @@ import pytest
 
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import CommError, MpitrainError, TrainingError
-from mpitrain.run.build import build
-from mpitrain.run.open_run import configured
+from mpitrain.run.build import build, configured
 from mpitrain.transport.threads import run_ranks
 from tests.runs import go, records
 from tests.training import TINY

@@ -19,16 +19,14 @@ from mpitrain.data import Unopened, as_it_is
 from mpitrain.errors import MpitrainError, TrainingError
 from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.run import watchdog
-from mpitrain.run.build import build, model
-from mpitrain.run.checkpoint import save_load
-from mpitrain.run.checkpoint.directories import newest
-from mpitrain.run.checkpoint.manifest import Done
+from mpitrain.run.build import build, configured, model, open_run
+from mpitrain.run.checkpoint import saving
+from mpitrain.run.checkpoint.manifest import Done, newest
 from mpitrain.run.loop import train
-from mpitrain.run.open_run import configured, open_run
 from mpitrain.run.run_dir import noted_largest
 from mpitrain.run.trainer import Trainer
 from mpitrain.trace.recorder import SILENT
-from mpitrain.transport.requests import Traffic
+from mpitrain.transport.base import Traffic
 from mpitrain.transport.threads import run_ranks
 from tests.processes import SECONDS
 from tests.runs import go, records, validated
@@ -79,14 +77,14 @@ def test_a_run_killed_before_its_evaluation_evaluates_on_resume(
 
 def test_what_was_evaluated_is_not_evaluated_again(book, tmp_path, monkeypatch):
     settings = [*book, "run.eval_every=2", "checkpoint.every=2"]
-    real = save_load.save
+    real = saving.save
 
     def save(*arguments):
         if any(isinstance(argument, Done) and argument.step == 6 for argument in arguments):
             raise Killed
         return real(*arguments)
 
-    monkeypatch.setattr(save_load, "save", save)
+    monkeypatch.setattr(saving, "save", save)
     with pytest.raises(Killed):
         go(2, settings)
     monkeypatch.undo()
@@ -197,7 +195,7 @@ def test_step_time_excludes_checkpoints_and_evaluations(book, tmp_path, monkeypa
 
         monkeypatch.setattr(place, name, call)
 
-    takes(save_load, "save", 100)
+    takes(saving, "save", 100)
     takes(Trainer, "evaluate", 10)
     takes(Trainer, "step", 1)
     # The clock of the loop alone: others measure with the real one.

@@ -11,17 +11,15 @@ from mpitrain.cli.train import _configured
 from mpitrain.config import with_settings
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.models.targets import is_adapter
-from mpitrain.run.build import build
-from mpitrain.run.checkpoint import save_load
-from mpitrain.run.checkpoint.directories import newest
-from mpitrain.run.checkpoint.manifest import Done, read_manifest
+from mpitrain.run.build import build, open_run
+from mpitrain.run.build import configured as opened
+from mpitrain.run.checkpoint import saving
+from mpitrain.run.checkpoint.manifest import Done, newest, read_manifest
 from mpitrain.run.choices import parse
+from mpitrain.run.export import export
+from mpitrain.run.initial import of_adapters
 from mpitrain.run.loop import train
-from mpitrain.run.open_run import configured as opened
-from mpitrain.run.open_run import open_run
 from mpitrain.run.run_dir import CHECKPOINTS, configuration
-from mpitrain.run.transfer.adapters import of_adapters
-from mpitrain.run.transfer.export import export
 from mpitrain.transport.threads import run_ranks
 from tests.training import TINY, configured
 
@@ -101,7 +99,7 @@ def resaved(transport, config, path, folder):
     """Load a checkpoint with adapters, and save it again from this layout."""
     trainer = build(transport, config, path).trainer
     own = trainer.replication
-    return save_load.save(
+    return saving.save(
         folder,
         of_adapters(own.kept()),
         trainer.storage,

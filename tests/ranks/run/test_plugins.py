@@ -110,7 +110,7 @@ def test_an_asynchronous_schedule_with_one_row_of_two_is_refused_in_words(table)
 
 
 WRONG = '''
-from mpitrain.collectives.plans import binomial, ring
+from mpitrain.collectives.plans import exchanges, ring
 from mpitrain.collectives.plans.steps import Plan, relabel
 from mpitrain.collectives.selection.algorithm import of_plan
 from mpitrain.collectives.selection.table import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
@@ -141,7 +141,7 @@ SCHEDULES["raising"] = of_chunks(lambda s, p, m: [][s], 1, looped)
 def in_flight(rank, n, count):
     return ring.all_reduce(rank, n, count)._replace(depth=2)
 
-ALL_REDUCE["copies"] = of_plan(lambda rank, n, count: binomial.broadcast(rank, n, count, 0))
+ALL_REDUCE["copies"] = of_plan(lambda rank, n, count: exchanges.tree_broadcast(rank, n, count, 0))
 ALL_REDUCE["copies-itself"] = ALL_REDUCE["copies"]._replace(plans=None)
 RING = ALL_REDUCE["ring"]
 ALL_REDUCE["binds-another"] = RING._replace(bind=ALL_REDUCE["copies"].bind)

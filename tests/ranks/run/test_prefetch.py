@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from mpitrain.run.checkpoint.directories import newest
+from mpitrain.run.checkpoint.manifest import newest
 from tests.runs import TINY, go, records
 
 MODES = [

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from mpitrain.run.build import build
-from mpitrain.run.checkpoint.directories import newest
-from mpitrain.run.checkpoint.manifest import Done
+from mpitrain.run.checkpoint.manifest import Done, newest
 from mpitrain.transport.threads import run_ranks
 from tests.saving import save
 from tests.training import TINY, configured

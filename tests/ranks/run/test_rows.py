@@ -12,12 +12,11 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
 from mpitrain.layers.initial import normal
 from mpitrain.models.table import MODELS, Model
-from mpitrain.run.build import build
+from mpitrain.run.build import build, open_run
+from mpitrain.run.build import configured as reopened
 from mpitrain.run.choices import parse
 from mpitrain.run.generate import tokens
 from mpitrain.run.loop import train
-from mpitrain.run.open_run import configured as reopened
-from mpitrain.run.open_run import open_run
 from mpitrain.transport.threads import run_ranks
 
 V = 7

@@ -10,12 +10,10 @@ import pytest
 
 from mpitrain.config import Data
 from mpitrain.data import bits_per_byte, open_source, tokenizer_of
-from mpitrain.data.prepare.corpus import Options, prepare
-from mpitrain.data.prepare.documents import Form
-from mpitrain.data.prepare.encode import processes
-from mpitrain.data.prepare.train_tokenizer import train_tokenizer
+from mpitrain.data.documents import Form
+from mpitrain.data.prepare import Options, prepare, processes
 from mpitrain.data.source import Reading
-from mpitrain.data.tokenizer import BYTES_FILE, ByteTokenizer
+from mpitrain.data.tokenizer import BYTES_FILE, ByteTokenizer, train_tokenizer
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.run.generate import tokenizer_of_run
 from tests.runs import TINY, go, records

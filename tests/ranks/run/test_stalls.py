@@ -3,8 +3,7 @@
 import os
 import time
 
-from mpitrain.run.metrics import read_metrics
-from mpitrain.run.run_dir import METRICS
+from mpitrain.run.metrics import METRICS, read_metrics
 from mpitrain.tools.report.live import what_happens_now
 from tests.runs import TINY, go
 

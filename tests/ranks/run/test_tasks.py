@@ -11,8 +11,7 @@ from mpitrain.data.tasks import Task
 from mpitrain.data.tokenizer import ByteTokenizer, FileTokenizer
 from mpitrain.errors import DataError, TrainingError
 from mpitrain.run.build import build
-from mpitrain.run.scoring.requests import encoded_pair, requests_of
-from mpitrain.run.scoring.tasks import score, scores
+from mpitrain.run.scoring import encoded_pair, requests_of, score, scores
 from mpitrain.transport.threads import run_ranks
 
 SETTINGS = [

@@ -10,9 +10,8 @@ from mpitrain.config import parse, with_settings
 from mpitrain.data import largest_token
 from mpitrain.errors import DataError
 from mpitrain.run import build as build_module
-from mpitrain.run.build import build
+from mpitrain.run.build import build, configured, open_run
 from mpitrain.run.loop import train
-from mpitrain.run.open_run import configured, open_run
 from mpitrain.transport.threads import run_ranks
 
 TINY = [

@@ -13,10 +13,9 @@ from mpitrain.models.table import MODELS
 from mpitrain.ops import OPERATIONS
 from mpitrain.ops.device import device_for
 from mpitrain.run import build as building
+from mpitrain.run import utilisation as measuring
 from mpitrain.run.build import build
-from mpitrain.run.counting import gemm_peak as measuring
-from mpitrain.run.counting.gemm_peak import gemm_peak
-from mpitrain.run.counting.utilisation import StepFlops, work_of
+from mpitrain.run.utilisation import StepFlops, gemm_peak, work_of
 from mpitrain.trace.timeline import read_timeline
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu
@@ -190,7 +189,7 @@ def test_ranks_of_each_gpu_are_counted_and_a_group_without_access_is_named_once(
     monkeypatch.setattr(cupy, "_gpus", lambda: ("01"[rank() // 2], *"01"))
     monkeypatch.setattr(cuda, "_allocation_start", cupy.allocation_start)
     sharing = []
-    monkeypatch.setattr(building, "gemm_peak", lambda *facts: sharing.append(facts[2]))
+    monkeypatch.setattr(measuring, "gemm_peak", lambda *facts: sharing.append(facts[2]))
     settings = ["layout.dp=2", "layout.pp=2", "device.kind=cuda", "device.cuda_aware=no"]
     go(4, [*TINY, *MLP, *settings, "run.steps=1", f"run.out={tmp_path / 'run'}"])
     assert sharing == [2] * 4

@@ -5,9 +5,9 @@ import time
 import numpy as np
 import pytest
 
-from mpitrain.collectives.compression import quantized
-from mpitrain.collectives.compression.bind import bind_lossy
-from mpitrain.collectives.engine.codecs import parse_wire
+from mpitrain.collectives import compression
+from mpitrain.collectives.compression import bind_lossy
+from mpitrain.collectives.engine.arithmetic import parse_wire
 from mpitrain.errors import CommError, TrainingError, on_every_rank
 from mpitrain.transport.threads import run_ranks
 from tests.laws.transport import raises_comm_error
@@ -84,7 +84,7 @@ def test_an_error_of_every_rank_that_one_does_not_have_is_a_defect(others, law):
 
 
 def test_an_unmoved_pipelined_chain_is_a_deadlock_by_name(monkeypatch):
-    monkeypatch.setattr(quantized, "LANE", 500)
+    monkeypatch.setattr(compression, "LANE", 500)
 
     def stay(transport):
         reduction = bind_lossy(transport, np.ones(20_011, "float32"), parse_wire("int8"))

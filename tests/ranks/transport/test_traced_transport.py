@@ -29,8 +29,8 @@ from mpitrain.trace.startup import left
 from mpitrain.trace.timeline import described, on_the_clock_of_rank_0, read_timeline
 from mpitrain.transport import mpi
 from mpitrain.transport.clocks import Clocks
+from mpitrain.transport.decorators import Recorded
 from mpitrain.transport.threads import run_ranks
-from mpitrain.transport.traced_transport import Recorded
 from tests.fakes import cupy
 from tests.laws.transport import TransportLaws, laws_of
 from tests.runs import go

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from mpitrain.collectives.bind import bind, bind_all_gather, bind_reduce_scatter
+from mpitrain.collectives.group import Group, bind
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.transport.threads import run_ranks
 
@@ -61,16 +61,16 @@ def test_a_window_is_not_written_while_another_group_reads_it():
 
 @pytest.mark.parametrize("begun", [False, True], ids=["run", "started"])
 @pytest.mark.parametrize("where", ["window", "plain"])
-@pytest.mark.parametrize("bind_half", [bind_reduce_scatter, bind_all_gather])
+@pytest.mark.parametrize("half", ["reduce_scatter", "all_gather"])
 @pytest.mark.parametrize("count", [5, 5000])
-def test_what_a_slow_rank_still_reads_is_not_written_over(count, bind_half, where, begun):
+def test_what_a_slow_rank_still_reads_is_not_written_over(count, half, where, begun):
     def work(transport):
         array = (
             transport.allocate(count, np.float32)
             if where == "window"
             else np.empty(count, np.float32)
         )
-        reduction, found = bind_half(transport, array, algorithm="shared"), []
+        reduction, found = getattr(Group(transport, "shared"), f"bind_{half}")(array), []
         if transport.rank == 1:
             met = reduction._met
             reduction._met = lambda left: (time.sleep(0.02), met(left))
@@ -87,7 +87,7 @@ def test_what_a_slow_rank_still_reads_is_not_written_over(count, bind_half, wher
 
     for run, arrays in enumerate(zip(*run_ranks(3, work), strict=True), 1):
         for rank, (array, mine) in enumerate(zip(arrays, chunk_bounds(count, 3), strict=True)):
-            if bind_half is bind_reduce_scatter:
+            if half == "reduce_scatter":
                 assert (array[slice(*mine)] == 111 * run).all()
             else:
                 assert all(

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from mpitrain.cli.launch.allocation import Allocation, allocation, nodes, ranks_of, slurm_cores
+from mpitrain.cli.launch.hosts import Allocation, allocation, nodes, ranks_of, slurm_cores
 from mpitrain.errors import ConfigError
 from tests.processes import mpitrain
 

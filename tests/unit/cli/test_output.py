@@ -6,9 +6,9 @@ from contextlib import suppress
 
 import pytest
 
-from mpitrain.cli.launch.launcher_output import LauncherOutput, Passage
-from mpitrain.cli.launch.launcher_output import OutputFilter as OutputWords
-from mpitrain.cli.output_checks import check_files
+from mpitrain.cli.job_options import check_files
+from mpitrain.cli.launch.supervise import LauncherOutput, Passage
+from mpitrain.cli.launch.supervise import OutputFilter as OutputWords
 from mpitrain.cli.terminal.output import Output, OutputError
 from mpitrain.errors import ConfigError
 from tests.processes import SECONDS

@@ -4,13 +4,15 @@ import os
 
 import pytest
 
-from mpitrain.cli.launch.allocation import Allocation, allocation, nodes
 from mpitrain.cli.launch.command import cores_of, ranks_of_fullest
-from mpitrain.cli.launch.placement import (
+from mpitrain.cli.launch.hosts import (
+    Allocation,
     Placement,
+    allocation,
     described,
     exported,
     mpich_options,
+    nodes,
     open_mpi_options,
     placement,
     srun_options,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mpitrain.cli import NOT_BEGUN
-from mpitrain.cli.launch.launcher_output import Errors, LauncherOutput
+from mpitrain.cli.launch.supervise import Errors, LauncherOutput
 from mpitrain.cli.terminal.stop_requests import FLAG, StatusFilter
 from tests.processes import SECONDS, run
 

@@ -5,15 +5,17 @@ from itertools import pairwise
 
 import pytest
 
-from mpitrain.collectives.plans.topology import Topology
 from mpitrain.collectives.selection import cost_model
-from mpitrain.collectives.selection.choose import candidates, choose, part_bytes
+from mpitrain.collectives.selection.algorithm import Topology
 from mpitrain.collectives.selection.cost_model import (
     EAGER,
     KNOTS,
     MEMORY,
     Tuning,
+    candidates,
+    choose,
     is_whole,
+    part_bytes,
     plans_of,
     predict,
     shares,

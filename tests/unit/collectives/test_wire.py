@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mpitrain.collectives.compression.matrices import tiles
-from mpitrain.collectives.engine.codecs import BLOCK, CODECS, Wire, largest, parse_wire
+from mpitrain.collectives.compression import tiles
+from mpitrain.collectives.engine.arithmetic import BLOCK, CODECS, Wire, largest, parse_wire
 from mpitrain.errors import ConfigError
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpitrain.config.delays import Delay, delay_s, delays
+from mpitrain.config.faults import Delay, delay_s, delays
 
 
 @pytest.mark.parametrize(

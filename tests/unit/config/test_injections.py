@@ -3,10 +3,9 @@
 import pytest
 
 from mpitrain.config import parse, with_settings
-from mpitrain.config.injections import KINDS, POINTS, Injection, check_injection, injection
+from mpitrain.config.faults import KINDS, POINTS, Injection, check_injection, injection
 from mpitrain.errors import ConfigError
-from mpitrain.run.injection.failures import FAILURES
-from mpitrain.run.injection.passes import ELEMENT_FAILURES
+from mpitrain.run.injection import ELEMENT_FAILURES, FAILURES
 
 
 @pytest.mark.parametrize(

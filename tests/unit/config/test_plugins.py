@@ -10,7 +10,7 @@ from mpitrain.cli import commands
 from mpitrain.config import Config, Run, parse, plugins, read_toml
 from mpitrain.errors import ConfigError
 from mpitrain.run import choices
-from mpitrain.run.given import agree_on
+from mpitrain.run.resolve import agree_on
 from mpitrain.run.run_dir import configuration
 from mpitrain.tables import Table
 from mpitrain.transport.threads import run_ranks

@@ -7,7 +7,7 @@ import pytest
 
 from mpitrain.config import Config
 from mpitrain.data import IGNORED, Reading, open_source
-from mpitrain.data.packing import first_fit
+from mpitrain.data.rows import first_fit
 from mpitrain.errors import ConfigError, DataError
 
 PAIRS = [{"prompt": f"{n} + 1?", "answer": str(n + 1)} for n in range(12)]

@@ -11,11 +11,9 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from mpitrain.cli.data.rank_encoders import RankEncoders, serve
-from mpitrain.data.prepare import documents
-from mpitrain.data.prepare.corpus import Options, prepare
-from mpitrain.data.prepare.documents import Form, Position, chunks, inputs
-from mpitrain.data.prepare.encode import processes
+from mpitrain.cli.rank_encoders import RankEncoders, serve
+from mpitrain.data.documents import Form, Position, chunks, inputs
+from mpitrain.data.prepare import Options, prepare, processes
 from mpitrain.data.tokenizer import ByteTokenizer, open_tokenizer
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.transport.threads import run_ranks
@@ -54,7 +52,7 @@ def text_of(folder, name):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(documents, "CHUNK", 700)
+    monkeypatch.setattr("mpitrain.data.documents.CHUNK", 700)
     monkeypatch.setattr(os, "fsync", lambda file: None)  # a kill does not lose pages of the system
 
 
@@ -163,7 +161,7 @@ def test_errors_of_inputs_and_of_ranks_end_all_ranks(tmp_path, small_chunks, mon
     def full(*arguments):
         raise MemoryError("full")
 
-    monkeypatch.setattr("mpitrain.cli.data.rank_encoders.encoded_pieces", full)
+    monkeypatch.setattr("mpitrain.cli.rank_encoders.encoded_pieces", full)
     with pytest.raises(DataError, match=r"rank 1 .* full"):
         by_ranks(tmp_path / "full", [written(tmp_path, "txt")], 3)
 
@@ -180,7 +178,7 @@ def killed_at(line, call):
 
     def trace(frame, event, _):
         nonlocal ran
-        if not frame.f_code.co_filename.endswith(("corpus.py", "files.py")):
+        if not frame.f_code.co_filename.endswith(("data/prepare.py", "files.py")):
             return None
         if event == "line":
             ran += 1

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpitrain.data import IGNORED, Reading, as_it_is, largest_token, open_source
-from mpitrain.data.flat_tokens import FileTokens
+from mpitrain.data.token_files import FileTokens
 from mpitrain.errors import ConfigError, DataError
 
 CONTEXT = 8

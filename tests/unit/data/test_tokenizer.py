@@ -6,11 +6,9 @@ import random
 import numpy as np
 import pytest
 
-from mpitrain.data.prepare.corpus import Options, prepare
-from mpitrain.data.prepare.documents import Form
-from mpitrain.data.prepare.encode import processes
-from mpitrain.data.prepare.train_tokenizer import train_tokenizer
-from mpitrain.data.tokenizer import ByteTokenizer, open_tokenizer
+from mpitrain.data.documents import Form
+from mpitrain.data.prepare import Options, prepare, processes
+from mpitrain.data.tokenizer import ByteTokenizer, open_tokenizer, train_tokenizer
 from mpitrain.errors import DataError
 
 TEXTS = ["The cat sat. " * 50, "größer 😀\r\n\n  x\x00y", "<|endoftext|>", "", "日本語 " * 3]

@@ -42,8 +42,8 @@ DOORS = {
     "mpi4py": ("transport/",),
     "cupy": ("machine/", "kernels/"),
     "click": ("cli/",),
-    "tokenizers": ("data/tokenizer.py", "data/prepare/"),
-    "pyarrow": ("data/prepare/",),
+    "tokenizers": ("data/tokenizer.py",),
+    "pyarrow": ("data/documents.py",),
     "os.environ": ("machine/process.py", "cli/"),
 }
 

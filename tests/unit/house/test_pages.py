@@ -24,13 +24,16 @@ PAGES = [
     HERE / "README.md",
     TESTS,
     COMING_FROM,
+    HERE / "mpitrain" / "run" / "FAILURES.md",
     *sorted((HERE / "mpitrain").rglob("README.md")),
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 every_page = pytest.mark.parametrize(
     "page",
     PAGES,
-    ids=[str((page if page == COMING_FROM else page.parent).relative_to(HERE)) for page in PAGES],
+    ids=[
+        str((page.parent if page.name == "README.md" else page).relative_to(HERE)) for page in PAGES
+    ],
 )
 
 
@@ -146,7 +149,7 @@ def test_a_command_on_a_page_has_the_options_and_settings_that_it_takes(
         click.Command, "invoke", lambda self, context: read.append(context.params)
     )  # and does nothing
     # A page may name a folder of initial parameters, which is not there.
-    monkeypatch.setattr("mpitrain.run.choices.with_keys_of_folder", lambda tables: tables)
+    monkeypatch.setattr("mpitrain.run.model_keys.with_keys_of_folder", lambda tables: tables)
     for words in commands_on(page):
         while words:
             read.clear()

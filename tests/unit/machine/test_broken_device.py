@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpitrain.machine.cuda import CudaBackend
-from mpitrain.transport.device.staging import Staged
+from mpitrain.transport.device import Staged
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy
 

@@ -6,8 +6,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from mpitrain.collectives.engine.arithmetic import HOST
-from mpitrain.collectives.engine.device_arithmetic import arithmetic_of
+from mpitrain.collectives.engine.arithmetic import HOST, arithmetic_of
 from mpitrain.config import Device as Settings
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.cuda import CudaEngine

@@ -14,15 +14,15 @@ from mpitrain.machine import devices, process
 from mpitrain.machine.arena import size_class
 from mpitrain.machine.devices import backend_for
 from mpitrain.run.resolve import resolve
-from mpitrain.transport.device import cuda_aware
-from mpitrain.transport.device.cuda_aware import (
+from mpitrain.transport import device
+from mpitrain.transport.device import (
+    Direct,
+    Staged,
     cuda_messages,
     exchange_is_right,
     over_device,
     self_test,
 )
-from mpitrain.transport.device.messages import DeviceTransport, Direct
-from mpitrain.transport.device.staging import Staged
 from mpitrain.transport.library import Awareness
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy
@@ -226,7 +226,7 @@ def test_the_environment_of_one_knows_no_ranks(monkeypatch):
 
 CHILDREN = {
     "pass": (True, "and a self-test moved GPU memory"),
-    f"import sys; sys.exit({cuda_aware.WRONG})": (False, "but a self-test received wrong data"),
+    f"import sys; sys.exit({device.WRONG})": (False, "but a self-test received wrong data"),
     "import os; os.kill(os.getpid(), 11)": (False, "but a self-test crashed (SIGSEGV)"),
     "raise OSError('no such device')": (False, "but a self-test failed: OSError: no such device"),
     "import time; time.sleep(60)": (False, "but a self-test was still waiting after 1 s"),
@@ -251,7 +251,7 @@ def test_the_self_test_tells_right_from_wrong(one_gpu):
     def run(transport):
         gpu = backend_for("cuda")
         return [
-            exchange_is_right(DeviceTransport(mpi, gpu, Direct(mpi, gpu)), gpu)
+            exchange_is_right(Direct(mpi, gpu), gpu)
             for mpi in (PointerThreads(transport), Loses(transport))
         ]
 
@@ -260,7 +260,7 @@ def test_the_self_test_tells_right_from_wrong(one_gpu):
 
 @pytest.mark.skipif(process.gpus() > 0, reason="there is a GPU here")
 def test_the_child_without_a_gpu_is_a_no():
-    answer = self_test(cuda_aware.CHILD, process.environment_of_one(), 60)
+    answer = self_test(device.CHILD, process.environment_of_one(), 60)
     assert not answer.cuda and "failed: device.kind" in answer.how
 
 
@@ -279,15 +279,15 @@ def test_the_way_of_messages_is_forced_or_asked_and_tried(
 ):
     trials = []
     monkeypatch.setattr(
-        cuda_aware, "cuda_awareness", lambda path, environment: Awareness(asked, "the library")
+        device, "cuda_awareness", lambda path, environment: Awareness(asked, "the library")
     )
     monkeypatch.setattr(
-        cuda_aware, "self_test", lambda *_: trials.append(1) or Awareness(tried, "and it worked")
+        device, "self_test", lambda *_: trials.append(1) or Awareness(tried, "and it worked")
     )
 
     def run(transport):
         made = over_device(transport, backend_for("cuda"), setting)
-        return type(made._carrier), cuda_messages(transport, setting).how
+        return type(made), cuda_messages(transport, setting).how
 
     assert run_ranks(4, run, hosts="aabb") == [(carrier, how)] * 4
     assert len(trials) == (4 if asked else 0), "one child on each host, each time it is asked"
@@ -295,13 +295,13 @@ def test_the_way_of_messages_is_forced_or_asked_and_tried(
 
 def test_one_host_that_cannot_decides_for_all(monkeypatch):
     monkeypatch.setattr(
-        cuda_aware, "cuda_awareness", lambda path, environment: Awareness(True, "the library")
+        device, "cuda_awareness", lambda path, environment: Awareness(True, "the library")
     )
     answers = {"a": Awareness(True, "and it worked"), "b": Awareness(False, "but it crashed")}
 
     def run(transport):
         here = transport.hosts[transport.rank]
-        monkeypatch.setattr(cuda_aware, "self_test", lambda *_: answers[here])
+        monkeypatch.setattr(device, "self_test", lambda *_: answers[here])
         return cuda_messages(transport, "auto").cuda
 
     assert run_ranks(2, run, hosts="bb") == [False] * 2

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mpitrain.collectives.engine.codecs import parse_wire
+from mpitrain.collectives.engine.arithmetic import parse_wire
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.config import with_settings
 from mpitrain.data import Unopened

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from mpitrain.config.delays import delay_s, delays
+from mpitrain.config.faults import delay_s, delays
 from mpitrain.parallel.servers.work_queue import Report, WorkQueue
 
 STEPS = 12

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from mpitrain.machine.backend import HostBackend
-from mpitrain.run.checkpoint.load import fill
+from mpitrain.run.checkpoint.loading import fill
 from mpitrain.run.checkpoint.manifest import INDEX, MANIFEST, read_manifest, verify
 from mpitrain.transport.threads import run_ranks
 from tests.cases.layouts import LAYOUTS, kept, save

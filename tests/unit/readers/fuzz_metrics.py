@@ -6,9 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpitrain.run.metrics import read_metrics
-from mpitrain.run.resume import past
-from mpitrain.run.run_dir import METRICS
+from mpitrain.run.metrics import METRICS, past, read_metrics
 from mpitrain.tools.bench.plot_loss import AXES, points
 from mpitrain.tools.report.text import how_it_ended
 from tests.unit.readers.fuzz_json import DEEP, OF_TEXTS

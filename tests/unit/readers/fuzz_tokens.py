@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mpitrain.data import LLM_C_MAGIC, open_source
+from mpitrain.data import open_source
+from mpitrain.data.token_files import LLM_C_MAGIC
 from tests.unit.readers.fuzz_readers import INVALID, Damaged, in_the_way
 
 CONTEXT, VOCABULARY = 8, 300

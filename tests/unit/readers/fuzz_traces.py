@@ -9,9 +9,9 @@ import numpy as np
 import tomli_w
 
 from mpitrain.cli import report
-from mpitrain.cli.output_checks import Outputs
+from mpitrain.cli.job_options import Outputs
 from mpitrain.config import CONFIG, parse
-from mpitrain.run.run_dir import METRICS
+from mpitrain.run.metrics import METRICS
 from mpitrain.trace.read import read_trace
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.ring_buffer import BACKWARD, FORWARD, HEAD, MAGIC, RECORD, Ring

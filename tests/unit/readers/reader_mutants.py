@@ -15,8 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 SOURCES = {
-    "manifests": ("run/checkpoint/structure.py", "run/checkpoint/manifest.py"),
-    "headers": ("formats/safetensors_files.py", "run/checkpoint/load.py"),
+    "manifests": ("run/checkpoint/manifest.py",),
+    "headers": ("formats/safetensors_files.py", "run/checkpoint/loading.py"),
     "tuning": ("collectives/selection/tuning.py", "strict_json.py"),
     "tiles": ("ops/cuda/tiles.py",),
     "traces": ("trace/read.py", "tools/report/schedule_comparison.py"),

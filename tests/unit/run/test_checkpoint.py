@@ -15,9 +15,8 @@ from mpitrain.config import parse, with_settings
 from mpitrain.errors import CheckpointError, TrainingError
 from mpitrain.files import Directory
 from mpitrain.run.build import build
-from mpitrain.run.checkpoint import manifest, save_load
-from mpitrain.run.checkpoint.directories import newest, steps
-from mpitrain.run.checkpoint.manifest import INDEX, MANIFEST, Done
+from mpitrain.run.checkpoint import loading, manifest
+from mpitrain.run.checkpoint.manifest import INDEX, MANIFEST, Done, newest, steps
 from mpitrain.run.metrics import MetricsFile, cut_after, read_metrics, strict
 from mpitrain.transport.threads import run_ranks
 from tests.saving import load, save
@@ -55,7 +54,7 @@ MODEL, STATE = "model-00001-of-00001.safetensors", "state-00000.safetensors"
 
 def read(path):
     """A verified checkpoint; of one rank."""
-    return run_ranks(1, save_load.read_beside, path)[0]
+    return run_ranks(1, loading.read_beside, path)[0]
 
 
 @pytest.mark.parametrize("optimizer", ("sgd", "momentum", "adamw"))
@@ -157,7 +156,7 @@ def test_a_checkpoint_removed_while_read_is_replaced_by_the_next(
 ):
     trainer = trained()
     first = save(tmp_path, trainer, after(1), keep=1)
-    real, calls = getattr(save_load, moment), []
+    real, calls = getattr(loading, moment), []
 
     def look(path, *rest):
         rank = rest[-1] if moment == "fill" else rest[0]
@@ -167,7 +166,7 @@ def test_a_checkpoint_removed_while_read_is_replaced_by_the_next(
                 save(tmp_path, trainer, after(1 + len(calls)), keep=1)
         return real(path, *rest)
 
-    monkeypatch.setattr(save_load, moment, look)
+    monkeypatch.setattr(loading, moment, look)
 
     def run(transport):
         other = build(transport, parse(with_settings({}, TINY))).trainer
@@ -190,7 +189,7 @@ def test_one_that_is_still_listed_and_cannot_be_read_is_called_damaged(tmp_path,
         with pytest.raises(
             CheckpointError, match=f"{name} is missing.[^$]*to go on from step-00000001"
         ) as raised:
-            save_load.read_beside(transport, last)
+            loading.read_beside(transport, last)
         return raised.value.agreed
 
     assert run_ranks(2, run) == [True, True]
@@ -203,7 +202,7 @@ def test_a_rank_that_does_not_see_the_run_directory_advises_no_removal(tmp_path)
     def run(transport):
         path = saved if transport.rank == 0 else tmp_path / "elsewhere" / saved.name
         with pytest.raises(CheckpointError) as raised:
-            save_load.read_beside(transport, path)
+            loading.read_beside(transport, path)
         return str(raised.value)
 
     for said in run_ranks(2, run, hosts="ab"):

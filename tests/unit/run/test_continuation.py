@@ -4,8 +4,7 @@ import pytest
 
 from mpitrain.data.tokenizer import ByteTokenizer
 from mpitrain.errors import ConfigError, DataError
-from mpitrain.run.decoding.continuation import Continuation, stop_bytes
-from mpitrain.run.decoding.prompts import check_room, encoded, read_prompts
+from mpitrain.run.generate import Continuation, check_room, encoded, read_prompts, stop_bytes
 
 
 def pieces(tokens, stops, tokenizer=None):

@@ -9,7 +9,7 @@ from mpitrain.errors import TrainingError
 from mpitrain.layers.base import Parameter
 from mpitrain.regions import Piece, common
 from mpitrain.run.checkpoint.regions import HeldRegion, Region, part_of_text, runs
-from mpitrain.run.checkpoint.writers import Joined, shared_out, sources
+from mpitrain.run.checkpoint.saving import Joined, shared_out, sources
 
 SHAPE = (4, 5, 6)
 WHOLE = np.arange(120.0).reshape(SHAPE)

@@ -13,15 +13,15 @@ import pytest
 from mpitrain.cli.train import _configured
 from mpitrain.collectives.selection.tuning import DEFAULT, write_tuning
 from mpitrain.config import read_toml, with_settings
-from mpitrain.data import SampleSource
+from mpitrain.data.samples import SampleSource
 from mpitrain.errors import ConfigError
 from mpitrain.ops.cuda.tiles import write_tiles
 from mpitrain.pipeline.schedule_files import find_plan, write_plan
+from mpitrain.run.build import configured, open_run
 from mpitrain.run.choices import parse
 from mpitrain.run.loop import train
-from mpitrain.run.open_run import configured, open_run
 from mpitrain.run.run_dir import configuration, look
-from mpitrain.run.watching.watcher import Watcher
+from mpitrain.run.watcher import Watcher
 from mpitrain.transport.threads import run_ranks
 
 TINY = [

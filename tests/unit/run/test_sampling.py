@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpitrain.run.decoding.sampling import NOT_FINITE, Sampling, draw, probabilities
+from mpitrain.run.generate import NOT_FINITE, Sampling, draw, probabilities
 
 LOGITS = np.random.default_rng(5).standard_normal((4, 37)) * 3
 

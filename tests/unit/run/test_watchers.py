@@ -8,8 +8,8 @@ import pytest
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import TrainingError
 from mpitrain.run.loop import train
-from mpitrain.run.watching.event_file import crc32c
-from mpitrain.run.watching.watcher import Watcher
+from mpitrain.run.tensorboard import crc32c
+from mpitrain.run.watcher import Watcher
 from mpitrain.transport.threads import run_ranks
 from tests.runs import TEXT, TINY, go, records
 

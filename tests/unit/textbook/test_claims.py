@@ -22,7 +22,7 @@ from mpitrain.tools.textbook.claims.claim import (
 from mpitrain.tools.textbook.claims.page import page
 from mpitrain.tools.textbook.claims.table import CLAIMS
 from mpitrain.tools.textbook.claims.text import lines, record, rule
-from mpitrain.tools.textbook.words import LANGUAGES, WORDS, width
+from mpitrain.tools.textbook.words import LANGUAGES, korean, width
 
 CONDITIONAL = {
     "ring-or-server",
@@ -112,14 +112,14 @@ def test_every_text_of_a_claim_has_a_korean_one(judged):
     texts |= {
         label for each in judged.values() for one in each.findings for label in one.figures.numbers
     }
-    assert not sorted(texts - set(WORDS))
+    assert not sorted(texts - set(korean()))
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_columns_of_a_claim_align_in_both_languages(judged, language):
     for each in judged.values():
         rows = [line for line in lines(each, language) if line.startswith("    ")]
-        truth = {WORDS["true"], WORDS["false"]} if language == "ko" else {"true", "false"}
+        truth = {korean()["true"], korean()["false"]} if language == "ko" else {"true", "false"}
         starts = {
             width(row[: row.index(f"  {word} ")])
             for row in rows

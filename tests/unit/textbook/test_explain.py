@@ -10,12 +10,13 @@ from click.testing import CliRunner
 
 from mpitrain.cli import commands
 from mpitrain.errors import ConfigError
-from mpitrain.tools.textbook.explain.explanation import ROOT, Text
-from mpitrain.tools.textbook.explain.links import Network, Watched, parse_link
-from mpitrain.tools.textbook.explain.renderers import page, systems, terminal
-from mpitrain.tools.textbook.explain.symbols import IN_FLIGHT, MIXED, Symbols, written
+from mpitrain.tools.textbook.explain import page, terminal
+from mpitrain.tools.textbook.explain.explanation import ROOT
+from mpitrain.tools.textbook.explain.links import Network, SlowTransport, parse_link
+from mpitrain.tools.textbook.explain.picture import draw, notes_of
 from mpitrain.tools.textbook.explain.topics import TOPICS
-from mpitrain.tools.textbook.words import WORDS, width
+from mpitrain.tools.textbook.explain.toy import IN_FLIGHT, MIXED, Symbols, written
+from mpitrain.tools.textbook.words import korean, text, width
 from mpitrain.transport.threads import run_ranks
 from tests.laws.transport import TransportLaws, laws_of
 
@@ -36,17 +37,15 @@ def recorded(name, ranks=None, link=None):
 
 def fresh(name, ranks=None, link=None):
     topic = TOPICS[name]
-    return topic.record(name, topic.setting(name, ranks, link))
+    return topic.explained(topic.setting(name, ranks, link))
 
 
 def texts(found):
-    """Every text of an explanation, and the texts within their fields."""
-    if isinstance(found, Text):
-        yield found.english
-        yield from texts([*found.values.values()])
-    elif isinstance(found, list | tuple):
-        for one in found:
-            yield from texts(one)
+    """Every text of an explanation."""
+    yield from (found.title, *found.sentences, found.legend, *found.rows)
+    yield from (one.heading for one in found.columns)
+    yield from (one.title for one in found.frames)
+    yield from (one.name for one in found.formulas)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +70,7 @@ def test_counted_numbers_of_a_topic_equal_their_formulas(name, ranks):
 
 @every_topic
 def test_a_topic_records_the_same_frames_twice(name):
-    again = fresh(name).frames
-    assert [f._replace(messages=()) for f in recorded(name).frames] == [
-        f._replace(messages=()) for f in again
-    ]
+    assert recorded(name).frames == fresh(name).frames
 
 
 def test_the_command_of_a_topic_has_its_micro_batches():
@@ -85,10 +81,10 @@ def test_the_command_of_a_topic_has_its_micro_batches():
 @every_topic
 def test_texts_sources_laws_and_commands_of_a_topic_exist(name):
     found = recorded(name)
-    assert not {each for each in texts(tuple(found)) if each not in WORDS}
+    for each in texts(found):
+        assert text(each, "ko") and text(each, "en") == each
     names = {name for group in found.columns for name in group.names}
-    assert not {name for name in names if re.fullmatch("[a-z]{4,}", name)} - {*WORDS}
-    assert TOPICS[name].title.english in WORDS
+    assert not {name for name in names if re.fullmatch("[a-z]{4,}", name)} - {*korean()}
     for source in found.sources:
         line = (ROOT / source.file).read_text().splitlines()[source.line - 1]
         begins = r"\s*(def|class)|extern .*void( __launch_bounds__\(.*\))?"
@@ -139,7 +135,7 @@ def test_recomputation_frees_what_a_segment_makes_again():
 
 
 @pytest.mark.parametrize(
-    ("terms", "text"),
+    ("terms", "form"),
     [
         ({}, "0"),
         ({"a": 1.0}, "a"),
@@ -151,8 +147,8 @@ def test_recomputation_frees_what_a_segment_makes_again():
         (dict.fromkeys("abcdef", 1), "a+..+f"),
     ],
 )
-def test_a_linear_form_is_written_as_a_sum(terms, text):
-    assert written(terms) == text
+def test_a_linear_form_is_written_as_a_sum(terms, form):
+    assert written(terms) == form
 
 
 @pytest.mark.parametrize("name", ["ring", "star", "ddp", "column"])
@@ -215,11 +211,11 @@ def test_columns_of_a_frame_align(name, language):
 
 def test_a_page_has_all_frames_and_needs_no_network(tmp_path):
     page.write(recorded("ring"), tmp_path / "ring.html", "ko")
-    text = (tmp_path / "ring.html").read_text()
-    contents = json.loads(re.search(r'application/json">(.*?)</script>', text, re.S)[1])
+    html = (tmp_path / "ring.html").read_text()
+    contents = json.loads(re.search(r'application/json">(.*?)</script>', html, re.S)[1])
     assert len(contents["frames"]) == 7
     assert contents["rows"][0] == "랭크 0"
-    assert not re.search(r"(src|href)=|https?:|@import|url\(", text)
+    assert not re.search(r"(src|href)=|https?:|@import|url\(", html)
 
 
 @pytest.mark.slow
@@ -240,8 +236,6 @@ def test_pages_without_a_compiler_lack_the_topics_that_need_one(tmp_path, no_com
 @pytest.mark.slow
 def test_a_picture_is_drawn_without_a_font_for_hangul(tmp_path):
     pytest.importorskip("matplotlib")
-    from mpitrain.tools.textbook.explain.renderers.picture import draw
-
     draw(recorded("1f1b"), tmp_path / "a.png", "ko")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
@@ -249,8 +243,6 @@ def test_a_picture_is_drawn_without_a_font_for_hangul(tmp_path):
 @pytest.mark.parametrize("language", ["en", "ko"])
 @every_topic
 def test_no_note_of_a_picture_is_wider_than_its_columns(name, language):
-    from mpitrain.tools.textbook.explain.renderers.picture import notes_of
-
     notes = notes_of(recorded(name), language, 80)
     assert max(map(width, notes)) <= 80
 
@@ -285,31 +277,29 @@ def test_the_command_lists_topics_and_prints_one():
 def test_the_page_of_systems_and_its_pictures_are_of_this_version():
     """If not: python jobs/textbook.py."""
     found = {name: recorded(name) for name in TOPICS}
-    folder = ROOT / systems.PICTURES
-    assert (folder / "README.md").read_text() == systems.page(found)
-    assert (folder / systems.FRAMES).read_text() == systems.digests(found)
+    folder = ROOT / page.PICTURES
+    assert (folder / "README.md").read_text() == page.systems(found)
+    assert (folder / page.FRAMES).read_text() == page.digests(found)
     pictures = [*folder.glob("*.png")]
     assert {path.stem for path in pictures} == {*TOPICS}
     assert sum(path.stat().st_size for path in pictures) < 2**20
 
 
 def test_pages_and_pictures_of_the_tree_are_not_in_the_wheel():
-    assert not [*(ROOT / systems.PICTURES).glob("*.py")]
+    assert not [*(ROOT / page.PICTURES).glob("*.py")]
     assert "pictures" not in (ROOT / "setup.cfg").read_text()
 
 
 LAST = "law_a_message_of_another_size_is_an_error_at_its_receiver"  # threads carry no more after it
 
 
-@pytest.mark.parametrize("link", [None, parse_link("10Gbit,100us")])
-def test_a_watched_transport_obeys_the_laws_of_transports(link):
-    network = Network(link)
+def test_a_slow_transport_obeys_the_laws_of_transports():
+    network = Network(parse_link("10Gbit,100us"))
 
     def obey(transport):
-        watched = Watched(transport, network)
+        slow = SlowTransport(transport, network)
         for name in laws_of(TransportLaws):
             if name != LAST:
-                getattr(TransportLaws(), name)(watched)
+                getattr(TransportLaws(), name)(slow)
 
     run_ranks(3, obey)
-    assert network.log

@@ -10,8 +10,15 @@ from click.testing import CliRunner
 from mpitrain.cli import commands
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.source import package_sources
-from mpitrain.tools.textbook.explain.recorders.tiling import SHAPE
-from mpitrain.tools.textbook.ladder.rungs import FOLDER, MACROS, RUNGS, SECTOR, ProductShape, climb
+from mpitrain.tools.textbook.explain.tiling import (
+    FOLDER,
+    MACROS,
+    RUNGS,
+    SECTOR,
+    SHAPE,
+    ProductShape,
+    climb,
+)
 from tests.unit.kernels.nvrtc import Compiler
 
 pytestmark = pytest.mark.compile

@@ -7,39 +7,46 @@ from pathlib import Path
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.tools.textbook.words import WORDS, language_of, padded, text, width
+from mpitrain.tools.textbook.words import korean, language_of, padded, text, width
 
-ROOM = Path(__file__).parents[3] / "mpitrain" / "tools" / "textbook"
-CLI = ROOM.parent / "cli"
+PACKAGE = Path(__file__).parents[3] / "mpitrain"
+SAID = (
+    *(PACKAGE / "tools/textbook").rglob("*.py"),
+    *(PACKAGE / "cli").rglob("*.py"),
+    *(PACKAGE / "collectives/plans").glob("*.py"),
+    PACKAGE / "pipeline/simulate.py",
+)
+"""Files whose texts are translated."""
 
 
 def fields(template):
     return {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
 
 
-def written_texts():
-    """The first argument of every call of `text` in the textbook and in the commands."""
-    for path in [*ROOM.rglob("*.py"), *CLI.rglob("*.py")]:
+def constants():
+    """Every text in the files, and the first argument of every call that translates or is translated."""
+    every, translated = set(), set()
+    for path in SAID:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Name)
-                and node.func.id == "text"
-                and node.args
-                and isinstance(node.args[0], ast.Constant)
-                and "textbook" in path.read_text(encoding="utf-8")
-            ):
-                yield node.args[0].value
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                every.add(node.value)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
+                is_text = node.func.id in ("text", "Sentence", "Wrong")
+                if is_text and isinstance(node.args[0], ast.Constant):
+                    translated.add(node.args[0].value)
+    return every, translated
 
 
-def test_every_text_that_the_code_writes_has_a_korean_text():
-    assert not sorted({each for each in written_texts() if each not in WORDS})
+def test_english_and_korean_have_the_same_texts():
+    every, translated = constants()
+    assert not translated - {*korean()}
+    assert not {*korean()} - every
 
 
 def test_a_translation_is_korean_and_has_the_fields_of_its_text():
-    for english, korean in WORDS.items():
-        assert fields(english) == fields(korean), english
-        assert korean.strip(), english
+    for english, translation in korean().items():
+        assert fields(english) == fields(translation), english
+        assert translation.strip(), english
 
 
 def test_fields_are_replaced_in_both_languages():

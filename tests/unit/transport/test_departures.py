@@ -5,10 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpitrain.transport.failures.guard import Guard, MpiJob, needs
-from mpitrain.transport.mpi import MpiTransport
-from mpitrain.transport.mpi_requests import SendRequest
-from mpitrain.transport.requests import AnyOf
+from mpitrain.transport.base import AnyOf
+from mpitrain.transport.failures import Guard, MpiJob, needs
+from mpitrain.transport.mpi import MpiTransport, SendRequest
 
 MEMBERS = (0, 4, 5)
 """Ranks of a split transport in the whole job; this one is rank 0."""

@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 from mpitrain.transport.base import Transport
-from mpitrain.transport.forwarding import Forwarding
+from mpitrain.transport.decorators import Forwarding
 
 ARGUMENTS = {"requests": [None], "color": 0}
 """Arguments of protocol calls; any other parameter gets None."""

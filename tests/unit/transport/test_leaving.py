@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from mpitrain.machine.process import SHARED_MEMORY
-from mpitrain.transport.failures.segments import unlink_mapped
+from mpitrain.transport.failures import unlink_mapped
 from tests.processes import run
 
-HANGS = "import sys, time, types; from mpitrain.transport.failures import grace\n"
+HANGS = "import sys, time, types; from mpitrain.transport import failures\n"
 ENDS = {
-    "barrier": "grace.end_within(0.5); time.sleep(600)",
+    "barrier": "failures.leave_within(0.5); time.sleep(600)",
     "finalize": "sys.modules['mpi4py.MPI'] = types.SimpleNamespace(\n"
     "    Is_finalized=lambda: False, Finalize=lambda: time.sleep(600))\n"
-    "grace.leave_within(0.5)",
-    "abort": "grace.ABORT_SECONDS = 0.5\n"
-    "grace.abort(types.SimpleNamespace(Abort=lambda code: time.sleep(600)), 3)",
+    "failures.leave_within(0.5)",
+    "abort": "failures.ABORT_SECONDS = 0.5\n"
+    "failures.end_job(types.SimpleNamespace(Abort=lambda code: time.sleep(600)), 3)",
 }
 
 
@@ -30,7 +30,7 @@ def test_a_rank_ends_although_mpi_does_not_return(call):
 
 
 def test_a_rank_that_leaves_in_time_has_its_own_exit_code():
-    done = run([sys.executable, "-c", f"{HANGS}grace.leave_within(600); sys.exit(85)"])
+    done = run([sys.executable, "-c", f"{HANGS}failures.leave_within(600); sys.exit(85)"])
     assert done.returncode == 85 and not done.stderr
 
 

@@ -8,7 +8,7 @@ CODE = """
 import numpy as np
 from mpitrain.errors import CommError
 from mpi4py import MPI
-from mpitrain.transport.failures.guard import MpiJob
+from mpitrain.transport.failures import MpiJob
 from mpitrain.transport.mpi import MpiTransport
 
 one = MpiTransport(MPI.COMM_SELF.Dup(), 3, MpiJob(MPI))

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.collectives.plans.topology import Topology
-from mpitrain.collectives.selection.choose import choose
+from mpitrain.collectives.selection.algorithm import Topology
 from mpitrain.collectives.selection.cost_model import (
     KNOTS,
     TERMS,
     Constants,
     Tuning,
+    choose,
     is_whole,
     predict,
     shares,

@@ -5,23 +5,22 @@ MPI's own collectives are bound to the same arrays, and checked and timed like o
 
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.collectives import bind
-from mpitrain.collectives.compression.bind import bind_lossy
-from mpitrain.collectives.direct import native
-from mpitrain.collectives.engine.arithmetic import Arithmetic
-from mpitrain.collectives.engine.codecs import Wire
+from mpitrain.collectives.compression import bind_lossy
+from mpitrain.collectives.engine.arithmetic import Arithmetic, Wire
 from mpitrain.collectives.engine.executor import Reduction
+from mpitrain.collectives.group import bind_algorithm, bind_all_to_all, bind_plan
 from mpitrain.collectives.plans.steps import chunk_bounds
-from mpitrain.collectives.plans.topology import Topology
+from mpitrain.collectives.selection.algorithm import Topology
 from mpitrain.collectives.selection.cost_model import Tuning
-from mpitrain.collectives.selection.table import TABLES, choices
+from mpitrain.collectives.selection.table import ALL_REDUCE, TABLES, choices
 from mpitrain.errors import CommError, MpitrainError
+from mpitrain.transport.base import NATIVE_OPERATIONS as NATIVE
 from mpitrain.transport.base import Transport
-from mpitrain.transport.native import OPERATIONS as NATIVE
 
 PERIOD = 13
 """Period of the test data: such small integers have an exact sum over 8 ranks in bfloat16."""
@@ -80,6 +79,12 @@ class BenchedCollective(NamedTuple):
     is_in_other: bool = False
 
 
+def _bind_algorithm(
+    operation: str, transport: Transport, buffers: Buffers, way: ReductionOptions
+) -> Reduction:
+    return bind_algorithm(transport, operation, buffers.array, "add", *way)
+
+
 def summed(transport: Transport, count: int) -> np.ndarray:
     """Return the sum of `filled` over all ranks."""
     n = transport.size
@@ -117,38 +122,32 @@ def _echoed(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
 
 OPERATIONS = {
     "allreduce": BenchedCollective(
-        lambda transport, buffers, way: bind.bind(transport, buffers.array, "add", *way),
+        partial(_bind_algorithm, "allreduce"),
         lambda transport, count: (slice(None), summed(transport, count)),
         lambda n: 2 * (n - 1) / n,
     ),
     "reduce-scatter": BenchedCollective(
-        lambda transport, buffers, way: bind.bind_reduce_scatter(
-            transport, buffers.array, "add", *way
-        ),
-        _scattered,
-        lambda n: (n - 1) / n,
+        partial(_bind_algorithm, "reduce-scatter"), _scattered, lambda n: (n - 1) / n
     ),
     "all-gather": BenchedCollective(
-        lambda transport, buffers, way: bind.bind_all_gather(transport, buffers.array, *way),
-        _gathered,
-        lambda n: (n - 1) / n,
+        partial(_bind_algorithm, "all-gather"), _gathered, lambda n: (n - 1) / n
     ),
     "broadcast": BenchedCollective(
-        lambda transport, buffers, way: bind.bind_broadcast(
-            transport, buffers.array, 0, way.algorithm
+        lambda transport, buffers, way: bind_plan(
+            transport, "broadcast", way.algorithm, buffers.array, root=0
         ),
         lambda transport, count: (slice(None), filled(0, count)),
         lambda n: 1.0,
     ),
     "reduce": BenchedCollective(
-        lambda transport, buffers, way: bind.bind_reduce(
-            transport, buffers.array, "add", 0, way.algorithm, way.arithmetic
+        lambda transport, buffers, way: bind_plan(
+            transport, "reduce", way.algorithm, buffers.array, way.arithmetic, op="add", root=0
         ),
         _rooted,
         lambda n: 1.0,
     ),
     "all-to-all": BenchedCollective(
-        lambda transport, buffers, way: bind.bind_all_to_all(
+        lambda transport, buffers, way: bind_all_to_all(
             transport, buffers.other, buffers.array, way.algorithm
         ),
         _transposed,
@@ -156,8 +155,8 @@ OPERATIONS = {
         other=lambda n, count: count,
     ),
     "sendrecv": BenchedCollective(
-        lambda transport, buffers, way: bind.bind_ping_pong(
-            transport, buffers.array, way.algorithm
+        lambda transport, buffers, way: bind_plan(
+            transport, "sendrecv", way.algorithm, buffers.array
         ),
         _echoed,
         lambda n: 1.0,
@@ -225,7 +224,7 @@ def refusals(operation: str, situation: Topology) -> dict[str, MpitrainError]:
         if (refusal := algorithm.refusal(situation))
     }
     if operation in NATIVE:
-        refusal = native.refusal(situation) if operation in REDUCING else None
+        refusal = ALL_REDUCE["native"].refusal(situation) if operation in REDUCING else None
         if situation.is_on_device:
             refusal = CommError(
                 "algorithm native is measured in the memory of the host, but --device is a GPU."

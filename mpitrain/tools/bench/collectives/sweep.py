@@ -9,14 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.collectives.activations import ActivationBuffer
-from mpitrain.collectives.bind import memory_of
-from mpitrain.collectives.engine.agreement import check_name
-from mpitrain.collectives.engine.arithmetic import Arithmetic
-from mpitrain.collectives.engine.codecs import Wire
-from mpitrain.collectives.engine.device_arithmetic import arithmetic_of
-from mpitrain.collectives.engine.executor import Reduction
-from mpitrain.collectives.group import Group
-from mpitrain.collectives.plans.topology import Topology
+from mpitrain.collectives.engine.arithmetic import Arithmetic, Wire, arithmetic_of
+from mpitrain.collectives.engine.executor import Reduction, check_name
+from mpitrain.collectives.group import Group, memory_of
+from mpitrain.collectives.selection.algorithm import Topology
 from mpitrain.collectives.selection.cost_model import Tuning, predict
 from mpitrain.collectives.selection.own_algorithm import shown
 from mpitrain.collectives.selection.table import choices
@@ -38,7 +34,7 @@ from mpitrain.tools.bench.collectives.operations import (
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport, aligned_zeros
 from mpitrain.transport.clocks import Clocks
-from mpitrain.transport.device.cuda_aware import over_device
+from mpitrain.transport.device import over_device
 
 LEASED = "leased"
 """The value of --buffers for activation buffers."""

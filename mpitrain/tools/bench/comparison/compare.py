@@ -21,7 +21,7 @@ from mpitrain.tools.bench.turns import ratios, take_turns, verdict
 from mpitrain.tools.text_table import TextColumn, TextTable
 from mpitrain.trace.recorder import Silent
 from mpitrain.transport.base import Transport
-from mpitrain.transport.traced_transport import Recorded
+from mpitrain.transport.decorators import Recorded
 
 KINDS = ("parameters", "gradients", "state", "scratch", "activations")
 """The kinds of memory of a rank, in the order of the table."""

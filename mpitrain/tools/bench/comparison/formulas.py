@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpitrain.collectives.compression.matrices import square, tiles
-from mpitrain.collectives.compression.quantized import LANE
-from mpitrain.collectives.engine.codecs import BLOCK, CODECS, Wire
+from mpitrain.collectives.compression import LANE, square, tiles
+from mpitrain.collectives.engine.arithmetic import BLOCK, CODECS, Wire
 from mpitrain.config import Config, with_settings
 from mpitrain.layers.flat import Bucket, Entry, Storage
 from mpitrain.optim import RULES

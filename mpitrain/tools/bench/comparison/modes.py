@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
-from mpitrain.collectives.selection.own_algorithm import is_file
+from mpitrain.collectives.selection.algorithm import is_file
 from mpitrain.collectives.selection.table import choices
 from mpitrain.config import Config, with_settings
 from mpitrain.config.plugins import load
@@ -14,8 +14,7 @@ from mpitrain.parallel.grid import axes, divisor
 from mpitrain.parallel.modes import MODES, servers_of
 from mpitrain.run.build import build
 from mpitrain.run.choices import ALGORITHMS, parse
-from mpitrain.run.given import agree_on
-from mpitrain.run.resolve import resolve_here
+from mpitrain.run.resolve import agree_on, resolve_here
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 

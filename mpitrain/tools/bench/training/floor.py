@@ -27,7 +27,7 @@ from mpitrain.tools.text_table import TextColumn, TextTable
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.ring_buffer import NO_PHASE
 from mpitrain.transport.base import Transport
-from mpitrain.transport.traced_transport import Recorded
+from mpitrain.transport.decorators import Recorded
 
 BETWEEN, COMMUNICATION = "between operations", "communication"
 SPANS = {"the loss": "loss", "the norm": "optimizer", "the parameters": "optimizer"}

@@ -14,7 +14,7 @@ from mpitrain.ops.device import Device
 from mpitrain.parallel.memory import Room, check_memory
 from mpitrain.parallel.tensor.sequence import sequences_of
 from mpitrain.run.build import model, scheduled
-from mpitrain.run.counting.activations import bytes_needed
+from mpitrain.run.counting import bytes_needed
 from mpitrain.run.resolve import Resolved
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport

@@ -11,9 +11,8 @@ from mpitrain.errors import ConfigError
 from mpitrain.models.table import check_data
 from mpitrain.parallel.modes import check_synchronous
 from mpitrain.run.build import Job, build, open_data
-from mpitrain.run.given import Given
 from mpitrain.run.metrics import strict
-from mpitrain.run.resolve import Resolved, resolve
+from mpitrain.run.resolve import Given, Resolved, resolve
 from mpitrain.tools.plan.batch.fitting import Fit, counted_bytes, find_largest, with_rows
 from mpitrain.tools.plan.batch.noise import LEAST, Noise, measure
 from mpitrain.tools.plan.batch.settings import BatchSetting, critical_size, setting

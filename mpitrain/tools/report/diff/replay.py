@@ -10,7 +10,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from mpitrain.config import Config
-from mpitrain.config.injections import injection
+from mpitrain.config.faults import injection
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 from mpitrain.run.build import Job, build

@@ -12,9 +12,9 @@ from mpitrain.errors import CheckpointError
 from mpitrain.files import reading
 from mpitrain.formats.safetensors_files import Located, located, read_into
 from mpitrain.formats.tensors import StoredTensor
-from mpitrain.run.checkpoint.load import parameters
+from mpitrain.run.checkpoint.loading import parameters
 from mpitrain.run.checkpoint.manifest import read_manifest, verify
-from mpitrain.run.checkpoint.writers import PARAMETERS
+from mpitrain.run.checkpoint.saving import PARAMETERS
 from mpitrain.tools.report.diff.sides import order
 
 CHUNK = 1 << 20

@@ -45,7 +45,7 @@ class Checked(NamedTuple):
         """Return the reason in a language."""
         if self.reason is None:
             return ""
-        return text(self.reason.law, language, **self.reason.values)
+        return text(self.reason.sentence, language)
 
     def sizes(self, case: Case) -> str:
         """Return the numbers of a case with their names."""

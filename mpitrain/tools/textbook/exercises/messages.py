@@ -38,6 +38,10 @@ STEPS_BODY = """    steps = []
 """
 
 
+TO_ANOTHER = "rank {rank} sends to rank {other}, and must do so with rank {peer} alone"
+FROM_ANOTHER = "rank {rank} receives from rank {other}, and must do so with rank {peer} alone"
+
+
 def chunks(ranks: int, count: int) -> list[tuple[int, int]]:
     """Return (start, stop) of each chunk: the first count % ranks chunks are longer."""
     size, longer = divmod(count, ranks)
@@ -65,8 +69,8 @@ def judge_ring(case: Case, answer: Any) -> AnswerCost:
     bounds = chunks(ranks, count)
     for rank, steps_of_rank in enumerate(steps):
         for sends, receives, _ in steps_of_rank:
-            _check_peers(rank, "sends to", sends, (rank - 1) % ranks)
-            _check_peers(rank, "receives from", receives, (rank + 1) % ranks)
+            _check_peers(sends, rank, (rank - 1) % ranks, TO_ANOTHER)
+            _check_peers(receives, rank, (rank + 1) % ranks, FROM_ANOTHER)
             for _, start, stop in (*sends, *receives):
                 if (start, stop) not in bounds:
                     raise Wrong(
@@ -82,15 +86,11 @@ def judge_ring(case: Case, answer: Any) -> AnswerCost:
     return check_cost(AnswerCost(max(map(sent, steps)), most), "elements sent by the busiest rank")
 
 
-def _check_peers(rank: int, verb: str, transfers: Sequence[Transfer], peer: int) -> None:
+def _check_peers(transfers: Sequence[Transfer], rank: int, peer: int, law: str) -> None:
+    """Raise Wrong by this law if a transfer has another peer."""
     for other, _, _ in transfers:
         if other != peer:
-            raise Wrong(
-                f"rank {{rank}} {verb} rank {{other}}, and must do so with rank {{peer}} alone",
-                rank=rank,
-                other=other,
-                peer=peer,
-            )
+            raise Wrong(law, rank=rank, other=other, peer=peer)
 
 
 def judge_server(case: Case, answer: Any) -> AnswerCost:

@@ -1,12 +1,11 @@
 """The file with which a student begins: the statement, and a function without a body."""
 
 from mpitrain.tools.textbook.exercises.exercise import Exercise
-from mpitrain.tools.textbook.exercises.korean import STATEMENTS
 from mpitrain.tools.textbook.words import text
 
 
 def skeleton(name: str, exercise: Exercise, language: str) -> str:
-    statement = STATEMENTS[name] if language == "ko" else exercise.statement
+    statement = text(exercise.statement, language)
     check = text("Check it with: mpitrain learn check FILE", language)
     cost = text(
         "{cost}: at most {formula}",

@@ -1,16 +1,19 @@
-"""An explanation: the data that every renderer draws.
+"""A topic of `explain`, and an explanation: the data that every renderer draws.
 
 A topic is recorded once, from the package's own code. An explanation holds texts, frames, counted
-bytes with their formulas, and the lines of source that ran.
+bytes with their formulas, and the lines of source that ran. Texts are English until they are drawn:
+strings, or `Sentence`s with values.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpitrain.tools.textbook.words import WORDS, text
+from mpitrain.errors import ConfigError
+from mpitrain.machine.devices import has_compiler
+from mpitrain.tools.textbook.explain.links import Link
+from mpitrain.tools.textbook.words import korean
 
 ROOT = Path(__file__).parents[4]
 """The folder of the package: sources are named relative to it."""
@@ -18,41 +21,8 @@ ROOT = Path(__file__).parents[4]
 UNDER_WAY = "→"
 """Follows the contents of a cell whose messages are on their way."""
 
-
-@dataclass(frozen=True)
-class Text:
-    """A text in English, with the values of its fields; `into` returns it in a language."""
-
-    english: str
-    values: Mapping[str, object] = field(default_factory=dict)
-
-    def into(self, language: str) -> str:
-        """Return the text in a language; a value that is a Text is translated as well."""
-        return text(
-            self.english,
-            language,
-            **{
-                name: value.into(language) if isinstance(value, Text) else value
-                for name, value in self.values.items()
-            },
-        )
-
-
-def sentence(english: str, **values: object) -> Text:
-    """Return a text with these values in place of its fields."""
-    return Text(english, values)
-
-
-class FrameMessage(NamedTuple):
-    """A message of a frame.
-
-    source, target  numbers of rows
-    nbytes          its payload
-    """
-
-    source: int
-    target: int
-    nbytes: int
+MOST_RANKS = 8
+"""Ranks of an explanation: more do not fit on a screen."""
 
 
 class Frame(NamedTuple):
@@ -60,14 +30,14 @@ class Frame(NamedTuple):
 
     title     of the step that has just ended
     cells     (rows, columns) contents; empty: the rank stores nothing there
-    messages  that the step sent
+    messages  (source, target) of those that the step sent
     sent      bytes that each row has sent since the start; empty: not counted in this topic
     seconds   of the step, on the slowest rank; None: not measured
     """
 
-    title: Text
+    title: str
     cells: tuple[tuple[str, ...], ...]
-    messages: tuple[FrameMessage, ...] = ()
+    messages: tuple[tuple[int, int], ...] = ()
     sent: tuple[int, ...] = ()
     seconds: float | None = None
 
@@ -92,7 +62,7 @@ class CountedFormula(NamedTuple):
     value     of the formula, with the numbers of this run
     """
 
-    name: Text
+    name: str
     counted: float
     words: str
     value: float
@@ -123,19 +93,17 @@ class SourceLines(NamedTuple):
 class Columns(NamedTuple):
     """A group of columns under one heading."""
 
-    heading: Text
+    heading: str
     names: tuple[str, ...]
 
     def named(self, language: str) -> tuple[str, ...]:
         """Return the names of the columns; names that are words are translated."""
-        return tuple(text(name, language) if name in WORDS else name for name in self.names)
+        return tuple(korean().get(n, n) for n in self.names) if language == "ko" else self.names
 
 
 class Explanation(NamedTuple):
     """A recorded topic.
 
-    name       of the topic
-    title      one line
     sentences  the idea, a sentence each
     legend     the meaning of a cell's contents
     rows       label of each row
@@ -146,13 +114,12 @@ class Explanation(NamedTuple):
     command    that shows the same in a real run
     laws       tests that prove it
     pictured   indices of the frames in a picture; empty: all
+    title      of the topic
     """
 
-    name: str
-    title: Text
-    sentences: Sequence[Text]
-    legend: Text
-    rows: Sequence[Text]
+    sentences: Sequence[str]
+    legend: str
+    rows: Sequence[str]
     columns: Sequence[Columns]
     frames: Sequence[Frame]
     formulas: Sequence[CountedFormula]
@@ -160,9 +127,71 @@ class Explanation(NamedTuple):
     command: str
     laws: Sequence[str]
     pictured: Sequence[int] = ()
+    title: str = ""
 
     @property
     def drawn(self) -> list[tuple[int, Frame]]:
         """The frames of a picture, each with its number."""
         chosen = self.pictured or range(len(self.frames))
         return [(number % len(self.frames), self.frames[number]) for number in chosen]
+
+
+class TopicSetting(NamedTuple):
+    """The setting of a recording.
+
+    ranks  threads, each one rank
+    link   speed of every rank's link; None: as fast as memory
+    """
+
+    ranks: int
+    link: Link | None = None
+
+
+class Topic(NamedTuple):
+    """Row of the table of topics.
+
+    title     one line
+    record    (setting) -> the explanation without its title, recorded from a run on threads
+    ranks     the default number of ranks
+    least     the smallest number of ranks
+    most      the largest number of ranks
+    timed     whether its frames have seconds, so that slow links show
+    compiled  whether it compiles kernels for the simulator, which needs a compiler
+    """
+
+    title: str
+    record: Callable[[TopicSetting], Explanation]
+    ranks: int = 4
+    least: int = 1
+    most: int = MOST_RANKS
+    timed: bool = False
+    compiled: bool = False
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether this machine has the compiler that the topic needs."""
+        return not self.compiled or has_compiler()
+
+    def setting(
+        self, name: str, ranks: int | None = None, link: Link | None = None
+    ) -> TopicSetting:
+        """Return the setting for a number of ranks; None: the default.
+
+        raises  ConfigError if the topic cannot run on so many
+        """
+        count = self.ranks if ranks is None else ranks
+        if not self.least <= count <= self.most:
+            raise ConfigError(
+                f"{name} has {self.least} to {self.most} ranks, but --ranks is {count}.",
+                f"Set --ranks to {self.ranks}.",
+            )
+        if link and not self.timed:
+            raise ConfigError(
+                f"Slow links show in topics that measure time, but {name} measures none.",
+                "Leave out --link, or choose ring, star or a mode of replication.",
+            )
+        return TopicSetting(count, link)
+
+    def explained(self, setting: TopicSetting) -> Explanation:
+        """Record the topic."""
+        return self.record(setting)._replace(title=self.title)

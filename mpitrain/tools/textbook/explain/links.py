@@ -1,4 +1,4 @@
-"""A watched transport: it logs messages, and can slow the links of ranks that are threads.
+"""Slow links between ranks that are threads.
 
 A link has a bandwidth and a latency. Every rank has one outgoing and one incoming link, as a network
 card. A message occupies both for its bytes over the bandwidth, and arrives a latency later.
@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.errors import ConfigError
-from mpitrain.tools.textbook.explain.explanation import FrameMessage
-from mpitrain.transport.base import Transport
-from mpitrain.transport.forwarding import Forwarding
-from mpitrain.transport.requests import Request
+from mpitrain.transport.base import Request, Transport
+from mpitrain.transport.decorators import Forwarding
 
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -62,30 +60,23 @@ def parse_link(words: str) -> Link:
 
 
 class Network:
-    """The links and the log of one run, shared by all ranks.
+    """The links of one run, shared by all ranks."""
 
-    log  (source, target, bytes) of every message, in the order in which sends began
-    """
-
-    def __init__(self, link: Link | None = None):
-        self.link, self.log = link, list[FrameMessage]()
-        self._lock = threading.Lock()
+    def __init__(self, link: Link):
+        self._link, self._lock = link, threading.Lock()
         self._free: dict[tuple[str, int], float] = defaultdict(float)
         self._arrivals: dict[tuple, deque[float]] = defaultdict(deque)
-        self.last_arrival = 0.0
+        self._last_arrival = 0.0
 
     def sent(self, key: tuple, source: int, target: int, nbytes: int) -> float:
-        """Log a message and reserve its links; return the time at which the sender is free."""
+        """Reserve the links of a message; return the time at which the sender is free."""
         with self._lock:
-            self.log.append(FrameMessage(source, target, nbytes))
-            if self.link is None:
-                return 0.0
             out, into = ("out", source), ("in", target)
             begin = max(time.perf_counter(), self._free[out], self._free[into])
-            self._free[out] = self._free[into] = end = begin + nbytes / self.link.bandwidth
-            arrival = end + self.link.latency
+            self._free[out] = self._free[into] = end = begin + nbytes / self._link.bandwidth
+            arrival = end + self._link.latency
             self._arrivals[key].append(arrival)
-            self.last_arrival = max(self.last_arrival, arrival)
+            self._last_arrival = max(self._last_arrival, arrival)
             return end
 
     def arrival(self, key: tuple) -> float:
@@ -96,19 +87,19 @@ class Network:
 
     @property
     def is_busy(self) -> bool:
-        return time.perf_counter() < self.last_arrival
+        return time.perf_counter() < self._last_arrival
 
 
-class Watched(Forwarding):
-    """A Transport that logs messages, and delivers them at the speed of the network's link."""
+class SlowTransport(Forwarding):
+    """A Transport that delivers messages at the speed of the network's link."""
 
     def __init__(self, inner: Transport, network: Network, context: tuple = ()):
         super().__init__(inner)
         self._network, self._context, self._splits = network, context, 0
 
-    def over(self, inner: Transport) -> "Watched":
+    def over(self, inner: Transport) -> "SlowTransport":
         self._splits += 1
-        return Watched(inner, self._network, (*self._context, self._splits, inner.members))
+        return SlowTransport(inner, self._network, (*self._context, self._splits, inner.members))
 
     def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Request:
         source, target = self.members[self.rank], self.members[to]
@@ -116,8 +107,7 @@ class Watched(Forwarding):
         free = self._network.sent(
             (self._context, source, target, tag), source, target, array.nbytes
         )
-        request = self._inner.start_send(array, to, tag)
-        return _Timed(request, lambda _: free) if self._network.link else request
+        return _Timed(self._inner.start_send(array, to, tag), lambda _: free)
 
     def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> Request:
         return self._received(self._inner.start_recv(array, source, tag), tag, source)
@@ -126,8 +116,6 @@ class Watched(Forwarding):
         return self._received(self._inner.start_recv_any(array, tag), tag, None)
 
     def _received(self, request: Request, tag: int, source: int | None) -> Request:
-        if self._network.link is None:
-            return request
         target = self.members[self.rank]
 
         def due(received: Request) -> float:
@@ -138,9 +126,6 @@ class Watched(Forwarding):
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
         # The inner transport takes a rank that waits for a slow message for one in a deadlock.
-        if self._network.link is None:
-            self._inner.wait_until(done, pause, what)
-            return
         while not done():
             if self._network.is_busy:
                 time.sleep(NAP)

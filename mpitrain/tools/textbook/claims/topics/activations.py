@@ -1,6 +1,6 @@
 """Claims about computation and memory of a step, counted by layers that run without arrays."""
 
-from mpitrain.run.counting.step import StepCounts
+from mpitrain.run.counting import StepCounts
 from mpitrain.tools.textbook.claims.claim import Claim, Figures, other, usual
 from mpitrain.tools.textbook.claims.measure import counted, memory
 

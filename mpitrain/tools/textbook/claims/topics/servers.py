@@ -6,7 +6,7 @@ The ranks are threads, and a straggler is a rank that sleeps in its steps.
 from functools import partial
 
 from mpitrain.config import Config
-from mpitrain.config.delays import delay_s, delays
+from mpitrain.config.faults import delay_s, delays
 from mpitrain.run.build import build
 from mpitrain.tools.textbook.claims.claim import Claim, Figures, other, usual
 from mpitrain.tools.textbook.claims.measure import busiest, configured, on_ranks, trained

@@ -1,1 +1,0 @@
-"""`mpitrain data`, and its encoding of text on MPI ranks."""

@@ -1,0 +1,166 @@
+"""`mpitrain runs`: plot draws loss curves, metrics prints series, diff names the first difference of two runs."""
+
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mpitrain.cli.job_options import PLUGINS
+from mpitrain.machine import process
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from mpitrain.tools.report.diff.sides import ComparedRun
+
+
+@click.command("plot")
+@click.argument(
+    "runs",
+    metavar="RUN_DIR [RUN_DIR ...]",
+    nargs=-1,
+    required=True,
+    type=click.Path(path_type=Path),
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("curves.png"),
+    show_default=True,
+    help="Picture to write.",
+)
+@click.option(
+    "--over",
+    type=click.Choice(["steps", "tokens", "samples", "time"]),
+    default="steps",
+    show_default=True,
+    help="Quantity on the x axis.",
+)
+@click.option("--log", "is_log", is_flag=True, help="Use a logarithmic loss axis.")
+def plot(runs: tuple[Path, ...], out: Path, over: str, is_log: bool) -> None:
+    """Draw the training and validation losses of runs.
+
+    Needs matplotlib: pip install 'mpitrain[report]'.
+    """
+    from mpitrain.files import cannot_write
+    from mpitrain.plots import check_drawable
+    from mpitrain.run.run_dir import metrics_of
+    from mpitrain.tools.bench.plot_loss import draw
+
+    if process.launched().rank > 0:
+        return  # only rank 0 draws
+    check_drawable(out, "--out")
+    metrics = {str(run): metrics_of(run) for run in runs}
+    try:
+        draw(metrics, over, is_log, out)
+    except OSError as error:
+        raise cannot_write(out, error) from None
+    click.echo(f"{len(runs)} run(s) drawn in {out}")
+
+
+@click.command("metrics")
+@click.argument(
+    "runs", metavar="RUN [RUN ...]", nargs=-1, required=True, type=click.Path(path_type=Path)
+)
+@click.option(
+    "--csv",
+    "is_csv",
+    is_flag=True,
+    help="Print comma-separated values with all series, for pandas or a spreadsheet.",
+)
+def metrics(runs: tuple[Path, ...], is_csv: bool) -> None:
+    """Print losses, learning rate, speed and evaluations of runs, a line for each logged step.
+
+    A run that is still going on is shown up to its last line of metrics.jsonl.
+    """
+    from mpitrain.run.run_dir import metrics_of
+    from mpitrain.tools.report.metrics_table import joined, print_columns, write_csv
+
+    if process.launched().rank > 0:
+        return  # only rank 0 prints
+    rows = [row for run in runs for row in joined(str(run), metrics_of(run))]
+    (write_csv if is_csv else print_columns)(rows, sys.stdout)
+
+
+DIFFERENT = 1
+"""Exit code of two runs that differ."""
+
+
+@click.command("diff")
+@click.argument("first", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("second", metavar="RUN", type=click.Path(path_type=Path))
+@click.option(
+    "--replay",
+    "does_replay",
+    is_flag=True,
+    help="Repeat both runs from their nearest equal checkpoint, and name the first tensor that differs.",
+)
+@PLUGINS
+def diff(first: Path, second: Path, does_replay: bool, plugins: list[str] | None) -> None:
+    """Find the first step at which two runs differ, and exit with 1 if they do.
+
+    Configuration keys that differ are printed first. Runs of one layout are compared bit for bit:
+    losses, gradient norms, checkpoints, and the digests of run.digest_every. --replay repeats their
+    steps, with ranks as threads of this process. Runs of two layouts are compared within a
+    tolerance: losses, gradient norms, and a few sums over each parameter tensor.
+    """
+    if process.launched().rank > 0:
+        return  # only rank 0 compares
+    process.limit_blas_threads()
+    from mpitrain.config.plugins import load
+    from mpitrain.tools.report.diff import sides
+
+    load({"run": {"plugins": plugins or []}})
+    both = sides.read(first), sides.read(second)
+    changed = sides.changed_keys(*both)
+    from mpitrain.tools.report.diff import text
+
+    show(text.keys_that_differ(changed))
+    is_by_bits = sides.are_comparable_by_bits(*both)
+    if not is_by_bits and does_replay:
+        from mpitrain.errors import ConfigError
+
+        raise ConfigError(
+            "--replay needs two runs of one layout, but these runs have different layouts.",
+            "Leave out --replay.",
+        )
+    is_equal = _by_bits(both, does_replay) if is_by_bits else _by_numbers(both)
+    sys.exit(0 if is_equal else DIFFERENT)
+
+
+def show(lines: "Iterable[str]") -> None:
+    """Print lines; names from the files of another person may have control characters."""
+    from mpitrain.errors import visible
+
+    click.echo("\n".join(map(visible, lines)))
+
+
+def _by_bits(both: "tuple[ComparedRun, ComparedRun]", does_replay: bool) -> bool:
+    """Print how two runs of one layout compare; return whether they are equal."""
+    from mpitrain.cli.terminal.progress import bar
+    from mpitrain.tools.report.diff import series, text
+    from mpitrain.tools.report.diff.replay import replay
+
+    comparison = series.compare_bits(*both)
+    show(text.bits(comparison, *both))
+    if comparison.first is None:
+        return True
+    if does_replay:
+        start = series.start_of_replay(comparison.first, *both)
+        last = max(start + 1, comparison.first)
+        with closing(bar(last - start)) as shown:
+            result = replay(both, start, last, lambda step: shown.update() and None)
+        show(text.replayed(result, both))
+    return False
+
+
+def _by_numbers(both: "tuple[ComparedRun, ComparedRun]") -> bool:
+    """Print how two runs of different layouts compare; return whether they agree."""
+    from mpitrain.tools.report.diff import series, text
+
+    limit = series.tolerance(both[0].config)
+    logged, compared = series.compare_numbers(*both, limit)
+    show(text.numbers(limit, logged, compared))
+    return logged is None and not any(beyond for _, beyond, _ in compared)

@@ -1,0 +1,319 @@
+"""Collectives between the GPUs of one host through CUDA IPC; messages carry no elements.
+
+As in direct.py, each rank reads the memory of all ranks. In an all-reduce each rank also writes to
+the memory of all ranks. Events that the ranks share order this work on the stream of messages.
+
+Run k of a rank has gradients G(k), which its stream of computation writes. R(k) is an event behind
+them, which all ranks share. W(k) is the rank's work on the memory of all ranks, and D(k) an event
+behind W(k).
+
+    computation  G(k) R(k)  | other work ...                                  | G(k+1) R(k+1)
+    messages                | wait for R(k) of all ranks, W(k), D(k)          |
+    host         record R(k), barrier, launch W(k), poll D(k), announce its end, await all others
+
+The computation never waits, and the host only polls. The order is safe:
+
+1. W(k) begins after G(k) of all ranks. A rank launches its waits after the barrier, and all ranks
+   have recorded R(k) before. A wait is for the last record before it (cudaStreamWaitEvent).
+2. G(k+1) overwrites no memory in use. It follows the end of run k, when D(k) of all ranks has
+   passed.
+3. No wait is for a later record. R(k+1) follows the end of run k, when all ranks have launched
+   their waits for R(k).
+4. Streams never wait in a circle, in any order of several reductions. Each wait is launched after
+   the record that it is for.
+5. The loss of a rank ends the run, even if a device waits for the lost rank. While a rank polls its
+   device, its receives from all ranks are posted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpitrain.collectives.engine.arithmetic import Arithmetic
+from mpitrain.collectives.engine.executor import Combine, Execution, Reduction, started_twice
+from mpitrain.collectives.plans.exchanges import barrier
+from mpitrain.collectives.plans.steps import chunk_bounds
+from mpitrain.errors import CommError, ConfigError, on_every_rank
+from mpitrain.machine.backend import Copy, Recordable
+from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
+from mpitrain.transport.base import Request, Transport, named
+from mpitrain.transport.device import DeviceTransport
+
+TRIAL = 1 << 16
+"""Elements of the array by which ranks prove that they can use each other's GPU memory."""
+
+
+def bind_shared_gpu(
+    operation: str, transport: Transport, array: Any, op: str, tag: int, arithmetic: Arithmetic
+) -> Reduction | None:
+    """Bind a collective through GPU memory; collective, within a host.
+
+    None on every rank if the ranks cannot use each other's GPU memory. The first binding of a
+    transport finds this out.
+
+    operation  "allreduce", "reduce-scatter" or "all-gather"
+    order      rank r sums chunk r: its own elements first, then the elements of ranks r + 1,
+               r + 2 ...: the same bits on all ranks and in every run
+    memory     while other ranks have an allocation open, it must not return to the driver; CuPy's
+               pools return none
+    """
+    if not isinstance(transport, DeviceTransport) or transport.unshared:
+        return None
+    try:
+        if transport.unshared is None and transport.size > 1:
+            _prove(transport, tag, arithmetic)
+        reduction = _ordered(operation, transport, array, op, tag, arithmetic)
+        transport.unshared = ""
+        return reduction
+    except CommError as error:
+        if not error.agreed:
+            raise
+        transport.unshared = (
+            ""
+            if transport.is_whole
+            else f"Among ranks {str(transport.members)[1:-1]}, counted from 0: "
+        ) + error.law
+        return None
+
+
+def _ordered(
+    operation: str,
+    transport: DeviceTransport,
+    array: Any,
+    op: str,
+    tag: int,
+    arithmetic: Arithmetic,
+) -> StreamOrdered:
+    """Return the reduction, which keeps the arrays of all ranks open as long as it lives.
+
+    raises  CommError on every rank if the driver of one rank refuses
+    """
+    arrays = _opened(transport, array.reshape(-1))
+    own, others = _events(transport)
+    chunks = [slice(*bounds) for bounds in chunk_bounds(array.size, transport.size)]
+    combine = arithmetic.combining(array, op)
+    return StreamOrdered(
+        transport,
+        array,
+        tag,
+        own,
+        others,
+        lambda: WORK[operation](transport.rank, arrays, chunks, combine),
+    )
+
+
+def _all_reduce(rank: int, arrays: list[Any], chunks: list[slice], combine: Combine) -> None:
+    own, *others = _turned(rank, arrays, chunks)
+    for other in others:
+        combine(own, other)
+    for other in others:
+        other[...] = own
+
+
+def _reduce_scatter(rank: int, arrays: list[Any], chunks: list[slice], combine: Combine) -> None:
+    own, *others = _turned(rank, arrays, chunks)
+    for other in others:
+        combine(own, other)
+
+
+def _all_gather(rank: int, arrays: list[Any], chunks: list[slice], combine: Combine) -> None:
+    for peer, chunk in enumerate(chunks):
+        if peer != rank:
+            arrays[rank][chunk] = arrays[peer][chunk]
+
+
+WORK = {"allreduce": _all_reduce, "reduce-scatter": _reduce_scatter, "all-gather": _all_gather}
+"""The work of a rank on the arrays of all ranks, by rank."""
+
+
+def _turned(rank: int, arrays: list[Any], chunks: list[slice]) -> list[Any]:
+    """Return this rank's chunk of every rank's array, from its own array on."""
+    return [whole[chunks[rank]] for whole in arrays[rank:] + arrays[:rank]]
+
+
+def unshared_gpu(transport: Transport) -> ConfigError:
+    """Return the error of a request for "shared" by name where `bind_shared_gpu` has returned None.
+
+    If these are not all ranks, other groups may go on, so that this rank must end the job.
+    """
+    if not isinstance(transport, DeviceTransport):
+        return on_every_rank(
+            ConfigError(
+                "algorithm shared opens GPU memory by the backend of a device's transport, but this transport is the host's.",
+                "Bind over what transport.cuda_aware.over_device makes of it, or use algorithm ring.",
+            )
+        )
+    error = ConfigError(
+        f"algorithm shared needs GPUs that use each other's memory. {transport.unshared}",
+        "Let every rank see all GPUs of its host (without CUDA_VISIBLE_DEVICES and Slurm's --gpus-per-task), turn the IOMMU "
+        "off, or use algorithm auto.",
+    )
+    return on_every_rank(error) if transport.is_whole else error
+
+
+def note_unshared(transport: Transport) -> None:
+    """Note why these ranks use messages; rank 0 of the job prints the first reason.
+
+    Other groups have similar reasons. A run prints theirs if rank 0 has none.
+    """
+    if not isinstance(transport, DeviceTransport):
+        return
+    if transport.unshared and transport.unshared not in transport.refusals:
+        if transport.members[transport.rank] == 0 and not transport.refusals:
+            say_unshared(transport.unshared)
+        transport.refusals.append(transport.unshared)
+
+
+def say_unshared(reason: str) -> None:
+    """Print that GPUs of a host use messages, and why."""
+    print(
+        f"mpitrain: GPUs of a host exchange messages, not shared memory. {reason}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _prove(transport: DeviceTransport, tag: int, arithmetic: Arithmetic) -> None:
+    """Sum a known pattern; CommError on every rank if the sum is wrong on any; collective.
+
+    A driver may grant access to a GPU behind an IOMMU, which then reads and writes other memory
+    without an error.
+    """
+    patterns = [
+        ((np.arange(TRIAL) * 7 + 31 * rank) % 97 + 1).astype(np.float32)
+        for rank in range(transport.size)
+    ]
+    array = transport.backend.from_host(patterns[transport.rank])
+    _ordered("allreduce", transport, array, "add", tag, arithmetic).run()
+    is_right = np.array_equal(transport.backend.to_host(array), sum(patterns))
+    if wrong := [rank for rank, right in enumerate(transport.gather_text(is_right)) if not right]:
+        raise on_every_rank(
+            CommError(
+                f"The driver grants access, but a sum of known numbers was wrong on rank {', '.join(map(str, wrong))}."
+            )
+        )
+
+
+def _opened(transport: DeviceTransport, flat: Any) -> list[Any]:
+    """Open the arrays of all other ranks, and return all arrays by rank; collective.
+
+    A process cannot open its own allocation, so its own array is returned as it is.
+
+    raises  CommError on all ranks if one rank cannot open an array
+    """
+    if not flat.size:
+        return [flat] * transport.size
+    gpu = transport.backend
+    places = from_all_ranks(transport, lambda: gpu.export(flat))
+    return on_all_ranks(
+        transport,
+        lambda: [
+            flat if peer == transport.rank else gpu.open(handle, offset, flat)
+            for peer, (handle, offset) in enumerate(places)
+        ],
+    )
+
+
+def _events(transport: DeviceTransport) -> tuple[Recordable, list[Any]]:
+    """Return this rank's event, and the opened events of all others; collective.
+
+    raises  CommError on all ranks if one rank cannot share or open an event"""
+    gpu = transport.backend
+    own = on_all_ranks(transport, gpu.shared_event)
+    handles = transport.gather_text(own.handle)
+    others = [handle for peer, handle in enumerate(handles) if peer != transport.rank]
+    return own, on_all_ranks(transport, lambda: [gpu.open_event(handle) for handle in others])
+
+
+class StreamOrdered:
+    """Collective over the GPU memory of all ranks of a host; a Reduction.
+
+    own     event R of this rank
+    others  the events R of all other ranks, opened
+    work    launches W on the current stream
+    """
+
+    state = learn = None
+    algorithm = ""
+    is_messages = False
+    scratch_bytes = 0
+
+    def __init__(
+        self,
+        transport: DeviceTransport,
+        array: Any,
+        tag: int,
+        own: Recordable,
+        others: Sequence[Any],
+        work: Callable[[], None],
+    ):
+        self._transport, self._own, self._work = transport, own, work
+        self._events = [own, *others]
+        aside = transport.aside(array)
+        assert aside is not None  # The array is in device memory.
+        self._aside = aside
+        plan = barrier(transport.rank, transport.size)
+        self._recorded = Execution(transport, np.empty(0, np.uint8), "add", plan, tag)
+        self._tag, self._empty = tag, np.empty(0, np.uint8)
+        self._peers = [peer for peer in range(transport.size) if peer != transport.rank]
+        # Empty messages by which all ranks tell each other that their work has ended.
+        self._ends: list[Request] = []
+        self._done: Copy | None = None
+        self._left: deque[Callable[[], bool]] = deque()
+
+    def run(self) -> None:
+        self.start()
+        self.wait()
+
+    def start(self) -> None:
+        if self._left:
+            raise started_twice()
+        self._own.record()
+        self._recorded.start()
+        self._left.extend((self._has_launched, self._has_computed, self._have_all_ended))
+
+    def poll(self) -> bool:
+        while self._left and self._left[0]():
+            self._left.popleft()
+        return not self._left
+
+    def wait(self) -> None:
+        self._transport.wait_until(self.poll, what=self)
+
+    def __str__(self) -> str:
+        return f"{self._recorded}{named(self._ends)}" or "the work of this GPU"
+
+    def _has_launched(self) -> bool:
+        """Launch the waits and the work when all ranks have recorded R; return whether they have."""
+        if not self._recorded.poll():
+            return False
+        self._ends = [
+            self._transport.start_recv(self._empty, peer, self._tag) for peer in self._peers
+        ]
+        backend = self._transport.backend
+        with self._aside.here():
+            for event in self._events:
+                backend.follow(event)
+            self._work()
+            self._done = backend.so_far()
+        return True
+
+    def _has_computed(self) -> bool:
+        """Return whether D has passed, and then announce it; PeerLost if a rank has ended."""
+        self._have_all_ended()
+        assert self._done is not None  # The launch has set it.
+        if not self._aside.has_passed(self._done):
+            return False
+        self._ends += [
+            self._transport.start_send(self._empty, peer, self._tag) for peer in self._peers
+        ]
+        return True
+
+    def _have_all_ended(self) -> bool:
+        self._ends = [request for request in self._ends if not request.test()]
+        return not self._ends

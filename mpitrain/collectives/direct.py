@@ -1,0 +1,364 @@
+"""Collectives without our own messages: through shared memory within a host, and MPI's all-reduce.
+
+In an all-reduce through shared memory each rank reduces its chunk over the windows of all ranks, and
+writes the result to all of them. A first barrier ensures that all arrays are ready, a second one that
+all chunks are reduced. In a reduce-scatter and an all-gather each rank writes only to its own array,
+and the second barrier ensures that all arrays have been read.
+
+For a small array, each rank works alone on copies in two slots that take turns, so one barrier is
+enough. Arrays in GPU memory go through cuda_ipc.py.
+
+Order of sums, the same on all ranks and in every run. Small arrays: ranks 0, 1, 2 ... Others: rank r
+sums its own elements of chunk r first, then the elements of ranks r + 1, r + 2 ... So a
+reduce-scatter and then an all-gather give the bits of the all-reduce.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain.collectives.engine.arithmetic import Arithmetic
+from mpitrain.collectives.engine.executor import (
+    Agreed,
+    Execution,
+    Reduction,
+    by_numpy,
+    started_twice,
+)
+from mpitrain.collectives.plans.exchanges import barrier
+from mpitrain.collectives.plans.steps import chunk_bounds
+from mpitrain.errors import CommError, ConfigError, on_every_rank
+from mpitrain.machine.backend import on_device
+from mpitrain.machine.process import SHARED_MEMORY
+from mpitrain.transport.base import Request, Transport
+from mpitrain.transport.windows import Location
+
+CACHED_BYTES = 1 << 17
+"""Bytes reduced at a time.
+
+The block of every rank stays in cache from its reduction to its last copy.
+"""
+
+SMALL = 1 << 12
+"""Largest size of a small array, in bytes over all ranks.
+
+A barrier takes longer than reading all arrays of this size.
+"""
+
+Slot = list[np.ndarray]
+"""Region of every rank's window, by rank: the array itself, or a copy of it."""
+
+
+class Turn(NamedTuple):
+    """The copies and sums of one run, as data.
+
+    brought   (target, source): copies before the first barrier, to memory that other ranks read
+    worked    (target, source, is_sum): copies and combinations after it, in this order
+    finished  (target, source): copies after the second barrier
+    """
+
+    brought: list[tuple[np.ndarray, np.ndarray]]
+    worked: list[tuple[np.ndarray, np.ndarray, bool]]
+    finished: list[tuple[np.ndarray, np.ndarray]]
+
+
+class SharedMemory:
+    """Collective through shared memory; a Reduction.
+
+    turns  of successive runs, in turn. With one, a second barrier comes before any rank may overwrite
+           an array that others read. With two, each has its own copies: a rank in the barrier of one
+           run has read the copies of the run before
+    """
+
+    state = learn = None
+    algorithm = ""
+    is_messages = False
+    scratch_bytes = 0
+
+    def __init__(
+        self, transport: Transport, array: np.ndarray, op: str, tag: int, turns: list[Turn]
+    ):
+        self._transport, self._combine = transport, by_numpy(array, op)
+        self._turns, self._turn = turns, 0
+        self._meetings, self._meetings_left = 3 - len(turns), 0
+        self._meeting = Execution(
+            transport, np.empty(0, np.uint8), "add", barrier(transport.rank, transport.size), tag
+        )
+
+    def run(self) -> None:
+        self._bring()
+        for left in reversed(range(self._meetings)):
+            self._transport.barrier()
+            self._met(left)
+
+    def start(self) -> None:
+        self._bring()
+        self._meetings_left = self._meetings
+        self._meeting.start()
+
+    def poll(self) -> bool:
+        while self._meetings_left:
+            if not self._meeting.poll():
+                return False
+            self._go_on()
+        return True
+
+    def wait(self) -> None:
+        while self._meetings_left:
+            self._meeting.wait()
+            self._go_on()
+
+    def _bring(self) -> None:
+        if self._meetings_left:
+            raise started_twice()
+        if self._transport.windows.closed:  # The run would write to memory that has been unmapped.
+            raise CommError(
+                f"rank {self._transport.rank}: a reduction through shared memory needs its window, but the transport "
+                "it was split from is closed.",
+                "Close it when all reductions have ended.",
+            )
+        self._turn = (self._turn + 1) % len(self._turns)
+        for target, source in self._turns[self._turn].brought:
+            target[:] = source
+
+    def _met(self, left: int) -> None:
+        """Do the work after a barrier; `left` barriers follow in this run."""
+        turn = self._turns[self._turn]
+        if left < self._meetings - 1:
+            for target, source in turn.finished:
+                target[:] = source
+            return
+        for target, source, is_sum in turn.worked:
+            if is_sum:
+                self._combine(target, source)
+            else:
+                target[:] = source
+
+    def _go_on(self) -> None:
+        self._meetings_left -= 1
+        self._met(self._meetings_left)
+        if self._meetings_left:
+            self._meeting.start()
+
+
+def offer(transport: Transport, array: np.ndarray) -> list[Any]:
+    """Return the facts that a binding through shared memory needs of each rank.
+
+    The first is the location of the array in a window, or None. The second is a list of windows
+    that this rank could borrow for a copy.
+    """
+    windows, members = transport.windows, transport.members
+    location = windows.locate(array, members[transport.rank])
+    return [location, windows.idle(_borrowed(transport, array)[2], members)]
+
+
+def bind_shared(
+    operation: str,
+    transport: Transport,
+    array: np.ndarray,
+    op: str,
+    agreed: Agreed,
+    arithmetic: Arithmetic,
+) -> Reduction | None:
+    """Bind a collective through shared memory; collective, over the ranks of one host.
+
+    It uses the window that holds the array, or copies the array to a window and back. None on
+    every rank if the host has no room for a window, or its GPUs cannot use each other's memory.
+
+    operation   "allreduce", "reduce-scatter" or "all-gather"
+    agreed      with the `offer` of each rank
+    arithmetic  for arrays in GPU memory; arrays in host memory use NumPy
+    """
+    if on_device(array):
+        from mpitrain.collectives.cuda_ipc import bind_shared_gpu
+
+        return bind_shared_gpu(operation, transport, array, op, agreed.tag, arithmetic)
+    slots, window = _slots(transport, array, agreed)
+    if not slots:
+        return None
+    turns = TURNS[operation](transport.rank, array.reshape(-1), slots)
+    reduction = SharedMemory(transport, array, op, agreed.tag, turns)
+    if window is not None:
+        reduction.scratch_bytes = _borrowed(transport, array)[2]
+        transport.windows.use(window, reduction)
+    return reduction
+
+
+def _slots(
+    transport: Transport, array: np.ndarray, agreed: Agreed
+) -> tuple[list[Slot], int | None]:
+    """Return two slots of copies for a small array, else one, and the window that holds copies.
+
+    No slots on every rank if the host has no room for a window.
+    """
+    locations, idle = zip(*agreed.owns, strict=True)
+    copies, apart, nbytes = _borrowed(transport, array)
+    windows, members = transport.windows, transport.members
+    if copies == 1 and locations[0] and all(one == locations[0] for one in locations):
+        views = windows.views(Location(*locations[0]), members, array.size, array.dtype)
+        if views is not None:
+            return [views], None
+    shared = set.intersection(*map(set, idle))
+    location = (
+        Location(min(shared), 0)
+        if shared
+        else windows.locate(transport.allocate(nbytes, np.uint8), members[transport.rank])
+    )
+    if location is None:
+        return [], None
+    slots = []
+    for copy in range(copies):
+        place = location._replace(offset=copy * apart)
+        views = windows.views(place, members, array.size, array.dtype)
+        if views is None:  # The ranks of one host name do not all share memory.
+            return [], None
+        slots.append(views)
+    return slots, location.window
+
+
+def _borrowed(transport: Transport, array: np.ndarray) -> tuple[int, int, int]:
+    """Return how an array is copied to a window: copies, bytes between copies, bytes per rank."""
+    copies = 2 if array.nbytes * transport.size <= SMALL else 1
+    apart = -(-array.nbytes // 64) * 64
+    # A power of two has few values, so that windows are reused often.
+    return copies, apart, 1 << max(12, (copies * apart - 1).bit_length())
+
+
+def give_up_shared(transport: Transport, array: np.ndarray, asked: str) -> None:
+    """Note that these ranks use messages, as `bind_shared` has returned None.
+
+    raises  ConfigError on every rank if "shared" was asked for by name
+    """
+    # Transports of GPUs have no windows for the few arrays in host memory.
+    has_memory = on_device(array) or not transport.allocates_on_device
+    is_refused = asked == "shared" and transport.size > 1 and has_memory
+    if transport.allocates_on_device or on_device(array):
+        from mpitrain.collectives.cuda_ipc import note_unshared, unshared_gpu
+
+        if is_refused:
+            raise unshared_gpu(transport)
+        note_unshared(transport)
+    elif is_refused:
+        raise on_every_rank(
+            ConfigError(
+                f"algorithm shared needs {transport.size} x {array.nbytes:,} bytes in {SHARED_MEMORY}, but "
+                f"{transport.hosts[0]} has no room for them.",
+                "Make it larger (docker run --shm-size=4g), or use algorithm auto; of a benchmark, lower --max-bytes.",
+            )
+        )
+
+
+def _all_reduce(rank: int, flat: np.ndarray, slots: list[Slot]) -> list[Turn]:
+    """Large arrays: rank r reduces chunk r and writes it to all, one read and write per byte.
+
+    Small ones: every rank reduces the whole array, n - 1 times the reads.
+    """
+    if len(slots) == 2:
+        return [_alone(rank, flat, copies, slice(None)) for copies in slots]
+    (copies,) = slots
+    own, others = copies[rank], copies[rank + 1 :] + copies[:rank]
+    worked = []
+    for block in _blocks(flat, rank, len(copies)):
+        worked += [(own[block], other[block], True) for other in others]
+        worked += [(other[block], own[block], False) for other in others]
+    if _is_copied(flat, own):
+        return [Turn([(own, flat)], worked, [(flat, own)])]
+    return [Turn([], worked, [])]
+
+
+def _reduce_scatter(rank: int, flat: np.ndarray, slots: list[Slot]) -> list[Turn]:
+    start, stop = chunk_bounds(flat.size, len(slots[0]))[rank]
+    if len(slots) == 2:
+        return [_alone(rank, flat, copies, slice(start, stop)) for copies in slots]
+    (copies,) = slots
+    worked = [
+        (flat[block], copy[block], True)
+        for block in _blocks(flat, rank, len(copies))
+        for copy in copies[rank + 1 :] + copies[:rank]
+    ]
+    outside = [slice(0, start), slice(stop, None)] if _is_copied(flat, copies[rank]) else []
+    return [Turn([(copies[rank][part], flat[part]) for part in outside], worked, [])]
+
+
+def _all_gather(rank: int, flat: np.ndarray, slots: list[Slot]) -> list[Turn]:
+    n = len(slots[0])
+    chunks = [slice(*bounds) for bounds in chunk_bounds(flat.size, n)]
+    # Each rank begins with the chunk of a different peer.
+    peers = [(rank + step) % n for step in range(1, n)]
+    return [
+        Turn(
+            [(copies[rank][chunks[rank]], flat[chunks[rank]])]
+            if _is_copied(flat, copies[rank])
+            else [],
+            [(flat[chunks[peer]], copies[peer][chunks[peer]], False) for peer in peers],
+            [],
+        )
+        for copies in slots
+    ]
+
+
+TURNS: dict[str, Callable[[int, np.ndarray, list[Slot]], list[Turn]]] = {
+    "allreduce": _all_reduce,
+    "reduce-scatter": _reduce_scatter,
+    "all-gather": _all_gather,
+}
+
+
+def _alone(rank: int, flat: np.ndarray, copies: Slot, part: slice) -> Turn:
+    """Return the turn in which a rank alone reduces a part of the copies of all ranks."""
+    first, *others = copies
+    worked = [(flat[part], first[part], False)]
+    worked += [(flat[part], other[part], True) for other in others]
+    return Turn([(copies[rank], flat)], worked, [])
+
+
+def _blocks(flat: np.ndarray, rank: int, n: int) -> list[slice]:
+    start, stop = chunk_bounds(flat.size, n)[rank]
+    step = max(1, CACHED_BYTES // flat.itemsize)
+    return [slice(low, min(low + step, stop)) for low in range(start, stop, step)]
+
+
+def _is_copied(flat: np.ndarray, own: np.ndarray) -> bool:
+    """Return whether this rank's region of the window is a copy, not the array itself."""
+    return flat.ctypes.data != own.ctypes.data
+
+
+class Native:
+    """MPI's all-reduce bound to an array; a Reduction. A baseline, and a fallback."""
+
+    state = learn = None
+    algorithm = ""
+    is_messages = False
+    scratch_bytes = 0
+
+    def __init__(
+        self,
+        transport: Transport,
+        array: np.ndarray,
+        op: str,
+        agreed: Agreed,
+        arithmetic: Arithmetic,
+    ):
+        self._transport, self._array, self._op = transport, array, op
+        self._request: Request | None = None
+
+    def run(self) -> None:
+        if self._request is not None:
+            raise started_twice()
+        self._transport.native_all_reduce(self._array, self._op)
+
+    def start(self) -> None:
+        if self._request is not None:
+            raise started_twice()
+        self._request = self._transport.start_native_all_reduce(self._array, self._op)
+
+    def poll(self) -> bool:
+        if self._request is not None and self._request.test():
+            self._request = None
+        return self._request is None
+
+    def wait(self) -> None:
+        if self._request is not None:
+            self._request.wait()
+            self._request = None

@@ -1,1 +1,0 @@
-"""Layers that save memory: recomputed activations, and logits in slices of rows."""

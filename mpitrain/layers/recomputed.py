@@ -1,0 +1,159 @@
+"""Recomputation of activations (gradient checkpointing, Chen et al. 2016, arXiv:1604.06174).
+
+A recomputed layer saves only its input. The input half of its backward first computes the other
+saved activations again. With an attribute `saved_again(w, x, arena) -> saved` a layer offers to
+skip work that only its output needs. So a linear layer skips its product, and a
+row-parallel layer its all-reduce.
+
+    saved for the backward            computed again in the backward
+    none       all activations        nothing
+    attention  all but probabilities  the scores and probabilities of attention
+    unit       inputs of units        the forward of a unit, but for its last product
+    N          inputs of N units      the forward of N units, but for the last product
+"""
+
+from __future__ import annotations  # help() then prints signatures as they are written here
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mpitrain.layers.base import Gradients, Parameter, Unit, Weights, backward, forward_only
+from mpitrain.layers.incremental import Past, forward_next
+from mpitrain.machine.arena import Arena
+from mpitrain.ops import Ops
+
+Context = Callable[[], AbstractContextManager[Any]]
+"""Returns a context for forwards just before their backward: `recomputing` of a layer factory."""
+
+
+def saved_again(layer: Any, w: Weights, x: Any, arena: Arena) -> Any:
+    """Return the state that a layer's forward saves, by its own `saved_again` if it has one."""
+    offer = getattr(layer, "saved_again", None)
+    return offer(w, x, arena) if offer else layer.forward(w, x, arena)[1]
+
+
+def state_of(ops: Ops, x: Any, weight: Any, bias: Any, arena: Arena) -> Any:
+    """Return the state that `ops.linear` saves, without its product.
+
+    The product of no rows has the same state, but for its input.
+    """
+    _, state = ops.linear(x[:0], weight, bias, arena)
+    return with_input(state, x)
+
+
+def input_of(saved: Any) -> Any:
+    """Return the input in a linear operation's saved state.
+
+    The state is the input itself, or a tuple; the first entry of the tuple is again such a state.
+    """
+    return input_of(saved[0]) if isinstance(saved, tuple) else saved
+
+
+def with_input(saved: Any, x: Any) -> Any:
+    """Return a linear operation's saved state with its input replaced by x."""
+    return (with_input(saved[0], x), *saved[1:]) if isinstance(saved, tuple) else x
+
+
+class Recomputed:
+    """A layer that saves only its input (as torch.utils.checkpoint).
+
+    inner        computes the same outputs and gradients, bit for bit
+    recomputing  the context of each second forward
+    """
+
+    def __init__(self, inner: Any, recomputing: Context = nullcontext):
+        self.inner, self._recomputing = inner, recomputing
+        self.output_is_free = inner.output_is_free
+
+    def parameters(self) -> list[Parameter]:
+        return self.inner.parameters()
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return self.inner.output_shape(shape)
+
+    def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
+        return self.inner.forward(w, x, arena)[0], x
+
+    def inner_layers(self) -> list[Any]:
+        return [self.inner]
+
+    def forward_next(self, w: Weights, x: Any, past: Past, arena: Arena) -> Any:
+        return forward_next(self.inner, w, x, past, arena)
+
+    def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
+        saved = self._again(w, saved, arena)
+        return self.inner.backward_input(w, dy, saved, arena)
+
+    def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
+        self.inner.backward_weight(pending, dw, arena)
+
+    def backward(self, w: Weights, dy: Any, saved: Any, dw: Gradients, arena: Arena) -> Any:
+        saved = self._again(w, saved, arena)
+        return backward(self.inner, w, dy, saved, dw, arena)
+
+    def _again(self, w: Weights, x: Any, arena: Arena) -> Any:
+        with self._recomputing():
+            return saved_again(self.inner, w, x, arena)
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Consecutive units of a model chunk whose activations are computed again together.
+
+    size         number of units
+    recomputing  the context of a second forward
+    """
+
+    size: int
+    recomputing: Context
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentUnit(Unit):
+    """A unit of a segment. Its stage computes the segment again, since it opens each unit."""
+
+    segment: Segment | None = None
+
+
+def segment_of(unit: Unit) -> Segment | None:
+    """Return the recomputed segment that a unit consists of, or None for an ordinary unit."""
+    return unit.segment if isinstance(unit, SegmentUnit) else None
+
+
+def with_recomputation(
+    chunks: Sequence[Sequence[Unit]], size: int, recomputing: Context
+) -> list[list[Unit]]:
+    """Return the chunks of a model with `size` units in each recomputed segment.
+
+    The first layer of tokens and the last layer of the model save all activations. Units that
+    run no backward save nothing anyway. A single unit gets a wrapped layer; of several units a
+    pipeline stage knows the segment.
+
+    size    0: nothing is computed again
+    """
+    model = [unit for chunk in chunks for unit in chunk]
+    trained = model[forward_only(model) : -1]
+
+    def is_recomputed(unit: Unit) -> bool:
+        return unit in trained and not getattr(unit.layer, "vocab", 0)
+
+    wrapped = []
+    for units in chunks:
+        chunk = list(units)
+        again = [index for index, unit in enumerate(chunk) if is_recomputed(unit)] if size else []
+        for first in range(0, len(again), max(1, size)):
+            indices = again[first : first + size]
+            segment = Segment(len(indices), recomputing)
+            for index in indices:
+                unit = chunk[index]
+                chunk[index] = (
+                    replace(unit, layer=Recomputed(unit.layer, recomputing))
+                    if len(indices) == 1
+                    else SegmentUnit(
+                        unit.name, unit.layer, unit.tied, unit.held, unit.frozen, segment
+                    )
+                )
+        wrapped.append(chunk)
+    return wrapped

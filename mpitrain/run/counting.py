@@ -1,0 +1,593 @@
+"""One training step of one rank without arithmetic: its activation memory and its FLOPs.
+
+The real layers, arena, pipeline program and pools run on arrays without memory (ops/counted.py).
+No parameter exists, and no message is sent. So any rank counts any other rank's step.
+"""
+
+import math
+from collections import Counter as Numbers
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain.collectives.engine.executor import Reduction
+from mpitrain.collectives.group import Group
+from mpitrain.config import Config
+from mpitrain.data import Source, Unopened, zeros
+from mpitrain.errors import ConfigError, MpitrainError
+from mpitrain.layers.base import Documents, Gradients, Loss, Unit, Weights
+from mpitrain.layers.flat import Storage
+from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import DeviceBackend
+from mpitrain.ops import Ops, bodies
+from mpitrain.ops.counted import Count, Unlaunched, counted
+from mpitrain.ops.device import Device
+from mpitrain.ops.weightless import (
+    Weightless,
+    WeightlessForKernels,
+    WeightlessMemory,
+    WeightlessOnDevice,
+)
+from mpitrain.parallel.grid import Axes, share
+from mpitrain.parallel.memory import Room
+from mpitrain.parallel.tensor.layer_factory import layers_for, loss_for
+from mpitrain.pipeline.chunks import Units, cut_in_chunks
+from mpitrain.pipeline.instructions import Plan
+from mpitrain.pipeline.memory import peak
+from mpitrain.pipeline.partition import TIME
+from mpitrain.pipeline.pipeline import Pipeline, input_shape, own
+from mpitrain.pipeline.schedules import plan_of
+from mpitrain.pipeline.simulate import Cost
+from mpitrain.pipeline.stage import Stage
+from mpitrain.trace.recorder import SILENT, Silent
+from mpitrain.trace.ring_buffer import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from mpitrain.transport.base import Traffic
+from mpitrain.transport.windows import Tenants
+
+SERIAL = "1f1b"
+"""A schedule whose single stage ends each micro-batch before it begins the next."""
+
+
+MOST = 512
+"""The largest number of micro-batches that the check proposes."""
+
+
+class Scheduled(NamedTuple):
+    """A resolved configuration with its pipeline plan: the fields of `run.resolve.Resolved` that
+    counting needs.
+    """
+
+    config: Config
+    axes: Axes
+    plan: Plan
+    device: Device
+
+
+class StepCounts(NamedTuple):
+    """The counts of one rank's training step.
+
+    peak        bytes of activations, as `Pipeline.peak_bytes`
+    flops       floating-point operations of matrix products
+    recomputed  of `flops`, those that repeat a forward
+    problem     the reason why the step could not be counted; empty: it was
+    """
+
+    peak: int = 0
+    flops: int = 0
+    recomputed: int = 0
+    problem: str = ""
+
+
+class UnitCount(NamedTuple):
+    """The counts of one unit in one micro-batch. All bytes are bytes of activations.
+
+    The last unit of a recomputed segment runs the segment's forwards again: it has their bytes and
+    FLOPs.
+
+    saved    that its forward adds: its saved state and its output, less an input that dies
+    pending  from the input half of backward to the weight half, if a schedule separates them
+    peak     of the rank while its forward or its backward runs; the loss counts as the last unit's
+    flops    floating-point operations of its matrix products, forward and backward
+    """
+
+    name: str
+    saved: int
+    pending: int
+    peak: int
+    flops: int
+
+
+class Fitting(NamedTuple):
+    """A number of micro-batches with which a job fits.
+
+    micro_batches  per step and replica
+    needed         bytes of activations then
+    """
+
+    micro_batches: int
+    needed: int
+
+
+class Ended:
+    """A message that is complete as soon as it starts."""
+
+    source = -1
+
+    def test(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class Unsent:
+    """An endpoint without peers: the calls of a `Transport` that layers and stages make.
+
+    A receive leaves its array as it is. A gather returns this rank's value for every rank.
+    """
+
+    admits_threads = False
+    native_dtypes: frozenset[str] = frozenset()
+
+    def __init__(
+        self, rank: int, size: int, allocate: Callable[[int, Any], Any], recorder: Any = SILENT
+    ):
+        """Make an endpoint.
+
+        allocate  (elements, dtype) -> the array that `allocate` returns
+        """
+        self.rank, self.size, self.recorder = rank, size, recorder
+        self.hosts, self.members = ("",) * size, tuple(range(size))
+        self.traffic, self.tenants, self._allocate = Traffic(), Tenants(), allocate
+
+    def claim_tag(self) -> int:
+        return 0
+
+    def start_send(self, array: Any, to: int, tag: int = 0) -> Ended:
+        return Ended()
+
+    def start_recv(self, array: Any, source: int, tag: int = 0) -> Ended:
+        return Ended()
+
+    def gather_text(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def allocate(self, count: int, dtype: Any) -> Any:
+        return self._allocate(count, dtype)
+
+
+class CountedGroup(Group):
+    """A tensor-parallel group of one existing rank; its collectives do nothing."""
+
+    def _noted(self, operation: str, array: Any, bind: Any) -> Reduction:
+        return _NOTHING
+
+
+class _Context(NamedTuple):
+    """The field of `ReplicationContext` that a pipeline reads: the first unit with a backward."""
+
+    first: int
+
+
+class Body:
+    """A rank's layers that count: their operations, arena and memory.
+
+    count   FLOPs and bytes so far
+    arena   the accounts of activations
+    layers  the layer factory of the rank
+    """
+
+    def __init__(self, device: Device, config: Config, rank: int, ranks: int):
+        """Make the layers of one rank of a tensor-parallel group."""
+        self.device, self.count = device, Count()
+        self.memory = WeightlessMemory(_kind_of(device))
+        self.arena = Arena(self.memory)
+        group = CountedGroup(self.endpoint(rank, ranks), arena=self.arena)
+        ops = counted(_leasing(device), self.count)
+        self.layers = layers_for(ops, group, config.layout)
+        self.layers.memory = config.memory
+        self.layers.itemsize = device.itemsize(config.precision.stored)
+
+    def endpoint(self, rank: int, ranks: int) -> Any:
+        """Return a transport without peers, which tells `count` about backwards."""
+        return Unsent(
+            rank,
+            ranks,
+            lambda count, dtype: self.memory.made((count,), dtype),
+            _Phases(self.count),
+        )
+
+    def placed(self, rows: np.ndarray) -> Any:
+        """Return rows of data on the device, as `Trainer.placed`."""
+        half = self.device.half
+        dtype = half if half and rows.dtype.kind == "f" else rows.dtype
+        if isinstance(self.device.backend, DeviceBackend):
+            return self.arena.take(rows.shape, dtype)
+        return rows.astype(dtype, copy=False)
+
+
+class Replica:
+    """The parameters and gradients of a rank without memory, as the training step calls them."""
+
+    def __init__(self, storage: Storage, body: "Body", loss: Loss, first: int):
+        self.replica = _Context(first)
+        computed = body.device.half or storage.dtype
+        self._weights = storage.weights(
+            body.memory.made((storage.length,), computed),
+            body.memory.made((storage.frozen.length,), computed),
+        )
+        flat = body.memory.made((storage.length,), storage.dtype)
+        self._gradients, self._stored = storage.gradients(flat)
+        self._loss, self._arena = loss, body.arena
+        for unit in self._stored:
+            for leaf in unit:
+                leaf.filled = False
+
+    def open(self, unit: int, micro: int) -> Weights:
+        return self._weights[unit]
+
+    def close(self, unit: int, micro: int) -> None:
+        """Do nothing."""
+
+    def gradients(self, unit: int, micro: int) -> Gradients:
+        return self._gradients[unit]
+
+    def gradient_ready(self, unit: int, is_last: bool) -> None:
+        """Do nothing."""
+
+    def poll(self) -> None:
+        """Do nothing."""
+
+    def loss(self, logits: Any, targets: Any, scale: float) -> tuple[Any, Any]:
+        return self._loss.gradient(logits, targets, scale, self._arena)
+
+
+class _Phases(Silent):
+    """A recorder that tells a `Count` whether a backward is running."""
+
+    def __init__(self, count: Count):
+        self._count = count
+
+    def compute(self, *fields: int, **more: int) -> int:
+        self._count.is_backward = fields[1] in (BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+        return 0
+
+    def end(self, span: int) -> None:
+        self._count.is_backward = False
+
+
+class _Nothing:
+    """A collective that does nothing."""
+
+    algorithm, is_messages, state, learn, scratch_bytes = "", False, None, None, 0
+
+    def run(self) -> None:
+        """Return at once."""
+
+    start = wait = run
+
+    def poll(self) -> bool:
+        return True
+
+
+_NOTHING: Any = _Nothing()
+
+
+class UnitCounter(Silent):
+    """Counts the activations and FLOPs of each unit of a chunk, as the recorder of its `Stage`.
+
+    units    the units of the chunk
+    replica  their parameters and gradients
+    """
+
+    def __init__(self, body: Body, units: Sequence[Unit], replica: Replica):
+        super().__init__()
+        self._body, self._units, self._replica = body, units, replica
+        self._lowest = replica.replica.first
+        self._peaks, self._flops = [0] * len(units), [0] * len(units)
+        self._saved = [0] * len(units)
+        self._live, self._pending = [0] * len(units), [0] * len(units)
+        self._unit = self._before = 0
+
+    def count(self, x: Callable[[], Any], targets: Any) -> list[UnitCount]:
+        """Return the counts of all units.
+
+        x        () -> an input of the chunk
+        targets  None, or () -> the targets, if the loss follows the chunk
+        """
+        replica: Any = self._replica
+        stage = Stage(
+            self._units,
+            replica,
+            self._body.arena,
+            recorder=self,
+            lowest=self._lowest,
+        )
+
+        # No variable may refer to a gradient as well: its buffer would return later.
+        def gradient() -> Any:
+            stage.begin(1)
+            return self._gradient(self._forward(stage, x), targets)
+
+        if self._lowest == len(self._units):
+            gradient()
+        else:
+            stage.backward(0, gradient())
+        # The halves run forwards again.
+        peaks, flops = [*self._peaks], [*self._flops]
+        if self._lowest < len(self._units):
+            stage.backward_input(0, gradient())
+            stage.backward_weight(0)
+        names = [unit.name for unit in self._units]
+        return [*map(UnitCount, names, self._saved, self._pending, peaks, flops)]
+
+    def _forward(self, stage: Stage, x: Callable[[], Any]) -> Any:
+        """Return the output of the chunk; count the bytes that each unit saves."""
+        y = stage.forward(0, x())
+        live = [*self._live, self._body.arena.live]
+        self._saved = [after - before for before, after in pairwise(live)]
+        return y
+
+    def _gradient(self, y: Any, targets: Any) -> Any:
+        """Return the gradient of the output, from the loss if it follows."""
+        if targets is None:
+            return self._body.arena.take(y.shape, y.dtype)
+        self._begin(len(self._units) - 1)
+        right = targets().reshape(-1)
+        _, dy = self._replica.loss(y.reshape(len(right), -1), right, 1.0)
+        self.end(0)
+        return dy.reshape(y.shape)
+
+    def _begin(self, unit: int) -> None:
+        self._unit, self._before = unit, self._body.count.flops
+        self._body.arena.peak = self._body.arena.live
+
+    def compute(self, *fields: int, **more: int) -> int:
+        """Begin a pass of a unit, as the stage announces it; return its phase."""
+        _, phase, unit, _ = fields
+        self._begin(unit)
+        if phase == FORWARD:
+            self._live[unit] = self._body.arena.live
+        if phase == BACKWARD_WEIGHT:
+            self._pending[unit] = self._body.arena.live
+        return phase
+
+    def end(self, span: int) -> None:
+        """End a pass of a unit.    span: the result of `compute`"""
+        arena, unit = self._body.arena, self._unit
+        self._peaks[unit] = max(self._peaks[unit], arena.peak)
+        self._flops[unit] += self._body.count.flops - self._before
+        if span == BACKWARD_WEIGHT:
+            self._pending[unit] -= arena.live
+
+
+class Counter:
+    """Counts the memory and FLOPs of a training step, for all ranks with one tensor-parallel index.
+
+    In mode `master` rank 0 computes the loss of all rows. Here each rank counts that of its own
+    rows.
+
+    units  the model, as a function of a layer factory
+    tp     tensor-parallel index
+    """
+
+    def __init__(self, job: Scheduled, source: Source | Unopened, units: Units, tp: int = 0):
+        config, axes, plan, device = job
+        self._job, self._source = job, source
+        self._body = Body(device, config, tp, axes.tp)
+        # Before the units are timed, the balanced partition is counted.
+        partition = "" if config.pipeline.partition == TIME else config.pipeline.partition
+        self._chunks = cut_in_chunks(
+            units,
+            self._body.layers,
+            plan.stage_of,
+            partition,
+            config.model.freeze,
+            config.lora,
+        )
+
+    def step(self, pp: int, dp: int = 0) -> StepCounts:
+        """Count one training step of a pipeline stage, in the dp-th replica."""
+        config, axes, plan, device = self._job
+        body, chunks = self._body, self._chunks.chunks
+        units = [unit for chunk in own(plan.stage_of, pp) for unit in chunks[chunk]]
+        storage = Storage(units, config.precision.stored, axes.dp)
+        replica: Any = Replica(storage, body, loss_for(body.layers), self._chunks.first(units))
+        endpoint, computed = body.endpoint(pp, axes.pp), device.half or storage.dtype
+        rows = share(config.batch.size, dp, axes.dp)
+        every = [share(len(rows), n, plan.micro_batches) for n in range(plan.micro_batches)]
+        shares = _unlike(every) if _is_serial(plan) else every
+        plan = plan if len(shares) == len(every) else plan_of(SERIAL, 1, len(shares))
+        pipe = Pipeline(plan, chunks, endpoint, replica, body.arena, computed, body.layers.now)
+        inputs, targets = zeros(self._source, max(map(len, shares)), config.precision.stored)
+
+        def loss(micro: int, logits: Any) -> Any:
+            right = body.placed(targets[: len(shares[micro])]).reshape(-1)
+            _, gradient = replica.loss(logits.reshape(len(right), -1), right, 1.0)
+            return gradient.reshape(logits.shape)
+
+        documents = None
+        if config.data.attend == "document":
+            starts = np.zeros((len(rows), *inputs.shape[1:]), np.int32)
+            documents = Documents(body.placed(starts), body.placed(starts))
+        before = replace(body.count)
+        pipe.train(
+            [
+                (0, rows.start + part.start, len(part), True, documents and documents.of(part))
+                for part in shares
+            ],
+            [(len(part), *inputs.shape[1:]) for part in shares],
+            lambda micro: body.placed(inputs[: len(shares[micro])]),
+            loss,
+        )
+        # FLOPs are proportional to rows.
+        counted, flops = sum(map(len, shares)), body.count.flops - before.flops
+        recomputed = body.count.recomputed - before.recomputed
+        return StepCounts(
+            pipe.peak_bytes, flops * len(rows) // counted, recomputed * len(rows) // counted
+        )
+
+    def units(self, pp: int) -> list[UnitCount]:
+        """Count each unit of a pipeline stage, for the largest micro-batch of replica 0."""
+        config, axes, plan, device = self._job
+        body, chunks, counts = self._body, self._chunks.chunks, list[UnitCount]()
+        rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)
+        inputs, targets = zeros(self._source, rows, config.precision.stored)
+        for chunk in own(plan.stage_of, pp):
+            storage = Storage(chunks[chunk], config.precision.stored, axes.dp)
+            replica = Replica(
+                storage, body, loss_for(body.layers), self._chunks.first(chunks[chunk])
+            )
+            computed = device.half or storage.dtype
+
+            def first(chunk: int = chunk, computed: Any = computed) -> Any:
+                body.layers.now.set(0, 0, rows, True)
+                if chunk == 0:
+                    return body.placed(inputs)
+                return body.arena.take(input_shape(chunks, chunk, inputs.shape), computed)
+
+            last = (lambda: body.placed(targets)) if chunk == len(chunks) - 1 else None
+            counts += UnitCounter(body, chunks[chunk], replica).count(first, last)
+        return counts
+
+
+def _is_serial(plan: Plan) -> bool:
+    """Return whether one stage ends each micro-batch before it begins the next."""
+    return len(plan.lists) == 1 == peak(plan.lists[0], [Cost(0, 0, 0)] * len(plan.stage_of)).live
+
+
+def _unlike(shares: Sequence[range]) -> list[range]:
+    """Return the micro-batches that suffice to find the peak, if each ends before the next begins.
+
+    The first one writes gradients, the others add to them. Of these, one of each size suffices.
+    """
+    rest = {len(part): part for part in shares[1:]}
+    return [*shares[:1], *rest.values()]
+
+
+def _kind_of(device: Device) -> type[Weightless]:
+    if isinstance(device.backend, DeviceBackend):
+        return WeightlessOnDevice
+    return WeightlessForKernels if device.kernels else Weightless
+
+
+def _leasing(device: Device) -> Ops:
+    """Return the device's operations without launches of kernels."""
+    if device.kernels is None or device.multiply is None:
+        return device.ops
+    unlaunched: Any = Unlaunched(device.kernels)
+    return bodies.cuda(unlaunched, device.multiply, device.backend)
+
+
+def check_activations(
+    job: Scheduled,
+    source: Source | Unopened,
+    units: Units,
+    room: Room,
+    rank: int,
+    replanned: Callable[[int], Scheduled | None],
+) -> StepCounts:
+    """Return this rank's counted step; raise ConfigError if the activations do not fit.
+
+    A step that cannot be counted fits: the result names the problem.
+
+    The error has the numbers and the fewest micro-batches that fit, which it finds by counting.
+
+    room       memory that parameters, gradients and optimizer state leave
+    replanned  (micro-batches) -> the job with so many, or None if they do not fit its keys
+    """
+
+    def needed(scheduled: Scheduled) -> tuple[int, StepCounts]:
+        return bytes_needed(scheduled, source, units, room, rank)
+
+    try:
+        activations, counts = needed(job)
+    except MpitrainError:
+        raise
+    except Exception as error:  # A plugin's layer may use an array in a way that needs memory.
+        return StepCounts(problem=f"{type(error).__name__}: {error}")
+    if room.needed + activations <= room.free:
+        return counts
+    axes, micro_batches = job.axes, job.plan.micro_batches
+    rows = -(-job.config.batch.size // axes.dp)
+    fitting = _fitting(
+        replanned,
+        micro_batches,
+        rows,
+        room.free - room.needed,
+        lambda proposed: needed(proposed)[0],
+    )
+    raise ConfigError(
+        f"{len(room.ranks)} rank(s) need {room.needed / 1e9:,.2f} GB for parameters, gradients and optimizer state "
+        f"and {activations / 1e9:,.2f} GB for activations {room.where}, with {micro_batches} micro-batch(es) of "
+        f"{-(-rows // micro_batches)} row(s), but {room.free / 1e9:,.2f} GB {room.allowed}.",
+        f"Set batch.micro_batches to {fitting.micro_batches}: activations then need {fitting.needed / 1e9:,.2f} GB."
+        if fitting
+        else f"{_savings(job.config)} model.width or model.context: no larger number of micro-batches "
+        "fits.",
+    )
+
+
+def _savings(config: Config) -> str:
+    """Return the settings that save activations and are not set, as the start of an advice."""
+    ways = []
+    if config.memory.attention == "whole":
+        ways.append("memory.attention to tiled")
+    if not config.memory.segment:
+        ways.append("memory.recompute to unit")
+    return f"Set {' or '.join(ways)}, or lower" if ways else "Lower"
+
+
+def bytes_needed(
+    job: Scheduled,
+    source: Source | Unopened,
+    units: Units,
+    room: Room,
+    rank: int,
+) -> tuple[int, StepCounts]:
+    """Return the bytes of activations in the memory of this rank, and its own counts.
+
+    The memory is that of its host or GPU. All other ranks that share it are counted, too.
+    """
+    axes = job.axes
+    workers = axes.ranks - axes.servers
+    tp, dp, pp = axes.coords(rank) if rank < workers else (0, 0, 0)
+    counter = Counter(job, source, units, tp)
+    counts = counter.step(pp, dp)
+    # The ranks of a stage need almost equal bytes, so each stage is counted once.
+    stages = Numbers(axes.coords(r).pp for r in room.ranks if r < workers)
+    peaks = {stage: counts.peak if stage == pp else counter.step(stage).peak for stage in stages}
+    total = sum(number * peaks[stage] for stage, number in stages.items())
+    return total, counts if rank < workers else StepCounts()
+
+
+def _fitting(
+    replanned: Callable[[int], Scheduled | None],
+    micro_batches: int,
+    rows: int,
+    free: float,
+    needed: Callable[[Scheduled], int],
+) -> Fitting | None:
+    """Return the fewest micro-batches whose activations fit, by bisection; None if none fit.
+
+    micro_batches  a number that does not fit
+    rows           of a replica's step
+    needed         (job) -> bytes of activations
+    """
+    best = None
+    low, high = micro_batches + 1, min(rows, MOST)
+    while low <= high:
+        middle = (low + high) // 2
+        proposed = next(filter(None, map(replanned, range(middle, high + 1))), None)
+        nbytes = needed(proposed) if proposed else math.inf
+        if proposed and nbytes <= free:
+            best = Fitting(proposed.plan.micro_batches, int(nbytes))
+            high = middle - 1
+        elif proposed:
+            low = proposed.plan.micro_batches + 1
+        else:
+            high = middle - 1
+    return best

@@ -1,1 +1,0 @@
-"""Activations and FLOPs of a step, counted before the first step runs."""

@@ -1,1 +1,0 @@
-"""Decoding of text: readers of token windows, and sampling of the next token."""

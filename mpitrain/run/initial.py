@@ -1,0 +1,424 @@
+"""Starts a run from the parameters in the folder of run.init_from, in any layout."""
+
+from __future__ import annotations  # help() prints signatures as they are written here.
+
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain.config import Config
+from mpitrain.errors import CheckpointError, ConfigError, on_every_rank
+from mpitrain.formats import peft
+from mpitrain.formats.folder import Initial, refusing, sha256
+from mpitrain.formats.gpt2 import HEAD
+from mpitrain.formats.safetensors_files import FLOATS
+from mpitrain.formats.table import format_of
+from mpitrain.formats.tensors import AnyTensor, StoredTensor
+from mpitrain.layers.base import Rectangle, Unit
+from mpitrain.layers.flat import Storage
+from mpitrain.machine.backend import Backend
+from mpitrain.models.targets import chosen_targets, is_adapter, targets
+from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.run.checkpoint import loading
+from mpitrain.run.checkpoint.loading import parameters, put
+from mpitrain.run.checkpoint.manifest import MANIFEST, newest, read_manifest
+from mpitrain.run.checkpoint.regions import Region, described, holdings, joined_dim
+from mpitrain.run.checkpoint.saving import PARAMETERS
+from mpitrain.run.model_keys import check_keys, check_vocabulary, determined
+from mpitrain.run.run_dir import CHECKPOINTS, is_run
+from mpitrain.transport.agreement import from_all_ranks
+from mpitrain.transport.base import Transport
+
+POSITIONS = "embedding.positions"
+"""The tensor whose first rows are enough for a run with a shorter model.context."""
+
+
+class Models(NamedTuple):
+    """The models that a run starts from, located on this rank.
+
+    base               its parameters, or those under its adapters
+    adapter            the adapters; None: they are new, or in a checkpoint, or there are none
+    adapter_base       the record of the base that `adapter` was trained on; empty: there is none
+    is_under_adapters  whether the run trains adapters
+    """
+
+    base: Initial
+    adapter: Initial | None
+    adapter_base: Mapping[str, Any]
+    is_under_adapters: bool
+
+    def facts(self) -> dict[str, Any]:
+        """Return what must be the same on all ranks."""
+        facts: dict[str, Any] = {"run.init_from": self.base.fingerprint}
+        return facts | ({"lora.init_from": self.adapter.fingerprint} if self.adapter else {})
+
+    def load(
+        self,
+        transport: Transport,
+        kept: Sequence[StateBuffer],
+        storage: Storage,
+        backend: Backend,
+    ) -> dict[str, Any]:
+        """Fill the parameters of all ranks; collective; returns the record of the base."""
+        buffers = of_base(kept) if self.is_under_adapters else kept
+        record = load_initial(transport, self.base, buffers, storage, backend)
+        if self.adapter:
+            check_base(self.adapter_base, record)
+            load_initial(transport, self.adapter, of_adapters(kept), storage, backend)
+        return record
+
+    def adapters_of(
+        self, kept: Sequence[StateBuffer], then: Mapping[str, Any], now: Mapping[str, Any]
+    ) -> list[StateBuffer]:
+        """Return the buffers that a checkpoint of adapters fills; see `check_base` for the rest."""
+        check_base(then, now)
+        return of_adapters(kept)
+
+
+def open_models(
+    config: Config,
+    checkpoint: Path | None,
+    vocabulary: int,
+    units: Callable[[], Sequence[Unit]],
+    rank: int,
+) -> Models | None:
+    """Locate the models that a run starts from; None: there are none.
+
+    checkpoint  the run resumes from it, and needs only the base of its adapters
+    vocabulary  of the data
+    units       makes those of the whole model, without adapters
+    """
+    if checkpoint:
+        record = base_of(checkpoint) if config.lora.rank else {}
+        base = open_base(config, record, vocabulary) if record else None
+        return base and Models(base, None, {}, True)
+    if not config.run.init_from:
+        return None
+    base, adapter, record = open_initial(config, vocabulary), None, {}
+    if config.lora.init_from:
+        adapter, record = open_adapter(config)
+        check_layers(adapter, config, units())
+        if rank == 0:
+            check_head(adapter, base)
+    return Models(base, adapter, record, bool(config.lora.rank))
+
+
+def open_initial(config: Config, vocabulary: int, saved: Path | None = None) -> Initial:
+    """Locate the model of run.init_from; not collective.
+
+    vocabulary  of the data
+    saved       the checkpoint to read of a run; None: the newest
+    raises      ConfigError if it is another model than the configuration says; CheckpointError if
+                it is damaged
+    """
+    folder = Path(config.run.init_from)
+    if is_run(folder):
+        saved = saved or newest(folder / CHECKPOINTS)
+        initial = Initial(saved, determined(folder), parameters(saved), [MANIFEST])
+    else:
+        initial = format_of(folder).read(folder)
+    check_keys(config.run.init_from, initial.keys, config.flat())
+    check_vocabulary(config, initial.keys, vocabulary)
+    return initial
+
+
+def load_initial(
+    transport: Transport,
+    initial: Initial,
+    kept: Sequence[StateBuffer],
+    storage: Storage,
+    backend: Backend,
+) -> dict[str, Any]:
+    """Fill the parameters of all ranks from a folder; collective.
+
+    Each rank reads the elements that it stores. To hash the files, ranks take them in turn. The
+    checkpoint of a run is verified by its own digests first.
+
+    returns  {"folder": path, "sha256": {name: digest}} for the record of the run
+    raises   CheckpointError on every rank, if the folder is damaged or lacks a tensor
+    """
+    if MANIFEST in initial.files:
+        loading.read_beside(transport, initial.folder)
+    if transport.rank == 0:
+        for note in initial.notes:
+            print(f"note: {note}.", file=sys.stderr, flush=True)
+
+    def filled() -> dict[str, str]:
+        with refusing(initial.folder):
+            fill(initial.folder, initial.tensors, kept, storage, backend)
+            names = initial.files[transport.rank :: transport.size]
+            return {name: sha256(initial.folder / name) for name in names}
+
+    digests = {
+        name: digest
+        for of_rank in from_all_ranks(transport, filled)
+        for name, digest in of_rank.items()
+    }
+    return {"folder": os.path.abspath(initial.folder), "sha256": dict(sorted(digests.items()))}
+
+
+def fill(
+    folder: Path,
+    tensors: Mapping[str, AnyTensor],
+    kept: Sequence[StateBuffer],
+    storage: Storage,
+    backend: Backend,
+) -> None:
+    """Fill a rank's parameters, and the buffers that start as copies of them; not collective.
+
+    memory  the elements of one tensor on this rank
+    raises  CheckpointError if a tensor is missing, of another shape or not finite; OSError
+    """
+    kept = _filled_with_codes(folder, tensors, kept, backend)
+    for held in holdings(described(storage, kept)):
+        if PARAMETERS not in (held.name, kept[held.number].like):
+            continue
+        name, shape = held.part.tensor, held.part.shape
+        stored = tensors.get(name)
+        if stored is None or not _fits(name, stored.shape, shape):
+            raise _unfit(folder, name, shape, stored)
+        with np.errstate(over="ignore"):
+            values = elements(stored, held.part).astype(held.dtype, copy=False)
+        _check_finite(folder, name, values)
+        put(kept[held.number].array, held, values, backend)
+
+
+def _filled_with_codes(
+    folder: Path,
+    tensors: Mapping[str, AnyTensor],
+    kept: Sequence[StateBuffer],
+    backend: Backend,
+) -> list[StateBuffer]:
+    """Fill the weights of 8 bits, and return the buffers with the other tensors."""
+    remaining = []
+    for buffer in kept:
+        coded = [entry for entry in buffer.entries if entry.parameter.coded]
+        for entry in coded:
+            stored = tensors.get(entry.name)
+            shape = entry.parameter.shape
+            if stored is None or stored.shape != shape:
+                raise _unfit(folder, entry.name, shape, stored)
+            whole = stored.read(stored.whole)
+            _check_finite(folder, entry.name, whole)
+            values = entry.encoded(whole, buffer.array.dtype)
+            entry.write(values, buffer.array, backend, buffer.pieces)
+        others = [entry for entry in buffer.entries if not entry.parameter.coded]
+        if others or not coded:
+            remaining.append(buffer._replace(entries=others))
+    return remaining
+
+
+def _unfit(
+    folder: Path, name: str, shape: tuple[int, ...], stored: AnyTensor | None
+) -> CheckpointError:
+    has = f"the shape {stored.shape}" if stored else "no such tensor"
+    return CheckpointError(
+        f"The model needs {name} of shape {shape}, but {folder} has {has}.",
+        "Use the configuration and the data of that model.",
+    )
+
+
+def _check_finite(folder: Path, name: str, values: np.ndarray) -> None:
+    if not np.isfinite(values).all():
+        raise CheckpointError(
+            f"Parameters must be finite numbers of {values.dtype}, but {name} in {folder} is not.",
+            "Name another folder.",
+        )
+
+
+def elements(stored: AnyTensor, part: Region) -> np.ndarray:
+    """Read the elements of a region, and whole rows of its rectangles at most: 1-D, packed."""
+    rectangles = _rectangles(part)
+    dim = joined_dim(rectangles)
+    width = sum(
+        math.prod(_lengths(rectangle)[1:]) for rectangle in rectangles[: None if dim else 1]
+    )
+    values = []
+    for piece in part.pieces:
+        first, last = piece.start // width, -(-piece.stop // width)
+        if dim:
+            blocks = [stored.read(_rows(rectangle, first, last)) for rectangle in rectangles]
+        else:
+            blocks, before = [], 0
+            for rectangle in rectangles:
+                count = _lengths(rectangle)[0] if rectangle else 1
+                low, high = max(first - before, 0), min(last - before, count)
+                before += count
+                if low < high:
+                    blocks.append(stored.read(_rows(rectangle, low, high)))
+        flat = np.concatenate(blocks, dim).reshape(-1) if blocks[0].ndim else blocks[0].reshape(-1)
+        values.append(flat[piece.start - first * width : piece.stop - first * width])
+    return np.concatenate(values)
+
+
+def _fits(name: str, there: tuple[int, ...], here: tuple[int, ...]) -> bool:
+    if name == POSITIONS:
+        return there[1:] == here[1:] and there[0] >= here[0]
+    return there == here
+
+
+def _rectangles(part: Region) -> list[Rectangle]:
+    if part.rectangles is None:
+        return [tuple(slice(0, length) for length in part.shape)]
+    return [tuple(slice(*pair) for pair in rectangle) for rectangle in part.rectangles]
+
+
+def _lengths(rectangle: Rectangle) -> list[int]:
+    return [part.stop - part.start for part in rectangle]
+
+
+def _rows(rectangle: Rectangle, first: int, last: int) -> Rectangle:
+    """Return rows `first` to `last` of a rectangle; a scalar has one."""
+    if not rectangle:
+        return rectangle
+    start = rectangle[0].start
+    return (slice(start + first, start + last), *rectangle[1:])
+
+
+ROWS = 4096
+"""Rows of a head that are compared at a time."""
+
+
+def of_base(kept: Sequence[StateBuffer]) -> list[StateBuffer]:
+    """Return the buffers of parameters without the adapters."""
+    return _chosen(kept, lambda name: not is_adapter(name), lambda buffer: False)
+
+
+def of_adapters(kept: Sequence[StateBuffer]) -> list[StateBuffer]:
+    """Return the state without the base: adapters, optimizer state and the like."""
+    return _chosen(kept, is_adapter, lambda buffer: True)
+
+
+def _chosen(
+    kept: Sequence[StateBuffer],
+    is_chosen: Callable[[str], bool],
+    otherwise: Callable[[StateBuffer], bool],
+) -> list[StateBuffer]:
+    """Return the chosen buffers. A buffer of frozen parameters has only the chosen tensors.
+
+    is_chosen  whether a tensor of this name is chosen
+    otherwise  whether a buffer of any other state is chosen
+    """
+    chosen = []
+    for buffer in kept:
+        if buffer.name != "parameters" or not buffer.entries:
+            chosen += [buffer] if otherwise(buffer) else []
+        elif own := [entry for entry in buffer.entries if is_chosen(entry.name)]:
+            chosen.append(buffer._replace(entries=own))
+    return chosen
+
+
+def open_adapter(config: Config) -> tuple[Initial, dict[str, Any]]:
+    """Locate the adapters of lora.init_from; not collective.
+
+    returns  the adapters, and the record of the base that they were trained on; the record is empty
+             if there is none, or if run.init_from names another folder
+    """
+    folder = Path(config.lora.init_from)
+    if is_run(folder):
+        saved = newest(folder / CHECKPOINTS)
+        adapter = Initial(saved, {}, parameters(saved), [MANIFEST])
+        record = base_of(saved)
+    else:
+        adapter, record = peft.read(folder), peft.base(folder)
+    is_same = record and folder_of(record).resolve() == Path(config.run.init_from).resolve()
+    return adapter, record if is_same else {}
+
+
+def check_layers(adapter: Initial, config: Config, units: Sequence[Unit]) -> None:
+    """Raise ConfigError unless adapters belong to the layers that lora.targets names.
+
+    units  of the whole model, without adapters
+    """
+    chosen = chosen_targets([*targets(units)], config.lora.targets)
+    configured = {f"{target.layer}.{target.region}".removesuffix(".") for target in chosen}
+    stored = {name.rpartition(".")[0] for name in adapter.tensors if is_adapter(name)}
+    if different := sorted(configured ^ stored):
+        which, way = ("lacks", "names") if different[0] in configured else ("has", "does not name")
+        raise ConfigError(
+            f"The adapter {config.lora.init_from} {which} {different[0]}, but lora.targets {way} this layer.",
+            "Leave out lora.targets, or start without the adapter.",
+        )
+
+
+def check_head(adapter: Initial, base: Initial) -> None:
+    """Raise CheckpointError if a folder of PEFT has a copy of another head than the base has."""
+    head = adapter.tensors.get(HEAD)
+    if not isinstance(head, StoredTensor) or MANIFEST in adapter.files:
+        return
+    weight = base.tensors.get(HEAD) or base.tensors.get("embedding.tokens")
+    dtype = FLOATS[head.located.dtype]
+    with refusing(adapter.folder):
+        is_same = (
+            weight
+            and head.shape == weight.shape
+            and all(
+                np.array_equal(head.read(rows), weight.read(rows).astype(dtype))
+                for first in range(0, head.shape[0], ROWS)
+                for rows in [(slice(first, min(first + ROWS, head.shape[0])), head.whole[1])]
+            )
+        )
+    if not is_same:
+        raise CheckpointError(
+            f"Adapters train on the model of run.init_from, but {adapter.folder} has another lm_head than {base.folder}.",
+            "Name the model that was under the adapters: --set run.init_from=FOLDER.",
+        )
+
+
+def base_of(checkpoint: Path) -> dict[str, Any]:
+    """Return the record of the base in a checkpoint; empty if it has all parameters."""
+    return dict(read_manifest(checkpoint).base)
+
+
+def folder_of(record: Mapping[str, Any]) -> Path:
+    """Return the folder or the run directory of a recorded base."""
+    folder = Path(record["folder"])
+    return folder.parent.parent if MANIFEST in record["sha256"] else folder
+
+
+def open_base(config: Config, record: Mapping[str, Any], vocabulary: int) -> Initial:
+    """Locate the base under the adapters of the checkpoint in run.init_from; not collective.
+
+    The base may have moved. A run that is the base may have newer checkpoints.
+
+    record      from the checkpoint
+    vocabulary  of the data
+    raises      CheckpointError if there is no such model
+    """
+    folder, saved = Path(config.run.init_from), None
+    try:
+        if is_run(folder):
+            saved = folder / CHECKPOINTS / Path(record["folder"]).name
+            read_manifest(saved)
+        return open_initial(config, vocabulary, saved)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"Adapters need the model that they were trained on, but {config.run.init_from} cannot be read: {error.law}",
+            "If it has moved, name it: --base FOLDER, or --set run.init_from=FOLDER to train.",
+        ) from None
+
+
+def check_base(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless two records of a base have the same digests.
+
+    then  of the adapters; empty: there is nothing to compare
+    now   of run.init_from, equal on all ranks
+    """
+    changed = [
+        name
+        for name in sorted({*then["sha256"], *now["sha256"]} if then else ())
+        if then["sha256"].get(name) != now["sha256"].get(name)
+    ]
+    if changed:
+        raise on_every_rank(
+            CheckpointError(
+                "Adapters belong to the model that they were trained on, but "
+                f"{changed[0]} in {now['folder']} has another content now.",
+                "Name the model as it was: --base FOLDER, or --set run.init_from=FOLDER to train.",
+            )
+        )

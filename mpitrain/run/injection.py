@@ -1,0 +1,237 @@
+"""Artificial failures of a run, for run.inject; imported only if the key is set.
+
+The run calls `Injector.passes` at each of its points. A failure within a pass of the layers needs
+`FailingPasses` around the replication, and a lost message the transport `Losing`.
+"""
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import numpy as np
+
+from mpitrain.config.faults import KINDS, injection
+from mpitrain.layers.base import Gradient, Weights
+from mpitrain.machine.backend import Backend
+from mpitrain.parallel.replication.protocol import Replication
+from mpitrain.trace.recorder import Recorder
+from mpitrain.trace.ring_buffer import SEND
+from mpitrain.transport.base import FIRST_CLAIMED_TAG, Request, Several, Transport
+from mpitrain.transport.decorators import Recorded
+
+TAG = FIRST_CLAIMED_TAG - 1
+"""The tag of the messages that two deadlocked ranks wait for; no other message has it."""
+
+
+def partner(transport: Transport, rank: int) -> int:
+    """Return the rank that deadlocks with `rank`: the next one."""
+    return (rank + 1) % transport.size
+
+
+def kill(transport: Transport, rank: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def segfault(transport: Transport, rank: int) -> None:
+    ctypes.string_at(0)
+
+
+def stop(transport: Transport, rank: int) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def leave(transport: Transport, rank: int) -> NoReturn:
+    """End the program as Python does: handlers run, and mpi4py calls MPI_Finalize."""
+    sys.exit(0)
+
+
+def vanish(transport: Transport, rank: int) -> NoReturn:
+    """End the process at once: no handler runs, and MPI is not finalized."""
+    os._exit(0)
+
+
+def fail(transport: Transport, rank: int) -> NoReturn:
+    raise RuntimeError(f"run.inject raises an exception on rank {rank}")
+
+
+def exhaust(transport: Transport, rank: int) -> None:
+    """Ask NumPy for more memory than any machine has; NumPy raises MemoryError."""
+    np.empty(1 << 60, np.uint8)
+
+
+def fill_disk(transport: Transport, rank: int) -> None:
+    """Let every write of this process that makes a file larger fail with EFBIG."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def deadlock(transport: Transport, rank: int) -> None:
+    """Wait for a message of the partner, which waits for one of this rank."""
+    next_one = partner(transport, rank)
+    transport.recv(np.empty(1), next_one if transport.rank == rank else rank, TAG)
+
+
+def mismatch(transport: Transport, rank: int) -> None:
+    """Enter a barrier that no other rank enters."""
+    transport.barrier()
+
+
+FAILURES: dict[str, Callable[[Transport, int], object]] = {
+    "kill": kill,
+    "segfault": segfault,
+    "stop": stop,
+    "exit": leave,
+    "_exit": vanish,
+    "raise": fail,
+    "oom": exhaust,
+    "disk": fill_disk,
+    "deadlock": deadlock,
+    "mismatch": mismatch,
+}
+"""Failures outside the layers: (transport of all ranks, rank of the failure); called on that rank."""
+
+
+def set_nan(backend: Backend, element: Any) -> None:
+    element.fill(np.nan)
+
+
+def flip_bit(backend: Backend, element: Any) -> None:
+    """Change the lowest bit of the exponent: the element doubles or halves."""
+    number = backend.to_host(element).copy()
+    bits = number.view(f"u{number.itemsize}")
+    bits ^= bits.dtype.type(1 << np.finfo(number.dtype).nmant)
+    backend.put(element, number)
+
+
+ELEMENT_FAILURES: dict[str, Callable[[Backend, Any], None]] = {"nan": set_nan, "bitflip": flip_bit}
+"""Failures of one element of a gradient: (backend, array of the element)."""
+
+
+class Injector:
+    """The failure of one run on this rank; it happens once.
+
+    loses  whether the next message of this rank is lost
+    """
+
+    def __init__(self, text: str, transport: Transport):
+        """text: run.inject, which is not empty."""
+        failure = injection(text)
+        assert failure
+        self.failure, self.loses, self._transport = failure, False, transport
+        # An injection that does not fit the ranks is refused after the start.
+        fits = failure.rank < transport.size >= KINDS[failure.kind].ranks
+        ranks = [failure.rank]
+        if failure.kind == "deadlock":
+            ranks.append(partner(transport, failure.rank))
+        self._is_due = fits and transport.rank in ranks
+
+    def over(self, transport: Transport) -> Transport:
+        """Return the transport that the run must use."""
+        if self.failure.kind != "lose":
+            return transport
+        # A transport with a trace has one decorator, which `Losing` replaces.
+        inner = transport._inner if isinstance(transport, Recorded) else transport
+        return Losing(inner, transport.recorder, self)
+
+    def is_due(self, point: str, step: int) -> bool:
+        """Return whether the failure happens now, and print that; True only once.
+
+        point  a name of `POINTS`
+        step   from 1, or 0 at the start
+        """
+        failure = self.failure
+        if not self._is_due or point != failure.point or step < failure.step:
+            return False
+        self._is_due = False
+        within = "" if point == "step" else f"{point} of "
+        where = f"{within}step {step}" if step else "the start"
+        print(
+            f"rank {self._transport.rank}: run.inject: {failure.kind} at {where}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return True
+
+    def passes(self, point: str, step: int) -> None:
+        """Fail if it is time to; arguments as `is_due`."""
+        if not self.is_due(point, step):
+            return
+        if self.failure.kind == "lose":
+            self.loses = True
+        else:
+            FAILURES[self.failure.kind](self._transport, self.failure.rank)
+
+
+class Losing(Recorded):
+    """A Transport that drops one message: the first send after its injector's `loses` becomes True.
+
+    The sender sees a complete request, and the trace a send, as if the network had lost it.
+    Transports split from it drop the message, too.
+    """
+
+    def __init__(self, inner: Transport, recorder: Recorder, injector: Injector):
+        super().__init__(inner, recorder)
+        self._injector = injector
+
+    def over(self, inner: Transport) -> "Losing":
+        return Losing(inner, self.recorder, self._injector)
+
+    def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Request:
+        if not self._injector.loses:
+            return super().start_send(array, to, tag)
+        self._injector.loses = False
+        return self._noted(SEND, lambda *message: Several([]), array, tag, self._member(to), to)
+
+
+class FailingPasses:
+    """A Replication that fails at the first unit of a forward or of a backward.
+
+    Every call is passed to the replication that this class wraps. Gradients change before their reduction.
+    """
+
+    def __init__(self, inner: Replication, injector: Injector, backend: Backend):
+        self._inner, self._injector, self._backend = inner, injector, backend
+        self._change = ELEMENT_FAILURES.get(injector.failure.kind)
+        self._step = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def begin(self, step: int) -> None:
+        self._step = step + 1
+        self._inner.begin(step)
+
+    def open(self, unit: int, micro: int) -> Weights:
+        # An evaluation before the first step opens units, too.
+        if self._step:
+            self._injector.passes("forward", self._step)
+        return self._inner.open(unit, micro)
+
+    def gradient_ready(self, unit: int, is_last: bool) -> None:
+        if self._change is None:
+            self._injector.passes("backward", self._step)
+        elif is_last:
+            leaves = _leaves(self._inner.gradients(unit, 0))
+            written = next((leaf.array for leaf in leaves if leaf.filled), None)
+            if written is not None and self._injector.is_due("backward", self._step):
+                self._change(self._backend, written.reshape(-1)[:1])
+        self._inner.gradient_ready(unit, is_last)
+
+
+def _leaves(gradients: Any) -> Iterator[Gradient]:
+    for entry in gradients.values():
+        if isinstance(entry, Gradient):
+            yield entry
+        else:
+            yield from _leaves(entry)
+
+
+def failing(inner: Any, text: str, transport: Transport, backend: Backend) -> Any:
+    """Return the replication with the failure of run.inject, if that is within a pass."""
+    injector = Injector(text, transport)
+    if injector.failure.point not in ("forward", "backward"):
+        return inner
+    return FailingPasses(inner, injector, backend)

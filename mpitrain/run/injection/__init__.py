@@ -1,1 +1,0 @@
-"""Artificial failures of a run, for run.inject; imported only if the key is set."""

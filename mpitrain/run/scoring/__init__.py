@@ -1,1 +1,0 @@
-"""Scores of a trained model on multiple-choice tasks."""

@@ -1,1 +1,0 @@
-"""Models that a run starts from or that leave it: keys, initial parameters, exports."""

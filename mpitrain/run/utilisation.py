@@ -1,0 +1,202 @@
+"""Utilisation of the arithmetic units: MFU and HFU, the fractions of the GEMM peak that are used.
+
+MFU counts the FLOPs that the model needs, and HFU the FLOPs that the hardware executes. Recomputed
+forwards are the difference (Korthikanti et al. 2022, arXiv:2205.05198).
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from mpitrain.config import Config
+from mpitrain.data import Source, Unopened
+from mpitrain.files import contents, write_whole
+from mpitrain.kernels.cache import cache_of
+from mpitrain.machine import process
+from mpitrain.machine.processor import processor
+from mpitrain.models.table import MODELS
+from mpitrain.ops.device import Device
+from mpitrain.ops.host.product import mkl, put_product
+from mpitrain.parallel.grid import Axes
+from mpitrain.pipeline.chunks import Units
+from mpitrain.pipeline.schedules import plan_of
+from mpitrain.run.build import Job, model, scheduled
+from mpitrain.run.counting import SERIAL, Counter, Scheduled
+from mpitrain.strict_json import validated
+
+
+def utilisation(job: Job, sharing: int) -> Callable[[float], dict[str, float]]:
+    """Return a function of a step's seconds: its `mfu` and `hfu`, or {} where there is no peak.
+
+    All ranks of a host call this at the same time, because they may measure the peak. Every rank is
+    assumed to have the peak of this one.
+
+    sharing  ranks on this GPU or, without one, on this host
+    """
+    trainer, config = job.trainer, job.trainer.config
+    axes, device = trainer.resolved.axes, trainer.resolved.device
+    dtype = device.half or trainer.storage.dtype
+    kernels = f"{config.device.gemm} {config.device.tiles}"
+    peak = gemm_peak(device, dtype, sharing, kernels)
+    if peak is None or trainer.counted.problem:
+        return lambda step_s: {}
+    work = work_of(
+        scheduled(trainer.resolved),
+        job.source,
+        lambda layers: model(config, job.source, layers),
+        trainer.parameter_count,
+    )
+    every = peak * (axes.ranks - axes.servers)
+    return lambda step_s: work.rates(step_s, every)
+
+
+class StepFlops(NamedTuple):
+    """Floating-point operations of one step of all ranks.
+
+    model     that the model needs
+    hardware  that are executed: the model's, and those of recomputed forwards
+    """
+
+    model: float
+    hardware: float
+
+    def rates(self, step_s: float, peak: float) -> dict[str, float]:
+        """Return `mfu` and `hfu` of a step.
+
+        peak  floating-point operations per second of all ranks together
+        """
+        return {"mfu": self.model / step_s / peak, "hfu": self.hardware / step_s / peak}
+
+
+def work_of(job: Scheduled, source: Source | Unopened, units: Units, parameters: int) -> StepFlops:
+    """Count the work of a step, which is proportional to rows: on one rank with the whole model.
+
+    Models with a formula in `MODELS` use it: PaLM's for a GPT. Others count forward and backward.
+
+    units       the model, as a function of a layer factory
+    parameters  of the model; a tied tensor counts once
+    """
+    counted = Counter(_alone(job), source, units).step(0)
+    kind, rows = MODELS[job.config.model.kind], job.config.batch.size
+    needed: float = counted.flops - counted.recomputed
+    if kind.flops:
+        needed = kind.flops(job.config.model, parameters)
+    return StepFlops(rows * needed, rows * (needed + counted.recomputed))
+
+
+def _alone(job: Scheduled) -> Scheduled:
+    """Return the job on one rank, with one row."""
+    config: Config = job.config
+    one_rank = {"dp": 1, "tp": 1, "pp": 1, "sequence_parallel": False}
+    updated = {
+        "layout": config.layout.model_copy(update=one_rank),
+        "batch": config.batch.model_copy(update={"size": 1, "micro_batches": 1}),
+        "pipeline": config.pipeline.model_copy(update={"partition": ""}),
+    }
+    return job._replace(
+        config=config.model_copy(update=updated), axes=Axes(), plan=plan_of(SERIAL, 1, 1)
+    )
+
+
+SIDES = {"cpu": 768, "cuda": 4096}
+"""{kind of device: rows and columns of the measured matrices}; other kinds have no peak."""
+
+BUDGET = 0.4
+"""Seconds after which no further product starts."""
+
+CHECK = 0.04
+"""The same for the products that check a cached rate."""
+
+BLOCK = 65_521
+"""Random numbers in the matrices, which repeat them: a prime, so that rows differ."""
+
+CACHE = "gemm-peak"
+
+
+class _Peak(BaseModel):
+    """The contents of a cached file.
+
+    facts  everything that the rate depends on
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    facts: dict[str, str | int]
+    flops_per_s: float = Field(gt=0)
+
+
+def gemm_peak(device: Device, dtype: np.dtype, sharing: int, kernels: str) -> float | None:
+    """Return the floating-point operations per second of products; None on a simulated device.
+
+    The first call on a machine takes less than a second. Ranks of a host must call it at the same
+    time. Then each measures with its own cores while the others load theirs, as in training. The
+    result is cached in a folder that only this user may write. `_facts` lists its dependencies.
+    Later calls measure a few products. A higher rate replaces the cached one, because the machine
+    may have been busy before.
+
+    dtype    of the matrices
+    sharing  ranks on this GPU or, without one, on this host
+    kernels  the products of a device: its device.gemm and device.tiles
+    """
+    if device.kind not in SIDES:
+        return None
+    facts = _facts(device, dtype, sharing, kernels)
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    path = cache_of(CACHE) / f"{key}.json"
+    cached, budget = 0.0, BUDGET
+    with suppress(OSError, ValueError):
+        peak = validated(_Peak, contents(path))
+        if peak.facts == facts:
+            cached, budget = peak.flops_per_s, CHECK
+    rate = _measured(device, dtype, budget)
+    if rate <= cached:
+        return cached
+    # A folder that is full or read-only costs a measurement per run.
+    with suppress(OSError):
+        write_whole(path, _Peak(facts=facts, flops_per_s=rate).model_dump_json() + "\n")
+    return rate
+
+
+def _facts(device: Device, dtype: np.dtype, sharing: int, kernels: str) -> dict[str, str | int]:
+    return {
+        "device": device.kernels.engine.name if device.kernels else processor().name,
+        "dtype": dtype.name,
+        "products": kernels if device.kernels else "MKL" if mkl() else f"NumPy {np.__version__}",
+        "threads": " ".join(process.environment().get(n, "") for n in process.BLAS_VARIABLES),
+        "cores": process.cores(),
+        "ranks": sharing,
+        "side": SIDES[device.kind],
+        "random numbers": BLOCK,
+    }
+
+
+def _measured(device: Device, dtype: np.dtype, budget: float) -> float:
+    """Return the rate of the fastest of several products, the last begun within the budget (s)."""
+    side, arena = SIDES[device.kind], device.arena()
+    # Equal numbers draw less power, and a GPU then runs faster than in training.
+    block = np.random.default_rng(0).standard_normal(BLOCK, np.float32).astype(dtype)
+    a, b = (device.backend.from_host(np.resize(block, (side, side)), arena) for _ in range(2))
+    c = arena.take((side, side), dtype)
+    run = _product(device, a, b, c, arena)
+    run()
+    device.backend.synchronize()
+    best, end = float("inf"), time.perf_counter() + budget
+    while (start := time.perf_counter()) < end:
+        run()
+        device.backend.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return float(2 * side**3 / best)
+
+
+def _product(device: Device, a: Any, b: Any, c: Any, arena: Any) -> Callable[[], None]:
+    """Return the function that writes a b to c."""
+    if device.kernels is None or device.multiply is None:
+        return lambda: put_product(a, b, c, False, arena)
+    kernels, multiply = device.kernels, device.multiply
+    return lambda: multiply(kernels, arena, a, b, c)

@@ -1,0 +1,43 @@
+"""The base class of observers of a run, as callbacks of HuggingFace and Lightning."""
+
+from __future__ import annotations  # help() prints signatures as they are written here.
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mpitrain.config import Config
+from mpitrain.parallel.replication.records import StepResult
+
+
+class Watcher:
+    """An observer of a run on rank 0 (a callback of HuggingFace). By default it does nothing.
+
+    A `record` is a line of metrics.jsonl. An exception in a method ends the run.
+    """
+
+    __slots__ = ()
+
+    def on_agreed(self, config: Config, hosts: Sequence[str]) -> None:
+        """Handle the configuration, once all ranks agree; `hosts` by rank."""
+
+    def on_begin(self, config: Config, run_dir: Path, record: dict[str, Any]) -> None:
+        """Handle the start, or the resume after record["step"] steps."""
+
+    def on_step(self, step: int, result: StepResult) -> None:
+        """Handle the end of a step, which is not logged yet."""
+
+    def on_log(self, record: dict[str, Any]) -> None:
+        """Handle the record of logged steps."""
+
+    def on_evaluation(self, record: dict[str, Any]) -> None:
+        """Handle the record of an evaluation."""
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        """Handle a complete checkpoint."""
+
+    def on_end(self, record: dict[str, Any]) -> None:
+        """Handle the end, a stop, or a failure that all ranks agree on."""
+
+    def close(self) -> None:
+        """Release files; called once, after an error too."""

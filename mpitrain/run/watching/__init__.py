@@ -1,1 +1,0 @@
-"""Observers of a run: the base class of watchers, and TensorBoard event files."""

@@ -1,0 +1,181 @@
+"""Pages of explanations: an HTML file with a slider for each, and one page in Markdown of all.
+
+An HTML file needs no other file, and fits a screen of 1280 x 720.
+"""
+
+import hashlib
+import html
+import json
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from mpitrain.files import write_whole
+from mpitrain.tools.textbook.explain.explanation import Explanation
+from mpitrain.tools.textbook.explain.picture import colour, summands
+from mpitrain.tools.textbook.explain.terminal import (
+    formula_line,
+    frame_title,
+    source_text,
+)
+from mpitrain.tools.textbook.explain.topics import TOPICS
+from mpitrain.tools.textbook.words import text
+
+ROOM = "mpitrain.tools.textbook.explain"
+PICTURES = "mpitrain/tools/textbook/pictures"
+"""The folder of the page and its pictures; it is not installed."""
+FRAMES = "frames.json"
+"""The file with the digest of the frames in each picture."""
+COLUMNS = 130
+
+
+def write(explanation: Explanation, path: Path, language: str) -> None:
+    """Write the page of a topic.
+
+    raises  OSError if the file cannot be written
+    """
+    _fill(
+        path, "page.html", language, text(explanation.title, language), data(explanation, language)
+    )
+
+
+def write_all(folder: Path, language: str) -> Iterator[str]:
+    """Record all topics that run here, and write a page for each and an index.
+
+    yields  each name when it is done
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    recorded = {name: topic for name, topic in TOPICS.items() if topic.runs_here}
+    for name, topic in recorded.items():
+        write(topic.explained(topic.setting(name)), folder / f"{name}.html", language)
+        yield name
+    title = text("How distributed training works: {n} topics", language, n=len(recorded))
+    topics = [
+        {"name": name, "title": text(topic.title, language)} for name, topic in recorded.items()
+    ]
+    _fill(folder / "index.html", "index.html", language, title, {"topics": topics})
+
+
+def data(explanation: Explanation, language: str) -> dict[str, Any]:
+    """Return the contents of a page as JSON, all texts in the language."""
+    most = max(
+        summands(cell) for frame in explanation.frames for row in frame.cells for cell in row
+    )
+    frames = []
+    for number, frame in enumerate(explanation.frames):
+        changed = frame.changed(explanation.frames[number - 1] if number else None)
+        frames.append(
+            {
+                "title": frame_title(frame, language),
+                "cells": [
+                    [
+                        [cell, colour(cell, most), int((row, column) in changed)]
+                        for column, cell in enumerate(cells)
+                    ]
+                    for row, cells in enumerate(frame.cells)
+                ],
+                "sent": [f"{nbytes:,}" for nbytes in frame.sent],
+            }
+        )
+    return {
+        "sentences": [text(sentence, language) for sentence in explanation.sentences],
+        "legend": text(explanation.legend, language),
+        "rows": [text(row, language) for row in explanation.rows],
+        "columns": [
+            [text(group.heading, language), *group.named(language)] for group in explanation.columns
+        ],
+        "frames": frames,
+        "notes": [
+            [
+                text("formula", language),
+                "; ".join(formula_line(f, language) for f in explanation.formulas),
+            ],
+            [text("source", language), ", ".join(map(source_text, explanation.sources))],
+            [text("command", language), explanation.command],
+            [text("tests", language), ", ".join(explanation.laws)],
+        ],
+        "words": {
+            "sent": text("bytes sent", language),
+            "play": text("play", language),
+            "stop": text("stop", language),
+        },
+    }
+
+
+def _fill(path: Path, template: str, language: str, title: str, contents: dict[str, Any]) -> None:
+    """Write a template with its title and contents; the contents cannot end their script."""
+    page = resources.files(ROOM).joinpath(template).read_text(encoding="utf-8")
+    filled = json.dumps(contents, ensure_ascii=False).replace("<", "\\u003c")
+    page = page.replace("{language}", language).replace("{title}", html.escape(title))
+    write_whole(path, page.replace("{contents}", filled))
+
+
+def systems(explanations: Mapping[str, Explanation]) -> str:
+    """Return the page of all systems, in Markdown.
+
+    explanations  by the names of their topics
+    """
+    lines = [
+        "# The systems, one by one",
+        "",
+        fill(
+            "`python jobs/textbook.py` has written this page and its pictures from recordings of the code. A cell "
+            "with an orange frame has changed in that step; the greener a cell, the more summands it has. "
+            "[The textbook](../README.md) explains the cells.",
+            COLUMNS,
+        ),
+        "",
+        fill(
+            ", ".join(f"[{name}](#{name})" for name in explanations),
+            COLUMNS,
+            break_on_hyphens=False,
+        ),
+    ]
+    for name, explanation in explanations.items():
+        lines += ["", f"## {name}", "", *_section(name, explanation)]
+    return "\n".join(lines) + "\n"
+
+
+def _section(name: str, explanation: Explanation) -> list[str]:
+    files = ", ".join(
+        f"[`{source.name}`](../../../{source.file.removeprefix('mpitrain/')})"
+        for source in explanation.sources
+    )
+    laws = ", ".join(f"[`{law}`](../../../../{law})" for law in explanation.laws)
+    return [
+        f"**{explanation.title}.**",
+        fill(" ".join(explanation.sentences), COLUMNS),
+        "",
+        "```bash",
+        f"mpitrain learn explain {name}",
+        explanation.command,
+        "```",
+        "",
+        f"![{name}]({name}.png)",
+        "",
+        fill(explanation.legend, COLUMNS),
+        "",
+        *(f"- {formula_line(formula, 'en')}" for formula in explanation.formulas),
+        f"- read: {files}",
+        f"- proven by: {laws}",
+    ]
+
+
+def digests(explanations: Mapping[str, Explanation]) -> str:
+    """Return a digest of the frames of each topic, as JSON: a picture is current if it is the same."""
+    return (
+        json.dumps(
+            {
+                name: hashlib.sha256(
+                    json.dumps(
+                        [[frame.title, frame.cells] for _, frame in explanation.drawn]
+                    ).encode()
+                ).hexdigest()
+                for name, explanation in explanations.items()
+            },
+            indent=1,
+        )
+        + "\n"
+    )

@@ -1,1 +1,0 @@
-"""Recorders of topics: each runs the package's code on symbols, and returns an explanation."""

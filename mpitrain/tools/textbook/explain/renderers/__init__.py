@@ -1,1 +1,0 @@
-"""Renderers of explanations: text for a terminal, pictures, and pages."""

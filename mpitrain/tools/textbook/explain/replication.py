@@ -1,0 +1,582 @@
+"""Topics of replication: a training step of symbols in each mode, from the diaries of its ranks."""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain.collectives.plans import ring
+from mpitrain.errors import Sentence
+from mpitrain.parallel.averaging.gossip import NeighbourAverage, distances
+from mpitrain.parallel.averaging.local_sgd import PeriodicAverage
+from mpitrain.parallel.data.buckets import Buckets
+from mpitrain.parallel.data.sharded_gradients import ShardedGradients
+from mpitrain.parallel.data.zero import GatheredAfterUpdate, scattered_once
+from mpitrain.parallel.data.zero_three import GatheredOnUse
+from mpitrain.parallel.modes import mode_of
+from mpitrain.parallel.servers.master import BroadcastAndUpdate, BroadcastParameters
+from mpitrain.parallel.servers.synchronous import PushAndPull, PushedGradients, ServedUpdate
+from mpitrain.parallel.traffic import Sample
+from mpitrain.pipeline.stage import Stage
+from mpitrain.regions import Piece
+from mpitrain.run.trainer import Trainer
+from mpitrain.tools.textbook.explain import toy
+from mpitrain.tools.textbook.explain.collectives import SLOWED_BYTES
+from mpitrain.tools.textbook.explain.explanation import (
+    UNDER_WAY,
+    Columns,
+    CountedFormula,
+    Explanation,
+    Frame,
+    SourceLines,
+    Topic,
+    TopicSetting,
+)
+from mpitrain.tools.textbook.explain.links import Network, SlowTransport
+from mpitrain.transport.base import Transport
+from mpitrain.transport.threads import run_ranks
+
+NAMES = "ABCDEFGH"
+"""Of units."""
+
+Key = tuple[int, ...]
+"""The order of an event: step, phase, micro-batch, direction, unit."""
+
+COMPUTED, SUMMED, UPDATED, ENDED = range(4)
+"""Phases of a step."""
+
+
+class WatchedState(NamedTuple):
+    """The rank after an event.
+
+    title    of the event
+    cells    {group of columns: contents}
+    nbytes   sent since the start
+    seconds  since the start of the step
+    """
+
+    title: str
+    cells: Mapping[str, tuple[str, ...]]
+    nbytes: int
+    seconds: float
+
+
+class ShownMode(NamedTuple):
+    """A mode of replication to show.
+
+    settings   of its configuration
+    sentences  the idea
+    sources    functions and classes that run
+    laws       tests that prove it
+    units      of the model; 0: one for each rank
+    is_split   whether a rank stores a region of each unit
+    servers    ranks without rows
+    steps      of training
+    micros     micro-batches of a step
+    kinds      passes of layers with a frame of their own
+    groups     of columns, in order
+    memory     formula of the bytes of parameters, gradients and state on a rank, in words, and as a
+               function of elements P, ranks n and elements of a unit; None: not shown
+    """
+
+    settings: Sequence[str]
+    sentences: Sequence[str]
+    sources: Sequence[Any]
+    laws: Sequence[str]
+    units: int = 3
+    is_split: bool = False
+    servers: int = 0
+    steps: int = 1
+    micros: int = 1
+    kinds: Collection[str] = ("weight",)
+    groups: Sequence[str] = ("parameters", "gradients")
+    memory: tuple[str, Callable[[int, int, int], float]] | None = None
+
+
+class _RankRun(NamedTuple):
+    """The run on one rank.
+
+    entries         its diary
+    nbytes          that it sent in a step
+    words, formula  of the bytes that the busiest rank sends
+    stored          bytes of parameters, gradients and optimizer state
+    elements        of all parameters
+    """
+
+    entries: Mapping[Key, WatchedState]
+    nbytes: float
+    words: str
+    formula: float
+    stored: float
+    elements: int
+
+
+TRAINING = ("tests/ranks/parallel/test_training.py",)
+AVERAGING = ("tests/ranks/parallel/test_averaging.py",)
+TRAFFIC = ("tests/ranks/bench/test_compare.py",)
+WITH_STATE = ("parameters", "gradients", "optimizer state")
+MOMENTUM = "optimizer.name=momentum"
+ONE_UNIT = "replication.bucket_mb=0.000001"
+
+
+def record(shown: ShownMode, setting: TopicSetting) -> Explanation:
+    n, network = setting.ranks, Network(setting.link) if setting.link else None
+    runs: list[_RankRun] = run_ranks(n, _run, shown, network)
+    workers = n - shown.servers
+    units = shown.units or workers
+    columns = [
+        f"{NAMES[unit]}{region}" if shown.is_split else NAMES[unit]
+        for unit in range(units)
+        for region in range(workers if shown.is_split else 1)
+    ]
+    frames = _frames([run.entries for run in runs], shown, bool(setting.link))
+    formulas = [
+        CountedFormula(
+            "bytes that the busiest rank sends in a step, control message included",
+            max(run.nbytes for run in runs),
+            runs[0].words,
+            runs[0].formula,
+        )
+    ]
+    if shown.memory:
+        formulas.append(
+            CountedFormula(
+                "bytes of parameters, gradients and optimizer state on a rank",
+                sum(run.stored for run in runs) / n,
+                shown.memory[0],
+                shown.memory[1](runs[0].elements, n, runs[0].elements // units),
+            )
+        )
+    micros = [f"batch.micro_batches={shown.micros}"] if shown.micros > 1 else []
+    settings = [word for word in (*shown.settings, *micros, "run.steps=20") if "bucket" not in word]
+    return Explanation(
+        [Sentence(sentence, n=n, w=workers) for sentence in shown.sentences],
+        (
+            "A, B, ... are units of the model. w: initial parameters; g1: gradient of row 1 in step 1, "
+            "h1 in step 2; →: on its way; - or empty: not stored."
+        ),
+        [
+            Sentence("rank {r}", r=rank) if rank < workers else Sentence("server {r}", r=rank)
+            for rank in range(n)
+        ],
+        [Columns(group, tuple(columns)) for group in shown.groups],
+        frames,
+        formulas,
+        [SourceLines.of(source) for source in shown.sources],
+        " ".join((f"mpitrain launch -n {n} -- train", *(f"--set {word}" for word in settings))),
+        shown.laws,
+    )
+
+
+def _run(inner: Transport, shown: ShownMode, network: Network | None) -> _RankRun:
+    transport = SlowTransport(inner, network) if network else inner
+    workers = transport.size - shown.servers
+    units, rows = shown.units or workers, workers * shown.micros
+    elements = workers * toy.VECTOR
+    if network:
+        elements *= -(-SLOWED_BYTES // (8 * units * elements))
+    symbols = toy.basis(shown.steps, rows)
+    watch = Watch(
+        symbols, NAMES[:units], workers if shown.is_split else 1, shown.kinds, shown.micros
+    )
+    config = toy.configured(
+        f"batch.size={rows}",
+        f"batch.micro_batches={shown.micros}",
+        f"run.steps={shown.steps}",
+        *shown.settings,
+    )
+    trainer = Trainer(
+        transport, toy.units(units, elements, symbols, watch.seen), config, toy.SymbolLoss()
+    )
+    watch.begin(trainer)
+    sent, source = transport.traffic.nbytes, toy.SymbolSource(symbols)
+    for step in range(shown.steps):
+        transport.barrier()
+        began = time.perf_counter()
+        watch.clock = lambda began=began: time.perf_counter() - began  # type: ignore[misc]
+        watch.step(step + 1)
+        trainer.step(step, *trainer.replication.batch(source, step))
+        if step == shown.steps - 1:
+            trainer.sync_parameters()
+        watch.end()
+        transport.barrier()
+    nbytes = (transport.traffic.nbytes - sent) / shown.steps
+    stored = trainer.replication.held() - trainer.grid.scratch_bytes
+    return _RankRun(watch.entries, nbytes, *_traffic(trainer), stored, trainer.storage.length)
+
+
+def _traffic(trainer: Trainer) -> tuple[str, float]:
+    """Return the formula of the bytes of a step, in words and as a number."""
+    formula = mode_of(trainer.config).traffic(trainer.config.replication)
+    assert formula is not None
+    sample = Sample(8 * toy.VECTOR, 8, toy.VECTOR)
+    return formula.words, float(formula.of(trainer.replication.replica, sample) or 0)
+
+
+def _frames(
+    ranks: Sequence[Mapping[Key, WatchedState]], shown: ShownMode, is_timed: bool
+) -> list[Frame]:
+    """Return a frame for each event of any rank; a rank without it shows its last entry."""
+    frames: list[Frame] = []
+    last = [entries[0,] for entries in ranks]
+    for key in sorted({key for entries in ranks for key in entries}):
+        last = [entries.get(key, before) for entries, before in zip(ranks, last, strict=True)]
+        entry = next(entries[key] for entries in ranks if key in entries)
+        title = entry.title
+        if shown.steps > 1 and len(key) > 1:
+            title = Sentence("step {k}: {event}", k=key[0], event=title)
+        ends = len(key) == 1 or key[1] == ENDED
+        frame = Frame(
+            title,
+            tuple(
+                tuple(
+                    cell
+                    for group in shown.groups
+                    for cell in state.cells.get(group, ("",) * len(state.cells["parameters"]))
+                )
+                for state in last
+            ),
+            sent=tuple(state.nbytes for state in last) if ends else (),
+            seconds=max(state.seconds for state in last) if ends and is_timed and key[0] else None,
+        )
+        if frames and not frame.changed(frames[-1]):
+            # The last event of a step has its bytes and seconds.
+            frame = frame._replace(title=frames.pop().title)
+        frames.append(frame)
+    return frames
+
+
+class Watch:
+    """The diary of one rank; the layers and the trainer of a toy job call it.
+
+    names  of the units
+    cells  of each unit
+    kinds  passes of layers that make an entry of their own
+    """
+
+    def __init__(
+        self,
+        symbols: toy.Symbols,
+        names: Sequence[str],
+        cells: int,
+        kinds: Collection[str],
+        micro_batches: int,
+    ):
+        self._symbols, self._names, self._cells, self._kinds = symbols, names, cells, kinds
+        self._micro_batches, self.entries = micro_batches, dict[Key, WatchedState]()
+        self._step, self._passes = 0, dict[str, int]()
+        self._opened: Mapping[int, tuple[str, ...]] = {}
+        self._written: dict[int, tuple[str, ...]] = {}
+        self._ready: list[int] = []
+        self._first_messages = self._first_bytes = 0
+        self.clock: Callable[[], float] = lambda: 0.0
+
+    def begin(self, trainer: Trainer) -> None:
+        """Watch a trainer: make the first entry, and one before and after each update."""
+        self.trainer = trainer
+        # A later call of `kept` would end messages in flight; the arrays stay the same.
+        self._buffers = {buffer.name: buffer for buffer in trainer.replication.kept()}
+        self._first_bytes = trainer.transport.traffic.nbytes
+        self._stored = self._read_parameters()
+        self._note((0,), "start")
+        store = trainer.replication.store
+        update = store.update
+
+        def watched(apply: Callable[[Piece, Any, Any], None]) -> None:
+            self._opened = {}
+            self._read_gradients()
+            self._note((self._step, SUMMED), Sentence("gradients complete"))
+            update(partial(self._applied, apply))
+            self._note((self._step, UPDATED), Sentence("update"))
+
+        store.update = watched  # type: ignore[method-assign]
+
+    def _applied(
+        self, apply: Callable[[Piece, Any, Any], None], piece: Piece, parameters: Any, mirror: Any
+    ) -> None:
+        """Update a piece. Other pieces may be in flight already, so only this one is read."""
+        apply(piece, parameters, mirror)
+        own = self._placed(parameters, [piece._replace(offset=0)])
+        pairs = zip(own, self._stored["parameters"], strict=True)
+        stored = self._read_buffers()
+        self._stored = {**stored, "parameters": tuple(new or old for new, old in pairs)}
+
+    def step(self, number: int) -> None:
+        """Begin a step, from 1."""
+        self._step, self._ready, self._written = number, [], {}
+        self._passes = {"forward": 0, "weight": 0}
+        self._first_messages = self.trainer.transport.traffic.messages
+
+    def end(self) -> None:
+        """End a step, after the parameters are current."""
+        self._opened = {}
+        self._stored = self._read_parameters()
+        self._note((self._step, ENDED), Sentence("end of the step"))
+
+    def seen(self, layer_pass: toy.Pass) -> None:
+        """Make an entry of a layer's pass."""
+        if not self._passes:  # No step has begun.
+            return
+        count = len(self._names)
+        if layer_pass.kind == "input":
+            self._opened = {layer_pass.unit: self._read(layer_pass.array)}
+            return
+        micro, at = divmod(self._passes[layer_pass.kind], count)
+        self._passes[layer_pass.kind] += 1
+        if layer_pass.kind == "forward":
+            self._opened = {layer_pass.unit: self._read(layer_pass.array)}
+            title = Sentence("forward of {unit}", unit=self._names[layer_pass.unit])
+        else:
+            self._written[layer_pass.unit] = self._read(layer_pass.array)
+            title = Sentence("backward of {unit}", unit=self._names[layer_pass.unit])
+        if self._micro_batches > 1:
+            title = Sentence("micro-batch {k}: {event}", k=micro, event=title)
+        if layer_pass.kind in self._kinds:
+            self._note((self._step, COMPUTED, micro, int(layer_pass.kind == "weight"), at), title)
+        if layer_pass.kind == "weight" and micro == self._micro_batches - 1:
+            self._ready.append(layer_pass.unit)
+
+    def _note(self, key: Key, title: str) -> None:
+        cells = dict(self._stored)
+        parameters = [*cells["parameters"]]
+        for unit, contents in self._opened.items():
+            parameters[unit * self._cells : (unit + 1) * self._cells] = contents
+        cells["parameters"] = tuple(parameters)
+        is_computing = len(key) > 1 and key[1] == COMPUTED
+        cells["gradients"] = tuple(
+            cell + UNDER_WAY * (is_computing and self._is_under_way(unit))
+            for unit in range(len(self._names))
+            for cell in self._written.get(unit, ("",) * self._cells)
+        )
+        traffic = self.trainer.transport.traffic
+        self.entries[key] = WatchedState(
+            title, cells, traffic.nbytes - self._first_bytes, self.clock()
+        )
+
+    def _is_under_way(self, unit: int) -> bool:
+        """Return whether the unit's gradient is complete, and this step has sent messages."""
+        reducer: Any = self.trainer.replication.reducer
+        if self.trainer.transport.traffic.messages == self._first_messages:
+            return False
+        buckets = getattr(reducer, "buckets", None)
+        if buckets is None:
+            return unit in self._ready and not type(reducer).__name__.startswith("Local")
+        return any(unit in bucket.units and {*bucket.units} <= {*self._ready} for bucket in buckets)
+
+    def _read(self, array: np.ndarray) -> tuple[str, ...]:
+        return self._symbols.read_all(array, self._cells)
+
+    def _read_parameters(self) -> dict[str, tuple[str, ...]]:
+        buffers = self._buffers
+        stored = buffers.get("own_parameters", buffers["parameters"])
+        return {**self._read_buffers(), "parameters": self._placed(stored.array, stored.pieces)}
+
+    def _read_buffers(self) -> dict[str, tuple[str, ...]]:
+        """Return the contents of the first buffer of optimizer state; {} if there is none."""
+        states = [b for name, b in self._buffers.items() if not name.endswith("parameters")]
+        if not states:
+            return {}
+        return {"optimizer state": self._placed(states[0].array, states[0].pieces)}
+
+    def _read_gradients(self) -> None:
+        """Read the gradients that this rank stores after their reduction."""
+        reducer: Any = self.trainer.replication.reducer
+        buffer = np.asarray(reducer.buffer)
+        shards = getattr(reducer, "shards", None)
+        pieces = shards.owned if shards else self._whole(buffer)
+        contents = self._placed(buffer, pieces)
+        self._written = {
+            unit: contents[unit * self._cells : (unit + 1) * self._cells]
+            for unit in range(len(self._names))
+        }
+
+    def _whole(self, buffer: np.ndarray) -> Sequence[Piece]:
+        """Return the pieces of a buffer that has all elements, or those of a server."""
+        pieces = self._buffers["parameters"].pieces
+        if sum(piece.stop - piece.start for piece in pieces) == buffer.size:
+            return pieces
+        return [Piece(0, buffer.size, 0)]
+
+    def _placed(self, array: Any, pieces: Sequence[Piece]) -> tuple[str, ...]:
+        """Return the contents of all cells; empty where the pieces have no element of a cell."""
+        length = self.trainer.storage.length // (len(self._names) * self._cells)
+        contents = []
+        for cell in range(len(self._names) * self._cells):
+            start, stop = cell * length, (cell + 1) * length
+            parts = [
+                np.asarray(array)[p.offset + max(p.start, start) - p.start :][
+                    : min(p.stop, stop) - max(p.start, start)
+                ]
+                for p in pieces
+                if max(p.start, start) < min(p.stop, stop)
+            ]
+            contents.append(self._symbols.read(np.concatenate(parts)) if parts else "")
+        return tuple(contents)
+
+
+def _topic(title: str, shown: ShownMode, least: int = 1) -> Topic:
+    return Topic(
+        title,
+        partial(record, shown),
+        ranks=3 if shown.servers else 2 if shown.is_split else 4,
+        least=2 if shown.servers else least,
+        timed=True,
+    )
+
+
+TOPICS = {
+    "ddp": _topic(
+        "Data parallelism: buckets of gradients, and overlap with the backward",
+        ShownMode(
+            (ONE_UNIT,),
+            (
+                "Each of {n} ranks has all parameters and one row of the batch.",
+                "The backward goes from the last unit to the first.",
+                "A bucket is a run of units. Its all-reduce starts when its gradients are complete.",
+                "The other units compute their backward meanwhile: this is the overlap.",
+                "All ranks then make the same update, and no parameter is sent.",
+            ),
+            (Buckets, ring.all_reduce),
+            (*TRAINING, *TRAFFIC),
+        ),
+    ),
+    "master": _topic(
+        "Master: rank 0 alone updates",
+        ShownMode(
+            ("replication.mode=master",),
+            (
+                "Rank 0 reads all rows, and sends each rank its own.",
+                "Gradients go up a tree to rank 0, which updates.",
+                "Parameters come down the same tree before the next step.",
+                "Only rank 0 has optimizer state, and its links carry the most.",
+            ),
+            (BroadcastAndUpdate, BroadcastParameters),
+            (*TRAINING, *TRAFFIC),
+        ),
+    ),
+    "server": _topic(
+        "Parameter server, synchronous: workers push gradients and pull parameters",
+        ShownMode(
+            ("replication.mode=server",),
+            (
+                "The last rank is a server: it has the parameters and computes no rows.",
+                "Each of {w} workers pushes the gradient of a unit as soon as it is complete.",
+                "The server waits for all workers, adds in the order of ranks, and updates.",
+                "It sends the new parameters to all workers: W S bytes through one link.",
+            ),
+            (PushedGradients, ServedUpdate, PushAndPull),
+            (*TRAINING, *TRAFFIC),
+            servers=1,
+        ),
+    ),
+    "zero1": _topic(
+        "ZeRO stage 1: optimizer state is sharded",
+        ShownMode(
+            ("replication.zero=1", MOMENTUM),
+            (
+                "Every rank has all parameters and all gradients.",
+                "After a reduce-scatter each rank has the sum of one shard; the rest is a partial sum.",
+                "A rank has only the optimizer state of its shard, and updates only this shard.",
+                "An all-gather sends the updated shards to all ranks.",
+            ),
+            (scattered_once, GatheredAfterUpdate),
+            (*TRAINING, *TRAFFIC, "tests/unit/machine/test_memory.py"),
+            units=0,
+            groups=WITH_STATE,
+            memory=("(8+8) P + 8 P/n", lambda p, n, unit: 16 * p + 8 * p / n),
+        ),
+    ),
+    "zero2": _topic(
+        "ZeRO stage 2: gradients are sharded, too",
+        ShownMode(
+            ("replication.zero=2", MOMENTUM, ONE_UNIT),
+            (
+                "Every rank has all parameters, but only a shard of gradients and optimizer state.",
+                "The gradient of a bucket is in a full-size buffer only until it is reduce-scattered.",
+                "Then the rank adds its chunk to its shard, and the next bucket uses the buffer.",
+                "An all-gather sends the updated shards to all ranks, as in stage 1.",
+            ),
+            (ShardedGradients, GatheredAfterUpdate),
+            (*TRAINING, *TRAFFIC, "tests/unit/machine/test_memory.py"),
+            units=2,
+            is_split=True,
+            groups=WITH_STATE,
+            memory=(
+                "8 P + (8+8) P/n + 2 x 8 U, U in a unit",
+                lambda p, n, unit: 8 * p + 16 * p / n + 16 * unit,
+            ),
+        ),
+    ),
+    "zero3": _topic(
+        "ZeRO stage 3 (FSDP): parameters are sharded, too",
+        ShownMode(
+            ("replication.zero=3", MOMENTUM),
+            (
+                "A rank stores a shard of every unit: parameters, gradients and optimizer state.",
+                "Just before a unit computes, an all-gather collects its parameters.",
+                "A later unit uses the buffer again, so at most two units are unsharded at once.",
+                "After its backward, a reduce-scatter leaves each rank the sum of its shard.",
+            ),
+            (GatheredOnUse, ShardedGradients),
+            (*TRAINING, *TRAFFIC, "tests/unit/machine/test_memory.py"),
+            units=3,
+            is_split=True,
+            kinds=("forward", "weight"),
+            groups=WITH_STATE,
+            memory=(
+                "(8+8+8) P/n + 2 x (8+8) U, U in a unit",
+                lambda p, n, unit: 24 * p / n + 32 * unit,
+            ),
+        ),
+    ),
+    "accumulation": _topic(
+        "Gradient accumulation: micro-batches add, and one reduction follows",
+        ShownMode(
+            ("replication.bucket_mb=0.000001",),
+            (
+                "Each rank divides its rows into two micro-batches.",
+                "The first backward overwrites the gradient buffer, the second one adds to it.",
+                "Only the last micro-batch starts reductions: the bytes sent do not grow.",
+            ),
+            (Stage, Buckets),
+            (*TRAINING, *TRAFFIC),
+            units=2,
+            micros=2,
+        ),
+    ),
+    "local": _topic(
+        "Local SGD: workers update alone, and average every second step",
+        ShownMode(
+            ("replication.mode=local", "replication.period=2"),
+            (
+                "Each worker updates its own parameters with its own gradient.",
+                "After two steps an all-reduce averages the parameters of all workers.",
+                "Between averages no message is sent, but the workers drift apart.",
+            ),
+            (PeriodicAverage,),
+            (*AVERAGING, *TRAFFIC),
+            units=1,
+            steps=2,
+            kinds=(),
+        ),
+    ),
+    "gossip": _topic(
+        "Gossip: each worker averages with one neighbour after each step",
+        ShownMode(
+            ("replication.mode=gossip",),
+            (
+                "Each worker updates alone, then takes the mean with one other worker.",
+                "The neighbour is at distance 1, 2, 4, ... in turn, so news reaches all in lg n steps.",
+                "At the end of the run an all-reduce takes the average of all workers.",
+            ),
+            (NeighbourAverage, distances),
+            (*AVERAGING, *TRAFFIC),
+            units=1,
+            steps=2,
+            kinds=(),
+        ),
+        least=2,
+    ),
+}

@@ -1,0 +1,211 @@
+"""Topics of tensor parallelism: a linear layer on several ranks, with symbols as its input.
+
+The rows of the input are unit vectors, one for each feature. So column o of the output holds the
+coefficients of a sum of features, and is printed as one. Weights are small whole numbers.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain.collectives.activations import ActivationBuffer
+from mpitrain.collectives.group import Group
+from mpitrain.config import Layout
+from mpitrain.errors import Sentence
+from mpitrain.machine.arena import Arena
+from mpitrain.ops.device import ops_for
+from mpitrain.parallel.tensor.layer_factory import LayerFactory, layers_for
+from mpitrain.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from mpitrain.tools.textbook.explain.explanation import (
+    Columns,
+    CountedFormula,
+    Explanation,
+    Frame,
+    SourceLines,
+    Topic,
+    TopicSetting,
+)
+from mpitrain.tools.textbook.explain.toy import written
+from mpitrain.transport.base import Transport
+from mpitrain.transport.threads import run_ranks
+
+FEATURES = {1: 4, 2: 4, 3: 3, 4: 4}
+"""{ranks: inputs and outputs of the whole layer}: the ranks divide them."""
+
+
+class ShownLayer(NamedTuple):
+    """A layer to show.
+
+    make       (factory, inputs and outputs) -> the layer of this rank
+    source     its class
+    splits     which dim of the weight is divided: 0 outputs, 1 inputs
+    sentences  the idea
+    """
+
+    make: Callable[[LayerFactory, int], Any]
+    source: type
+    splits: int
+    sentences: Sequence[str]
+
+
+def _drawn(generator: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Return the whole weight, of the numbers 1 to 3."""
+    outputs, inputs = np.indices(shape)
+    return 1.0 + (outputs + 2 * inputs) % 3
+
+
+class _RankCells(NamedTuple):
+    """A rank's cells in each frame, and the bytes that it has sent by then."""
+
+    frames: Sequence[tuple[str, dict[str, list[str]], int]]
+
+
+def record(shown: ShownLayer, setting: TopicSetting) -> Explanation:
+    n, count = setting.ranks, FEATURES[setting.ranks]
+    ranks: list[_RankCells] = run_ranks(n, _run, shown)
+    groups = ("x", "W", "y", "dy", "dx")
+    frames = [
+        Frame(
+            ranks[0].frames[at][0],
+            tuple(
+                tuple(cell for group in groups for cell in rank.frames[at][1][group])
+                for rank in ranks
+            ),
+            sent=tuple(rank.frames[at][2] for rank in ranks),
+        )
+        for at in range(len(ranks[0].frames))
+    ]
+    return Explanation(
+        [Sentence(sentence, n=n) for sentence in shown.sentences],
+        (
+            "x0+2x1 under y0: that column of y is this sum of features; d0 is a symbol of dy. W: numbers of a row or "
+            "column of the weight. - or empty: not on this rank, or not yet."
+        ),
+        [Sentence("rank {r}", r=rank) for rank in range(n)],
+        [
+            Columns("input x", _numbered("x", count)),
+            Columns(
+                "rows of W" if shown.splits == 0 else "columns of W",
+                _numbered("W", count),
+            ),
+            Columns("output y", _numbered("y", count)),
+            Columns("gradient dy", _numbered("dy", count)),
+            Columns("gradient dx", _numbered("dx", count)),
+        ],
+        frames,
+        [
+            CountedFormula(
+                "bytes that a rank sends, forward and backward",
+                max(frames[-1].sent),
+                "2 (n-1)/n B T C",
+                2 * (n - 1) / n * 8 * count * count,
+            )
+        ],
+        [SourceLines.of(shown.source)],
+        f"mpitrain launch -n {n} -- train --tp {n}",
+        ("tests/laws/layers.py", "tests/ranks/parallel/test_training.py"),
+    )
+
+
+def _numbered(letter: str, count: int) -> tuple[str, ...]:
+    return tuple(f"{letter}{feature}" for feature in range(count))
+
+
+def _run(transport: Transport, shown: ShownLayer) -> _RankCells:
+    group, arena = Group(transport, "ring"), Arena()
+    layers = layers_for(ops_for("cpu"), group, Layout())
+    partial: list[np.ndarray] = []
+    reduction = layers.rows.reduction
+
+    def seen(lease: ActivationBuffer) -> Any:
+        """Copy this rank's summand before it is added to others."""
+        partial.append(lease.array.copy())
+        return reduction(lease)
+
+    layers.rows.reduction = seen  # type: ignore[method-assign]
+    count = FEATURES[transport.size]
+    layer = shown.make(layers, count)
+    (weight,) = layer.parameters()
+    w = {"weight": weight.part_of(_drawn(None, weight.shape))}
+    per_rank = count // transport.size
+    own = range(transport.rank * per_rank, (transport.rank + 1) * per_rank)
+    every = range(count)
+    x_at, y_at = (every, own) if shown.splits == 0 else (own, every)
+    x, dy = (np.ascontiguousarray(np.eye(count)[:, list(at)]) for at in (x_at, y_at))
+    rows = w["weight"] if shown.splits == 0 else w["weight"].T
+    empty = [""] * count
+    cells = {
+        "x": _cells(x, x_at, "x"),
+        "W": [",".join(f"{v:g}" for v in rows[own.index(at)]) if at in own else "" for at in every],
+        "y": empty,
+        "dy": empty,
+        "dx": empty,
+    }
+    frames: list[tuple[str, dict[str, list[str]], int]] = []
+    before = transport.traffic.nbytes
+
+    def note(title: str, **changed: list[str]) -> None:
+        cells.update(changed)
+        frames.append((title, dict(cells), sent))
+
+    sent = 0
+    note("start")
+    y, saved = layer.forward(w, x, arena)
+    if partial:
+        note("forward: a summand of y on each rank", y=_cells(partial.pop(), y_at, "x"))
+    sent = transport.traffic.nbytes - before
+    note("forward: y", y=_cells(y, y_at, "x"))
+    note("the gradient of y arrives", dy=_cells(dy, y_at, "d"))
+    dx, _ = layer.backward_input(w, dy, saved, arena)
+    if partial:
+        note("backward: a summand of dx on each rank", dx=_cells(partial.pop(), x_at, "d"))
+        sent = transport.traffic.nbytes - before
+    note("backward: dx", dx=_cells(dx, x_at, "d"))
+    return _RankCells(frames)
+
+
+def _cells(array: np.ndarray, features: Sequence[int], letter: str) -> list[str]:
+    """Return the columns of an array as sums of symbols, each under the number of its feature."""
+    cells = [""] * len(array)
+    for feature, column in zip(features, array.T, strict=True):
+        cells[feature] = written({f"{letter}{i}": float(c) for i, c in enumerate(column) if c})
+    return cells
+
+
+def _topic(title: str, shown: ShownLayer) -> Topic:
+    return Topic(title, partial(record, shown), ranks=2, most=4)
+
+
+TOPICS = {
+    "column": _topic(
+        "Column-parallel linear layer: outputs are divided",
+        ShownLayer(
+            lambda layers, count: ColumnParallelLinear(layers, count, count, _drawn, bias=False),
+            ColumnParallelLinear,
+            0,
+            (
+                "A linear layer computes y = x W^T. Here the outputs are divided among {n} ranks.",
+                "Every rank has all of x, and computes its own columns of y: no message forward.",
+                "In the backward each rank has only a summand of dx, since it has some outputs.",
+                "An all-reduce adds the summands, so every rank has dx.",
+            ),
+        ),
+    ),
+    "row": _topic(
+        "Row-parallel linear layer: inputs are divided",
+        ShownLayer(
+            lambda layers, count: RowParallelLinear(layers, count, count, _drawn, bias=False),
+            RowParallelLinear,
+            1,
+            (
+                "A linear layer computes y = x W^T. Here the inputs are divided among {n} ranks.",
+                "Each rank has some columns of x, and so computes only a summand of y.",
+                "An all-reduce adds the summands, so every rank has y.",
+                "The backward needs no message: dy is on every rank, dx_r = dy W_r.",
+                "After a column-parallel layer, x is divided in this way: one all-reduce for both.",
+            ),
+        ),
+    ),
+}

@@ -1,0 +1,227 @@
+"""Symbols as numbers, and a model that computes with them.
+
+A cell of a buffer is a vector with a coefficient for each symbol. The code under view adds and
+scales these vectors as any numbers. So `a0+a1` in a cell is proof that the values of two ranks were
+added there, each once. Coefficients are exact in float64.
+
+The layers of the model pass rows on, and the gradient of a row is a symbol. The trainer, the
+pipeline and the replication are the package's own. The gradient of a row is the same in all units.
+So the contents of a buffer show the rows that reached it. The optimizer is gradient descent with
+learning rate 1: parameters become `w-g0-g1`.
+"""
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain.config import Config, with_settings
+from mpitrain.data import Form
+from mpitrain.layers.base import Gradients, Parameter, Unit, Weights
+from mpitrain.run.choices import parse
+
+IN_FLIGHT = "~"
+"""A cell whose elements a message is about to replace."""
+MIXED = "?"
+"""A cell whose repetitions differ: no linear form describes it."""
+SHORT = 4
+"""Summands of a group that are written one by one; longer groups are cut in the middle."""
+LARGEST = 64
+"""The largest denominator of a coefficient."""
+
+
+class Symbols:
+    """A basis: names of symbols, and the number of elements of a cell.
+
+    size  elements of a vector, at least one for each symbol; a cell repeats the vector
+    """
+
+    def __init__(self, names: Sequence[str], size: int = 0):
+        self.names, self.size = tuple(names), max(size, len(names))
+        self._index = {name: number for number, name in enumerate(self.names)}
+
+    def vector(self, name: str) -> np.ndarray:
+        """Return the vector of a symbol, (size,) float64."""
+        vector = np.zeros(self.size)
+        vector[self._index[name]] = 1
+        return vector
+
+    def cell(self, name: str, count: int) -> np.ndarray:
+        """Return `count` elements that repeat the vector of a symbol; `size` divides `count`."""
+        return np.tile(self.vector(name), count // self.size)
+
+    def read(self, cell: np.ndarray) -> str:
+        """Return the contents of a cell as a sum of symbols."""
+        vectors = np.asarray(cell).reshape(-1, self.size)
+        if not len(vectors):
+            return ""
+        if np.isnan(vectors).any():
+            return IN_FLIGHT
+        if (vectors != vectors[0]).any() or vectors[0, len(self.names) :].any():
+            return MIXED
+        return written({n: float(c) for n, c in zip(self.names, vectors[0], strict=False) if c})
+
+    def read_all(self, array: np.ndarray, cells: int) -> tuple[str, ...]:
+        """Return the contents of the cells of an array, which they divide evenly."""
+        return tuple(self.read(cell) for cell in np.split(np.asarray(array).reshape(-1), cells))
+
+
+def written(terms: dict[str, float]) -> str:
+    """Return a linear form as text: {a: 1, b: -0.5, c: -0.5} is a-(b+c)/2; 0 if it has no term."""
+    form = ""
+    keyed = [(Fraction(c).limit_denominator(LARGEST), name) for name, c in terms.items()]
+    for value, group in groupby(keyed, lambda pair: pair[0]):
+        names = [name for _, name in group]
+        total = "+".join(names) if len(names) <= SHORT else f"{names[0]}+..+{names[-1]}"
+        if len(names) > 1 and value != 1:
+            total = f"({total})"
+        times = f"{abs(value.numerator)}" if abs(value.numerator) > 1 else ""
+        over = f"/{value.denominator}" if value.denominator > 1 else ""
+        form += ("-" if value < 0 else "+") + times + total + over
+    return form.removeprefix("+") or "0"
+
+
+VECTOR = 32
+"""Elements of a symbol's vector: ZeRO pads units to multiples of 32 elements on each rank."""
+STEPS = "ghk"
+"""The letter of gradients in each step: g0 is the gradient of row 0 in the first step."""
+
+INPUTS = "xyz"
+"""The letter of inputs in each step, where activations are shown."""
+
+PLAIN = (
+    "device.kind=cpu",
+    "precision.compute=float64",
+    "optimizer.name=sgd",
+    "optimizer.lr=1",
+    "optimizer.weight_decay=0",
+    "optimizer.clip=0",
+    "optimizer.warmup=0",
+    "optimizer.schedule=constant",
+    "replication.algorithm=ring",
+)
+
+
+def configured(*settings: str) -> Config:
+    """Return a configuration in which an update subtracts the gradient."""
+    return parse(with_settings({}, [*PLAIN, *settings]))
+
+
+def basis(steps: int, rows: int, has_inputs: bool = False) -> Symbols:
+    """Return the symbols of a run: the parameter w, and a gradient for each row of each step.
+
+    has_inputs  whether each row has a symbol for its input, too
+    """
+    letters = [*STEPS[:steps], *(INPUTS[:steps] if has_inputs else "")]
+    return Symbols(["w", *(f"{letter}{row}" for letter in letters for row in range(rows))], VECTOR)
+
+
+class Pass(NamedTuple):
+    """A pass of a layer for one micro-batch, with the arrays that it saw.
+
+    kind   "forward", "input" or "weight"
+    array  parameters, or gradients after the weight half
+    rows   activations, or in the halves of backward their gradients
+    """
+
+    kind: str
+    unit: int
+    array: Any
+    rows: Any
+
+
+class SymbolLayer:
+    """A layer that passes its input on; the gradient of its parameter is the gradient of its output.
+
+    elements  of the parameter: a multiple of VECTOR
+    seen      called after each pass
+    """
+
+    output_is_free = True
+
+    def __init__(self, unit: int, elements: int, symbols: Symbols, seen: Callable[[Pass], None]):
+        self._unit, self._elements, self._symbols, self._seen = unit, elements, symbols, seen
+
+    def parameters(self) -> list[Parameter]:
+        return [
+            Parameter(
+                "w",
+                (self._elements,),
+                lambda generator, shape: self._symbols.cell("w", self._elements),
+                decayed=False,
+            )
+        ]
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape
+
+    def forward(self, w: Weights, x: Any, arena: Any) -> tuple[Any, Any]:
+        y = arena.take(x.shape, x.dtype)
+        y[...] = x
+        self._seen(Pass("forward", self._unit, w["w"], x))
+        return y, x
+
+    def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Any) -> tuple[Any, Any]:
+        dx = arena.take(dy.shape, dy.dtype)
+        dx[...] = dy
+        self._seen(Pass("input", self._unit, w["w"], dy))
+        return dx, dy
+
+    def backward_weight(self, pending: Any, dw: Gradients, arena: Any) -> None:
+        gradient, summed = dw["w"], np.tile(pending.sum(0), self._elements // VECTOR)
+        if gradient.claim():
+            gradient.array += summed
+        else:
+            gradient.array[...] = summed
+        self._seen(Pass("weight", self._unit, gradient.array, pending))
+
+
+class SymbolLoss:
+    """A loss of 0, whose gradient for a row is the symbol that the target numbers."""
+
+    def gradient(self, logits: Any, targets: Any, scale: float, arena: Any) -> tuple[float, Any]:
+        """Return 0, and one vector for each row; the mean over rows is left out."""
+        gradient = np.zeros_like(logits)
+        gradient[np.arange(len(targets)), targets] = 1
+        return 0.0, gradient
+
+    def value(self, logits: Any, targets: Any, arena: Any) -> float:
+        return 0.0
+
+    def correct(self, logits: Any, targets: Any, arena: Any) -> float:
+        return 0.0
+
+
+def units(count: int, elements: int, symbols: Symbols, seen: Callable[[Pass], None]) -> list[Unit]:
+    return [
+        Unit(f"unit{number}", SymbolLayer(number, elements, symbols, seen))
+        for number in range(count)
+    ]
+
+
+class SymbolSource:
+    """A data source: the target of a row is the number of its gradient's symbol."""
+
+    form: Form = "samples"
+    shape: tuple[int, ...] = (VECTOR,)
+    inputs = classes = VECTOR
+    held_out = 0
+
+    def __init__(self, symbols: Symbols):
+        self._symbols = symbols
+
+    def batch(
+        self, seed: int, step: int, size: int, rows: range, before: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the inputs and targets of some rows; inputs are symbols, or 0 without names."""
+        wanted = [self._symbols.names.index(f"{STEPS[step]}{row}") for row in rows]
+        inputs = np.zeros((len(wanted), VECTOR))
+        if f"{INPUTS[step]}0" in self._symbols.names:
+            for number, row in enumerate(rows):
+                inputs[number] = self._symbols.vector(f"{INPUTS[step]}{row}")
+        return inputs, np.array(wanted, np.int64)
+
+    def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros((0, VECTOR)), np.zeros(0, np.int64)

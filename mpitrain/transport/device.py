@@ -1,0 +1,425 @@
+"""Messages of GPU memory over a transport of host memory: the DeviceTransport.
+
+Arrays in host memory go straight to the host transport. Arrays in device memory go one of two ways.
+`Direct` passes the device pointer to a CUDA-aware MPI. `Staged` copies through page-locked host
+memory. `over_device` chooses: it asks the MPI library, then tries it in a child process.
+
+Work on the device that wrote an array must end before a message reads it. Work that still reads the
+target of a receive must end before the message arrives. A copy waits for that work on the device.
+MPI does not know streams. Before MPI gets a pointer, the host therefore waits for all work started
+so far on the current stream.
+
+A reduction of many messages runs on a stream of its own (`aside`). Its copies and sums wait once
+for the computation before it. The computation after it waits for them. So no step of a ring waits
+for computation that runs meanwhile:
+
+    computation  ... writes the array |  other work      | reads the sum ...
+                                begin v                  ^ end
+    messages                          | copies and sums  |
+"""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from copy import copy
+from typing import Any, Self
+
+import numpy as np
+
+from mpitrain.errors import CommError, ConfigError
+from mpitrain.machine import process
+from mpitrain.machine.arena import Arena, HostMemory
+from mpitrain.machine.backend import Backend, Copy, DeviceBackend, on_device
+from mpitrain.transport.base import Request, Several, Transport, check_message, named
+from mpitrain.transport.decorators import Forwarding
+from mpitrain.transport.library import Awareness, cuda_awareness, loaded_path
+
+
+class UnderWay:
+    """A record of device work in progress: a wait for the device is no deadlock."""
+
+    def __init__(self) -> None:
+        self.is_any = False
+
+    def ended(self, copies: Sequence[Copy]) -> bool:
+        """Return whether all copies have ended; if not, record that the device is still busy."""
+        if all(one.test() for one in copies):
+            return True
+        self.is_any = True
+        return False
+
+
+class Aside:
+    """The message stream of a device, for a reduction of an array in device memory."""
+
+    def __init__(self, backend: DeviceBackend, under_way: UnderWay):
+        self._backend, self._under_way = backend, under_way
+        self._before: list[Copy] = []
+
+    def begin(self) -> None:
+        """Record an event after the computation launched so far.
+
+        Work on the message stream may start only after this event: when `is_ready` returns True, or
+        after `wait`.
+        """
+        self._before = [self._backend.so_far()]
+
+    def is_ready(self) -> bool:
+        """Return whether the computation before `begin` has ended. Never blocks."""
+        return self._under_way.ended(self._before)
+
+    def has_passed(self, event: Copy) -> bool:
+        """Return whether the device has passed an event. Never blocks."""
+        return self._under_way.ended([event])
+
+    def wait(self) -> None:
+        """Block until the computation before `begin` has ended."""
+        for before in self._before:
+            before.wait()
+
+    def here(self) -> AbstractContextManager[Any]:
+        """Return a context in which work starts on the message stream."""
+        return self._backend.aside()
+
+    def end(self) -> None:
+        """Make the computation started from now on wait for the message stream."""
+        with self.here():
+            after = self._backend.so_far()
+        self._backend.follow(after)
+
+
+class DeviceTransport(Forwarding):
+    """A Transport for messages in device and host memory; its `allocate` returns device memory.
+
+    `hosts`, tags, traffic and windows are the host transport's. A staged message counts in
+    `traffic` once per piece. `backend` manages the device memory. Only the main thread may call: it
+    owns the streams and the staging memory. All transports split from one share these, and the
+    record of work `under_way`. The two subclasses move the arrays.
+
+    unshared  the reason why these ranks cannot use each other's device memory, "" if they can; None
+              until collectives have tried
+    refusals  such reasons of all groups of this rank
+    is_whole  whether these are all ranks of the transport from which this one was split
+    """
+
+    def __init__(self, host: Transport, backend: DeviceBackend):
+        self.backend, self.under_way = backend, UnderWay()
+        self.refusals: list[str] = []
+        self._join(host, True)
+
+    def _join(self, host: Transport, is_whole: bool) -> None:
+        Forwarding.__init__(self, host)
+        self.admits_threads, self.allocates_on_device = False, True
+        self.is_whole = is_whole
+        self.unshared: str | None = None
+
+    def over(self, inner: Transport) -> Self:
+        part = copy(self)
+        part._join(inner, self.is_whole and inner.size == self.size)
+        return part
+
+    def aside(self, array: Any) -> Aside | None:
+        return Aside(self.backend, self.under_way) if on_device(array) else None
+
+    def start_send(self, array: Any, to: int, tag: int = 0) -> Request:
+        return (self._send if on_device(array) else self._inner.start_send)(array, to, tag)
+
+    def start_recv(self, array: Any, source: int, tag: int = 0) -> Request:
+        return (self._recv if on_device(array) else self._inner.start_recv)(array, source, tag)
+
+    def start_recv_any(self, array: Any, tag: int = 0) -> Request:
+        return (self._recv_any if on_device(array) else self._inner.start_recv_any)(array, tag)
+
+    def native_all_reduce(self, array: Any, op: str = "add") -> None:
+        (self._reduce if on_device(array) else self._inner.native_all_reduce)(array, op)
+
+    def _send(self, array: Any, to: int, tag: int) -> Request:
+        """Begin to send an array of device memory; as `start_send`, and so are the next three."""
+        raise NotImplementedError
+
+    def _recv(self, array: Any, source: int, tag: int) -> Request:
+        raise NotImplementedError
+
+    def _recv_any(self, array: Any, tag: int) -> Request:
+        raise NotImplementedError
+
+    def _reduce(self, array: Any, op: str) -> None:
+        raise NotImplementedError
+
+    def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
+        # The host transport reports a deadlock if no message can end a wait. So its wait returns
+        # whenever the device is busy, and this loop starts it again.
+        under_way, ended = self.under_way, False
+
+        def goes_on() -> bool:
+            nonlocal ended
+            under_way.is_any = False
+            ended = done()
+            return ended or under_way.is_any
+
+        while not ended:
+            self._inner.wait_until(goes_on, pause, what)
+
+    def allocate(self, count: int, dtype: Any) -> Any:
+        return self.backend.zeros(count, dtype)
+
+    def start_native_all_reduce(self, array: Any, op: str = "add") -> Request:
+        if not on_device(array):
+            return self._inner.start_native_all_reduce(array, op)
+        # The call blocks: Open MPI cannot begin an all-reduce on GPU memory (open-mpi/ompi#12045).
+        # A request for no message is complete at once.
+        self._reduce(array, op)
+        return Several([])
+
+
+class Direct(DeviceTransport):
+    """The way that passes device pointers to a CUDA-aware transport."""
+
+    def _send(self, array: Any, to: int, tag: int) -> Request:
+        self.backend.synchronize()
+        return self._inner.start_send(array, to, tag)
+
+    def _recv(self, array: Any, source: int, tag: int) -> Request:
+        self.backend.synchronize()
+        return self._inner.start_recv(array, source, tag)
+
+    def _recv_any(self, array: Any, tag: int) -> Request:
+        self.backend.synchronize()
+        return self._inner.start_recv_any(array, tag)
+
+    def _reduce(self, array: Any, op: str) -> None:
+        self.backend.synchronize()
+        self._inner.native_all_reduce(array, op)
+
+
+PIECE = 1 << 20
+"""Bytes of a piece: long enough for the full rate of links and copy engines, short enough to overlap early."""
+
+
+class _StagingMemory(HostMemory):
+    """Page-locked host memory of an arena, which a device can copy to and from by itself."""
+
+    def __init__(self, backend: DeviceBackend):
+        super().__init__()
+        self._backend = backend
+
+    def allocate(self, nbytes: int) -> np.ndarray:
+        return self._backend.staging(nbytes)
+
+
+class Staged(DeviceTransport):
+    """The way that copies device arrays through page-locked host memory.
+
+    A message travels in pieces. While one piece is sent, the next is copied to the host. While one
+    piece arrives, the one before it is copied to the device. A message posts all its receives when
+    it starts, and all its sends before `start_send` returns. It then needs no further calls to
+    progress: as with MPI's own messages, the rank may wait for anything else. Staging memory grows
+    to the largest number of bytes ever in progress. It is reused, and never freed.
+    """
+
+    def __init__(self, host: Transport, backend: DeviceBackend, piece: int = PIECE):
+        """piece: bytes; the same on all ranks."""
+        super().__init__(host, backend)
+        self._piece, self._buffers = piece, Arena(_StagingMemory(backend))
+
+    def _send(self, array: Any, to: int, tag: int) -> Request:
+        check_message(array, self.rank, (to,), self.size)
+        flat, buffer = self._staged(array)
+        pieces, so_far = self._pieces(flat), self.backend.so_far()
+        copies = [self.backend.start_copy(buffer[piece], flat[piece], so_far) for piece in pieces]
+        sends: list[Request] = []
+        for piece, staged in zip(pieces, copies, strict=True):
+            while not staged.test():
+                for send in sends:
+                    send.test()  # lets MPI make progress on earlier pieces
+            sends.append(self._inner.start_send(buffer[piece], to, tag))
+        return Several(sends)
+
+    def _recv(self, array: Any, source: int, tag: int) -> Request:
+        check_message(array, self.rank, (source,), self.size)
+        flat, buffer = self._staged(array)
+        pieces = self._pieces(flat)
+        receives = [self._inner.start_recv(buffer[piece], source, tag) for piece in pieces]
+        return _Receive(
+            self.backend,
+            self.under_way,
+            receives,
+            [(flat[piece], buffer[piece]) for piece in pieces],
+        )
+
+    def _recv_any(self, array: Any, tag: int) -> Request:
+        check_message(array, self.rank, (), self.size)
+        flat, buffer = self._staged(array)
+        if len(self._pieces(flat)) > 1:  # several pieces could come from different ranks
+            raise CommError(
+                f"rank {self.rank}: a receive from any rank holds at most {self._piece} bytes where GPU memory is staged, "
+                f"but this array has {array.nbytes}.",
+                "Let the sender announce itself first and receive from that rank, or use an MPI that takes GPU memory.",
+            )
+        return _Receive(
+            self.backend,
+            self.under_way,
+            [self._inner.start_recv_any(buffer, tag)],
+            [(flat, buffer)],
+        )
+
+    def _reduce(self, array: Any, op: str) -> None:
+        flat, buffer = self._staged(array)
+        so_far = self.backend.so_far()
+        self.backend.start_copy(buffer, flat, so_far).wait()
+        self._inner.native_all_reduce(buffer, op)
+        self.backend.start_copy(flat, buffer, so_far).wait()
+
+    def _staged(self, array: Any) -> tuple[Any, np.ndarray]:
+        """Return the array as one dim, and a buffer that is free when no view of it is left."""
+        return array.reshape(-1), self._buffers.take((array.size,), array.dtype)
+
+    def _pieces(self, flat: Any) -> list[slice]:
+        """An empty message is one empty piece."""
+        step = max(1, self._piece // flat.dtype.itemsize)
+        return [
+            slice(start, min(start + step, flat.size))
+            for start in range(0, max(1, flat.size), step)
+        ]
+
+
+class _Receive:
+    """The receives of a message's pieces, each followed by its copy to the device.
+
+    ends   (device, staging) of every piece
+    """
+
+    def __init__(
+        self,
+        backend: DeviceBackend,
+        under_way: UnderWay,
+        receives: list[Request],
+        ends: list[tuple[Any, np.ndarray]],
+    ):
+        self._backend, self._under_way, self._receives, self._ends = (
+            backend,
+            under_way,
+            receives,
+            ends,
+        )
+        self._copies: list[Copy] = []
+        # Work that still reads the array may continue while the message is on its way.
+        self._before = backend.so_far()
+
+    @property
+    def source(self) -> int:
+        return self._receives[0].source
+
+    def test(self) -> bool:
+        while len(self._copies) < len(self._ends):
+            if not self._receives[len(self._copies)].test():
+                return False
+            self._start_copy()
+        return self._under_way.ended(self._copies)
+
+    def wait(self) -> None:
+        while len(self._copies) < len(self._ends):
+            self._receives[len(self._copies)].wait()
+            self._start_copy()
+        for started in self._copies:
+            started.wait()
+
+    def __str__(self) -> str:
+        return named(self._receives)
+
+    def _start_copy(self) -> None:
+        self._copies.append(self._backend.start_copy(*self._ends[len(self._copies)], self._before))
+
+
+COUNTS = (1, 1001, 1 << 20)
+"""Floats per message of the self-test: a small (eager) one, an odd length, and one by rendezvous."""
+
+WRONG = 3  # exit code of a self-test that received wrong data
+CHILD = (sys.executable, "-m", "mpitrain.transport.device")
+SECONDS = 120.0
+
+
+def over_device(transport: Transport, backend: Backend, cuda_aware: str) -> Transport:
+    """Return a transport that carries the backend's arrays as device.cuda_aware demands; collective."""
+    if not isinstance(backend, DeviceBackend):
+        return transport
+    return (Direct if cuda_messages(transport, cuda_aware).cuda else Staged)(transport, backend)
+
+
+def cuda_messages(transport: Transport, setting: str) -> Awareness:
+    """Decide whether GPU pointers go to MPI, and why: the same answer on every rank. Collective.
+
+    setting  device.cuda_aware: "yes" and "no" are final; "auto" queries and tests MPI on one rank
+             of each host
+    """
+    if setting != "auto":
+        return Awareness(setting == "yes", f"device.cuda_aware = {setting}")
+    awareness = None
+    if transport.hosts.index(transport.hosts[transport.rank]) == transport.rank:
+        awareness = cuda_awareness(loaded_path(), process.environment())
+        proven = self_test(CHILD, process.environment_of_one(), SECONDS) if awareness.cuda else None
+        awareness = (
+            Awareness(proven.cuda, f"says {awareness.how}, {proven.how}")
+            if proven
+            else Awareness(False, f"says {awareness.how}")
+        )
+    answers = [Awareness(*answer) for answer in transport.gather_text(awareness) if answer]
+    return next((answer for answer in answers if not answer.cuda), answers[0])
+
+
+def self_test(command: Sequence[str], environment: Mapping[str, str], seconds: float) -> Awareness:
+    """Let a child send GPU memory to itself; a crash, wrong data, a timeout or any failure mean no.
+
+    A wrong yes of the library causes a segmentation fault or wrong numbers, not an error code.
+    Therefore a child process makes the trial, with MPI alone. It proves that the library can read
+    and write such memory. It does not test the links between hosts.
+    """
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return Awareness(False, f"but a self-test was still waiting after {seconds:g} s")
+    if done.returncode == 0:
+        return Awareness(True, "and a self-test moved GPU memory")
+    if done.returncode == WRONG:
+        return Awareness(False, "but a self-test received wrong data")
+    if done.returncode < 0:
+        return Awareness(
+            False, f"but a self-test crashed ({signal.Signals(-done.returncode).name})"
+        )
+    lines = done.stderr.strip().splitlines()
+    return Awareness(
+        False,
+        f"but a self-test failed: {lines[-1].strip() if lines else f'exit code {done.returncode}'}",
+    )
+
+
+def exchange_is_right(transport: Transport, backend: DeviceBackend) -> bool:
+    """Send device memory from this rank to itself, and compare the data."""
+    for count in COUNTS:
+        sent = np.arange(count, dtype=np.float32) + 1
+        outgoing, incoming = backend.from_host(sent), backend.zeros(count, np.float32)
+        transport.exchange(outgoing, transport.rank, incoming, transport.rank)
+        if not (on_device(incoming) and np.array_equal(backend.to_host(incoming), sent)):
+            return False
+    return True
+
+
+def main() -> None:
+    """Run the self-test: the entry point of the child process."""
+    from mpitrain.machine.cuda import CudaBackend
+    from mpitrain.transport.mpi import connect
+
+    process.choose_gpu("cuda")
+    try:
+        backend = CudaBackend()
+    except ConfigError as error:
+        sys.exit(error.law)
+    sys.exit(0 if exchange_is_right(Direct(connect(), backend), backend) else WRONG)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Failed MPI calls and lost peers, as errors of mpitrain."""
