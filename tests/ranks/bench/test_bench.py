@@ -173,8 +173,8 @@ def test_mpi_s_own_is_measured_and_checked_beside_every_collective_of_ours(monke
         True,
     ], "what MPI can sum"
     assert not rows("sendrecv")
-    right = threads.expected
-    monkeypatch.setattr(threads, "expected", lambda *words: right(*words) + (words[2] == 0))
+    right = threads.collected
+    monkeypatch.setattr(threads, "collected", lambda *words: right(*words) + (words[2] == 0))
     for operation in peers:
         assert all(
             row.wrong == row.count // (3 if operation == "reduce-scatter" else 1)

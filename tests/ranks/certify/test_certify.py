@@ -6,8 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from mpitrain.cli.bench.links import pairs as measuring
 from mpitrain.errors import ConfigError, on_every_rank
+from mpitrain.tools.bench import pairs as measuring
 from mpitrain.tools.certify import collect as collecting
 from mpitrain.tools.certify import repeats
 from mpitrain.tools.certify.arithmetic import step_digests
