@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from mpitrain.run.build import build as build
     from mpitrain.run.choices import parse as parse
     from mpitrain.run.loop import train as train
+    from mpitrain.run.replicas import replicas_equal as replicas_equal
     from mpitrain.run.trainer import Trainer as Trainer
-    from mpitrain.run.trainer import replicas_equal as replicas_equal
     from mpitrain.run.watcher import Watcher as Watcher
     from mpitrain.transport.mpi import connect as connect
     from mpitrain.transport.mpi import from_communicator as from_communicator
@@ -86,7 +86,7 @@ _HOMES = {
     "ops_for": "ops.device",
     "parse": "run.choices",
     "ranks": "transport.mpi",
-    "replicas_equal": "run.trainer",
+    "replicas_equal": "run.replicas",
     "run_ranks": "transport.threads",
     "train": "run.loop",
 }

@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(items):
         if not any(item.get_closest_marker(name) for name in ("compile", "mpi", "slow", "gpu")):
             item.add_marker("fast")
     # Not above: SETTINGS come before NumPy.
-    from mpitrain.machine.devices import has_compiler
+    from mpitrain.machine.compiling import has_compiler
 
     for mark, reason, has in (("gpu", NO_GPU, gpus), ("compile", NO_COMPILER, has_compiler)):
         wanting = [item for item in items if item.get_closest_marker(mark)]

@@ -14,7 +14,7 @@ def save(folder, trainer, done, keep):
         trainer.backend,
         done,
         trainer.resolved.axes._asdict(),
-        trainer.replication.scalars(),
+        trainer.replication.step_end.skips.scalars(),
         keep,
     ).path
 

@@ -6,7 +6,7 @@ from mpitrain.config import with_settings
 from mpitrain.optim import RULES
 from mpitrain.run.build import build
 from mpitrain.run.choices import parse
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 
 STEPS = 20

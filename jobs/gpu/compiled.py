@@ -19,18 +19,16 @@ from result import emit, micro
 from workload import DTYPES, FORMS, PRODUCTS, all_products, config, multiply, operands, source
 
 from mpitrain.errors import MpitrainError
-from mpitrain.kernels.cache import cache_of
-from mpitrain.kernels.engines import KERNELS
+from mpitrain.kernels.cuda import Compiler
 from mpitrain.kernels.loader import Engine, Kernels
-from mpitrain.kernels.nvrtc import Compiler
 from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.kernels.source import package_sources
 from mpitrain.machine.backend import HostBackend
-from mpitrain.machine.devices import BACKENDS
+from mpitrain.machine.compiling import cache_of
 from mpitrain.machine.process import processors
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.tiles import worth_measuring
-from mpitrain.ops.device import device_for
+from mpitrain.ops.device import BACKENDS, KERNELS, device_for
 from mpitrain.run.build import build
 from mpitrain.tools.bench.kernels import operations as bench
 from mpitrain.transport.threads import run_ranks

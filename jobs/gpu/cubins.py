@@ -15,9 +15,8 @@ from typing import Any
 
 from compiled import Collector, collect
 
-from mpitrain.kernels.loader import Kernels
-from mpitrain.kernels.multiprocessor import H100
-from mpitrain.kernels.nvrtc import Compiler
+from mpitrain.kernels.cuda import Compiler
+from mpitrain.kernels.loader import H100, Kernels
 from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.kernels.source import package_sources
 from mpitrain.machine import process

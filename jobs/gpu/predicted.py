@@ -17,7 +17,7 @@ import numpy as np
 from result import emit
 from workload import VOCABULARY
 
-from mpitrain.kernels.multiprocessor import H100
+from mpitrain.kernels.loader import H100
 from mpitrain.ops.cuda.tiles import DEFAULT, MeasuredTiles, Tiling, cost
 
 LAYERS, WIDTH, TOKENS, CONTEXT = 12, 768, 8192, 1024

@@ -11,7 +11,7 @@ import numpy as np
 from mpitrain.config import Config, parse, with_settings
 from mpitrain.data import TokenSource
 from mpitrain.ops.cuda import product
-from mpitrain.ops.cuda.linear import pitch
+from mpitrain.ops.cuda.layers import pitch
 from mpitrain.ops.cuda.tiles import DEFAULT, MeasuredTiles, read_tiles
 
 VOCABULARY = 50257

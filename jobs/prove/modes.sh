@@ -29,7 +29,7 @@ def curve(transport, config):
     trainer, source, _ = build(transport, config)
     told = []
     for step in range(STEPS):
-        outcome = trainer.step(step, *trainer.replication.batch(source, step))
+        outcome = trainer.step(step, *trainer.replication.rows.batch(source, step))
         told.append((outcome.loss, outcome.grad_norm))
     evaluated = trainer.evaluate(source)
     assert replicas_equal(trainer)

@@ -19,8 +19,7 @@ from mpitrain.config import Run
 from mpitrain.run.stalls.questions import Answering
 from mpitrain.run.stalls.slow_ranks import SlowRanks
 from mpitrain.run.watchdog import LONGEST
-from mpitrain.trace.recorder import Recorder
-from mpitrain.trace.ring_buffer import STEP
+from mpitrain.trace.recorder import STEP, Recorder
 from mpitrain.trace.timeline import read_timeline, trace_file, within
 
 MOST = 0.01

@@ -42,11 +42,11 @@ def trained(settings: Sequence[str], rate: float) -> Found:
         trainer, mode = job.trainer, job.trainer.replication
         seconds = list[float]()
         for step in range(config.run.steps):
-            batch, start = mode.batch(job.data, step), process_time()
+            batch, start = mode.rows.batch(job.data, step), process_time()
             trainer.step(step, *batch)
             seconds.append(process_time() - start)
         trainer.sync_parameters()
-        nbytes = mode.held() / trainer.parameter_count
+        nbytes = sum(mode.held_by_kind().values()) / trainer.parameter_count
         evaluated = trainer.evaluate(job.data)
         assert evaluated
         return Found(evaluated[0], rate, nbytes, min(seconds))

@@ -11,7 +11,7 @@ import numpy as np
 from sleeping import configured, sleepers, started
 
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.devices import backend_for
+from mpitrain.ops.device import backend_for
 from mpitrain.pipeline.profile_units import by_time, unit_seconds
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.base import Transport

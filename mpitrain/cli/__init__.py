@@ -93,19 +93,19 @@ RUNS = {
 }
 LEARN = {
     "explain": Listed(
-        "textbook.explain",
+        "textbook:explain",
         "Show how a method works: its real code runs on threads, with symbols as data.",
     ),
     "claims": Listed(
-        "textbook.claims",
+        "textbook:claims",
         "Measure sentences of textbooks, and print in which settings they are true.",
     ),
     "exercise": Listed(
-        "textbook.exercise",
+        "textbook:exercise",
         "Write the skeleton of an exercise: a statement, and a function to complete.",
     ),
     "check": Listed(
-        "textbook.check", "Check the solution of an exercise, or all Python files of a folder."
+        "textbook:check", "Check the solution of an exercise, or all Python files of a folder."
     ),
 }
 WORDS = {**COMMANDS, **RUNS, **LEARN}

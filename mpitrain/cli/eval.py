@@ -84,7 +84,7 @@ def _held_out(
     from mpitrain.cli.terminal.progress import nats
     from mpitrain.data import TENTH, bits_per_byte
     from mpitrain.run.build import open_run
-    from mpitrain.run.trainer import evaluated_rows
+    from mpitrain.run.inference import evaluated_rows
 
     job = open_run(transport, run, configured)
     config = job.trainer.config

@@ -11,7 +11,7 @@ import click
 
 from mpitrain.errors import ConfigError
 from mpitrain.files import cannot_write
-from mpitrain.machine.kinds import KINDS
+from mpitrain.machine.process import KINDS
 
 if TYPE_CHECKING:
     from mpitrain.transport.base import Transport

@@ -57,8 +57,7 @@ def mpi_session(
 
             launched = process.launched()
             recorder = begun(launched.rank, launched.size, launched.local_size)
-    from mpitrain.trace.recorder import SILENT
-    from mpitrain.trace.startup import CONNECTING
+    from mpitrain.trace.recorder import CONNECTING, SILENT
     from mpitrain.transport.agreement import ending_together
     from mpitrain.transport.decorators import Recorded
     from mpitrain.transport.failures import leave_within

@@ -145,7 +145,7 @@ def command(
 
 def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Stop) -> Any:
     from mpitrain.cli.terminal.progress import Progress
-    from mpitrain.machine.batch_job import JobEnd
+    from mpitrain.machine.time_limit import JobEnd
     from mpitrain.models.table import MODELS
     from mpitrain.run.loop import train
 

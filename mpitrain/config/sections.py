@@ -15,7 +15,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from mpitrain.config.faults import DELAY, INJECTION
-from mpitrain.machine.kinds import Kind
+from mpitrain.machine.process import Kind
 
 WIRE = r"^(none|fp16|bf16|int8|topk(:.+)?|powersgd(:.+)?)$"
 ASYNC_LR = r"^(1/workers|staleness|[0-9]{1,9}(\.[0-9]{0,20})?(e-?[0-9]{1,2})?)$"

@@ -26,7 +26,7 @@ from mpitrain.layers.dropout import Drawing, Dropout
 from mpitrain.layers.initial import uniform, zeros
 from mpitrain.layers.recomputed import input_of, state_of, with_input
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.copies import copy_rows
+from mpitrain.machine.backend import copy_rows
 from mpitrain.ops import Ops
 from mpitrain.regions import overlap
 

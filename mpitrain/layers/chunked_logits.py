@@ -22,8 +22,7 @@ from typing import Any
 
 from mpitrain.layers.base import Gradients, Loss, Parameter, Weights
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import on_device
-from mpitrain.machine.copies import copy_rows
+from mpitrain.machine.backend import copy_rows, on_device
 from mpitrain.ops import Ops
 
 

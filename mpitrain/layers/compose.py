@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # help() then prints signatures as they are written here
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +11,6 @@ from mpitrain.layers.base import Fusion, Gradients, Parameter, Weights, backward
 from mpitrain.layers.incremental import Past, forward_next
 from mpitrain.layers.recomputed import saved_again
 from mpitrain.machine.arena import Arena
-from mpitrain.ops import Writes
 from mpitrain.ops.reference.layers import add as add_arrays
 
 NOTHING: dict = {}
@@ -172,7 +172,7 @@ class Residual:
 
     output_is_free = True
 
-    def __init__(self, inner: Any, add: Writes | None = None):
+    def __init__(self, inner: Any, add: Callable[..., None] | None = None):
         self.inner, self.add = inner, add or add_arrays
         self._fusion = fusion_of(inner)
 

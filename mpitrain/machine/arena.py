@@ -127,7 +127,6 @@ class Lease:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that count as leased."""
         return self.state[1]
 
     def __del__(self) -> None:

@@ -1,18 +1,42 @@
-"""Backends: where arrays live; `machine/devices.py` lists all backends by name.
+"""Backends: where arrays live; `ops/device.py` lists them by kind.
 
 Only a backend knows how arrays get to its memory and back, and which work a copy must wait for.
-This module has the protocols and the backend of host memory.
+This module has the protocols, the backends of host memory, and copies within one memory.
 """
 
 import ctypes
+import time
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.events import Mark
-from mpitrain.machine.kinds import Kind
+from mpitrain.machine.compiling import compiler
+from mpitrain.machine.process import Kind
+
+
+class Mark(Protocol):
+    """Point in the work of a device, with the device's own time."""
+
+    def test(self) -> bool:
+        """Return whether the device has passed this mark and all earlier ones; never blocks."""
+
+    def since(self, earlier: Any) -> float:
+        """Return the seconds from an earlier mark to this one; the device has passed both."""
+
+
+class Passed:
+    """Mark behind work that was done when the mark was made."""
+
+    def __init__(self, now: float):
+        self.now = now
+
+    def test(self) -> bool:
+        return True
+
+    def since(self, earlier: "Passed") -> float:
+        return self.now - earlier.now
 
 
 class Copy(Protocol):
@@ -168,6 +192,21 @@ class HostBackend:
         return None
 
 
+class SimulatorBackend(HostBackend):
+    """Backend of NumPy arrays for kernels compiled for the CPU; a launch has ended when it returns.
+
+    raises  ConfigError if there is no compiler for them
+    """
+
+    kind: Kind = "cuda-sim"
+
+    def __init__(self) -> None:
+        compiler()
+
+    def mark(self) -> Mark:
+        return Passed(time.perf_counter())
+
+
 def on_device(array: Any) -> bool:
     """Return whether the array is in GPU memory."""
     return hasattr(type(array), "__cuda_array_interface__")
@@ -200,3 +239,58 @@ host_address = _first_field if _first_field(_probe) == _by_ctypes(_probe) else _
 `array.ctypes.data` takes a microsecond, and a call of C code needs up to nine addresses. The field
 of NumPy's C structure takes a sixth of that.
 """
+
+
+def copy_rows(target: Any, source: Any) -> None:
+    """Copy one array onto another, in the order of the current stream (as cudaMemcpy2DAsync).
+
+    An assignment would do on the host. But CuPy compiles a kernel for it if strides differ, or if
+    the first dim is 1.
+
+    target, source  of one shape and dtype, in one memory. If rows have gaps, a device copies each
+                    matrix of the last two dims separately. Only if the last dim is not contiguous,
+                    as in a transposed weight of another library, CuPy's kernel copies
+    """
+    if not on_device(target):
+        target[...] = source
+        return
+    if target.flags.c_contiguous and source.flags.c_contiguous:
+        shape: Any = () if source.size == 1 else -1
+        target.reshape(shape)[...] = source.reshape(shape)
+        return
+    if not (_has_rows(target) and _has_rows(source)):
+        target[...] = source
+        return
+    if source.ndim > 2:
+        for at in range(len(source)):
+            copy_rows(target[at], source[at])
+        return
+    from cupy import cuda
+
+    cuda.runtime.memcpy2DAsync(
+        address(target),
+        _pitch(target),
+        address(source),
+        _pitch(source),
+        source.shape[1] * source.itemsize,
+        source.shape[0],
+        cuda.runtime.memcpyDefault,
+        cuda.get_current_stream().ptr,
+    )
+
+
+def _has_rows(array: Any) -> bool:
+    """Return whether the last dim is contiguous, and its rows do not overlap."""
+    if array.ndim < 2:
+        return False
+    *_, rows, columns = array.shape
+    *_, pitch, step = array.strides
+    is_contiguous = columns == 1 or step == array.itemsize
+    return is_contiguous and (rows == 1 or pitch >= columns * array.itemsize)
+
+
+def _pitch(matrix: Any) -> int:
+    """Return the bytes between the starts of two rows; of a single row, its length."""
+    rows, columns = matrix.shape
+    pitch: int = matrix.strides[0] if rows > 1 else columns * matrix.itemsize
+    return pitch

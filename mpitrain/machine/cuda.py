@@ -1,8 +1,10 @@
 """GPU memory through CuPy."""
 
 import ctypes
+import sys
 import weakref
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
@@ -11,10 +13,91 @@ import numpy as np
 
 from mpitrain.errors import CommError, ConfigError
 from mpitrain.machine.arena import Arena, Descriptions, Lease, Maker
-from mpitrain.machine.backend import Copy, address, on_device
-from mpitrain.machine.events import CudaMark, Mark, OpenedEvent, SharedEvent, has_passed
-from mpitrain.machine.kinds import Kind
-from mpitrain.machine.pinned import LARGEST, PinnedCopies
+from mpitrain.machine.backend import Copy, Mark, address, on_device
+from mpitrain.machine.process import Kind
+
+NOT_READY = 600
+"""cudaErrorNotReady: the device has not passed an event."""
+
+
+class CudaMark:
+    """CUDA event on a stream."""
+
+    def __init__(self, cuda: Any):
+        self._cuda, self._event = cuda, cuda.get_current_stream().record(cuda.Event())
+
+    def test(self) -> bool:
+        return has_passed(self._cuda, self._event)
+
+    def since(self, earlier: "CudaMark") -> float:
+        # CUDA returns milliseconds.
+        return self._cuda.get_elapsed_time(earlier._event, self._event) / 1e3
+
+
+class SharedEvent:
+    """CUDA event of this process that other processes of the host can wait for.
+
+    raises  CUDARuntimeError if the driver refuses to share it
+    """
+
+    def __init__(self, cuda: Any):
+        self._cuda = cuda
+        self.event = cuda.Event(disable_timing=True, interprocess=True)
+        self.handle: str = cuda.runtime.ipcGetEventHandle(self.event.ptr).hex()
+
+    def record(self) -> None:
+        self._cuda.get_current_stream().record(self.event)
+
+
+class OpenedEvent:
+    """CUDA event of another process. It closes with the last reference to this object.
+
+    raises  CUDARuntimeError if the driver refuses
+    """
+
+    def __init__(self, cuda: Any, handle: str):
+        self.ptr = cuda.runtime.ipcOpenEventHandle(bytes.fromhex(handle))
+        # At the exit of the process the driver closes the event.
+        weakref.finalize(self, cuda.runtime.eventDestroy, self.ptr).atexit = False
+
+    @property
+    def event(self) -> "OpenedEvent":
+        """The event for `wait_event` of a stream, which reads its `ptr`."""
+        return self
+
+
+def has_passed(cuda: Any, event: Any) -> bool:
+    """Return whether the device has passed an event; never blocks.
+
+    CuPy's `Event.done` stays False if the device has failed, so a loop that polls it has no end.
+
+    cuda    the module cupy.cuda
+    raises  CUDARuntimeError if the device has failed
+    """
+    status = cuda.runtime.eventQuery(event.ptr)
+    if status in (0, NOT_READY):
+        return status == 0
+    silence_destructors(cuda.runtime.CUDARuntimeError)
+    raise cuda.runtime.CUDARuntimeError(status)
+
+
+def silence_destructors(failure: type[BaseException]) -> None:
+    """Print nothing more of an error of this type in a destructor.
+
+    After a failure of the device every event and allocation fails when it is freed. These messages
+    would hide the first one.
+    """
+    if not isinstance(sys.unraisablehook, _Silence):
+        sys.unraisablehook = _Silence(failure, sys.unraisablehook)
+
+
+class _Silence:
+    def __init__(self, failure: type[BaseException], report: Callable[[Any], object]):
+        self._failure, self._report = failure, report
+
+    def __call__(self, unraisable: Any) -> None:
+        if not isinstance(unraisable.exc_value, self._failure):
+            self._report(unraisable)
 
 
 class CudaBackend:
@@ -220,3 +303,93 @@ def cupy_with_gpu() -> ModuleType:
             "Look at CUDA_VISIBLE_DEVICES, or use --device cpu.",
         )
     return cupy
+
+
+LARGEST = 64 << 20
+"""Bytes of the largest array that gets a pinned buffer; checkpoints and the like may be larger."""
+SMALLEST = 512
+
+
+class PinnedCopies:
+    """Copies onto arrays of the device in the order of the current stream; the host does not wait.
+
+    A buffer is reused as soon as its copy is complete. The number of buffers is bounded because
+    the host reads the device in every step.
+
+    cupy  the module
+    """
+
+    def __init__(self, cupy: ModuleType):
+        self._cuda = cupy.cuda
+        # The buffers of each size: (buffer, event after its last copy). The oldest comes first.
+        self._buffers: dict[int, deque[tuple[np.ndarray, Any]]] = defaultdict(deque)
+
+    def put(self, target: Any, array: np.ndarray) -> None:
+        """Start to copy a contiguous host array onto `target`; `array` may change at once.
+
+        target  of the same shape and dtype, contiguous
+        """
+        if not array.nbytes:
+            return
+        size = max(SMALLEST, 1 << (array.nbytes - 1).bit_length())
+        buffer = self._free(size)
+        np.copyto(buffer[: array.nbytes], array.reshape(-1).view(np.uint8))
+        stream, runtime = self._cuda.get_current_stream(), self._cuda.runtime
+        runtime.memcpyAsync(
+            address(target), address(buffer), array.nbytes, runtime.memcpyDefault, stream.ptr
+        )
+        event = stream.record(self._cuda.Event(disable_timing=True))
+        self._buffers[size].append((buffer, event))
+
+    def _free(self, size: int) -> np.ndarray:
+        buffers = self._buffers[size]
+        if buffers and has_passed(self._cuda, buffers[0][1]):
+            return buffers.popleft()[0]
+        return np.frombuffer(self._cuda.alloc_pinned_memory(size), np.uint8, size)
+
+
+HOST = (1, 3, 11)
+"""DLPack's numbers of host memory: plain, or page-locked by CUDA or ROCm."""
+CUDA = (2, 13)
+"""DLPack's numbers of memory that CUDA kernels reach: of one GPU, or managed."""
+
+
+def as_array(array: Any, name: str) -> Any:
+    """Return an array of NumPy or CuPy that shares the memory of `array`, without its autograd.
+
+    array   of NumPy, CuPy, PyTorch, or another library with DLPack
+    name    of the array, for the error
+    raises  ConfigError if it is no array, lies in other memory, or has no dtype of NumPy
+    """
+    array = array.detach() if hasattr(array, "detach") else array
+    if isinstance(array, np.ndarray):
+        return array
+    if not hasattr(array, "__dlpack_device__"):
+        raise ConfigError(
+            f"{name} must be an array of NumPy, CuPy or PyTorch, but it is a {type(array).__name__}.",
+            "Pass the arrays themselves, for example list(model.parameters()).",
+        )
+    number = int(array.__dlpack_device__()[0])
+    if number not in (*HOST, *CUDA):
+        raise ConfigError(
+            f"{name} must lie in the memory of the host or of a CUDA GPU, but it lies elsewhere.",
+            "Copy it to the host first.",
+        )
+    try:
+        if number in HOST:
+            view = np.from_dlpack(array)
+            # NumPy makes arrays of older versions of DLPack read-only, but not PyTorch's own.
+            writeable = view if view.flags.writeable else np.asarray(array)
+            return writeable if np.shares_memory(view, writeable) else view
+        cupy = cupy_with_gpu()
+        return array if isinstance(array, cupy.ndarray) else cupy.from_dlpack(array)
+    except (BufferError, RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"{name} must have a dtype that NumPy has too, but {error}.",
+            "Use float32 or float64.",
+        ) from None
+
+
+def kind_of(array: Any) -> Kind:
+    """Return the kind of device that stores an array of `as_array`."""
+    return "cpu" if isinstance(array, np.ndarray) else "cuda"

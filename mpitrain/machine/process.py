@@ -6,12 +6,14 @@ All functions work before NumPy and MPI are imported. Ranks come from the launch
 import contextlib
 import hashlib
 import os
+import platform
 import re
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from mpitrain import __version__
 
@@ -254,7 +256,6 @@ def choose_gpu(kind: str, local_rank: int | None = None) -> None:
 
 
 def has_driver() -> bool:
-    """Return whether NVIDIA's driver runs on this machine."""
     return os.path.isdir("/proc/driver/nvidia")
 
 
@@ -267,7 +268,6 @@ def shared_memory() -> int:
 
 
 def own_cores() -> list[int]:
-    """Return the numbers of the cores that this process may run on."""
     return sorted(os.sched_getaffinity(0))
 
 
@@ -328,7 +328,6 @@ def peak_memory() -> int:
 
 
 def environment() -> dict[str, str]:
-    """Return a copy of this process's environment."""
     return dict(os.environ)
 
 
@@ -340,3 +339,88 @@ def environment_of_one() -> dict[str, str]:
     return {
         name: value for name, value in os.environ.items() if not name.startswith(RANK_VARIABLES)
     }
+
+
+Kind = Literal["cpu", "cuda", "cuda-sim"]
+"""cpu: NumPy; cuda: our kernels on a GPU, through CuPy; cuda-sim: the same kernels compiled for the
+CPU.
+"""
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+class Processor(NamedTuple):
+    """A processor.
+
+    vendor    such as GenuineIntel or AuthenticAMD; empty if unknown
+    features  instruction sets, as the kernel names them
+    """
+
+    name: str
+    vendor: str
+    features: frozenset[str]
+
+    @property
+    def gains_from_mkl(self) -> bool:
+        """Whether MKL multiplies faster than OpenBLAS: on Intel processors with AVX-512."""
+        return self.vendor == "GenuineIntel" and "avx512f" in self.features
+
+
+def processor(path: str = "/proc/cpuinfo") -> Processor:
+    """Return the first processor that the kernel lists."""
+    facts: dict[str, str] = {}
+    with open(path, encoding="utf-8") as lines:
+        for line in lines:
+            key, _, value = line.partition(":")
+            facts.setdefault(key.strip(), value.strip())
+    return Processor(
+        facts.get("model name", platform.machine()),
+        facts.get("vendor_id", ""),
+        frozenset(facts.get("flags", "").split()),
+    )
+
+
+class ProcessId(NamedTuple):
+    """Identity of a process, which no later process has.
+
+    number     its PID
+    started    ticks from the boot to its start; PIDs are used again
+    namespace  that of its PID, so that containers of one host name are not mixed up
+    host       name of its host
+    """
+
+    number: int
+    started: int
+    namespace: str
+    host: str
+
+
+def own_id() -> ProcessId:
+    _, started = _status(os.getpid())
+    return ProcessId(os.getpid(), started, _namespace(), socket.gethostname())
+
+
+def process_state(process: ProcessId) -> str:
+    """Return "running", "stopped", "gone", or "" if this process cannot see that one."""
+    own = _namespace()
+    if not own or (process.namespace, process.host) != (own, socket.gethostname()):
+        return ""
+    state, started = _status(process.number)
+    if started != process.started or state in "ZX":
+        return "gone"
+    return "stopped" if state in "Tt" else "running"
+
+
+def _namespace() -> str:
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
+
+
+def _status(number: int) -> tuple[str, int]:
+    """Return the state letter and the start of a process; ("X", -1) if there is none."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{number}/stat") as file:
+        # The name of the program may contain spaces and parentheses.
+        fields = file.read().rpartition(")")[2].split()
+        return fields[0], int(fields[19])
+    return "X", -1

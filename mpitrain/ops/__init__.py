@@ -7,6 +7,6 @@ backward function takes `saved`. The content of `saved` is private to the backen
 the output. Buffers that outlive a call, and large scratch, come from `arena`.
 """
 
-from mpitrain.ops.table import OPERATIONS, Operation, Ops, Pair, Returns, Writes
+from mpitrain.ops.table import OPERATIONS, Operation, Ops
 
-__all__ = ["OPERATIONS", "Operation", "Ops", "Pair", "Returns", "Writes"]
+__all__ = ["OPERATIONS", "Operation", "Ops"]

@@ -1,23 +1,25 @@
-"""The operations of each backend, put together from the table.
+"""The operations of each backend, put together from the table; plugins may add rows until then.
 
-Plugins may add rows until then.
+Also here: half precision on the host, steps over several parameter groups, and example calls.
 """
 
+from ast import literal_eval
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial, wraps
+from importlib import import_module
 from inspect import signature
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+
+import ml_dtypes
+import numpy as np
 
 from mpitrain.errors import ConfigError
-from mpitrain.kernels.loader import Kernels
+from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend, HostBackend
-from mpitrain.ops.compiled.bodies import bodies as compiled
-from mpitrain.ops.cuda import product
-from mpitrain.ops.cuda.linear import Multiply
-from mpitrain.ops.cuda.steps import LaunchNumbers
 from mpitrain.ops.host.attention import FORWARDS
-from mpitrain.ops.runs import GroupRun
+from mpitrain.ops.host.blocks import row_blocks
+from mpitrain.ops.operands import Operand, Sizes, dims, operands
 from mpitrain.ops.table import OPERATIONS, Operation, Ops
 
 
@@ -33,29 +35,36 @@ def host(attention: str = "auto", passes: str = "numpy") -> Ops:
     passes     as device.passes
     raises     ConfigError or KernelError if this machine cannot compile the passes
     """
-    chosen = {**FORWARDS[attention]._asdict(), **(compiled() if passes == "compiled" else {})}
+    chosen = FORWARDS[attention]._asdict()
+    if passes == "compiled":
+        from mpitrain.ops.host import compiled
+
+        chosen |= compiled.bodies()
     return _each(lambda name, row: chosen.get(name, row.host))
 
 
 def cuda(
-    kernels: Kernels, multiply: Multiply = product.gemm, backend: Backend | None = None
+    kernels: Any, multiply: Callable[..., None] | None = None, backend: Backend | None = None
 ) -> Ops:
-    """Return the operations, launched through these kernels.
+    """Return the operations, launched through these `Kernels`.
 
-    multiply  the matrix product of linear layers
+    multiply  the matrix product of linear layers; None: `gemm` of ops/cuda/product.py
     backend   the backend of the arrays; None: host memory
     """
-    arguments = {
-        "kernels": kernels,
-        "multiply": multiply,
-        "numbers": LaunchNumbers(backend or HostBackend()),
-    }
+    from mpitrain.ops.cuda.product import gemm
+    from mpitrain.ops.cuda.steps import LaunchNumbers
+
+    numbers = LaunchNumbers(backend or HostBackend())
+    arguments = {"kernels": kernels, "multiply": multiply or gemm, "numbers": numbers}
 
     def bound(name: str, row: Operation) -> Callable:
         if row.cuda is None:
             return partial(_refuse, name)
-        first = [arguments[known] for known in signature(row.cuda).parameters if known in arguments]
-        return (_OverRuns if row.takes_runs else partial)(row.cuda, *first)
+        body = row.cuda
+        if isinstance(body, str):
+            body = getattr(import_module(f"mpitrain.ops.cuda.{body}"), name)
+        first = [arguments[known] for known in signature(body).parameters if known in arguments]
+        return (_OverRuns if row.takes_runs else partial)(body, *first)
 
     return _each(bound)
 
@@ -63,9 +72,8 @@ def cuda(
 class _OverRuns(partial):
     """A step on a device that takes runs of several parameter groups in one launch."""
 
-    def over_runs(self, runs: Sequence[GroupRun]) -> Callable[..., None]:
-        """Return the step of these runs, as `ops.runs.over_runs` describes it."""
-        numbers: LaunchNumbers = self.args[1]
+    def over_runs(self, runs: "Sequence[GroupRun]") -> Callable[..., None]:
+        _, numbers = self.args
         return partial(self, weight_decay=numbers.runs(runs))
 
 
@@ -78,3 +86,178 @@ def _refuse(name: str, *arguments: Any, **named: Any) -> None:
 
 def _each(body: Callable[[str, Operation], Callable]) -> Ops:
     return cast(Ops, SimpleNamespace(**{name: body(name, row) for name, row in OPERATIONS.items()}))
+
+
+class GroupRun(NamedTuple):
+    """Elements [start, stop) of a flat buffer, all of one parameter group.
+
+    lr            factor of the learning rate
+    weight_decay  of the group
+    """
+
+    start: int
+    stop: int
+    lr: float
+    weight_decay: float
+
+
+def over_runs(operation: Callable[..., None], runs: Sequence[GroupRun]) -> Callable[..., None]:
+    """Return one step for all runs of a flat buffer (as torch.optim's fused optimizers).
+
+    operation  (p, g, *state, scale, lr, weight_decay, arena, mirror=None, ...), element by element
+    runs       ascending; their starts differ by multiples of 32. Elements between two runs are
+               padding, all 0, and may be stepped with the earlier run
+    launches   one, if the operation offers `over_runs` itself; otherwise one for each run
+    returns    (p, g, *state, lr, mirror=None, ...) -> None, without weight_decay; lr is that of a
+               factor 1, and all arrays have the elements of all runs
+    """
+
+    def of_run(run: GroupRun) -> Callable[..., None]:
+        def step(*arrays: Any, lr: float, **named: Any) -> None:
+            operation(*arrays, lr=lr * run.lr, weight_decay=run.weight_decay, **named)
+
+        return step
+
+    if runs and hasattr(operation, "over_runs"):
+        steps = [(slice(runs[0].start, runs[-1].stop), operation.over_runs(runs))]
+    else:
+        steps = [(slice(run.start, run.stop), of_run(run)) for run in runs]
+
+    def step(*arrays: Any, mirror: Any = None, **named: Any) -> None:
+        for elements, each in steps:
+            each(
+                *(array[elements] for array in arrays),
+                **named,
+                **({} if mirror is None else {"mirror": mirror[elements]}),
+            )
+
+    return step
+
+
+Round = Callable[[np.ndarray, Arena], None]
+"""Round a float32 array in place."""
+
+
+class Rounded(NamedTuple):
+    """Operations in half precision.
+
+    ops     as the host's; optimizer steps can also write the rounded parameters to a `mirror`
+    mirror  (parameters, mirror, arena): the same without a step; the mirror may be the parameters
+    """
+
+    ops: Ops
+    mirror: Callable[[Any, Any, Arena], None]
+
+
+def rounded(dtype: str, attention: str = "auto", passes: str = "numpy") -> Rounded:
+    """Return the operations on float32 NumPy arrays that hold only numbers of a 16-bit type.
+
+    Every output is rounded to the type, including the gradient of an input. Some values stay
+    float32, as in kernels that sum in float32: an operation's values for its own backward, losses
+    and the facts of a split vocabulary, gradients of parameters, and sums of sharded layers over
+    ranks, until the next operation. This shows the effect of half precision on training. It saves
+    no memory.
+
+    dtype      "bfloat16" or "float16"
+    attention  as memory.attention
+    passes     as device.passes
+    raises     ConfigError for a row that rounds something else than an operand
+    """
+    put, wide = TYPES[dtype], host(attention, passes)
+
+    def mirror(parameters: np.ndarray, target: np.ndarray, arena: Arena) -> None:
+        for block in row_blocks(parameters):
+            target[block] = parameters[block]
+            put(target[block], arena)
+
+    def rounding(name: str, row: Operation) -> Callable:
+        body, results = getattr(wide, name), operands(row.operands).results
+        parameters = list(signature(body).parameters)
+        if row.rounds not in (*parameters, *results, "nothing"):
+            raise ConfigError(
+                f"In half precision an operation rounds one of its operands or nothing, but `{name}` "
+                f"rounds {row.rounds!r}.",
+                f"Its row in OPERATIONS may name {', '.join((*parameters, *results))} or nothing.",
+            )
+
+        # Overflow raises no warning: the loss scale detects it.
+        @np.errstate(over="ignore", invalid="ignore")
+        @wraps(body)
+        def run(*arguments: Any, **named: Any) -> Any:
+            result = body(*arguments, **named)
+            values = result if len(results) > 1 else [result] if results else []
+            by_name = dict(zip(parameters, arguments, strict=False)) | named
+            array = (by_name | dict(zip(results, values, strict=True))).get(row.rounds)
+            if array is not None:
+                for block in row_blocks(array):
+                    put(array[block], by_name["arena"])
+            return result
+
+        return run
+
+    return Rounded(_each(rounding), mirror)
+
+
+def to_bfloat16(x: np.ndarray, arena: Arena) -> None:
+    """Round to nearest, ties to even, in place.    x: float32, contiguous"""
+    short = arena.take(x.shape, ml_dtypes.bfloat16)
+    with np.errstate(invalid="ignore"):  # NaN is permitted
+        short[...] = x
+    x[...] = short
+
+
+def to_float16(x: np.ndarray, arena: Arena) -> None:
+    """Round as a cast to float16 and back, in place; but -0 may become 0.
+
+    NumPy's cast works element by element, and takes seven times as long. A float16 of exponent e,
+    at least -14, has an ulp of 2^(e - 10). The float32 number 1.5 x 2^(e + 13) has the same ulp.
+    Adding it and subtracting it again rounds x. From 65520 on, the result is infinity.
+    x: float32, contiguous
+    """
+    grid = arena.take(x.shape, np.float32)
+    bits = grid.view(np.int32)
+    np.bitwise_and(x.view(np.int32), 0x7F800000, out=bits)
+    # The lower bound is float16's least exponent, -14. The upper bound keeps the grid finite:
+    # larger numbers become infinite below.
+    np.clip(bits, 113 << 23, 200 << 23, out=bits)
+    bits += (13 << 23) | 0x400000
+    with np.errstate(invalid="ignore"):
+        x += grid
+        x -= grid
+        if not (x.max(initial=0) < 65536 and x.min(initial=0) > -65536):
+            x[x >= 65536] = np.inf
+            x[x <= -65536] = -np.inf
+
+
+TYPES: dict[str, Round] = {"bfloat16": to_bfloat16, "float16": to_float16}
+
+
+Draw = Callable[[Operand, tuple[int, ...]], Any]
+"""(operand, shape) -> an array in the memory of the operations."""
+
+
+def examples(ops: Ops, sizes: Sizes, draw: Draw, arena: Any) -> Callable[[str], dict[str, Any]]:
+    """Return a function (name of an operation) -> {argument: example value}, `arena` too.
+
+    Operations share the arrays of equal operands. So an operation may overwrite the array of
+    another, as `row_exponentials` does for `cross_entropy_split`.
+    """
+
+    @cache
+    def value(operand: Operand) -> Any:
+        if operand.after:
+            return last(operand.after)
+        if number := operand.number:
+            return sizes[number] if number in sizes else literal_eval(number)
+        return draw(operand, dims(operand.shape or "", sizes))
+
+    def arguments(name: str) -> dict[str, Any]:
+        takes = operands(OPERATIONS[name].operands).takes
+        return {operand.name: value(operand) for operand in takes} | {"arena": arena}
+
+    @cache
+    def last(name: str) -> Any:
+        result = getattr(ops, name)(**arguments(name))
+        return result[1] if len(operands(OPERATIONS[name].operands).results) > 1 else result
+
+    return arguments

@@ -19,6 +19,11 @@ import numpy as np
 
 BLOCK = 256
 """Elements of a block."""
+WIRE_BLOCK = 256
+"""Elements that share one scale of the wire formats fp16 and int8, on the host and in kernels.
+
+Chunks of quantized arrays are whole blocks.
+"""
 TINY = 2.0**-104
 """The smallest scale. Its product with the smallest code is still a normal float32 number."""
 DECADES = 7

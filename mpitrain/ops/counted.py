@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from mpitrain.kernels.loader import Kernels, Macros
 from mpitrain.machine.arena import Arena, Lease
 from mpitrain.ops import OPERATIONS, Operation, Ops
 from mpitrain.ops.operands import DIM, operands
@@ -103,7 +102,7 @@ class Unlaunched:
     A stand-in for `Kernels` where only leases count.
     """
 
-    def __init__(self, kernels: Kernels):
+    def __init__(self, kernels: Any):
         engine = kernels.engine
         self.engine = SimpleNamespace(
             capability=engine.capability,
@@ -117,8 +116,8 @@ class Unlaunched:
     def launch(self, *arguments: Any, **named: Any) -> None:
         self.launches += 1
 
-    def macros(self, **defines: Any) -> Macros:
-        return Macros(**defines)
+    def macros(self, **defines: Any) -> SimpleNamespace:
+        return SimpleNamespace(defines=defines)
 
 
 def sizes_of(row: Operation, arguments: Sequence[Any]) -> dict[str, int]:

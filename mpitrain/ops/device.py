@@ -3,22 +3,22 @@
 from __future__ import annotations  # so that help() prints signatures as they are written here
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import cache
+from threading import Lock
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from mpitrain.errors import ConfigError
-from mpitrain.kernels.engines import KERNELS, simulated
-from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import Backend
-from mpitrain.machine.devices import backend_for
-from mpitrain.machine.kinds import Kind
-from mpitrain.ops import Ops, bodies, cuda
-from mpitrain.ops.cuda import wire
-from mpitrain.ops.cuda.linear import Multiply
-from mpitrain.ops.host.rounded import TYPES, rounded
+from mpitrain.machine.backend import Backend, HostBackend, SimulatorBackend
+from mpitrain.machine.process import KINDS, Kind
+from mpitrain.ops import Ops, bodies
+
+if TYPE_CHECKING:
+    from mpitrain.kernels.loader import Kernels
 
 HALVES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 
@@ -46,7 +46,7 @@ class Device(NamedTuple):
     backend: Backend
     ops: Ops
     kernels: Kernels | None = None
-    multiply: Multiply | None = None
+    multiply: Callable[..., None] | None = None
     mirror: Mirror | None = None
     half: np.dtype | None = None
 
@@ -62,6 +62,74 @@ class Device(NamedTuple):
     def arena(self) -> Arena:
         """Return a new arena of the device's memory."""
         return self.backend.arena()
+
+
+def _cuda_backend() -> Backend:
+    from mpitrain.machine.cuda import CudaBackend
+
+    return CudaBackend()
+
+
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "cpu": HostBackend,
+    "cuda-sim": SimulatorBackend,
+    "cuda": _cuda_backend,
+}
+"""The functions that make the backend of each kind."""
+
+
+def backend_for(kind: str) -> Backend:
+    """Return the backend of a resolved device.kind.
+
+    raises  ConfigError for an unknown kind, or if this machine lacks the software or the GPU for it
+    """
+    if kind not in KINDS:
+        raise ConfigError(
+            f"There is no device of kind {kind!r} to compute on.",
+            f"Name one of {', '.join(KINDS)}.",
+        )
+    return BACKENDS[kind]()
+
+
+_ONE_MAKES = Lock()
+"""Two sets on one GPU would share CuPy's modules, and lower each other's limits of shared memory."""
+
+
+@cache
+def _on_gpu(cupy: ModuleType, gpu: int) -> Kernels:
+    """Return the kernels of the current GPU, whose number is `gpu`: modules belong to one GPU."""
+    from mpitrain.kernels.cuda import CudaEngine
+    from mpitrain.kernels.loader import Kernels
+
+    return Kernels(CudaEngine(cupy))
+
+
+def _on_current_gpu() -> Kernels:
+    from mpitrain.machine.cuda import cupy_with_gpu
+
+    cupy = cupy_with_gpu()
+    with _ONE_MAKES:
+        return _on_gpu(cupy, cupy.cuda.runtime.getDevice())
+
+
+@cache
+def simulated(checked: bool = False) -> Kernels:
+    """Return the kernels in the simulator; `checked` looks for races, wrong addresses and
+    uninitialised reads.
+    """
+    from mpitrain.kernels.loader import Kernels
+    from mpitrain.kernels.simulator.machine import Simulator
+
+    return Kernels(Simulator(checked=checked))
+
+
+KERNELS: dict[Kind, Callable[[], Kernels]] = {
+    "cuda": _on_current_gpu,
+    "cuda-sim": simulated,
+}
+"""The functions that make the kernels of a kind that computes by kernels: one set for each GPU in a
+process, made at first use. ConfigError if this machine lacks the hardware or software of the kind.
+"""
 
 
 def device_for(
@@ -91,11 +159,13 @@ def device_for(
         )
     backend = backend_for(kind)
     if backend.kind not in KERNELS:
-        if compute not in TYPES:
+        if compute not in bodies.TYPES:
             return Device(backend, bodies.host(attention, passes))
-        ops, mirror = rounded(compute, attention, passes)
+        ops, mirror = bodies.rounded(compute, attention, passes)
         return Device(backend, ops, mirror=mirror)
-    multiply = cuda.multiply(gemm, tiles)
+    from mpitrain.ops.cuda import product, wire
+
+    multiply = product.chosen(gemm, tiles)
     kernels = simulated(checked=True) if checked else KERNELS[backend.kind]()
     device = Device(backend, bodies.cuda(kernels, multiply, backend), kernels, multiply)
     if compute not in HALVES:

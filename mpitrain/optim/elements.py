@@ -7,7 +7,7 @@ from typing import Any
 from mpitrain import config
 from mpitrain.layers.flat import Storage
 from mpitrain.ops import Ops
-from mpitrain.ops.runs import GroupRun, over_runs
+from mpitrain.ops.bodies import GroupRun, over_runs
 from mpitrain.optim.groups import group_of
 from mpitrain.optim.rule import ElementWise, Update, Views
 from mpitrain.regions import Piece

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from mpitrain.parallel.data.weight_stashing import WeightStashing
+from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.pipeline.execute import execute
 from mpitrain.pipeline.instructions import (
     Backward,
@@ -88,11 +88,11 @@ def moved(program: Iterable[Instruction], by: int, numbers: int = 0) -> tuple[In
 
 
 class Updating(Stage):
-    """Stage that lets WeightStashing update after the weight half of a micro-batch."""
+    """Stage that lets `StageUpdate` update after the weight half of a micro-batch."""
 
-    def __init__(self, units: Any, replication: WeightStashing, *rest: Any):
+    def __init__(self, units: Any, replication: Replication, *rest: Any):
         super().__init__(units, replication, *rest)
-        self._stashed = replication.step_end
+        self._stashed: Any = replication.step_end
 
     def backward_weight(self, micro: int) -> None:
         super().backward_weight(micro)
@@ -166,7 +166,7 @@ class AsyncPipeline(Pipeline):
         )
 
     def _turning(self, program: Iterable[Instruction]) -> Iterator[Instruction]:
-        """Yield the program; before each backward, call `WeightStashing.turn`.
+        """Yield the program; before each backward, call `StageUpdate.turn`.
 
         A stage without backwards sends the same control messages.
 

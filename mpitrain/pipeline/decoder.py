@@ -33,26 +33,22 @@ class DecodingStage:
 
         units  with their numbers, as the replication counts the units of this rank
         """
-        self._replication, self._past, self.arena = replication, past, arena
-        is_sharded = replication.store.is_sharded
+        self._store, self._past, self.arena = replication.store, past, arena
         self._layers = [
-            (number, unit.layer, self._copy(number) if is_sharded else None)
+            (number, unit.layer, self._copy(number) if self._store.is_sharded else None)
             for number, unit in units
         ]
         self.end = len(self._layers)
 
     def _copy(self, number: int) -> Weights:
-        weights = _copied(self._replication.open(number, 0))
-        self._replication.close(number, 0)
-        return weights
+        return _copied(self._store.open(number, 0))
 
     def forward(self, micro: int, x: Any) -> Any:
         """Return the output of unit `end` - 1 for the new tokens."""
-        replication, past, arena = self._replication, self._past, self.arena
+        store, past, arena = self._store, self._past, self.arena
         for number, layer, copy in self._layers[: self.end]:
             if copy is None:
-                x = forward_next(layer, replication.open(number, micro), x, past, arena)
-                replication.close(number, micro)
+                x = forward_next(layer, store.open(number, micro), x, past, arena)
             else:
                 x = forward_next(layer, copy, x, past, arena)
         return x

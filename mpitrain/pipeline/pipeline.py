@@ -61,8 +61,12 @@ class Pipeline:
         self.lowest = lowest_chunk(chunks)
         self.now, self._rows = now, dict[int, Rows]()
 
+        store, reducer, step_end = replication.store, replication.reducer, replication.step_end
+
         def poll() -> None:
-            replication.poll()
+            store.poll()
+            reducer.poll()
+            step_end.poll()
             channel.poll()
 
         self.stages, self._asked, first = dict[int, Stage](), {}, 0

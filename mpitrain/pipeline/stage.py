@@ -8,8 +8,14 @@ from mpitrain.layers.base import Layer, Unit, backward
 from mpitrain.layers.recomputed import Segment, saved_again, segment_of
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replication.protocol import Replication
-from mpitrain.trace.recorder import SILENT, Recorder
-from mpitrain.trace.ring_buffer import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from mpitrain.trace.recorder import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    SILENT,
+    Recorder,
+)
 
 
 class Stage:
@@ -29,14 +35,14 @@ class Stage:
         replication: Replication,
         arena: Arena,
         first: int = 0,
-        poll: Callable[[], None] | None = None,
+        poll: Callable[[], object] = lambda: None,
         recorder: Recorder = SILENT,
         lowest: int = 0,
     ):
         """Bind the stage to its units.
 
         first   number of the first unit, as the replication counts the units of this rank
-        poll    called between layers to progress messages; None: `replication.poll`
+        poll    called between layers, to progress messages
         lowest  the first unit with a backward, by the same numbers; all units before are frozen and
                 save no activations
         """
@@ -45,7 +51,8 @@ class Stage:
         self._backward = [
             (index, *each) for index, each in enumerate(self._layers) if each[0] >= lowest
         ][::-1]
-        self._replication, self._arena, self._poll = replication, arena, poll or replication.poll
+        self._store, self._reducer = replication.store, replication.reducer
+        self._arena, self._poll = arena, poll
         # These functions begin and end a unit's span in the trace. After an error the span stays open.
         names = {first + index: recorder.name(unit.name) for index, unit in enumerate(units)}
         self._pass = recorder.compute, self._poll, recorder.end, names
@@ -63,18 +70,17 @@ class Stage:
 
     def forward(self, micro: int, x: Any) -> Any:
         """Run the forward of a micro-batch; return the output of the last unit."""
-        replication, save, arena = self._replication, self._saving(micro), self._arena
+        store, save, arena = self._store, self._saving(micro), self._arena
         begin, poll, end, names = self._pass
         for index, (number, layer) in enumerate(self._layers):
             segment = self._segments[index]
             if segment and self._begins_segment(index):
                 save(x)
             span = begin(names[number], FORWARD, number, micro)
-            y, saved = layer.forward(replication.open(number, micro), x, arena)
+            y, saved = layer.forward(store.open(number, micro), x, arena)
             if self._unseen:
                 check_output(self._unseen[index], layer, x, y)
             x = y
-            replication.close(number, micro)
             poll()
             end(span)
             if segment or number < self._lowest:
@@ -94,16 +100,14 @@ class Stage:
         """
         if index + 1 < len(self._layers) and self._segments[index + 1] is segment:
             return
-        replication, x = self._replication, saved.pop()
+        store, x = self._store, saved.pop()
         with segment.recomputing():
             for number, layer in self._layers[index + 1 - segment.size : index]:
-                x, state = layer.forward(replication.open(number, micro), x, self._arena)
-                replication.close(number, micro)
+                x, state = layer.forward(store.open(number, micro), x, self._arena)
                 saved.append(state)
                 self._poll()
             number, layer = self._layers[index]
-            saved.append(saved_again(layer, replication.open(number, micro), x, self._arena))
-            replication.close(number, micro)
+            saved.append(saved_again(layer, store.open(number, micro), x, self._arena))
 
     def _saving(self, micro: int) -> Callable[[Any], object]:
         """Return the function that `forward` calls with the saved state of each unit."""
@@ -115,16 +119,15 @@ class Stage:
 
         Return the gradient of the chunk's input, or None if that input has no gradient, as tokens.
         """
-        replication, saved, pending = self._replication, self._saved.pop(micro), []
+        store, saved, pending = self._store, self._saved.pop(micro), []
         begin, poll, end, names = self._pass
         for index, number, layer in self._backward:
             span = begin(names[number], BACKWARD_INPUT, number, micro)
             if segment := self._segments[index]:
                 self._save_again(micro, index, segment, saved)
             dy, state = layer.backward_input(
-                replication.open(number, micro), dy, saved.pop(), self._arena
+                store.open(number, micro), dy, saved.pop(), self._arena
             )
-            replication.close(number, micro)
             poll()
             end(span)
             pending.append(state)
@@ -133,19 +136,19 @@ class Stage:
 
     def backward_weight(self, micro: int) -> None:
         """Run the weight half: accumulate the gradients of the parameters."""
-        replication, pending = self._replication, self._pending.pop(micro)
+        reducer, pending = self._reducer, self._pending.pop(micro)
         begin, poll, end, names = self._pass
         self._left -= 1
         for _, number, layer in self._backward:
             span = begin(names[number], BACKWARD_WEIGHT, number, micro)
-            layer.backward_weight(pending.pop(), replication.gradients(number, micro), self._arena)
-            replication.gradient_ready(number, self._left == 0)
+            layer.backward_weight(pending.pop(), reducer.gradients(number), self._arena)
+            reducer.ready(number, self._left == 0)
             poll()
             end(span)
 
     def backward(self, micro: int, dy: Any) -> Any:
         """Run both halves, unit by unit; return the input gradient as `backward_input`."""
-        replication, saved = self._replication, self._saved.pop(micro)
+        store, reducer, saved = self._store, self._reducer, self._saved.pop(micro)
         begin, poll, end, names = self._pass
         self._left -= 1
         for index, number, layer in self._backward:
@@ -154,14 +157,13 @@ class Stage:
                 self._save_again(micro, index, segment, saved)
             dy = backward(
                 layer,
-                replication.open(number, micro),
+                store.open(number, micro),
                 dy,
                 saved.pop(),
-                replication.gradients(number, micro),
+                reducer.gradients(number),
                 self._arena,
             )
-            replication.close(number, micro)
-            replication.gradient_ready(number, self._left == 0)
+            reducer.ready(number, self._left == 0)
             poll()
             end(span)
         return dy

@@ -42,8 +42,14 @@ from mpitrain.pipeline.pipeline import Pipeline, input_shape, own
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.pipeline.simulate import Cost
 from mpitrain.pipeline.stage import Stage
-from mpitrain.trace.recorder import SILENT, Silent
-from mpitrain.trace.ring_buffer import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from mpitrain.trace.recorder import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    SILENT,
+    Silent,
+)
 from mpitrain.transport.base import Traffic
 from mpitrain.transport.windows import Tenants
 

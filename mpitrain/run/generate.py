@@ -17,8 +17,8 @@ from mpitrain.data.tokenizer import TOKENIZER, ByteTokenizer, Tokenizer, open_to
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.files import contents
 from mpitrain.models.table import MODELS, kinds
-from mpitrain.run.inference import Reader
-from mpitrain.run.trainer import Trainer, diverged
+from mpitrain.run.inference import Reader, diverged
+from mpitrain.run.trainer import Trainer
 from mpitrain.strict_json import parsed
 
 JSON_LINES = ".jsonl"

@@ -1,11 +1,362 @@
-"""Readers of token windows: the logits after each window, with a key-value cache if possible."""
+"""Inference with a model on a mesh of ranks: logits, evaluation, losses of rows, readers of windows."""
+
+from __future__ import annotations  # help() prints signatures as they are written here.
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from mpitrain.pipeline.decoder import Decoder
+from mpitrain.config import Run
+from mpitrain.data import IGNORED, Source, positions_of, read_rows, without_ends
+from mpitrain.errors import DataError, TrainingError, on_every_rank
+from mpitrain.layers.base import Documents, Loss, Unit
+from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
+from mpitrain.machine.arena import Arena
+from mpitrain.parallel.grid import Grid, share
+from mpitrain.parallel.replication.protocol import Replication
+from mpitrain.parallel.tensor.layer_factory import LayerFactory
+from mpitrain.pipeline.pipeline import Pipeline
+from mpitrain.regions import moved, overlap
+from mpitrain.run.resolve import Resolved
+from mpitrain.transport.base import Transport
+
+if TYPE_CHECKING:
+    from mpitrain.pipeline.decoder import Decoder
+
+Shape = tuple[int, ...]
+_WAYS_OUT = {
+    "tokens": "Pass tokens of the model's vocabulary, or build the model with a larger one.",
+    "targets": f"Pass the number of the right class, or {IGNORED} for a prediction that does not count.",
+}
+
+
+class Inference:
+    """A model without its training: logits, losses and evaluation, and the readers of windows.
+
+    All methods but `cut`, `documents` and `placed` are collective.
+    """
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        grid: Grid,
+        layers: LayerFactory,
+        loss: Loss,
+        pipe: Pipeline,
+        replication: Replication,
+        indices: Indices,
+        decoded: tuple[Sequence[Sequence[Unit]], LayerFactory],
+        arena: Arena,
+        stored: np.dtype,
+    ):
+        """Take the parts of a trainer.
+
+        decoded  the chunks of the whole model for new tokens, and their layer factory
+        stored   the dtype of master parameters
+        """
+        self.config, self.backend, self.arena = resolved.config, resolved.device.backend, arena
+        self.resolved, self.grid, self.pipe, self.replication = resolved, grid, pipe, replication
+        self._layers, self._loss, self._indices, self._decoded = layers, loss, indices, decoded
+        self._computed = resolved.device.half or stored
+
+    def cut(self, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the targets without the ends of documents, and the documents' first tokens.
+
+        These are None unless data.attend is document.
+        """
+        is_cut = self.config.data.attend == "document" and targets.ndim == 2
+        return without_ends(targets) if is_cut else (targets, None)
+
+    def documents(self, starts: np.ndarray | None) -> Documents | None:
+        """Return the documents of some rows, in the memory of the backend.    starts: (B, T)"""
+        if starts is None:
+            return None
+        return Documents(self.placed(starts), self.placed(positions_of(starts)))
+
+    def placed(self, rows: np.ndarray) -> Any:
+        """Copy rows to the device; features are rounded where activations are stored in 16 bits."""
+        half = self.resolved.device.half
+        return self.backend.from_host(
+            rows.astype(half) if half and rows.dtype.kind == "f" else rows, self.arena
+        )
+
+    def logits(self, inputs: np.ndarray) -> np.ndarray | None:
+        logits = self.ask(inputs)
+        return (
+            None if logits is None else self._layers.whole(computed(logits, self.arena), self.arena)
+        )
+
+    def ask(self, inputs: np.ndarray, starts: np.ndarray | None = None) -> Any:
+        """Return the logits, with only the columns of this tensor-parallel rank.
+
+        If sequence parallelism cannot divide the rows, the inputs are padded with zeros. The
+        padding comes after all rows or to the right of them. The causal mask hides it.
+        """
+        inputs = self._indices.tokens(inputs, "an input")
+        filled = np.zeros(self._layers.rows.filled(inputs.shape), inputs.dtype)
+        filled[tuple(map(slice, inputs.shape))] = inputs
+        if starts is not None:
+            # Padding to the right belongs to the last document.
+            more = [(0, most - own) for most, own in zip(filled.shape, inputs.shape, strict=True)]
+            starts = np.maximum.accumulate(np.pad(starts, more), axis=1)
+        documents = self.documents(starts)
+        logits = self.pipe.ask(filled.shape, lambda: self.placed(filled), documents)
+        if logits is None:
+            return None
+        lengths = inputs.shape[: logits.ndim - 1]
+        if isinstance(logits, ChunkedLogits):
+            return logits.cut(lengths, self.arena)
+        return logits[tuple(map(slice, lengths))]
+
+    def logits_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the whole logits for an input of this shape, without padding rows."""
+        *rows, columns = self.pipe.output_shape(self._layers.rows.filled(shape))
+        return *map(min, rows, shape), self._layers.columns(columns)
+
+    def evaluate(
+        self, source: Source, stop_requested: Callable[[], bool] | None = None
+    ) -> tuple[float, float] | None:
+        """Evaluate after `sync_parameters`, as `Trainer.evaluate`."""
+        # On each rank a batch has at most the rows of a micro-batch of training. All ranks compute
+        # the same number of batches. A rank without rows computes one row that does not count.
+        rows, replicas = evaluated_rows(self.config.run, source), self.grid.axes.dp
+        together = replicas * max(
+            1, self.config.batch.size // (replicas * self.config.batch.micro_batches)
+        )
+        totals = np.zeros(3)
+        for start in range(0, rows, together):
+            own_rows = share(min(together, rows - start), self.grid.coords.dp, replicas)
+            is_asked = stop_requested is not None and stop_requested()
+            numbers = [(start + i) * source.held_out // rows for i in own_rows] or [0]
+            measured = (0.0, 0, 0) if self.grid.is_server else self._losses(source, numbers)
+            does_count = bool(own_rows) and self.grid.reports_loss
+            *sums, stop = self.replication.step_end.control.total(
+                *(measured if does_count else (0.0, 0, 0)), is_asked
+            )
+            if stop:
+                return None
+            totals += sums
+        loss, right, count = totals.tolist()
+        if not count:
+            raise on_every_rank(
+                DataError(
+                    f"An evaluation needs a target that counts, but {rows} of {source.held_out} held-out rows have none.",
+                    "Raise run.eval_rows, name other held-out data, or leave the evaluation out with run.eval_every=-1.",
+                )
+            )
+        return loss / count, right / count
+
+    def row_losses(self, inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """Return the summed loss of each row, (rows,) float64, on ranks that report it; collective."""
+        targets = self._indices.targets(targets, inputs.shape, self.logits_shape, "a batch")
+        flat = self.backend.from_host(targets).reshape(-1)
+        losses, length = np.zeros(len(inputs)), inputs.shape[1]
+        logits = self.ask(inputs)
+        if logits is None:
+            return losses
+        for place, some in sliced(logits, self.arena):
+            first = place.start or 0
+            stop = first + len(some)
+            # A slice may begin or end within a row.
+            for row in range(first // length, -(-stop // length)):
+                both = overlap(range(first, stop), range(row * length, (row + 1) * length))
+                part = some[moved(both, -first)]
+                losses[row] += float(self._loss.value(part, flat[moved(both, 0)], self.arena))
+        return losses
+
+    def _losses(self, source: Source, rows: Sequence[int]) -> tuple[float, int, int]:
+        """Return summed loss, correct predictions and predictions that count, of held-out rows."""
+        inputs, targets = read_rows(
+            self.config.data.source, source, len(rows), lambda: source.held_out_rows(rows)
+        )
+        targets, starts = self.cut(targets)
+        targets = self._indices.targets(
+            targets, inputs.shape, self.logits_shape, "a held-out batch"
+        )
+        counted = targets.size - self._indices.ignored(targets)
+        flat = self.backend.from_host(targets).reshape(-1)
+        logits = self.ask(inputs, starts)
+        if logits is None:
+            return 0.0, 0, 0
+        total, right = 0.0, 0
+        for place, some in sliced(logits, self.arena):
+            right += int(self._loss.correct(some, flat[place], self.arena))
+            total += float(self._loss.value(some, flat[place], self.arena))
+        return total, right, counted
+
+    def reader(self, sequences: int, room: int) -> Reader:
+        """Return a reader of `sequences` windows, of at most `room` tokens each; collective."""
+        from mpitrain.pipeline.decoder import Decoder, can_decode
+
+        chunks, layers = self._decoded
+        decoder = None
+        if can_decode(chunks):
+            decoder = Decoder(
+                self.resolved.plan.stage_of,
+                chunks,
+                self.grid.pp.transport,
+                self.replication,
+                self.arena,
+                self._computed,
+                layers.now,
+                self.placed,
+                sequences,
+                room,
+            )
+        return Reader(decoder, self.ask, self._row)
+
+    def _row(self, logits: Any, token: int) -> np.ndarray:
+        """Return whole rows of logits, (rows, classes) float64 in host memory, of one token each.
+
+        logits  this rank's columns, (rows, T, columns)
+        """
+        rows = computed(logits, self.arena)[:, token]
+        whole = self._layers.whole(rows, self.arena)
+        return np.asarray(self.backend.to_host(whole), np.float64)
+
+
+def evaluated_rows(run: Run, source: Source) -> int:
+    """Return the number of held-out rows in an evaluation."""
+    return min(source.held_out, run.eval_rows or source.held_out)
+
+
+def diverged() -> TrainingError:
+    """Return the error that every rank raises for logits that are not finite."""
+    return on_every_rank(
+        TrainingError(
+            "The model's output is not finite: its training has diverged.",
+            "Train again with a lower optimizer.lr.",
+        )
+    )
+
+
+class Indices:
+    """The range checks of one model's tokens and targets.
+
+    A check costs two passes over integers in host memory, and no message.
+
+    vocabulary  number of tokens that the model takes; 0: its inputs are features
+    is_ours     whether the loss is a class of mpitrain; for any other, targets are not checked
+    """
+
+    def __init__(self, transport: Transport, vocabulary: int, is_ours: bool):
+        self._transport, self._vocabulary, self._is_ours = transport, vocabulary, is_ours
+        # The first call of `targets` sets these for its shape of inputs.
+        self._inputs: Shape = ()
+        self._predictions: list[int] = []
+        self._classes = 0
+
+    def tokens(self, inputs: np.ndarray, where: str) -> np.ndarray:
+        """Return the inputs, tokens as int32 or int64; features are not checked.
+
+        where   the location of the inputs, for messages
+        raises  DataError if a token is outside of the vocabulary; see `_known` for several ranks
+        """
+        return (
+            self._known(inputs, self._vocabulary, "tokens", where) if self._vocabulary else inputs
+        )
+
+    def rows(self, inputs: np.ndarray, share: range, where: str) -> None:
+        """Refuse more rows than this rank's share of the global batch; see `_end` for several ranks.
+
+        The loss is divided by batch.size. A rank that passed the whole batch would multiply the loss
+        and the gradient by the number of replicas. Fewer rows are a part of the sum.
+        """
+        if len(inputs) <= len(share):
+            return
+        self._end(
+            DataError(
+                f"A rank computes at most its share of batch.size rows, {len(share)}, but "
+                f"{self._on(where)} has {len(inputs)}.",
+                "Pass the rows trainer.share() of the global batch.",
+            )
+        )
+
+    def targets(
+        self, targets: np.ndarray, inputs: Shape, output: Callable[[Shape], Shape], where: str
+    ) -> np.ndarray:
+        """Return the targets as int32 or int64.
+
+        inputs  the shape of the inputs
+        output  maps the shape of the inputs to the shape of the whole logits; it is not stored,
+                since it may hold a reference to a trainer
+        raises  DataError unless each prediction has one target, which is a column of the logits or
+                IGNORED; see `_end` for several ranks
+        """
+        if not self._is_ours:
+            return targets
+        if inputs != self._inputs:
+            *self._predictions, self._classes = output(inputs)
+            self._inputs = inputs
+        if targets.shape != (predictions := tuple(self._predictions)) and (
+            inputs[0] or targets.size
+        ):
+            self._end(
+                DataError(
+                    f"Targets must have the shape {predictions}, one for each prediction, but those of "
+                    f"{self._on(where)} have {targets.shape}.",
+                    "Pass the number of the right class for each prediction.",
+                )
+            )
+        return self._known(targets, self._classes, "targets", where)
+
+    def ignored(self, targets: np.ndarray) -> int:
+        """Return the number of targets that do not count."""
+        return int(np.count_nonzero(targets == IGNORED)) if self._is_ours else 0
+
+    def _known(self, array: np.ndarray, count: int, what: str, where: str) -> np.ndarray:
+        """Check the array, and on an error abort the whole job.
+
+        Only this rank sees its rows. An agreement of all ranks would cost a message per step.
+        """
+        try:
+            return known(array, count, what, self._on(where))
+        except DataError as error:
+            self._end(error)
+
+    def _on(self, where: str) -> str:
+        rank = self._transport.rank
+        return f"{where} on rank {rank} ({self._transport.hosts[rank]})"
+
+    def _end(self, error: DataError) -> NoReturn:
+        """Raise the error on a rank that is alone; of several ranks one aborts the whole job."""
+        if self._transport.size == 1:
+            raise on_every_rank(error) from None
+        self._transport.abort(str(error))
+        raise error
+
+
+def known(array: np.ndarray, count: int, what: str, where: str) -> np.ndarray:
+    """Return the array as int32 or int64; DataError unless all elements are in 0 .. count - 1.
+
+    A target may also be IGNORED.
+
+    what   "tokens" or "targets"
+    where  the location of the array, for the message
+    """
+    if array.dtype.kind not in "iu":
+        raise DataError(
+            f"{what.capitalize()} must be integers, but those of {where} are {array.dtype}.",
+            "Convert them, for example with array.astype(numpy.int64).",
+        )
+    if array.size and not (array.min() >= 0 and array.max() < count):
+        is_wrong = (array < 0) | (array >= count)
+        if what == "targets":
+            is_wrong &= array != IGNORED
+        if not is_wrong.any():
+            return _wide(array)
+        first = np.unravel_index(np.argmax(is_wrong), array.shape)
+        raise DataError(
+            f"{what.capitalize()} must lie in 0..{count - 1}, but {where} has {array[first]} at "
+            f"[{', '.join(map(str, first))}].",
+            _WAYS_OUT[what],
+        )
+    return _wide(array)
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    return array if array.dtype in (np.int32, np.int64) else array.astype(np.int64)
 
 
 class Reader:
@@ -33,7 +384,7 @@ class Reader:
         """Whether there is a key-value cache."""
         return self._decoder is not None
 
-    def without_cache(self) -> "Reader":
+    def without_cache(self) -> Reader:
         """Return a reader of the same model that reads whole windows."""
         return Reader(None, self._logits, self._row)
 

@@ -1,7 +1,7 @@
 """Artificial failures of a run, for run.inject; imported only if the key is set.
 
 The run calls `Injector.passes` at each of its points. A failure within a pass of the layers needs
-`FailingPasses` around the replication, and a lost message the transport `Losing`.
+`failing` around the replication, and a lost message the transport `Losing`.
 """
 
 import ctypes
@@ -10,16 +10,16 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
 
 from mpitrain.config.faults import KINDS, injection
-from mpitrain.layers.base import Gradient, Weights
+from mpitrain.layers.base import Gradient
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.replication.protocol import Replication
-from mpitrain.trace.recorder import Recorder
-from mpitrain.trace.ring_buffer import SEND
+from mpitrain.trace.recorder import SEND, Recorder
 from mpitrain.transport.base import FIRST_CLAIMED_TAG, Request, Several, Transport
 from mpitrain.transport.decorators import Recorded
 
@@ -186,39 +186,20 @@ class Losing(Recorded):
         return self._noted(SEND, lambda *message: Several([]), array, tag, self._member(to), to)
 
 
-class FailingPasses:
-    """A Replication that fails at the first unit of a forward or of a backward.
+class Preceded:
+    """A part of a replication; each call of one of its methods calls `before` first."""
 
-    Every call is passed to the replication that this class wraps. Gradients change before their reduction.
-    """
+    def __init__(self, part: Any, method: str, before: Callable[..., None]):
+        self._part = part
 
-    def __init__(self, inner: Replication, injector: Injector, backend: Backend):
-        self._inner, self._injector, self._backend = inner, injector, backend
-        self._change = ELEMENT_FAILURES.get(injector.failure.kind)
-        self._step = 0
+        def call(*arguments: Any) -> Any:
+            before(*arguments)
+            return getattr(part, method)(*arguments)
+
+        setattr(self, method, call)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def begin(self, step: int) -> None:
-        self._step = step + 1
-        self._inner.begin(step)
-
-    def open(self, unit: int, micro: int) -> Weights:
-        # An evaluation before the first step opens units, too.
-        if self._step:
-            self._injector.passes("forward", self._step)
-        return self._inner.open(unit, micro)
-
-    def gradient_ready(self, unit: int, is_last: bool) -> None:
-        if self._change is None:
-            self._injector.passes("backward", self._step)
-        elif is_last:
-            leaves = _leaves(self._inner.gradients(unit, 0))
-            written = next((leaf.array for leaf in leaves if leaf.filled), None)
-            if written is not None and self._injector.is_due("backward", self._step):
-                self._change(self._backend, written.reshape(-1)[:1])
-        self._inner.gradient_ready(unit, is_last)
+        return getattr(self._part, name)
 
 
 def _leaves(gradients: Any) -> Iterator[Gradient]:
@@ -229,9 +210,36 @@ def _leaves(gradients: Any) -> Iterator[Gradient]:
             yield from _leaves(entry)
 
 
-def failing(inner: Any, text: str, transport: Transport, backend: Backend) -> Any:
-    """Return the replication with the failure of run.inject, if that is within a pass."""
+def failing(inner: Replication, text: str, transport: Transport, backend: Backend) -> Replication:
+    """Return the replication with the failure of run.inject, if that is within a pass.
+
+    It fails at the first unit of a forward or of a backward. Gradients change before their
+    reduction.
+    """
     injector = Injector(text, transport)
     if injector.failure.point not in ("forward", "backward"):
         return inner
-    return FailingPasses(inner, injector, backend)
+    change, step = ELEMENT_FAILURES.get(injector.failure.kind), 0
+
+    def begin(index: int) -> None:
+        nonlocal step
+        step = index + 1
+
+    def before_open(unit: int, micro: int) -> None:
+        # An evaluation before the first step opens units, too.
+        if step:
+            injector.passes("forward", step)
+
+    def before_ready(unit: int, is_last: bool) -> None:
+        if change is None:
+            injector.passes("backward", step)
+        elif is_last:
+            leaves = _leaves(inner.reducer.gradients(unit))
+            written = next((leaf.array for leaf in leaves if leaf.filled), None)
+            if written is not None and injector.is_due("backward", step):
+                change(backend, written.reshape(-1)[:1])
+
+    step_end: Any = Preceded(inner.step_end, "begin", begin)
+    store: Any = Preceded(inner.store, "open", before_open)
+    reducer: Any = Preceded(inner.reducer, "ready", before_ready)
+    return replace(inner, step_end=step_end, store=store, reducer=reducer)

@@ -17,7 +17,6 @@ from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 from mpitrain.machine.process import Gpu, gpu_identities
 from mpitrain.models.table import MODELS
-from mpitrain.ops.cuda.attention import has_tensor_kernel
 from mpitrain.ops.device import Device, device_for
 from mpitrain.ops.host.attention import TILED_FROM
 from mpitrain.optim import checked
@@ -248,8 +247,11 @@ def slow_heads(config: Config) -> str:
         config.device.kind not in ("cuda", "cuda-sim")
         or not config.precision.is_half
         or model.split != "heads"
-        or has_tensor_kernel(head)
     ):
+        return ""
+    from mpitrain.ops.cuda.attention import has_tensor_kernel
+
+    if has_tensor_kernel(head):
         return ""
     return (
         f"attention multiplies on CUDA cores, not tensor cores: heads have {head} channels, not a "

@@ -10,7 +10,7 @@ RUN/
     tokenizer.json the tokenizer of files of tokens, if `data prepare` wrote them
     lock           locked by rank 0 during the run
     tensorboard/   event files, with run.tensorboard
-    trace/         the last actions of each rank, see trace/ring_buffer.py
+    trace/         the last actions of each rank, see trace/recorder.py
 """
 
 import contextlib

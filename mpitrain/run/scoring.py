@@ -11,7 +11,8 @@ from mpitrain.data.tasks import Task
 from mpitrain.data.tokenizer import Tokenizer
 from mpitrain.errors import DataError
 from mpitrain.parallel.grid import share
-from mpitrain.run.trainer import Trainer, diverged
+from mpitrain.run.inference import diverged
+from mpitrain.run.trainer import Trainer
 from mpitrain.transport.agreement import on_all_ranks
 
 

@@ -1,8 +1,7 @@
-"""The trainer: the distributed training step, logits and evaluation of a list of units."""
+"""The trainer: the distributed training step of a list of units."""
 
 from __future__ import annotations  # help() prints signatures as they are written here.
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -12,19 +11,18 @@ from typing import Any
 import numpy as np
 
 from mpitrain.collectives.engine.arithmetic import arithmetic_of
-from mpitrain.config import Config, Run
+from mpitrain.config import Config
 from mpitrain.config.faults import delay_s, delays
-from mpitrain.data import Source, positions_of, read_rows, without_ends
-from mpitrain.errors import DataError, MpitrainError, TrainingError, on_every_rank
-from mpitrain.layers.base import Documents, Loss, Unit
-from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
+from mpitrain.data import Source
+from mpitrain.errors import MpitrainError
+from mpitrain.layers.base import Loss, Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.ops.int8_rows import Coded
 from mpitrain.optim import check_groups, learning_rate
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.modes import replication_for
 from mpitrain.parallel.replication.protocol import ReplicationContext
-from mpitrain.parallel.replication.records import StepInput, StepResult
+from mpitrain.parallel.replication.records import StepInput, StepResult, weight_of
 from mpitrain.parallel.tensor.layer_factory import (
     LayerFactory,
     check_documents,
@@ -34,13 +32,9 @@ from mpitrain.parallel.tensor.layer_factory import (
 )
 from mpitrain.pipeline.async_pipeline import pipeline_for
 from mpitrain.pipeline.chunks import Chunks, cut_in_chunks
-from mpitrain.pipeline.decoder import Decoder, can_decode
 from mpitrain.pipeline.pipeline import own
-from mpitrain.regions import Piece, moved, overlap, within
-from mpitrain.run.checkpoint.digests import digests, gradients
 from mpitrain.run.counting import StepCounts
-from mpitrain.run.indices import Indices
-from mpitrain.run.inference import Reader
+from mpitrain.run.inference import Indices, Inference, Reader
 from mpitrain.run.resolve import Resolved, resolve
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
@@ -161,7 +155,7 @@ class Trainer:
 
         cut = on_all_ranks(self.transport, assigned)
         model, chunks, tied = cut
-        self._decoded: tuple[Sequence[Sequence[Unit]], LayerFactory] = (chunks, layers)
+        decoded: tuple[Sequence[Sequence[Unit]], LayerFactory] = (chunks, layers)
         if layers.rows.partial:
             # A single new token has no rows to divide, so text is generated with whole rows.
             layout = self.config.layout.model_copy(update={"sequence_parallel": False})
@@ -169,7 +163,7 @@ class Trainer:
             whole.memory = memory
             freeze = self.config.model.freeze
             again = cut_in_chunks(units, whole, stage_of, self.config.pipeline.partition, freeze)
-            self._decoded = again.chunks, whole
+            decoded = again.chunks, whole
         self.parameter_count, self.frozen_count = parameter_count(model), frozen_count(model)
         grid.place_model(stage_of, tied)
         if tied:
@@ -210,6 +204,18 @@ class Trainer:
             layers.now,
         )
         self._indices = Indices(self.transport, getattr(model[0].layer, "vocab", 0), loss is None)
+        self.inference = Inference(
+            resolved,
+            grid,
+            layers,
+            self._loss,
+            self.pipe,
+            self.replication,
+            self._indices,
+            decoded,
+            self.arena,
+            self.storage.dtype,
+        )
         self._recorder = recorder = self.transport.recorder
         recorder.computes_on(self.backend.mark)
         self._loss_name, self._delay_name = recorder.name("the loss"), recorder.name("run.delay")
@@ -224,7 +230,7 @@ class Trainer:
         if self._own is None:
             return
         self.sync_parameters()  # No operation may be in flight.
-        del self.pipe, self.replication  # They own arrays in windows.
+        del self.pipe, self.replication, self.inference  # They own arrays in windows.
         self.grid.close()
         self._own.close()
         self._own = None
@@ -234,7 +240,7 @@ class Trainer:
         """The flat buffer of this rank's trained parameters, 1-D; its shard with replication.zero
         3.
         """
-        return self.replication.parameters
+        return self.replication.store.parameters
 
     @property
     def gradients(self) -> np.ndarray:
@@ -242,7 +248,7 @@ class Trainer:
 
         After a step it holds the sum over replicas, before clipping, if it is not sharded.
         """
-        return self.replication.gradient_buffer
+        return self.replication.reducer.buffer
 
     def tensors(self) -> dict[str, np.ndarray]:
         """Copy this rank's parameters, by full name, to host memory; call `sync_parameters` before.
@@ -251,7 +257,7 @@ class Trainer:
         """
         arrays = {}
         for index, unit in enumerate(self.units):
-            weights = self.replication.open(index, 0)
+            weights = self.replication.store.open(index, 0)
             for parameter in unit.layer.parameters():
                 tensor: Any = weights
                 for chunk in parameter.name.split("."):
@@ -261,7 +267,6 @@ class Trainer:
                     if parameter.coded
                     else self.backend.to_host(tensor).copy()
                 )
-            self.replication.close(index, 0)
         return {entry.name: arrays[entry.name] for entry in self.storage.tensors}
 
     def share(self) -> range:
@@ -269,7 +274,7 @@ class Trainer:
 
         It is empty on a parameter server.
         """
-        return self.replication.share(self.config.batch.size)
+        return self.replication.rows.share(self.config.batch.size)
 
     def step(
         self,
@@ -307,26 +312,28 @@ class Trainer:
             If a token or a target is out of range, if there are more rows than this rank's share, or
             if a prediction has no target. With several ranks the job is aborted.
         """
-        where = f"step {index + 1}"
-        targets, starts = self._cut(targets)
-        inputs = self._indices.tokens(inputs, where)
-        self._indices.rows(inputs, self.share(), where)
-        targets = self._indices.targets(targets, inputs.shape, self._logits_shape, where)
+        where, indices = f"step {index + 1}", self._indices
+        targets, starts = self.inference.cut(targets)
+        inputs = indices.tokens(inputs, where)
+        indices.rows(inputs, self.share(), where)
+        targets = indices.targets(targets, inputs.shape, self.inference.logits_shape, where)
         rows, micro_batches = len(inputs), self.config.batch.micro_batches
         predictions = math.prod(targets.shape[1:])
-        scales = [self.replication.scale(predictions, micro) for micro in range(micro_batches)]
+        replication, of_update = self.replication, self.replication.rows.of_update
+        weights = [weight_of(of_update(micro) * predictions) for micro in range(micro_batches)]
+        loss_scale = replication.step_end.skips.scale.value
         shares = [share(rows, micro, micro_batches) for micro in range(micro_batches)]
-        ignored = [self._indices.ignored(targets[part.start : part.stop]) for part in shares]
+        ignored = [indices.ignored(targets[part.start : part.stop]) for part in shares]
 
         def of(micro: int, array: np.ndarray) -> Any:
             """Return the rows of a micro-batch, in the memory of the backend."""
-            return self.placed(array[shares[micro].start : shares[micro].stop])
+            return self.inference.placed(array[shares[micro].start : shares[micro].stop])
 
         def loss(micro: int, logits: Any) -> Any:
             span = self._recorder.compute(self._loss_name, micro=micro)
             right = of(micro, targets).reshape(-1)
-            value, gradient = self.replication.loss(
-                logits.reshape(len(right), -1), right, scales[micro]
+            value, gradient = replication.rows.loss(
+                logits.reshape(len(right), -1), right, weights[micro] * loss_scale
             )
             # Arrays without dims are copied on the device. For others CuPy would compile a kernel.
             self._loss_sums[micro, ...] = value.reshape(()) if hasattr(value, "reshape") else value
@@ -334,11 +341,11 @@ class Trainer:
             return gradient.reshape(logits.shape)
 
         self.arena.rewind()
-        self.replication.begin(index)
-        self.replication.ignore(ignored, predictions)
+        replication.step_end.begin(index)
+        replication.step_end.ignore(ignored, predictions)
         if rows:  # A parameter server has no rows.
             self._straggle(index)
-            start, documents = self.share().start, self._documents(starts)
+            start, documents = self.share().start, self.inference.documents(starts)
             self.pipe.train(
                 [
                     (
@@ -353,15 +360,15 @@ class Trainer:
             )
         lr = learning_rate(self.config.optimizer, index, self.config.run.steps)
         reports = self.grid.reports_loss
-        outcome = self.replication.finish(
+        outcome = replication.step_end.finish(
             StepInput(
                 index,
                 self._loss_sums if reports else (),
                 lr,
                 bool(stop_requested and stop_requested()),
-                scales,
+                weights,
                 sum(ignored) if reports else 0,
-                self.replication.targets(predictions, 0),
+                of_update(0) * predictions,
             )
         )
         every = self.config.memory.release_every
@@ -374,24 +381,10 @@ class Trainer:
         own = bool(np.isfinite(self.backend.to_host(self._loss_sums)).all())
         return [rank for rank, fine in enumerate(self.transport.gather_text(own)) if not fine]
 
-    def _cut(self, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the targets without the ends of documents, and the documents' first tokens.
-
-        These are None unless data.attend is document.
-        """
-        is_cut = self.config.data.attend == "document" and targets.ndim == 2
-        return without_ends(targets) if is_cut else (targets, None)
-
-    def _documents(self, starts: np.ndarray | None) -> Documents | None:
-        """Return the documents of some rows, in the memory of the backend.    starts: (B, T)"""
-        if starts is None:
-            return None
-        return Documents(self.placed(starts), self.placed(positions_of(starts)))
-
     def sync_parameters(self) -> None:
         """Finish all operations in flight, and make the parameters current on all ranks."""
         self.pipe.drain()
-        self.replication.sync_parameters()
+        self.replication.step_end.sync()
 
     def _straggle(self, step: int) -> None:
         run, coords = self.config.run, self.grid.coords
@@ -423,72 +416,11 @@ class Trainer:
         array or None
             (rows, classes) or (rows, T, classes) on the device; None except on the last stage.
         """
-        logits = self._asked(inputs)
-        return (
-            None if logits is None else self._layers.whole(computed(logits, self.arena), self.arena)
-        )
-
-    def _asked(self, inputs: np.ndarray, starts: np.ndarray | None = None) -> Any:
-        """Return the logits, with only the columns of this tensor-parallel rank.
-
-        If sequence parallelism cannot divide the rows, the inputs are padded with zeros. The
-        padding comes after all rows or to the right of them. The causal mask hides it.
-        """
-        inputs = self._indices.tokens(inputs, "an input")
-        filled = np.zeros(self._layers.rows.filled(inputs.shape), inputs.dtype)
-        filled[tuple(map(slice, inputs.shape))] = inputs
-        if starts is not None:
-            # Padding to the right belongs to the last document.
-            more = [(0, most - own) for most, own in zip(filled.shape, inputs.shape, strict=True)]
-            starts = np.maximum.accumulate(np.pad(starts, more), axis=1)
-        documents = self._documents(starts)
-        logits = self.pipe.ask(filled.shape, lambda: self.placed(filled), documents)
-        if logits is None:
-            return None
-        lengths = inputs.shape[: logits.ndim - 1]
-        if isinstance(logits, ChunkedLogits):
-            return logits.cut(lengths, self.arena)
-        return logits[tuple(map(slice, lengths))]
+        return self.inference.logits(inputs)
 
     def placed(self, rows: np.ndarray) -> Any:
         """Copy rows to the device; features are rounded where activations are stored in 16 bits."""
-        half = self.resolved.device.half
-        return self.backend.from_host(
-            rows.astype(half) if half and rows.dtype.kind == "f" else rows, self.arena
-        )
-
-    def reader(self, sequences: int, room: int) -> Reader:
-        """Return a reader of `sequences` windows, of at most `room` tokens each; collective."""
-        chunks, layers = self._decoded
-        decoder = None
-        if can_decode(chunks):
-            decoder = Decoder(
-                self.resolved.plan.stage_of,
-                chunks,
-                self.grid.pp.transport,
-                self.replication,
-                self.arena,
-                self.resolved.device.half or self.storage.dtype,
-                layers.now,
-                self.placed,
-                sequences,
-                room,
-            )
-        return Reader(decoder, self._asked, self._row)
-
-    def _row(self, logits: Any, token: int) -> np.ndarray:
-        """Return whole rows of logits, (rows, classes) float64 in host memory, of one token each.
-
-        logits  this rank's columns, (rows, T, columns)
-        """
-        rows = computed(logits, self.arena)[:, token]
-        whole = self._layers.whole(rows, self.arena)
-        return np.asarray(self.backend.to_host(whole), np.float64)
-
-    def _logits_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the whole logits for an input of this shape, without padding rows."""
-        *rows, columns = self.pipe.output_shape(self._layers.rows.filled(shape))
-        return *map(min, rows, shape), self._layers.columns(columns)
+        return self.inference.placed(rows)
 
     def evaluate(
         self, source: Source, stop_requested: Callable[[], bool] | None = None
@@ -513,73 +445,16 @@ class Trainer:
         DataError
             On every rank, if no target of these rows counts.
         """
-        # On each rank a batch has at most the rows of a micro-batch of training. All ranks compute
-        # the same number of batches. A rank without rows computes one row that does not count.
         self.sync_parameters()
-        rows, replicas = evaluated_rows(self.config.run, source), self.grid.axes.dp
-        together = replicas * max(
-            1, self.config.batch.size // (replicas * self.config.batch.micro_batches)
-        )
-        totals = np.zeros(3)
-        for start in range(0, rows, together):
-            own_rows = share(min(together, rows - start), self.grid.coords.dp, replicas)
-            is_asked = stop_requested is not None and stop_requested()
-            numbers = [(start + i) * source.held_out // rows for i in own_rows] or [0]
-            measured = (0.0, 0, 0) if self.grid.is_server else self._losses(source, numbers)
-            does_count = bool(own_rows) and self.grid.reports_loss
-            *sums, stop = self.replication.total(
-                *(measured if does_count else (0.0, 0, 0)), is_asked
-            )
-            if stop:
-                return None
-            totals += sums
-        loss, right, count = totals.tolist()
-        if not count:
-            raise on_every_rank(
-                DataError(
-                    f"An evaluation needs a target that counts, but {rows} of {source.held_out} held-out rows have none.",
-                    "Raise run.eval_rows, name other held-out data, or leave the evaluation out with run.eval_every=-1.",
-                )
-            )
-        return loss / count, right / count
+        return self.inference.evaluate(source, stop_requested)
 
     def row_losses(self, inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """Return the summed loss of each row, (rows,) float64, on ranks that report it; collective."""
-        targets = self._indices.targets(targets, inputs.shape, self._logits_shape, "a batch")
-        flat = self.backend.from_host(targets).reshape(-1)
-        losses, length = np.zeros(len(inputs)), inputs.shape[1]
-        logits = self._asked(inputs)
-        if logits is None:
-            return losses
-        for place, some in sliced(logits, self.arena):
-            first = place.start or 0
-            stop = first + len(some)
-            # A slice may begin or end within a row.
-            for row in range(first // length, -(-stop // length)):
-                both = overlap(range(first, stop), range(row * length, (row + 1) * length))
-                part = some[moved(both, -first)]
-                losses[row] += float(self._loss.value(part, flat[moved(both, 0)], self.arena))
-        return losses
+        return self.inference.row_losses(inputs, targets)
 
-    def _losses(self, source: Source, rows: Sequence[int]) -> tuple[float, int, int]:
-        """Return summed loss, correct predictions and predictions that count, of held-out rows."""
-        inputs, targets = read_rows(
-            self.config.data.source, source, len(rows), lambda: source.held_out_rows(rows)
-        )
-        targets, starts = self._cut(targets)
-        targets = self._indices.targets(
-            targets, inputs.shape, self._logits_shape, "a held-out batch"
-        )
-        counted = targets.size - self._indices.ignored(targets)
-        flat = self.backend.from_host(targets).reshape(-1)
-        logits = self._asked(inputs, starts)
-        if logits is None:
-            return 0.0, 0, 0
-        total, right = 0.0, 0
-        for place, some in sliced(logits, self.arena):
-            right += int(self._loss.correct(some, flat[place], self.arena))
-            total += float(self._loss.value(some, flat[place], self.arena))
-        return total, right, counted
+    def reader(self, sequences: int, room: int) -> Reader:
+        """Return a reader of `sequences` windows, of at most `room` tokens each; collective."""
+        return self.inference.reader(sequences, room)
 
 
 def parameter_count(units: Sequence[Unit]) -> int:
@@ -600,79 +475,3 @@ def frozen_count(units: Sequence[Unit]) -> int:
         for p in unit.layer.parameters()
         if p.name not in unit.tied and p.name in unit.frozen
     )
-
-
-def evaluated_rows(run: Run, source: Source) -> int:
-    """Return the number of held-out rows in an evaluation."""
-    return min(source.held_out, run.eval_rows or source.held_out)
-
-
-def diverged() -> TrainingError:
-    """Return the error that every rank raises for logits that are not finite."""
-    return on_every_rank(
-        TrainingError(
-            "The model's output is not finite: its training has diverged.",
-            "Train again with a lower optimizer.lr.",
-        )
-    )
-
-
-def state_digests(trainer: Trainer) -> dict[str, str]:
-    """Return {buffer/tensor: digest} of this rank's state and summed gradients; collective."""
-    trainer.sync_parameters()
-    kept = [*gradients(trainer.replication.reducer.summed), *trainer.replication.kept()]
-    return digests(trainer.storage, kept, trainer.backend)
-
-
-def replicas_equal(trainer: Trainer) -> bool:
-    """Return whether every replicated tensor has the same bits on all its ranks; collective.
-
-    Parameters
-    ----------
-    trainer : Trainer
-        The trainer; it is settled first.
-
-    Returns
-    -------
-    bool
-        The same on every rank.
-    """
-    trainer.sync_parameters()
-    grid = trainer.grid
-    parameters, *others = [k for k in trainer.replication.kept() if k.name == "parameters"]
-    flat = trainer.backend.to_host(parameters.array)
-    equal = _same_bits(grid.dp.transport, parameters.pieces, flat)
-    for frozen in others:
-        equal &= _same_bits(grid.dp.transport, frozen.pieces, trainer.backend.to_host(frozen.array))
-    for name, holders in sorted(grid.holders.items()):
-        for span in trainer.storage.spans:
-            if span.holders == name:
-                own = list(within(parameters.pieces, span.start, span.stop))
-                equal &= _same_bits(holders.transport, own, flat, span.start)
-    if grid.axes.servers:
-        served = trainer.transport.gather_text(parameters.pieces)[-grid.axes.servers :]
-        # A worker's buffer is not sharded. So a piece [start, stop) of the flat parameter buffer
-        # is at offset `start` of the worker's array.
-        whole = [Piece(start, stop, start) for pieces in served for start, stop, _ in pieces]
-        equal &= _same_bits(trainer.transport, parameters.pieces if grid.is_server else whole, flat)
-    return all(trainer.transport.gather_text(equal))
-
-
-def _same_bits(
-    transport: Transport, pieces: Sequence[Piece], array: np.ndarray, origin: int = 0
-) -> bool:
-    """Return whether equal pieces have equal bits on all ranks; collective.
-
-    pieces  the elements of the flat buffer, and their offsets in `array`
-    origin  subtracted from `start` and `stop` of each piece before ranks compare them
-    """
-    held = [
-        (
-            start - origin,
-            stop - origin,
-            hashlib.sha256(array[offset : offset + stop - start].tobytes()).hexdigest(),
-        )
-        for start, stop, offset in pieces
-    ]
-    distinct = {tuple(entry) for entries in transport.gather_text(held) for entry in entries}
-    return len(distinct) == len({(start, stop) for start, stop, _ in distinct})

@@ -17,9 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from mpitrain.config import Config
 from mpitrain.data import Source, Unopened
 from mpitrain.files import contents, write_whole
-from mpitrain.kernels.cache import cache_of
 from mpitrain.machine import process
-from mpitrain.machine.processor import processor
+from mpitrain.machine.compiling import cache_of
+from mpitrain.machine.process import processor
 from mpitrain.models.table import MODELS
 from mpitrain.ops.device import Device
 from mpitrain.ops.host.product import mkl, put_product

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from mpitrain.errors import ConfigError
-from mpitrain.kernels.compiling import OBSERVER
+from mpitrain.machine.compiling import OBSERVER
 from mpitrain.run.stalls.compilations import Compilations
 from mpitrain.run.stalls.questions import Answering
 from mpitrain.run.stalls.report import LEAST, WARNING, StallReport

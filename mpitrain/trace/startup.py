@@ -21,8 +21,6 @@ from mpitrain.trace.recorder import Recorder
 NAME = "rank-{:05d}"
 START, TRACE = re.compile(r"\d+(-\d+)?", re.ASCII), re.compile(r"rank-\d{5,}", re.ASCII)
 """Patterns of the names of start folders, one for each launch, and of the trace files in them."""
-CONNECTING = "finding the other ranks"
-"""The pause of a rank that waits for the others to connect, for traces."""
 DAY = 86_400
 """Age in seconds from which a later start deletes the trace files of a failed start."""
 

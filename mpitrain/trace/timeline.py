@@ -1,16 +1,147 @@
-"""The traces of all ranks of a run as one timeline, on the clock of rank 0."""
+"""The trace files of a run, in any state that its ranks left them, as one timeline on the clock of rank 0."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from mpitrain.errors import ConfigError
-from mpitrain.files import opened
-from mpitrain.trace.read import MOST, Trace, read_trace
-from mpitrain.trace.ring_buffer import COMPUTE, DEVICE, PHASES, RECEIVE, SEND, STEP
+from mpitrain.files import contents, opened
+from mpitrain.strict_json import complaint, parsed
+from mpitrain.trace.recorder import (
+    COMPUTE,
+    DEVICE,
+    HEAD,
+    KINDS,
+    MAGIC,
+    NUMBERS,
+    PACE,
+    PHASES,
+    RECEIVE,
+    RECORD,
+    SEND,
+    STEP,
+)
+
+MOST = 1 << 16
+"""Largest number of ranks; a damaged head may contain any number."""
+LATEST = 1e12
+"""Largest time of a clock, in seconds; a record with a later time is damaged."""
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+class _Facts(BaseModel):
+    """The entries of a trace's head whose types are checked. All are optional; a head may have
+    others.
+    """
+
+    model_config = ConfigDict(strict=True)
+
+    rank: Count = 0
+    ranks: Annotated[int, Field(ge=1, le=MOST)] = 1
+    host: str = ""
+    run: str | None = None
+    place: dict[Literal["dp", "tp", "pp"], Count] | None = None
+    parts: dict[Annotated[str, Field(pattern=r"\A(0|[1-9][0-9]{0,8})\z")], list[str]] = {}
+    peak_activation_bytes: Count = 0
+    released_bytes: Count = 0
+
+
+class Trace(NamedTuple):
+    """Trace of one rank.
+
+    facts    about the rank: its number, host, coordinates, chunks, ...
+    names    (name, ranks that it concerns), by number
+    records  from the oldest to the newest, with fields as in RECORD
+    clocks   (time of this rank's clock, seconds to add to get the clock of rank 0)
+    """
+
+    facts: dict[str, Any]
+    names: list[tuple[str, Sequence[int]]]
+    records: np.ndarray
+    clocks: tuple[tuple[float, float], ...] = ()
+
+
+_Time = Annotated[float, Field(strict=True, ge=-LATEST, le=LATEST)]
+_CLOCK = TypeAdapter(Annotated[list[_Time], Field(min_length=2, max_length=2)])
+
+
+def read_trace(path: Path) -> Trace:
+    """Read the trace of a rank, whether or not the rank finished.
+
+    raises   ConfigError if the file is not a trace of this version, or is damaged
+    """
+    try:
+        data = contents(path, inner=2)
+    except OSError as error:
+        raise ConfigError(
+            f"The trace {path} cannot be read: {error.strerror}.", "Let this user read it."
+        ) from None
+    if not data.startswith(MAGIC):
+        if data.startswith(MAGIC[: MAGIC.rindex(b" ")]):
+            raise ConfigError(
+                f"{path} is a trace of another version of mpitrain.",
+                "Report with the version that wrote it.",
+            )
+        raise ConfigError(f"{path} is no trace.", "Name the directory of a run.")
+    facts, names, clocks = _head(data[len(MAGIC) : HEAD - PACE.size])
+    if (len(data) - HEAD) / RECORD.itemsize != facts.get("records"):
+        raise ConfigError(
+            f"The trace {path} has {len(data):,} bytes, not as many as it was made with.",
+            "Copy it again.",
+        )
+    try:
+        _Facts.model_validate(facts)
+    except ValidationError as error:
+        raise ConfigError(
+            f"The trace {path} is damaged: {complaint(error)}.", "Copy it again."
+        ) from None
+    records = np.frombuffer(data, RECORD, offset=HEAD)
+    start, end = records["start"], records["end"]
+    is_good = (
+        (records["number"] > 0)
+        & (records["what"] < len(names))
+        & (records["kind"] < len(KINDS))
+        & (records["phase"] < len(PHASES))
+        & (np.abs(start) <= LATEST)
+        & ((end == 0) | ((end >= start) & (end <= LATEST)))
+    )
+    records = records[is_good]
+    # The order in which they began; their numbers may begin again at 0.
+    numbers = records["number"].astype(np.int64)
+    if len(numbers) and np.ptp(numbers) > NUMBERS // 2:
+        numbers[numbers < NUMBERS // 2] += NUMBERS
+    return Trace(facts, names, records[np.argsort(numbers, kind="stable")], tuple(clocks))
+
+
+def _head(
+    text: bytes,
+) -> tuple[dict[str, Any], list[tuple[str, Sequence[int]]], list[tuple[float, float]]]:
+    """Reading stops at the first invalid line, as a rank leaves that was killed while it wrote."""
+    facts: dict[str, Any] = {}
+    names, clocks = list[tuple[str, Sequence[int]]](), list[tuple[float, float]]()
+    for line in text.rstrip(b"\0").split(b"\n"):
+        try:
+            entry = parsed(line)
+            if isinstance(entry, dict):
+                if "clock" in entry:
+                    time, offset = _CLOCK.validate_python(entry.pop("clock"))
+                    clocks.append((time, offset))
+                facts |= entry
+            else:
+                what, ranks = entry
+                among = range(*ranks) if isinstance(ranks, list) else tuple(map(int, ranks.split()))
+                if among and not 0 <= min(among[0], among[-1]) <= max(among[0], among[-1]) < MOST:
+                    break
+                names.append((str(what), among))
+        except (ValueError, TypeError, AttributeError, OverflowError):
+            break
+    return facts, names, clocks
+
 
 TRACE = "trace"
 """The folder of a run directory that contains the traces."""
@@ -128,9 +259,9 @@ def read_timeline(folder: Path) -> Timeline:
         if (run := (trace.facts.get("run"), trace.facts["ranks"])) != (
             most := whose.most_common(1)[0][0]
         ):
-            missing[rank] = (
-                f"The trace {where / trace_file(folder, rank).name} is of another run{_unlike(run, most)}."
-            )
+            size = f", of {run[1]} ranks" if run[1] != most[1] else ""
+            name = where / trace_file(folder, rank).name
+            missing[rank] = f"The trace {name} is of another run{size}."
             del traces[rank]
     for rank in range(max((trace.facts["ranks"] for trace in traces.values()), default=0)):
         if rank not in traces:
@@ -168,26 +299,17 @@ def trace_files(folder: Path) -> tuple[Path, list[Path]]:
         ) from None
 
 
-def _unlike(run: tuple[Any, int], most: tuple[Any, int]) -> str:
-    """Return ", of N ranks" for the first trace, or "" if both runs have equally many ranks.
-
-    run, most  (identifier of the run, its number of ranks)
-    """
-    return f", of {run[1]} ranks" if run[1] != most[1] else ""
-
-
 def _checked(trace: Trace, rank: int, file: Path) -> Trace:
-    """Return the trace; raise ConfigError unless its header names this rank and is complete."""
+    """Return the trace; raise ConfigError unless its header names this rank and is complete.
+
+    `_Facts` has checked the types of what the header has.
+    """
     facts, place = trace.facts, trace.facts.setdefault("place", None)
-    is_placed = place is None or (
-        isinstance(place, dict) and all(type(place.get(axis)) is int for axis in ("dp", "tp", "pp"))
-    )
     if (
         facts.get("rank") != rank
-        or type(facts.get("ranks")) is not int
-        or not rank < facts["ranks"] < MOST
-        or not is_placed
-        or not isinstance(facts.get("host"), str)
+        or not rank < facts.get("ranks", 0) < MOST
+        or "host" not in facts
+        or (place is not None and len(place) < 3)
     ):
         raise ConfigError(
             f"The trace {file} does not say of what rank it is.", "Copy it again, whole."

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.trace.recorder import Recorder
-from mpitrain.trace.ring_buffer import LIBRARY_CALLS, MESSAGES, RECEIVE, REDUCTION, SEND
+from mpitrain.trace.recorder import LIBRARY_CALLS, MESSAGES, RECEIVE, REDUCTION, SEND, Recorder
 from mpitrain.transport.base import Request, Transport
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
-from mpitrain.ops.cuda.sums import sum_rows
+from mpitrain.ops.cuda.launches import sum_rows
 from tests.cases.numbers import assert_close, numbers, stored, values
 
 reference = bodies.reference()

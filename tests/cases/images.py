@@ -8,7 +8,7 @@ import numpy as np
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
-from mpitrain.ops.cuda import images
+from mpitrain.ops.cuda import layers
 from tests.cases.layers import halves
 from tests.cases.numbers import assert_close, numbers, stored, values
 from tests.rows import replaced
@@ -23,7 +23,7 @@ def check_conv(
     side: int,
     dtype: str = "float32",
     planes: bool = False,
-    tile: int = images.TILE_BYTES,
+    tile: int = layers.TILE_BYTES,
 ) -> None:
     """A convolution, forward and backward, over one tile or many, of images with channels last or first."""
     ops, arena, channels = bodies.cuda(kernels), Arena(), shape[3]
@@ -38,7 +38,7 @@ def check_conv(
     )
     if planes:
         x = np.ascontiguousarray(x.transpose(0, 3, 1, 2)).transpose(0, 2, 3, 1)
-    with replaced(vars(images), "TILE_BYTES", tile):
+    with replaced(vars(layers), "TILE_BYTES", tile):
         y, saved = ops.conv2d(x, w, b, side, arena)
         assert_close(y, reference.conv2d(values(x), values(w), values(b), side, None)[0], dtype)
         truth = reference.conv2d_backward_input(values(dy), values(w), side, None)

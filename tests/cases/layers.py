@@ -7,8 +7,9 @@ import numpy as np
 
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
-from mpitrain.ops import bodies, cuda
-from mpitrain.ops.cuda.sums import sum_rows
+from mpitrain.ops import bodies
+from mpitrain.ops.cuda import product
+from mpitrain.ops.cuda.launches import sum_rows
 from tests.cases.numbers import assert_close, numbers, stored, values
 
 reference = bodies.reference()
@@ -40,7 +41,7 @@ def check_linear(
     gemm: str = "tiled",
 ) -> None:
     """A linear layer, forward and the three backward halves."""
-    ops, arena, name = bodies.cuda(kernels, cuda.multiply(gemm)), Arena(), f"linear{activation}"
+    ops, arena, name = bodies.cuda(kernels, product.chosen(gemm)), Arena(), f"linear{activation}"
     x, w, b, dy = (
         stored(a, dtype)
         for a in (numbers(1, m, k), numbers(2, n, k), numbers(3, n), numbers(4, m, n))
@@ -73,7 +74,7 @@ def check_fused(
     kernels: Kernels, m: int, k: int, n: int, dtype: str = "float32", gemm: str = "tiled"
 ) -> None:
     """A linear layer after one with GELU: the residual in its sum; backward GELU's derivative, written over what was kept."""
-    ops, arena = bodies.cuda(kernels, cuda.multiply(gemm)), Arena()
+    ops, arena = bodies.cuda(kernels, product.chosen(gemm)), Arena()
     x, up, b, w, residual, dy = (
         stored(a, dtype)
         for a in (

@@ -11,8 +11,8 @@ from mpitrain.data import IGNORED
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import OPERATIONS, bodies, codes
-from mpitrain.ops.cuda.steps import TAKE_RUNS
-from mpitrain.ops.cuda.sums import sum_all, total
+from mpitrain.ops.bodies import GroupRun, over_runs
+from mpitrain.ops.cuda.launches import sum_all, total
 from mpitrain.ops.cuda.wire import (
     add_into,
     convert,
@@ -24,7 +24,7 @@ from mpitrain.ops.cuda.wire import (
     top_k,
 )
 from mpitrain.ops.operands import operands
-from mpitrain.ops.runs import GroupRun, over_runs
+from mpitrain.ops.table import TAKE_RUNS
 from tests.cases.numbers import assert_close, numbers, stored, values
 
 reference = bodies.reference()

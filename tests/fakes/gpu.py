@@ -4,10 +4,9 @@ import sys
 import threading
 from collections import defaultdict
 
-from mpitrain.kernels.arguments import Argument
-from mpitrain.kernels.engines import KERNELS
-from mpitrain.kernels.loader import Kernels
+from mpitrain.kernels.loader import Argument, Kernels
 from mpitrain.kernels.simulator.machine import Simulator
+from mpitrain.ops.device import KERNELS
 from tests.fakes import cupy
 
 

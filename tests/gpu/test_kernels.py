@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpitrain.kernels.arguments import Argument
 from mpitrain.kernels.cuda import CudaEngine
-from mpitrain.kernels.loader import Kernels
+from mpitrain.kernels.loader import Argument, Kernels
 from tests.cases.numbers import numbers, stored, values
 from tests.cases.suite import SUITE
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpitrain.machine.backend import Backend, HostBackend
 from mpitrain.ops import OPERATIONS, Ops, bodies
-from mpitrain.ops.example import examples
+from mpitrain.ops.bodies import examples
 from mpitrain.ops.operands import Operand, Sizes, dims, operands
 
 PRIVATE = ("saved", "pending")

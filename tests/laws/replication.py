@@ -42,7 +42,7 @@ class ParameterStoreLaws:
     def law_units_open_with_the_initial_values_of_their_names(self, trainer):
         whole = np.zeros(trainer.storage.length, trainer.storage.dtype)
         trainer.storage.initialize(whole, trainer.config.run.seed, trainer.backend)
-        trainer.replication.sync_parameters()
+        trainer.replication.step_end.sync()
         if trainer.replication.replica.device.mirror:
             trainer.replication.replica.device.mirror(whole, whole, trainer.arena)
         assert_shows(trainer, whole)
@@ -70,7 +70,7 @@ class ParameterStoreLaws:
                 )
 
     def law_every_element_is_in_the_state_of_a_rank(self, trainer):
-        trainer.replication.sync_parameters()
+        trainer.replication.step_end.sync()
         buffer, *_ = trainer.replication.store.state()
         assert buffer.name == "parameters"
         assert sum(stop - start for start, stop, _ in buffer.pieces) == buffer.array.size
@@ -82,7 +82,7 @@ class ParameterStoreLaws:
         assert pp > 1 or found.min() > 0
 
     def law_what_is_loaded_into_the_state_shows(self, trainer):
-        trainer.replication.sync_parameters()
+        trainer.replication.step_end.sync()
         if not trainer.grid.is_server:
             trainer.tensors()  # units that were gathered are gathered again
         flat = coded(trainer, 1)
@@ -186,9 +186,9 @@ class StepEndLaws:
     def step(self, trainer, source, index):
         """The result of a step, in any mode."""
         own, replication = None, trainer.replication
-        for number in replication.steps(index, lambda: False):
-            own = trainer.step(number, *replication.batch(source, number))
-        return replication.outcome(index, own)._replace(comm_s=0.0, ended=None)
+        for number in replication.step_end.steps(index, lambda: False):
+            own = trainer.step(number, *replication.rows.batch(source, number))
+        return replication.step_end.outcome(index, own)._replace(comm_s=0.0, ended=None)
 
     def law_all_ranks_have_the_same_result(self, trainer, source):
         for index in range(2):
@@ -197,7 +197,7 @@ class StepEndLaws:
 
     def law_a_gradient_that_is_not_finite_updates_no_rank_and_is_counted(self, trainer, source):
         replication = trainer.replication
-        loss = replication.loss
+        loss = replication.rows.loss
 
         def spoilt(logits, targets, scale):
             value, gradient = loss(logits, targets, scale)
@@ -206,14 +206,14 @@ class StepEndLaws:
 
         trainer.sync_parameters()
         before = trainer.parameters.copy()
-        replication.loss = spoilt
+        replication.rows.loss = spoilt
         with np.errstate(all="ignore"):
             result = self.step(trainer, source, 0)
         trainer.sync_parameters()
         assert not result.updated
         # The average of equal parameters is rounded.
         assert np.allclose(before, trainer.parameters, rtol=1e-6, atol=0)
-        assert replication.scalars()["skipped_updates"] in (
+        assert replication.step_end.skips.scalars()["skipped_updates"] in (
             1 if trainer.config.pipeline.schedule == "1f1b" else 0,
             trainer.grid.axes.dp if trainer.config.replication.update == "async" else 1,
         )
@@ -252,7 +252,7 @@ class RowsLaws:
         if trainer.grid.is_server or trainer.config.replication.mode == "master":
             return  # no logits on a server; those of all ranks on a master
         rows, results = trainer.replication.rows, []
-        trainer.replication.begin(0)
+        trainer.replication.step_end.begin(0)
         for scale in (1.0, 0.25):
             logits = np.linspace(0, 1, 12, dtype=np.float32).reshape(4, 3)
             results.append(rows.loss(logits, np.array([0, 1, 2, 1]), scale))

@@ -85,7 +85,9 @@ class WindowLaws:
             return build(transport, config)
 
         def step(job, index):
-            return job.trainer.step(index, *job.trainer.replication.batch(job.data, index)).loss
+            return job.trainer.step(
+                index, *job.trainer.replication.rows.batch(job.data, index)
+            ).loss
 
         alone = []
         for number in range(3):

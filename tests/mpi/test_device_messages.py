@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from mpitrain.machine.devices import backend_for
+from mpitrain.ops.device import backend_for
 from mpitrain.transport.device import cuda_messages
 from tests.fakes import cupy
 from tests.laws.device import CARRIERS, DeviceLaws, cuda_backend

@@ -7,8 +7,8 @@ import pytest
 
 from mpitrain.collectives.selection.tuning import DEFAULT, write_tuning
 from mpitrain.machine import process
-from mpitrain.trace.read import read_trace
-from mpitrain.trace.ring_buffer import STEP, WAIT
+from mpitrain.trace.recorder import STEP, WAIT
+from mpitrain.trace.timeline import read_trace
 from tests.mpi.test_commands import TINY
 from tests.processes import python_ranks
 

@@ -25,7 +25,7 @@ from mpitrain.cli.bench.rows import (
 from mpitrain.cli.bench.train import command as train
 from mpitrain.cli.job_options import check_files, finite, output_option
 from mpitrain.cli.session import mpi_session
-from mpitrain.machine.kinds import KINDS
+from mpitrain.machine.process import KINDS
 
 OPERATIONS = {
     "all-reduce": "allreduce",

@@ -11,7 +11,7 @@ import click
 from mpitrain.cli.bench.rows import AGAINST, CSV, JSON, BenchReport, exit_with, with_options
 from mpitrain.cli.job_options import Outputs, check_files
 from mpitrain.machine import process
-from mpitrain.machine.kinds import KINDS
+from mpitrain.machine.process import KINDS
 
 if TYPE_CHECKING:
     # This module must not import NumPy before the BLAS threads are limited.
@@ -57,7 +57,7 @@ ON_A_DEVICE = with_options(
 def device_of(options: dict[str, Any]) -> "tuple[Device, str]":
     """Return the device and its name for a header; ConfigError if it is missing or unsuitable."""
     from mpitrain.errors import ConfigError
-    from mpitrain.machine.processor import processor
+    from mpitrain.machine.process import processor
     from mpitrain.ops.device import device_for
 
     kind, gemm, tiles = options["kind"], options["gemm"], options["tiles"]

@@ -252,7 +252,7 @@ def measure_sides(
     kinds = kind_rows(transport, by_kind.seconds, bare.seconds) if floor else []
     of_stages = []
     if config.layout.pp > 1:
-        of_stages = stage_rows(job.trainer, *job.trainer.replication.batch(job.data, 0))
+        of_stages = stage_rows(job.trainer, *job.trainer.replication.rows.batch(job.data, 0))
     # After an error no side is closed: closing waits for ranks that may not have the error.
     for side in sides:
         side.close()

@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-from mpitrain.errors import ConfigError, brief
+from mpitrain.errors import brief
 
 RANK = re.compile(rb"^(rank \d+(?: on \S+)?: (?!run\.inject)[^\n]*)\n", re.MULTILINE)
 """A line in which a rank reports its end."""
@@ -63,39 +63,11 @@ class Failure:
             reason += ". With --resume=auto it goes on from its last checkpoint, if it has one"
         elif silence := SILENCE.match(reason):
             hours, minutes, seconds = (int(digits or 0) for digits in silence.groups())
+            from mpitrain.trace.blame import standing
+
             first = standing(start, 3600 * hours + 60 * minutes + seconds)
             reason += f"; {first or 'which rank stood still first is not known'}"
         return f"the run failed: {reason}"
-
-
-def standing(start: Path, seconds: float) -> str:
-    """Return the ranks of this host that others waited for in a start, as text; "" if unknown.
-
-    A stopped rank goes on when the launcher ends it: then its last sign is later than all others'.
-
-    start    the folder of their traces
-    seconds  for which others waited
-    """
-    from mpitrain.trace.blame.states import state_of
-    from mpitrain.trace.blame.text import named
-    from mpitrain.trace.startup import CONNECTING
-    from mpitrain.trace.timeline import read_timeline
-
-    try:
-        traces, missing = read_timeline(start)
-        facts = traces[0].facts
-    except (ConfigError, IndexError):
-        return ""
-    absent = facts.get("local_ranks", 0) - len(traces)
-    if absent > 0:
-        is_alone = facts["local_ranks"] == facts["ranks"]
-        listed = ", ".join(map(str, missing)) if is_alone else f"{absent} more"
-        return f"rank {listed} on {facts['host']} had not begun to connect"
-    *others, last = sorted(map(state_of, traces), key=lambda state: state.since)
-    if others and last.since - others[-1].since >= seconds:
-        return f"{named(last)} stood still and came later than all others"
-    idle = [state for state in [*others, last] if not state.wait and state.action != CONNECTING]
-    return f"{named(idle[0])} stood still: {idle[0].action}" if len(idle) == 1 else ""
 
 
 KILLED = (

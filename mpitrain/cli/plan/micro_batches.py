@@ -101,7 +101,7 @@ def _plan(
     choices = on_all_ranks(transport, lambda: counts(config, stages, rows))
     job = build(transport, agreed)
     trainer = job.trainer
-    inputs, targets = trainer.replication.batch(job.data, 0)
+    inputs, targets = trainer.replication.rows.batch(job.data, 0)
     measured = measure(trainer, inputs, targets, sizes(choices, rows, sequences_of(config)))
     ending = end_s(trainer, inputs[: measured[0].rows], targets[: measured[0].rows])
     lowest = trainer.pipe.lowest
@@ -169,7 +169,7 @@ def _verify(
     results = alternate(transport, sides[0].job, sides, blocks, steps)
     named, quiet = best(predicted), [result for result in results if not result.is_spoilt]
     chosen = sides[predicted.index(named)].job
-    rows = stage_rows(chosen.trainer, *chosen.trainer.replication.batch(chosen.data, 0))
+    rows = stage_rows(chosen.trainer, *chosen.trainer.replication.rows.batch(chosen.data, 0))
     for side in sides:
         side.close()
     if transport.rank == 0:

@@ -16,7 +16,7 @@ from mpitrain.collectives.selection.own_algorithm import shown
 from mpitrain.collectives.selection.tuning import DEFAULT, foreign
 from mpitrain.config import Config
 from mpitrain.errors import visible
-from mpitrain.machine.processor import processor
+from mpitrain.machine.process import processor
 from mpitrain.ops.host.product import mkl
 from mpitrain.parallel.modes import MODES, servers_of
 from mpitrain.parallel.replication.records import StepResult

@@ -23,11 +23,8 @@ import numpy as np
 
 from mpitrain.collectives.engine.executor import Combine, by_numpy
 from mpitrain.errors import ConfigError
-from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
-from mpitrain.ops.cuda import wire
-from mpitrain.ops.cuda.elements import FLOATS
-from mpitrain.ops.cuda.wire import BLOCK
+from mpitrain.ops.codes import WIRE_BLOCK as BLOCK
 from mpitrain.ops.device import Device
 
 FP16_BYTES, INT8_BYTES = 4 + 2 * BLOCK, 4 + BLOCK
@@ -264,12 +261,14 @@ def arithmetic_of(device: Device) -> Arithmetic:
     return by_kernels(device.kernels, device.backend.holds, device.arena())
 
 
-def by_kernels(kernels: Kernels, is_theirs: Callable[[Any], bool], arena: Arena) -> Arithmetic:
+def by_kernels(kernels: Any, is_theirs: Callable[[Any], bool], arena: Arena) -> Arithmetic:
     """Return an arithmetic that uses our kernels for float arrays in their memory, else NumPy.
 
     is_theirs  whether the kernels can reach an array; no element goes to the host to be added
     arena      scratch in the same memory
     """
+    from mpitrain.ops.cuda import wire
+    from mpitrain.ops.cuda.launches import FLOATS
 
     def combining(array: Any, op: str) -> Combine:
         if not is_theirs(array) or array.dtype.name not in FLOATS:

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpitrain.collectives.engine.executor import Reduction, started_twice
-from mpitrain.trace.recorder import Recorder
-from mpitrain.trace.ring_buffer import REDUCTION
+from mpitrain.trace.recorder import REDUCTION, Recorder
 from mpitrain.transport.base import Transport
 
 

@@ -12,10 +12,9 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from mpitrain.kernels.cpp import compile_cpp, is_zig, locked, processor_and_compiler
 from mpitrain.kernels.source import SourceFile
 from mpitrain.machine import process
-from mpitrain.machine.devices import compiler
+from mpitrain.machine.compiling import compile_cpp, compiler, is_zig, locked, processor_and_compiler
 
 HERE = Path(__file__).parent
 WAY_OUT = "What NVRTC accepts and the compiler does not belongs into simulator/language.h."

@@ -13,8 +13,16 @@ from typing import Any, NamedTuple
 from mpitrain.errors import KernelError
 from mpitrain.kernels.loader import Kernels, Macros
 from mpitrain.machine.backend import address
-from mpitrain.ops.cuda.elements import KINDS, c_type, element, index, sum_type
-from mpitrain.ops.cuda.grids import ROWS, most_shared, row_blocks
+from mpitrain.ops.cuda.launches import (
+    KINDS,
+    ROWS,
+    c_type,
+    element,
+    index,
+    most_shared,
+    row_blocks,
+    sum_type,
+)
 from mpitrain.ops.cuda.steps import LaunchNumbers
 from mpitrain.ops.random_bits import scale, threshold
 
@@ -40,10 +48,6 @@ class AttentionKernels(NamedTuple):
 
 
 def attention(kernels: Kernels, qkv, heads, arena, starts=None):
-    """Return (y, saved) with y = softmax(q k^T / sqrt(D), causal) v for each head.
-
-    qkv: (B, T, 3C); y: (B, T, C)
-    """
     return _attended(kernels, qkv, heads, (), starts, arena)
 
 
@@ -60,7 +64,6 @@ def attention_dropout(
     arena,
     starts=None,
 ):
-    """Return (y, saved) with dropout of the probabilities.    qkv: (B, T, 3C); y: (B, T, C)"""
     drop = (threshold(rate), scale(rate), first, every, *key, numbers.integer(step))
     return _attended(kernels, qkv, heads, drop, starts, arena)
 

@@ -9,18 +9,22 @@ from typing import Any
 import numpy as np
 
 from mpitrain.kernels.loader import Kernels
-from mpitrain.ops.cuda.elements import INDEXED, KINDS
-from mpitrain.ops.cuda.grids import POINTWISE, SCRATCH, WIDE_ROWS, blocks, most_shared
-from mpitrain.ops.cuda.sums import sum_all
+from mpitrain.ops.cuda.launches import (
+    INDEXED,
+    KINDS,
+    POINTWISE,
+    SCRATCH,
+    WIDE_ROWS,
+    blocks,
+    most_shared,
+    sum_all,
+)
 
 ANY = np.dtype(np.int64)  # the dtype of targets for kernels that take none
 REGISTERS = 64  # the most registers per thread of kernels whose blocks may have 1024 threads
 
 
 def cross_entropy(kernels: Kernels, logits, targets, scale, arena):
-    """Return (loss_sum, dlogits); dlogits is written over the logits; loss_sum is an array without
-    dims.
-    """
     losses, row = (
         arena.take((len(logits),), KINDS[logits.dtype].sums),
         logits.shape[1] * logits.itemsize,
@@ -39,7 +43,6 @@ def cross_entropy(kernels: Kernels, logits, targets, scale, arena):
 
 
 def cross_entropy_loss(kernels: Kernels, logits, targets, arena):
-    """Return only loss_sum, an array without dims."""
     losses = arena.take((len(logits),), KINDS[logits.dtype].sums)
     _launch(
         kernels, "cross_entropy_loss", logits, (targets, logits, losses), targets.dtype, "losses"
@@ -48,7 +51,6 @@ def cross_entropy_loss(kernels: Kernels, logits, targets, arena):
 
 
 def count_correct(kernels: Kernels, logits, targets, arena):
-    """Return the number of rows with the largest logit at the target: an array without dims."""
     correct = arena.take((len(logits),), KINDS[logits.dtype].sums)
     _launch(
         kernels, "largest_is_target", logits, (targets, logits, correct), targets.dtype, "correct"
@@ -57,20 +59,12 @@ def count_correct(kernels: Kernels, logits, targets, arena):
 
 
 def row_maximum(kernels: Kernels, logits, arena, out=None):
-    """Return maxima (M,): the largest logit of each row among this rank's columns.
-
-    The caller takes their maximum over the ranks that split the vocabulary.
-    """
     maxima = arena.take((len(logits),), KINDS[logits.dtype].sums) if out is None else out
     _launch(kernels, "row_maximum", logits, (logits, maxima), ANY, "maxima")
     return maxima
 
 
 def row_exponentials(kernels: Kernels, logits, targets, first, maxima, arena, out=None):
-    """Return facts (2, M), which the caller sums over the ranks that split the vocabulary.
-
-    They are each row's sum of exp(x - maximum), and its target's x - maximum (0 in another slice).
-    """
     facts = arena.take((2, len(logits)), KINDS[logits.dtype].sums) if out is None else out
     _launch(
         kernels,
@@ -84,10 +78,6 @@ def row_exponentials(kernels: Kernels, logits, targets, first, maxima, arena, ou
 
 
 def cross_entropy_split(kernels: Kernels, logits, targets, first, maxima, facts, scale, arena):
-    """Return (loss_sum, dlogits) as `cross_entropy`, over this slice's columns.
-
-    facts is summed over the slices; loss_sum is the loss of whole rows.
-    """
     losses = arena.take((len(logits),), KINDS[logits.dtype].sums)
     _launch(
         kernels,
@@ -101,21 +91,12 @@ def cross_entropy_split(kernels: Kernels, logits, targets, first, maxima, facts,
 
 
 def row_argmax(kernels: Kernels, logits, first, maxima, arena, out=None):
-    """Return places (M,): minus the lowest index of each row's largest logit, or -inf.
-
-    It is -inf if another rank has this logit. The caller takes the maximum over the ranks that
-    split the vocabulary.
-    """
     places = arena.take((len(logits),), KINDS[logits.dtype].sums) if out is None else out
     _launch(kernels, "row_argmax", logits, (first, logits, maxima, places), ANY, "places")
     return places
 
 
 def count_correct_split(kernels: Kernels, places, targets, arena):
-    """Return the number of rows with the largest logit at the target, an array without dims.
-
-    places  (M,), minus the index of each row's largest logit: see `row_argmax`
-    """
     correct = arena.take(places.shape, places.dtype)
     kernels.launch(
         "place_is_target",

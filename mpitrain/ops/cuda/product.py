@@ -2,6 +2,9 @@
 (`library`).
 """
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,13 +12,25 @@ import numpy as np
 from mpitrain.errors import KernelError
 from mpitrain.kernels.loader import Kernels, Macros
 from mpitrain.machine.backend import address
-from mpitrain.ops.cuda.elements import KINDS, c_type, element, in_chunks, sum_type
-from mpitrain.ops.cuda.sums import sum_rows
-from mpitrain.ops.cuda.tiles import DEFAULT, MeasuredTiles, Tiling, count
+from mpitrain.ops.cuda.launches import KINDS, c_type, element, in_chunks, sum_rows, sum_type
+from mpitrain.ops.cuda.tiles import DEFAULT, MeasuredTiles, Tiling, count, read_tiles
+
+Multiply = Callable[..., None]
+"""`gemm` or `library`."""
 
 ACTIVATIONS = {None: 0, "gelu": 1, "relu": 2, "gelu backward": -1}
 STRIDED, STRIDED_COMBINE = "A B C residual saved", "C residual saved"
 COMBINE = (256,)  # threads of gemm_combine
+
+
+def chosen(gemm_key: str, tiles: str = "") -> Multiply:
+    """Return the matrix product that device.gemm and device.tiles choose.
+
+    raises  ConfigError for a file that is no table of tiles
+    """
+    if gemm_key == "library":
+        return library
+    return partial(gemm, table=read_tiles(Path(tiles)) if tiles else DEFAULT)
 
 
 class ProductLaunch(NamedTuple):

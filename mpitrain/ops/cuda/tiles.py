@@ -20,10 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents, write_whole
-from mpitrain.kernels.loader import Engine
-from mpitrain.kernels.multiprocessor import GRAIN
-from mpitrain.ops.cuda.elements import c_type
-from mpitrain.ops.cuda.grids import shared_of
+from mpitrain.kernels.loader import GRAIN, Engine
+from mpitrain.ops.cuda.launches import c_type, shared_of
 from mpitrain.strict_json import validated
 
 

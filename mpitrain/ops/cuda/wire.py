@@ -7,14 +7,8 @@ from typing import Any
 
 from mpitrain.errors import KernelError
 from mpitrain.kernels.loader import Kernels, Macros
-from mpitrain.ops.cuda.elements import ByDtypes, c_type, element
-from mpitrain.ops.cuda.grids import POINTWISE, blocks
-
-BLOCK = 256
-"""Elements that share one scale of fp16 and int8, here and on the host.
-
-Chunks of quantized arrays are whole blocks.
-"""
+from mpitrain.ops.codes import WIRE_BLOCK as BLOCK
+from mpitrain.ops.cuda.launches import POINTWISE, ByDtypes, blocks, c_type, element
 
 
 def _wire(y: Any, x: Any) -> dict[str, Any]:

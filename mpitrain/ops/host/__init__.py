@@ -5,24 +5,6 @@ buffers. The operations after a product run while its block of rows is in cache.
 copy: BLAS reads strided views.
 """
 
-from mpitrain.ops.host import (
-    attention,
-    embedding,
-    images,
-    linear,
-    loss,
-    norm,
-    steps,
-    tensor_steps,
-)
+from mpitrain.ops.host import attention, layers, loss, steps
 
-__all__ = [
-    "attention",
-    "embedding",
-    "images",
-    "linear",
-    "loss",
-    "norm",
-    "steps",
-    "tensor_steps",
-]
+__all__ = ["attention", "layers", "loss", "steps"]

@@ -28,7 +28,6 @@ def attention(qkv, heads, arena, starts=None):
 
 
 def attention_backward(dy, saved, arena):
-    """Return dqkv.    dy: (B, T, C); dqkv: (B, T, 3C)"""
     return saved.backward(dy, arena)
 
 
@@ -90,7 +89,6 @@ def _attend(q, keys, values, firsts, out, arena):
 
 
 def attention_dropout(qkv, heads, key, step, first, every, rate, arena, starts=None):
-    """Return (y, saved) as `attention`, with dropout of the probabilities."""
     return _dropping(_body)(qkv, heads, key, step, first, every, rate, arena, starts)
 
 

@@ -4,8 +4,10 @@ A tile of scores stays in the L2 cache, and no array has T x T elements. Tiles a
 are never computed, nor are tiles whose keys all belong to earlier documents. Every array of a head
 is scratch, which all heads use in turn. So the views of all tiles are made once per call.
 
-The product of queries and keys takes one more channel, which adds -shift to the scores. This saves
-a pass over the tiles.
+Some products take one more channel, which saves a pass over the tiles. In the forward, it adds
+-shift to the scores. In the backward (algorithm 2 of the paper), it adds -log_sum to the scores, so
+that their exponentials are the weights, and -dot to the gradient of the weights, where dot is the
+sum of dy y over a row.
 
 B batch, T tokens, C channels, H heads, D = C / H. A tile has Q queries and K keys.
 """
@@ -15,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain.ops.host.attention_tiled_backward import backward, visible
 from mpitrain.ops.host.attention_whole import SAFE, causal_mask, hide, split_heads
 from mpitrain.ops.host.blocks import TileLimits, constant, rounds, take_columns, tile_for
 from mpitrain.ops.random_bits import AttentionMask
@@ -36,7 +37,6 @@ class TiledState(NamedTuple):
     starts: np.ndarray | None
 
     def backward(self, dy, arena):
-        """Return dqkv.    dy: (B, T, C); dqkv: (B, T, 3C)"""
         return backward(dy, *self, arena)
 
 
@@ -85,12 +85,10 @@ class ForwardTile(NamedTuple):
 
 
 def attention(qkv, heads, arena, starts=None, tile=None):
-    """Return (y, saved).    qkv: (B, T, 3C); y: (B, T, C); starts: (B, T) or None"""
     return attended(qkv, heads, None, arena, starts, tile)
 
 
 def attended(qkv, heads, drop, arena, starts=None, tile=None):
-    """Return (y, saved).    qkv: (B, T, 3C); y: (B, T, C); drop: masks of dropout, or None"""
     batch, length, packed = qkv.shape
     width, dtype = packed // 3 // heads, qkv.dtype
     tile = tile or tile_for(width)
@@ -199,3 +197,183 @@ def _row_maxima(tiles, maxima):
             hide(t.scores, t.firsts)
         np.maximum(t.sums, t.scores.max(1), out=t.sums)
     return maxima
+
+
+class BackwardTile(NamedTuple):
+    """Views of one tile of the backward.
+
+    q, d: (Q, D + 1); kt, vt: (D + 1, K); k: (K, D); weights, dscores: (Q, K)
+    only_q, only_d  without the additional channel: (Q, D)
+    masked, mask    the rows of the weights that see only some keys, and 0 or -inf for each element
+    dq, part_q      (Q, D)
+    dk, dv, part_k  (K, D)
+    is_first        whether this tile has the first queries that see its keys
+    rows, keys      the queries and keys of this tile
+    dropped            (Q, K): the weights after dropout; the weights if there is none
+    minus_dots      (Q, 1), of dropout: -dot
+    firsts       (Q,) the column of the first visible key; None: there are no documents
+    """
+
+    q: np.ndarray
+    d: np.ndarray
+    only_q: np.ndarray
+    only_d: np.ndarray
+    kt: np.ndarray
+    vt: np.ndarray
+    k: np.ndarray
+    weights: np.ndarray
+    dscores: np.ndarray
+    masked: np.ndarray
+    mask: np.ndarray
+    is_first: bool
+    dq: np.ndarray
+    part_q: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    part_k: np.ndarray
+    rows: slice
+    keys: slice
+    dropped: np.ndarray
+    minus_dots: np.ndarray
+    firsts: np.ndarray | None = None
+
+    def within(self, firsts, is_first):
+        """Return the tile without the queries whose document begins after the keys."""
+        count = firsts.searchsorted(self.keys.stop - self.keys.start)
+        fewer = {name: getattr(self, name)[:count] for name in BY_QUERY}
+        rows = slice(self.rows.start, self.rows.start + count)
+        return self._replace(**fewer, is_first=is_first, rows=rows, firsts=firsts[:count])
+
+
+BY_QUERY = (
+    *("q", "d", "only_q", "only_d", "weights", "dscores", "masked", "mask"),
+    *("dq", "part_q", "dropped", "minus_dots"),
+)
+"""The arrays of a tile with a row for each query, or for each of the first queries."""
+
+
+def backward(dy, qkv, y, log_sums, tile, drop, starts, arena):
+    batch, heads, length = log_sums.shape
+    width, dtype = dy.shape[2] // heads, qkv.dtype
+    scale = width**-0.5
+    dqkv = arena.take(qkv.shape, dtype)
+    q, d = arena.take((2, length, width + 1), dtype)
+    kt, vt = take_columns(2, width + 1, length, dtype, arena)
+    k, dq, dk, dv = arena.take((4, length, width), dtype)
+    # With dropout the mask comes between the product and -dot, so the channel is 0.
+    minus_dots = arena.take((length, 1), dtype) if drop else d[:, width:]
+    views = q, d, kt, vt, k, dq, dk, dv, minus_dots
+    every = tiles = _backward_tiles(*views, tile, arena, drop is not None)
+    kt[width] = vt[width] = 1
+    inputs, results = split_heads(qkv, 3, heads), split_heads(dqkv, 3, heads)
+    (ys,), (ds,) = split_heads(y, 1, heads), split_heads(dy, 1, heads)
+    for sequence in rounds(batch, dy):
+        every_q, every_k, every_v = inputs[:, sequence]
+        every_dq, every_dk, every_dv = results[:, sequence]
+        every_y, every_d = ys[sequence], ds[sequence]
+        if starts is not None:
+            tiles = visible(every, starts[sequence])
+        for head in rounds(heads, dy):
+            np.multiply(every_q[head], scale, out=q[:, :width])
+            np.multiply(log_sums[sequence, head], -1, out=q[:, width])
+            d[:, :width] = every_d[head]
+            np.vecdot(every_d[head], every_y[head], out=minus_dots[:, 0])
+            # np.negative of NumPy 2.4 computes in place with some strides wrongly.
+            minus_dots *= -1
+            if drop:
+                d[:, width] = 0
+            kt[:width], vt[:width] = every_k[head].T, every_v[head].T
+            k[...] = every_k[head]
+            dq.fill(0)
+            _add_gradients(tiles, partial(drop.fill, sequence, head) if drop else None)
+            np.multiply(dq, scale, out=every_dq[head])
+            every_dk[head], every_dv[head] = dk, dv
+    return dqkv
+
+
+def _backward_tiles(q, d, kt, vt, k, dq, dk, dv, minus_dots, tile, arena, drops):
+    """Return the views of all tiles of a head, in the order of their keys."""
+    (length, width), dtype = k.shape, k.dtype
+    short, long = min(tile.short, length), min(tile.long, length)
+    weights, dscores = arena.take((2, short * long), dtype)
+    dropped = arena.take((short * long,), dtype) if drops else weights
+    part = arena.take((long, width), dtype)
+    mask, tiles = causal_mask(short, dtype), []
+    for first in range(0, length, short):
+        keys = slice(first, min(first + short, length))
+        count = keys.stop - first
+        for start in range(first, length, long):
+            rows = slice(start, min(start + long, length))
+            shape, size = (rows.stop - start, count), (rows.stop - start) * count
+            own = weights[:size].reshape(shape)
+            late = count if start == first else 0
+            tiles.append(
+                BackwardTile(
+                    q[rows],
+                    d[rows],
+                    q[rows, :width],
+                    d[rows, :width],
+                    kt[:, keys],
+                    vt[:, keys],
+                    k[keys],
+                    own,
+                    dscores[:size].reshape(shape),
+                    own[:late],
+                    mask[:late, :count],
+                    start == first,
+                    dq[rows],
+                    part[: rows.stop - start],
+                    dk[keys],
+                    dv[keys],
+                    part[:count],
+                    rows,
+                    keys,
+                    dropped[:size].reshape(shape),
+                    minus_dots[rows],
+                )
+            )
+    return tiles
+
+
+def _add_gradients(tiles, fill):
+    """Add every tile's gradient to dq, which is 0 at first; write or add those of dk and dv.
+
+    fill  (queries, keys, dropped): write the mask of dropout; None: there is no dropout
+    """
+    for t in tiles:
+        np.matmul(t.q, t.kt, out=t.weights)
+        if t.mask.size:
+            np.add(t.masked, t.mask, out=t.masked)
+        if t.firsts is not None:
+            hide(t.weights, t.firsts)
+        np.exp(t.weights, out=t.weights)
+        np.matmul(t.d, t.vt, out=t.dscores)
+        if fill:
+            fill(t.rows, t.keys, t.dropped)
+            np.multiply(t.dscores, t.dropped, out=t.dscores)
+            np.add(t.dscores, t.minus_dots, out=t.dscores)
+            np.multiply(t.dropped, t.weights, out=t.dropped)
+        np.multiply(t.dscores, t.weights, out=t.dscores)
+        if t.is_first:
+            np.matmul(t.dropped.T, t.only_d, out=t.dv)
+            np.matmul(t.dscores.T, t.only_q, out=t.dk)
+        else:
+            np.add(t.dv, np.matmul(t.dropped.T, t.only_d, out=t.part_k), out=t.dv)
+            np.add(t.dk, np.matmul(t.dscores.T, t.only_q, out=t.part_k), out=t.dk)
+        np.add(t.dq, np.matmul(t.dscores, t.k, out=t.part_q), out=t.dq)
+
+
+def visible(tiles, starts):
+    """Return the tiles of a sequence in which a query sees a key, without rows that see none.
+
+    tiles   with fields `rows`, `keys` and `is_first`, and a method `within`
+    starts  (T,), of each token: the first token of its document
+    """
+    seen, is_first = [], False
+    for tile in tiles:
+        firsts = starts[tile.rows] - tile.keys.start
+        is_first |= tile.is_first
+        if firsts[0] < tile.keys.stop - tile.keys.start:
+            seen.append(tile.within(firsts, is_first))
+            is_first = False
+    return seen

@@ -49,18 +49,15 @@ class WholeState(NamedTuple):
     starts: np.ndarray | None
 
     def backward(self, dy, arena):
-        """Return dqkv.    dy: (B, T, C); dqkv: (B, T, 3C)"""
         return _backward(dy, self, arena)
 
 
 def attention(qkv, heads, arena, starts=None):
-    """Return (y, saved).    qkv: (B, T, 3C); y: (B, T, C); starts: (B, T) or None"""
     return attended(qkv, heads, None, arena, starts)
 
 
 @np.errstate(over="ignore")  # The row sums show an overflow of an exponential.
 def attended(qkv, heads, drop, arena, starts=None):
-    """Return (y, saved).    qkv: (B, T, 3C); y: (B, T, C); drop: masks of dropout, or None"""
     batch, length, packed = qkv.shape
     width = packed // 3 // heads
     y = arena.take((batch, length, packed // 3), qkv.dtype)

@@ -12,10 +12,6 @@ from mpitrain.ops.reference.loss import columns_of, counted_rows
 
 
 def cross_entropy(logits, targets, scale, arena):
-    """Return (loss_sum, gradient), the gradient written over logits.
-
-    logits: (M, V); targets: (M,)
-    """
     loss_sum = 0.0
     for rows in row_blocks(logits):
         block, target = logits[rows], targets[rows]
@@ -29,7 +25,6 @@ def cross_entropy(logits, targets, scale, arena):
 
 
 def cross_entropy_loss(logits, targets, arena):
-    """Return loss_sum.    logits: (M, V); targets: (M,)"""
     loss_sum = 0.0
     for rows in row_blocks(logits):
         block = arena.take(logits[rows].shape, logits.dtype)
@@ -39,7 +34,6 @@ def cross_entropy_loss(logits, targets, arena):
 
 
 def row_maximum(logits, arena, out=None):
-    """Return maxima.    logits: (M, V); maxima: (M,)"""
     return logits.max(
         1, initial=-np.inf, out=arena.take((len(logits),), logits.dtype) if out is None else out
     )
@@ -63,10 +57,6 @@ def row_exponentials(logits, targets, first, maxima, arena, out=None):
 
 
 def cross_entropy_split(logits, targets, first, maxima, facts, scale, arena):
-    """Return (loss_sum, gradient), the gradient written over logits.
-
-    logits: (M, V), exponentials; facts: (2, M)
-    """
     rows, columns = columns_of(targets, first, logits)
     total, at_target = facts
     logits *= np.divide(scale, total)[:, None]
@@ -77,7 +67,6 @@ def cross_entropy_split(logits, targets, first, maxima, facts, scale, arena):
 
 
 def row_argmax(logits, first, maxima, arena, out=None):
-    """Return places.    logits: (M, V); maxima, places: (M,)"""
     places = arena.take((len(logits),), logits.dtype) if out is None else out
     if not logits.size:
         places.fill(-np.inf)

@@ -1,40 +1,21 @@
 """Optimizer steps and sums over flat buffers, in one pass: each block is finished while it is in
-cache.
+cache. Sums over tensors are float64.
 """
 
 import math
-from collections.abc import Callable
-from functools import wraps
 
 import numpy as np
 
 from mpitrain.ops.codes import BLOCK, SIGNED, TINY, UNSIGNED
 from mpitrain.ops.host.blocks import row_blocks
+from mpitrain.ops.host.product import put_product
+from mpitrain.ops.reference.steps import LEAST_NORM, LEAST_RMS, NEWTON_SCHULZ
 
 MAPS = SIGNED, UNSIGNED
 """Codes of the first and of the second moment."""
 
 
-def in_blocks(step: Callable[..., None]) -> Callable[..., None]:
-    """Return a step that runs a definition block by block, so its temporaries stay in the cache."""
-
-    @wraps(step)
-    def run(p, *arguments, **named):
-        for block in row_blocks(p):
-            step(
-                p[block],
-                *(value[block] if isinstance(value, np.ndarray) else value for value in arguments),
-                **{
-                    name: value[block] if isinstance(value, np.ndarray) else value
-                    for name, value in named.items()
-                },
-            )
-
-    return run
-
-
 def sgd(p, g, scale, lr, weight_decay, arena, mirror=None):
-    """Step p in place.    p, g: (count,)"""
     for block in row_blocks(p):
         step = np.multiply(g[block], lr * scale, out=arena.take(g[block].shape, p.dtype))
         p[block] *= 1 - lr * weight_decay
@@ -43,7 +24,6 @@ def sgd(p, g, scale, lr, weight_decay, arena, mirror=None):
 
 
 def momentum(p, g, m, scale, lr, beta, weight_decay, arena, mirror=None):
-    """Step p and m in place.    p, g, m: (count,)"""
     for block in row_blocks(p):
         part = arena.take(p[block].shape, p.dtype)
         m[block] *= beta
@@ -55,7 +35,6 @@ def momentum(p, g, m, scale, lr, beta, weight_decay, arena, mirror=None):
 
 
 def nesterov(p, g, m, scale, lr, beta, weight_decay, arena, mirror=None):
-    """Step p and m in place.    p, g, m: (count,)"""
     for block in row_blocks(p):
         gradient, part = (arena.take(p[block].shape, p.dtype) for _ in range(2))
         _coupled(gradient, p[block], g[block], scale, weight_decay, part)
@@ -68,7 +47,6 @@ def nesterov(p, g, m, scale, lr, beta, weight_decay, arena, mirror=None):
 
 
 def lion(p, g, m, scale, lr, beta1, beta2, weight_decay, arena, mirror=None):
-    """Step p and m in place.    p, g, m: (count,)"""
     for block in row_blocks(p):
         gradient, part = (arena.take(p[block].shape, p.dtype) for _ in range(2))
         np.multiply(g[block], (1 - beta1) * scale, out=gradient)
@@ -84,7 +62,6 @@ def lion(p, g, m, scale, lr, beta1, beta2, weight_decay, arena, mirror=None):
 
 
 def adam(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena, mirror=None):
-    """Step p, m and v in place, with coupled decay.    p, g, m, v: (count,)"""
     for block in row_blocks(p):
         gradient, part = (arena.take(p[block].shape, p.dtype) for _ in range(2))
         _coupled(gradient, p[block], g[block], scale, weight_decay, part)
@@ -100,7 +77,6 @@ def _coupled(out, p, g, scale, weight_decay, part):
 
 
 def adamw(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena, mirror=None):
-    """Step p, m and v in place.    p, g, m, v: (count,)"""
     # The step is lr m' / (sqrt(v') + eps). Two scalars take the bias corrections of m' and v'.
     root = (1 - beta2**step) ** 0.5
     rate, eps = lr / (1 - beta1**step) * root, eps * root
@@ -145,7 +121,6 @@ def adamw8bit(
     arena,
     mirror=None,
 ):
-    """Step p in place as adamw, with moments in codes.    p, g, m, v: (count,)"""
     for elements, block in _runs_of_blocks(p.size, lead):
         shape = (
             block.stop - block.start,
@@ -231,3 +206,145 @@ def gradient_facts(x, arena):
     return squares, float(
         x.size - sum(int(np.count_nonzero(np.isfinite(x[block]))) for block in row_blocks(x))
     )
+
+
+def add_squares(x, squares, arena):
+    for block in row_blocks(x):
+        squares += _squares(x[block], arena)
+
+
+def lamb_moments(p, g, m, v, squares, scale, beta1, beta2, eps, weight_decay, step, arena):
+    for block in row_blocks(p):
+        mean, square = m[block], v[block]
+        part = arena.take(p[block].shape, p.dtype)
+        _step_moments(mean, square, g[block], scale, beta1, beta2, part)
+        update = _lamb_update(p[block], mean, square, beta1, beta2, eps, weight_decay, step, arena)
+        squares += [_squares(p[block], arena), _squares(update, arena)]
+
+
+def lamb(p, m, v, squares, lr, beta1, beta2, eps, weight_decay, step, arena, mirror=None):
+    rate = lr * float(np.sqrt(squares[0] / squares[1]) if squares.all() else 1.0)
+    for block in row_blocks(p):
+        update = _lamb_update(
+            p[block], m[block], v[block], beta1, beta2, eps, weight_decay, step, arena
+        )
+        update *= rate
+        p[block] -= update
+        _write(mirror, p, block)
+
+
+def _lamb_update(p, m, v, beta1, beta2, eps, weight_decay, step, arena):
+    """Return the update of a block before its trust ratio."""
+    root = (1 - beta2**step) ** 0.5
+    update = np.sqrt(v, out=arena.take(p.shape, p.dtype))
+    update += eps * root
+    np.divide(m, update, out=update)
+    update *= root / (1 - beta1**step)
+    if weight_decay:
+        update += np.multiply(p, weight_decay, out=arena.take(p.shape, p.dtype))
+    return update
+
+
+def adafactor_squares(g, rows, columns, row_squares, column_squares, scale, arena):
+    for block in row_blocks(g):
+        squares = np.multiply(g[block], scale, out=arena.take(g[block].shape, np.float64))
+        squares *= squares
+        if rows is not None:
+            row_squares[rows[block]] += squares.sum(axis=1)
+        column_squares[columns] += np.ones(len(squares)) @ squares
+
+
+def adafactor_update(g, rows, columns, row_factors, column_factors, squares, scale, eps, arena):
+    for _, update in _updates(g, rows, columns, row_factors, column_factors, scale, eps, arena):
+        flat = update.reshape(-1)
+        squares += float(flat @ flat)
+
+
+def adafactor(
+    p,
+    g,
+    rows,
+    columns,
+    row_factors,
+    column_factors,
+    parameter_squares,
+    update_squares,
+    count,
+    scale,
+    lr,
+    rate,
+    eps,
+    weight_decay,
+    arena,
+    mirror=None,
+):
+    before, step = (float(np.sqrt(x.item() / count)) for x in (parameter_squares, update_squares))
+    alpha = max(LEAST_RMS, before) * rate / max(1.0, step)
+    for block, update in _updates(g, rows, columns, row_factors, column_factors, scale, eps, arena):
+        update *= alpha
+        if weight_decay:
+            p[block] *= 1 - lr * weight_decay
+        p[block] -= update
+        _write(mirror, p, block)
+
+
+def _updates(g, rows, columns, row_factors, column_factors, scale, eps, arena):
+    """Yield (block of rows, update before its clipping) in float64."""
+    along = column_factors[columns]
+    for block in row_blocks(g):
+        update = arena.take(g[block].shape, np.float64)
+        if rows is None:
+            update[...] = along
+        else:
+            np.multiply(row_factors[rows[block]][:, None], along, out=update)
+        np.maximum(update, eps * eps, out=update)
+        np.sqrt(update, out=update)
+        np.divide(g[block], update, out=update)
+        update *= scale
+        yield block, update
+
+
+def muon_momentum(g, m, out, scale, momentum, arena):
+    for block in row_blocks(g):
+        part = np.multiply(
+            g[block], (1 - momentum) * scale, out=arena.take(g[block].shape, g.dtype)
+        )
+        m[block] *= momentum
+        m[block] += part
+        np.multiply(m[block], momentum, out=out[block])
+        out[block] += part
+
+
+def newton_schulz(x, steps, arena):
+    a, b, c = NEWTON_SCHULZ
+    is_wide, side = len(x) <= x.shape[1], min(x.shape)
+    squares = np.zeros(1)
+    add_squares(x.reshape(-1), squares, arena)
+    x /= max(float(np.sqrt(squares[0])), LEAST_NORM)
+    gram, polynomial = arena.take((2, side, side), x.dtype)
+    product = arena.take(x.shape, x.dtype)
+    for _ in range(steps):
+        put_product(*((x, x.T) if is_wide else (x.T, x)), gram, False, arena)
+        put_product(gram, gram, polynomial, False, arena)
+        polynomial *= c
+        gram *= b
+        polynomial += gram
+        put_product(*((polynomial, x) if is_wide else (x, polynomial)), product, False, arena)
+        x *= a
+        x += product
+
+
+def muon(p, update, lr, ratio, weight_decay, arena, mirror=None):
+    for block in row_blocks(p):
+        part = np.multiply(update[block], lr * ratio, out=arena.take(p[block].shape, p.dtype))
+        if weight_decay:
+            p[block] *= 1 - lr * weight_decay
+        p[block] -= part
+        _write(mirror, p, block)
+
+
+def _squares(x, arena):
+    """Return the sum of squares of a flat array, in float64."""
+    wide = arena.take(x.shape, np.float64)
+    wide[...] = x
+    return float(wide @ wide)

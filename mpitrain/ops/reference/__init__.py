@@ -29,6 +29,6 @@ pending     the second result of an input half of a backward; the weight halves 
 derivative of the activation.
 """
 
-from mpitrain.ops.reference import dropout, images, layers, loss, steps, tensor_steps
+from mpitrain.ops.reference import attention, layers, loss, steps
 
-__all__ = ["dropout", "images", "layers", "loss", "steps", "tensor_steps"]
+__all__ = ["attention", "layers", "loss", "steps"]

@@ -1,8 +1,10 @@
 """The definition of the operations of layers, forward and backward: linear, norm, embedding,
-attention.
+dropout, images.
 """
 
 import numpy as np
+
+from mpitrain.ops.random_bits import LANES, scale, threshold
 
 GELU_SCALE = float(np.sqrt(2 / np.pi))
 GELU_CUBIC = 0.044715
@@ -229,76 +231,6 @@ def embedding_backward_positions(dx, dpositions, accumulate, arena):
     dpositions[: dx.shape[1]] += dx.sum(0)
 
 
-def attention(qkv, heads, arena, starts=None):
-    """Return (y, saved) with y = softmax(q k^T / sqrt(D), causal) v for each head (Vaswani et al.
-    2017).
-
-    A query sees the keys from its document's first token on.
-
-    qkv     (B, T, 3C): queries, keys and values side by side, each with its heads side by side
-    starts  (B, T) int32: of each token, the first token of its document; ascending in a row, none
-            after its token. None: a row is one document
-    y       (B, T, C)
-    """
-    return attended(qkv, heads, 1, starts)
-
-
-def attended(qkv, heads, mask, starts=None):
-    """Return (y, saved) of attention whose probabilities are multiplied by a mask, (B, H, T, T)."""
-    q, k, v = _heads(qkv, heads)
-    scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1], dtype=qkv.dtype)
-    is_seen = np.tri(qkv.shape[1], dtype=bool)
-    if starts is not None:
-        is_seen = is_seen & (np.arange(qkv.shape[1]) >= starts[:, None, :, None])
-    scores = np.where(is_seen, scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    y = (weights * mask @ v).swapaxes(1, 2).reshape(*qkv.shape[:2], qkv.shape[2] // 3)
-    return y, (qkv, weights, mask)
-
-
-def attention_next(qkv, keys, values, past, heads, arena):
-    """Return y of `attention` for new tokens that follow stored ones (incremental decoding).
-
-    New token t of sequence b has the position past[b] + t. Its key and value are stored there, and
-    it sees all positions up to its own.
-
-    qkv           (B, T, 3C), of the new tokens
-    keys, values  (B, H, W, D), finite; they receive the new keys and values
-    past          (B,) int64, with past + T <= W
-    y             (B, T, C)
-    """
-    every_q, every_k, every_v = _heads(qkv, heads)
-    y = np.empty_like(every_q)
-    for b, first in enumerate(past):
-        for t, q in enumerate(every_q[b].swapaxes(0, 1)):
-            end = first + t + 1
-            keys[b, :, end - 1], values[b, :, end - 1] = every_k[b, :, t], every_v[b, :, t]
-            scores = (keys[b, :, :end] @ q[..., None])[..., 0]
-            scores /= np.sqrt(q.shape[-1], dtype=qkv.dtype)
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            weights /= weights.sum(-1, keepdims=True)
-            y[b, :, t] = (weights[:, None] @ values[b, :, :end])[:, 0]
-    return y.swapaxes(1, 2).reshape(*qkv.shape[:2], qkv.shape[2] // 3)
-
-
-def attention_backward(dy, saved, arena):
-    """Return dqkv.    dy: (B, T, C); dqkv: (B, T, 3C)"""
-    qkv, weights, mask = saved
-    heads = weights.shape[1]
-    q, k, v = _heads(qkv, heads)
-    d = dy.reshape(*dy.shape[:2], heads, v.shape[-1]).swapaxes(1, 2)
-    dweights = d @ v.swapaxes(-1, -2) * mask
-    dscores = weights * (dweights - (dweights * weights).sum(-1, keepdims=True))
-    dscores /= np.sqrt(q.shape[-1], dtype=qkv.dtype)
-    dqkv = np.empty_like(qkv)
-    dq, dk, dv = _heads(dqkv, heads)
-    dq[...] = dscores @ k
-    dk[...] = dscores.swapaxes(-1, -2) @ q
-    dv[...] = (weights * mask).swapaxes(-1, -2) @ d
-    return dqkv
-
-
 def into(out, value):
     """Return the value, written to `out` if that is not None."""
     if out is None:
@@ -326,7 +258,124 @@ def put(value, out, accumulate):
         out[...] = value
 
 
-def _heads(packed, heads):
-    """Return views of q, k, v, each (B, H, T, D), into (B, T, 3C)."""
-    batch, length, width = packed.shape
-    return packed.reshape(batch, length, 3, heads, width // 3 // heads).transpose(2, 0, 3, 1, 4)
+MULTIPLIERS = 0xD2E7470EE14C6C93, 0xCA5A826395121157
+WEYL = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
+ROUNDS = 10
+LOW = np.uint64(0xFFFFFFFF)
+HALF = np.uint64(32)
+
+
+def dropout(x, key, step, first, columns, rate, arena, residual=None, out=None):
+    """Return x mask / (1 - p) + residual; its backward is the same function of dy.
+
+    The mask is 0 with probability p, the rate, and else 1. Element (m, c) has number first + m
+    columns + c in the whole tensor.
+    x: (M, C) of rows of `columns` elements; key: (seed, layer)
+    """
+    numbers = first + np.arange(len(x))[:, None] * columns + np.arange(x.shape[1])
+    mask = random_bits(key, step, numbers) >= threshold(rate)
+    return into(out, plus(x * mask * np.asarray(scale(rate), x.dtype), residual))
+
+
+def random_bits(key, step, numbers):
+    """Return the 16 bits of each element.    numbers: integers from 0, any shape"""
+    words = np.empty((4, *numbers.shape), np.uint64)
+    words[0], words[1], words[2:] = numbers // LANES + 1, step, 0
+    keys = [int(word) for word in key]
+    for _ in range(ROUNDS):
+        high0, low0 = _product(MULTIPLIERS[0], words[0])
+        high1, low1 = _product(MULTIPLIERS[1], words[2])
+        words[:] = (
+            high1 ^ words[1] ^ np.uint64(keys[0]),
+            low1,
+            high0 ^ words[3] ^ np.uint64(keys[1]),
+            low0,
+        )
+        keys = [(word + add) % 2**64 for word, add in zip(keys, WEYL, strict=True)]
+    lane = numbers % LANES
+    word = np.take_along_axis(words, (lane // 4)[None], 0)[0]
+    return word >> (lane % 4 * 16).astype(np.uint64) & np.uint64(0xFFFF)
+
+
+def _product(factor, x):
+    """Return the upper and the lower 64 bits of a product of 64-bit integers."""
+    high, low = np.uint64(factor >> 32), np.uint64(factor & 0xFFFFFFFF)
+    rest, above = x & LOW, x >> HALF
+    middle = (low * rest >> HALF) + low * above
+    carried = (middle & LOW) + high * rest
+    return high * above + (middle >> HALF) + (carried >> HALF), np.uint64(factor) * x
+
+
+def conv2d(x, w, b, side, arena):
+    """Return (y, saved): the convolution with zeros around the image, as padding="same" of PyTorch.
+
+    x: (B, H, W, C); w: (N, S S C), by row, column and channel; b: (N,) or None; y: (B, H, W, N)
+
+    The channels, or the rows and columns, of x are contiguous, so x may be a view of (B, C, H, W).
+    side  S
+    """
+    (_, rows, columns, _), around = x.shape, _surrounded(x, side)
+    y = sum(
+        around[:, i : i + rows, j : j + columns] @ tap.T for i, j, tap in _taps(w, side, x.shape[3])
+    )
+    return y if b is None else y + b, x
+
+
+def conv2d_backward_input(dy, w, side, arena):
+    """Return dx, (B, H, W, C).    dy: (B, H, W, N); w: (N, S S C)"""
+    images, rows, columns, _ = dy.shape
+    channels, border = w.shape[1] // side**2, side // 2
+    around = np.zeros((images, rows + 2 * border, columns + 2 * border, channels), dy.dtype)
+    for i, j, tap in _taps(w, side, channels):
+        around[:, i : i + rows, j : j + columns] += dy @ tap
+    return around[:, border : border + rows, border : border + columns].copy()
+
+
+def conv2d_backward_weight(dy, saved, dw, side, accumulate, arena):
+    """Write or add dw.    dy: (B, H, W, N); dw: (N, S S C)"""
+    (_, rows, columns, channels), around = saved.shape, _surrounded(saved, side)
+    if not accumulate:
+        dw[...] = 0
+    for i, j, tap in _taps(dw, side, channels):
+        tap += np.einsum("bhwn,bhwc->nc", dy, around[:, i : i + rows, j : j + columns])
+
+
+def conv2d_backward_bias(dy, db, accumulate, arena):
+    """Write or add db, the sum of dy over images, rows and columns.    db: (N,)"""
+    db[...] = dy.sum((0, 1, 2)) + (db if accumulate else 0)
+
+
+def max_pool(x, size, arena):
+    """Return (y, saved): the largest number of each window; rows and columns that fill none count not.
+
+    x: (B, H, W, C); y: (B, H // P, W // P, C)
+    size  P, at most 16
+    """
+    images, rows, columns, channels = x.shape
+    shape = images, rows // size, columns // size, channels
+    windows = x[:, : shape[1] * size, : shape[2] * size]
+    windows = windows.reshape(images, shape[1], size, shape[2], size, channels)
+    windows = windows.swapaxes(2, 3).reshape(*shape[:3], size * size, channels)
+    return windows.max(3), (windows.argmax(3), x.shape)
+
+
+def max_pool_backward(dy, saved, size, arena):
+    """Return dx: dy at the first largest number of each window, elsewhere 0."""
+    winners, shape = saved
+    dx = np.zeros(shape, dy.dtype)
+    at = np.indices(dy.shape)
+    dx[at[0], at[1] * size + winners // size, at[2] * size + winners % size, at[3]] = dy
+    return dx
+
+
+def _surrounded(x, side):
+    border = side // 2
+    return np.pad(x, ((0, 0), (border, border), (border, border), (0, 0)))
+
+
+def _taps(w, side, channels):
+    """Yield (row, column, view (N, C)) of a kernel's elements."""
+    taps = w.reshape(len(w), side, side, channels)
+    for i in range(side):
+        for j in range(side):
+            yield i, j, taps[:, i, j]

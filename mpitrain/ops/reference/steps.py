@@ -1,5 +1,9 @@
 """The definition of the operations of an update: optimizer steps and gradient statistics.
 
+LAMB, Adafactor and Muon are tensor-wise. Their sums over tensors, of any float dtype, are float64 in
+a run. An operation adds the share of its own elements to them. A tensor with one dim has no rows:
+`rows` and arrays of its rows are None.
+
 mirror: None, or (count,), which receives the parameters, rounded to its dtype.
 """
 
@@ -128,3 +132,155 @@ def gradient_facts(x, arena):
     x: (count,)
     """
     return float(np.square(x, dtype=np.float64).sum()), float(x.size - np.isfinite(x).sum())
+
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients of the quintic iteration (Jordan et al. 2024)."""
+LEAST_NORM = 1e-7
+"""Lower bound of the norm by which Muon divides a matrix before its Newton-Schulz iteration."""
+
+
+def add_squares(x, squares, arena):
+    """Add the sum of the squares of x (count,) to squares (1,)."""
+    squares += np.square(x, dtype=np.float64).sum()
+
+
+def lamb_moments(p, g, m, v, squares, scale, beta1, beta2, eps, weight_decay, step, arena):
+    """Step both moments, and add the squares of parameters and of the update to `squares`.
+
+    p, g, m, v: (count,); squares: (2,); step counts from 1
+    source  You et al. 2020, Large Batch Optimization for Deep Learning, algorithm 2
+    """
+    g = scale * g
+    m += (1 - beta1) * (g - m)
+    v += (1 - beta2) * (g * g - v)
+    update = _lamb_update(p, m, v, beta1, beta2, eps, weight_decay, step)
+    squares += [np.square(x, dtype=np.float64).sum() for x in (p, update)]
+
+
+def lamb(p, m, v, squares, lr, beta1, beta2, eps, weight_decay, step, arena, mirror=None):
+    """Step p in place: p -= lr |p| / |update| update; the ratio is 1 where a norm is 0.
+
+    p, m, v: (count,); squares: (2,), those of the whole tensor
+    """
+    ratio = np.sqrt(squares[0] / squares[1]) if squares.all() else 1.0
+    p -= lr * ratio * _lamb_update(p, m, v, beta1, beta2, eps, weight_decay, step)
+    _write(mirror, p)
+
+
+def _lamb_update(p, m, v, beta1, beta2, eps, weight_decay, step):
+    update = m / (1 - beta1**step) / (np.sqrt(v / (1 - beta2**step)) + eps)
+    return update + weight_decay * p
+
+
+def adafactor_squares(g, rows, columns, row_squares, column_squares, scale, arena):
+    """Add the squares of scale g to the sums of its rows and columns in the whole tensor.
+
+    g: (R, C); rows: (R,) and columns: (C,), indices in the sums, each once
+    """
+    squares = np.square(scale * g, dtype=np.float64)
+    if rows is not None:
+        row_squares[rows] += squares.sum(axis=1)
+    column_squares[columns] += squares.sum(axis=0)
+
+
+def adafactor_variances(row, column, row_squares, column_squares, weight, eps, arena):
+    """Step the factored variance, and overwrite the sums by the factors of its estimate.
+
+    The estimate of element (r, c) is row_squares[r] column_squares[c].
+    row, row_squares: (R,); column, column_squares: (C,); weight: of the new squares
+    """
+    if row is not None:
+        row += weight * (row_squares / len(column) - row)
+        column_squares /= len(row)
+        row_squares[...] = row / np.maximum(row.mean(dtype=np.float64), eps)
+    column += weight * (column_squares - column)
+    column_squares[...] = column
+
+
+def adafactor_update(g, rows, columns, row_factors, column_factors, squares, scale, eps, arena):
+    """Add the squares of scale g / sqrt(variance) to squares (1,).
+
+    g: (R, C); rows, columns: as in `adafactor_squares`; variances are at least eps^2
+    """
+    update = _adafactor_update(g, rows, columns, row_factors, column_factors, scale, eps)
+    squares += np.square(update, dtype=np.float64).sum()
+
+
+def adafactor(
+    p,
+    g,
+    rows,
+    columns,
+    row_factors,
+    column_factors,
+    parameter_squares,
+    update_squares,
+    count,
+    scale,
+    lr,
+    rate,
+    eps,
+    weight_decay,
+    arena,
+    mirror=None,
+):
+    """Step p in place: p = (1 - lr weight_decay) p - alpha u / max(1, RMS(u)).
+
+    Here alpha = max(0.001, RMS(p)) rate, with the roots of means over the `count` elements of the
+    whole tensor.
+    p, g, mirror: (R, C); both squares: (1,); the others as in `adafactor_update`
+    source  Shazeer & Stern 2018, Adafactor; as torch.optim.Adafactor
+    """
+    alpha = np.maximum(LEAST_RMS, np.sqrt(parameter_squares / count)) * rate
+    update = _adafactor_update(g, rows, columns, row_factors, column_factors, scale, eps)
+    p *= 1 - lr * weight_decay
+    p -= alpha / np.maximum(1, np.sqrt(update_squares / count)) * update
+    _write(mirror, p)
+
+
+LEAST_RMS = 1e-3
+"""Lower bound of the root mean square of a tensor in Adafactor's relative step."""
+
+
+def _adafactor_update(g, rows, columns, row_factors, column_factors, scale, eps):
+    variance = column_factors[columns]
+    if rows is not None:
+        variance = np.outer(row_factors[rows], variance)
+    return scale * g / np.sqrt(np.maximum(variance, eps * eps))
+
+
+def muon_momentum(g, m, out, scale, momentum, arena):
+    """Step m in place, and write Nesterov's momentum to out.
+
+    With g scaled: m += (1 - momentum) (g - m), out = g + momentum (m - g).
+    g, m, out: (count,)
+    """
+    g = scale * g
+    m += (1 - momentum) * (g - m)
+    out[...] = g + momentum * (m - g)
+
+
+def newton_schulz(x, steps, arena):
+    """Replace a matrix by nearly the nearest semi-orthogonal one.
+
+    Each step is x = a x + (b A + c A A) x with A = x x^T. The norm of x is 1 at first.
+    x: (M, N)
+    source  Jordan et al. 2024, Muon; as torch.optim.Muon, but in the dtype of x
+    """
+    a, b, c = NEWTON_SCHULZ
+    y = x if len(x) <= x.shape[1] else x.T
+    y /= np.maximum(np.sqrt(np.square(y, dtype=np.float64).sum()), LEAST_NORM)
+    for _ in range(steps):
+        gram = y @ y.T
+        y[...] = a * y + (b * gram + c * gram @ gram) @ y
+
+
+def muon(p, update, lr, ratio, weight_decay, arena, mirror=None):
+    """Step p in place: p = (1 - lr weight_decay) p - lr ratio update.
+
+    p, update: (count,)
+    """
+    p *= 1 - lr * weight_decay
+    p -= lr * ratio * update
+    _write(mirror, p)

@@ -12,7 +12,7 @@ from mpitrain.parallel.replication.records import (
     SkippedUpdates,
     StepInput,
     StepResult,
-    counted_fraction,
+    mean_of,
 )
 from mpitrain.parallel.replication.state import StateBuffer
 from mpitrain.parallel.replication.step_end import AgreeAndUpdate
@@ -187,15 +187,15 @@ class LocalUpdate(AgreeAndUpdate):
         loss, squares, ignored, nonfinite, left_out, stops = self._numbers.tolist()
         self._numbers[:] = 0
         norm = math.sqrt(squares) if squares >= 0 else math.nan
-        counted = counted_fraction(ignored, round(step_input.targets / weight))
+        mean = mean_of(loss, 0.0, ignored, round(step_input.targets / weight))
         return StepResult(
-            loss / counted if counted else math.nan,
+            mean.loss,
             norm,
             int(nonfinite),
             own.lr,
-            left_out == 0 and counted > 0,
+            left_out == 0 and mean.counted > 0,
             stops > 0,
-            counted=counted,
+            counted=mean.counted,
         )
 
     def state(self) -> list[StateBuffer]:

@@ -9,7 +9,7 @@ from mpitrain.collectives.selection.algorithm import is_file
 from mpitrain.config import Config, parse
 from mpitrain.errors import CommError, ConfigError, on_every_rank
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.dlpack import as_array, kind_of
+from mpitrain.machine.cuda import as_array, kind_of
 from mpitrain.ops.device import Device
 from mpitrain.transport.agreement import from_all_ranks
 from mpitrain.transport.base import Transport

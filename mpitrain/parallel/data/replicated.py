@@ -22,8 +22,8 @@ from mpitrain.layers.base import Layer, Parameter, Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.initial import zeros
 from mpitrain.layers.plain import Plain
-from mpitrain.machine.copies import copy_rows
-from mpitrain.machine.dlpack import as_array
+from mpitrain.machine.backend import copy_rows
+from mpitrain.machine.cuda import as_array
 from mpitrain.ops.device import Device, device_for
 from mpitrain.parallel.data.buckets import Buckets, common_buckets
 from mpitrain.parallel.data.own_arrays import agreed, averaging, facts_of, named

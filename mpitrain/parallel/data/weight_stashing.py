@@ -31,11 +31,11 @@ from mpitrain.parallel.data.allreduce import counted_runs
 from mpitrain.parallel.data.buckets import Buckets, common_buckets
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
-from mpitrain.parallel.replication.records import StepInput, StepResult, counted_fraction
+from mpitrain.parallel.replication.records import StepInput, StepResult, mean_of
 from mpitrain.parallel.replication.step_end import AgreeAndUpdate
 from mpitrain.parallel.replication.whole import ReplicaRows, WholeParameters, whole
 from mpitrain.regions import Piece
-from mpitrain.trace.ring_buffer import UPDATE
+from mpitrain.trace.recorder import UPDATE
 
 
 class StashedParameters(WholeParameters):
@@ -250,19 +250,19 @@ class StageUpdate(AgreeAndUpdate):
         self._sum_of_stage.run()
         # These are sums over the stage's tensor-parallel group.
         squares, nonfinite = self._of_stage.tolist()
-        counted = self._counted(micro)
-        squares = squares / counted**2 if counted else 0.0
+        mean = mean_of(0.0, squares, *self._ignored_of(micro), clip=config.optimizer.clip)
+        squares = mean.norm * mean.norm if mean.counted else 0.0
         span = self.recorder.compute(self.update_name, UPDATE)
         self.store.advance()
-        if counted and math.isfinite(squares):
+        if mean.counted and math.isfinite(squares):
             count = step * self._updates_per_step + micro % self._micro_batches // self.every
             lr = learning_rate(config.optimizer, step, config.run.steps)
-            self.apply(self.factor(math.sqrt(squares)) / counted, lr, count)
+            self.apply(mean.factor, lr, count)
         self.recorder.end(span)
         return loss, squares, nonfinite
 
-    def _counted(self, micro: int) -> float:
-        """Return the fraction of an update's targets that count; collective over its replicas.
+    def _ignored_of(self, micro: int) -> tuple[float, int]:
+        """Return the ignored and all targets of an update; collective over its replicas.
 
         micro  the last micro-batch of the update
         """
@@ -271,7 +271,7 @@ class StageUpdate(AgreeAndUpdate):
         first = self._first_of(at)
         self._ignored[0] = sum(ignored[first : first + self.every])
         self._sum_of_ignored.run()
-        return counted_fraction(float(self._ignored[0]), self.rows_of_update(at) * predictions)
+        return float(self._ignored[0]), self.rows_of_update(at) * predictions
 
     def _read_control_message(self) -> None:
         micro = self._unread.popleft()
@@ -310,18 +310,17 @@ class StageUpdate(AgreeAndUpdate):
             losses, squares, nonfinite, _, ignored = (
                 sum(column) for column in zip(*messages, strict=True)
             )
-            counted = counted_fraction(ignored, config.batch.size * self._masks[at][1])
-            losses = losses / counted if counted else math.nan
+            mean = mean_of(losses, 0.0, ignored, config.batch.size * self._masks[at][1])
             norm = math.sqrt(squares / self._updates_per_step) if squares >= 0 else math.nan
             stops = is_end and at == steps - 1 and self._stop_after is not None
             self._newest = self._known[step] = StepResult(
-                losses,
+                mean.loss,
                 norm,
                 int(nonfinite),
                 learning_rate(config.optimizer, step, config.run.steps),
-                math.isfinite(losses) and math.isfinite(norm),
+                math.isfinite(mean.loss) and math.isfinite(norm),
                 stops,
-                counted=counted,
+                counted=mean.counted,
             )
         self._released = max(self._released, steps)
 
@@ -358,26 +357,10 @@ class StashedRows(ReplicaRows):
         return value, gradient
 
 
-class WeightStashing(Replication):
-    """Replication by a `StageUpdate`, which an asynchronous pipeline also calls.
-
-    bytes sent  for each update as all-reduce
-    """
-
-    step_end: StageUpdate
-
-    def ignore(self, targets: Sequence[int], predictions: int) -> None:
-        self.step_end.ignore(targets, predictions)
-
-    def poll(self) -> None:
-        super().poll()
-        self.step_end.poll()
-
-
 def stashing(replica: ReplicationContext, every: int, versions: int) -> Replication:
     """Return weight stashing with one update for each `every` micro-batches; collective."""
     step_end = StageUpdate(replica, every, versions)
-    return WeightStashing(replica, step_end, StashedRows(replica, step_end))
+    return Replication(replica, step_end, StashedRows(replica, step_end))
 
 
 def pipedream(replica: ReplicationContext) -> Replication:

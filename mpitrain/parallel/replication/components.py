@@ -77,7 +77,10 @@ class ParameterStore(Protocol):
     frozen: Any
 
     def open(self, unit: int, micro: int) -> Weights:
-        """Return a unit's parameters for micro-batch `micro`, as `Replication.open`."""
+        """Return views of a unit's parameters for micro-batch `micro`, valid until the next `poll`.
+
+        Parameters that are being gathered are waited for.
+        """
         raise AssertionError("a server computes no rows")
 
     @abstractmethod
@@ -149,7 +152,13 @@ class GradientReducer(Protocol):
         raise AssertionError("a server computes no rows")
 
     def ready(self, unit: int, is_last: bool) -> None:
-        """Report a unit's gradient of one micro-batch, as `Replication.gradient_ready`."""
+        """Report a unit's gradient of one micro-batch as complete on this rank (as DDP's autograd
+        hook).
+
+        `is_last` marks the unit's last micro-batch of the step. Its reduction may then start, and
+        tensors that no layer has written in this step are set to zero. Otherwise the gradient of
+        the previous step would remain there.
+        """
         return
 
     def poll(self) -> None:
@@ -186,11 +195,22 @@ class StepEnd(Protocol):
     control: ControlMessage
 
     def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
-        """Yield the steps to compute, as `Replication.steps`; by default only `step`."""
+        """Yield the steps that this rank must compute until step `step` is finished.
+
+        The caller computes each step before it takes the next one. By default only `step`.
+        Asynchronous workers may compute several other steps first; servers compute none.
+
+        stop_requested  () -> whether this rank has received a request to stop. A rank that computes
+                        rows passes the same fact to `finish`.
+        """
         return iter((step,))
 
     def outcome(self, step: int, own: StepResult | None) -> StepResult:
-        """Return the result of a finished step; by default that of `finish`."""
+        """Return the result of a step that `steps` has finished; by default that of `finish`.
+
+        own  what `finish` returned for the last step that this rank computed; None if it computed
+             none
+        """
         assert own is not None
         return own
 
@@ -198,9 +218,24 @@ class StepEnd(Protocol):
     def begin(self, step: int) -> None:
         """Begin a step, from 0."""
 
+    def ignore(self, targets: Sequence[int], predictions: int) -> None:
+        """Report this rank's ignored targets of the step, by micro-batch.
+
+        `predictions` is the number of targets in one row. A step end with one update for each step
+        does nothing: `finish` reports the same number.
+        """
+        return
+
+    def poll(self) -> None:
+        """Progress the control messages that are under way."""
+        return
+
     @abstractmethod
     def finish(self, mine: StepInput) -> StepResult:
-        """Wait for the gradients, agree on the result, and update; as `Replication.finish`."""
+        """Wait for the gradients, agree on the result, and update the parameters; collective.
+
+        The result is equal on all ranks, but for the fields that `StepResult` excepts.
+        """
 
     @abstractmethod
     def sync(self) -> None:
@@ -215,13 +250,24 @@ class Rows(Protocol):
     """The rows of the global batch that a rank computes, and their loss."""
 
     def share(self, rows: int) -> range:
-        """Return this rank's rows of a batch of `rows`."""
+        """Return this rank's rows of a batch of `rows` over all replicas; empty on a server."""
 
-    def batch(self, source: Source, step: int, before: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return inputs and targets of this rank's rows, as `Replication.batch`."""
+    def batch(
+        self, source: Source, step: int, before: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return inputs and targets of this rank's rows of a step's global batch, on the host.
+
+        The first dim is the row; `before` is as in `Source.batch`. ConfigError if the source of a
+        plugin gives anything else.
+        """
 
     def of_update(self, micro: int) -> int:
         """Return the rows, over all ranks, of the update that micro-batch `micro` belongs to."""
 
     def loss(self, logits: Any, targets: Any, scale: float) -> tuple[Any, Any]:
-        """Return the summed loss of a micro-batch, and `scale` times the gradient of its logits."""
+        """Return the summed loss of a micro-batch, and `scale` times the gradient of its logits.
+
+        logits   (N, V); the gradient may overwrite them
+        targets  (N,)
+        returns  the unscaled sum over the N rows, a number or an array without dims; (N, V)
+        """

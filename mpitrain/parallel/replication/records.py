@@ -98,42 +98,73 @@ class ExposedTime:
         return seconds
 
 
-def outcome_of(step_input: StepInput, totals: Sequence[float], comm_s: float = 0.0) -> StepResult:
-    """Return the result of a step; its `updated` is true if loss and norm are finite.
+def weight_of(targets: int) -> float:
+    """Return the weight of each of an update's targets in the mean: the factor of a summed loss.
 
-    The loss and the norm divide by the targets that count. If no target counts, both are NaN.
+    `mean_of` divides by the fraction that counts, when all ranks know the ignored targets. Nothing
+    else divides a gradient.
+    """
+    return 1 / targets
+
+
+class Mean(NamedTuple):
+    """The loss and gradient of an update, as means over the targets that count.
+
+    loss     NaN if no target counts
+    norm     of the mean gradient, before clipping; NaN if no target counts
+    counted  the targets that count, as a fraction of all; exactly 1 if none is ignored
+    factor   of the summed gradient, for the update: divides and clips it
+    """
+
+    loss: float
+    norm: float
+    counted: float
+    factor: float
+
+
+def mean_of(
+    loss: float,
+    squares: float,
+    ignored: float,
+    targets: int,
+    loss_scale: float = 1.0,
+    clip: float = 0.0,
+) -> Mean:
+    """Divide the sums of an update, whose losses already have the weight `weight_of(targets)`.
+
+    squares  sum of squares of the summed gradient, which has the factor `loss_scale`
+    ignored  targets that do not count
+    clip     largest norm (as torch.nn.utils.clip_grad_norm_); 0: do not clip
+    """
+    counted = (targets - ignored) / targets if ignored else 1.0
+    if not counted:
+        return Mean(math.nan, math.nan, 0.0, 0.0)
+    norm = math.sqrt(squares) / loss_scale / counted if squares >= 0 else math.nan
+    clipping = clip / norm if 0 < clip < norm else 1.0
+    return Mean(loss / counted, norm, counted, clipping / loss_scale / counted)
+
+
+def outcome_of(
+    step_input: StepInput, totals: Sequence[float], skips: "SkippedUpdates", clip: float
+) -> tuple[StepResult, float]:
+    """Return the result of a step, and the factor of the summed gradient for its update.
+
+    `updated` is true if loss and norm are finite.
 
     totals  over all ranks: loss, sum of squares, non-finite elements, requests to stop, ignored
-            targets; the first two divide by all targets
-    comm_s  seconds that this rank was blocked on communication
+            targets
     """
     loss, squares, nonfinite, stop, ignored = totals
-    counted = counted_fraction(ignored, step_input.targets)
-    norm = math.sqrt(squares) if squares >= 0 else math.nan
-    loss, norm = (loss / counted, norm / counted) if counted else (math.nan, math.nan)
+    mean = mean_of(loss, squares, ignored, step_input.targets, skips.scale.value, clip)
     return StepResult(
-        loss,
-        norm,
+        mean.loss,
+        mean.norm,
         int(nonfinite),
         step_input.lr,
-        math.isfinite(loss) and math.isfinite(norm),
+        math.isfinite(mean.loss) and math.isfinite(mean.norm),
         stop > 0,
-        comm_s,
-        counted=counted,
-    )
-
-
-def counted_fraction(ignored: float, targets: int) -> float:
-    """Return the fraction of the targets that count; exactly 1 if none is ignored."""
-    return (targets - ignored) / targets if ignored else 1.0
-
-
-def clipping(clip: float, norm: float) -> float:
-    """Return the factor that clips a gradient of this norm (as torch.nn.utils.clip_grad_norm_).
-
-    clip  largest norm; 0: do not clip, the factor is 1
-    """
-    return clip / norm if 0 < clip < norm else 1.0
+        counted=mean.counted,
+    ), mean.factor
 
 
 class ControlMessage:

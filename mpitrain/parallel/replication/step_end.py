@@ -15,12 +15,11 @@ from mpitrain.parallel.replication.records import (
     SkippedUpdates,
     StepInput,
     StepResult,
-    clipping,
     outcome_of,
 )
 from mpitrain.parallel.replication.state import StateBuffer
 from mpitrain.regions import Piece
-from mpitrain.trace.ring_buffer import UPDATE
+from mpitrain.trace.recorder import UPDATE
 
 
 class AgreeAndUpdate(StepEnd):
@@ -81,9 +80,9 @@ class AgreeAndUpdate(StepEnd):
         self.recorder.end(span)
         return stats
 
-    def factor(self, norm: float) -> float:
-        """Return the factor that clips a gradient of this norm and divides by the loss scale."""
-        return clipping(self.replica.config.optimizer.clip, norm) / self.skips.scale.value
+    def divided(self, step_input: StepInput, totals: Sequence[float]) -> tuple[StepResult, float]:
+        """Return `outcome_of` these totals."""
+        return outcome_of(step_input, totals, self.skips, self.replica.config.optimizer.clip)
 
     def apply(self, scale: float, lr: float, number: int) -> None:
         """Update this rank's pieces from `scale` times their gradients.
@@ -112,14 +111,11 @@ class AgreeAndUpdate(StepEnd):
         exposed, skips = self.replica.exposed, self.skips
         loss, squares, nonfinite = self.sum(step_input)
         with exposed:
-            totals = agree(
-                loss, squares / skips.scale.value**2, nonfinite, step_input.stop, step_input.ignored
-            )
-        outcome = outcome_of(step_input, totals)
+            totals = agree(loss, squares, nonfinite, step_input.stop, step_input.ignored)
+        outcome, factor = self.divided(step_input, totals)
         if outcome.updated:
             span = self.recorder.compute(self.update_name, UPDATE)
-            scale = self.factor(outcome.grad_norm) / outcome.counted
-            self.apply(scale, step_input.lr, step_input.number - skips.number)
+            self.apply(factor, step_input.lr, step_input.number - skips.number)
             self.recorder.end(span)
         self._is_spoiled = not outcome.updated
         return skips.conclude(outcome._replace(comm_s=exposed.take()))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.collectives.group import Group
-from mpitrain.data import Source
+from mpitrain.data import Source, read_rows
 from mpitrain.layers.base import Gradients, Weights
 from mpitrain.layers.flat import Storage
 from mpitrain.parallel.grid import share
@@ -158,9 +158,21 @@ class ReplicaRows:
         grid = self._replica.grid
         return share(rows, grid.coords.dp, grid.axes.dp)
 
-    def batch(self, source: Source, step: int, before: int | None) -> tuple[np.ndarray, np.ndarray]:
-        seed = self._replica.config.run.seed
-        return source.batch(seed, step, self._size, self.share(self._size), before)
+    def batch(
+        self, source: Source, step: int, before: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        config, rows = self._replica.config, self.share(self._size)
+        return read_rows(
+            config.data.source,
+            source,
+            len(rows),
+            lambda: self._read(source, step, rows, before),
+        )
+
+    def _read(
+        self, source: Source, step: int, rows: range, before: int | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return source.batch(self._replica.config.run.seed, step, self._size, rows, before)
 
     def of_update(self, micro: int) -> int:
         return self._size

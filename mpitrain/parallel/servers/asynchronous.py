@@ -16,7 +16,7 @@ import numpy as np
 
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
-from mpitrain.parallel.replication.records import StepInput, StepResult, outcome_of
+from mpitrain.parallel.replication.records import StepInput, StepResult
 from mpitrain.parallel.replication.step_end import AgreeAndUpdate
 from mpitrain.parallel.replication.whole import LocalGradients, ReplicaRows, WholeParameters, whole
 from mpitrain.parallel.servers.messages import header
@@ -122,14 +122,13 @@ class AsyncWork(AgreeAndUpdate):
         """Push the gradient, and wait until all servers have applied it."""
         assert self._rows.ticket is not None
         loss, squares, nonfinite = self.replica.gradient_stats(mine, self.reducer.squared)
-        own = outcome_of(mine, (loss, squares, nonfinite, mine.stop, mine.ignored))
-        scale = self.factor(own.grad_norm) / (own.counted or 1.0)
+        own, factor = self.divided(mine, (loss, squares, nonfinite, mine.stop, mine.ignored))
         requests = []
         for server in self._servers:
             message = _filled(
                 PUSH if own.updated else LEAVE_OUT,
                 self._rows.ticket,
-                scale,
+                factor,
                 mine.lr,
                 self._versions[server],
             )

@@ -76,7 +76,9 @@ class MasterRows(ReplicaRows):
         # The two entries are dtype and shape of a row of inputs, and of targets.
         self._forms: list[tuple[str, list[int]]] = []
 
-    def batch(self, source: Source, step: int, before: int | None) -> tuple[np.ndarray, np.ndarray]:
+    def _read(
+        self, source: Source, step: int, rows: range, before: int | None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Scatter the rows of a batch, which only rank 0 reads; collective."""
         with self._replica.exposed:
             seed, size, transport = self._replica.config.run.seed, self._size, self._transport
@@ -99,8 +101,7 @@ class MasterRows(ReplicaRows):
                 for send in sends:
                     send.wait()
             else:
-                rows = len(self.share(size))
-                own_arrays = [np.empty((rows, *shape), dtype) for dtype, shape in self._forms]
+                own_arrays = [np.empty((len(rows), *shape), dtype) for dtype, shape in self._forms]
                 for array in own_arrays:
                     transport.recv(array, ROOT, self._rows_tag)
         inputs, targets = own_arrays

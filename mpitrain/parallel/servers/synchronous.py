@@ -22,7 +22,7 @@ from mpitrain.collectives.group import Group
 from mpitrain.layers.flat import dealt
 from mpitrain.parallel.replication.components import GradientReducer, ParameterStore
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
-from mpitrain.parallel.replication.records import StepInput, StepResult, outcome_of
+from mpitrain.parallel.replication.records import StepInput, StepResult
 from mpitrain.parallel.replication.state import StateBuffer, compact, spread
 from mpitrain.parallel.replication.step_end import AgreeAndUpdate
 from mpitrain.parallel.replication.whole import LocalGradients, ReplicaRows, WholeParameters
@@ -118,8 +118,8 @@ class PushAndPull(AgreeAndUpdate):
             request.wait()
         self.store.loaded()
         first, *_ = answers.values()  # all servers send the same numbers
-        outcome = outcome_of(mine, first[:5].tolist(), time.perf_counter() - began)
-        return self.skips.conclude(outcome)
+        outcome, _ = self.divided(mine, first[:5].tolist())
+        return self.skips.conclude(outcome._replace(comm_s=time.perf_counter() - began))
 
 
 class ServedParameters(ParameterStore):
@@ -235,18 +235,17 @@ class ServedUpdate(AgreeAndUpdate):
         )
         step_input = mine._replace(targets=int(self._reports[0][3]))  # a server has no rows
         _, squares, own_nonfinite = self.replica.gradient_stats(None, self.reducer.squared)
-        self._squares[:] = squares / self.skips.scale.value**2, own_nonfinite, step_input.stop
+        self._squares[:] = squares, own_nonfinite, step_input.stop
         self._agree_on_squares.run()
         squares, nonfinite, servers_stop = self._squares.tolist()
         totals = self._answer[:5] = (loss, squares, nonfinite, stop + servers_stop, ignored)
-        outcome = outcome_of(step_input, totals, comm_s)
+        outcome, factor = self.divided(step_input, totals)
         if outcome.updated:
-            number = step_input.number - self.skips.number
-            self.apply(self.factor(outcome.grad_norm) / outcome.counted, step_input.lr, number)
+            self.apply(factor, step_input.lr, step_input.number - self.skips.number)
         answers = [line.start_send(self._answer, self.store.views, worker) for worker in workers]
         for request in chain(*answers):
             request.wait()  # the next update must not overwrite parameters still being sent
-        return self.skips.conclude(outcome)
+        return self.skips.conclude(outcome._replace(comm_s=comm_s))
 
 
 class NoRows(ReplicaRows):

@@ -43,7 +43,7 @@ from mpitrain.layers.dropout import Dropout
 from mpitrain.layers.initial import Draw, zeros
 from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear, flat_rows
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.copies import copy_rows
+from mpitrain.machine.backend import copy_rows
 from mpitrain.ops import Ops
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.tensor.sequence import ReplicatedRows

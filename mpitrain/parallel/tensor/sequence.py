@@ -32,7 +32,7 @@ from mpitrain.config import Config
 from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.layers.recomputed import input_of, with_input
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.copies import copy_rows
+from mpitrain.machine.backend import copy_rows
 from mpitrain.parallel.grid import Axes
 
 

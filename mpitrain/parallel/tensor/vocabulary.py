@@ -26,7 +26,7 @@ from mpitrain.layers.base import Now
 from mpitrain.layers.chunked_logits import ChunkedHead, ChunkedLogits
 from mpitrain.layers.plain import Embedding, Lookups, flat_rows
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.copies import copy_rows
+from mpitrain.machine.backend import copy_rows
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.tensor.linear import Layers
 from mpitrain.parallel.tensor.sequence import ReplicatedRows

@@ -5,8 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mpitrain.trace.recorder import SILENT, Recorder
-from mpitrain.trace.ring_buffer import COMPUTE
+from mpitrain.trace.recorder import COMPUTE, SILENT, Recorder
 
 LONGEST = 600.0
 """Seconds after which a compilation no longer counts as progress."""

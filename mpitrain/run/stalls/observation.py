@@ -10,13 +10,18 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from mpitrain.errors import ConfigError
-from mpitrain.machine.process_state import ProcessId, process_state
+from mpitrain.machine.process import ProcessId, process_state
 from mpitrain.run.stalls.questions import Answer, ask
-from mpitrain.trace.blame.find import Finding, first_divergence
-from mpitrain.trace.blame.states import GONE, STOPPED, RankState, state_of
-from mpitrain.trace.blame.text import described_finding
-from mpitrain.trace.read import Trace
-from mpitrain.trace.timeline import Timeline, on_the_clock_of_rank_0, read_timeline
+from mpitrain.trace.blame import (
+    GONE,
+    STOPPED,
+    Finding,
+    RankState,
+    described_finding,
+    first_divergence,
+    state_of,
+)
+from mpitrain.trace.timeline import Timeline, Trace, on_the_clock_of_rank_0, read_timeline
 
 PROCESS_ID = TypeAdapter(ProcessId)
 

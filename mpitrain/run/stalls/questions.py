@@ -16,11 +16,10 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, Field
 
 from mpitrain.files import Directory, opened
-from mpitrain.machine.process_state import ProcessId, process_state
+from mpitrain.machine.process import ProcessId, process_state
 from mpitrain.run.stalls.stacks import stacks
-from mpitrain.trace.read import LATEST
 from mpitrain.trace.recorder import Recorder
-from mpitrain.trace.timeline import TRACE
+from mpitrain.trace.timeline import LATEST, TRACE
 
 Model = TypeVar("Model", bound=BaseModel)
 ASK, ANSWER = "ask", "answer-{:05d}"

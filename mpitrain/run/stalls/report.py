@@ -20,9 +20,7 @@ from mpitrain.errors import visible
 from mpitrain.files import Directory, opened
 from mpitrain.run.stalls.observation import Observation, observe, question
 from mpitrain.run.stalls.questions import Answering
-from mpitrain.trace.blame.find import MOVING, Finding
-from mpitrain.trace.blame.states import RankState
-from mpitrain.trace.blame.text import named
+from mpitrain.trace.blame import MOVING, Finding, RankState, named
 from mpitrain.trace.timeline import TRACE
 
 PREFIX = "stall-"

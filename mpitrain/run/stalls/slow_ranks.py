@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 from mpitrain.errors import ConfigError
 from mpitrain.files import reading
 from mpitrain.parallel.grid import Axes, share
-from mpitrain.trace.ring_buffer import HEAD, PACE, Pace
+from mpitrain.trace.recorder import HEAD, PACE, Pace
 from mpitrain.trace.timeline import trace_file
 
 SLOW, HEALTHY = 1.3, 1.15

@@ -10,8 +10,7 @@ from typing import Any
 
 from mpitrain import __version__
 from mpitrain.files import write_whole
-from mpitrain.machine.process import job_id, processors
-from mpitrain.machine.processor import processor
+from mpitrain.machine.process import job_id, processor, processors
 from mpitrain.transport.base import Transport
 from mpitrain.transport.library import library
 

@@ -9,7 +9,7 @@ from threadpoolctl import threadpool_info
 
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.machine import process
-from mpitrain.machine.processor import processor
+from mpitrain.machine.process import processor
 from mpitrain.tools.bench.collectives.operations import OPERATIONS
 from mpitrain.tools.bench.collectives.sweep import Sweep, SweepRequest
 from mpitrain.tools.bench.pairs import BETWEEN, Pair, merged

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from mpitrain import __version__
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
-from mpitrain.machine.kinds import KINDS
-from mpitrain.machine.processor import processor
+from mpitrain.machine.process import KINDS, processor
 from mpitrain.tools.doctor.child import FAILED, in_child
 
 SMALL_SHM = 64 << 20
@@ -201,7 +200,7 @@ def _by_host(everyone: list[Rank]) -> dict[str, list[Rank]]:
 
 
 def _kinds() -> list[str]:
-    from mpitrain.machine.devices import backend_for
+    from mpitrain.ops.device import backend_for
 
     usable: list[str] = []
     for kind in KINDS:
@@ -212,7 +211,7 @@ def _kinds() -> list[str]:
 
 
 def _compiler() -> str:
-    from mpitrain.kernels.cpp import version
+    from mpitrain.machine.compiling import version
 
     try:
         return version()
@@ -231,7 +230,7 @@ def gpus() -> str:
 
 
 def _cupy() -> str:
-    from mpitrain.machine.devices import backend_for
+    from mpitrain.ops.device import backend_for
 
     try:
         backend_for("cuda")

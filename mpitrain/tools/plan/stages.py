@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.parallel.replication.records import StepInput
+from mpitrain.parallel.replication.records import StepInput, weight_of
 from mpitrain.pipeline.simulate import Cost
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.base import Request, Transport
@@ -79,12 +79,12 @@ def measure(
     measurements = []
     for step, rows in enumerate(sizes):
         trainer.transport.barrier()
-        trainer.replication.begin(step)
+        trainer.replication.step_end.begin(step)
         own = {
             chunk: _part(trainer, chunk, inputs[:rows], targets[:rows])
             for chunk in trainer.pipe.stages
         }
-        trainer.replication.finish(StepInput(step, (), 0.0))
+        trainer.replication.step_end.finish(StepInput(step, (), 0.0))
         way = _way(trainer, (rows, *inputs.shape[1:]))
         gathered = trainer.transport.gather_text((own, way))
         costs = [
@@ -116,14 +116,14 @@ def end_s(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> float:
     """
     replication, times = trainer.replication, []
     for step in range(1 + REPEATS):
-        replication.begin(step)
+        replication.step_end.begin(step)
         for chunk in reversed([*trainer.pipe.stages]):
             trainer.pipe.stages[chunk].begin(1)
             _there_and_back(trainer, chunk, inputs, targets)
         trainer.backend.synchronize()
         trainer.transport.barrier()
         start = time.perf_counter()
-        replication.finish(StepInput(step, (), 0.0))
+        replication.step_end.finish(StepInput(step, (), 0.0))
         trainer.backend.synchronize()
         times.append(time.perf_counter() - start)
     return max(trainer.transport.gather_text(median(times[1:])))
@@ -176,9 +176,9 @@ def _is_last(trainer: Trainer, chunk: int) -> bool:
 
 def _output_gradient(trainer: Trainer, y: Any, targets: np.ndarray) -> Any:
     right = trainer.backend.from_host(targets).reshape(-1)
-    _, gradient = trainer.replication.loss(
-        y.reshape(len(right), -1), right, trainer.replication.scale(1, 0)
-    )
+    rows, loss_scale = trainer.replication.rows, trainer.replication.step_end.skips.scale.value
+    scale = weight_of(rows.of_update(0)) * loss_scale
+    _, gradient = rows.loss(y.reshape(len(right), -1), right, scale)
     return gradient.reshape(y.shape)
 
 

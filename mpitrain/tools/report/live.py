@@ -7,9 +7,8 @@ from mpitrain.errors import ConfigError
 from mpitrain.run.metrics import CLOSING, METRICS, read_metrics
 from mpitrain.run.stalls.observation import Observation, observe, question
 from mpitrain.run.stalls.report import stack_of
-from mpitrain.trace.blame.states import GONE, RankState
-from mpitrain.trace.blame.text import named
-from mpitrain.trace.ring_buffer import COMPUTE
+from mpitrain.trace.blame import GONE, RankState, named
+from mpitrain.trace.recorder import COMPUTE
 from mpitrain.trace.timeline import Timeline
 
 SECONDS = 10.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.files import write_whole
-from mpitrain.trace.ring_buffer import DEVICE, KINDS, RECEIVE, REDUCTION, SEND, STEP
+from mpitrain.trace.recorder import DEVICE, KINDS, RECEIVE, REDUCTION, SEND, STEP
 from mpitrain.trace.timeline import Timeline, described
 
 THREADS = ("host", "device")

@@ -6,8 +6,7 @@ from typing import Any
 
 from mpitrain.plots import add_legend, legible, look, save, subplots, titled
 from mpitrain.run.metrics import is_number
-from mpitrain.trace.read import Trace
-from mpitrain.trace.ring_buffer import (
+from mpitrain.trace.recorder import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -20,7 +19,7 @@ from mpitrain.trace.ring_buffer import (
     SEND,
     WAIT,
 )
-from mpitrain.trace.timeline import Timeline, named_steps
+from mpitrain.trace.timeline import Timeline, Trace, named_steps
 
 FILLS = {
     "forward": "#56b4e9",

@@ -14,8 +14,7 @@ from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import STREAMS
 from mpitrain.pipeline.simulate import Cost, simulate
 from mpitrain.run.run_dir import configuration
-from mpitrain.trace.read import Trace
-from mpitrain.trace.ring_buffer import (
+from mpitrain.trace.recorder import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -24,7 +23,7 @@ from mpitrain.trace.ring_buffer import (
     UPDATE,
     WAIT,
 )
-from mpitrain.trace.timeline import Timeline, computed, within
+from mpitrain.trace.timeline import Timeline, Trace, computed, within
 
 LOSS = "the loss"
 

@@ -9,18 +9,17 @@ import numpy as np
 
 from mpitrain.run.metrics import CLOSING
 from mpitrain.tools.report.time_breakdown import COMPUTING, SHARES, TimeShares
-from mpitrain.trace.blame.find import first_divergence
-from mpitrain.trace.blame.states import state_of
-from mpitrain.trace.blame.text import described_finding
-from mpitrain.trace.read import Trace
-from mpitrain.trace.recorder import Recorder
-from mpitrain.trace.ring_buffer import PAUSE, RECEIVE, REDUCTION, SEND, STEP, WAIT
-from mpitrain.trace.timeline import Timeline, described, is_open, last_sign, named_steps, within
+from mpitrain.trace.blame import described_finding, first_divergence, last_action, state_of
+from mpitrain.trace.recorder import STEP, Recorder
+from mpitrain.trace.timeline import (
+    Timeline,
+    last_sign,
+    named_steps,
+    within,
+)
 
 SHOWN = 8
 """Largest number of ranks with a column; the totals include the others."""
-LISTED = 4
-"""Largest number of pending messages that are listed for one rank."""
 ENDS = {"end": "finished after", "stopped": "was stopped after", "failed": "failed at"}
 TRIED = 10_000
 """Records that are written to measure the time of one."""
@@ -141,49 +140,14 @@ def what_each_did_last(timeline: Timeline) -> Iterator[str]:
     if traces:
         yield "What each rank did last, and how long before the last sign of any:"
     for trace in traces:
-        yield f"  rank {trace.facts['rank']} on {trace.facts['host']}, {end - last_sign(trace):.3f} s before: {_last(trace)}"
+        where = f"rank {trace.facts['rank']} on {trace.facts['host']}"
+        yield f"  {where}, {end - last_sign(trace):.3f} s before: {last_action(trace)}"
     if len(traces) > 1 and any((trace.records["kind"] == STEP).any() for trace in traces):
         yield f"First to fall silent was rank {min(traces, key=last_sign).facts['rank']}."
         states = [state_of(trace) for trace in traces]
         finding = first_divergence(states, end, 0.0)
         if finding.culprits:
             yield f"First divergence: {described_finding(finding, states, end, {})}"
-
-
-def _last(trace: Trace) -> str:
-    records = trace.records
-    lasting = records[is_open(records)]
-    spans = [record for record in lasting if record["kind"] not in (SEND, RECEIVE, REDUCTION)]
-    under_way = [record for record in lasting if record["kind"] in (SEND, RECEIVE)] or [
-        record for record in lasting if record["kind"] == REDUCTION
-    ]
-    steps = [record for record in spans if record["kind"] == STEP]
-    action = f"in step {steps[-1]['step'] + 1}, " if steps else ""
-    inner = [record for record in spans if record["kind"] != STEP]
-    action += "".join(
-        f"in {described(trace, record)}, " for record in inner[:-1] if record["kind"] == PAUSE
-    )
-    if inner:
-        action += ("waiting for " if inner[-1]["kind"] == WAIT else "") + described(
-            trace, inner[-1]
-        )
-        if inner[-1]["peer"] >= 0:
-            action += f", from rank {inner[-1]['peer']}"
-    elif len(records):
-        ended = records[-1]
-        action += (
-            f"after {described(trace, ended)}"
-            if ended["kind"] != STEP
-            else f"after step {ended['step'] + 1}"
-        )
-    if under_way:
-        more = f" and {len(under_way) - LISTED} more" if len(under_way) > LISTED else ""
-        action += (
-            "; under way: "
-            + "; ".join(described(trace, record) for record in under_way[:LISTED])
-            + more
-        )
-    return action or "nothing"
 
 
 def how_it_ended(records: Sequence[Mapping[str, Any]]) -> str:

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.pipeline.instructions import ACTIVATION, GRADIENT
-from mpitrain.trace.read import Trace
-from mpitrain.trace.ring_buffer import COMPUTE, DEVICE, PAUSE, RECEIVE, ROWS, SEND, WAIT
-from mpitrain.trace.timeline import Timeline
+from mpitrain.trace.recorder import COMPUTE, DEVICE, PAUSE, RECEIVE, ROWS, SEND, WAIT
+from mpitrain.trace.timeline import Timeline, Trace
 
 SHARES = (
     "computing",

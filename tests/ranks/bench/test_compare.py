@@ -262,7 +262,7 @@ def allocated(ranks, *settings):
             )
             found.append(sum(trace.size for trace in traces if trace.size >= 1024))
         transport.barrier()
-        told = job.trainer.replication.held()
+        told = sum(job.trainer.replication.held_by_kind().values())
         job.close()
         return told
 

@@ -50,7 +50,7 @@ def measured(transport, **layout):
     floor = BareProducts(by_kind.watch.products)
     losses = []
     for index in range(2):
-        rows = job.trainer.replication.batch(job.data, index)
+        rows = job.trainer.replication.rows.batch(job.data, index)
         losses.append((ours.step(index, *rows), by_kind.step(index, *rows)))
         floor.step(index, *rows)
     found = losses, by_kind, floor, kind_rows(transport, by_kind.seconds, floor.seconds)

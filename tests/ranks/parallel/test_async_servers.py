@@ -12,7 +12,7 @@ from mpitrain.optim import learning_rate
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.servers.synchronous import PushAndPull, ServedUpdate
 from mpitrain.run.build import build
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.training import TINY, by_hand, configured, curves
 
@@ -56,10 +56,12 @@ def late(transport, config, delay=0.0, step=None):
     outcomes, log = [], logged(replication.step_end) if trainer.grid.is_server else None
     for index in range(config.run.steps):
         own = None
-        for number in replication.steps(index, lambda: False):
+        for number in replication.step_end.steps(index, lambda: False):
             time.sleep(delay * chance.random())
-            own = (step or type(trainer).step)(trainer, number, *replication.batch(source, number))
-        outcomes.append(replication.outcome(index, own)._replace(comm_s=0.0))
+            own = (step or type(trainer).step)(
+                trainer, number, *replication.rows.batch(source, number)
+            )
+        outcomes.append(replication.step_end.outcome(index, own)._replace(comm_s=0.0))
         if not outcomes[-1].updated:
             break
     assert replicas_equal(trainer) and trainer.evaluate(source)
@@ -121,8 +123,8 @@ def emulated(config, workers, servers, logs):
                         entries[name].view(trainer.parameters)[...] = value
                 rows = share(config.batch.size, ticket % workers, workers)
                 inputs, targets = source.batch(0, ticket // workers, config.batch.size, rows)
-                trainer.replication.scale = lambda predictions, part: 1 / (len(rows) * predictions)
-                trainer.replication.finish = lambda mine: (
+                trainer.replication.rows.of_update = lambda micro: len(rows)
+                trainer.replication.step_end.finish = lambda mine: (
                     trainer.replication.reducer.wait()
                 )  # and update nothing
                 trainer.step(0, inputs, targets)
@@ -235,14 +237,14 @@ def test_a_stop_of_any_rank_ends_all_after_one_step_and_a_nan_is_no_update(updat
         replication = trainer.replication
         for index in range(STEPS):
             own = None
-            for number in replication.steps(index, lambda: transport.rank == asked):
+            for number in replication.step_end.steps(index, lambda: transport.rank == asked):
                 own = trainer.step(
                     number,
-                    *replication.batch(source, number),
+                    *replication.rows.batch(source, number),
                     stop_requested=lambda: transport.rank == asked,
                 )
-            if replication.outcome(index, own).stop:
-                replication.sync_parameters()
+            if replication.step_end.outcome(index, own).stop:
+                replication.step_end.sync()
                 return index
         return None
 
@@ -251,8 +253,10 @@ def test_a_stop_of_any_rank_ends_all_after_one_step_and_a_nan_is_no_update(updat
         assert ended[0] in (0, 1, 2) and len(set(ended)) == 1
 
     def poisoned(trainer, number, inputs, targets):
-        if number == 1 and trainer.replication.share(6).start == 2:  # of step 1, the second share
-            trainer.replication.open(0, 0)["tokens"][:] = np.nan
+        if (
+            number == 1 and trainer.replication.rows.share(6).start == 2
+        ):  # of step 1, the second share
+            trainer.replication.store.open(0, 0)["tokens"][:] = np.nan
         return trainer.step(number, inputs, targets)
 
     every = run_ranks(4, late, config, 0.0, poisoned)

@@ -17,7 +17,7 @@ from mpitrain.run.checkpoint.manifest import Done, newest
 from mpitrain.run.choices import parse
 from mpitrain.run.generate import tokens
 from mpitrain.run.loop import train
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.saving import save
 from tests.training import TINY, by_hand, configured
@@ -128,7 +128,8 @@ def trained(transport, settings):
     """Loss and norm of each step, and the parameters of the settled end."""
     trainer, source, _ = build(transport, configured(*settings))
     outcomes = [
-        trainer.step(index, *trainer.replication.batch(source, index)) for index in range(STEPS)
+        trainer.step(index, *trainer.replication.rows.batch(source, index))
+        for index in range(STEPS)
     ]
     assert replicas_equal(trainer)
     return np.array([(o.loss, o.grad_norm) for o in outcomes]), used(trainer, trainer.parameters)
@@ -227,7 +228,7 @@ def test_evaluations_use_the_average_and_training_does_not(settings):
         source.held_out = 5
         said = []
         for index in range(STEPS):
-            trainer.step(index, *trainer.replication.batch(source, index))
+            trainer.step(index, *trainer.replication.rows.batch(source, index))
             if asks:
                 said.append(
                     (
@@ -236,7 +237,7 @@ def test_evaluations_use_the_average_and_training_does_not(settings):
                         *islice(tokens(trainer, [65], 0.8, 40, 0), 4),
                     )
                 )
-        trainer.replication.sync_parameters()
+        trainer.replication.step_end.sync()
         return said, trainer.parameters.copy()
 
     asked, quiet = run_ranks(3, run, True), run_ranks(3, run, False)
@@ -252,14 +253,14 @@ def test_a_checkpoint_within_a_period_is_all_there_is(settings, tmp_path):
         first, source, _ = build(transport, configured(*BASE, *settings))
         source.held_out = 5
         for index in range(4):
-            first.step(index, *first.replication.batch(source, index))
+            first.step(index, *first.replication.rows.batch(source, index))
         second, _, done = build(
             transport, first.config, save(tmp_path, first, Done(4, 128, "run"), keep=1)
         )
         assert done.step == 4 and first.evaluate(source) == second.evaluate(source)
         facts = [
             [
-                trainer.step(index, *trainer.replication.batch(source, index))[:6]
+                trainer.step(index, *trainer.replication.rows.batch(source, index))[:6]
                 for index in range(4, STEPS)
             ]
             for trainer in (first, second)
@@ -275,14 +276,14 @@ def test_another_mode_resumes_from_the_average_and_says_so(settings, tmp_path, c
     def begin(transport):
         trainer, source, _ = build(transport, configured(*BASE, *settings))
         for index in range(4):
-            trainer.step(index, *trainer.replication.batch(source, index))
+            trainer.step(index, *trainer.replication.rows.batch(source, index))
         save(tmp_path, trainer, Done(4, 128, "run"), keep=1)
         return {kept.name: used(trainer, kept.array) for kept in trainer.replication.kept()}
 
     def go_on(transport, others):
         trainer, source, _ = build(transport, configured(*BASE, *others), newest(tmp_path))
         found = {kept.name: used(trainer, kept.array) for kept in trainer.replication.kept()}
-        trainer.step(4, *trainer.replication.batch(source, 4))
+        trainer.step(4, *trainer.replication.rows.batch(source, 4))
         return found
 
     then = run_ranks(3, begin)
@@ -436,11 +437,11 @@ def test_a_rank_sends_the_bytes_of_the_formula(mode, each):
         sent = []
         for index in range(6):
             before = transport.traffic.nbytes
-            trainer.step(index, *trainer.replication.batch(source, index))
+            trainer.step(index, *trainer.replication.rows.batch(source, index))
             sent.append(transport.traffic.nbytes - before)
         before = transport.traffic.nbytes
         for _ in range(2):
-            trainer.replication.sync_parameters()  # once: what has been averaged stays so until the next step
+            trainer.replication.step_end.sync()  # once: what has been averaged stays so until the next step
         return trainer.storage.length * 8, sent, transport.traffic.nbytes - before
 
     for ranks in (1, 2, 5):
@@ -460,14 +461,14 @@ def test_a_rank_sends_the_bytes_of_the_formula(mode, each):
 def test_a_nan_or_a_stop_of_one_worker_is_known_after_the_period(mode):
     def run(transport):
         trainer, source, _ = build(transport, configured(*BASE, mode, "replication.period=3"))
-        found, loss = [], trainer.replication.loss
+        found, loss = [], trainer.replication.rows.loss
         for index in range(6):
             is_odd = transport.rank == 1 and index == 1
-            trainer.replication.loss = (
+            trainer.replication.rows.loss = (
                 (lambda logits, *_: (np.nan, logits * np.nan)) if is_odd else loss
             )
             outcome = trainer.step(
-                index, *trainer.replication.batch(source, index), partial(bool, is_odd)
+                index, *trainer.replication.rows.batch(source, index), partial(bool, is_odd)
             )
             found.append((outcome.updated, outcome.nonfinite > 0, outcome.stop))
         assert np.isfinite(trainer.parameters).all()

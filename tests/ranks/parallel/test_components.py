@@ -151,7 +151,7 @@ def test_a_step_of_zero_2_executes_five_files_of_parallel():
 
     def follow(transport):
         trainer, source, _ = build(transport, configured(*TINY, "replication.zero=2"))
-        batch = trainer.replication.batch(source, 0)
+        batch = trainer.replication.rows.batch(source, 0)
         trainer.step(0, *batch)
         files = set()
 

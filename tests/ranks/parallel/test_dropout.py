@@ -79,7 +79,8 @@ def losses(transport, config, steps):
     source = source_of(config)
     trainer = build(transport, config, source=source).trainer
     return [
-        trainer.step(step, *trainer.replication.batch(source, step)).loss for step in range(steps)
+        trainer.step(step, *trainer.replication.rows.batch(source, step)).loss
+        for step in range(steps)
     ]
 
 
@@ -160,7 +161,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bitwise(tmp_path):
         for step in range(first, 4):
             if step == 2 and not path:
                 saved = save(tmp_path, trainer, Done(2, 24, "run"), keep=1)
-            losses.append(trainer.step(step, *trainer.replication.batch(source, step)).loss)
+            losses.append(trainer.step(step, *trainer.replication.rows.batch(source, step)).loss)
         return losses, trainer.tensors(), saved
 
     ((losses, tensors, saved),) = run_ranks(1, run, 0, None)

@@ -8,7 +8,7 @@ from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done, newest
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.saving import save
 from tests.training import TINY, configured
@@ -55,9 +55,9 @@ def trained(transport, settings, after=lambda trainer: None):
     found = []
     for index in range(STEPS):
         own = None
-        for number in trainer.replication.steps(index, lambda: False):
-            own = trainer.step(number, *trainer.replication.batch(source, number))
-        outcome = trainer.replication.outcome(index, own)
+        for number in trainer.replication.step_end.steps(index, lambda: False):
+            own = trainer.step(number, *trainer.replication.rows.batch(source, number))
+        outcome = trainer.replication.step_end.outcome(index, own)
         found.append((outcome.loss, after(trainer) or outcome.grad_norm))
     assert replicas_equal(trainer)
     tensors = {} if trainer.grid.is_server else trainer.tensors()
@@ -117,7 +117,7 @@ def test_with_all_but_one_tensor_frozen_the_bytes_sent_are_its_own():
         first, traffic, counts = trainer.tensors(), trainer.transport.traffic, []
         for index in range(3):
             before = traffic.nbytes
-            trainer.step(index, *trainer.replication.batch(source, index))
+            trainer.step(index, *trainer.replication.rows.batch(source, index))
             trainer.sync_parameters()
             counts.append(traffic.nbytes - before)
         last = trainer.tensors()
@@ -156,7 +156,7 @@ def test_units_before_the_first_trained_one_run_no_backward(schedule):
                 layer.backward_input, layer.backward = noted, None
             assert part >= trainer.pipe.lowest or not stage._backward
         for index in range(2):
-            trainer.step(index, *trainer.replication.batch(source, index))
+            trainer.step(index, *trainer.replication.rows.batch(source, index))
         assert trainer.pipe.channel.sent["gradient"][0] == {
             ("interleaved", 1): 4,  # to the third chunk
         }.get((schedule, transport.rank), 0)
@@ -185,9 +185,9 @@ def steps(transport, settings, first, count, saved=None, folder=None):
     assert done.step == first
     for index in range(first, first + count):
         own = None
-        for number in trainer.replication.steps(index, lambda: False):
-            own = trainer.step(number, *trainer.replication.batch(source, number))
-        trainer.replication.outcome(index, own)
+        for number in trainer.replication.step_end.steps(index, lambda: False):
+            own = trainer.step(number, *trainer.replication.rows.batch(source, number))
+        trainer.replication.step_end.outcome(index, own)
     if folder:
         save(folder, trainer, Done(first + count, 0, "run"), keep=3)
     trainer.sync_parameters()

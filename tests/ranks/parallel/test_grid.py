@@ -189,19 +189,19 @@ def test_replicated_tensors_count_once_and_stay_equal(dp, wire, zero):
                 Plain(device.ops).loss(),
             )
         )
-        replication.begin(0)
+        replication.step_end.begin(0)
         for entry in storage.entries:
-            entry.view(replication.gradient_buffer)[...] = entry.parameter.part_of(
+            entry.view(replication.reducer.buffer)[...] = entry.parameter.part_of(
                 gradient(entry.name, entry.parameter.shape, grid.coords.dp)
             )
         for unit in (1, 0):
-            for leaf in replication.gradients(unit, 0).values():
+            for leaf in replication.reducer.gradients(unit).values():
                 leaf.claim()
-            replication.gradient_ready(unit, is_last=True)
-        outcome = replication.finish(StepInput(0, [], 0.01))
-        replication.sync_parameters()
+            replication.reducer.ready(unit, is_last=True)
+        outcome = replication.step_end.finish(StepInput(0, [], 0.01))
+        replication.step_end.sync()
         shared = {
-            e.name: e.view(replication.parameters).copy()
+            e.name: e.view(replication.store.parameters).copy()
             for e in storage.entries
             if e.parameter.holders
         }
@@ -295,23 +295,23 @@ def test_a_tied_tensor_has_one_start_one_gradient_and_one_owner(dp, settings):
             )
         )
         starts = {
-            entry.name: entry.view(replication.parameters).copy() for entry in storage.entries
+            entry.name: entry.view(replication.store.parameters).copy() for entry in storage.entries
         }
-        replication.begin(0)
+        replication.step_end.begin(0)
         for entry in storage.entries:
-            entry.view(replication.gradient_buffer)[...] = entry.parameter.part_of(
+            entry.view(replication.reducer.buffer)[...] = entry.parameter.part_of(
                 brought(entry.name, *here[::2], here.dp)
             )
         for unit in reversed(range(len(storage.units))):
-            for leaf in replication.gradients(unit, 0).values():
+            for leaf in replication.reducer.gradients(unit).values():
                 leaf.claim()
-            replication.gradient_ready(unit, is_last=True)
-            replication.poll()
-        outcome = replication.finish(StepInput(0, [], 0.01))
-        replication.sync_parameters()
+            replication.reducer.ready(unit, is_last=True)
+            replication.reducer.poll()
+        outcome = replication.step_end.finish(StepInput(0, [], 0.01))
+        replication.step_end.sync()
         every = [
             {entry.name: (entry.parameter, entry.view(flat).copy()) for entry in storage.entries}
-            for flat in (replication.gradient_buffer, replication.parameters)
+            for flat in (replication.reducer.buffer, replication.store.parameters)
         ]
         return here, starts, outcome.grad_norm, storage.parameter_count, *every
 

@@ -11,10 +11,10 @@ from safetensors.numpy import load_file
 
 from mpitrain.errors import TrainingError
 from mpitrain.optim import Optimizer
-from mpitrain.parallel.replication.protocol import Replication
+from mpitrain.parallel.replication.whole import ReplicaRows
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done, newest
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.runs import go, records
 from tests.saving import save
@@ -79,15 +79,15 @@ def test_half_precision_trains_in_every_mode(settings):
         )
         mode, first = trainer.replication, trainer.evaluate(source)[0]
         for index in range(20):
-            for number in mode.steps(index, lambda: False):
-                trainer.step(number, *mode.batch(source, number))
+            for number in mode.step_end.steps(index, lambda: False):
+                trainer.step(number, *mode.rows.batch(source, number))
         found = trainer.evaluate(source)[0]
         assert replicas_equal(trainer)
         if not trainer.grid.is_server:
             short = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}.get(
                 trainer.config.precision.compute, np.float32
             )
-            tree, parameters = mode.open(0, 0), trainer.storage.weights(trainer.parameters)[0]
+            tree, parameters = mode.store.open(0, 0), trainer.storage.weights(trainer.parameters)[0]
             assert np.array_equal(
                 tree["tokens"], parameters["tokens"].astype(short).astype(np.float32)
             )
@@ -128,7 +128,7 @@ def test_adamw_counts_the_updates_that_were_made(settings, ranks, skips, monkeyp
 
     def run(transport):
         trainer, source, _ = build(transport, configured(*TINY, *settings))
-        mode, right = trainer.replication, trainer.replication.loss
+        mode, right = trainer.replication, trainer.replication.rows.loss
         workers = trainer.grid.axes.dp
 
         def loss(logits, targets, scale):
@@ -137,14 +137,16 @@ def test_adamw_counts_the_updates_that_were_made(settings, ranks, skips, monkeyp
                 gradient[0, 0] = np.inf
             return value, gradient
 
-        mode.loss = loss
+        mode.rows.loss = loss
         for index in range(4):
             own = None
-            for number in mode.steps(index, lambda: False):
-                own = trainer.step(number, *mode.batch(source, number))
-            mode.outcome(index, own)
-        mode.sync_parameters()
-        return sorted(set(made[threading.get_ident()])), mode.scalars().get("skipped_updates", 0)
+            for number in mode.step_end.steps(index, lambda: False):
+                own = trainer.step(number, *mode.rows.batch(source, number))
+            mode.step_end.outcome(index, own)
+        mode.step_end.sync()
+        return sorted(set(made[threading.get_ident()])), mode.step_end.skips.scalars().get(
+            "skipped_updates", 0
+        )
 
     with np.errstate(all="ignore"):
         found = run_ranks(ranks, run)
@@ -182,7 +184,7 @@ def test_frozen_tensors_have_16_bits_alone_and_stay_as_they_are(kind, compute, z
             for array in trainer.replication.store.arrays
         )
         for index in range(2):
-            trainer.step(index, *trainer.replication.batch(source, index))
+            trainer.step(index, *trainer.replication.rows.batch(source, index))
         assert np.array_equal(flat, trainer.backend.to_host(frozen.flat))
         assert np.array_equal(flat, flat.astype(compute_type(compute)).astype(flat.dtype))
         trainer.sync_parameters()
@@ -205,7 +207,7 @@ def steps(transport, config, count, saved=None, overflow=None, folder=None, own=
     """Some steps; overflow: the rank and the step where a gradient is beyond float16."""
     trainer, source, done = build(transport, config, saved)
     if overflow and overflow[0] == transport.rank:
-        right = trainer.replication.loss
+        right = trainer.replication.rows.loss
 
         def loss(logits, targets, scale):
             value, gradient = right(logits, targets, scale)
@@ -213,10 +215,10 @@ def steps(transport, config, count, saved=None, overflow=None, folder=None, own=
                 gradient[0, 0] = np.inf
             return value, gradient
 
-        trainer.replication.loss = loss
+        trainer.replication.rows.loss = loss
     outcomes = []
     for number in range(done.step, done.step + count):
-        outcomes.append(trainer.step(number, *trainer.replication.batch(source, number)))
+        outcomes.append(trainer.step(number, *trainer.replication.rows.batch(source, number)))
     if folder:
         save(folder, trainer, Done(count, count * 12, "run"), keep=1)
     if own is not None:
@@ -285,14 +287,14 @@ def test_a_resume_restores_loss_scale_and_update_count_bitwise(zero, tmp_path):
 def test_twenty_overflows_in_a_row_end_a_run_whatever_on_nonfinite_says(
     book, tmp_path, monkeypatch
 ):
-    right = Replication.loss
+    right = ReplicaRows.loss
 
     def loss(self, logits, targets, scale):
         value, gradient = right(self, logits, targets, scale)
         gradient[0, 0] = np.inf
         return value, gradient
 
-    monkeypatch.setattr(Replication, "loss", loss)
+    monkeypatch.setattr(ReplicaRows, "loss", loss)
     with (
         np.errstate(all="ignore"),
         pytest.raises(

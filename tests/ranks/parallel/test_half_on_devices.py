@@ -5,7 +5,7 @@ import pytest
 
 from mpitrain.config import parse, with_settings
 from mpitrain.run.build import build
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu
 from tests.fakes.pointers import PointerThreads
@@ -37,9 +37,11 @@ def run(transport, settings, steps):
         PointerThreads(transport), parse(with_settings({}, [*NARROW, *settings]))
     )
     replication = trainer.replication
-    outcomes = [trainer.step(index, *replication.batch(source, index)) for index in range(steps)]
+    outcomes = [
+        trainer.step(index, *replication.rows.batch(source, index)) for index in range(steps)
+    ]
     assert replicas_equal(trainer) and trainer.arena.live == 0
-    used = trainer.parameters if trainer.grid.is_server else first_of(replication.open(0, 0))
+    used = trainer.parameters if trainer.grid.is_server else first_of(replication.store.open(0, 0))
     dtypes = {array.dtype.name for array in (used, trainer.parameters, trainer.gradients)}
     return (
         [(o.loss, o.grad_norm) for o in outcomes],
@@ -114,9 +116,11 @@ def test_bytes_per_parameter_are_those_of_the_published_formulas(zero):
         ).trainer.replication
         slots = [replication.reducer.slots] if zero > 1 else []
         slots += [replication.store.slots] if zero > 2 else []
-        replication.sync_parameters()
+        replication.step_end.sync()
         beside = sum(slot.flat.nbytes for slot in slots) + replication.replica.grid.scratch_bytes
-        return (replication.held() - beside) / replication.replica.storage.length
+        return (
+            sum(replication.held_by_kind().values()) - beside
+        ) / replication.replica.storage.length
 
     for n in (1, 2, 3):
         assert run_ranks(n, held) == pytest.approx(

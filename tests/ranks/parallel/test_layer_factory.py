@@ -12,7 +12,7 @@ from mpitrain.optim import learning_rate
 from mpitrain.parallel.grid import Axes, Grid, share
 from mpitrain.parallel.modes import replication_for
 from mpitrain.parallel.replication.protocol import ReplicationContext
-from mpitrain.parallel.replication.records import StepInput
+from mpitrain.parallel.replication.records import StepInput, weight_of
 from mpitrain.pipeline.partition import assign_units
 from mpitrain.pipeline.stage import Stage
 from mpitrain.run.trainer import Trainer
@@ -65,9 +65,9 @@ def together(transport, axes):
     outcomes = []
     for index, rows in enumerate(TOKENS):
         own = share(ROWS, place.dp, axes.dp)
-        replication.begin(index)
+        replication.step_end.begin(index)
         stage.begin(MICRO_BATCHES)
-        loss, scale = 0.0, replication.scale(GPT["context"], 0)
+        loss, scale = 0.0, weight_of(ROWS * GPT["context"])
         for micro in range(MICRO_BATCHES):
             here = share(len(own), micro, MICRO_BATCHES)
             part = rows[own.start + here.start : own.start + here.stop]
@@ -83,7 +83,7 @@ def together(transport, axes):
             )
             if is_last:
                 targets = backend.from_host(part[:, 1:]).reshape(-1)
-                value, dy = replication.loss(y.reshape(len(targets), -1), targets, scale)
+                value, dy = replication.rows.loss(y.reshape(len(targets), -1), targets, scale)
                 loss += scale * value
                 dy = dy.reshape(y.shape)
             else:
@@ -95,13 +95,16 @@ def together(transport, axes):
             del y, dy, dx
         lr = learning_rate(config.optimizer, index, STEPS)
         outcomes.append(
-            replication.finish(StepInput(index, [loss] if grid.reports_loss else [], lr))
+            replication.step_end.finish(StepInput(index, [loss] if grid.reports_loss else [], lr))
         )
     assert arena.live == 0
     return (
         [(o.loss, o.grad_norm) for o in outcomes],
         storage.parameter_count,
-        {e.name: (e.parameter, e.view(replication.parameters).copy()) for e in storage.entries},
+        {
+            e.name: (e.parameter, e.view(replication.store.parameters).copy())
+            for e in storage.entries
+        },
     )
 
 

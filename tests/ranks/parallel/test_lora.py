@@ -36,7 +36,7 @@ def test_gradients_are_those_of_the_merged_weight_times_the_factors():
         own, source, _ = build(transport, configured(*EXACT, *chosen, "optimizer.lr=0.1"))
         for index in range(3):
             before = own.tensors()
-            own.step(index, *own.replication.batch(source, index))
+            own.step(index, *own.replication.rows.batch(source, index))
         full, _, _ = build(transport, configured(*EXACT))
         scale = 12 / 3
         pairs = {name.rpartition(".")[0] for name in before if is_adapter(name)}
@@ -52,7 +52,7 @@ def test_gradients_are_those_of_the_merged_weight_times_the_factors():
             merged[f"{layer}.weight"][some] += scale * b @ a
         for entry in full.storage.entries:
             entry.view(full.parameters)[...] = merged[entry.name]
-        full.step(2, *full.replication.batch(source, 2))
+        full.step(2, *full.replication.rows.batch(source, 2))
         dw = {e.name: e.view(full.gradients).copy() for e in full.storage.entries}
         found = {e.name: e.view(own.gradients) for e in own.storage.entries}
         assert len(found) == 2 * len(pairs) == 2 * (2 * (2 + 1 + 2) + 1)
@@ -107,7 +107,7 @@ def losses(transport, settings):
     trainer, source, _ = build(transport, configured(*EXACT, *settings))
     found = []
     for index in range(3):
-        outcome = trainer.step(index, *trainer.replication.batch(source, index))
+        outcome = trainer.step(index, *trainer.replication.rows.batch(source, index))
         found.append((outcome.loss, outcome.grad_norm))
     return np.array(found), {}
 
@@ -120,7 +120,7 @@ def test_bytes_sent_and_state_are_those_of_the_adapters(zero):
         traffic, counts = trainer.transport.traffic, set()
         for index in range(3):
             before = traffic.nbytes
-            trainer.step(index, *trainer.replication.batch(source, index))
+            trainer.step(index, *trainer.replication.rows.batch(source, index))
             trainer.sync_parameters()
             counts.add(traffic.nbytes - before)
         state = [k for k in trainer.replication.kept() if k.name == "first_moment"]
@@ -168,7 +168,7 @@ def test_in_half_precision_the_base_has_no_masters(compute):
         )
         store = trainer.replication
         for index in range(3):
-            outcome = trainer.step(index, *trainer.replication.batch(source, index))
+            outcome = trainer.step(index, *trainer.replication.rows.batch(source, index))
         masters = [k for k in store.kept() if k.name == "parameters" and not k.entries]
         assert sum(k.array.size for k in masters) <= trainer.storage.length
         return outcome.loss

@@ -18,7 +18,8 @@ def everything(transport, settings):
     """What training by this mode's batches, evaluation and logits say."""
     trainer, source, _ = build(transport, configured(*settings))
     outcomes = [
-        trainer.step(index, *trainer.replication.batch(source, index)) for index in range(STEPS)
+        trainer.step(index, *trainer.replication.rows.batch(source, index))
+        for index in range(STEPS)
     ]
     assert trainer.arena.live == 0
     source.held_out = 7
@@ -76,7 +77,7 @@ def test_rank_0_alone_reads_the_source_and_keeps_the_state():
         read, batch = [], source.batch
         source.batch = lambda *arguments: (read.append(1), batch(*arguments))[1]
         for index in range(2):
-            trainer.step(index, *trainer.replication.batch(source, index))
+            trainer.step(index, *trainer.replication.rows.batch(source, index))
         return len(read), [kept.name for kept in trainer.replication.kept()]
 
     first, *others = run_ranks(3, run)
@@ -91,11 +92,11 @@ def test_every_rank_sends_the_bytes_of_the_formula(ranks):
             transport,
             configured(*UNEVEN, MASTER, "batch.micro_batches=2", "replication.algorithm=star"),
         )
-        trainer.step(0, *trainer.replication.batch(source, 0))
+        trainer.step(0, *trainer.replication.rows.batch(source, 0))
         sent = []
         for index in (1, 2):
             before = transport.traffic.nbytes
-            trainer.step(index, *trainer.replication.batch(source, index))
+            trainer.step(index, *trainer.replication.rows.batch(source, index))
             sent.append(transport.traffic.nbytes - before)
         return trainer.storage.length * 8, sent
 
@@ -121,13 +122,13 @@ def test_a_nan_on_one_rank_skips_the_update_and_a_stop_of_one_reaches_all():
         trainer, source, _ = build(
             transport, configured("data.source=digits", "model.kind=mlp", MASTER)
         )
-        inputs, targets = trainer.replication.batch(source, 0)
+        inputs, targets = trainer.replication.rows.batch(source, 0)
         before = trainer.parameters.copy()
         inputs = inputs.copy()
         if transport.rank == 2:
             inputs[0, 0] = np.nan
         outcome = trainer.step(0, inputs, targets, stop_requested=lambda: transport.rank == 1)
-        trainer.replication.sync_parameters()
+        trainer.replication.step_end.sync()
         return (
             outcome.updated,
             outcome.nonfinite > 0,

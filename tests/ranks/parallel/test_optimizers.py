@@ -53,9 +53,9 @@ def trained(transport, settings, folder, first=0, stop=STEPS, path=None):
     mode, found = trainer.replication, []
     for index in range(first, stop):
         own = None
-        for number in mode.steps(index, lambda: False):
-            own = trainer.step(number, *mode.batch(source, number))
-        outcome = mode.outcome(index, own)
+        for number in mode.step_end.steps(index, lambda: False):
+            own = trainer.step(number, *mode.rows.batch(source, number))
+        outcome = mode.step_end.outcome(index, own)
         found.append((outcome.loss, outcome.grad_norm))
     return np.array(found), again, save(folder, trainer, Done(stop, 12 * stop, "run"), 9)
 
@@ -173,7 +173,7 @@ def stepped(transport, *settings, steps=2):
     mode = trainer.replication
     for index in range(steps):
         before = trainer.transport.traffic.messages, trainer.transport.traffic.nbytes
-        trainer.step(index, *mode.batch(source, index))
+        trainer.step(index, *mode.rows.batch(source, index))
     after = trainer.transport.traffic.messages, trainer.transport.traffic.nbytes
     trainer.sync_parameters()
     return trainer, np.subtract(after, before), trainer.arena.allocations

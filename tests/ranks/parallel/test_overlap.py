@@ -6,8 +6,8 @@ from itertools import groupby
 import pytest
 
 from mpitrain.config import parse, with_settings
-from mpitrain.kernels.engines import KERNELS
 from mpitrain.machine import cuda
+from mpitrain.ops.device import KERNELS
 from mpitrain.parallel.data.buckets import Buckets
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks

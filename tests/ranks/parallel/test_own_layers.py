@@ -10,7 +10,8 @@ from mpitrain.layers.base import Now
 from mpitrain.layers.plain import Plain
 from mpitrain.ops.device import ops_for
 from mpitrain.run.checkpoint.manifest import Done
-from mpitrain.run.trainer import Trainer, replicas_equal
+from mpitrain.run.replicas import replicas_equal
+from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
 from tests.cases.own_layers import units
 from tests.saving import load, save

@@ -72,9 +72,9 @@ def test_kernels_have_the_bits_of_the_plain_run_too(layout, capsys):
 def sent(transport, config):
     """The bytes that a rank sends in its second step."""
     trainer, source, _ = build(transport, config, source=source_of(config))
-    trainer.step(0, *trainer.replication.batch(source, 0))
+    trainer.step(0, *trainer.replication.rows.batch(source, 0))
     before = transport.traffic.nbytes
-    trainer.step(1, *trainer.replication.batch(source, 1))
+    trainer.step(1, *trainer.replication.rows.batch(source, 1))
     return transport.traffic.nbytes - before
 
 
@@ -111,14 +111,14 @@ def test_a_unit_saves_its_input_and_two_save_one_input():
 
     def held(transport, config):
         trainer, source, _ = build(transport, config, source=source_of(config))
-        loss, found = trainer.replication.loss, []
+        loss, found = trainer.replication.rows.loss, []
 
         def counted(*arguments):
             found.append(trainer.arena.live)
             return loss(*arguments)
 
-        trainer.replication.loss = counted
-        trainer.step(0, *trainer.replication.batch(source, 0))
+        trainer.replication.rows.loss = counted
+        trainer.step(0, *trainer.replication.rows.batch(source, 0))
         return found[0] // 8
 
     head = 2 * rows * width + rows + rows * vocabulary

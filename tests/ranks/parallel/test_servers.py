@@ -9,7 +9,7 @@ from mpitrain.parallel.grid import axes
 from mpitrain.parallel.modes import servers_of
 from mpitrain.parallel.servers.messages import header
 from mpitrain.run.build import build
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.training import STEPS, TINY, configured, curves
 
@@ -21,7 +21,8 @@ def served(transport, config, steps=STEPS):
     """Losses and norms, the parameters and the gradients that each rank holds: {start: values} of its pieces."""
     trainer, source, _ = build(transport, config)
     outcomes = [
-        trainer.step(index, *trainer.replication.batch(source, index)) for index in range(steps)
+        trainer.step(index, *trainer.replication.rows.batch(source, index))
+        for index in range(steps)
     ]
     assert replicas_equal(trainer)
     validated = trainer.evaluate(source)
@@ -118,15 +119,15 @@ def test_a_unit_is_pushed_while_those_before_it_compute_and_the_bits_stay(settin
             transport, configured(*TINY, SERVER, "replication.servers=2", *settings)
         )
         replication, counts, before = trainer.replication, [], transport.traffic.messages
-        ready = replication.gradient_ready
+        ready = replication.reducer.ready
 
         def noted(unit, is_last):
             ready(unit, is_last)
             if is_last:
                 counts.append(transport.traffic.messages - before)
 
-        replication.gradient_ready = noted
-        outcome = trainer.step(0, *replication.batch(source, 0))
+        replication.reducer.ready = noted
+        outcome = trainer.step(0, *replication.rows.batch(source, 0))
         return counts, outcome._replace(comm_s=0), trainer.parameters.copy()
 
     one, _, *servers = every = run_ranks(4, pushed)
@@ -149,7 +150,7 @@ def test_a_bit_that_differs_on_a_server_alone_is_found(update):
         )
         before = replicas_equal(trainer)
         if transport.rank == rank:
-            trainer.replication.parameters[-1] += 1
+            trainer.replication.store.parameters[-1] += 1
         return before, replicas_equal(trainer)
 
     for rank in (0, 3):
@@ -171,9 +172,9 @@ def test_workers_push_gradients_and_servers_alone_have_state(workers, servers):
         trainer, source, _ = build(
             transport, configured(*TINY, SERVER, f"replication.servers={servers}")
         )
-        trainer.step(0, *trainer.replication.batch(source, 0))
+        trainer.step(0, *trainer.replication.rows.batch(source, 0))
         before = transport.traffic.nbytes
-        trainer.step(1, *trainer.replication.batch(source, 1))
+        trainer.step(1, *trainer.replication.rows.batch(source, 1))
         sent = transport.traffic.nbytes - before
         names = [kept.name for kept in trainer.replication.kept()]
         return sent, trainer.parameters.nbytes, trainer.grid.is_server, names, trainer.arena.peak
@@ -201,13 +202,13 @@ def test_workers_push_gradients_and_servers_alone_have_state(workers, servers):
 def test_a_stop_and_a_nan_of_any_rank_reach_all(asked):
     def run(transport):
         trainer, source, _ = build(transport, configured(*TINY, SERVER, "replication.servers=2"))
-        inputs, targets = trainer.replication.batch(source, 0)
+        inputs, targets = trainer.replication.rows.batch(source, 0)
         outcomes = [
             trainer.step(0, inputs, targets, stop_requested=lambda: transport.rank == asked)
         ]
         before = trainer.parameters.copy()
         if transport.rank == 1:
-            trainer.replication.open(0, 0)["tokens"][:] = np.nan
+            trainer.replication.store.open(0, 0)["tokens"][:] = np.nan
         outcomes.append(trainer.step(1, inputs, targets))
         kept = not trainer.grid.is_server or np.array_equal(before, trainer.parameters)
         return [(o.stop, o.updated, o.nonfinite > 0) for o in outcomes], kept

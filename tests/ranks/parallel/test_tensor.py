@@ -10,13 +10,14 @@ from mpitrain.layers.base import Unit
 from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import Linear, Plain
 from mpitrain.models.mlp import mlp
-from mpitrain.ops.cuda.wire import BLOCK
+from mpitrain.ops.codes import WIRE_BLOCK as BLOCK
 from mpitrain.ops.device import ops_for
 from mpitrain.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.generate import tokens
-from mpitrain.run.trainer import Trainer, replicas_equal
+from mpitrain.run.replicas import replicas_equal
+from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
 from tests.saving import save
 from tests.training import configured
@@ -93,7 +94,7 @@ def curve(transport, config, steps=STEPS):
     trainer = job.trainer
     told, allocations = [], set()
     for step in range(steps):
-        outcome = trainer.step(step, *trainer.replication.batch(source, step))
+        outcome = trainer.step(step, *trainer.replication.rows.batch(source, step))
         told.append((outcome.loss, outcome.grad_norm))
         allocations.add(trainer.arena.allocations)
     is_steady = len(allocations) == 1 or config.memory.release_every
@@ -129,7 +130,7 @@ def rounded(transport, config, steps=STEPS):
     buckets._mover.start = noted
     for step in range(steps):
         total[:] = np.nan
-        trainer.step(step, *trainer.replication.batch(source, step))
+        trainer.step(step, *trainer.replication.rows.batch(source, step))
         sizes, limit = np.abs(total), np.zeros_like(total)
         for bucket in buckets.buckets:
             if not bucket.holders:
@@ -260,7 +261,7 @@ def test_a_number_that_is_not_finite_on_one_rank_is_no_update_on_any(own_rows, n
         trainer, source, _ = build(transport, config, source=source_of(config))
         entry, ready = (
             next(e for e in trainer.storage.entries if e.name.endswith(name)),
-            trainer.replication.gradient_ready,
+            trainer.replication.reducer.ready,
         )
 
         def spoiled(unit, is_last):
@@ -268,8 +269,8 @@ def test_a_number_that_is_not_finite_on_one_rank_is_no_update_on_any(own_rows, n
                 trainer.gradients[entry.start] = np.nan
             ready(unit, is_last)
 
-        trainer.replication.gradient_ready, before = spoiled, trainer.parameters.copy()
-        outcome = trainer.step(0, *trainer.replication.batch(source, 0))
+        trainer.replication.reducer.ready, before = spoiled, trainer.parameters.copy()
+        outcome = trainer.step(0, *trainer.replication.rows.batch(source, 0))
         return (
             outcome.updated,
             outcome.nonfinite > 0,
@@ -294,7 +295,7 @@ def test_a_checkpoint_resumes_bitwise_in_any_layout(tmp_path):
         config = configured(*shape, "layout.tp=3")
         trainer, source, _ = build(transport, config, source=source_of(config))
         for step in range(2):
-            trainer.step(step, *trainer.replication.batch(source, step))
+            trainer.step(step, *trainer.replication.rows.batch(source, step))
         return save(tmp_path / "begun", trainer, Done(2, 24, "run"), keep=1)
 
     path = run_ranks(6, begun)[0]
@@ -351,7 +352,7 @@ def test_a_users_list_of_layers_gathers_and_splits():
         )
         trainer, source = Trainer(transport, units, config), Points(10)
         told = [
-            trainer.step(step, *trainer.replication.batch(source, step))[:2]
+            trainer.step(step, *trainer.replication.rows.batch(source, step))[:2]
             for step in range(STEPS)
         ]
         assert replicas_equal(trainer) and trainer.arena.live == 0
@@ -468,7 +469,7 @@ def test_indivisible_rows_are_refused_with_the_nearest_numbers(ranks, settings, 
     def built(transport, *more):
         config = configured(*GPT, "layout.sequence_parallel=true", *settings, *more)
         trainer, source, _ = build(transport, config, source=source_of(config))
-        trainer.step(0, *trainer.replication.batch(source, 0))
+        trainer.step(0, *trainer.replication.rows.batch(source, 0))
 
     with pytest.raises(ConfigError) as refused:
         run_ranks(ranks, built)

@@ -22,7 +22,9 @@ WAYS = {
 def built(transport, config):
     """A trainer, and a function that makes its step of this number."""
     trainer, source, _ = build(transport, config, source=source_of(config))
-    return trainer, lambda number: trainer.step(number, *trainer.replication.batch(source, number))
+    return trainer, lambda number: trainer.step(
+        number, *trainer.replication.rows.batch(source, number)
+    )
 
 
 def test_a_step_sends_the_bytes_of_its_formula():
@@ -30,9 +32,9 @@ def test_a_step_sends_the_bytes_of_its_formula():
 
     def sent(transport, config):
         trainer, source, _ = build(transport, config, source=source_of(config))
-        trainer.step(0, *trainer.replication.batch(source, 0))
+        trainer.step(0, *trainer.replication.rows.batch(source, 0))
         before = transport.traffic.nbytes
-        trainer.step(1, *trainer.replication.batch(source, 1))
+        trainer.step(1, *trainer.replication.rows.batch(source, 1))
         return transport.traffic.nbytes - before
 
     n, layers, rows, width = 3, 2, 12 * 24, 48
@@ -63,13 +65,13 @@ def test_activations_kept_for_the_backward_are_those_of_the_formula(way):
 
     def held(transport, config):
         trainer, step = built(transport, config)
-        loss, found = trainer.replication.loss, []
+        loss, found = trainer.replication.rows.loss, []
 
         def counted(*arguments):
             found.append(trainer.arena.live)
             return loss(*arguments)
 
-        trainer.replication.loss = counted
+        trainer.replication.rows.loss = counted
         step(0)
         return found[0]
 

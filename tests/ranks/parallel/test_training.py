@@ -8,7 +8,7 @@ from mpitrain.collectives.selection.table import choices
 from mpitrain.data import Unopened
 from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.training import MLP, STEPS, TINY, by_hand, configured, curve, curves
 

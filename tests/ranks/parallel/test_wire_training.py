@@ -12,7 +12,7 @@ from mpitrain.collectives.compression import RECENT
 from mpitrain.errors import CheckpointError
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import newest
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.saving import save
 from tests.training import TINY, configured, curves

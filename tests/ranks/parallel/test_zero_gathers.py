@@ -6,7 +6,7 @@ import pytest
 from mpitrain.collectives.engine.arithmetic import BLOCK, CODECS, parse_wire
 from mpitrain.collectives.group import Group
 from mpitrain.run.build import build
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.laws.collectives import measured
 from tests.training import TINY, configured
@@ -73,7 +73,7 @@ def test_gradients_are_decoded_and_masters_are_never_coded(name, hosts, more):
         before, began, batch = (
             whole.parameters.copy(),
             coded.parameters.copy(),
-            coded.replication.batch(job.data, 0),
+            coded.replication.rows.batch(job.data, 0),
         )
         found, wanted = coded.step(0, *batch), whole.step(0, *batch)
         assert (

@@ -8,7 +8,7 @@ import pytest
 
 from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import ThreadTransport, run_ranks
 from tests.laws.collectives import measured
 from tests.training import TINY, configured, curve
@@ -66,13 +66,13 @@ def test_between_hosts_a_rank_sends_only_its_gradients_once_a_step(hosts, monkey
     def run(transport, stage):
         job = build(transport, configured(*TINY, *by_host(stage), RING, f"batch.micro_batches={m}"))
         trainer, mode = job.trainer, job.trainer.replication
-        batch, told = mode.batch(job.data, 0), []
+        batch, told = mode.rows.batch(job.data, 0), []
         trainer.step(0, *batch)
-        mode.sync_parameters()
+        mode.step_end.sync()
         transport.barrier()
         for work in (
-            lambda: mode.total(0, 0, 0, 0),
-            lambda: (trainer.step(1, *batch), mode.sync_parameters()),
+            lambda: mode.step_end.control.total(0, 0, 0, 0),
+            lambda: (trainer.step(1, *batch), mode.step_end.sync()),
         ):
             before = crossed[transport.rank]
             sent = measured(transport, work)[1]
@@ -80,7 +80,7 @@ def test_between_hosts_a_rank_sends_only_its_gradients_once_a_step(hosts, monkey
             transport.barrier()
         (control, control_crossed), (sent, between) = told
         state = sum(buffer.nbytes for buffer in mode.step_end.optimizer.state.values())
-        held = state, mode.gradient_buffer.nbytes, mode.parameters.nbytes
+        held = state, mode.reducer.buffer.nbytes, mode.store.parameters.nbytes
         between -= control_crossed
         return (
             between,

@@ -83,8 +83,8 @@ def test_each_chunk_is_gathered_once_a_pass_and_reduced_once(name, chunks, tied,
         )
         trainer, source, _ = build(transport, configured(*SMALL, *settings))
         mode, storage = trainer.replication, trainer.storage
-        told = measured(trainer.transport, lambda: mode.total(0, 0, 0, 0))[1]
-        batch = mode.batch(source, 0)
+        told = measured(trainer.transport, lambda: mode.step_end.control.total(0, 0, 0, 0))[1]
+        batch = mode.rows.batch(source, 0)
         trainer.step(0, *batch)
         sent = measured(trainer.transport, lambda: trainer.step(1, *batch))[1]
         parts = mode.replica.chunks

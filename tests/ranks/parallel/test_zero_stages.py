@@ -11,7 +11,7 @@ from mpitrain.parallel.data.unsharded_buffers import TURNS
 from mpitrain.parallel.data.zero_three import GatheredOnUse
 from mpitrain.parallel.modes import MODES, ZERO
 from mpitrain.run.build import build
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu
 from tests.fakes.pointers import PointerThreads
@@ -73,15 +73,15 @@ def test_overlap_buckets_and_what_is_kept_do_not_change_the_curve(settings):
 
 
 class Closing(GatheredOnUse):
-    """A unit is there between open and close alone."""
+    """A unit is there from `open` to the next `poll` alone."""
 
     def open(self, unit, part):
-        found = super().open(unit, part)
+        self.now_open, weights = unit, super().open(unit, part)
         self.sync()
-        return found
+        return weights
 
-    def close(self, unit):
-        for bucket in self._needed[unit]:
+    def poll(self):
+        for bucket in self._needed[self.now_open]:
             self.slots.views[bucket].fill(np.nan)
             self._there.pop(self.slots.slot[bucket], None)
 
@@ -97,7 +97,7 @@ def strict(replica):
             reducer._end(slot)
             reducer.slots.views[bucket].fill(np.nan)
 
-    reducer.poll, mode.close = poll_and_spoil, lambda unit, part: mode.store.close(unit)
+    reducer.poll = poll_and_spoil
     return mode
 
 
@@ -126,7 +126,7 @@ def test_a_rank_holds_its_part_and_what_is_on_its_way(settings, ranks, stage):
         assert mode.reducer.slots.flat.nbytes == slots
         if stage == 3:
             assert mode.store.slots.flat.nbytes == slots
-        return storage.length, mode.parameters.nbytes + mode.gradient_buffer.nbytes + state
+        return storage.length, mode.store.parameters.nbytes + mode.reducer.buffer.nbytes + state
 
     for length, held in run_ranks(ranks, run):
         assert held * ranks == length * ({2: 4 * ranks + 12, 3: 16}[stage])
@@ -145,8 +145,8 @@ def test_by_ring_a_rank_sends_what_the_formulas_say(settings, micro_batches, sta
         )
         job = build(transport, config)
         trainer, mode = job.trainer, job.trainer.replication
-        told = measured(trainer.transport, lambda: mode.total(0, 0, 0, 0))[1]
-        batch = mode.batch(job.data, 0)
+        told = measured(trainer.transport, lambda: mode.step_end.control.total(0, 0, 0, 0))[1]
+        batch = mode.rows.batch(job.data, 0)
         trainer.step(0, *batch)
         sent = measured(trainer.transport, lambda: trainer.step(1, *batch))[1]
         sizes = [4 * (span.stop - span.start) for span in trainer.storage.spans]
@@ -179,7 +179,7 @@ def test_after_the_first_step_nothing_is_bound_or_allocated(stage):
     def run(transport):
         job = build(transport, configured(*TINY, TIED, zero(stage), "batch.micro_batches=2"))
         trainer = job.trainer
-        trainer.step(0, *trainer.replication.batch(job.data, 0))
+        trainer.step(0, *trainer.replication.rows.batch(job.data, 0))
         held, mode = trainer.arena.allocations, trainer.replication
         shards = mode.reducer.shards
         for transport in (
@@ -189,7 +189,7 @@ def test_after_the_first_step_nothing_is_bound_or_allocated(stage):
         ):
             transport.claim_tag = transport.allocate = None
         for index in (1, 2):
-            trainer.step(index, *trainer.replication.batch(job.data, index))
+            trainer.step(index, *trainer.replication.rows.batch(job.data, index))
         return trainer.arena.allocations - held, trainer.arena.live
 
     assert run_ranks(2, run) == [(0, 0)] * 2
@@ -203,7 +203,9 @@ def test_what_a_checkpoint_keeps_is_all_that_the_next_steps_need(stage):
         second.trainer.evaluate(second.data)  # gathers what it begins with
 
         def step(job, index):
-            return job.trainer.step(index, *job.trainer.replication.batch(job.data, index)).loss
+            return job.trainer.step(
+                index, *job.trainer.replication.rows.batch(job.data, index)
+            ).loss
 
         for index in range(3):
             step(first, index)
@@ -228,7 +230,9 @@ def test_a_parameter_that_no_layer_wrote_in_a_step_has_no_gradient(stage):
         trainer, norms = job.trainer, []
         layer = trainer.units[1].layer
         for index in range(3):
-            norms.append(trainer.step(index, *trainer.replication.batch(job.data, index)).grad_norm)
+            norms.append(
+                trainer.step(index, *trainer.replication.rows.batch(job.data, index)).grad_norm
+            )
             layer.backward = lambda w, dy, saved, dw, arena: layer.backward_input(
                 w, dy, saved, arena
             )[0]
@@ -267,7 +271,7 @@ def test_a_gpu_trains_bit_by_bit_as_the_simulator_does(algorithm, gather, monkey
         )
         trainer = job.trainer
         losses = [
-            trainer.step(index, *trainer.replication.batch(job.data, index)).loss
+            trainer.step(index, *trainer.replication.rows.batch(job.data, index)).loss
             for index in range(2)
         ]
         found = [losses, *trainer.tensors().values()]

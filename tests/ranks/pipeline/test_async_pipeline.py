@@ -14,13 +14,13 @@ import pytest
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
 from mpitrain.optim import learning_rate
-from mpitrain.parallel.data.weight_stashing import WeightStashing
+from mpitrain.parallel.data.weight_stashing import StageUpdate
 from mpitrain.parallel.grid import share
 from mpitrain.pipeline.partition import cut
 from mpitrain.pipeline.schedules import STREAMS
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.saving import save
 from tests.training import configured
@@ -60,10 +60,10 @@ def driven(trainer, source, steps, stop_at=None):
     replication, outcomes = trainer.replication, {}
     for index in steps:
         own = None
-        for number in replication.steps(index, lambda: False):
+        for number in replication.step_end.steps(index, lambda: False):
             stop = number == stop_at and trainer.transport.rank == trainer.transport.size - 1
-            own = trainer.step(number, *replication.batch(source, number), partial(bool, stop))
-        outcomes[index] = replication.outcome(index, own)._replace(comm_s=0.0, ended=None)
+            own = trainer.step(number, *replication.rows.batch(source, number), partial(bool, stop))
+        outcomes[index] = replication.step_end.outcome(index, own)._replace(comm_s=0.0, ended=None)
         if outcomes[index].stop:
             break
     return outcomes
@@ -108,9 +108,9 @@ def emulated(settings, ends):
             transport, configured(*alone, "batch.micro_batches=1", "optimizer.clip=0")
         )
         storage, replication = trainer.storage, trainer.replication
-        flat, gradients = replication.parameters, trainer.gradients
+        flat, gradients = replication.store.parameters, trainer.gradients
         held = {kept.name: kept.array for kept in replication.kept()}
-        replication.finish = lambda mine: (replication.reducer.wait(), mine.loss)[
+        replication.step_end.finish = lambda mine: (replication.reducer.wait(), mine.loss)[
             1
         ]  # and update nothing
         bounds = np.cumsum([0, *cut(trainer.units, stages, "")])
@@ -128,7 +128,7 @@ def emulated(settings, ends):
                 for chunk in [share(len(mine), micro, m)]
             ]
             used, loss, made = sum(map(len, rows)) if every else size, 0.0, []
-            replication.scale = lambda predictions, chunk: 1 / (used * predictions)
+            replication.rows.of_update = lambda chunk: used
             for mine in rows:
                 chunk = trainer.step(
                     0, *source.batch(config.run.seed, step, size, range(mine[0], mine[-1] + 1))
@@ -200,7 +200,7 @@ def emulated(settings, ends):
 
 def _put(replication, weights):
     """Compute with these from now on."""
-    replication.parameters[:] = weights
+    replication.store.parameters[:] = weights
     replication.restore({})  # rounds them, in half precision
 
 
@@ -235,7 +235,7 @@ def test_every_micro_batch_uses_the_parameters_of_its_forward(name, pp, m):
 @pytest.mark.parametrize("dp, pp", [(1, 3), (2, 2)])
 def test_the_async_control_message_delays_no_rank(dp, pp, monkeypatch):
     """Of a ring every round waits for the one before on each rank, which may wait for something else meanwhile."""
-    monkeypatch.setattr(WeightStashing, "poll", lambda self: None)
+    monkeypatch.setattr(StageUpdate, "poll", lambda self: None)
     settings = layout(
         "async", pp, pp, f"layout.dp={dp}", "replication.algorithm=ring", "optimizer.clip=0"
     )
@@ -286,7 +286,7 @@ def test_parameters_between_steps_are_those_of_an_empty_pipeline():
     def run(transport):
         trainer, source, _ = build(transport, configured(*settings))
         for index in range(2):
-            trainer.step(index, *trainer.replication.batch(source, index))
+            trainer.step(index, *trainer.replication.rows.batch(source, index))
         evaluated = trainer.evaluate(source)
         return evaluated, trainer.tensors()
 

@@ -18,7 +18,7 @@ from mpitrain.pipeline.stage import Stage
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.generate import tokens
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.tools.bench.training.steps import STAGES, stage_rows
 from mpitrain.tools.plan.stages import end_s, measure
 from mpitrain.transport.base import FIRST_CLAIMED_TAG
@@ -61,7 +61,7 @@ def trained(transport, settings):
     trainer, source, _ = build(transport, configured(*SMALL, *settings))
     found, counts = [], []
     for index in range(STEPS):
-        outcome = trainer.step(index, *trainer.replication.batch(source, index))
+        outcome = trainer.step(index, *trainer.replication.rows.batch(source, index))
         found.append((outcome.loss, outcome.grad_norm))
         counts.append(trainer.arena.allocations)
         assert trainer.arena.live == 0
@@ -190,7 +190,7 @@ def test_gradients_travel_between_replicas_of_a_stage_in_a_wire_format(wire):
 def test_a_nonfinite_gradient_of_one_stage_skips_the_update_everywhere():
     def run(transport):
         trainer, source, _ = build(transport, configured(*SMALL, *layout(2, 3, "zero-bubble", 3)))
-        told, finish = [], trainer.replication.finish
+        told, finish = [], trainer.replication.step_end.finish
 
         def spoilt(mine):
             """On the middle stage of the first replica, when all micro-batches have gone back."""
@@ -198,9 +198,9 @@ def test_a_nonfinite_gradient_of_one_stage_skips_the_update_everywhere():
                 trainer.gradients[0] = np.nan
             return finish(mine)
 
-        trainer.replication.finish = spoilt
+        trainer.replication.step_end.finish = spoilt
         for index in range(3):
-            outcome = trainer.step(index, *trainer.replication.batch(source, index))
+            outcome = trainer.step(index, *trainer.replication.rows.batch(source, index))
             told.append((outcome.updated, outcome.nonfinite > 0))
         return told, replicas_equal(trainer)
 
@@ -218,7 +218,7 @@ def test_a_stage_boundary_sends_two_messages_per_micro_batch(name, monkeypatch):
 
     def step(transport):
         trainer, source, _ = build(transport, configured(*SMALL, *layout(1, stages, name, m)))
-        trainer.step(0, *trainer.replication.batch(source, 0))
+        trainer.step(0, *trainer.replication.rows.batch(source, 0))
 
     monkeypatch.setattr(ThreadTransport, "start_send", noted)
     run_ranks(stages, step)
@@ -244,7 +244,7 @@ def test_tensor_parallel_stages_send_whole_or_sharded_activations(rows_divided, 
     def step(transport):
         more = ["layout.tp=2", f"layout.sequence_parallel={str(rows_divided).lower()}"]
         trainer, source, _ = build(transport, configured(*SMALL, *layout(1, 2, "1f1b", m, *more)))
-        trainer.step(0, *trainer.replication.batch(source, 0))
+        trainer.step(0, *trainer.replication.rows.batch(source, 0))
 
     monkeypatch.setattr(ThreadTransport, "start_send", noted)
     run_ranks(4, step)
@@ -265,7 +265,7 @@ def test_a_stage_holds_as_many_micro_batches_as_its_schedule_says(name, monkeypa
         before = getattr(Stage, method)
 
         def changed(self, *arguments):
-            rank = self._replication.replica.grid.coords.pp
+            rank = self._store._replica.grid.coords.pp
             live[rank] += max(change, 0)
             most[rank] = max(most[rank], live[rank])
             found = before(self, *arguments)
@@ -279,7 +279,7 @@ def test_a_stage_holds_as_many_micro_batches_as_its_schedule_says(name, monkeypa
 
     def step(transport):
         trainer, source, _ = build(transport, configured(*SMALL, *layout(1, stages, name, m)))
-        trainer.step(0, *trainer.replication.batch(source, 0))
+        trainer.step(0, *trainer.replication.rows.batch(source, 0))
 
     run_ranks(stages, step)
     plan = plan_of(name, stages, m)
@@ -307,7 +307,7 @@ def test_a_stage_sends_and_holds_in_a_step_what_is_told_of_it(name, layers):
         trainer, source, _ = build(
             transport, configured(*SMALL, *deep, *layout(1, stages, name, m))
         )
-        batch = trainer.replication.batch(source, 0)
+        batch = trainer.replication.rows.batch(source, 0)
         trainer.step(0, *batch)
         assert 0 < trainer.pipe.peak_bytes <= trainer.arena.peak
         before = {name: tensor.copy() for name, tensor in trainer.tensors().items()}
@@ -341,14 +341,14 @@ def test_stages_are_measured_together_and_nothing_is_updated(ranks, settings):
 
     def run(transport):
         trainer, source, _ = build(transport, configured(*SMALL, *settings, "model.tied=true"))
-        batch = trainer.replication.batch(source, 0)
+        batch = trainer.replication.rows.batch(source, 0)
         measured = measure(trainer, *batch, [1, 3])
         ending = end_s(trainer, *batch)
         return measured, ending, trainer.step(0, *batch).loss, replicas_equal(trainer)
 
     def alone(transport):
         trainer, source, _ = build(transport, configured(*SMALL, "model.tied=true"))
-        return trainer.step(0, *trainer.replication.batch(source, 0)).loss
+        return trainer.step(0, *trainer.replication.rows.batch(source, 0)).loss
 
     (loss,) = run_ranks(1, alone)
     found = run_ranks(ranks, run)
@@ -369,8 +369,8 @@ def everything(transport, settings, folder, saved=None):
     trainer, source, done = build(transport, configured(*SMALL, *settings), saved)
     if not saved:
         for index in range(2):
-            trainer.step(index, *trainer.replication.batch(source, index))
-        trainer.replication.sync_parameters()
+            trainer.step(index, *trainer.replication.rows.batch(source, index))
+        trainer.replication.step_end.sync()
         save(folder, trainer, Done(2, 2 * ROWS, "run"), keep=1)
     found = {}
     for kept in trainer.replication.kept():
@@ -516,7 +516,7 @@ def test_default_micro_batches_are_two_per_stage_up_to_the_rows():
 def test_a_closed_trainer_leaves_no_window_and_waits_for_no_collector():
     def run(transport):
         trainer, source, _ = build(transport, configured(*SMALL, *layout(1, 2, "1f1b", 4)))
-        trainer.step(0, *trainer.replication.batch(source, 0))
+        trainer.step(0, *trainer.replication.rows.batch(source, 0))
         trainer.evaluate(source)
         trainer.close()
         return len(transport.windows)

@@ -23,7 +23,7 @@ from mpitrain.pipeline.schedules import SCHEDULES, plan_of
 from mpitrain.pipeline.stage import ForwardOnly, Stage
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
-from tests.ranks.parallel.test_replication import Slots
+from tests.ranks.parallel.test_replication import slots
 from tests.training import configured
 from tests.unit.placing import place
 
@@ -61,11 +61,11 @@ def carried_out(trainer, name):
 
     def loss(micro, logits):
         right = targets[micro].reshape(-1)
-        return trainer.replication.loss(logits.reshape(len(right), -1), right, 1 / 128)[1].reshape(
-            logits.shape
-        )
+        return trainer.replication.rows.loss(logits.reshape(len(right), -1), right, 1 / 128)[
+            1
+        ].reshape(logits.shape)
 
-    trainer.replication.begin(0)
+    trainer.replication.step_end.begin(0)
     for stage in stages.values():
         stage.begin(MICRO_BATCHES)
     channel = Channel(transport, trainer.arena, np.float32)  # nothing is sent
@@ -86,11 +86,11 @@ def test_any_partition_and_order_has_the_same_gradients_bitwise(name):
     assert np.abs(whole).max() > 0 and np.array_equal(whole, cut)
 
 
-def test_half_mirrors_are_used_only_between_open_and_close():
+def test_half_mirrors_are_used_only_between_open_and_poll():
     def run(transport):
         trainer = small(transport)
         whole = carried_out(trainer, "zero-bubble")
-        trainer.replication = Slots(trainer.replication.replica)
+        trainer.replication = slots(trainer.replication.replica)
         return whole, carried_out(trainer, "zero-bubble")
 
     ((whole, strict),) = run_ranks(1, run)
@@ -183,7 +183,7 @@ def test_a_layers_fused_backward_is_used_at_any_depth():
             lambda: stage.backward(0, dy),
             lambda: (stage.backward_input(0, dy), stage.backward_weight(0))[0],
         ):
-            trainer.replication.begin(0)
+            trainer.replication.step_end.begin(0)
             stage.begin(1)
             stage.forward(0, x)
             found.append((backwards().copy(), trainer.gradients.copy()))
@@ -262,9 +262,7 @@ class Forgetful:
 @pytest.mark.parametrize("kind", (Stage, ForwardOnly))
 def test_a_stage_frees_an_input_that_no_layer_saves(kind):
     alive = []
-    idle = SimpleNamespace(
-        open=lambda unit, micro: {}, close=lambda unit, micro: None, poll=lambda: None
-    )
+    idle = SimpleNamespace(store=SimpleNamespace(open=lambda unit, micro: {}), reducer=None)
     layers = [Unit(str(number), Forgetful(alive)) for number in range(2)]
     kind(layers, idle, Arena()).forward(0, np.zeros(3))
     assert alive[1] is False

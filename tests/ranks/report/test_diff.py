@@ -304,7 +304,7 @@ def changed(folder, into, change):
             trainer.backend,
             job.done,
             trainer.resolved.axes._asdict(),
-            trainer.replication.scalars(),
+            trainer.replication.step_end.skips.scalars(),
             9,
         )
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.ops.host import images
+from mpitrain.ops.host import layers
 from mpitrain.run.build import alone, build
 from mpitrain.run.utilisation import work_of
 from mpitrain.transport.threads import run_ranks
@@ -44,7 +44,7 @@ STEPS = 5
 def curve(transport, settings):
     """Losses, gradient norms, evaluation, and the counted and measured bytes of activations."""
     trainer, source, _ = build(transport, configured(*settings))
-    found = [trainer.step(n, *trainer.replication.batch(source, n)) for n in range(STEPS)]
+    found = [trainer.step(n, *trainer.replication.rows.batch(source, n)) for n in range(STEPS)]
     assert trainer.counted.peak == trainer.pipe.peak_bytes > 0
     facts = [(one.loss, one.grad_norm) for one in found]
     return np.array([*facts, trainer.evaluate(source)])
@@ -62,7 +62,7 @@ def test_every_layout_has_the_curve_and_activation_count_of_one_rank(frozen):
 @pytest.mark.parametrize("tile", [1, 2000])
 def test_the_size_of_a_tile_changes_no_result_but_by_rounding(tile, monkeypatch):
     truth = run_ranks(1, curve, EXACT)[0]
-    monkeypatch.setattr(images, "TILE_BYTES", tile)
+    monkeypatch.setattr(layers, "TILE_BYTES", tile)
     found = run_ranks(2, curve, EXACT)[0]
     assert np.all(np.abs(found - truth) <= 1e-9 * (1 + np.abs(truth)))
 
@@ -124,7 +124,7 @@ def test_a_cnn_reads_97_of_100_digits_on_two_ranks():
     def accuracy(transport):
         trainer, source, _ = build(transport, configured(*settings))
         for n in range(200):
-            trainer.step(n, *trainer.replication.batch(source, n))
+            trainer.step(n, *trainer.replication.rows.batch(source, n))
         return trainer.evaluate(source)[1]
 
     assert run_ranks(2, accuracy)[0] >= 0.97

@@ -70,7 +70,7 @@ def peaks(transport, settings):
     """Counted and measured bytes of this rank, after three steps."""
     trainer, source, _ = build(transport, configured(*settings))
     for index in range(3):
-        trainer.step(index, *trainer.replication.batch(source, index))
+        trainer.step(index, *trainer.replication.rows.batch(source, index))
     return trainer.counted.peak, trainer.pipe.peak_bytes
 
 

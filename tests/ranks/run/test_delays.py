@@ -29,11 +29,11 @@ def slept(monkeypatch, ranks, *settings):
         replication, losses = trainer.replication, []
         for index in range(STEPS):
             own = None
-            for number in replication.steps(index, lambda: False):
+            for number in replication.step_end.steps(index, lambda: False):
                 here.now = transport.rank, number, trainer.share().start
-                own = trainer.step(number, *replication.batch(source, number))
-            losses.append(replication.outcome(index, own).loss)
-        replication.sync_parameters()
+                own = trainer.step(number, *replication.rows.batch(source, number))
+            losses.append(replication.step_end.outcome(index, own).loss)
+        replication.step_end.sync()
         return losses
 
     return run_ranks(ranks, train), dict(naps)

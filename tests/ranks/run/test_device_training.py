@@ -8,7 +8,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.machine import cuda
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu
 from tests.fakes.pointers import PointerThreads
@@ -148,7 +148,8 @@ def by_mode(transport, settings):
         PointerThreads(transport), parse(with_settings({}, [*TINY, *settings]))
     )
     outcomes = [
-        trainer.step(index, *trainer.replication.batch(source, index)) for index in range(STEPS)
+        trainer.step(index, *trainer.replication.rows.batch(source, index))
+        for index in range(STEPS)
     ]
     loss, accuracy = trainer.evaluate(_few(source))
     assert replicas_equal(trainer) and trainer.arena.live == 0

@@ -80,9 +80,9 @@ def trained(ranks, source, *settings, steps=3):
         replication, found = trainer.replication, []
         for step in range(steps):
             own = None
-            for number in replication.steps(step, lambda: False):
-                own = trainer.step(number, *replication.batch(source, number))
-            found.append(replication.outcome(step, own))
+            for number in replication.step_end.steps(step, lambda: False):
+                own = trainer.step(number, *replication.rows.batch(source, number))
+            found.append(replication.step_end.outcome(step, own))
         trainer.sync_parameters()
         evaluated = trainer.evaluate(source)
         tensors = {} if trainer.grid.is_server else trainer.tensors()

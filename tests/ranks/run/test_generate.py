@@ -11,7 +11,6 @@ from mpitrain.data.tokenizer import ByteTokenizer
 from mpitrain.errors import ConfigError, TrainingError
 from mpitrain.layers.plain import Attention
 from mpitrain.models.gpt import gpt
-from mpitrain.run import trainer as trainer_module
 from mpitrain.run.build import build
 from mpitrain.run.generate import PromptRequest, Sampling, continued, texts, tokens
 from mpitrain.run.trainer import Trainer
@@ -121,7 +120,7 @@ def test_a_document_fills_the_context_and_not_its_row():
 
 
 def test_a_model_without_a_cache_writes_the_same(monkeypatch):
-    monkeypatch.setattr(trainer_module, "can_decode", lambda chunks: False)
+    monkeypatch.setattr("mpitrain.pipeline.decoder.can_decode", lambda chunks: False)
     (truth,) = run_ranks(1, alone, [])
     for ranks, settings in ((1, []), (2, ["layout.pp=2"]), (2, ["layout.tp=2"])):
         for found, _ in run_ranks(ranks, written, settings, False):

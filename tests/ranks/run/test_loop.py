@@ -17,11 +17,12 @@ import pytest
 from mpitrain.config import parse, with_settings
 from mpitrain.data import Unopened, as_it_is
 from mpitrain.errors import MpitrainError, TrainingError
-from mpitrain.parallel.replication.protocol import Replication
-from mpitrain.run import watchdog
+from mpitrain.parallel.replication.whole import ReplicaRows
+from mpitrain.run import hooks, loop, watchdog
 from mpitrain.run.build import build, configured, model, open_run
 from mpitrain.run.checkpoint import saving
 from mpitrain.run.checkpoint.manifest import Done, newest
+from mpitrain.run.inference import Inference
 from mpitrain.run.loop import train
 from mpitrain.run.run_dir import noted_largest
 from mpitrain.run.trainer import Trainer
@@ -118,11 +119,11 @@ def test_a_stop_on_one_rank_ends_the_evaluation_until_the_resume(
 ):
     settings = [*book, f"run.eval_every={every}"]
     batches = Counter()
-    losses = Trainer._losses
+    losses = Inference._losses
     monkeypatch.setattr(
-        Trainer,
+        Inference,
         "_losses",
-        lambda own, *asked: (batches.update([own.transport.rank]), losses(own, *asked))[1],
+        lambda own, *asked: (batches.update([own.grid.world.rank]), losses(own, *asked))[1],
     )
     assert go(3, settings, stop=lambda rank: rank == 1 and batches[1] == 2)
     assert batches == {0: 3, 1: 3, 2: 3}, (
@@ -198,8 +199,11 @@ def test_step_time_excludes_checkpoints_and_evaluations(book, tmp_path, monkeypa
     takes(saving, "save", 100)
     takes(Trainer, "evaluate", 10)
     takes(Trainer, "step", 1)
-    # The clock of the loop alone: others measure with the real one.
-    monkeypatch.setattr("mpitrain.run.loop.time", SimpleNamespace(perf_counter=lambda: now))
+    # The clock of the loop and its hooks alone: others measure with the real one.
+    for module in (loop, hooks):
+        monkeypatch.setattr(
+            module, "time", SimpleNamespace(perf_counter=lambda: now, time=time.time)
+        )
     go(1, [*book, "run.steps=3", "checkpoint.every=1", "run.eval_every=1", "run.log_every=3"])
     steps = [record for record in records(tmp_path) if "loss" in record]
     assert [record["step"] for record in steps] == [1, 3]
@@ -242,17 +246,17 @@ class NotFinite:
     """Makes the losses of the steps in `steps`, counted from 1, NaN."""
 
     def __init__(self, monkeypatch, steps):
-        loss, step = Replication.loss, Trainer.step
+        loss, step = ReplicaRows.loss, Trainer.step
 
-        def spoilt(replication, *rest):
-            value, gradient = loss(replication, *rest)
-            return np.nan if replication.counted in steps else value, gradient
+        def spoilt(rows, *rest):
+            value, gradient = loss(rows, *rest)
+            return np.nan if rows.counted in steps else value, gradient
 
         def counted(trainer, index, *rest):
-            trainer.replication.counted = index + 1
+            trainer.replication.rows.counted = index + 1
             return step(trainer, index, *rest)
 
-        monkeypatch.setattr(Replication, "loss", spoilt)
+        monkeypatch.setattr(ReplicaRows, "loss", spoilt)
         monkeypatch.setattr(Trainer, "step", counted)
 
 
@@ -273,13 +277,13 @@ def test_a_run_that_diverges_says_so_in_its_own_words_alone(mode, book):
 
 @pytest.mark.parametrize("settings", [(), ("layout.pp=3", "batch.micro_batches=3")])
 def test_a_loss_that_is_not_finite_names_its_rank(settings, book, monkeypatch):
-    loss = Replication.loss
+    loss = ReplicaRows.loss
 
-    def spoilt(replication, *rest):
-        value, gradient = loss(replication, *rest)
-        return np.nan if replication.replica.grid.world.rank == 2 else value, gradient
+    def spoilt(rows, *rest):
+        value, gradient = loss(rows, *rest)
+        return np.nan if rows._replica.grid.world.rank == 2 else value, gradient
 
-    monkeypatch.setattr(Replication, "loss", spoilt)
+    monkeypatch.setattr(ReplicaRows, "loss", spoilt)
     with pytest.raises(TrainingError) as failure:
         go(3, [*book, "batch.size=9", *settings])
     assert failure.value.agreed and "1 of 3 ranks: 2 (" in failure.value.law

@@ -358,9 +358,9 @@ def stepped(transport, config):
     losses = []
     for index in range(3):
         own = None
-        for number in trainer.replication.steps(index, lambda: False):
-            own = trainer.step(number, *trainer.replication.batch(source, number))
-        losses.append(trainer.replication.outcome(index, own).loss)
+        for number in trainer.replication.step_end.steps(index, lambda: False):
+            own = trainer.step(number, *trainer.replication.rows.batch(source, number))
+        losses.append(trainer.replication.step_end.outcome(index, own).loss)
     tensors = {} if trainer.grid.is_server else trainer.tensors()
     frozen = sum(entry.stop - entry.start for entry in trainer.storage.frozen.entries)
     return np.array(losses), frozen, tensors

@@ -7,7 +7,7 @@ import pytest
 
 from mpitrain.errors import CommError, DataError, TrainingError
 from mpitrain.run.build import build
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.masked import MASKED, MaskedTokens, T, V
 from tests.runs import TINY, go, records
@@ -31,9 +31,9 @@ def trained(ranks, *settings, empty=(), steps=STEPS):
         before = tensors()
         for step in range(steps):
             own = None
-            for number in replication.steps(step, lambda: False):
-                own = trainer.step(number, *replication.batch(source, number))
-            outcomes.append(replication.outcome(step, own))
+            for number in replication.step_end.steps(step, lambda: False):
+                own = trainer.step(number, *replication.rows.batch(source, number))
+            outcomes.append(replication.step_end.outcome(step, own))
         trainer.sync_parameters()
         assert replicas_equal(trainer)
         found = [(o.loss, o.grad_norm, o.lr, o.updated, o.counted) for o in outcomes]
@@ -204,7 +204,7 @@ def test_without_masks_every_step_counts_all_targets():
 
     def go(transport):
         trainer = build(transport, configured(*MASKED), source=Full()).trainer
-        return trainer.step(0, *trainer.replication.batch(Full(), 0)).counted
+        return trainer.step(0, *trainer.replication.rows.batch(Full(), 0)).counted
 
     assert run_ranks(2, go) == [1.0, 1.0]
 
@@ -234,7 +234,7 @@ def test_any_other_target_outside_the_vocabulary_ends_all_ranks(wrong):
 
     def go(transport):
         trainer = build(transport, configured(*MASKED), source=Wrong()).trainer
-        trainer.step(0, *trainer.replication.batch(Wrong(), 0))
+        trainer.step(0, *trainer.replication.rows.batch(Wrong(), 0))
 
     with pytest.raises((DataError, CommError), match=f"has {wrong} at"):
         run_ranks(2, go)

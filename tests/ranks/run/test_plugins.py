@@ -12,6 +12,8 @@ from mpitrain.machine.backend import HostBackend
 from mpitrain.models.table import MODELS
 from mpitrain.ops import bodies
 from mpitrain.parallel import modes
+from mpitrain.parallel.modes import MODES
+from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.pipeline import schedules as pipeline_schedules
 from mpitrain.run import choices
 from mpitrain.run.build import build
@@ -89,6 +91,40 @@ def test_an_operation_is_the_base_of_an_optimizer():
 def test_a_mode_holds_what_its_row_says_and_is_compared():
     check_held(3, {"replication": {"mode": "toy"}})
     assert {"toy", "toy-ring"} <= settings_by_mode().keys()
+
+
+class Former(Replication):
+    """A mode as plugins of version 0.1 wrote them: it overrides and calls methods of `Replication`."""
+
+    def __init__(self, replica):
+        made = MODES["all-reduce"].make(replica)
+        super().__init__(replica, made.step_end, made.rows)
+        self.opened = 0
+
+    def open(self, unit, micro):
+        self.opened += 1
+        return super().open(unit, micro)
+
+    def finish(self, mine):
+        result = super().finish(mine)
+        assert self.gradient_buffer.any() and self.parameters.any()
+        return result._replace(lead=self.opened)
+
+
+def test_a_mode_that_subclasses_replication_runs_with_its_overrides():
+    MODES["former"] = MODES["toy"]._replace(make=Former)
+    one, other = (
+        run_ranks(2, stepped, configured(*TINY, f"replication.mode={mode}"))
+        for mode in ("all-reduce", "former")
+    )
+    assert [result._replace(lead=0) for result in other] == one
+    assert all(result.lead > 0 for result in other)
+
+
+def stepped(transport, config):
+    job = build(transport, config)
+    result = job.trainer.step(0, *job.trainer.replication.rows.batch(job.data, 0))
+    return result._replace(comm_s=0.0)
 
 
 def test_help_lists_rows_of_plugins():
@@ -248,7 +284,7 @@ def test_rows_that_a_source_may_not_give_name_the_source(spoil, prefetch):
         job = build(transport, configured(*TINY, *names))
         source = Prefetched(job.data, prefetch, 9) if prefetch else job.data
         for read in (
-            lambda: job.trainer.replication.batch(source, 0),
+            lambda: job.trainer.replication.rows.batch(source, 0),
             lambda: job.trainer.evaluate(source),
         ):
             with pytest.raises(ConfigError, match="data source spoilt must return two arrays"):

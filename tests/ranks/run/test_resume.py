@@ -53,9 +53,10 @@ def go(transport, settings, folder, steps, saved):
     before = whole(trainer)
     indices = range(done.step, done.step + steps)
     losses = [
-        trainer.step(index, *trainer.replication.batch(source, index)).loss for index in indices
+        trainer.step(index, *trainer.replication.rows.batch(source, index)).loss
+        for index in indices
     ]
-    trainer.replication.sync_parameters()
+    trainer.replication.step_end.sync()
     if not saved:
         save(folder, trainer, Done(steps, 12 * steps, "run"), keep=1)
     return losses, before, whole(trainer)

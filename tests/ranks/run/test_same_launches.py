@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from mpitrain.config import parse, with_settings
-from mpitrain.kernels.engines import KERNELS
+from mpitrain.ops.device import KERNELS
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu
@@ -68,24 +68,28 @@ def test_steps_repeat_their_launches_and_read_the_device_once(ranks, settings, m
     def run(transport):
         trainer, source, _ = build(transport, parse(with_settings({}, [*SETTINGS, *settings])))
         mode, me, found, outcomes = trainer.replication, threading.get_ident(), [], []
-        right = mode.loss
+        right = mode.rows.loss
 
         def loss(logits, targets, scale):
             value, gradient = right(logits, targets, scale)
-            if index == 2 and mode.loss_scale > 1:
+            if index == 2 and mode.step_end.skips.scale.value > 1:
                 gradient[0, 0] = float("inf")
             return value, gradient
 
-        mode.loss = loss
+        mode.rows.loss = loss
         for index in range(5):
             engine.noted[me].clear()
             before = len(events)
-            outcomes.append(trainer.step(index, *mode.batch(source, index)))
+            outcomes.append(trainer.step(index, *mode.rows.batch(source, index)))
             found.append(
                 (list(engine.noted[me]), [what for thread, what in events[before:] if thread == me])
             )
         assert len({outcome.lr for outcome in outcomes}) == 5
-        assert [outcome.updated for outcome in outcomes[2:]] == [mode.loss_scale == 1, True, True]
+        assert [outcome.updated for outcome in outcomes[2:]] == [
+            mode.step_end.skips.scale.value == 1,
+            True,
+            True,
+        ]
         return found
 
     for found in run_ranks(ranks, run):
@@ -139,10 +143,10 @@ def test_async_workers_read_the_device_once_and_servers_never(update, monkeypatc
         mode, me, computed = trainer.replication, threading.get_ident(), 0
         before = reads.count(me)
         for index in range(steps):
-            for number in mode.steps(index, lambda: False):
-                trainer.step(number, *mode.batch(source, number))
+            for number in mode.step_end.steps(index, lambda: False):
+                trainer.step(number, *mode.rows.batch(source, number))
                 computed += 1
-            assert mode.outcome(index, None).updated
+            assert mode.step_end.outcome(index, None).updated
         trainer.sync_parameters()
         return reads.count(me) - before, computed
 

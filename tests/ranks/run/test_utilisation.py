@@ -7,8 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from mpitrain.kernels import cache
-from mpitrain.machine import cuda
+from mpitrain.machine import compiling, cuda
 from mpitrain.models.table import MODELS
 from mpitrain.ops import OPERATIONS
 from mpitrain.ops.device import device_for
@@ -77,7 +76,9 @@ def test_rates_are_fractions_of_the_peak():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache.os.path, "expanduser", lambda path: path.replace("~", str(tmp_path)))
+    monkeypatch.setattr(
+        compiling.os.path, "expanduser", lambda path: path.replace("~", str(tmp_path))
+    )
     monkeypatch.setattr(measuring, "BUDGET", 0.01)
     return tmp_path / ".cache/mpitrain/gemm-peak"
 

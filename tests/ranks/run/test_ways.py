@@ -4,9 +4,18 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import mpitrain
+from mpitrain.collectives.group import Group
+from mpitrain.config import Layout
+from mpitrain.layers.initial import normal
+from mpitrain.machine.arena import Arena
+from mpitrain.ops.device import ops_for
+from mpitrain.parallel.tensor.layer_factory import layers_for
+from mpitrain.parallel.tensor.linear import RowParallelLinear
+from mpitrain.transport.threads import run_ranks
 
 PACKAGE = Path(mpitrain.__file__).parent
 PAGE = PACKAGE / "README.md"
@@ -37,8 +46,32 @@ def calls_of(function, *arguments):
     return calls
 
 
+def of_a_ring():
+    def calls(transport):
+        group, array = Group(transport, "ring"), np.ones(10)
+        return calls_of(lambda: group.bind(array).run())
+
+    return run_ranks(2, calls)[0]
+
+
+def of_a_row_parallel_layer():
+    def calls(transport):
+        group = Group(transport, "ring")
+        layer = RowParallelLinear(
+            layers_for(ops_for("cpu"), group, Layout(tp=2)), 8, 4, normal(0.1), bias=False
+        )
+        group.exchange((3, 4), "float32")  # makes a buffer, which the layer leases
+        rows, weight = np.ones((3, 4), "float32"), np.ones((4, 4), "float32")
+        return calls_of(layer.forward, {"weight": weight}, rows, Arena())
+
+    return run_ranks(2, calls)[0]
+
+
 # {question: a function that makes the run, and returns its calls}. Its number is the most files that the way may have.
-RUNS = {}
+RUNS = {
+    "Where is the ring?": (5, of_a_ring),
+    "Where is the all-reduce of a row-sharded layer?": (5, of_a_row_parallel_layer),
+}
 
 
 def test_the_page_and_the_runs_have_the_same_ways():

@@ -22,11 +22,18 @@ from mpitrain.pipeline.stage import Stage
 from mpitrain.run.run_dir import configuration
 from mpitrain.tools.report.schedule_comparison import compare, what_was_predicted
 from mpitrain.tools.report.time_breakdown import BUBBLE, shares
-from mpitrain.trace.read import read_trace
-from mpitrain.trace.recorder import Recorder
-from mpitrain.trace.ring_buffer import COMPUTE, DEVICE, FORWARD, RECEIVE, REDUCTION, SEND, WAIT
+from mpitrain.trace.recorder import (
+    COMPUTE,
+    DEVICE,
+    FORWARD,
+    RECEIVE,
+    REDUCTION,
+    SEND,
+    WAIT,
+    Recorder,
+)
 from mpitrain.trace.startup import left
-from mpitrain.trace.timeline import described, on_the_clock_of_rank_0, read_timeline
+from mpitrain.trace.timeline import described, on_the_clock_of_rank_0, read_timeline, read_trace
 from mpitrain.transport import mpi
 from mpitrain.transport.clocks import Clocks
 from mpitrain.transport.decorators import Recorded

@@ -207,15 +207,14 @@ def test_the_sample_is_as_long_as_asked_for_and_ends_when_a_stop_is(monkeypatch,
 
 
 def test_windows_without_a_cache_are_no_wider_than_they_need(monkeypatch):
-    from mpitrain.run import trainer as module
     from mpitrain.run.generate import tokens
     from tests.unit.run.test_checkpoint import trained
 
-    monkeypatch.setattr(module, "can_decode", lambda chunks: False)
+    monkeypatch.setattr("mpitrain.pipeline.decoder.can_decode", lambda chunks: False)
     trainer = trained("model.context=128", steps=1)
     widths = []
-    logits = trainer._asked
-    trainer._asked = lambda rows: (widths.append(rows.shape[1]), logits(rows))[1]
+    logits = trainer.inference.ask
+    trainer.inference.ask = lambda rows: (widths.append(rows.shape[1]), logits(rows))[1]
     narrow = list(islice(tokens(trainer, [10], 0.0, 0, 0), 150))
     assert sorted(set(widths)) == [16, 32, 64, 128]
     whole = np.zeros((1, 128), np.int64)

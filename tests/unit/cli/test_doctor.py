@@ -7,8 +7,7 @@ import pytest
 
 from mpitrain.cli.terminal import progress
 from mpitrain.config import parse
-from mpitrain.machine.process import Launched
-from mpitrain.machine.processor import Processor, processor
+from mpitrain.machine.process import Launched, Processor, processor
 from mpitrain.ops.host import product
 from mpitrain.tools.bench.kernels import host_products
 from mpitrain.tools.bench.kernels.host_products import AVX2, described

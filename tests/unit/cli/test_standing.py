@@ -2,11 +2,9 @@
 
 import pytest
 
-from mpitrain.cli.launch.failed import standing
 from mpitrain.files import opened
-from mpitrain.trace.recorder import Recorder
-from mpitrain.trace.ring_buffer import PAUSE
-from mpitrain.trace.startup import CONNECTING
+from mpitrain.trace.blame import standing
+from mpitrain.trace.recorder import CONNECTING, PAUSE, Recorder
 
 STALL = 4.0
 PAUSES, WAITS = "pauses", "waits"

@@ -143,7 +143,7 @@ def test_the_last_run_of_a_sweep_draws_all(tmp_path):
     """Each task trains in a directory of its own; a stand-in for mpitrain writes the last line of its metrics. A task that
     ends at the same time, as the last one here does again, draws nothing."""
     programs = {
-        "mpitrain": """if [ "$1" = plot ]; then echo "$@"; exit; fi
+        "mpitrain": """if [ "$1" = runs ]; then echo "$@"; exit; fi
 while [ "$1" != --out ]; do shift; done
 mkdir -p "$2"; echo '{"event": "end"}' > "$2/metrics.jsonl\""""
     }
@@ -160,8 +160,8 @@ mkdir -p "$2"; echo '{"event": "end"}' > "$2/metrics.jsonl\""""
         assert done.returncode == 0, done
         said.append(done.stdout)
     runs = [f"runs/sweep-17/optimizer.lr=0.00{number}" for number in (1, 2, 4)]
-    drawn = [line for text in said for line in text.splitlines() if line.startswith("plot")]
-    wanted = f"plot {' '.join(runs)} --out runs/sweep-17.png"
+    drawn = [line for text in said for line in text.splitlines() if line.startswith("runs plot")]
+    wanted = f"runs plot {' '.join(runs)} --out runs/sweep-17.png"
     assert drawn == [wanted]
 
 

@@ -13,11 +13,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpitrain.kernels.engines import KERNELS
-from mpitrain.kernels.multiprocessor import H100
-from mpitrain.machine.devices import BACKENDS
+from mpitrain.kernels.loader import H100
 from mpitrain.machine.process import gpus
-from mpitrain.ops.device import device_for
+from mpitrain.ops.device import BACKENDS, KERNELS, device_for
 from mpitrain.tools.bench.kernels import operations as bench
 from mpitrain.tools.bench.kernels.gemm import PRODUCTS, case_of
 from tests.processes import run

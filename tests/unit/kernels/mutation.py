@@ -19,11 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from mpitrain.kernels.cache import cache_of
 from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.build import build_runtime
 from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.kernels.source import FOLDER
+from mpitrain.machine.compiling import cache_of
 from tests.cases.suite import SUITE
 
 # What a comparison with it on the right guards an edge, as does a minimum with it. Loops over tiles of fixed size are none.

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from mpitrain.kernels.nvrtc import OPTIONS, own_locale
+from mpitrain.kernels.cuda import OPTIONS, own_locale
 from mpitrain.kernels.source import SourceFile
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.kernels import cache
+from mpitrain.kernels import source
 from mpitrain.kernels.simulator import build
 from mpitrain.kernels.source import read_source
+from mpitrain.machine import compiling
 
-KERNELS = Path(cache.__file__).parent
+KERNELS = Path(source.__file__).parent
 
 
 @pytest.fixture
@@ -20,9 +21,9 @@ def temporary(tmp_path, monkeypatch):
     """The shared temporary folder of a user who has no home."""
     monkeypatch.setenv("HOME", "/dev/null")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    cache._fresh_folder.cache_clear()
+    compiling._fresh_folder.cache_clear()
     yield tmp_path
-    cache._fresh_folder.cache_clear()
+    compiling._fresh_folder.cache_clear()
 
 
 def mode(path):
@@ -31,16 +32,16 @@ def mode(path):
 
 def test_at_home_it_is_used_again_and_nobody_else_can_write_there(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    folder = cache.cache_of("simulator")
+    folder = compiling.cache_of("simulator")
     assert folder == tmp_path / ".cache/mpitrain/simulator" and mode(folder) == 0o700
     folder.chmod(0o755)
-    assert cache.cache_of("simulator") == folder, "others may read it"
+    assert compiling.cache_of("simulator") == folder, "others may read it"
 
 
 def test_without_a_home_it_is_private_too_and_used_again(temporary):
-    folder = cache.cache_of("simulator")
+    folder = compiling.cache_of("simulator")
     assert folder == temporary / f"mpitrain-simulator-{os.getuid()}" and mode(folder) == 0o700
-    assert cache.cache_of("simulator") == folder
+    assert compiling.cache_of("simulator") == folder
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_without_a_home_it_is_private_too_and_used_again(temporary):
 def test_a_folder_in_which_others_may_write_is_not_used(how, temporary, monkeypatch):
     if how == "somebody else's":
         uid = os.getuid() + 1
-        monkeypatch.setattr(cache.os, "getuid", lambda: uid)
+        monkeypatch.setattr(compiling.os, "getuid", lambda: uid)
     found = temporary / f"mpitrain-simulator-{os.getuid()}"
     if how == "a link":
         (temporary / "elsewhere").mkdir(mode=0o700)
@@ -59,21 +60,21 @@ def test_a_folder_in_which_others_may_write_is_not_used(how, temporary, monkeypa
     else:
         found.mkdir()
         found.chmod({"others may write": 0o777, "the group may write": 0o770}.get(how, 0o700))
-    folder = cache.cache_of("simulator")
+    folder = compiling.cache_of("simulator")
     assert (
         folder.parent == temporary
         and folder != found
         and mode(folder) == 0o700
         and not list(folder.iterdir())
     )
-    assert cache.cache_of("simulator") == folder, "one for the whole process"
+    assert compiling.cache_of("simulator") == folder, "one for the whole process"
 
 
 @pytest.mark.parametrize("mode, is_trusted", [(0o1777, True), (0o777, False), (0o770, False)])
 def test_a_hostile_temporary_folder_is_not_used_again(mode, is_trusted, temporary):
     temporary.chmod(mode)
     found = temporary / f"mpitrain-simulator-{os.getuid()}"
-    assert (cache.cache_of("simulator") == found) == is_trusted
+    assert (compiling.cache_of("simulator") == found) == is_trusted
 
 
 def test_of_many_that_want_a_library_at_once_one_compiles_it(tmp_path, monkeypatch):

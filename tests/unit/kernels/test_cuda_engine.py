@@ -16,8 +16,7 @@ import pytest
 
 from mpitrain.errors import ConfigError, KernelError
 from mpitrain.kernels.cuda import CudaEngine
-from mpitrain.kernels.loader import Kernels
-from mpitrain.kernels.multiprocessor import H100
+from mpitrain.kernels.loader import H100, Kernels
 from mpitrain.kernels.source import package_sources
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies

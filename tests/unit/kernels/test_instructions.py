@@ -6,8 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpitrain.kernels.arguments import fresh
-from mpitrain.kernels.loader import Kernels
+from mpitrain.kernels.loader import Kernels, fresh
 from mpitrain.kernels.simulator.machine import Simulator
 
 ALL_16_BITS = np.arange(1 << 16, dtype=np.uint16)

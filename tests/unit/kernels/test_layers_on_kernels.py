@@ -11,9 +11,8 @@ from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import HostBackend
+from mpitrain.machine.backend import HostBackend, SimulatorBackend
 from mpitrain.machine.cuda import CudaBackend
-from mpitrain.machine.devices import SimulatorBackend
 from mpitrain.models.gpt import gpt
 from mpitrain.ops import bodies
 from mpitrain.ops.device import ops_for

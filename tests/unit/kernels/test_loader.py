@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import ConfigError, KernelError
-from mpitrain.kernels.arguments import Argument, fresh, strided
-from mpitrain.kernels.loader import Kernels
+from mpitrain.kernels.loader import Argument, Kernels, fresh, strided
 from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.kernels.source import package_sources
-from mpitrain.machine import devices
+from mpitrain.machine import compiling
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
 from mpitrain.ops.cuda import wire
@@ -215,7 +214,7 @@ def test_ranks_as_threads_may_launch_at_the_same_time(kernels):
 
 def test_a_machine_without_a_compiler_is_told_what_to_install(no_compiler):
     with pytest.raises(ConfigError) as caught:
-        devices.compiler()
+        compiling.compiler()
     assert str(caught.value) == (
         "ConfigError: device.kind cuda-sim compiles kernels with g++ 11 or later on x86-64, but "
         "there is no g++ here.\n"

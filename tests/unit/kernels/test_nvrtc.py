@@ -6,11 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpitrain.kernels.loader import Kernels
-from mpitrain.kernels.multiprocessor import H100
+from mpitrain.kernels.loader import H100, Kernels
 from mpitrain.kernels.source import package_sources
 from mpitrain.ops.cuda.attention import choose
-from mpitrain.ops.cuda.grids import SHARED
+from mpitrain.ops.cuda.launches import SHARED
 from mpitrain.ops.cuda.loss import row_threads
 from mpitrain.ops.cuda.tiles import (
     TENSOR_TILES,

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import KernelError
-from mpitrain.kernels.arguments import fresh, strided
-from mpitrain.kernels.loader import Kernels
+from mpitrain.kernels.loader import Kernels, fresh, strided
 from mpitrain.kernels.simulator.machine import Simulator
 
 ORDERS = [("forward", 0), ("reverse", 0), ("random", 1), ("random", 2)]

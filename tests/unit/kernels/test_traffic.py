@@ -7,11 +7,11 @@ import pytest
 from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import LaunchTraffic, Simulator
 from mpitrain.machine.arena import Arena
-from mpitrain.ops import OPERATIONS, bodies, cuda
-from mpitrain.ops.cuda import wire
-from mpitrain.ops.cuda.sums import sum_all, sum_rows
+from mpitrain.ops import OPERATIONS, bodies
+from mpitrain.ops.bodies import examples
+from mpitrain.ops.cuda import product, wire
+from mpitrain.ops.cuda.launches import sum_all, sum_rows
 from mpitrain.ops.cuda.wire import top_k
-from mpitrain.ops.example import examples
 from mpitrain.ops.operands import operands
 from tests.cases.numbers import numbers, stored
 from tests.laws.operations import IMAGES, drawn
@@ -239,7 +239,7 @@ def norms(kernels: Kernels, dtype: str) -> None:
 
 def combined(kernels: Kernels, dtype: str) -> None:
     """The epilogue of a product that a library makes."""
-    ops = bodies.cuda(kernels, cuda.multiply("library"))
+    ops = bodies.cuda(kernels, product.chosen("library"))
     ops.linear(ones(dtype, 9, 16), ones(dtype, 40, 16), ones(dtype, 40), Arena())
 
 

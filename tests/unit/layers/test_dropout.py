@@ -10,7 +10,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
 from mpitrain.ops.device import ops_for
 from mpitrain.ops.random_bits import LEVELS, RandomBits, scale, threshold
-from mpitrain.ops.reference.dropout import random_bits
+from mpitrain.ops.reference.layers import random_bits
 
 HOST = bodies.host()
 KEY = (7, 3)

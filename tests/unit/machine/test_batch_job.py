@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from mpitrain.machine.batch_job import JobEnd
+from mpitrain.machine.time_limit import JobEnd
 from tests.processes import SECONDS
 
 END = 1_800_000_000

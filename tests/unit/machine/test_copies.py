@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpitrain.machine.copies import copy_rows
+from mpitrain.machine.backend import copy_rows
 from tests.fakes import cupy
 
 SHAPES = [(3, 5), (1, 4), (4, 1), (1, 1), (0, 3), (3, 0)]

@@ -10,12 +10,10 @@ from mpitrain.collectives.engine.arithmetic import HOST, arithmetic_of
 from mpitrain.config import Device as Settings
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.cuda import CudaEngine
-from mpitrain.kernels.engines import KERNELS
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.devices import BACKENDS
-from mpitrain.machine.kinds import KINDS
+from mpitrain.machine.process import KINDS
 from mpitrain.ops import bodies
-from mpitrain.ops.device import device_for, ops_for
+from mpitrain.ops.device import BACKENDS, KERNELS, device_for, ops_for
 from tests.fakes import cupy
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from mpitrain.config import parse
 from mpitrain.errors import ConfigError
-from mpitrain.kernels import engines
-from mpitrain.machine import devices, process
+from mpitrain.machine import compiling, process
 from mpitrain.machine.arena import size_class
-from mpitrain.machine.devices import backend_for
+from mpitrain.ops import device as devices
+from mpitrain.ops.device import backend_for
 from mpitrain.run.resolve import resolve
 from mpitrain.transport import device
 from mpitrain.transport.device import (
@@ -70,7 +70,7 @@ def test_with_every_gpu_hidden_cuda_names_the_variable(one_gpu):
 
 def test_the_simulator_says_where_it_cannot_work(no_compiler, monkeypatch):
     assert "11 or later on x86-64," in refusal("cuda-sim")
-    monkeypatch.setattr(devices.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(compiling.platform, "machine", lambda: "aarch64")
     assert "machine is aarch64." in refusal("cuda-sim")
 
 
@@ -181,17 +181,17 @@ def test_each_gpu_of_a_process_has_kernels_of_its_own(one_gpu, monkeypatch):
         time.sleep(0.02)  # as long as other threads need to ask, too
         return SimpleNamespace(takes_plain=True)
 
-    monkeypatch.setattr(engines, "CudaEngine", engine)
-    engines._on_gpu.cache_clear()
+    monkeypatch.setattr("mpitrain.kernels.cuda.CudaEngine", engine)
+    devices._on_gpu.cache_clear()
 
     def kernels(transport):
         cupy.cuda.Device(transport.rank % 2).use()
         transport.barrier()
-        return [id(engines.KERNELS["cuda"]()) for _ in range(2)]
+        return [id(devices.KERNELS["cuda"]()) for _ in range(2)]
 
     first, second, third = run_ranks(3, kernels)
     assert first == third and first[0] == first[1] != second[0] == second[1]
-    engines._on_gpu.cache_clear()
+    devices._on_gpu.cache_clear()
 
 
 def test_a_gpu_is_chosen_before_mpi_starts(tmp_path):

@@ -172,7 +172,11 @@ def check_held(ranks, sections, rounding=1e-12):
         row = mode_of(trainer.config)
         whole = row.memory(sizes._replace(largest=0, slot=0))
         in_turns = row.memory(sizes) - whole
-        return trainer.replication.held() - trainer.grid.scratch_bytes - whole, whole, in_turns
+        return (
+            sum(trainer.replication.held_by_kind().values()) - trainer.grid.scratch_bytes - whole,
+            whole,
+            in_turns,
+        )
 
     units = {"replication": {**sections.get("replication", {}), "bucket_mb": 1e-6}}  # are buckets
     config = config_of(**{**sections, **units})

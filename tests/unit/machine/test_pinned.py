@@ -5,8 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from mpitrain.machine import pinned
-from mpitrain.machine.cuda import CudaBackend
+from mpitrain.machine.cuda import LARGEST, CudaBackend
 from tests.fakes import cupy
 
 
@@ -69,7 +68,7 @@ def test_an_array_beyond_the_largest_buffer_gets_none(backend, allocated, monkey
     backend.put(target, array)
     array[:] = 0
     assert backend.to_host(target).tolist() == [*range(9)] and not allocated
-    assert pinned.LARGEST >= 1 << 20
+    assert LARGEST >= 1 << 20
 
 
 def test_the_fake_finds_a_buffer_that_changes_too_early(backend, monkeypatch):

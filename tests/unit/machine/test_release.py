@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpitrain.machine.arena import SLAB
-from mpitrain.machine.devices import backend_for
+from mpitrain.ops.device import backend_for
 from tests.fakes import cupy
 
 MB = 1 << 20

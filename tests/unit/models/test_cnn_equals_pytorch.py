@@ -8,7 +8,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.models.cnn import cnn
 from mpitrain.ops import bodies
 from mpitrain.ops.device import ops_for
-from mpitrain.ops.host import images
+from mpitrain.ops.host import layers
 from tests.cases.numbers import numbers
 from tests.unit.placing import place, run
 
@@ -29,11 +29,11 @@ def last(tensor):
     return tensor.movedim(1, 3)
 
 
-@pytest.mark.parametrize("tile", [1, 3000, images.TILE_BYTES])
+@pytest.mark.parametrize("tile", [1, 3000, layers.TILE_BYTES])
 @pytest.mark.parametrize("side", [1, 3, 7])
 @pytest.mark.parametrize("shape", [(2, 5, 7, 3), (1, 1, 1, 1), (5, 2, 3, 4), (0, 4, 4, 2)])
 def test_a_convolution_over_any_tiles_is_pytorchs(shape, side, tile, monkeypatch):
-    monkeypatch.setattr(images, "TILE_BYTES", tile)
+    monkeypatch.setattr(layers, "TILE_BYTES", tile)
     arena, (*_, channels), outputs = Arena(), shape, 6
     x, b = numbers(1, *shape), numbers(3, outputs)
     w, dy = numbers(2, outputs, side * side * channels), numbers(4, *shape[:3], outputs)

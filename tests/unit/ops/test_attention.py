@@ -10,11 +10,11 @@ from mpitrain.errors import ConfigError
 from mpitrain.machine.arena import Arena, padded
 from mpitrain.machine.backend import HostBackend
 from mpitrain.ops import bodies
+from mpitrain.ops.bodies import rounded
 from mpitrain.ops.device import device_for
 from mpitrain.ops.host import attention as chosen
-from mpitrain.ops.host import attention_tiled, attention_tiled_backward, attention_whole
+from mpitrain.ops.host import attention_tiled, attention_whole
 from mpitrain.ops.host.blocks import TileLimits
-from mpitrain.ops.host.rounded import rounded
 from mpitrain.ops.random_bits import AttentionMask
 from tests.laws.operations import TOLERANCE, OperationLaws
 from tests.laws.transport import laws_of
@@ -125,8 +125,7 @@ class Counting:
 @pytest.mark.parametrize("t", [1, 63, 512, 600])
 def test_tiles_compute_the_half_below_the_diagonal_once(t, monkeypatch):
     counting, h, d = Counting(), 2, 8
-    for module in (attention_tiled, attention_tiled_backward):
-        monkeypatch.setattr(module, "np", counting)
+    monkeypatch.setattr(attention_tiled, "np", counting)
     _, saved = attention_tiled.attention(drawn(1, 1, t, 3 * h * d), h, Arena())
     blocks = [min(64, t - first) for first in range(0, t, 64)]
     visible = sum(

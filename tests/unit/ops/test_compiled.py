@@ -7,9 +7,8 @@ from mpitrain.errors import ConfigError
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import HostBackend
 from mpitrain.ops import bodies
-from mpitrain.ops.compiled import bodies as compiled
-from mpitrain.ops.compiled import library
 from mpitrain.ops.device import device_for
+from mpitrain.ops.host import compiled
 from tests.laws.operations import OperationLaws
 from tests.laws.transport import laws_of
 from tests.training import configured
@@ -108,7 +107,7 @@ def test_compiled_passes_are_refused_where_they_cannot_run(no_compiler):
     for setting in ("device.kind=cuda", "device.kind=cuda-sim", "precision.compute=float64"):
         with pytest.raises(ConfigError, match="Compiled passes"):
             configured("device.passes=compiled", setting)
-    library.library.cache_clear()
+    compiled.library.cache_clear()
     with pytest.raises(ConfigError, match="no g\\+\\+ here") as caught:
         device_for("cpu", passes="compiled")
     assert "device.passes" in str(caught.value)

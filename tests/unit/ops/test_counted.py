@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 
-from mpitrain.kernels.engines import simulated
 from mpitrain.layers.base import Unit, backward
 from mpitrain.layers.compose import Sequential
 from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import OPERATIONS, bodies
+from mpitrain.ops.bodies import rounded
 from mpitrain.ops.counted import Count, Unlaunched, counted, sizes_of
 from mpitrain.ops.cuda import product
-from mpitrain.ops.host.rounded import rounded
+from mpitrain.ops.device import simulated
 from mpitrain.ops.weightless import Weightless, WeightlessForKernels, WeightlessMemory, has_memory
 from tests.laws.layers import WIDTH, kinds
 from tests.unit.placing import place

@@ -8,7 +8,7 @@ import pytest
 
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
-from mpitrain.ops.host.rounded import TYPES, rounded
+from mpitrain.ops.bodies import TYPES, rounded
 from mpitrain.parallel.replication.records import DynamicLossScale, StepResult
 from tests.cases.training import STEPS, step_of
 

@@ -11,10 +11,9 @@ from mpitrain.errors import ConfigError, KernelError
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import HostBackend
-from mpitrain.ops import OPERATIONS, Operation, Ops, Pair, Returns, Writes, bodies
+from mpitrain.ops import OPERATIONS, Operation, bodies
+from mpitrain.ops.bodies import examples, rounded
 from mpitrain.ops.device import device_for
-from mpitrain.ops.example import examples
-from mpitrain.ops.host.rounded import rounded
 from mpitrain.ops.operands import dims, operands
 from mpitrain.tools.bench.kernels import launch_overhead
 from tests.laws.operations import PRIME, OperationLaws, computed, drawn
@@ -32,13 +31,6 @@ def parameters(function):
 @pytest.mark.parametrize("law", laws_of(OperationLaws))
 def test_operations_of_the_host_obey(law):
     getattr(OperationLaws(), law)(bodies.host(), HostBackend())
-
-
-def test_the_protocol_has_the_rows_and_their_kinds_of_results():
-    kinds = {0: Writes, 1: Returns, 2: Pair}
-    assert Ops.__annotations__ == {
-        name: kinds[len(operands(row.operands).results)] for name, row in OPERATIONS.items()
-    }
 
 
 def differences(ops):
@@ -81,9 +73,9 @@ def test_the_operands_of_a_row_are_the_parameters_up_to_the_arena():
 
 def test_a_function_of_an_arena_beside_the_operations_is_in_the_table():
     """A body without a row would never be called."""
-    functions = {
-        body for row in OPERATIONS.values() for body in (row.reference, row.host, row.cuda)
-    }
+    device = vars(bodies.cuda(KERNELS))
+    functions = {device[name].func for name in OPERATIONS}
+    functions |= {body for row in OPERATIONS.values() for body in (row.reference, row.host)}
     for module in {inspect.getmodule(body) for body in functions}:
         for name, found in inspect.getmembers(module, inspect.isfunction):
             is_own = found.__module__ == module.__name__ and name[0] != "_"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.kernels.multiprocessor import H100
+from mpitrain.kernels.loader import H100
 from mpitrain.ops.cuda.tiles import (
     TENSOR_TILES,
     TILES,

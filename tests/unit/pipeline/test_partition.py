@@ -9,7 +9,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Parameter, Unit
 from mpitrain.layers.initial import normal
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.devices import backend_for
+from mpitrain.ops.device import backend_for
 from mpitrain.pipeline.partition import balanced, cut, explicit
 from mpitrain.pipeline.profile_units import by_time, unit_seconds
 

@@ -12,10 +12,8 @@ from mpitrain.cli import report
 from mpitrain.cli.job_options import Outputs
 from mpitrain.config import CONFIG, parse
 from mpitrain.run.metrics import METRICS
-from mpitrain.trace.read import read_trace
-from mpitrain.trace.recorder import Recorder
-from mpitrain.trace.ring_buffer import BACKWARD, FORWARD, HEAD, MAGIC, RECORD, Ring
-from mpitrain.trace.timeline import trace_file
+from mpitrain.trace.recorder import BACKWARD, FORWARD, HEAD, MAGIC, RECORD, Recorder, Ring
+from mpitrain.trace.timeline import read_trace, trace_file
 from tests.unit.readers.fuzz_readers import INVALID, Damaged, in_the_way
 
 RANKS, CAPACITY = 2, 64

@@ -19,7 +19,7 @@ SOURCES = {
     "headers": ("formats/safetensors_files.py", "run/checkpoint/loading.py"),
     "tuning": ("collectives/selection/tuning.py", "strict_json.py"),
     "tiles": ("ops/cuda/tiles.py",),
-    "traces": ("trace/read.py", "tools/report/schedule_comparison.py"),
+    "traces": ("trace/timeline.py", "tools/report/schedule_comparison.py"),
     "metrics": ("run/metrics.py", "tools/bench/plot_loss.py"),
     "tokens": ("data/token_files.py",),
     "conversations": ("data/instructions.py", "strict_json.py"),

@@ -5,11 +5,10 @@ import time
 
 import numpy as np
 
-from mpitrain.kernels.compiling import compiling
+from mpitrain.machine.compiling import compiling
 from mpitrain.run import watchdog
 from mpitrain.run.stalls import compilations
-from mpitrain.trace.recorder import Recorder
-from mpitrain.trace.ring_buffer import COMPUTE
+from mpitrain.trace.recorder import COMPUTE, Recorder
 from mpitrain.trace.timeline import TRACE, described, read_timeline, trace_file
 from tests.processes import SECONDS
 

@@ -4,8 +4,7 @@ import numpy as np
 
 from mpitrain.parallel.grid import Axes
 from mpitrain.run.stalls.slow_ranks import TIMES, Paces, Readings, alike
-from mpitrain.trace.recorder import Recorder
-from mpitrain.trace.ring_buffer import Pace
+from mpitrain.trace.recorder import Pace, Recorder
 from mpitrain.trace.timeline import trace_file
 
 RANKS = 4

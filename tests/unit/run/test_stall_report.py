@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from mpitrain.cli import commands
 from mpitrain.cli.launch.failed import Failure
 from mpitrain.errors import ConfigError
-from mpitrain.machine.process_state import own_id, process_state
+from mpitrain.machine.process import own_id, process_state
 from mpitrain.run.stalls import report as stall_report
 from mpitrain.run.stalls.questions import ANSWER, ASK, Answering, ask
 from mpitrain.run.stalls.report import StallReport

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import commands
-from mpitrain.machine.devices import has_compiler
+from mpitrain.machine.compiling import has_compiler
 from mpitrain.tools.textbook.claims.claim import (
     FAILS,
     HOLDS,
@@ -19,9 +19,8 @@ from mpitrain.tools.textbook.claims.claim import (
     judge,
     verdict,
 )
-from mpitrain.tools.textbook.claims.page import page
+from mpitrain.tools.textbook.claims.report import lines, page, record, rule
 from mpitrain.tools.textbook.claims.table import CLAIMS
-from mpitrain.tools.textbook.claims.text import lines, record, rule
 from mpitrain.tools.textbook.words import LANGUAGES, korean, width
 
 CONDITIONAL = {

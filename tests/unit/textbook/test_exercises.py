@@ -14,11 +14,8 @@ from mpitrain.collectives.plans import own_file
 from mpitrain.collectives.plans.own_file import Wrong
 from mpitrain.errors import ConfigError
 from mpitrain.tools.textbook.exercises import check as checking
-from mpitrain.tools.textbook.exercises.check import check, judged
-from mpitrain.tools.textbook.exercises.layers import tensors
-from mpitrain.tools.textbook.exercises.report import lines
-from mpitrain.tools.textbook.exercises.skeleton import skeleton
-from mpitrain.tools.textbook.exercises.table import EXERCISES
+from mpitrain.tools.textbook.exercises.check import check_file, judged, lines, skeleton
+from mpitrain.tools.textbook.exercises.table import EXERCISES, tensors
 from mpitrain.tools.textbook.words import LANGUAGES, korean
 from tests.unit.textbook.mutants import MUTANTS
 
@@ -35,7 +32,7 @@ def found(name, code):
 
 @pytest.mark.parametrize("name", EXERCISES)
 def test_the_solution_is_right_and_costs_no_more_than_the_formula(name):
-    result = check(SOLUTIONS / f"{name}.py")
+    result = check_file(SOLUTIONS / f"{name}.py")
     assert result.is_right, result.reason
     assert result.cost.counted == pytest.approx(result.cost.formula)
 
@@ -138,7 +135,7 @@ def test_a_result_that_needs_no_message_is_refused():
 @pytest.mark.parametrize("mark", [b'\xef\xbb\xbfEXERCISE = "ring"\r\n', b"EXERCISE = 'ring'\n"])
 def test_a_file_of_another_editor_names_its_exercise(mark, tmp_path):
     (tmp_path / "own.py").write_bytes(mark + b"def backward_ring(*arguments): return 7")
-    result = check(tmp_path / "own.py")
+    result = check_file(tmp_path / "own.py")
     assert result.name == "ring" and "must return a list" in str(result.reason)
 
 
@@ -146,7 +143,7 @@ def test_a_huge_file_is_refused_and_not_read(tmp_path):
     with (tmp_path / "own.py").open("wb") as huge:
         huge.truncate(1 << 40)
     with pytest.raises(ConfigError) as refused:
-        check(tmp_path / "own.py")
+        check_file(tmp_path / "own.py")
     assert f"{checking.LARGEST:,}" in refused.value.law
 
 
@@ -154,9 +151,9 @@ def test_a_file_without_the_function_or_the_mark_is_refused(tmp_path):
     assert "must define" in str(found("1f1b", "order = []").reason)
     (tmp_path / "own.py").write_text("def backward_ring(): pass\n")
     with pytest.raises(ConfigError):
-        check(tmp_path / "own.py")
+        check_file(tmp_path / "own.py")
     with pytest.raises(ConfigError):
-        check(tmp_path / "missing.py")
+        check_file(tmp_path / "missing.py")
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -172,7 +169,7 @@ def test_every_text_of_an_exercise_has_a_korean_one():
 
 
 def test_the_formula_of_a_cost_is_korean_in_korean_output():
-    found = check(SOLUTIONS / "ring.py")
+    found = check_file(SOLUTIONS / "ring.py")
     english = EXERCISES["ring"].formula
     assert english in "".join(lines("own.py", found, "en"))
     assert english not in "".join(lines("own.py", found, "ko"))

@@ -14,7 +14,7 @@ SAID = (
     *(PACKAGE / "tools/textbook").rglob("*.py"),
     *(PACKAGE / "cli").rglob("*.py"),
     *(PACKAGE / "collectives/plans").glob("*.py"),
-    PACKAGE / "pipeline/simulate.py",
+    *(PACKAGE / "pipeline").glob("*.py"),
 )
 """Files whose texts are translated."""
 

@@ -2,19 +2,21 @@
 
 import pytest
 
-from mpitrain.trace.blame.find import (
+from mpitrain.trace.blame import (
     CIRCLE,
+    GONE,
+    LEFT,
     MISMATCH,
     MISSING,
     MOVING,
     SILENT,
+    STOPPED,
     UNKNOWN,
+    described_finding,
     first_divergence,
+    state_of,
 )
-from mpitrain.trace.blame.states import GONE, LEFT, STOPPED, state_of
-from mpitrain.trace.blame.text import described_finding
-from mpitrain.trace.recorder import Recorder
-from mpitrain.trace.ring_buffer import BACKWARD, RECEIVE, SEND
+from mpitrain.trace.recorder import BACKWARD, RECEIVE, SEND, Recorder
 from mpitrain.trace.timeline import read_timeline, trace_file
 
 NOW = 60.0

@@ -35,9 +35,7 @@ from mpitrain.tools.report.time_breakdown import (
     WAITING,
     shares,
 )
-from mpitrain.trace.read import read_trace
-from mpitrain.trace.recorder import Recorder
-from mpitrain.trace.ring_buffer import (
+from mpitrain.trace.recorder import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -49,9 +47,10 @@ from mpitrain.trace.ring_buffer import (
     RECORD,
     SEND,
     UPDATE,
+    Recorder,
     Ring,
 )
-from mpitrain.trace.timeline import read_timeline, trace_file
+from mpitrain.trace.timeline import read_timeline, read_trace, trace_file
 
 RANKS = 3
 PHASES = {

@@ -183,10 +183,10 @@ def _trained(
     for index in range(trainer.config.run.steps):
         watchdog.alive(f"step {index + 1} of {mode}")
         own = None
-        for number in replication.steps(index, lambda: False):
-            own = trainer.step(number, *replication.batch(job.data, number))
+        for number in replication.step_end.steps(index, lambda: False):
+            own = trainer.step(number, *replication.rows.batch(job.data, number))
             waited[number] = waits.seconds
-        outcome = replication.outcome(index, own)
+        outcome = replication.step_end.outcome(index, own)
         block.outcomes.append(outcome)
         block.ends.append((outcome.ended or time.perf_counter()) - block.began)
         block.waits.append(waits.seconds if outcome.ended is None else waited.pop(index))

@@ -262,7 +262,7 @@ class ReadingSide(Counting):
 
     def step(self, index: int, inputs: Any, targets: Any) -> float:
         source = self.prefetched or self.job.data
-        return super().step(index, *self.job.trainer.replication.batch(source, index))
+        return super().step(index, *self.job.trainer.replication.rows.batch(source, index))
 
 
 def try_all(

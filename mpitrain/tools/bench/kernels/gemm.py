@@ -10,7 +10,7 @@ import numpy as np
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.loader import Engine
 from mpitrain.ops.cuda import product
-from mpitrain.ops.cuda.linear import pitch
+from mpitrain.ops.cuda.layers import pitch
 from mpitrain.ops.cuda.tiles import DEFAULT, FastestTile, Tiling, worth_measuring
 from mpitrain.ops.device import Device
 from mpitrain.ops.host.product import put_product

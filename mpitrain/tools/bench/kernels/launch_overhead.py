@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.kernels.loader import Kernels
-from mpitrain.kernels.multiprocessor import H100
+from mpitrain.kernels.loader import H100, Kernels
 from mpitrain.ops import OPERATIONS, bodies
+from mpitrain.ops.bodies import examples
 from mpitrain.ops.cuda import wire
-from mpitrain.ops.example import examples
 from mpitrain.ops.operands import Operand
 from mpitrain.tools.text_table import TextColumn, TextTable
 

@@ -13,7 +13,7 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import LaunchTraffic, SharedAccess, Simulator
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
-from mpitrain.ops.example import examples
+from mpitrain.ops.bodies import examples
 from mpitrain.ops.operands import Operand
 from mpitrain.tools.text_table import TextColumn, TextTable
 

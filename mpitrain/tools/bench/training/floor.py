@@ -24,8 +24,7 @@ from mpitrain.run.trainer import Trainer
 from mpitrain.tools.bench.training.steps import Ours, Result
 from mpitrain.tools.bench.turns import ratios, spread
 from mpitrain.tools.text_table import TextColumn, TextTable
-from mpitrain.trace.recorder import Recorder
-from mpitrain.trace.ring_buffer import NO_PHASE
+from mpitrain.trace.recorder import NO_PHASE, Recorder
 from mpitrain.transport.base import Transport
 from mpitrain.transport.decorators import Recorded
 
@@ -313,8 +312,8 @@ class ByKind(Ours):
             lambda layers: model(resolved.config, job.source, layers),
             resolved._replace(device=device),
         )
-        replication, channel = trainer.replication, trainer.pipe.channel
-        for each in (replication, channel):
+        mode = trainer.replication
+        for each in (mode.store, mode.reducer, mode.step_end, trainer.pipe.channel):
             vars(each)["poll"] = self.watch.communicates(each.poll)
         self.seconds: list[dict[str, float]] = []
         super().__init__(Job(trainer, job.source, job.done), "by kind of unit")

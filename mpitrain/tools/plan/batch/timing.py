@@ -80,7 +80,7 @@ class Steps:
         """Return the rows of this rank in global batch `number`; the last one is saved."""
         if self._read is None or self._read[0] != number:
             replication = self._job.trainer.replication
-            self._read = number, replication.batch(self._job.data, number)
+            self._read = number, replication.rows.batch(self._job.data, number)
         return self._read[1]
 
     def run(self, number: int, rows: int, first: int = 0) -> tuple[float, float, float]:

@@ -14,9 +14,8 @@ from mpitrain.config.faults import injection
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 from mpitrain.run.build import Job, build
-from mpitrain.run.checkpoint.digests import digest_record
 from mpitrain.run.metrics import strict
-from mpitrain.run.trainer import state_digests
+from mpitrain.run.replicas import digest_record, state_digests
 from mpitrain.tools.plan.memory import ranks_of
 from mpitrain.tools.report.diff.sides import ComparedRun, Digests, order
 from mpitrain.transport.base import Transport
@@ -139,7 +138,7 @@ def _step(job: Job, start: int, step: int) -> tuple[float | None, float | None]:
     """Take one step of a job; return loss and gradient norm as a metrics file has them."""
     trainer, index = job.trainer, step - 1
     before = job.done.samples + (index - start) * trainer.config.batch.size
-    inputs, targets = trainer.replication.batch(job.data, index, before)
+    inputs, targets = trainer.replication.rows.batch(job.data, index, before)
     result = trainer.step(index, inputs, targets)
     record = strict({"loss": result.loss, "grad_norm": result.grad_norm})
     return record["loss"], record["grad_norm"]

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError
-from mpitrain.run.checkpoint.digests import GRADIENT
 from mpitrain.run.checkpoint.manifest import steps
 from mpitrain.run.checkpoint.saving import PARAMETERS
 from mpitrain.run.metrics import is_number
+from mpitrain.run.replicas import GRADIENT
 from mpitrain.run.run_dir import CHECKPOINTS, configuration, is_run, metrics_of
 
 HOW = (

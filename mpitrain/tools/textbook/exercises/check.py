@@ -1,15 +1,20 @@
-"""Checks a student's file: runs it in a child, and judges each answer by the laws."""
+"""Exercises for students: the file with which they begin, its check, and the report.
 
+A check runs a file in a child, and judges each answer by the laws.
+"""
+
+import csv
+import io
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from mpitrain.collectives.plans.own_file import Wrong, answers, from_json
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, visible
 from mpitrain.files import reading
 from mpitrain.tools.textbook.exercises import answers as asked
-from mpitrain.tools.textbook.exercises.exercise import AnswerCost, Case, Exercise
-from mpitrain.tools.textbook.exercises.table import EXERCISES
+from mpitrain.tools.textbook.exercises.table import EXERCISES, AnswerCost, Case, Exercise
 from mpitrain.tools.textbook.words import text
 
 MARK = re.compile(rb"""^(?:\xef\xbb\xbf)?EXERCISE *= *(["'])([a-z0-9]+)\1""", re.MULTILINE)
@@ -18,6 +23,23 @@ LARGEST = 1_000_000
 """Largest size of a file, in bytes."""
 LONGEST = 20_000
 """Largest number of characters of an answer; right ones have at most a quarter."""
+COLUMNS = ("file", "exercise", "verdict", "cases", "counterexample", "reason", "cost", "formula")
+
+
+def skeleton(name: str, exercise: Exercise, language: str) -> str:
+    statement = text(exercise.statement, language)
+    check = text("Check it with: mpitrain learn check FILE", language)
+    cost = text(
+        "{cost}: at most {formula}",
+        language,
+        cost=text(exercise.cost, language),
+        formula=text(exercise.formula, language),
+    )
+    imports = "import numpy as np\n\n" if exercise.way == "programs" else ""
+    return (
+        f'"""{statement}\n\n{cost}\n{check}\n"""\n\n{imports}EXERCISE = "{name}"\n\n\n'
+        f"def {exercise.function}({exercise.arguments}):\n{exercise.body}"
+    )
 
 
 class Checked(NamedTuple):
@@ -54,7 +76,7 @@ class Checked(NamedTuple):
         )
 
 
-def check(path: Path) -> Checked:
+def check_file(path: Path) -> Checked:
     """Check a file.
 
     raises  ConfigError if it cannot be read, or does not name its exercise
@@ -107,3 +129,42 @@ def judged(name: str, exercise: Exercise, path: str, code: bytes) -> Checked:
         except Wrong as wrong:
             return Checked(name, exercise, number, case, wrong, cost)
     return Checked(name, exercise, len(exercise.cases), None, None, cost)
+
+
+def lines(file: str, checked: Checked, language: str) -> Iterator[str]:
+    """Yield the verdict, the smallest counterexample, and the cost with its formula."""
+    exercise = checked.exercise
+    verdict = text("right" if checked.is_right else "wrong", language)
+    cases = text("{right} of {all} cases", language, right=checked.cases, all=len(exercise.cases))
+    yield visible(f"{file}: {text('exercise', language)} {checked.name}: {verdict}, {cases}")
+    if checked.case is not None:
+        yield visible(f"  {checked.why(language)}")
+        yield f"  {text('smallest counterexample', language)}: {checked.sizes(checked.case)}"
+    if checked.cost:
+        largest = exercise.cases[checked.cases - 1]
+        yield (
+            f"  {text(exercise.cost, language)}, {checked.sizes(largest)}: {checked.cost.counted:g}; "
+            f"{text('formula', language)} {text(exercise.formula, language)} = {checked.cost.formula:g}"
+        )
+
+
+def row(file: str, checked: Checked, language: str) -> list[str]:
+    """Return the row of a file for CSV, in the order of COLUMNS."""
+    cost = checked.cost
+    return [
+        file,
+        checked.name,
+        "right" if checked.is_right else "wrong",
+        f"{checked.cases}/{len(checked.exercise.cases)}",
+        checked.sizes(checked.case) if checked.case is not None else "",
+        checked.why(language),
+        f"{cost.counted:g}" if cost else "",
+        f"{cost.formula:g}" if cost else "",
+    ]
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    written = io.StringIO()
+    writer = csv.writer(written, lineterminator="\n")
+    writer.writerows([COLUMNS, *rows])
+    return visible(written.getvalue())

@@ -177,10 +177,10 @@ def _run(transport: Transport, conductor: Conductor) -> _ServerResult:
     source, staleness = toy.SymbolSource(symbols), 0
     for step in range(STEPS):
         own = None
-        for number in trainer.replication.steps(step, lambda: False):
-            own = trainer.step(number, *trainer.replication.batch(source, number))
+        for number in trainer.replication.step_end.steps(step, lambda: False):
+            own = trainer.step(number, *trainer.replication.rows.batch(source, number))
             conductor.pushed(me)
-        staleness = max(staleness, trainer.replication.outcome(step, own).staleness)
+        staleness = max(staleness, trainer.replication.step_end.outcome(step, own).staleness)
     trainer.sync_parameters()
     return _ServerResult(served, staleness)
 

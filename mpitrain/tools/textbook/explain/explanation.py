@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpitrain.errors import ConfigError
-from mpitrain.machine.devices import has_compiler
+from mpitrain.machine.compiling import has_compiler
 from mpitrain.tools.textbook.explain.links import Link
 from mpitrain.tools.textbook.words import korean
 

@@ -82,7 +82,7 @@ def _run(transport: Transport, way: str) -> list[_Pass]:
         Unit(f"unit{number}", _Inner(number, symbols, seen, made)) for number in range(len(UNITS))
     ]
     trainer = Trainer(transport, units, config, toy.SymbolLoss())
-    trainer.step(0, *trainer.replication.batch(toy.SymbolSource(symbols), 0))
+    trainer.step(0, *trainer.replication.rows.batch(toy.SymbolSource(symbols), 0))
     return passes
 
 

@@ -190,7 +190,7 @@ def _run(transport: Transport, shown: ShownSchedule) -> _Stage:
     trainer = Trainer(transport, units, config, toy.SymbolLoss())
     source, nbytes = toy.SymbolSource(symbols), 0
     for step in range(shown.steps):
-        trainer.step(step, *trainer.replication.batch(source, step))
+        trainer.step(step, *trainer.replication.rows.batch(source, step))
         if step == shown.steps - 1:
             trainer.sync_parameters()
         nbytes += sum(size for _, size in trainer.pipe.channel.sent.values())

@@ -197,13 +197,13 @@ def _run(inner: Transport, shown: ShownMode, network: Network | None) -> _RankRu
         began = time.perf_counter()
         watch.clock = lambda began=began: time.perf_counter() - began  # type: ignore[misc]
         watch.step(step + 1)
-        trainer.step(step, *trainer.replication.batch(source, step))
+        trainer.step(step, *trainer.replication.rows.batch(source, step))
         if step == shown.steps - 1:
             trainer.sync_parameters()
         watch.end()
         transport.barrier()
     nbytes = (transport.traffic.nbytes - sent) / shown.steps
-    stored = trainer.replication.held() - trainer.grid.scratch_bytes
+    stored = sum(trainer.replication.held_by_kind().values()) - trainer.grid.scratch_bytes
     return _RankRun(watch.entries, nbytes, *_traffic(trainer), stored, trainer.storage.length)
 
 

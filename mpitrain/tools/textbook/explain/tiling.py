@@ -15,7 +15,7 @@ from mpitrain.errors import Sentence
 from mpitrain.kernels.loader import Kernels, Macros
 from mpitrain.kernels.simulator.machine import LaunchTraffic, Simulator
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.devices import compiler
+from mpitrain.machine.compiling import compiler
 from mpitrain.tables import Table
 from mpitrain.tools.textbook.explain.explanation import (
     ROOT,

@@ -1,0 +1,327 @@
+"""`mpitrain learn explain`, `claims`, `exercise` and `check`: the commands of the textbook."""
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from mpitrain.cli.job_options import Outputs, check_files, output_option
+from mpitrain.cli.terminal.output import columns
+from mpitrain.machine import process
+
+
+def _chosen(context: click.Context, option: click.Parameter, value: str | None) -> str:
+    from mpitrain.tools.textbook.words import language_of
+
+    if value:
+        return value
+    locale = os.environ.get("LC_ALL") or os.environ.get("LC_MESSAGES") or os.environ.get("LANG")
+    return language_of(locale or "")
+
+
+def in_a_language(function: Callable) -> Callable:
+    return click.option(
+        "--language",
+        type=click.Choice(["en", "ko"]),
+        callback=_chosen,
+        help="English or Korean. Default: the language of LANG.",
+    )(function)
+
+
+NARROWEST = 80
+"""Minimum width of a table, in columns."""
+
+
+@click.command("explain")
+@click.argument("topic", required=False)
+@click.option(
+    "--ranks",
+    type=click.IntRange(1),
+    help="Number of ranks; each is a thread. Default: depends on the topic.",
+)
+@click.option("--step", "waits", is_flag=True, help="Wait for Enter after each frame.")
+@click.option(
+    "--png",
+    "picture",
+    type=click.Path(path_type=Path),
+    help="Draw the frames. Needs mpitrain[report].",
+)
+@click.option(
+    "--html",
+    "page",
+    type=click.Path(path_type=Path),
+    help="Write an HTML page with a slider. Without a TOPIC: write a folder with a page for each topic.",
+)
+@click.option(
+    "--link",
+    metavar="SPEED,LATENCY",
+    help="Slow down the links between the threads, e.g. 200Mbit,1ms. Needs no root.",
+)
+@in_a_language
+def explain(
+    topic: str | None,
+    ranks: int | None,
+    waits: bool,
+    picture: Path | None,
+    page: Path | None,
+    link: str | None,
+    language: str,
+) -> None:
+    """Show how a method works: its real code runs on threads, with symbols as data.
+
+    Each frame shows the buffers of all ranks after a step. The last lines are the bytes sent, their
+    formula, and the source lines that ran. Without a TOPIC, list all topics.
+    """
+    if process.launched().rank > 0:
+        return  # only rank 0 prints
+    from mpitrain.errors import ConfigError
+    from mpitrain.tools.textbook.explain import terminal
+    from mpitrain.tools.textbook.explain.links import parse_link
+    from mpitrain.tools.textbook.explain.topics import TOPICS
+    from mpitrain.tools.textbook.words import text
+
+    speed = parse_link(link) if link is not None else None
+    if topic is None:
+        if picture or waits or ranks or link:
+            raise ConfigError(
+                "--ranks, --step, --png and --link need a topic, but none is given.",
+                f"Name one of {', '.join(TOPICS)}.",
+            )
+        if page:
+            _write_all(page, language)
+            return
+        click.echo("\n".join(terminal.listing(TOPICS, language)))
+        return
+    if topic not in TOPICS:
+        raise ConfigError(
+            f"A topic is one of {', '.join(TOPICS)}, but this is {topic!r}.",
+            "Run `mpitrain learn explain` for a list.",
+        )
+    row = TOPICS[topic]
+    setting = row.setting(topic, ranks, speed)
+    check_files(0, [page])
+    if picture:
+        from mpitrain.plots import check_drawable
+
+        check_drawable(picture, "--png")
+    explanation = row.explained(setting)
+    if not (picture or page) or waits:
+        click.echo("\n".join(terminal.heading(explanation, language)))
+        shown = terminal.frames(explanation, language, max(NARROWEST, columns(1)))
+        for number, lines in enumerate(shown):
+            if number and waits and sys.stdin.isatty():
+                # click.pause would take Ctrl-C as Enter.
+                click.echo(text("Press Enter for the next step.", language), nl=False)
+                sys.stdin.readline()
+            click.echo("\n".join(lines))
+        click.echo("\n".join(terminal.ending(explanation, language)))
+    outputs = Outputs()
+    if picture:
+        from mpitrain.tools.textbook.explain.picture import draw
+
+        with outputs.to(picture):
+            draw(explanation, picture, language)
+            click.echo(text("drawn in {file}", language, file=picture))
+    if page:
+        from mpitrain.tools.textbook.explain.page import write
+
+        with outputs.to(page):
+            write(explanation, page, language)
+            click.echo(text("written to {file}", language, file=page))
+    outputs.settle()
+
+
+def _write_all(folder: Path, language: str) -> None:
+    from mpitrain.cli.terminal.progress import bar
+    from mpitrain.tools.textbook.explain.page import write_all
+    from mpitrain.tools.textbook.explain.topics import TOPICS
+    from mpitrain.tools.textbook.words import text
+
+    missing = [name for name, topic in TOPICS.items() if not topic.runs_here]
+    with bar(len(TOPICS) - len(missing)) as shown:
+        for name in write_all(folder, language):
+            shown.set_postfix_str(name, refresh=False)
+            shown.update()
+    if missing:
+        click.echo(text("left out without g++ or zig: {names}", language, names=", ".join(missing)))
+    click.echo(text("written to {file}", language, file=folder / "index.html"))
+
+
+@click.command("claims")
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option(
+    "--list", "lists", is_flag=True, help="Print names and sentences, and measure nothing."
+)
+@output_option("--html", "Write the claims to this page, which needs no other file.")
+@output_option("--json", "Write the claims and their numbers to this file.")
+@in_a_language
+def claims(
+    names: tuple[str, ...],
+    lists: bool,
+    html_file: Path | None,
+    json_file: Path | None,
+    language: str,
+) -> None:
+    """Measure sentences of textbooks, and print in which settings they are true.
+
+    Without a NAME it measures all claims, in about a minute. Each claim is an experiment with this
+    package: it simulates schedules, counts the bytes that ranks send, or counts memory. The verdict
+    is for the settings to which the sentence refers. The lines below "elsewhere" show another
+    setting, in which the opposite is true.
+    """
+    if process.launched().rank > 0:
+        return  # only rank 0 prints
+    process.limit_blas_threads()
+    from mpitrain.errors import ConfigError
+    from mpitrain.files import write_whole
+    from mpitrain.machine.compiling import has_compiler
+    from mpitrain.tools.textbook.claims.claim import judge
+    from mpitrain.tools.textbook.claims.report import lines, page, record, summary
+    from mpitrain.tools.textbook.claims.table import CLAIMS
+    from mpitrain.tools.textbook.words import text
+
+    for name in names:
+        if name not in CLAIMS:
+            raise ConfigError(
+                f"There are {len(CLAIMS)} claims, but none has the name {name!r}.",
+                "`mpitrain learn claims --list` prints their names and sentences.",
+            )
+    if lists:
+        for name in names or CLAIMS:
+            click.echo(f"{name:24}{text(CLAIMS[name].sentence, language)}")
+        return
+    check_files(0, [html_file, json_file])
+    judged = []
+    missing = [name for name in CLAIMS if CLAIMS[name].compiled and not has_compiler()]
+    for name in dict.fromkeys(names or [name for name in CLAIMS if name not in missing]):
+        judged.append(judge(name, CLAIMS[name]))
+        click.echo("\n".join([*lines(judged[-1], language), ""]))
+    click.echo(summary(judged, language))
+    if missing and not names:
+        click.echo(text("left out without g++ or zig: {names}", language, names=", ".join(missing)))
+    outputs = Outputs()
+    if html_file:
+        with outputs.to(html_file):
+            write_whole(html_file, page(judged, language))
+    if json_file:
+        with outputs.to(json_file):
+            records = [record(claim, language) for claim in judged]
+            write_whole(json_file, json.dumps(records, indent=1, ensure_ascii=False) + "\n")
+    outputs.settle()
+
+
+@click.command("exercise")
+@click.argument("name", metavar="ring|server|1f1b|column")
+@click.option(
+    "--out",
+    "out_file",
+    type=click.Path(path_type=Path),
+    help="Write the skeleton to this new file. Default: print it.",
+)
+@in_a_language
+def exercise(name: str, out_file: Path | None, language: str) -> None:
+    """Write the skeleton of an exercise: a statement, and a function to complete.
+
+    Each task differs from this package's own code. `mpitrain learn check FILE` checks a solution.
+    """
+    if process.launched().rank > 0:
+        return  # only rank 0 prints
+    from mpitrain.errors import ConfigError
+    from mpitrain.files import check_writable, write_whole
+    from mpitrain.tools.textbook.exercises.check import skeleton
+    from mpitrain.tools.textbook.exercises.table import EXERCISES
+
+    if name not in EXERCISES:
+        raise ConfigError(
+            f"An exercise is one of {', '.join(EXERCISES)}, but this is {name!r}.",
+            "Name one of these.",
+        )
+    written = skeleton(name, EXERCISES[name], language)
+    if out_file is None:
+        click.echo(written, nl=False)
+        return
+    if out_file.exists():
+        raise ConfigError(
+            f"A skeleton is a new file, but {out_file} is there already.",
+            "Name another --out.",
+        )
+    check_writable(out_file)
+    write_whole(out_file, written)
+    click.echo(shlex.join(["mpitrain", "learn", "check", str(out_file)]))
+
+
+PRINTED = Path("-")
+"""The value of --csv without a file."""
+
+
+@click.command("check")
+@click.argument("path", metavar="FILE|DIR", type=click.Path(path_type=Path))
+@click.option(
+    "--csv",
+    "csv_file",
+    is_flag=False,
+    flag_value=str(PRINTED),
+    metavar="[FILE]",
+    type=click.Path(path_type=Path),
+    help="Write a row for each file of DIR to this file. Without a FILE, print only these rows.",
+)
+@in_a_language
+def check(path: Path, csv_file: Path | None, language: str) -> int:
+    """Check the solution of an exercise, or all Python files of a folder.
+
+    The code runs in a separate process, with limits on time and memory. The exit code is 1 if the
+    solution is wrong. For a folder it is 0 after all files are checked.
+    """
+    if process.launched().rank > 0:
+        return 0  # only rank 0 prints
+    from mpitrain.errors import ConfigError, visible
+    from mpitrain.files import write_whole
+    from mpitrain.tools.textbook.exercises.check import check_file, lines, row, table
+    from mpitrain.tools.textbook.words import text
+
+    is_printed = csv_file == PRINTED
+    check_files(0, [None if is_printed else csv_file])
+    if not path.is_dir():
+        if csv_file:
+            raise ConfigError(
+                f"--csv is for a folder of solutions, but {path} is no folder.",
+                "Leave out --csv, or name the folder.",
+            )
+        checked = check_file(path)
+        click.echo("\n".join(lines(str(path), checked, language)))
+        return 0 if checked.is_right else 1
+    files = sorted(path.glob("*.py"))
+    if not files:
+        raise ConfigError(
+            f"A class has a Python file for each student, but {path} has none.",
+            "Name a folder of files that `mpitrain learn exercise` wrote.",
+        )
+    rows, right = [], 0
+
+    def say(line: str) -> None:
+        if not is_printed:
+            click.echo(line)
+
+    for file in files:
+        try:
+            checked = check_file(file)
+        except ConfigError as error:
+            say(visible(f"{file.name}: {error.law}"))
+            rows.append([file.name, "", "wrong", "", "", error.law, "", ""])
+            continue
+        say("\n".join(lines(file.name, checked, language)))
+        rows.append(row(file.name, checked, language))
+        right += checked.is_right
+    say(text("{right} of {files} files are right", language, right=right, files=len(files)))
+    outputs = Outputs()
+    if is_printed:
+        click.echo(table(rows), nl=False)
+    elif csv_file:
+        with outputs.to(csv_file):
+            write_whole(csv_file, table(rows))
+    outputs.settle()
+    return 0

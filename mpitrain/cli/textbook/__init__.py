@@ -1,1 +1,0 @@
-"""The commands of the textbook: explain, claims, exercise, check."""

@@ -1,0 +1,519 @@
+"""Linear layers with an optional activation: one product each, with all other work in its epilogue;
+passes over elements, LayerNorm, embedding and images.
+
+`multiply` is a function of product.py. The product of the weight half also sums dy over its rows:
+this is the bias gradient. `_Pending` passes it to a bias half that adds. Contents of `saved`:
+
+linear           (x, has a bias)
+with activation  that, and the data for the activation's derivative: z of GELU, y of ReLU, whose
+                 signs suffice. A backward of GELU writes dz over z
+layer_norm       (x, mean, inverse). The input half of the backward reads all of x and dy. So it also
+                 makes the partial sums that the weight half adds up
+
+A convolution copies the windows of a tile of pixels into a matrix (im2col), which `multiply` takes.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from mpitrain.kernels.loader import Kernels
+from mpitrain.ops.cuda.launches import (
+    INDEXED,
+    KINDS,
+    MOST_BLOCKS,
+    POINTWISE,
+    ROWS,
+    SCRATCH,
+    WIDE_ROWS,
+    ByDtypes,
+    Kind,
+    add_parts,
+    blocks,
+    element,
+    index,
+    most_shared,
+    result,
+    row_blocks,
+    sum_rows,
+)
+from mpitrain.ops.cuda.product import ACTIVATIONS, Multiply
+from mpitrain.ops.cuda.steps import LaunchNumbers
+from mpitrain.ops.random_bits import LANES, scale, threshold
+
+PITCH = 64
+"""Rows of logits begin at multiples of this number of elements.
+
+With an odd vocabulary, only every eighth row would be aligned for vector accesses.
+"""
+
+
+def pitch(columns: int) -> int:
+    """Return the elements between rows of logits."""
+    return -(-columns // PITCH) * PITCH
+
+
+class _Pending:
+    """The gradient dy and input x of a linear layer.
+
+    sums  None, or dy's sum over rows once the weight half has made it
+    """
+
+    def __init__(self, dy: Any, x: Any, has_bias: bool):
+        self.dy, self.x, self.has_bias, self.sums = dy, x, has_bias, None
+
+
+def linear(kernels: Kernels, multiply: Multiply, x, w, b, arena, out=None, residual=None):
+    y = arena.take((len(x), len(w)), x.dtype) if out is None else out
+    multiply(kernels, arena, x, w, y, transposed_b=True, bias=b, residual=residual)
+    return y, (x, b is not None)
+
+
+def logits(kernels: Kernels, multiply: Multiply, x, w, b, arena):
+    """Return (y, saved) as `linear`.
+
+    Rows of y are padded to a multiple of PITCH elements; no operation reads or writes the padding.
+    """
+    y = arena.take((len(x), pitch(len(w))), x.dtype)[:, : len(w)]
+    return linear(kernels, multiply, x, w, b, arena, y)
+
+
+def linear_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena, out=None):
+    x, has_bias = saved
+    dx = arena.take(x.shape, dy.dtype) if out is None else out
+    multiply(kernels, arena, dy, w, dx)
+    return dx, _Pending(dy, x, has_bias)
+
+
+def gelu_linear_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, before, arena):
+    """Return (dz, pending) for a layer that follows `linear_gelu`: dz = (dy w) gelu'(z).
+
+    dz is written over `before`, the z that `linear_gelu` saved; the weight half takes `pending`.
+    """
+    multiply(kernels, arena, dy, w, before, activation="gelu backward")
+    return before, _Pending(dy, *saved)
+
+
+def linear_backward_weight(
+    kernels: Kernels, multiply: Multiply, pending, dw, accumulate, arena, db=None
+):
+    """Write or add dw = dy^T x. The same product sums dy over rows, for db or for the bias half.
+
+    The product writes its row sums to db, if db has their dtype.
+    """
+    dtype = KINDS[pending.dy.dtype].sums
+    is_direct = db is not None and db.dtype == dtype
+    sums = db if is_direct else None
+    if sums is None and (pending.has_bias or db is not None):
+        sums = arena.take(dw.shape[:1], dtype)
+    multiply(
+        kernels,
+        arena,
+        pending.dy,
+        pending.x,
+        dw,
+        transposed_a=True,
+        beta=float(accumulate),
+        row_sums=sums,
+    )
+    pending.sums = None if is_direct else sums
+    if db is not None and not is_direct:
+        linear_backward_bias(kernels, pending, db, False, arena)
+
+
+def linear_backward_bias(kernels: Kernels, pending, db, accumulate, arena):
+    if pending.sums is None:
+        sum_rows(kernels, pending.dy, db, accumulate, arena)
+    else:
+        add_parts(kernels, pending.sums[None], db, accumulate)
+
+
+def linear_gelu(kernels: Kernels, multiply: Multiply, x, w, b, arena):
+    y, z = arena.take((len(x), len(w)), x.dtype), arena.take((len(x), len(w)), x.dtype)
+    multiply(kernels, arena, x, w, y, transposed_b=True, bias=b, activation="gelu", saved=z)
+    return y, ((x, b is not None), z)
+
+
+def linear_gelu_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena, out=None):
+    saved, z = saved
+    _through_activation(kernels, "gelu", z, dy, z)
+    return linear_backward_input(kernels, multiply, z, w, saved, arena, out)
+
+
+def linear_relu(kernels: Kernels, multiply: Multiply, x, w, b, arena):
+    y = arena.take((len(x), len(w)), x.dtype)
+    multiply(kernels, arena, x, w, y, transposed_b=True, bias=b, activation="relu")
+    return y, ((x, b is not None), y)
+
+
+def linear_relu_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena, out=None):
+    saved, y = saved
+    dz = arena.take(dy.shape, dy.dtype)
+    _through_activation(kernels, "relu", y, dy, dz)
+    return linear_backward_input(kernels, multiply, dz, w, saved, arena, out)
+
+
+def gelu(kernels: Kernels, z, arena):
+    return _activated(kernels, "gelu", z, arena), z
+
+
+def gelu_backward(kernels: Kernels, dy, saved, arena):
+    """Return dz, written over the saved z."""
+    _through_activation(kernels, "gelu", saved, dy, saved)
+    return saved
+
+
+def relu(kernels: Kernels, z, arena):
+    y = _activated(kernels, "relu", z, arena)
+    return y, y
+
+
+def relu_backward(kernels: Kernels, dy, saved, arena):
+    dz = arena.take(dy.shape, dy.dtype)
+    _through_activation(kernels, "relu", saved, dy, dz)
+    return dz
+
+
+def add(kernels: Kernels, a, b, out, arena):
+    macros = KINDS[a.dtype].macros
+    kernels.launch("add", blocks(a.size, macros.run), POINTWISE, (a.size, a, b, out), macros=macros)
+
+
+def weighted_sum(kernels: Kernels, a, alpha, b, beta, out, arena):
+    macros = KINDS[a.dtype].macros
+    kernels.launch(
+        "weighted_sum",
+        blocks(a.size, macros.run),
+        POINTWISE,
+        (a.size, alpha, a, beta, b, out),
+        macros=macros,
+    )
+
+
+def add_bias(kernels: Kernels, x, b, out, arena, residual=None):
+    columns = x.shape[-1]
+    rows = x.size // columns
+    kernels.launch(
+        "add_bias",
+        row_blocks(rows),
+        ROWS,
+        (rows, columns, x, b, residual, out),
+        macros=KINDS[x.dtype].macros,
+        fresh="" if out is x else "y",
+    )
+
+
+def dequantize(kernels: Kernels, q, scale, out, arena):
+    rows, columns = out.shape
+    kernels.launch(
+        "dequantize",
+        row_blocks(rows),
+        ROWS,
+        (rows, columns, q, scale, out),
+        macros=KINDS[out.dtype].macros,
+        fresh="y",
+    )
+
+
+def dropout(
+    kernels: Kernels,
+    numbers: LaunchNumbers,
+    x,
+    key,
+    step,
+    first,
+    columns,
+    rate,
+    arena,
+    residual=None,
+    out=None,
+):
+    y = arena.take(x.shape, x.dtype) if out is None else out
+    rows, width = x.shape
+    if columns == width:
+        rows, width = 1, x.size
+    across = blocks((width + 2 * LANES - 2) // LANES)[0]
+    kernels.launch(
+        "dropout",
+        (across, min(rows, MOST_BLOCKS) if x.size else 0),
+        POINTWISE,
+        (
+            *(rows, width, first, columns, threshold(rate), scale(rate)),
+            *(*key, numbers.integer(step), x, residual, y),
+        ),
+        macros=KINDS[x.dtype].macros,
+        fresh="" if y is x else "y",
+    )
+    return y
+
+
+def _activated(kernels: Kernels, activation: str, z: Any, arena: Any) -> Any:
+    y, macros = arena.take(z.shape, z.dtype), KINDS[z.dtype].macros
+    kernels.launch(
+        "activation_forward",
+        blocks(z.size, macros.run),
+        POINTWISE,
+        (z.size, ACTIVATIONS[activation], z, y),
+        macros=macros,
+        fresh="y",
+    )
+    return y
+
+
+def _through_activation(kernels: Kernels, activation: str, z: Any, dy: Any, dz: Any) -> None:
+    macros = KINDS[z.dtype].macros
+    kernels.launch(
+        "activation_backward",
+        blocks(z.size, macros.run),
+        POINTWISE,
+        (z.size, ACTIVATIONS[activation], z, dy, dz),
+        macros=macros,
+    )
+
+
+PARTS = 4  # the most parts of the rows per multiprocessor, in a backward
+FEWEST_ROWS = 8  # there are at most rows / FEWEST_ROWS parts, rounded up
+MOST_RUNS = 512  # a backward has a row of at most so many runs in the registers of a block
+REGISTERS = 4, 8
+"""Sizes of the registers for a row in the forward, in runs for each thread.
+
+A longer row is read from memory again.
+"""
+
+
+class ForwardKinds(dict):
+    """A cache {(dtype, width of a row): `Kind` of the forward}."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._macros = {
+            runs: ByDtypes(lambda x, runs=runs: element(x) | {"ROW_RUNS": runs})
+            for runs in REGISTERS
+        }
+
+    def __missing__(self, key: tuple[np.dtype, int]) -> Kind:
+        dtype, width = key
+        kind = KINDS[dtype]
+        runs = -(-width // (32 * kind.macros.run))
+        for most, macros in self._macros.items():
+            if runs <= most:
+                kind = kind._replace(macros=macros[(dtype,)])
+                break
+        self[key] = kind
+        return kind
+
+
+FORWARD = ForwardKinds()
+
+
+def layer_norm(kernels: Kernels, x, gain, bias, epsilon, arena):
+    rows, width = x.shape
+    sums, macros = FORWARD[x.dtype, width]
+    y, mean, inverse = (
+        arena.take(x.shape, x.dtype),
+        arena.take((rows,), sums),
+        arena.take((rows,), sums),
+    )
+    kernels.launch(
+        "layer_norm",
+        row_blocks(rows),
+        ROWS,
+        (rows, width, epsilon, x, gain, bias, y, mean, inverse),
+        macros=macros,
+        fresh="y mean inverse",
+    )
+    return y, (x, mean, inverse)
+
+
+def layer_norm_backward_input(kernels: Kernels, dy, gain, saved, arena, residual=None):
+    """Return (dx, pending): dx with the residual added, and the state for the weight half.
+
+    dy, dx   (M, C)
+    pending  (2, parts, C): partial sums of dy times the normalised x, and of dy
+    """
+    rows, width = dy.shape
+    dx = arena.take(dy.shape, dy.dtype)
+    kind = KINDS[dy.dtype]
+    wide = kind.macros.run
+    runs = -(-width // wide)
+    sums = arena.take(
+        (2, max(1, min(-(-rows // FEWEST_ROWS), PARTS * kernels.engine.multiprocessors)), width),
+        kind.sums,
+    )
+    threads = min(-(-runs // 32) * 32, WIDE_ROWS[0])
+    if runs <= MOST_RUNS:
+        kernels.launch(
+            "layer_norm_backward",
+            sums.shape[1:2],
+            (threads,),
+            (rows, width, dy, gain, *saved, residual, dx, sums[0], sums[1]),
+            macros=kind.macros,
+            fresh="dx gain_parts bias_parts",
+        )
+        return dx, sums
+    shared = 4 * runs * wide * sums.itemsize
+    keep = shared <= most_shared(kernels) - SCRATCH
+    kernels.launch(
+        "layer_norm_backward_wide",
+        sums.shape[1:2],
+        (threads,),
+        (rows, width, int(keep), dy, gain, *saved, residual, dx, sums[0], sums[1]),
+        shared * keep,
+        macros=kind.macros,
+        fresh="dx gain_parts bias_parts",
+    )
+    return dx, sums
+
+
+def layer_norm_backward_weight(kernels: Kernels, pending, dgain, dbias, accumulate, arena):
+    if dgain is None:
+        add_parts(kernels, pending[1], dbias, accumulate)
+    elif dbias is None:
+        add_parts(kernels, pending[0], dgain, accumulate)
+    else:
+        add_parts(kernels, pending, dgain, accumulate, dbias)
+
+
+TABLES = ByDtypes(lambda dx, dtable, tokens: element(dx) | result(dtable, dx) | index(tokens))
+POSITIONS = ByDtypes(lambda dx, dpositions: element(dx) | result(dpositions, dx))
+
+
+def embedding(kernels: Kernels, tokens, table, positions, arena, first=0, out=None):
+    vocab, width = table.shape
+    x = arena.take((*tokens.shape, width), table.dtype) if out is None else out
+    kernels.launch(
+        "embedding",
+        row_blocks(tokens.size),
+        ROWS,
+        (tokens.size, tokens.shape[1], width, vocab, first, tokens, table, positions, x),
+        macros=INDEXED[table.dtype, tokens.dtype],
+        fresh="x",
+    )
+    return x, (tokens, first)
+
+
+def embedding_backward_table(kernels: Kernels, dx, saved, dtable, accumulate, arena):
+    tokens, first = saved
+    vocab, width = dtable.shape
+    macros = TABLES[dx.dtype, dtable.dtype, tokens.dtype]
+    kernels.launch(
+        "embedding_backward_table",
+        (-(-vocab // 32), -(-width // (32 * macros.run))),
+        ROWS,
+        (tokens.size, width, vocab, first, tokens, dx, float(accumulate), dtable),
+        macros=macros,
+        fresh="" if accumulate else "dtable",
+    )
+
+
+def embedding_backward_positions(kernels: Kernels, dx, dpositions, accumulate, arena):
+    batch, length, width = dx.shape
+    macros = POSITIONS[dx.dtype, dpositions.dtype]
+    kernels.launch(
+        "embedding_backward_positions",
+        blocks(dpositions.size, macros.run),
+        POINTWISE,
+        (batch, length, width, len(dpositions), dx, float(accumulate), dpositions),
+        macros=macros,
+        fresh="" if accumulate else "dpositions",
+    )
+
+
+TILE_BYTES = 32 << 20
+"""Bytes of the windows of a tile: enough rows to fill a GPU with one product."""
+
+
+def conv2d(kernels: Kernels, multiply: Multiply, x, w, b, side, arena):
+    return _convolved(kernels, multiply, x, w, b, side, arena), x
+
+
+def conv2d_backward_input(kernels: Kernels, multiply: Multiply, dy, w, side, arena):
+    """Return dx: the convolution of dy with the kernel turned by 180 degrees, its channels swapped."""
+    outputs, channels = len(w), w.shape[1] // side**2
+    turned = arena.take((channels, side * side * outputs), w.dtype)
+    kernels.launch(
+        "turned_kernels",
+        row_blocks(outputs * side**2),
+        ROWS,
+        (outputs * side**2, outputs, channels, side, w, turned),
+        macros=KINDS[w.dtype].macros,
+        fresh="turned",
+    )
+    return _convolved(kernels, multiply, dy, turned, None, side, arena)
+
+
+def conv2d_backward_weight(
+    kernels: Kernels, multiply: Multiply, dy, saved, dw, side, accumulate, arena
+):
+    pulls = dy.reshape(-1, dy.shape[-1])
+    for rows, windows in _tiles(kernels, saved, side, arena):
+        beta = float(accumulate or rows.start > 0)
+        multiply(kernels, arena, pulls[rows], windows, dw, transposed_a=True, beta=beta)
+
+
+def conv2d_backward_bias(kernels: Kernels, dy, db, accumulate, arena):
+    sum_rows(kernels, dy.reshape(-1, dy.shape[-1]), db, accumulate, arena)
+
+
+def max_pool(kernels: Kernels, x, size, arena):
+    images, rows, columns, channels = x.shape
+    shape = images, rows // size, columns // size, channels
+    y, winners = arena.take(shape, x.dtype), arena.take(shape, "uint8")
+    kernels.launch(
+        "max_pool",
+        row_blocks(y.size // channels),
+        ROWS,
+        (y.size // channels, rows, columns, channels, size, x, y, winners),
+        macros=KINDS[x.dtype].macros,
+        fresh="y winners",
+    )
+    return y, (winners, x.shape)
+
+
+def max_pool_backward(kernels: Kernels, dy, saved, size, arena):
+    winners, shape = saved
+    dx = arena.take(shape, dy.dtype)
+    kernels.launch(
+        "max_pool_backward",
+        row_blocks(dx.size // shape[3]),
+        ROWS,
+        (dx.size // shape[3], *shape[1:], size, dy, winners, dx),
+        macros=KINDS[dy.dtype].macros,
+        fresh="dx",
+    )
+    return dx
+
+
+def _convolved(kernels: Kernels, multiply: Multiply, x, w, b, side, arena):
+    """Return x's windows times w^T, plus b.    w: (N, S S C); result: (B, H, W, N)"""
+    y = arena.take((*x.shape[:3], len(w)), x.dtype)
+    flat = y.reshape(-1, len(w))
+    for rows, windows in _tiles(kernels, x, side, arena):
+        multiply(kernels, arena, windows, w, flat[rows], transposed_b=True, bias=b)
+    return y
+
+
+def _tiles(kernels: Kernels, x: Any, side: int, arena: Any) -> Iterator[tuple[slice, Any]]:
+    """Yield (rows of the flat output, windows (rows, S S C)) of each tile; without images, of none.
+
+    The next tile overwrites the windows. x: (B, H, W, C), or a view of a contiguous (B, C, H, W).
+    """
+    images, height, width, channels = x.shape
+    pixels, length = images * height * width, side * side * channels
+    most = max(1, TILE_BYTES // (length * x.itemsize))
+    windows = arena.take((min(pixels, most), length), x.dtype)
+    # A kernel takes whole arrays, and these strides.
+    stored = x if x.flags.c_contiguous else x.transpose(0, 3, 1, 2)
+    steps = [step // x.itemsize for step in x.strides]
+    for first in range(0, max(1, pixels), most):
+        tile = windows[: min(most, pixels - first)]
+        kernels.launch(
+            "image_windows",
+            row_blocks(len(tile)),
+            ROWS,
+            (len(tile), first, height, width, channels, side, *steps, stored, tile),
+            macros=KINDS[x.dtype].macros,
+            fresh="windows",
+        )
+        yield slice(first, first + len(tile)), tile

@@ -1,0 +1,396 @@
+"""Matrix products with bias and activation, passes over rows, LayerNorm, embedding and images.
+
+z is the input of an activation. Contents of `saved` and `pending`:
+
+linear           saved is x; pending is (dy, x)
+with activation  saved is (x, the activation's slope at every element); pending is (dz, x). The slope
+                 of ReLU is 0 or 1. A backward writes dz over the slope
+layer_norm       saved is the normalised rows (M, C) and 1 / standard deviation (M, 1). pending is
+                 the pair of both gradients, computed while its blocks are in cache
+embedding        saved is each token's row in the table; a row outside 0 to V - 1 is another slice's
+
+A convolution is a tiled matrix product. A tile is a band of rows of one image, or several images.
+Its windows become the rows of a matrix (im2col) that stays in cache. A matrix of all windows is
+never in memory.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from mpitrain.ops.host.blocks import block_shape, blocks_of, constant, rounds, row_blocks, sum_rows
+from mpitrain.ops.host.product import put_product
+from mpitrain.ops.random_bits import RandomBits, scale, threshold
+from mpitrain.ops.reference.layers import GELU_CUBIC, GELU_SCALE, put
+from mpitrain.ops.weightless import has_memory
+
+
+def linear(x, w, b, arena, out=None, residual=None):
+    y = _product(x, w, arena, out)
+    add_bias(y, b, y, arena, residual)
+    return y, x
+
+
+def add_bias(x, b, out, arena, residual=None):
+    for y, sums, more in blocks_of(out, x, residual):
+        if b is not None:
+            sums = np.add(sums, b, out=y)
+        if more is not None:
+            sums = np.add(sums, more, out=y)
+        if sums is not y and out is not x:
+            y[...] = sums
+
+
+def dequantize(q, scale, out, arena):
+    for rows in row_blocks(out):
+        np.subtract(q[rows], 128, out=out[rows], dtype=out.dtype)
+        out[rows] *= scale[rows, None]
+
+
+def logits(x, w, b, arena):
+    return linear(x, w, b, arena)
+
+
+def linear_backward_input(dy, w, saved, arena, out=None):
+    dx = arena.take(saved.shape, dy.dtype) if out is None else out
+    put_product(dy, w, dx, False, arena)
+    return dx, (dy, saved)
+
+
+def gelu_linear_backward_input(dy, w, saved, before, arena):
+    dx, pending = linear_backward_input(dy, w, saved, arena)
+    before *= dx
+    return before, pending
+
+
+def linear_backward_weight(pending, dw, accumulate, arena, db=None):
+    dy, x = pending
+    put_product(dy.T, x, dw, accumulate, arena)
+    if db is not None:
+        linear_backward_bias(pending, db, False, arena)
+
+
+def linear_backward_bias(pending, db, accumulate, arena):
+    sum_rows(pending[0], db, accumulate, arena)
+
+
+def linear_gelu(x, w, b, arena):
+    y = _product(x, w, arena)
+    return y, (x, _gelu(y, b, arena))
+
+
+def _gelu(y, b, arena):
+    """Replace y by gelu(y + b), and return the slope.
+
+    The result is z h, where z = y + b and h = (1 + tanh u) / 2. Here u = c1 z + c3 z^3. Its slope
+    is h + (1 - h) z h (2 c1 + 6 c3 z^2).
+    y, slope: (M, N), computed in blocks of rows
+    """
+    every_slope = arena.take(y.shape, y.dtype)
+    scratch = arena.take((2, *block_shape(y)), y.dtype)
+    c1, c3 = GELU_SCALE, GELU_SCALE * GELU_CUBIC
+    for z, slope in blocks_of(y, every_slope):
+        h, rest = scratch[:, : len(z)]
+        if b is not None:
+            z += b
+        np.multiply(z, z, out=slope)
+        np.multiply(slope, c3, out=h)
+        h += c1
+        h *= z
+        np.tanh(h, out=h)
+        h *= 0.5
+        h += 0.5
+        z *= h  # from here on, z holds the result
+        slope *= 6 * c3
+        slope += 2 * c1
+        slope *= z
+        slope *= np.subtract(1, h, out=rest)
+        slope += h
+    return every_slope
+
+
+def linear_gelu_backward_input(dy, w, saved, arena, out=None):
+    x, slope = saved
+    slope *= dy
+    return linear_backward_input(slope, w, x, arena, out)
+
+
+def linear_relu(x, w, b, arena):
+    y, _ = linear(x, w, b, arena)
+    y, slope = relu(y, arena)
+    return y, (x, slope)
+
+
+linear_relu_backward_input = linear_gelu_backward_input
+
+
+def gelu(z, arena):
+    return z, _gelu(z.reshape(-1, z.shape[-1]), None, arena).reshape(z.shape)
+
+
+def gelu_backward(dy, saved, arena):
+    saved *= dy
+    return saved
+
+
+def relu(z, arena):
+    slope = arena.take(z.shape, z.dtype)
+    np.greater(z, 0, out=slope)
+    np.maximum(z, 0, out=z)
+    return z, slope
+
+
+relu_backward = gelu_backward
+
+
+def weighted_sum(a, alpha, b, beta, out, arena):
+    scratch = arena.take(block_shape(out), out.dtype)
+    for rows in row_blocks(out):
+        part = None if b is None else np.multiply(b[rows], beta, out=scratch[: len(out[rows])])
+        np.multiply(a[rows], alpha, out=out[rows])
+        if part is not None:
+            out[rows] += part
+
+
+def dropout(x, key, step, first, columns, rate, arena, residual=None, out=None):
+    y = arena.take(x.shape, x.dtype) if out is None else out
+    bits, least, most = RandomBits(key, step), np.uint16(threshold(rate)), scale(rate)
+    scratch, width = arena.take(block_shape(x), x.dtype), x.shape[1]
+    for rows in row_blocks(x):
+        mask, block = scratch[: len(x[rows])], y[rows]
+        run = bits.run(first + rows.start * columns, (len(mask) - 1) * columns + width)
+        np.greater_equal(_rows(run, len(mask), width, columns), least, out=mask)
+        np.multiply(x[rows], mask, out=block)
+        block *= most
+        if residual is not None:
+            block += residual[rows]
+    return y
+
+
+def _rows(run, rows, width, columns):
+    """Return a view (rows, width) of rows that begin `columns` elements apart."""
+    step = run.itemsize
+    return np.lib.stride_tricks.as_strided(run, (rows, width), (columns * step, step))
+
+
+def _product(x, w, arena, out=None):
+    """Return x w^T, (M, N), computed in one call of BLAS.
+
+    BLAS packs w anew in every call. At 128 rows a call, that costs a third of the product.
+    """
+    y = arena.take((len(x), len(w)), x.dtype) if out is None else out
+    put_product(x, w.T, y, False, arena)
+    return y
+
+
+def layer_norm(x, gain, bias, epsilon, arena):
+    every_y, normal = arena.take(x.shape, x.dtype), arena.take(x.shape, x.dtype)
+    every_inverse = arena.take((len(x), 1), x.dtype)
+    mean = constant(x.shape[1], 1 / x.shape[1], x.dtype)
+    for block, y, n, inverse in blocks_of(x, every_y, normal, every_inverse):
+        column = inverse[:, 0]
+        np.matmul(block, mean, out=column)
+        np.subtract(block, inverse, out=n)
+        np.vecdot(n, n, out=column)
+        inverse *= mean[0]
+        inverse += epsilon
+        np.sqrt(inverse, out=inverse)
+        np.divide(1, inverse, out=inverse)
+        n *= inverse
+        np.multiply(n, gain, out=y)
+        y += bias
+    return every_y, (normal, every_inverse)
+
+
+def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
+    normal, every_inverse = saved
+    dx = arena.take(dy.shape, dy.dtype)
+    dgain, dbias, part = arena.take((3, dy.shape[1]), dy.dtype)
+    dgain.fill(0)
+    dbias.fill(0)
+    scratch = arena.take(block_shape(dy), dy.dtype)
+    ones = constant(len(scratch), 1, dy.dtype)
+    means = arena.take((len(scratch), 2), dy.dtype)
+    weights = gain / dy.shape[1]
+    for block, n, d, inverse, more in blocks_of(dy, normal, dx, every_inverse, residual):
+        count = len(d)
+        row_of_ones, product, mean = ones[:count], scratch[:count], means[:count]
+        np.multiply(block, n, out=product)
+        dgain += np.matmul(row_of_ones, product, out=part)
+        dbias += np.matmul(row_of_ones, block, out=part)
+        np.matmul(block, weights, out=mean[:, 0])  # This is the mean of dy gain.
+        np.matmul(product, weights, out=mean[:, 1])  # This is the mean of dy gain normal.
+        np.multiply(block, gain, out=d)
+        d -= mean[:, :1]
+        d -= np.multiply(n, mean[:, 1:], out=product)
+        d *= inverse
+        if more is not None:
+            d += more
+    return dx, (dgain, dbias)
+
+
+def layer_norm_backward_weight(pending, dgain, dbias, accumulate, arena):
+    for sums, out in zip(pending, (dgain, dbias), strict=True):
+        if out is not None:
+            put(sums, out, accumulate)
+
+
+def embedding(tokens, table, positions, arena, first=0, out=None):
+    rows = tokens - first
+    x = arena.take((*tokens.shape, table.shape[1]), table.dtype) if out is None else out
+    if len(table):
+        # The default mode would copy through a buffer.
+        np.take(table, rows, axis=0, out=x, mode="clip")
+    x[(rows < 0) | (rows >= len(table))] = 0
+    if positions is not None:
+        x += positions[: tokens.shape[1]]
+    return x, rows
+
+
+def embedding_backward_table(dx, saved, dtable, accumulate, arena):
+    """Sort dx by table row and sum each run of equal rows, so that no row is written twice.
+
+    dx: (B, T, C); dtable: (V, C)
+    """
+    if not accumulate:
+        dtable.fill(0)
+    rows = saved.reshape(-1)
+    order = rows.argsort(kind="stable")
+    # Only rows of this table remain.
+    order = order[slice(*np.searchsorted(rows, (0, len(dtable)), sorter=order))]
+    if not len(order):
+        return
+    rows = rows[order]
+    starts = np.flatnonzero(np.diff(rows, prepend=-1))
+    # The buffers have their largest possible length. A length that changed at every step would take
+    # a new buffer each time.
+    sorted_dx, sums = (arena.take((saved.size, dx.shape[-1]), dx.dtype) for _ in range(2))
+    sorted_dx = np.take(
+        dx.reshape(sorted_dx.shape), order, axis=0, out=sorted_dx[: len(order)], mode="clip"
+    )
+    dtable[rows[starts]] += np.add.reduceat(sorted_dx, starts, axis=0, out=sums[: len(starts)])
+
+
+def embedding_backward_positions(dx, dpositions, accumulate, arena):
+    batch, length, width = dx.shape
+    if not accumulate:
+        dpositions[length:] = 0
+    sum_rows(dx.reshape(batch, length * width), dpositions[:length].reshape(-1), accumulate, arena)
+
+
+TILE_BYTES = 1 << 20
+"""Bytes of the windows of a tile: BLAS packs the kernel anew for each tile."""
+
+
+def conv2d(x, w, b, side, arena):
+    return _convolved(x, w.T, b, side, arena), x
+
+
+def conv2d_backward_input(dy, w, side, arena):
+    """Return dx: the convolution of dy with the kernel turned by 180 degrees, its channels swapped."""
+    outputs, channels = len(w), w.shape[1] // side**2
+    turned = arena.take((side, side, outputs, channels), w.dtype)
+    taps = w.reshape(outputs, side, side, channels)[:, ::-1, ::-1]
+    turned[...] = taps.transpose(1, 2, 0, 3)
+    return _convolved(dy, turned.reshape(-1, channels), None, side, arena)
+
+
+def conv2d_backward_weight(dy, saved, dw, side, accumulate, arena):
+    pulls = dy.reshape(-1, dy.shape[-1])
+    if not (accumulate or len(pulls)):
+        dw[...] = 0
+    for rows, windows in _tiles(saved, side, arena):
+        put_product(pulls[rows].T, windows, dw, accumulate, arena)
+        accumulate = True
+
+
+def conv2d_backward_bias(dy, db, accumulate, arena):
+    sum_rows(dy.reshape(-1, dy.shape[-1]), db, accumulate, arena)
+
+
+def max_pool(x, size, arena):
+    images, rows, columns, channels = x.shape
+    shape = images, rows // size, columns // size, channels
+    y, winners = arena.take(shape, x.dtype), arena.take(shape, np.uint8)
+    is_larger = arena.take(shape, np.bool_)
+    y[...] = _candidates(x, shape, size, 0)
+    winners.fill(0)
+    for number in range(1, size * size):
+        other = _candidates(x, shape, size, number)
+        np.greater(other, y, out=is_larger)
+        np.copyto(winners, number, where=is_larger)
+        np.maximum(y, other, out=y)
+    return y, (winners, x.shape)
+
+
+def max_pool_backward(dy, saved, size, arena):
+    winners, shape = saved
+    dx, is_winner = arena.take(shape, dy.dtype), arena.take(dy.shape, np.bool_)
+    dx[:, dy.shape[1] * size :] = 0
+    dx[:, :, dy.shape[2] * size :] = 0
+    for number in range(size * size):
+        np.equal(winners, number, out=is_winner)
+        np.multiply(dy, is_winner, out=_candidates(dx, dy.shape, size, number))
+    return dx
+
+
+def _candidates(x, shape, size, number):
+    """Return a strided view of x: the element with this number in each window. Its shape is y's."""
+    row, column = divmod(number, size)
+    return x[:, row : shape[1] * size : size, column : shape[2] * size : size]
+
+
+def _convolved(x, kernel, b, side, arena):
+    """Return x's windows times the kernel, plus b.    kernel: (S S C, N); result: (B, H, W, N)"""
+    y = arena.take((*x.shape[:3], kernel.shape[1]), x.dtype)
+    flat = y.reshape(-1, kernel.shape[1])
+    for rows, windows in _tiles(x, side, arena):
+        put_product(windows, kernel, flat[rows], False, arena)
+        if b is not None:
+            flat[rows] += b
+    return y
+
+
+def _tiles(x, side, arena) -> Iterator[tuple[slice, np.ndarray]]:
+    """Yield (rows of the flat output, windows (rows, S S C)) of each tile.
+
+    The next tile overwrites the windows. x: (B, H, W, C), with any strides.
+    """
+    images, height, width, channels = x.shape
+    if not images:
+        return
+    band = max(1, TILE_BYTES // (width * side * side * channels * x.itemsize))
+    together, band = min(images, max(1, band // height)), min(band, height)
+    around = arena.take((together, band + side - 1, width + side - 1, channels), x.dtype)
+    windows = arena.take((together * band * width, side * side * channels), x.dtype)
+    corners = [
+        (image, top) for image in range(0, images, together) for top in range(0, height, band)
+    ]
+    for number in rounds(len(corners), x):
+        image, top = corners[number]
+        count, rows = min(together, images - image), min(band, height - top)
+        first = (image * height + top) * width
+        tile = windows[: count * rows * width]
+        if has_memory(x):
+            _copy_windows(x[image : image + count], top, rows, side, around[:count], tile)
+        yield slice(first, first + len(tile)), tile
+
+
+def _copy_windows(x, top, rows, side, around, windows):
+    """Copy the windows of rows `top` on, by an image with zeros around it.
+
+    x: (n, H, W, C); around: (n, rows + S - 1 or more, W + S - 1, C); windows: (n rows W, S S C)
+    """
+    (_, height, width, channels), border = x.shape, side // 2
+    first, end = max(0, top - border), min(height, top + rows + border)
+    around.fill(0)
+    shift = border - top
+    around[:, first + shift : end + shift, border : border + width] = x[:, first:end]
+    step_n, step_h, step_w, step_c = around.strides
+    view = np.lib.stride_tricks.as_strided(
+        around,
+        (len(x), rows, width, side, side, channels),
+        (step_n, step_h, step_w, step_h, step_w, step_c),
+        writeable=False,
+    )
+    np.copyto(windows.reshape(view.shape), view)

@@ -1,0 +1,538 @@
+"""What a run does besides its steps: hooks, which the loop calls in order on every rank."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpitrain import __version__
+from mpitrain.data import Prefetched, Source, amounts, bits_per_byte
+from mpitrain.errors import TrainingError, on_every_rank
+from mpitrain.files import mend
+from mpitrain.machine import process
+from mpitrain.machine.process import own_id
+from mpitrain.machine.time_limit import TimeLimit
+from mpitrain.parallel.modes import mode_of
+from mpitrain.parallel.replication.records import StepResult
+from mpitrain.run.build import Job
+from mpitrain.run.checkpoint import saving
+from mpitrain.run.checkpoint.manifest import CHECKPOINTS, Done
+from mpitrain.run.metrics import CLOSING, METRICS, MetricsFile, ResumeInfo
+from mpitrain.run.replicas import digest_record, state_digests
+from mpitrain.run.resolve import RunLocation
+from mpitrain.run.stalls.slow_ranks import SlowRanks, alike
+from mpitrain.run.watchdog import Watchdog
+from mpitrain.run.watcher import Watcher
+from mpitrain.trace.recorder import ROWS
+from mpitrain.trace.timeline import trace_file
+from mpitrain.transport.clocks import Clocks
+
+SKIPS = 10
+"""Number of consecutive skipped steps that ends a run."""
+OVERFLOWS = 20
+"""Number of consecutive steps with gradients beyond float16 that ends a run."""
+GROWING = 3
+"""Steps after which the process has touched all of its memory."""
+
+
+class RunState:
+    """The state of a run that its hooks share, and its metrics; only rank 0 writes and has watchers.
+
+    source    the data, perhaps read ahead by a thread
+    first     the steps before this start
+    limit     the time limit of the batch job
+    asks      whether this rank wants all ranks to stop
+    saved_at  the step of the newest checkpoint; None: there is none
+    met_at    the last step after which the ranks saved or evaluated together
+    paused_s  seconds of this start that were no training
+    peaks     the peak activation bytes of each rank, as of `met_at`
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        location: RunLocation,
+        folder: Path,
+        before: ResumeInfo,
+        stop_requested: Callable[[], bool] | None,
+        ends: Callable[[], float | None] | None,
+        watchers: Sequence[Watcher],
+    ):
+        """stop_requested, ends, watchers: as of `train`."""
+        self.job, self.trainer, self.config = job, job.trainer, job.trainer.config
+        self.folder, self.before, self.watchers = folder, before, watchers
+        self.transport, self.recorder = self.trainer.transport, self.trainer.transport.recorder
+        self.first, self.steps = job.step, self.config.run.steps
+        self.source: Source = job.data
+        exchange = mode_of(self.config).exchange(self.config.replication)
+        self.limit = TimeLimit(ends, before.checkpoint_s, exchange)
+        self._stop_requested = stop_requested
+        self.saved_at = self.first if location.saved else None
+        self.met_at, self.paused_s, self.peaks = -1, 0.0, [0]
+        self.hooks: list[Hook] = []
+        self.batch_name = self.recorder.name(ROWS)
+        self._began = 0.0
+        is_root = self.transport.rank == 0
+        self._metrics = MetricsFile(folder / METRICS) if is_root else None
+
+    def begin(self, location: RunLocation) -> None:
+        """Start the clock and the thread that reads ahead, and record the start."""
+        self._began = time.perf_counter() - self.before.wall_s
+        if ahead := self.config.data.prefetch:
+            self.source = Prefetched(self.job.data, ahead, self.steps)
+        trainer, job = self.trainer, self.job
+        record = {
+            "event": "resume" if location.saved else "start",
+            "step": self.first,
+            "version": __version__,
+            "ranks": self.transport.size,
+            "hosts": len(set(self.transport.hosts)),
+            "blas_threads": process.blas_threads_in_use(),
+            "parameters": trainer.parameter_count,
+            **({"frozen": frozen} if (frozen := trainer.frozen_count) else {}),
+            "held_out": self.source.held_out,
+            **amounts(job.data),
+            **({"init_from": begun} if (begun := trainer.begun_from) else {}),
+            **({"changed": location.changed} if location.changed else {}),
+            **({"uncounted": problem} if (problem := trainer.counted.problem) else {}),
+        }
+        self.record(record)
+
+    def asks(self) -> bool:
+        requested = self._stop_requested
+        return (requested is not None and requested()) or self.limit.is_near()
+
+    def reach(self, point: str, step: int) -> None:
+        """Tell all hooks that the run has reached a point, as `Hook.reaches`."""
+        for hook in self.hooks:
+            hook.reaches(point, step)
+
+    def after(self, step: int) -> Done:
+        """Return the progress of the run after a step."""
+        samples = self.job.done.samples + (step - self.first) * self.config.batch.size
+        return Done(step, samples, self.job.done.run)
+
+    @property
+    def peak(self) -> int:
+        """Peak activation memory of all ranks in bytes; for other ranks as of `met_at`."""
+        return max(self.trainer.arena.peak, *self.peaks)
+
+    @property
+    def is_common(self) -> bool:
+        """Whether all ranks end a step together."""
+        replication = self.config.replication
+        return replication.mode != "server" or replication.update == "sync"
+
+    def record(self, record: dict[str, Any]) -> None:
+        """Append a line to the metrics, and pass it to the watchers."""
+        if not self._metrics:
+            return
+        record = {**record, "wall_s": time.perf_counter() - self._began}
+        try:
+            self._metrics.write(record)
+        except OSError as error:
+            way_on = (
+                "go on with --resume"
+                if self.saved_at is not None
+                else "start again with --resume=auto"
+            )
+            raise TrainingError(
+                f"{self.folder / METRICS} cannot be written: {error.strerror or error}.",
+                f"{mend(error)}, then {way_on}.",
+            ) from None
+        for watcher in self.watchers:
+            if record.get("event") in CLOSING:
+                watcher.on_end(record)
+            elif record.get("event") in ("start", "resume"):
+                watcher.on_begin(self.config, self.folder, record)
+            elif "val_loss" in record:
+                watcher.on_evaluation(record)
+            elif "event" not in record:  # `Saving` calls on_checkpoint.
+                watcher.on_log(record)
+
+    def close(self) -> None:
+        if isinstance(self.source, Prefetched):
+            self.source.close()
+        for hook in self.hooks:
+            hook.close()
+        if self._metrics:
+            self._metrics.close()
+
+
+class Hook:
+    """A task of a run besides its steps. By default it does nothing."""
+
+    def reaches(self, point: str, step: int) -> None:
+        """Act where a step, one of its batches, a save, an evaluation, digests or the end begins.
+
+        point  step, batch, save, evaluation, digests or end
+        """
+
+    def step_ends(self, step: int, outcome: StepResult) -> None:
+        """Act after a step; an error that it raises ends the run."""
+
+    def pause(self, step: int, stop: bool) -> bool:
+        """Act between two steps; return whether the run stops here, which all ranks agree on.
+
+        stop  whether a rank asks to stop
+        """
+        return stop
+
+    def close(self) -> None:
+        """Free files; called once, after an error too."""
+
+
+class Watching(Hook):
+    """Tells the watchdog that the run is alive."""
+
+    TEXTS = {
+        "step": "step {}",
+        "batch": "step {}",
+        "save": "the checkpoint of step {}",
+        "evaluation": "the evaluation after step {}",
+        "digests": "the digests of step {}",
+    }
+
+    def __init__(self, watchdog: Watchdog):
+        self._watchdog = watchdog
+
+    def reaches(self, point: str, step: int) -> None:
+        if text := self.TEXTS.get(point):
+            self._watchdog.alive(text.format(step))
+
+
+class Failing(Hook):
+    """Fails where run.inject says."""
+
+    def __init__(self, passes: Callable[[str, int], None]):
+        """passes: of the `Injector`."""
+        self._passes = passes
+
+    def reaches(self, point: str, step: int) -> None:
+        self._passes(point, step)
+
+
+class Logging(Hook):
+    """Writes the lines of steps to the metrics."""
+
+    def __init__(self, run: RunState, utilisation: Callable[[float], dict[str, float]]):
+        """utilisation: seconds of a step -> its `mfu` and `hfu`, or {}."""
+        self._run, self._utilisation = run, utilisation
+        # The next line covers the time since `_since` and the steps since `_logged_at`.
+        self._since, self._logged_at, self._comm_s = time.perf_counter(), run.first, 0.0
+        self._paused_s = run.paused_s
+        config = run.config
+        # In mode master only rank 0 updates, so no other rank has equal work.
+        without = (0,) if config.replication.mode == "master" else ()
+        groups = alike(run.trainer.grid.axes, config.batch.size, without)
+        does_compare = run.transport.rank == 0 and run.recorder.is_on and groups
+        self._slow = SlowRanks(run.folder, run.transport.hosts, groups) if does_compare else None
+
+    def step_ends(self, step: int, outcome: StepResult) -> None:
+        self._comm_s += outcome.comm_s
+        for watcher in self._run.watchers:
+            watcher.on_step(step, outcome)
+        is_due = step == 1 or step % self._run.config.run.log_every == 0 or step == self._run.steps
+        if is_due or outcome.stop or not outcome.updated:
+            self._write(step, outcome)
+
+    def close(self) -> None:
+        if self._slow:
+            self._slow.close()
+
+    def _write(self, step: int, outcome: StepResult) -> None:
+        run, config = self._run, self._run.config
+        now, steps = outcome.ended or time.perf_counter(), step - self._logged_at
+        step_s = (now - self._since - (run.paused_s - self._paused_s)) / steps
+        comm_s = self._comm_s / steps
+        self._since, self._paused_s = now, run.paused_s
+        self._logged_at, self._comm_s = step, 0.0
+        size = config.batch.size
+        rates = {"samples_per_s": size / step_s, "samples_seen": run.after(step).samples}
+        if run.source.form == "tokens":
+            context = config.model.context
+            rates |= {
+                "tokens_per_s": size * context / step_s,
+                "tokens_seen": context * rates["samples_seen"],
+            }
+        rates |= self._utilisation(step_s)
+        records = mode_of(config).records(config.replication)
+        rates |= {name: getattr(outcome, name) for name in records}
+        skipped = (
+            {}
+            if outcome.updated
+            else {
+                "overflow" if outcome.overflows else "skipped": True,
+                "nonfinite_elements": outcome.nonfinite,
+            }
+        )
+        if not outcome.counted:
+            skipped["empty"] = True
+        if config.precision.compute == "float16":
+            rates |= {"loss_scale": outcome.loss_scale}
+        run.record(
+            {
+                "step": step,
+                "loss": outcome.loss,
+                "lr": outcome.lr,
+                "grad_norm": outcome.grad_norm,
+                "step_s": step_s,
+                "comm_s": comm_s,
+                **rates,
+                "peak_activation_bytes": run.peak,
+                **skipped,
+                **(self._slow.record(step) if self._slow else {}),
+            }
+        )
+
+
+class Digesting(Hook):
+    """Records digests of the state of all ranks, every run.digest_every steps."""
+
+    def __init__(self, run: RunState):
+        self._run = run
+
+    def pause(self, step: int, stop: bool) -> bool:
+        run, every = self._run, self._run.config.run.digest_every
+        if step % every == 0 and (step > run.first or not step):
+            run.reach("digests", step)
+            with run.recorder.pausing("digests"):
+                everyone = run.transport.gather_text(state_digests(run.trainer))
+            run.record({"event": "digests", "step": step, **digest_record(everyone)})
+        return stop
+
+
+class Saving(Hook):
+    """Saves checkpoints: every checkpoint.every steps, and where the run stops or ends."""
+
+    def __init__(self, run: RunState):
+        self._run = run
+
+    def pause(self, step: int, stop: bool) -> bool:
+        every = self._run.config.checkpoint.every
+        if stop or step == self._run.steps or (every and step and step % every == 0):
+            self.save(step)
+        return stop
+
+    def save(self, step: int) -> None:
+        """Save a checkpoint of this step, unless there is one."""
+        run, trainer, began = self._run, self._run.trainer, time.perf_counter()
+        run.met_at = step
+        if run.saved_at == step:
+            return
+        with run.recorder.pausing("checkpoint"):
+            run.reach("save", step)
+            trainer.sync_parameters()
+            kept = trainer.replication.kept()
+            base = trainer.begun_from if run.config.lora.rank else {}
+            if base:
+                from mpitrain.run.initial import of_adapters
+
+                kept = of_adapters(kept)
+            saved = saving.save(
+                run.folder / CHECKPOINTS,
+                kept,
+                trainer.storage,
+                trainer.transport,
+                trainer.backend,
+                run.after(step),
+                trainer.resolved.axes._asdict(),
+                trainer.replication.step_end.skips.scalars(),
+                run.config.checkpoint.keep,
+                base,
+            )
+        run.saved_at, seconds = step, time.perf_counter() - began
+        run.limit.saved(seconds)
+        run.record(
+            {
+                "event": "checkpoint",
+                "step": step,
+                "checkpoint_s": seconds,
+                "checkpoint_bytes": saved.nbytes,
+            }
+        )
+        for watcher in run.watchers:
+            watcher.on_checkpoint(step, saved.path)
+
+
+class Evaluating(Hook):
+    """Evaluates every run.eval_every steps. A stop leaves an evaluation to the resumed run."""
+
+    def __init__(self, run: RunState, saving: Saving):
+        self._run, self._saving = run, saving
+        self._evaluated_at = run.first if run.before.is_evaluated else None
+
+    def pause(self, step: int, stop: bool) -> bool:
+        """Return True if a rank asks to stop before the last step, or before an evaluation is done."""
+        run, every = self._run, self._run.config.run.eval_every
+        is_last = step == run.steps
+        is_due = (every >= 0 and is_last) or (every > 0 and step > 0 and step % every == 0)
+        if not is_due or self._evaluated_at == step:
+            return stop and not is_last
+        run.met_at = step
+        if stop or self._evaluate(step):
+            return stop
+        self._saving.save(step)
+        return True
+
+    def _evaluate(self, step: int) -> bool:
+        """Evaluate and record the result; return False if a stop request interrupts it."""
+        run = self._run
+
+        def stop_requested() -> bool:
+            run.reach("evaluation", step)
+            return run.asks()
+
+        began = time.perf_counter()
+        with run.recorder.pausing("evaluation"):
+            result = run.trainer.evaluate(run.source, stop_requested)
+        if result is None:
+            return False
+        loss, accuracy = result
+        bits = bits_per_byte(run.job.data, loss)
+        run.record(
+            {
+                "step": step,
+                "val_loss": loss,
+                **({"val_bits_per_byte": bits} if bits is not None else {}),
+                "val_accuracy": accuracy,
+                "eval_s": time.perf_counter() - began,
+            }
+        )
+        return True
+
+
+class Tracing(Hook):
+    """Writes facts about this rank into its trace; gathers peaks where the ranks have met.
+
+    If the trace file cannot be written, the rank prints a warning, and the run continues.
+    """
+
+    def __init__(self, run: RunState):
+        """Open the trace file in the run directory, and write its header; collective."""
+        self._run, self._recorder = run, run.recorder
+        self._peak, self._released = -1, 0
+        self._steps, self._before = 0, process.peak_memory()
+        recorder, transport, trainer = run.recorder, run.transport, run.trainer
+        if not recorder.is_on:
+            return
+        rank, grid, replication = transport.rank, trainer.grid, trainer.replication
+        self._clocks = Clocks(transport, recorder.clock)
+        recorder.facts(
+            run=run.job.done.run,
+            rank=rank,
+            ranks=transport.size,
+            host=transport.hosts[rank],
+            process=os.getpid(),
+            process_id=own_id(),
+            time=time.time(),
+            clock_then=recorder.clock(),
+            device=trainer.backend.kind,
+            place=None if grid.is_server else grid.coords._asdict(),
+        )
+        if not trainer.counted.problem:
+            # Gradients and optimizer state are zeros whose pages the first step touches.
+            counted = trainer.counted.peak
+            state = sum(replication.held_by_kind().values()) - replication.store.parameters.nbytes
+            recorder.facts(counted_activation_bytes=counted, counted_growth_bytes=counted + state)
+        recorder.facts(clock=self._clocks.measure())
+        try:
+            recorder.keep(trace_file(run.folder, rank))
+        except OSError as error:
+            print(
+                f"warning: rank {rank} cannot keep a trace in {run.folder}: {error.strerror}.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def step_ends(self, step: int, outcome: StepResult) -> None:
+        if not self._recorder.is_on:
+            return
+        arena = self._run.trainer.arena
+        if arena.peak != self._peak:
+            self._peak = arena.peak
+            self._recorder.facts(peak_activation_bytes=arena.peak)
+        if arena.released != self._released:
+            self._released = arena.released
+            self._recorder.facts(released_bytes=arena.released)
+        self._steps += 1
+        if self._steps == GROWING:
+            self._recorder.facts(grown_bytes=process.peak_memory() - self._before)
+
+    def pause(self, step: int, stop: bool) -> bool:
+        run = self._run
+        if run.met_at == step:
+            with self._recorder.pausing("the clocks"):
+                if self._recorder.is_on:
+                    # Readers of the trace interpolate the drift linearly between measurements.
+                    self._recorder.facts(clock=self._clocks.measure())
+                run.peaks = run.transport.gather_text(run.trainer.arena.peak)
+        return stop
+
+
+class Skipping(Hook):
+    """Ends a run that skips too many updates."""
+
+    def __init__(self, run: RunState):
+        self._run = run
+        # Steps with a skipped update: their total, and the number of consecutive ones up to now.
+        self._skipped, self._in_a_row = run.before.skipped, run.before.in_a_row
+
+    def step_ends(self, step: int, outcome: StepResult) -> None:
+        """Raise TrainingError, on every rank if the ranks end a step together."""
+        # An overflow does not count: the dynamic loss scale reacts to it.
+        is_skipped = not outcome.updated and not outcome.overflows
+        self._skipped += is_skipped
+        self._in_a_row = self._in_a_row + 1 if is_skipped else 0
+        run = self._run
+        if outcome.overflows >= OVERFLOWS:
+            raise self._failed(
+                step,
+                f"The last {outcome.overflows} steps up to step {step} had gradients beyond float16, "
+                f"at last with a loss scale of {outcome.loss_scale:g}.",
+                "Lower optimizer.lr, or set precision.compute to bfloat16, and start again.",
+            )
+        if is_skipped and outcome.counted and run.config.run.on_nonfinite == "stop":
+            raise self._failed(
+                step,
+                f"Step {step} has loss {outcome.loss} and {outcome.nonfinite} gradient elements that are "
+                f"not finite{self._where(outcome)}.",
+                "Lower optimizer.lr, or go on past such steps with --set run.on_nonfinite=skip.",
+            )
+        if self._in_a_row == SKIPS or (step == run.steps and self._skipped > step / 2):
+            raise self._failed(
+                step,
+                f"A run may not skip {SKIPS} steps in a row or more than half of them, but "
+                f"{self._skipped} of {step} had no target that counts, or a loss or gradient that is not finite, "
+                f"among them the last {self._in_a_row} up to step {step}.",
+                "Lower optimizer.lr, then go on with --resume from the newest checkpoint, or start again."
+                if outcome.counted
+                else "Raise batch.size, or see why the data masks so much: data.separator, or prompts longer than model.context.",
+            )
+
+    def _where(self, outcome: StepResult) -> str:
+        """Return a clause that names the ranks where a step's loss is not finite; collective.
+
+        Ranks without a step in common have none.
+        """
+        run, transport = self._run, self._run.transport
+        if not run.is_common or outcome.ended is not None:
+            return ""
+        if ranks := run.trainer.spoilt_ranks():
+            named = ", ".join(f"{rank} ({transport.hosts[rank]})" for rank in ranks[:8])
+            return f"; the loss is not finite on {len(ranks)} of {transport.size} ranks: {named}"
+        return "; the loss of each rank is finite" if np.isfinite(outcome.loss) else ""
+
+    def _failed(self, step: int, law: str, way_out: str) -> TrainingError:
+        """Write the last line of metrics, and return the error to raise on every rank.
+
+        Asynchronous servers do not wait for a step: a worker may still send to one that has ended.
+        So the first rank that fails ends all.
+        """
+        self._run.record({"event": "failed", "step": step})
+        error = TrainingError(law, way_out)
+        return on_every_rank(error) if self._run.is_common else error

@@ -1,1 +1,0 @@
-"""The experiments of claims, one file for each subject."""

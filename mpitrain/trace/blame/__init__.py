@@ -1,1 +1,0 @@
-"""Blame: the first divergence of a hung or dead job, found in the traces of all its ranks."""
