@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from mpitrain.layers.compose import Sequential as Sequential
     from mpitrain.layers.initial import normal as normal
     from mpitrain.layers.plain import Plain as Plain
+    from mpitrain.models.classifiers import mlp as mlp
     from mpitrain.models.gpt import gpt as gpt
-    from mpitrain.models.mlp import mlp as mlp
     from mpitrain.ops.device import ops_for as ops_for
     from mpitrain.parallel.data.replicated import Replicated as Replicated
     from mpitrain.parallel.tensor.linear import ColumnParallelLinear as ColumnParallelLinear
@@ -81,7 +81,7 @@ _HOMES = {
     "connect": "transport.mpi",
     "from_communicator": "transport.mpi",
     "gpt": "models.gpt",
-    "mlp": "models.mlp",
+    "mlp": "models.classifiers",
     "normal": "layers.initial",
     "ops_for": "ops.device",
     "parse": "run.choices",

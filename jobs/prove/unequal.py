@@ -12,7 +12,7 @@ from sleeping import configured, sleepers, started
 
 from mpitrain.machine.arena import Arena
 from mpitrain.ops.device import backend_for
-from mpitrain.pipeline.profile_units import by_time, unit_seconds
+from mpitrain.pipeline.partition import by_time, unit_seconds
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.base import Transport
 

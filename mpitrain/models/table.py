@@ -3,15 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from mpitrain.config import Config
+from mpitrain.config import Config, Lora
 from mpitrain.config import Model as Keys
 from mpitrain.data import Form, Source, Unopened, source_kind
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit, are_units
 from mpitrain.layers.plain import Plain
-from mpitrain.models.cnn import cnn
+from mpitrain.models.classifiers import cnn, mlp
 from mpitrain.models.gpt import gpt
-from mpitrain.models.mlp import mlp
 from mpitrain.tables import Table
 
 
@@ -146,6 +145,15 @@ def units_of(keys: Keys, source: Source | Unopened, layers: Plain) -> Sequence[U
         "a list of units",
         are_units,
     )
+
+
+def adapted(units: Sequence[Unit], lora: Lora, layers: Plain) -> Sequence[Unit]:
+    """Return the units with the adapters of section [lora], and all else frozen; if there is one."""
+    if not lora.rank:
+        return units
+    from mpitrain.models.targets import adapt  # a run without adapters does not need the module
+
+    return adapt(units, lora, layers)
 
 
 def kinds(does_count: Callable[[Model], bool]) -> list[str]:

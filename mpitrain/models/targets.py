@@ -45,11 +45,8 @@ def adapt(units: Sequence[Unit], lora: Lora, layers: Plain) -> list[Unit]:
     """Give adapters to the layers that lora.targets names, and freeze all other parameters.
 
     layers   the layer factory that made the units
-    returns  the same units if lora.rank is 0
     raises   ConfigError for a target that names no layer
     """
-    if not lora.rank:
-        return list(units)
     chosen = chosen_targets([*targets(units)], lora.targets)
     adapted = []
     for unit in units:

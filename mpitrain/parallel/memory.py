@@ -12,8 +12,7 @@ from mpitrain.layers.base import Unit, freeze
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import Plain
 from mpitrain.machine import process
-from mpitrain.models.table import units_of
-from mpitrain.models.targets import adapt
+from mpitrain.models.table import adapted, units_of
 from mpitrain.ops.device import Device
 from mpitrain.optim import state_bytes
 from mpitrain.parallel.grid import Axes, divisor
@@ -143,7 +142,7 @@ def frozen_sizes(
     layers = described(device.ops, config.layout)
     layers.itemsize = device.itemsize(config.precision.stored)
     every = _described(config, config.model.layers, source, layers)
-    units = freeze(adapt(every, config.lora, layers), config.model.freeze)
+    units = freeze(adapted(every, config.lora, layers), config.model.freeze)
     storage = Storage(units, config.precision.stored, axes.dp)
     length, frozen = storage.length, storage.frozen.length
     state = state_bytes(config.optimizer.name, storage)

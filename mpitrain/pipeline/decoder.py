@@ -10,8 +10,7 @@ from mpitrain.layers.base import Now, Unit, Weights
 from mpitrain.layers.incremental import FixedArena, Past, forward_next, is_incremental, is_rowwise
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replication.protocol import Replication
-from mpitrain.pipeline.channel import Channel
-from mpitrain.pipeline.execute import execute
+from mpitrain.pipeline.execute import Channel, execute
 from mpitrain.pipeline.instructions import forward_alone, with_messages
 from mpitrain.pipeline.pipeline import input_shape, own, shape_in
 from mpitrain.transport.base import Transport

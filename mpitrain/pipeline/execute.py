@@ -1,10 +1,12 @@
-"""The executor of a pipeline program: dispatches a rank's instructions, and knows no schedule."""
+"""The executor of a pipeline program and its messages: it dispatches instructions, and knows no schedule."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from mpitrain.pipeline.channel import Channel
+from mpitrain.machine.arena import Arena
 from mpitrain.pipeline.instructions import (
+    ACTIVATION,
+    GRADIENT,
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -18,6 +20,7 @@ from mpitrain.pipeline.instructions import (
     Skip,
 )
 from mpitrain.pipeline.stage import Stage
+from mpitrain.transport.base import Request, Transport
 
 
 def execute(
@@ -26,7 +29,7 @@ def execute(
     chunks: int,
     first: Callable[[int], Any],
     loss: Callable[[int, Any], Any],
-    channel: Channel,
+    channel: "Channel",
     lowest: int = 0,
 ) -> None:
     """Execute the instructions of one rank.
@@ -78,3 +81,94 @@ def execute(
                 pass  # The result is in `held` already, where the next chunk finds it.
         # No chunk uses the gradient of the input of the first chunk with a backward.
         held.pop(("gradient", lowest - 1, instruction.micro), None)
+
+
+class Channel:
+    """Channel of one stage to the others, for the messages that its instructions name.
+
+    Each boundary and direction has one tag for all micro-batches. That suffices: sender and
+    receiver process the micro-batches of a chunk in ascending order. Both sides know a message's
+    shape in advance, so no header is sent.
+
+    sent  {"activation" or "gradient": (messages, bytes)} in the current step
+    """
+
+    def __init__(self, transport: Transport, arena: Arena, dtype: Any):
+        """Connect a stage to the other stages of its pipeline.
+
+        transport  of the pipeline's stages; its ranks are the stages
+        arena      allocates the buffers of received arrays
+        dtype      of all messages
+        """
+        self._transport, self._arena, self._dtype = transport, arena, dtype
+        self._recorder = recorder = transport.recorder
+        self._names = {
+            what: recorder.name(what, transport.members) for what in (ACTIVATION, GRADIENT)
+        }
+        self._sends: dict[Message, tuple[Request, Any]] = {}
+        self._receives: dict[Message, tuple[Request, Any]] = {}
+        self._under_way: list[Request] = []
+
+    def begin(self, shape: Callable[[int, int], tuple[int, ...]]) -> None:
+        """Begin a step, and reset the counts of sent messages.
+
+        shape  (chunk, micro-batch) -> shape of the chunk's input
+        """
+        self._shape = shape
+        self.sent = dict.fromkeys((ACTIVATION, GRADIENT), (0, 0))
+
+    def send(self, message: Message, array: Any, peer: int) -> None:
+        """Start to send an array, which must not change until `complete`.
+
+        The channel refers to the array until then.
+        """
+        what, _, micro = message
+        messages, nbytes = self.sent[what]
+        self.sent[what] = messages + 1, nbytes + array.nbytes
+        self._recorder.about(self._names[what], micro)
+        request = self._transport.start_send(array, peer, _tag(message))
+        self._sends[message] = request, array
+        self._under_way.append(request)
+        self._recorder.about(0, -1)
+
+    def complete(self, message: Message) -> None:
+        """Wait until a send is complete, and release its array."""
+        self._wait(self._sends.pop(message)[0], message)
+
+    def receive(self, message: Message, peer: int) -> None:
+        """Start to receive an array into a buffer of the arena."""
+        what, chunk, micro = message
+        array = self._arena.take(self._shape(chunk + (what == "gradient"), micro), self._dtype)
+        self._recorder.about(self._names[what], micro)
+        request = self._transport.start_recv(array, peer, _tag(message))
+        self._receives[message] = request, array
+        self._under_way.append(request)
+        self._recorder.about(0, -1)
+
+    def received(self, message: Message) -> Any:
+        """Wait for a received array and return it; the caller owns it."""
+        request, array = self._receives.pop(message)
+        self._wait(request, message)
+        return array
+
+    def _wait(self, request: Request, message: Message) -> None:
+        what, chunk, micro = message
+        self._transport.traffic.content = f"the {what} of micro-batch {micro} for chunk {chunk}"
+        request.wait()
+        self._transport.traffic.content = ""
+        if request in self._under_way:
+            self._under_way.remove(request)
+
+    def poll(self) -> None:
+        """Progress all messages in flight.
+
+        Called between layers, because messages progress only inside calls of the transport.
+        """
+        if self._under_way:
+            self._under_way = [request for request in self._under_way if not request.test()]
+
+
+def _tag(message: Message) -> int:
+    """Return the tag of a message's boundary and direction."""
+    what, chunk, _ = message
+    return 2 * chunk + (what == "gradient")

@@ -1,16 +1,82 @@
-"""The partition of a model's units into chunks: balanced, or explicit."""
+"""The chunks of a model: its units made, cut by parameters, by measured time or by hand, and placed on stages."""
 
 import math
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from statistics import fmean
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from mpitrain.config import Lora
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Unit, parameters_of
+from mpitrain.layers.base import Unit, are_units, forward_only, freeze, parameters_of
+from mpitrain.layers.flat import Storage
+from mpitrain.layers.recomputed import with_recomputation
+from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Backend
+from mpitrain.models.table import adapted
+from mpitrain.parallel.tensor.layer_factory import LayerFactory, check_saved, check_units
 
 TIME = "time"
 """The value of `pipeline.partition` for measured times; the code that builds a run replaces it."""
+REPEATS = 3
+"""Measured passes of each unit; the fastest counts."""
+Units = Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]]
+"""A model, or a function of a layer factory that returns one."""
+NO_LORA = Lora()
+
+
+class Chunks(NamedTuple):
+    """A model that is cut for a pipeline.
+
+    model   all units, in order
+    chunks  the units of each chunk
+    tied   {full name of a tied tensor: its stages}, for tensors on several stages
+    """
+
+    model: list[Unit]
+    chunks: list[list[Unit]]
+    tied: dict[str, list[int]]
+
+    def first(self, units: Sequence[Unit]) -> int:
+        """Return the number of a stage's units that are frozen and run no backward."""
+        before = {unit.name for unit in self.model[: forward_only(self.model)]}
+        return sum(unit.name in before for unit in units)
+
+
+def cut_in_chunks(
+    units: Units,
+    layers: LayerFactory,
+    stage_of: Sequence[int],
+    partition: str,
+    frozen: Sequence[str] = (),
+    lora: Lora = NO_LORA,
+) -> Chunks:
+    """Make the units with a rank's layer factory, and cut them.
+
+    stage_of   the stage of each chunk
+    partition  as pipeline.partition, but not "time"
+    frozen     as model.freeze
+    lora       the section [lora]
+    raises     ConfigError if the units do not fit each other, the ranks or the partition
+    """
+    made = units(layers) if callable(units) else units
+    if not are_units(made):
+        raise ConfigError(
+            f"A model is a list of units, at least one, but this is {made!r:.60}.",
+            "Pass the units, or a function that returns them.",
+        )
+    model = freeze(adapted(made, lora, layers), frozen)
+    check_units(model, layers.rows)
+    check_saved(layers)
+    chunks, tied = assign_units(model, cut(model, len(stage_of), partition), stage_of)
+    return Chunks(
+        model, with_recomputation(chunks, layers.memory.segment, layers.rows.recomputing), tied
+    )
 
 
 def balanced(
@@ -170,3 +236,81 @@ def check_enough(units: int, chunks: int) -> None:
             "(stages x chunks).",
             f"Lower --pp or pipeline.chunks to at most {units} chunks, or raise model.layers.",
         )
+
+
+def unit_seconds(
+    units: Sequence[Unit],
+    x: Any,
+    loss: Callable[[Any], Any],
+    backend: Backend,
+    arena: Arena,
+    stored: Any,
+    computed: Any,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Measure the seconds of each unit's forward and backward on this rank.
+
+    The last unit's time includes the loss. First units without a trained tensor run no backward.
+    Only one unit's parameters are in memory at a time.
+
+    units  with complete layers, not sharded over ranks
+    x      input of the first unit, in the backend's memory
+    loss   (output of the last unit) -> the gradient of that output
+    stored, computed  dtypes of the parameters' gradients, and of the layers' arithmetic
+    """
+    draw, seconds, frozen = np.random.default_rng(0), [], forward_only(units)
+
+    def drawn(shape: tuple[int, ...], size: float) -> Any:
+        return backend.from_host((size * draw.standard_normal(shape, np.float32)).astype(computed))
+
+    for index, unit in enumerate(units):
+        storage = Storage([replace(unit, tied={}, held={})], stored)
+        (weights,) = storage.weights(
+            *(drawn((length,), 0.02) for length in (storage.length, storage.frozen.length))
+        )
+        (gradients,), (leaves,) = storage.gradients(backend.zeros(storage.length, stored))
+        end = loss if index == len(units) - 1 else None
+        drawn_dy: Any = None if end else drawn(unit.layer.output_shape(x.shape), 1e-3)
+        times = []
+        for _ in range(REPEATS):
+            for leaf in leaves:
+                leaf.filled = False
+            backend.synchronize()
+            start = clock()
+            y, saved = unit.layer.forward(weights, x, arena)
+            dy = end(y) if end else drawn_dy
+            if index >= frozen:
+                _, pending = unit.layer.backward_input(weights, dy, saved, arena)
+                unit.layer.backward_weight(pending, gradients, arena)
+                del pending
+            backend.synchronize()
+            times.append(clock() - start)
+            del saved, dy
+        seconds.append(min(times))
+        x = y
+    return seconds
+
+
+def by_time(
+    seconds: Sequence[Sequence[float]], stages: Sequence[int], stage_of: Sequence[int]
+) -> list[int]:
+    """Return the number of units in each chunk, so that the slowest stage is as fast as possible.
+
+    The cost of a unit is its share of a rank's total time, averaged over the ranks. A stage is as
+    fast as its slowest rank.
+
+    seconds   of each unit, by rank
+    stages    the stage of each rank
+    stage_of  the stage of each chunk
+    raises    ConfigError if there are fewer units than chunks
+    """
+    totals = [sum(of_rank) for of_rank in seconds]
+    costs = [
+        fmean(spent / total for spent, total in zip(of_unit, totals, strict=True))
+        for of_unit in zip(*seconds, strict=True)
+    ]
+    slowest = {
+        stage: max(total for total, its in zip(totals, stages, strict=True) if its == stage)
+        for stage in {*stages}
+    }
+    return balanced(costs, len(stage_of), [1 / slowest[stage] for stage in stage_of])

@@ -8,8 +8,7 @@ from typing import Any
 from mpitrain.layers.base import Documents, Now, Unit, forward_only
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replication.protocol import Replication
-from mpitrain.pipeline.channel import Channel
-from mpitrain.pipeline.execute import execute
+from mpitrain.pipeline.execute import Channel, execute
 from mpitrain.pipeline.instructions import (
     Instruction,
     Plan,

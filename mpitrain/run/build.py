@@ -23,12 +23,10 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit, freeze
 from mpitrain.layers.plain import Plain
 from mpitrain.layers.recomputed import with_recomputation
-from mpitrain.models.table import MODELS, check_data, units_of
-from mpitrain.models.targets import adapt
+from mpitrain.models.table import MODELS, adapted, check_data, units_of
 from mpitrain.parallel.memory import Room, check_memory
 from mpitrain.parallel.tensor.layer_factory import described
-from mpitrain.pipeline.chunks import Units
-from mpitrain.pipeline.partition import TIME
+from mpitrain.pipeline.partition import TIME, Units
 from mpitrain.run.checkpoint import loading
 from mpitrain.run.checkpoint.manifest import Done, newest
 from mpitrain.run.choices import parse
@@ -257,7 +255,7 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
 
     All ranks measure the time of each unit, not tensor-parallel, for a micro-batch.
     """
-    from mpitrain.pipeline.profile_units import by_time, unit_seconds
+    from mpitrain.pipeline.partition import by_time, unit_seconds
 
     config, device, axes = resolved.config, resolved.device, resolved.axes
     backend, batch = device.backend, config.batch
@@ -266,7 +264,7 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
     layers.now.set(0, 0, rows, True)
     layers.itemsize = device.itemsize(config.precision.stored)
     every, again = (
-        freeze(adapt(model(config, source, layers), config.lora, layers), config.model.freeze),
+        freeze(adapted(model(config, source, layers), config.lora, layers), config.model.freeze),
         layers.rows.recomputing,
     )
     (units,) = with_recomputation([every], min(1, config.memory.segment), again)

@@ -34,13 +34,11 @@ from mpitrain.ops.weightless import (
 from mpitrain.parallel.grid import Axes, share
 from mpitrain.parallel.memory import Room
 from mpitrain.parallel.tensor.layer_factory import layers_for, loss_for
-from mpitrain.pipeline.chunks import Units, cut_in_chunks
 from mpitrain.pipeline.instructions import Plan
-from mpitrain.pipeline.memory import peak
-from mpitrain.pipeline.partition import TIME
+from mpitrain.pipeline.partition import TIME, Units, cut_in_chunks
 from mpitrain.pipeline.pipeline import Pipeline, input_shape, own
 from mpitrain.pipeline.schedules import plan_of
-from mpitrain.pipeline.simulate import Cost
+from mpitrain.pipeline.simulate import Cost, peak
 from mpitrain.pipeline.stage import Stage
 from mpitrain.trace.recorder import (
     BACKWARD,

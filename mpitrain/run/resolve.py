@@ -24,9 +24,9 @@ from mpitrain.parallel.grid import Axes, axes, divisor
 from mpitrain.parallel.modes import servers_of
 from mpitrain.parallel.tensor.sequence import check_rows, sequences_of
 from mpitrain.pipeline.instructions import Plan
-from mpitrain.pipeline.memory import goes_in_passes
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import NAMED, SCHEDULES, plan_of
+from mpitrain.pipeline.simulate import goes_in_passes
 from mpitrain.run.choices import check
 from mpitrain.transport.agreement import check_same, from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport

@@ -31,7 +31,7 @@ from mpitrain.parallel.tensor.layer_factory import (
     loss_for,
 )
 from mpitrain.pipeline.async_pipeline import pipeline_for
-from mpitrain.pipeline.chunks import Chunks, cut_in_chunks
+from mpitrain.pipeline.partition import Chunks, cut_in_chunks
 from mpitrain.pipeline.pipeline import own
 from mpitrain.run.counting import StepCounts
 from mpitrain.run.inference import Indices, Inference, Reader

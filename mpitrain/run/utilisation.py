@@ -24,7 +24,7 @@ from mpitrain.models.table import MODELS
 from mpitrain.ops.device import Device
 from mpitrain.ops.host.product import mkl, put_product
 from mpitrain.parallel.grid import Axes
-from mpitrain.pipeline.chunks import Units
+from mpitrain.pipeline.partition import Units
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.run.build import Job, model, scheduled
 from mpitrain.run.counting import SERIAL, Counter, Scheduled

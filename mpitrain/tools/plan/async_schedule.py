@@ -8,10 +8,17 @@ from typing import NamedTuple
 
 from mpitrain.errors import ConfigError
 from mpitrain.pipeline.instructions import Backward, BackwardWeight, Forward, Plan, with_messages
-from mpitrain.pipeline.memory import staleness, versions, weights
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import STREAMS
-from mpitrain.pipeline.simulate import Cost, Event, Simulation, simulate
+from mpitrain.pipeline.simulate import (
+    Cost,
+    Event,
+    Simulation,
+    simulate,
+    staleness,
+    versions,
+    weights,
+)
 from mpitrain.tools.plan.chart import holds, letters, listed
 from mpitrain.tools.plan.words import several
 

@@ -4,9 +4,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from mpitrain.pipeline.instructions import Compute, Plan
-from mpitrain.pipeline.memory import peak
 from mpitrain.pipeline.schedule_files import LETTERS
-from mpitrain.pipeline.simulate import Cost, Event, Simulation
+from mpitrain.pipeline.simulate import Cost, Event, Simulation, peak
 
 NAMES = {"F": "forward", "B": "input half of backward", "W": "weight half", "BW": "both halves"}
 BANDS = 6

@@ -9,10 +9,9 @@ from mpitrain.config import Config
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.tensor.sequence import sequences_of
 from mpitrain.pipeline.instructions import fused_at_the_input, training_program
-from mpitrain.pipeline.memory import peak
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import SCHEDULES, STREAMS
-from mpitrain.pipeline.simulate import Cost, simulate
+from mpitrain.pipeline.simulate import Cost, peak, simulate
 from mpitrain.tools.plan.stages import FAR, MessageTime, StageMeasurement
 
 MOST = 64

@@ -12,9 +12,8 @@ from mpitrain.cli import commands
 from mpitrain.cli.bench.train import TrainingJob
 from mpitrain.config import parse
 from mpitrain.pipeline.instructions import with_messages
-from mpitrain.pipeline.memory import peak
 from mpitrain.pipeline.schedule_files import find_plan
-from mpitrain.pipeline.simulate import Cost, simulate
+from mpitrain.pipeline.simulate import Cost, peak, simulate
 from mpitrain.run.build import build
 from mpitrain.tools.bench.comparison.formulas import formula_of, predicted
 from mpitrain.tools.bench.comparison.modes import jobs, usual

@@ -9,7 +9,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
 from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import Linear, Plain
-from mpitrain.models.mlp import mlp
+from mpitrain.models.classifiers import mlp
 from mpitrain.ops.codes import WIRE_BLOCK as BLOCK
 from mpitrain.ops.device import ops_for
 from mpitrain.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear

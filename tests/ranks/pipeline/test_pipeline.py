@@ -8,8 +8,7 @@ import pytest
 
 from mpitrain.errors import CommError
 from mpitrain.machine.arena import Arena
-from mpitrain.pipeline.channel import Channel
-from mpitrain.pipeline.execute import execute
+from mpitrain.pipeline.execute import Channel, execute
 from mpitrain.pipeline.instructions import (
     Backward,
     BackwardInput,

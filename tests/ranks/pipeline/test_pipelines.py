@@ -10,10 +10,9 @@ import pytest
 from mpitrain.collectives.selection.table import choices
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.grid import share
-from mpitrain.pipeline import memory
 from mpitrain.pipeline.schedule_files import write_plan
 from mpitrain.pipeline.schedules import SCHEDULES, plan_of
-from mpitrain.pipeline.simulate import Cost
+from mpitrain.pipeline.simulate import Cost, peak
 from mpitrain.pipeline.stage import Stage
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done
@@ -284,7 +283,7 @@ def test_a_stage_holds_as_many_micro_batches_as_its_schedule_says(name, monkeypa
     run_ranks(stages, step)
     plan = plan_of(name, stages, m)
     assert most == {
-        stage: memory.peak(mine, [Cost()] * len(plan.stage_of)).live
+        stage: peak(mine, [Cost()] * len(plan.stage_of)).live
         for stage, mine in enumerate(plan.lists)
     }
 

@@ -15,8 +15,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.models.gpt import gpt
 from mpitrain.ops import bodies
 from mpitrain.parallel.grid import share
-from mpitrain.pipeline.channel import Channel
-from mpitrain.pipeline.execute import execute
+from mpitrain.pipeline.execute import Channel, execute
 from mpitrain.pipeline.instructions import with_messages
 from mpitrain.pipeline.partition import balanced
 from mpitrain.pipeline.schedules import SCHEDULES, plan_of

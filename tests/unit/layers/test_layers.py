@@ -10,8 +10,8 @@ from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import LayerNorm, Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import HostBackend
+from mpitrain.models.classifiers import mlp
 from mpitrain.models.gpt import gpt
-from mpitrain.models.mlp import mlp
 from mpitrain.ops import bodies
 from tests.laws.layers import LayerLaws
 from tests.laws.transport import laws_of

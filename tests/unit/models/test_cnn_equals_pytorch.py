@@ -5,7 +5,7 @@ import pytest
 
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
-from mpitrain.models.cnn import cnn
+from mpitrain.models.classifiers import cnn
 from mpitrain.ops import bodies
 from mpitrain.ops.device import ops_for
 from mpitrain.ops.host import layers

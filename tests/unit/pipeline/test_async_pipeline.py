@@ -17,9 +17,8 @@ from mpitrain.pipeline.instructions import (
     fused_at_the_input,
     with_messages,
 )
-from mpitrain.pipeline.memory import versions
 from mpitrain.pipeline.schedules import STREAMS, plan_of
-from mpitrain.pipeline.simulate import Cost, simulate
+from mpitrain.pipeline.simulate import Cost, simulate, versions
 from mpitrain.run.choices import parse
 
 POINTS = [(p, m) for p in (1, 2, 3, 5) for m in (p, p + 1, 2 * p + 1)]

@@ -10,8 +10,7 @@ from mpitrain.layers.base import Parameter, Unit
 from mpitrain.layers.initial import normal
 from mpitrain.machine.arena import Arena
 from mpitrain.ops.device import backend_for
-from mpitrain.pipeline.partition import balanced, cut, explicit
-from mpitrain.pipeline.profile_units import by_time, unit_seconds
+from mpitrain.pipeline.partition import balanced, by_time, cut, explicit, unit_seconds
 
 
 def times(counts, costs, speeds):

@@ -3,6 +3,7 @@
 Units: a chunk's forward, input half and weight half take 1 each, so that all times are whole numbers.
 """
 
+import itertools
 from collections import Counter, defaultdict
 from fractions import Fraction
 from functools import cache
@@ -25,9 +26,8 @@ from mpitrain.pipeline.instructions import (
     with_messages,
     without_backward,
 )
-from mpitrain.pipeline.memory import goes_in_passes, peak, turns
 from mpitrain.pipeline.schedules import KINDS, SCHEDULES, plan_of
-from mpitrain.pipeline.simulate import Cost, Event, simulate
+from mpitrain.pipeline.simulate import Cost, Event, goes_in_passes, peak, simulate
 
 pytestmark = pytest.mark.slow
 
@@ -320,6 +320,11 @@ GATHERS = {
     "1f1b": lambda p, m, v: [1] * p,
     "breadth-first": lambda p, m, v: [2 * v - 1] * p,
 }
+
+
+def turns(instructions):
+    """How often a stage begins with or switches to a chunk: ZeRO gathers, if it holds one at a time."""
+    return sum(1 for _ in itertools.groupby(i.chunk for i in instructions))
 
 
 @pytest.mark.parametrize("name", GATHERS)

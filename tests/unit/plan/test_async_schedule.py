@@ -7,9 +7,8 @@ from click.testing import CliRunner
 
 from mpitrain.cli import commands
 from mpitrain.errors import ConfigError
-from mpitrain.pipeline.memory import staleness, weights
 from mpitrain.pipeline.schedules import plan_of
-from mpitrain.pipeline.simulate import Cost
+from mpitrain.pipeline.simulate import Cost, staleness, weights
 from mpitrain.tools.plan.async_schedule import stream
 
 

@@ -6,9 +6,8 @@ A forward, and each half of a backward, take 1 unit of time unless a setting say
 from collections.abc import Sequence
 
 from mpitrain.pipeline.instructions import with_messages
-from mpitrain.pipeline.memory import peak, staleness
 from mpitrain.pipeline.schedules import STREAMS, plan_of
-from mpitrain.pipeline.simulate import Cost, Simulation, simulate
+from mpitrain.pipeline.simulate import Cost, Simulation, peak, simulate, staleness
 from mpitrain.tools.textbook.claims.claim import Claim, Figures, other, usual
 from mpitrain.tools.textbook.claims.measure import counted, memory
 

@@ -15,8 +15,7 @@ from mpitrain.collectives.plans.checked import Step, Transfer, simulate, steps_o
 from mpitrain.collectives.plans.own_file import Wrong
 from mpitrain.errors import Sentence
 from mpitrain.pipeline.instructions import Backward, Compute, Forward, Plan, with_messages
-from mpitrain.pipeline.memory import peak
-from mpitrain.pipeline.simulate import Cost
+from mpitrain.pipeline.simulate import Cost, peak
 from mpitrain.pipeline.simulate import simulate as simulate_pipeline
 from mpitrain.tables import Table
 

@@ -17,9 +17,8 @@ from mpitrain.pipeline.instructions import (
     Plan,
     training_program,
 )
-from mpitrain.pipeline.memory import staleness, versions
 from mpitrain.pipeline.schedule_files import LETTERS, find_plan
-from mpitrain.pipeline.simulate import Cost, Event, simulate
+from mpitrain.pipeline.simulate import Cost, Event, simulate, staleness, versions
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.textbook.explain import toy
 from mpitrain.tools.textbook.explain.explanation import (
