@@ -214,10 +214,11 @@ class Body:
 
 
 class Replica:
-    """The parameters and gradients of a rank without memory, as the training step calls them."""
+    """A replication mode without memory: it is its own store, reducer and step end."""
 
     def __init__(self, storage: Storage, body: "Body", loss: Loss, first: int):
         self.replica = _Context(first)
+        self.store = self.reducer = self.step_end = self
         computed = body.device.half or storage.dtype
         self._weights = storage.weights(
             body.memory.made((storage.length,), computed),
@@ -236,10 +237,10 @@ class Replica:
     def close(self, unit: int, micro: int) -> None:
         """Do nothing."""
 
-    def gradients(self, unit: int, micro: int) -> Gradients:
+    def gradients(self, unit: int) -> Gradients:
         return self._gradients[unit]
 
-    def gradient_ready(self, unit: int, is_last: bool) -> None:
+    def ready(self, unit: int, is_last: bool) -> None:
         """Do nothing."""
 
     def poll(self) -> None:
