@@ -10,8 +10,8 @@ import pytest
 from mpitrain.cli.compare import JOBS
 from mpitrain.collectives.selection.table import choices
 from mpitrain.errors import ConfigError
+from mpitrain.parallel.mode import LETTERS
 from mpitrain.parallel.modes import MODES
-from mpitrain.parallel.traffic import LETTERS
 from mpitrain.tools.bench.comparison.compare import (
     KINDS,
     ModeRow,
