@@ -5,8 +5,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from mpitrain.errors import visible
-from mpitrain.tools.certify.evidence import Evidence, Speeds
-from mpitrain.tools.certify.verdict import RATES, Certificate, best, usual_rates
+from mpitrain.tools.certify.verdict import RATES, Certificate, Evidence, Speeds, best, usual_rates
 from mpitrain.tools.text_table import figure
 
 

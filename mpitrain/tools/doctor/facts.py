@@ -13,7 +13,7 @@ from mpitrain import __version__
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 from mpitrain.machine.process import KINDS, processor
-from mpitrain.tools.doctor.child import FAILED, in_child
+from mpitrain.tools.doctor.trials import FAILED, in_child
 
 SMALL_SHM = 64 << 20
 """Bytes of /dev/shm in a container by default: too few for ranks that share memory."""
