@@ -263,7 +263,6 @@ class ShownVerdicts:
 
 
 def _certify(transport: Any, options: dict[str, Any], shown: ShownVerdicts, stop: Stop) -> bool:
-    """Return whether everything passes."""
     from mpitrain.tools.bench.kernels.host_products import sampler
     from mpitrain.tools.bench.results import header
     from mpitrain.tools.certify.collect import collect

@@ -165,12 +165,10 @@ class BenchReport:
             yield row
 
     def count(self, note: str = "") -> None:
-        """Advance the bar by one unit, with a note behind it."""
         if self._bar:
             self._bar.count(note)
 
     def show(self, text: str = "") -> None:
-        """Print a text, and write all rows so far."""
         if text:
             self.say(text)
         if not self.is_root:
@@ -185,7 +183,6 @@ class BenchReport:
                 write_csv(self._csv, self.rows)
 
     def close(self) -> None:
-        """Remove the bar."""
         if self._bar:
             self._bar.close()
             self._bar = None
@@ -229,5 +226,4 @@ def table_width(options: dict[str, Any]) -> int:
 
 
 def exit_with(wrong: int) -> None:
-    """Exit with 1 if anything was wrong or slow, else with 0."""
     sys.exit(1 if wrong else 0)

@@ -76,12 +76,10 @@ class RowPrinter:
         self._bar = bar(total, form=form)
 
     def say(self, text: str) -> None:
-        """Print lines above the bar."""
         self._bar.write(text, file=sys.stdout)
         sys.stdout.flush()
 
     def count(self, note: str = "") -> None:
-        """Advance the bar by one unit, with a note behind it."""
         self._bar.set_postfix_str(note, refresh=False)
         self._bar.update()
 
@@ -208,7 +206,6 @@ def slow_rank(record: dict[str, Any]) -> str:
 
 
 def _limit(record: dict[str, Any]) -> str:
-    """Return the reason of a stop, if that is the time limit of the batch job."""
     left = record.get("before_limit_s")
     return f", {left:.0f} s before the time limit of the job" if left is not None else ""
 
@@ -259,7 +256,6 @@ def slow_products(config: Config) -> str:
 
 
 def way(config: Config) -> str:
-    """Return in words how the ranks divide the work."""
     layout, replication = config.layout, config.replication
     if servers := servers_of(config):
         return f"{servers} of them {replication.update} server(s)"

@@ -201,7 +201,6 @@ def _round(
     clock: Callable[[], float],
     tag: int,
 ) -> list[Pair]:
-    """Measure short messages of all these pairs at once, then long ones."""
     pair = next((pair for pair in pairs if transport.rank in pair), None)
     times, wrong = [], 0
     for nbytes in sizes:
@@ -329,7 +328,6 @@ def bandwidth(pair: Pair) -> str:
 
 
 def matrix(title: str, n: int, pairs: Sequence[Pair], text: Callable[[Pair], str]) -> list[str]:
-    """Return a line for each rank, with the text of its pair with each other rank."""
     cells = {pair[:2]: text(pair) for pair in pairs}
     columns = [TextColumn(str(rank), "8", rank + 1, gap=0) for rank in range(n)]
     rows = [
@@ -365,7 +363,6 @@ def _extremes(values: list[float]) -> str:
 
 
 def sentence(odd: Odd) -> str:
-    """Return a sentence on an odd pair."""
     pair, what, usual = odd
     value, unit = (pair.best_GBs, "GB/s") if what == "bandwidth" else (pair.fastest_us, "us")
     ends = [

@@ -183,7 +183,6 @@ def plot_bandwidth(rows: Sequence[BandwidthRow], facts: dict[str, Any], path: Pa
 def _finish(
     figure: Any, title: str, legend: str, facts: dict[str, Any], path: Path, device: str = ""
 ) -> None:
-    """Write title and machine on a figure, and save it."""
     figure.suptitle(title, weight="bold")
     machine = f"{facts['processor']}, {facts['cores']} cores a host; {facts['mpi']}{device}; mpitrain {facts['mpitrain']}"
     figure.supxlabel(f"{machine}.  {legend}".rstrip(), fontsize="small")

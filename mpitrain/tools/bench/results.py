@@ -16,7 +16,6 @@ from mpitrain.transport.library import library
 
 
 def machine(transport: Transport) -> dict[str, Any]:
-    """Return the facts that identify a machine for timing."""
     return {
         "hosts": len(set(transport.hosts)),
         "processor": processor().name,
@@ -28,7 +27,6 @@ def machine(transport: Transport) -> dict[str, Any]:
 def header(
     transport: Transport, operation: str, device: str, arguments: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the header of a table or of its JSON file."""
     return {
         "mpitrain": __version__,
         "ranks": transport.size,
@@ -42,7 +40,6 @@ def header(
 
 
 def printed(facts: dict[str, Any]) -> list[str]:
-    """Return the lines of a header."""
     return [
         f"# mpitrain {facts['mpitrain']} bench: {' '.join(facts['arguments'])}",
         f"# {facts['ranks']} ranks on {facts['hosts']} host(s): {', '.join(facts['host_names'])}",

@@ -118,7 +118,6 @@ def collect(
 def _speeds(
     transport: Transport, everyone: Sequence[Facts], limits: Limits, rounds: int, sample: Sampler
 ) -> list[Speeds]:
-    """Measure all ranks, then the slow ones again while all others sleep."""
     speeds = measure(transport, turns(everyone), rounds, sample)
     for _ in range(AGAIN):
         slow = slow_ranks(everyone, speeds, limits)
@@ -201,7 +200,6 @@ def with_more(speeds: Sequence[Speeds], more: Sequence[Speeds]) -> list[Speeds]:
 
 
 def small_config(**sections: dict[str, object]) -> Config:
-    """Return the configuration of the small GPT, with these sections on top."""
     tables: dict[str, dict[str, object]] = {
         "model": {"layers": 2, "width": 64, "heads": 2, "context": TOKENS},
         "batch": {"size": ROWS},
@@ -238,7 +236,6 @@ def step_digests(transport: Transport, repeats: int = 2) -> list[tuple[str, ...]
 
 
 def _trained(alone: Transport) -> str:
-    """Return the digest of the parameters after STEPS steps on random tokens."""
     config = small_config()
     source = Unopened("tokens", (TOKENS,), CLASSES, CLASSES)
     job = build(alone, config, source=source)
@@ -324,7 +321,6 @@ def _run(
     stops: int,
     resume: str,
 ) -> str:
-    """Train, and return the digest of the parameters; it stops after `stops` steps, 0: never."""
     steps = 0
 
     def asked() -> bool:

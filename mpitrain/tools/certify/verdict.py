@@ -107,7 +107,6 @@ class Evidence(NamedTuple):
 
     @property
     def nodes(self) -> list[str]:
-        """The nodes that answered, in the order of their first ranks."""
         return list(dict.fromkeys(fact.node for fact in self.facts))
 
     @property
@@ -177,7 +176,6 @@ class Certificate(NamedTuple):
 
     @property
     def passes(self) -> bool:
-        """Whether every node passes and nothing else fails."""
         return not (self.awaits or self.others or any(verdict.reasons for verdict in self.nodes))
 
 
@@ -227,7 +225,6 @@ def usual_rates(facts: Sequence[Facts], speeds: Sequence[Speeds], name: str) -> 
 
 
 def slow_ranks(facts: Sequence[Facts], speeds: Sequence[Speeds], limits: Limits) -> list[int]:
-    """Return the ranks below the limits, which are measured again before they count."""
     slow = set()
     for name in RATES:
         least = _least(name, limits)

@@ -117,7 +117,6 @@ def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
 
 
 def uses() -> dict[str, str]:
-    """Return {optional module: its use}."""
     from mpitrain.data import SOURCES
 
     return {
@@ -167,7 +166,6 @@ def verdict(
 
 
 def warnings(everyone: list[Rank], started: process.Launched) -> Iterator[str]:
-    """Yield one message for each problem, with its remedy."""
     if started.size > len(everyone):
         yield (
             f"{started.launcher} started {started.size} processes, but MPI tells each that it is alone; they would all "

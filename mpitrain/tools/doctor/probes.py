@@ -74,7 +74,6 @@ def line_library(seen: Values) -> str:
 
 
 def mixed_libraries(seen: Values) -> list[Problem]:
-    """Return a problem for each host whose ranks loaded another version than rank 0."""
     first = seen.values[0][0]
     return [
         Problem(
@@ -105,7 +104,6 @@ def line_interface(seen: Values) -> str:
 
 
 def missing_interface(seen: Values) -> list[Problem]:
-    """Return a problem for each host where srun starts a rank without the interface of its MPI."""
     problems = []
     for host, value in seen.by_host().items():
         needs = ["PMIx"] if value["mpi"][0] == "Open" else ["PMI-2", "PMI", "PMIx"]
@@ -129,7 +127,6 @@ def line_threads(seen: Values) -> str:
 
 
 def few_threads(seen: Values) -> list[Problem]:
-    """Return a problem for each host whose MPI lets only the main thread send."""
     return [
         Problem(host, f"a progress thread needs level serialized, but {host} has {level}")
         for host, level in seen.by_host().items()
@@ -147,7 +144,6 @@ def line_gpus(seen: Values) -> str:
 
 
 def hidden_gpus(seen: Values) -> list[Problem]:
-    """Return a problem for each host whose ranks see different sets of GPUs."""
     problems = []
     for host in dict.fromkeys(seen.hosts):
         sets = {
@@ -166,7 +162,6 @@ def hidden_gpus(seen: Values) -> list[Problem]:
 
 
 def look_imports(transport: Transport, folder: Path) -> dict[str, str] | None:
-    """Import in a child of the first rank of each host."""
     if transport.hosts.index(transport.hosts[transport.rank]) != transport.rank:
         return None
     return in_child("imports", "", 120.0)
@@ -321,7 +316,6 @@ def line_network(seen: Values) -> str:
 
 
 def mixed_networks(seen: Values) -> list[Problem]:
-    """Return a problem for each host that sends over other interfaces than rank 0's host."""
     interfaces = {host: value for host, value in seen.by_host().items() if value is not None}
     first = next(iter(interfaces.values()), None)
     return [
@@ -336,7 +330,6 @@ def mixed_networks(seen: Values) -> list[Problem]:
 
 
 def look_clocks(transport: Transport, folder: Path) -> float:
-    """Return the seconds that rank 0's clock is ahead of this host's."""
     return Clocks(transport, time.time).measure()[1]
 
 
@@ -348,7 +341,6 @@ def line_clocks(seen: Values) -> str:
 
 
 def wrong_clocks(seen: Values) -> list[Problem]:
-    """Return a problem for each host whose clock is far from the median of all hosts."""
     ahead = seen.by_host()
     usual = median_low(ahead.values())
     return [
@@ -385,7 +377,6 @@ def look_locks(transport: Transport, folder: Path) -> dict[str, str]:
 
 
 def look_maps(transport: Transport, folder: Path) -> dict[str, str]:
-    """Try a mapped file on the first rank of each host."""
     is_first = transport.hosts.index(transport.hosts[transport.rank]) == transport.rank
     return in_child("mapped", str(folder)) if is_first else {}
 

@@ -155,7 +155,6 @@ TRIALS = {
 
 
 def main() -> None:
-    """Run a trial: the entry point of the child process."""
     name, argument = sys.argv[1:]
     try:
         result = TRIALS[name](argument)

@@ -46,8 +46,6 @@ class Buffers(NamedTuple):
 
 
 class ReductionOptions(NamedTuple):
-    """The options of a reduction: its algorithm, the tuning for "auto", and the arithmetic."""
-
     algorithm: str
     tuning: Tuning
     arithmetic: Arithmetic
@@ -86,7 +84,6 @@ def _bind_algorithm(
 
 
 def summed(transport: Transport, count: int) -> np.ndarray:
-    """Return the sum of `filled` over all ranks."""
     n = transport.size
     return n * (n + 1) // 2 + n * (np.arange(count) % PERIOD)
 
@@ -172,8 +169,6 @@ def gradient(rank: int, count: int) -> np.ndarray:
 
 
 def lossy(wire: Wire) -> BenchedCollective:
-    """Return an all-reduce in a compressed wire format, by the algorithm of that format."""
-
     def right(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
         total = sum(gradient(rank, min(count, DRAWN)) for rank in range(transport.size))
         return slice(None), np.resize(total, count)
@@ -188,8 +183,6 @@ def lossy(wire: Wire) -> BenchedCollective:
 
 
 class NativeCollective(NamedTuple):
-    """A collective of the MPI library, bound to its arrays."""
-
     run: Callable[[], None]
     algorithm: str = "native"
 

@@ -205,7 +205,6 @@ class LeasedAllReduce:
     result = array
 
     def renew(self) -> None:
-        """End the lease and take a new one."""
         self._exchange = None
         self._exchange = self._group.exchange((self._count,), self._dtype)
 
@@ -250,7 +249,6 @@ class Sweep:
         self.total = request.sweeps * len(self._counts) * len(self._subjects) * len(self._pools)
 
     def _algorithms(self) -> Sequence[str]:
-        """Return the requested algorithms; ConfigError on every rank if one cannot run here."""
         request, transport = self._request, self._transport
         dtype = request.dtype.name
         situation = Topology(
@@ -321,7 +319,6 @@ class Sweep:
     def _row(
         self, subject: Subject, where: str, pool: Buffers | None, case: SizeCase
     ) -> CollectiveRow:
-        """Bind the algorithm, measure a row, and release the binding."""
         transport, arithmetic, count = self._transport, self._arithmetic, case.original.size
         if pool:
             operation = subject.operation

@@ -323,7 +323,6 @@ def footer(rows: Sequence[ModeRow]) -> list[str]:
 
 
 def spread(rows: Sequence[ModeRow]) -> list[str]:
-    """Return a line about the marks of time, if there are several blocks."""
     blocks = len(rows[0].blocks)
     if blocks == 1:
         return []
@@ -335,7 +334,6 @@ def spread(rows: Sequence[ModeRow]) -> list[str]:
 
 
 def plot(rows: Sequence[ModeRow], title: str, path: Path) -> None:
-    """Draw training losses over time, and the final validation loss of each mode."""
     runs: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         runs[row.mode] = [

@@ -133,7 +133,6 @@ def _is_divided(config: Config) -> bool:
 
 
 def letters_in(words: Sequence[str]) -> dict[str, str]:
-    """Return {letter: meaning} of the letters in these formulas."""
     used = set(re.findall(r"n'|\b(?:lg|[A-Zdhmnst])\b(?!')", " ".join(words)))
     return {letter: meaning for letter, meaning in LAYOUT_LETTERS.items() if letter in used}
 
@@ -219,7 +218,6 @@ def _micro_batch_rows(job: Job) -> list[int]:
 
 
 def _between_stages(job: Job) -> int:
-    """Return the bytes of activations, and of their gradients, that this rank sends to stages."""
     trainer, rows = job.trainer, _micro_batch_rows(job)
     config, lowest = trainer.config, trainer.pipe.lowest
     plan = fused_at_the_input(trainer.resolved.plan, lowest)
@@ -232,7 +230,6 @@ def _between_stages(job: Job) -> int:
 
 
 def _within_layers(job: Job) -> int:
-    """Return the bytes that this rank sends to its tensor-parallel group."""
     trainer, rows = job.trainer, _micro_batch_rows(job)
     grid, config, replica = trainer.grid, trainer.config, trainer.replication.replica
     tokens, width, computed = config.model.context, config.model.width, replica.computed

@@ -48,17 +48,14 @@ class Trick(NamedTuple):
 
 
 def row(on: Settings, off: Settings, *reasons: Callable[[Resolved], str], **more: Any) -> Trick:
-    """Return a trick with constant settings and the first of several reasons."""
     return Trick(lambda job: on, off, first_of(*reasons), **more)
 
 
 def first_of(*reasons: Callable[[Resolved], str]) -> Callable[[Resolved], str]:
-    """Return the function that returns the first reason that is not empty."""
     return lambda job: next(filter(None, (reason(job) for reason in reasons)), "")
 
 
 def unless(holds: Callable[[Resolved], bool], text: str) -> Callable[[Resolved], str]:
-    """Return a reason: this text, unless a condition of the trick holds."""
     return lambda job: "" if holds(job) else text
 
 
@@ -67,7 +64,6 @@ def _replica_rows(job: Resolved) -> int:
 
 
 def _at_most(stage: int) -> Callable[[Resolved], str]:
-    """Return a reason against this stage of ZeRO if the job already has a higher one."""
     return unless(
         lambda job: job.config.replication.zero <= stage,
         "replication.zero is higher: the job shards more already",
@@ -232,8 +228,6 @@ class Tried(NamedTuple):
 
 
 class Counting(Ours):
-    """A side that counts its steps and the bytes that this rank sends in them."""
-
     def __init__(self, transport: Transport, job: Job, name: str):
         super().__init__(job, name)
         self._traffic, self.sent, self.steps = transport.traffic, 0, 0
@@ -253,8 +247,6 @@ class Counting(Ours):
 
 
 class ReadingSide(Counting):
-    """A side that also reads the batch of each step, ahead or not."""
-
     def __init__(self, transport: Transport, job: Job, name: str, ahead: int):
         super().__init__(transport, job, name)
         steps = job.trainer.config.run.steps
@@ -307,7 +299,6 @@ def try_all(
 
 
 def _changed(transport: Transport, job: Job, changes: list[str]) -> Config:
-    """Return the configuration of a job with some settings; collective."""
     tables = job.trainer.config.model_dump()
     return on_all_ranks(transport, lambda: parse(with_settings(tables, changes)))
 
@@ -315,7 +306,6 @@ def _changed(transport: Transport, job: Job, changes: list[str]) -> Config:
 def _read(
     transport: Transport, job: Job, tried: Tried, trick: Trick, blocks: int, steps: int
 ) -> Tried:
-    """Measure steps that read their batches, without and with prefetching. Collective."""
     ahead = max(job.trainer.config.data.prefetch, trick.on(job.trainer.resolved)[READING])
     plain, reader = (ReadingSide(transport, job, tried.name, number) for number in (0, ahead))
     assert reader.prefetched
@@ -327,7 +317,6 @@ def _read(
 def _tried(
     transport: Transport, tried: Tried, sides: Sequence[Counting], blocks: int, steps: int
 ) -> Tried:
-    """Measure the job, and the job with the trick or without. Collective."""
     results = alternate(transport, sides[0].job, sides, blocks, steps)
     measured = [
         _side(transport, side, result.blocks) for side, result in zip(sides, results, strict=True)
@@ -337,7 +326,6 @@ def _tried(
 
 
 def _side(transport: Transport, side: Counting, blocks: list[float]) -> TrickSide:
-    """Gather the measurements of a side. Collective."""
     trainer = side.job.trainer
     side.sync()
     # The update of a small model needs more of the arena than its activations do.
@@ -350,7 +338,6 @@ def _side(transport: Transport, side: Counting, blocks: list[float]) -> TrickSid
 
 
 def settings_of(values: Mapping[str, Any]) -> list[str]:
-    """Return the settings as TOML, section.key=value."""
     return [f"{key}={_toml(value)}" for key, value in values.items()]
 
 
@@ -452,7 +439,6 @@ class TrickRow(NamedTuple):
 
 
 def as_row(tried: Tried) -> TrickRow:
-    """Return a trick as an object of the JSON file."""
     if tried.reason or not tried.on or not tried.off:
         return TrickRow(*tried[:4], "", [], None, None, None)
     sides = tried.on._asdict(), tried.off._asdict()

@@ -199,7 +199,6 @@ class Stopwatch(Recorder):
         self.restart()
 
     def restart(self) -> None:
-        """Set all seconds to zero."""
         self.seconds: dict[str, float] = defaultdict(float)
         self._stack, self._last = [BETWEEN], self.clock()
 
@@ -214,12 +213,10 @@ class Stopwatch(Recorder):
         self._last = now
 
     def enter(self, kind: str) -> None:
-        """Begin work of a kind, within other work."""
         self._spend()
         self._stack.append(kind)
 
     def leave(self) -> None:
-        """End the work that began last."""
         self._spend()
         self._stack.pop()
 
@@ -279,8 +276,6 @@ class Stopwatch(Recorder):
         return cast(Ops, SimpleNamespace(**bodies))
 
     def communicates(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Return a function whose time counts as communication."""
-
         def run() -> None:
             self.enter(COMMUNICATION)
             call()
@@ -296,7 +291,6 @@ class ByKind(Ours):
     """
 
     def __init__(self, transport: Transport, job: Job):
-        """Build the copy; collective."""
         resolved, self.watch = job.trainer.resolved, Stopwatch()
         if resolved.device.kind != "cpu":
             raise on_every_rank(
@@ -362,7 +356,6 @@ KINDS = TextTable(
 
 
 def floor_table(ours: Result, floor: Result, rows: Sequence[tuple[str, float, float]]) -> list[str]:
-    """Format the step, its floor, and each kind of unit as lines of a table."""
     total = "measured in all", sum(row[1] for row in rows), sum(row[2] for row in rows)
     lines = KINDS.lines([*rows, total])
     if all(floor.blocks):

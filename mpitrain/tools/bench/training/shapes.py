@@ -173,7 +173,6 @@ def measure_shape(
 
 
 def close_all(sides: Sequence[Any]) -> None:
-    """Close all sides; collective."""
     for side in sides:
         side.close()
 
@@ -210,7 +209,6 @@ def check_fits(transport: Transport, job: Job, sides: int) -> None:
 
 
 def shape_row(name: str, ours: Result, rival: Result | None, bare: Result) -> ShapeRow:
-    """Return a row of the table: our step against one peer, and above its bare products."""
     above = ratios(bare.blocks, ours.blocks)
     ratio = least = most = peer_s = None
     apart = 0.0

@@ -53,18 +53,15 @@ class Ours:
         return outcome.loss
 
     def close(self) -> None:
-        """Release the job's resources. Collective."""
         self.job.close()
 
 
 class LookingOn:
-    """A side in which this rank does not take part."""
-
     def __init__(self, name: str):
         self.name = name
 
     def close(self) -> None:
-        """Do nothing: there is no resource to release."""
+        pass
 
 
 class Result(NamedTuple):
@@ -235,7 +232,6 @@ def table(results: Sequence[Result], tokens: int) -> list[str]:
 
 
 def block_rows(results: Sequence[Result]) -> list[TimedBlock]:
-    """Return the timed blocks of steps of all compared programs, as one list of table rows."""
     return [
         TimedBlock(result.name, number, seconds)
         for result in results

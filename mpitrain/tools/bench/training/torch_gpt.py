@@ -22,8 +22,6 @@ from torch.distributed.tensor.parallel import (
 
 
 class Rates(NamedTuple):
-    """The rates of dropout in training, as our keys of these names."""
-
     dropout: float = 0.0
     attention_dropout: float = 0.0
 
@@ -35,8 +33,6 @@ NO_DROPOUT = Rates()
 
 
 class Block(nn.Module):
-    """One GPT-2 block, (B, T, C) -> (B, T, C)."""
-
     def __init__(self, width: int, heads: int, hidden: int, epsilon: float, drops: Rates):
         super().__init__()
         self.heads, self.drops = heads, drops
@@ -48,7 +44,6 @@ class Block(nn.Module):
         return self.mlp(self.attention(x))
 
     def attention(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x + attention(norm(x)), the first half of the block: (B, T, C) -> (B, T, C)."""
         batch, length, _ = x.shape
         q, k, v = (
             self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
@@ -59,7 +54,6 @@ class Block(nn.Module):
         return x + self.drops.dropped(y)
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x + mlp(norm(x)), the second half of the block: (B, T, C) -> (B, T, C)."""
         y = self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
         return x + self.drops.dropped(y)
 
@@ -97,11 +91,9 @@ class GPT(nn.Module):
         return mean_loss(self.logits(x), targets)
 
     def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Embed tokens and positions: (B, T) -> (B, T, C)."""
         return self.drops.dropped(self.tokens(tokens) + self.positions.weight[: tokens.shape[1]])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the last norm and the head: (B, T, C) -> (B, T, vocab)."""
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
 

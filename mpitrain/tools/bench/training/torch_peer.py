@@ -62,7 +62,6 @@ def alone(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
 
 
 def replicas(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
-    """Train with DDP: a full replica per rank, and gradients all-reduced during backward."""
     copy_weights(arrays, model)
     return ReadyModel(
         "torch DDP, gloo",
@@ -72,7 +71,6 @@ def replicas(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
 
 
 def compiled(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
-    """Train with DDP under torch.compile; one rank without DDP."""
     copy_weights(arrays, model)
     is_alone = torch.distributed.get_world_size() == 1
     name = "torch compiled" if is_alone else "torch DDP compiled, gloo"
@@ -120,7 +118,6 @@ def _fully_sharded(
 
 
 def stages(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
-    """Train pipeline stages with the same layers as ours, by GPipe or 1F1B."""
     copy_weights(arrays, model, is_whole=False)
     names = list(dict.fromkeys(UNIT.findall(" ".join(arrays))))
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -141,7 +138,6 @@ def stages(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
 
 
 def slices(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
-    """Train with tensor parallelism: heads, MLP and vocabulary are sharded as ours are."""
     gradients = divide(model, arrays, _mesh(model))
     return ReadyModel("torch tensor parallel, gloo", gradients, _optimizer(model, settings))
 
@@ -242,7 +238,6 @@ class TorchPeer:
         self.name = self._way.name
 
     def step(self, index: int, inputs: np.ndarray, targets: np.ndarray) -> float:
-        """Take an optimizer step on this rank's rows; return the loss of only these rows."""
         optimizer = self._way.optimizer
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(self._settings.optimizer, index, self._settings.run.steps)
@@ -254,11 +249,9 @@ class TorchPeer:
         return loss.item()
 
     def notes(self) -> list[str]:
-        """Return lines about the measured steps; none by default."""
         return []
 
     def close(self) -> None:
-        """Destroy the process group of gloo, unless another peer has done so."""
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
@@ -299,7 +292,6 @@ class CompiledPeer(TorchPeer):
 
 
 def _connect(transport: Transport) -> None:
-    """Make the process group of gloo over all ranks, if there is none; collective."""
     if torch.distributed.is_initialized():
         return
     host, size, store = transport.hosts[0], transport.size, None
