@@ -200,11 +200,10 @@ class Body:
 
 
 class Replica:
-    """A replication mode without memory: it is its own store, reducer and step end."""
+    """A `Replication` of a rank without memory, with all of its parts that a pipeline calls."""
 
     def __init__(self, storage: Storage, body: "Body", loss: Loss, first: int):
-        self.replica = _Context(first)
-        self.store = self.reducer = self.step_end = self
+        self.replica, self.store, self.reducer, self.step_end = _Context(first), self, self, self
         computed = body.device.half or storage.dtype
         self._weights = storage.weights(
             body.memory.made((storage.length,), computed),
@@ -219,9 +218,6 @@ class Replica:
 
     def open(self, unit: int, micro: int) -> Weights:
         return self._weights[unit]
-
-    def close(self, unit: int, micro: int) -> None:
-        pass
 
     def gradients(self, unit: int) -> Gradients:
         return self._gradients[unit]
