@@ -124,7 +124,7 @@ class CommandGroup(click.Group):
         return [
             (name, command.get_short_help_str(1000))
             for name in self.list_commands(context)
-            if (command := self.get_command(context, name))
+            if (command := self.get_command(context, name)) and not command.hidden
         ]
 
 

@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from mpitrain.machine.process import own_id
 from mpitrain.machine.time_limit import TimeLimit
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.replication.records import StepResult
+from mpitrain.parallel.replication.state import StateBuffer
 from mpitrain.run.build import Job
 from mpitrain.run.checkpoint import saving
 from mpitrain.run.checkpoint.manifest import CHECKPOINTS, Done
@@ -327,24 +328,8 @@ class Saving(Hook):
         with run.recorder.pausing("checkpoint"):
             run.reach("save", step)
             trainer.sync_parameters()
-            kept = trainer.replication.kept()
-            base = trainer.begun_from if run.config.lora.rank else {}
-            if base:
-                from mpitrain.run.initial import of_adapters
-
-                kept = of_adapters(kept)
-            saved = saving.save(
-                run.folder / CHECKPOINTS,
-                kept,
-                trainer.storage,
-                trainer.transport,
-                trainer.backend,
-                run.after(step),
-                trainer.resolved.axes._asdict(),
-                trainer.replication.step_end.skips.scalars(),
-                run.config.checkpoint.keep,
-                base,
-            )
+            scalars = trainer.replication.step_end.skips.scalars()
+            saved = self._write(run.after(step), trainer.replication.kept(), scalars)
         run.saved_at, seconds = step, time.perf_counter() - began
         run.limit.saved(seconds)
         run.record(
@@ -357,6 +342,28 @@ class Saving(Hook):
         )
         for watcher in run.watchers:
             watcher.on_checkpoint(step, saved.path)
+
+    def _write(
+        self, done: Done, kept: Sequence[StateBuffer], scalars: Mapping[str, float]
+    ) -> saving.Saved:
+        trainer, config = self._run.trainer, self._run.config
+        base = trainer.begun_from if config.lora.rank else {}
+        if base:
+            from mpitrain.run.initial import of_adapters
+
+            kept = of_adapters(kept)
+        return saving.save(
+            self._run.folder / CHECKPOINTS,
+            kept,
+            trainer.storage,
+            trainer.transport,
+            trainer.backend,
+            done,
+            trainer.resolved.axes._asdict(),
+            scalars,
+            config.checkpoint.keep,
+            base,
+        )
 
 
 class Evaluating(Hook):

@@ -1,18 +1,16 @@
 """`mpitrain plan`: simulates pipelines and prints collectives, without running them."""
 
-from collections.abc import Callable
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import click
 
 from mpitrain.cli import CommandGroup
+from mpitrain.cli.bench.options import Bytes
 from mpitrain.cli.job_options import Outputs, check_files, output_option
-from mpitrain.cli.plan.batch import command as batch
-from mpitrain.cli.plan.chart_width import columns, filled
-from mpitrain.cli.plan.collectives import all_gather, allreduce, reduce_scatter
-from mpitrain.cli.plan.memory import command as memory
-from mpitrain.cli.plan.micro_batches import command as micro_batches
-from mpitrain.cli.plan.tricks import command as tricks
+from mpitrain.cli.plan.jobs import MICRO_BATCHES, batch, memory, tricks
 from mpitrain.machine import process
 from mpitrain.pipeline.schedules import NAMED, STREAMS
 
@@ -25,18 +23,30 @@ Sums and ratios of these numbers stay finite.
 HALVES, KEPT = ("forward", "backward", "weight"), ("saved", "pending")
 
 
+NARROWEST, WIDEST, PIPED = 80, 130, 100
+"""Columns of a chart: least, most, and without a terminal."""
+
+
+def columns() -> int:
+    return min(max(shutil.get_terminal_size((PIPED, 24)).columns, NARROWEST), WIDEST)
+
+
+def filled(sentences: Iterable[str]) -> list[str]:
+    return [
+        line
+        for text in sentences
+        for line in textwrap.wrap(text, columns(), subsequent_indent="  ")
+    ]
+
+
 @click.group(cls=CommandGroup)
 def command() -> None:
     """Simulate pipelines and collectives, count memory, and measure which batch and techniques
     suit a job.
 
-    `micro-batches`, `tricks` and `batch` measure on all ranks of the MPI job. The other commands
-    need one process and no MPI.
+    `tricks` and `batch` measure on all ranks of the MPI job. The other commands need one process
+    and no MPI.
     """
-
-
-for subcommand in (memory, tricks, batch, micro_batches, allreduce, reduce_scatter, all_gather):
-    command.add_command(subcommand)
 
 
 def amount(name: str, default: float, text: str) -> Callable:
@@ -118,7 +128,7 @@ def schedule(
     from mpitrain.pipeline.instructions import with_messages
     from mpitrain.pipeline.schedule_files import find_plan, write_plan
     from mpitrain.pipeline.simulate import Cost, simulate
-    from mpitrain.tools.plan.chart import chart, summary
+    from mpitrain.tools.plan.schedule import chart, summary
 
     takes_time = any(amounts[f"{half}_ms"] for half in HALVES)
     if not (takes_time and all(value == 0 or LEAST <= value <= MOST for value in amounts.values())):
@@ -164,8 +174,8 @@ def schedule(
             write_plan(json_file, plan)
             click.echo(f"written to {json_file}")
     if plot_file:
-        from mpitrain.tools.plan.picture import draw
-        from mpitrain.tools.plan.words import several
+        from mpitrain.tools.plan import several
+        from mpitrain.tools.plan.schedule import draw
 
         numbers = f"{several(len(plan.lists), 'stage')}, {several(plan.micro_batches, 'micro-batch', 'micro-batches')}"
         bubble = f"stages wait for {100 * simulation.bubble:.1f}% of the time (bubble)"
@@ -186,37 +196,150 @@ def _stream(
 ) -> None:
     """Print and draw an asynchronous schedule, which runs on across the ends of steps."""
     from mpitrain.pipeline.simulate import Cost
-    from mpitrain.tools.plan import async_schedule
-    from mpitrain.tools.plan.chart import chart
+    from mpitrain.tools.plan.schedule import chart, stream
 
     cost = Cost(
         *(amounts[f"{half}_ms"] for half in HALVES), *(1e6 * amounts[f"{kept}_mb"] for kept in KEPT)
     )
-    stream = async_schedule.stream(name, stages, micro_batches, chunks, cost, *messages)
+    preview = stream(name, stages, micro_batches, chunks, cost, *messages)
     check_files(0, [], plot_file)
-    rows = chart(stream.plan, stream.drawn, columns(), stream.notes(), "version")
+    rows = chart(preview.plan, preview.drawn, columns(), preview.notes(), "version")
     click.echo(
         "\n".join(
             [
-                *filled([async_schedule.title(stream)]),
+                *filled([preview.title]),
                 "",
                 *rows,
                 "",
-                *filled(async_schedule.summary(stream, cost)),
+                *filled(preview.summary(cost)),
             ]
         )
     )
     if plot_file:
-        from mpitrain.tools.plan.picture import draw
+        from mpitrain.tools.plan.schedule import draw
 
-        idle, outputs = f"idle in the steady state {100 * stream.idle(cost):.1f}%", Outputs()
+        idle, outputs = f"idle in the steady state {100 * preview.idle(cost):.1f}%", Outputs()
         with outputs.to(plot_file):
             draw(
-                stream.plan,
-                stream.drawn,
-                f"simulated pipeline by {async_schedule.title(stream)}; {idle}",
+                preview.plan,
+                preview.drawn,
+                f"simulated pipeline by {preview.title}; {idle}",
                 plot_file,
-                stream.notes(),
+                preview.notes(),
             )
             click.echo(f"drawn in {plot_file}")
         outputs.settle()
+
+
+OPTIONS = (
+    click.option(
+        "--algorithm", default="ring", show_default=True, help="Any algorithm that sends messages."
+    ),
+    click.option(
+        "--ranks",
+        type=click.IntRange(1, 256),
+        default=4,
+        show_default=True,
+        help="Ranks of the collective.",
+    ),
+    click.option(
+        "--hosts",
+        type=click.IntRange(1, 256),
+        default=1,
+        show_default=True,
+        help="Hosts; consecutive ranks share a host.",
+    ),
+    click.option(
+        "--bytes",
+        "nbytes",
+        type=Bytes(),
+        help="Also print the bytes that each rank sends, for a float32 array of this size.",
+    ),
+    output_option("--json", "Write all steps and buffer contents to this file."),
+    output_option("--plot", "Draw the steps to this file. Needs mpitrain[report]."),
+)
+
+
+def options(function: Callable) -> Callable:
+    for option in reversed(OPTIONS):
+        function = option(function)
+    return function
+
+
+@click.command("allreduce")
+@options
+def allreduce(**chosen: object) -> None:
+    """Print an all-reduce step by step.
+
+    Below the messages of a step, the contents of every rank are shown: the ranks that contributed
+    to its data. A line marks the border between the reduce-scatter and all-gather halves. Totals
+    follow, counted and by formula. `reduce-scatter` and `all-gather` print the halves as separate
+    collectives.
+    """
+    _plan("allreduce", **chosen)  # type: ignore[arg-type]
+
+
+@click.command("reduce-scatter")
+@options
+def reduce_scatter(**chosen: object) -> None:
+    """Print a reduce-scatter step by step: at the end rank r holds the sum of chunk r."""
+    _plan("reduce-scatter", **chosen)  # type: ignore[arg-type]
+
+
+@click.command("all-gather")
+@options
+def all_gather(**chosen: object) -> None:
+    """Print an all-gather step by step: rank r contributes chunk r; all ranks get all chunks."""
+    _plan("all-gather", **chosen)  # type: ignore[arg-type]
+
+
+def _plan(
+    operation: str,
+    algorithm: str,
+    ranks: int,
+    hosts: int,
+    nbytes: int | None,
+    json_file: Path | None,
+    plot_file: Path | None,
+) -> None:
+    if process.launched().rank > 0:
+        return  # only rank 0 prints
+    from mpitrain.collectives.selection.algorithm import is_file
+    from mpitrain.collectives.selection.own_algorithm import file_algorithm
+    from mpitrain.errors import ConfigError
+    from mpitrain.tools.plan.collective import collective
+    from mpitrain.tools.plan.collective_text import printed
+    from mpitrain.tools.plan.traffic import amounts
+
+    if hosts > ranks:
+        raise ConfigError(
+            f"Every host has a rank, but there are {ranks} ranks on {hosts} hosts.",
+            f"Take at most {ranks} hosts.",
+        )
+    if operation == "allreduce" and is_file(algorithm):
+        algorithm = file_algorithm(algorithm)
+    names = [f"host {rank * hosts // ranks}" for rank in range(ranks)]
+    simulated = collective(operation, algorithm, names)
+    check_files(0, [json_file], plot_file)
+    click.echo("\n".join(printed(simulated, columns())))
+    if nbytes is not None:
+        click.echo("\n" + "\n".join(amounts(operation, algorithm, names, nbytes)))
+    outputs = Outputs()
+    if json_file:
+        from mpitrain.files import write_whole
+        from mpitrain.tools.plan.collective_text import as_json
+
+        with outputs.to(json_file):
+            write_whole(json_file, as_json(simulated))
+            click.echo(f"written to {json_file}")
+    if plot_file:
+        from mpitrain.tools.plan.collective_picture import draw
+
+        with outputs.to(plot_file):
+            draw(simulated, plot_file)
+            click.echo(f"drawn in {plot_file}")
+    outputs.settle()
+
+
+for subcommand in (memory, tricks, batch, MICRO_BATCHES, allreduce, reduce_scatter, all_gather):
+    command.add_command(subcommand)

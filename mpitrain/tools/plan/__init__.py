@@ -1,1 +1,6 @@
-"""Previews: charts of pipelines, steps of collectives, the best number of micro-batches."""
+"""`mpitrain plan`: predictions without running, or from a short measurement."""
+
+
+def several(number: int, noun: str, nouns: str = "") -> str:
+    """Return a number with its noun, in the singular or the plural."""
+    return f"{number} {noun if number == 1 else nouns or noun + 's'}"

@@ -1,15 +1,17 @@
 """A collective step by step: the messages between ranks, and the contents of each rank's chunks."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from mpitrain.collectives.engine.executor import check_name
 from mpitrain.collectives.plans.steps import Plan, Step
+from mpitrain.collectives.selection.algorithm import shown
 from mpitrain.collectives.selection.own_algorithm import proven
 from mpitrain.collectives.selection.table import TABLES
 from mpitrain.errors import ConfigError
+from mpitrain.tools.plan import several
 
 Held = list[list[int]]
 """Contents of chunks: bit q of `held[rank][chunk]` is set if it includes the data of rank q."""
@@ -118,6 +120,13 @@ class Collective(NamedTuple):
     def ranks(self) -> int:
         return len(self.hosts)
 
+    @property
+    def title(self) -> str:
+        operation = "all-reduce" if self.operation == "allreduce" else self.operation
+        hosts = len({*self.hosts})
+        where = f" on {several(hosts, 'host')}" if hosts > 1 else ""
+        return f"{shown(self.algorithm)} {operation} on {several(self.ranks, 'rank')}{where}"
+
 
 def collective(operation: str, algorithm: str, hosts: Sequence[str]) -> Collective:
     """Return the messages of an operation of TABLES, for an array too short for segments."""
@@ -201,3 +210,24 @@ def meeting(collective: Collective) -> HalvesBoundary | None:
             adding[-1], f"reduce to rank {owners[0]}", f"broadcast from rank {owners[0]}"
         )
     return HalvesBoundary(adding[-1], "sum on the active ranks", "copy to the others")
+
+
+def listed(ranks: Iterable[int], between: str) -> str:
+    """Return ascending numbers as text; three or more consecutive ones become first-last.
+
+    between  separator between two entries
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return between.join(
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else between.join(map(str, run)) for run in runs
+    )
+
+
+def data_of(data: int) -> str:
+    """Return the ranks that contribute to a chunk as text: 0+2, 0-3, or - for none."""
+    return listed((rank for rank in range(data.bit_length()) if data >> rank & 1), "+") or "-"

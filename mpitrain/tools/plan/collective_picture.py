@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from mpitrain.plots import painter, save
+from mpitrain.tools.plan import several
 from mpitrain.tools.plan.collective import Collective, complete, contents, meeting
-from mpitrain.tools.plan.words import several, spoken
 
 ADDED, COPIED = "#d55e00", "#0072b2"
 """Colours of arrows, for messages that are added and for messages that replace."""
@@ -109,11 +109,8 @@ def draw(collective: Collective, path: Path) -> None:
     hidden = (
         "" if has_arrows or not messages else f"; {len(messages)} messages, too many for arrows"
     )
-    hosts = len({*collective.hosts})
-    where = f" on {several(hosts, 'host')}" if hosts > 1 else ""
     axes.set_title(
-        f"{collective.algorithm} {spoken(collective.operation)} on {several(collective.ranks, 'rank')}{where}, "
-        f"{several(len(collective.steps), 'step')}\n{cut}{hidden}\n",
+        f"{collective.title}, {several(len(collective.steps), 'step')}\n{cut}{hidden}\n",
         fontsize="medium",
     )
     label = (

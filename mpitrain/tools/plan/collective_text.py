@@ -1,9 +1,12 @@
-"""A collective as text: legend, messages and contents of each step, totals."""
+"""A collective as text and as JSON: messages and contents of each step, totals."""
 
+import json
 import textwrap
 from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
-from mpitrain.collectives.selection.algorithm import shown
+from mpitrain.tools.plan import several
 from mpitrain.tools.plan.collective import (
     ChunkMessage,
     Collective,
@@ -11,10 +14,11 @@ from mpitrain.tools.plan.collective import (
     Held,
     complete,
     contents,
+    data_of,
+    listed,
     meeting,
 )
-from mpitrain.tools.plan.traffic import table_of_totals
-from mpitrain.tools.plan.words import data_of, listed, several, spoken
+from mpitrain.tools.plan.traffic import FORMULAS, sent_by, table_of_totals, totals
 
 LINES = 200
 """Largest number of lines for messages and contents; a longer collective has one line per step."""
@@ -41,12 +45,8 @@ def printed(collective: Collective, width: int) -> list[str]:
 
     Contents are named if that fits, else counted; else each step is one line.
     """
-    hosts = len({*collective.hosts})
-    where = f" on {several(hosts, 'host')}" if hosts > 1 else ""
     title = (
-        f"{shown(collective.algorithm)} {spoken(collective.operation)} on "
-        f"{several(collective.ranks, 'rank')}{where}: the array is "
-        f"cut into {several(len(collective.bounds), 'chunk')}, "
+        f"{collective.title}: the array is cut into {several(len(collective.bounds), 'chunk')}, "
         f"{several(len(collective.steps), 'step')}"
     )
     body, meaning = _body(collective, width)
@@ -235,3 +235,61 @@ def _overview(collective: Collective, width: int) -> list[str]:
             line += text
         lines += [line.replace("\N{NO-BREAK SPACE}", " "), *_halves(met, step)]
     return lines
+
+
+def as_json(collective: Collective) -> str:
+    """Return the text of the file: a header, then a line for each step.
+
+    chunks    in the header: [start, stop] of each chunk, as fractions of the array; in a message:
+              the first chunk and the one after the last
+    contents  {rank: {chunk: contributing ranks}} of the chunks that the step changed; "0-2+5" means
+              ranks 0, 1, 2 and 5
+    """
+    met, counted = meeting(collective), totals(collective)
+    formula = FORMULAS.get((collective.operation, collective.algorithm))
+    texts = formula[:4] if formula else (None,) * 4
+    header: dict[str, Any] = {
+        "operation": collective.operation,
+        "algorithm": collective.algorithm,
+        "ranks": collective.ranks,
+        "hosts": collective.hosts,
+        "chunks": [
+            [start / collective.elements, stop / collective.elements]
+            for start, stop in collective.bounds
+        ],
+        "halves_meet": met._asdict() if met else None,
+        "totals": {
+            name: {"counted": float(count), "formula": text}
+            for name, count, text in zip(counted._fields, counted, texts, strict=True)
+        },
+        "sent_by_rank": [float(arrays) for arrays in sent_by(collective)],
+    }
+    copies = ([[*chunks] for chunks in held] for held in contents(collective))
+    steps: list[dict[str, Any]] = []
+    for number, (before, after) in enumerate(pairwise(copies), 1):
+        changed = {
+            rank: {
+                chunk: data_of(data)
+                for chunk, data in enumerate(chunks)
+                if data != before[rank][chunk]
+            }
+            for rank, chunks in enumerate(after)
+            if chunks != before[rank]
+        }
+        steps.append(
+            {
+                "step": number,
+                "contents": changed,
+                "messages": [
+                    {
+                        "source": m.source,
+                        "target": m.target,
+                        "chunks": [m.first, m.last],
+                        "adds": m.combine,
+                    }
+                    for m in collective.steps[number - 1]
+                ],
+            }
+        )
+    lines = ",\n".join(map(json.dumps, steps))
+    return f'{{"header": {json.dumps(header)},\n"steps": [\n{lines}\n]}}\n'

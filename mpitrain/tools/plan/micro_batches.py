@@ -12,7 +12,10 @@ from mpitrain.pipeline.instructions import fused_at_the_input, training_program
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import SCHEDULES, STREAMS
 from mpitrain.pipeline.simulate import Cost, peak, simulate
-from mpitrain.tools.plan.stages import FAR, MessageTime, StageMeasurement
+from mpitrain.run.build import Job
+from mpitrain.run.resolve import Resolved
+from mpitrain.tools.plan.stages import FAR, MessageTime, StageMeasurement, end_s, measure
+from mpitrain.tools.text_table import TextColumn, TextTable, marked
 
 MOST = 64
 """Largest number of candidates; more are thinned out to a roughly constant ratio between them."""
@@ -43,6 +46,20 @@ class Predicted(NamedTuple):
     bubble: float
     peak_bytes: float
     is_spoilt: bool = False
+
+
+class StepPredictions(NamedTuple):
+    """The predictions for a job, ascending by micro-batches, and the measurements behind them.
+
+    rows      of a replica
+    measured  in ascending order of rows
+    end_s     seconds from the last gradient to the end of a step
+    """
+
+    rows: int
+    measured: list[StageMeasurement]
+    end_s: float
+    predicted: list[Predicted]
 
 
 def counts(config: Config, stages: int, rows: int) -> list[int]:
@@ -93,13 +110,8 @@ def sizes(counts: Sequence[int], rows: int, fitting: int = 1) -> list[int]:
     between.
     """
     least, most = rows // counts[-1], -(-rows // counts[0])
-    return sorted(
-        {
-            least,
-            most,
-            *(fitting << i for i in range(most.bit_length()) if least < fitting << i < most),
-        }
-    )
+    between = (fitting << i for i in range(most.bit_length()) if least < fitting << i < most)
+    return sorted({least, most, *between})
 
 
 def around(
@@ -132,12 +144,9 @@ def predict(
     end_s: float,
     lowest: int = 0,
 ) -> list[Predicted]:
-    """Predict a step for each number of micro-batches.
+    """Predict a step for each number of micro-batches; arguments as in StepPredictions.
 
-    rows      of a replica
-    measured  in ascending order of rows
-    end_s     seconds from the last gradient to the end of a step, for any number of micro-batches
-    lowest    the first chunk with a backward; all chunks before are frozen
+    lowest  the first chunk with a backward; all chunks before are frozen
     """
     predictions = []
     for count in counts:
@@ -149,15 +158,30 @@ def predict(
         simulation = simulate(training_program(plan, lowest), costs, *way)
         most = max(peak(instructions, costs).nbytes for instructions in plan.lists)
         near = around(measured, rows / count)
-        is_spoilt = any(
-            each.is_spoilt for each in [each for each in near if each.rows == rows / count] or near
-        )
+        exact = [each for each in near if each.rows == rows / count]
+        is_spoilt = any(each.is_spoilt for each in exact or near)
         predictions.append(
             Predicted(
                 count, rows / count, simulation.makespan + end_s, simulation.bubble, most, is_spoilt
             )
         )
     return predictions
+
+
+def measured_predictions(job: Job, resolved: Resolved, choices: Sequence[int]) -> StepPredictions:
+    """Measure a job, and predict its step for each number of micro-batches; collective.
+
+    job       with at least the rows of the largest micro-batch
+    resolved  with the batch to predict
+    """
+    trainer, config = job.trainer, resolved.config
+    rows = config.batch.size // resolved.axes.dp
+    inputs, targets = trainer.replication.rows.batch(job.data, 0)
+    measured = measure(trainer, inputs, targets, sizes(choices, rows, sequences_of(config)))
+    ending = end_s(trainer, inputs[: measured[0].rows], targets[: measured[0].rows])
+    stages, lowest = resolved.axes.pp, trainer.pipe.lowest
+    predicted = predict(config, stages, rows, choices, measured, ending, lowest)
+    return StepPredictions(rows, measured, ending, predicted)
 
 
 def best(predicted: Sequence[Predicted]) -> Predicted:
@@ -188,22 +212,25 @@ def neighbours(predicted: Sequence[Predicted]) -> list[Predicted]:
 
 def table(predicted: Sequence[Predicted]) -> list[str]:
     """Return a table of predictions: the best, its neighbours, and evenly spaced others."""
-    near = neighbours(predicted)
+    near, named = neighbours(predicted), best(predicted)
     others = [each for each in predicted if each not in near]
     room = max(1, SHOWN - len(near))
     if len(others) > room:
         others = [others[round(i * (len(others) - 1) / (room - 1))] for i in range(room)]
-    lines = [
-        f"{'micro-batches':>13} {'rows each':>10} {'step ms':>10} {'bubble':>8} {'peak MB':>9}"
-    ]
-    for each in sorted([*near, *others]):
-        mark = "   <- best" if each == best(predicted) and not each.is_spoilt else ""
-        noisy = "~" if each.is_spoilt else " "
-        lines.append(
-            f"{each.micro_batches:>13} {each.rows:>10.4g} {1e3 * each.step_s:>10.2f}{noisy}{100 * each.bubble:>7.1f}% "
-            f"{each.peak_bytes / 1e6:>9.2f}{mark}"
-        )
-    return lines
+    columns = TextTable(
+        [
+            TextColumn("micro-batches", "13", "micro_batches"),
+            TextColumn("rows each", "10.4g", "rows"),
+            TextColumn("step ms", "10.2f", lambda each: 1e3 * each.step_s),
+            TextColumn("", "1", lambda each: marked("", each.is_spoilt), gap=0),
+            TextColumn("bubble", "8", lambda each: f"{100 * each.bubble:.1f}%", gap=0),
+            TextColumn("peak MB", "9.2f", lambda each: each.peak_bytes / 1e6),
+            TextColumn(
+                "", "<", lambda each: "   <- best" * (each == named and not each.is_spoilt), gap=0
+            ),
+        ]
+    )
+    return columns.lines(sorted([*near, *others]))
 
 
 def explanation(
@@ -238,4 +265,27 @@ def explanation(
     return [
         f"On the slowest stage a row takes {1e3 * row_s:.3g} ms, and a micro-batch {1e3 * fixed:.3g} ms besides.",
         f"Where messages take no time, about {root} = {ideal:.1f} micro-batches are best.",
+    ]
+
+
+def report(resolved: Resolved, step: StepPredictions, parameters: int) -> list[str]:
+    """Return the measurement, the table, and the recommended setting as lines.
+
+    parameters  number of the model's parameters
+    """
+    config, stages, measured = resolved.config, resolved.axes.pp, step.measured
+    message = measured[-1].way
+    protocol = "eagerly" if message.is_eager else "by rendezvous"
+    return [
+        f"{stages} stages by {config.pipeline.schedule}, {step.rows} rows in each of {resolved.axes.dp} replica(s), "
+        f"{parameters:,} parameters, {config.device.kind}",
+        f"measured with {', '.join(str(each.rows) for each in measured)} row(s) in a micro-batch; of "
+        f"{measured[-1].rows} a message, sent {protocol}, takes",
+        f"{1e3 * message.transfer:.2f} ms beside compute and {1e3 * message.receive:.2f} "
+        f"ms of its receiver's; the end of a step {1e3 * step.end_s:.2f} ms",
+        "",
+        *table(step.predicted),
+        "",
+        *explanation(config, stages, step.rows, measured),
+        *advice(step.predicted),
     ]

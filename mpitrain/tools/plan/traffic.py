@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from mpitrain.tools.plan.collective import Collective, plans_of
-from mpitrain.tools.plan.words import listed, several
+from mpitrain.tools.plan import several
+from mpitrain.tools.plan.collective import Collective, listed, plans_of
 
 ITEM = 4
 """Bytes of an element."""

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from mpitrain.cli import commands
 from mpitrain.cli.job_options import configured
-from mpitrain.cli.plan.batch import _plan as plan
+from mpitrain.cli.plan.jobs import plan_batch as plan
 from mpitrain.config import with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
@@ -21,10 +21,10 @@ from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.choices import parse
 from mpitrain.run.resolve import agree_on
 from mpitrain.run.trainer import Trainer
+from mpitrain.tools.plan import batch, steps
 from mpitrain.tools.plan import memory as plan_memory
-from mpitrain.tools.plan.batch import fitting, noise, search, timing
-from mpitrain.tools.plan.batch.fitting import largest_multiple
-from mpitrain.tools.plan.batch.timing import Steps
+from mpitrain.tools.plan.batch import largest_multiple
+from mpitrain.tools.plan.steps import Steps
 from mpitrain.transport.threads import run_ranks
 from tests.training import MLP
 
@@ -55,7 +55,7 @@ def parsed(*settings):
 
 
 def search_in(transport, settings, most=64, seconds=0.5):
-    return search.search(transport, agree_on(transport, lambda: parsed(*settings)), most, seconds)
+    return batch.search(transport, agree_on(transport, lambda: parsed(*settings)), most, seconds)
 
 
 def stepped(transport, config):
@@ -67,9 +67,9 @@ def stepped(transport, config):
 @pytest.mark.parametrize("ranks, settings", JOBS)
 def test_the_answer_runs_and_one_unit_more_does_not(ranks, settings, monkeypatch):
     # The noise and the times have tests of their own.
-    for module, name, least in ((noise, "MOST", 2), (search, "PARTS", 2), (timing, "BLOCKS", 1)):
+    for module, name, least in ((steps, "MOST", 2), (batch, "PARTS", 2), (steps, "BLOCKS", 1)):
         monkeypatch.setattr(module, name, least)
-    monkeypatch.setattr(timing, "TURN", 1)
+    monkeypatch.setattr(steps, "TURN", 1)
     measured = run_ranks(ranks, stepped, parsed(*settings))
     axes, count = measured[0][1].axes, measured[0][1].plan.micro_batches
 
@@ -113,9 +113,9 @@ def test_a_job_whose_smallest_micro_batch_does_not_fit_is_refused():
 
 def test_out_of_memory_on_one_rank_is_the_answer_of_all(monkeypatch):
     """One of three ranks can allocate less than counting allows; all end with fewer rows."""
-    monkeypatch.setattr(noise, "MOST", 2)
+    monkeypatch.setattr(steps, "MOST", 2)
     (before, *_) = run_ranks(3, search_in, TINY, 40, 0.01)
-    count, real = before.fit.counted // 3, fitting.can_allocate
+    count, real = before.fit.counted // 3, batch.can_allocate
 
     class Small(HostMemory):
         def allocate(self, nbytes):
@@ -137,7 +137,7 @@ def test_out_of_memory_on_one_rank_is_the_answer_of_all(monkeypatch):
 
             return Arena(Small())
 
-    monkeypatch.setattr(fitting, "can_allocate", can_allocate)
+    monkeypatch.setattr(batch, "can_allocate", can_allocate)
     found = run_ranks(3, search_in, TINY, 40, 0.01)
     rows = {each.fit.rows for each in found}
     assert len(rows) == 1 and 1 <= rows.pop() < 40
@@ -203,8 +203,8 @@ def regression(transport, sigma, micro_batches, rows):
         config,
         Squares(),
     )
-    steps = Steps(Job(trainer, source, Done(0, 0, "")), rows)
-    return noise.measure(steps, rows, 1, bool), source
+    taken = Steps(Job(trainer, source, Done(0, 0, "")), rows)
+    return steps.measure_noise(taken, rows, 1, bool), source
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_the_noise_scale_of_a_linear_regression_is_the_known_one(
 
     The bias adds y to it: variance |w|^2 + sigma^2, mean 0.
     """
-    monkeypatch.setattr(noise, "PRECISE", 0.1)
+    monkeypatch.setattr(steps, "PRECISE", 0.1)
     every = run_ranks(ranks, regression, sigma, micro_batches, rows)
     found, source = every[0]
     assert all(other == found for other, _ in every)
@@ -230,9 +230,9 @@ def test_the_noise_scale_of_a_linear_regression_is_the_known_one(
 
 
 def test_norms_without_noise_have_the_scale_0_and_pure_noise_infinity():
-    exact = noise.estimate([noise.Norms(4.0, 4.0)] * 3, 16, 2)
+    exact = steps.estimate([steps.Norms(4.0, 4.0)] * 3, 16, 2)
     assert exact.rows == 0 and exact.error == 0
-    hidden = noise.estimate([noise.Norms(1 / 16, 1 / 2)] * 3, 16, 2)
+    hidden = steps.estimate([steps.Norms(1 / 16, 1 / 2)] * 3, 16, 2)
     assert math.isinf(hidden.rows) and hidden.is_uncertain
 
 
@@ -246,27 +246,27 @@ def test_ignored_targets_do_not_change_the_norm_of_a_mean(monkeypatch):
             # Two of 8 rows present, with a quarter of their targets ignored: 1.5 of 8 count.
             return 0.0, 3.0, (8 - 0.5) / 8
 
-    assert noise._norm(Fake(), 0, 2, 0, 2 / 8) == pytest.approx(3.0 * 7.5 / 1.5)
+    assert steps._norm(Fake(), 0, 2, 0, 2 / 8) == pytest.approx(3.0 * 7.5 / 1.5)
 
 
 def test_sizes_are_powers_of_two_and_the_largest():
-    assert timing.sizes(1, 1) == [1] and timing.sizes(1, 6) == [1, 2, 4, 6]
-    assert timing.sizes(3, 12) == [3, 6, 12]
-    many = timing.sizes(1, 1000)
-    assert len(many) <= timing.SIZES and many[0] == 1 and many[-2:] == [512, 1000]
+    assert steps.sizes(1, 1) == [1] and steps.sizes(1, 6) == [1, 2, 4, 6]
+    assert steps.sizes(3, 12) == [3, 6, 12]
+    many = steps.sizes(1, 1000)
+    assert len(many) <= steps.SIZES and many[0] == 1 and many[-2:] == [512, 1000]
 
 
 def test_a_size_that_other_work_spoilt_is_never_the_fastest():
-    quiet = timing.Timed(2, 2, [1.0] * 5, 1.0)
-    spoilt = timing.Timed(4, 4, [0.5, 9.0, 9.0, 9.0, 9.0], 1.0)
-    assert timing.fastest([quiet]) is quiet and timing.fastest([quiet, spoilt]) is None
+    quiet = steps.Timed(2, 2, [1.0] * 5, 1.0)
+    spoilt = steps.Timed(4, 4, [0.5, 9.0, 9.0, 9.0, 9.0], 1.0)
+    assert steps.fastest([quiet]) is quiet and steps.fastest([quiet, spoilt]) is None
     slow = spoilt._replace(blocks=[4.0, 40.0, 40.0, 40.0, 40.0])
-    assert timing.fastest([quiet, slow]) is quiet and timing.fastest([slow]) is None
+    assert steps.fastest([quiet, slow]) is quiet and steps.fastest([slow]) is None
 
 
 def test_the_command_prints_a_table_and_the_keys_and_writes_them(tmp_path, capsys):
     file, settings = tmp_path / "found.json", [*TINY, "memory.limit_gb=0.005"]
-    run_ranks(2, plan, partial(configured, None, settings), 8, 1.0, file)
+    run_ranks(2, plan, partial(configured, None, settings), 8, 1.0, None, file)
     text = capsys.readouterr().out
     assert "--set batch.size=8 --set batch.micro_batches=" in text and "noise scale" in text
     assert max(map(len, text.splitlines())) <= 130
@@ -274,6 +274,15 @@ def test_the_command_prints_a_table_and_the_keys_and_writes_them(tmp_path, capsy
     assert [row["rows"] for row in found["rows"]] == [1, 2, 4, 8]
     assert found["header"]["most_rows"] == 8 and found["header"]["is_most"]
     assert found["header"]["present"]["size"] == 8
+
+
+def test_in_a_pipeline_the_steps_of_every_number_of_micro_batches_are_predicted(tmp_path, capsys):
+    file, settings = tmp_path / "found.json", [*TINY, "layout.pp=2"]
+    run_ranks(2, plan, partial(configured, None, settings), 8, 1.0, None, file)
+    text = capsys.readouterr().out
+    assert "2 stages by 1f1b, 8 rows in each of 1 replica(s)" in text and "same results:" in text
+    found = json.loads(file.read_text())["header"]["micro_batches"]
+    assert [each["micro_batches"] for each in found] == [2, 3, 4, 5, 6, 7, 8]
 
 
 @pytest.mark.parametrize(
@@ -288,7 +297,7 @@ def test_the_command_prints_a_table_and_the_keys_and_writes_them(tmp_path, capsy
 )
 def test_a_job_without_common_steps_is_refused(settings, law, capsys):
     with pytest.raises(ConfigError) as caught:
-        run_ranks(2, plan, partial(configured, None, [*TINY, *settings]), 8, 1.0, None)
+        run_ranks(2, plan, partial(configured, None, [*TINY, *settings]), 8, 1.0, None, None)
     assert caught.value.agreed and law in caught.value.law and capsys.readouterr().out == ""
 
 
@@ -300,5 +309,6 @@ def test_seconds_that_limit_nothing_are_wrong_usage(seconds):
 def test_it_is_a_command_with_the_options_of_training():
     done = CliRunner().invoke(commands, ["plan", "batch", "--help"])
     assert done.exit_code == 0 and all(
-        f"--{name} " in done.output for name in ("dp", "tp", "pp", "most", "seconds", "json", "set")
+        f"--{name} " in done.output
+        for name in ("dp", "tp", "pp", "most", "seconds", "verify", "json", "set")
     )

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from mpitrain.cli import commands
 from mpitrain.cli.job_options import configured
-from mpitrain.cli.plan.micro_batches import _plan as plan
+from mpitrain.cli.plan.jobs import plan_micro_batches as plan
 from mpitrain.errors import ConfigError
 from mpitrain.tools.bench.training import steps as training_steps
 from mpitrain.tools.plan import stages as measuring
@@ -114,11 +114,13 @@ def test_no_choice_of_micro_batches_is_refused_before_measuring(ranks, settings,
     assert caught.value.agreed and law in caught.value.law and capsys.readouterr().out == ""
 
 
-def test_it_is_a_command_with_the_options_of_training():
-    done = CliRunner().invoke(commands, ["plan", "micro-batches", "--help"])
-    assert done.exit_code == 0 and all(
-        f"--{name} " in done.output for name in ("dp", "tp", "pp", "verify", "json", "set")
+def test_the_old_word_has_the_options_of_plan_batch_and_is_not_listed():
+    old, new = (
+        CliRunner().invoke(commands, ["plan", word, "--help"]).output.partition("Options:")[2]
+        for word in ("micro-batches", "batch")
     )
+    assert old == new and "--verify" in old
+    assert "micro-batches" not in CliRunner().invoke(commands, ["plan", "--help"]).output
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
 """The eight ways of mpitrain/README.md: a real run visits their functions in order, and no other file but leaves."""
 
+import json
+import os
 import re
 import sys
+from inspect import CO_OPTIMIZED
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +14,7 @@ import pytest
 
 import mpitrain
 from mpitrain.collectives.group import Group
-from mpitrain.config import Layout
+from mpitrain.config import Layout, parse, with_settings
 from mpitrain.layers.base import Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.initial import normal
@@ -21,10 +25,13 @@ from mpitrain.parallel.tensor.layer_factory import layers_for
 from mpitrain.parallel.tensor.linear import RowParallelLinear
 from mpitrain.pipeline.pipeline import Pipeline
 from mpitrain.pipeline.schedules import plan_of
+from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
+from tests.processes import run
+from tests.runs import TINY
 
 PACKAGE = Path(mpitrain.__file__).parent
-PAGE = PACKAGE / "README.md"
+PAGE, ROOT = PACKAGE / "README.md", str(PACKAGE.parent)
 SECTION = re.search(r"^## Eight ways$(.*?)^## ", PAGE.read_text(), re.M | re.S).group(1)
 # | question | `function` in `file`, `function` in `file`, ... |
 WAYS = {
@@ -33,6 +40,10 @@ WAYS = {
 }
 # | `file or folder/` | why a way may pass it |
 LEAVES = re.findall(r"^\| `([\w/.]+)` \| ", SECTION, re.M)
+# | in a start: `file or folder/`, ... | why the way of `train` may pass them |
+STARTING = re.findall(
+    r"`([\w/.]+)`", "".join(re.findall(r"^\| in a start: ([^|]*) \| ", SECTION, re.M))
+)
 
 
 def calls_of(function, *arguments):
@@ -40,8 +51,8 @@ def calls_of(function, *arguments):
     calls = []
 
     def note(frame, event, argument):
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(PACKAGE):
+        path, is_function = Path(frame.f_code.co_filename), frame.f_code.co_flags & CO_OPTIMIZED
+        if event == "call" and is_function and path.is_relative_to(PACKAGE):
             calls.append((frame.f_code.co_qualname, path.relative_to(PACKAGE).as_posix()))
 
     sys.setprofile(note)
@@ -103,11 +114,46 @@ def of_1f1b():
     return run_ranks(2, calls)[1]
 
 
+STEP = ["--set", "run.steps=1", "--set", "run.eval_every=-1", "--set", "run.sample=0"]
+START = f"""
+import json, sys
+import mpitrain.run.loop
+from mpitrain.cli import main
+from tests.ranks.run.test_ways import calls_of
+def start():
+    try: main(["train", *{STEP}, "--device", "cpu"])
+    except SystemExit as end: assert not end.code
+print(json.dumps(calls_of(start)), file=sys.stderr)
+"""
+
+
+def of_a_start():
+    with TemporaryDirectory() as folder:
+        done = run(
+            [sys.executable, "-c", START], cwd=folder, env={**os.environ, "PYTHONPATH": ROOT}
+        )
+    calls = json.loads(done.stderr.splitlines()[-1])
+    way = {path for _, path in WAYS[TRAIN]}
+    return [
+        (name, path) for name, path in calls if path in way or not path.startswith(tuple(STARTING))
+    ]
+
+
+def of_a_checkpoint():
+    with TemporaryDirectory() as folder:
+        settings = [*TINY, "run.steps=1", "run.eval_every=-1", f"run.out={folder}/run"]
+        config = parse(with_settings({}, settings))
+        return run_ranks(2, lambda own: calls_of(train, own, lambda: config))[0]
+
+
+TRAIN = "How does `train` get to the first forward pass?"
 # {question: a function that makes the run, and returns its calls}. Its number is the most files that the way may have.
 RUNS = {
+    TRAIN: (10, of_a_start),
     "Where is the ring?": (5, of_a_ring),
     "Where is the all-reduce of a row-sharded layer?": (5, of_a_row_parallel_layer),
     "Where is 1F1B?": (5, of_1f1b),
+    "How is a checkpoint written?": (5, of_a_checkpoint),
 }
 
 

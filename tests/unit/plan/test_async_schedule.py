@@ -9,7 +9,7 @@ from mpitrain.cli import commands
 from mpitrain.errors import ConfigError
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.pipeline.simulate import Cost, staleness, weights
-from mpitrain.tools.plan.async_schedule import stream
+from mpitrain.tools.plan.schedule import stream
 
 
 def shown(*words, columns=100):

@@ -9,9 +9,16 @@ from click.testing import CliRunner
 from mpitrain.cli import commands
 from mpitrain.collectives.selection.table import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from mpitrain.errors import ConfigError
-from mpitrain.tools.plan.collective import collective, complete, contents, meeting, plans_of, rounds
+from mpitrain.tools.plan.collective import (
+    collective,
+    complete,
+    contents,
+    data_of,
+    meeting,
+    plans_of,
+    rounds,
+)
 from mpitrain.tools.plan.traffic import FORMULAS, amounts, numbers, totals
-from mpitrain.tools.plan.words import data_of
 
 PRINTABLE = [name for name, algorithm in ALL_REDUCE.items() if algorithm.plans]
 HALVES = [

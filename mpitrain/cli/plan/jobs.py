@@ -1,0 +1,366 @@
+"""`mpitrain plan memory`, `batch` and `tricks`: plans for a job, counted or measured."""
+
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mpitrain.cli.job_options import (
+    CONFIG_FILE,
+    DEVICE,
+    DP,
+    PP,
+    PRESET,
+    SET,
+    TP,
+    Outputs,
+    changes,
+    check_files,
+    configured,
+    finite,
+    output_option,
+)
+from mpitrain.cli.session import MOST, mpi_session
+from mpitrain.machine import process
+
+LEAST_BLOCKS = 5
+"""Fewer blocks of `plan tricks` may agree by chance."""
+
+
+def job_options(function: Callable) -> Callable:
+    for option in reversed((CONFIG_FILE, PRESET, SET, DP, TP, PP, DEVICE)):
+        function = option(function)
+    return function
+
+
+@click.command("memory")
+@job_options
+def memory(
+    config_file: Path | None, preset: str | None, settings: tuple[str, ...], **options: Any
+) -> None:
+    """Count the activations and the FLOPs of a job, unit by unit, without running it.
+
+    One process counts the ranks of the configured layout; --dp defaults to 1. Bytes are those of
+    the arena of a real step. GFLOP are those of matrix products, forward and backward.
+    """
+    if process.launched().rank > 0:
+        return  # only rank 0 prints
+    from mpitrain.tools.plan.memory import count, table
+
+    job = configured(config_file, changes(settings, **options), preset)
+    click.echo("\n".join(table(count(job))))
+
+
+@click.command("batch")
+@job_options
+@click.option(
+    "--most",
+    type=click.IntRange(1, 10**6),
+    default=1024,
+    show_default=True,
+    help="Rows of the largest micro-batch to try.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(1, 86400),
+    callback=finite,
+    default=60,
+    show_default=True,
+    help="Time limit for the timed steps, and again for the gradient noise scale.",
+)
+@click.option(
+    "--verify",
+    is_flag=True,
+    help="In a pipeline: measure steps with the best number of micro-batches and its neighbours.",
+)
+@click.option(
+    "--blocks",
+    type=click.IntRange(1, MOST),
+    default=5,
+    show_default=True,
+    help="For --verify: turns of each number.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(1, MOST),
+    default=5,
+    show_default=True,
+    help="For --verify: steps in a turn.",
+)
+@output_option("--json", "Write the tables and the estimates to this file.")
+@click.pass_context
+def batch(
+    context: click.Context,
+    config_file: Path | None,
+    preset: str | None,
+    settings: tuple[str, ...],
+    most: int,
+    seconds: float,
+    verify: bool,
+    blocks: int,
+    steps: int,
+    json_file: Path | None,
+    **options: Any,
+) -> None:
+    """Find the best batch of a job: mpitrain launch -n 2 -- plan batch job.toml
+
+    It computes the largest micro-batch that fits in memory, or in memory.limit_gb, and runs a step
+    of it. It times steps of several sizes in turns. Gradient norms of two batch sizes give the
+    critical batch size. For the same loss, larger batches need many more rows, and smaller batches
+    more steps.
+
+    In a pipeline it also measures the stages, the messages between them, and the end of a step. The
+    simulator then predicts the time of a step for every number of micro-batches.
+    """
+    changed = changes(settings, **options)
+    read = cache(lambda: configured(config_file, changed, preset))
+    verified = (blocks, steps) if verify else None
+    with mpi_session(kind=lambda: read().device.kind) as transport:
+        if context.command.name == MICRO_BATCHES.name:
+            plan_micro_batches(transport, read, verified, json_file)
+        else:
+            plan_batch(transport, read, most, seconds, verified, json_file)
+
+
+MICRO_BATCHES = click.Command(
+    "micro-batches", params=batch.params, callback=batch.callback, help=batch.help, hidden=True
+)
+"""The old word for the part of `plan batch` about pipelines, which it still prints alone."""
+
+
+def plan_batch(
+    transport: Any,
+    read: Callable[[], Any],
+    most: int,
+    seconds: float,
+    verified: tuple[int, int] | None,
+    json_file: Path | None,
+) -> None:
+    """Search, and print the report; `verified` has the blocks and steps of --verify."""
+    from tqdm import tqdm
+
+    from mpitrain.cli.terminal.progress import bar
+    from mpitrain.run.resolve import agree_on
+    from mpitrain.tools.bench.collectives.header import machine
+    from mpitrain.tools.bench.collectives.table import write_json
+    from mpitrain.tools.plan.batch import report, search
+    from mpitrain.transport.agreement import on_all_ranks
+
+    agreed = agree_on(transport, read)
+    on_all_ranks(transport, lambda: check_files(transport.rank, [json_file]))
+    is_root, outputs = transport.rank == 0, Outputs()
+    with closing(bar(1, form="{desc}") if is_root else tqdm(disable=True)) as shown:
+        result = search(transport, agreed, most, seconds, shown.set_description_str)
+    if is_root:
+        click.echo("\n".join(report(result)))
+        if json_file:
+            facts = {**machine(transport), "arguments": sys.argv[1:], **result.facts()}
+            with outputs.to(json_file):
+                write_json(json_file, facts, result.timed)
+    if verified and result.step:
+        _verify(transport, result.resolved.config, result.source, result.step.predicted, *verified)
+    on_all_ranks(transport, outputs.settle)
+
+
+def plan_micro_batches(
+    transport: Any,
+    read: Callable[[], Any],
+    verified: tuple[int, int] | None,
+    json_file: Path | None,
+) -> None:
+    """Measure, and print the predictions alone; arguments as in plan_batch."""
+    from mpitrain.run.build import build
+    from mpitrain.run.resolve import agree_on, resolve
+    from mpitrain.tools.bench.collectives.header import machine
+    from mpitrain.tools.bench.collectives.table import write_json
+    from mpitrain.tools.plan.micro_batches import best, counts, measured_predictions, report
+    from mpitrain.transport.agreement import on_all_ranks
+
+    agreed = agree_on(transport, read)
+    on_all_ranks(transport, lambda: check_files(transport.rank, [json_file]))
+    resolved, outputs = resolve(transport, agreed), Outputs()
+    rows = agreed.config.batch.size // resolved.axes.dp
+    choices = on_all_ranks(transport, lambda: counts(agreed.config, resolved.axes.pp, rows))
+    job = build(transport, agreed)
+    step = measured_predictions(job, resolved, choices)
+    if transport.rank == 0:
+        click.echo("\n".join(report(resolved, step, job.trainer.parameter_count)))
+        if json_file:
+            named = best(step.predicted)
+            facts = {
+                "best": None if named.is_spoilt else named.micro_batches,
+                "end_s": step.end_s,
+                **machine(transport),
+                "measured": step.measured,
+                "arguments": sys.argv[1:],
+            }
+            with outputs.to(json_file):
+                write_json(json_file, facts, step.predicted)
+    if verified:
+        # The model is cut into the same stages as in the measurement.
+        config = agreed.config.model_copy(update={"pipeline": job.trainer.config.pipeline})
+        job.close()
+        _verify(transport, config, job.source, step.predicted, *verified)
+    on_all_ranks(transport, outputs.settle)
+
+
+def _verify(
+    transport: Any, config: Any, source: Any, every: list[Any], blocks: int, steps: int
+) -> None:
+    from mpitrain.config import with_settings
+    from mpitrain.run.build import build
+    from mpitrain.run.choices import parse
+    from mpitrain.tools.bench.training.stages import stage_rows, stage_table
+    from mpitrain.tools.bench.training.steps import WARM_UP, Ours, alternate
+    from mpitrain.tools.plan.micro_batches import best, neighbours
+
+    predicted, sides = neighbours(every), []
+    for prediction in predicted:
+        settings = [
+            f"batch.micro_batches={prediction.micro_batches}",
+            f"run.steps={WARM_UP + blocks * steps}",
+        ]
+        sides.append(
+            Ours(
+                build(
+                    transport, parse(with_settings(config.model_dump(), settings)), source=source
+                ),
+                str(prediction.micro_batches),
+            )
+        )
+    results = alternate(transport, sides[0].job, sides, blocks, steps)
+    named, quiet = best(predicted), [result for result in results if not result.is_spoilt]
+    chosen = sides[predicted.index(named)].job
+    rows = stage_rows(chosen.trainer, *chosen.trainer.replication.rows.batch(chosen.data, 0))
+    for side in sides:
+        side.close()
+    if transport.rank == 0:
+        click.echo(f"\n{'micro-batches':>13} {'predicted ms':>13} {'measured ms':>12}   blocks")
+        for prediction, result in zip(predicted, results, strict=True):
+            mark = "~" if result.is_spoilt else " "
+            click.echo(
+                f"{prediction.micro_batches:>13} {1e3 * prediction.step_s:>13.2f} {1e3 * result.step_s:>12.2f}{mark}  "
+                f"{1e3 * min(result.blocks):.2f} .. {1e3 * max(result.blocks):.2f}"
+            )
+        own = results[predicted.index(named)]
+        if own in quiet:
+            fastest = min(quiet, key=lambda result: result.step_s)
+            click.echo(
+                f"measured best: {fastest.name}; a step of {named.micro_batches} takes "
+                f"{own.step_s / fastest.step_s:.3f} times as long"
+            )
+        if len(quiet) < len(results):
+            click.echo(
+                f"~ {len(results) - len(quiet)} of {len(results)} counts say nothing: other work ran most of the time"
+            )
+        click.echo(
+            f"\nstages of {named.micro_batches} micro-batches:\n" + "\n".join(stage_table(rows))
+        )
+
+
+@click.command("tricks")
+@job_options
+@click.option(
+    "--tricks",
+    "names",
+    metavar="A,B",
+    help="Tricks to try, such as recomputation or ZeRO 3. Default: all.",
+)
+@click.option(
+    "--blocks",
+    type=click.IntRange(LEAST_BLOCKS, MOST),
+    default=LEAST_BLOCKS,
+    show_default=True,
+    help="Turns of the job with and without each trick.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(1, MOST),
+    default=3,
+    show_default=True,
+    help="Steps of a turn.",
+)
+@output_option("--json", "Write the tricks to this JSON file as they are measured.")
+def tricks(
+    config_file: Path | None,
+    preset: str | None,
+    settings: tuple[str, ...],
+    names: str | None,
+    blocks: int,
+    steps: int,
+    json_file: Path | None,
+    **options: Any,
+) -> None:
+    """Measure a job with and without each trick: mpitrain launch -n 2 -- plan tricks job.toml
+
+    Start it like the training run. A trick that the job has already is compared with the job
+    without it. A time counts as faster or slower if all turns agree, otherwise ~ marks it.
+    """
+    changed = changes(settings, **options)
+    read = cache(lambda: configured(config_file, changed, preset))
+    with mpi_session(kind=lambda: read().device.kind) as transport:
+        _try(transport, read, names, blocks, steps, json_file)
+
+
+def _try(
+    transport: Any,
+    read: Callable[[], Any],
+    names: str | None,
+    blocks: int,
+    steps: int,
+    json_file: Path | None,
+) -> None:
+    from mpitrain import __version__
+    from mpitrain.cli.terminal.progress import way
+    from mpitrain.cli.terminal.table_rows import RowPrinter
+    from mpitrain.config import with_settings
+    from mpitrain.run.build import build
+    from mpitrain.run.choices import parse
+    from mpitrain.tools.bench.collectives.header import machine
+    from mpitrain.tools.bench.collectives.table import write_json
+    from mpitrain.tools.bench.comparison.trick_table import as_row, heading, line, summary
+    from mpitrain.tools.bench.comparison.tricks import names_of, try_all
+    from mpitrain.tools.bench.training.steps import WARM_UP, check_common_steps
+    from mpitrain.transport.agreement import on_all_ranks
+
+    def checked() -> tuple[Any, list[str]]:
+        tricks, config = names_of(names), read()
+        check_common_steps(config)
+        length = f"run.steps={len(tricks) * (WARM_UP + blocks * steps)}"
+        return parse(with_settings(config.model_dump(), [length])), tricks
+
+    on_all_ranks(transport, lambda: check_files(transport.rank, [json_file]))
+    config, tricks = on_all_ranks(transport, checked)
+    job = build(transport, config)
+    config, outputs, tried = job.trainer.config, Outputs(), []
+    facts = {
+        "mpitrain": __version__,
+        "ranks": transport.size,
+        **machine(transport),
+        "arguments": sys.argv[1:],
+    }
+    is_root = transport.rank == 0
+    if is_root:
+        click.echo(
+            f"{config.model.kind}, {job.trainer.parameter_count:,} parameters: {config.batch.size} rows a step by "
+            f"{transport.size} rank(s), {way(config)}, {config.precision.compute}, {config.device.kind}\n"
+            f"{blocks} blocks of {steps} step(s), with and without each trick in turns\n\n{heading()}"
+        )
+    with closing(RowPrinter(len(tricks), "tricks")) as shown:
+        for trial in try_all(transport, job, tricks, blocks, steps):
+            tried.append(trial)
+            if not is_root:
+                continue
+            if trial.reason:
+                shown.count()
+            else:
+                shown.row(line(trial))
+            if json_file:
+                with outputs.to(json_file):
+                    write_json(json_file, facts, [*map(as_row, tried)])
+    job.close()
+    outputs.conclude(transport, lambda: summary(tried), None, lambda path: None)

@@ -1,0 +1,486 @@
+"""The batch of a job: the largest and the fastest micro-batch, and the critical batch size.
+
+A micro-batch fits by counted bytes, then by a trial allocation. R rows of a micro-batch, dp replicas,
+m micro-batches of a step: a global batch of R dp m rows.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain.config import Config
+from mpitrain.data import Source
+from mpitrain.errors import ConfigError, MpitrainError
+from mpitrain.models.table import check_data
+from mpitrain.ops.device import Device
+from mpitrain.parallel.memory import Room, check_memory
+from mpitrain.parallel.modes import check_synchronous
+from mpitrain.parallel.tensor.sequence import sequences_of
+from mpitrain.pipeline.schedules import SCHEDULES
+from mpitrain.run.build import Job, build, model, open_data, scheduled
+from mpitrain.run.counting import bytes_needed
+from mpitrain.run.metrics import strict
+from mpitrain.run.resolve import Given, Resolved, resolve, with_micro_batches
+from mpitrain.tools.plan.micro_batches import StepPredictions, counts, measured_predictions
+from mpitrain.tools.plan.micro_batches import report as step_report
+from mpitrain.tools.plan.steps import (
+    LEAST,
+    Noise,
+    Steps,
+    Timed,
+    fastest,
+    measure_noise,
+    sizes,
+    time_sizes,
+)
+from mpitrain.transport.agreement import on_all_ranks
+from mpitrain.transport.base import Transport
+
+PARTS = 16
+"""Largest number of small batches in a large one for the noise scale; more cost time and add little."""
+
+TRIES = 16
+"""Largest number of builds of a job before it is refused: other processes may take memory meanwhile."""
+
+
+class BatchSetting(NamedTuple):
+    """A global batch, its number of micro-batches, and the rows of the largest of these."""
+
+    size: int
+    micro_batches: int
+    rows: int
+
+    @property
+    def keys(self) -> str:
+        """The keys to set, as options of a command."""
+        return f"--set batch.size={self.size} --set batch.micro_batches={self.micro_batches}"
+
+
+class Fit(NamedTuple):
+    """The micro-batches of a job that fit in memory.
+
+    unit     rows of the smallest micro-batch; all others are multiples
+    rows     rows of the largest micro-batch that fits
+    is_most  whether it is the largest that was looked at, so that a larger one may fit
+    room     memory of this host or GPU before the job exists
+    counted  bytes of activations in that memory, with `rows`
+    """
+
+    unit: int
+    rows: int
+    is_most: bool
+    room: Room
+    counted: int
+
+
+class SearchResult(NamedTuple):
+    """The result of a search, equal on all ranks.
+
+    source      of its data
+    parameters  of the model
+    best        the fastest size; None if other work ran
+    counted     {rows of a timed size: bytes of activations in the shared memory}
+    noise       None if it was not measured
+    present     how to run the configured batch.size, if possible
+    critical    how to run the critical batch size, if it is known
+    step        of a pipeline: its predictions for batch.size; None: there is no choice
+    """
+
+    resolved: Resolved
+    source: Source
+    parameters: int
+    fit: Fit
+    timed: list[Timed]
+    best: Timed | None
+    counted: dict[int, int]
+    noise: Noise | None
+    present: BatchSetting | None
+    critical: BatchSetting | None
+    step: StepPredictions | None
+
+    def facts(self) -> dict[str, Any]:
+        """Return the estimates as JSON; values that are not finite are None."""
+        noise = strict(self.noise._asdict()) if self.noise else None
+        return {
+            "most_rows": self.fit.rows,
+            "is_most": self.fit.is_most,
+            "free_bytes": self.fit.room.free,
+            "state_bytes": int(self.fit.room.needed),
+            "counted_bytes": list(self.counted.values()),
+            "fastest": self.best.rows if self.best else None,
+            "noise": noise,
+            "present": self.present and self.present._asdict(),
+            "critical": self.critical and self.critical._asdict(),
+            "micro_batches": self.step and [each._asdict() for each in self.step.predicted],
+        }
+
+
+def search(
+    transport: Transport,
+    unresolved: Given,
+    most: int,
+    seconds: float,
+    show: Callable[[str], None] = lambda text: None,
+) -> SearchResult:
+    """Search for the batch of a job; collective.
+
+    most     number of rows in the largest micro-batch to try
+    seconds  limit of the timed steps, and of the batches for the noise
+    show     called with a description of the present work
+    raises   ConfigError on every rank, if the smallest micro-batch does not fit
+    """
+    resolved = resolve(transport, unresolved)
+    on_all_ranks(transport, lambda: _check_mode(resolved.config))
+    source = open_data(transport, unresolved)
+    name = resolved.config.data.source
+    on_all_ranks(transport, lambda: check_data(resolved.config.model.kind, source.form, name))
+    show("counting")
+    fit = find_largest(transport, resolved, source, most)
+    count = partial(counted_bytes, transport, source, fit.room)
+    fit, job = _built(transport, resolved, source, fit)
+    try:
+        steps = Steps(job, fit.rows)
+        timed = time_sizes(
+            steps,
+            sizes(fit.unit, fit.rows),
+            seconds,
+            transport.gather_text,
+            lambda rows: show(f"a step of {rows} rows"),
+        )
+        best = fastest(timed)
+        noise = _noise(transport, resolved, steps, fit.unit, timed, seconds, show)
+        parameters = job.trainer.parameter_count
+        choices = _choices(resolved, fit.rows)
+        show("stages of the pipeline")
+        step = measured_predictions(job, resolved, choices) if choices else None
+    finally:
+        job.close()
+    rows = (best or timed[-1]).rows
+
+    def fits(candidate: Resolved) -> bool:
+        return fit.room.needed + count(candidate)[0] <= fit.room.free
+
+    def agreed(size: int | None) -> BatchSetting | None:
+        """Return the setting of the rank that needs the most micro-batches; collective."""
+        every = transport.gather_text(setting(resolved, size, rows, fits) if size else None)
+        if not all(every):
+            return None
+        return max((BatchSetting(*own) for own in every), key=lambda own: own.micro_batches)
+
+    size = resolved.config.batch.size
+    return SearchResult(
+        resolved,
+        source,
+        parameters,
+        fit,
+        timed,
+        best,
+        {each.rows: count(with_rows(resolved, each.rows))[0] for each in timed},
+        noise,
+        agreed(size),
+        agreed(critical_size(resolved, noise, fit.unit)),
+        step,
+    )
+
+
+def _choices(resolved: Resolved, most: int) -> list[int]:
+    """Return the numbers of micro-batches of `batch.size` that a pipeline can choose from.
+
+    most  rows of a micro-batch
+    """
+    config, stages = resolved.config, resolved.axes.pp
+    rows = config.batch.size // resolved.axes.dp
+    if stages == 1 or config.pipeline.schedule not in SCHEDULES or rows < stages:
+        return []
+    return [count for count in counts(config, stages, rows) if -(-rows // count) <= most]
+
+
+def _check_mode(config: Config) -> None:
+    check_synchronous(config, "plan batch measures")
+    if config.replication.mode == "master":
+        raise ConfigError(
+            "plan batch counts the activations of each rank's rows, but with replication.mode master "
+            "rank 0 also has the logits of all rows.",
+            "Set replication.mode=all-reduce.",
+        )
+
+
+def _built(transport: Transport, resolved: Resolved, source: Source, fit: Fit) -> tuple[Fit, Job]:
+    """Build the job with the largest micro-batch, or a smaller one if memory was taken meanwhile."""
+    config = resolved.config
+    optimizer = config.optimizer.model_copy(update={"lr": Steps.STILL})
+    for _ in range(TRIES):
+        changed = with_rows(resolved, fit.rows).config.model_copy(update={"optimizer": optimizer})
+        try:
+            return fit, build(transport, changed, source=source)
+        except ConfigError:
+            smaller = fit.rows * 15 // 16 // fit.unit * fit.unit
+            if not smaller:
+                raise
+            fit = fit._replace(rows=smaller, is_most=False)
+    raise AssertionError("a job with few rows was neither built nor refused")
+
+
+def _noise(
+    transport: Transport,
+    resolved: Resolved,
+    steps: Steps,
+    unit: int,
+    timed: list[Timed],
+    seconds: float,
+    show: Callable[[str], None],
+) -> Noise | None:
+    """Measure the noise scale, with at least `LEAST` batches in the time if they can be small."""
+    affordable = max(2, int(seconds / (2 * LEAST * timed[0].first_s)))
+    parts = min(PARTS, affordable, steps.rows // unit)
+    if parts < 2 or resolved.wire.name != "none":
+        return None
+    start = time.perf_counter()
+
+    def is_over() -> bool:
+        return transport.gather_text(time.perf_counter() - start)[0] > seconds
+
+    return measure_noise(
+        steps, parts * unit, unit, is_over, lambda batches: show(f"gradient noise, batch {batches}")
+    )
+
+
+def with_rows(resolved: Resolved, rows: int, micro_batches: int = 0) -> Resolved:
+    """Return the job with micro-batches of `rows` rows each.
+
+    micro_batches  of a step; 0: as many as the job has
+    """
+    count = micro_batches or resolved.plan.micro_batches
+    size = rows * resolved.axes.dp * count
+    batch = resolved.config.batch.model_copy(update={"size": size, "micro_batches": count})
+    return resolved._replace(config=resolved.config.model_copy(update={"batch": batch}))
+
+
+def find_largest(transport: Transport, resolved: Resolved, source: Source, most: int) -> Fit:
+    """Return the largest micro-batch that fits on all ranks, of at most `most` rows; collective.
+
+    raises  ConfigError on every rank, if the smallest one does not fit
+    """
+    config, axes, plan, *_, gpus, device = resolved
+    unit = sequences_of(config)
+    room = on_all_ranks(
+        transport,
+        lambda: check_memory(transport, config, source, axes, len(plan.stage_of), device, gpus),
+    )
+
+    def count(rows: int) -> tuple[int, int]:
+        return counted_bytes(transport, source, room, with_rows(resolved, rows))
+
+    def own() -> int:
+        largest = largest_multiple(
+            lambda rows: room.needed + count(rows)[0] <= room.free, unit, most
+        )
+        if largest:
+            return largest
+        raise ConfigError(
+            f"{len(room.ranks)} rank(s) need {count(unit)[0] / 1e6:,.1f} MB for the activations of "
+            f"{unit} row(s) in a micro-batch, but {(room.free - room.needed) / 1e6:,.1f} MB "
+            f"of the {room.free / 1e6:,.1f} MB that {room.allowed} remain {room.where}.",
+            "Set memory.recompute=unit, or lower model.width or model.context.",
+        )
+
+    counted = min(transport.gather_text(on_all_ranks(transport, own)))
+    state = int(room.needed / len(room.ranks))
+    rows = largest_multiple(
+        lambda rows: can_allocate(transport, device, state + count(rows)[1]), unit, counted
+    )
+    if not rows:
+        raise ConfigError(
+            f"{unit} row(s) in a micro-batch fit by count, but a rank ran out of memory in a trial allocation.",
+            "Set memory.limit_gb to the memory that this job really has.",
+        )
+    return Fit(unit, rows, rows + unit > most, room, count(rows)[0])
+
+
+def counted_bytes(
+    transport: Transport, source: Source, room: Room, resolved: Resolved
+) -> tuple[int, int]:
+    """Count the activations of a step. It sends no message.
+
+    returns  bytes on all ranks that share the memory, and on this rank
+    raises   ConfigError if an operation of a plugin cannot be counted
+    """
+    try:
+        nbytes, step = bytes_needed(
+            scheduled(resolved),
+            source,
+            lambda layers: model(resolved.config, source, layers),
+            room,
+            transport.rank,
+        )
+    except MpitrainError:
+        raise
+    except Exception as error:  # A plugin's layer may use an array in a way that needs memory.
+        raise ConfigError(
+            f"plan batch counts activations, but a step of this job cannot be counted: {type(error).__name__}: {error}.",
+            "Let the operations of your plugin ask has_memory of mpitrain.ops.weightless.",
+        ) from None
+    return nbytes, step.peak
+
+
+def can_allocate(transport: Transport, device: Device, nbytes: int) -> bool:
+    """Return whether every rank can allocate and write so many bytes at once; collective.
+
+    If one rank is out of memory, all ranks return False. Its messages need not be cancelled, as in
+    a step: a trial allocation has none.
+    """
+    array = None
+    try:
+        array = device.arena().take((max(1, nbytes),), np.uint8)
+        array.fill(0)
+        device.backend.synchronize()
+    except (MemoryError, OSError):
+        return all(transport.gather_text(False))
+    # All ranks hold their memory at the same time, as in a step.
+    return all(transport.gather_text(array is not None))
+
+
+def largest_multiple(fits: Callable[[int], bool], unit: int, most: int) -> int:
+    """Return the largest multiple of `unit` up to `most` that fits, by bisection; 0: none does.
+
+    fits  (rows) -> whether they fit; no more rows fit than of a number that does not
+    """
+    low, high = 0, most // unit
+    step = 1
+    while low < high:
+        # Doubling finds small answers without counting large ones.
+        middle = min(high, low + step) if step else (low + high + 1) // 2
+        if fits(middle * unit):
+            low, step = middle, 2 * step
+        else:
+            high, step = middle - 1, 0
+    return low * unit
+
+
+def setting(
+    resolved: Resolved, size: int, rows: int, fits: Callable[[Resolved], bool]
+) -> BatchSetting | None:
+    """Return the setting with the fewest micro-batches that fits; None if there is none.
+
+    It sends no message.
+
+    size  global batch
+    rows  largest number of rows in a micro-batch
+    fits  whether the memory suffices for a job
+    """
+    own = -(-size // resolved.axes.dp)
+    batch = resolved.config.batch.model_copy(update={"size": size})
+    job = resolved._replace(config=resolved.config.model_copy(update={"batch": batch}))
+    for count in range(max(1, -(-own // rows)), size // resolved.axes.dp + 1):
+        candidate = with_micro_batches(job, count)
+        if candidate and fits(candidate):
+            return BatchSetting(size, count, -(-own // count))
+    return None
+
+
+def critical_size(resolved: Resolved, noise: Noise | None, unit: int) -> int | None:
+    """Return the global batch nearest to the noise scale; None if that is not known.
+
+    unit  rows that divide a micro-batch
+    """
+    if noise is None or noise.is_uncertain:
+        return None
+    step = resolved.axes.dp * unit
+    return max(1, round(noise.rows / step)) * step
+
+
+def report(result: SearchResult) -> Iterator[str]:
+    """Yield the lines of the report."""
+    config, axes, room = result.resolved.config, result.resolved.axes, result.fit.room
+    yield (
+        f"{config.model.kind}, {result.parameters:,} parameters; dp {axes.dp} x tp {axes.tp} x pp {axes.pp}, "
+        f"{result.resolved.plan.micro_batches} micro-batch(es) in a step, {config.device.kind}"
+    )
+    yield (
+        f"{room.free / 1e6:,.1f} MB {room.allowed} {room.where}; {len(room.ranks)} rank(s) need "
+        f"{room.needed / 1e6:,.1f} MB for parameters, gradients and optimizer state"
+    )
+    yield ""
+    yield f"{'rows':>6} {'batch':>7} {'counted MB':>11} {'step ms':>10} {'rows/s':>10}   blocks, ms"
+    for each in result.timed:
+        yield _line(result, each)
+    yield ""
+    yield _largest(result)
+    if result.best is None:
+        yield "No size is named the fastest: other work ran (~). Repeat the command."
+    tokens = result.source.shape[0] if result.source.form == "tokens" else 0
+    yield from _noise_lines(result.noise, tokens)
+    yield from _keys(result)
+    if result.step:
+        yield ""
+        yield from step_report(result.resolved, result.step, result.parameters)
+
+
+def _line(result: SearchResult, each: Timed) -> str:
+    times = f"{'-':>10} {'-':>10}   one step, not timed"
+    if each.blocks:
+        mark = "~" if each.is_spoilt else " "
+        times = (
+            f"{1e3 * each.step_s:10.2f}{mark}{each.rows_per_s:10.1f}   "
+            f"{1e3 * min(each.blocks):.2f} .. {1e3 * max(each.blocks):.2f}"
+        )
+    note = "  <- fastest" if each is result.best else ""
+    note += (
+        "  <- largest that fits" if each.rows == result.fit.rows and not result.fit.is_most else ""
+    )
+    return f"{each.rows:>6} {each.size:>7} {result.counted[each.rows] / 1e6:>11.2f} {times}{note}"
+
+
+def _largest(result: SearchResult) -> str:
+    fit = result.fit
+    did_run = any(each.rows == fit.rows for each in result.timed)
+    proof = "a step ran" if did_run else "counted alone: --seconds is too short for a step"
+    if fit.is_most:
+        return f"Micro-batches of {fit.rows} rows fit ({proof}); --most looks no further."
+    return (
+        f"The largest micro-batch has {fit.rows} rows ({proof}); {fit.rows + fit.unit} do not fit."
+    )
+
+
+def _noise_lines(noise: Noise | None, tokens: int) -> Iterator[str]:
+    if noise is None:
+        yield (
+            "No gradient noise scale: it needs finite gradients of two batch sizes, and "
+            "replication.wire=none."
+        )
+        return
+    of = f"{noise.batches} batches of {noise.large} rows, each also in batches of {noise.small}"
+    if not math.isfinite(noise.rows):
+        yield f"The noise hides the gradient in {of}: raise --seconds."
+        return
+    mark = "~" if noise.is_uncertain else ""
+    text = f" ({noise.rows * tokens:,.0f} tokens)" if tokens else ""
+    yield (
+        f"Gradient noise scale (McCandlish et al. 2018): {mark}{noise.rows:,.1f} rows{text}, "
+        f"standard error {noise.error:,.1f}"
+    )
+    yield f"  from {of}"
+
+
+def _keys(result: SearchResult) -> Iterator[str]:
+    size, noise = result.resolved.config.batch.size, result.noise
+    present, critical = result.present, result.critical
+    yield ""
+    if noise and critical:
+        yield (
+            f"At these parameters batch.size {size} needs {noise.samples_factor(size):.2f} times the fewest rows "
+            f"and {noise.steps_factor(size):.2f} times the fewest steps;"
+        )
+        yield f"the critical size {critical.size} needs about 2 times each."
+        if not result.resolved.config.run.init_from:
+            yield "They are the initial ones, and noise grows in training: set run.init_from=RUN to measure a later model."
+    if present:
+        yield f"same results:   {present.keys}   ({present.rows} rows in a micro-batch)"
+    else:
+        yield f"No number of micro-batches makes batch.size {size} fit."
+    if critical and critical.size != size:
+        yield f"critical size:  {critical.keys}   ({critical.rows} rows in a micro-batch)"

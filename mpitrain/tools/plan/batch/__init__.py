@@ -1,1 +1,0 @@
-"""The batch of a job: the largest and the fastest micro-batch, and the critical batch size."""

@@ -1,0 +1,412 @@
+"""Charts of simulated pipelines: as text with a summary, as a picture, and of asynchronous schedules.
+
+An asynchronous pipeline (PipeDream) does not drain between steps. More steps are simulated than
+drawn, so that the last simulated step shows the steady state.
+"""
+
+import math
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpitrain.errors import ConfigError
+from mpitrain.pipeline.instructions import (
+    Backward,
+    BackwardWeight,
+    Forward,
+    Plan,
+    with_messages,
+)
+from mpitrain.pipeline.schedule_files import LETTERS, find_plan
+from mpitrain.pipeline.schedules import STREAMS
+from mpitrain.pipeline.simulate import (
+    Cost,
+    Event,
+    Simulation,
+    peak,
+    simulate,
+    staleness,
+    versions,
+    weights,
+)
+from mpitrain.plots import painter, save
+from mpitrain.tools.plan import several
+
+NAMES = {"F": "forward", "B": "input half of backward", "W": "weight half", "BW": "both halves"}
+BANDS = 6
+"""Largest number of bands into which a chart wraps; a longer chart is drawn smaller."""
+
+TICK = 10
+"""Smallest number of columns between two times on the ruler."""
+
+DRAWN = 2
+"""Number of steps that are drawn, from an empty pipeline."""
+
+MEANING = (
+    "version: of its weights, which a stage computes with; * an update follows, which makes the "
+    "next version"
+)
+
+COLOURS = {"F": "#56b4e9", "B": "#e69f00", "W": "#009e73", "BW": "#cc79a7"}
+FEWEST_INCHES, MOST_INCHES = 8, 40
+CHARACTERS, ENTRY = 11, 2.6
+"""Characters of a title in an inch, and inches of an entry in the legend."""
+CELL = 0.28
+"""Inches of the shortest instruction, if the picture has room."""
+
+
+def chart(
+    plan: Plan,
+    simulation: Simulation,
+    width: int,
+    notes: Sequence[Sequence[str]] = (),
+    name: str = "",
+) -> list[str]:
+    """Draw a row for each stage, in bands of at most `width` columns under a ruler in ms.
+
+    notes  for each stage a text for each event; a row called `name` below the stage shows them
+    """
+    events = [event for stage_events in simulation.timeline for event in stage_events]
+    margin = len(f"stage {len(plan.lists) - 1}") + 2
+    room, stage_of = width - margin, plan.stage_of
+    # The chunks of a stage are a, b, c; a stage with one chunk has no letter.
+    letters = [
+        chr(97 + stage_of[:chunk].count(stage)) if stage_of.count(stage) > 1 else ""
+        for chunk, stage in enumerate(stage_of)
+    ]
+    shortest = min(event.end - event.start for event in events if event.end > event.start)
+    texts = [
+        [f"{LETTERS[type(i)]}{i.micro}{letters[i.chunk]}" for _, _, i in stage_events]
+        for stage_events in simulation.timeline
+    ]
+    lengths = [
+        max(map(len, pair))
+        for rows in zip(texts, notes or texts, strict=True)
+        for pair in zip(*rows, strict=True)
+    ]
+    widest = max(
+        (1 + length) * shortest / (event.end - event.start)
+        for length, event in zip(lengths, events, strict=True)
+        if event.end > event.start
+    )
+    units = simulation.makespan / shortest
+    fitting = (
+        cell
+        for cell in range(math.ceil(widest), 0, -1)
+        if units * cell <= BANDS * (room // cell * cell)
+    )
+    # The shortest instruction takes this many columns.
+    cell = next(fitting, 1)
+    scale, band = min(cell / shortest, BANDS * room / simulation.makespan), room // cell * cell
+    columns = math.ceil(simulation.makespan * scale)
+    rows = [("ms", _ruler(simulation.makespan, scale, band))]
+    for stage, (stage_events, words) in enumerate(zip(simulation.timeline, texts, strict=True)):
+        rows.append((f"stage {stage}", _row(stage_events, words, scale, columns, ".-")))
+        if notes:
+            rows.append((name, _row(stage_events, notes[stage], scale, columns, "  ")))
+    lines = []
+    for start in range(0, columns, band):
+        lines += [f"{name:<{margin}}{row[start : start + band]}".rstrip() for name, row in rows] + [
+            ""
+        ]
+    return lines[:-1]
+
+
+def _row(
+    events: Sequence[Event], texts: Sequence[str], scale: float, columns: int, fills: str
+) -> str:
+    """Return a row with a text for each event, at the event's columns.
+
+    events  of one stage
+    texts   the text of each event
+    scale   columns per unit of time
+    fills   the characters that fill the idle time, and the rest of an event
+    """
+    row, at = "", 0
+    for event, text in zip(events, texts, strict=True):
+        start, stop = round(event.start * scale), round(event.end * scale)
+        row += _cell("", start - at, fills[0]) + _cell(text, stop - start, fills[1])
+        at = stop
+    return row + _cell("", columns - at, fills[0])
+
+
+def _cell(text: str, columns: int, fill: str) -> str:
+    """Return a text padded to `columns` columns, with a gap at the end.
+
+    A text that does not fit is cut to its letter, or to its star.
+    """
+    shown = (
+        text
+        if len(text) < columns
+        else text[:1]
+        if text[:1].isalpha()
+        else "*" * text.endswith("*")
+    )
+    return shown.ljust(columns - 1, fill)[: max(columns - 1, 1)].ljust(columns)[: max(columns, 0)]
+
+
+def _ruler(makespan: float, scale: float, band: int) -> str:
+    """Return the time labels at their columns. A label that does not fit into its band is left out."""
+    least = TICK / scale
+    power = 10 ** math.floor(math.log10(least))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
+    row = ""
+    for tick in range(int(makespan / step) + 1):
+        at, text = round(tick * step * scale), f"{tick * step:g}"
+        if at % band + len(text) <= band:
+            row = row.ljust(at) + text
+    return row
+
+
+def summary(plan: Plan, simulation: Simulation, costs: Sequence[Cost]) -> list[str]:
+    makespan = (
+        f"makespan {simulation.makespan:.6g} ms, of which a stage computes {simulation.busy / len(plan.lists):.6g}: "
+        f"bubble {100 * simulation.bubble:.1f}%"
+    )
+    return [legend(plan), makespan, *holds(plan, costs)]
+
+
+def legend(plan: Plan) -> str:
+    kinds = {
+        LETTERS[type(instruction)] for instructions in plan.lists for instruction in instructions
+    }
+    return (
+        ", ".join(f"{kind} {meaning}" for kind, meaning in NAMES.items() if kind in kinds)
+        + ", dots idle"
+        + ("; chunks of a stage a, b, ..." if len(plan.stage_of) > len(plan.lists) else "")
+    )
+
+
+def holds(plan: Plan, costs: Sequence[Cost]) -> list[str]:
+    """Return text lines with each stage's peak activation memory, in micro-batches and in MB.
+
+    costs  of each chunk of the model
+    """
+    peaks = [peak(instructions, costs) for instructions in plan.lists]
+    held = (
+        "micro-batches"
+        if len(plan.stage_of) == len(plan.lists)
+        else "micro-batches of one chunk each"
+    )
+    lines = [f"peak live, by stage: {listed(each.live for each in peaks)} {held}"]
+    if any(each.pending for each in peaks):
+        lines.append(
+            f"of these, with a pending weight half: at most {listed(each.pending for each in peaks)}"
+        )
+    if any(each.nbytes for each in peaks):
+        lines.append(
+            f"peak activations, by stage: {listed(each.nbytes / 1e6 for each in peaks)} MB"
+        )
+    return lines
+
+
+def listed(numbers: Iterable[float]) -> str:
+    return ", ".join(f"{number:.4g}" for number in numbers)
+
+
+class Stream(NamedTuple):
+    """Simulation of an asynchronous pipeline.
+
+    plan           of all simulated steps
+    micro_batches  of a step
+    every          micro-batches of an update, as in `memory.weights`
+    drawn          only the first steps; the stages continue with the next one
+    step_ms        from step to step in the steady state
+    fill_ms        from the first forward of the pipeline to the first forward of its last stage
+    """
+
+    name: str
+    plan: Plan
+    micro_batches: int
+    every: int
+    drawn: Simulation
+    step_ms: float
+    fill_ms: float
+
+    @property
+    def stages(self) -> int:
+        return len(self.plan.lists)
+
+    def notes(self) -> list[list[str]]:
+        """Return the weight version of each drawn instruction, with * if an update follows."""
+        return [
+            [
+                f"{each.used}{'*' * each.is_updated}"
+                for each in weights(instructions, self.every)[: len(events)]
+            ]
+            for instructions, events in zip(self.plan.lists, self.drawn.timeline, strict=True)
+        ]
+
+    def idle(self, cost: Cost) -> float:
+        """Return the fraction of a steady-state step in which stages do not compute."""
+        return max(0.0, 1 - self.micro_batches * sum(cost[:3]) / self.step_ms)
+
+    @property
+    def title(self) -> str:
+        return (
+            f"{self.name}: {several(self.stages, 'stage')}, "
+            f"{several(self.micro_batches, 'micro-batch', 'micro-batches')} "
+            f"a step; the first {DRAWN} steps of a stream that goes on"
+        )
+
+    def summary(self, cost: Cost) -> list[str]:
+        """Return lines with the legend of the chart and the figures of the pipeline."""
+        lists, every = self.plan.lists, self.every
+        updates = self.micro_batches // (every or 1)
+        return [
+            legend(self.plan),
+            MEANING,
+            f"a step in the steady state {self.step_ms:.6g} ms, of which a stage computes "
+            f"{self.micro_batches * sum(cost[:3]):.6g}: idle {100 * self.idle(cost):.1f}%, "
+            "no bubble between steps",
+            "the pipe fills at the start, and after evaluations and checkpoints: the last stage begins "
+            f"after {self.fill_ms:.6g} ms",
+            f"{several(updates, 'update')} a step on each stage",
+            "versions of the weights that are held, by stage: "
+            + listed(versions(instructions, every) for instructions in lists),
+            "staleness of a gradient when it is applied, by stage: "
+            + listed(staleness(instructions, every) for instructions in lists)
+            + " updates",
+            *holds(self.plan, [cost] * self.stages),
+        ]
+
+
+def stream(
+    name: str,
+    stages: int | None,
+    micro_batches: int | None,
+    chunks: int | None,
+    cost: Cost,
+    transfer: float = 0,
+    receive: float = 0,
+    is_eager: bool = False,
+    overhead: float = 0,
+) -> Stream:
+    """Simulate a schedule of STREAMS; times are in ms, the last four arguments as in `simulate`.
+
+    raises  ConfigError if a step has fewer micro-batches than stages
+    """
+    step = find_plan(name, stages, micro_batches, chunks)
+    p, m = len(step.lists), step.micro_batches
+    if m < p:
+        raise ConfigError(
+            "A stream has at least as many micro-batches in a step as stages, "
+            f"but these are {m} and {p}.",
+            f"Take --micro-batches {p} or more.",
+        )
+    every = STREAMS[name].every
+    steps = DRAWN + 2 + -(-2 * p // m)
+    plan = find_plan(name, p, steps * m, chunks)
+    simulation = simulate(with_messages(plan), [cost] * p, transfer, receive, is_eager, overhead)
+    starts = {
+        event.instruction.micro: event.start
+        for event in simulation.timeline[0]
+        if isinstance(event.instruction, Forward)
+    }
+    end = next(
+        event.end
+        for event in simulation.timeline[0]
+        if event.instruction.micro == DRAWN * m - 1
+        and isinstance(event.instruction, BackwardWeight | Backward)
+    )
+    drawn = tuple(
+        tuple(
+            Event(event.start, min(event.end, end), event.instruction)
+            for event in events
+            if event.start < end
+        )
+        for events in simulation.timeline
+    )
+    return Stream(
+        name,
+        plan,
+        m,
+        m if every and every(p) else 0,
+        Simulation(drawn, ()),
+        starts[(steps - 1) * m] - starts[(steps - 2) * m],
+        simulation.timeline[-1][0].start,
+    )
+
+
+def draw(
+    plan: Plan, simulation: Simulation, title: str, path: Path, notes: Sequence[Sequence[str]] = ()
+) -> None:
+    """Draw a row of boxes for each stage over time in ms, each box with its micro-batch.
+
+    The later chunks of a stage are paler.
+
+    notes  of an asynchronous stage, for each event: the weight version, with * if an update follows
+    """
+    pyplot = painter()
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    events = [event for stage_events in simulation.timeline for event in stage_events]
+    shortest = min(event.end - event.start for event in events if event.end > event.start)
+    inches = min(max(simulation.makespan / shortest * CELL, FEWEST_INCHES), MOST_INCHES)
+    figure, axes = pyplot.subplots(
+        figsize=(inches + 1, 1.6 + 0.4 * len(plan.lists)), layout="constrained"
+    )
+    for stage, stage_events in enumerate(simulation.timeline):
+        chunks = [chunk for chunk, stage_of in enumerate(plan.stage_of) if stage_of == stage]
+        for event, (start, end, instruction) in enumerate(stage_events):
+            axes.barh(
+                stage,
+                end - start,
+                0.9,
+                start,
+                color=COLOURS[LETTERS[type(instruction)]],
+                edgecolor="white",
+                linewidth=0.5,
+                alpha=1 - 0.6 * chunks.index(instruction.chunk) / len(chunks),
+            )
+            if (end - start) / simulation.makespan * inches > CELL / 2:
+                version = f"\nv{notes[stage][event].rstrip('*')}" if notes else ""
+                axes.text(
+                    (start + end) / 2,
+                    stage,
+                    f"{instruction.micro}{version}",
+                    ha="center",
+                    va="center",
+                    fontsize="x-small",
+                )
+            if notes and notes[stage][event].endswith("*"):
+                axes.plot(
+                    end, stage + 0.45, "^", color="black", markersize=4, clip_on=False, zorder=3
+                )
+    has_micros = any(text.get_text() for text in axes.texts)
+    axes.set(
+        xlabel="time, ms" + "; in each box its micro-batch" * has_micros,
+        xlim=(0, simulation.makespan),
+        yticks=range(len(plan.lists)),
+        yticklabels=[f"stage {stage}" for stage in range(len(plan.lists))],
+    )
+    axes.set_title(textwrap.fill(title, int(inches * CHARACTERS)), fontsize="medium")
+    axes.invert_yaxis()
+    kinds = dict.fromkeys(LETTERS[type(event.instruction)] for event in events)
+    handles: list[Any] = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
+    if notes:
+        handles.append(
+            Line2D(
+                [],
+                [],
+                color="black",
+                marker="^",
+                linestyle="",
+                markersize=4,
+                label="update: makes the next version of the stage's weights (v)",
+            )
+        )
+    if len(plan.stage_of) > len(plan.lists):
+        handles.append(
+            Patch(color=COLOURS["F"], alpha=0.4, label="paler: a later chunk of the stage")
+        )
+    figure.legend(
+        handles=handles,
+        loc="outside lower right",
+        ncols=max(1, int(inches / ENTRY)),
+        fontsize="small",
+    )
+    save(figure, path, 110)
+    pyplot.close(figure)
