@@ -1,6 +1,6 @@
 """Part of the GPU job: everything that later parts launch is compiled into the cache, by up to 16 processes at once.
 
-python3 jobs/gpu/compiled.py DEVICE [tiles]    tiles: also every tile that tuned.py measures
+python3 jobs/gpu/compiled.py DEVICE [tiles]    tiles: also every tile that kernels.py measures
 
 Which kernels these are, an engine finds out that compiles and launches nothing: what is measured later runs on it once. The
 kernels of the suite compile when it runs, in as many processes. cubins.py compiles all of them before, where there is no GPU.
@@ -15,7 +15,7 @@ from typing import Any
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
-from result import emit, micro
+from table import emit, micro
 from workload import DTYPES, FORMS, PRODUCTS, all_products, config, multiply, operands, source
 
 from mpitrain.errors import MpitrainError
@@ -60,7 +60,7 @@ class Nowhere(HostBackend):
 
 
 def searched(kind: str, device: Engine) -> dict[tuple[str, tuple], str]:
-    """The kernels of every tile that tuned.py measures."""
+    """The kernels of every tile that kernels.py measures."""
     collector = Collector(device)
     kernels, arena = Kernels(collector), HostBackend().arena()
     for shape, _ in PRODUCTS[kind]:
@@ -74,7 +74,6 @@ def searched(kind: str, device: Engine) -> dict[tuple[str, tuple], str]:
 
 
 def collect(kind: str, device: Engine) -> dict[tuple[str, tuple], str]:
-    """Kernels by (source, macros)."""
     collector = Collector(device)
     kernels = Kernels(collector)
     for shape, dtype, name in all_products(kind):
@@ -106,7 +105,6 @@ def step(transport: Any, kind: str, settings: Any) -> None:
 
 @cache
 def simulator() -> Simulator:
-    """This process's."""
     return Simulator()
 
 
@@ -126,7 +124,6 @@ def compile_one(kind: str, capability: int, stem: str, macros: tuple, kernel: st
 
 
 def main(kind: str, tiles: bool) -> None:
-    """One result, and one for each that does not compile."""
     start = time.perf_counter()
     kernels = device_for(kind).kernels
     assert kernels is not None

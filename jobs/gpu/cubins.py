@@ -40,7 +40,6 @@ class Simulated(Collector):
 
 
 def compiler(folder: Path, capability: int) -> Compiler:
-    """The package's own, with NVRTC from NVIDIA's wheels in CuPy's place."""
     core = SimpleNamespace(assemble_cupy_compiler_options=lambda options: (NEWEST.include,))
     runtime = SimpleNamespace(driverGetVersion=lambda: 99000)
     cuda = SimpleNamespace(nvrtc=Module(), runtime=runtime)
@@ -64,12 +63,10 @@ def of_the_job(device: Any) -> dict[tuple[str, tuple], str]:
 
 
 def compile_one(folder: Path, capability: int, stem: str, macros: tuple) -> str:
-    """The name of its file."""
     return compiler(folder, capability).compile(package_sources()[stem], dict(macros)).name
 
 
 def main(folder: Path, capability: int) -> None:
-    """A line for each file, as it is written."""
     folder.mkdir(parents=True, exist_ok=True)
     device = SimpleNamespace(capability=capability, multiprocessors=132, multiprocessor=H100)
     with ProcessPoolExecutor(process.processors(), get_context("spawn")) as pool:

@@ -2,7 +2,7 @@
 
 python3 jobs/gpu/job.py MODE DEVICE FOLDER SINCE    MODE is table or deep; SINCE: when the job began, seconds since 1970
 
-A part is a program that prints results, a line of JSON each (result.py), as they are known. Here each is added to
+A part is a program that prints results, a line of JSON each (table.py), as they are known. Here each is added to
 FOLDER/results.jsonl at once, and the table is printed again; everything else that is said goes to FOLDER/log.txt. Whoever
 kills the job, or a part, loses what was not measured yet and nothing else.
 """
@@ -49,35 +49,33 @@ class Part(NamedTuple):
 MODES = {
     "table": (
         Part("predicted", 20, "predicted.py"),
-        Part("machine", 40, "machine.py"),
+        Part("machine", 40, "kernels.py", ("first",)),
         # What decides comes first: a lent machine may be taken back at any time.
         Part("suite", 90, "suite.py"),
         Part("compiled", 60, "compiled.py"),
         Part("losses", 50, "training.py", ("losses",)),
         Part("profile of a product", 40, "profiles.py", ("product",)),
-        Part("attention", 45, "memory.py", ("attention",)),
+        Part("attention", 45, "kernels.py", ("attention",)),
         Part("training", 90, "training.py"),
         Part("ring, IPC", 20, "ring.py", ("ipc",), 2),
-        Part("products", 50, "products.py"),
-        Part("memory", 75, "memory.py"),
+        Part("products", 50, "kernels.py", ("products",)),
+        Part("memory", 75, "kernels.py", ("memory",)),
         Part("ring, staged", 20, "ring.py", ("staged",), 2),
         Part("ring, pointers", 20, "ring.py", ("pointers",), 2),
         # It compiles for a minute or two, so it takes the seconds that the others have left.
         Part("torch.compile", 150, "training.py", ("compiled",)),
     ),
     "deep": (
-        Part("machine", 60, "machine.py"),
+        Part("machine", 60, "kernels.py", ("first",)),
         Part("compiled", 90, "compiled.py", ("tiles",)),
-        Part("sanitizer", 200, "sanitizer.py"),
+        Part("sanitizer", 200, "suite.py", ("sanitizer",)),
         Part("profiles", 120, "profiles.py"),
-        Part("tiles", 200, "tuned.py", ("{folder}/tiles.json",)),
+        Part("tiles", 200, "kernels.py", ("tiles", "{folder}/tiles.json")),
     ),
 }
 
 
 class Results:
-    """The file of results, and the table of what is in it."""
-
     def __init__(self, path: Path, device: str):
         self._path, self._device = path, device
         path.write_text("", encoding="utf-8")
@@ -93,7 +91,6 @@ class Results:
         print("\n".join(["", *table(read(self._path))]), flush=True)
 
     def note(self, part: str, what: str, ok: bool) -> None:
-        """A result in words alone."""
         self.add(
             part,
             {"what": what, "ours": "-", "peer": "-", "ratio": None, "required": None, "ok": ok},
@@ -101,17 +98,14 @@ class Results:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """All of them."""
         return read(self._path)
 
     @property
     def misses(self) -> int:
-        """How many of them are wrong or too slow."""
         return misses(self.rows)
 
 
 def command(part: Part, device: str, folder: Path) -> list[str]:
-    """What starts a part."""
     start = ["mpirun", "-n", str(part.ranks)] if part.ranks else []
     return [
         *start,
@@ -190,7 +184,6 @@ def stop(child: subprocess.Popen) -> None:
 
 
 def main(mode: str, device: str, folder: Path, since: float) -> int:
-    """All parts; the exit code."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     results, log = Results(folder / "results.jsonl", device), folder / "log.txt"
     has_mpi = bool(shutil.which("mpirun") and find_spec("mpi4py"))

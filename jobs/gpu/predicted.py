@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
-from result import emit
+from table import emit
 from workload import VOCABULARY
 
 from mpitrain.kernels.loader import H100
@@ -71,7 +71,6 @@ def tiled(
 
 
 def tilings(gpu: Gpu, compute: str) -> Iterator[tuple[str, str, float]]:
-    """(name of the tile, how operands are stored and the shape, seconds) of every product of a step."""
     for stored, shape in products():
         (tile, splits), seconds = tiled(gpu, stored, shape, compute)
         yield (
@@ -82,7 +81,6 @@ def tilings(gpu: Gpu, compute: str) -> Iterator[tuple[str, str, float]]:
 
 
 def step(gpu: Gpu, compute: str) -> dict[str, float]:
-    """Seconds of each part of a step."""
     size = 2 if compute == "bfloat16" else 4
     pairs = 2.0 * LAYERS * TOKENS * CONTEXT * WIDTH
     schedulers = 4 * gpu.multiprocessors * gpu.clock
@@ -104,12 +102,10 @@ def step(gpu: Gpu, compute: str) -> dict[str, float]:
 
 
 def total(gpu: Gpu, compute: str) -> float:
-    """Seconds of a step."""
     return sum(step(gpu, compute).values())
 
 
 def main() -> None:
-    """A row for each part and dtype."""
     for compute in ("float32", "bfloat16"):
         sides = [step(gpu, compute) for gpu in GPUS]
         for part in sides[0]:

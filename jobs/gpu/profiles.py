@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 
-from result import emit, micro
+from table import emit, micro
 
 METRICS = {
     "gpu__time_duration.sum": "seconds",
@@ -42,7 +42,6 @@ SIZES = {"cuda": (8, 1024, 768, 12, 50257)}
 
 
 def launch(kind: str, is_product: bool) -> None:
-    """Everything once, or one product."""
     from workload import FORMS, PRODUCTS
 
     from mpitrain.ops.device import device_for

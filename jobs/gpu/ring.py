@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from result import emit, micro, wrong_words
+from table import emit, micro, wrong_words
 
 from mpitrain.collectives.engine.arithmetic import arithmetic_of
 from mpitrain.collectives.group import Group
@@ -26,7 +26,6 @@ SETTINGS = {"staged": "no", "pointers": "yes", "ipc": "no"}
 
 
 def main(kind: str, way: str) -> None:
-    """One result, of rank 0."""
     process.choose_gpu(kind)
     host, device = connect(), device_for(kind)
     what = f"all-reduce of {host.size} ranks on one device, {way}"
@@ -39,7 +38,6 @@ def main(kind: str, way: str) -> None:
 
 
 def refuse(host: Any, words: str) -> None:
-    """Say why not."""
     if host.rank == 0:
         emit(words)
 

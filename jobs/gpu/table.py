@@ -1,4 +1,6 @@
-"""The table of a GPU job: what, ours, as predicted, the peer's, the ratio, what it must or shall be.
+"""Results of a GPU job, and their table: what, ours, as predicted, the peer's, the ratio, what it must or shall be.
+
+A result is a line of JSON, written the moment it is known, so that what was measured survives a kill.
 
 python3 jobs/gpu/table.py RESULTS.jsonl    prints it again; the exit code is 1 if anything is wrong, missing or too slow
 """
@@ -17,6 +19,51 @@ SHORT = 40
 """Characters of a row's name among those that failed or are short."""
 
 
+def emit(
+    what: str,
+    ours: str = "-",
+    peer: str = "-",
+    *,
+    ratio: float | None = None,
+    required: float | None = None,
+    goal: float | None = None,
+    predicted: str = "-",
+    ok: bool = True,
+    **facts: Any,
+) -> None:
+    """Print a result.
+
+    what          in words; `ours` and `peer` with their units
+    ratio         theirs over ours in time, ours over theirs in rate: above 1 is faster than the peer
+    required      what the ratio must be; less is a fault
+    goal          what it shall be one day; less is none
+    predicted     on paper, with its unit: what `ours` should be
+    ok            False if something is wrong, whatever the ratio
+    facts         numbers beside it, for whoever reads the file
+    """
+    line = {
+        "what": what,
+        "ours": ours,
+        "peer": peer,
+        "ratio": ratio,
+        "required": required,
+        "goal": goal,
+        "predicted": predicted,
+        "ok": ok,
+        **facts,
+    }
+    print(json.dumps(line), flush=True)
+
+
+def micro(seconds: float) -> str:
+    return f"{1e6 * seconds:,.1f} us"
+
+
+def wrong_words(wrong: int) -> str:
+    """What is added to the name of a row with wrong elements."""
+    return f", {wrong} wrong" if wrong else ""
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a file: a kill may have left half of the last one."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
@@ -31,7 +78,6 @@ def is_short(row: dict[str, Any]) -> bool:
 
 
 def misses(rows: Iterable[dict[str, Any]]) -> int:
-    """How many rows are wrong or too slow."""
     return sum(not row["ok"] or is_short(row) for row in rows)
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from predicted import GPUS, total
-from result import emit
+from table import emit
 from workload import BLOCKS, STEPS, config, source
 
 from mpitrain.errors import MpitrainError
@@ -70,7 +70,6 @@ class Events:
 
 
 def our_events(kind: str, wait: Callable[[], None]) -> Events:
-    """On CuPy's current stream."""
     if kind != "cuda":
         return Events(None, lambda *_: 0.0, wait)
     import cupy
@@ -117,11 +116,9 @@ class Rival:
         self._last: Any = None
 
     def compile(self) -> None:
-        """Let PyTorch compile the model."""
         self.model = self._torch.compile(self.model)
 
     def events(self) -> Events:
-        """On PyTorch's current stream."""
         if self._place.type != "cuda":
             return Events(None, lambda *_: 0.0, lambda: None)
         cuda = self._torch.cuda
@@ -206,7 +203,6 @@ def compare(transport: Any, kind: str, compute: str, way: str) -> None:
 
 
 def report(what: str, compute: str, losses: list[float], rival: Rival | None) -> None:
-    """The losses of both sides."""
     theirs = rival.losses if rival else losses
     apart = np.abs(np.subtract(losses, theirs)).max()  # NaN if one of them is
     emit(
@@ -234,17 +230,14 @@ def measured(kind: str, sides: list[tuple[Events, Callable[[int], None]]]) -> li
 
 
 def facts(found: list[Times]) -> dict[str, Any]:
-    """Milliseconds of each side."""
     return {"times_ms": [{"event": 1e3 * times.event, "host": 1e3 * times.host} for times in found]}
 
 
 def milli(seconds: float) -> str:
-    """Milliseconds for a table."""
     return f"{1e3 * seconds:,.2f} ms"
 
 
 def main(transport: Any, kind: str, way: str) -> None:
-    """Both dtypes."""
     if way == "compiled" and kind != "cuda":
         emit("torch.compile: skipped, there is no GPU here")
         return

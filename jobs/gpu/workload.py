@@ -60,7 +60,6 @@ def table() -> MeasuredTiles:
 
 
 def all_products(kind: str) -> Iterator[tuple[tuple[int, int, int], str, str]]:
-    """(shape, dtype, product) of everything that is multiplied by itself."""
     for shape, products in PRODUCTS[kind]:
         for dtype in DTYPES:
             for name in products:
@@ -85,7 +84,6 @@ def config(kind: str, compute: str, layers: int = 0) -> Config:
 
 
 def source(kind: str, settings: Config) -> TokenSource:
-    """Tokens drawn at random."""
     context, vocabulary = settings.model.context, VOCABULARIES[kind]
     tokens = (
         np.random.default_rng(0).integers(vocabulary, size=100 * (context + 1)).astype(np.uint16)

@@ -223,12 +223,7 @@ class Arena:
         return make(lease)
 
     def lend(
-        self,
-        buffer: Any,
-        shape: tuple[int, ...],
-        dtype: np.dtype,
-        leased: Any,
-        free: list[Any],
+        self, buffer: Any, shape: tuple[int, ...], dtype: np.dtype, leased: Any, free: list[Any]
     ) -> Any:
         """Lease the first bytes of a buffer of any owner as an array.
 

@@ -385,8 +385,7 @@ def as_array(array: Any, name: str) -> Any:
         return array if isinstance(array, cupy.ndarray) else cupy.from_dlpack(array)
     except (BufferError, RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"{name} must have a dtype that NumPy has too, but {error}.",
-            "Use float32 or float64.",
+            f"{name} must have a dtype that NumPy has too, but {error}.", "Use float32 or float64."
         ) from None
 
 

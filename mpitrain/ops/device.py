@@ -123,10 +123,7 @@ def simulated(checked: bool = False) -> Kernels:
     return Kernels(Simulator(checked=checked))
 
 
-KERNELS: dict[Kind, Callable[[], Kernels]] = {
-    "cuda": _on_current_gpu,
-    "cuda-sim": simulated,
-}
+KERNELS: dict[Kind, Callable[[], Kernels]] = {"cuda": _on_current_gpu, "cuda-sim": simulated}
 """The functions that make the kernels of a kind that computes by kernels: one set for each GPU in a
 process, made at first use. ConfigError if this machine lacks the hardware or software of the kind.
 """

@@ -47,11 +47,5 @@ TOYS = {
         TensorWise([Round({"squares": scalar}, add_norm)], normalised),
         {"epsilon": 1e-7},
     ),
-    "whole": Rule(
-        "needs whole matrices",
-        (),
-        {},
-        TensorWise([], whole),
-        refusal=whole_matrices,
-    ),
+    "whole": Rule("needs whole matrices", (), {}, TensorWise([], whole), refusal=whole_matrices),
 }

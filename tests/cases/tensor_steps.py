@@ -33,12 +33,7 @@ def check_lamb(kernels: Kernels, count: int, dtype: str, mirror: str | None) -> 
     ops, shifted = bodies.cuda(kernels), count % 2 == 1
     p, g, m, v = (
         stored(array, dtype, shifted)
-        for array in (
-            numbers(1, count),
-            numbers(2, count),
-            numbers(3, count),
-            positive(4, count),
-        )
+        for array in (numbers(1, count), numbers(2, count), numbers(3, count), positive(4, count))
     )
     sums, truth = np.full(2, 2.0), [values(array) for array in (p, g, m, v, np.full(2, 2.0))]
     rounded = None if mirror is None else stored(np.zeros(count), mirror, shifted)

@@ -20,15 +20,7 @@ HERE = Path(__file__).parent
 WAY_OUT = "What NVRTC accepts and the compiler does not belongs into simulator/language.h."
 RUNTIME = ("fibers.cpp", "schedule.cpp", "shadow.cpp", "transactions.cpp", "launch.cpp")
 
-COMMON = (
-    "-std=c++20",
-    "-fPIC",
-    "-g1",
-    "-w",
-    f"-I{HERE}",
-    "-fno-exceptions",
-    "-fvisibility=hidden",
-)
+COMMON = ("-std=c++20", "-fPIC", "-g1", "-w", f"-I{HERE}", "-fno-exceptions", "-fvisibility=hidden")
 # Without the first flag, shared arrays of templates exist once per process, whichever library
 # defines them. Contracted by clang, fused and separate calls would differ in their last bits.
 GNU = ("-fno-gnu-unique", "-ffp-contract=fast")

@@ -176,10 +176,7 @@ def parts(rows: int, across: int) -> int:
 
 # Threads of the kernels that sum down columns: 8 across, each with several columns, and 32 rows at
 # a time.
-COLUMNS = (
-    8,
-    32,
-)
+COLUMNS = (8, 32)
 
 
 def add_parts(kernels: Kernels, sums: Any, out: Any, accumulate: bool, other: Any = None) -> None:

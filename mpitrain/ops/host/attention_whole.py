@@ -18,10 +18,7 @@ from mpitrain.ops.random_bits import AttentionMask
 # Queries per block: smaller blocks skip more of the masked half, but make slower products.
 QUERIES = 64
 # Row sums within these bounds have lost nothing to overflow or underflow, in float32 or float64.
-SAFE = (
-    1e-25,
-    1e25,
-)
+SAFE = (1e-25, 1e25)
 
 
 class QueryBlock(NamedTuple):

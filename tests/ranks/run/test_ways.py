@@ -114,6 +114,14 @@ def of_1f1b():
     return run_ranks(2, calls)[1]
 
 
+def of_a_cuda_product():
+    """The second call: the first one compiles the kernel."""
+    arena, ops = Arena(), ops_for("cuda-sim")
+    x, w, b = (np.ones(shape, "float32") for shape in ((5, 3), (4, 3), 4))
+    ops.linear(x, w, b, arena)
+    return calls_of(ops.linear, x, w, b, arena)
+
+
 STEP = ["--set", "run.steps=1", "--set", "run.eval_every=-1", "--set", "run.sample=0"]
 START = f"""
 import json, sys
@@ -153,6 +161,7 @@ RUNS = {
     "Where is the ring?": (5, of_a_ring),
     "Where is the all-reduce of a row-sharded layer?": (5, of_a_row_parallel_layer),
     "Where is 1F1B?": (5, of_1f1b),
+    "Where is a CUDA matrix product?": (4, of_a_cuda_product),
     "How is a checkpoint written?": (5, of_a_checkpoint),
 }
 
@@ -161,7 +170,13 @@ def test_the_page_and_the_runs_have_the_same_ways():
     assert list(WAYS) == list(RUNS)
 
 
-@pytest.mark.parametrize("question", WAYS)
+@pytest.mark.parametrize(
+    "question",
+    [
+        pytest.param(question, marks=[pytest.mark.compile] * ("CUDA" in question))
+        for question in WAYS
+    ],
+)
 def test_a_way_visits_its_functions_in_order_and_no_other_file(question):
     way, (most, run) = WAYS[question], RUNS[question]
     calls = run()

@@ -38,16 +38,7 @@ EMIT = "import json\ndef emit(**row): print(json.dumps(row), flush=True)\n"
 def job(monkeypatch):
     """The modules of the job, which are programs beside each other."""
     monkeypatch.syspath_prepend(str(JOBS / "gpu"))
-    for name in (
-        "job",
-        "table",
-        "result",
-        "profiles",
-        "sanitizer",
-        "machine",
-        "products",
-        "workload",
-    ):
+    for name in ("job", "table", "profiles", "suite", "kernels", "workload"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     import job
 
@@ -122,12 +113,12 @@ def test_a_goal_stands_beside_the_prediction_and_is_no_requirement(parts, capsys
 
 @pytest.mark.parametrize(("dtype", "kind"), [("float32", "required"), ("bfloat16", "goal")])
 def test_what_needs_wgmma_is_a_goal(dtype, kind, job, capsys):
-    import products
+    import kernels
 
-    product = products.GemmRow(
+    product = kernels.GemmRow(
         "NT", 4096, 4096, 4096, dtype, "128x128x64", 200.0, 100.0, 0.0, 50.0, 0
     )
-    products.report(product, {})
+    kernels.report(product, {})
     row = json.loads(capsys.readouterr().out)
     assert row[kind] > 0 and row[{"goal": "required", "required": "goal"}[kind]] is None
     assert row["predicted"].endswith(" us") and row["ok"]
@@ -171,10 +162,10 @@ def test_the_limits_of_the_parts_hold_the_work_of_the_host(job):
 
 
 def test_versions_are_known_without_an_import(job, monkeypatch):
-    import machine
+    import kernels
 
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert machine.version("numpy").split()[1][0].isdigit() and machine.version("nome") == "no nome"
+    assert kernels.version("numpy").split()[1][0].isdigit() and kernels.version("nome") == "no nome"
 
 
 def test_what_ncu_says_is_read_in_any_unit(job):
@@ -216,11 +207,11 @@ SANITIZED = "".join(
     ],
 )
 def test_a_tool_of_the_sanitizer_says_what_it_found(said, code, found, job):
-    import sanitizer
+    import suite
 
-    assert [one.ok for one in sanitizer.findings("memcheck", said, code)] == found
-    everything = "".join(f"test[{group}] PASSED\n" for group in sanitizer.GROUPS)
-    assert all(one.ok for one in sanitizer.findings("memcheck", everything, 0))
+    assert [one.ok for one in suite.findings("memcheck", said, code)] == found
+    everything = "".join(f"test[{group}] PASSED\n" for group in suite.GROUPS)
+    assert all(one.ok for one in suite.findings("memcheck", everything, 0))
 
 
 def test_the_prediction_has_every_product_and_no_gpu_is_faster_than_its_bytes(job):

@@ -152,10 +152,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "element.cuh",
         "if (vector && first + N <= 1 + end) return *reinterpret_cast<const Run<T, N>*>(row + first);",
     ): "rows that are in runs end with a whole run",
-    (
-        "embedding.cu",
-        "for (int i = 0; i <= found; i += AHEAD) {",
-    ): "one more round finds no row",
+    ("embedding.cu", "for (int i = 0; i <= found; i += AHEAD) {"): "one more round finds no row",
     (
         "embedding.cu",
         "for (int m0 = 0; m0 <= M; m0 += 128) {",

@@ -55,13 +55,7 @@ def step(compute, micro_batches=1):
     kernels, memory = Noted(), WeightlessMemory(WeightlessForKernels)
     ops, arena = bodies.cuda(kernels), Arena(memory)
     units = gpt(
-        Plain(ops),
-        vocab=VOCABULARY,
-        context=CONTEXT,
-        width=768,
-        heads=12,
-        depth=12,
-        tied=True,
+        Plain(ops), vocab=VOCABULARY, context=CONTEXT, width=768, heads=12, depth=12, tied=True
     )
     storage = Storage(units, "float32")
     whole = Piece(0, storage.length, 0)

@@ -236,9 +236,7 @@ def test_a_changed_header_is_compiled_again(tmp_path):
         assert y == value
 
 
-def test_cached_launches_take_at_most_twelve_calls(
-    monkeypatch,
-):
+def test_cached_launches_take_at_most_twelve_calls(monkeypatch):
     """Of every operation on kernels, and of what all-reduces do to chunks."""
     kernels = Kernels(launch_overhead.Nothing(takes_plain=True))
     made = launch_overhead.operations(kernels)

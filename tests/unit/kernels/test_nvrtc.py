@@ -11,14 +11,7 @@ from mpitrain.kernels.source import package_sources
 from mpitrain.ops.cuda.attention import choose
 from mpitrain.ops.cuda.launches import SHARED
 from mpitrain.ops.cuda.loss import row_threads
-from mpitrain.ops.cuda.tiles import (
-    TENSOR_TILES,
-    TILES,
-    TensorTile,
-    Tile,
-    possible,
-    two_stages,
-)
+from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, TensorTile, Tile, possible, two_stages
 from tests.unit.kernels.nvrtc import OLDEST, Compiler, usages
 from tests.unit.kernels.sass import count, instructions, loops, loops_beside_work, main_loop
 
@@ -134,11 +127,7 @@ def jobs():
     for name in ("attention", "attention_dropout"):
         yield name, "sm_80", types("float") | {"DOCUMENTS": 1}
     for (name, step), head in product(zip(ATTENTIONS, (64, 32), strict=True), (64, 128)):
-        yield (
-            name,
-            "sm_80",
-            types("__nv_bfloat16") | {"HEAD": head, "STEP": step, "DOCUMENTS": 1},
-        )
+        yield (name, "sm_80", types("__nv_bfloat16") | {"HEAD": head, "STEP": step, "DOCUMENTS": 1})
     for (ta, tb, sums), architecture in product(PRODUCTS, ARCHITECTURES):
         stored = {"TRANSPOSED_A": ta, "TRANSPOSED_B": tb, "ROW_SUMS": sums}
         if sums or architecture != "sm_75":

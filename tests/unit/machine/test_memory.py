@@ -127,18 +127,10 @@ def test_memory_of_sharded_state_counts_a_shard_and_one_unit(zero, shard, hosts,
     halves = {0: 8, 1: 6, 2: 5, 3: 4}[zero]  # of a flat buffer: parameters, gradients, two moments
     needed = 2 * 4 * (length * halves // 2 + on_its_way)
     monkeypatch.setattr(process, "free_memory", lambda kind: needed)
-    run_ranks(
-        n,
-        lambda transport: check(transport, resolved(config, n)),
-        hosts=hosts,
-    )
+    run_ranks(n, lambda transport: check(transport, resolved(config, n)), hosts=hosts)
     monkeypatch.setattr(process, "free_memory", lambda kind: needed - 1)
     with pytest.raises(ConfigError, match="parameters with gradients"):
-        run_ranks(
-            n,
-            lambda transport: check(transport, resolved(config, n)),
-            hosts=hosts,
-        )
+        run_ranks(n, lambda transport: check(transport, resolved(config, n)), hosts=hosts)
 
 
 def layouts():
@@ -368,7 +360,4 @@ def test_no_width_is_so_large_that_its_number_of_parameters_looks_small(kind, wi
         }
     )
     with pytest.raises(ConfigError, match=r"parameters with gradients .* are free"):
-        run_ranks(
-            1,
-            lambda transport: check(transport, resolved(config), SOURCES[kind]),
-        )
+        run_ranks(1, lambda transport: check(transport, resolved(config), SOURCES[kind]))
