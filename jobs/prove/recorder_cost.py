@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mpitrain.config import Run
-from mpitrain.run.stalls.questions import Answering
-from mpitrain.run.stalls.slow_ranks import SlowRanks
+from mpitrain.run.observation import Answering
+from mpitrain.run.slow_ranks import SlowRanks
 from mpitrain.run.watchdog import LONGEST
 from mpitrain.trace.recorder import STEP, Recorder
 from mpitrain.trace.timeline import read_timeline, trace_file, within

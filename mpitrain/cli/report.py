@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-    from mpitrain.tools.report.page import PageSection
+    from mpitrain.tools.report.pictures import PageSection
     from mpitrain.trace.timeline import Timeline
 
     Drawn = tuple[Timeline, range | None]
@@ -70,7 +70,7 @@ def command(runs: tuple[Path, ...], is_alive: bool, with_stacks: bool) -> None:
 
 def _print_now(runs: tuple[Path, ...], is_alive: bool, with_stacks: bool) -> None:
     from mpitrain.errors import ConfigError, visible
-    from mpitrain.tools.report.live import what_happens_now
+    from mpitrain.tools.report.text import what_happens_now
 
     if not is_alive:
         raise ConfigError(
@@ -85,8 +85,7 @@ def _write_page(
     runs: "Sequence[Path]", sections: "Mapping[str, PageSection]", outputs: Outputs
 ) -> None:
     from mpitrain.run.metrics import METRICS, read_metrics
-    from mpitrain.tools.report.page import write_page
-    from mpitrain.tools.report.plots import draw_metrics
+    from mpitrain.tools.report.pictures import draw_metrics, write_page
 
     folder = runs[0] / FOLDER
     with outputs.to(folder):
@@ -106,7 +105,7 @@ def reported(run: Path, outputs: Outputs) -> "PageSection":
     from mpitrain.errors import ConfigError, visible
     from mpitrain.files import opened
     from mpitrain.run.metrics import METRICS, read_metrics
-    from mpitrain.tools.report.page import PageSection
+    from mpitrain.tools.report.pictures import PageSection
     from mpitrain.tools.report.text import how_it_ended
     from mpitrain.trace.startup import left
     from mpitrain.trace.timeline import TRACE, trace_files
@@ -182,14 +181,14 @@ def _draw(run: Path, drawn: "Drawn") -> tuple[Path | None, Path]:
 
     Return the paths of the picture, or None, and of the trace.
     """
-    from mpitrain.tools.report.perfetto import write_perfetto
+    from mpitrain.tools.report.pictures import write_perfetto
 
     timeline, steps = drawn
     picture, perfetto = run / FOLDER / TIMELINE, run / FOLDER / PERFETTO
     write_perfetto(perfetto, timeline)
     if steps is None or not find_spec("matplotlib"):
         return None, perfetto
-    from mpitrain.tools.report.plots import draw_timeline
+    from mpitrain.tools.report.pictures import draw_timeline
 
     draw_timeline(str(run), timeline, steps, picture)
     return picture, perfetto

@@ -13,7 +13,7 @@ from mpitrain.machine import process
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from mpitrain.tools.report.diff.sides import ComparedRun
+    from mpitrain.tools.report.diff import ComparedRun
 
 
 @click.command("plot")
@@ -110,15 +110,12 @@ def diff(first: Path, second: Path, does_replay: bool, plugins: list[str] | None
         return  # only rank 0 compares
     process.limit_blas_threads()
     from mpitrain.config.plugins import load
-    from mpitrain.tools.report.diff import sides
+    from mpitrain.tools.report.diff import are_comparable_by_bits, keys_that_differ, read_run
 
     load({"run": {"plugins": plugins or []}})
-    both = sides.read(first), sides.read(second)
-    changed = sides.changed_keys(*both)
-    from mpitrain.tools.report.diff import text
-
-    show(text.keys_that_differ(changed))
-    is_by_bits = sides.are_comparable_by_bits(*both)
+    both = read_run(first), read_run(second)
+    show(keys_that_differ(*both))
+    is_by_bits = are_comparable_by_bits(*both)
     if not is_by_bits and does_replay:
         from mpitrain.errors import ConfigError
 
@@ -140,27 +137,27 @@ def show(lines: "Iterable[str]") -> None:
 def _by_bits(both: "tuple[ComparedRun, ComparedRun]", does_replay: bool) -> bool:
     """Print how two runs of one layout compare; return whether they are equal."""
     from mpitrain.cli.terminal.progress import bar
-    from mpitrain.tools.report.diff import series, text
-    from mpitrain.tools.report.diff.replay import replay
+    from mpitrain.tools.report.diff import compare_bits, lines_of_bits, start_of_replay
+    from mpitrain.tools.report.replay import replay, replayed
 
-    comparison = series.compare_bits(*both)
-    show(text.bits(comparison, *both))
+    comparison = compare_bits(*both)
+    show(lines_of_bits(comparison, *both))
     if comparison.first is None:
         return True
     if does_replay:
-        start = series.start_of_replay(comparison.first, *both)
+        start = start_of_replay(comparison.first, *both)
         last = max(start + 1, comparison.first)
         with closing(bar(last - start)) as shown:
             result = replay(both, start, last, lambda step: shown.update() and None)
-        show(text.replayed(result, both))
+        show(replayed(result, both))
     return False
 
 
 def _by_numbers(both: "tuple[ComparedRun, ComparedRun]") -> bool:
     """Print how two runs of different layouts compare; return whether they agree."""
-    from mpitrain.tools.report.diff import series, text
+    from mpitrain.tools.report.diff import compare_numbers, lines_of_numbers, tolerance
 
-    limit = series.tolerance(both[0].config)
-    logged, compared = series.compare_numbers(*both, limit)
-    show(text.numbers(limit, logged, compared))
+    limit = tolerance(both[0].config)
+    logged, compared = compare_numbers(*both, limit)
+    show(lines_of_numbers(limit, logged, compared))
     return logged is None and not any(beyond for _, beyond, _ in compared)

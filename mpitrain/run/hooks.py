@@ -17,15 +17,14 @@ from mpitrain.machine import process
 from mpitrain.machine.process import own_id
 from mpitrain.machine.time_limit import TimeLimit
 from mpitrain.parallel.modes import mode_of
-from mpitrain.parallel.replication.records import StepResult
-from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.parallel.replication.protocol import StateBuffer, StepResult
 from mpitrain.run.build import Job
 from mpitrain.run.checkpoint import saving
 from mpitrain.run.checkpoint.manifest import CHECKPOINTS, Done
 from mpitrain.run.metrics import CLOSING, METRICS, MetricsFile, ResumeInfo
 from mpitrain.run.replicas import digest_record, state_digests
 from mpitrain.run.resolve import RunLocation
-from mpitrain.run.stalls.slow_ranks import SlowRanks, alike
+from mpitrain.run.slow_ranks import SlowRanks, alike
 from mpitrain.run.watchdog import Watchdog
 from mpitrain.run.watcher import Watcher
 from mpitrain.trace.recorder import ROWS

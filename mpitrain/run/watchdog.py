@@ -1,4 +1,11 @@
-"""The watchdog, which ends the job if it makes no progress."""
+"""The watchdog, which ends the job if it makes no progress, and the report of a stall.
+
+One rank judges the traces of all ranks, and prints the finding once. The ranks elect it by a file that only
+one of them can create:
+
+    RUN/trace/stall-1    the first judgement: {"verdict": "moving", "seconds": 2.0, "time": ...}
+    RUN/trace/stall-2    the next one
+"""
 
 import faulthandler
 import math
@@ -8,20 +15,37 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
-from mpitrain.errors import ConfigError
+from pydantic import BaseModel
+
+from mpitrain.errors import ConfigError, visible
+from mpitrain.files import Directory, opened
 from mpitrain.machine.compiling import OBSERVER
-from mpitrain.run.stalls.compilations import Compilations
-from mpitrain.run.stalls.questions import Answering
-from mpitrain.run.stalls.report import LEAST, WARNING, StallReport
-from mpitrain.trace.recorder import SILENT, Recorder
+from mpitrain.run.observation import Answering, Observation, observe, question, read_model
+from mpitrain.trace.blame import MOVING, Finding, named
+from mpitrain.trace.recorder import COMPUTE, SILENT, Recorder
+from mpitrain.trace.timeline import TRACE
 from mpitrain.transport.base import Traffic
 
 LONGEST = 1.0
 """Longest time in seconds between two looks."""
+COMPILING = 600.0
+"""Seconds after which a compilation no longer counts as progress."""
 GRACE = 15.0
 """Seconds in which the rank that judges a stall must end the job."""
+PREFIX = "stall-"
+ANSWERED = 2.5
+"""Longest time in seconds that the reporter waits for the stacks of all ranks."""
+BLAMED, INNERMOST = 2, 8
+"""Largest number of ranks whose stacks the report shows, and of frames of each."""
+LEAST = 0.25
+"""Shortest time in seconds between two judgements."""
+WARNING = "warning: "
+"""The begin of a report after which the job goes on; `launch` takes any other as the failure."""
 
 
 class Watchdog:
@@ -136,3 +160,125 @@ class Watchdog:
             flush=True,
         )
         faulthandler.dump_traceback(sys.stderr)
+
+
+class Compilations:
+    """The compilation that runs now, if there is one. At each look, the trace gets a new span for it.
+
+    recorder  of this rank; the watchdog replaces it
+    """
+
+    def __init__(self) -> None:
+        self.recorder: Recorder = SILENT
+        self._lock, self._name, self._span, self._until = threading.Lock(), -1, 0, 0.0
+
+    @contextmanager
+    def running(self, source: str) -> Iterator[None]:
+        """Record the compilation of a source for the length of the context."""
+        with self._lock:
+            self._name = self.recorder.name(f"compiling {source}")
+            self._span = self.recorder.begin(COMPUTE, self._name)
+            self._until = time.monotonic() + COMPILING
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.recorder.end(self._span)
+                self._name = -1
+
+    def look(self) -> bool:
+        """Return whether a compilation runs, and begin a new span of it."""
+        with self._lock:
+            if self._name < 0 or time.monotonic() > self._until:
+                return False
+            self.recorder.end(self._span)
+            self._span = self.recorder.begin(COMPUTE, self._name)
+            return True
+
+
+class Verdict(BaseModel):
+    """The decision of the judging rank about a stall; the other ranks read it.
+
+    verdict  "moving": no rank is to blame yet, so they judge again later; else the finding has been
+             printed, and the job goes on ("warned") or ends ("ends")
+    seconds  until the next judgement, for "moving"
+    time     of the judgement, in seconds since 1970
+    """
+
+    verdict: Literal["moving", "warned", "ends"]
+    seconds: float
+    time: float
+
+
+class StallReport:
+    """The judgements of one run, as one rank sees them."""
+
+    def __init__(self, run_dir: Path, seconds: float, on_stall: str, answering: Answering):
+        """Set run.stall_seconds and run.on_stall; answering: of this rank."""
+        self._run_dir, self._seconds, self._answering = run_dir, seconds, answering
+        self._verdict: Literal["warned", "ends"] = "ends" if on_stall == "end" else "warned"
+
+    def verdict(self, since: float) -> Verdict | None:
+        """Return the verdict about the present stall; None while another rank judges.
+
+        since   begin of the stall, in seconds since 1970; an earlier warning was of another stall
+        raises  OSError if the directory cannot be used; ConfigError if it has no traces
+        """
+        with opened(self._run_dir / TRACE, inner=1) as folder:
+            suffixes = (
+                name.removeprefix(PREFIX) for name in folder.names() if name.startswith(PREFIX)
+            )
+            number = max((int(digits) for digits in suffixes if digits.isdecimal()), default=0)
+            if number:
+                verdict = read_model(folder, f"{PREFIX}{number}", Verdict)
+                if verdict is None or verdict.verdict == "ends":
+                    return verdict
+                if verdict.time + verdict.seconds > time.time():
+                    return verdict
+                if verdict.verdict == "warned" and verdict.time >= since:
+                    return verdict
+            return self._judge(folder, number + 1)
+
+    def _judge(self, folder: Directory, number: int) -> Verdict | None:
+        """Make a judgement, and print its finding; None if another rank makes it."""
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            os.close(os.open(f"{PREFIX}{number}", flags, 0o644, dir_fd=folder.descriptor))
+        except FileExistsError:
+            return None
+        seen = observe(self._run_dir, {self._answering.rank: self._answering.recorder.clock()})
+        finding = seen.finding(self._seconds)
+        if finding.kind != MOVING:
+            # Some file systems show traces late, so a question comes before blame.
+            seen = question(self._run_dir, seen, True, ANSWERED, self._answering.look)
+            finding = seen.finding(self._seconds)
+        if finding.kind == MOVING:
+            # Until the rank with the oldest sign among the moving may stall.
+            ages = [seen.now - state.since for state in seen.states]
+            rest = min((self._seconds - age for age in ages if age < self._seconds), default=0.0)
+            verdict = Verdict(verdict="moving", seconds=max(LEAST, rest), time=time.time())
+        else:
+            verdict = Verdict(verdict=self._verdict, seconds=0.0, time=time.time())
+            print(visible(self._text(seen, finding)), file=sys.stderr, flush=True)
+        folder.write_whole(f"{PREFIX}{number}", verdict.model_dump_json())
+        return verdict
+
+    def _text(self, seen: Observation, finding: Finding) -> str:
+        run = shlex.quote(str(self._run_dir))
+        # Without a culprit, the rank that has waited longest.
+        blamed = finding.culprits or ([] if finding.waiter is None else [finding.waiter])
+        first = next((state for state in seen.states if state.rank in blamed[:1]), seen.states[0])
+        lines = [
+            # `launch` repeats a line that begins with a rank as its last line.
+            f"{'' if self._verdict == 'ends' else WARNING}{named(first)}: the run stands still "
+            f"(run.stall_seconds is {self._seconds:g}). {seen.text(finding)}"
+        ]
+        for rank in blamed[:BLAMED]:
+            lines += seen.stack(rank, threads=1, frames=INNERMOST)
+        if self._verdict == "ends":
+            lines.append(f"The job ends now. `mpitrain runs report {run}` shows the last actions.")
+        else:
+            lines.append(
+                f"The job goes on (run.on_stall is warn). Now: `mpitrain runs report {run} --now --stacks`."
+            )
+        return "\n".join(lines)

@@ -1,16 +1,27 @@
-"""Text of a report: breakdown of time, cost of the trace, last known action of each rank."""
+"""The report as text: breakdown of time, last known action of each rank, state of a living run."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from mpitrain.run.metrics import CLOSING
+from mpitrain.errors import ConfigError
+from mpitrain.run.metrics import CLOSING, METRICS, read_metrics
+from mpitrain.run.observation import Observation, observe, question
 from mpitrain.tools.report.time_breakdown import COMPUTING, SHARES, TimeShares
-from mpitrain.trace.blame import described_finding, first_divergence, last_action, state_of
-from mpitrain.trace.recorder import STEP, Recorder
+from mpitrain.trace.blame import (
+    GONE,
+    RankState,
+    described_finding,
+    first_divergence,
+    last_action,
+    named,
+    state_of,
+)
+from mpitrain.trace.recorder import COMPUTE, STEP, Recorder
 from mpitrain.trace.timeline import (
     Timeline,
     last_sign,
@@ -160,3 +171,56 @@ def how_it_ended(records: Sequence[Mapping[str, Any]]) -> str:
     return (
         f"It has not ended by itself: the last line of its metrics is of step {last.get('step')}."
     )
+
+
+SECONDS = 10.0
+"""Longest time to wait for the answers of the ranks."""
+QUIET = 3.0
+"""A rank with a sign in the last QUIET seconds moves; in a run with long computations, more."""
+
+
+def what_happens_now(run: Path, with_stacks: bool) -> Iterator[str]:
+    """Yield lines: the first divergence, the state of each rank and perhaps its Python stacks.
+
+    raises  ConfigError unless the run has traces and has not ended
+    """
+    records = read_metrics(run / METRICS)
+    if records and records[-1].get("event") in CLOSING:
+        raise ConfigError(
+            f"--now asks a living run, but the run in {run} has ended.",
+            f"Leave --now out: `mpitrain runs report {run}`.",
+        )
+    seen = observe(run)
+    try:
+        seen = question(run, seen, with_stacks, SECONDS)
+    except OSError as error:
+        yield (
+            f"The ranks cannot be asked: {error.filename}: {error.strerror}. "
+            "The following is from their traces alone."
+        )
+    yield from seen.timeline.missing.values()
+    if all(state.process == GONE for state in seen.states):
+        yield "No process of this run is left: it was killed, or it crashed."
+    yield seen.text(seen.finding(max(QUIET, 2 * longest(seen.timeline))))
+    yield f"The last sign of each of {len(seen.states)} rank(s):"
+    for state in seen.states:
+        age = f"{seen.now - state.since:.1f} s ago"
+        yield f"  {named(state)}{_process(seen, state)}, {age}: {state.action}"
+    if with_stacks:
+        for state in seen.states:
+            yield from seen.stack(state.rank)
+
+
+def longest(timeline: Timeline) -> float:
+    """Return the seconds of the longest computation in the traces."""
+    seconds = 0.0
+    for trace in timeline.traces:
+        spans = trace.records[(trace.records["kind"] == COMPUTE) & (trace.records["end"] > 0)]
+        seconds = max(seconds, float((spans["end"] - spans["start"]).max(initial=0.0)))
+    return seconds
+
+
+def _process(seen: Observation, state: RankState) -> str:
+    process = f", process {seen.processes[state.rank]}" if state.rank in seen.processes else ""
+    reason = state.process or ("" if state.rank in seen.answers else "no answer")
+    return f"{process} ({reason})" if reason else process

@@ -18,14 +18,14 @@ from mpitrain.run import utilisation
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint import saving
 from mpitrain.run.run_dir import configuration
-from mpitrain.tools.report.diff import sides, tensors
-from mpitrain.tools.report.diff.replay import replay
-from mpitrain.tools.report.diff.series import (
+from mpitrain.tools.report import diff
+from mpitrain.tools.report.diff import (
     compare_bits,
     compare_numbers,
     start_of_replay,
     tolerance,
 )
+from mpitrain.tools.report.replay import replay
 from mpitrain.transport.threads import run_ranks
 from tests.runs import TINY, go
 
@@ -104,7 +104,7 @@ def planted(monkeypatch):
 
 def trained(folder, ranks, *settings):
     go(ranks, [*SMALL, f"run.out={folder}", *settings])
-    return sides.read(folder)
+    return diff.read_run(folder)
 
 
 def invoke(*arguments):
@@ -194,7 +194,7 @@ def test_a_replay_has_the_blas_threads_of_the_first_run(tmp_path):
     for threads in (3, 2):
         with threadpool_limits(threads, user_api="blas"):
             runs.append(trained(tmp_path / f"{threads}", 2))
-    assert sides.changed_keys(*runs) == {sides.THREADS: (3, 2)}
+    assert diff.changed_keys(*runs) == {diff.THREADS: (3, 2)}
     with threadpool_limits(1, user_api="blas"):
         for both in (runs, runs[::-1]):
             replay(tuple(both), 0, 1, lambda step: seen.append(blas_threads_in_use()))
@@ -245,7 +245,7 @@ def test_a_resumed_run_has_the_digests_of_one_that_was_not_stopped(tmp_path):
     settings = [*SMALL, f"run.out={tmp_path / 'run'}", "run.digest_every=1"]
     go(2, settings, stop=partial(Stop(3)))
     go(2, settings, resume="yes")
-    resumed = sides.read(tmp_path / "run")
+    resumed = diff.read_run(tmp_path / "run")
     found = compare_bits(whole, resumed)
     assert found.first is None and resumed.digests.keys() == whole.digests.keys()
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
@@ -257,8 +257,8 @@ def test_a_run_that_was_resumed_in_another_layout_is_compared_by_numbers(tmp_pat
     one = trained(tmp_path / "one", 1)
     trained(tmp_path / "mixed", 2, "run.steps=2")
     go(1, [*SMALL, f"run.out={tmp_path / 'mixed'}", "layout.dp=1"], resume="yes")
-    mixed = sides.read(tmp_path / "mixed")
-    assert one.ranks == mixed.ranks and not sides.are_comparable_by_bits(one, mixed)
+    mixed = diff.read_run(tmp_path / "mixed")
+    assert one.ranks == mixed.ranks and not diff.are_comparable_by_bits(one, mixed)
     code, output = invoke(tmp_path / "one", tmp_path / "mixed")
     assert code == 0 and f"{tolerance(one.config):g}" in output
 
@@ -286,7 +286,7 @@ def test_ranks_that_update_by_themselves_have_no_digests(settings, tmp_path):
 
 def changed(folder, into, change):
     """Save the newest checkpoint of a run again, with changed parameters, as another run."""
-    step = max(sides.read(folder).saved)
+    step = max(diff.read_run(folder).saved)
     into.mkdir()
     for name in ("config.toml", "metrics.jsonl"):
         (into / name).write_bytes((folder / name).read_bytes())
@@ -309,8 +309,8 @@ def changed(folder, into, change):
         )
 
     (into / "checkpoints").mkdir()
-    run_ranks(sides.read(folder).ranks, run)
-    return sides.read(into)
+    run_ranks(diff.read_run(folder).ranks, run)
+    return diff.read_run(into)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_across_layouts_changes_above_the_printed_tolerance_are_named(settings, 
     one = trained(tmp_path / "one", 1, *settings)
     other = trained(tmp_path / "other", 2, *settings, "layout.tp=2")
     limit = tolerance(one.config)
-    assert limit == rule and not sides.are_comparable_by_bits(one, other)
+    assert limit == rule and not diff.are_comparable_by_bits(one, other)
     logged, compared = compare_numbers(one, other, limit)
     assert logged is None and [(step, found) for step, found, _ in compared] == [(20, [])]
     code, output = invoke(tmp_path / "one", tmp_path / "other")
@@ -361,9 +361,9 @@ def test_a_projection_sees_elements_that_change_places():
     array = np.arange(12.0)
     swapped = array.copy()
     swapped[[2, 9]] = swapped[[9, 2]]
-    one, other = tensors.numbers(array, "name"), tensors.numbers(swapped, "name")
+    one, other = diff.sums_of(array, "name"), diff.sums_of(swapped, "name")
     assert one.sum == other.sum and one.norm == other.norm
-    signs = [tensors.numbers(np.eye(12)[i], "name").projection for i in range(12)]
+    signs = [diff.sums_of(np.eye(12)[i], "name").projection for i in range(12)]
     assert set(signs) == {-1.0, 1.0}
     assert one.projection == sum(signs * array) and other.projection == sum(signs * swapped)
 

@@ -4,13 +4,13 @@ import os
 import time
 
 from mpitrain.run.metrics import METRICS, read_metrics
-from mpitrain.tools.report.live import what_happens_now
+from mpitrain.tools.report.text import what_happens_now
 from tests.runs import TINY, go
 
 
 def test_a_stall_is_warned_of_once_and_the_living_run_answers(tmp_path, capfd, monkeypatch):
     # On a busy machine the first steps may compute for seconds, and --now would be as patient.
-    monkeypatch.setattr("mpitrain.tools.report.live.longest", lambda timeline: 0.0)
+    monkeypatch.setattr("mpitrain.tools.report.text.longest", lambda timeline: 0.0)
     text, run = tmp_path / "book", tmp_path / "run"
     text.write_text("word " * 2000)
     said = []

@@ -7,7 +7,6 @@ import numpy as np
 
 from mpitrain.machine.compiling import compiling
 from mpitrain.run import watchdog
-from mpitrain.run.stalls import compilations
 from mpitrain.trace.recorder import COMPUTE, Recorder
 from mpitrain.trace.timeline import TRACE, described, read_timeline, trace_file
 from tests.processes import SECONDS
@@ -31,7 +30,7 @@ def test_a_compilation_is_progress(monkeypatch):
 
 
 def test_a_compilation_that_never_ends_is_a_stall(monkeypatch):
-    monkeypatch.setattr(compilations, "LONGEST", STALL)
+    monkeypatch.setattr(watchdog, "COMPILING", STALL)
     one, ended = watched(monkeypatch)
     with compiling("gemm.cu"):
         assert ended.wait(SECONDS)

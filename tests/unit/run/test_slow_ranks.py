@@ -3,7 +3,7 @@
 import numpy as np
 
 from mpitrain.parallel.grid import Axes
-from mpitrain.run.stalls.slow_ranks import TIMES, Paces, Readings, alike
+from mpitrain.run.slow_ranks import TIMES, Readings, SlowRanks, alike
 from mpitrain.trace.recorder import Pace, Recorder
 from mpitrain.trace.timeline import trace_file
 
@@ -95,6 +95,6 @@ def test_totals_are_those_of_finished_steps_without_waits(tmp_path):
             recorder.go_on(wait)
             now += 1.0
         now += 100.0
-    paces = Paces(tmp_path, 2)
-    assert paces.read() == {0: Pace(3, 24.0, 9.0)}
-    paces.close()
+    ranks = SlowRanks(tmp_path, "ab", [])
+    assert ranks.paces() == {0: Pace(3, 24.0, 9.0)}
+    ranks.close()

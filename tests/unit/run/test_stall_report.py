@@ -11,10 +11,10 @@ from mpitrain.cli import commands
 from mpitrain.cli.launch.failed import Failure
 from mpitrain.errors import ConfigError
 from mpitrain.machine.process import own_id, process_state
-from mpitrain.run.stalls import report as stall_report
-from mpitrain.run.stalls.questions import ANSWER, ASK, Answering, ask
-from mpitrain.run.stalls.report import StallReport
-from mpitrain.tools.report.live import what_happens_now
+from mpitrain.run import watchdog
+from mpitrain.run.observation import ANSWER, ASK, Answering, ask
+from mpitrain.run.watchdog import StallReport
+from mpitrain.tools.report.text import what_happens_now
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.timeline import trace_file
 from tests.processes import run
@@ -25,7 +25,7 @@ STALL = 5.0
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     """Returns a function: ages in seconds of the last sign of each rank -> reports of the ranks."""
-    monkeypatch.setattr(stall_report, "ANSWERED", 0.1)  # The invented ranks do not answer.
+    monkeypatch.setattr(watchdog, "ANSWERED", 0.1)  # The invented ranks do not answer.
 
     def made(*ages, on_stall="end", skew=0.0):
         (tmp_path / "trace").mkdir()
@@ -149,9 +149,9 @@ def test_launch_takes_a_report_as_the_failure_of_a_job_that_it_ends(on_stall, jo
 
 @pytest.mark.parametrize("is_dead", [False, True])
 def test_a_run_without_a_living_process_is_called_dead(is_dead, job, tmp_path, monkeypatch):
-    monkeypatch.setattr("mpitrain.tools.report.live.SECONDS", 0.1)
+    monkeypatch.setattr("mpitrain.tools.report.text.SECONDS", 0.1)
     if is_dead:
-        monkeypatch.setattr("mpitrain.run.stalls.observation.process_state", lambda process: "gone")
+        monkeypatch.setattr("mpitrain.run.observation.process_state", lambda process: "gone")
     job(6.0, 6.5)
     (tmp_path / "metrics.jsonl").write_text("")
     lines = list(what_happens_now(tmp_path, False))

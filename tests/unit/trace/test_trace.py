@@ -22,7 +22,7 @@ from mpitrain.pipeline.instructions import (
 )
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.pipeline.simulate import Cost, simulate
-from mpitrain.tools.report.plots import draw_timeline
+from mpitrain.tools.report.pictures import draw_timeline
 from mpitrain.tools.report.schedule_comparison import compare
 from mpitrain.tools.report.text import what_each_did_last, where_the_time_went
 from mpitrain.tools.report.time_breakdown import (

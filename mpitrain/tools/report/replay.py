@@ -3,7 +3,7 @@
 The ranks are threads of this process. Each holds both jobs and takes the same step of both.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from mpitrain.run.build import Job, build
 from mpitrain.run.metrics import strict
 from mpitrain.run.replicas import digest_record, state_digests
 from mpitrain.tools.plan.memory import ranks_of
-from mpitrain.tools.report.diff.sides import ComparedRun, Digests, order
+from mpitrain.tools.report.diff import THREADS, ComparedRun, Digests, order, some_of
 from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks
 
@@ -185,3 +185,31 @@ def _differing(transport: Transport, jobs: Sequence[Job]) -> list[Differing]:
         for key in keys_of_rank:
             ranks.setdefault(tuple(key), []).append(rank)
     return [Differing(*key[-3:], where) for key, where in sorted(ranks.items())]  # type: ignore[call-arg]
+
+
+def replayed(result: Replayed, both: tuple[ComparedRun, ComparedRun]) -> Iterator[str]:
+    yield f"Replayed from step {result.first} to at most step {result.last}:"
+    if result.step is not None:
+        head, *rest = result.differing
+        when = f"in step {result.step}" if result.step > result.first else "before any step"
+        yield f"  the replays first differ {when}: {_named(head)}"
+        if others := [difference.tensor for difference in rest if difference.buffer == head.buffer]:
+            yield f"  also {head.buffer} of {some_of(others)}"
+    else:
+        yield "  both replays are equal, so neither configuration nor code explains the difference"
+    for side, unlike in zip(both, result.unlike, strict=True):
+        name = str(side.folder)
+        if unlike is None:
+            yield f"  {name} is repeated, as far as it was recorded"
+            continue
+        where = f": {some_of(unlike.tensors)}" if unlike.tensors else ", of loss and gradient norm"
+        yield f"  {name} is not repeated: first the record of step {unlike.step}{where}"
+        if 0 < side.threads != both[0].threads > 0:
+            yield f"    its {THREADS} were {side.threads}, but those of the replay {both[0].threads}"
+    if all(result.unlike) and result.step is None:
+        yield "  Neither is: this process has another processor, BLAS or algorithm than the runs."
+
+
+def _named(difference: Differing) -> str:
+    ranks = ", ".join(map(str, difference.ranks))
+    return f"{difference.buffer} of unit {difference.unit}, tensor {difference.tensor}, on rank(s) {ranks}"

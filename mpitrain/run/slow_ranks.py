@@ -111,17 +111,31 @@ def alike(axes: Axes, rows: int, without: Sequence[int] = ()) -> list[list[int]]
     return [group for group in groups.values() if len(group) > 1]
 
 
-class Paces:
-    """The totals of all ranks, read from their traces; its files stay open until `close`."""
+class SlowRanks:
+    """The slow rank of a run, for the lines of metrics on rank 0; opened traces stay open until `close`."""
 
-    def __init__(self, run_dir: Path, ranks: int):
-        self._run_dir, self._ranks = run_dir, ranks
+    def __init__(self, run_dir: Path, hosts: Sequence[str], groups: Sequence[Sequence[int]]):
+        """Begin without a reading; hosts by rank, groups as `alike` returns them."""
+        self._run_dir, self._hosts, self._readings = run_dir, hosts, Readings(groups)
         self._files: dict[int, BinaryIO] = {}
 
-    def read(self) -> dict[int, Pace]:
+    def record(self, step: int) -> dict[str, Any]:
+        """Read the totals after step `step`; return keys of a slow rank for metrics, or {}."""
+        self._readings.add(step, self.paces())
+        slow = self._readings.slow
+        if slow is None:
+            return {}
+        return {
+            "slow_rank": slow.rank,
+            "slow_host": self._hosts[slow.rank],
+            "slow_times": slow.times,
+            "slow_since": slow.since,
+        }
+
+    def paces(self) -> dict[int, Pace]:
         """Return the totals of each rank whose trace can be read."""
         paces = {}
-        for rank in range(self._ranks):
+        for rank in range(len(self._hosts)):
             with suppress(OSError, ConfigError):
                 if rank not in self._files:
                     self._files[rank] = reading(trace_file(self._run_dir, rank), inner=2)
@@ -133,28 +147,3 @@ class Paces:
     def close(self) -> None:
         for file in self._files.values():
             file.close()
-
-
-class SlowRanks:
-    """The slow rank of a run, for the lines of metrics on rank 0."""
-
-    def __init__(self, run_dir: Path, hosts: Sequence[str], groups: Sequence[Sequence[int]]):
-        """Begin without a reading; hosts by rank, groups as `alike` returns them."""
-        self._hosts = hosts
-        self._paces, self._readings = Paces(run_dir, len(hosts)), Readings(groups)
-
-    def record(self, step: int) -> dict[str, Any]:
-        """Read the totals after step `step`; return keys of a slow rank for metrics, or {}."""
-        self._readings.add(step, self._paces.read())
-        slow = self._readings.slow
-        if slow is None:
-            return {}
-        return {
-            "slow_rank": slow.rank,
-            "slow_host": self._hosts[slow.rank],
-            "slow_times": slow.times,
-            "slow_since": slow.since,
-        }
-
-    def close(self) -> None:
-        self._paces.close()

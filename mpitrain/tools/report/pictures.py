@@ -1,9 +1,21 @@
-"""Pictures of a run's timeline and metrics; needs matplotlib (the `report` extra)."""
+"""The files of a report: pictures of timeline and metrics, a trace for Perfetto, and one page of HTML.
 
-from collections.abc import Mapping, Sequence
+Pictures need matplotlib (the `report` extra). Perfetto (https://ui.perfetto.dev) and Chrome (chrome://tracing)
+read the Trace Event Format of Google: one object per event, times in microseconds.
+"""
+
+import base64
+import html
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
+from mpitrain.errors import visible
+from mpitrain.files import contents, write_whole
 from mpitrain.plots import painter, save
 from mpitrain.tools.bench.collectives.plot import look
 from mpitrain.tools.bench.plot_loss import is_number, legible, titled
@@ -14,13 +26,15 @@ from mpitrain.trace.recorder import (
     COMPUTE,
     DEVICE,
     FORWARD,
+    KINDS,
     PAUSE,
     RECEIVE,
     REDUCTION,
     SEND,
+    STEP,
     WAIT,
 )
-from mpitrain.trace.timeline import Timeline, Trace, named_steps
+from mpitrain.trace.timeline import Timeline, Trace, described, named_steps
 
 FILLS = {
     "forward": "#56b4e9",
@@ -197,3 +211,114 @@ def draw_metrics(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) ->
     figure.suptitle(titled(runs), parse_math=False)
     save(figure, path, 100, inner=2)
     pyplot.close(figure)
+
+
+THREADS = ("host", "device")
+
+
+def write_perfetto(path: Path, timeline: Timeline) -> None:
+    """Write all records of all ranks: a process per rank, with threads for host and device."""
+    text = json.dumps(
+        {"traceEvents": list(_events(timeline)), "displayTimeUnit": "ms"}, allow_nan=False
+    )
+    write_whole(path, text, inner=2)
+
+
+def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    start = min(
+        (float(trace.records["start"].min()) for trace in timeline.traces if len(trace.records)),
+        default=0.0,
+    )
+    end = timeline.end()
+    for trace in timeline.traces:
+        rank = trace.facts["rank"]
+        yield {
+            "ph": "M",
+            "pid": rank,
+            "name": "process_name",
+            "args": {"name": f"rank {rank} on {trace.facts['host']}"},
+        }
+        for thread, name in enumerate(THREADS):
+            yield {
+                "ph": "M",
+                "pid": rank,
+                "tid": thread,
+                "name": "thread_name",
+                "args": {"name": name},
+            }
+        for record in trace.records:
+            kind, last = int(record["kind"]), float(record["end"] or end)
+            name = f"step {record['step'] + 1}" if kind == STEP else described(trace, record)
+            event = {
+                "pid": rank,
+                "tid": int(kind == DEVICE),
+                "name": name,
+                "cat": KINDS[kind],
+                "ts": 1e6 * (float(record["start"]) - start),
+                "args": {"step": int(record["step"]) + 1},
+            }
+            if kind in (SEND, RECEIVE, REDUCTION):  # Several of these can overlap.
+                event |= {"id": f"{rank}.{record['number']}"}
+                yield {**event, "ph": "b"}
+                yield {**event, "ph": "e", "ts": 1e6 * (last - start)}
+            else:
+                yield {**event, "ph": "X", "dur": 1e6 * (last - float(record["start"]))}
+
+
+STYLE = (
+    "body { font: 15px sans-serif; max-width: 1300px; margin: 2em auto; padding: 0 1em } img { width: 100% } "
+    "p { overflow-wrap: anywhere; margin: 0.4em 0 } pre { background: #f4f4f4; padding: 1em; overflow-x: auto }"
+)
+
+
+class PageSection(NamedTuple):
+    """Section of the page about one run.
+
+    words     text of the report
+    timeline  PNG file, or None
+    perfetto  trace file for Perfetto, or None
+    """
+
+    words: str
+    timeline: Path | None
+    perfetto: Path | None = None
+
+
+def write_page(path: Path, runs: Mapping[str, PageSection], metrics: Path) -> None:
+    """Write the page.
+
+    runs     sections by the runs' names
+    metrics  PNG file with the metrics of all runs
+    """
+    parts = [
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>mpitrain runs report</title>'
+        f"<style>{STYLE}</style></head><body>\n<h1>mpitrain runs report</h1>"
+    ]
+    for name, section in runs.items():
+        parts += [f"<h2>{html.escape(visible(name))}</h2>", *_paragraphs(section.words)]
+        if section.timeline:
+            parts.append(_image(section.timeline, f"timeline of {name}"))
+        if section.perfetto:
+            link = quote(os.path.relpath(section.perfetto, path.parent), errors="surrogateescape")
+            parts.append(
+                f'<p><a href="{link}">{section.perfetto.name}</a>: what the ranks have noted, for ui.perfetto.dev</p>'
+            )
+    parts += [
+        f"<h2>Metrics</h2>\n{_image(metrics, 'loss, learning rate, throughput and memory')}",
+        "</body></html>\n",
+    ]
+    write_whole(path, "\n".join(parts), inner=2)
+
+
+def _paragraphs(words: str) -> Iterator[str]:
+    """Yield sentences as paragraphs, and indented lines (tables, lists) as preformatted text."""
+    for is_table, lines in groupby(words.splitlines(), lambda line: line.startswith(" ")):
+        if is_table:
+            yield "<pre>" + html.escape("\n".join(lines)) + "</pre>"
+        else:
+            yield from (f"<p>{html.escape(line)}</p>" for line in lines)
+
+
+def _image(path: Path, what: str) -> str:
+    data = base64.b64encode(contents(path, inner=2)).decode()
+    return f'<img alt="{html.escape(what)}" src="data:image/png;base64,{data}">'

@@ -1,1 +1,0 @@
-"""Stalls and stragglers of a run: questions to its ranks, one report of a stall, slow ranks."""
