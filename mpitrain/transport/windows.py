@@ -23,9 +23,7 @@ class Location(NamedTuple):
 
 
 class Gathers(Protocol):
-    """The part of a Transport that freeing windows needs: its ranks in the whole job, and a gather
-    of JSON.
-    """
+    """The part of a Transport that freeing windows needs; `base` imports this module."""
 
     @property
     def members(self) -> Sequence[int]: ...
@@ -90,9 +88,7 @@ class Windows:
         return all(user() is None for user in self._users[window])
 
     def locate(self, array: np.ndarray, me: int) -> Location | None:
-        """Return the location of a contiguous array in the blocks of rank `me`; None for other or
-        GPU memory.
-        """
+        """Return the location of a contiguous host array in the blocks of rank `me`, or None."""
         if on_device(array):
             return None
         address = array.ctypes.data
@@ -118,8 +114,7 @@ class Windows:
         return [blocks[member][location.offset : stop].view(dtype) for member in members]
 
     def idle(self, nbytes: int, members: Sequence[int]) -> list[int]:
-        """Return the windows of `nbytes` per rank that this rank does not use and only these ranks
-        share.
+        """Return the windows of `nbytes` per rank that only these ranks share and this one does not use.
 
         A window shared with other ranks is left out: those ranks may still read the result of its
         last reduction.
@@ -133,11 +128,8 @@ class Windows:
         ]
 
     def leave(self, part: Gathers, made: Sequence[int]) -> bool:
-        """Free the windows that a closing transport has made and that no rank uses. Collective.
-
-        part     the closing transport
-        made     numbers of the windows that it made
-        returns  False if some of them remain
+        """Free the windows that the closing `part` has made and no rank uses; False if some remain.
+        Collective.
         """
         reported = part.gather_text([window for window in made if self._is_idle(window)])
         by_member = dict(zip(part.members, reported, strict=True))
@@ -209,9 +201,7 @@ class Tenants:
 
 
 def no_room(host: str, needed: int, left: int) -> str:
-    """Return the one line that is printed when a window does not fit and plain memory is used
-    instead.
-    """
+    """Return the line that is printed when a window does not fit."""
     return (
         f"mpitrain: {SHARED_MEMORY} on {host} has {left / 2**20:.0f} MiB left, a shared window needs "
         f"{needed / 2**20:.0f} MiB free: using plain memory, which is slower. "
