@@ -6,7 +6,7 @@ finds the window of an array, and the other ranks' blocks in it.
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,15 +20,6 @@ class Location(NamedTuple):
 
     window: int
     offset: int
-
-
-class Gathers(Protocol):
-    """The part of a Transport that freeing windows needs; `base` imports this module."""
-
-    @property
-    def members(self) -> Sequence[int]: ...
-
-    def gather_text(self, value: Any) -> list[Any]: ...
 
 
 class Windows:
@@ -51,7 +42,7 @@ class Windows:
         self._free: dict[int, Callable[[], None]] = {}
         self._users: dict[int, list[weakref.ref]] = {}
         self.next_number = 0
-        self.parts: weakref.WeakSet[Gathers] = weakref.WeakSet()
+        self.parts: weakref.WeakSet[Any] = weakref.WeakSet()
         self.closed = False
 
     def add(self, number: int, blocks: dict[int, np.ndarray], free: Callable[[], None]) -> None:
@@ -127,7 +118,7 @@ class Windows:
             and all(block.nbytes == nbytes for block in blocks.values())
         ]
 
-    def leave(self, part: Gathers, made: Sequence[int]) -> bool:
+    def leave(self, part: Any, made: Sequence[int]) -> bool:
         """Free the windows that the closing `part` has made and no rank uses; False if some remain.
         Collective.
         """
@@ -142,7 +133,7 @@ class Windows:
         self.parts.discard(part)
         return len(idle) == len(made)
 
-    def close(self, root: Gathers) -> None:
+    def close(self, root: Any) -> None:
         """Free all remaining windows. Collective.
 
         raises  CommError on every rank if any rank has an open split transport
@@ -184,7 +175,7 @@ class Tenants:
         """
         self._closing.append(weakref.WeakMethod(close))
 
-    def close(self, transport: Gathers) -> None:
+    def close(self, transport: Any) -> None:
         """Close the objects that still exist on every rank, the newest first. Collective.
 
         An object that exists on only some ranks stays open, because closing is collective.

@@ -93,7 +93,7 @@ def shares(timeline: Timeline) -> TimeShares | None:
 
 
 class Still(NamedTuple):
-    """Interval in which a rank waited for another rank."""
+    """Interval in which a rank waited for rank `other`."""
 
     start: float
     end: float
