@@ -16,7 +16,7 @@ from statistics import median
 from mpitrain.cli.bench.training.job import SHAPE
 from mpitrain.cli.session import mpi_session
 from mpitrain.config import parse, with_settings
-from mpitrain.parallel.data.buckets import Buckets
+from mpitrain.parallel.buckets import Buckets
 from mpitrain.run.build import build
 from mpitrain.tools.bench.training.peers import peer_class
 from mpitrain.tools.bench.training.steps import Ours, alternate

@@ -176,7 +176,6 @@ def _configured(
     from mpitrain.config import merged, preset, read_toml, with_settings
     from mpitrain.config.plugins import load
     from mpitrain.run.choices import parse
-    from mpitrain.run.model_keys import with_adapter_of_run
     from mpitrain.run.run_dir import (
         check_algorithms_named,
         configuration,
@@ -206,6 +205,8 @@ def _configured(
     if resume != "no" and config_file:
         tables = _as_begun(tables)
     elif then:
+        from mpitrain.run.model_keys import with_adapter_of_run
+
         tables = with_adapter_of_run(tables, then)
     return parse(tables, config_file)
 

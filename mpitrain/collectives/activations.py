@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -30,25 +30,6 @@ MPI has a limited number of windows, and a host has little memory for them.
 """
 
 
-class Binder(Protocol):
-    """Subset of Group for activation buffers: its ranks, and its collectives bound to an array."""
-
-    transport: Transport
-    algorithm: str
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def bind(self, array: Any, op: str = "add") -> Reduction: ...
-
-    def bind_reduce_scatter(self, array: Any, op: str = "add") -> Reduction: ...
-
-    def bind_all_gather(self, array: Any) -> Reduction: ...
-
-
 class BoundBuffer:
     """Buffer of a group, with the collectives that are bound to it so far.
 
@@ -59,11 +40,8 @@ class BoundBuffer:
     """
 
     def __init__(self, number: int, raw: Any, count: int, dtype: np.dtype):
-        self.number, self.raw, self.elements = (
-            number,
-            raw,
-            raw[: count * dtype.itemsize].view(dtype),
-        )
+        self.number, self.raw = number, raw
+        self.elements = raw[: count * dtype.itemsize].view(dtype)
         self.bound: dict[tuple[str, str], TimedReduction] = {}
 
     def settle(self) -> None:
@@ -75,27 +53,20 @@ class BoundBuffer:
 
 @dataclass
 class StallTime:
-    """Total time that a rank has been blocked, in seconds."""
-
     seconds: float = 0.0
 
 
 class TimedReduction:
     """Decorator of a Reduction that measures how long its rank is blocked in it.
 
-    It has no reference to its group. Such a cycle of references would keep arrays in windows alive
-    beyond their last use.
+    It refers to no group: such a cycle would keep arrays in windows alive beyond their last use.
     """
 
     def __init__(self, inner: Reduction, waited: StallTime, transport: Transport):
         self._inner, self._waited, self._transport = inner, waited, transport
-        self.algorithm, self.is_messages, self.state, self.learn = (
-            inner.algorithm,
-            inner.is_messages,
-            inner.state,
-            inner.learn,
-        )
-        self.start, self.poll, self.scratch_bytes = inner.start, inner.poll, inner.scratch_bytes
+        self.algorithm, self.is_messages = inner.algorithm, inner.is_messages
+        self.state, self.learn, self.scratch_bytes = inner.state, inner.learn, inner.scratch_bytes
+        self.start, self.poll = inner.start, inner.poll
 
     def run(self) -> None:
         began = time.perf_counter()
@@ -121,35 +92,29 @@ class TimedReduction:
 
 
 class ActivationBuffer:
-    """Lease of an activation's buffer on all ranks of a group, with collectives that work in place.
+    """Lease of an activation's buffer from a Group, with collectives that work in place.
 
     The lease ends when no reference to `array`, to a view of it or to this object is left. If a
-    collective is still in flight then, the next lease of the buffer waits for it.
+    collective is still in flight then, the next lease of the buffer waits for it. The first call of
+    a collective method for a buffer binds, and so is collective.
 
     array   uninitialised, contiguous, of the shape and dtype of the lease
     """
 
-    def __init__(self, group: Binder, waited: StallTime, buffer: BoundBuffer, array: Any):
+    def __init__(self, group: Any, waited: StallTime, buffer: BoundBuffer, array: Any):
         self._group, self._waited, self._buffer, self.array = group, waited, buffer, array
 
     def all_reduce(self, op: str = "add") -> TimedReduction:
-        """Return the all-reduce of the array. Collective if the buffer has none yet."""
         return self._timed("all-reduce", op, lambda elements: self._group.bind(elements, op))
 
     def reduce_scatter(self, op: str = "add") -> TimedReduction:
-        """Return the reduce-scatter of the array. Collective if the buffer has none yet.
-
-        The result is `own`, or `own_rows`; the rest of the array is scratch.
-        """
+        """Return the reduce-scatter to `own`, or `own_rows`; the rest of the array is scratch."""
         return self._timed(
             "reduce-scatter", op, lambda elements: self._group.bind_reduce_scatter(elements, op)
         )
 
     def all_gather(self) -> TimedReduction:
-        """Return the all-gather of the array. Collective if the buffer has none yet.
-
-        Every rank provides `own`, or `own_rows`.
-        """
+        """Return the all-gather of each rank's `own`, or `own_rows`."""
         return self._timed("all-gather", "", self._group.bind_all_gather)
 
     @property
@@ -202,8 +167,7 @@ class ActivationPool:
         self._free: dict[tuple[int, np.dtype], list[BoundBuffer]] = {}
         self._rest: Any = np.empty(0, np.uint8)
 
-    def lease(self, group: Binder, shape: Sequence[int], dtype: Any) -> ActivationBuffer:
-        """Lease a free buffer, or a new one if none is free."""
+    def lease(self, group: Any, shape: Sequence[int], dtype: Any) -> ActivationBuffer:
         shape, dtype = tuple(shape), np.dtype(dtype)
         count = math.prod(shape)
         free = self._free.setdefault((count, dtype), [])
@@ -226,7 +190,7 @@ class ActivationPool:
             buffer.settle()
         self._buffers, self._free, self._rest = [], {}, np.empty(0, np.uint8)
 
-    def _made(self, group: Binder, count: int, dtype: np.dtype) -> BoundBuffer:
+    def _made(self, group: Any, count: int, dtype: np.dtype) -> BoundBuffer:
         """Allocate a buffer; collective. CommError on every rank if sizes or dtypes differ."""
         number, nbytes = len(self._buffers), padded(count * dtype.itemsize)
         agree(

@@ -23,12 +23,7 @@ from mpitrain.transport.base import Transport
 
 
 class Matrix(NamedTuple):
-    """Location of a matrix in a flat array.
-
-    start          first element
-    rows, columns  shape
-    stride         row stride, in elements
-    """
+    """Location of a matrix in a flat array, in elements; the stride is from row to row."""
 
     start: int
     rows: int
@@ -36,7 +31,6 @@ class Matrix(NamedTuple):
     stride: int
 
     def fits(self, count: int) -> bool:
-        """Return whether the matrix is inside an array of `count` elements."""
         end = self.start + (self.rows - 1) * self.stride + self.columns
         return (
             self.start >= 0
@@ -46,7 +40,7 @@ class Matrix(NamedTuple):
         )
 
     def of(self, flat: np.ndarray) -> np.ndarray:
-        """Return the matrix as a view (rows, columns) of a flat array that is long enough."""
+        """Return the matrix as a view (rows, columns) of a flat array."""
         strides = self.stride * flat.itemsize, flat.itemsize
         return np.lib.stride_tricks.as_strided(
             flat[self.start :], (self.rows, self.columns), strides
@@ -159,10 +153,7 @@ class Feedback:
         self._share = np.float32(1 / ranks)
 
     def take(self, array: np.ndarray) -> None:
-        """Set `residual` to the array plus the decayed residual minus this rank's prediction.
-
-        The rank has to send this difference. The format then subtracts the part that it sends.
-        """
+        """Set `residual` to what this rank has to send; the format then subtracts what it sends."""
         for start in range(0, array.size, CACHED):
             part = slice(start, start + CACHED)
             kept, prediction = self.residual[part], self.prediction[part]
@@ -336,10 +327,7 @@ class PowerSgd(Chain):
 
 
 def orthonormalise(columns: np.ndarray) -> None:
-    """Orthonormalise columns by Gram-Schmidt, in place.
-
-    A column that depends on earlier columns becomes zero, not normalised rounding errors.
-    """
+    """Orthonormalise columns in place (Gram-Schmidt); one that depends on earlier ones becomes zero."""
     for i in range(columns.shape[1]):
         column, before = columns[:, i], columns[:, :i]
         length = np.linalg.norm(column)
@@ -350,12 +338,15 @@ def orthonormalise(columns: np.ndarray) -> None:
 
 
 def _factors(flat: np.ndarray, lengths: Sequence[int], k: int) -> list[np.ndarray]:
-    """Return views (length, k) of successive regions of a flat buffer."""
     return [
         flat[k * start : k * stop].reshape(-1, k)
         for start, stop in pairwise(accumulate(lengths, initial=0))
     ]
 
+
+# Quantized sums. No element is encoded more often than necessary: each chunk goes straight to the rank
+# that sums it, and the encoded sum goes to all ranks. That rank decodes its own sum too, so that all
+# ranks have the same bits.
 
 LANE = 30 << 10
 """Elements of a rank's chunk that are encoded at a time, while others are sent.
@@ -408,12 +399,9 @@ class Workspace:
 def _links(
     transport: Transport, part: np.ndarray, codec: Codec, desk: Workspace
 ) -> list[Reduction]:
-    """Return the reductions that one chain runs in turn, called its links.
+    """Return what one chain runs in turn to sum `part` of the array.
 
-    They scatter encoded chunks, sum them, gather the encoded sums and decode these.
-
-    part  the region of the array that the chain sums
-    desk  the scratch and tags of the chain
+    It scatters encoded chunks, sums them, gathers the encoded sums and decodes these.
     """
     rank, n = transport.rank, transport.size
     blocks = -(-part.size // (n * BLOCK))
@@ -460,7 +448,6 @@ def _links(
 
 
 def _without_self(plan: Plan, rank: int) -> Plan:
-    """Return the plan without the transfers of a rank to itself."""
     return plan._replace(
         steps=tuple(step for step in plan.steps if all(t.peer != rank for t in step.sends))
     )

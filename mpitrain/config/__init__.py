@@ -1,10 +1,11 @@
-"""The configuration of a run: `sections` defines the keys, `whole` the Config, `reading` parses it.
+"""The configuration of a run: `sections` defines the keys, `whole` the Config, and parses it.
 
 CONFIG        the name of the file in a run directory with all keys of the run
 KEPT_ON_HOST  the compression formats with error-feedback residuals in host memory
 PATHS         the (section, key) of all paths
 """
 
+# ruff: noqa: F401  these names are the face of the room
 from mpitrain.config.presets import PRESETS, merged, preset
 from mpitrain.config.sections import (
     KEPT_ON_HOST,
@@ -37,36 +38,3 @@ from mpitrain.config.whole import (
     refusal,
     with_settings,
 )
-
-__all__ = [
-    "CONFIG",
-    "KEPT_ON_HOST",
-    "PATHS",
-    "PRESETS",
-    "Batch",
-    "Checkpoint",
-    "Config",
-    "ConfigKey",
-    "Data",
-    "Device",
-    "Layout",
-    "Lora",
-    "Memory",
-    "Model",
-    "Optimizer",
-    "ParameterGroup",
-    "Pipeline",
-    "Precision",
-    "Replication",
-    "Run",
-    "check_choice",
-    "check_text",
-    "keys",
-    "merged",
-    "nearest",
-    "parse",
-    "preset",
-    "read_toml",
-    "refusal",
-    "with_settings",
-]

@@ -4,14 +4,7 @@ import os
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_serializer,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_serializer
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from mpitrain.config.faults import DELAY, INJECTION
@@ -103,15 +96,13 @@ class Run(Section):
     out: str = Field("", description="run directory; empty: runs/<date>-<n>")
     init_from: str = Field(
         "",
-        description="folder with the initial parameters: a GPT-2 folder of HuggingFace, or the run "
-        "directory of another run. Keys of [model] that are not set come from it. A resumed run "
-        "does not read it. Empty: random parameters",
+        description="folder with the initial parameters: a GPT-2 folder of HuggingFace, or the run directory of another run. "
+        "Keys of [model] that are not set come from it. A resumed run does not read it. Empty: random parameters",
     )
     plugins: list[str] = Field(
         [],
-        description="Python files that add rows to the tables of modes, schedules and the like; "
-        "every rank imports them before it checks the configuration. FILE, or FILE "
-        "sha256:DIGEST",
+        description="Python files that add rows to the tables of modes, schedules and the like; every rank imports them "
+        "before it checks the configuration. FILE, or FILE sha256:DIGEST",
     )
     log_every: int = Field(
         10, ge=1, description="steps between two lines in metrics.jsonl and on the screen"
@@ -122,14 +113,12 @@ class Run(Section):
     eval_rows: int = Field(
         10_000,
         ge=0,
-        description="largest number of held-out rows in an evaluation, spread evenly over all of "
-        "them; 0: all rows",
+        description="largest number of held-out rows in an evaluation, spread evenly over all of them; 0: all rows",
     )
     sample: int = Field(
         400,
         ge=0,
-        description="number of tokens that a {rows} generates after training, for at most 10 s; 0: "
-        "none",
+        description="number of tokens that a {rows} generates after training, for at most 10 s; 0: none",
     )
     digest_every: int = Field(
         0,
@@ -140,18 +129,16 @@ class Run(Section):
     delay: str = Field(
         "",
         pattern=DELAY,
-        description="artificial stragglers, as a list with commas. RANK:MS makes each step of "
-        "this rank MS milliseconds longer. random:MS:P does so to each step of each "
-        "rank with probability P. The draw depends on the seed, the step and the rows "
-        "of the rank. Empty: none",
+        description="artificial stragglers, as a list with commas. RANK:MS makes each step of this rank MS milliseconds "
+        "longer. random:MS:P does so to each step of each rank with probability P. The draw depends on the seed, the step and "
+        "the rows of the rank. Empty: none",
     )
     inject: str = Field(
         "",
         pattern=INJECTION,
-        description="an artificial failure, KIND:RANK@STEP[:POINT], for tests of jobs. KIND is kill, "
-        "segfault, stop, exit, _exit, raise, oom, disk, deadlock, mismatch, lose, nan or bitflip. It "
-        "happens once, from this step on; step 0 is the start. POINT is step, forward, backward, save, "
-        "evaluation or end. A resumed run does not take it over. Empty: none",
+        description="an artificial failure, KIND:RANK@STEP[:POINT], for tests of jobs. KIND is kill, segfault, stop, exit, "
+        "_exit, raise, oom, disk, deadlock, mismatch, lose, nan or bitflip. It happens once, from this step on; step 0 is the "
+        "start. POINT is step, forward, backward, save, evaluation or end. A resumed run does not take it over. Empty: none",
     )
     stall_seconds: float = Field(
         600.0,
@@ -160,8 +147,7 @@ class Run(Section):
     )
     on_stall: Literal["end", "warn"] = Field(
         "end",
-        description="reaction of the watchdog; end: it names the rank to blame, and ends the job, "
-        "warn: the job goes on",
+        description="reaction of the watchdog; end: it names the rank to blame, and ends the job, warn: the job goes on",
     )
     grace: float = Field(
         60.0,
@@ -171,40 +157,32 @@ class Run(Section):
     )
     trace: bool = Field(
         True,
-        description="record the last actions of each rank in trace/ of the run directory, for "
-        "`mpitrain runs report`",
+        description="record the last actions of each rank in trace/ of the run directory, for `mpitrain runs report`",
     )
     tensorboard: bool = Field(
         False,
-        description="write the numbers of metrics.jsonl as TensorBoard event files, too, to "
-        "tensorboard/ of the run directory",
+        description="write the numbers of metrics.jsonl as TensorBoard event files, too, to tensorboard/ of the run directory",
     )
     on_nonfinite: Literal["stop", "skip"] = Field(
         "stop",
-        description="reaction to a loss or gradient that is not finite; stop: end the run, skip: "
-        "skip the update of this step. Even with skip the run ends after 10 skipped "
-        "steps in a row, or at its end if more than half were skipped",
+        description="reaction to a loss or gradient that is not finite; stop: end the run, skip: skip the update of this "
+        "step. Even with skip the run ends after 10 skipped steps in a row, or at its end if more than half were skipped",
     )
 
 
 class Data(Section):
     basic = ("source", "validation")
 
-    source: str = Field(
-        "pydocs",
-        description="data to train on: {rows}",
-    )
+    source: str = Field("pydocs", description="data to train on: {rows}")
     validation: str = Field(
         "",
-        description="held-out rows for a data.source {rows}: another file of the same kind, or "
-        "tenth for the last tenth of the source. Empty: the file val.bin in the folder of a "
-        "train.bin, if there is one, else tenth",
+        description="held-out rows for a data.source {rows}: another file of the same kind, or tenth for the last tenth of "
+        "the source. Empty: the file val.bin in the folder of a train.bin, if there is one, else tenth",
     )
     vocabulary: int = Field(
         0,
         ge=0,
-        description="vocabulary size for {rows}; 0: the largest token in the file + 1. Text "
-        "has at least 256",
+        description="vocabulary size for {rows}; 0: the largest token in the file + 1. Text has at least 256",
     )
     dtype: Literal["auto", "uint16", "uint32"] = Field(
         "auto",
@@ -213,16 +191,14 @@ class Data(Section):
     )
     order: Literal["random", "epochs"] = Field(
         "random",
-        description="order of the rows of {rows}; random: windows at random offsets, epochs: "
-        "windows side by side, each once per epoch. A mixture is always random; other data always "
-        "goes in epochs",
+        description="order of the rows of {rows}; random: windows at random offsets, epochs: windows side by side, each once "
+        "per epoch. A mixture is always random; other data always goes in epochs",
     )
     separator: int = Field(
         -1,
         ge=-1,
-        description="the token that ends a document of {rows}; a row ends with its document, and "
-        "the rest of the row does not count, unless data.attend is document. -1: rows cross "
-        "borders of documents",
+        description="the token that ends a document of {rows}; a row ends with its document, and the rest of the row does not "
+        "count, unless data.attend is document. -1: rows cross borders of documents",
     )
     mixture: dict[str, float] = Field(
         {},
@@ -247,10 +223,9 @@ class Data(Section):
     )
     attend: Literal["window", "document"] = Field(
         "window",
-        description="tokens that attention sees, in {rows}; window: all earlier ones of the row, "
-        "document: those of its own document, which ends at data.separator or is a conversation "
-        "of data.packing. Positions then begin anew at each document, and all documents of a row "
-        "count",
+        description="tokens that attention sees, in {rows}; window: all earlier ones of the row, document: those of its own "
+        "document, which ends at data.separator or is a conversation of data.packing. Positions then begin anew at each "
+        "document, and all documents of a row count",
     )
 
 
@@ -261,11 +236,7 @@ class Model(Section):
         "gpt", description="{rows}; if the key is not set, the kind that fits data.source"
     )
     layers: int = Field(4, ge=1, description="number of {rows}")
-    width: int = Field(
-        128,
-        ge=1,
-        description="{rows}",
-    )
+    width: int = Field(128, ge=1, description="{rows}")
     heads: int = Field(4, ge=1, description="number of attention heads; must divide model.width")
     context: int = Field(128, ge=1, description="tokens in one sequence")
     tied: bool = Field(
@@ -311,8 +282,7 @@ class Lora(Section):
     rank: int = Field(
         0,
         ge=0,
-        description="rank of low-rank adapters (LoRA), which are trained in place of the model; 0: "
-        "none, the model is trained",
+        description="rank of low-rank adapters (LoRA), which are trained in place of the model; 0: none, the model is trained",
     )
     alpha: float = Field(
         16.0, gt=0, description="the output of an adapter is multiplied by lora.alpha / lora.rank"
@@ -332,9 +302,8 @@ class Lora(Section):
     )
     base: Literal["", "int8"] = Field(
         "",
-        description="storage of the frozen weights of linear layers, but for the head. int8: codes of 8 bits, "
-        "with a scale for each output, which layers decode for each product. Empty: as layers "
-        "compute",
+        description="storage of the frozen weights of linear layers, but for the head. int8: codes of 8 bits, with a scale "
+        "for each output, which layers decode for each product. Empty: as layers compute",
     )
     init_from: str = Field(
         "",
@@ -375,8 +344,7 @@ class Layout(Section):
     tp: int = Field(
         1,
         ge=1,
-        description="tensor-parallel size: the ranks of a group divide the heads, widths and "
-        "vocabulary of each layer",
+        description="tensor-parallel size: the ranks of a group divide the heads, widths and vocabulary of each layer",
     )
     pp: int = Field(
         1, ge=1, description="number of pipeline stages; each stage holds some of the layers"
@@ -401,21 +369,18 @@ class Pipeline(Section):
 
     schedule: str = Field(
         "1f1b",
-        description="pipeline schedule: {rows}, or a file of `mpitrain plan schedule --json`. "
-        "{streams}",
+        description="pipeline schedule: {rows}, or a file of `mpitrain plan schedule --json`. {streams}",
     )
     chunks: int = Field(
         0,
         ge=0,
-        description="model chunks on each stage; 0: as many as the schedule has, or 2 if it takes "
-        "any number",
+        description="model chunks on each stage; 0: as many as the schedule has, or 2 if it takes any number",
     )
     partition: str = Field(
         "",
         pattern=PARTITION,
-        description="number of units in each model chunk, as in 4,4,3,5. {rows} "
-        "Empty: balanced by parameters. "
-        "time: balanced by times that all ranks measure at the start",
+        description="number of units in each model chunk, as in 4,4,3,5. {rows} Empty: balanced by parameters. time: balanced "
+        "by times that all ranks measure at the start",
     )
 
 
@@ -426,14 +391,12 @@ class Replication(Section):
     servers: int = Field(
         1,
         ge=1,
-        description="mode server: number of parameter servers; they are the last ranks, and "
-        "compute no rows",
+        description="mode server: number of parameter servers; they are the last ranks, and compute no rows",
     )
     update: Literal["sync", "async", "bounded"] = Field(
         "sync",
-        description="mode server: time of an update. sync: once a step, from the gradients of all "
-        "workers. async: at once with each gradient that arrives. bounded: as async, "
-        "but no worker runs more than replication.staleness steps ahead "
+        description="mode server: time of an update. sync: once a step, from the gradients of all workers. async: at once "
+        "with each gradient that arrives. bounded: as async, but no worker runs more than replication.staleness steps ahead "
         "(stale-synchronous parallel)",
     )
     staleness: int = Field(
@@ -457,8 +420,7 @@ class Replication(Section):
     outer_lr: float = Field(
         1.0,
         gt=0,
-        description="mode local: outer learning rate, by which workers move towards the average; "
-        "DiLoCo takes 0.7",
+        description="mode local: outer learning rate, by which workers move towards the average; DiLoCo takes 0.7",
     )
     outer_momentum: float = Field(
         0.0,
@@ -468,15 +430,13 @@ class Replication(Section):
     )
     zero: int = Field(
         0,
-        description="ZeRO stage: 0 shards nothing, {rows}, over the replicas. Stages 2 and 3 reduce the gradients of "
-        "every micro-batch; in a pipeline they reduce once a step, and need gpipe or "
-        "breadth-first",
+        description="ZeRO stage: 0 shards nothing, {rows}, over the replicas. Stages 2 and 3 reduce the gradients of every "
+        "micro-batch; in a pipeline they reduce once a step, and need gpipe or breadth-first",
     )
     shard: Literal["all", "host"] = Field(
         "all",
-        description="with zero: the ranks that shard. all: all replicas. host: the replicas of "
-        "each host, as hybrid sharding of FSDP; then only gradients travel between "
-        "hosts, once a step",
+        description="with zero: the ranks that shard. all: all replicas. host: the replicas of each host, as hybrid sharding "
+        "of FSDP; then only gradients travel between hosts, once a step",
     )
     zero_keep: int = Field(
         0,
@@ -486,8 +446,7 @@ class Replication(Section):
     )
     gather: Literal["none", "fp16", "bf16", "int8"] = Field(
         "none",
-        description="zero 3: compression of the parameters in all-gathers; the shards themselves "
-        "stay float32",
+        description="zero 3: compression of the parameters in all-gathers; the shards themselves stay float32",
     )
     algorithm: str = Field(
         "auto",
@@ -495,8 +454,7 @@ class Replication(Section):
     )
     tuning: str = Field(
         "",
-        description="for auto: file of measured link parameters from `mpitrain bench fit`; empty: "
-        "built-in assumptions",
+        description="for auto: file of measured link parameters from `mpitrain bench fit`; empty: built-in assumptions",
     )
     wire: str = Field(
         "none",
@@ -507,15 +465,13 @@ class Replication(Section):
     dense_steps: int = Field(
         -1,
         ge=-1,
-        description="number of first steps without gradient compression; -1: a quarter of "
-        "run.steps for powersgd, else 0",
+        description="number of first steps without gradient compression; -1: a quarter of run.steps for powersgd, else 0",
     )
     bucket_mb: float = Field(
         0.0,
         ge=0,
-        description="size of gradient buckets in megabytes, rounded to whole units; 0: 4 MB "
-        "within a host, 25 MB between its GPUs, between hosts by the latency and bandwidth in the "
-        "tuning",
+        description="size of gradient buckets in megabytes, rounded to whole units; 0: 4 MB within a host, 25 MB between its "
+        "GPUs, between hosts by the latency and bandwidth in the tuning",
     )
     overlap: bool = Field(
         True,
@@ -524,9 +480,8 @@ class Replication(Section):
     )
     progress_thread: Literal["auto", "no"] = Field(
         "auto",
-        description="progress of non-blocking reductions between hosts. auto: a background "
-        "thread, if their messages lie in host memory and MPI provides "
-        "MPI_THREAD_MULTIPLE. no: by polling in the main thread, between layers",
+        description="progress of non-blocking reductions between hosts. auto: a background thread, if their messages lie in "
+        "host memory and MPI provides MPI_THREAD_MULTIPLE. no: by polling in the main thread, between layers",
     )
 
     @field_validator("async_lr", mode="before")
@@ -542,13 +497,11 @@ class Precision(Section):
 
     compute: Literal["float32", "float64", "bfloat16", "float16"] = Field(
         "float32",
-        description="dtype of parameters, activations and gradients. bfloat16 and float16 are "
-        "mixed precision: activations, their gradients and a copy of the parameters "
-        "are rounded, and the updated parameters stay float32. On cpu rounded values "
-        "are stored as float32: nothing is saved, and the copy costs 4 bytes per "
-        "parameter (25% with adamw). float16 has a dynamic loss scale: a step with "
-        "overflowing gradients but a finite loss is skipped, and 20 such steps in a "
-        "row end the run",
+        description="dtype of parameters, activations and gradients. bfloat16 and float16 are mixed precision: activations, "
+        "their gradients and a copy of the parameters are rounded, and the updated parameters stay float32. On cpu rounded "
+        "values are stored as float32: nothing is saved, and the copy costs 4 bytes per parameter (25% with adamw). float16 "
+        "has a dynamic loss scale: a step with overflowing gradients but a finite loss is skipped, and 20 such steps in a row "
+        "end the run",
     )
 
     @property
@@ -590,21 +543,17 @@ class Optimizer(Section):
     )
     lr: float = Field(2e-3, gt=0, description="peak learning rate")
     weight_decay: float = Field(
-        0.1,
-        ge=0,
-        description="weight decay of matrices and embeddings; biases and gains have none",
+        0.1, ge=0, description="weight decay of matrices and embeddings; biases and gains have none"
     )
     clip: float = Field(
         1.0,
         ge=0,
-        description="largest global gradient norm; in asynchronous pipelines the norm of each "
-        "stage; 0: no clipping",
+        description="largest global gradient norm; in asynchronous pipelines the norm of each stage; 0: no clipping",
     )
     warmup: int = Field(20, ge=0, description="steps of linear warm-up of the learning rate from 0")
     schedule: Literal["constant", "cosine", "linear", "wsd"] = Field(
         "cosine",
-        description="decay of the learning rate after the warm-up; constant: none; wsd: constant, "
-        "then linear",
+        description="decay of the learning rate after the warm-up; constant: none; wsd: constant, then linear",
     )
     final: float = Field(
         0.1, ge=0, le=1, description="learning rate at the end of the decay, relative to the peak"
@@ -612,14 +561,12 @@ class Optimizer(Section):
     decay_steps: int = Field(
         0,
         ge=0,
-        description="steps of the decay, the last ones of the run; 0: all after the warm-up, in "
-        "wsd the last fifth of the run",
+        description="steps of the decay, the last ones of the run; 0: all after the warm-up, in wsd the last fifth of the run",
     )
     groups: list[ParameterGroup] = Field(
         [],
-        description="weight decay and factor of the learning rate by full names of parameters: "
-        '[{{match = "embedding.*", weight_decay = 0.0, lr = 0.5}}]. The first match counts. A * '
-        "matches dots, too",
+        description='weight decay and factor of the learning rate by full names of parameters: [{{match = "embedding.*", '
+        "weight_decay = 0.0, lr = 0.5}}]. The first match counts. A * matches dots, too",
     )
     momentum: float = Field(0.9, ge=0, lt=1, description="{rows}: decay of the velocity")
     beta1: float = Field(
@@ -637,10 +584,7 @@ class Optimizer(Section):
         "feedback acts as a momentum, too",
     )
     beta2: float = Field(
-        0.95,
-        ge=0,
-        lt=1,
-        description="{rows}: decay of the second moment; in lion of the momentum",
+        0.95, ge=0, lt=1, description="{rows}: decay of the second moment; in lion of the momentum"
     )
     epsilon: float = Field(
         1e-8, gt=0, description="{rows}: term in the denominator that avoids a division by 0"
@@ -671,10 +615,9 @@ class Memory(Section):
     )
     attention: Literal["auto", "tiled", "whole"] = Field(
         "auto",
-        description="attention on cpu. tiled: in tiles that stay in cache; the backward computes "
-        "the exponentials again, and no memory grows with the square of model.context. whole: "
-        "the exponentials are saved for the backward. auto: whole for short sequences, tiled "
-        "from 512 tokens on. cuda and cuda-sim always compute in tiles",
+        description="attention on cpu. tiled: in tiles that stay in cache; the backward computes the exponentials again, and "
+        "no memory grows with the square of model.context. whole: the exponentials are saved for the backward. auto: whole "
+        "for short sequences, tiled from 512 tokens on. cuda and cuda-sim always compute in tiles",
     )
     release_every: int = Field(
         0,
@@ -684,9 +627,8 @@ class Memory(Section):
     limit_gb: float = Field(
         0.0,
         ge=0,
-        description="memory in GB that the ranks of a host, or of a GPU, may use together for "
-        "parameters, gradients, optimizer state and activations, as counted before the start; 0: "
-        "all that is free",
+        description="memory in GB that the ranks of a host, or of a GPU, may use together for parameters, gradients, "
+        "optimizer state and activations, as counted before the start; 0: all that is free",
     )
 
     @field_validator("recompute", mode="before")
@@ -727,8 +669,7 @@ class Device(Section):
     )
     gemm: Literal["tiled", "library"] = Field(
         "tiled",
-        description="cuda and cuda-sim: matrix products by the tiled kernels of mpitrain, or by "
-        "cuBLAS (in cuda-sim NumPy)",
+        description="cuda and cuda-sim: matrix products by the tiled kernels of mpitrain, or by cuBLAS (in cuda-sim NumPy)",
     )
     passes: Literal["numpy", "compiled"] = Field(
         "numpy",

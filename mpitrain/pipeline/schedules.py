@@ -313,7 +313,7 @@ STREAMS: Table[str, Schedule] = Table(
 """Asynchronous schedules by name. `STREAMS` of `parallel/modes.py` has a row for each.
 
 They run 1F1B without a flush between steps: the pipeline does not drain, and each stage updates by
-itself. `async_pipeline.py` runs the steps; `parallel/data/weight_stashing.py` updates.
+itself. `async_pipeline.py` runs the steps; `parallel/weight_stashing.py` updates.
 
 PipeDream (async) with steps of 4 micro-batches. Below each instruction is its weight version;
 * marks an update, which makes the next version. Micro-batches 4 to 7 belong to the next step:

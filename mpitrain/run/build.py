@@ -76,7 +76,6 @@ class Job(NamedTuple):
 
     @property
     def step(self) -> int:
-        """The number of optimizer steps so far."""
         return self.done.step
 
     def close(self) -> None:
@@ -153,12 +152,7 @@ def build(
         if models:
             kept = models.adapters_of(kept, checkpoint.manifest.base, trainer.begun_from)
         checkpoint = loading.load(
-            checkpoint,
-            kept,
-            trainer.storage,
-            transport,
-            trainer.backend,
-            resolved.axes._asdict(),
+            checkpoint, kept, trainer.storage, transport, trainer.backend, resolved.axes._asdict()
         )
     if checkpoint or models:
         trainer.replication.restore(checkpoint.manifest.scalars if checkpoint else {})
@@ -251,10 +245,7 @@ def scheduled(resolved: Resolved) -> Scheduled:
 
 
 def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unopened) -> Resolved:
-    """Return a copy with an explicit pipeline.partition, the fastest by measured times; collective.
-
-    All ranks measure the time of each unit, not tensor-parallel, for a micro-batch.
-    """
+    """Return a copy with an explicit pipeline.partition, the fastest by measured times; collective."""
     from mpitrain.pipeline.partition import by_time, unit_seconds
 
     config, device, axes = resolved.config, resolved.device, resolved.axes
@@ -314,16 +305,12 @@ def _largest(transport: Transport, agreed: Given) -> int | None:
 
 
 def _files(config: Config) -> dict[str, str]:
-    """Return the size and digest of each data file, in which all ranks agree."""
     data = config.data
     return file_digests([*(data.mixture or [data.source]), data.validation])
 
 
 def _source(config: Config, largest: int | None) -> Source:
-    """Open the data source.
-
-    largest  the largest token of a token file; None for any other source
-    """
+    """Open the data source.    largest: token of a token file; None for any other source"""
     data = config.data
     reading = Reading(
         data.dtype,
@@ -351,7 +338,6 @@ def trained_configuration(folder: Path, settings: list[str]) -> Config:
     """Return the configuration that a run was last trained with, on one rank.
 
     settings  name the plugins of the run; other keys are not applied
-    raises    ConfigError if there is no run in the directory
     """
     if not is_run(folder):
         raise ConfigError(
@@ -365,9 +351,6 @@ def configured(folder: Path, settings: list[str]) -> Config:
     """Return the configuration to open a run directory with, on one rank.
 
     Keys of layout, replication and pipeline have their defaults, not the values of the run.
-
-    settings  `section.key=value` each, applied last
-    raises    ConfigError if there is no run in the directory
     """
     then = trained_configuration(folder, settings)
     check_has_adapters(then, with_settings({}, settings).get("run", {}).get("init_from"))
@@ -383,7 +366,6 @@ def configured(folder: Path, settings: list[str]) -> Config:
 
 
 def _read_by(source: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a run's data that another source reads, for an evaluation on it."""
     kind = source_kind(source)
     kept = {
         key: value
@@ -396,10 +378,6 @@ def _read_by(source: str, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_has_adapters(config: Config, base: str | None) -> None:
-    """Raise ConfigError if a base is named for a run that has no adapters.
-
-    base  of --base; empty or None: none
-    """
     if base and not config.lora.rank:
         raise ConfigError(
             "--base names the model under adapters, but lora.rank of this run is 0.",
@@ -410,9 +388,7 @@ def check_has_adapters(config: Config, base: str | None) -> None:
 def open_run(
     transport: Transport, folder: Path, alone: Callable[[], Config], needs_data: bool = True
 ) -> Job:
-    """Build the job of a run directory from its newest checkpoint; collective.
-
-    The number of ranks may differ from the number in training.
+    """Build the job of a run directory from its newest checkpoint, on any ranks; collective.
 
     alone       returns the configuration on one rank, from `configured`
     needs_data  False: build a token model without opening its data source

@@ -105,11 +105,7 @@ class UnitCount(NamedTuple):
 
 
 class Fitting(NamedTuple):
-    """A number of micro-batches with which a job fits.
-
-    micro_batches  per step and replica
-    needed         bytes of activations then
-    """
+    """A number of micro-batches with which a job fits, and the bytes of activations then."""
 
     micro_batches: int
     needed: int
@@ -124,14 +120,11 @@ class Ended:
         return True
 
     def wait(self) -> None:
-        """Return at once."""
+        pass
 
 
 class Unsent:
-    """An endpoint without peers: the calls of a `Transport` that layers and stages make.
-
-    A receive leaves its array as it is. A gather returns this rank's value for every rank.
-    """
+    """A transport without peers: no message is sent, and a receive leaves its array as it is."""
 
     admits_threads = False
     native_dtypes: frozenset[str] = frozenset()
@@ -139,10 +132,7 @@ class Unsent:
     def __init__(
         self, rank: int, size: int, allocate: Callable[[int, Any], Any], recorder: Any = SILENT
     ):
-        """Make an endpoint.
-
-        allocate  (elements, dtype) -> the array that `allocate` returns
-        """
+        """allocate: (elements, dtype) -> the array that `allocate` returns."""
         self.rank, self.size, self.recorder = rank, size, recorder
         self.hosts, self.members = ("",) * size, tuple(range(size))
         self.traffic, self.tenants, self._allocate = Traffic(), Tenants(), allocate
@@ -185,7 +175,6 @@ class Body:
     """
 
     def __init__(self, device: Device, config: Config, rank: int, ranks: int):
-        """Make the layers of one rank of a tensor-parallel group."""
         self.device, self.count = device, Count()
         self.memory = WeightlessMemory(_kind_of(device))
         self.arena = Arena(self.memory)
@@ -198,10 +187,7 @@ class Body:
     def endpoint(self, rank: int, ranks: int) -> Any:
         """Return a transport without peers, which tells `count` about backwards."""
         return Unsent(
-            rank,
-            ranks,
-            lambda count, dtype: self.memory.made((count,), dtype),
-            _Phases(self.count),
+            rank, ranks, lambda count, dtype: self.memory.made((count,), dtype), _Phases(self.count)
         )
 
     def placed(self, rows: np.ndarray) -> Any:
@@ -234,16 +220,16 @@ class Replica:
         return self._weights[unit]
 
     def close(self, unit: int, micro: int) -> None:
-        """Do nothing."""
+        pass
 
     def gradients(self, unit: int, micro: int) -> Gradients:
         return self._gradients[unit]
 
     def gradient_ready(self, unit: int, is_last: bool) -> None:
-        """Do nothing."""
+        pass
 
     def poll(self) -> None:
-        """Do nothing."""
+        pass
 
     def loss(self, logits: Any, targets: Any, scale: float) -> tuple[Any, Any]:
         return self._loss.gradient(logits, targets, scale, self._arena)
@@ -264,12 +250,10 @@ class _Phases(Silent):
 
 
 class _Nothing:
-    """A collective that does nothing."""
-
     algorithm, is_messages, state, learn, scratch_bytes = "", False, None, None, 0
 
     def run(self) -> None:
-        """Return at once."""
+        pass
 
     start = wait = run
 
@@ -297,19 +281,9 @@ class UnitCounter(Silent):
         self._unit = self._before = 0
 
     def count(self, x: Callable[[], Any], targets: Any) -> list[UnitCount]:
-        """Return the counts of all units.
-
-        x        () -> an input of the chunk
-        targets  None, or () -> the targets, if the loss follows the chunk
-        """
+        """Return the counts of all units.    x, targets: make an input, and the targets of the loss"""
         replica: Any = self._replica
-        stage = Stage(
-            self._units,
-            replica,
-            self._body.arena,
-            recorder=self,
-            lowest=self._lowest,
-        )
+        stage = Stage(self._units, replica, self._body.arena, recorder=self, lowest=self._lowest)
 
         # No variable may refer to a gradient as well: its buffer would return later.
         def gradient() -> Any:
@@ -329,7 +303,6 @@ class UnitCounter(Silent):
         return [*map(UnitCount, names, self._saved, self._pending, peaks, flops)]
 
     def _forward(self, stage: Stage, x: Callable[[], Any]) -> Any:
-        """Return the output of the chunk; count the bytes that each unit saves."""
         y = stage.forward(0, x())
         live = [*self._live, self._body.arena.live]
         self._saved = [after - before for before, after in pairwise(live)]
@@ -385,12 +358,7 @@ class Counter:
         # Before the units are timed, the balanced partition is counted.
         partition = "" if config.pipeline.partition == TIME else config.pipeline.partition
         self._chunks = cut_in_chunks(
-            units,
-            self._body.layers,
-            plan.stage_of,
-            partition,
-            config.model.freeze,
-            config.lora,
+            units, self._body.layers, plan.stage_of, partition, config.model.freeze, config.lora
         )
 
     def step(self, pp: int, dp: int = 0) -> StepCounts:
@@ -496,9 +464,7 @@ def check_activations(
 ) -> StepCounts:
     """Return this rank's counted step; raise ConfigError if the activations do not fit.
 
-    A step that cannot be counted fits: the result names the problem.
-
-    The error has the numbers and the fewest micro-batches that fit, which it finds by counting.
+    The error has the fewest micro-batches that fit. A step that cannot be counted fits.
 
     room       memory that parameters, gradients and optimizer state leave
     replanned  (micro-batches) -> the job with so many, or None if they do not fit its keys
@@ -536,7 +502,6 @@ def check_activations(
 
 
 def _savings(config: Config) -> str:
-    """Return the settings that save activations and are not set, as the start of an advice."""
     ways = []
     if config.memory.attention == "whole":
         ways.append("memory.attention to tiled")
@@ -546,16 +511,9 @@ def _savings(config: Config) -> str:
 
 
 def bytes_needed(
-    job: Scheduled,
-    source: Source | Unopened,
-    units: Units,
-    room: Room,
-    rank: int,
+    job: Scheduled, source: Source | Unopened, units: Units, room: Room, rank: int
 ) -> tuple[int, StepCounts]:
-    """Return the bytes of activations in the memory of this rank, and its own counts.
-
-    The memory is that of its host or GPU. All other ranks that share it are counted, too.
-    """
+    """Return the activation bytes of all ranks in this rank's memory, and its own counts."""
     axes = job.axes
     workers = axes.ranks - axes.servers
     tp, dp, pp = axes.coords(rank) if rank < workers else (0, 0, 0)
@@ -575,12 +533,7 @@ def _fitting(
     free: float,
     needed: Callable[[Scheduled], int],
 ) -> Fitting | None:
-    """Return the fewest micro-batches whose activations fit, by bisection; None if none fit.
-
-    micro_batches  a number that does not fit
-    rows           of a replica's step
-    needed         (job) -> bytes of activations
-    """
+    """Return the fewest micro-batches above `micro_batches` that fit in `free`, by bisection."""
     best = None
     low, high = micro_batches + 1, min(rows, MOST)
     while low <= high:

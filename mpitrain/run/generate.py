@@ -70,10 +70,7 @@ class TextPiece(NamedTuple):
 
 
 def tokenizer_of_run(folder: Path, data: Data) -> Tokenizer | None:
-    """Return the tokenizer of a run directory; None if the run knows the numbers of tokens only.
-
-    raises  DataError if its file is damaged; ConfigError if it needs a missing package
-    """
+    """Return the tokenizer of a run directory; None if the run knows only numbers of tokens."""
     if writes_text(data.source, data.mixture):
         return ByteTokenizer()
     try:
@@ -178,10 +175,7 @@ def continued(
     batch: int,
     request: PromptRequest,
 ) -> Iterator[TextPiece]:
-    """Continue prompts, in groups of `batch` for each replica, and yield their text; collective.
-
-    raises  as `texts`
-    """
+    """Continue prompts, in groups of `batch` for each replica, and yield their text; collective."""
     size, sampling, stops = batch * trainer.grid.axes.dp, request.sampling, request.stops
     for first in range(0, len(prompts), size):
         group = prompts[first : first + size]
@@ -209,7 +203,6 @@ def continued(
 
 
 def _fills(tokens: Sequence[int], config: Config) -> bool:
-    """Return whether the document of the last token fills a window."""
     return len(last_document(tokens, separator_of(config.data))) >= config.model.context
 
 
@@ -222,10 +215,7 @@ def _drawn(
     sampling: Sampling,
     generators: Sequence[np.random.Generator],
 ) -> list[int]:
-    """Return a token for each prompt; 0 if the prompt is not active, or if another rank draws it.
-
-    share  the numbers of the prompts of this replica
-    """
+    """Return a token for each prompt; 0 if it is not active, or if another rank draws it."""
     drawn = [0] * len(windows)
     logits = reader.read([windows[index] for index in share], trainer.config.model.context)
     if logits is not None and trainer.grid.reports_loss:
@@ -248,10 +238,7 @@ def draw(logits: np.ndarray, sampling: Sampling, generator: np.random.Generator)
 
 
 def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """Return the probability of each token, (V,). Excluded tokens have 0.
-
-    The order is that of transformers: temperature, top-k, then top-p of the remaining tokens.
-    """
+    """Return the probability of each token, (V,), in the order of transformers' warpers."""
     temperature, top_k, top_p = sampling
     if 0 < top_k < len(logits):
         least = np.partition(logits, -top_k)[-top_k]
@@ -273,11 +260,7 @@ def separator_of(data: Data) -> int:
 
 
 def last_document(tokens: Sequence[int], separator: int) -> list[int]:
-    """Return the tokens of the last document; its separator is its last token.
-
-    tokens     at least one
-    separator  from `separator_of`
-    """
+    """Return the tokens of the last document; its separator is its last token."""
     begin = len(tokens) - 1
     while begin and (separator < 0 or tokens[begin - 1] != separator):
         begin -= 1
@@ -294,7 +277,6 @@ class Continuation:
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], stops: Sequence[str]):
-        """stops: texts, or token numbers with spaces between them; none is empty."""
         self.tokens, self.stopped = list[int](), False
         self._waiting, self._next = b"", list[int]()
         encoded = [stop_bytes(stop, tokenizer) for stop in stops]
@@ -364,10 +346,9 @@ def stop_bytes(stop: str, tokenizer: Tokenizer | None) -> bytes:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Return the prompts of a file: one a line, or {"prompt": TEXT} a line if its name ends in .jsonl.
+    """Return the prompts of a file: one a line, or {"prompt": TEXT} a line if it ends in .jsonl.
 
     Empty lines are no prompts.
-    raises  DataError if the file is not UTF-8, has another line, or has no prompt; OSError
     """
     try:
         text = contents(path).decode()
@@ -403,7 +384,6 @@ def _prompt_of(line: str, where: str) -> str:
 
 
 def check_writes(kind: str) -> None:
-    """Raise ConfigError unless a model of this kind predicts the next token."""
     if not MODELS[kind].writes:
         raise ConfigError(
             f"Only a {' or '.join(kinds(lambda row: row.writes))} writes text, but this run trained a {kind}.",
@@ -412,10 +392,7 @@ def check_writes(kind: str) -> None:
 
 
 def encoded(prompt: str, tokenizer: Tokenizer | None, vocabulary: int) -> list[int]:
-    """Return the tokens of a prompt, at least one; ConfigError if the model does not know them.
-
-    tokenizer  None: the prompt is the numbers of its tokens
-    """
+    """Return the tokens of a prompt; without a tokenizer it is the numbers of its tokens."""
     if not prompt:
         raise ConfigError(
             "A prompt needs at least one token.", "Leave out --prompt to begin with a line break."
@@ -450,7 +427,6 @@ def _numbers(prompt: str, vocabulary: int) -> list[int]:
 
 
 def check_room(prompts: Sequence[Sequence[Any]], context: int) -> None:
-    """Raise ConfigError if a prompt leaves no room for a token within the context."""
     longest = max(map(len, prompts))
     if longest >= context:
         raise ConfigError(

@@ -117,7 +117,6 @@ class Inference:
     def evaluate(
         self, source: Source, stop_requested: Callable[[], bool] | None = None
     ) -> tuple[float, float] | None:
-        """Evaluate after `sync_parameters`, as `Trainer.evaluate`."""
         # On each rank a batch has at most the rows of a micro-batch of training. All ranks compute
         # the same number of batches. A rank without rows computes one row that does not count.
         rows, replicas = evaluated_rows(self.config.run, source), self.grid.axes.dp
@@ -166,7 +165,7 @@ class Inference:
         return losses
 
     def _losses(self, source: Source, rows: Sequence[int]) -> tuple[float, int, int]:
-        """Return summed loss, correct predictions and predictions that count, of held-out rows."""
+        """Return summed loss, correct and counted predictions of held-out rows."""
         inputs, targets = read_rows(
             self.config.data.source, source, len(rows), lambda: source.held_out_rows(rows)
         )
@@ -207,17 +206,13 @@ class Inference:
         return Reader(decoder, self.ask, self._row)
 
     def _row(self, logits: Any, token: int) -> np.ndarray:
-        """Return whole rows of logits, (rows, classes) float64 in host memory, of one token each.
-
-        logits  this rank's columns, (rows, T, columns)
-        """
+        """Return whole rows of logits of one token each, (rows, classes) float64 in host memory."""
         rows = computed(logits, self.arena)[:, token]
         whole = self._layers.whole(rows, self.arena)
         return np.asarray(self.backend.to_host(whole), np.float64)
 
 
 def evaluated_rows(run: Run, source: Source) -> int:
-    """Return the number of held-out rows in an evaluation."""
     return min(source.held_out, run.eval_rows or source.held_out)
 
 
@@ -248,21 +243,13 @@ class Indices:
         self._classes = 0
 
     def tokens(self, inputs: np.ndarray, where: str) -> np.ndarray:
-        """Return the inputs, tokens as int32 or int64; features are not checked.
-
-        where   the location of the inputs, for messages
-        raises  DataError if a token is outside of the vocabulary; see `_known` for several ranks
-        """
+        """Return the inputs, tokens as int32 or int64; features are not checked."""
         return (
             self._known(inputs, self._vocabulary, "tokens", where) if self._vocabulary else inputs
         )
 
     def rows(self, inputs: np.ndarray, share: range, where: str) -> None:
-        """Refuse more rows than this rank's share of the global batch; see `_end` for several ranks.
-
-        The loss is divided by batch.size. A rank that passed the whole batch would multiply the loss
-        and the gradient by the number of replicas. Fewer rows are a part of the sum.
-        """
+        """Refuse more rows than this rank's share of the global batch: the loss is divided by batch.size."""
         if len(inputs) <= len(share):
             return
         self._end(
@@ -276,13 +263,9 @@ class Indices:
     def targets(
         self, targets: np.ndarray, inputs: Shape, output: Callable[[Shape], Shape], where: str
     ) -> np.ndarray:
-        """Return the targets as int32 or int64.
+        """Return the targets as int32 or int64, one for each prediction.
 
-        inputs  the shape of the inputs
-        output  maps the shape of the inputs to the shape of the whole logits; it is not stored,
-                since it may hold a reference to a trainer
-        raises  DataError unless each prediction has one target, which is a column of the logits or
-                IGNORED; see `_end` for several ranks
+        output  maps the shape of the inputs to the shape of the whole logits
         """
         if not self._is_ours:
             return targets
@@ -302,14 +285,10 @@ class Indices:
         return self._known(targets, self._classes, "targets", where)
 
     def ignored(self, targets: np.ndarray) -> int:
-        """Return the number of targets that do not count."""
         return int(np.count_nonzero(targets == IGNORED)) if self._is_ours else 0
 
     def _known(self, array: np.ndarray, count: int, what: str, where: str) -> np.ndarray:
-        """Check the array, and on an error abort the whole job.
-
-        Only this rank sees its rows. An agreement of all ranks would cost a message per step.
-        """
+        """Check the array; abort the job on an error, since only this rank sees its rows."""
         try:
             return known(array, count, what, self._on(where))
         except DataError as error:

@@ -23,7 +23,7 @@ from mpitrain.layers.base import Rectangle, Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.models.targets import chosen_targets, is_adapter, targets
-from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.parallel.replication.protocol import StateBuffer
 from mpitrain.run.checkpoint import loading
 from mpitrain.run.checkpoint.loading import parameters, put
 from mpitrain.run.checkpoint.manifest import MANIFEST, newest, read_manifest
@@ -58,11 +58,7 @@ class Models(NamedTuple):
         return facts | ({"lora.init_from": self.adapter.fingerprint} if self.adapter else {})
 
     def load(
-        self,
-        transport: Transport,
-        kept: Sequence[StateBuffer],
-        storage: Storage,
-        backend: Backend,
+        self, transport: Transport, kept: Sequence[StateBuffer], storage: Storage, backend: Backend
     ) -> dict[str, Any]:
         """Fill the parameters of all ranks; collective; returns the record of the base."""
         buffers = of_base(kept) if self.is_under_adapters else kept
@@ -90,7 +86,6 @@ def open_models(
     """Locate the models that a run starts from; None: there are none.
 
     checkpoint  the run resumes from it, and needs only the base of its adapters
-    vocabulary  of the data
     units       makes those of the whole model, without adapters
     """
     if checkpoint:
@@ -113,8 +108,6 @@ def open_initial(config: Config, vocabulary: int, saved: Path | None = None) -> 
 
     vocabulary  of the data
     saved       the checkpoint to read of a run; None: the newest
-    raises      ConfigError if it is another model than the configuration says; CheckpointError if
-                it is damaged
     """
     folder = Path(config.run.init_from)
     if is_run(folder):
@@ -134,13 +127,9 @@ def load_initial(
     storage: Storage,
     backend: Backend,
 ) -> dict[str, Any]:
-    """Fill the parameters of all ranks from a folder; collective.
-
-    Each rank reads the elements that it stores. To hash the files, ranks take them in turn. The
-    checkpoint of a run is verified by its own digests first.
+    """Fill the parameters of all ranks from a folder, after its digests; collective.
 
     returns  {"folder": path, "sha256": {name: digest}} for the record of the run
-    raises   CheckpointError on every rank, if the folder is damaged or lacks a tensor
     """
     if MANIFEST in initial.files:
         loading.read_beside(transport, initial.folder)
@@ -169,11 +158,7 @@ def fill(
     storage: Storage,
     backend: Backend,
 ) -> None:
-    """Fill a rank's parameters, and the buffers that start as copies of them; not collective.
-
-    memory  the elements of one tensor on this rank
-    raises  CheckpointError if a tensor is missing, of another shape or not finite; OSError
-    """
+    """Fill a rank's parameters, and the buffers that start as copies of them; not collective."""
     kept = _filled_with_codes(folder, tensors, kept, backend)
     for held in holdings(described(storage, kept)):
         if PARAMETERS not in (held.name, kept[held.number].like):
@@ -189,10 +174,7 @@ def fill(
 
 
 def _filled_with_codes(
-    folder: Path,
-    tensors: Mapping[str, AnyTensor],
-    kept: Sequence[StateBuffer],
-    backend: Backend,
+    folder: Path, tensors: Mapping[str, AnyTensor], kept: Sequence[StateBuffer], backend: Backend
 ) -> list[StateBuffer]:
     """Fill the weights of 8 bits, and return the buffers with the other tensors."""
     remaining = []
@@ -299,11 +281,7 @@ def _chosen(
     is_chosen: Callable[[str], bool],
     otherwise: Callable[[StateBuffer], bool],
 ) -> list[StateBuffer]:
-    """Return the chosen buffers. A buffer of frozen parameters has only the chosen tensors.
-
-    is_chosen  whether a tensor of this name is chosen
-    otherwise  whether a buffer of any other state is chosen
-    """
+    """Return the chosen buffers; of frozen parameters a buffer with the chosen tensors alone."""
     chosen = []
     for buffer in kept:
         if buffer.name != "parameters" or not buffer.entries:
@@ -314,10 +292,9 @@ def _chosen(
 
 
 def open_adapter(config: Config) -> tuple[Initial, dict[str, Any]]:
-    """Locate the adapters of lora.init_from; not collective.
+    """Locate the adapters of lora.init_from, and the record of their base; not collective.
 
-    returns  the adapters, and the record of the base that they were trained on; the record is empty
-             if there is none, or if run.init_from names another folder
+    The record is empty if there is none, or if run.init_from names another folder.
     """
     folder = Path(config.lora.init_from)
     if is_run(folder):
@@ -331,10 +308,7 @@ def open_adapter(config: Config) -> tuple[Initial, dict[str, Any]]:
 
 
 def check_layers(adapter: Initial, config: Config, units: Sequence[Unit]) -> None:
-    """Raise ConfigError unless adapters belong to the layers that lora.targets names.
-
-    units  of the whole model, without adapters
-    """
+    """Raise ConfigError unless adapters belong to the layers that lora.targets names."""
     chosen = chosen_targets([*targets(units)], config.lora.targets)
     configured = {f"{target.layer}.{target.region}".removesuffix(".") for target in chosen}
     stored = {name.rpartition(".")[0] for name in adapter.tensors if is_adapter(name)}
@@ -376,19 +350,14 @@ def base_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def folder_of(record: Mapping[str, Any]) -> Path:
-    """Return the folder or the run directory of a recorded base."""
     folder = Path(record["folder"])
     return folder.parent.parent if MANIFEST in record["sha256"] else folder
 
 
 def open_base(config: Config, record: Mapping[str, Any], vocabulary: int) -> Initial:
-    """Locate the base under the adapters of the checkpoint in run.init_from; not collective.
+    """Locate the base under the adapters of a checkpoint; not collective.
 
-    The base may have moved. A run that is the base may have newer checkpoints.
-
-    record      from the checkpoint
-    vocabulary  of the data
-    raises      CheckpointError if there is no such model
+    The base may have moved, to run.init_from. A run that is the base may have newer checkpoints.
     """
     folder, saved = Path(config.run.init_from), None
     try:
@@ -404,9 +373,8 @@ def open_base(config: Config, record: Mapping[str, Any], vocabulary: int) -> Ini
 
 
 def check_base(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless two records of a base have the same digests.
+    """Raise CheckpointError unless the base of adapters has the digests of then.
 
-    then  of the adapters; empty: there is nothing to compare
     now   of run.init_from, equal on all ranks
     """
     changed = [

@@ -12,7 +12,7 @@ import numpy as np
 from mpitrain.config import Config, Run
 from mpitrain.errors import CheckpointError, TrainingError, on_every_rank
 from mpitrain.machine.process import gpu_identities
-from mpitrain.parallel.replication.records import StepResult
+from mpitrain.parallel.replication.protocol import StepResult
 from mpitrain.run.build import Job, build
 from mpitrain.run.hooks import (
     Digesting,
@@ -160,10 +160,9 @@ def train(
 
 
 def _claimed(rank: int, agreed: Given, job: Job, locks: list[int]) -> tuple[str, ResumeInfo] | None:
-    """Claim the run directory on rank 0, and return it with the earlier part of the run.
+    """Claim the run directory on rank 0; return it with the earlier part of the run.
 
     locks   receives the descriptor of its lock, which the caller must close
-    raises  MpitrainError, on any rank if the run has more steps than it shall have
     """
     if job.step > agreed.config.run.steps:
         raise CheckpointError(
@@ -199,7 +198,6 @@ def _loop(run: RunState) -> bool:
 
 
 def _step(run: RunState, index: int) -> StepResult:
-    """Run one optimizer step."""
     began = time.perf_counter()
     run.reach("step", index + 1)
     trainer, own = run.trainer, None

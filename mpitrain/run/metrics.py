@@ -25,10 +25,7 @@ CLOSING = ("end", "stopped", "failed")
 
 
 def strict(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of the record that is valid JSON: NaN and infinities become None.
-
-    If there are any, `nonfinite` is True in the copy.
-    """
+    """Return the record as valid JSON: a number that is not finite is None, and `nonfinite` True."""
     clean = {
         k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()
     }
@@ -40,10 +37,7 @@ def strict(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def series(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a record by their names; NaN for one that was not finite.
-
-    Empty for an event, such as a start, and for a record without a step.
-    """
+    """Return the numbers of a record with a step by name; NaN for one that was not finite."""
     if "event" in record or "step" not in record:
         return {}
     return {
@@ -54,34 +48,26 @@ def series(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether the value is a number that a float represents."""
     return isinstance(value, int | float) and -LARGEST < value < LARGEST
 
 
 class MetricsFile:
-    """A writer that appends records to a metrics file.
-
-    Each line is passed to the system completely before the next one begins.
-    """
+    """Appends records; each line is passed to the system before the next one begins."""
 
     def __init__(self, path: Path):
         with opened(path.parent) as folder:
             self._descriptor = folder.append(path.name)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a line, or nothing: see `append`."""
         line = json.dumps(strict(record), allow_nan=False) + "\n"
         append(self._descriptor, line.encode())
 
     def close(self) -> None:
-        """Close the file. All lines are written already, so a full disk cannot make this fail."""
         os.close(self._descriptor)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics file; [] if there is no file.
-
-    Invalid lines are skipped. A killed run may have left one that is cut short.
+    """Return the records of a metrics file without invalid lines; [] if there is no file.
 
     raises  ConfigError if the path is not a regular file or cannot be read
     """
@@ -95,10 +81,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Iterate over the valid lines and their records; invalid lines are skipped.
-
-    Only a newline ends a line, not the other line separators of str.splitlines.
-    """
+    """Iterate over the valid lines and their records; only a newline ends a line."""
     try:
         lines = contents(path, inner=1).split(b"\n")
     except FileNotFoundError:
@@ -118,10 +101,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Drop the lines of later steps than `step`, and the closing line, before a run resumes.
-
-    The resumed run writes them again. All other lines stay as they are.
-    """
+    """Drop the lines after `step` and the closing line, which the resumed run writes again."""
 
     def stays(record: dict[str, Any]) -> bool:
         return record.get("step", 0) <= step and record.get("event") not in CLOSING

@@ -31,10 +31,7 @@ OF_RUN = [
 
 
 def determined(folder: Path) -> dict[str, Any]:
-    """Return {section.key: value} of the model in a folder: of a run, or of a row of FORMATS.
-
-    raises  CheckpointError if there is no model in it, or one that mpitrain does not have
-    """
+    """Return {section.key: value} of the model in a folder: of a run, or of a row of FORMATS."""
     if CONFIG not in names(folder):
         return dict(format_of(folder).keys(folder))
     tables = read_toml(folder / CONFIG, inner=1)
@@ -52,11 +49,9 @@ def determined(folder: Path) -> dict[str, Any]:
 def with_keys_of_folder(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     """Add the keys that run.init_from and lora.init_from determine, to tables that lack them.
 
-    Tables that already have all keys of a model come from a run directory. Then the folder is not
-    read.
+    Tables that already have all keys of a model come from a run directory: its folder may be gone.
 
-    raises  ConfigError for a key with another value than in the folder; CheckpointError as
-            `determined`
+    raises  ConfigError for a key with another value than in the folder
     """
     model = tables.get("model", {})
     if not isinstance(model, Mapping) or set(OF_RUN) <= set(model):
@@ -78,7 +73,7 @@ def with_keys_of_folder(tables: Mapping[str, Any]) -> Mapping[str, Any]:
 def with_keys(tables: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the tables with the keys of a model that they lack.
 
-    keys  {section.key: value}; data.vocabulary applies only to files of tokens
+    data.vocabulary applies only to files of tokens
     """
     model, data = tables.get("model", {}), tables.get("data", {})
     if not isinstance(model, Mapping) or not isinstance(data, Mapping):
@@ -93,13 +88,9 @@ def with_keys(tables: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, A
 
 
 def check_keys(name: str, stored: Mapping[str, Any], configured: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a key of [model] with another value than in the folder.
+    """Raise ConfigError for a key of [model] with another value than in the folder `name`.
 
     A shorter model.context is allowed: the run then takes the first positions.
-
-    name        of the folder
-    stored      {section.key: value} in the folder
-    configured  {section.key: value} of the run; perhaps not all keys
     """
     for key in (f"model.{key}" for key in OF_RUN):
         then, now = stored.get(key), configured.get(key)
@@ -118,10 +109,6 @@ def check_keys(name: str, stored: Mapping[str, Any], configured: Mapping[str, An
 
 
 def check_vocabulary(config: Config, stored: Mapping[str, Any], entries: int) -> None:
-    """Raise ConfigError unless the data has the vocabulary of the model in run.init_from.
-
-    entries  of the vocabulary of the data
-    """
     wanted = stored.get("data.vocabulary", 0)
     if not wanted or stored["model.kind"] != "gpt" or wanted == entries:
         return
@@ -138,13 +125,9 @@ OF_ADAPTER = ("rank", "alpha", "targets")
 def with_adapter(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     """Add the keys that an adapter determines, if the tables name an adapter to start from.
 
-    Layers have several names each, so lora.targets is compared later, with the model.
-
     If run.init_from names an adapter, lora.init_from takes its place, and run.init_from becomes the
-    base that the adapter was trained on.
-
-    raises  ConfigError for a key with another value than the adapter has, or an adapter without a
-            base; CheckpointError if the folder is damaged
+    base that the adapter was trained on. Layers have several names each, so lora.targets is compared
+    later, with the model.
     """
     run, lora = tables.get("run", {}), tables.get("lora", {})
     if not isinstance(run, Mapping) or not isinstance(lora, Mapping):
@@ -178,10 +161,7 @@ def with_adapter(tables: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def with_adapter_of_run(tables: dict[str, Any], then: Config) -> dict[str, Any]:
-    """Add the keys that a run took from an adapter, to tables with which the run resumes.
-
-    then  the configuration of the run
-    """
+    """Add the keys that a run took from an adapter, to tables with which it resumes."""
     run, lora = tables.get("run", {}), tables.get("lora", {})
     if not then.lora.init_from or not isinstance(lora, Mapping):
         return tables
@@ -204,10 +184,7 @@ def has_adapter(folder: Path) -> bool:
 
 
 def adapter_keys(folder: Path) -> dict[str, Any]:
-    """Return {section.key: value} of the adapters in a folder, and run.init_from, their base.
-
-    raises  CheckpointError if there are none
-    """
+    """Return {section.key: value} of the adapters in a folder, and run.init_from, their base."""
     if not has_adapter(folder):
         raise CheckpointError(
             f"{folder} has no adapters: it is neither a run with lora.rank nor a folder of PEFT.",

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
-from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.parallel.replication.protocol import StateBuffer
 from mpitrain.regions import Piece, within
 from mpitrain.run.checkpoint.regions import described, holdings
 from mpitrain.run.trainer import Trainer
@@ -61,7 +61,6 @@ def _same_bits(
 ) -> bool:
     """Return whether equal pieces have equal bits on all ranks; collective.
 
-    pieces  the elements of the flat buffer, and their offsets in `array`
     origin  subtracted from `start` and `stop` of each piece before ranks compare them
     """
     held = [

@@ -77,8 +77,7 @@ def agree_on(
 
     configured  returns this rank's configuration
     look        returns the location of the run; that of rank 0 counts
-    raises      MpitrainError on every rank, if `configured` or `look` raises it on any rank;
-                ConfigError on every rank, if configurations differ
+    raises      MpitrainError on every rank, if either raises it, or if configurations differ
     """
     configs: list[Config] = []
 
@@ -132,9 +131,6 @@ def resolve(transport: Transport, config: Config | Given) -> Resolved:
     """Resolve a configuration, the second agreement of a start; collective, in one gather.
 
     A configuration that is not `Given` costs the first agreement, too.
-
-    raises  ConfigError on every rank if it does not fit the ranks, hosts or devices, or if ranks
-            read different files
     """
     agreed = config if isinstance(config, Given) else agree_on(transport, lambda: config)
     resolved = on_all_ranks(
@@ -162,8 +158,6 @@ def say_resolved(transport: Transport, config: Config, resolved: Resolved) -> No
 
 def resolve_here(agreed: Given, hosts: Sequence[str]) -> Resolved:
     """Resolve a configuration on this rank; `resolve` does so on all ranks together.
-
-    `auto` becomes cuda if every rank finds a GPU, else cpu.
 
     hosts   host of every rank, by rank
     raises  ConfigError if it does not fit the ranks, hosts or this rank's device
@@ -216,9 +210,8 @@ def with_micro_batches(resolved: Resolved, micro_batches: int) -> Resolved | Non
 
 
 def _with_gain(config: Config, kind: str) -> Memory:
-    """Return the section [memory] without recomputation that saves nothing.
-
-    Attention in tiles saves one number of each row, and computes the probabilities again anyway.
+    """Return the section [memory] without recomputation that saves nothing: attention in tiles saves
+    one number of each row, and computes the probabilities again anyway.
     """
     memory = config.memory
     is_tiled = kind != "cpu" or (
@@ -260,10 +253,9 @@ def slow_heads(config: Config) -> str:
 
 
 def _check_gathers(config: Config, chunks: int) -> None:
-    """Raise ConfigError if ZeRO 3 would gather units a third time, for recomputation of segments.
-    With several chunks this cannot happen, because a whole chunk is gathered at once.
+    """Raise ConfigError if ZeRO 3 would gather units a third time, to recompute segments.
 
-    chunks  of the model
+    With several chunks this cannot happen, because a whole chunk is gathered at once.
     """
     if config.replication.zero == 3 and config.memory.segment > 1 and chunks == 1:
         raise ConfigError(
@@ -274,10 +266,7 @@ def _check_gathers(config: Config, chunks: int) -> None:
 
 
 def _planned(config: Config, sizes: Axes) -> Plan:
-    """Make the pipeline plan of the configured schedule, or read it from a file.
-
-    raises  ConfigError if it does not fit the numbers of stages and micro-batches, or ZeRO
-    """
+    """Make the pipeline plan of the configured schedule, or read it from a file."""
     settings, stages, micro_batches = config.pipeline, sizes.pp, config.batch.micro_batches
     rows = config.batch.size // sizes.dp
     if not micro_batches and settings.schedule in NAMED:
@@ -306,7 +295,6 @@ def _planned(config: Config, sizes: Axes) -> Plan:
 def _filling(stages: int, rows: int, fitting: int) -> int:
     """Return the default number of micro-batches: two per stage if there are enough rows.
 
-    rows     of each replica per step
     fitting  must divide the rows of a micro-batch; where two per stage prevent that, take one
     """
     count = stages * min(2, max(1, rows // stages)) if stages > 1 else 1
@@ -314,11 +302,7 @@ def _filling(stages: int, rows: int, fitting: int) -> int:
 
 
 def _in_passes(stages: int, micro_batches: int, chunks: int) -> str:
-    """Return the schedules that finish a model chunk for all micro-batches before the next chunk.
-
-    chunks  only schedules with this number of chunks per stage; 0: all
-    returns names with " or " between them, for a message
-    """
+    """Name the schedules that finish a chunk for all micro-batches before the next chunk."""
     return " or ".join(
         name
         for name, schedule in SCHEDULES.items()

@@ -79,7 +79,6 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
 
     resume  "no" refuses a directory with a run, "yes" one without a checkpoint; "auto" accepts both
     ranks   number of ranks, for advice
-    raises  ConfigError for a refused directory, or for a run of another model
     """
     if not config.run.out:
         if resume != "no":
@@ -134,14 +133,12 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a readable directory has a config.toml, even a damaged one."""
     with contextlib.suppress(OSError), opened(folder) as run:
         return run.facts(CONFIG) is not None
     return False
 
 
 def _how_to_resume(ranks: int) -> str:
-    """Return advice with the command that resumes the newest run under runs/ with a checkpoint."""
     try:
         saved = [
             (checkpoints[-1].stat().st_mtime, folder)
@@ -159,10 +156,8 @@ def _how_to_resume(ranks: int) -> str:
 def configuration(folder: Path) -> Config:
     """Return the configuration that a run was last trained with.
 
-    A file of an earlier version may lack newer keys; their defaults keep the earlier behaviour.
-    The first line of such a file has the number of its keys.
-
-    raises  ConfigError if any other file lacks a key: its present default may be another value
+    A file of an earlier version may lack newer keys, whose defaults keep the earlier behaviour: the
+    first line of the file has the number of its keys. Any other file that lacks a key is refused.
     """
     tables = read_toml(folder / CONFIG, inner=1)
     if isinstance(tables.get("run"), dict) and "out" in tables["run"]:
@@ -254,10 +249,8 @@ def claim(
 ) -> tuple[Path, int]:
     """Make and lock the run directory, and write its first files; for rank 0.
 
-    location  the location that `look` returned
     step      number of steps before this start; metrics of later steps are removed
     returns   the directory, and the descriptor of its lock, which the caller must close
-    raises    ConfigError if the directory cannot be written, or if another run is active in it
     """
     tiles = _text(resolved.config.device.tiles) if resolved.config.device.tiles else ""
     folder = Path(location.folder) if location.folder else None
@@ -286,10 +279,6 @@ def _begin(
     step: int,
     tiles: str,
 ) -> None:
-    """Write the first files of a run into its locked directory.
-
-    tiles  the text of the table of tile sizes; empty if device.tiles names none
-    """
     config, folder = resolved.config, run.path
     with run.make(CHECKPOINTS) as checkpoints:
         sweep(checkpoints)
@@ -321,8 +310,6 @@ def _note_tokenizer(run: Directory, config: Config, has_begun: bool) -> None:
     """Copy the tokenizer of the data, unless its tokens are bytes.
 
     If the data have none, a new run takes the tokenizer in the folder of run.init_from.
-
-    raises  ConfigError if the directory has another tokenizer
     """
     data = config.data
     names = [*data.mixture] or [data.source]
@@ -352,10 +339,6 @@ def _note_tokenizer(run: Directory, config: Config, has_begun: bool) -> None:
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of a run's metrics.
-
-    raises  ConfigError if the directory has none, or if they cannot be read
-    """
     records = read_metrics(folder / METRICS)
     if not records and not os.path.lexists(folder / METRICS):
         raise ConfigError(
@@ -372,9 +355,8 @@ def _tokenizer_in(folder: Path) -> bytes | None:
 
 
 def noted_largest(folder: Path, source: str, dtype: str) -> int | None:
-    """Return the largest token of a token file from the scan that a run directory has noted.
-
-    None if there is no valid scan, or if the file has changed since.
+    """Return the largest token of a token file that a run directory has noted; None if there is
+    no valid note, or if the file has changed since.
     """
     try:
         scan = Scan(**json.loads(contents(folder / TOKENS, inner=1)))
@@ -386,10 +368,7 @@ def noted_largest(folder: Path, source: str, dtype: str) -> int | None:
 
 
 def _fresh() -> Path:
-    """Make the directory runs/<date>-<n> with the first free n.
-
-    It is made here at once, so that runs which start at the same time do not share it.
-    """
+    """Make runs/<date>-<n> with the first free n, at once: other runs may start now."""
     date = time.strftime("%Y-%m-%d")
     n = 1
     while True:
@@ -401,7 +380,6 @@ def _fresh() -> Path:
 
 
 def _check_idle(folder: Path) -> None:
-    """Raise ConfigError if a run is active in the folder, if its file system supports locks."""
     with contextlib.suppress(OSError), opened(folder) as run, run.open(LOCK) as lock:
         _take(folder, lock.fileno())
 
@@ -436,10 +414,7 @@ def _lock(run: Directory) -> int:
 
 
 def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict[str, Any]:
-    """Return the resolved configuration as tables for config.toml.
-
-    Paths are absolute or within the run directory, so they stay valid if it is moved.
-    """
+    """Return the resolved configuration for config.toml; a moved run directory stays valid."""
     config = resolved.config
     tables = config.model_dump()
     # The file is in the run directory, so run.out is the file's own folder.

@@ -17,11 +17,7 @@ from mpitrain.transport.agreement import on_all_ranks
 
 
 class ChoiceTokens(NamedTuple):
-    """The tokens of a context and of one choice.
-
-    tokens  the last tokens of both, one more than the model reads
-    scored  the tokens of the choice, at the end
-    """
+    """The last tokens of a context and a choice, one more than the model reads; the scored end."""
 
     tokens: np.ndarray
     scored: int
@@ -48,12 +44,7 @@ class Scores(NamedTuple):
 
 
 def score(trainer: Trainer, tasks: Sequence[Task], tokenizer: Tokenizer, vocabulary: int) -> Scores:
-    """Compute the accuracy of a model on tasks; collective, with the same result on all ranks.
-
-    vocabulary  of the model
-    raises      DataError on every rank for a choice that the model cannot read; TrainingError on
-                every rank if the model's output is not finite
-    """
+    """Compute the accuracy of a model on tasks; collective, with the same result on all ranks."""
     context = trainer.config.model.context
     requests = on_all_ranks(
         trainer.transport, lambda: requests_of(tasks, tokenizer, context, vocabulary)
@@ -76,10 +67,7 @@ def scores(tasks: Sequence[Task], log_likelihoods: list[list[float]]) -> Scores:
 
 
 def log_likelihoods(trainer: Trainer, requests: Sequence[ChoiceTokens]) -> np.ndarray:
-    """Return the log-likelihood of each choice, (len(requests),) float64, on all ranks; collective.
-
-    Each replica computes its share of every batch. A batch has as many rows as an evaluation's.
-    """
+    """Return the log-likelihood of each choice, (len(requests),) float64, on all ranks; collective."""
     trainer.sync_parameters()
     context, batches = trainer.config.model.context, trainer.config.batch
     replicas, dp = trainer.grid.axes.dp, trainer.grid.coords.dp
@@ -107,9 +95,8 @@ def _accuracy(right: Sequence[float]) -> Accuracy:
 def encoded_pair(tokenizer: Tokenizer, context: str, choice: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of a context and of the choice after it, as lm-evaluation-harness does.
 
-    Spaces at the end of the context count as a part of the choice. The whole text is encoded
-    together, and the tokens after those of the context belong to the choice. An empty context is
-    the token that ends a document, or a line break.
+    The whole text is encoded together; spaces at the end of the context belong to the choice. An
+    empty context is the token that ends a document, or a line break.
     """
     stripped = context.rstrip()
     context, choice = stripped, context[len(stripped) :] + choice
@@ -126,10 +113,7 @@ def requests_of(
 ) -> list[ChoiceTokens]:
     """Return a request for each choice of each task, in order.
 
-    context     the tokens that the model reads; a longer text loses its beginning
-    vocabulary  of the model
-    raises      DataError for a choice that is no token or does not fit in the context, or for a
-                token that the model does not know
+    context  the tokens that the model reads; a longer text loses its beginning
     """
     requests = []
     for task in tasks:
@@ -154,8 +138,7 @@ def requests_of(
 def batch(requests: Sequence[ChoiceTokens], context: int) -> tuple[np.ndarray, np.ndarray]:
     """Return inputs and targets of some requests, (rows, T) int64; only choices count.
 
-    The causal mask hides the padding on the right. T is a power of two, or the whole context: few
-    shapes need few buffers.
+    The causal mask hides the padding on the right. Powers of two need few buffers.
     """
     longest = max(len(request.tokens) for request in requests) - 1
     width = min(context, max(16, 1 << (longest - 1).bit_length()))

@@ -21,12 +21,11 @@ from mpitrain.ops.int8_rows import Coded
 from mpitrain.optim import check_groups, learning_rate
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.modes import replication_for
-from mpitrain.parallel.replication.protocol import ReplicationContext
-from mpitrain.parallel.replication.records import StepInput, StepResult, weight_of
+from mpitrain.parallel.replication.protocol import ReplicationContext, StepInput, StepResult
+from mpitrain.parallel.replication.step_end import weight_of
 from mpitrain.parallel.tensor.layer_factory import (
     LayerFactory,
-    check_documents,
-    check_rates,
+    check_used,
     layers_for,
     loss_for,
 )
@@ -133,15 +132,9 @@ class Trainer:
         def assigned() -> Chunks:
             config = self.config
             cut = cut_in_chunks(
-                units,
-                layers,
-                stage_of,
-                config.pipeline.partition,
-                config.model.freeze,
-                config.lora,
+                units, layers, stage_of, config.pipeline.partition, config.model.freeze, config.lora
             )
-            check_rates(layers, config.model)
-            check_documents(layers, config.data)
+            check_used(layers, config)
             check_groups(
                 config.optimizer,
                 [

@@ -34,8 +34,7 @@ from mpitrain.strict_json import validated
 def utilisation(job: Job, sharing: int) -> Callable[[float], dict[str, float]]:
     """Return a function of a step's seconds: its `mfu` and `hfu`, or {} where there is no peak.
 
-    All ranks of a host call this at the same time, because they may measure the peak. Every rank is
-    assumed to have the peak of this one.
+    All ranks of a host call this at the same time, because they may measure the peak.
 
     sharing  ranks on this GPU or, without one, on this host
     """
@@ -57,20 +56,12 @@ def utilisation(job: Job, sharing: int) -> Callable[[float], dict[str, float]]:
 
 
 class StepFlops(NamedTuple):
-    """Floating-point operations of one step of all ranks.
-
-    model     that the model needs
-    hardware  that are executed: the model's, and those of recomputed forwards
-    """
+    """Floating-point operations of a step of all ranks: that the model needs; that are executed."""
 
     model: float
     hardware: float
 
     def rates(self, step_s: float, peak: float) -> dict[str, float]:
-        """Return `mfu` and `hfu` of a step.
-
-        peak  floating-point operations per second of all ranks together
-        """
         return {"mfu": self.model / step_s / peak, "hfu": self.hardware / step_s / peak}
 
 
@@ -78,9 +69,6 @@ def work_of(job: Scheduled, source: Source | Unopened, units: Units, parameters:
     """Count the work of a step, which is proportional to rows: on one rank with the whole model.
 
     Models with a formula in `MODELS` use it: PaLM's for a GPT. Others count forward and backward.
-
-    units       the model, as a function of a layer factory
-    parameters  of the model; a tied tensor counts once
     """
     counted = Counter(_alone(job), source, units).step(0)
     kind, rows = MODELS[job.config.model.kind], job.config.batch.size
@@ -91,7 +79,6 @@ def work_of(job: Scheduled, source: Source | Unopened, units: Units, parameters:
 
 
 def _alone(job: Scheduled) -> Scheduled:
-    """Return the job on one rank, with one row."""
     config: Config = job.config
     one_rank = {"dp": 1, "tp": 1, "pp": 1, "sequence_parallel": False}
     updated = {
@@ -120,10 +107,7 @@ CACHE = "gemm-peak"
 
 
 class _Peak(BaseModel):
-    """The contents of a cached file.
-
-    facts  everything that the rate depends on
-    """
+    """The contents of a cached file; `facts` has everything that the rate depends on."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -135,12 +119,9 @@ def gemm_peak(device: Device, dtype: np.dtype, sharing: int, kernels: str) -> fl
     """Return the floating-point operations per second of products; None on a simulated device.
 
     The first call on a machine takes less than a second. Ranks of a host must call it at the same
-    time. Then each measures with its own cores while the others load theirs, as in training. The
-    result is cached in a folder that only this user may write. `_facts` lists its dependencies.
-    Later calls measure a few products. A higher rate replaces the cached one, because the machine
-    may have been busy before.
+    time: each measures with its own cores while the others load theirs, as in training. The result
+    is cached; later calls measure a few products, and a higher rate replaces it.
 
-    dtype    of the matrices
     sharing  ranks on this GPU or, without one, on this host
     kernels  the products of a device: its device.gemm and device.tiles
     """
@@ -195,7 +176,6 @@ def _measured(device: Device, dtype: np.dtype, budget: float) -> float:
 
 
 def _product(device: Device, a: Any, b: Any, c: Any, arena: Any) -> Callable[[], None]:
-    """Return the function that writes a b to c."""
     if device.kernels is None or device.multiply is None:
         return lambda: put_product(a, b, c, False, arena)
     kernels, multiply = device.kernels, device.multiply

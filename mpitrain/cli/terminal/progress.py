@@ -19,7 +19,7 @@ from mpitrain.errors import visible
 from mpitrain.machine.process import processor
 from mpitrain.ops.host.product import mkl
 from mpitrain.parallel.modes import MODES, servers_of
-from mpitrain.parallel.replication.records import StepResult
+from mpitrain.parallel.replication.protocol import StepResult
 from mpitrain.run.resolve import slow_heads
 from mpitrain.run.watcher import Watcher
 

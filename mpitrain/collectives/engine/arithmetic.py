@@ -27,8 +27,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.ops.codes import WIRE_BLOCK as BLOCK
 from mpitrain.ops.device import Device
 
-FP16_BYTES, INT8_BYTES = 4 + 2 * BLOCK, 4 + BLOCK
-"""Bytes of an encoded block of BLOCK elements."""
+FP16_BYTES, INT8_BYTES = 4 + 2 * BLOCK, 4 + BLOCK  # of an encoded block
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -107,11 +106,7 @@ Larger magnitudes are clipped to it, because rounding would turn them into infin
 
 
 def _field(exponent: int, digits: int = 23) -> np.int32:
-    """Return (exponent + 127) << digits.
-
-    digits  position of the exponent field's lowest bit. With 23 the result is the bit pattern of
-            the float32 2 ** exponent. With 10 the field has the bits of a float16's exponent.
-    """
+    """Return an exponent in its field of a float32 (23), or of a float16 (10)."""
     return np.int32(exponent + 127 << digits)
 
 
@@ -238,7 +233,7 @@ def largest(values: np.ndarray, k: int) -> np.ndarray:
 
 
 class Arithmetic(NamedTuple):
-    """Implementation of the computations within collectives.
+    """The computations within collectives, for arrays in one kind of memory.
 
     combining  (array, op) -> function that combines received elements into regions of that array
     codecs     {name of the wire format: codec for float32}

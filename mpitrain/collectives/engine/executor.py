@@ -117,7 +117,7 @@ class Agreed(NamedTuple):
     """The agreement of all ranks on the arguments of one binding.
 
     tag   of the collective
-    owns  by rank: the facts in which ranks may differ, such as the location of the array
+    owns  by rank: the facts in which ranks may differ, as the location of the array; None for plans
     """
 
     tag: int
@@ -144,13 +144,9 @@ def agree(
               ConfigError on every rank for an unknown op or algorithm
     """
     problem = unfit(array)
-    arguments = {
-        "operation": operation,
-        "problem": problem,
-        "algorithm": algorithm,
-        **settings,
-        "tag": transport.claim_tag(),
-    }
+    tag = transport.claim_tag()
+    arguments = {"operation": operation, "problem": problem, "algorithm": algorithm, **settings}
+    arguments["tag"] = tag
     if problem is None:
         arguments |= {"count": array.size, "dtype": array.dtype.name}
     everyone, owns = zip(*transport.gather_text([arguments, own]), strict=True)
@@ -182,14 +178,11 @@ def agree(
                 f"rank {transport.rank}: root {root} is not among ranks 0 to {transport.size - 1}."
             )
         )
-    return Agreed(arguments["tag"], [*owns])
+    return Agreed(tag, [*owns])
 
 
 def unfit(array: Any) -> str | None:
-    """Describe why an object cannot be reduced, in words that follow "passed".
-
-    None for one writable, contiguous block of numbers.
-    """
+    """Describe why an object cannot be reduced, in words that follow "passed"; None if it can."""
     if not hasattr(array, "flags") or not hasattr(array, "dtype"):
         return f"a {type(array).__name__}, which is no array"
     if array.dtype.name != "bfloat16" and (
@@ -206,7 +199,6 @@ def unfit(array: Any) -> str | None:
 
 
 def check_name(what: str, name: str, known: Collection[str]) -> None:
-    """Raise ConfigError, with the list of known names, unless `name` is among them."""
     if name not in known:
         raise on_every_rank(
             ConfigError(f"{what} must be one of {', '.join(known)}, but it is {name!r}.")
@@ -235,7 +227,7 @@ def started_twice() -> CommError:
 
 
 class _BoundStep(NamedTuple):
-    """Step, or slice of a long step, with array views in place of element bounds.
+    """Step, or slice of a long step, with views of arrays in place of element bounds.
 
     after            number of bound steps that must have ended before this one begins
     sends, receives  (array, peer)
@@ -272,7 +264,7 @@ class Execution:
     ):
         self._transport, self._combine, self._tag = transport, combining(array, op), tag
         flat = array.reshape(-1)
-        self._steps, scratch = bind_plan(
+        self._steps, scratch = _bound_steps(
             transport, plan, flat if outgoing is None else outgoing.reshape(-1), flat
         )
         self.scratch_bytes = sum(array.nbytes for array in scratch)
@@ -331,7 +323,7 @@ class Execution:
             self._end_step()
 
     def _post(self) -> None:
-        """Start every step that may begin, because enough earlier steps have ended."""
+        """Start the steps that may begin, because enough earlier ones have ended."""
         transport, tag = self._transport, self._tag
         while (
             self._posted < len(self._steps)
@@ -352,14 +344,14 @@ class Execution:
         self._post()
 
 
-def bind_plan(
+def _bound_steps(
     transport: Transport, plan: Plan, source: np.ndarray, flat: np.ndarray
 ) -> tuple[list[_BoundStep], list[np.ndarray]]:
     """Return the plan's steps as views of these arrays, and the scratch that it allocates.
 
     Steps with long transfers between hosts become several bound steps.
 
-    source  the source buffer of the sends
+    source  1-D array that sends read
     flat    1-D array that receives and combines write to
     """
     longest = max(
@@ -371,20 +363,22 @@ def bind_plan(
     ends: list[int] = []
     for i, step in enumerate(plan.steps):
         before, used = ends[i - plan.depth] if i >= plan.depth else 0, 0
-        for part in cut(step, transport, max(1, BETWEEN_HOSTS // flat.itemsize)):
+        for part in _cut(step, transport, max(1, BETWEEN_HOSTS // flat.itemsize)):
             after = max(
                 before,
                 len(bound) + 1 - max(2, WINDOW // max(1, len(part.sends), len(part.receives))),
             )
             bound.append(
-                bind_step(part, after, transport.rank, source, flat, scratch[i % plan.depth][used:])
+                _bound_step(
+                    part, after, transport.rank, source, flat, scratch[i % plan.depth][used:]
+                )
             )
             used += sum(t.stop - t.start for t in part.receives)
         ends.append(len(bound))
     return bound, scratch
 
 
-def cut(step: Step, transport: Transport, limit: int) -> list[Step]:
+def _cut(step: Step, transport: Transport, limit: int) -> list[Step]:
     """Split a step so that no transfer between hosts is longer than `limit` elements."""
     host, hosts = transport.hosts[transport.rank], transport.hosts
 
@@ -408,26 +402,20 @@ def cut(step: Step, transport: Transport, limit: int) -> list[Step]:
     ]
 
 
-def bind_step(
+def _bound_step(
     step: Step, after: int, rank: int, source: np.ndarray, flat: np.ndarray, scratch: np.ndarray
 ) -> _BoundStep:
-    """Return the step with views of the arrays, and of scratch for received elements to combine."""
-    sends = [(source[t.start : t.stop], t.peer) for t in step.sends]
-    targets = [(flat[t.start : t.stop], t.peer) for t in step.receives]
-    own = (
-        [view for view, peer in sends if peer == rank],
-        [view for view, peer in targets if peer == rank],
-    )
-    sends = [(view, peer) for view, peer in sends if peer != rank]
-    targets = [(view, peer) for view, peer in targets if peer != rank]
-    copies = list(zip(own[1], own[0], strict=True))
+    sends = [(source[t.start : t.stop], t.peer) for t in step.sends if t.peer != rank]
+    targets = [(flat[t.start : t.stop], t.peer) for t in step.receives if t.peer != rank]
+    own_targets = [flat[t.start : t.stop] for t in step.receives if t.peer == rank]
+    own_sources = [source[t.start : t.stop] for t in step.sends if t.peer == rank]
+    copies = list(zip(own_targets, own_sources, strict=True))
     if not step.combine:
         return _BoundStep(after, sends, targets, copies, [])
-    receives, used = [], 0
+    receives, combines, used = [], [], 0
     for target, peer in targets:
-        receives.append((scratch[used : used + target.size], peer))
+        received = scratch[used : used + target.size]
+        receives.append((received, peer))
+        combines.append((target, received))
         used += target.size
-    combines = [
-        (target, received) for (target, _), (received, _) in zip(targets, receives, strict=True)
-    ]
     return _BoundStep(after, sends, receives, copies, combines)

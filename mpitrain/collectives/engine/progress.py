@@ -11,13 +11,10 @@ from mpitrain.errors import CommError, MpitrainError
 from mpitrain.transport.base import Transport
 
 PAUSE = 2e-4
-"""Shortest pause of the thread between two rounds of polls, in seconds.
-
-A round of polls may take the interpreter lock from the main thread.
-"""
+"""Shortest pause in seconds between two rounds of polls, which may take the lock from the main thread."""
 
 TURN = 2e-4
-"""Interval in seconds after which Python passes the interpreter lock to a thread that waits for it.
+"""Seconds after which Python passes the interpreter lock to a thread that waits for it.
 
 Python's default of 5 ms leaves links idle whenever the main thread is between two long operations.
 """
@@ -46,7 +43,7 @@ class ProgressEngine(Protocol):
 
 
 class PolledProgress:
-    """Progress engine that progresses reductions only while the caller is inside its methods."""
+    """Progress engine that works only while the caller is inside its methods."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -136,8 +133,6 @@ class ProgressThread:
         self._ended.clear()
 
     def _run(self, owner: threading.Thread) -> None:
-        """Poll started reductions until `_stop` is set, or until the thread `owner` has ended."""
-
         def is_over() -> bool:
             if not self._stop:
                 for reduction in tuple(self._started):

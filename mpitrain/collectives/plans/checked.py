@@ -30,97 +30,66 @@ def steps_of(
     call  the call that returned the answer, for messages
     most  largest number of steps
     """
-    where = call or f"all_reduce({rank}, {ranks}, {count})"
+    call = call or f"all_reduce({rank}, {ranks}, {count})"
+
+    def transfers(side: Any) -> list[Transfer]:
+        """Return the sends or the receives of step `number`."""
+        checked = []
+        for transfer in side if isinstance(side, list | tuple) else [side]:
+            if not (
+                isinstance(transfer, list | tuple)
+                and len(transfer) == 3
+                and all(isinstance(one, int) and not isinstance(one, bool) for one in transfer)
+            ):
+                raise Wrong(
+                    "step {step} of {call} must list (peer, start, stop) of integers, but has {found}",
+                    step=number,
+                    call=call,
+                    found=f"{transfer!r:.60}",
+                )
+            peer, start, stop = transfer
+            if not 0 <= peer < ranks or peer == rank:
+                law = "step {step} of {call} names peer {peer}, which is no other rank"
+                raise Wrong(law, step=number, call=call, peer=peer)
+            if not 0 <= start <= stop <= count:
+                law = "step {step} of {call} names elements {start} to {stop} of {count}"
+                raise Wrong(law, step=number, call=call, start=start, stop=stop, count=count)
+            checked.append((peer, start, stop))
+        return checked
+
     if not isinstance(answer, list | tuple):
-        raise Wrong(
-            "{call} must return a list of steps, but it is {found}",
-            call=where,
-            found=f"{answer!r:.60}",
-        )
+        law = "{call} must return a list of steps, but it is {found}"
+        raise Wrong(law, call=call, found=f"{answer!r:.60}")
     if len(answer) > most:
-        raise Wrong(
-            "{call} has {steps:,} steps, more than {most:,}",
-            call=where,
-            steps=len(answer),
-            most=most,
-        )
+        law = "{call} has {steps:,} steps, more than {most:,}"
+        raise Wrong(law, call=call, steps=len(answer), most=most)
     steps = []
     for number, step in enumerate(answer, 1):
         if not (isinstance(step, list | tuple) and len(step) == 3 and isinstance(step[2], bool)):
             raise Wrong(
                 "step {step} of {call} must be (sends, receives, adds), but it is {found}",
                 step=number,
-                call=where,
+                call=call,
                 found=f"{step!r:.60}",
             )
-        sends, receives = (
-            [_transfer(transfer, number, where, rank, ranks, count) for transfer in side]
-            if isinstance(side, list | tuple)
-            else _transfer(side, number, where, rank, ranks, count)
-            for side in step[:2]
-        )
-        steps.append((sends, receives, step[2]))
-        _check_overlap(sends, receives, step[2], number, rank)  # type: ignore[arg-type]
-    return steps  # type: ignore[return-value]
+        sends, receives, adds = transfers(step[0]), transfers(step[1]), step[2]
+        if not adds:
+            _check_overlap(sends, receives, number, rank)
+        steps.append((sends, receives, adds))
+    return steps
 
 
-def _transfer(transfer: Any, step: int, where: str, rank: int, ranks: int, count: int) -> Transfer:
-    """Return a transfer as three numbers; Wrong if it is malformed, or leaves this array."""
-    if not (
-        isinstance(transfer, list | tuple)
-        and len(transfer) == 3
-        and all(isinstance(number, int) and not isinstance(number, bool) for number in transfer)
-    ):
-        raise Wrong(
-            "step {step} of {call} must list (peer, start, stop) of integers, but has {found}",
-            step=step,
-            call=where,
-            found=f"{transfer!r:.60}",
-        )
-    peer, start, stop = transfer
-    if not 0 <= peer < ranks or peer == rank:
-        raise Wrong(
-            "step {step} of {call} names peer {peer}, which is no other rank",
-            step=step,
-            call=where,
-            peer=peer,
-        )
-    if not 0 <= start <= stop <= count:
-        raise Wrong(
-            "step {step} of {call} names elements {start} to {stop} of {count}",
-            step=step,
-            call=where,
-            start=start,
-            stop=stop,
-            count=count,
-        )
-    return peer, start, stop
-
-
-def _check_overlap(
-    sends: list[Transfer], receives: list[Transfer], adds: bool, step: int, rank: int
-) -> None:
+def _check_overlap(sends: list[Transfer], receives: list[Transfer], step: int, rank: int) -> None:
     """Raise Wrong if received elements replace others that the same step sends or receives."""
     ends = sorted((start, stop) for _, start, stop in receives if start < stop)
     for (_, stop), (start, _) in pairwise(ends):
-        if start < stop and not adds:
-            raise Wrong(
-                "step {step} of rank {rank} receives element {start} twice",
-                step=step,
-                rank=rank,
-                start=start,
-            )
-    if adds:
-        return
-    for _, start, stop in sends:
-        for first, last in ends:
-            if max(first, start) < min(last, stop):
-                raise Wrong(
-                    "step {step} of rank {rank} sends element {start} and replaces it",
-                    step=step,
-                    rank=rank,
-                    start=max(first, start),
-                )
+        if start < stop:
+            law = "step {step} of rank {rank} receives element {start} twice"
+            raise Wrong(law, step=step, rank=rank, start=start)
+    for (_, start, stop), (first, last) in product(sends, ends):
+        if max(first, start) < min(last, stop):
+            law = "step {step} of rank {rank} sends element {start} and replaces it"
+            raise Wrong(law, step=step, rank=rank, start=max(first, start))
 
 
 def check_depth(steps: Sequence[Step], depth: int, rank: int) -> None:
@@ -131,20 +100,19 @@ def check_depth(steps: Sequence[Step], depth: int, rank: int) -> None:
     for first, (sends, receives, _) in enumerate(steps):
         for second in range(first + 1, min(first + depth, len(steps))):
             later_sends, later_receives, _ = steps[second]
-            for earlier, later in (
-                (receives, [*later_sends, *later_receives]),
-                (sends, later_receives),
+            for (_, start, stop), (_, begin, end) in (
+                *product(receives, [*later_sends, *later_receives]),
+                *product(sends, later_receives),
             ):
-                for (_, start, stop), (_, begin, end) in product(earlier, later):
-                    if max(start, begin) < min(stop, end):
-                        raise Wrong(
-                            "step {step} of rank {rank} begins before step {before} ends, but both "
-                            "have element {start}",
-                            step=second + 1,
-                            rank=rank,
-                            before=first + 1,
-                            start=max(start, begin),
-                        )
+                if max(start, begin) < min(stop, end):
+                    raise Wrong(
+                        "step {step} of rank {rank} begins before step {before} ends, but both "
+                        "have element {start}",
+                        step=second + 1,
+                        rank=rank,
+                        before=first + 1,
+                        start=max(start, begin),
+                    )
 
 
 def simulate(

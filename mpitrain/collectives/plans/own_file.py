@@ -37,23 +37,12 @@ serve()"""
 class Wrong(Exception):
     """A rule that the user's file breaks.
 
-    law     sentence with fields in braces
-    values  of the fields
+    law     sentence with fields in braces, values of the fields: as in `Sentence`
     """
 
     def __init__(self, law: str, **values: Any):
         self.sentence = Sentence(law, **values)
         super().__init__(self.sentence)
-
-    @property
-    def law(self) -> str:
-        """The sentence with its fields."""
-        return self.sentence.law
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """The values of the fields."""
-        return self.sentence.values
 
 
 class Answers(NamedTuple):
@@ -68,11 +57,17 @@ class Answers(NamedTuple):
     ended: int
     is_slow: bool
 
-    def reason(self) -> Wrong:
-        """Return the reason that an answer is missing."""
+    def answer(self, number: int) -> dict[str, Any]:
+        """Return an answer by its number; Wrong if there is none, or the file breaks a rule there."""
+        if number < len(self.results):
+            answer = self.results[number]
+            if "problem" in answer:
+                problem = _from_json(answer["problem"])
+                raise Wrong(problem.law, **problem.values)
+            return answer
         if self.is_slow:
-            return Wrong("it gives no answer within {seconds:g} s", seconds=SECONDS)
-        return Wrong("its process ended with {ended} and no answer", ended=self.ended)
+            raise Wrong("it gives no answer within {seconds:g} s", seconds=SECONDS)
+        raise Wrong("its process ended with {ended} and no answer", ended=self.ended)
 
 
 def answers(path: str, code: bytes, law: str, *arguments: Any) -> Answers:
@@ -126,7 +121,7 @@ def serve() -> None:
         for answer in judge(own, *arguments):
             print(json.dumps(answer), file=written, flush=True)
     except (Exception, SystemExit) as error:
-        problem = as_json(_reason(error, path).sentence)
+        problem = _as_json(_reason(error, path).sentence)
         print(json.dumps({"problem": problem}), file=written, flush=True)
     os._exit(0)  # The file may have started threads.
 
@@ -151,15 +146,14 @@ def _reason(error: BaseException, path: str) -> Wrong:
     return Wrong("it raises {kind}{text}", **values)
 
 
-def as_json(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """Return a `Sentence`, or the value of one of its fields, as JSON."""
     if isinstance(value, Sentence):
-        return {"law": value.law, "values": {k: as_json(v) for k, v in value.values.items()}}
-    return [as_json(one) for one in value] if isinstance(value, tuple) else value
+        return {"law": value.law, "values": {k: _as_json(v) for k, v in value.values.items()}}
+    return [_as_json(one) for one in value] if isinstance(value, tuple) else value
 
 
-def from_json(value: Any) -> Any:
-    """Return a `Sentence`, or the value of one of its fields, from the result of `as_json`."""
+def _from_json(value: Any) -> Any:
     if isinstance(value, dict):
-        return Sentence(value["law"], **{k: from_json(v) for k, v in value["values"].items()})
-    return tuple(map(from_json, value)) if isinstance(value, list) else value
+        return Sentence(value["law"], **{k: _from_json(v) for k, v in value["values"].items()})
+    return tuple(map(_from_json, value)) if isinstance(value, list) else value

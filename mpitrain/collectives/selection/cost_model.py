@@ -96,10 +96,7 @@ class Tuning(NamedTuple):
 
 
 def shares(nbytes: int) -> list[float]:
-    """Return the interpolation weight of each knot for an array of that size.
-
-    One or two weights are not 0; their sum is 1.
-    """
+    """Return the interpolation weight of each knot; one or two are not 0, and their sum is 1."""
     if not KNOTS[0] < nbytes < KNOTS[-1]:
         return [float(knot == (KNOTS[0] if nbytes <= KNOTS[0] else KNOTS[-1])) for knot in KNOTS]
     above = bisect_right(KNOTS, nbytes)
@@ -160,7 +157,6 @@ def work(
 
 
 def _segments(operation: str, algorithm: str, hosts: Sequence[str], count: int) -> int:
-    """Return the number of segments of an array, which run the same plan; 1 without segments."""
     return TABLES[operation][algorithm].segments(hosts, count) if operation in TABLES else 1
 
 
@@ -194,7 +190,7 @@ def _are_plans(made: Any) -> bool:
 
 
 def is_whole(operation: str, algorithm: str) -> bool:
-    """Return whether an algorithm has no plan, so that its cost is measured as a whole."""
+    """Return whether an algorithm has no plan, so that it is measured as a whole."""
     return operation in TABLES and TABLES[operation][algorithm].plans is None
 
 
@@ -267,9 +263,7 @@ def predict(
         for knot, share in zip(KNOTS, shares(nbytes), strict=True)
         if share
     )
-    return (
-        seconds / 2 if operation == "sendrecv" else seconds
-    )  # a ping-pong sends the array two ways
+    return seconds / 2 if operation == "sendrecv" else seconds  # a ping-pong sends the array twice
 
 
 def _nearest(by_ranks: dict[int, Any], n: int) -> Any:
@@ -295,10 +289,10 @@ def choose(
 ) -> str:
     """Return the algorithm with the shortest predicted time for an array in this memory class.
 
-    memory  "window" for an array on a GPU: the GPUs of a host may read each other's memory. No
-            tuning covers that. It is preferred to messages, for which the host must wait
+    memory  "window" for an array on a GPU: the GPUs of a host may read each other's memory
     """
     if topology.is_on_device:
+        # No tuning covers shared GPU memory. It is preferred to messages: for those the host must wait.
         if memory == "window" and 1 == len(set(topology.hosts)) < len(topology.hosts):
             return "shared"
         memory = "plain"
@@ -308,10 +302,6 @@ def choose(
         return predicted if predicted == predicted else float("inf")
 
     return min(candidates(topology, operation), key=seconds)
-
-
-PARTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Numbers of buckets that a buffer may be cut into."""
 
 
 def part_bytes(
@@ -332,4 +322,4 @@ def part_bytes(
             tuning, "allreduce", algorithm, hosts, -(-count // parts), itemsize
         )
 
-    return count * itemsize / min(PARTS, key=seconds)
+    return count * itemsize / min((2**power for power in range(9)), key=seconds)

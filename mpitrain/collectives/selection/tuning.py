@@ -15,10 +15,7 @@ from mpitrain.strict_json import validated
 
 MOST_RANKS = 10**6
 SLOWEST = 1e3
-"""Upper bound of a constant of the cost model, in seconds per message, byte or run.
-
-A tuning file with a larger value is rejected.
-"""
+"""Upper bound of a constant in a tuning file, in seconds per message, byte or run."""
 
 Seconds = Annotated[float, Field(ge=0, le=SLOWEST)]
 Ranks = Annotated[str, Field(pattern=r"\A[1-9][0-9]{0,5}\z")]
@@ -47,7 +44,7 @@ class _TuningFile(BaseModel):
 
 
 def read_tuning(path: Path) -> Tuning:
-    """Read the constants in a file; ConfigError if it is not a valid tuning file."""
+    """Read a tuning file; ConfigError if it is not a valid one."""
     try:
         file = validated(_TuningFile, contents(path))
     except OSError as error:
@@ -124,7 +121,6 @@ def tuning_text(tuning: Tuning) -> str:
 
 
 def write_tuning(path: Path, tuning: Tuning) -> None:
-    """Write the tuning file atomically."""
     write_whole(path, tuning_text(tuning))
 
 

@@ -11,9 +11,13 @@ from mpitrain.data import Source, read_rows
 from mpitrain.layers.base import Gradients, Weights
 from mpitrain.layers.flat import Storage
 from mpitrain.parallel.grid import share
-from mpitrain.parallel.replication.components import GradientReducer, ParameterStore
-from mpitrain.parallel.replication.protocol import ReplicationContext
-from mpitrain.parallel.replication.state import StateBuffer, spread
+from mpitrain.parallel.replication.protocol import (
+    GradientReducer,
+    ParameterStore,
+    ReplicationContext,
+    StateBuffer,
+    spread,
+)
 from mpitrain.regions import Piece, moved, overlap
 
 
@@ -166,13 +170,8 @@ class ReplicaRows:
             config.data.source,
             source,
             len(rows),
-            lambda: self._read(source, step, rows, before),
+            lambda: source.batch(config.run.seed, step, self._size, rows, before),
         )
-
-    def _read(
-        self, source: Source, step: int, rows: range, before: int | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        return source.batch(self._replica.config.run.seed, step, self._size, rows, before)
 
     def of_update(self, micro: int) -> int:
         return self._size

@@ -1,13 +1,11 @@
-"""Layer factories: the constructors with which a model builds its layers, for one rank or a
-tensor-parallel group.
-"""
+"""Layer factories: constructors of a model's layers, for one rank or a tensor-parallel group."""
 
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 from mpitrain.collectives.group import Group
-from mpitrain.config import Data, Layout, Model
+from mpitrain.config import Config, Layout
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Layer, Loss, Unit
 from mpitrain.layers.chunked_logits import ChunkedLoss
@@ -37,10 +35,7 @@ from mpitrain.parallel.tensor.vocabulary import (
 class LayerFactory(Plain):
     """The layer factory of a single rank; its layers are the plain ones.
 
-    It also has the attributes that sharded layers need. So a model that names
-    `ColumnParallelLinear` runs on one rank, too.
-
-    rows  replicated rows of a group of one
+    It has rows of a group of one, so a model that names `ColumnParallelLinear` runs on one rank, too.
     """
 
     def __init__(self, ops: Ops, rows: ReplicatedRows):
@@ -57,8 +52,7 @@ class LayerFactory(Plain):
 
 
 class ShardedLayerFactory(LayerFactory):
-    """The layer factory of a tensor-parallel group: the constructors of `Plain`, for sharded
-    layers.
+    """The layer factory of a tensor-parallel group: the constructors of `Plain`, for sharded layers.
 
     The ranks must divide the heads, and the width between a column- and a row-parallel layer. They
     need not divide the vocabulary.
@@ -75,14 +69,12 @@ class ShardedLayerFactory(LayerFactory):
         return self
 
     def row_numbers(self, shape: Sequence[int]) -> range:
-        """Return the numbers of this rank's rows within the global batch."""
         own, every = (math.prod(rows[:-1]) for rows in (shape, self.rows.entered(shape)))
         return self.now.numbers(every)[self.rows.group.rank * own % max(1, every) :][:own]
 
     def joined_linear(
         self, inputs: int, counts: Sequence[int], each: int, draw: Draw, noun: str = "outputs"
     ) -> Column:
-        """Return a linear layer with this rank's run of each output."""
         first, runs = 0, []
         for count in counts:
             run = own_run(self.rows.group, count, noun)
@@ -94,9 +86,7 @@ class ShardedLayerFactory(LayerFactory):
         return own_run(self.rows.group, columns, "outputs")
 
     def head(self, width: int, vocab: int, draw: Draw) -> Layer:
-        """Return the logits of this rank's run of the vocabulary; `loss` and `whole` then expect
-        such logits.
-        """
+        """Return the head of this rank's vocabulary; `loss` and `whole` then expect its logits."""
         self.made.add("head")
         group, chunks = self.rows.group, self.memory.logit_chunks
         if vocab < group.size:
@@ -109,9 +99,6 @@ class ShardedLayerFactory(LayerFactory):
         return ChunkedParallelHead(head, chunks, self.rows) if chunks > 1 else head
 
     def loss(self) -> Loss:
-        """Return the vocabulary-parallel loss if `head` has been called, otherwise the loss of
-        whole logits.
-        """
         return self._split or super().loss()
 
     def whole(self, logits: Any, arena: Arena) -> Any:
@@ -129,7 +116,6 @@ class GroupShape(NamedTuple):
 
 
 def layers_for(ops: Ops, group: Group, layout: Layout) -> LayerFactory:
-    """Return the layer factory of a group: the plain one for a single rank."""
     if group.size == 1:
         return LayerFactory(ops, ReplicatedRows(group))
     return ShardedLayerFactory(
@@ -141,18 +127,15 @@ def layers_for(ops: Ops, group: Group, layout: Layout) -> LayerFactory:
 
 
 def described(ops: Ops, layout: Layout) -> LayerFactory:
-    """Return the layer factory of the last tensor-parallel rank, without a group.
+    """Return the layer factory of the last tensor-parallel rank, which has the largest shards.
 
-    The last rank has the largest shards. The layers list their parameters and shapes, but cannot
-    compute.
+    Without a group, its layers list their parameters and shapes, but cannot compute.
     """
     return layers_for(ops, cast(Group, GroupShape(layout.tp - 1, layout.tp)), layout)
 
 
 def loss_for(layers: LayerFactory, own: Loss | None = None) -> Loss:
-    """Return the loss of a model: the user's own, or else the loss of `layers`. With
-    memory.logit_chunks above 1 it takes logits chunk by chunk.
-    """
+    """Return the user's own loss, or that of `layers`; with memory.logit_chunks of chunks of logits."""
     loss = own or layers.loss()
     return ChunkedLoss(loss, layers.ops) if layers.memory.logit_chunks > 1 else loss
 
@@ -174,28 +157,21 @@ def check_saved(layers: Plain) -> None:
             )
 
 
-def check_rates(layers: Plain, model: Model) -> None:
-    """Raise ConfigError if a rate of dropout is set, but the model has no such layer.
+def check_used(layers: Plain, config: Config) -> None:
+    """Raise ConfigError if a key of dropout or of documents needs a layer that the model lacks.
 
     layers  the factory, after the model has been built with it
     """
     for key, constructor, rate in (
-        ("model.dropout", "dropout", model.dropout),
-        ("model.attention_dropout", "attention dropout", model.attention_dropout),
+        ("model.dropout", "dropout", config.model.dropout),
+        ("model.attention_dropout", "attention dropout", config.model.attention_dropout),
     ):
         if rate and constructor not in layers.made:
             raise ConfigError(
                 f"{key} {rate:g} needs layers with {constructor}, but this model has none.",
                 f"Set {key} to 0, or make them with the layer factory.",
             )
-
-
-def check_documents(layers: Plain, data: Data) -> None:
-    """Raise ConfigError if attention stops at borders of documents, but the model has no attention.
-
-    layers  the factory, after the model has been built with it
-    """
-    if data.attend == "document" and "attention" not in layers.made:
+    if config.data.attend == "document" and "attention" not in layers.made:
         raise ConfigError(
             "data.attend=document needs the layer `attention` of the layer factory, but this model has none.",
             "Set data.attend to window, or make attention with the layer factory.",

@@ -1,5 +1,4 @@
-"""Tensor-parallel linear layers (as Megatron-LM's): each rank of a group stores a slice of every
-weight.
+"""Tensor-parallel linear layers (as Megatron-LM's): each rank stores a slice of every weight.
 
 A linear layer computes y = x W^T + b, with W of shape (O, I): O outputs, I inputs. "Column" and
 "row" refer to W^T, as in Megatron. So a column-parallel layer splits the rows of W, and a
@@ -50,18 +49,14 @@ from mpitrain.parallel.tensor.sequence import ReplicatedRows
 
 
 class Layers(Protocol):
-    """The part of a layer factory that sharded layers need.
-
-    A `Trainer` passes such a factory to its argument `units`.
-    """
+    """The part of a layer factory that sharded layers need."""
 
     ops: Ops
     rows: ReplicatedRows
 
 
 class Column(Linear):
-    """The base of column-parallel layers: activation(x W^T + b), with some of the outputs on each
-    rank.
+    """The base of column-parallel layers: activation(x W^T + b), with some outputs on each rank.
 
     runs  this rank's outputs: runs of rows of the whole weight
     """
@@ -110,7 +105,7 @@ class Column(Linear):
         return self._rows.summed(lease, arena), pending
 
     def backward(self, w: Weights, dy: Any, saved: Any, dw: Gradients, arena: Arena) -> Any:
-        """Return the gradient of the input. Its reduction overlaps with the weight half."""
+        """Return the gradient of the input; its reduction overlaps with the weight half."""
         lease, pending = self._summands(w, dy, saved, arena)
         with self._rows.reduction(lease).beside():
             self.backward_weight(pending, dw, arena)
@@ -230,12 +225,8 @@ class RowParallelLinear(Linear):
         _check_rows(layers.rows, not input_is_parallel, "input_is_parallel=False takes")
         self._run = own_run(layers.rows.group, inputs, "inputs")
         super().__init__(layers.ops, len(self._run), outputs, draw, bias=False)
-        self._rows, self._whole, self._has_bias, self._is_parallel = (
-            layers.rows,
-            inputs,
-            bias,
-            input_is_parallel,
-        )
+        self._rows, self._whole = layers.rows, inputs
+        self._has_bias, self._is_parallel = bias, input_is_parallel
         self.output_is_free = activation is None
         self._activation = {
             None: None,
@@ -344,7 +335,7 @@ class HeadAttention(Attention):
 
 
 class ReplicatedLinear(FusedLinear):
-    """A linear layer that is replicated: every rank of the group computes the same product."""
+    """A linear layer of which every rank of the group computes the same product."""
 
     def __init__(self, layers: Layers, *arguments: Any):
         super().__init__(layers.ops, *arguments)
@@ -368,11 +359,7 @@ class ReplicatedNorm(LayerNorm):
 
 
 def own_run(group: Group, count: int, what: str) -> range:
-    """Return this rank's run of `count` features, heads or outputs.
-
-    what    the noun for the error
-    raises  ConfigError if the ranks do not divide the count
-    """
+    """Return this rank's run of `count` things; ConfigError, with their noun, if ranks do not divide it."""
     n = group.size
     if count % n:
         raise ConfigError(
@@ -383,10 +370,7 @@ def own_run(group: Group, count: int, what: str) -> range:
 
 
 def _check_rows(rows: ReplicatedRows, needs_all: bool, what: str) -> None:
-    """Raise ConfigError if a layer needs all columns of all rows, but rows are sequence-parallel.
-
-    what  the argument that needs them, and a verb, for the error
-    """
+    """Raise ConfigError if a layer needs all columns of all rows, but rows are sequence-parallel."""
     if needs_all and rows.partial:
         raise ConfigError(
             f"With layout.sequence_parallel each rank has rows of its own between layers, but {what} all columns.",

@@ -37,8 +37,7 @@ from mpitrain.parallel.grid import Axes
 
 
 class ReplicatedRows:
-    """Replicated activations: between layers every rank has all rows, and an all-reduce sums each
-    output.
+    """Replicated activations: every rank has all rows, and an all-reduce sums each output.
 
     The methods come in inverse pairs: `whole` gathers rows into a layer. `lease`, `reduction` and
     `summed` scatter them out of it. `entered` and `left` are the corresponding pair for shapes.
@@ -59,14 +58,11 @@ class ReplicatedRows:
         return self.group.exchange(shape, dtype)
 
     def reduction(self, lease: ActivationBuffer) -> TimedReduction:
-        """Return the bound reduction of the ranks' partial sums in the leased buffer."""
+        """Return the reduction of the ranks' partial sums in the leased buffer."""
         return lease.all_reduce()
 
     def ends(self, lease: ActivationBuffer, arena: Arena) -> tuple[Any, Any]:
-        """Return the finished sum, and an output buffer for the sum plus bias and residual.
-
-        Both may be the same array.
-        """
+        """Return the finished sum, and a buffer for the output, perhaps the same array."""
         return lease.array, lease.array
 
     def summed(self, lease: ActivationBuffer, arena: Arena) -> Any:
@@ -81,19 +77,15 @@ class ReplicatedRows:
         return x
 
     def kept(self, saved: Any, x: Any) -> Any:
-        """Return the state to save for backward, from a product's saved state with all rows of its
-        input.
-        """
+        """Return the state to save for backward, from a product's state with all rows of its input."""
         return saved
 
     def regained(self, saved: Any) -> Any:
-        """Return the product's saved state again, with all rows of its input: the inverse of
-        `kept`.
-        """
+        """Return the product's saved state again: the inverse of `kept`."""
         return saved
 
     def recomputing(self) -> AbstractContextManager[None]:
-        """Return a context for forwards just before their backward (`Recomputed`)."""
+        """Return a context for forwards just before their backward."""
         return nullcontext()
 
     def sequences(self, x: Any) -> Any:
@@ -119,10 +111,7 @@ class ReplicatedRows:
 
 @dataclass
 class AllRows:
-    """The gathered input of a layer that is computed again, in place of this rank's rows.
-
-    array   all rows
-    """
+    """The gathered input of a layer that is computed again, in place of this rank's rows."""
 
     array: Any
 
@@ -140,11 +129,7 @@ class SequenceSharded(ReplicatedRows):
     partial = True
 
     def __init__(self, group: Group, keep_gathered: bool):
-        """Start without a context, which the embedding sets.
-
-        keep_gathered  True: save a layer's gathered input for backward; False: save own rows and
-                       gather them again
-        """
+        """keep_gathered: save a layer's gathered input for backward, instead of own rows."""
         super().__init__(group)
         self._keeps, self.context = keep_gathered, 0  # VocabParallelEmbedding sets `context`
         self._recomputes = False
@@ -204,11 +189,7 @@ class SequenceSharded(ReplicatedRows):
 
 
 def sequences_together(tokens: int, ranks: int) -> int:
-    """Return the least number of sequences with a total of rows that the ranks divide.
-
-    The valid numbers of sequences are exactly its multiples.
-    tokens  in each sequence
-    """
+    """Return the number whose multiples of sequences have rows that the ranks divide."""
     return ranks // math.gcd(tokens, ranks)
 
 
@@ -227,12 +208,8 @@ def check_rows(config: Config, axes: Axes) -> None:
     config  a configuration with a resolved batch.micro_batches
     raises  ConfigError with the nearest numbers that work
     """
-    size, tokens, fitting, parts = (
-        config.batch.size,
-        config.model.context,
-        sequences_of(config),
-        config.batch.micro_batches,
-    )
+    size, parts = config.batch.size, config.batch.micro_batches
+    tokens, fitting = config.model.context, sequences_of(config)
     shares = [rows for whole in _shares(size, axes.dp) for rows in _shares(whole, parts)]
     odd = [rows for rows in shares if rows % fitting]
     if not odd:
@@ -255,5 +232,5 @@ def check_rows(config: Config, axes: Axes) -> None:
 
 
 def _shares(count: int, parts: int) -> tuple[int, int]:
-    """Return the lengths of the shortest and the longest of `parts` nearly equal runs of rows."""
+    """Return the lengths of the shortest and the longest of nearly equal runs."""
     return count // parts, -(-count // parts)

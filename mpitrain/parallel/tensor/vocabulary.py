@@ -33,8 +33,7 @@ from mpitrain.parallel.tensor.sequence import ReplicatedRows
 
 
 class VocabParallelEmbedding(Embedding):
-    """A vocabulary-parallel embedding, tokens (B, T) -> (B, T, C) (as Megatron's
-    VocabParallelEmbedding).
+    """A vocabulary-parallel embedding, tokens (B, T) -> (B, T, C).
 
     Each rank has its rows of the token table, and all positions. Only rank 0 adds the positions,
     but every rank computes their whole gradient.
@@ -55,7 +54,6 @@ class VocabParallelEmbedding(Embedding):
         self._entries = share(vocab, self._rows.group.rank, self._rows.group.size)
 
     def parameters(self):
-        """Return this rank's rows of `tokens`, and all of `positions`."""
         tokens, positions = super().parameters()
         rows = (slice(self._entries.start, self._entries.stop), slice(0, self.width))
         return [tokens._replace(slices=(rows,)), positions._replace(holders="tp")]
@@ -118,8 +116,7 @@ class ChunkedParallelHead(ChunkedHead):
 
 
 class VocabParallelCrossEntropy:
-    """Softmax cross-entropy of vocabulary-parallel logits (as Megatron's); the `Loss` of a sharded
-    head.
+    """Softmax cross-entropy of vocabulary-parallel logits: the `Loss` of a sharded head.
 
     Three numbers a row are all-reduced: one maximum and two sums. Every rank returns the loss of
     whole rows, bit for bit the same.

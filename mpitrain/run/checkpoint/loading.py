@@ -18,7 +18,7 @@ from mpitrain.formats.safetensors_files import INNER, MOVED, Located, located, r
 from mpitrain.formats.tensors import StoredTensor
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
-from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.parallel.replication.protocol import StateBuffer
 from mpitrain.regions import Piece, common
 from mpitrain.run.checkpoint.manifest import (
     INDEX,
@@ -61,9 +61,7 @@ def fill(
 
     kept     the state of this rank; arrays for which the checkpoint has nothing stay as they are
     layout   the present layout; each of its "dp" replicas takes an equal part of summed "own" state
-    returns  {name of state: message} for state that is not restored exactly; the caller
-             completes the message with the layout of the checkpoint
-    memory   the elements of one tensor on this rank
+    returns  {name of state: message without the old layout} for state that is not restored exactly
     raises   CheckpointError if a tensor is missing or of another shape, or a file cannot be read
     """
     changed: dict[str, str] = {}
@@ -130,9 +128,7 @@ def parameters(path: Path) -> dict[str, StoredTensor]:
 def _joined(files: "_Files", held: HeldRegion, regions: Sequence[Stored]) -> np.ndarray:
     """Read a rank's elements of a tensor, bit for bit: 1-D, packed.
 
-    held     the region of the tensor that this rank needs
-    regions  the regions of the tensor in the checkpoint
-    raises   CheckpointError unless the checkpoint has each element exactly once
+    raises  CheckpointError unless `regions` have each element exactly once
     """
     joined, done = np.empty(held.part.length, held.dtype), list[tuple[int, int]]()
     for offset, values in files.elements(held, regions):
@@ -147,10 +143,7 @@ def _joined(files: "_Files", held: HeldRegion, regions: Sequence[Stored]) -> np.
 
 
 def _summed(files: "_Files", held: HeldRegion, regions: Sequence[Stored]) -> np.ndarray:
-    """Read a rank's elements of a tensor, summed over all ranks that saved them: 1-D, packed.
-
-    held, regions  as in `_joined`
-    """
+    """Read a rank's elements of a tensor, summed over all ranks that saved them: 1-D, packed."""
     if any(stored.part.shape != held.part.shape for stored in regions):
         raise files.unfit(held, regions)
     total = np.zeros(held.part.length, held.dtype)
@@ -160,8 +153,6 @@ def _summed(files: "_Files", held: HeldRegion, regions: Sequence[Stored]) -> np.
 
 
 class _Files:
-    """A reader of the arrays in the files of a checkpoint; it keeps at most OPEN files open."""
-
     def __init__(self, path: Path, manifest: Manifest):
         self._path, self._listed = path, manifest.files
         self._weight_map: dict[str, str] = {}
@@ -172,7 +163,7 @@ class _Files:
         self._open: dict[str, BinaryIO] = {}
 
     def regions_of(self, held: HeldRegion) -> list[Stored]:
-        """Return the regions in the checkpoint of the tensor of `held`; [] if there are none."""
+        """Return the regions in the checkpoint of the tensor of `held`."""
         tensor = held.part.tensor
         if held.name != PARAMETERS:
             return self._stored.get((held.name, tensor), [])
@@ -194,10 +185,8 @@ class _Files:
     def elements(
         self, held: HeldRegion, regions: Sequence[Stored]
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """Read the elements of a region from the checkpoint, at most MOVED bytes at a time.
+        """Read the elements of a region, at most MOVED bytes at a time.
 
-        held     the region that this rank needs
-        regions  the regions of its tensor in the checkpoint
         yields   the offset of the values in the packed region, and the values, 1-D
         raises   ValueError if an array has another dtype or shape than the region needs
         """
@@ -224,7 +213,6 @@ class _Files:
                     yield offset + start, values
 
     def unfit(self, held: HeldRegion, regions: Sequence[Stored]) -> CheckpointError:
-        """Return the error for a tensor whose stored regions do not fit."""
         shape = regions[0].part.shape if regions else None
         has = (
             "none"
@@ -269,7 +257,6 @@ class Checkpoint(NamedTuple):
 
     @property
     def done(self) -> Done:
-        """The progress of the run at this checkpoint."""
         return self.manifest.done
 
 
@@ -277,8 +264,6 @@ def read_beside(transport: Transport, path: Path) -> Checkpoint:
     """Verify a checkpoint; collective. Each block is read once, by one of the ranks.
 
     An active run may remove the checkpoint meanwhile; then the newest one is verified instead.
-
-    raises  CheckpointError on every rank, if an existing checkpoint is damaged or unreadable
     """
     while True:
         try:
@@ -304,10 +289,7 @@ def _verified(path: Path, rank: int, ranks: int) -> Manifest:
 
 
 def _successor(transport: Transport, path: Path) -> Path | None:
-    """Return the newest checkpoint if `path` was removed, None if it exists; collective.
-
-    Rank 0 decides for all ranks.
-    """
+    """Return the newest checkpoint if `path` was removed, as rank 0 sees it; collective."""
     listed = steps(path.parent)
     successor = transport.gather_text(str(listed[-1]) if listed and path not in listed else "")[0]
     return Path(successor) if successor else None
@@ -323,14 +305,11 @@ def load(
 ) -> Checkpoint:
     """Fill the state of any layout from a checkpoint; collective.
 
-    Each rank reads only the ranges that it needs. "agreed" state is restored bit for bit. In the
-    same layout the other kinds are, too. In another layout each replica gets an equal part of the
-    sum of "own" state. It gets the mean of "mean" state. "bound" state then starts anew or from a
-    mean. Rank 0 prints a note about state that starts anew or from a mean.
+    Each rank reads only the ranges that it needs. State that is "agreed", and all state in the same
+    layout, is restored bit for bit. In another layout each replica gets an equal part of the sum of
+    "own" state, and the mean of "mean" state; "bound" state starts anew or from a mean, which rank 0
+    prints. An active run may remove the checkpoint meanwhile; then the newest one is loaded instead.
 
-    An active run may remove the checkpoint meanwhile; then the newest one is loaded instead.
-
-    returns  the checkpoint that was loaded
     raises   CheckpointError on every rank, if it is of another model or cannot be read
     """
     while True:

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from mpitrain.errors import CheckpointError
 from mpitrain.files import Directory, contents, opened, reading
 from mpitrain.formats.safetensors_files import BLOCK, INDEX, INNER, Writing, located
-from mpitrain.parallel.replication.records import DynamicLossScale
+from mpitrain.parallel.replication.step_end import DynamicLossScale
 from mpitrain.run.checkpoint.regions import PARAMETERS, Region, part_of_text
 from mpitrain.strict_json import validated
 
@@ -47,10 +47,7 @@ def abandon(partial: Path) -> None:
 
 
 def sweep(folder: Directory) -> None:
-    """Remove the leftovers of killed processes.
-
-    They are checkpoints that were half written, half removed, or replaced by a finished one.
-    """
+    """Remove what killed processes left: half written, half removed or replaced checkpoints."""
     names = folder.names()
     for name in names:
         replaced = REPLACED.fullmatch(name)
@@ -87,7 +84,7 @@ def put_in_place(partial: Path, target: Path, keep: int) -> None:
 def steps(folder: Path) -> list[Path]:
     """Return the finished checkpoints of a folder, oldest first; OSError if the folder is a link.
 
-    If a process died while it replaced a checkpoint, the old one counts until it is replaced.
+    One that was being replaced when its process died counts.
     """
     try:
         with opened(folder, inner=1) as directory:
@@ -175,10 +172,9 @@ class Structure(BaseModel):
 
 
 def structure_of(text: bytes, largest_block: int) -> Structure:
-    """Parse the text of a manifest.
+    """Parse the text of a manifest; ValueError with a message of one line if it breaks a rule.
 
     largest_block  limit for the bytes of a block, since a block is read into memory
-    raises         ValueError with a message of one line, if an entry breaks a rule
     """
     structure = validated(Structure, text)
     _check_numbers(structure, largest_block)
@@ -232,9 +228,8 @@ def _check_stored(structure: Structure) -> None:
 def _check_part(
     where: str, shape: list[int], rectangles: Any, pieces: list[tuple[int, int, int]]
 ) -> None:
-    """Raise ValueError unless rectangles are disjoint and inside the tensor, and pieces fit.
-
-    The pieces must be ascending ranges of the rectangles' elements, with packed offsets.
+    """Raise ValueError unless rectangles are disjoint and inside the tensor, and pieces are
+    ascending ranges of the rectangles' elements, with packed offsets.
     """
     local = prod(shape) if rectangles is None else _held(where, shape, rectangles)
     done = before = 0
@@ -247,10 +242,7 @@ def _check_part(
 
 
 def _held(where: str, shape: list[int], rectangles: list[list[tuple[int, int]]]) -> int:
-    """Count the elements of rectangles.
-
-    raises  ValueError unless they differ in one dim at most, and do not overlap there
-    """
+    """Count the elements of rectangles, which may differ in one dim and must not overlap there."""
     for rectangle in rectangles:
         if len(rectangle) != len(shape) or any(
             not 0 <= a <= b <= n for (a, b), n in zip(rectangle, shape, strict=True)
@@ -335,7 +327,6 @@ class Manifest(NamedTuple):
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest into the folder of the files that it lists; OSError if that fails."""
     body = {"format": FORMAT, **manifest._asdict(), **manifest.done._asdict()}
     del body["done"]
     if not manifest.base:
@@ -443,7 +434,6 @@ def verify(path: Path, manifest: Manifest, rank: int, ranks: int) -> None:
 
 
 def _tensor_files(path: Path) -> list[str]:
-    """Return the names of the safetensors files in a checkpoint, which other tools would read."""
     try:
         with opened(path, INNER - 1) as folder:
             return [name for name in folder.names() if name.endswith(".safetensors")]
@@ -484,10 +474,7 @@ def _verify(file: Path, manifest: Manifest, blocks: list[int]) -> None:
 
 
 def _other_facts(file: Path, wanted: Mapping[str, Any]) -> list[str]:
-    """Return the differences between a file's metadata and the wanted values, as text.
-
-    They are [] if the file has no valid metadata.
-    """
+    """Return the differences of a file's metadata as text; [] without valid metadata."""
     try:
         metadata = located(file)[0]
         return [

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.layers.flat import Entry, Storage
-from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.parallel.replication.protocol import StateBuffer
 from mpitrain.regions import Piece, Runs, one_run, within
 
 PARAMETERS = "parameters"
@@ -48,7 +48,6 @@ class Region(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The number of elements."""
         return sum(piece.stop - piece.start for piece in self.pieces)
 
     def packed(self) -> "Region":
@@ -163,10 +162,8 @@ def joined_dim(rectangles: Sequence[Sequence[Any]]) -> int:
 def _runs_of_rectangles(
     shape: Sequence[int], rectangles: Rectangles | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the runs of whole rectangles as three arrays, (runs,) int64 each.
-
-    The arrays are the offsets in the flattened tensor, the offsets in the flattened local
-    tensor, and the lengths.
+    """Return the runs of whole rectangles as three arrays, (runs,) int64 each: offsets in the
+    flattened tensor, offsets in the flattened local tensor, lengths.
     """
     if rectangles is None:
         return one_run(0, prod(shape))

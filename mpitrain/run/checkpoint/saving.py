@@ -32,7 +32,7 @@ from mpitrain.files import mend
 from mpitrain.formats.safetensors_files import BLOCK, MOVED, Writing, WritingTensors, WrittenFile
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
-from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.parallel.replication.protocol import StateBuffer
 from mpitrain.regions import Common, Piece, Runs, common, cut, one_run, without
 from mpitrain.run.checkpoint.manifest import (
     FORMAT,
@@ -82,7 +82,6 @@ class Joined(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the whole tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -188,10 +187,7 @@ def _write(
     backend: Backend,
     done: Done,
 ) -> tuple[dict[str, Writing], list[Stored]]:
-    """Write this rank's files, and send elements to the ranks that write them; collective.
-
-    returns  the files by name, still open, and the regions of state in them
-    """
+    """Write this rank's files, left open, and send elements to other writers; collective."""
     rank = transport.rank
     metadata = {
         "format": FORMAT,
@@ -232,7 +228,6 @@ def _write(
 
 
 def _model_files(shares: Shares) -> dict[int, str]:
-    """Return the name of each file of whole tensors, by the rank that writes it."""
     writers = sorted({joined.writer for joined in shares.tensors.values()})
     return {
         rank: f"model-{number:05d}-of-{len(writers):05d}.safetensors"
@@ -359,11 +354,8 @@ def join(
 ) -> None:
     """Gather and write the tensors of this rank to `file`, and send elements to other writers.
 
-    Collective. All ranks go through tensors, windows and sources in the same order. So the first
-    pending message can always be delivered, and ranks cannot deadlock.
-
-    file    the open safetensors file of this rank; None if it writes no tensor
-    memory  2 x MOVED bytes, and the runs of one tensor
+    Collective. All ranks go through tensors, windows and sources in the same order, so that the
+    first pending message can always be delivered. It takes 2 x MOVED bytes of memory.
     """
     me = transport.rank
     for name, joined in shares.tensors.items():
@@ -392,8 +384,7 @@ def _bring(
 ) -> None:
     """Copy or send elements from their source into the writer's chunk.
 
-    shared  runs of elements to copy: `shared.one` has their offsets in the source's array,
-            `shared.other` their offsets in `chunk`, and `shared.length` their lengths
+    shared  `one` has offsets in the source's array, `other` offsets in `chunk`
     """
     if source.rank == transport.rank:
         values = _picked(kept[source.number].array, shared, backend)
@@ -425,7 +416,6 @@ def _picked(array: Any, shared: Common, backend: Backend) -> np.ndarray:
 
 
 def _windows(joined: Joined) -> Iterator[Runs]:
-    """Iterate over windows of the flattened tensor, of at most MOVED bytes each."""
     length, count = prod(joined.shape), MOVED // joined.dtype.itemsize
     for start in range(0, length, count):
         yield one_run(start, min(count, length - start))

@@ -56,7 +56,6 @@ class BatchSetting(NamedTuple):
 
     @property
     def keys(self) -> str:
-        """The keys to set, as options of a command."""
         return f"--set batch.size={self.size} --set batch.micro_batches={self.micro_batches}"
 
 
@@ -103,7 +102,6 @@ class SearchResult(NamedTuple):
     step: StepPredictions | None
 
     def facts(self) -> dict[str, Any]:
-        """Return the estimates as JSON; values that are not finite are None."""
         noise = strict(self.noise._asdict()) if self.noise else None
         return {
             "most_rows": self.fit.rows,
@@ -210,7 +208,6 @@ def _check_mode(config: Config) -> None:
 
 
 def _built(transport: Transport, resolved: Resolved, source: Source, fit: Fit) -> tuple[Fit, Job]:
-    """Build the job with the largest micro-batch, or a smaller one if memory was taken meanwhile."""
     config = resolved.config
     optimizer = config.optimizer.model_copy(update={"lr": Steps.STILL})
     for _ in range(TRIES):
@@ -234,7 +231,6 @@ def _noise(
     seconds: float,
     show: Callable[[str], None],
 ) -> Noise | None:
-    """Measure the noise scale, with at least `LEAST` batches in the time if they can be small."""
     affordable = max(2, int(seconds / (2 * LEAST * timed[0].first_s)))
     parts = min(PARTS, affordable, steps.rows // unit)
     if parts < 2 or resolved.wire.name != "none":
@@ -394,7 +390,6 @@ def critical_size(resolved: Resolved, noise: Noise | None, unit: int) -> int | N
 
 
 def report(result: SearchResult) -> Iterator[str]:
-    """Yield the lines of the report."""
     config, axes, room = result.resolved.config, result.resolved.axes, result.fit.room
     yield (
         f"{config.model.kind}, {result.parameters:,} parameters; dp {axes.dp} x tp {axes.tp} x pp {axes.pp}, "

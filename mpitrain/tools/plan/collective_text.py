@@ -69,7 +69,6 @@ def printed(collective: Collective, width: int) -> list[str]:
 
 
 def _body(collective: Collective, width: int) -> tuple[list[str], tuple[str, str]]:
-    """Return the lines of the steps, and the legend of the rows below the messages."""
     for cell, meaning in (
         (_named(collective), _meaning_of_names(collective)),
         (_counted, _meaning_of_counts(collective)),
@@ -109,7 +108,6 @@ def _counted(data: int, chunk: int) -> str:
 
 
 def _signs(collective: Collective) -> list[tuple[str, str]]:
-    """Return legends for the first message of each kind, and for chunks that travel together."""
     messages = [message for step in collective.steps for message in step]
     firsts = [
         next((m for m in messages if m.combine == combine), None) for combine in (True, False)

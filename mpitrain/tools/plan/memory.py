@@ -63,7 +63,6 @@ def count(unresolved: Config) -> Counted:
 
 
 def table(counted: Counted) -> Iterator[str]:
-    """Yield the lines of a table: units in order, then each stage's step."""
     config, axes = counted.config, counted.axes
     yield (
         f"{config.model.kind}, {counted.parameters:,} parameters; dp {axes.dp} x tp {axes.tp} x pp {axes.pp}, "

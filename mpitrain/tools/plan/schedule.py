@@ -239,7 +239,6 @@ class Stream(NamedTuple):
         ]
 
     def idle(self, cost: Cost) -> float:
-        """Return the fraction of a steady-state step in which stages do not compute."""
         return max(0.0, 1 - self.micro_batches * sum(cost[:3]) / self.step_ms)
 
     @property
@@ -251,7 +250,6 @@ class Stream(NamedTuple):
         )
 
     def summary(self, cost: Cost) -> list[str]:
-        """Return lines with the legend of the chart and the figures of the pipeline."""
         lists, every = self.plan.lists, self.every
         updates = self.micro_batches // (every or 1)
         return [

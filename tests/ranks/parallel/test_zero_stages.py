@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from mpitrain.machine import cuda
-from mpitrain.parallel.data import zero as stages
-from mpitrain.parallel.data.unsharded_buffers import TURNS
-from mpitrain.parallel.data.zero_three import GatheredOnUse
 from mpitrain.parallel.modes import MODES, ZERO
+from mpitrain.parallel.zero import TURNS, GatheredOnUse, zero_3
 from mpitrain.run.build import build
 from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
@@ -88,7 +86,7 @@ class Closing(GatheredOnUse):
 
 def strict(replica):
     """ZeRO-3 with `Closing`, in which what was summed in a slot is gone."""
-    mode = stages.zero(stages.STAGES[3]._replace(store=Closing), replica)
+    mode = zero_3(replica, Closing)
     reducer, poll = mode.reducer, mode.reducer.poll
 
     def poll_and_spoil():

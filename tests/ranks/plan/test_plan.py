@@ -119,7 +119,8 @@ def test_the_old_word_has_the_options_of_plan_batch_and_is_not_listed():
         CliRunner().invoke(commands, ["plan", word, "--help"]).output.partition("Options:")[2]
         for word in ("micro-batches", "batch")
     )
-    assert old == new and "--verify" in old
+    options = ("dp", "tp", "pp", "most", "seconds", "verify", "json", "set")
+    assert old == new and all(f"--{name} " in old for name in options)
     assert "micro-batches" not in CliRunner().invoke(commands, ["plan", "--help"]).output
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from mpitrain.collectives.selection.table import choices
 from mpitrain.errors import ConfigError
+from mpitrain.parallel.mode import LETTERS
 from mpitrain.parallel.modes import MODES
-from mpitrain.parallel.traffic import LETTERS
 from mpitrain.tools.bench.collectives.table import write_json
 from mpitrain.tools.bench.comparison.built_in import JOBS
 from mpitrain.tools.bench.comparison.formulas import formula_of

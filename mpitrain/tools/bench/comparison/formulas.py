@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from mpitrain.config import Config, with_settings
 from mpitrain.optim import RULES
 from mpitrain.optim.rule import TensorWise
+from mpitrain.parallel.mode import LETTERS, Formula, Sample
 from mpitrain.parallel.modes import mode_of
-from mpitrain.parallel.traffic import LETTERS, Formula, Sample
 from mpitrain.run.build import Job
 from mpitrain.run.choices import parse
 from mpitrain.tools.bench.comparison.grammar import settings_of

@@ -8,10 +8,9 @@ import numpy as np
 from mpitrain.config import Config
 from mpitrain.optim import RULES
 from mpitrain.optim.rule import TensorWise
-from mpitrain.parallel.data.buckets import Buckets
-from mpitrain.parallel.data.weight_stashing import StageUpdate
+from mpitrain.parallel.buckets import Buckets
 from mpitrain.parallel.grid import divisor, share
-from mpitrain.parallel.traffic import (
+from mpitrain.parallel.mode import (
     CONTROL,
     CONTROL_ITEM,
     Travelled,
@@ -21,6 +20,7 @@ from mpitrain.parallel.traffic import (
     sent_in_ring,
     sharded,
 )
+from mpitrain.parallel.weight_stashing import StageUpdate
 from mpitrain.pipeline.instructions import Send, fused_at_the_input, training_program
 from mpitrain.pipeline.schedules import STREAMS
 from mpitrain.run.build import Job

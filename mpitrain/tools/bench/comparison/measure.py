@@ -8,7 +8,7 @@ from statistics import fmean, mean, median
 from typing import NamedTuple
 
 from mpitrain.config import Config
-from mpitrain.parallel.replication.records import StepResult
+from mpitrain.parallel.replication.protocol import StepResult
 from mpitrain.run.build import Job, build
 from mpitrain.run.watchdog import Watchdog
 from mpitrain.tools.bench.comparison.formulas import predicted, words_of

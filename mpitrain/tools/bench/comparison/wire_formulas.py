@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from mpitrain.collectives.compression import LANE, square, tiles
 from mpitrain.collectives.engine.arithmetic import BLOCK, CODECS, Wire
 from mpitrain.layers.flat import Bucket, Entry, Storage
-from mpitrain.parallel.traffic import sent_in_ring
+from mpitrain.parallel.mode import sent_in_ring
 
 WORDS = {
     **dict.fromkeys(CODECS, "2 (d-1)/d S in the wire format, in blocks of 256 numbers"),

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mpitrain.collectives.plans.own_file import Wrong, answers, from_json
+from mpitrain.collectives.plans.own_file import Wrong, answers
 from mpitrain.errors import ConfigError, visible
 from mpitrain.files import reading
 from mpitrain.tools.textbook.exercises import answers as asked
@@ -64,13 +64,11 @@ class Checked(NamedTuple):
         return self.reason is None
 
     def why(self, language: str) -> str:
-        """Return the reason in a language."""
         if self.reason is None:
             return ""
         return text(self.reason.sentence, language)
 
     def sizes(self, case: Case) -> str:
-        """Return the numbers of a case with their names."""
         return ", ".join(
             f"{name} {size}" for name, size in zip(self.exercise.sizes, case, strict=True)
         )
@@ -117,14 +115,9 @@ def judged(name: str, exercise: Exercise, path: str, code: bytes) -> Checked:
     cost: AnswerCost | None = None
     for number, case in enumerate(exercise.cases):
         try:
-            if number >= len(replies.results):
-                raise replies.reason()
-            answer = replies.results[number]
+            answer = replies.answer(number)
             if len(repr(answer)) > LONGEST:
                 raise Wrong("the answer has more than {most} characters", most=LONGEST)
-            if "problem" in answer:
-                problem = from_json(answer["problem"])
-                raise Wrong(problem.law, **problem.values)
             cost = exercise.judge(case, answer)
         except Wrong as wrong:
             return Checked(name, exercise, number, case, wrong, cost)
@@ -132,7 +125,6 @@ def judged(name: str, exercise: Exercise, path: str, code: bytes) -> Checked:
 
 
 def lines(file: str, checked: Checked, language: str) -> Iterator[str]:
-    """Yield the verdict, the smallest counterexample, and the cost with its formula."""
     exercise = checked.exercise
     verdict = text("right" if checked.is_right else "wrong", language)
     cases = text("{right} of {all} cases", language, right=checked.cases, all=len(exercise.cases))
@@ -149,7 +141,6 @@ def lines(file: str, checked: Checked, language: str) -> Iterator[str]:
 
 
 def row(file: str, checked: Checked, language: str) -> list[str]:
-    """Return the row of a file for CSV, in the order of COLUMNS."""
     cost = checked.cost
     return [
         file,

@@ -86,8 +86,6 @@ def record(
 
 
 class _State(NamedTuple):
-    """A rank after a step: contents, bytes sent so far, seconds of the step."""
-
     cells: tuple[str, ...]
     nbytes: int
     seconds: float

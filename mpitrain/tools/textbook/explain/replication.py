@@ -9,16 +9,18 @@ import numpy as np
 
 from mpitrain.collectives.plans import ring
 from mpitrain.errors import Sentence
-from mpitrain.parallel.averaging.gossip import NeighbourAverage, distances
-from mpitrain.parallel.averaging.local_sgd import PeriodicAverage
-from mpitrain.parallel.data.buckets import Buckets
-from mpitrain.parallel.data.sharded_gradients import ShardedGradients
-from mpitrain.parallel.data.zero import GatheredAfterUpdate, scattered_once
-from mpitrain.parallel.data.zero_three import GatheredOnUse
+from mpitrain.parallel.averaging import NeighbourAverage, PeriodicAverage, distances
+from mpitrain.parallel.buckets import Buckets
+from mpitrain.parallel.master import BroadcastAndUpdate, BroadcastParameters
+from mpitrain.parallel.mode import Sample
 from mpitrain.parallel.modes import mode_of
-from mpitrain.parallel.servers.master import BroadcastAndUpdate, BroadcastParameters
-from mpitrain.parallel.servers.synchronous import PushAndPull, PushedGradients, ServedUpdate
-from mpitrain.parallel.traffic import Sample
+from mpitrain.parallel.servers import PushAndPull, PushedGradients, ServedUpdate
+from mpitrain.parallel.zero import (
+    GatheredAfterUpdate,
+    GatheredOnUse,
+    ShardedGradients,
+    scattered_once,
+)
 from mpitrain.pipeline.stage import Stage
 from mpitrain.regions import Piece
 from mpitrain.run.trainer import Trainer
@@ -96,15 +98,6 @@ class ShownMode(NamedTuple):
 
 
 class _RankRun(NamedTuple):
-    """The run on one rank.
-
-    entries         its diary
-    nbytes          that it sent in a step
-    words, formula  of the bytes that the busiest rank sends
-    stored          bytes of parameters, gradients and optimizer state
-    elements        of all parameters
-    """
-
     entries: Mapping[Key, WatchedState]
     nbytes: float
     words: str
@@ -208,7 +201,6 @@ def _run(inner: Transport, shown: ShownMode, network: Network | None) -> _RankRu
 
 
 def _traffic(trainer: Trainer) -> tuple[str, float]:
-    """Return the formula of the bytes of a step, in words and as a number."""
     formula = mode_of(trainer.config).traffic(trainer.config.replication)
     assert formula is not None
     sample = Sample(8 * toy.VECTOR, 8, toy.VECTOR)
@@ -304,7 +296,6 @@ class Watch:
         self._stored = {**stored, "parameters": tuple(new or old for new, old in pairs)}
 
     def step(self, number: int) -> None:
-        """Begin a step, from 1."""
         self._step, self._ready, self._written = number, [], {}
         self._passes = {"forward": 0, "weight": 0}
         self._first_messages = self.trainer.transport.traffic.messages

@@ -27,12 +27,15 @@ import numpy as np
 
 from mpitrain.layers.base import Weights
 from mpitrain.optim import learning_rate
-from mpitrain.parallel.data.allreduce import counted_runs
-from mpitrain.parallel.data.buckets import Buckets, common_buckets
+from mpitrain.parallel.buckets import Buckets, common_buckets, counted_runs
 from mpitrain.parallel.grid import share
-from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
-from mpitrain.parallel.replication.records import StepInput, StepResult, mean_of
-from mpitrain.parallel.replication.step_end import AgreeAndUpdate
+from mpitrain.parallel.replication.protocol import (
+    Replication,
+    ReplicationContext,
+    StepInput,
+    StepResult,
+)
+from mpitrain.parallel.replication.step_end import AgreeAndUpdate, mean_of
 from mpitrain.parallel.replication.whole import ReplicaRows, WholeParameters, whole
 from mpitrain.regions import Piece
 from mpitrain.trace.recorder import UPDATE

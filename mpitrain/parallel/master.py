@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.data import Source
+from mpitrain.data import Source, read_rows
 from mpitrain.layers.base import Weights
-from mpitrain.parallel.data.buckets import Buckets, common_buckets
+from mpitrain.parallel.buckets import Buckets, common_buckets
 from mpitrain.parallel.grid import share
-from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
-from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.parallel.replication.protocol import Replication, ReplicationContext, StateBuffer
 from mpitrain.parallel.replication.step_end import AgreeAndUpdate
 from mpitrain.parallel.replication.whole import ReplicaRows, WholeParameters, whole
 from mpitrain.regions import Piece
@@ -76,7 +75,18 @@ class MasterRows(ReplicaRows):
         # The two entries are dtype and shape of a row of inputs, and of targets.
         self._forms: list[tuple[str, list[int]]] = []
 
-    def _read(
+    def batch(
+        self, source: Source, step: int, before: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        rows = self.share(self._size)
+        return read_rows(
+            self._replica.config.data.source,
+            source,
+            len(rows),
+            lambda: self._scattered(source, step, rows, before),
+        )
+
+    def _scattered(
         self, source: Source, step: int, rows: range, before: int | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Scatter the rows of a batch, which only rank 0 reads; collective."""

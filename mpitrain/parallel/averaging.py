@@ -6,16 +6,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from mpitrain.collectives.engine.executor import Execution
 from mpitrain.collectives.group import Group
-from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
-from mpitrain.parallel.replication.records import (
-    SkippedUpdates,
+from mpitrain.collectives.plans.steps import Plan, Step, Transfer
+from mpitrain.parallel.mode import has_outer
+from mpitrain.parallel.replication.protocol import (
+    Replication,
+    ReplicationContext,
+    StateBuffer,
     StepInput,
     StepResult,
-    mean_of,
 )
-from mpitrain.parallel.replication.state import StateBuffer
-from mpitrain.parallel.replication.step_end import AgreeAndUpdate
+from mpitrain.parallel.replication.step_end import AgreeAndUpdate, SkippedUpdates, mean_of
 from mpitrain.parallel.replication.whole import LocalGradients, OwnRows, WholeParameters, whole
 from mpitrain.regions import Piece
 
@@ -217,3 +219,144 @@ def averaging(
     weight = len(rows.share(size)) / size
     step_end = LocalUpdate(replica, mixer, weight, weight_in_average or weight)
     return Replication(replica, step_end, rows)
+
+
+class PeriodicAverage:
+    """Local SGD, or DiLoCo with an outer momentum: a full period ends with the average of all
+    parameters.
+
+    The average weighs each worker by its rows. A run that ends within a period saves the plain
+    average as its model. If that run is extended, its workers continue from their own parameters.
+
+    The outer optimizer takes the average for a proposal. With `start`, the parameters before the
+    period, and m, at first 0:
+
+        delta = start - average
+        m     = outer_momentum m + delta
+        start = start - outer_lr (delta + outer_momentum m)       all workers continue from here
+
+    The defaults, outer_lr 1 and outer_momentum 0, give the average itself.
+
+    bytes sent  at the end of a period an all-reduce of the parameters' bytes and one of 48; in
+                other steps an all-reduce of the parameters' bytes for a checkpoint or an
+                evaluation, otherwise none
+    memory      twice the parameters; four times with an outer optimizer
+    source      Stich 2019, Local SGD Converges Fast and Communicates Little, ICLR; for the outer
+                Nesterov momentum Douillard et al. 2023, DiLoCo, arXiv:2311.08105
+    """
+
+    def __init__(self, replica: ReplicationContext, store: AveragedParameters):
+        """Allocate the buffers of the outer optimizer, if there is one."""
+        self._replica, self._store = replica, store
+        storage, self._outer = replica.storage, dict[str, Any]()
+        if has_outer(replica.config.replication):
+            self._outer = {
+                name: replica.device.backend.zeros(storage.length, storage.dtype)
+                for name in ("outer_start", "outer_momentum")
+            }
+            self._outer["outer_start"][:] = store.own
+
+    def mix(self, step: int, is_end_of_period: bool) -> None:
+        if is_end_of_period:
+            self._store.sync()
+            if self._outer:
+                self._propose(self._store.average)
+            self._store.own[:] = self._store.average
+
+    def _propose(self, average: np.ndarray) -> None:
+        """Apply the outer optimizer to an average, in place."""
+        settings, ops, arena = (
+            self._replica.config.replication,
+            self._replica.device.ops,
+            self._replica.arena,
+        )
+        start, momentum = self._outer.values()
+        lr, beta, delta = settings.outer_lr, settings.outer_momentum, average
+        self._store.add(start, 1.0, average, -1.0, delta)
+        ops.momentum(
+            start,
+            delta,
+            momentum,
+            scale=1.0,
+            lr=lr * beta,
+            beta=beta,
+            weight_decay=0.0,
+            arena=arena,
+        )
+        ops.sgd(start, delta, scale=1.0, lr=lr, weight_decay=0.0, arena=arena)
+        average[:] = start
+
+    def state(self) -> list[StateBuffer]:
+        pieces, like = whole(self._replica.storage), {"outer_start": "parameters"}
+        return [
+            StateBuffer(name, buffer, pieces, needed=False, like=like.get(name, ""))
+            for name, buffer in self._outer.items()
+        ]
+
+
+def local_sgd(replica: ReplicationContext) -> Replication:
+    """Return local SGD, or DiLoCo; collective."""
+    return averaging(replica, PeriodicAverage)
+
+
+def distances(n: int) -> list[int]:
+    """Return the distances to the neighbours of successive steps, repeated in turn: 1, 2, 4 ...
+    below n.
+
+    If n is a power of two, len(distances) averages without updates give all n workers the global
+    average.
+    """
+    return [1 << bit for bit in range(max(1, (n - 1).bit_length()))]
+
+
+class NeighbourAverage:
+    """Gossip averaging over an exponential graph: worker r averages with worker r - d in each step.
+
+    In step k the distance d is 2^(k mod ceil(lg n)); worker r sends to worker r + d. All workers
+    have equal weight, whatever their rows, so an average leaves the mean over all workers
+    unchanged.
+
+    bytes sent  the parameters' bytes in each step; at the end of a period an all-reduce of 48 bytes
+    memory      twice the parameters
+    source      Ying et al. 2021, Exponential Graph is Provably Efficient for Decentralized Deep
+                Training, NeurIPS 34
+    """
+
+    def __init__(self, replica: ReplicationContext, store: AveragedParameters):
+        """Bind the messages of each distance; collective."""
+        self._store = store
+        transport, length = replica.grid.dp.transport, replica.storage.length
+        n, rank = transport.size, transport.rank
+        with transport.recorder.called("parameters of a neighbour"):
+            self._shifts = [
+                Execution(
+                    transport,
+                    store.average,
+                    "add",
+                    Plan(
+                        (
+                            Step(
+                                (Transfer((rank + distance) % n, 0, length),),
+                                (Transfer((rank - distance) % n, 0, length),),
+                            ),
+                        )
+                    ),
+                    transport.claim_tag(),
+                    outgoing=store.own,
+                )
+                for distance in distances(n)
+            ]
+
+    def mix(self, step: int, is_end_of_period: bool) -> None:
+        # The second buffer receives the neighbour's parameters.
+        self._shifts[step % len(self._shifts)].run()
+        own = self._store.own
+        self._store.add(own, 0.5, self._store.average, 0.5, own)
+
+    def state(self) -> list[StateBuffer]:
+        return []
+
+
+def gossip(replica: ReplicationContext) -> Replication:
+    """Return gossip averaging; collective."""
+    return averaging(replica, NeighbourAverage, 1 / replica.grid.dp.size)
