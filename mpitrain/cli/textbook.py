@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from mpitrain.cli.job_options import Outputs, check_files, output_option
-from mpitrain.cli.terminal.screen import columns
+from mpitrain.cli.terminal.output import columns
 from mpitrain.errors import ConfigError, visible
 from mpitrain.files import check_writable, write_whole
 from mpitrain.machine import process
