@@ -19,8 +19,7 @@ from mpitrain.layers.flat import GRAIN, Entry, Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.ops import Ops
 from mpitrain.ops.codes import BLOCK, Map, block_count, decode, encode
-from mpitrain.optim.groups import HyperParameters, group_of
-from mpitrain.optim.rule import BlockWise, Update, Views
+from mpitrain.optim.rule import BlockWise, HyperParameters, Update, Views, group_of
 from mpitrain.regions import Piece, moved, overlap
 
 LEAST = 4096

@@ -195,10 +195,7 @@ class Buckets(LocalGradients):
         both = zip(first, second, strict=True)
         self._active: list[Reduction] = [preferred or fallback for preferred, fallback in both]  # type: ignore[misc]
         self._missing = [*map(set, self._writers)]
-
-    @property
-    def delayed(self) -> bool:
-        return any(reduction.state for reduction in self._active)
+        self.delayed = any(reduction.state for reduction in self._active)
 
     def ready(self, unit: int, is_last: bool) -> None:
         super().ready(unit, is_last)

@@ -278,10 +278,7 @@ class GradientReducer(Protocol):
     members: Sequence[int]
     summed: dict[Piece, Any]
     squared: list[Any]
-
-    @property
-    def delayed(self) -> bool:
-        return False
+    delayed: bool = False
 
     def begin(self, step: int) -> None:
         """Begin a step, counted from 0: mark all gradients as empty."""
