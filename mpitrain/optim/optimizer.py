@@ -50,7 +50,6 @@ class ElementUpdates:
     def update(
         self, piece: Piece, parameters: Any, gradients: Any, mirror: Any, update: Update
     ) -> None:
-        """Update the parameters of a piece in place."""
         along = slice(piece.offset, piece.offset + piece.stop - piece.start)
         self._steps[piece](
             parameters,
@@ -65,7 +64,6 @@ class ElementUpdates:
 
 
 def state_bytes(name: str, storage: Storage) -> float:
-    """Return the bytes of state of an update rule for all tensors of a storage."""
     rule = RULES[name]
     if isinstance(rule.step, BlockWise):
         from mpitrain.optim.coded import coded_bytes
@@ -131,7 +129,6 @@ class Optimizer:
             )
 
     def arrays(self) -> list[StateArray]:
-        """Return all buffers of the state, for checkpoints."""
         return [
             StateArray(name, array, self._layouts[name].pieces, self._layouts[name].entries)
             for name, array in self.state.items()

@@ -47,7 +47,6 @@ class ElementsOf:
     of: Callable[[Parameter], bool]
 
     def __call__(self, tensor: Parameter) -> tuple[int, ...] | None:
-        """Return the shape of the state of a tensor."""
         return tensor.shape if self.of(tensor) else None
 
 
@@ -305,7 +304,6 @@ ADAM = ("weight_decay", "beta1", "beta1_delayed", "beta2", "epsilon")
 
 
 def of_adam(update: Update) -> Mapping[str, float]:
-    """Return the arguments of a step of Adam or of a variant."""
     settings = update.settings
     return {
         "beta1": settings.beta1_delayed if update.delayed else settings.beta1,
@@ -316,5 +314,4 @@ def of_adam(update: Update) -> Mapping[str, float]:
 
 
 def torch_adam(settings: config.Optimizer) -> Mapping[str, Any]:
-    """Return the arguments of torch.optim.Adam and AdamW."""
     return {"betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}

@@ -45,7 +45,6 @@ def laid_out(entries: Iterable[Entry], shape: Shape, start: int = 0) -> list[Ent
 
 
 def touched(storage: Storage, piece: Piece) -> list[Entry]:
-    """Return the trained tensors with elements in a piece."""
     return [entry for entry in storage.entries if overlap(entry, piece)]
 
 
@@ -86,7 +85,6 @@ class StateLayout(NamedTuple):
 
 
 def layout_of(shape: Shape, storage: Storage, pieces: Sequence[Piece]) -> StateLayout:
-    """Return the layout of a buffer of the state for the pieces of a rank."""
     if shape is elements:
         return StateLayout(sum(piece.stop - piece.start for piece in pieces), pieces)
     if isinstance(shape, ElementsOf):
@@ -99,7 +97,6 @@ def layout_of(shape: Shape, storage: Storage, pieces: Sequence[Piece]) -> StateL
 
 
 def _elements_of(shape: ElementsOf, storage: Storage, pieces: Sequence[Piece]) -> StateLayout:
-    """Return the layout of the elements of some tensors in the pieces, one after the other."""
     by_tensor, length = dict[str, Piece](), 0
     for piece in pieces:
         for entry in touched(storage, piece):

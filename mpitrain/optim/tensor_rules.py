@@ -49,12 +49,10 @@ from mpitrain.optim.rule import (
 
 
 def _pair(tensor: Parameter) -> tuple[int, ...]:
-    """Return the shape of the squares of a tensor and of its update."""
     return (2,)
 
 
 def _add_squares_lamb(piece: TensorPiece, update: Update) -> None:
-    """Step the moments; add the squares of the parameters and of the update."""
     update.ops.lamb_moments(
         piece.parameters,
         piece.gradients,
@@ -122,7 +120,6 @@ def _epsilon(piece: TensorPiece) -> float:
 
 
 def _add_squares_adafactor(piece: TensorPiece, update: Update) -> None:
-    """Add the squares of the gradient by rows and columns, and of the parameters."""
     ops, arena = update.ops, update.arena
     for _, gradients, along in _blocks(piece):
         ops.adafactor_squares(gradients, *along, update.scale, arena)
@@ -130,7 +127,6 @@ def _add_squares_adafactor(piece: TensorPiece, update: Update) -> None:
 
 
 def _add_update(piece: TensorPiece, update: Update) -> None:
-    """Step the second moment; add the squares of the update before its clipping."""
     ops, arena, epsilon = update.ops, update.arena, _epsilon(piece)
     ops.adafactor_variances(
         _flat(piece.state, "row_moment"),
@@ -185,7 +181,6 @@ def is_hidden_matrix(tensor: Parameter) -> bool:
 
 
 def _momentum(piece: TensorPiece, update: Update, out: Any) -> None:
-    """Step the momentum, and write Nesterov's momentum to out."""
     update.ops.muon_momentum(
         piece.gradients,
         piece.state["first_moment"],

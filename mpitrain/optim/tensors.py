@@ -43,7 +43,6 @@ class Divided(NamedTuple):
 
     @property
     def is_owner(self) -> bool:
-        """Whether this rank computes."""
         return bool(self.others)
 
     @property
@@ -274,7 +273,6 @@ class TensorUpdates:
         self._run_divided(views, update)
 
     def _run_divided(self, views: Views, update: Update) -> None:
-        """Compute the results of the tensors whose elements several ranks have; collective."""
         whole, divided = self._step.whole, self._results.tensors
         if whole is None or not divided:
             return
@@ -288,7 +286,6 @@ class TensorUpdates:
         self._results.run(lambda operand: whole.compute(operand, update))
 
     def _with_result(self, piece: TensorPiece, name: str, update: Update) -> TensorPiece:
-        """Return the piece with its result; that of an undivided tensor is computed here."""
         whole = self._step.whole
         if whole is None or not whole.of(piece.tensor):
             return piece
@@ -302,7 +299,6 @@ class TensorUpdates:
     def update(
         self, piece: Piece, parameters: Any, gradients: Any, mirror: Any, update: Update
     ) -> None:
-        """Update the parameters of a piece in place, tensor by tensor."""
         for fragment in self._fragments[piece]:
             tensor_piece = self._piece(piece, fragment, parameters, gradients, mirror)
             own = _in_group(update, fragment)
@@ -332,7 +328,6 @@ class TensorUpdates:
 def _bound(
     facts: Mapping[str, Shape], entries: Sequence[Entry], backend: Backend, sums: FactSums
 ) -> _Sums:
-    """Lay out the facts of a round in one vector, and bind its all-reduce; collective."""
     layouts, length = dict[str, list[Entry]](), 0
     for name, shape in facts.items():
         layouts[name] = laid_out(entries, shape, length)

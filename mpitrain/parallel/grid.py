@@ -41,7 +41,6 @@ class Axes(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """The number of all ranks, servers included."""
         return self.tp * self.dp * self.pp + self.servers
 
     def coords(self, rank: int) -> Coords:

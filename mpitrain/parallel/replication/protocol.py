@@ -170,7 +170,6 @@ class StateBuffer(NamedTuple):
 
     @classmethod
     def of(cls, state: StateArray) -> "StateBuffer":
-        """Return a buffer of an optimizer's state."""
         return cls(state.name, state.array, state.pieces, entries=state.entries)
 
 
