@@ -574,9 +574,8 @@ override; for one version.
 def _former(part: str, attribute: str) -> property:
     def read(replication: Replication) -> Any:
         inner = getattr(replication, part)
-        method = getattr(
-            type(inner), attribute, None
-        )  # of the class: an instance may have an override
+        # A method is taken from the class, because the instance may have an override.
+        method = getattr(type(inner), attribute, None)
         return method.__get__(inner) if callable(method) else getattr(inner, attribute)
 
     return property(read)
