@@ -214,8 +214,6 @@ class ShardedGradients(GradientReducer):
     engine  the progress engine of these reductions and of the constructor's `others`
     """
 
-    delayed = False
-
     def __init__(
         self, replica: ReplicationContext, shards: Shards, others: Sequence[Reduction] = ()
     ):
