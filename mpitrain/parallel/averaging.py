@@ -52,16 +52,13 @@ class AveragedParameters(WholeParameters):
         self.is_current = True
 
     def add(self, a: Any, alpha: float, b: Any, beta: float, out: Any) -> None:
-        """Write alpha a + beta b to `out`, as the operation `weighted_sum`."""
         self._replica.device.ops.weighted_sum(a, alpha, b, beta, out, self._replica.arena)
 
     def resume(self) -> None:
-        """Continue from this worker's own parameters."""
         self.parameters, self.weights = self.own, self._own_weights
         self.loaded()
 
     def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
-        """Update this worker's own parameters; `resume` writes the mirror later, after the mixer."""
         for piece, own in self.owned.items():
             apply(piece, own, None)
         self.is_current = False
@@ -201,7 +198,6 @@ class LocalUpdate(AgreeAndUpdate):
         )
 
     def state(self) -> list[StateBuffer]:
-        """Return each worker's optimizer state, and the state of the mixer."""
         own = [buffer._replace(kind="mean") for buffer in super().state()]
         return [*own, *self._mixer.state()]
 
@@ -246,7 +242,6 @@ class PeriodicAverage:
     """
 
     def __init__(self, replica: ReplicationContext, store: AveragedParameters):
-        """Allocate the buffers of the outer optimizer, if there is one."""
         self._replica, self._store = replica, store
         storage, self._outer = replica.storage, dict[str, Any]()
         if has_outer(replica.config.replication):
@@ -264,7 +259,6 @@ class PeriodicAverage:
             self._store.own[:] = self._store.average
 
     def _propose(self, average: np.ndarray) -> None:
-        """Apply the outer optimizer to an average, in place."""
         settings, ops, arena = (
             self._replica.config.replication,
             self._replica.device.ops,
@@ -295,7 +289,6 @@ class PeriodicAverage:
 
 
 def local_sgd(replica: ReplicationContext) -> Replication:
-    """Return local SGD, or DiLoCo; collective."""
     return averaging(replica, PeriodicAverage)
 
 
@@ -323,7 +316,6 @@ class NeighbourAverage:
     """
 
     def __init__(self, replica: ReplicationContext, store: AveragedParameters):
-        """Bind the messages of each distance; collective."""
         self._store = store
         transport, length = replica.grid.dp.transport, replica.storage.length
         n, rank = transport.size, transport.rank
@@ -358,5 +350,4 @@ class NeighbourAverage:
 
 
 def gossip(replica: ReplicationContext) -> Replication:
-    """Return gossip averaging; collective."""
     return averaging(replica, NeighbourAverage, 1 / replica.grid.dp.size)

@@ -208,7 +208,6 @@ class Replicated:
         transport.tenants.add(self._close)
 
     def _build(self, config: Config, device: Device) -> None:
-        """Bind the buckets, and broadcast the parameters; collective."""
         units = [
             Unit(str(index), cast(Layer, _Tensor(tuple(array.shape))))
             for index, array in enumerate(self._parameters)
@@ -263,7 +262,6 @@ class Replicated:
         self._next -= 1
 
     def _checked(self, index: int, gradient: Any) -> tuple[str, Any]:
-        """Return why a gradient is refused, or "" and its array."""
         count = len(self._parameters)
         if not isinstance(index, Integral) or index not in range(count):
             return f"gradient {index} has no parameter: they are 0 to {count - 1}", None
@@ -304,7 +302,6 @@ class Replicated:
             self._average(self._leaves[index].array, gradient)
 
     def _refuse(self, faults: list[str]) -> None:
-        """Raise the faults of all ranks on every rank; collective."""
         assert self._own is not None
         everyone = self._own.gather_text(faults[:NAMED])
         listed = [f"{fault} on rank {rank}" for rank, own in enumerate(everyone) for fault in own]
@@ -317,7 +314,6 @@ class Replicated:
         )
 
     def _close(self) -> None:
-        """Free the communicators and windows; `transport.close` calls this. Collective."""
         if self._own is None:
             return
         self._leaves.clear()

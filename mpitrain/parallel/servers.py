@@ -66,7 +66,6 @@ class PushPull:
     """
 
     def __init__(self, transport: Transport):
-        """Claim two tags. All ranks must claim tags in the same order."""
         self.transport = transport
         with transport.recorder.called("a header"):
             self._headers = transport.claim_tag()
@@ -83,11 +82,9 @@ class PushPull:
         ]
 
     def start_send_pieces(self, views: Sequence[Any], to: int) -> list[Request]:
-        """Start to send pieces without a header, to a rank that expects them."""
         return [self.transport.start_send(view, to, self._pieces) for view in views]
 
     def start_recv(self, numbers: np.ndarray, views: Sequence[Any], source: int) -> list[Request]:
-        """Start to receive a header and its pieces from a rank."""
         return [
             self.transport.start_recv(numbers, source, self._headers),
             *self.start_recv_pieces(views, source),
@@ -100,7 +97,6 @@ class PushPull:
         return [self.transport.start_recv(view, source, self._pieces) for view in views]
 
     def wait(self, request: Request) -> None:
-        """Sleep until a message has arrived."""
         self.transport.wait_any([request])
 
     def wait_for_header(self, numbers: np.ndarray) -> int:
@@ -117,7 +113,6 @@ class Roles:
     """
 
     def __init__(self, replica: ReplicationContext):
-        """Claim the tags of the messages. All ranks must claim tags in the same order."""
         axes = replica.grid.axes
         first = axes.ranks - axes.servers
         self.workers, self.servers = range(first), range(first, axes.ranks)
@@ -128,7 +123,6 @@ class Roles:
         self.answers = {server: header() for server in self.servers}
 
     def views(self, flat: Any) -> dict[int, list[Any]]:
-        """Return {server: views of its pieces in a full-size flat buffer}."""
         return {server: spread(flat, pieces) for server, pieces in self.pieces.items()}
 
 
@@ -166,7 +160,6 @@ class PushedGradients(LocalGradients):
         self._pushes = [push for push in self._pushes if not push.test()]
 
     def wait(self) -> None:
-        """Block until the gradients are sent."""
         self.push()
         for push in self._pushes:
             push.wait()
@@ -233,7 +226,6 @@ class ServedGradients(GradientReducer):
     """The gradients that a server receives for its pieces, concatenated."""
 
     def __init__(self, replica: ReplicationContext, pieces: Sequence[Piece]):
-        """Allocate the buffer; collective."""
         storage, servers = replica.storage, replica.grid.servers
         assert servers is not None
         length = sum(piece.stop - piece.start for piece in pieces)
@@ -335,7 +327,6 @@ class NoRows(ReplicaRows):
 
 
 def synchronous(replica: ReplicationContext) -> Replication:
-    """Return this rank's role with synchronous servers; collective."""
     roles = Roles(replica)
     if replica.grid.is_server:
         return Replication(replica, ServedUpdate(replica, roles), NoRows(replica))

@@ -88,7 +88,6 @@ class StashedParameters(WholeParameters):
             self.owned = dict.fromkeys(self.owned, self._newest())
 
     def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
-        """Update the newest version."""
         mirror = None if self.mirror is None else self._newest()
         for piece, masters in self.owned.items():
             apply(piece, masters, mirror)
@@ -111,7 +110,6 @@ class StageUpdate(AgreeAndUpdate):
     store: StashedParameters
 
     def __init__(self, replica: ReplicationContext, every: int, versions: int):
-        """Allocate the versions, and bind the control messages; collective."""
         grid, backend, owned = replica.grid, replica.device.backend, whole(replica.storage)
         buckets, counted = common_buckets(replica), counted_runs(replica)
         store = StashedParameters(replica, every, versions)
@@ -179,7 +177,6 @@ class StageUpdate(AgreeAndUpdate):
         )
 
     def _first_of(self, micro: int) -> int:
-        """Return the first micro-batch of the update of a micro-batch of a step."""
         return micro // self.every * self.every
 
     @property
