@@ -242,17 +242,19 @@ class AsyncWork(AgreeAndUpdate):
     def outcome(self, step: int, own: StepResult | None) -> StepResult:
         return self._known.pop(step)._replace(comm_s=self.replica.exposed.take())
 
-    def finish(self, mine: StepInput) -> StepResult:
+    def finish(self, step_input: StepInput) -> StepResult:
         assert self._rows.ticket is not None
-        loss, squares, nonfinite = self.replica.gradient_stats(mine, self.reducer.squared)
-        own, factor = self.divided(mine, (loss, squares, nonfinite, mine.stop, mine.ignored))
+        loss, squares, nonfinite = self.replica.gradient_stats(step_input, self.reducer.squared)
+        own, factor = self.divided(
+            step_input, (loss, squares, nonfinite, step_input.stop, step_input.ignored)
+        )
         requests = []
         for server in self._servers:
             message = _filled(
                 PUSH if own.updated else LEAVE_OUT,
                 self._rows.ticket,
                 factor,
-                mine.lr,
+                step_input.lr,
                 self._versions[server],
             )
             requests += self._line.start_recv(self._answers[server], [], server)
@@ -265,13 +267,13 @@ class AsyncWork(AgreeAndUpdate):
         )
         report = Report(
             self._rows.ticket,
-            mine.targets - mine.ignored,
+            step_input.targets - step_input.ignored,
             own.loss,
             own.grad_norm,
             own.lr,
             own.nonfinite,
             own.updated,
-            bool(mine.stop or servers_stop),
+            bool(step_input.stop or servers_stop),
             int(staleness),
         )
         self._report = _filled(DRAW, *report)

@@ -159,19 +159,19 @@ class LocalUpdate(AgreeAndUpdate):
         super().begin(step)
         self.store.resume()
 
-    def finish(self, mine: StepInput) -> StepResult:
+    def finish(self, step_input: StepInput) -> StepResult:
         # Most steps have no all-reduce: the sums of `agree` are this rank's own numbers.
-        own = self.update(mine, lambda *numbers: numbers)
+        own = self.update(step_input, lambda *numbers: numbers)
         config = self.replica.config
         with self.replica.exposed:
-            is_end_of_period = (mine.number + 1) % config.replication.period == 0
+            is_end_of_period = (step_input.number + 1) % config.replication.period == 0
             self.store.is_current = False
-            self._mixer.mix(mine.number, is_end_of_period)
+            self._mixer.mix(step_input.number, is_end_of_period)
             is_bad = not own.updated and own.counted > 0
             self._numbers[3:] += own.nonfinite, is_bad, own.stop
             result = own._replace(nonfinite=0, updated=True, stop=False)
-            if is_end_of_period or mine.number + 1 == config.run.steps:
-                result = self._exchange(mine, own)
+            if is_end_of_period or step_input.number + 1 == config.run.steps:
+                result = self._exchange(step_input, own)
         return result._replace(comm_s=own.comm_s + self.replica.exposed.take())
 
     def _exchange(self, step_input: StepInput, own: StepResult) -> StepResult:

@@ -177,12 +177,12 @@ class PushAndPull(AgreeAndUpdate):
         self._line, self._answers = roles.line, roles.answers
         self._pull, self._report = roles.views(store.parameters), header()
 
-    def finish(self, mine: StepInput) -> StepResult:
+    def finish(self, step_input: StepInput) -> StepResult:
         began = time.perf_counter()
         line, answers = self._line, self._answers
         self.reducer.push()
-        loss = self.replica.gradient_stats(mine, ())[0]
-        self._report[:4] = loss, mine.stop, mine.ignored, mine.targets
+        loss = self.replica.gradient_stats(step_input, ())[0]
+        self._report[:4] = loss, step_input.stop, step_input.ignored, step_input.targets
         pulls = [line.start_recv(answers[server], self._pull[server], server) for server in answers]
         ends = [line.start_send(self._report, [], server) for server in answers]
         self.reducer.wait()
@@ -190,7 +190,7 @@ class PushAndPull(AgreeAndUpdate):
             request.wait()
         self.store.loaded()
         first, *_ = answers.values()  # all servers send the same numbers
-        outcome, _ = self.divided(mine, first[:5].tolist())
+        outcome, _ = self.divided(step_input, first[:5].tolist())
         return self.skips.conclude(outcome._replace(comm_s=time.perf_counter() - began))
 
 
@@ -290,7 +290,7 @@ class ServedUpdate(AgreeAndUpdate):
         self._line, self._heard = roles.line, header()
         self._reports, self._answer = {worker: header() for worker in roles.workers}, header()
 
-    def finish(self, mine: StepInput) -> StepResult:
+    def finish(self, step_input: StepInput) -> StepResult:
         """Sum the gradients, agree on the result, update, and answer all workers with the
         parameters.
         """
@@ -304,7 +304,7 @@ class ServedUpdate(AgreeAndUpdate):
         loss, stop, ignored = (
             sum(float(report[number]) for report in self._reports.values()) for number in range(3)
         )
-        step_input = mine._replace(targets=int(self._reports[0][3]))  # a server has no rows
+        step_input = step_input._replace(targets=int(self._reports[0][3]))  # a server has no rows
         _, squares, own_nonfinite = self.replica.gradient_stats(None, self.reducer.squared)
         self._squares[:] = squares, own_nonfinite, step_input.stop
         self._agree_on_squares.run()

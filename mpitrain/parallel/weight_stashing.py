@@ -287,14 +287,14 @@ class StageUpdate(AgreeAndUpdate):
         for micro in self._unread:
             self._telling[micro % self._stages].poll()
 
-    def finish(self, mine: StepInput) -> StepResult:
+    def finish(self, step_input: StepInput) -> StepResult:
         """Return the newest known result. It belongs to an earlier step, unless the pipeline is
         empty.
         """
-        self._wish |= mine.stop
+        self._wish |= step_input.stop
         self._release(len(self._numbers) - self._late)
         for late in (self._known, self._ended):
-            for step in [step for step in late if step < mine.number - self._late]:
+            for step in [step for step in late if step < step_input.number - self._late]:
                 del late[step]
         return self._newest
 

@@ -367,7 +367,7 @@ class StepEnd(Protocol):
         return
 
     @abstractmethod
-    def finish(self, mine: StepInput) -> StepResult:
+    def finish(self, step_input: StepInput) -> StepResult:
         """Wait for the gradients, agree on the result, and update the parameters; collective.
 
         The result is equal on all ranks, but for the fields that `StepResult` excepts.

@@ -288,9 +288,9 @@ class AgreeAndUpdate(StepEnd):
         self._is_spoiled = not outcome.updated
         return skips.conclude(outcome._replace(comm_s=exposed.take()))
 
-    def finish(self, mine: StepInput) -> StepResult:
+    def finish(self, step_input: StepInput) -> StepResult:
         self.store.sync()
-        return self.update(mine, self.control.total)
+        return self.update(step_input, self.control.total)
 
     def sync(self) -> None:
         self.store.sync()
