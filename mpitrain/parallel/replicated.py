@@ -32,7 +32,7 @@ from mpitrain.ops.device import Device, device_for
 from mpitrain.parallel.buckets import Buckets, common_buckets
 from mpitrain.parallel.grid import Axes, Grid
 from mpitrain.parallel.replication.protocol import ReplicationContext
-from mpitrain.parallel.replication.step_end import ControlMessage
+from mpitrain.parallel.replication.step_end import ControlMessage, weight_of
 from mpitrain.transport.agreement import from_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device import over_device
@@ -46,20 +46,16 @@ Average = Callable[[Any, Any], None]
 
 def averaging(device: Device, ranks: int, arena: Arena) -> Average:
     """Return the function that averages on a device: NumPy's one pass, or our kernels."""
-    return _by_numpy(ranks) if device.kernels is None else _by_kernels(device, ranks, arena)
+    weight = weight_of(ranks)
+    if device.kernels is None:
+        return lambda total, gradient: np.multiply(total, weight, out=gradient)
 
-
-def _by_numpy(ranks: int) -> Average:
-    return lambda total, gradient: np.multiply(total, 1 / ranks, out=gradient)
-
-
-def _by_kernels(device: Device, ranks: int, arena: Arena) -> Average:
     def write(total: Any, gradient: Any) -> None:
         is_flat = gradient.flags.c_contiguous
         target = gradient if is_flat else arena.take(gradient.shape, gradient.dtype)
         target.fill(0)
         # The step of SGD from 0 with learning rate -1 is 0 + total / ranks.
-        device.ops.sgd(target.reshape(-1), total.reshape(-1), 1 / ranks, -1.0, 0.0, arena)
+        device.ops.sgd(target.reshape(-1), total.reshape(-1), weight, -1.0, 0.0, arena)
         if not is_flat:
             gradient[...] = target
 

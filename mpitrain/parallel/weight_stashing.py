@@ -35,7 +35,7 @@ from mpitrain.parallel.replication.protocol import (
     StepInput,
     StepResult,
 )
-from mpitrain.parallel.replication.step_end import AgreeAndUpdate, mean_of
+from mpitrain.parallel.replication.step_end import AgreeAndUpdate, mean_of, weight_of
 from mpitrain.parallel.replication.whole import ReplicaRows, WholeParameters, whole
 from mpitrain.regions import Piece
 from mpitrain.trace.recorder import UPDATE
@@ -198,7 +198,8 @@ class StageUpdate(AgreeAndUpdate):
         # The last stage runs backward right after forward, so `_turns` numbers this micro-batch.
         at, size = self._turns % self._micro_batches, self.replica.config.batch.size
         self._losses[at] = loss.reshape(()) if hasattr(loss, "reshape") else loss
-        self._parts_of_mean[at] = len(share(rows, at, self._micro_batches)) / (size * targets)
+        predictions = targets // len(share(rows, at, self._micro_batches))
+        self._parts_of_mean[at] = weight_of(size * predictions)
 
     def turn(self) -> bool:
         """Begin the backward of the next micro-batch, and read the control message that is due.

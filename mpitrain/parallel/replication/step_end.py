@@ -24,6 +24,8 @@ from mpitrain.trace.recorder import UPDATE
 def weight_of(targets: int) -> float:
     """Return the weight of each of an update's targets in the mean: the factor of a summed loss.
 
+    `Replicated`, whose caller has divided already, passes the number of ranks.
+
     `mean_of` divides by the fraction that counts, when all ranks know the ignored targets. Nothing
     else divides a gradient.
     """
