@@ -33,6 +33,7 @@ from mpitrain.ops.weightless import (
 )
 from mpitrain.parallel.grid import Axes, share
 from mpitrain.parallel.memory import Room
+from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.parallel.tensor.layer_factory import layers_for, loss_for
 from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.partition import TIME, Units, cut_in_chunks
@@ -200,10 +201,9 @@ class Body:
 
 
 class Replica:
-    """The parameters and gradients of a rank without memory, as the training step calls them."""
+    """The parameters and gradients of a rank without memory: all parts of its `Replication`."""
 
-    def __init__(self, storage: Storage, body: "Body", loss: Loss, first: int):
-        self.replica = _Context(first)
+    def __init__(self, storage: Storage, body: "Body", loss: Loss):
         computed = body.device.half or storage.dtype
         self._weights = storage.weights(
             body.memory.made((storage.length,), computed),
@@ -219,13 +219,10 @@ class Replica:
     def open(self, unit: int, micro: int) -> Weights:
         return self._weights[unit]
 
-    def close(self, unit: int, micro: int) -> None:
-        pass
-
-    def gradients(self, unit: int, micro: int) -> Gradients:
+    def gradients(self, unit: int) -> Gradients:
         return self._gradients[unit]
 
-    def gradient_ready(self, unit: int, is_last: bool) -> None:
+    def ready(self, unit: int, is_last: bool) -> None:
         pass
 
     def poll(self) -> None:
@@ -233,6 +230,12 @@ class Replica:
 
     def loss(self, logits: Any, targets: Any, scale: float) -> tuple[Any, Any]:
         return self._loss.gradient(logits, targets, scale, self._arena)
+
+
+def _replication(storage: Storage, body: "Body", loss: Loss, first: int) -> Replication:
+    parts: Any = Replica(storage, body, loss)
+    context: Any = _Context(first)
+    return Replication(context, parts, parts, parts, parts)
 
 
 class _Phases(Silent):
@@ -271,7 +274,7 @@ class UnitCounter(Silent):
     replica  their parameters and gradients
     """
 
-    def __init__(self, body: Body, units: Sequence[Unit], replica: Replica):
+    def __init__(self, body: Body, units: Sequence[Unit], replica: Replication):
         super().__init__()
         self._body, self._units, self._replica = body, units, replica
         self._lowest = replica.replica.first
@@ -282,8 +285,9 @@ class UnitCounter(Silent):
 
     def count(self, x: Callable[[], Any], targets: Any) -> list[UnitCount]:
         """Return the counts of all units.    x, targets: make an input, and the targets of the loss"""
-        replica: Any = self._replica
-        stage = Stage(self._units, replica, self._body.arena, recorder=self, lowest=self._lowest)
+        stage = Stage(
+            self._units, self._replica, self._body.arena, recorder=self, lowest=self._lowest
+        )
 
         # No variable may refer to a gradient as well: its buffer would return later.
         def gradient() -> Any:
@@ -314,7 +318,7 @@ class UnitCounter(Silent):
             return self._body.arena.take(y.shape, y.dtype)
         self._begin(len(self._units) - 1)
         right = targets().reshape(-1)
-        _, dy = self._replica.loss(y.reshape(len(right), -1), right, 1.0)
+        _, dy = self._replica.rows.loss(y.reshape(len(right), -1), right, 1.0)
         self.end(0)
         return dy.reshape(y.shape)
 
@@ -367,7 +371,7 @@ class Counter:
         body, chunks = self._body, self._chunks.chunks
         units = [unit for chunk in own(plan.stage_of, pp) for unit in chunks[chunk]]
         storage = Storage(units, config.precision.stored, axes.dp)
-        replica: Any = Replica(storage, body, loss_for(body.layers), self._chunks.first(units))
+        replica = _replication(storage, body, loss_for(body.layers), self._chunks.first(units))
         endpoint, computed = body.endpoint(pp, axes.pp), device.half or storage.dtype
         rows = share(config.batch.size, dp, axes.dp)
         every = [share(len(rows), n, plan.micro_batches) for n in range(plan.micro_batches)]
@@ -378,7 +382,7 @@ class Counter:
 
         def loss(micro: int, logits: Any) -> Any:
             right = body.placed(targets[: len(shares[micro])]).reshape(-1)
-            _, gradient = replica.loss(logits.reshape(len(right), -1), right, 1.0)
+            _, gradient = replica.rows.loss(logits.reshape(len(right), -1), right, 1.0)
             return gradient.reshape(logits.shape)
 
         documents = None
@@ -410,7 +414,7 @@ class Counter:
         inputs, targets = zeros(self._source, rows, config.precision.stored)
         for chunk in own(plan.stage_of, pp):
             storage = Storage(chunks[chunk], config.precision.stored, axes.dp)
-            replica = Replica(
+            replica = _replication(
                 storage, body, loss_for(body.layers), self._chunks.first(chunks[chunk])
             )
             computed = device.half or storage.dtype

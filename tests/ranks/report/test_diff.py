@@ -44,29 +44,25 @@ MARKED = "run.stall_seconds=601"
 """A key that changes no bit, by which the runs with a fault are known."""
 
 
-class Flipped:
-    """A replication that changes a bit of one rank's gradient in one step, before its reduction."""
+def flipped(made, context, step, tensor, element, bit):
+    """Let a replication change a bit of one rank's gradient in one step, before its reduction."""
+    units = {entry.unit for entry in context.storage.entries if entry.name == tensor}
+    begin, ready, steps = made.step_end.begin, made.reducer.ready, []
 
-    def __init__(self, inner, context, step, tensor, element, bit):
-        self._inner, self._fault = inner, (step, tensor, element, bit)
-        units = context.storage.entries
-        self._units = {entry.unit for entry in units if entry.name == tensor}
+    def begin_step(index):
+        steps.append(index + 1)
+        begin(index)
 
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
-
-    def begin(self, step):
-        self._step = step + 1
-        self._inner.begin(step)
-
-    def gradient_ready(self, unit, is_last):
-        step, tensor, element, bit = self._fault
-        if is_last and self._step == step and unit in self._units:
-            for name, array in leaves(self._inner.gradients(unit, 0)):
+    def flip_and_be_ready(unit, is_last):
+        if is_last and steps[-1] == step and unit in units:
+            for name, array in leaves(made.reducer.gradients(unit)):
                 if tensor.endswith(f".{name}"):
                     bits = array.reshape(-1).view(np.uint32)
                     bits[element % array.size] ^= np.uint32(1 << bit)
-        self._inner.gradient_ready(unit, is_last)
+        ready(unit, is_last)
+
+    made.step_end.begin, made.reducer.ready = begin_step, flip_and_be_ready
+    return made
 
 
 def leaves(nested, before=""):
@@ -94,7 +90,7 @@ def planted(monkeypatch):
             is_here = (
                 context.config.run.stall_seconds == 601 and context.grid.transport.rank == rank
             )
-            return Flipped(made, context, *fault) if is_here else made
+            return flipped(made, context, *fault) if is_here else made
 
         monkeypatch.setattr(trainers, "replication_for", replication_for)
 

@@ -7,6 +7,7 @@ import tempfile
 import threading
 import time
 from statistics import median
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -69,14 +70,7 @@ def test_sleeping_layers_appear_in_the_trace_to_a_millisecond(tmp_path):
             return x, None
 
     class Alone:
-        def open(self, unit, part):
-            return None
-
-        def close(self, unit, part):
-            pass
-
-        def poll(self):
-            pass
+        store, reducer = SimpleNamespace(open=lambda unit, micro: None), None
 
     recorder = Recorder()
     stage = Stage([Unit("sleepy", Sleepy())], Alone(), Arena(), recorder=recorder)
