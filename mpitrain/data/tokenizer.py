@@ -110,8 +110,6 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer(Tokenizer):
-    """The tokenizer whose tokens are the bytes of UTF-8."""
-
     data, vocabulary, separator = BYTES_FILE, 256, -1
 
     def encode(self, text: str) -> np.ndarray:
@@ -131,7 +129,6 @@ class FileTokenizer(Tokenizer):
     """A tokenizer of HuggingFace's package `tokenizers`, from its tokenizer.json."""
 
     def __init__(self, data: bytes, name: str):
-        """name: of the file, for messages."""
         check_tokenizers(name)
         from tokenizers import Tokenizer as HuggingFace
 
@@ -219,7 +216,6 @@ def read_tokenizer(name: str) -> Tokenizer:
 
 
 def digest(data: bytes) -> str:
-    """Return the SHA-256 of the content of a tokenizer's file, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 

@@ -46,7 +46,6 @@ class Cost(NamedTuple):
     weight_bytes: float = 0
 
     def of(self, instruction: Compute) -> float:
-        """Return the time of an instruction."""
         match instruction:
             case Forward():
                 return self.forward
@@ -79,7 +78,6 @@ class Simulation(NamedTuple):
 
     @property
     def makespan(self) -> float:
-        """Return the time from the first start to the last end, over all stages."""
         events = [event for of_stage in self.timeline for event in of_stage]
         return max((event.end for event in events), default=0) - min(
             (event.start for event in events), default=0
@@ -87,7 +85,6 @@ class Simulation(NamedTuple):
 
     @property
     def busy(self) -> float:
-        """Return the compute time, summed over all stages."""
         return sum(event.end - event.start for of_stage in self.timeline for event in of_stage)
 
     @property
@@ -159,7 +156,6 @@ class _Running:
         return self._next[stage] > start
 
     def _run(self, stage: int, instruction: Instruction) -> bool:
-        """Run one instruction; return False if it has to wait."""
         clock = self._clocks[stage]
         match instruction:
             case Send(what, chunk, micro):

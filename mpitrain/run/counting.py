@@ -33,7 +33,6 @@ from mpitrain.ops.weightless import (
 )
 from mpitrain.parallel.grid import Axes, share
 from mpitrain.parallel.memory import Room
-from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.parallel.tensor.layer_factory import layers_for, loss_for
 from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.partition import TIME, Units, cut_in_chunks
@@ -201,9 +200,10 @@ class Body:
 
 
 class Replica:
-    """The parameters and gradients of a rank without memory: all parts of its `Replication`."""
+    """A `Replication` of a rank without memory, with all of its parts that a pipeline calls."""
 
-    def __init__(self, storage: Storage, body: "Body", loss: Loss):
+    def __init__(self, storage: Storage, body: "Body", loss: Loss, first: int):
+        self.replica, self.store, self.reducer, self.step_end = _Context(first), self, self, self
         computed = body.device.half or storage.dtype
         self._weights = storage.weights(
             body.memory.made((storage.length,), computed),
@@ -230,12 +230,6 @@ class Replica:
 
     def loss(self, logits: Any, targets: Any, scale: float) -> tuple[Any, Any]:
         return self._loss.gradient(logits, targets, scale, self._arena)
-
-
-def _replication(storage: Storage, body: "Body", loss: Loss, first: int) -> Replication:
-    parts: Any = Replica(storage, body, loss)
-    context: Any = _Context(first)
-    return Replication(context, parts, parts, parts, parts)
 
 
 class _Phases(Silent):
@@ -274,7 +268,7 @@ class UnitCounter(Silent):
     replica  their parameters and gradients
     """
 
-    def __init__(self, body: Body, units: Sequence[Unit], replica: Replication):
+    def __init__(self, body: Body, units: Sequence[Unit], replica: Replica):
         super().__init__()
         self._body, self._units, self._replica = body, units, replica
         self._lowest = replica.replica.first
@@ -285,9 +279,8 @@ class UnitCounter(Silent):
 
     def count(self, x: Callable[[], Any], targets: Any) -> list[UnitCount]:
         """Return the counts of all units.    x, targets: make an input, and the targets of the loss"""
-        stage = Stage(
-            self._units, self._replica, self._body.arena, recorder=self, lowest=self._lowest
-        )
+        replica: Any = self._replica
+        stage = Stage(self._units, replica, self._body.arena, recorder=self, lowest=self._lowest)
 
         # No variable may refer to a gradient as well: its buffer would return later.
         def gradient() -> Any:
@@ -318,7 +311,7 @@ class UnitCounter(Silent):
             return self._body.arena.take(y.shape, y.dtype)
         self._begin(len(self._units) - 1)
         right = targets().reshape(-1)
-        _, dy = self._replica.rows.loss(y.reshape(len(right), -1), right, 1.0)
+        _, dy = self._replica.loss(y.reshape(len(right), -1), right, 1.0)
         self.end(0)
         return dy.reshape(y.shape)
 
@@ -371,7 +364,7 @@ class Counter:
         body, chunks = self._body, self._chunks.chunks
         units = [unit for chunk in own(plan.stage_of, pp) for unit in chunks[chunk]]
         storage = Storage(units, config.precision.stored, axes.dp)
-        replica = _replication(storage, body, loss_for(body.layers), self._chunks.first(units))
+        replica: Any = Replica(storage, body, loss_for(body.layers), self._chunks.first(units))
         endpoint, computed = body.endpoint(pp, axes.pp), device.half or storage.dtype
         rows = share(config.batch.size, dp, axes.dp)
         every = [share(len(rows), n, plan.micro_batches) for n in range(plan.micro_batches)]
@@ -382,7 +375,7 @@ class Counter:
 
         def loss(micro: int, logits: Any) -> Any:
             right = body.placed(targets[: len(shares[micro])]).reshape(-1)
-            _, gradient = replica.rows.loss(logits.reshape(len(right), -1), right, 1.0)
+            _, gradient = replica.loss(logits.reshape(len(right), -1), right, 1.0)
             return gradient.reshape(logits.shape)
 
         documents = None
@@ -414,7 +407,7 @@ class Counter:
         inputs, targets = zeros(self._source, rows, config.precision.stored)
         for chunk in own(plan.stage_of, pp):
             storage = Storage(chunks[chunk], config.precision.stored, axes.dp)
-            replica = _replication(
+            replica = Replica(
                 storage, body, loss_for(body.layers), self._chunks.first(chunks[chunk])
             )
             computed = device.half or storage.dtype

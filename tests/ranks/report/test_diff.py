@@ -1,6 +1,7 @@
 """`mpitrain runs diff` names planted faults: the step, the unit and the tensor; and finds no others."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from mpitrain.run import trainer as trainers
 from mpitrain.run import utilisation
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint import saving
+from mpitrain.run.injection import Preceded
 from mpitrain.run.run_dir import configuration
 from mpitrain.tools.report import diff
 from mpitrain.tools.report.diff import (
@@ -44,25 +46,24 @@ MARKED = "run.stall_seconds=601"
 """A key that changes no bit, by which the runs with a fault are known."""
 
 
-def flipped(made, context, step, tensor, element, bit):
-    """Let a replication change a bit of one rank's gradient in one step, before its reduction."""
+def flipped(inner, context, step, tensor, element, bit):
+    """A replication that changes a bit of one rank's gradient in one step, before its reduction."""
     units = {entry.unit for entry in context.storage.entries if entry.name == tensor}
-    begin, ready, steps = made.step_end.begin, made.reducer.ready, []
+    now = 0
 
-    def begin_step(index):
-        steps.append(index + 1)
-        begin(index)
+    def begin(index):
+        nonlocal now
+        now = index + 1
 
-    def flip_and_be_ready(unit, is_last):
-        if is_last and steps[-1] == step and unit in units:
-            for name, array in leaves(made.reducer.gradients(unit)):
+    def ready(unit, is_last):
+        if is_last and now == step and unit in units:
+            for name, array in leaves(inner.reducer.gradients(unit)):
                 if tensor.endswith(f".{name}"):
                     bits = array.reshape(-1).view(np.uint32)
                     bits[element % array.size] ^= np.uint32(1 << bit)
-        ready(unit, is_last)
 
-    made.step_end.begin, made.reducer.ready = begin_step, flip_and_be_ready
-    return made
+    step_end = Preceded(inner.step_end, "begin", begin)
+    return replace(inner, step_end=step_end, reducer=Preceded(inner.reducer, "ready", ready))
 
 
 def leaves(nested, before=""):
