@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mpitrain.models.classifiers import mlp as mlp
     from mpitrain.models.gpt import gpt as gpt
     from mpitrain.ops.device import ops_for as ops_for
-    from mpitrain.parallel.data.replicated import Replicated as Replicated
+    from mpitrain.parallel.replicated import Replicated as Replicated
     from mpitrain.parallel.tensor.linear import ColumnParallelLinear as ColumnParallelLinear
     from mpitrain.parallel.tensor.linear import RowParallelLinear as RowParallelLinear
     from mpitrain.run.build import build as build
@@ -69,7 +69,7 @@ _HOMES = {
     "MpitrainError": "errors",
     "PeerLost": "errors",
     "Plain": "layers.plain",
-    "Replicated": "parallel.data.replicated",
+    "Replicated": "parallel.replicated",
     "Residual": "layers.compose",
     "RowParallelLinear": "parallel.tensor.linear",
     "Sequential": "layers.compose",

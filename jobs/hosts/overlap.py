@@ -13,10 +13,10 @@ import sys
 from importlib.util import find_spec
 from statistics import median
 
-from mpitrain.cli.bench.training.job import SHAPE
+from mpitrain.cli.bench.train import SHAPE
 from mpitrain.cli.session import mpi_session
 from mpitrain.config import parse, with_settings
-from mpitrain.parallel.data.buckets import Buckets
+from mpitrain.parallel.buckets import Buckets
 from mpitrain.run.build import build
 from mpitrain.tools.bench.training.peers import peer_class
 from mpitrain.tools.bench.training.steps import Ours, alternate

@@ -59,7 +59,7 @@ COMMANDS = {
     ),
     "bench": Listed(
         "bench.collectives",
-        "Measure collectives on all ranks of the MPI job: mpitrain launch -n 4 -- bench allreduce",
+        "Measure collectives on all ranks of the MPI job: mpitrain launch -n 4 -- bench all-reduce",
     ),
     "compare": Listed(
         "compare", "Train one job in several modes, in turns, on all ranks of the MPI job."
@@ -73,7 +73,7 @@ COMMANDS = {
         "Print Python, MPI, GPUs, BLAS, ranks and hosts, and warn of problems and their remedies.",
     ),
     "certify": Listed(
-        "certify.command", "Measure every node, and print PASS or FAIL for each with the reason."
+        "certify", "Measure every node, and print PASS or FAIL for each with the reason."
     ),
     "runs": Listed("", "Look at runs: report, plot, metrics, diff."),
     "learn": Listed("", "Learn how training is distributed: explain, claims, exercise, check."),
@@ -116,6 +116,9 @@ there."""
 class CommandGroup(click.Group):
     """A Click group whose help lists the whole first sentence of each command."""
 
+    def list_commands(self, context: click.Context) -> list[str]:
+        return [name for name in super().list_commands(context) if not self.commands[name].hidden]
+
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(self.sentences(context))
@@ -124,7 +127,7 @@ class CommandGroup(click.Group):
         return [
             (name, command.get_short_help_str(1000))
             for name in self.list_commands(context)
-            if (command := self.get_command(context, name)) and not command.hidden
+            if (command := self.get_command(context, name))
         ]
 
 

@@ -251,7 +251,6 @@ class Kernels:
     def _checked(
         self, name: str, grid: tuple[int, ...], ready: Ready, arguments: Sequence[Any]
     ) -> list[Any]:
-        """Check each argument, and return the arguments as the engine takes them."""
         if len(arguments) != len(ready.checks):
             raise KernelError(
                 f"{name} takes {len(ready.checks)} arguments, but {len(arguments)} were passed.",
@@ -278,7 +277,6 @@ class Kernels:
         strided: str,
         defines: dict[str, Any],
     ) -> Ready:
-        """Load a kernel, and check all of a launch except its arguments."""
         if name not in self._sources:
             raise KernelError(
                 f"There is no kernel `{name}`.", f"There are: {', '.join(sorted(self._sources))}."
@@ -351,19 +349,6 @@ class Argument(NamedTuple):
     @property
     def dtype(self) -> None:
         """Return None: by this a cached launch recognises that the argument is no plain array."""
-
-
-def fresh(array: Any) -> Argument:
-    """Mark an array (or None) as an output that the kernel writes completely.
-
-    The name in `loader.Kernels.launch(fresh=...)` has the same effect at no cost.
-    """
-    return Argument(array, fresh=True)
-
-
-def strided(array: Any, fresh: bool = False) -> Argument:
-    """Mark an array as strided: the kernel takes its strides as arguments."""
-    return Argument(array, fresh=fresh, strided=True)
 
 
 def _refuse(kernel: str, parameter: KernelParameter, is_what: str, way_out: str) -> None:

@@ -99,5 +99,4 @@ def read_source(path: Path) -> SourceFile:
 
 @cache
 def package_sources(folder: Path = FOLDER) -> dict[str, SourceFile]:
-    """Return every .cu file of a folder, by its stem."""
     return {path.stem: read_source(path) for path in sorted(folder.glob("*.cu"))}

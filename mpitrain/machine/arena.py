@@ -191,7 +191,6 @@ class Arena:
         return nbytes
 
     def _dropped(self) -> int:
-        """Forget the free buffers that the system can have, and return their bytes."""
         every = [(size, leased) for size, free in self._free.items() for leased in free]
         idle = self._memory.idle([leased.buffer for _, leased in every])
         nbytes = 0

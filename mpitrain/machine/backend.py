@@ -208,7 +208,6 @@ class SimulatorBackend(HostBackend):
 
 
 def on_device(array: Any) -> bool:
-    """Return whether the array is in GPU memory."""
     return hasattr(type(array), "__cuda_array_interface__")
 
 

@@ -21,8 +21,6 @@ NOT_READY = 600
 
 
 class CudaMark:
-    """CUDA event on a stream."""
-
     def __init__(self, cuda: Any):
         self._cuda, self._event = cuda, cuda.get_current_stream().record(cuda.Event())
 
@@ -211,8 +209,6 @@ class CudaBackend:
 
 
 class _CudaMemory:
-    """Allocator of GPU memory from CuPy's default pool."""
-
     def __init__(self, cupy: ModuleType):
         self._cupy = cupy
 
@@ -390,5 +386,4 @@ def as_array(array: Any, name: str) -> Any:
 
 
 def kind_of(array: Any) -> Kind:
-    """Return the kind of device that stores an array of `as_array`."""
     return "cpu" if isinstance(array, np.ndarray) else "cuda"

@@ -22,15 +22,13 @@ class TimeLimit:
     It reserves time for 3 of the slowest checkpoints, two exchanges of stop requests, and a few
     seconds. The run trains for at least half of the time that was left when the
     end was first known. So even a job that is too short makes progress.
+
+    ends          returns the end of the job in seconds since 1970, or None; None: there is none
+    checkpoint_s  seconds of the slowest checkpoint before this job resumed the run; 0: none
+    steps         steps between two exchanges of stop requests
     """
 
     def __init__(self, ends: Callable[[], float | None] | None, checkpoint_s: float, steps: int):
-        """Start without a measured step.
-
-        ends          returns the end of the job in seconds since 1970, or None; None: there is none
-        checkpoint_s  seconds of the slowest checkpoint before this job resumed the run; 0: none
-        steps         steps between two exchanges of stop requests
-        """
         self._ends, self._steps = ends, steps
         self._checkpoint_s, self._step_s = checkpoint_s, 0.0
         self._first_s: float | None = None
@@ -48,7 +46,6 @@ class TimeLimit:
             self._step_s = max(self._step_s, seconds)
 
     def saved(self, seconds: float) -> None:
-        """Note the time in which a checkpoint was written and published."""
         self._checkpoint_s = max(self._checkpoint_s, seconds)
 
     @property
@@ -60,12 +57,10 @@ class TimeLimit:
         return needed if self._most is None else min(needed, self._most)
 
     def left(self) -> float | None:
-        """Return the seconds until the job ends; None if no end is known."""
         end = self._ends() if self._ends else None
         return None if end is None else end - time.time()
 
     def is_near(self) -> bool:
-        """Return whether the run must stop now."""
         left = self.left()
         if left is None:
             return False
@@ -110,7 +105,6 @@ class JobEnd:
         return self._at
 
     def close(self) -> None:
-        """End the thread, and an `squeue` that has not answered."""
         self._closed.set()
         if child := self._child:
             child.kill()

@@ -24,7 +24,6 @@ from mpitrain.ops.table import OPERATIONS, Operation, Ops
 
 
 def reference() -> Ops:
-    """Return the definitions."""
     return _each(lambda name, row: row.reference or row.host)
 
 
@@ -73,7 +72,7 @@ class _OverRuns(partial):
     """A step on a device that takes runs of several parameter groups in one launch."""
 
     def over_runs(self, runs: "Sequence[GroupRun]") -> Callable[..., None]:
-        _, numbers = self.args
+        *_, numbers = self.args
         return partial(self, weight_decay=numbers.runs(runs))
 
 

@@ -38,7 +38,6 @@ class Count:
     is_backward: bool = False
 
     def add(self, cost: OperationCost) -> None:
-        """Count one call."""
         self.nbytes += cost.nbytes
         self.flops += cost.flops
         self.recomputed += cost.flops * (self.is_backward and cost.is_forward)
@@ -53,7 +52,6 @@ class OperationCost(NamedTuple):
 
 
 def cost_of(name: str, row: Operation, arguments: Sequence[Any]) -> OperationCost:
-    """Return the cost of a call, from the operands of the operation's row."""
     sizes, nbytes = sizes_of(row, arguments), 0
     itemsize = next((x.itemsize for x in arguments if isinstance(x, Weightless)), 4)
     with suppress(KeyError):  # An absent argument may hide the size of a letter.
@@ -222,7 +220,6 @@ def _arena(arguments: Sequence[Any], named: Mapping[str, Any]) -> Arena:
 
 
 def _made(tree: Any, leases: Sequence[Lease], source: WeightlessMemory) -> Any:
-    """Return a result with arrays in place of each `_Array`."""
     # No closure: one that calls itself would keep the leases alive until a garbage collection.
     match tree:
         case _Array(shape, strides, dtype, lease):

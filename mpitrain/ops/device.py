@@ -60,7 +60,6 @@ class Device(NamedTuple):
         return (self.half or np.dtype(stored)).itemsize
 
     def arena(self) -> Arena:
-        """Return a new arena of the device's memory."""
         return self.backend.arena()
 
 

@@ -57,7 +57,6 @@ def encoded(values: np.ndarray, largest: np.ndarray, dtype: np.dtype) -> np.ndar
 
 
 def _start(rows: int, columns: int) -> int:
-    """Return the offset of the scales in bytes."""
     return -(-rows * columns // 8) * 8
 
 

@@ -5,26 +5,28 @@ from functools import partial
 from mpitrain.config import Config
 from mpitrain.config import Replication as Settings
 from mpitrain.errors import ConfigError
-from mpitrain.parallel import traffic
-from mpitrain.parallel.averaging.gossip import gossip
-from mpitrain.parallel.averaging.local_sgd import has_outer, local_sgd
-from mpitrain.parallel.data.allreduce import all_reduce
-from mpitrain.parallel.data.weight_stashing import pipedream, pipedream_2bw
-from mpitrain.parallel.data.zero import STAGES, zero
+from mpitrain.parallel.buckets import all_reduce
 from mpitrain.parallel.mode import (
+    ALL_REDUCE,
+    GOSSIP,
+    LOCAL,
+    MASTER,
+    SERVER,
     Mode,
     Sizes,
+    by_micro_batch,
+    by_use,
     first,
+    has_outer,
     nothing,
     of_zero,
+    once,
     only,
     unknown,
+    zero_traffic,
 )
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
-from mpitrain.parallel.servers.asynchronous import asynchronous
-from mpitrain.parallel.servers.master import master
-from mpitrain.parallel.servers.synchronous import synchronous
-from mpitrain.tables import Table
+from mpitrain.tables import Table, on_use
 from mpitrain.transport.agreement import on_all_ranks
 
 
@@ -34,7 +36,9 @@ def _is_late(settings: Settings) -> bool:
 
 
 def _server_or_worker(replica: ReplicationContext) -> Replication:
-    return (asynchronous if _is_late(replica.config.replication) else synchronous)(replica)
+    late = _is_late(replica.config.replication)
+    home = "async_servers:asynchronous" if late else "servers:synchronous"
+    return on_use(f"mpitrain.parallel.{home}")(replica)
 
 
 def _memory_of_servers(sizes: Sizes) -> float:
@@ -102,7 +106,7 @@ ZERO: Table[int, Mode] = Table(
     {
         1: Mode(
             help="the optimizer state",
-            make=partial(zero, STAGES[1]),
+            make=on_use("mpitrain.parallel.zero:zero_1"),
             # In half precision the float32 parameters are sharded from stage 1 on.
             memory=lambda of: (
                 (
@@ -112,12 +116,12 @@ ZERO: Table[int, Mode] = Table(
                 * of.length
                 + of.fixed
             ),
-            traffic=traffic.zero("2 {0} S", traffic.once),
+            traffic=zero_traffic("2 {0} S", once),
             refusal=nothing,
         ),
         2: Mode(
             help="also gradients",
-            make=partial(zero, STAGES[2]),
+            make=on_use("mpitrain.parallel.zero:zero_2"),
             memory=lambda of: (
                 (
                     (of.master / (of.shards if of.mirror else 1) + of.mirror)
@@ -127,21 +131,21 @@ ZERO: Table[int, Mode] = Table(
                 + of.master * of.largest
                 + of.fixed
             ),
-            traffic=traffic.zero("(m+1) {0} S", traffic.by_micro_batch),
+            traffic=zero_traffic("(m+1) {0} S", by_micro_batch),
             refusal=nothing,
         ),
         3: Mode(
             help="also parameters",
-            make=partial(zero, STAGES[3]),
+            make=on_use("mpitrain.parallel.zero:zero_3"),
             memory=lambda of: (
                 (2 * of.master + of.state) / of.shards * of.length
                 + (of.master + of.computed) * of.largest
                 + of.fixed / of.shards
                 + of.computed * of.slot
             ),
-            traffic=traffic.zero(
+            traffic=zero_traffic(
                 "{0} of 3 m S, of which the last two units travel only 2 m times, the first two 2 m + 1 times",
-                traffic.by_use,
+                by_use,
             ),
             refusal=nothing,
         ),
@@ -155,22 +159,22 @@ MODES: Table[str, Mode] = Table(
             help="each rank updates from the sum of all gradients",
             make=all_reduce,
             memory=lambda of: of.replica,
-            traffic=lambda settings: traffic.ALL_REDUCE.get(settings.algorithm),
+            traffic=lambda settings: ALL_REDUCE.get(settings.algorithm),
             refusal=nothing,
             stages=ZERO,
         ),
         "master": Mode(
             help="rank 0 alone updates",
-            make=master,
+            make=on_use("mpitrain.parallel.master:master"),
             memory=lambda of: of.replica - of.state * of.length * (1 - 1 / of.axes.ranks),
-            traffic=lambda settings: traffic.MASTER,
+            traffic=lambda settings: MASTER,
             refusal=_WITHOUT_LAYOUTS,
         ),
         "server": Mode(
             help="parameter servers, which compute no rows, update",
             make=_server_or_worker,
             memory=_memory_of_servers,
-            traffic=lambda settings: traffic.SERVER[settings.update],
+            traffic=lambda settings: SERVER[settings.update],
             refusal=first(
                 lambda config: _refuse_float16(config) if _is_late(config.replication) else None,
                 _WITHOUT_LAYOUTS,
@@ -184,19 +188,19 @@ MODES: Table[str, Mode] = Table(
         "local": Mode(
             help="local SGD; workers update by themselves and average parameters every "
             "replication.period steps",
-            make=local_sgd,
+            make=on_use("mpitrain.parallel.averaging:local_sgd"),
             memory=lambda of: (
                 of.replica + (3 if has_outer(of.settings) else 1) * of.master * of.length
             ),
-            traffic=lambda settings: traffic.LOCAL,
+            traffic=lambda settings: LOCAL,
             refusal=first(_refuse_float16, _WITHOUT_LAYOUTS),
             exchange=lambda settings: settings.period,
         ),
         "gossip": Mode(
             help="workers update by themselves and average with one neighbour after each step",
-            make=gossip,
+            make=on_use("mpitrain.parallel.averaging:gossip"),
             memory=lambda of: of.replica + of.master * of.length,
-            traffic=lambda settings: traffic.GOSSIP,
+            traffic=lambda settings: GOSSIP,
             refusal=first(_refuse_float16, _WITHOUT_LAYOUTS),
             exchange=lambda settings: settings.period,
         ),
@@ -209,7 +213,7 @@ STREAMS: Table[str, Mode] = Table(
     {
         "async": Mode(
             help="(PipeDream) updates after every micro-batch",
-            make=pipedream,
+            make=on_use("mpitrain.parallel.weight_stashing:pipedream"),
             # Stage s of p stores p - s versions of the parameters with which layers compute.
             memory=lambda of: of.replica + (of.axes.pp - 1) / 2 * of.computed * of.length,
             traffic=unknown,
@@ -218,7 +222,7 @@ STREAMS: Table[str, Mode] = Table(
         "async-2bw": Mode(
             help="(PipeDream-2BW) updates once a step, with gradients at the parameters of the "
             "step before",
-            make=pipedream_2bw,
+            make=on_use("mpitrain.parallel.weight_stashing:pipedream_2bw"),
             memory=lambda of: of.replica + of.computed * of.length,
             traffic=unknown,
             refusal=_OF_STREAMS,
@@ -235,7 +239,6 @@ def mode_of(config: Config) -> Mode:
 
 
 def replication_for(replica: ReplicationContext) -> Replication:
-    """Return the configured replication mode; collective."""
     config = replica.config
     made = mode_of(config).make(replica)
     for table, name in ((MODES, config.replication.mode), (STREAMS, config.pipeline.schedule)):

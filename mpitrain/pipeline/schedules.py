@@ -50,7 +50,6 @@ F forward, B input half of the backward, W weight half, BW both halves.
 
 
 def by_key(keyed: Iterable[Keyed]) -> list[Compute]:
-    """Return the instructions of (key, instruction) pairs, sorted by key."""
     return [instruction for _, instruction in sorted(keyed, key=lambda pair: pair[0])]
 
 
@@ -283,7 +282,6 @@ def of_chunks(
     chunks: int,
     stage_of: Callable[[int, int], tuple[int, ...]],
 ) -> Schedule:
-    """Return a Schedule with a fixed number of chunks per stage."""
     return Schedule(lambda s, p, m, v: compute(s, p, m), chunks, stage_of)
 
 
@@ -313,7 +311,7 @@ STREAMS: Table[str, Schedule] = Table(
 """Asynchronous schedules by name. `STREAMS` of `parallel/modes.py` has a row for each.
 
 They run 1F1B without a flush between steps: the pipeline does not drain, and each stage updates by
-itself. `async_pipeline.py` runs the steps; `parallel/data/weight_stashing.py` updates.
+itself. `async_pipeline.py` runs the steps; `parallel/weight_stashing.py` updates.
 
 PipeDream (async) with steps of 4 micro-batches. Below each instruction is its weight version;
 * marks an update, which makes the next version. Micro-batches 4 to 7 belong to the next step:
@@ -334,7 +332,6 @@ NAMED = ChainMap(STREAMS, SCHEDULES)
 
 
 def table_of(name: str) -> Table[str, Schedule]:
-    """Return the table that has the row of a name in `NAMED`."""
     return STREAMS if name in STREAMS else SCHEDULES
 
 

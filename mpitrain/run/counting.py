@@ -200,10 +200,10 @@ class Body:
 
 
 class Replica:
-    """The parameters and gradients of a rank without memory, as the training step calls them."""
+    """A `Replication` of a rank without memory, with all of its parts that a pipeline calls."""
 
     def __init__(self, storage: Storage, body: "Body", loss: Loss, first: int):
-        self.replica = _Context(first)
+        self.replica, self.store, self.reducer, self.step_end = _Context(first), self, self, self
         computed = body.device.half or storage.dtype
         self._weights = storage.weights(
             body.memory.made((storage.length,), computed),
@@ -219,13 +219,10 @@ class Replica:
     def open(self, unit: int, micro: int) -> Weights:
         return self._weights[unit]
 
-    def close(self, unit: int, micro: int) -> None:
-        pass
-
-    def gradients(self, unit: int, micro: int) -> Gradients:
+    def gradients(self, unit: int) -> Gradients:
         return self._gradients[unit]
 
-    def gradient_ready(self, unit: int, is_last: bool) -> None:
+    def ready(self, unit: int, is_last: bool) -> None:
         pass
 
     def poll(self) -> None:

@@ -17,8 +17,7 @@ from mpitrain.machine import process
 from mpitrain.machine.process import own_id
 from mpitrain.machine.time_limit import TimeLimit
 from mpitrain.parallel.modes import mode_of
-from mpitrain.parallel.replication.records import StepResult
-from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.parallel.replication.protocol import StateBuffer, StepResult
 from mpitrain.run.build import Job
 from mpitrain.run.checkpoint import saving
 from mpitrain.run.checkpoint.manifest import CHECKPOINTS, Done

@@ -23,7 +23,7 @@ from mpitrain.layers.base import Rectangle, Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.models.targets import chosen_targets, is_adapter, targets
-from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.parallel.replication.protocol import StateBuffer
 from mpitrain.run.checkpoint import loading
 from mpitrain.run.checkpoint.loading import parameters, put
 from mpitrain.run.checkpoint.manifest import MANIFEST, newest, read_manifest

@@ -12,7 +12,7 @@ import numpy as np
 from mpitrain.config import Config, Run
 from mpitrain.errors import CheckpointError, TrainingError, on_every_rank
 from mpitrain.machine.process import gpu_identities
-from mpitrain.parallel.replication.records import StepResult
+from mpitrain.parallel.replication.protocol import StepResult
 from mpitrain.run.build import Job, build
 from mpitrain.run.hooks import (
     Digesting,

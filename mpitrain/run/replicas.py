@@ -9,7 +9,7 @@ import numpy as np
 
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
-from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.parallel.replication.protocol import StateBuffer
 from mpitrain.regions import Piece, within
 from mpitrain.run.checkpoint.regions import described, holdings
 from mpitrain.run.trainer import Trainer

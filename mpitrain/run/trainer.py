@@ -21,8 +21,8 @@ from mpitrain.ops.int8_rows import Coded
 from mpitrain.optim import check_groups, learning_rate
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.modes import replication_for
-from mpitrain.parallel.replication.protocol import ReplicationContext
-from mpitrain.parallel.replication.records import StepInput, StepResult, weight_of
+from mpitrain.parallel.replication.protocol import ReplicationContext, StepInput, StepResult
+from mpitrain.parallel.replication.step_end import weight_of
 from mpitrain.parallel.tensor.layer_factory import (
     LayerFactory,
     check_used,

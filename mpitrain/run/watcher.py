@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.config import Config
-from mpitrain.parallel.replication.records import StepResult
+from mpitrain.parallel.replication.protocol import StepResult
 
 
 class Watcher:

@@ -287,7 +287,6 @@ class Simulator:
     def multiply(
         self, a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool, accumulate: bool
     ) -> None:
-        """Compute the product by NumPy's BLAS."""
         wide = np.float64 if a.dtype == np.float64 else np.float32
         left, right = (
             array.astype(wide, copy=False)
@@ -352,7 +351,6 @@ class Simulator:
                 )
 
     def _shared(self, path: Path) -> tuple[SharedAccess, ...]:
-        """Return the instructions of the last launch that touched shared memory, in code order."""
         sites = (_Site * MOST_SITES)()
         count: int = self._runtime.simulator_sites(sites, c.c_size_t(MOST_SITES))
         return tuple(

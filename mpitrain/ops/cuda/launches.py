@@ -36,8 +36,6 @@ class Kind(NamedTuple):
 
 
 class Kinds(dict):
-    """A cache of `Kind` by dtype."""
-
     def __missing__(self, dtype: np.dtype) -> Kind:
         like = np.empty(0, dtype)
         kind = self[dtype] = Kind(np.dtype(sum_type(like)), Typed([like], element(like)))
@@ -108,7 +106,6 @@ def in_chunks(*arrays: Any) -> int:
 
 
 def index(array: Any) -> dict[str, Any]:
-    """Return the macro Index: the type of tokens and targets."""
     if name_of(array.dtype) not in INDICES:
         raise KernelError(
             f"Tokens and targets are {' or '.join(INDICES)}, not {array.dtype.name}.",

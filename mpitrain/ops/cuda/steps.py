@@ -5,6 +5,7 @@ change.
 """
 
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -141,7 +142,8 @@ def sgd(
     _step(kernels, "sgd", p, (g,), mirror, numbers.rates(p, lr, weight_decay, scale))
 
 
-def momentum(
+def _with_momentum(
+    name: str,
     kernels: Kernels,
     numbers: LaunchNumbers,
     p,
@@ -154,23 +156,10 @@ def momentum(
     arena,
     mirror=None,
 ):
-    _step(kernels, "momentum", p, (g, m), mirror, numbers.rates(p, lr, weight_decay, scale), beta)
+    _step(kernels, name, p, (g, m), mirror, numbers.rates(p, lr, weight_decay, scale), beta)
 
 
-def nesterov(
-    kernels: Kernels,
-    numbers: LaunchNumbers,
-    p,
-    g,
-    m,
-    scale,
-    lr,
-    beta,
-    weight_decay,
-    arena,
-    mirror=None,
-):
-    _step(kernels, "nesterov", p, (g, m), mirror, numbers.rates(p, lr, weight_decay, scale), beta)
+momentum, nesterov = partial(_with_momentum, "momentum"), partial(_with_momentum, "nesterov")
 
 
 def lion(
@@ -191,7 +180,8 @@ def lion(
     _step(kernels, "lion", p, (g, m), mirror, rates, 1 - beta1, 1 - beta2)
 
 
-def adam(
+def _with_two_moments(
+    name: str,
     kernels: Kernels,
     numbers: LaunchNumbers,
     p,
@@ -208,33 +198,12 @@ def adam(
     arena,
     mirror=None,
 ):
+    # The bias corrections depend only on the step, so the host computes them, in double.
     rates = numbers.rates(p, lr, weight_decay, scale, 1 - beta1**step, 1 - beta2**step)
-    _step(kernels, "adam", p, (g, m, v), mirror, rates, 1 - beta1, 1 - beta2, eps)
+    _step(kernels, name, p, (g, m, v), mirror, rates, 1 - beta1, 1 - beta2, eps)
 
 
-def adamw(
-    kernels: Kernels,
-    numbers: LaunchNumbers,
-    p,
-    g,
-    m,
-    v,
-    scale,
-    lr,
-    beta1,
-    beta2,
-    eps,
-    weight_decay,
-    step,
-    arena,
-    mirror=None,
-):
-    """Step p, m and v in place, with decoupled decay; step counts from 1.
-
-    The host computes the bias corrections, which depend only on the step, in double.
-    """
-    rates = numbers.rates(p, lr, weight_decay, scale, 1 - beta1**step, 1 - beta2**step)
-    _step(kernels, "adamw", p, (g, m, v), mirror, rates, 1 - beta1, 1 - beta2, eps)
+adam, adamw = partial(_with_two_moments, "adam"), partial(_with_two_moments, "adamw")
 
 
 def adamw8bit(
@@ -298,7 +267,6 @@ def gradient_facts(kernels: Kernels, x, arena):
 
 
 def _types(p: Any, mirror: Any) -> Typed:
-    """Return the macros Element, Sum and Mirror of element.cuh."""
     return KINDS[p.dtype].macros if mirror is None else MIRRORED[p.dtype, mirror.dtype]
 
 
@@ -607,7 +575,6 @@ def _add_total(kernels: Kernels, x, partial, result) -> None:
 
 
 def _summed_types(p, sums, mirror):
-    """Return the macros Element, Result and Mirror of element.cuh."""
     if mirror is None:
         return SUMMED[p.dtype, sums.dtype]
     return STEPPED[p.dtype, sums.dtype, mirror.dtype]

@@ -36,12 +36,10 @@ class Tile(NamedTuple):
 
     @property
     def kernel(self) -> str:
-        """The kernel's name."""
         return "gemm"
 
     @property
     def shared(self) -> int:
-        """Bytes of dynamic shared memory."""
         return 0
 
     def static(self, itemsize: int) -> int:
@@ -53,7 +51,6 @@ class Tile(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Threads per block."""
         return self.TILE_M * self.TILE_N // (self.THREAD_M * self.THREAD_N)
 
     @property
@@ -88,12 +85,10 @@ class TensorTile(NamedTuple):
 
     @property
     def kernel(self) -> str:
-        """The kernel's name."""
         return "gemm_tensor"
 
     @property
     def threads(self) -> int:
-        """Threads per block."""
         return self.TILE_M * self.TILE_N // (self.WARP_M * self.WARP_N) * 32
 
     @property
@@ -352,8 +347,6 @@ class _TileLine(BaseModel):
 
 
 class _TilesFile(BaseModel):
-    """A table of tiles as text."""
-
     model_config = ConfigDict(strict=True, extra="forbid")
 
     device: str = ""

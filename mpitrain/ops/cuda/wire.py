@@ -3,6 +3,7 @@
 `top_k` is an exact, deterministic radix selection.
 """
 
+from functools import partial
 from typing import Any
 
 from mpitrain.errors import KernelError
@@ -48,27 +49,8 @@ def convert(kernels: Kernels, x: Any, y: Any) -> None:
     )
 
 
-def encode_int8(kernels: Kernels, x: Any, q: Any, scales: Any) -> None:
-    """Quantize x to int8 numbers q, with one float32 scale per BLOCK of them."""
-    _encode(kernels, "encode_int8", x, q, scales)
-
-
-def decode_int8(kernels: Kernels, q: Any, scales: Any, y: Any, accumulate: bool) -> None:
-    """Write or add the decoded numbers to y."""
-    _decode(kernels, "decode_int8", q, scales, y, accumulate)
-
-
-def encode_fp16(kernels: Kernels, x: Any, q: Any, scales: Any) -> None:
-    """Encode x as float16 numbers q, with one scale, a float32 power of two, per BLOCK of them."""
-    _encode(kernels, "encode_fp16", x, q, scales)
-
-
-def decode_fp16(kernels: Kernels, q: Any, scales: Any, y: Any, accumulate: bool) -> None:
-    """Write or add the decoded numbers to y."""
-    _decode(kernels, "decode_fp16", q, scales, y, accumulate)
-
-
-def _encode(kernels: Kernels, name: str, x: Any, q: Any, scales: Any) -> None:
+def _encode(name: str, kernels: Kernels, x: Any, q: Any, scales: Any) -> None:
+    """Encode x as numbers q, with one float32 scale per BLOCK of them; of fp16 a power of two."""
     kernels.launch(
         name,
         (-(-scales.size // 8),),
@@ -79,7 +61,8 @@ def _encode(kernels: Kernels, name: str, x: Any, q: Any, scales: Any) -> None:
     )
 
 
-def _decode(kernels: Kernels, name: str, q: Any, scales: Any, y: Any, accumulate: bool) -> None:
+def _decode(name: str, kernels: Kernels, q: Any, scales: Any, y: Any, accumulate: bool) -> None:
+    """Write or add the decoded numbers to y."""
     kernels.launch(
         name,
         blocks(y.size, BLOCK // 32),
@@ -88,6 +71,10 @@ def _decode(kernels: Kernels, name: str, q: Any, scales: Any, y: Any, accumulate
         macros=WIRE[y.dtype, y.dtype],
         fresh="" if accumulate else "y",
     )
+
+
+encode_int8, encode_fp16 = partial(_encode, "encode_int8"), partial(_encode, "encode_fp16")
+decode_int8, decode_fp16 = partial(_decode, "decode_int8"), partial(_decode, "decode_fp16")
 
 
 def top_k(kernels: Kernels, x: Any, k: int, arena: Any) -> tuple[Any, Any]:

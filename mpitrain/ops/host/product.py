@@ -76,7 +76,6 @@ def mkl() -> dict[np.dtype, Callable]:
 
 
 def multiplier() -> str:
-    """Return the name of the library that multiplies matrices: MKL or NumPy."""
     return "MKL" if mkl() else "NumPy"
 
 

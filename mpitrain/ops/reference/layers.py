@@ -232,7 +232,6 @@ def embedding_backward_positions(dx, dpositions, accumulate, arena):
 
 
 def into(out, value):
-    """Return the value, written to `out` if that is not None."""
     if out is None:
         return value
     assert out.shape == value.shape and out.dtype == value.dtype
@@ -241,7 +240,6 @@ def into(out, value):
 
 
 def plus(value, residual):
-    """Return the value, plus the residual if that is not None."""
     return value if residual is None else value + residual
 
 
@@ -251,7 +249,6 @@ def _gelu_slope(z):
 
 
 def put(value, out, accumulate):
-    """Write the value to out, or add it."""
     if accumulate:
         out += value
     else:

@@ -1,25 +1,179 @@
-"""The end of a step in which all ranks agree on a result, and update the pieces that they own."""
+"""The end of a step: the division of its sums, the control message, the loss scale, the update."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from mpitrain.collectives.group import Group
 from mpitrain.optim import Optimizer
-from mpitrain.parallel.replication.components import (
+from mpitrain.parallel.replication.protocol import (
     GradientReducer,
     ParameterStore,
+    ReplicationContext,
+    StateBuffer,
     StepEnd,
-)
-from mpitrain.parallel.replication.protocol import ReplicationContext
-from mpitrain.parallel.replication.records import (
-    ControlMessage,
-    SkippedUpdates,
     StepInput,
     StepResult,
-    outcome_of,
 )
-from mpitrain.parallel.replication.state import StateBuffer
 from mpitrain.regions import Piece
 from mpitrain.trace.recorder import UPDATE
+
+
+def weight_of(targets: int) -> float:
+    """Return the weight of each of an update's targets in the mean: the factor of a summed loss.
+
+    `Replicated`, whose caller has divided already, passes the number of ranks.
+
+    `mean_of` divides by the fraction that counts, when all ranks know the ignored targets. Nothing
+    else divides a gradient.
+    """
+    return 1 / targets
+
+
+class Mean(NamedTuple):
+    """The loss and gradient of an update, as means over the targets that count.
+
+    loss     NaN if no target counts
+    norm     of the mean gradient, before clipping; NaN if no target counts
+    counted  the targets that count, as a fraction of all; exactly 1 if none is ignored
+    factor   of the summed gradient, for the update: divides and clips it
+    """
+
+    loss: float
+    norm: float
+    counted: float
+    factor: float
+
+
+def mean_of(
+    loss: float,
+    squares: float,
+    ignored: float,
+    targets: int,
+    loss_scale: float = 1.0,
+    clip: float = 0.0,
+) -> Mean:
+    """Divide the sums of an update, whose losses already have the weight `weight_of(targets)`.
+
+    squares  sum of squares of the summed gradient, which has the factor `loss_scale`
+    ignored  targets that do not count
+    clip     largest norm (as torch.nn.utils.clip_grad_norm_); 0: do not clip
+    """
+    counted = (targets - ignored) / targets if ignored else 1.0
+    if not counted:
+        return Mean(math.nan, math.nan, 0.0, 0.0)
+    norm = math.sqrt(squares) / loss_scale / counted if squares >= 0 else math.nan
+    clipping = clip / norm if 0 < clip < norm else 1.0
+    return Mean(loss / counted, norm, counted, clipping / loss_scale / counted)
+
+
+class ControlMessage:
+    """The sum of up to five numbers over all ranks, by a small all-reduce in host memory."""
+
+    def __init__(self, world: Group):
+        self._numbers = np.zeros(5)
+        self._sum = world.bind(self._numbers)
+
+    def total(self, *numbers: float) -> list[float]:
+        self._numbers[:] = 0
+        self._numbers[: len(numbers)] = numbers
+        self._sum.run()
+        return self._numbers[: len(numbers)].tolist()
+
+
+class LossScale:
+    """The constant loss scale 1, for dtypes with the range of float32."""
+
+    value = 1.0
+
+    def after(self, outcome: StepResult) -> StepResult:
+        """Adapt the scale to a step's result, and return the result with the scale's fields filled.
+
+        All ranks pass the same result and so end with the same scale.
+        """
+        return outcome
+
+    def numbers(self) -> dict[str, float]:
+        return {}
+
+    def restore(self, numbers: Mapping[str, float]) -> None:
+        """Continue from the numbers of a checkpoint; from the initial scale if there are none."""
+
+
+class DynamicLossScale(LossScale):
+    """The dynamic loss scale of float16: it doubles after GOOD steps without overflow, and halves
+    on overflow.
+
+    An overflow is a gradient that is not finite although its loss is. The step is skipped, and the
+    run continues.
+
+    value      current factor of the loss
+    good       steps without overflow since the value changed
+    overflows  consecutive steps with an overflow
+    source     Micikevicius et al. 2018, Mixed Precision Training, ICLR, section 3.2
+    """
+
+    FIRST, LEAST, MOST, GOOD = 2.0**16, 1.0, 2.0**24, 200
+
+    def __init__(self) -> None:
+        self.value, self.good, self.overflows = self.FIRST, 0, 0
+
+    def after(self, outcome: StepResult) -> StepResult:
+        value = self.value
+        if not math.isfinite(outcome.loss):
+            return outcome._replace(loss_scale=value)
+        if outcome.updated:
+            self.good, self.overflows = self.good + 1, 0
+            if self.good == self.GOOD:
+                self.value, self.good = min(2 * value, self.MOST), 0
+        else:
+            self.value, self.good, self.overflows = (
+                max(value / 2, self.LEAST),
+                0,
+                self.overflows + 1,
+            )
+        return outcome._replace(loss_scale=value, overflows=self.overflows)
+
+    def numbers(self) -> dict[str, float]:
+        return {
+            "loss_scale": self.value,
+            "loss_scale_good": self.good,
+            "loss_scale_overflows": self.overflows,
+        }
+
+    def restore(self, numbers: Mapping[str, float]) -> None:
+        self.value = numbers.get("loss_scale", self.FIRST)
+        self.good, self.overflows = (
+            int(numbers.get(f"loss_scale_{name}", 0)) for name in ("good", "overflows")
+        )
+
+
+def loss_scale_for(compute: str) -> LossScale:
+    return DynamicLossScale() if compute == "float16" else LossScale()
+
+
+class SkippedUpdates:
+    """The count of skipped updates, and the loss scale, which adapts to them.
+
+    number  skipped updates so far; AdamW's step count leaves them out
+    """
+
+    def __init__(self, compute: str):
+        self.number, self.scale = 0, loss_scale_for(compute)
+
+    def conclude(self, outcome: StepResult) -> StepResult:
+        """Count a skipped update, and adapt the scale. All ranks must pass the same result."""
+        self.number += not outcome.updated
+        return self.scale.after(outcome)
+
+    def scalars(self) -> dict[str, float]:
+        return {"skipped_updates": self.number, **self.scale.numbers()}
+
+    def restore(self, scalars: Mapping[str, float]) -> None:
+        self.number = int(scalars.get("skipped_updates", 0))
+        self.scale.restore(scalars)
 
 
 class AgreeAndUpdate(StepEnd):
@@ -34,7 +188,6 @@ class AgreeAndUpdate(StepEnd):
     def __init__(
         self, replica: ReplicationContext, store: ParameterStore, reducer: GradientReducer
     ):
-        """Allocate the optimizer state, and bind the control message; collective."""
         config, device = replica.config, replica.device
         self.replica, self.store, self.reducer = replica, store, reducer
         self.skips = SkippedUpdates(config.precision.compute)
@@ -81,8 +234,25 @@ class AgreeAndUpdate(StepEnd):
         return stats
 
     def divided(self, step_input: StepInput, totals: Sequence[float]) -> tuple[StepResult, float]:
-        """Return `outcome_of` these totals."""
-        return outcome_of(step_input, totals, self.skips, self.replica.config.optimizer.clip)
+        """Return the result of a step, and the factor of the summed gradient for its update.
+
+        `updated` is true if loss and norm are finite.
+
+        totals  over all ranks: loss, sum of squares, non-finite elements, requests to stop, ignored
+                targets
+        """
+        loss, squares, nonfinite, stop, ignored = totals
+        clip, loss_scale = self.replica.config.optimizer.clip, self.skips.scale.value
+        mean = mean_of(loss, squares, ignored, step_input.targets, loss_scale, clip)
+        return StepResult(
+            mean.loss,
+            mean.norm,
+            int(nonfinite),
+            step_input.lr,
+            math.isfinite(mean.loss) and math.isfinite(mean.norm),
+            stop > 0,
+            counted=mean.counted,
+        ), mean.factor
 
     def apply(self, scale: float, lr: float, number: int) -> None:
         """Update this rank's pieces from `scale` times their gradients.
@@ -120,14 +290,13 @@ class AgreeAndUpdate(StepEnd):
         self._is_spoiled = not outcome.updated
         return skips.conclude(outcome._replace(comm_s=exposed.take()))
 
-    def finish(self, mine: StepInput) -> StepResult:
+    def finish(self, step_input: StepInput) -> StepResult:
         self.store.sync()
-        return self.update(mine, self.control.total)
+        return self.update(step_input, self.control.total)
 
     def sync(self) -> None:
         self.store.sync()
 
     def state(self) -> list[StateBuffer]:
-        """Return the optimizer's buffers of the pieces that this rank updates, if there are any."""
         arrays = self.optimizer.arrays() if self.optimizer.pieces else []
         return [StateBuffer.of(array) for array in arrays]

@@ -11,9 +11,13 @@ from mpitrain.data import Source, read_rows
 from mpitrain.layers.base import Gradients, Weights
 from mpitrain.layers.flat import Storage
 from mpitrain.parallel.grid import share
-from mpitrain.parallel.replication.components import GradientReducer, ParameterStore
-from mpitrain.parallel.replication.protocol import ReplicationContext
-from mpitrain.parallel.replication.state import StateBuffer, spread
+from mpitrain.parallel.replication.protocol import (
+    GradientReducer,
+    ParameterStore,
+    ReplicationContext,
+    StateBuffer,
+    spread,
+)
 from mpitrain.regions import Piece, moved, overlap
 
 
@@ -35,7 +39,6 @@ class WholeParameters(ParameterStore):
     sharing: Sequence[Group] = ()
 
     def __init__(self, replica: ReplicationContext, owned: Sequence[Piece]):
-        """Allocate and initialise the parameters, and their mirror in half precision."""
         storage, allocate = replica.storage, replica.grid.world.transport.allocate
         self._replica = replica
         self.parameters = self.computed = allocate(storage.length, storage.dtype)
@@ -86,7 +89,6 @@ class FrozenParameters:
         self.loaded()
 
     def loaded(self) -> None:
-        """Round the values that a caller has written to `flat`."""
         if self._device.mirror and not self._device.half and self.flat.size:
             for numbers in self._numbers():
                 self._device.mirror(numbers, numbers, self._arena)
@@ -104,7 +106,6 @@ class FrozenParameters:
         return views
 
     def state(self) -> list[StateBuffer]:
-        """Return the frozen parameters for checkpoints, if there are any."""
         if not self._layout.entries:
             return []
         return [StateBuffer("parameters", self.flat, self._pieces, entries=self._layout.entries)]
@@ -166,13 +167,8 @@ class ReplicaRows:
             config.data.source,
             source,
             len(rows),
-            lambda: self._read(source, step, rows, before),
+            lambda: source.batch(config.run.seed, step, self._size, rows, before),
         )
-
-    def _read(
-        self, source: Source, step: int, rows: range, before: int | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        return source.batch(self._replica.config.run.seed, step, self._size, rows, before)
 
     def of_update(self, micro: int) -> int:
         return self._size

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from mpitrain.errors import CheckpointError
 from mpitrain.files import Directory, contents, opened, reading
 from mpitrain.formats.safetensors_files import BLOCK, INDEX, INNER, Writing, located
-from mpitrain.parallel.replication.records import DynamicLossScale
+from mpitrain.parallel.replication.step_end import DynamicLossScale
 from mpitrain.run.checkpoint.regions import PARAMETERS, Region, part_of_text
 from mpitrain.strict_json import validated
 

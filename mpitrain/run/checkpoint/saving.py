@@ -32,7 +32,7 @@ from mpitrain.files import mend
 from mpitrain.formats.safetensors_files import BLOCK, MOVED, Writing, WritingTensors, WrittenFile
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
-from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.parallel.replication.protocol import StateBuffer
 from mpitrain.regions import Common, Piece, Runs, common, cut, one_run, without
 from mpitrain.run.checkpoint.manifest import (
     FORMAT,

@@ -184,8 +184,6 @@ def complete(collective: Collective) -> list[int]:
 
 
 class HalvesBoundary(NamedTuple):
-    """Boundary of an all-reduce's halves: the last step that adds, and the halves' names."""
-
     step: int
     first: str
     second: str

@@ -117,7 +117,6 @@ def sizes(counts: Sequence[int], rows: int, fitting: int = 1) -> list[int]:
 def around(
     measured: Sequence[StageMeasurement], rows: float
 ) -> tuple[StageMeasurement, StageMeasurement]:
-    """Return the two measured sizes from which micro-batches of `rows` rows are interpolated."""
     right = min(max(1, bisect_left([each.rows for each in measured], rows)), len(measured) - 1)
     return measured[max(0, right - 1)], measured[right]
 
@@ -193,7 +192,6 @@ def best(predicted: Sequence[Predicted]) -> Predicted:
 
 
 def advice(predicted: Sequence[Predicted]) -> list[str]:
-    """Return lines with the recommended setting, and the number of spoilt predictions."""
     spoilt = sum(each.is_spoilt for each in predicted)
     lines = [
         f"~ {spoilt} of {len(predicted)} counts: measured while other work ran, the median above {FAR:g} times the fastest"
@@ -205,7 +203,6 @@ def advice(predicted: Sequence[Predicted]) -> list[str]:
 
 
 def neighbours(predicted: Sequence[Predicted]) -> list[Predicted]:
-    """Return the best prediction with the one before and the one after it."""
     at = predicted.index(best(predicted))
     return [*predicted[max(0, at - 1) : at + 2]]
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.parallel.replication.records import StepInput, weight_of
+from mpitrain.parallel.replication.protocol import StepInput
+from mpitrain.parallel.replication.step_end import weight_of
 from mpitrain.pipeline.simulate import Cost
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.base import Request, Transport

@@ -60,12 +60,10 @@ class Timed(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """The median over the turns, in seconds."""
         return median(self.blocks) if self.blocks else math.nan
 
     @property
     def rows_per_s(self) -> float:
-        """Rows of all ranks per second."""
         return self.size / self.step_s
 
     @property
@@ -236,7 +234,6 @@ def estimate(norms: Sequence[Norms], large: int, small: int) -> Noise:
 
 
 def _ratio(mean: np.ndarray, large: int, small: int) -> float:
-    """Return tr(S) / |G|^2 from mean squared norms."""
     square = (large * mean[0] - small * mean[1]) / (large - small)
     trace = (mean[1] - mean[0]) / (1 / small - 1 / large)
     return float(trace / square) if square > 0 else math.inf

@@ -19,17 +19,14 @@ from typing import NamedTuple
 
 from mpitrain.tools.plan import several
 from mpitrain.tools.plan.collective import Collective, listed, plans_of
+from mpitrain.tools.text_table import TextColumn, TextTable
 
 ITEM = 4
 """Bytes of an element."""
 
 
 class Totals(NamedTuple):
-    """Totals of a collective; data are in units of the array, so 2 is twice the array.
-
-    all_ranks  data that all ranks send together
-    busiest    data that the busiest rank sends
-    """
+    """Counted totals; data in units of the array, of all ranks together and of the busiest one."""
 
     steps: int | Fraction
     messages: int | Fraction
@@ -48,7 +45,6 @@ class FormulaLetters(NamedTuple):
 
     @property
     def lg(self) -> int:
-        """Return lg n', the logarithm to base 2."""
         return self.power.bit_length() - 1
 
     @property
@@ -57,8 +53,6 @@ class FormulaLetters(NamedTuple):
 
 
 class PublishedTotals(NamedTuple):
-    """Published totals as text, and as a function of the letters' values."""
-
     steps: str
     messages: str
     all_ranks: str
@@ -149,7 +143,6 @@ Uneven chunks change the total of the busiest rank by less than one chunk.
 
 
 def numbers(hosts: Sequence[str]) -> FormulaLetters:
-    """Return the value of each letter in the formulas, for ranks on these hosts."""
     ranks = Counter(hosts).values()
     return FormulaLetters(
         len(hosts), 1 << len(hosts).bit_length() - 1, len(ranks), min(ranks), max(ranks)
@@ -157,7 +150,6 @@ def numbers(hosts: Sequence[str]) -> FormulaLetters:
 
 
 def sent_by(collective: Collective) -> list[Fraction]:
-    """Return the data that each rank sends, in units of the array."""
     sent = [0] * collective.ranks
     for message in (message for messages in collective.steps for message in messages):
         sent[message.source] += (
@@ -167,51 +159,43 @@ def sent_by(collective: Collective) -> list[Fraction]:
 
 
 def totals(collective: Collective) -> Totals:
-    """Count the totals from the messages, for chunks that each travel in one message."""
     sent = sent_by(collective)
     return Totals(
         len(collective.steps), sum(map(len, collective.steps)), sum(sent, Fraction()), max(sent)
     )
 
 
-def sent_of_array(
-    operation: str, algorithm: str, hosts: Sequence[str], nbytes: int
-) -> list[tuple[int, int]]:
-    """Return (bytes, messages) that each rank sends for a float32 array.
-
-    Each segment is a message.
-    """
-    plans = plans_of(operation, algorithm, hosts, nbytes // ITEM)
-    sent = [
-        [
-            ITEM * (t.stop - t.start)
-            for plan in rank_plans
-            for step in plan.steps
-            for t in step.sends
-        ]
-        for rank_plans in plans
-    ]
-    return [(sum(messages), len(messages)) for messages in sent]
-
-
 def table_of_totals(collective: Collective, width: int) -> list[str]:
-    """Return lines with the counted totals, the formulas, and their values."""
     counted, sent = totals(collective), sent_by(collective)
     formula = FORMULAS.get((collective.operation, collective.algorithm))
     busiest = listed((rank for rank, arrays in enumerate(sent) if arrays == counted.busiest), ",")
     texts = formula[:4] if formula else ("-",) * 4
-    values = formula.value(numbers(collective.hosts)) if formula else (None,) * 4
-    lines = [f"{'of an array of S bytes':<24}{'counted':>10}    {'formula':<31} {'is':>8}"]
+    x = numbers(collective.hosts)
+    values = formula.value(x) if formula else (None,) * 4
+    rows = []
     names = ("steps", "messages", "sent by all ranks", "sent by the busiest one")
     for name, count, text, value in zip(names, counted, texts, values, strict=True):
         unit = " S" if name.startswith("sent") else ""
-        by_formula = "-" if value is None else amount(value) + unit
-        lines.append(f"{name:<24}{amount(count) + unit:>10}    {text:<31} {by_formula:>8}")
+        by_formula = None if value is None else amount(value) + unit
+        rows.append((name, amount(count) + unit, text, by_formula))
+    lines = TextTable(
+        [
+            TextColumn("of an array of S bytes", "<24", 0),
+            TextColumn("counted", "10", 1, gap=0),
+            TextColumn("formula", "<31", 2, gap=4),
+            TextColumn("is", "8", 3),
+        ]
+    ).lines(rows)
     lines += textwrap.wrap(f"busiest rank: {busiest}", width) if counted.messages else []
-    return [
-        *lines,
-        *textwrap.wrap(_letters(collective, " ".join(texts)), width),
-    ]
+    letters, used = [f"n = {several(x.n, 'rank')}"], " ".join(texts)
+    if "n'" in used:
+        letters += [f"n' = {x.power}, the largest power of 2 up to n", f"r = n - n' = {x.r}"]
+    if "h" in used:
+        letters += [
+            f"h = {several(x.h, 'host')}",
+            f"k = {x.k} and g = {x.g} ranks on the smallest and the largest host",
+        ]
+    return [*lines, *textwrap.wrap(f"where {', '.join(letters)}", width)]
 
 
 def amount(number: float | Fraction) -> str:
@@ -219,28 +203,15 @@ def amount(number: float | Fraction) -> str:
     return f"{int(number)}" if number == int(number) else f"{float(number):.4g}"
 
 
-def _letters(collective: Collective, formula: str) -> str:
-    x = numbers(collective.hosts)
-    letters = [f"n = {several(x.n, 'rank')}"]
-    if "n'" in formula:
-        letters += [f"n' = {x.power}, the largest power of 2 up to n", f"r = n - n' = {x.r}"]
-    if "h" in formula:
-        letters += [
-            f"h = {several(x.h, 'host')}",
-            f"k = {x.k} and g = {x.g} ranks on the smallest and the largest host",
-        ]
-    return f"where {', '.join(letters)}"
-
-
 def amounts(operation: str, algorithm: str, hosts: Sequence[str], nbytes: int) -> list[str]:
     """Return lines with the bytes that each rank sends for a float32 array of `nbytes` bytes.
 
     Each segment of a long array is a message.
     """
-    sent = sent_of_array(operation, algorithm, hosts, nbytes)
     same: dict[tuple[int, int], list[int]] = {}
-    for rank, each in enumerate(sent):
-        same.setdefault(each, []).append(rank)
+    for rank, plans in enumerate(plans_of(operation, algorithm, hosts, nbytes // ITEM)):
+        messages = [t.stop - t.start for plan in plans for step in plan.steps for t in step.sends]
+        same.setdefault((ITEM * sum(messages), len(messages)), []).append(rank)
     lines = [
         f"{'each of ranks' if ranks[1:] else 'rank'} {listed(ranks, ', ')}: {total} bytes in "
         f"{several(messages, 'message')}"
@@ -249,5 +220,5 @@ def amounts(operation: str, algorithm: str, hosts: Sequence[str], nbytes: int) -
     return [
         f"of an array of {nbytes} bytes, float32:",
         *lines,
-        f"all together: {sum(total for total, _ in sent)} bytes",
+        f"all together: {sum(total * len(ranks) for (total, _), ranks in same.items())} bytes",
     ]

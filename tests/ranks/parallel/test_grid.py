@@ -15,8 +15,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.ops.device import device_for
 from mpitrain.parallel.grid import Axes, Grid, axes
 from mpitrain.parallel.modes import replication_for, servers_of
-from mpitrain.parallel.replication.protocol import ReplicationContext
-from mpitrain.parallel.replication.records import StepInput
+from mpitrain.parallel.replication.protocol import ReplicationContext, StepInput
 from mpitrain.pipeline.partition import assign_units
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks

@@ -11,8 +11,8 @@ from mpitrain.ops.device import device_for
 from mpitrain.optim import learning_rate
 from mpitrain.parallel.grid import Axes, Grid, share
 from mpitrain.parallel.modes import replication_for
-from mpitrain.parallel.replication.protocol import ReplicationContext
-from mpitrain.parallel.replication.records import StepInput, weight_of
+from mpitrain.parallel.replication.protocol import ReplicationContext, StepInput
+from mpitrain.parallel.replication.step_end import weight_of
 from mpitrain.pipeline.partition import assign_units
 from mpitrain.pipeline.stage import Stage
 from mpitrain.run.trainer import Trainer

@@ -8,7 +8,7 @@ import pytest
 from mpitrain.config import parse, with_settings
 from mpitrain.machine import cuda
 from mpitrain.ops.device import KERNELS
-from mpitrain.parallel.data.buckets import Buckets
+from mpitrain.parallel.buckets import Buckets
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu

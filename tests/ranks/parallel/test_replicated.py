@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import CommError, ConfigError, MpitrainError
-from mpitrain.parallel.data.replicated import Replicated
+from mpitrain.parallel.replicated import Replicated
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu
 from tests.fakes.pointers import PointerThreads

@@ -7,7 +7,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.flat import Span, dealt
 from mpitrain.parallel.grid import axes
 from mpitrain.parallel.modes import servers_of
-from mpitrain.parallel.servers.messages import header
+from mpitrain.parallel.servers import header
 from mpitrain.run.build import build
 from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks

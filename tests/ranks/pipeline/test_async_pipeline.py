@@ -14,8 +14,8 @@ import pytest
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
 from mpitrain.optim import learning_rate
-from mpitrain.parallel.data.weight_stashing import StageUpdate
 from mpitrain.parallel.grid import share
+from mpitrain.parallel.weight_stashing import StageUpdate
 from mpitrain.pipeline.partition import cut
 from mpitrain.pipeline.schedules import STREAMS
 from mpitrain.run.build import build

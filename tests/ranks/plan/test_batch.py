@@ -304,11 +304,3 @@ def test_a_job_without_common_steps_is_refused(settings, law, capsys):
 @pytest.mark.parametrize("seconds", ["nan", "inf", "0"])
 def test_seconds_that_limit_nothing_are_wrong_usage(seconds):
     assert CliRunner().invoke(commands, ["plan", "batch", "--seconds", seconds]).exit_code == 2
-
-
-def test_it_is_a_command_with_the_options_of_training():
-    done = CliRunner().invoke(commands, ["plan", "batch", "--help"])
-    assert done.exit_code == 0 and all(
-        f"--{name} " in done.output
-        for name in ("dp", "tp", "pp", "most", "seconds", "verify", "json", "set")
-    )

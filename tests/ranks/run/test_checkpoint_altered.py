@@ -132,7 +132,6 @@ def test_a_file_whose_blocks_are_right_and_that_goes_on_is_damaged(tmp_path, mon
     assert file.stat().st_size % 8 == 0
     file.write_bytes(file.read_bytes() + bytes(8))
     with pytest.raises(
-        CheckpointError,
-        match=rf"{file.name} is damaged: it has \d+ bytes where manifest.json says",
+        CheckpointError, match=rf"{file.name} is damaged: it has \d+ bytes where manifest.json says"
     ):
         run_ranks(1, loading.read_beside, path)

@@ -13,7 +13,7 @@ from mpitrain.formats import safetensors_files
 from mpitrain.layers.base import Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import HostBackend
-from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.parallel.replication.protocol import StateBuffer
 from mpitrain.regions import Piece
 from mpitrain.run.checkpoint import loading, saving
 from mpitrain.run.checkpoint.manifest import INDEX, Done

@@ -98,10 +98,21 @@ def test_the_counted_peak_on_kernels_is_the_measured_one(layout):
 
 
 def test_a_partition_by_time_is_counted_as_it_is_cut(monkeypatch):
-    monkeypatch.setitem(build.__globals__, "by_time", lambda *given: [4, 2])
+    monkeypatch.setattr("mpitrain.pipeline.partition.by_time", lambda *given: [4, 2])
     settings = [*TINY, "layout.pp=2", "pipeline.partition=time", "memory.recompute=2"]
     for counted, measured in run_ranks(2, peaks, settings):
         assert counted == measured > 0
+
+
+def leaves(monkeypatch, built, nbytes):
+    """Let a machine have so many bytes beside the state of the model that `built()` makes."""
+    monkeypatch.setattr(process, "free_memory", lambda kind: 10**9)
+    real, rooms = build.__globals__["check_memory"], []
+    monkeypatch.setitem(
+        build.__globals__, "check_memory", lambda *args: rooms.append(real(*args)) or rooms[-1]
+    )
+    built()
+    monkeypatch.setattr(process, "free_memory", lambda kind: int(rooms[0].needed) + nbytes)
 
 
 @pytest.mark.parametrize("ranks, layout", [(1, []), (2, []), (2, ["layout.tp=2"])])
@@ -113,16 +124,7 @@ def test_too_large_activations_are_refused_with_fitting_micro_batches(ranks, lay
     def built(*more):
         run_ranks(ranks, lambda transport: build(transport, configured(*settings, *more)))
 
-    # The state of the model needs what is refused first, whatever the activations need.
-    monkeypatch.setattr(process, "free_memory", lambda kind: 10**9)
-    real = build.__globals__["check_memory"]
-    rooms = []
-    monkeypatch.setitem(
-        build.__globals__, "check_memory", lambda *args: rooms.append(real(*args)) or rooms[-1]
-    )
-    built()
-    free = int(rooms[0].needed) + needed
-    monkeypatch.setattr(process, "free_memory", lambda kind: free)
+    leaves(monkeypatch, built, needed)
     with pytest.raises(ConfigError) as refused:
         built()
     assert refused.value.exit_code == 2 and refused.value.agreed
@@ -149,16 +151,8 @@ def test_too_large_activations_are_refused_with_fitting_micro_batches(ranks, lay
     ],
 )
 def test_no_number_of_micro_batches_is_proposed_if_none_fits(settings, ways, monkeypatch):
-    free = 10**9
-    monkeypatch.setattr(process, "free_memory", lambda kind: free)
-    real = build.__globals__["check_memory"]
-    rooms = []
-    monkeypatch.setitem(
-        build.__globals__, "check_memory", lambda *args: rooms.append(real(*args)) or rooms[-1]
-    )
     config = configured(*TINY, *settings)
-    run_ranks(1, lambda transport: build(transport, config))
-    free = int(rooms[0].needed) + 1
+    leaves(monkeypatch, lambda: run_ranks(1, lambda transport: build(transport, config)), 1)
     with pytest.raises(ConfigError) as refused:
         run_ranks(1, lambda transport: build(transport, config))
     assert "micro_batches to" not in str(refused.value)

@@ -419,15 +419,13 @@ def tokens(tmp_path):
     return source
 
 
-@pytest.mark.parametrize("text", (b"[" * 100_000, b"{}", b"\xff", b"[1]", b""))
+@pytest.mark.parametrize("text", (b"[" * 100_000, b"{}", b"\xff", b"[1]", b"", None))
 def test_a_note_of_tokens_that_cannot_be_read_is_none(text, tokens, tmp_path):
-    (tmp_path / "tokens.json").write_bytes(text)
-    assert noted_largest(tmp_path, tokens, "auto") is None
-
-
-def test_a_note_of_tokens_that_is_a_pipe_is_none(tokens, tmp_path):
     (tmp_path / "tokens.json").unlink()
-    os.mkfifo(tmp_path / "tokens.json")
+    if text is None:
+        os.mkfifo(tmp_path / "tokens.json")
+    else:
+        (tmp_path / "tokens.json").write_bytes(text)
     assert noted_largest(tmp_path, tokens, "auto") is None
 
 

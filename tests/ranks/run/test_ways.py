@@ -7,6 +7,7 @@ import sys
 from inspect import CO_OPTIMIZED
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,15 +15,23 @@ import pytest
 import mpitrain
 from mpitrain.collectives.group import Group
 from mpitrain.config import Layout, parse, with_settings
+from mpitrain.layers.base import Unit
+from mpitrain.layers.flat import Storage
 from mpitrain.layers.initial import normal
+from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.ops.device import ops_for
 from mpitrain.parallel.tensor.layer_factory import layers_for
 from mpitrain.parallel.tensor.linear import RowParallelLinear
+from mpitrain.pipeline.pipeline import Pipeline
+from mpitrain.pipeline.schedules import plan_of
+from mpitrain.run.build import build
 from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
 from tests.processes import run
 from tests.runs import TINY
+from tests.training import TINY as TINY_JOB
+from tests.training import configured
 
 PACKAGE = Path(mpitrain.__file__).parent
 PAGE, ROOT = PACKAGE / "README.md", str(PACKAGE.parent)
@@ -78,12 +87,55 @@ def of_a_row_parallel_layer():
     return run_ranks(2, calls)[0]
 
 
+def of_1f1b():
+    """Two stages of one linear layer each, with plain arrays in place of a mode of replication."""
+
+    def calls(transport):
+        layers, shape = Plain(ops_for("cpu")), (2, 3)
+        units = [Unit(name, layers.linear(3, 3, normal(0.1))) for name in ("first", "second")]
+        storage = Storage(units[transport.rank :][:1], "float32")
+        weights = storage.weights(np.ones(storage.length, "float32"))
+        gradients, _ = storage.gradients(np.zeros(storage.length, "float32"))
+        common = {"poll": lambda: None, "close": lambda *unit: None, "ready": lambda *unit: None}
+        replication = SimpleNamespace(
+            store=SimpleNamespace(open=lambda unit, micro: weights[unit], **common),
+            reducer=SimpleNamespace(gradients=lambda unit: gradients[unit], **common),
+            step_end=SimpleNamespace(**common),
+            replica=SimpleNamespace(first=0),
+        )
+
+        def step():
+            plan, chunks = plan_of("1f1b", 2, 4), [[unit] for unit in units]
+            pipe = Pipeline(plan, chunks, transport, replication, Arena(), "float32", layers.now)
+            rows = [(0, 2 * micro, 2, True) for micro in range(4)]
+            pipe.train(
+                rows, [shape] * 4, lambda micro: np.ones(shape, "float32"), lambda micro, y: y
+            )
+
+        return calls_of(step)
+
+    return run_ranks(2, calls)[1]
+
+
 def of_a_cuda_product():
     """The second call: the first one compiles the kernel."""
     arena, ops = Arena(), ops_for("cuda-sim")
     x, w, b = (np.ones(shape, "float32") for shape in ((5, 3), (4, 3), 4))
     ops.linear(x, w, b, arena)
     return calls_of(ops.linear, x, w, b, arena)
+
+
+STEPPED = [*TINY_JOB, "replication.overlap=false", "replication.algorithm=ring"]
+
+
+def of_a_step():
+    def calls(transport):
+        job = build(transport, configured(*STEPPED))
+        trainer, batch = job.trainer, job.trainer.replication.rows.batch(job.data, 0)
+        trainer.step(0, *batch)
+        return calls_of(trainer.step, 1, *batch)
+
+    return run_ranks(2, calls)[0]
 
 
 STEP = ["--set", "run.steps=1", "--set", "run.eval_every=-1", "--set", "run.sample=0"]
@@ -123,7 +175,10 @@ TRAIN = "How does `train` get to the first forward pass?"
 RUNS = {
     TRAIN: (10, of_a_start),
     "Where is the ring?": (5, of_a_ring),
+    "Where is AdamW?": (5, of_a_step),
+    "Where are gradients averaged?": (4, of_a_step),
     "Where is the all-reduce of a row-sharded layer?": (5, of_a_row_parallel_layer),
+    "Where is 1F1B?": (5, of_1f1b),
     "Where is a CUDA matrix product?": (4, of_a_cuda_product),
     "How is a checkpoint written?": (5, of_a_checkpoint),
 }

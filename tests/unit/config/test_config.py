@@ -36,13 +36,10 @@ def test_an_unknown_key_names_the_nearest_one():
     "setting, complaint",
     [
         ("optimizer.lr=nan", "optimizer.lr must be a finite number, but is nan."),
-        ("optimizer.lr=inf", "optimizer.lr must be a finite number, but is inf."),
         ("optimizer.lr=-1", "optimizer.lr must be greater than 0, but is -1."),
         ("optimizer.lr=true", "optimizer.lr must be a valid number, but is True."),
         ("replication.zero=true", "replication.zero must be a valid integer, but is True."),
         ("replication.zero=1.0", "replication.zero must be a valid integer, but is 1.0."),
-        ("layout.tp=true", "layout.tp must be a valid integer, but is True."),
-        ("layout.pp=1.0", "layout.pp must be a valid integer, but is 1.0."),
         ("run.steps=1.5", "run.steps must be a valid integer, but is 1.5."),
         ("run.steps=many", "run.steps must be a valid integer, but is 'many'."),
         ("model.tied=1", "model.tied must be a valid boolean, but is 1."),
@@ -55,7 +52,6 @@ def test_an_unknown_key_names_the_nearest_one():
             "model.kind must be 'gpt', 'mlp' or 'cnn', but is 'rnn'; did you mean cnn?",
         ),
         ("model.heads=3", "model.heads must divide model.width, but 3 does not divide 128."),
-        ("model.heads=256", "model.heads must divide model.width, but 256 does not divide 128."),
         (
             "replication.async_lr=often",
             "replication.async_lr must be 1/workers, staleness or a number, but is 'often'.",
@@ -72,27 +68,14 @@ def test_an_unknown_key_names_the_nearest_one():
             )
             for text in (
                 "1:",
-                "-1:20",
-                "1:20:0.5",
-                "random:20",
                 "random:20:1.5",
-                "random:1e3:1",
                 "1:20,",
-                "1:20;2:20",
             )
         ),
         ("nonsense", "A setting is section.key=value, but got 'nonsense'."),
         (
             "run.seed=9223372036854775808",
             "run.seed must be a whole number of at most 64 bits, but is 9223372036854775808.",
-        ),
-        (
-            "run.steps=0x" + "f" * 4000,
-            "run.steps must be a whole number of at most 64 bits, but is a larger one.",
-        ),
-        (
-            "run.eval_every=-9223372036854775809",
-            "run.eval_every must be greater than or equal to -1, but is -9223372036854775809.",
         ),
         (
             "batch.size=1000000001",
@@ -103,24 +86,12 @@ def test_an_unknown_key_names_the_nearest_one():
             "optimizer.epsilon must be 0 or of a size between 1e-30 and 1e+30, but is 1e-320.",
         ),
         (
-            "optimizer.clip=1e-320",
-            "optimizer.clip must be 0 or of a size between 1e-30 and 1e+30, but is 1e-320.",
-        ),
-        (
-            "optimizer.lr=1e300",
-            "optimizer.lr must be 0 or of a size between 1e-30 and 1e+30, but is 1e+300.",
-        ),
-        (
             "run.stall_seconds=1e-9",
             "run.stall_seconds must be greater than or equal to 1, but is 1e-09.",
         ),
         (
             'run.out="a\\u0000b"',
             "run.out must be text without NUL that file names can have in this locale, but is 'a\\x00b'.",
-        ),
-        (
-            'data.source="text:\\u0000"',
-            "data.source must be text without NUL that file names can have in this locale, but is 'text:\\x00'.",
         ),
     ],
 )
@@ -185,27 +156,9 @@ def test_what_ranks_cannot_share_is_refused_with_the_nearest_numbers(settings, l
     assert law in text and way_out in text, text
 
 
-@pytest.mark.parametrize(
-    "value",
-    ["9" * 5000, "[" * 5000, "word" * 2000, "0x" + "f" * 5000, "[0x" + "f" * 5000 + "]"],
-    ids=["digits", "brackets", "word", "hexadecimal", "list"],
-)
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 5000], ids=["digits", "brackets"])
 def test_a_value_that_is_no_value_of_anything_is_refused_in_few_words(value):
-    texts = (
-        "run.out",
-        "data.source",
-        "data.template",
-        "run.init_from",
-        "lora.targets",
-        "lora.init_from",
-        "replication.tuning",
-        "device.tiles",
-        "pipeline.schedule",
-        "run.init_from",
-        "lora.targets",
-        "lora.init_from",
-    )  # whatever they say
-    for name in {key.name for key in keys()} - set(texts):
+    for name in ("run.steps", "optimizer.lr", "model.tied", "model.kind", "run.plugins"):
         text = refusal(f"{name}={value}")
         assert name in text and len(text) < 700, name
 
@@ -217,14 +170,15 @@ def test_all_that_is_wrong_is_said_at_once():
     )
 
 
-def test_heads_that_do_not_divide_name_the_nearest_widths():
-    assert "Set model.width to 126 or 129" in refusal("model.heads=3")
-
-
-def test_wire_formats_of_float64_are_refused():
-    assert "Wire formats carry float32" in refusal(
-        "replication.wire=fp16", "precision.compute=float64"
-    )
+@pytest.mark.parametrize(
+    "settings, part",
+    [
+        (["model.heads=3"], "Set model.width to 126 or 129"),
+        (["replication.wire=fp16", "precision.compute=float64"], "Wire formats carry float32"),
+    ],
+)
+def test_keys_that_exclude_each_other_are_refused(settings, part):
+    assert part in refusal(*settings)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpitrain.kernels.loader import Kernels, fresh
+from mpitrain.kernels.loader import Argument, Kernels
 from mpitrain.kernels.simulator.machine import Simulator
 
 ALL_16_BITS = np.arange(1 << 16, dtype=np.uint16)
@@ -40,8 +40,8 @@ def test_every_float16_and_bfloat16_converts_to_float32(launch):
         1 << 16,
         float16,
         ALL_16_BITS.view(BFLOAT16),
-        fresh(from_h),
-        fresh(from_b),
+        Argument(from_h, fresh=True),
+        Argument(from_b, fresh=True),
     )
     np.testing.assert_array_equal(from_h, float16.astype(np.float32))
     bits = from_b.view(np.uint32)
@@ -76,7 +76,9 @@ def test_floats_round_to_16_bits_as_ieee_says(launch):
     )
     x = x[~np.isnan(x)]
     h, b = np.empty(len(x), np.float16), np.empty(len(x), BFLOAT16)
-    launch("convert_to_16_bits", len(x), len(x), x, fresh(h), fresh(b))
+    launch(
+        "convert_to_16_bits", len(x), len(x), x, Argument(h, fresh=True), Argument(b, fresh=True)
+    )
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(h.view(np.uint16), x.astype(np.float16).view(np.uint16))
     finite = np.isfinite(x)
@@ -85,13 +87,20 @@ def test_floats_round_to_16_bits_as_ieee_says(launch):
 
 def test_nan_stays_nan(launch):
     h, b = np.empty(1, np.float16), np.empty(1, BFLOAT16)
-    launch("convert_to_16_bits", 1, 1, np.float32([np.nan]), fresh(h), fresh(b))
+    launch(
+        "convert_to_16_bits",
+        1,
+        1,
+        np.float32([np.nan]),
+        Argument(h, fresh=True),
+        Argument(b, fresh=True),
+    )
     assert np.isnan(h[0]) and np.isnan(b[0])
 
 
 def test_shuffles_move_values_as_cuda_documents(launch):
     x, y = np.arange(-7, 25, dtype=np.float32), np.empty((8, 32), np.float32)
-    launch("shuffle", 32, x, fresh(y))
+    launch("shuffle", 32, x, Argument(y, fresh=True))
     lane = np.arange(32)
     up, down = np.where(lane < 3, lane, lane - 3), np.where(lane > 28, lane, lane + 3)
     sources = [np.full(32, 5), up, down, lane ^ 6, lane ^ 3]
@@ -107,7 +116,7 @@ def test_tensor_core_fragments_are_those_of_the_ptx_isa(launch, name):
         rng.integers(-8, 9, (16, 8)).astype(np.float16),
     )
     c = np.empty((16, 8), np.float32)
-    launch(name, 32, a, b, fresh(c))
+    launch(name, 32, a, b, Argument(c, fresh=True))
     np.testing.assert_array_equal(c, a.astype(np.float32) @ b.astype(np.float32))
 
 
@@ -123,7 +132,7 @@ def test_a_tensor_core_product_of_bfloat16_reads_bfloat16(launch):
         32,
         a.astype(BFLOAT16),
         b.astype(BFLOAT16),
-        fresh(c),
+        Argument(c, fresh=True),
         Element="__nv_bfloat16",
     )
     np.testing.assert_array_equal(c, a @ b)
@@ -136,7 +145,7 @@ def test_a_copy_of_fewer_valid_bytes_fills_the_rest_with_zeros(launch, valid):
     start = -padded.ctypes.data // 4 % 4
     padded[start : start + 4] = x
     y = np.empty(4, np.float32)
-    launch("copy_in_part", 4, valid, padded[start : start + 4], fresh(y))
+    launch("copy_in_part", 4, valid, padded[start : start + 4], Argument(y, fresh=True))
     np.testing.assert_array_equal(y, np.where(np.arange(4) < valid // 4, x, 0))
 
 
@@ -146,5 +155,5 @@ def test_a_copy_of_what_does_not_exist_reads_nothing_and_writes_zeros(launch, ex
     start = -padded.ctypes.data // 4 % 4
     x, y = padded[start : start + 5 * exists], np.empty(5, np.float32)
     x[...] = np.arange(1, x.size + 1)
-    launch("copy_or_not", 5, exists, x, fresh(y))
+    launch("copy_or_not", 5, exists, x, Argument(y, fresh=True))
     np.testing.assert_array_equal(y, np.arange(1, 6) * exists)

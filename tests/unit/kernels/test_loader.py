@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import ConfigError, KernelError
-from mpitrain.kernels.loader import Argument, Kernels, fresh, strided
+from mpitrain.kernels.loader import Argument, Kernels
 from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.kernels.source import package_sources
 from mpitrain.machine import compiling
@@ -63,7 +63,7 @@ REFUSED = {
     ),
     "not contiguous in the last dim": (
         "past_the_end",
-        (32, strided(np.zeros((32, 2), np.float32)[:, 0]), FLOATS),
+        (32, Argument(np.zeros((32, 2), np.float32)[:, 0], strided=True), FLOATS),
         32,
         "KernelError: past_the_end: argument `x` of shape (32,) and strides (8,) bytes is not contiguous.\n"
         "             Copy it first; only `strided` arguments may skip elements, and never in the last dim.",
@@ -166,7 +166,9 @@ def test_an_absent_array_is_a_null_pointer(tmp_path):
         'extern "C" __global__ void optional(const float* x, float* y) { y[0] = x ? x[0] : -1.0f; }\n'
     )
     y = np.zeros(1, np.float32)
-    Kernels(Simulator(), folder=tmp_path).launch("optional", (1,), (1,), (None, fresh(y)))
+    Kernels(Simulator(), folder=tmp_path).launch(
+        "optional", (1,), (1,), (None, Argument(y, fresh=True))
+    )
     assert y == -1
 
 
@@ -179,7 +181,9 @@ def test_nothing_is_written_back_after_an_error(kernels):
 
 def test_a_strided_view_is_written_between_its_gaps_alone(kernels):
     whole = np.zeros((3, 8), np.float32)
-    kernels.launch("writes_between_rows", (3,), (32,), (5, 8, strided(whole[:, :5])), RIGHT=1)
+    kernels.launch(
+        "writes_between_rows", (3,), (32,), (5, 8, Argument(whole[:, :5], strided=True)), RIGHT=1
+    )
     assert whole[:, :5].all() and not whole[:, 5:].any()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import KernelError
-from mpitrain.kernels.loader import Kernels, fresh, strided
+from mpitrain.kernels.loader import Argument, Kernels
 from mpitrain.kernels.simulator.machine import Simulator
 
 ORDERS = [("forward", 0), ("reverse", 0), ("random", 1), ("random", 2)]
@@ -39,7 +39,7 @@ def ramp(count: int) -> np.ndarray:
 
 def out(count: int) -> Any:
     """A fresh output."""
-    return fresh(np.empty(count, np.float32))
+    return Argument(np.empty(count, np.float32), fresh=True)
 
 
 ROWS = np.zeros((3, 8), np.float32)
@@ -101,7 +101,12 @@ PLANTED = {
         1, 32, lambda: (ramp(32), out(32)), "write to const", None, ramp(32)
     ),
     "writes_between_rows": Planted(
-        3, 32, lambda: (5, 8, strided(ROWS[:, :5])), "out of bounds", None, np.ones((3, 5))
+        3,
+        32,
+        lambda: (5, 8, Argument(ROWS[:, :5], strided=True)),
+        "out of bounds",
+        None,
+        np.ones((3, 5)),
     ),
     "index_overflows": Planted(1, 1, lambda: (1 << 20, out(1)), "undefined", None, 1),
     "reads_before_the_copy_lands": Planted(
@@ -168,7 +173,9 @@ def test_a_thread_may_launch_a_kernel_while_another_loads_it(monkeypatch):
     others: list[threading.Thread] = []
 
     def launch(result: np.ndarray) -> None:
-        kernels.launch("uninitialised_shared", (1,), (64,), [fresh(result)], 256, RIGHT=1)
+        kernels.launch(
+            "uninitialised_shared", (1,), (64,), [Argument(result, fresh=True)], 256, RIGHT=1
+        )
 
     class Slow(ctypes.CDLL):
         def __getattr__(self, name: str) -> Any:

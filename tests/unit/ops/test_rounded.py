@@ -9,7 +9,8 @@ import pytest
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
 from mpitrain.ops.bodies import TYPES, rounded
-from mpitrain.parallel.replication.records import DynamicLossScale, StepResult
+from mpitrain.parallel.replication.protocol import StepResult
+from mpitrain.parallel.replication.step_end import DynamicLossScale
 from tests.cases.training import STEPS, step_of
 
 SHORT = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from mpitrain.config import parse
-from mpitrain.parallel.data.buckets import bucket_bytes
+from mpitrain.parallel.buckets import bucket_bytes
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from mpitrain.config.faults import delay_s, delays
-from mpitrain.parallel.servers.work_queue import Report, WorkQueue
+from mpitrain.parallel.async_servers import Report, WorkQueue
 
 STEPS = 12
 

@@ -50,21 +50,15 @@ def test_counts_fit_the_schedule_and_the_rows(name, stages, rows, found):
 @pytest.mark.parametrize("name", ["gpipe", "interleaved"])
 def test_of_many_counts_some_are_taken_from_the_fewest_to_the_most(name):
     found = counts(configured(name), 4, 5000)
-    assert (
-        MOST / 2 < len(found) <= MOST
-        and (found[0], found[-1]) == (4, 5000)
-        and sorted(set(found)) == found
-    )
+    assert MOST / 2 < len(found) <= MOST and sorted(set(found)) == found
+    assert (found[0], found[-1]) == (4, 5000)
     assert all(count % 4 == 0 for count in found) or name == "gpipe"
     assert all(after <= 1.35 * before or after - before <= 4 for before, after in pairwise(found))
 
 
 def test_measured_micro_batches_are_the_ends_and_powers_of_two():
-    assert (
-        sizes([3, 4, 7], 21) == [3, 4, 7]
-        and sizes([2, 5, 64], 64) == [1, 2, 4, 8, 16, 32]
-        and sizes([8], 8) == [1]
-    )
+    assert sizes([3, 4, 7], 21) == [3, 4, 7] and sizes([8], 8) == [1]
+    assert sizes([2, 5, 64], 64) == [1, 2, 4, 8, 16, 32]
     assert sizes([2, 4, 12], 72, 3) == [6, 12, 24, 36]
 
 
@@ -73,11 +67,8 @@ def test_measured_micro_batches_are_the_ends_and_powers_of_two():
 )
 def test_between_measured_sizes_costs_lie_on_straight_lines(rows, halves, saved, way):
     costs, found = between([measured(r, way=(r / 2, r)) for r in (2, 4, 8)], rows)
-    assert costs == [Cost(halves, halves, halves, saved=saved)] * 4 and found == (
-        way,
-        2 * way,
-        False,
-    )
+    assert costs == [Cost(halves, halves, halves, saved=saved)] * 4
+    assert found == (way, 2 * way, False)
 
 
 def test_messages_between_two_sizes_are_eager_if_those_of_both_are():
@@ -99,10 +90,8 @@ def test_a_step_takes_what_the_published_bubble_says_and_its_end():
     ):
         for found in predict(configured(name), p, rows, [4, 6, 24], sampled, 7.0):
             m = found.micro_batches
-            assert (
-                found.step_s == pytest.approx(halves(m) * (2 + rows / m) + 7)
-                and found.rows == rows / m
-            )
+            assert found.step_s == pytest.approx(halves(m) * (2 + rows / m) + 7)
+            assert found.rows == rows / m
             assert found.peak_bytes == 10 * rows / m * (m if name == "gpipe" else 4)
 
 
@@ -122,19 +111,13 @@ def test_the_best_count_is_that_of_the_root_where_messages_take_no_time():
     found = predict(config, 4, 192, counts(config, 4, 192), sampled, 0.0)
     assert abs(best(found).micro_batches - 17) <= 1
     assert [each.micro_batches for each in neighbours(found)][1] == best(found).micro_batches
-    assert (
-        "sqrt(1 x 3 x 5.76e+05 / 6e+03) = 17.0 micro-batches"
-        in explanation(config, 4, 192, sampled)[1]
-    )
+    root = "sqrt(1 x 3 x 5.76e+05 / 6e+03) = 17.0 micro-batches"
+    assert root in explanation(config, 4, 192, sampled)[1]
     lines = table(found)
-    assert (
-        len(lines) == 13
-        and sum("<- best" in line for line in lines) == 1
-        and max(map(len, lines)) <= 80
-    )
-    assert [line.split()[0] for line in lines[1:]] == sorted(
-        (line.split()[0] for line in lines[1:]), key=int
-    )
+    assert len(lines) == 13 and max(map(len, lines)) <= 80
+    assert sum("<- best" in line for line in lines) == 1
+    numbers = [int(line.split()[0]) for line in lines[1:]]
+    assert numbers == sorted(numbers)
 
 
 def test_counts_from_noisy_measurements_are_marked_and_not_best():
@@ -162,10 +145,8 @@ def test_counts_from_noisy_measurements_are_marked_and_not_best():
 def test_of_counts_as_fast_as_each_other_the_fewest_are_best():
     free = [measured(rows, 1, fixed=0.0) for rows in (1, 8)]
     assert best(predict(configured(), 1, 8, [1, 2, 4, 8], free, 0.0)).micro_batches == 1
-    assert (
-        "nothing besides its rows"
-        in explanation(configured(), 2, 8, [measured(rows, 2, fixed=0.0) for rows in (1, 4)])[0]
-    )
+    free = [measured(rows, 2, fixed=0.0) for rows in (1, 4)]
+    assert "nothing besides its rows" in explanation(configured(), 2, 8, free)[0]
 
 
 def test_what_leaves_no_choice_is_refused(tmp_path):

@@ -1,8 +1,9 @@
-"""`mpitrain plan schedule`: charts and schedules in files."""
+"""`mpitrain plan schedule`: charts, of asynchronous schedules too, and schedules in files."""
 
 import json
 import re
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,12 @@ from mpitrain.cli import commands
 from mpitrain.errors import ConfigError
 from mpitrain.pipeline.schedule_files import find_plan, read_plan, write_plan
 from mpitrain.pipeline.schedules import SCHEDULES, plan_of
+from mpitrain.pipeline.simulate import Cost, staleness, weights
+from mpitrain.tools.plan.schedule import stream
 from tests.processes import run
+from tests.unit.plan.shown import shown
 
 ROOMS = Path(__file__).parents[3] / "mpitrain"
-
-
-def shown(*words, columns=100):
-    done = CliRunner().invoke(
-        commands, ["plan", *map(str, words)], env={"COLUMNS": str(columns)}, catch_exceptions=False
-    )
-    assert done.exit_code == 0, done.output
-    return done.output
 
 
 def test_a_chart_has_a_row_per_stage_and_what_it_comes_to_in_words():
@@ -66,25 +62,29 @@ def test_the_page_of_plans_shows_a_printed_chart():
 def test_a_chart_letters_the_chunks_of_a_stage():
     assert (
         shown(
-            "schedule",
-            "--schedule",
-            "interleaved",
-            "--stages",
-            2,
-            "--micro-batches",
-            2,
-            "--forward-ms",
-            2,
-            "--backward-ms",
-            3,
-            "--weight-ms",
-            1,
-            "--transfer-ms",
-            0.5,
-            "--receive-ms",
-            0.25,
-            "--saved-mb",
-            8,
+            *[
+                "schedule",
+                "--schedule",
+                "interleaved",
+                "--stages",
+                "2",
+                "--micro-batches",
+                "2",
+                "--forward-ms",
+                "2",
+            ],
+            *[
+                "--backward-ms",
+                "3",
+                "--weight-ms",
+                "1",
+                "--transfer-ms",
+                "0.5",
+                "--receive-ms",
+                "0.25",
+                "--saved-mb",
+                "8",
+            ],
         )
         == """\
 interleaved: 2 stage(s), 2 micro-batch(es)
@@ -101,7 +101,7 @@ peak activations, by stage: 16, 12 MB
     )
 
 
-@pytest.mark.parametrize("columns", [80, 100, 130])
+@pytest.mark.parametrize("columns", [80, 130])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_chart_fits_the_terminal_and_shows_every_instruction_once(name, columns):
     output = shown("schedule", "--schedule", name, columns=columns)
@@ -130,6 +130,71 @@ def test_a_chart_too_long_for_its_numbers_is_drawn_smaller():
     assert max(map(len, lines)) <= 100 and sum(line.startswith("stage 0") for line in lines) == 6
 
 
+def test_two_async_steps_are_drawn_with_updates_and_versions():
+    assert (
+        shown("schedule", "--schedule", "async-2bw", "--stages", 2, "--micro-batches", 3)
+        == """\
+async-2bw: 2 stages, 3 micro-batches a step; the first 2 steps of a stream that goes on
+
+ms       0              5              10             15             20
+stage 0  F0 F1 .. B0 W0 F2 B1 W1 F3 B2 W2 F4 B3 W3 F5 B4 W4 F6 B5 W5
+version  0  0     0  0  0  0  0  0  0  0* 0  0  0  0  0  0  1  0  0*
+stage 1  .. F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3 F4 B4 W4 F5 B5 W5 F6
+version     0  0  0  0  0  0  0  0  0* 0  0  0  0  0  0  0  0  0* 1
+
+F forward, B input half of backward, W weight half, dots idle
+version: of its weights, which a stage computes with; * an update follows, which makes the next
+  version
+a step in the steady state 9 ms, of which a stage computes 9: idle 0.0%, no bubble between steps
+the pipe fills at the start, and after evaluations and checkpoints: the last stage begins after 1 ms
+1 update a step on each stage
+versions of the weights that are held, by stage: 2, 2
+staleness of a gradient when it is applied, by stage: 1, 1 updates
+peak live, by stage: 2, 1 micro-batches
+of these, with a pending weight half: at most 1, 1
+"""
+    )
+
+
+def test_pipedream_holds_a_version_for_each_stage_to_come():
+    printed = shown("schedule", "--schedule", "async")
+    assert "bubble 20" not in printed and "makespan" not in printed
+    for line in (
+        "a step in the steady state 24 ms, of which a stage computes 24: idle 0.0%, no bubble between steps",
+        "8 updates a step on each stage",
+        "versions of the weights that are held, by stage: 4, 3, 2, 1",
+        "staleness of a gradient when it is applied, by stage: 3, 2, 1, 0 updates",
+    ):
+        assert f"\n{line}\n" in printed
+
+
+def test_versions_and_staleness_are_those_of_pipedream_and_2bw():
+    for p, m in product((1, 2, 5), (5, 8)):
+        lists = plan_of("async", p, 4 * m).lists
+        assert [staleness(mine) for mine in lists] == [p - 1 - s for s in range(p)], (p, m)
+        assert {staleness(mine, m) for mine in lists} == {1}, (p, m)
+        assert all(sum(each.is_updated for each in weights(mine)) == 4 * m for mine in lists)
+        assert all(sum(each.is_updated for each in weights(mine, m)) == 4 for mine in lists)
+
+
+@pytest.mark.parametrize("name", ["async", "async-2bw"])
+def test_no_stage_idles_in_the_steady_state_of_an_async_chart(name):
+    for p, m in product((1, 2, 4, 7), (8, 11)):
+        cost = Cost(1, 1.5, 0.5)
+        found = stream(name, p, m, None, cost, 0, 0)
+        assert found.step_ms == pytest.approx(3 * m) and found.idle(cost) == pytest.approx(0)
+        end = max(mine[-1].end for mine in found.drawn.timeline)
+        assert all(mine[-1].end == end for mine in found.drawn.timeline), (p, m)
+
+
+@pytest.mark.parametrize("columns", [80, 130])
+@pytest.mark.parametrize("micro_batches", [4, 9, 200])
+def test_no_line_of_a_stream_is_wider_than_the_terminal(columns, micro_batches):
+    words = "schedule", "--schedule", "async", "--micro-batches", micro_batches
+    output = shown(*words, columns=columns)
+    assert max(map(len, output.splitlines())) <= columns
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_written_schedule_is_read_as_it_was(name, tmp_path):
     assert "written to" in shown("schedule", "--schedule", name, "--json", tmp_path / "own.json")
@@ -146,29 +211,26 @@ def test_a_schedule_from_a_file_knows_its_numbers(tmp_path):
     name = str(tmp_path / "own.json")
     assert find_plan(name) == find_plan(name, 2, 3) == plan_of("zb-v", 2, 3)
     for numbers in ((3, 3), (2, 4), (2, 3, 2)):
-        with pytest.raises(
-            ConfigError,
-            match="2 stages and 3",
-        ):
+        with pytest.raises(ConfigError, match="2 stages and 3"):
             find_plan(name, *numbers)
+
+
+def times(chunk, half, micro, count):
+    return f"chunk {chunk} has the {half} of micro-batch {micro} {count} times, not once"
 
 
 @pytest.mark.parametrize(
     "place, stages, faults",
     [
-        (
-            [0, 1],
-            ["F0.0 BW0.0", "F1.0 B1.0"],
-            ["chunk 1 has the weight half of micro-batch 0 0 times, not once"],
-        ),
+        ([0, 1], ["F0.0 BW0.0", "F1.0 B1.0"], [times(1, "weight half", 0, 0)]),
         (
             [0, 1],
             ["F0.0 F0.1 BW0.0 W0.0", "F1.0 BW1.0"],
             [
-                "chunk 0 has the input half of micro-batch 1 0 times, not once",
-                "chunk 0 has the weight half of micro-batch 0 2 times, not once",
-                "chunk 0 has the weight half of micro-batch 1 0 times, not once",
-                "chunk 1 has the forward of micro-batch 1 0 times, not once",
+                times(0, "input half", 1, 0),
+                times(0, "weight half", 0, 2),
+                times(0, "weight half", 1, 0),
+                times(1, "forward", 1, 0),
                 "... and 2 more",
             ],
         ),
@@ -179,11 +241,7 @@ def test_a_schedule_from_a_file_knows_its_numbers(tmp_path):
         ),
         ([0], ["F0.0 W0.0 B0.0"], ["chunk 0 computes W0.0 before B0.0"]),
         ([0], ["BW0.0 F0.0"], ["chunk 0 computes BW0.0 before F0.0"]),
-        (
-            [0, 1],
-            ["F0.0 BW0.0", "F0.0 BW1.0"],
-            ["F0.0 is on stage 1, but its chunk is on stage 0"],
-        ),
+        ([0, 1], ["F0.0 BW0.0", "F0.0 BW1.0"], ["F0.0 is on stage 1, but its chunk is on stage 0"]),
         ([0, 1], ["F0.0 BW0.0", "F7.0 BW1.0"], ["F7.0 is on stage 1, but its chunk is on none"]),
         (
             [0, 2],
@@ -247,6 +305,10 @@ def test_a_file_that_is_no_schedule_is_refused(text, said, tmp_path):
     "words, said",
     [
         (["--schedule", "."], "The schedule . cannot be read"),
+        (
+            ["--schedule", "async", "--micro-batches", 3],
+            "A stream has at least as many micro-batches in a step as stages, but these are 3 and 4.",
+        ),
         (["--schedule", "x" * 5000], "The schedule must be one of naive"),
         (
             ["--forward-ms", "nan"],
@@ -278,11 +340,11 @@ def test_a_chart_needs_neither_numpy_nor_mpi_nor_the_validation_library():
 
 
 @pytest.mark.slow
-def test_a_chart_is_drawn(tmp_path):
+@pytest.mark.parametrize("words", [("v-half", "--weight-ms", 0), ("async",)])
+def test_a_chart_is_drawn(words, tmp_path):
     pytest.importorskip("matplotlib")
-    assert "drawn in" in shown(
-        "schedule", "--schedule", "v-half", "--weight-ms", 0, "--plot", tmp_path / "chart.png"
-    )
+    picture = "--plot", tmp_path / "chart.png"
+    assert "drawn in" in shown("schedule", "--schedule", *words, *picture)
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
     done = CliRunner().invoke(
         commands, ["plan", "schedule", "--plot", str(tmp_path / "chart.bogus")]

@@ -19,6 +19,7 @@ from mpitrain.tools.plan.collective import (
     rounds,
 )
 from mpitrain.tools.plan.traffic import FORMULAS, amounts, numbers, totals
+from tests.unit.plan.shown import shown
 
 PRINTABLE = [name for name, algorithm in ALL_REDUCE.items() if algorithm.plans]
 HALVES = [
@@ -28,14 +29,6 @@ HALVES = [
     if algorithm.plans
 ]
 RANKS = [1, 2, 3, 5, 8, 13]
-
-
-def shown(*words, columns=100):
-    done = CliRunner().invoke(
-        commands, ["plan", *map(str, words)], env={"COLUMNS": str(columns)}, catch_exceptions=False
-    )
-    assert done.exit_code == 0, done.output
-    return done.output
 
 
 def blocks(ranks, hosts):

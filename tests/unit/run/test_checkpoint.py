@@ -214,10 +214,7 @@ def test_a_checkpoint_of_an_earlier_format_is_refused_in_words(tmp_path, earlier
     folder = tmp_path / "step-00000001"
     folder.mkdir()
     save_file({"a": np.zeros(3)}, folder / "model.safetensors", {"format": earlier, "step": "1"})
-    with pytest.raises(
-        CheckpointError,
-        match=f"in format {earlier},",
-    ):
+    with pytest.raises(CheckpointError, match=f"in format {earlier},"):
         read(folder)
 
 
@@ -225,10 +222,7 @@ def test_a_checkpoint_of_a_later_format_is_refused_in_words(tmp_path, monkeypatc
     monkeypatch.setattr(manifest, "FORMAT", "mpitrain-4")
     folder = save(tmp_path, trained(), after(1), keep=1)
     monkeypatch.undo()
-    with pytest.raises(
-        CheckpointError,
-        match="format mpitrain-4,",
-    ):
+    with pytest.raises(CheckpointError, match="format mpitrain-4,"):
         read(folder)
 
 

@@ -200,26 +200,6 @@ def test_a_run_that_could_not_begin_leaves_its_directory_to_the_next_one(tmp_pat
     assert len(trained(tmp_path, resume="auto")) == 3
 
 
-def test_no_line_of_a_log_prevents_a_resume(folder):
-    path = folder / "metrics.jsonl"
-    before = path.read_text().splitlines()
-    path.write_bytes(
-        b"\n".join(
-            [
-                b"3",
-                b"\xff",
-                b"[" * 100_000,
-                b'{"step": "5"}',
-                b'{"val_loss": 1}',
-                *map(str.encode, before),
-            ]
-        )
-    )
-    assert set(trained(folder, "run.steps=5", resume="yes")) == {1, 2, 3, 4, 5}
-    after = path.read_text().splitlines()
-    assert after[0] == '{"val_loss": 1}' and after[1 : len(before)] == before[:-1]
-
-
 def evaluated(folder, *settings, ranks=1):
     """Held-out loss of a run, as `eval` opens it."""
 
@@ -303,10 +283,7 @@ def test_only_what_the_user_changed_is_told_when_a_run_goes_on(tmp_path, monkeyp
     own = [*TINY, "data.source=text:book", "run.out=run"]
     trained(Path("run"), base=own)
     config = parse(with_settings({}, [*own, "run.steps=5", "optimizer.lr=0.5"]))
-    assert look(config, "yes", 1).changed == {
-        "run.steps": [3, 5],
-        "optimizer.lr": [0.002, 0.5],
-    }
+    assert look(config, "yes", 1).changed == {"run.steps": [3, 5], "optimizer.lr": [0.002, 0.5]}
 
 
 def test_a_run_that_goes_on_is_told_from_one_that_ended(folder):

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from mpitrain.cli import commands
 from mpitrain.errors import ConfigError
+from mpitrain.tools.plan.collective import collective, contents
 from mpitrain.tools.textbook.explain import page, terminal
 from mpitrain.tools.textbook.explain.explanation import ROOT
 from mpitrain.tools.textbook.explain.links import Network, SlowTransport, parse_link
@@ -73,7 +74,8 @@ def test_a_topic_records_the_same_frames_twice(name):
     assert recorded(name).frames == fresh(name).frames
 
 
-def test_the_command_of_a_topic_has_its_micro_batches():
+def test_the_command_of_a_topic_has_its_ranks_and_micro_batches():
+    assert all(" -n 3 " in recorded(name, 3).command for name in ("ring", "star", "ddp", "column"))
     assert "batch.micro_batches=2 " in recorded("accumulation").command
     assert "micro_batches" not in recorded("ddp").command
 
@@ -94,39 +96,50 @@ def test_texts_sources_laws_and_commands_of_a_topic_exist(name):
     assert found.command.startswith("mpitrain ")
 
 
-def test_a_ring_ends_with_every_sum_on_every_rank():
-    *_, last = recorded("ring", 3).frames
-    assert {*last.cells} == {("a0+a1+a2", "b0+b1+b2", "c0+c1+c2")}
+@pytest.mark.parametrize(
+    ("name", "ranks", "frame", "cells"),
+    [
+        # Every sum is on every rank.
+        ("ring", 3, -1, (("a0+a1+a2", "b0+b1+b2", "c0+c1+c2"),) * 3),
+        ("ddp", 2, -1, (("w-(g0+g1)",) * 3 + ("g0+g1",) * 3,) * 2),
+        # A slow worker pushes a stale gradient.
+        ("async-server", 3, 3, (("w-(g0+h0)", ""), ("w", "g1"), ("w-(g0+g1+h0)", ""))),
+    ],
+)
+def test_a_frame_has_these_contents(name, ranks, frame, cells):
+    assert recorded(name, ranks).frames[frame].cells == cells
 
 
-def test_a_bucket_is_on_its_way_while_an_earlier_unit_computes():
-    frames = recorded("ddp", 2).frames
-    assert frames[2].cells[1][3:] == ("", "g1", "g1→")
-    assert frames[-1].cells[0] == ("w-(g0+g1)",) * 3 + ("g0+g1",) * 3
+@pytest.mark.parametrize(
+    ("name", "frame", "columns", "cells"),
+    [
+        # A bucket is on its way while an earlier unit computes.
+        ("ddp", 2, slice(3, 6), {("", "g1", "g1→"), ("", "g0", "g0→")}),
+        # ZeRO 3 makes one unit whole before its forward.
+        ("zero3", 1, slice(6), {("w", "w", "w", "", "w", ""), ("w", "w", "", "w", "", "w")}),
+        # Workers of local SGD differ until their average.
+        ("local", 2, slice(1), {("w-g0",), ("w-g1",)}),
+        ("local", -1, slice(1), {("w-(g0+g1+h0+h1)/2",)}),
+        # A row-parallel layer adds the summands of its ranks.
+        ("row", 1, slice(8, 9), {("x0+3x1",), ("2x2+x3",)}),
+        ("row", 2, slice(8, 9), {("x0+3x1+2x2+x3",)}),
+    ],
+)
+def test_columns_of_a_frame_have_these_contents_on_two_ranks(name, frame, columns, cells):
+    assert {row[columns] for row in recorded(name, 2).frames[frame].cells} == cells
 
 
-def test_zero_3_makes_one_unit_whole_before_its_forward():
-    forward = recorded("zero3", 2).frames[1].cells
-    assert forward[0][:6] == ("w", "w", "w", "", "w", "")
-    assert forward[1][:6] == ("w", "w", "", "w", "", "w")
-
-
-def test_workers_of_local_sgd_differ_until_their_average():
-    first, last = recorded("local", 2).frames[2], recorded("local", 2).frames[-1]
-    assert {cells[0] for cells in first.cells} == {"w-g0", "w-g1"}
-    assert {cells[0] for cells in last.cells} == {"w-(g0+g1+h0+h1)/2"}
-
-
-def test_a_slow_worker_pushes_a_stale_gradient():
-    frames = recorded("async-server", 3).frames
-    assert frames[3].cells == (("w-(g0+h0)", ""), ("w", "g1"), ("w-(g0+g1+h0)", ""))
-
-
-def test_a_row_parallel_layer_adds_summands_of_its_ranks():
-    frames = recorded("row", 2).frames
-    summands = [cells[8] for cells in frames[1].cells]
-    assert summands == ["x0+3x1", "2x2+x3"]
-    assert {cells[8] for cells in frames[2].cells} == {"x0+3x1+2x2+x3"}
+@pytest.mark.parametrize("name", ["ring", "star"])
+def test_plan_and_explain_have_the_same_steps_and_contents(name):
+    steps = collective("allreduce", name, ("host",) * 3)
+    frames = recorded(name, 3).frames
+    assert len(frames) == 1 + len(steps.steps)
+    for frame, held in zip(frames, contents(steps), strict=True):
+        for cells, chunks in zip(frame.cells, held, strict=True):
+            of_chunk = chunks if len(chunks) == 3 else chunks * 3  # a star has one chunk
+            for letter, cell, data in zip("abc", cells, of_chunk, strict=True):
+                ranks = [rank for rank in range(3) if data >> rank & 1]
+                assert cell == "+".join(f"{letter}{rank}" for rank in ranks)
 
 
 def test_recomputation_frees_what_a_segment_makes_again():
@@ -149,11 +162,6 @@ def test_recomputation_frees_what_a_segment_makes_again():
 )
 def test_a_linear_form_is_written_as_a_sum(terms, form):
     assert written(terms) == form
-
-
-@pytest.mark.parametrize("name", ["ring", "star", "ddp", "column"])
-def test_the_command_has_the_ranks_that_are_shown(name):
-    assert " -n 3 " in recorded(name, 3).command
 
 
 def test_cells_in_flight_and_mixed_cells_are_no_sums():
@@ -183,20 +191,18 @@ def test_messages_to_one_rank_share_its_link_and_others_do_not():
     assert network.arrival((1,)) == pytest.approx(ends[0] + link.latency)
 
 
-def test_frames_over_slow_links_have_seconds():
-    found = recorded("ring", 2, parse_link("200Mbit,1ms"))
-    assert all(frame.seconds > 1e-3 for frame in found.frames[1:])
-
-
-@pytest.mark.parametrize("name", ["server", "zero3", "gossip", "ddp"])
-def test_a_topic_ends_over_slow_links(name):
-    assert recorded(name, None, parse_link("1Gbit,1ms")).frames
+@pytest.mark.parametrize("name", ["ring", "server", "zero3", "gossip", "ddp"])
+def test_frames_over_slow_links_have_seconds(name):
+    frames = recorded(name, None, parse_link("1Gbit,1ms")).frames
+    seconds = [frame.seconds for frame in frames if frame.seconds is not None]
+    assert seconds and min(seconds) > 1e-3
 
 
 @pytest.mark.parametrize("language", ["en", "ko"])
 @every_topic
-def test_columns_of_a_frame_align(name, language):
+def test_columns_of_a_frame_align_and_notes_of_a_picture_fit(name, language):
     found = recorded(name)
+    assert max(map(width, notes_of(found, language, 80))) <= 80
     for lines in terminal.frames(found, language, 100):
         starts = {}
         for line in lines[2:]:
@@ -238,13 +244,6 @@ def test_a_picture_is_drawn_without_a_font_for_hangul(tmp_path):
     pytest.importorskip("matplotlib")
     draw(recorded("1f1b"), tmp_path / "a.png", "ko")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("language", ["en", "ko"])
-@every_topic
-def test_no_note_of_a_picture_is_wider_than_its_columns(name, language):
-    notes = notes_of(recorded(name), language, 80)
-    assert max(map(width, notes)) <= 80
 
 
 @pytest.mark.parametrize(

@@ -39,12 +39,10 @@ class ClaimSetting(NamedTuple):
 
 
 def usual(label: str, **values: Any) -> ClaimSetting:
-    """Return a setting that the sentence means."""
     return ClaimSetting(label, values)
 
 
 def other(label: str, **values: Any) -> ClaimSetting:
-    """Return a setting outside the sentence, in which its truth changes."""
     return ClaimSetting(label, values, is_usual=False)
 
 
@@ -72,8 +70,6 @@ class Claim(NamedTuple):
 
 
 class SettingResult(NamedTuple):
-    """A measured setting, and whether the sentence is true in it."""
-
     setting: ClaimSetting
     figures: Figures
     is_true: bool
@@ -89,7 +85,6 @@ class Judged(NamedTuple):
 
     @property
     def conditions(self) -> list[ClaimSetting]:
-        """The usual settings in which the sentence is true."""
         return [
             result.setting for result in self.findings if result.setting.is_usual and result.is_true
         ]

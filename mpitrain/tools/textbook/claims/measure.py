@@ -14,7 +14,7 @@ import numpy as np
 from mpitrain.collectives.group import Group
 from mpitrain.config import Config, with_settings
 from mpitrain.run.choices import parse
-from mpitrain.tools.bench.comparison.measure import ModeRow, compare
+from mpitrain.tools.bench.comparison.compare import ModeRow, compare
 from mpitrain.tools.plan.memory import Counted, count
 from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks
@@ -49,7 +49,6 @@ def one_core() -> Iterator[None]:
 
 
 def on_ranks(ranks: int, function: Callable[[Transport], Any]) -> list[Any]:
-    """Call a function on ranks that are threads of one core; return their results by rank."""
     with one_core():
         return run_ranks(ranks, function)
 
@@ -88,12 +87,10 @@ def trained(ranks: int, *settings: str) -> ModeRow:
 
 @cache
 def busiest(ranks: int, *settings: str) -> float:
-    """Return the bytes per step of the rank that sends most."""
     return max(trained(ranks, *settings).sent_bytes)
 
 
 def counted(*settings: str) -> Counted:
-    """Count memory and FLOPs of a step without running it."""
     return count(configured(*settings))
 
 

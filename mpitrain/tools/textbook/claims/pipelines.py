@@ -32,7 +32,6 @@ def simulated(
 
 
 def idle_units(simulation: Simulation) -> float:
-    """Return the idle time of a stage, as the mean over all stages."""
     return simulation.makespan * simulation.bubble
 
 

@@ -51,7 +51,6 @@ def headline(judged: Judged, language: str) -> str:
 
 
 def lines(judged: Judged, language: str) -> Iterator[str]:
-    """Yield a claim: sentence, verdict, a line for each setting, source and command."""
     claim = judged.claim
     yield f"{judged.name}: {text(claim.sentence, language)}"
     yield f"  {headline(judged, language)}"
@@ -126,7 +125,6 @@ CLASSES = {HOLDS: "holds", ONLY_IF: "only", FAILS: "fails"}
 
 
 def page(judged: Sequence[Judged], language: str) -> str:
-    """Return the page: a summary, then a section for each claim."""
     title = html.escape(text("Claims of textbooks, measured", language))
     return "\n".join(
         [

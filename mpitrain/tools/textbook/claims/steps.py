@@ -175,8 +175,6 @@ def underflow(dtype: str) -> Figures:
 
 
 class SlowSamples(SampleSource):
-    """Samples whose batches take `seconds` to read."""
-
     def __init__(self, seconds: float):
         rows = np.zeros((64, 1), np.float32), np.arange(64) % 2
         super().__init__(rows, rows)

@@ -13,7 +13,6 @@ LONGEST = 1000
 
 
 def values(own: ModuleType, function: str, questions: list[list[Call]]) -> Iterator[dict]:
-    """Yield the results of the calls of each question."""
     called = function_of(own, function)
     for calls in questions:
         yield {"results": [_plain(called(*call), _shown(function, call)) for call in calls]}

@@ -64,13 +64,11 @@ class Checked(NamedTuple):
         return self.reason is None
 
     def why(self, language: str) -> str:
-        """Return the reason in a language."""
         if self.reason is None:
             return ""
         return text(self.reason.sentence, language)
 
     def sizes(self, case: Case) -> str:
-        """Return the numbers of a case with their names."""
         return ", ".join(
             f"{name} {size}" for name, size in zip(self.exercise.sizes, case, strict=True)
         )
@@ -127,7 +125,6 @@ def judged(name: str, exercise: Exercise, path: str, code: bytes) -> Checked:
 
 
 def lines(file: str, checked: Checked, language: str) -> Iterator[str]:
-    """Yield the verdict, the smallest counterexample, and the cost with its formula."""
     exercise = checked.exercise
     verdict = text("right" if checked.is_right else "wrong", language)
     cases = text("{right} of {all} cases", language, right=checked.cases, all=len(exercise.cases))
@@ -144,7 +141,6 @@ def lines(file: str, checked: Checked, language: str) -> Iterator[str]:
 
 
 def row(file: str, checked: Checked, language: str) -> list[str]:
-    """Return the row of a file for CSV, in the order of COLUMNS."""
     cost = checked.cost
     return [
         file,

@@ -60,7 +60,6 @@ class Exercise(NamedTuple):
 
 
 def check_cost(cost: AnswerCost, name: str) -> AnswerCost:
-    """Return the cost; Wrong if it is above the formula."""
     if not cost.counted <= cost.formula + 1e-9:
         raise Wrong(
             "the cost ({name}) must be at most {formula:g}, but is {counted:g}",
@@ -106,14 +105,12 @@ FROM_ANOTHER = "rank {rank} receives from rank {other}, and must do so with rank
 
 
 def chunks(ranks: int, count: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of each chunk: the first count % ranks chunks are longer."""
     size, longer = divmod(count, ranks)
     starts = [c * size + min(c, longer) for c in range(ranks + 1)]
     return [*pairwise(starts)]
 
 
 def sent(steps: Sequence[Step]) -> int:
-    """Return the elements that a rank sends."""
     return sum(stop - start for sends, _, _ in steps for _, start, stop in sends)
 
 
@@ -123,7 +120,6 @@ def calls(case: Case) -> list[list[Any]]:
 
 
 def judge_ring(case: Case, answer: Any) -> AnswerCost:
-    """Check the backward ring: sums, neighbours, chunks and bytes."""
     ranks, count = case
     steps = [
         steps_of(result, rank, ranks, count, f"backward_ring({rank}, {ranks}, {count})", MOST_STEPS)
@@ -157,7 +153,6 @@ def _check_peers(transfers: Sequence[Transfer], rank: int, peer: int, law: str) 
 
 
 def judge_server(case: Case, answer: Any) -> AnswerCost:
-    """Check the servers: sums, who sends to whom, shares and bytes."""
     workers, servers, count = case
     ranks = workers + servers
     steps = [
@@ -220,7 +215,6 @@ SCHEDULE_BODY = """    order = []
 
 
 def judge_schedule(case: Case, answer: Any) -> AnswerCost:
-    """Check the schedule: every instruction once, no deadlock, live micro-batches, and time."""
     (micro_batches,) = case
     lists = tuple(
         _instructions(stage, words, micro_batches) for stage, words in enumerate(answer["results"])
@@ -316,7 +310,6 @@ def tensors(case: Case) -> tuple[Matrix, Matrix, Matrix]:
 
 
 def layer_calls(case: Case) -> list[list[Any]]:
-    """Return the arguments of each rank: the rank, the ranks, and its share of the tensors."""
     ranks = case[0]
     x, a, b = tensors(case)
     shares = zip(
@@ -331,7 +324,6 @@ def layer_calls(case: Case) -> list[list[Any]]:
 
 
 def judge_layers(case: Case, answer: Any) -> AnswerCost:
-    """Check the layer: the result of every rank, and the elements that the collectives move."""
     ranks, rows, _, hidden, outputs = case
     x, a, b = tensors(case)
     expected = np.maximum(x @ a, 0) @ b

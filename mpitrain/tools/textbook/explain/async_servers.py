@@ -12,8 +12,7 @@ import numpy as np
 
 from mpitrain.errors import Sentence
 from mpitrain.layers.flat import Piece
-from mpitrain.parallel.servers.asynchronous import AsyncServing, AsyncWork
-from mpitrain.parallel.servers.work_queue import WorkQueue
+from mpitrain.parallel.async_servers import AsyncServing, AsyncWork, WorkQueue
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.textbook.explain import toy
 from mpitrain.tools.textbook.explain.explanation import (
@@ -35,8 +34,6 @@ USUAL, SLOW = 1.0, 2.5
 
 
 class _Push(NamedTuple):
-    """A push: the worker, the weights that each worker computes with, and the gradient."""
-
     worker: int
     weights: dict[int, str]
     gradient: str
@@ -58,7 +55,6 @@ class Conductor:
             self._changed.wait_for(lambda: self._pulled >= worker)
 
     def pulled(self, worker: int, weights: str) -> None:
-        """Begin a gradient with these weights."""
         with self._changed:
             self._pulled += 1
             self._weights[worker] = weights
@@ -78,7 +74,6 @@ class Conductor:
         return are_all_here and first == worker
 
     def pushed(self, worker: int) -> None:
-        """End a gradient, after the server has applied it."""
         with self._changed:
             self._clock[worker] = self._due.pop(worker)
             self._changed.notify_all()
@@ -151,7 +146,6 @@ class _ServerResult(NamedTuple):
 
 
 def _run(transport: Transport, conductor: Conductor) -> _ServerResult:
-    """Train on one rank: a worker, or on the last rank the server."""
     workers, me = transport.size - 1, transport.rank
     symbols = toy.basis(STEPS, workers)
 

@@ -80,14 +80,12 @@ def record(
             ),
         ],
         [SourceLines.of(plan), SourceLines.of(Execution)],
-        f"mpitrain launch -n {n} -- bench allreduce --algorithm {algorithm}",
+        f"mpitrain launch -n {n} -- bench all-reduce --algorithm {algorithm}",
         ("tests/laws/collectives.py", "tests/laws/traffic.py"),
     )
 
 
 class _State(NamedTuple):
-    """A rank after a step: contents, bytes sent so far, seconds of the step."""
-
     cells: tuple[str, ...]
     nbytes: int
     seconds: float

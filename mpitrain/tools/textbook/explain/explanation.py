@@ -42,7 +42,6 @@ class Frame(NamedTuple):
     seconds: float | None = None
 
     def changed(self, before: "Frame | None") -> frozenset[tuple[int, int]]:
-        """Return the (row, column) of cells that differ from those of the frame before."""
         if before is None:
             return frozenset()
         return frozenset(
@@ -81,7 +80,6 @@ class SourceLines(NamedTuple):
 
     @classmethod
     def of(cls, source: Any) -> "SourceLines":
-        """Return the source of a function or class, as `inspect` finds it."""
         file = Path(inspect.getsourcefile(source) or "")
         return cls(
             source.__qualname__,
@@ -91,8 +89,6 @@ class SourceLines(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """A group of columns under one heading."""
-
     heading: str
     names: tuple[str, ...]
 
@@ -131,7 +127,6 @@ class Explanation(NamedTuple):
 
     @property
     def drawn(self) -> list[tuple[int, Frame]]:
-        """The frames of a picture, each with its number."""
         chosen = self.pictured or range(len(self.frames))
         return [(number % len(self.frames), self.frames[number]) for number in chosen]
 
@@ -169,7 +164,6 @@ class Topic(NamedTuple):
 
     @property
     def runs_here(self) -> bool:
-        """Whether this machine has the compiler that the topic needs."""
         return not self.compiled or has_compiler()
 
     def setting(
@@ -193,5 +187,4 @@ class Topic(NamedTuple):
         return TopicSetting(count, link)
 
     def explained(self, setting: TopicSetting) -> Explanation:
-        """Record the topic."""
         return self.record(setting)._replace(title=self.title)

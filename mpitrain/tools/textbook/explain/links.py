@@ -60,8 +60,6 @@ def parse_link(words: str) -> Link:
 
 
 class Network:
-    """The links of one run, shared by all ranks."""
-
     def __init__(self, link: Link):
         self._link, self._lock = link, threading.Lock()
         self._free: dict[tuple[str, int], float] = defaultdict(float)
@@ -80,7 +78,6 @@ class Network:
             return end
 
     def arrival(self, key: tuple) -> float:
-        """Return the arrival of the oldest message of this key, which has been sent."""
         with self._lock:
             arrivals = self._arrivals[key]
             return arrivals.popleft() if arrivals else 0.0

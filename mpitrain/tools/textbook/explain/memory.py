@@ -11,7 +11,8 @@ import numpy as np
 from mpitrain.errors import Sentence
 from mpitrain.layers.base import Unit
 from mpitrain.layers.recomputed import with_recomputation
-from mpitrain.parallel.replication.records import DynamicLossScale, StepResult
+from mpitrain.parallel.replication.protocol import StepResult
+from mpitrain.parallel.replication.step_end import DynamicLossScale
 from mpitrain.pipeline.stage import Stage
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.textbook.explain import toy
@@ -53,7 +54,6 @@ class _Inner(toy.SymbolLayer):
         self._number, self._made = unit, made
 
     def forward(self, w: Any, x: Any, arena: Any) -> tuple[Any, Any]:
-        """Return a copy of x; save x and another copy."""
         inner = arena.take(x.shape, x.dtype)
         inner[...] = x
         self._made[2 * self._number] = weakref.ref(x)
@@ -62,7 +62,6 @@ class _Inner(toy.SymbolLayer):
         return y, (x, inner)
 
     def backward_input(self, w: Any, dy: Any, saved: Any, arena: Any) -> tuple[Any, Any]:
-        """Return a copy of dy; the saved state ends with the return."""
         return super().backward_input(w, dy, saved[0], arena)
 
 
@@ -87,7 +86,6 @@ def _run(transport: Transport, way: str) -> list[_Pass]:
 
 
 def recomputation(setting: TopicSetting) -> Explanation:
-    """Record a step for each value of memory.recompute."""
     runs = {way: run_ranks(1, _run, way)[0] for way in WAYS}
     longest = max(map(len, runs.values()))
     frames = [Frame("start", tuple(("",) * (2 * len(UNITS) + 1) for _ in WAYS))]
@@ -144,7 +142,6 @@ def recomputation(setting: TopicSetting) -> Explanation:
 
 
 def loss_scaling(setting: TopicSetting) -> Explanation:
-    """Record steps until the scale fits, with the package's own scale."""
     scale, frames, skipped = DynamicLossScale(), list[Frame](), 0
     first = scale.value
     plain = _frame("without a scale", 1.0, "")

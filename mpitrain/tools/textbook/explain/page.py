@@ -32,10 +32,6 @@ COLUMNS = 130
 
 
 def write(explanation: Explanation, path: Path, language: str) -> None:
-    """Write the page of a topic.
-
-    raises  OSError if the file cannot be written
-    """
     _fill(
         path, "page.html", language, text(explanation.title, language), data(explanation, language)
     )
@@ -59,7 +55,6 @@ def write_all(folder: Path, language: str) -> Iterator[str]:
 
 
 def data(explanation: Explanation, language: str) -> dict[str, Any]:
-    """Return the contents of a page as JSON, all texts in the language."""
     most = max(
         summands(cell) for frame in explanation.frames for row in frame.cells for cell in row
     )

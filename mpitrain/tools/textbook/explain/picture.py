@@ -49,7 +49,6 @@ def colour(cell: str, most: int) -> str:
 
 @cache
 def hangul_font() -> str | None:
-    """Return the name of an installed font with Hangul, or None."""
     from matplotlib import font_manager
 
     known = ("Nanum", "Noto Sans CJK", "Noto Sans KR", "Malgun", "Gulim", "UnDotum", "Baekmuk")
@@ -106,11 +105,9 @@ def draw(explanation: Explanation, path: Path, language: str, dpi: int = 100) ->
             y = head + down * height + LINE * (row + 0.4)
             axes.text(0.15, y, note, va="center", fontsize=9, color=TEXT)
         save(figure, path, dpi)
-        pyplot.close(figure)
 
 
 def notes_of(explanation: Explanation, language: str, columns: int) -> list[str]:
-    """Return the legend and the formulas in lines of at most `columns`."""
     notes = [text(explanation.legend, language)]
     notes += [formula_line(formula, language) for formula in explanation.formulas]
     return [line for note in notes for line in wrapped(note, columns)]

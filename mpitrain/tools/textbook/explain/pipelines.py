@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from mpitrain.errors import Sentence
-from mpitrain.parallel.data.weight_stashing import pipedream
+from mpitrain.parallel.weight_stashing import pipedream
 from mpitrain.pipeline import schedules
 from mpitrain.pipeline.execute import execute
 from mpitrain.pipeline.instructions import (
@@ -251,7 +251,6 @@ def _cell(instruction: Compute, rest: Any, shows_version: bool) -> str:
 
 
 def _most_saved(done: Sequence[_Done]) -> int:
-    """Return the most micro-batches between their forward and their weight half."""
     live = most = 0
     for entry in done:
         live += (entry.kind == "F") - (entry.kind == "W")

@@ -9,16 +9,18 @@ import numpy as np
 
 from mpitrain.collectives.plans import ring
 from mpitrain.errors import Sentence
-from mpitrain.parallel.averaging.gossip import NeighbourAverage, distances
-from mpitrain.parallel.averaging.local_sgd import PeriodicAverage
-from mpitrain.parallel.data.buckets import Buckets
-from mpitrain.parallel.data.sharded_gradients import ShardedGradients
-from mpitrain.parallel.data.zero import GatheredAfterUpdate, scattered_once
-from mpitrain.parallel.data.zero_three import GatheredOnUse
+from mpitrain.parallel.averaging import NeighbourAverage, PeriodicAverage, distances
+from mpitrain.parallel.buckets import Buckets
+from mpitrain.parallel.master import BroadcastAndUpdate, BroadcastParameters
+from mpitrain.parallel.mode import Sample
 from mpitrain.parallel.modes import mode_of
-from mpitrain.parallel.servers.master import BroadcastAndUpdate, BroadcastParameters
-from mpitrain.parallel.servers.synchronous import PushAndPull, PushedGradients, ServedUpdate
-from mpitrain.parallel.traffic import Sample
+from mpitrain.parallel.servers import PushAndPull, PushedGradients, ServedUpdate
+from mpitrain.parallel.zero import (
+    GatheredAfterUpdate,
+    GatheredOnUse,
+    ShardedGradients,
+    scattered_once,
+)
 from mpitrain.pipeline.stage import Stage
 from mpitrain.regions import Piece
 from mpitrain.run.trainer import Trainer
@@ -69,7 +71,6 @@ class ShownMode(NamedTuple):
     settings   of its configuration
     sentences  the idea
     sources    functions and classes that run
-    laws       tests that prove it
     units      of the model; 0: one for each rank
     is_split   whether a rank stores a region of each unit
     servers    ranks without rows
@@ -84,7 +85,6 @@ class ShownMode(NamedTuple):
     settings: Sequence[str]
     sentences: Sequence[str]
     sources: Sequence[Any]
-    laws: Sequence[str]
     units: int = 3
     is_split: bool = False
     servers: int = 0
@@ -96,15 +96,6 @@ class ShownMode(NamedTuple):
 
 
 class _RankRun(NamedTuple):
-    """The run on one rank.
-
-    entries         its diary
-    nbytes          that it sent in a step
-    words, formula  of the bytes that the busiest rank sends
-    stored          bytes of parameters, gradients and optimizer state
-    elements        of all parameters
-    """
-
     entries: Mapping[Key, WatchedState]
     nbytes: float
     words: str
@@ -113,9 +104,6 @@ class _RankRun(NamedTuple):
     elements: int
 
 
-TRAINING = ("tests/ranks/parallel/test_training.py",)
-AVERAGING = ("tests/ranks/parallel/test_averaging.py",)
-TRAFFIC = ("tests/ranks/bench/test_compare.py",)
 WITH_STATE = ("parameters", "gradients", "optimizer state")
 MOMENTUM = "optimizer.name=momentum"
 ONE_UNIT = "replication.bucket_mb=0.000001"
@@ -149,6 +137,9 @@ def record(shown: ShownMode, setting: TopicSetting) -> Explanation:
                 shown.memory[1](runs[0].elements, n, runs[0].elements // units),
             )
         )
+    learning = "averaging" if shown.steps > 1 else "training"
+    laws = [f"tests/ranks/parallel/test_{learning}.py", "tests/ranks/bench/test_compare.py"]
+    laws += ["tests/unit/machine/test_memory.py"] if shown.memory else []
     micros = [f"batch.micro_batches={shown.micros}"] if shown.micros > 1 else []
     settings = [word for word in (*shown.settings, *micros, "run.steps=20") if "bucket" not in word]
     return Explanation(
@@ -166,7 +157,7 @@ def record(shown: ShownMode, setting: TopicSetting) -> Explanation:
         formulas,
         [SourceLines.of(source) for source in shown.sources],
         " ".join((f"mpitrain launch -n {n} -- train", *(f"--set {word}" for word in settings))),
-        shown.laws,
+        laws,
     )
 
 
@@ -208,7 +199,6 @@ def _run(inner: Transport, shown: ShownMode, network: Network | None) -> _RankRu
 
 
 def _traffic(trainer: Trainer) -> tuple[str, float]:
-    """Return the formula of the bytes of a step, in words and as a number."""
     formula = mode_of(trainer.config).traffic(trainer.config.replication)
     assert formula is not None
     sample = Sample(8 * toy.VECTOR, 8, toy.VECTOR)
@@ -304,7 +294,6 @@ class Watch:
         self._stored = {**stored, "parameters": tuple(new or old for new, old in pairs)}
 
     def step(self, number: int) -> None:
-        """Begin a step, from 1."""
         self._step, self._ready, self._written = number, [], {}
         self._passes = {"forward": 0, "weight": 0}
         self._first_messages = self.trainer.transport.traffic.messages
@@ -439,7 +428,6 @@ TOPICS = {
                 "All ranks then make the same update, and no parameter is sent.",
             ),
             (Buckets, ring.all_reduce),
-            (*TRAINING, *TRAFFIC),
         ),
     ),
     "master": _topic(
@@ -453,7 +441,6 @@ TOPICS = {
                 "Only rank 0 has optimizer state, and its links carry the most.",
             ),
             (BroadcastAndUpdate, BroadcastParameters),
-            (*TRAINING, *TRAFFIC),
         ),
     ),
     "server": _topic(
@@ -467,7 +454,6 @@ TOPICS = {
                 "It sends the new parameters to all workers: W S bytes through one link.",
             ),
             (PushedGradients, ServedUpdate, PushAndPull),
-            (*TRAINING, *TRAFFIC),
             servers=1,
         ),
     ),
@@ -482,7 +468,6 @@ TOPICS = {
                 "An all-gather sends the updated shards to all ranks.",
             ),
             (scattered_once, GatheredAfterUpdate),
-            (*TRAINING, *TRAFFIC, "tests/unit/machine/test_memory.py"),
             units=0,
             groups=WITH_STATE,
             memory=("(8+8) P + 8 P/n", lambda p, n, unit: 16 * p + 8 * p / n),
@@ -499,7 +484,6 @@ TOPICS = {
                 "An all-gather sends the updated shards to all ranks, as in stage 1.",
             ),
             (ShardedGradients, GatheredAfterUpdate),
-            (*TRAINING, *TRAFFIC, "tests/unit/machine/test_memory.py"),
             units=2,
             is_split=True,
             groups=WITH_STATE,
@@ -520,7 +504,6 @@ TOPICS = {
                 "After its backward, a reduce-scatter leaves each rank the sum of its shard.",
             ),
             (GatheredOnUse, ShardedGradients),
-            (*TRAINING, *TRAFFIC, "tests/unit/machine/test_memory.py"),
             units=3,
             is_split=True,
             kinds=("forward", "weight"),
@@ -541,7 +524,6 @@ TOPICS = {
                 "Only the last micro-batch starts reductions: the bytes sent do not grow.",
             ),
             (Stage, Buckets),
-            (*TRAINING, *TRAFFIC),
             units=2,
             micros=2,
         ),
@@ -556,7 +538,6 @@ TOPICS = {
                 "Between averages no message is sent, but the workers drift apart.",
             ),
             (PeriodicAverage,),
-            (*AVERAGING, *TRAFFIC),
             units=1,
             steps=2,
             kinds=(),
@@ -572,7 +553,6 @@ TOPICS = {
                 "At the end of the run an all-reduce takes the average of all workers.",
             ),
             (NeighbourAverage, distances),
-            (*AVERAGING, *TRAFFIC),
             units=1,
             steps=2,
             kinds=(),

@@ -51,7 +51,6 @@ class ShownLayer(NamedTuple):
 
 
 def _drawn(generator: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Return the whole weight, of the numbers 1 to 3."""
     outputs, inputs = np.indices(shape)
     return 1.0 + (outputs + 2 * inputs) % 3
 

@@ -17,7 +17,6 @@ MOST_ARROWS = 8
 
 
 def heading(explanation: Explanation, language: str) -> list[str]:
-    """Return the lines before the frames: title, idea and legend."""
     return [
         text(explanation.title, language),
         "",
@@ -85,7 +84,6 @@ def frame_lines(
 
 
 def frame_title(frame: Frame, language: str) -> str:
-    """Return the title of a frame, with its messages and seconds."""
     title = text(frame.title, language)
     if frame.messages:
         arrows = " ".join(f"{source}→{target}" for source, target in frame.messages[:MOST_ARROWS])
@@ -121,7 +119,6 @@ def _block(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def ending(explanation: Explanation, language: str) -> list[str]:
-    """Return the lines after the frames: formulas, sources, command and tests."""
     seconds = [frame.seconds for frame in explanation.frames if frame.seconds is not None]
     total = text("time of all steps: {ms} ms", language, ms=f"{1e3 * sum(seconds):.1f}")
     return [
@@ -148,7 +145,6 @@ def source_text(source: SourceLines) -> str:
 
 
 def listing(topics: Mapping[str, Topic], language: str) -> list[str]:
-    """Return a line for each topic: its name and its title."""
     margin = max(map(len, topics))
     return [
         padded(name, margin) + GAP + text(topic.title, language) for name, topic in topics.items()

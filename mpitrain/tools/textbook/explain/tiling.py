@@ -37,8 +37,6 @@ MACROS = Macros(Element="__half", Sum="float")
 
 
 class ProductShape(NamedTuple):
-    """The dims of a product; multiples of 64."""
-
     M: int
     N: int
     K: int
@@ -126,8 +124,6 @@ RUNGS["tensor"] = Rung(
 
 
 class Climbed(NamedTuple):
-    """A rung that has run: its operands, its product, and the traffic of its launch."""
-
     a: np.ndarray
     b: np.ndarray
     c: np.ndarray
@@ -181,7 +177,6 @@ COLUMNS = (
 
 
 def record(setting: TopicSetting) -> Explanation:
-    """Run the ladder in the simulator; a frame for each rung."""
     ladder = climb(SHAPE)
     cells: list[tuple[str, ...]] = [("",) * 10] * len(RUNGS)
     frames = [Frame("start", tuple(cells))]

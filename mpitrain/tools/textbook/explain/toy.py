@@ -43,7 +43,6 @@ class Symbols:
         self._index = {name: number for number, name in enumerate(self.names)}
 
     def vector(self, name: str) -> np.ndarray:
-        """Return the vector of a symbol, (size,) float64."""
         vector = np.zeros(self.size)
         vector[self._index[name]] = 1
         return vector
@@ -53,7 +52,6 @@ class Symbols:
         return np.tile(self.vector(name), count // self.size)
 
     def read(self, cell: np.ndarray) -> str:
-        """Return the contents of a cell as a sum of symbols."""
         vectors = np.asarray(cell).reshape(-1, self.size)
         if not len(vectors):
             return ""
@@ -105,7 +103,6 @@ PLAIN = (
 
 
 def configured(*settings: str) -> Config:
-    """Return a configuration in which an update subtracts the gradient."""
     return parse(with_settings({}, [*PLAIN, *settings]))
 
 

@@ -1,0 +1,476 @@
+"""Asynchronous parameter servers: each gradient is applied on arrival, to parameters that may be
+newer than its pull.
+
+A worker takes a ticket from the first server and pulls the parameters from all servers. It computes
+the ticket's rows and pushes its gradient to all servers, which apply it at once. `work_queue.py`
+has the rules for tickets. Workers wait for each other only at the bound of `replication.staleness`,
+and where all ranks synchronize. Norm, clipping and skipped updates are each worker's own.
+
+source  Recht et al. 2011, Hogwild, NIPS 24; Ho et al. 2013, More Effective Distributed ML via a
+        Stale Synchronous Parallel Parameter Server, NIPS 26
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mpitrain.parallel.grid import share
+from mpitrain.parallel.replication.protocol import (
+    Replication,
+    ReplicationContext,
+    StepInput,
+    StepResult,
+)
+from mpitrain.parallel.replication.step_end import AgreeAndUpdate
+from mpitrain.parallel.replication.whole import LocalGradients, ReplicaRows, WholeParameters, whole
+from mpitrain.parallel.servers import NoRows, Roles, ServedGradients, ServedParameters, header
+from mpitrain.transport.base import Request
+
+
+class Report(NamedTuple):
+    """A worker's report of a finished ticket. All servers have applied its gradient, or skipped it
+    as non-finite.
+
+    counted    targets of the ticket that count
+    loss       mean over them
+    grad_norm  norm of this gradient, before clipping
+    staleness  the largest number of updates on any server between its pull and its push
+    """
+
+    ticket: int
+    counted: int
+    loss: float
+    grad_norm: float
+    lr: float
+    nonfinite: int
+    updated: bool
+    stop: bool
+    staleness: int
+
+
+class WorkQueue:
+    """The rules that grant tickets, from step `first` on (stale-synchronous parallel, Ho et al.
+    2013).
+
+    bound  a worker starts step k when every worker has finished step k - 1 - bound; None: any
+           worker takes the next ticket
+    pause  (step) -> the next number of finished steps at which all ranks synchronize
+    """
+
+    def __init__(self, workers: int, first: int, bound: int | None, pause: Callable[[int], int]):
+        self._workers, self._bound, self._pause = workers, bound, pause
+        self._limit, self._highest = pause(first), first - 1
+        self._next = first * workers
+        # For each worker, `_begun` is its next step, and `_ended` its first unfinished step.
+        self._begun, self._ended = [first] * workers, [first] * workers
+        self._outstanding = 0
+        self._reports: dict[int, list[Report]] = {}
+        self._first_open = first
+        self._leads: dict[int, int] = {}
+        self._stops = False
+
+    def grant(self, worker: int) -> int | None:
+        """Return the worker's next ticket; None if it must wait."""
+        ticket = self._next if self._bound is None else self._begun[worker] * self._workers + worker
+        step = ticket // self._workers
+        lead = step - min(self._ended)
+        if step >= self._limit or (self._bound is not None and lead > self._bound):
+            return None
+        self._next += 1
+        self._begun[worker] = step + 1
+        self._highest = max(self._highest, step)
+        self._outstanding += 1
+        self._leads[step] = max(self._leads.get(step, 0), lead)
+        return ticket
+
+    def report(self, worker: int, report: Report) -> None:
+        self._outstanding -= 1
+        step = report.ticket // self._workers
+        self._ended[worker] = step + 1
+        self._reports.setdefault(step, []).append(report)
+        self._stops |= report.stop
+        if report.stop or (report.counted and not report.updated):
+            self.withhold()
+
+    def stop(self) -> None:
+        self._stops = True
+        self.withhold()
+
+    def withhold(self) -> None:
+        """Let no further step begin."""
+        self._limit = min(self._limit, max(self._highest, self._first_open) + 1)
+
+    @property
+    def is_pause(self) -> bool:
+        """Whether every step that has begun is finished, and none may begin."""
+        return self._outstanding == 0 and self._next >= self._limit * self._workers
+
+    def go_on(self) -> None:
+        self._limit = self._pause(self._first_open)
+
+    def outcomes(self) -> list[tuple[int, StepResult]]:
+        """Return the newly finished steps and their results, in order.
+
+        A step with a skipped update waits for the pause, since the run may end on it.
+        """
+        finished = []
+        while len(reports := self._reports.get(self._first_open, ())) == self._workers:
+            outcome = _of_step(sorted(reports), self._leads[self._first_open])
+            if outcome.counted and not outcome.updated and not self.is_pause:
+                break
+            del self._reports[self._first_open], self._leads[self._first_open]
+            self._first_open += 1
+            is_last = self._first_open == self._limit
+            finished.append((self._first_open - 1, outcome._replace(stop=self._stops and is_last)))
+        return finished
+
+
+def _of_step(reports: list[Report], lead: int) -> StepResult:
+    staleness = max(report.staleness for report in reports)
+    used = [report for report in reports if report.counted]
+    if not used:
+        lr = reports[0].lr
+        return StepResult(
+            math.nan, math.nan, 0, lr, False, False, lead=lead, staleness=staleness, counted=0.0
+        )
+    counted = sum(report.counted for report in used)
+    return StepResult(
+        sum(report.counted / counted * report.loss for report in used),
+        sum(report.grad_norm for report in used) / len(used),
+        sum(report.nonfinite for report in used),
+        used[0].lr,
+        all(report.updated for report in used),
+        False,
+        lead=lead,
+        staleness=staleness,
+    )
+
+
+DRAW, PULL, SETTLE, PUSH, LEAVE_OUT, TELL = range(6)
+"""The kinds of requests: the first number of a header. Answers have no kind. SETTLE is the last
+pull before all ranks synchronize.
+"""
+
+NO_TICKET = -1
+
+
+def _filled(*numbers: float) -> np.ndarray:
+    filled = header()
+    filled[: len(numbers)] = numbers
+    return filled
+
+
+def _numbers(step: int, outcome: StepResult) -> tuple[float, ...]:
+    """Pack a step's result into the numbers of a header; `updated` is -1 if no target counts."""
+    return (
+        step,
+        outcome.loss,
+        outcome.grad_norm,
+        outcome.nonfinite,
+        outcome.lr,
+        outcome.updated - (outcome.counted == 0),
+        outcome.stop,
+        outcome.lead,
+        outcome.staleness,
+    )
+
+
+def _outcome(numbers: Sequence[float]) -> tuple[int, StepResult]:
+    step, loss, norm, nonfinite, lr, updated, stop, lead, staleness = numbers[:9]
+    return int(step), StepResult(
+        loss,
+        norm,
+        int(nonfinite),
+        lr,
+        updated > 0,
+        stop > 0,
+        0.0,
+        int(lead),
+        int(staleness),
+        counted=float(updated >= 0),
+    )
+
+
+class TicketRows(ReplicaRows):
+    """The rows of a worker's ticket.
+
+    ticket  None: between tickets
+    """
+
+    ticket: int | None = None
+
+    def __init__(self, replica: ReplicationContext, workers: int):
+        super().__init__(replica)
+        self._workers = workers
+
+    def share(self, rows: int) -> range:
+        if self.ticket is None:
+            return super().share(rows)
+        return share(rows, self.ticket % self._workers, self._workers)
+
+    def of_update(self, micro: int) -> int:
+        return len(self.share(self._size))
+
+
+class AsyncWork(AgreeAndUpdate):
+    """An asynchronous worker's step end: it computes the rows of each ticket that it receives."""
+
+    def __init__(self, replica: ReplicationContext, roles: Roles, rows: TicketRows):
+        store = WholeParameters(replica, ())
+        reducer = LocalGradients(replica, (), whole(replica.storage))
+        super().__init__(replica, store, reducer)
+        self._rows, self._line, self._answers = rows, roles.line, roles.answers
+        self._workers, self._servers = roles.workers, roles.servers
+        self._pull, self._push = roles.views(store.parameters), roles.views(reducer.buffer)
+        self._report = header()
+        self._report[:2] = DRAW, NO_TICKET
+        self._versions = dict.fromkeys(roles.servers, 0)
+        self._known: dict[int, StepResult] = {}
+        self._is_current = True
+
+    def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
+        self._is_current = False
+        while step not in self._known:
+            if self._rows.ticket is None:
+                self._rows.ticket = self._draw()  # this also receives results, perhaps of this step
+                continue
+            self._pull_as(PULL)
+            yield self._rows.ticket // len(self._workers)
+
+    def outcome(self, step: int, own: StepResult | None) -> StepResult:
+        return self._known.pop(step)._replace(comm_s=self.replica.exposed.take())
+
+    def finish(self, step_input: StepInput) -> StepResult:
+        assert self._rows.ticket is not None
+        loss, squares, nonfinite = self.replica.gradient_stats(step_input, self.reducer.squared)
+        own, factor = self.divided(
+            step_input, (loss, squares, nonfinite, step_input.stop, step_input.ignored)
+        )
+        requests = []
+        for server in self._servers:
+            message = _filled(
+                PUSH if own.updated else LEAVE_OUT,
+                self._rows.ticket,
+                factor,
+                step_input.lr,
+                self._versions[server],
+            )
+            requests += self._line.start_recv(self._answers[server], [], server)
+            requests += self._line.start_send(
+                message, self._push[server] if own.updated else [], server
+            )
+        self._wait(requests)
+        staleness, servers_stop = (
+            max(float(answer[number]) for answer in self._answers.values()) for number in (0, 1)
+        )
+        report = Report(
+            self._rows.ticket,
+            step_input.targets - step_input.ignored,
+            own.loss,
+            own.grad_norm,
+            own.lr,
+            own.nonfinite,
+            own.updated,
+            bool(step_input.stop or servers_stop),
+            int(staleness),
+        )
+        self._report = _filled(DRAW, *report)
+        self._rows.ticket = None
+        return own
+
+    def _draw(self) -> int | None:
+        """Report the finished ticket and receive the next one.
+
+        returns  None at a pause; all steps that had begun are then finished
+        """
+        first = self._servers[0]
+        self._wait(self._line.start_send(self._report, [], first))
+        self._report = _filled(DRAW, NO_TICKET)
+        answer = header()
+        while True:
+            self._wait(self._line.start_recv(answer, [], first))
+            if answer[0] != TELL:
+                return None if answer[1] == NO_TICKET else int(answer[1])
+            step, outcome = _outcome(answer[1:].tolist())
+            self._known[step] = outcome
+
+    def _pull_as(self, kind: int) -> None:
+        asked = _filled(kind)
+        requests = []
+        for server in self._servers:
+            requests += self._line.start_recv(self._answers[server], self._pull[server], server)
+            requests += self._line.start_send(asked, [], server)
+        self._wait(requests)
+        self.store.loaded()
+        self._versions = {server: int(answer[0]) for server, answer in self._answers.items()}
+        # After `sync_parameters` this number is equal on all servers.
+        self.skips.number = int(self._answers[self._servers[0]][1])
+
+    def _wait(self, requests: Sequence[Request]) -> None:
+        with self.replica.exposed:
+            for request in requests:
+                request.wait()
+
+    def sync(self) -> None:
+        if not self._is_current:
+            self._pull_as(SETTLE)
+            self._is_current = True
+
+
+class AsyncServing(AgreeAndUpdate):
+    """An asynchronous server's step end: it applies each gradient on arrival.
+
+    The first server also has the work queue.
+    """
+
+    store: ServedParameters
+
+    def __init__(self, replica: ReplicationContext, roles: Roles):
+        settings, servers = replica.config.replication, replica.grid.servers
+        assert servers is not None
+        pieces = roles.pieces[replica.grid.world.rank]
+        store, reducer = ServedParameters(replica, pieces), ServedGradients(replica, pieces)
+        super().__init__(replica, store, reducer)
+        self._workers, self._servers, self._line = roles.workers, roles.servers, roles.line
+        self._gradients, self._heard = [*reducer.summed.values()], header()
+        self._number, self._bound = (
+            servers.rank,
+            settings.staleness if settings.update == "bounded" else None,
+        )
+        # `_updates` counts the updates of this process, and `_applied_before` all earlier ones.
+        # The latter is -1 until the first step, which makes it known.
+        self._updates = 0
+        self._applied_before = -1
+        self._tickets: WorkQueue | None = None  # only the first server has one
+        self._waiting: list[int] = []
+        self._untold: dict[int, list[tuple[int, StepResult]]] = {
+            worker: [] for worker in roles.workers
+        }
+        self._known: dict[int, StepResult] = {}
+        self._pulls: list[Request] = []
+        self._answers: list[Request] = []
+        self._is_current, self._stops = True, False
+        # This counts workers. One may settle before this server learns that a pause has begun.
+        self._settled = 0
+
+    def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
+        self._is_current = False
+        if self._applied_before < 0:
+            self._applied_before = step * len(self._workers) - self.skips.number
+        if self._tickets is None and self._number == 0:
+            self._tickets = WorkQueue(
+                len(self._workers), step, self._bound, self.replica.config.next_pause
+            )
+        if self._tickets and self._tickets.is_pause:
+            self._tickets.go_on()
+        while step not in self._known:
+            self._stops |= stop_requested()
+            self._serve()
+        return iter(())
+
+    def outcome(self, step: int, own: StepResult | None) -> StepResult:
+        return self._known.pop(step)
+
+    def _serve(self) -> None:
+        source = self._line.wait_for_header(self._heard)
+        asked, *numbers = self._heard.tolist()
+        self._answers = [request for request in self._answers if not request.test()]
+        if asked in (PULL, SETTLE):
+            self._settled += asked == SETTLE
+            self._pulls += self._line.start_send(
+                _filled(self._updates, self.skips.number), self.store.views, source
+            )
+        elif asked == DRAW:
+            self._take(source, numbers)
+        elif asked == TELL:
+            step, outcome = _outcome(numbers)
+            self._known[step] = outcome
+        else:
+            staleness = self._apply(source, numbers) if asked == PUSH else 0
+            self.skips.number += asked == LEAVE_OUT
+            self._answer(source, staleness, self._stops)
+
+    def _answer(self, to: int, *numbers: float) -> None:
+        self._answers += self._line.start_send(_filled(*numbers), [], to)
+
+    def _apply(self, worker: int, numbers: Sequence[float]) -> int:
+        _, scale, lr, version = numbers[:4]  # the first number is the ticket
+        for request in self._line.start_recv_pieces(self._gradients, worker):
+            request.wait()
+        for request in self._pulls:
+            request.wait()  # the update must not overwrite parameters that are still being sent
+        self._pulls = []
+        staleness = self._updates - int(version)
+        # AdamW's step count is the number of updates made.
+        self.apply(scale, lr * self._lr_factor(staleness), self._applied_before + self._updates)
+        self._updates += 1
+        return staleness
+
+    def _lr_factor(self, staleness: int) -> float:
+        chosen = self.replica.config.replication.async_lr
+        named = {"1/workers": 1 / len(self._workers), "staleness": 1 / (1 + staleness)}
+        return named[chosen] if chosen in named else float(chosen)
+
+    def _take(self, worker: int, numbers: Sequence[float]) -> None:
+        assert self._tickets is not None
+        ticket, counted, loss, norm, lr, nonfinite, updated, stop, staleness = numbers[:9]
+        if ticket != NO_TICKET:
+            self._tickets.report(
+                worker,
+                Report(
+                    int(ticket),
+                    int(counted),
+                    loss,
+                    norm,
+                    lr,
+                    int(nonfinite),
+                    updated > 0,
+                    stop > 0,
+                    int(staleness),
+                ),
+            )
+        if self._stops:
+            self._tickets.stop()
+        self._waiting.append(worker)
+        is_pause = self._tickets.is_pause
+        if is_pause and len(self._waiting) < len(self._workers):
+            return
+        self._tell()
+        for waiting in [*self._waiting]:
+            granted = NO_TICKET if is_pause else self._tickets.grant(waiting)
+            if granted is None:
+                continue
+            for step, outcome in self._untold[waiting]:
+                self._answer(waiting, TELL, *_numbers(step, outcome))
+            self._untold[waiting] = []
+            self._answer(waiting, DRAW, granted)
+            self._waiting.remove(waiting)
+
+    def _tell(self) -> None:
+        assert self._tickets is not None
+        for step, outcome in self._tickets.outcomes():
+            self._known[step] = outcome
+            for server in self._servers[1:]:
+                self._answer(server, TELL, *_numbers(step, outcome))
+            for untold in self._untold.values():
+                untold.append((step, outcome))
+
+    def sync(self) -> None:
+        if not self._is_current:
+            while self._settled < len(self._workers):
+                self._serve()
+            self._settled = 0
+            for request in (*self._pulls, *self._answers):
+                request.wait()
+            self._pulls, self._answers = [], []
+            self._is_current = True
+
+
+def asynchronous(replica: ReplicationContext) -> Replication:
+    roles = Roles(replica)
+    if replica.grid.is_server:
+        return Replication(replica, AsyncServing(replica, roles), NoRows(replica))
+    rows = TicketRows(replica, len(roles.workers))
+    return Replication(replica, AsyncWork(replica, roles, rows), rows)

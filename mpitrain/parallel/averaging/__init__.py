@@ -1,1 +1,0 @@
-"""Model averaging: local SGD, DiLoCo and gossip."""

@@ -1,0 +1,284 @@
+"""The bucketed reduction of a flat gradient buffer, exact or in a lossy wire format.
+
+A bucket is a run of whole units (as in DDP). Buckets are filled from the last unit to the first, in
+the order of backward. A bucket's all-reduce starts when all its units have their gradients. It
+overlaps with the backward of earlier units:
+
+    flat buffer            | unit 0 | unit 1 |   unit 2    | unit 3 | unit 4 |
+    buckets                |    bucket 2     |  bucket 1   |    bucket 0     |
+
+    backward, time -->     | unit 4 | unit 3 |   unit 2    | unit 1 | unit 0 |
+    all-reduce, bucket 0                     |=======|
+    all-reduce, bucket 1                                   |=====|
+    all-reduce, bucket 2                                                     |=======|
+                                                                             ^ wait
+
+Gradients of earlier micro-batches are added to the buffer; the last micro-batch starts the
+reductions. A bucket with a tied tensor also waits for the other units that use this tensor.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from mpitrain.collectives.engine.executor import Reduction
+from mpitrain.collectives.engine.progress import mover
+from mpitrain.collectives.selection.cost_model import part_bytes
+from mpitrain.layers.flat import Bucket, Storage
+from mpitrain.parallel.grid import Grid, share
+from mpitrain.parallel.replication.protocol import Replication, ReplicationContext, StateBuffer
+from mpitrain.parallel.replication.step_end import AgreeAndUpdate
+from mpitrain.parallel.replication.whole import LocalGradients, ReplicaRows, WholeParameters, whole
+from mpitrain.regions import Piece
+
+SUMMED = -1
+"""An entry of `Buckets._missing` in place of a unit: the pending sum over a tied group."""
+
+TURNS = 2
+"""Slots for alternating buckets (double buffering): one bucket computes while the other one is
+communicated.
+"""
+
+WITHIN_A_HOST = 4e6
+"""Bytes of a bucket if all ranks share a host. Its reduction is short compared to the backward of
+its units.
+"""
+
+ON_GPUS = 25e6
+"""Bytes of a bucket in GPU memory if all ranks share a host, as in DDP. A reduction there takes few
+calls for many bytes, and each call costs a latency.
+"""
+
+
+def bucket_bytes(replica: ReplicationContext) -> float:
+    """Return the bytes of a bucket: as configured, or the best size for the replicas' hosts."""
+    if replica.config.replication.bucket_mb:
+        return 1e6 * replica.config.replication.bucket_mb
+    group, storage = replica.grid.dp, replica.storage
+    hosts = group.transport.hosts
+    if len(set(hosts)) == 1:
+        return ON_GPUS if group.transport.allocates_on_device else WITHIN_A_HOST
+    return part_bytes(group.tuning, group.algorithm, hosts, storage.length, storage.dtype.itemsize)
+
+
+def common_buckets(replica: ReplicationContext, firsts: Sequence[int] = ()) -> list[Bucket]:
+    """Return the buckets of the flat buffer, in the order of their reduction; collective.
+
+    A tensor-parallel group agrees on their bytes. Its replicated tensors must be in the same
+    buckets. Otherwise its ranks would sum these tensors in different orders.
+
+    firsts  units at which a bucket must start
+    """
+    sizes = replica.grid.tp.transport.gather_text(bucket_bytes(replica))
+    return replica.storage.buckets(max(sizes), firsts)
+
+
+def buckets_used(storage: Storage, buckets: Sequence[Bucket]) -> list[list[Bucket]]:
+    """Return, for each unit, the buckets of the tensors that it uses, in order of storage.
+
+    A tied tensor counts for each unit that uses it.
+    """
+    names = {bucket: {entry.name for entry in storage.within(bucket)} for bucket in sorted(buckets)}
+    used = [{entry.name for entry in storage.used(unit)} for unit in range(len(storage.units))]
+    return [[bucket for bucket, stored in names.items() if stored & tensors] for tensors in used]
+
+
+def users(storage: Storage, buckets: Sequence[Bucket]) -> dict[Bucket, set[int]]:
+    """Return, for each bucket, the units that compute with its tensors.
+
+    A unit that only shares a tied tensor of the bucket is one of them.
+    """
+    used = buckets_used(storage, buckets)
+    return {
+        bucket: {unit for unit, of_unit in enumerate(used) if bucket in of_unit}
+        for bucket in buckets
+    }
+
+
+def shared_by_ties(storage: Storage, buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Return the buckets with tensors that units of other buckets use as well."""
+    return [
+        bucket for bucket, units in users(storage, buckets).items() if not units <= {*bucket.units}
+    ]
+
+
+def tied_sums(grid: Grid, flat: Any, runs: Iterable[tuple[str, bool, int, int]]) -> list[Reduction]:
+    """Bind the sums of partial gradients over their tied groups, one for each group; collective.
+
+    They run once a step.
+
+    runs  (holders, partial, start, stop): adjacent runs of `flat`, as in `Span`
+    """
+    sums = []
+    for (holders, partial), group in groupby(runs, lambda run: run[:2]):
+        if partial:
+            spans = list(group)
+            sums.append(grid.holders[holders].bind(flat[spans[0][2] : spans[-1][3]]))
+    return sums
+
+
+class Buckets(LocalGradients):
+    """The in-place reductions of all buckets, each started when its gradients are ready (as DDP's
+    reducer).
+
+    A bucket is ready when all units with tensors in it, and all units that use these tensors, are
+    ready. The units must become ready in the same order on all ranks of the group. Without
+    `replication.overlap` all buckets are reduced at the end.
+
+    buckets     in the order of their reduction
+    bytes sent  as stated by the bound reductions; in a wire format, by the formula of the format
+    """
+
+    def __init__(
+        self,
+        replica: ReplicationContext,
+        buckets: Sequence[Bucket],
+        bind: Callable[[np.ndarray], Reduction],
+        owned: Sequence[Piece],
+        counted: Sequence[Piece],
+    ):
+        """Bind all reductions over the replicas; collective.
+
+        bind            binds the reduction of a bucket that has no wire format
+        owned, counted  as in `LocalGradients`
+        """
+        super().__init__(replica, owned, counted)
+        config, wire, group = replica.config, replica.wire, replica.grid.dp
+        self._storage = storage = replica.storage
+        self.members = group.transport.members
+        self._overlap, self._dense_steps = config.replication.overlap, config.dense_steps
+        runs = [(span.holders, span.partial, span.start, span.stop) for span in storage.spans]
+        self._tied = tied_sums(replica.grid, self.buffer, runs)
+        self.buckets = buckets
+        self._writers = [
+            {
+                *(unit for unit in (*bucket.units, *others) if unit >= replica.first),
+                *((SUMMED,) if bucket.partial else ()),
+            }
+            for bucket, others in users(storage, buckets).items()
+        ]
+        self._views = [self.buffer[b.start : b.stop] for b in buckets]
+        self._dense: list[Reduction | None] = []
+        self._lossy: list[Reduction | None] = []
+        for number, (bucket, view) in enumerate(zip(buckets, self._views, strict=True)):
+            is_lossy = wire.name != "none" and not bucket.holders
+            needs_dense = not is_lossy or config.dense_steps > 0
+            with group.transport.recorder.called(f"bucket {number}"):
+                self._dense.append(bind(view) if needs_dense else None)
+                self._lossy.append(
+                    group.bind_lossy(view, wire, self._matrices(bucket)) if is_lossy else None
+                )
+        bound = [reduction for reduction in (*self._dense, *self._lossy) if reduction]
+        self._mover = mover(group.transport, bound)
+        self.begin(0)
+
+    def _matrices(self, bucket: Bucket) -> list[Any]:
+        from mpitrain.collectives.compression import tiles
+
+        return [
+            tile
+            for entry in self._storage.entries
+            if bucket.start <= entry.start < bucket.stop and len(entry.parameter.local_shape) == 2
+            for tile in tiles(entry.start - bucket.start, *entry.parameter.local_shape)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.buckets)
+
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        first, second = (
+            (self._dense, self._lossy) if step < self._dense_steps else (self._lossy, self._dense)
+        )
+        both = zip(first, second, strict=True)
+        self._active: list[Reduction] = [preferred or fallback for preferred, fallback in both]  # type: ignore[misc]
+        self._missing = [*map(set, self._writers)]
+        self.delayed = any(reduction.state for reduction in self._active)
+
+    def ready(self, unit: int, is_last: bool) -> None:
+        super().ready(unit, is_last)
+        if self._overlap and is_last:
+            self._start_completed(unit)
+
+    def _start_completed(self, unit: int) -> None:
+        for missing, reduction in zip(self._missing, self._active, strict=True):
+            if unit in missing:
+                missing.remove(unit)
+                if not missing:
+                    self._mover.start(reduction)
+
+    def poll(self) -> None:
+        self._mover.poll()
+
+    def wait(self) -> None:
+        if not self._overlap:
+            self.run()
+            return
+        for reduction in self._tied:
+            reduction.run()
+        self._start_completed(SUMMED)
+        self._mover.wait()
+        self._learn()
+
+    def run(self) -> None:
+        for reduction in (*self._tied, *self._active):
+            reduction.run()
+        self._learn()
+
+    def _learn(self) -> None:
+        """Pass the sums of exact steps to the wire format, which adapts its prediction to them."""
+        for used, lossy, view in zip(self._active, self._lossy, self._views, strict=True):
+            if lossy and used is not lossy and lossy.learn:
+                lossy.learn(view)
+
+    def state(self) -> list[StateBuffer]:
+        buffers = []
+        for number, (bucket, reduction) in enumerate(zip(self.buckets, self._lossy, strict=True)):
+            whole = [Piece(bucket.start, bucket.stop, 0)]
+            for name, array in ((reduction.state or {}) if reduction else {}).items():
+                if name == "factors":
+                    if array.size:
+                        buffers.append(StateBuffer(f"factors/{number}", array, (), "bound"))
+                elif name == "residual":
+                    buffers.append(StateBuffer(name, array, whole, "own"))
+                else:
+                    buffers.append(StateBuffer(name, array, whole, needed=False))
+        return buffers
+
+
+def all_reduce(replica: ReplicationContext) -> Replication:
+    """Return data parallelism by all-reduce (as torch's DistributedDataParallel); collective.
+
+    Each rank computes its rows. `Buckets` reduces the flat gradient buffer bucket by bucket, in
+    place. The order is from the last unit to the first, while earlier layers still compute.
+    Replicas end equal bit for bit, also with a lossy wire format.
+
+    source  Li et al. 2020, PyTorch Distributed, VLDB 13(12)
+    """
+    owned, grid = whole(replica.storage), replica.grid
+    # The replicas divide the squaring evenly: each element is squared on one rank.
+    shares = [
+        (start, share(stop - start, grid.coords.dp, grid.axes.dp))
+        for start, stop, _ in counted_runs(replica)
+    ]
+    counted = [Piece(start + own.start, start + own.stop, 0) for start, own in shares]
+    store = WholeParameters(replica, owned)
+    reducer = Buckets(replica, common_buckets(replica), grid.dp.bind, owned, counted)
+    return Replication(replica, AgreeAndUpdate(replica, store, reducer), ReplicaRows(replica))
+
+
+def counted_runs(replica: ReplicationContext) -> list[Piece]:
+    """Return the runs of the flat buffer that this rank, and no other of its replica, counts in
+    norms.
+    """
+    runs: list[Piece] = []
+    for span in replica.storage.spans:
+        if not replica.grid.counts(span.holders):
+            continue
+        if runs and runs[-1].stop == span.start:
+            runs[-1] = runs[-1]._replace(stop=span.stop)
+        else:
+            runs.append(Piece(span.start, span.stop, 0))
+    return runs

@@ -1,0 +1,200 @@
+"""Data parallelism by a master: rank 0 owns the model, the other ranks compute for it."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mpitrain.data import Source, read_rows
+from mpitrain.layers.base import Weights
+from mpitrain.parallel.buckets import Buckets, common_buckets
+from mpitrain.parallel.grid import share
+from mpitrain.parallel.replication.protocol import Replication, ReplicationContext, StateBuffer
+from mpitrain.parallel.replication.step_end import AgreeAndUpdate
+from mpitrain.parallel.replication.whole import ReplicaRows, WholeParameters, whole
+from mpitrain.regions import Piece
+
+ROOT = 0
+
+
+class BroadcastParameters(WholeParameters):
+    """Parameters that rank 0 updates and broadcasts.
+
+    opened  the micro-batch that last opened a unit
+    """
+
+    opened = 0
+
+    def __init__(self, replica: ReplicationContext, owned: Sequence[Piece]):
+        super().__init__(replica, owned)
+        self._broadcast = replica.grid.dp.bind_broadcast(self.parameters, ROOT)
+        self._is_current = True  # all ranks have the parameters of rank 0
+
+    def open(self, unit: int, micro: int) -> Weights:
+        self.opened = micro
+        return super().open(unit, micro)
+
+    def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
+        super().update(apply)
+        self._is_current = False
+
+    def sync(self) -> None:
+        if not self._is_current:
+            self._broadcast.run()
+            self._is_current = True
+            if not self.owned:
+                self.loaded()  # the update has already written rank 0's mirror
+
+    def state(self) -> list[StateBuffer]:
+        self.sync()
+        return super().state()
+
+
+class BroadcastAndUpdate(AgreeAndUpdate):
+    """All ranks agree, and rank 0 updates; the next step begins with the broadcast."""
+
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        with self.replica.exposed:
+            self.sync()
+
+
+class MasterRows(ReplicaRows):
+    """Rows that rank 0 reads and scatters, and a loss that rank 0 computes for all ranks."""
+
+    def __init__(self, replica: ReplicationContext, store: BroadcastParameters):
+        super().__init__(replica)
+        self._store, self._transport = store, replica.grid.dp.transport
+        self._is_root = self._transport.rank == ROOT
+        with self._transport.recorder.called("rows"):
+            self._rows_tag = self._transport.claim_tag()
+        with self._transport.recorder.called("logits or their gradient"):
+            self._logits_tag = self._transport.claim_tag()
+        # The two entries are dtype and shape of a row of inputs, and of targets.
+        self._forms: list[tuple[str, list[int]]] = []
+
+    def batch(
+        self, source: Source, step: int, before: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        rows = self.share(self._size)
+        return read_rows(
+            self._replica.config.data.source,
+            source,
+            len(rows),
+            lambda: self._scattered(source, step, rows, before),
+        )
+
+    def _scattered(
+        self, source: Source, step: int, rows: range, before: int | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        with self._replica.exposed:
+            seed, size, transport = self._replica.config.run.seed, self._size, self._transport
+            full = source.batch(seed, step, size, range(size), before) if self._is_root else ()
+            if not self._forms:
+                self._forms = transport.gather_text(
+                    [(array.dtype.name, array.shape[1:]) for array in full]
+                )[ROOT]
+            if self._is_root:
+                bounds = [share(size, rank, transport.size) for rank in range(transport.size)]
+                own_arrays, *others = [
+                    [np.ascontiguousarray(array[own.start : own.stop]) for array in full]
+                    for own in bounds
+                ]
+                sends = [
+                    transport.start_send(array, peer, self._rows_tag)
+                    for peer, arrays in enumerate(others, 1)
+                    for array in arrays
+                ]
+                for send in sends:
+                    send.wait()
+            else:
+                own_arrays = [np.empty((len(rows), *shape), dtype) for dtype, shape in self._forms]
+                for array in own_arrays:
+                    transport.recv(array, ROOT, self._rows_tag)
+        inputs, targets = own_arrays
+        return inputs, targets
+
+    def loss(self, logits: Any, targets: Any, scale: float) -> tuple[Any, Any]:
+        """Compute the loss of all ranks' logits on rank 0.
+
+        returns  the loss, which is 0 on all other ranks, and the gradient of this rank's logits,
+                 written over them
+        """
+        transport, tag, exposed = self._transport, self._logits_tag, self._replica.exposed
+        if not self._is_root:
+            with exposed:
+                packed = self._packed(logits)
+                transport.send(packed, ROOT, tag)
+                transport.send(targets, ROOT, tag)
+                transport.recv(packed, ROOT, tag)
+                if packed is not logits:
+                    logits[...] = packed
+            return 0.0, logits
+        arena, bounds = self._replica.arena, self._bounds(len(logits))
+        everyone = arena.take((bounds[-1].stop, logits.shape[1]), logits.dtype)
+        wanted = arena.take((len(everyone),), targets.dtype)
+        with exposed:
+            requests = [
+                transport.start_recv(array[own.start : own.stop], peer, tag)
+                for peer, own in enumerate(bounds[1:], 1)
+                for array in (everyone, wanted)
+            ]
+            everyone[: len(logits)], wanted[: len(logits)] = logits, targets
+            for request in requests:
+                request.wait()
+        loss, gradient = super().loss(everyone, wanted, scale)
+        with exposed:
+            sends = [
+                transport.start_send(gradient[own.start : own.stop], peer, tag)
+                for peer, own in enumerate(bounds[1:], 1)
+            ]
+            logits[:] = gradient[: len(logits)]
+            for send in sends:
+                send.wait()
+        return loss, logits
+
+    def _packed(self, logits: Any) -> Any:
+        if logits.flags.c_contiguous:
+            return logits
+        packed = self._replica.arena.take(logits.shape, logits.dtype)
+        packed[...] = logits
+        return packed
+
+    def _bounds(self, root_logits: int) -> list[range]:
+        """Return the rows of each rank among all logits of this micro-batch.
+
+        root_logits  number of rank 0's logits
+        """
+        ranks, micro_batches = self._transport.size, self._replica.config.batch.micro_batches
+        rows = [
+            len(share(len(share(self._size, rank, ranks)), self._store.opened, micro_batches))
+            for rank in range(ranks)
+        ]
+        stops = np.cumsum(rows) * (root_logits // rows[ROOT])
+        return [
+            range(start, stop)
+            for start, stop in zip([0, *stops[:-1].tolist()], stops.tolist(), strict=True)
+        ]
+
+
+def master(replica: ReplicationContext) -> Replication:
+    """Return master-worker data parallelism (as torch.nn.DataParallel); collective.
+
+    Rank 0 scatters rows and broadcasts parameters. It gathers all logits, takes the loss, and sends
+    back the gradients of the logits. It updates from the sum of all gradients, and only rank 0 has
+    optimizer state. Broadcasts and sums use binomial trees.
+
+    A step of n ranks sends the following bytes, without the control message. The parameters have S
+    bytes. Rank r has X(r) bytes of rows, targets included, L(r) of logits and Y(r) of targets.
+
+    rank 0 sends  S ceil(lg n) + sum over r > 0 of X(r) + L(r)
+    rank r sends  S + L(r) + Y(r), and S for each child in the tree
+    rank 0 holds  the logits of all rows of a micro-batch
+    """
+    dp, storage = replica.grid.dp, replica.storage
+    owned = whole(storage) if dp.rank == ROOT else []
+    store, bind = BroadcastParameters(replica, owned), partial(dp.bind_reduce, root=ROOT)
+    reducer = Buckets(replica, common_buckets(replica), bind, owned, owned)
+    step_end = BroadcastAndUpdate(replica, store, reducer)
+    return Replication(replica, step_end, MasterRows(replica, store))

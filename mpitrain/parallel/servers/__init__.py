@@ -1,1 +1,0 @@
-"""Parameter servers: synchronous, asynchronous and bounded, and a master that owns the model."""

@@ -1,0 +1,203 @@
+"""The modes of `mpitrain compare`: words joined by +, and the configuration of a job in each mode."""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+
+from mpitrain.collectives.selection.algorithm import is_file
+from mpitrain.collectives.selection.table import choices
+from mpitrain.config import Config, with_settings
+from mpitrain.config.plugins import load
+from mpitrain.errors import ConfigError, on_every_rank
+from mpitrain.optim import checked
+from mpitrain.parallel.grid import axes, divisor
+from mpitrain.parallel.modes import MODES, servers_of
+from mpitrain.run.build import build
+from mpitrain.run.choices import ALGORITHMS, parse
+from mpitrain.run.resolve import agree_on, resolve_here
+from mpitrain.transport.agreement import on_all_ranks
+from mpitrain.transport.base import Transport
+
+WARM_UP = 1
+"""Steps that are not timed: the first one allocates buffers."""
+RING = "replication.algorithm=ring"
+BASELINE = "ring"
+"""The mode that changes nothing else in the job."""
+COUNTED = (RING, "layout.algorithm=ring")
+"""Settings of words that --set may replace. Rings are the default: the transport counts their bytes."""
+
+FORMS: dict[str, tuple[str, ...]] = {
+    "dpN": ("layout.dp=N",),
+    "tpN": ("layout.tp=N", "layout.algorithm=ring"),
+    "sequence": ("layout.sequence_parallel=true",),
+    "ppN": ("layout.pp=N",),
+    "ppN:SCHEDULE": ("layout.pp=N", "pipeline.schedule=SCHEDULE"),
+    "float64": ("precision.compute=float64",),
+    "bf16": ("precision.compute=bfloat16",),
+    "fp16": ("precision.compute=float16",),
+    "accumulateN": ("batch.micro_batches=N",),
+    "recompute": ("memory.recompute=unit",),
+    "recomputeN": ("memory.recompute=N",),
+    "logitsN": ("memory.logit_chunks=N",),
+    "tiled": ("memory.attention=tiled",),
+    "loraN": ("lora.rank=N",),
+    "wire:FORMAT": ("replication.wire=FORMAT",),
+    "optimizer:NAME": ("optimizer.name=NAME",),
+    "compiled": ("device.passes=compiled",),
+    "no-overlap": ("replication.overlap=false",),
+    "FILE.py": ("replication.algorithm=FILE.py",),
+}
+"""{form of a word: its settings}. N is an integer, and another word in capitals is a name."""
+
+_HOLES = re.compile(r"N(?![A-Z])|[A-Z]{2,}")
+
+
+def settings_by_mode() -> dict[str, tuple[str, ...]]:
+    """Return {mode of replication: its settings}.
+
+    Modes that are not all-reduce algorithms use a ring for their sums, unless --set names another.
+    """
+    sharded = {stage for mode in MODES.values() for stage in mode.stages}
+    return {
+        **{name: (f"replication.algorithm={name}",) for name in choices("allreduce")},
+        **{
+            f"zero{stage}{end}": (f"replication.zero={stage}", f"replication.shard={shard}", RING)
+            for end, shard in (("", "all"), ("-host", "host"))
+            for stage in sorted(sharded)
+        },
+        **{
+            name: (f"replication.mode={name}", RING)
+            for name, mode in MODES.items()
+            if not mode.stages and not mode.variants
+        },
+        **{
+            f"{name}-{end}": (f"replication.mode={name}", setting, RING)
+            for name, mode in MODES.items()
+            for end, setting in mode.variants.items()
+        },
+    }
+
+
+def usual() -> list[str]:
+    """Return the default of --modes.
+
+    On one host, a `-host` mode equals the mode without the suffix.
+    """
+    others = (mode for mode in settings_by_mode() if mode not in choices("allreduce"))
+    return ["star", "ring", "auto", *(mode for mode in others if not mode.endswith("-host"))]
+
+
+def settings_of(mode: str, set_keys: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the settings of a mode, as `section.key=value`; sums use a ring unless it names one.
+
+    mode      words joined by +, such as zero3+tp2
+    set_keys  keys of --set; words do not set them to a value of COUNTED
+    raises    ConfigError for an unknown word, and for words that set one key to different values
+    """
+    known = settings_by_mode()
+    settings: dict[str, tuple[str, str]] = {}
+    for word in mode.split("+"):
+        for setting in known.get(word) or _formed(word, mode):
+            key, _, value = setting.partition("=")
+            is_default = setting == RING or key in set_keys
+            if setting in COUNTED and is_default and word != BASELINE:
+                continue  # Another word may replace a default.
+            first, before = settings.setdefault(key, (word, value))
+            if before != value:
+                raise ConfigError(
+                    f"Two words of a mode must not set the same key, but in {mode} {first} sets {key}={before} "
+                    f"and {word} sets {key}={value}.",
+                    f"Take one of {first} and {word}.",
+                )
+    if "replication.algorithm" not in set_keys:
+        settings.setdefault("replication.algorithm", (BASELINE, BASELINE))
+    return tuple(f"{key}={value}" for key, (_, value) in settings.items())
+
+
+def is_replication(mode: str) -> bool:
+    """Return whether a mode is one mode of replication, without further words."""
+    return mode in settings_by_mode()
+
+
+def _formed(word: str, mode: str) -> Iterable[str]:
+    for form, settings in FORMS.items():
+        if match := re.fullmatch(_HOLES.sub(_pattern, re.escape(form)), word):
+            values = dict(zip(_HOLES.findall(form), match.groups(), strict=True))
+            return [_HOLES.sub(_value_in(values), setting) for setting in settings]
+    whole = "" if word == mode else f" of {mode}"
+    raise ConfigError(
+        f"A mode is one of {', '.join([*settings_by_mode(), *FORMS])}, or several joined by +, but "
+        f"--modes names {word!r}{whole}.",
+        "Name some of these.",
+    )
+
+
+def _pattern(hole: re.Match[str]) -> str:
+    return r"([1-9]\d{0,8})" if hole[0] == "N" else r"([\w./:-]+)"
+
+
+def _value_in(values: Mapping[str, str]) -> Callable[[re.Match[str]], str]:
+    return lambda hole: values[hole[0]]
+
+
+def jobs(modes: Sequence[str], settings: Sequence[str], hosts: Sequence[str]) -> dict[str, Config]:
+    """Return the configuration of each mode. It sends no message.
+
+    settings  section.key=value for all modes; a mode's own settings take precedence
+    hosts     host of every rank, by rank
+    raises    ConfigError if a mode does not exist or cannot run on these ranks, or if a plugin
+              cannot be imported
+    """
+    tables = with_settings({}, [*settings])
+    load(tables)  # Plugins add modes.
+    set_keys = {f"{section}.{key}" for section, values in tables.items() for key in values}
+    own = {mode: settings_of(mode, set_keys) for mode in modes}
+    if len(hosts) == 1 and all(map(is_replication, modes)):
+        raise ConfigError(
+            "compare measures what ranks send each other, and one rank sends nothing.",
+            "mpitrain launch -n 2 -- compare",
+        )
+    configs, refused = {}, {}
+    for mode, changes in own.items():
+        try:
+            configs[mode] = _job([*settings, *changes], hosts)
+        except ConfigError as error:
+            refused[mode] = error
+    laws = {refusal.law for refusal in refused.values()}
+    for mode, refusal in refused.items():
+        if not configs and len(laws) == 1 and is_replication(mode):
+            raise refusal  # The job itself is refused.
+        rest = f"\nOr compare what works: --modes {','.join(configs)}" if configs else ""
+        raise ConfigError(f"Mode {mode}: {refusal.law}", f"{refusal.way_out}{rest}")
+    return configs
+
+
+def _job(settings: list[str], hosts: Sequence[str]) -> Config:
+    config = parse(with_settings({}, settings))
+    if config.run.steps <= WARM_UP:
+        raise ConfigError(
+            f"compare needs more than {WARM_UP} step, whose time does not count, but run.steps is "
+            f"{config.run.steps}.",
+            "Leave run.steps to --steps.",
+        )
+    config = checked(config)
+    divisor(axes(config, len(hosts), servers_of(config)), hosts, config.replication.shard)
+    return config
+
+
+def check_resolved(transport: Transport, configs: Mapping[str, Config]) -> None:
+    """Raise ConfigError for a mode that does not fit these ranks; collective.
+
+    Schedules and devices are checked. A job with a file for its sums is built, which simulates the
+    file for each of its arrays. Then no mode is refused after another has been measured.
+    """
+    for mode, config in configs.items():
+        try:
+            agreed = agree_on(transport, partial(checked, config))
+            on_all_ranks(transport, partial(resolve_here, agreed, transport.hosts))
+            if any(is_file(config.flat()[key]) for key in ALGORITHMS):
+                build(transport, config).close()
+        except ConfigError as error:
+            if not error.agreed:
+                raise
+            raise on_every_rank(ConfigError(f"Mode {mode}: {error.law}", error.way_out)) from None

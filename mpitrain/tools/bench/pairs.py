@@ -1,0 +1,372 @@
+"""Latency and bandwidth of every pair of ranks, measured in rounds of disjoint pairs.
+
+In a round every rank has one partner at most, as in a round-robin tournament. There are n - 1
+rounds for an even number of ranks, n for an odd one. Pairs that look slow are measured again while
+all other ranks rest: then no other pair can be the reason.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from mpitrain.tools.bench.turns import FAR
+from mpitrain.tools.text_table import TextColumn, TextTable, figure
+from mpitrain.transport.base import Transport
+
+ODD = {"bandwidth": 2.0, "latency": 3.0}
+"""Limits of an outlier, here called an odd pair.
+
+The usual value is that of its class of pairs. An odd pair has a bandwidth below 1 / ODD of it, or a
+latency above ODD times it.
+"""
+
+SECONDS, ALONE, FEWEST, MOST = 0.1, 0.5, 3, 500
+"""Seconds for one message size of a pair, among other pairs and alone; least and most round trips.
+"""
+
+AGAIN = 16
+"""Upper bound of the number of pairs that are measured a second time, alone."""
+
+ONE_HOST, BETWEEN = PLACES = "within a host", "between hosts"
+
+SHOWN = 8
+"""Upper bound of the number of odd pairs that are printed; files have all of them."""
+
+
+class Pair(NamedTuple):
+    """The measurements of two ranks. Times are one way, half a round trip.
+
+    place          class of the pair: ONE_HOST or BETWEEN
+    latency_us     median time of a short message
+    fastest_us     least time of a short message
+    bandwidth_GBs  bytes of a long message over its median time
+    best_GBs       bytes of a long message over its least time
+    wrong          elements that arrived wrong
+    is_alone       whether it was measured again while the other ranks rested
+    """
+
+    first: int
+    second: int
+    first_host: str
+    second_host: str
+    place: str
+    latency_us: float
+    fastest_us: float
+    bandwidth_GBs: float
+    best_GBs: float
+    wrong: int
+    is_alone: bool = False
+
+
+class Odd(NamedTuple):
+    """An outlier: a pair whose bandwidth or latency is much worse than usual in its class.
+
+    what   "bandwidth" or "latency", the value that is an outlier
+    usual  usual value in the class, GB/s or microseconds
+    """
+
+    pair: Pair
+    what: str
+    usual: float
+
+
+def rounds(n: int) -> list[list[tuple[int, int]]]:
+    """Return all pairs of n ranks, in rounds of disjoint pairs.
+
+    Circle method of tournaments: rank 0 stays, and the others rotate by one each round.
+    """
+    seats = [*range(n)] + [-1] * (n % 2)  # the partner of -1 rests
+    tournament = []
+    for _ in range(len(seats) - 1):
+        facing = zip(seats[: len(seats) // 2], reversed(seats[len(seats) // 2 :]), strict=True)
+        tournament.append([(min(pair), max(pair)) for pair in facing if min(pair) >= 0])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return [pairs for pairs in tournament if pairs]
+
+
+def measure(
+    transport: Transport,
+    short: int,
+    long: int,
+    iterations: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
+    places: Sequence[str] = PLACES,
+) -> Iterator[list[Pair]]:
+    """Yield the pairs of each round, then the pairs that were measured again. Collective.
+
+    Every rank gets the same pairs.
+
+    short, long  bytes of the messages for latency and bandwidth
+    iterations   round trips of each pair and size; 0: as many as fit in SECONDS
+    clock        returns seconds
+    places       classes in which odd pairs are measured again
+    """
+    tag, measured_pairs, sizes = transport.claim_tag(), [], (short, long)
+    for pairs in rounds(transport.size):
+        measured = _round(transport, pairs, sizes, (iterations, SECONDS), clock, tag)
+        measured_pairs += measured
+        yield measured
+    suspects = list(
+        dict.fromkeys(
+            (odd.pair.first, odd.pair.second) for odd in odd_pairs(measured_pairs, places)
+        )
+    )[:AGAIN]
+    yield [
+        _round(transport, [pair], sizes, (iterations, ALONE), clock, tag)[0]._replace(is_alone=True)
+        for pair in suspects
+    ]
+
+
+def merged(pairs: Sequence[Pair]) -> list[Pair]:
+    """Return one entry for each pair, sorted by ranks; of two measurements the better values."""
+    by_ranks: dict[tuple[int, int], Pair] = {}
+    for pair in pairs:
+        before = by_ranks.get(pair[:2])
+        by_ranks[pair[:2]] = (
+            pair
+            if before is None
+            else pair._replace(
+                latency_us=min(before.latency_us, pair.latency_us),
+                fastest_us=min(before.fastest_us, pair.fastest_us),
+                bandwidth_GBs=max(before.bandwidth_GBs, pair.bandwidth_GBs),
+                best_GBs=max(before.best_GBs, pair.best_GBs),
+                wrong=before.wrong + pair.wrong,
+            )
+        )
+    return [by_ranks[key] for key in sorted(by_ranks)]
+
+
+def places_to_judge(hosts: Sequence[str], cores: int) -> tuple[str, ...]:
+    """Return the classes in which slow pairs indicate slow links; not hosts with shared cores."""
+    return PLACES if max(map(hosts.count, hosts)) <= cores else (BETWEEN,)
+
+
+def odd_pairs(pairs: Sequence[Pair], places: Sequence[str] = PLACES) -> list[Odd]:
+    """Return the outliers: pairs much slower than the usual value of their class (see ODD).
+
+    The usual value is the median over ranks of each rank's best pair. It is right as long as most
+    ranks have a good link, even if one host slows most pairs. Pairs are judged by their fastest
+    messages, which other work on the machine does not slow.
+    """
+    odd = []
+    for place in places:
+        of_class = [pair for pair in pairs if pair.place == place]
+        by_rank = [
+            [pair for pair in of_class if rank in pair[:2]]
+            for rank in sorted({rank for pair in of_class for rank in pair[:2]})
+        ]
+        if len(of_class) < 2:
+            continue
+        fast = median(max(pair.best_GBs for pair in of_rank) for of_rank in by_rank)
+        soon = median(min(pair.fastest_us for pair in of_rank) for of_rank in by_rank)
+        odd += [
+            Odd(pair, "bandwidth", fast)
+            for pair in of_class
+            if pair.best_GBs * ODD["bandwidth"] < fast
+        ]
+        odd += [
+            Odd(pair, "latency", soon)
+            for pair in of_class
+            if pair.fastest_us > ODD["latency"] * soon
+        ]
+    return odd
+
+
+def bad_everywhere(pairs: Sequence[Pair], bad: Collection[tuple[int, int]]) -> list[int]:
+    """Return ranks with bad pairs to all other hosts, which indicate a bad link of their host.
+
+    If all ranks are such ranks, return none.
+
+    bad  ranks of the bad pairs
+    """
+    between = [pair[:2] for pair in pairs if pair.place == BETWEEN]
+    ranks = sorted({rank for pair in between for rank in pair})
+    bad_ranks = [rank for rank in ranks if all(pair in bad for pair in between if rank in pair)]
+    return [] if len(bad_ranks) == len(ranks) else bad_ranks
+
+
+def coded(rank: int, peer: int, nbytes: int) -> np.ndarray:
+    """Return the message of a rank to its peer: bytes that encode both ranks and the position."""
+    return ((np.arange(nbytes) + 17 * rank + 101 * peer) % 251).astype(np.uint8)
+
+
+def _round(
+    transport: Transport,
+    pairs: Sequence[tuple[int, int]],
+    sizes: tuple[int, int],
+    amount: tuple[int, float],
+    clock: Callable[[], float],
+    tag: int,
+) -> list[Pair]:
+    pair = next((pair for pair in pairs if transport.rank in pair), None)
+    times, wrong = [], 0
+    for nbytes in sizes:
+        transport.barrier()
+        if pair:
+            seconds, elements = _there_and_back(
+                transport, sum(pair) - transport.rank, nbytes, amount, clock, tag
+            )
+            times.append(seconds)
+            wrong += elements
+    gathered, hosts, measured = transport.gather_text((times, wrong)), transport.hosts, []
+    for first, second in pairs:
+        (small, large), missed = gathered[first][0], gathered[first][1] + gathered[second][1]
+        measured.append(
+            Pair(
+                first,
+                second,
+                hosts[first],
+                hosts[second],
+                ONE_HOST if hosts[first] == hosts[second] else BETWEEN,
+                1e6 * small[0],
+                1e6 * small[1],
+                sizes[1] / large[0] / 1e9,
+                sizes[1] / large[1] / 1e9,
+                missed,
+            )
+        )
+    return measured
+
+
+def _there_and_back(
+    transport: Transport,
+    peer: int,
+    nbytes: int,
+    amount: tuple[int, float],
+    clock: Callable[[], float],
+    tag: int,
+) -> tuple[tuple[float, float], int]:
+    """Return the median and least seconds of one way, and the number of wrong elements.
+
+    The times of the lower rank are used.
+
+    amount  round trips, and the seconds for them if their number is 0
+    """
+    rank, (iterations, seconds) = transport.rank, amount
+    outgoing, incoming = coded(rank, peer, nbytes), np.empty(nbytes, np.uint8)
+    count = np.array([iterations])
+
+    def trip() -> float:
+        start = clock()
+        if rank < peer:
+            transport.send(outgoing, peer, tag)
+            transport.recv(incoming, peer, tag)
+        else:
+            transport.recv(incoming, peer, tag)
+            transport.send(outgoing, peer, tag)
+        return clock() - start
+
+    warm = [trip() for _ in range(2)]
+    if rank < peer:
+        count[0] = iterations or min(MOST, max(FEWEST, int(seconds / max(warm[1], 1e-9))))
+        transport.send(count, peer, tag)
+    else:
+        transport.recv(count, peer, tag)
+    incoming[:] = ~coded(peer, rank, nbytes)
+    times = [trip() for _ in range(int(count[0]))]
+    return (max(1e-9, median(times) / 2), max(1e-9, min(times) / 2)), int(
+        (incoming != coded(peer, rank, nbytes)).sum()
+    )
+
+
+def report(pairs: Sequence[Pair], width: int, places: Sequence[str] = PLACES) -> list[str]:
+    """Return all lines after the header.
+
+    width   characters of the terminal; 0: no limit
+    places  classes of pairs in which odd ones are named
+    """
+    n = max(pair.second for pair in pairs) + 1
+    hosts = {
+        rank: host
+        for pair in pairs
+        for rank, host in ((pair.first, pair.first_host), (pair.second, pair.second_host))
+    }
+    lines: list[str] = []
+    if 6 + 8 * n <= (width or 200):
+        lines += matrix("latency, us, one way", n, pairs, latency)
+        lines += ["", *matrix("bandwidth, GB/s, one way", n, pairs, bandwidth)]
+    else:
+        lines.append(
+            f"{n} ranks have no room in {width or 200} columns: --json, --csv and --plot have every pair"
+        )
+    classes = {place: [pair for pair in pairs if pair.place == place] for place in PLACES}
+    lines += ["", *CLASSES.lines(each for each in classes.items() if each[1])]
+    if noisy := sum("~" in latency(pair) + bandwidth(pair) for pair in pairs):
+        lines += [
+            f"~ {noisy} of {len(pairs)} pairs: median above {FAR:g} times the fastest message, so other work ran",
+            "  meanwhile; links are judged by their fastest messages",
+        ]
+    if ONE_HOST not in places:
+        lines.append("ranks share cores, so links within a host are not judged")
+    odd = odd_pairs(pairs, places)
+    compared = any(len(classes[place]) > 1 for place in places)
+    lines += [
+        f"every link of rank {rank} on {hosts[rank]} is slow: look at that host"
+        for rank in bad_everywhere(pairs, {each.pair[:2] for each in odd})
+    ]
+    lines += [sentence(each) for each in odd[:SHOWN]]
+    if len(odd) > SHOWN:
+        lines.append(f"and {len(odd) - SHOWN} more, in --json and --csv")
+    return [
+        *lines,
+        *(["no link is far from the others of its class"] if compared and not odd else []),
+        f"wrong elements {sum(pair.wrong for pair in pairs)}",
+    ]
+
+
+def latency(pair: Pair) -> str:
+    """Return the text of a pair's latency in the matrix, with a mark if its median is spoilt."""
+    return figure(pair.latency_us) + "~" * (pair.latency_us > FAR * pair.fastest_us)
+
+
+def bandwidth(pair: Pair) -> str:
+    """Return the text of a pair's bandwidth in the matrix, with a mark if its median is spoilt."""
+    return figure(pair.bandwidth_GBs) + "~" * (pair.bandwidth_GBs * FAR < pair.best_GBs)
+
+
+def matrix(title: str, n: int, pairs: Sequence[Pair], text: Callable[[Pair], str]) -> list[str]:
+    cells = {pair[:2]: text(pair) for pair in pairs}
+    columns = [TextColumn(str(rank), "8", rank + 1, gap=0) for rank in range(n)]
+    rows = [
+        [str(row), *(cells.get((min(row, column), max(row, column))) for column in range(n))]
+        for row in range(n)
+    ]
+    return [title, *TextTable([TextColumn("rank", "6", 0), *columns]).lines(rows)]
+
+
+CLASSES = TextTable(
+    [
+        TextColumn("pairs", "<14", 0),
+        TextColumn("number", "7", lambda row: len(row[1])),
+        TextColumn(
+            "us: least, median, most",
+            "<24",
+            lambda row: _extremes([pair.latency_us for pair in row[1]]),
+            gap=3,
+        ),
+        TextColumn(
+            "GB/s: least, median, most",
+            "<",
+            lambda row: _extremes([pair.bandwidth_GBs for pair in row[1]]),
+            gap=3,
+        ),
+    ]
+)
+"""A line for each class of pairs: (its name, its pairs)."""
+
+
+def _extremes(values: list[float]) -> str:
+    return ", ".join(figure(pick(values)) for pick in (min, median, max))
+
+
+def sentence(odd: Odd) -> str:
+    pair, what, usual = odd
+    value, unit = (pair.best_GBs, "GB/s") if what == "bandwidth" else (pair.fastest_us, "us")
+    ends = [
+        f"rank {rank} on {host}"
+        for rank, host in ((pair.first, pair.first_host), (pair.second, pair.second_host))
+    ]
+    return f"odd link: {ends[0]} and {ends[1]}: {what} {figure(value)} {unit}, where {figure(usual)} {unit} is usual {pair.place}"
