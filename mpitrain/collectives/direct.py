@@ -143,10 +143,9 @@ class SharedMemory:
 
 
 def offer(transport: Transport, array: np.ndarray) -> list[Any]:
-    """Return the facts that a binding through shared memory needs of each rank.
+    """Return what a binding through shared memory needs of each rank.
 
-    The first is the location of the array in a window, or None. The second is a list of windows
-    that this rank could borrow for a copy.
+    That is the location of the array in a window or None, and windows to borrow for a copy.
     """
     windows, members = transport.windows, transport.members
     location = windows.locate(array, members[transport.rank])

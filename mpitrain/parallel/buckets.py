@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.collectives.compression import Matrix, tiles
 from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.collectives.engine.progress import mover
 from mpitrain.collectives.selection.cost_model import part_bytes
@@ -175,7 +174,9 @@ class Buckets(LocalGradients):
         self._mover = mover(group.transport, bound)
         self.begin(0)
 
-    def _matrices(self, bucket: Bucket) -> list[Matrix]:
+    def _matrices(self, bucket: Bucket) -> list[Any]:
+        from mpitrain.collectives.compression import tiles
+
         return [
             tile
             for entry in self._storage.entries

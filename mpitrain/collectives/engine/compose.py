@@ -33,7 +33,7 @@ class PipelinedChain:
     lanes    the links of each chain: reductions that run in turn; every chain has equally many
     width    chains in flight at once: chain i starts when chain i - width has ended, and may
              use the scratch and the tags of that chain
-    scratch  bytes of arrays that the links use, besides the scratch that the links count
+    scratch  bytes that the links use, besides those that they count
     """
 
     state: dict[str, np.ndarray] | None = None
@@ -77,7 +77,7 @@ class PipelinedChain:
         self._transport.wait_until(self.poll)
 
     def _go_on(self) -> None:
-        """Progress all chains as far as possible without blocking, the oldest chain first."""
+        """Progress all chains without blocking, the oldest chain first."""
         lane, most = self._first, self._length
         while lane < min(self._first + self._width, len(self._lanes)):
             if self._ended[lane] < 0:
@@ -117,11 +117,8 @@ class TracedReduction:
     def __init__(self, inner: Reduction, recorder: Recorder, name: int, nbytes: int):
         self._inner, self._recorder, self._name, self._nbytes = inner, recorder, name, nbytes
         self._span = 0
-        self.algorithm, self.is_messages, self.scratch_bytes = (
-            inner.algorithm,
-            inner.is_messages,
-            inner.scratch_bytes,
-        )
+        self.algorithm, self.is_messages = inner.algorithm, inner.is_messages
+        self.scratch_bytes = inner.scratch_bytes
 
     @property
     def state(self) -> dict[str, np.ndarray] | None:

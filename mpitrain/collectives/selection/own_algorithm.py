@@ -99,10 +99,7 @@ def _is_reduction(made: object) -> bool:
 def proven(
     operation: str, algorithm: str, hosts: Sequence[str], count: int
 ) -> list[tuple[Plan, ...]]:
-    """Return the plans of each rank, which run one after the other; those of added rows are proven.
-
-    raises  ConfigError if an added algorithm gives wrong results, deadlocks, raises or is too slow
-    """
+    """Return the plans of each rank; ConfigError if those of an added row are wrong."""
     with _ONE_AT_A_TIME:
         return _proven(TABLES[operation][algorithm], operation, algorithm, tuple(hosts), count)
 
@@ -133,10 +130,7 @@ def _proven(
 
 @cache
 def answer(path: str, code: bytes, ranks: int, count: int) -> list[Plan]:
-    """Return what the file says is the plan of each rank for an array of `count` elements.
-
-    raises  ConfigError if the file raises, takes too long, or returns anything else
-    """
+    """Return the plan of each rank by a user's file; ConfigError if it returns anything else."""
     output = answers(path, code, f"{checked.__name__}:all_reduce", ranks, count)
     try:
         result = output.answer(0)

@@ -1,4 +1,4 @@
-"""One table of all-reduces: a line in it is all that the configuration, help, auto, cost model and benchmarks need."""
+"""A line in the table of all-reduces is all that auto, the cost model and benchmarks need; test_plugins.py trains with one."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,9 +22,7 @@ from mpitrain.run.build import build
 from mpitrain.tools.bench.collectives.request import SweepRequest
 from mpitrain.tools.bench.collectives.sweep import sweep
 from mpitrain.transport.threads import run_ranks
-from tests.laws.collectives import coded
 from tests.rows import replaced
-from tests.training import TINY, curves
 
 NAME = "ring-backwards"
 
@@ -37,28 +35,6 @@ def backwards(rank, n, count):
 @pytest.fixture
 def added(monkeypatch):
     monkeypatch.setitem(algorithm_table.ALL_REDUCE, NAME, of_plan(backwards))
-
-
-def test_an_added_algorithm_reduces_and_goes_its_own_way(added):
-    def reduce(transport):
-        reduction = bind(transport, array := coded(transport.rank, 1001), algorithm=NAME)
-        reduction.run()
-        return reduction.algorithm, array
-
-    for n in (1, 2, 3, 5):
-        right = sum(coded(rank, 1001) for rank in range(n))
-        for name, found in run_ranks(n, reduce):
-            assert name == NAME and np.array_equal(found, right)
-    assert {transfer.peer for step in backwards(1, 4, 1001).steps for transfer in step.sends} == {0}
-
-
-def test_an_added_algorithm_is_configured_listed_by_help_and_trained_with(added):
-    settings = [*TINY, "precision.compute=float64"]
-    alone, together = curves(1, *settings), curves(3, *settings, f"replication.algorithm={NAME}")
-    for one, other in zip(alone, together, strict=True):
-        assert np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one))
-    shown = CliRunner().invoke(commands, ["train", "--help-config", "replication"])
-    assert f"| {NAME} |" in " ".join(shown.output.split())
 
 
 @pytest.mark.parametrize("hosts", [("a",) * 4, ("a", "b", "c"), ("a", "a", "b")])

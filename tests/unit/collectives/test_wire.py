@@ -17,19 +17,9 @@ def test_names_have_amounts_where_they_need_them():
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "",
-        "fp8",
-        "fp16:2",
-        "topk:0",
-        "topk:1.5",
-        "topk:x",
-        "topk:nan",
-        "topk:inf",
-        "powersgd:0",
-        "powersgd:1.5",
-        "powersgd:inf",
-    ],
+    ["", "fp8", "fp16:2"]
+    + [f"topk:{amount}" for amount in ("0", "1.5", "x", "nan", "inf")]
+    + [f"powersgd:{amount}" for amount in ("0", "1.5", "inf")],
 )
 def test_other_names_are_refused(text):
     with pytest.raises(ConfigError, match="fp16, bf16, int8,"):
@@ -73,9 +63,7 @@ MAGNITUDES = (1e-45, 1e-41, 1e-38, 1e-34, 1e-30, 1e-10, 1e-6, 1, 65504, 1e20, 7e
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("blocks", [1, 131])
-def test_fp16_has_11_bits_within_2_28_of_its_blocks_largest(
-    blocks,
-):
+def test_fp16_has_11_bits_within_2_28_of_its_blocks_largest(blocks):
     rng = np.random.default_rng(blocks)
     normal = rng.standard_normal((blocks, BLOCK))
     spread = np.where(normal < 0, -1, 1) * 10.0 ** rng.uniform(-45, 38.5, normal.shape)
@@ -125,15 +113,8 @@ def test_a_block_with_a_number_that_is_not_finite_becomes_nan(name, bad):
 @pytest.mark.parametrize(
     "rows, columns, count",
     [
-        (128, 128, 1),
-        (384, 128, 3),
-        (128, 512, 4),
-        (31, 17, 2),
-        (5, 77, 15),
-        (1, 9, 1),
-        (7, 1, 1),
-        (0, 5, 1),
-        (3, 0, 1),
+        *((128, 128, 1), (384, 128, 3), (128, 512, 4), (31, 17, 2), (5, 77, 15)),
+        *((1, 9, 1), (7, 1, 1), (0, 5, 1), (3, 0, 1)),
     ],
 )
 def test_tiles_are_nearly_square_and_cover_a_matrix_once(rows, columns, count):
