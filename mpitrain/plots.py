@@ -1,11 +1,20 @@
-"""Shared code of all plots: matplotlib without a display, checks of the file, and saving."""
+"""All pictures: matplotlib without a display, styles of curves, labels, checks of the file, and saving."""
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpitrain.errors import ConfigError
 from mpitrain.files import check_writable, whole
+
+COLOURS = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00"),
+    *("#56b4e9", "#8c564b", "#7f7f7f", "#bcbd22", "#17becf"),
+)
+"""Colours of curves, which colour-blind readers can distinguish as far as possible."""
+DASHES, MARKS = ("-", "--", "-."), "os^"
+"""Dashes and marks of the first, second and third ten curves."""
 
 
 def painter() -> Any:
@@ -40,11 +49,73 @@ def check_drawable(path: Path, option: str = "--plot") -> None:
     check_writable(path)
 
 
+def subplots(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
+    """Return a figure of these inches and its axes; an array of them if there are several."""
+    return painter().subplots(rows, columns, figsize=(width, height), layout="constrained")
+
+
 def save(figure: Any, path: Path, dpi: int, inner: int = 0) -> None:
-    """Save a figure atomically, in the format of the file's suffix.
+    """Save a figure atomically, in the format of the file's suffix, and close it.
 
     inner   how many names at the end of the path must not be links; see `files.reading`
     raises  OSError if the file cannot be written
     """
-    with whole(path, inner) as file:
-        figure.savefig(file, format=path.suffix.removeprefix(".").lower(), dpi=dpi)
+    try:
+        with whole(path, inner) as file:
+            figure.savefig(file, format=path.suffix.removeprefix(".").lower(), dpi=dpi)
+    finally:
+        painter().close(figure)
+
+
+class Look(NamedTuple):
+    """The style of a curve."""
+
+    colour: str
+    dash: str
+    mark: str
+
+
+def look(number: int) -> Look:
+    """Return the style of a curve by its number; the first thirty styles all differ."""
+    again = number // len(COLOURS) % len(DASHES)
+    return Look(COLOURS[number % len(COLOURS)], DASHES[again], MARKS[again])
+
+
+def legible(name: str) -> str:
+    """Return a path as a matplotlib label, with escapes for bytes that are not UTF-8.
+
+    matplotlib hides labels that begin with an underscore, so such a path begins with "./".
+    """
+    return ("./" if name.startswith("_") else "") + name.encode(
+        "utf-8", "backslashreplace"
+    ).decode()
+
+
+def titled(runs: Iterable[str]) -> str:
+    """Return a title with the names of the runs, or the first three and the number of others."""
+    names = [*map(legible, runs)]
+    return ", ".join(names if len(names) <= 4 else [*names[:3], f"and {len(names) - 3} more"])
+
+
+def add_legend(axes: Any) -> None:
+    """Add a small legend in which a dollar sign stays a dollar sign."""
+    for text in axes.legend(fontsize="small").get_texts():
+        text.set_parse_math(False)
+
+
+def set_byte_ticks(axes: Any, sizes: list[int], label: str) -> None:
+    """Make a logarithmic x axis of bytes, with at most nine of these sizes named as 4 KiB."""
+    ticks = sizes[:: -(-len(sizes) // 9)]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, labels=[readable(nbytes) for nbytes in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel(label)
+    axes.grid(alpha=0.3)
+
+
+def readable(nbytes: int) -> str:
+    """Format a number of bytes as 64 B, 4 KiB or 1.5 MiB."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= 0.99 * size:  # arrays are rounded down to whole elements per rank
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes} B"

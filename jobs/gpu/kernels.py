@@ -35,8 +35,7 @@ from mpitrain.ops.device import device_for
 from mpitrain.ops.reference.layers import layer_norm
 from mpitrain.tools.bench.kernels.gemm import GemmRow, tune
 from mpitrain.tools.bench.kernels.gemm import measure as measure_products
-from mpitrain.tools.bench.kernels.operations import attentions, measure, measured
-from mpitrain.tools.bench.kernels.work import OperationRow
+from mpitrain.tools.bench.kernels.operations import OperationRow, attentions, measure, measured
 
 WHEELS = {"cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy")}
 

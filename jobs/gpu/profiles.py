@@ -71,13 +71,7 @@ def main(kind: str, *words: str) -> None:
         emit(f"ncu: skipped, {'it is not installed' if kind == 'cuda' else 'there is no GPU here'}")
         return
     command = [
-        "ncu",
-        "--clock-control",
-        "none",
-        "--csv",
-        "--print-units",
-        "base",
-        "--metrics",
+        *["ncu", "--clock-control", "none", "--csv", "--print-units", "base", "--metrics"],
         ",".join(METRICS),
         sys.executable,
         __file__,

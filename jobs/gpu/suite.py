@@ -30,20 +30,11 @@ def main(kind: str) -> None:
     workers = ["-n", str(min(PROCESSES, processors()))] if kind == "cuda" else []
     words = [
         sys.executable,
-        "-m",
-        "pytest",
-        "-v",
-        "-m",
-        "gpu",
-        "-p",
-        "no:cacheprovider",
-        "--tb=short",
-        *workers,
-        *tests,
+        *["-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short"],
     ]
     counts: Counter[str] = Counter()
     with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*words, *workers, *tests], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as child:
         assert child.stdout is not None
         for line in child.stdout:

@@ -31,7 +31,7 @@ for setting in "${settings[@]}"; do
     sleep 0.5
     $hosts on 1 python "$PWD/jobs/hosts/stream.py" send 10.77.0.2 5
     wait
-    $hosts mpi "$n" python -m mpitrain bench allreduce --algorithm ring,halving-doubling,star,native --wire fp16,topk:0.01 \
+    $hosts mpi "$n" python -m mpitrain bench all-reduce --algorithm ring,halving-doubling,star,native --wire fp16,topk:0.01 \
         --min-bytes 8M --max-bytes 8M --iterations "${ITERATIONS:-5}" --warmup 1 --json "$folder/$n.json"
 done
 python jobs/hosts/compare.py "$folder" "${settings[@]%:*}"

@@ -13,7 +13,7 @@ import sys
 from importlib.util import find_spec
 from statistics import median
 
-from mpitrain.cli.bench.training.job import SHAPE
+from mpitrain.cli.bench.train import SHAPE
 from mpitrain.cli.session import mpi_session
 from mpitrain.config import parse, with_settings
 from mpitrain.parallel.buckets import Buckets

@@ -2,7 +2,7 @@
 
 import sys
 
-from mpitrain.cli.bench.training.job import configured_on
+from mpitrain.cli.bench.train import TrainingJob
 from mpitrain.cli.session import mpi_session
 
 BLOCKS, STEPS = 6, 3
@@ -42,7 +42,9 @@ def main(settings):
         for name, (more, overlaps) in WAYS.items():
             job = build(
                 transport,
-                configured_on(transport.size, BLOCKS, STEPS, ["layout.tp=2", *settings, *more]),
+                TrainingJob(["layout.tp=2", *settings, *more], BLOCKS, STEPS).configured(
+                    transport.size
+                ),
                 source=source,
             )
             source = job.source

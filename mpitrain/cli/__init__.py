@@ -59,7 +59,7 @@ COMMANDS = {
     ),
     "bench": Listed(
         "bench.collectives",
-        "Measure collectives on all ranks of the MPI job: mpitrain launch -n 4 -- bench allreduce",
+        "Measure collectives on all ranks of the MPI job: mpitrain launch -n 4 -- bench all-reduce",
     ),
     "compare": Listed(
         "compare", "Train one job in several modes, in turns, on all ranks of the MPI job."
@@ -73,7 +73,7 @@ COMMANDS = {
         "Print Python, MPI, GPUs, BLAS, ranks and hosts, and warn of problems and their remedies.",
     ),
     "certify": Listed(
-        "certify.command", "Measure every node, and print PASS or FAIL for each with the reason."
+        "certify", "Measure every node, and print PASS or FAIL for each with the reason."
     ),
     "runs": Listed("", "Look at runs: report, plot, metrics, diff."),
     "learn": Listed("", "Learn how training is distributed: explain, claims, exercise, check."),

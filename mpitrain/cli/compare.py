@@ -1,23 +1,35 @@
 """`mpitrain compare`: trains one job in several modes, layouts and tricks, and tabulates them."""
 
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import click
 
-from mpitrain.cli.job_options import (
-    DEVICE,
-    Outputs,
-    changes,
-    check_files,
-    configured,
-    output_option,
-)
-from mpitrain.cli.session import MOST, mpi_session
-from mpitrain.tools.bench.comparison.built_in import JOBS
+from mpitrain.cli.bench.rows import BenchReport, counted
+from mpitrain.cli.job_options import DEVICE, changes, configured, output_option
+from mpitrain.cli.session import mpi_session
 
+JOBS: dict[str, tuple[str, ...]] = {
+    "small": (
+        "model.layers=2",
+        "model.width=64",
+        "model.heads=4",
+        "model.context=64",
+        "batch.size=128",
+    ),
+    "large": (
+        "model.layers=3",
+        "model.width=384",
+        "model.heads=8",
+        "model.context=16",
+        "batch.size=8",
+    ),
+}
+"""{--job: its settings}: a small model with a large batch, and a large model with a small batch.
+
+In the first, activations are most of the memory. In the second, parameters and their state are.
+"""
 EVALUATED = 512
 """Rows of the evaluation: evaluating all of them would take longer than the steps."""
 
@@ -38,19 +50,12 @@ EVALUATED = 512
     help="A built-in job: a small model with a large batch, or a large model with a small batch. "
     "--set changes it.",
 )
-@click.option(
-    "--steps",
-    type=click.IntRange(2, MOST),
-    default=30,
-    show_default=True,
-    help="Optimizer steps of each mode.",
-)
-@click.option(
+@counted("--steps", 2, 30, "Optimizer steps of each mode.")
+@counted(
     "--blocks",
-    type=click.IntRange(1, MOST),
-    default=3,
-    show_default=True,
-    help="Number of times that each mode is trained, in turns. The median of their times counts.",
+    1,
+    3,
+    "Number of times that each mode is trained, in turns. The median of their times counts.",
 )
 @click.option(
     "--set",
@@ -69,8 +74,7 @@ def command(
     blocks: int,
     settings: tuple[str, ...],
     device: str | None,
-    json_file: Path | None,
-    plot_file: Path | None,
+    **files: Path | None,
 ) -> None:
     """Train one job in several modes, in turns, on all ranks of the MPI job.
 
@@ -98,43 +102,32 @@ def command(
         *changes(settings, device=device),
     ]
     with mpi_session(kind=lambda: configured(None, changed).device.kind) as transport:
-        _compare(transport, modes, changed, blocks, json_file, plot_file)
+        measure_modes(transport, modes, changed, blocks, files)
 
 
-def _compare(
+def measure_modes(
     transport: Any,
     modes: str | None,
     changes: list[str],
     blocks: int,
-    json_file: Path | None,
-    plot_file: Path | None,
+    files: dict[str, Path | None],
 ) -> None:
-    from tqdm import tqdm
-
     from mpitrain import __version__
-    from mpitrain.cli.terminal.progress import bar
-    from mpitrain.tools.bench.collectives.header import machine
-    from mpitrain.tools.bench.collectives.table import write_json
-    from mpitrain.tools.bench.comparison.grammar import usual
-    from mpitrain.tools.bench.comparison.jobs import check_resolved, jobs
-    from mpitrain.tools.bench.comparison.measure import compare
-    from mpitrain.tools.bench.comparison.table import (
+    from mpitrain.tools.bench.comparison.compare import (
+        compare,
         footer,
-        heading,
-        line,
-        mark,
         memory_table,
+        mode_table,
         plot,
         spread,
-        wide,
     )
+    from mpitrain.tools.bench.comparison.modes import check_resolved, jobs, usual
+    from mpitrain.tools.bench.results import machine
     from mpitrain.transport.agreement import on_all_ranks
 
     words = list(dict.fromkeys(modes.split(","))) if modes else usual()
     configs = on_all_ranks(transport, lambda: jobs(words, changes, transport.hosts))
     check_resolved(transport, configs)
-    is_root, first = transport.rank == 0, wide(words)
-    on_all_ranks(transport, lambda: check_files(transport.rank, [json_file], plot_file))
     job = next(iter(configs.values()))
     steps = job.run.steps
     facts = {
@@ -149,27 +142,18 @@ def _compare(
         f"{job.model.kind}, {job.model.layers} layers of width {job.model.width} on {job.data.source}: {steps} steps "
         f"of {job.batch.size} rows by {transport.size} ranks on {facts['hosts']} host(s), {job.precision.compute}"
     )
-    if is_root:
-        click.echo(
-            f"{title}\n{facts['processor']}, {facts['cores']} cores; {facts['mpi']}\n\n{heading(first)}"
-        )
-    rows, outputs = [], Outputs()
-    with closing(bar(len(configs) * steps * blocks) if is_root else tqdm(disable=True)) as shown:
+    shown = BenchReport(transport, facts, files)
+    rows, table = shown.rows, mode_table(words, shown.rows)
+    machine_line = f"{facts['processor']}, {facts['cores']} cores; {facts['mpi']}"
+    shown.begin([title, machine_line, "", *table.heading()], len(configs) * steps * blocks, "steps")
 
-        def stepped(mode: str, loss: float) -> None:
-            shown.set_postfix_str(f"{mode}, loss {loss:.3f}", refresh=False)
-            shown.update()
+    def stepped(mode: str, loss: float) -> None:
+        shown.count(f"{mode}, loss {loss:.3f}")
 
-        for row in compare(transport, configs, stepped, blocks):
-            rows.append(row)
-            if is_root:
-                shown.write(line(row, first, mark(row, rows[0])), file=sys.stdout)
-                if json_file:
-                    with outputs.to(json_file):
-                        write_json(json_file, facts, rows)
-    outputs.conclude(
-        transport,
+    for row in compare(transport, configs, stepped, blocks):
+        rows.append(row)
+        shown.show(table.line(row))
+    shown.end(
         lambda: ["", *memory_table(rows), "", *spread(rows), *footer(rows)],
-        plot_file,
         lambda path: plot(rows, title, path),
     )

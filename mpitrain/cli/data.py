@@ -204,7 +204,7 @@ def train_tokenizer(
     """Train a byte-level BPE tokenizer, as GPT-2's, on text files, .jsonl or Parquet files."""
     if process.launched().rank > 0:
         return  # only rank 0 trains
-    from mpitrain.cli.terminal.screen import width
+    from mpitrain.cli.terminal.output import width
     from mpitrain.data.documents import Form, texts
     from mpitrain.data.documents import inputs as sizes
     from mpitrain.data.tokenizer import check_tokenizers, train_tokenizer

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from mpitrain.cli.job_options import Outputs, check_files, output_option
-from mpitrain.cli.terminal.screen import columns
+from mpitrain.cli.terminal.output import columns
 from mpitrain.machine import process
 
 

@@ -81,7 +81,6 @@ class Input(NamedTuple):
 
 
 def opened(path: Path) -> IO[bytes]:
-    """Open an input file; DataError if it cannot be read."""
     try:
         return reading(path)
     except OSError as error:
@@ -109,7 +108,6 @@ def chunks(source: Input, form: Form, start: Position = Position()) -> Iterator[
 
 
 def texts(paths: Iterable[Path], form: Form) -> Iterator[str]:
-    """Yield the texts of all documents of all inputs, long ones in pieces."""
     for source in inputs(paths):
         for chunk in chunks(source, form):
             yield from (piece.text for piece in chunk.pieces)

@@ -12,8 +12,6 @@ Rows = tuple[np.ndarray, np.ndarray]
 
 
 class BatchRequest(NamedTuple):
-    """The arguments of `Source.batch`."""
-
     seed: int
     step: int
     size: int
@@ -21,14 +19,11 @@ class BatchRequest(NamedTuple):
     before: int | None
 
     def following(self) -> "BatchRequest":
-        """Return the request of the next step for the same rows."""
         before = None if self.before is None else self.before + self.size
         return self._replace(step=self.step + 1, before=before)
 
 
 class HeldOutRequest(NamedTuple):
-    """The argument of `Source.held_out_rows`."""
-
     rows: tuple[int, ...]
 
     def following(self, previous: "HeldOutRequest") -> "HeldOutRequest":

@@ -33,8 +33,6 @@ EVERY = 4
 
 
 class Encoded(NamedTuple):
-    """The tokens of a chunk for one file, (N,), and their counts."""
-
     tokens: np.ndarray
     counts: Counts
 
@@ -90,7 +88,6 @@ def encoded(chunks: Iterable[Chunk], encoders: Sequence[Encoder]) -> Iterator[tu
 
 
 def encoded_pieces(encoding: Encoding, tokenizer: Tokenizer, pieces: list[DocumentPiece]) -> Result:
-    """Return the tokens of the pieces of a chunk."""
     train, held_out = (
         _encoded(encoding, tokenizer, [piece for piece in pieces if piece.held_out is wanted])
         for wanted in (False, True)
@@ -152,7 +149,6 @@ class ProcessEncoder(Encoder):
         return cast(Result, result)
 
     def close(self) -> None:
-        """End the process."""
         self._link.close()
 
 
@@ -242,7 +238,6 @@ def prepare(
 
 
 def _lock(folder: Directory) -> None:
-    """Lock a directory until it is closed."""
     try:
         fcntl.flock(folder.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -304,7 +299,6 @@ class _Writer:
         )
 
     def _resumed(self) -> Journal | None:
-        """Return the progress of an interrupted call with the same configuration."""
         try:
             with self._folder.open(JOURNAL) as file:
                 journal = validated(Journal, file.read())

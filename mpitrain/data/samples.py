@@ -99,7 +99,6 @@ def open_idx(request: Request) -> SampleSource:
 
 
 def idx_files(place: str) -> list[Path]:
-    """Return the files of a folder that `open_idx` reads."""
     names = (f"{part}-{kind}-ubyte" for part in PARTS for kind in ("images-idx3", "labels-idx1"))
     return [path for name in names if (path := _idx_file(Path(place), name))]
 

@@ -155,7 +155,6 @@ class Request(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The path behind the colon of the name; empty without one."""
         return self.name.partition(":")[2]
 
     @property

@@ -59,7 +59,6 @@ class SourceKind(NamedTuple):
     files: Callable[[str], Sequence[Path]] = token_paths
 
     def does_read(self, key: str) -> bool:
-        """Return whether sources of this kind read a key of `Reading`."""
         return key in self.reads or (key == "dtype" and self.is_token_file)
 
     @property
@@ -156,7 +155,6 @@ UNKNOWN = SourceKind(_refuse, "tokens")
 
 
 def source_kind(name: str) -> SourceKind:
-    """Return the row of a source by the source's name, or UNKNOWN."""
     prefix, _, place = name.partition(":")
     row = SOURCES.get(prefix, UNKNOWN)
     return row if bool(place) == bool(row.argument) else UNKNOWN
@@ -352,7 +350,6 @@ def file_digests(names: Iterable[str]) -> dict[str, str]:
 
 
 def absolute(name: str) -> str:
-    """Return the source's name with its path, if it has one, made absolute."""
     kind, _, place = name.partition(":")
     # Path.resolve would fail at a loop of links; the source itself names it.
     return f"{kind}:{os.path.realpath(place)}" if place else name

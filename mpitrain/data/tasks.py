@@ -28,8 +28,6 @@ class Task(NamedTuple):
 
 
 class _TaskLine(BaseModel):
-    """A line of the file. Other keys are ignored."""
-
     model_config = ConfigDict(strict=True, frozen=True)
 
     context: str

@@ -64,8 +64,6 @@ Count = Annotated[int, Field(ge=0, lt=1 << 62, strict=True)]
 
 
 class FlatTokens(Protocol):
-    """A 1-D sequence of tokens."""
-
     dtype: np.dtype
 
     def __len__(self) -> int:
@@ -79,8 +77,6 @@ class FlatTokens(Protocol):
 
 
 class ArrayTokens(FlatTokens):
-    """Tokens in memory."""
-
     def __init__(self, array: np.ndarray):
         self._array, self.dtype = array, array.dtype
 
@@ -168,7 +164,6 @@ class JoinedTokens(FlatTokens):
 
 
 def windows(tokens: FlatTokens, starts: np.ndarray, length: int) -> np.ndarray:
-    """Return windows of tokens: (len(starts), length) int64."""
     rows = np.empty((len(starts), length), tokens.dtype)
     for row, start in zip(rows, starts.tolist(), strict=True):
         tokens.read(start, row)

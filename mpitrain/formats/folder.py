@@ -139,7 +139,6 @@ def names(folder: Path) -> list[str]:
 
 @contextmanager
 def refusing(folder: Path) -> Iterator[None]:
-    """Turn an OSError or a ValueError into the CheckpointError of a damaged folder."""
     try:
         yield
     except FileNotFoundError as error:
@@ -209,7 +208,6 @@ def _without_weights(present: Sequence[str], single: str) -> str:
 
 
 def check_float(name: str, tensor: Located) -> None:
-    """Raise ValueError unless mpitrain reads parameters of this dtype."""
     if tensor.dtype not in FLOATS:
         raise ValueError(f"{name!a} is of dtype {tensor.dtype}, but must be {' or '.join(FLOATS)}")
 

@@ -273,7 +273,6 @@ def _matched(config: Gpt2Configuration, located: Mapping[str, Located]) -> dict[
 
 
 def _shape(name: str, config: Gpt2Configuration) -> tuple[int, ...]:
-    """Return the shape of a tensor there, by its name without the prefix."""
     width, inner = config.n_embd, config.n_inner or 4 * config.n_embd
     columns = {
         "attn.c_attn": 3 * width,

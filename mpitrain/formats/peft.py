@@ -102,8 +102,6 @@ class AdapterBase(BaseModel):
 
 
 class Record(BaseModel):
-    """The content of mpitrain.json."""
-
     model_config = ConfigDict(strict=True)
 
     base: AdapterBase | None = None

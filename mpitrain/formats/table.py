@@ -13,7 +13,6 @@ FORMATS: Table[str, Format] = Table(gpt2=GPT2, peft=PEFT)
 
 
 def format_of(folder: Path) -> Format:
-    """Return the format of a folder; CheckpointError if it has none of them."""
     present = names(folder)
     for row in FORMATS.values():
         if row.is_own(present):

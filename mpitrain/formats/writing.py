@@ -36,7 +36,6 @@ INNER = 2
 
 
 def check_new(folder: Path) -> None:
-    """Raise ConfigError unless a folder can be made under this name."""
     if os.path.lexists(folder):
         raise ConfigError(f"{folder} exists already.", "Choose another --out, or remove it.")
     if not folder.parent.is_dir():

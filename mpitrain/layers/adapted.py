@@ -43,7 +43,6 @@ class Adapter(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the adapter covers all outputs."""
         return not self.region
 
 
@@ -60,7 +59,6 @@ class InputDropout:
         self._rate, self._number = rate, number
 
     def row_numbers(self, shape: Sequence[int]) -> range:
-        """Return the numbers of the rows of an input (rows, K) within the global batch."""
         return self.now.numbers(shape[0])
 
     def of(self, weight: Parameter) -> Callable[..., Any]:

@@ -288,7 +288,6 @@ class Fusion(NamedTuple):
 
 
 def fusion_of(layer: Any) -> Fusion:
-    """Return the attribute `fusion` of a layer, or no fusion if it has none."""
     return getattr(layer, "fusion", Fusion())
 
 
@@ -330,7 +329,6 @@ class Now:
     def set(
         self, step: int, row: int, rows: int, trains: bool, documents: Documents | None = None
     ) -> None:
-        """Set all values."""
         self.step, self.row, self.rows, self.trains = step, row, rows, trains
         self.documents = documents
 
@@ -443,7 +441,6 @@ class Unit:
 
 
 def are_units(made: Any) -> bool:
-    """Return whether an object is a model: a list of units, at least one."""
     is_list = isinstance(made, Sequence) and len(made) > 0
     return is_list and all(isinstance(unit, Unit) for unit in made)
 

@@ -63,7 +63,6 @@ class ChunkedHead:
             target.array[...] = pending
 
     def gathered(self, x: Any) -> Any:
-        """Return all rows of x, (M, C)."""
         return x.reshape(-1, x.shape[-1])
 
     def sums(self, logits: ChunkedLogits, arena: Arena) -> tuple[Any, Any]:
@@ -89,11 +88,9 @@ class ChunkedLogits:
 
     @property
     def ndim(self) -> int:
-        """The number of dims of the logits."""
         return len(self.shape)
 
     def reshape(self, *shape: Any) -> ChunkedLogits:
-        """Return the same logits: their rows stay flat."""
         return self
 
     def cut(self, lengths: Sequence[int], arena: Arena) -> ChunkedLogits:
@@ -107,7 +104,6 @@ class ChunkedLogits:
         return ChunkedLogits(self.layer, self.weight, own.reshape(-1, own.shape[-1]), shape)
 
     def computed(self, arena: Arena) -> Any:
-        """Return all logits in one array."""
         y, _ = self.layer.head.product(self.rows, self.weight, None, arena)
         return y.reshape(self.shape)
 
@@ -134,7 +130,6 @@ class ChunkedGradient:
     dw: Any
 
     def reshape(self, *shape: Any) -> ChunkedGradient:
-        """Return the same gradient."""
         return self
 
 
@@ -183,5 +178,4 @@ def sliced(logits: Any, arena: Arena) -> Iterator[tuple[slice, Any]]:
 
 
 def computed(logits: Any, arena: Arena) -> Any:
-    """Return logits as one array."""
     return logits.computed(arena) if isinstance(logits, ChunkedLogits) else logits

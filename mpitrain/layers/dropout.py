@@ -73,7 +73,6 @@ class Dropout:
 
     @property
     def key(self) -> Key:
-        """The stream of the layer's random bits."""
         return Key(self.layers.seed, self.number)
 
     def dropped(self, x: Any, arena: Arena, residual: Any = None, out: Any = None) -> Any:

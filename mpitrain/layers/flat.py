@@ -150,7 +150,6 @@ class FlatLayout:
 
     @property
     def largest(self) -> int:
-        """Elements of the largest span."""
         return max((span.stop - span.start for span in self.spans), default=0)
 
     def _lay_out(
@@ -326,7 +325,6 @@ class Storage(FlatLayout):
         return [bucket._replace(frozen=True) for bucket in self.frozen.buckets(0)]
 
     def within(self, bucket: Bucket) -> list[Entry]:
-        """Return the tensors of a bucket."""
         entries = self.frozen.entries if bucket.frozen else self.entries
         return [entry for entry in entries if bucket.start <= entry.start < bucket.stop]
 

@@ -37,7 +37,6 @@ class Past:
         self._rows, self._next = slice(0, sequences), 0
 
     def begin(self, rows: slice, lengths: Any, positions: Any) -> None:
-        """Begin a forward of the sequences `rows`."""
         self._rows, self.lengths, self.positions, self._next = rows, lengths, positions, 0
 
     def arrays(self, heads: int, width: int, dtype: Any) -> tuple[Any, Any]:
@@ -62,7 +61,6 @@ class FixedArena:
         self._arena, self._arrays, self._next = arena, list[Any](), 0
 
     def rewind(self) -> None:
-        """Begin a forward."""
         self._next = 0
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -91,14 +89,12 @@ def forward_next(layer: Any, w: Weights, x: Any, past: Past, arena: Arena, *fuse
 
 
 def is_rowwise(layer: Any) -> bool:
-    """Return whether each output row of a layer depends only on the same row of its input."""
     if _offers(layer, "inner_layers"):
         return all(map(is_rowwise, layer.inner_layers()))
     return _offers(layer, "is_rowwise") and layer.is_rowwise
 
 
 def is_incremental(layer: Any) -> bool:
-    """Return whether a layer, with all layers inside it, can compute only new tokens."""
     if _offers(layer, "inner_layers"):
         return all(map(is_incremental, layer.inner_layers()))
     return _offers(layer, "forward_next") or is_rowwise(layer)

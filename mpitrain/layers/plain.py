@@ -67,7 +67,6 @@ class Linear:
         return [*self._base(), *(self.low_rank.parameters if self.low_rank else ())]
 
     def _base(self) -> list[Parameter]:
-        """Return the parameters without the adapters."""
         shape = self.outputs, self.inputs
         weight = Parameter(
             "weight", shape, self.draw, decayed=True, role=self.role, coded=self.coded
@@ -128,7 +127,6 @@ class Linear:
         return self.ops.linear(x, w["weight"], bias, arena, out, residual)
 
     def _state(self, w: Weights, x: Any, bias: Any, arena: Arena) -> Any:
-        """Return the state of `_multiply`, without its product."""
         if self.coded:
             w = self._with_numbers(w, x, arena)
         if self.low_rank:

@@ -157,7 +157,6 @@ def adapted(units: Sequence[Unit], lora: Lora, layers: Plain) -> Sequence[Unit]:
 
 
 def kinds(does_count: Callable[[Model], bool]) -> list[str]:
-    """Return the kinds of models whose row satisfies `does_count`."""
     return [kind for kind, row in MODELS.items() if does_count(row)]
 
 

@@ -164,7 +164,6 @@ class Decoder:
 
 
 def can_decode(chunks: Sequence[Sequence[Unit]]) -> bool:
-    """Return whether all layers of a model can compute only new tokens."""
     return all(is_incremental(unit.layer) for units in chunks for unit in units)
 
 

@@ -169,6 +169,5 @@ class Channel:
 
 
 def _tag(message: Message) -> int:
-    """Return the tag of a message's boundary and direction."""
     what, chunk, _ = message
     return 2 * chunk + (what == "gradient")

@@ -128,7 +128,6 @@ class Plan(NamedTuple):
 
     @property
     def micro_batches(self) -> int:
-        """Return the number of micro-batches in a step."""
         return 1 + max((i.micro for instructions in self.lists for i in instructions), default=-1)
 
 

@@ -229,7 +229,6 @@ def cut(units: Sequence[Unit], chunks: int, partition: str) -> list[int]:
 
 
 def check_enough(units: int, chunks: int) -> None:
-    """Raise ConfigError if there are fewer units than chunks."""
     if units < chunks:
         raise ConfigError(
             f"Every chunk of a pipeline needs a unit of the model, but there are {units} units for {chunks} chunks "

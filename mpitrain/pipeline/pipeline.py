@@ -153,7 +153,6 @@ class Pipeline:
         return outputs.pop() if outputs else None
 
     def output_shape(self, shape: Shape) -> Shape:
-        """Return the shape of the model's output for an input of this shape."""
         return self.input_shape(len(self._parts), shape)
 
 
@@ -178,7 +177,6 @@ def shape_in(
 
 
 def lowest_chunk(chunks: Sequence[Sequence[Unit]]) -> int:
-    """Return the first chunk with a unit that runs a backward."""
     frozen = forward_only([unit for units in chunks for unit in units])
     return sum(end <= frozen for end in accumulate(map(len, chunks)))
 

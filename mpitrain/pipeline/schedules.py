@@ -50,7 +50,6 @@ F forward, B input half of the backward, W weight half, BW both halves.
 
 
 def by_key(keyed: Iterable[Keyed]) -> list[Compute]:
-    """Return the instructions of (key, instruction) pairs, sorted by key."""
     return [instruction for _, instruction in sorted(keyed, key=lambda pair: pair[0])]
 
 
@@ -283,7 +282,6 @@ def of_chunks(
     chunks: int,
     stage_of: Callable[[int, int], tuple[int, ...]],
 ) -> Schedule:
-    """Return a Schedule with a fixed number of chunks per stage."""
     return Schedule(lambda s, p, m, v: compute(s, p, m), chunks, stage_of)
 
 
@@ -334,7 +332,6 @@ NAMED = ChainMap(STREAMS, SCHEDULES)
 
 
 def table_of(name: str) -> Table[str, Schedule]:
-    """Return the table that has the row of a name in `NAMED`."""
     return STREAMS if name in STREAMS else SCHEDULES
 
 

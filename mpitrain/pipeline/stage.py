@@ -110,7 +110,6 @@ class Stage:
             saved.append(saved_again(layer, store.open(number, micro), x, self._arena))
 
     def _saving(self, micro: int) -> Callable[[Any], object]:
-        """Return the function that `forward` calls with the saved state of each unit."""
         saved = self._saved[micro] = []
         return saved.append
 

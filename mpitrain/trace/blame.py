@@ -34,7 +34,6 @@ GONE, LEFT, STOPPED = "gone", "left", "stopped"
 ACTIONS = (COMPUTE, WAIT, PAUSE)
 """Kinds of spans of the main thread within a step."""
 
-
 Call = tuple[str, tuple[int, ...]]
 """The name of a collective call, and its ranks."""
 

@@ -160,12 +160,9 @@ class Ring:
     def move(self, folder: Directory, name: str) -> None:
         """Move the ring into a file, with all earlier records; no other thread may write meanwhile.
 
-        The ring's previous file is removed. An existing file of this name is unlinked, even if
-        another process still writes to it. Truncating that file would kill the process that maps
-        it.
-
-        folder  owned by the ring, which closes it when it moves on
-        raises  OSError if the file cannot be created
+        The ring's previous file is removed. An existing file of this name is unlinked: truncating
+        it would kill a process that still maps it. The ring owns the folder, and closes it when it
+        moves on. OSError if the file cannot be created.
         """
         size = len(self._map)
         descriptor = folder.create(name)
@@ -198,11 +195,7 @@ class Ring:
 
 
 def spelled(ranks: Sequence[int]) -> list[int] | str:
-    """Return ranks as the head stores them.
-
-    A regular group, which may be large, is [start, stop, step]; other groups are numbers with
-    spaces.
-    """
+    """Return ranks as the head stores them: [start, stop, step], or numbers with spaces."""
     if len(ranks) == 0:
         return ""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
@@ -244,12 +237,7 @@ class DeviceSpans:
     def __init__(
         self, mark: Callable[[], Any], clock: Callable[[], float], write: Callable[..., int]
     ):
-        """Connect the device to a trace.
-
-        mark   () -> a mark in the device's work
-        clock  () -> seconds of the host's clock
-        write  (start, end, *fields) -> the number of the written record
-        """
+        """Take a function that makes a mark, the host's clock, and `Ring.write`."""
         self._mark, self._clock, self._write = mark, clock, write
         # Maps the number of the host's own record to (step, fields, began, first mark).
         self._open: dict[int, tuple[int, tuple[int, ...], float, Mark]] = {}
@@ -258,8 +246,7 @@ class DeviceSpans:
     def begin(self, number: int, step: int, fields: tuple[int, ...]) -> None:
         """Begin a span: the host starts to launch work.
 
-        number  of the host's own record
-        fields  of the device's record, after the times
+        number  of the host's own record; fields are those of the device's, after the times
         """
         if self._launched and (step != self._launched[0].step or len(self._launched) >= MOST_SPANS):
             self.note()
@@ -336,15 +323,13 @@ class Recorder:
         self._ring.flush()
 
     def facts(self, **facts: Any) -> None:
-        """Record facts about this rank, serialisable as JSON."""
+        """Record facts about this rank, serialisable as JSON; they replace earlier ones."""
         self._ring.note(facts)
 
     def name(self, what: str, ranks: Sequence[int] = ()) -> int:
-        """Return the number of a name; 0, the empty name, if the head is full.
+        """Return the number of a name and the ranks of the whole job that it concerns.
 
-        The first use records the name.
-
-        ranks  the ranks that the name concerns, counted in the whole job
+        The first use records the name. It is 0, the empty name, if the head is full.
         """
         key = what, tuple(ranks)
         if key not in self._names:
@@ -398,10 +383,7 @@ class Recorder:
         return number
 
     def computes_on(self, mark: Callable[[], Any]) -> None:
-        """Record device spans too, if the backend has a device.
-
-        mark   () -> a mark in the backend's work, None without a device
-        """
+        """Record device spans too, if `mark` returns marks in the backend's work, and not None."""
         if mark() is not None:
             self._device = DeviceSpans(mark, self.clock, self._ring.write)
 
@@ -468,10 +450,9 @@ class Recorder:
         self.end(span)
 
     def keep(self, path: Path, inner: int = 2) -> None:
-        """Move the trace, with all earlier records, into this file.
+        """Move the trace, with all earlier records, into this file; OSError if it cannot be created.
 
-        inner   number of trailing path components that must not be links; see `files.opened`
-        raises  OSError if the file cannot be created
+        inner  see `files.opened`
         """
         self.keep_in(opened(path.parent, inner - 1), path.name)
 
@@ -491,56 +472,23 @@ class Recorder:
 class Silent(Recorder):
     """Recorder that records nothing."""
 
-    is_on = False
+    is_on, newest = False, 0
 
     def __init__(self) -> None:
         self.step = self.micro = -1
         self.naming, self.topic, self.owner = "", 0, threading.get_ident()
 
-    def about(self, name: int, micro: int) -> None:
-        pass
-
-    newest = 0
-
-    def flush(self) -> None:
-        pass
-
-    def facts(self, **facts: Any) -> None:
-        pass
-
-    def name(self, what: str, ranks: Sequence[int] = ()) -> int:
+    def begin(self, *fields: Any, **more: Any) -> Any:
         return 0
 
-    @contextmanager
-    def called(self, what: str) -> Iterator[None]:
-        yield
-
-    def computes_on(self, mark: Callable[[], Any]) -> None:
-        pass
-
-    def begin(self, *fields: int, **more: int) -> int:
-        return 0
-
-    def end(self, span: int) -> None:
-        pass
-
-    compute = wait = begin
-
-    def go_on(self, wait: int) -> None:
-        pass
+    compute = wait = end = go_on = name = about = facts = begin
+    computes_on = flush = keep = begin
 
     @contextmanager
-    def stepping(self, step: int) -> Iterator[None]:
+    def called(self, *fields: Any, **more: Any) -> Iterator[None]:
         yield
 
-    @contextmanager
-    def pausing(self, what: str) -> Iterator[None]:
-        yield
-
-    working = pausing
-
-    def keep(self, path: Path, inner: int = 2) -> None:
-        pass
+    stepping = pausing = working = called
 
 
 SILENT = Silent()

@@ -26,13 +26,11 @@ DAY = 86_400
 
 
 def begun(rank: int, ranks: int, local_ranks: int = 1) -> Recorder:
-    """Return a recorder that writes to a file from its first record on.
+    """Return a recorder that writes to a file from its first record on; arguments of the launcher.
 
     `Recorder.keep` moves the file to the run directory. A process that exits by itself removes it.
-
-    rank, ranks, local_ranks  from the launcher, the last on this host; these share the folder of
-                              their parent process. A process without a launcher has its own
-                              folder, because a shell may start several.
+    The ranks of a host share the folder of their parent process. A process without a launcher has
+    its own, because a shell may start several.
     """
     recorder = Recorder()
     recorder.facts(

@@ -35,9 +35,7 @@ Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class _Facts(BaseModel):
-    """The entries of a trace's head whose types are checked. All are optional; a head may have
-    others.
-    """
+    """The entries of a trace's head whose types are checked; a head may lack them, and have others."""
 
     model_config = ConfigDict(strict=True)
 
@@ -211,12 +209,9 @@ def named_steps(steps: range) -> str:
 
 
 def within(trace: Trace, steps: range, records: np.ndarray | None = None) -> np.ndarray:
-    """Return the records that a rank began during these steps.
+    """Return the records, of these or of all, that a rank began during steps that it has finished.
 
-    The rank must have finished the steps. Records between steps are left out, for example those of
-    an evaluation.
-
-    records  records to choose from; None: all records of the trace
+    Records between steps are left out, for example those of an evaluation.
     """
     records, steps_of = (
         trace.records if records is None else records,
@@ -234,9 +229,7 @@ def computed(trace: Trace) -> np.ndarray:
 
 
 def read_timeline(folder: Path) -> Timeline:
-    """Read the traces in a run directory, or those of a failed start, which has no run directory.
-
-    Unreadable traces are listed as missing.
+    """Read the traces of a run or of a failed start; see `trace_files`. Unreadable ones are missing.
 
     raises  ConfigError if there is no trace
     """

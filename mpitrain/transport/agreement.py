@@ -118,9 +118,8 @@ def ending_together(transport: Transport, leaving: Callable[[], object] = bool) 
     """Pass a barrier after the block; end all ranks if the block raises.
 
     Rank 0 prints an error that all ranks raise, and all exit with its code. A rank that caused it
-    by another exception prints the traceback of that. A rank that exits in the
-    block ends the job with its exit code; 0 becomes 1. Any other exception aborts the whole job at
-    once and prints this rank's traceback.
+    by another exception prints the traceback of that. A rank that exits in the block ends the job
+    with its exit code; 0 becomes 1. Any other exception aborts the job and prints its traceback.
 
     leaving  called at the end of the block, before the barrier
     """

@@ -23,9 +23,7 @@ NATIVE_OPERATIONS = ("broadcast", "reduce", "reduce-scatter", "all-gather", "all
 """Collectives of the MPI library that `bind_native` knows; the first two have root 0."""
 
 FIRST_CLAIMED_TAG = 1 << 14
-"""The first tag that `claim_tag` returns; smaller tags are free for direct calls of `send` and
-`recv`.
-"""
+"""The first tag that `claim_tag` returns; smaller tags are free for direct calls."""
 
 LONGEST_PAUSE = 1e-3
 """The longest pause of a wait between two looks, in seconds."""
@@ -52,17 +50,12 @@ class Traffic:
 class Request(Protocol):
     """A message in progress, as an MPI_Request; `str` returns its name.
 
-    Notes
-    -----
     The transport owns the array until `test` has returned True or `wait` has returned.
     """
 
     @property
     def source(self) -> int:
-        """The rank that sent a received message, once the receive is complete; -1 for sends.
-
-        `start_recv_any` reports its sender here.
-        """
+        """The rank that sent a received message, once the receive is complete; -1 for sends."""
 
     def test(self) -> bool:
         """Return True once the message is complete, and at every later call. Never blocks.
@@ -77,15 +70,6 @@ class Request(Protocol):
 class Transport(Protocol):
     """An endpoint for messages between `size` ranks, as an MPI communicator.
 
-    Parameters
-    ----------
-    rank : int
-        This rank, from 0 to size - 1, within this transport.
-    size : int
-        The number of ranks of this transport.
-
-    Notes
-    -----
     Waits have no deadline of their own: the watchdog of a run detects a hang.
 
     An implementation inherits the methods that have a body here. They are blocking calls, made of
@@ -120,32 +104,17 @@ class Transport(Protocol):
     """Whether `allocate` returns memory of a GPU, which is no shared window of host memory."""
 
     def aside(self, array: Any) -> Any:
-        """Return the side stream for the messages of a reduction of a device array.
+        """Return the stream for the messages of a reduction of `array`, a `device.Aside`.
 
         The messages start after the computation launched before the reduction. Computation launched
-        after the reduction waits for them.
-
-        Parameters
-        ----------
-        array : ndarray
-            The array that the reduction will read and write.
-
-        Returns
-        -------
-        Aside or None
-            The stream (`transport.device.messages.Aside`) if the array is in device memory. None
-            in host memory, where all work is already in order.
+        after it waits for them. None in host memory, where all work is already in order.
         """
         return None
 
     def claim_tag(self) -> int:
-        """Return a tag that no other caller on this transport uses.
+        """Return a tag, from FIRST_CLAIMED_TAG on, that no other caller on this transport uses.
 
-        Returns
-        -------
-        int
-            FIRST_CLAIMED_TAG or larger. All ranks get the same tag if they claim tags in the same
-            order. No message is sent.
+        All ranks get the same tag if they claim tags in the same order. No message is sent.
         """
 
     def send(self, array: np.ndarray, to: int, tag: int = 0) -> None:
@@ -168,16 +137,7 @@ class Transport(Protocol):
         self.start_send(array, to, tag).wait()
 
     def recv(self, array: np.ndarray, source: int, tag: int = 0) -> None:
-        """Fill an array with the next message of one sender and tag.
-
-        Parameters
-        ----------
-        array : ndarray
-            Contiguous, any shape and dtype; its size is the size of the message.
-        source : int
-            The sending rank of this transport.
-        tag : int
-            The tag of the send.
+        """Fill an array with the next message of one sender and tag; arguments as `send`.
 
         Raises
         ------
@@ -192,99 +152,36 @@ class Transport(Protocol):
     ) -> None:
         """Send one array and receive another at the same time, as MPI_Sendrecv.
 
-        A ring in which every rank calls this cannot deadlock.
-
-        Parameters
-        ----------
-        outgoing, incoming : ndarray
-            The arrays to send and to fill; they must not overlap.
-        to, source : int
-            The receiver of `outgoing` and the sender of `incoming`.
-        tag : int
-            The tag of both messages.
-
-        Raises
-        ------
-        CommError
-            As `send` and `recv`.
+        A ring in which every rank calls this cannot deadlock. The arrays must not overlap.
         """
         receive = self.start_recv(incoming, source, tag)
         self.start_send(outgoing, to, tag).wait()
         receive.wait()
 
     def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Request:
-        """Begin to send an array, as MPI_Isend.
+        """Begin to send an array, as MPI_Isend; arguments and errors as `send`.
 
-        Parameters
-        ----------
-        array, to, tag
-            As `send`. The array must stay unchanged until the request is complete.
-
-        Returns
-        -------
-        Request
-            The message in progress.
-
-        Raises
-        ------
-        CommError
-            If the array is not contiguous, or `to` is no rank of this transport.
+        The array must stay unchanged until the request is complete.
         """
 
     def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> Request:
-        """Begin to receive into an array, as MPI_Irecv.
+        """Begin to receive into an array, as MPI_Irecv; arguments and errors as `recv`.
 
-        Parameters
-        ----------
-        array, source, tag
-            As `recv`. The content of the array is undefined until the request is complete.
-
-        Returns
-        -------
-        Request
-            The message in progress. Its `test` or `wait` raises CommError if the size of the
-            message differs.
-
-        Raises
-        ------
-        CommError
-            If the array is not contiguous, or `source` is no rank of this transport.
+        The content of the array is undefined until the request is complete. Its `test` or `wait`
+        raises CommError if the size of the message differs.
         """
 
     def start_recv_any(self, array: np.ndarray, tag: int = 0) -> Request:
         """Begin to receive from the first rank that sends under `tag`, as MPI_ANY_SOURCE.
 
-        Parameters
-        ----------
-        array, tag
-            As `start_recv`.
-
-        Returns
-        -------
-        Request
-            The message in progress; its `source` is the sender once it is complete.
-
-        Raises
-        ------
-        CommError
-            If the array is not contiguous.
+        The request's `source` is the sender once it is complete.
         """
 
     def wait_any(self, requests: Sequence[Request]) -> int:
-        """Block until at least one request is complete, as MPI_Waitany.
+        """Return the index of the first complete request, once there is one, as MPI_Waitany.
 
         It polls and pauses as `wait_until` does. A complete request stays complete: leave it out of
         the next call.
-
-        Parameters
-        ----------
-        requests : sequence of Request
-            At least one.
-
-        Returns
-        -------
-        int
-            The index of the first complete request.
 
         Raises
         ------
@@ -307,10 +204,9 @@ class Transport(Protocol):
         return index
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
-        """Call `done` repeatedly until it returns True.
+        """Call `done`, which polls messages in progress, repeatedly until it returns True.
 
-        `done` polls messages in progress. `wait_any` uses this, as do waits for several messages
-        that no single request covers.
+        Other threads of this rank may send and receive between the calls.
 
         Parameters
         ----------
@@ -322,17 +218,11 @@ class Transport(Protocol):
         what : object, optional
             `str(what)` is the name of the wait in the report of a deadlock. With None, the report
             names this rank's messages in progress.
-
-        Notes
-        -----
-        Other threads of this rank may send and receive between the calls.
         """
 
     def admit_thread(self) -> None:
         """Allow one more thread of this rank to make point-to-point calls, until `dismiss_thread`.
 
-        Notes
-        -----
         Waits of the main thread then no longer lock the thread out. The collective calls of
         start-up and shutdown still do: `split`, `allocate`, `close`, `native_all_reduce`.
         """
@@ -361,39 +251,17 @@ class Transport(Protocol):
         """
 
     def gather_text(self, value: Any) -> list[Any]:
-        """Return every rank's value on every rank, as an all-gather of JSON. Collective.
+        """Return every rank's value, by rank, as an all-gather of JSON. Collective.
 
-        Parameters
-        ----------
-        value : object
-            Any value that `json.dumps` accepts.
-
-        Returns
-        -------
-        list
-            The values, by rank. JSON turns tuples into lists.
+        The value is any that `json.dumps` accepts; JSON turns tuples into lists.
         """
 
     def allocate(self, count: int, dtype: Any) -> np.ndarray:
         """Return a zeroed 1-D buffer, aligned to 64 bytes. Collective.
 
-        Parameters
-        ----------
-        count : int
-            The number of elements.
-        dtype : dtype
-            The type of the elements.
-
-        Returns
-        -------
-        ndarray
-            If this host has several ranks, the buffer is in a window of memory that they share.
-            `close` frees the window.
-
-        Notes
-        -----
-        If the host has no room for the window, the buffer is plain memory, and one rank of the host
-        prints one line.
+        If this host has several ranks, the buffer is in a window of memory that they share, which
+        `close` frees. If the host has no room for the window, the buffer is plain memory, and one
+        rank of the host prints one line.
         """
 
     def close(self) -> None:
@@ -434,15 +302,7 @@ class Transport(Protocol):
     def start_native_all_reduce(self, array: np.ndarray, op: str = "add") -> Request:
         """Begin `native_all_reduce`, as MPI_Iallreduce. Collective.
 
-        Parameters
-        ----------
-        array, op
-            As `native_all_reduce`; `array` must be in host memory for the call to be non-blocking.
-
-        Returns
-        -------
-        Request
-            The reduction in progress.
+        The call is non-blocking only for an array in host memory.
         """
 
     def bind_native(
@@ -468,16 +328,9 @@ class Transport(Protocol):
         """
 
     def abort(self, message: str, exit_code: int = 1) -> None:
-        """Print a message and end every rank of the job at once.
+        """Print this rank and a message to standard error, and end every rank of the job at once.
 
-        Does not return.
-
-        Parameters
-        ----------
-        message : str
-            The reason, printed to standard error after the number of this rank.
-        exit_code : int
-            The exit code of the job, not 0.
+        Does not return. The exit code of the job is not 0.
         """
 
 
@@ -535,10 +388,7 @@ def check_message(array: np.ndarray, rank: int, peers: Iterable[int], size: int)
 
 
 def aligned_zeros(count: int, dtype: Any) -> np.ndarray:
-    """Return a zeroed 1-D host array that starts on a 64-byte boundary.
-
-    64 bytes are one cache line, and one full AVX-512 register.
-    """
+    """Return a zeroed 1-D host array that starts on a 64-byte boundary (cache line, AVX-512)."""
     dtype = np.dtype(dtype)
     raw = np.zeros(count * dtype.itemsize + 64, np.uint8)
     start = -raw.ctypes.data % 64

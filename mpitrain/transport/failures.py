@@ -18,7 +18,7 @@ from collections.abc import Sequence, Set
 from contextlib import suppress
 from functools import cache
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -159,12 +159,6 @@ ENDED = 0x1EF7
 """The content of a notice; another value means that MPI has not filled the buffer yet."""
 
 
-class Waits(Protocol):
-    """A protocol of `Traffic`: the request for which the main thread waits, or None."""
-
-    waits_for: Any
-
-
 class Departures:
     """The notices of all ranks of MPI_COMM_WORLD, and the thread that watches them.
 
@@ -185,7 +179,7 @@ class Departures:
         self._requests = [
             self._comm.Irecv(self._notices[rank : rank + 1], rank) for rank in self._others
         ]
-        self._watched: list[tuple[MpiJob, Waits]] = []
+        self._watched: list[tuple[MpiJob, Any]] = []
         self._closed, self._process = threading.Event(), os.getpid()
         threading.Thread(target=self._watch, name="departures", daemon=True).start()
         # MPI_Finalize begins by deleting the attributes of MPI_COMM_SELF.
@@ -193,9 +187,9 @@ class Departures:
         mpi.COMM_SELF.Set_attr(self._key, self)
         atexit.register(_at_exit, self)
 
-    def watch(self, job: MpiJob, waits: Waits) -> None:
+    def watch(self, job: MpiJob, traffic: Any) -> None:
         """Watch the main thread's waits in one more root transport, such as a second `connect`."""
-        self._watched.append((job, waits))
+        self._watched.append((job, traffic))
 
     def _watch(self) -> None:
         before, seen, blocked = time.monotonic(), None, 0.0
@@ -212,8 +206,8 @@ class Departures:
 
     def _unending(self, left: Set[int]) -> Any:
         """Return the call or request that cannot complete without the ended ranks, or None."""
-        for job, waits in self._watched:
-            if call := job.call or waits.waits_for:
+        for job, traffic in self._watched:
+            if call := job.call or traffic.waits_for:
                 return job.unending(left) if call is job else call if needs(call, left) else None
         return None
 

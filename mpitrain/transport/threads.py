@@ -49,22 +49,22 @@ class Wait(NamedTuple):
 
 
 class World:
-    """The state shared by the threads: a lock, the unmatched messages, and the blocked threads."""
+    """The state shared by the threads: a lock, the unmatched messages, and the blocked threads.
+
+    It is the strict part: it finds that no message can move, and ends all waits.
+    """
 
     def __init__(self, size: int):
         self.lock = threading.RLock()
         self.unmet: dict[tuple, list[Message]] = defaultdict(list)
         self.meetings: dict[tuple, Meeting] = {}
+        # Threads that have not ended: one per rank, and those that `admit_thread` let in.
         self.live = size
-        """The number of threads that have not ended: one per rank, plus the threads that
-        `admit_thread` let in.
-        """
-        self.waits: dict[int, Wait] = {}
-        """The blocked threads, by thread identifier."""
+        self.waits: dict[int, Wait] = {}  # by thread identifier
         self.posts = 0
         self.end: str | None = None
+        # The ranks that have ended: with an error, or while another rank waits.
         self.lost: set[int] = set()
-        """The ranks that have ended: with an error, or while another rank waits."""
         self.first_error: BaseException | None = None
 
     def post(self) -> None:
@@ -99,16 +99,15 @@ class World:
 
         raises  CommError when no post can come any more
         """
-        what = what or Unmet(self, rank)
-        while True:
-            seen = self.posts
-            if done():
-                return
-            self._wait_for_post(rank, seen, what)
+        what, seen = what or Unmet(self, rank), self.posts
 
-    def _wait_for_post(self, rank: int, seen: int, what: Any) -> None:
-        with self.lock:
-            self.wait(rank, lambda: self.posts != seen, what, LONGEST_PAUSE)
+        def is_posted() -> bool:
+            return self.posts != seen
+
+        while not done():
+            with self.lock:
+                self.wait(rank, is_posted, what, LONGEST_PAUSE)
+            seen = self.posts
 
     def check(self, rank: int, what: Any) -> None:
         """Raise CommError if the world has ended; PeerLost if a rank has ended before."""
@@ -135,12 +134,10 @@ class World:
             wait.woken.notify()
 
     def admit(self) -> None:
-        """Count one more thread of a rank among those that may wait."""
         with self.lock:
             self.live += 1
 
     def dismiss(self) -> None:
-        """Record the end of an admitted thread."""
         with self.lock:
             self.live -= 1
             self.find_deadlock()
@@ -228,9 +225,7 @@ class Message(Meets):
         return f"{way} {peer}, tag {self.tag}, {self.nbytes} bytes"
 
     def fits(self, other: Message) -> bool:
-        """Return True if this message and `other` are a matching send and receive of the same
-        transport.
-        """
+        """Return whether this message and `other` are a matching send and receive."""
         send, receive = (self, other) if self.sends else (other, self)
         return (
             send.sends
@@ -282,9 +277,7 @@ class Message(Meets):
 
 
 class Meeting:
-    """One collective call: complete once all ranks have arrived; its result is `combine` of their
-    inputs.
-    """
+    """One collective call of all ranks; its result is `combine` of their inputs."""
 
     def __init__(self, size: int, what: str, combine: Callable[[list], Any]):
         self.brought: dict[int, Any] = {}
@@ -303,9 +296,7 @@ class Meeting:
 
 
 class Arrival(Meets):
-    """One rank's participation in a meeting, as a Request; `deliver(result)` runs at its
-    completion.
-    """
+    """One rank's part in a meeting, as a Request; `deliver(result)` runs at its completion."""
 
     source = -1
 
@@ -400,7 +391,6 @@ class ThreadTransport(Transport):
         self.world.dismiss()
 
     def _meet(self, what: str, bring: Any) -> list[Any]:
-        """Return the inputs of all ranks, by rank; collective."""
         everyone: list[Any] = []
         Arrival(self, what, bring, list, everyone.extend).wait()
         return everyone

@@ -6,7 +6,7 @@ finds the window of an array, and the other ranks' blocks in it.
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,17 +20,6 @@ class Location(NamedTuple):
 
     window: int
     offset: int
-
-
-class Gathers(Protocol):
-    """The part of a Transport that freeing windows needs: its ranks in the whole job, and a gather
-    of JSON.
-    """
-
-    @property
-    def members(self) -> Sequence[int]: ...
-
-    def gather_text(self, value: Any) -> list[Any]: ...
 
 
 class Windows:
@@ -53,7 +42,7 @@ class Windows:
         self._free: dict[int, Callable[[], None]] = {}
         self._users: dict[int, list[weakref.ref]] = {}
         self.next_number = 0
-        self.parts: weakref.WeakSet[Gathers] = weakref.WeakSet()
+        self.parts: weakref.WeakSet[Any] = weakref.WeakSet()
         self.closed = False
 
     def add(self, number: int, blocks: dict[int, np.ndarray], free: Callable[[], None]) -> None:
@@ -90,9 +79,7 @@ class Windows:
         return all(user() is None for user in self._users[window])
 
     def locate(self, array: np.ndarray, me: int) -> Location | None:
-        """Return the location of a contiguous array in the blocks of rank `me`; None for other or
-        GPU memory.
-        """
+        """Return the location of a contiguous host array in the blocks of rank `me`, or None."""
         if on_device(array):
             return None
         address = array.ctypes.data
@@ -118,8 +105,7 @@ class Windows:
         return [blocks[member][location.offset : stop].view(dtype) for member in members]
 
     def idle(self, nbytes: int, members: Sequence[int]) -> list[int]:
-        """Return the windows of `nbytes` per rank that this rank does not use and only these ranks
-        share.
+        """Return the windows of `nbytes` per rank that only these ranks share and this one does not use.
 
         A window shared with other ranks is left out: those ranks may still read the result of its
         last reduction.
@@ -132,12 +118,9 @@ class Windows:
             and all(block.nbytes == nbytes for block in blocks.values())
         ]
 
-    def leave(self, part: Gathers, made: Sequence[int]) -> bool:
-        """Free the windows that a closing transport has made and that no rank uses. Collective.
-
-        part     the closing transport
-        made     numbers of the windows that it made
-        returns  False if some of them remain
+    def leave(self, part: Any, made: Sequence[int]) -> bool:
+        """Free the windows that the closing `part` has made and no rank uses; False if some remain.
+        Collective.
         """
         reported = part.gather_text([window for window in made if self._is_idle(window)])
         by_member = dict(zip(part.members, reported, strict=True))
@@ -150,7 +133,7 @@ class Windows:
         self.parts.discard(part)
         return len(idle) == len(made)
 
-    def close(self, root: Gathers) -> None:
+    def close(self, root: Any) -> None:
         """Free all remaining windows. Collective.
 
         raises  CommError on every rank if any rank has an open split transport
@@ -192,7 +175,7 @@ class Tenants:
         """
         self._closing.append(weakref.WeakMethod(close))
 
-    def close(self, transport: Gathers) -> None:
+    def close(self, transport: Any) -> None:
         """Close the objects that still exist on every rank, the newest first. Collective.
 
         An object that exists on only some ranks stays open, because closing is collective.
@@ -209,9 +192,7 @@ class Tenants:
 
 
 def no_room(host: str, needed: int, left: int) -> str:
-    """Return the one line that is printed when a window does not fit and plain memory is used
-    instead.
-    """
+    """Return the line that is printed when a window does not fit."""
     return (
         f"mpitrain: {SHARED_MEMORY} on {host} has {left / 2**20:.0f} MiB left, a shared window needs "
         f"{needed / 2**20:.0f} MiB free: using plain memory, which is slower. "

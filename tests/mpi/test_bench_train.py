@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mpitrain.cli.bench.training.command import _measure as measure
+from mpitrain.cli.bench.train import TrainingJob, measure_sides
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.tools.bench.training import peers
@@ -252,16 +252,6 @@ def test_a_rank_that_fails_alone_waits_for_nobody(monkeypatch):
 
     monkeypatch.setattr(training_steps, "alternate", alternate)
     with pytest.raises(RuntimeError, match="planted"):
-        run_ranks(
-            2,
-            measure,
-            ["model.layers=1", "model.width=8", "model.context=8"],
-            [],
-            False,
-            (),
-            False,
-            1,
-            1,
-            None,
-            None,
-        )
+        tiny = ["model.layers=1", "model.width=8", "model.context=8"]
+        work = TrainingJob(tiny, 1, 1)
+        run_ranks(2, measure_sides, work, [], False, (), False, (None, None))

@@ -1,57 +1,115 @@
 """`mpitrain bench`: the group of benchmarks, and a command for each collective, as nccl-tests."""
 
 import sys
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import click
 
 from mpitrain.cli import CommandGroup
-from mpitrain.cli.bench.bandwidth import command as bandwidth
-from mpitrain.cli.bench.fit import fit
-from mpitrain.cli.bench.gemm import gemm
+from mpitrain.cli.bench.device import gemm, kernels, launch, transactions
 from mpitrain.cli.bench.generate import command as generate
-from mpitrain.cli.bench.kernels import kernels, launch
-from mpitrain.cli.bench.options import Bytes, against_options, compared, table_options
-from mpitrain.cli.bench.pairs import command as pairs
-from mpitrain.cli.bench.rows import printed_sweep
-from mpitrain.cli.bench.training.command import command as train
-from mpitrain.cli.bench.transactions import transactions
-from mpitrain.cli.job_options import Outputs, check_files, finite, output_option
-from mpitrain.cli.session import MOST, mpi_session
+from mpitrain.cli.bench.links import bandwidth, pairs
+from mpitrain.cli.bench.rows import (
+    AGAINST,
+    FACTOR,
+    TABLE,
+    BenchReport,
+    counted,
+    exit_with,
+    sized,
+    table_width,
+    with_options,
+)
+from mpitrain.cli.bench.train import command as train
+from mpitrain.cli.job_options import check_files, finite, output_option
+from mpitrain.cli.session import mpi_session
 from mpitrain.machine.process import KINDS
 
-OPERATIONS = (
-    "allreduce",
-    "reduce-scatter",
-    "all-gather",
-    "broadcast",
-    "reduce",
-    "all-to-all",
-    "sendrecv",
-)
+OPERATIONS = {
+    "all-reduce": "allreduce",
+    "reduce-scatter": "reduce-scatter",
+    "all-gather": "all-gather",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "all-to-all": "all-to-all",
+    "send-receive": "sendrecv",
+}
+"""{command: operation in rows and files}. Where they differ, the operation is a hidden command, too."""
 
 
-@click.group(cls=CommandGroup)
+class BenchGroup(CommandGroup):
+    """A group in the order in which its commands were added, without the hidden ones."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return [name for name, command in self.commands.items() if not command.hidden]
+
+
+@click.group(cls=BenchGroup)
 def command() -> None:
-    """Measure collectives on all ranks of the MPI job: mpitrain launch -n 4 -- bench allreduce
+    """Measure collectives on all ranks of the MPI job: mpitrain launch -n 4 -- bench all-reduce
 
     Every row is checked. #wrong counts wrong elements or, for lossy sums, replicas that differ.
     The exit code is 1 if there are any.
     """
 
 
-command.add_command(train, "train")
-command.add_command(generate)
-command.add_command(kernels)
-command.add_command(transactions)
-command.add_command(gemm)
-command.add_command(launch)
-command.add_command(fit)
-command.add_command(pairs)
-command.add_command(bandwidth)
-
-
+COLLECTIVE = with_options(
+    click.option(
+        "--algorithm",
+        default="all",
+        metavar="A,B|all",
+        help="Algorithms to measure; all: every algorithm that can run here.",
+    ),
+    sized("--min-bytes", "4K", "Smallest array."),
+    sized("--max-bytes", "64M", "Largest array."),
+    FACTOR,
+    click.option(
+        "--dtype",
+        default="float32",
+        show_default=True,
+        help="float32, float64, float16, bfloat16, int32.",
+    ),
+    click.option(
+        "--device",
+        type=click.Choice(KINDS),
+        default="cpu",
+        show_default=True,
+        help="Kind of device that holds the arrays and reduces them.",
+    ),
+    click.option(
+        "--buffers",
+        default="window",
+        show_default=True,
+        metavar="window|plain|leased|A,B",
+        help="Memory of the arrays. window: shared by the ranks of a host, as in training; plain: private; "
+        "leased (all-reduce only): an activation buffer, leased anew for every run.",
+    ),
+    counted(
+        "--iterations",
+        0,
+        0,
+        "Timed runs per row; 0: as many as fit in a quarter of a second, from 5 to 500.",
+    ),
+    counted("--warmup", 1, 3, "Untimed runs of each row before the timed ones."),
+    counted("--sweeps", 1, 1, "Repetitions of the whole benchmark."),
+    click.option(
+        "--tuning",
+        type=click.Path(path_type=Path),
+        help="Constants of the cost model for `auto` and the predictions, from bench fit.",
+    ),
+    TABLE,
+    AGAINST,
+    output_option("--plot", "Draw time and bandwidth to this file, at the end."),
+    click.option(
+        "--fail-below",
+        type=click.FloatRange(min=0),
+        callback=finite,
+        metavar="GB/s",
+        help="Exit with code 1 if an algorithm's bus bandwidth at the largest size is below this.",
+    ),
+)
 WIRE = click.option(
     "--wire",
     default="",
@@ -60,151 +118,79 @@ WIRE = click.option(
 )
 
 
-def collective(name: str) -> click.Command:
+def collective(name: str, operation: str, is_hidden: bool = False) -> click.Command:
     @click.command(
         name,
         short_help=f"Measure {name}: sizes x algorithms.",
         help=f"Measure {name}: sizes x algorithms, with bus bandwidth and the time predicted by the cost model.",
+        hidden=is_hidden,
     )
-    @click.option(
-        "--algorithm",
-        default="all",
-        metavar="A,B|all",
-        help="Algorithms to measure; all: every algorithm that can run here.",
-    )
-    @click.option(
-        "--min-bytes", type=Bytes(), default="4K", show_default=True, help="Smallest array."
-    )
-    @click.option(
-        "--max-bytes", type=Bytes(), default="64M", show_default=True, help="Largest array."
-    )
-    @click.option(
-        "--factor", type=float, default=4, show_default=True, help="Ratio of successive sizes."
-    )
-    @click.option(
-        "--dtype",
-        default="float32",
-        show_default=True,
-        help="float32, float64, float16, bfloat16, int32.",
-    )
-    @click.option(
-        "--device",
-        type=click.Choice(KINDS),
-        default="cpu",
-        show_default=True,
-        help="Kind of device that holds the arrays and reduces them.",
-    )
-    @click.option(
-        "--buffers",
-        default="window",
-        show_default=True,
-        metavar="window|plain|leased|A,B",
-        help="Memory of the arrays. window: shared by the ranks of a host, as in training; plain: private; "
-        "leased (allreduce only): an activation buffer, leased anew for every run.",
-    )
-    @click.option(
-        "--iterations",
-        type=click.IntRange(0, MOST),
-        default=0,
-        show_default=True,
-        help="Timed runs per row; 0: as many as fit in a quarter of a second, from 5 to 500.",
-    )
-    @click.option(
-        "--warmup",
-        type=click.IntRange(1, MOST),
-        default=3,
-        show_default=True,
-        help="Untimed runs of each row before the timed ones.",
-    )
-    @click.option(
-        "--sweeps",
-        type=click.IntRange(1, MOST),
-        default=1,
-        show_default=True,
-        help="Repetitions of the whole benchmark.",
-    )
-    @click.option(
-        "--tuning",
-        type=click.Path(path_type=Path),
-        help="Constants of the cost model for `auto` and the predictions, from bench fit.",
-    )
-    @table_options
-    @against_options
-    @output_option("--plot", "Draw time and bandwidth to this file, at the end.")
-    @click.option(
-        "--fail-below",
-        type=click.FloatRange(min=0),
-        callback=finite,
-        metavar="GB/s",
-        help="Exit with code 1 if an algorithm's bus bandwidth at the largest size is below this.",
-    )
+    @COLLECTIVE
     def measure(**options: Any) -> None:
         with mpi_session(kind=lambda: options["device"]) as transport:
-            wrong = _measure(transport, name, options)
-        sys.exit(1 if wrong else 0)
+            wrong = measure_collective(transport, operation, options)
+        exit_with(wrong)
 
-    return WIRE(measure) if name == "allreduce" else measure
-
-
-for _name in OPERATIONS:
-    command.add_command(collective(_name))
+    return WIRE(measure) if operation == "allreduce" else measure
 
 
-def _measure(transport: Any, name: str, options: dict[str, Any]) -> int:
+def measure_collective(transport: Any, operation: str, options: dict[str, Any]) -> int:
     """Return the number of wrong elements, replicas that differ, and slow algorithms or values."""
     from mpitrain.collectives.selection.tuning import DEFAULT, foreign, read_tuning
-    from mpitrain.tools.bench.collectives.header import header
-    from mpitrain.tools.bench.collectives.plot import plot
     from mpitrain.tools.bench.collectives.table import footer, too_slow
+    from mpitrain.tools.bench.pictures import plot
+    from mpitrain.tools.bench.results import header
     from mpitrain.transport.agreement import on_all_ranks
 
-    request = on_all_ranks(transport, lambda: _request(name, options))
-    files = {key: options[key] for key in ("json_file", "csv_file")}
-    on_all_ranks(
-        transport, lambda: check_files(transport.rank, [*files.values()], options["plot_file"])
-    )
+    request = on_all_ranks(transport, lambda: request_of(operation, options))
     tuning = on_all_ranks(
         transport, lambda: read_tuning(options["tuning"]) if options["tuning"] else DEFAULT
     )
-    facts = header(transport, request.operation, request.device, sys.argv[1:])
-    if transport.rank == 0 and (advice := foreign(tuning, transport.hosts)):
-        click.echo(f"{advice} with --tuning")
-    against, outputs = compared(transport, options, facts), Outputs()
-    rows = list(printed_sweep(transport, request, tuning, facts, options["wide"], outputs, **files))
+    facts = header(transport, operation, request.device, sys.argv[1:])
+    shown = BenchReport(transport, facts, options)
+    if advice := foreign(tuning, transport.hosts):
+        shown.say(f"{advice} with --tuning")
+    rows = [*_swept(transport, request, tuning, shown, options)]
     slow = too_slow(rows, options["fail_below"]) if options["fail_below"] is not None else []
-    outputs.conclude(
-        transport,
-        lambda: ["", *footer(rows), *slow, *against.lines(rows)],
-        options["plot_file"],
-        lambda path: plot(rows, facts, path),
-    )
-    return sum(row.wrong for row in rows) + len(slow) + against.failures(rows)
+    slower = shown.end(lambda: ["", *footer(rows), *slow], lambda path: plot(rows, facts, path))
+    return sum(row.wrong for row in rows) + len(slow) + slower
 
 
-def _request(name: str, options: dict[str, Any]) -> Any:
+def _swept(
+    transport: Any, request: Any, tuning: Any, shown: BenchReport, options: dict[str, Any]
+) -> Any:
+    """Return an iterator over the printed rows of a `SweepRequest`, after allocating its buffers."""
+    from mpitrain.tools.bench.collectives.sweep import Sweep
+    from mpitrain.tools.bench.collectives.table import columns
+    from mpitrain.tools.bench.results import printed
+    from mpitrain.tools.text_table import TextTable
+
+    measured = Sweep(transport, request, tuning)
+    table = TextTable(columns(request.buffers, bool(request.wires)), table_width(options))
+    shown.begin([*printed(shown.facts), "", *table.heading()], measured.total)
+    return shown.each(measured, table.line)
+
+
+def request_of(operation: str, options: dict[str, Any]) -> Any:
+    """Return the `SweepRequest` of these options; ConfigError if they contradict each other."""
     from mpitrain.collectives.engine.arithmetic import parse_wire
     from mpitrain.collectives.engine.executor import check_name
     from mpitrain.collectives.selection.algorithm import is_file
     from mpitrain.collectives.selection.cost_model import MEMORY
     from mpitrain.collectives.selection.own_algorithm import file_algorithm
     from mpitrain.errors import ConfigError
-    from mpitrain.tools.bench.collectives.buffers import LEASED
-    from mpitrain.tools.bench.collectives.native import names
-    from mpitrain.tools.bench.collectives.request import SweepRequest, dtype_of, sizes
+    from mpitrain.tools.bench.collectives.operations import names
+    from mpitrain.tools.bench.collectives.sweep import LEASED, SweepRequest, dtype_of, sizes
 
-    algorithms = () if options["algorithm"] == "all" else options["algorithm"].split(",")
-    if name == "allreduce":
-        algorithms = [
-            file_algorithm(algorithm) if is_file(algorithm) else algorithm
-            for algorithm in algorithms
-        ]
+    is_sum = operation == "allreduce"
+    algorithms = [] if options["algorithm"] == "all" else options["algorithm"].split(",")
+    if is_sum:
+        algorithms = [file_algorithm(name) if is_file(name) else name for name in algorithms]
     for algorithm in algorithms:
-        check_name(f"{name} algorithm", algorithm, names(name))
+        check_name(f"{operation} algorithm", algorithm, names(operation))
     places = options["buffers"].split(",")
     for place in places:
-        check_name(
-            f"buffers of {name}", place, (*MEMORY, LEASED) if name == "allreduce" else MEMORY
-        )
+        check_name(f"buffers of {operation}", place, (*MEMORY, LEASED) if is_sum else MEMORY)
     wires = [parse_wire(text) for text in options.get("wire", "").split(",") if text]
     if wires and LEASED in places:
         raise ConfigError(
@@ -216,7 +202,7 @@ def _request(name: str, options: dict[str, Any]) -> Any:
             "Leave out one of the two.",
         )
     return SweepRequest(
-        name,
+        operation,
         algorithms,
         sizes(options["min_bytes"], options["max_bytes"], options["factor"]),
         dtype_of(options["dtype"]),
@@ -227,3 +213,118 @@ def _request(name: str, options: dict[str, Any]) -> Any:
         [wire for wire in wires if wire.name != "none"],
         options["device"],
     )
+
+
+@click.command("fit")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("tuning.json"),
+    show_default=True,
+    help="Tuning file to write.",
+)
+@sized("--min-bytes", "64", "Smallest array.")
+@sized("--max-bytes", "64M", "Largest array.")
+@counted("--sweeps", 1, 3, "Repetitions of the whole measurement.")
+@TABLE
+def fit(**options: Any) -> None:
+    """Measure every all-reduce and fit the cost model to it, for this number of ranks.
+
+    A second fit, without every second size, shows how well the model predicts sizes that it has not
+    seen. Over slow links, sizes end once the time grows in proportion, except for one that is as
+    long as the largest bucket of a run. The file is written after every sweep, so an interruption
+    loses only the last one. Run it once for every number of ranks that you use. Constants for other
+    numbers of ranks on the same machine stay in the file.
+    """
+    with mpi_session() as transport:
+        measure_and_fit(transport, options)
+
+
+def measure_and_fit(transport: Any, options: dict[str, Any]) -> None:
+    """Write the fit after every sweep; at the end check the model on sizes left out."""
+    import numpy as np
+
+    from mpitrain.collectives.selection.algorithm import Topology
+    from mpitrain.collectives.selection.cost_model import MEMORY, candidates
+    from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning, write_tuning
+    from mpitrain.errors import ConfigError, MpitrainError, on_every_rank
+    from mpitrain.tools.bench.collectives.fit import (
+        all_spoilt,
+        checked,
+        decided,
+        described,
+        fit,
+        median_of_sweeps,
+        merged,
+    )
+    from mpitrain.tools.bench.collectives.sweep import SweepRequest, sizes
+    from mpitrain.tools.bench.results import header, machine
+    from mpitrain.transport.agreement import on_all_ranks
+
+    if transport.size == 1:
+        raise on_every_rank(
+            ConfigError(
+                "bench fit measures messages, and one rank sends none.",
+                "mpitrain launch -n 2 -- bench fit",
+            )
+        )
+    out, sweeps, hosts = options["out"], options["sweeps"], transport.hosts
+    before = on_all_ranks(transport, lambda: read_tuning(out) if out.exists() else None)
+    files = out, options["json_file"], options["csv_file"]
+    on_all_ranks(transport, lambda: check_files(transport.rank, files))
+    # Windows serve the algorithm `shared`, which needs a single host.
+    places = MEMORY if len(set(hosts)) == 1 else ("plain",)
+    lengths = sizes(options["min_bytes"], options["max_bytes"], 2)
+    request = SweepRequest(
+        "allreduce",
+        candidates(Topology(hosts)),
+        lengths,
+        np.dtype("float32"),
+        0,
+        3,
+        places,
+        sweeps,
+        stops=True,
+    )
+    identity, tuning = machine(transport), DEFAULT
+    facts = header(transport, request.operation, request.device, sys.argv[1:])
+    shown = BenchReport(transport, facts, options)
+    measured = _swept(transport, request, DEFAULT, shown, options)
+    for number, swept in groupby(measured, key=lambda row: row.sweep):
+        for _ in swept:
+            pass  # each row is printed, and added to `shown.rows`
+        if spoilt := all_spoilt(shown.rows):
+            shown.say(
+                f"sweep {number} of {sweeps}: nothing is written, as every row of {' and '.join(spoilt)} arrays is marked ~"
+            )
+        elif transport.rank == 0:
+            tuning = fit(identity, hosts, median_of_sweeps(shown.rows))
+            with shown.outputs.to(out):
+                write_tuning(out, merged(before, tuning))
+                shown.say(f"sweep {number} of {sweeps}: written to {out}")
+    shown.close()
+    if all_spoilt(shown.rows):
+        raise on_every_rank(
+            MpitrainError(
+                "bench fit learns from rows that other work did not spoil, but there are none.",
+                "Measure again while nothing else runs, or with more --sweeps.",
+            )
+        )
+
+    def last() -> list[str]:
+        lines = ["", *described(tuning, transport.size), *decided(tuning, hosts, shown.rows)]
+        lines += checked(identity, hosts, shown.rows)
+        if before and before.machine != identity:
+            lines.append(f"{out} held constants of another machine; these have taken their place")
+        return lines
+
+    shown.end(last)
+
+
+for _name, _operation in OPERATIONS.items():
+    command.add_command(collective(_name, _operation))
+for _command in (fit, pairs, bandwidth, train, generate, gemm, kernels, launch, transactions):
+    command.add_command(_command)
+for _name, _operation in OPERATIONS.items():
+    if _name != _operation:
+        command.add_command(collective(_operation, _operation, is_hidden=True))

@@ -1,13 +1,12 @@
 """`mpitrain bench generate`: measures text generation, in turns with whole windows and a peer."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
-from mpitrain.cli.bench.options import CSV, JSON, write_rows
-from mpitrain.cli.job_options import DEVICE, PP, SET, TP, Outputs, changes, check_files, configured
+from mpitrain.cli.bench.rows import CSV, JSON, BenchReport, counted
+from mpitrain.cli.job_options import DEVICE, PP, SET, TP, changes, configured
 from mpitrain.cli.session import MOST, mpi_session
 
 
@@ -21,24 +20,10 @@ from mpitrain.cli.session import MOST, mpi_session
     type=click.IntRange(1, MOST),
     help="Tokens after each prompt, within the context.  [default: fill the context]",
 )
-@click.option(
-    "--prompt-tokens",
-    type=click.IntRange(1, MOST),
-    default=1,
-    show_default=True,
-    help="Tokens of each prompt.",
-)
-@click.option(
-    "--batch", type=click.IntRange(1, MOST), default=1, show_default=True, help="Prompts."
-)
+@counted("--prompt-tokens", 1, 1, "Tokens of each prompt.")
+@counted("--batch", 1, 1, "Prompts.")
 @click.option("--windows", is_flag=True, help="Also measure whole windows, without a cache.")
-@click.option(
-    "--blocks",
-    type=click.IntRange(1, MOST),
-    default=5,
-    show_default=True,
-    help="Turns of each side.",
-)
+@counted("--blocks", 1, 5, "Turns of each side.")
 @SET
 @JSON
 @CSV
@@ -49,8 +34,8 @@ def command(
     windows: bool,
     blocks: int,
     settings: tuple[str, ...],
-    json_file: Path | None,
-    csv_file: Path | None,
+    json_file: Any,
+    csv_file: Any,
     **options: Any,
 ) -> None:
     """Measure the generation of the most likely tokens after random prompts.
@@ -80,17 +65,17 @@ def command(
         from mpitrain.errors import ConfigError
         from mpitrain.run.build import build
         from mpitrain.run.generate import check_writes
-        from mpitrain.tools.bench.generation.sides import (
+        from mpitrain.tools.bench.generate import (
+            TABLE,
             Cached,
             GenerationSide,
+            Transformers,
             WholeWindows,
             measure,
-            table,
         )
         from mpitrain.transport.agreement import on_all_ranks
 
         def checked() -> Any:
-            check_files(transport.rank, [json_file, csv_file])
             config = read(transport.size)
             check_writes(config.model.kind)
             if prompt_tokens + (count or 1) > config.model.context + 1:
@@ -108,6 +93,8 @@ def command(
         config = on_all_ranks(transport, checked)
         vocabulary, context = config.data.vocabulary or 256, config.model.context
         many = count or context - prompt_tokens
+        files = {"json_file": json_file, "csv_file": csv_file}
+        shown = BenchReport(transport, {"arguments": sys.argv[1:]}, files)
         source = Unopened("tokens", (context,), vocabulary, vocabulary)
         trainer = build(transport, config, source=source).trainer
         sides: list[GenerationSide] = [Cached(trainer)]
@@ -116,26 +103,20 @@ def command(
         is_cpu = trainer.config.device.kind == "cpu" and config.precision.compute == "float32"
         has_peer = transport.size == 1 and is_cpu and not config.lora.rank
         if has_peer and find_spec("transformers"):
-            from mpitrain.tools.bench.generation.transformers_peer import Transformers
-
             sides.append(Transformers(config.model, vocabulary, trainer.tensors()))
         prompts = np.random.default_rng(0).integers(vocabulary, size=(batch, prompt_tokens))
-        rows = measure(sides, prompts.tolist(), many, blocks)
-        outputs = Outputs()
-        if transport.rank == 0:
-            shape = {
-                "parameters": trainer.parameter_count,
-                "layers": config.model.layers,
-                "width": config.model.width,
-                "context": context,
-                "vocabulary": vocabulary,
-                "batch": batch,
-                "prompt_tokens": prompt_tokens,
-                "ranks": transport.size,
-            }
-            click.echo(", ".join(f"{name} {number:,}" for name, number in shape.items()))
-            click.echo("\n".join(table(rows)))
-            write_rows(
-                outputs, json_file, csv_file, {**shape, "arguments": sys.argv[1:]}, list(rows)
-            )
-        on_all_ranks(transport, outputs.settle)
+        shown.rows = measure(sides, prompts.tolist(), many, blocks)
+        shape = {
+            "parameters": trainer.parameter_count,
+            "layers": config.model.layers,
+            "width": config.model.width,
+            "context": context,
+            "vocabulary": vocabulary,
+            "batch": batch,
+            "prompt_tokens": prompt_tokens,
+            "ranks": transport.size,
+        }
+        shown.facts = {**shape, **shown.facts}
+        shown.begin([", ".join(f"{name} {number:,}" for name, number in shape.items())])
+        shown.show("\n".join(TABLE.lines(shown.rows)))
+        shown.end()

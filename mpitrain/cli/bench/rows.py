@@ -1,16 +1,97 @@
-"""Rows of a benchmark, printed and written while they are measured."""
+"""The rows of a benchmark: options of several commands, printing, files, and an earlier benchmark."""
 
-from collections.abc import Iterable, Iterator
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.cli.bench.options import write_rows
-from mpitrain.cli.job_options import Outputs
+import click
+
+from mpitrain.cli.job_options import Outputs, check_files, finite, output_option
+from mpitrain.cli.session import MOST
 
 if TYPE_CHECKING:
     # This module must not import NumPy before `mpi_session` has limited the BLAS threads.
-    from mpitrain.tools.text_table import TextTable
     from mpitrain.transport.base import Transport
+
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+MOST_BYTES = 1 << 40
+
+
+class Bytes(click.ParamType):
+    """A Click type for a number of bytes: 4096, 64K, 1.5M, 2G; at most a tebibyte."""
+
+    name = "bytes"
+
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", value.strip(), re.IGNORECASE)
+        if not match:
+            self.fail(f"{value!r} is no number of bytes; write 4096, 64K, 1.5M or 2G.")
+        size = float(match[1]) * UNITS[match[2].upper()]
+        if size > MOST_BYTES:
+            self.fail(f"{value!r} is more than 1024G.")
+        return int(size)
+
+
+def with_options(*options: Callable[[Callable], Callable]) -> Callable[[Callable], Callable]:
+    """Return a decorator that adds these options to a command, listed in this order."""
+
+    def add(command: Callable) -> Callable:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+def sized(name: str, default: str, text: str) -> Callable[[Callable], Callable]:
+    """Return an option for a number of bytes."""
+    return click.option(name, type=Bytes(), default=default, show_default=True, help=text)
+
+
+def counted(name: str, least: int, default: int, text: str) -> Callable[[Callable], Callable]:
+    """Return an option for a number of at least `least`."""
+    return click.option(
+        name, type=click.IntRange(least, MOST), default=default, show_default=True, help=text
+    )
+
+
+JSON = output_option("--json", "Write the rows to this JSON file as they are measured.")
+CSV = output_option("--csv", "Write the rows to this CSV file as they are measured.")
+FACTOR = click.option(
+    "--factor", type=float, default=4, show_default=True, help="Ratio of successive sizes."
+)
+TABLE = with_options(
+    JSON,
+    CSV,
+    click.option(
+        "--wide", is_flag=True, help="Print every column, even if the terminal is too narrow."
+    ),
+)
+"""The options of a table that is printed as it is measured."""
+AGAINST = with_options(
+    click.option(
+        "--against",
+        "against_file",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Compare with this earlier --json file; exit with code 1 if a value is slower.",
+    ),
+    click.option(
+        "--tolerance",
+        type=click.FloatRange(min=1),
+        default=1.25,
+        show_default=True,
+        callback=finite,
+        help="With --against: how many times slower a value may be.",
+    ),
+)
+"""The options that compare a benchmark with an earlier one."""
 
 
 def between_ranks(transport: "Transport", command: str) -> None:
@@ -26,77 +107,123 @@ def between_ranks(transport: "Transport", command: str) -> None:
         )
 
 
-class Printed:
-    """An iterator over rows as they are measured.
+class BenchReport:
+    """What a benchmark prints and writes on rank 0, while it measures and at its end.
 
-    Rank 0 prints each row, and writes all rows so far to the files that are named.
+    facts  the header of the JSON file
+    rows   measured so far, on every rank
     """
 
     def __init__(
-        self,
-        transport: "Transport",
-        measured: Iterable[Any],
-        total: int,
-        table: "TextTable",
-        facts: dict[str, Any],
-        outputs: Outputs,
-        json_file: Path | None,
-        csv_file: Path | None,
+        self, transport: "Transport | None", facts: dict[str, Any], options: dict[str, Any]
     ):
-        """Print the heading.
+        """Check the files that the options name, and read that of `--against`. Collective.
 
-        total    upper bound of the number of rows
-        facts    the header of the table and of the JSON file
-        outputs  collects the errors of failed writes; the caller calls its `settle`
+        transport  None: a benchmark without ranks
         """
-        from mpitrain.cli.terminal.table_rows import RowPrinter
-        from mpitrain.tools.bench.collectives.header import printed
+        from mpitrain.tools.bench.against import read_before
 
-        self._measured, self._table, self._facts = measured, table, facts
-        self._outputs, self._files = outputs, (json_file, csv_file)
-        self._shown = RowPrinter(total) if transport.rank == 0 else None
-        self.say("\n".join([*printed(facts), "", *table.heading()]))
+        self.facts, self.rows, self.outputs = facts, list[Any](), Outputs()
+        self._transport, self.is_root = transport, transport is None or transport.rank == 0
+        self._json, self._csv = options.get("json_file"), options.get("csv_file")
+        self._plot, self._tolerance = options.get("plot_file"), options.get("tolerance", 1.0)
+        self._bar: Any = None
+        rank, against = int(not self.is_root), options.get("against_file")
+        self._everywhere(lambda: check_files(rank, [self._json, self._csv], self._plot))
+        self._before = self._everywhere(
+            lambda: read_before(against, facts) if against and self.is_root else None
+        )
 
-    def __iter__(self) -> Iterator[Any]:
-        rows = []
-        try:
-            for row in self._measured:
-                rows.append(row)
-                if self._shown:
-                    self._shown.row(self._table.line(row))
-                    write_rows(self._outputs, *self._files, self._facts, rows)
-                yield row
-        finally:
-            if self._shown:
-                self._shown.close()
+    def _everywhere(self, call: Callable[[], Any]) -> Any:
+        """Call a function; if there are ranks, its error is raised on all of them."""
+        if self._transport is None:
+            return call()
+        from mpitrain.transport.agreement import on_all_ranks
+
+        return on_all_ranks(self._transport, call)
+
+    def begin(self, lines: Sequence[str], total: int = 0, unit: str = "rows") -> None:
+        """Print the heading; on a terminal, start a bar of at most `total` rows."""
+        if self.is_root and total:
+            from mpitrain.cli.terminal.progress import RowPrinter
+
+            self._bar = RowPrinter(total, unit)
+        self.say("\n".join(lines))
 
     def say(self, text: str) -> None:
-        """Print lines between rows, on rank 0."""
-        if self._shown:
-            self._shown.say(text)
+        if self._bar:
+            self._bar.say(text)
+        elif self.is_root:
+            click.echo(text)
+
+    def each(self, rows: Iterable[Any], line: Callable[[Any], str]) -> Iterator[Any]:
+        """Yield rows as they are measured; print the line of each, and write all so far."""
+        for row in rows:
+            self.rows.append(row)
+            self.count()
+            self.show(line(row))
+            yield row
+
+    def count(self, note: str = "") -> None:
+        if self._bar:
+            self._bar.count(note)
+
+    def show(self, text: str = "") -> None:
+        if text:
+            self.say(text)
+        if not self.is_root:
+            return
+        from mpitrain.tools.bench.results import write_csv, write_json
+
+        if self._json:
+            with self.outputs.to(self._json):
+                write_json(self._json, self.facts, self.rows)
+        if self._csv:
+            with self.outputs.to(self._csv):
+                write_csv(self._csv, self.rows)
+
+    def close(self) -> None:
+        if self._bar:
+            self._bar.close()
+            self._bar = None
+
+    def end(
+        self,
+        lines: Callable[[], list[str]] = list,
+        draw: Callable[[Path], None] = lambda path: None,
+    ) -> int:
+        """Print the last lines and the comparison with an earlier benchmark, and draw the picture.
+
+        Collective. Returns the number of slow values; 1 if no row is in both benchmarks.
+
+        raises  ConfigError on every rank if a file could not be written
+        """
+        from mpitrain.tools.bench.against import ratios, report, slow
+
+        self.close()
+        compared, before = [], self._before
+        if before:
+            compared = ratios(before, self.rows)
+        if self.is_root:
+            last = lines()
+            last += report(before, self.facts, compared, self._tolerance) if before else []
+            if last:
+                click.echo("\n".join(last))
+            if self._plot:
+                with self.outputs.to(self._plot):
+                    draw(self._plot)
+        self._everywhere(self.outputs.settle)
+        if not before:
+            return 0
+        return len(slow(compared, self._tolerance)) if compared else 1
 
 
-def printed_sweep(
-    transport: "Transport",
-    request: Any,
-    tuning: Any,
-    facts: dict[str, Any],
-    wide: bool,
-    outputs: Outputs,
-    **files: Path | None,
-) -> Printed:
-    """Return the rows of a `SweepRequest`, after allocating its buffers. Collective.
+def table_width(options: dict[str, Any]) -> int:
+    """Return the columns in which a table must fit; 0: no limit."""
+    from mpitrain.cli.terminal.output import output_columns
 
-    wide   print every column
-    files  `json_file` and `csv_file`
-    """
-    from mpitrain.cli.terminal.screen import output_columns
-    from mpitrain.tools.bench.collectives.sweep import sweep
-    from mpitrain.tools.bench.collectives.table import columns
-    from mpitrain.tools.text_table import TextTable
+    return 0 if options["wide"] else output_columns()
 
-    measured = sweep(transport, request, tuning)
-    table = TextTable(
-        columns(request.buffers, bool(request.wires)), 0 if wide else output_columns()
-    )
-    return Printed(transport, measured, measured.total, table, facts, outputs, **files)
+
+def exit_with(wrong: int) -> None:
+    sys.exit(1 if wrong else 0)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from mpitrain.cli import NOT_BEGUN, STOPPED, USAGE
 from mpitrain.cli.launch.failed import KILLED, Failure, KilledRanks
-from mpitrain.cli.terminal.screen import (
+from mpitrain.cli.terminal.output import (
     ONE_TERMINAL,
     OUTPUT_TERMINAL,
     TERMINAL,
@@ -30,7 +30,7 @@ from mpitrain.cli.terminal.screen import (
     columns,
     is_one_terminal,
 )
-from mpitrain.cli.terminal.status import StatusFilter
+from mpitrain.cli.terminal.stop_requests import StatusFilter
 from mpitrain.trace.startup import folder_of
 
 RULE = b"-" * 74

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from mpitrain.cli import CommandGroup
-from mpitrain.cli.bench.options import Bytes
+from mpitrain.cli.bench.rows import Bytes
 from mpitrain.cli.job_options import Outputs, check_files, output_option
 from mpitrain.cli.plan.jobs import MICRO_BATCHES, batch, memory, tricks
 from mpitrain.machine import process

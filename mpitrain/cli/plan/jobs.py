@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from mpitrain.cli.bench.rows import BenchReport
 from mpitrain.cli.job_options import (
     CONFIG_FILE,
     DEVICE,
@@ -145,8 +146,7 @@ def plan_batch(
 
     from mpitrain.cli.terminal.progress import bar
     from mpitrain.run.resolve import agree_on
-    from mpitrain.tools.bench.collectives.header import machine
-    from mpitrain.tools.bench.collectives.table import write_json
+    from mpitrain.tools.bench.results import machine, write_json
     from mpitrain.tools.plan.batch import report, search
     from mpitrain.transport.agreement import on_all_ranks
 
@@ -175,8 +175,7 @@ def plan_micro_batches(
     """Measure, and print the predictions alone; arguments as in plan_batch."""
     from mpitrain.run.build import build
     from mpitrain.run.resolve import agree_on, resolve
-    from mpitrain.tools.bench.collectives.header import machine
-    from mpitrain.tools.bench.collectives.table import write_json
+    from mpitrain.tools.bench.results import machine, write_json
     from mpitrain.tools.plan.micro_batches import best, counts, measured_predictions, report
     from mpitrain.transport.agreement import on_all_ranks
 
@@ -214,8 +213,7 @@ def _verify(
     from mpitrain.config import with_settings
     from mpitrain.run.build import build
     from mpitrain.run.choices import parse
-    from mpitrain.tools.bench.training.stages import stage_rows, stage_table
-    from mpitrain.tools.bench.training.steps import WARM_UP, Ours, alternate
+    from mpitrain.tools.bench.training.steps import STAGES, WARM_UP, Ours, alternate, stage_rows
     from mpitrain.tools.plan.micro_batches import best, neighbours
 
     predicted, sides = neighbours(every), []
@@ -258,7 +256,7 @@ def _verify(
                 f"~ {len(results) - len(quiet)} of {len(results)} counts say nothing: other work ran most of the time"
             )
         click.echo(
-            f"\nstages of {named.micro_batches} micro-batches:\n" + "\n".join(stage_table(rows))
+            f"\nstages of {named.micro_batches} micro-batches:\n" + "\n".join(STAGES.lines(rows))
         )
 
 
@@ -316,14 +314,11 @@ def _try(
 ) -> None:
     from mpitrain import __version__
     from mpitrain.cli.terminal.progress import way
-    from mpitrain.cli.terminal.table_rows import RowPrinter
     from mpitrain.config import with_settings
     from mpitrain.run.build import build
     from mpitrain.run.choices import parse
-    from mpitrain.tools.bench.collectives.header import machine
-    from mpitrain.tools.bench.collectives.table import write_json
-    from mpitrain.tools.bench.comparison.trick_table import as_row, heading, line, summary
-    from mpitrain.tools.bench.comparison.tricks import names_of, try_all
+    from mpitrain.tools.bench.comparison.tricks import TABLE, as_row, names_of, summary, try_all
+    from mpitrain.tools.bench.results import machine
     from mpitrain.tools.bench.training.steps import WARM_UP, check_common_steps
     from mpitrain.transport.agreement import on_all_ranks
 
@@ -333,34 +328,31 @@ def _try(
         length = f"run.steps={len(tricks) * (WARM_UP + blocks * steps)}"
         return parse(with_settings(config.model_dump(), [length])), tricks
 
-    on_all_ranks(transport, lambda: check_files(transport.rank, [json_file]))
-    config, tricks = on_all_ranks(transport, checked)
-    job = build(transport, config)
-    config, outputs, tried = job.trainer.config, Outputs(), []
     facts = {
         "mpitrain": __version__,
         "ranks": transport.size,
         **machine(transport),
         "arguments": sys.argv[1:],
     }
-    is_root = transport.rank == 0
-    if is_root:
-        click.echo(
+    shown = BenchReport(transport, facts, {"json_file": json_file})
+    config, tricks = on_all_ranks(transport, checked)
+    job = build(transport, config)
+    config, tried = job.trainer.config, []
+    shown.begin(
+        [
             f"{config.model.kind}, {job.trainer.parameter_count:,} parameters: {config.batch.size} rows a step by "
-            f"{transport.size} rank(s), {way(config)}, {config.precision.compute}, {config.device.kind}\n"
-            f"{blocks} blocks of {steps} step(s), with and without each trick in turns\n\n{heading()}"
-        )
-    with closing(RowPrinter(len(tricks), "tricks")) as shown:
-        for trial in try_all(transport, job, tricks, blocks, steps):
-            tried.append(trial)
-            if not is_root:
-                continue
-            if trial.reason:
-                shown.count()
-            else:
-                shown.row(line(trial))
-            if json_file:
-                with outputs.to(json_file):
-                    write_json(json_file, facts, [*map(as_row, tried)])
+            f"{transport.size} rank(s), {way(config)}, {config.precision.compute}, {config.device.kind}",
+            f"{blocks} blocks of {steps} step(s), with and without each trick in turns",
+            "",
+            *TABLE.heading(),
+        ],
+        len(tricks),
+        "tricks",
+    )
+    for trial in try_all(transport, job, tricks, blocks, steps):
+        tried.append(trial)
+        shown.rows.append(as_row(trial))
+        shown.count()
+        shown.show("" if trial.reason else TABLE.line(trial))
     job.close()
-    outputs.conclude(transport, lambda: summary(tried), None, lambda path: None)
+    shown.end(lambda: summary(tried))

@@ -1,15 +1,115 @@
-"""Robust standard output and standard error.
+"""Standard output and standard error: the terminal behind them, its bars, and writes that fail.
 
 They may end in a full disk, a pipe without a reader, or nothing, and may have an old locale.
 """
 
 import io
 import os
+import re
 import sys
+import threading
 from typing import Any, TextIO
 
-from mpitrain.cli.terminal.screen import ONE_TERMINAL, Screen, shows_output, width
 from mpitrain.errors import MpitrainError
+
+# The ranks of `launch` write to pipes. These environment variables describe the terminal of `launch`.
+TERMINAL = "MPITRAIN_TERMINAL"
+"""Columns of the terminal behind standard error."""
+ONE_TERMINAL = "MPITRAIN_ONE_TERMINAL"
+"""`launch` sets this variable if the ranks' standard output and standard error end on one terminal.
+"""
+OUTPUT_TERMINAL = "MPITRAIN_OUTPUT_TERMINAL"
+"""The variable in which `launch` passes the columns of its terminal, or 0 without a terminal."""
+
+USUAL = 80
+"""Columns of a terminal that does not report its size."""
+DRAWN = re.compile(rb"(\r[^\r\n\x1b]*\x1b\[K)")
+"""A drawn bar: a carriage return, the bar, and the sequence that erases the rest of the line."""
+LONGEST = 4096
+"""Upper bound of the bytes of the current line that a screen remembers."""
+
+
+def columns(descriptor: int = 2) -> int:
+    """Return the columns of the terminal of a file descriptor, else of COLUMNS, else USUAL."""
+    try:
+        known = os.get_terminal_size(descriptor).columns
+    except OSError:
+        known = 0
+    variable = os.environ.get("COLUMNS", "")
+    return known or (int(variable) if variable.isdecimal() else 0) or USUAL
+
+
+def width() -> int | None:
+    """Return the columns of the terminal behind standard error, or None without one.
+
+    The terminal may be behind the pipes of `launch`.
+    """
+    if os.isatty(2):
+        return columns()
+    value = os.environ.get(TERMINAL, "")
+    return int(value) if value.isdecimal() else None
+
+
+def output_columns() -> int:
+    """Return the columns of the terminal behind standard output, or 0 without one.
+
+    The terminal may be behind the pipe of `launch`.
+    """
+    # `launch` is right even where mpirun gives its ranks a pseudo-terminal.
+    value = os.environ.get(OUTPUT_TERMINAL, "")
+    if value.isdecimal():
+        return int(value)
+    # The terminal that mpirun makes for its ranks has no columns.
+    return os.get_terminal_size(1).columns if os.isatty(1) else 0
+
+
+def is_one_terminal() -> bool:
+    return os.isatty(1) and os.isatty(2) and os.path.samestat(os.fstat(1), os.fstat(2))
+
+
+def shows_output() -> bool:
+    """Return whether both streams end on one terminal, also through the pipes of `launch`."""
+    return ONE_TERMINAL in os.environ or is_one_terminal()
+
+
+class Screen:
+    """Tracker of the last line of a terminal, on which a progress bar and other text alternate.
+
+    lock  serialises the calls and writes of several threads that share a terminal
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._line = b""
+        """The bytes since the last line break or carriage return."""
+
+    def lead(self, data: bytes) -> bytes:
+        """Return a line break if `data` must not continue the current line, else b"".
+
+        Text after a bar must not, nor a bar after an unfinished line of text.
+        """
+        is_bar = self._line != b"\r\x1b[K" and bool(DRAWN.fullmatch(self._line))
+        is_text = self._line[:1] not in (b"", b"\r")
+        follows_bar = is_bar and data[:1] not in (b"\r", b"\n", b"")
+        runs_into = follows_bar or (is_text and DRAWN.match(data))
+        line = ((b"" if runs_into else self._line) + data).rpartition(b"\n")[2]
+        self._line = line[max(0, line.rfind(b"\r")) :][-LONGEST:]
+        return b"\n" if runs_into else b""
+
+    def place(self, data: bytes) -> bytes:
+        """Separate the bars and texts in `data` by line breaks, and cut bars to the terminal's width.
+
+        One `data` may have the output of several ranks, as a launcher forwards it.
+        """
+        # If a line fills the last column, the terminal erases its last character.
+        most = len("\r") + columns() - 1
+        placed = b""
+        for piece in filter(None, DRAWN.split(data)):
+            placed += self.lead(piece)
+            if DRAWN.fullmatch(piece):
+                piece = piece[:-3].decode(errors="replace")[:most].encode() + piece[-3:]
+            placed += piece
+        return placed
 
 
 class OutputError(MpitrainError):

@@ -1,4 +1,4 @@
-"""The progress display of a run on rank 0: a bar on a terminal, plain lines elsewhere."""
+"""The progress display of a run or a benchmark on rank 0: a bar on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -9,10 +9,10 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from mpitrain.cli.terminal import last_words
-from mpitrain.cli.terminal.screen import shows_output, width
-from mpitrain.cli.terminal.status import is_launched, status
-from mpitrain.collectives.selection.algorithm import shown
+from mpitrain.cli.terminal import stop_requests
+from mpitrain.cli.terminal.output import shows_output, width
+from mpitrain.cli.terminal.stop_requests import is_launched, status
+from mpitrain.collectives.selection.own_algorithm import shown
 from mpitrain.collectives.selection.tuning import DEFAULT, foreign
 from mpitrain.config import Config
 from mpitrain.errors import visible
@@ -63,6 +63,31 @@ def bar(steps: int, first: int = 0, form: str | None = None) -> Bar:
     return shown
 
 
+class RowPrinter:
+    """A printer of measured rows; on a terminal a bar below them shows the time left."""
+
+    def __init__(self, total: int, unit: str = "rows"):
+        """Start the bar.
+
+        total  upper bound of the number of rows, or of other units, that will be measured
+        unit   the noun for one of them, in the bar
+        """
+        form = "{percentage:3.0f}% |{bar}| {n}/{total} " + unit + ", {remaining} left{postfix}"
+        self._bar = bar(total, form=form)
+
+    def say(self, text: str) -> None:
+        self._bar.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+    def count(self, note: str = "") -> None:
+        self._bar.set_postfix_str(note, refresh=False)
+        self._bar.update()
+
+    def close(self) -> None:
+        self._bar.leave = False
+        self._bar.close()
+
+
 SKIPPED = {
     "empty": "no target counts",
     "skipped": "not finite",
@@ -83,8 +108,8 @@ class Progress(Watcher):
     def on_agreed(self, config: Config, hosts: Sequence[str]) -> None:
         if advice := unmeasured(config, hosts):
             print(advice, flush=True)
-        if not is_launched() and last_words.parent() == "prterun":
-            print(last_words.ADVICE, flush=True)
+        if not is_launched() and stop_requests.parent() == "prterun":
+            print(stop_requests.ADVICE, flush=True)
 
     def on_begin(self, config: Config, run_dir: Path, record: dict[str, Any]) -> None:
         c, m = config, config.model
@@ -181,7 +206,6 @@ def slow_rank(record: dict[str, Any]) -> str:
 
 
 def _limit(record: dict[str, Any]) -> str:
-    """Return the reason of a stop, if that is the time limit of the batch job."""
     left = record.get("before_limit_s")
     return f", {left:.0f} s before the time limit of the job" if left is not None else ""
 
@@ -232,7 +256,6 @@ def slow_products(config: Config) -> str:
 
 
 def way(config: Config) -> str:
-    """Return in words how the ranks divide the work."""
     layout, replication = config.layout, config.replication
     if servers := servers_of(config):
         return f"{servers} of them {replication.update} server(s)"

@@ -1,25 +1,133 @@
-"""Stop requests: the signals that ask a command for its results so far, and an end."""
+"""The end of a run: signals that ask for it, the last line, and the status lines that `launch` reads.
+
+A status line is an element of a JSON text sequence (RFC 7464): record separator, object, line
+break. It travels on standard output, the only channel that every launcher forwards from every
+host. `launch` requests it by an option of the interpreter, because command lines reach all hosts.
+
+From Ctrl-C or TERM on, prterun (the program behind `mpirun` since Open MPI 5) forwards no output.
+It sends its ranks CONT at once, TERM after 0.25 s and KILL after another 0.25 s. None of its
+options changes these times (odls_base_default_fns.c).
+"""
 
 import faulthandler
+import json
 import math
 import os
+import re
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 from mpitrain.cli import NOT_BEGUN, STOPPED
-from mpitrain.cli.terminal import last_words
-from mpitrain.cli.terminal.status import status
 
-ANNOUNCED = 1.2 * last_words.SECONDS
+SECONDS = 0.25
+"""Seconds between CONT and TERM, and again between TERM and KILL."""
+ADVICE = (
+    f"note: mpirun kills its ranks {SECONDS} s after it sends them TERM, which may be before a checkpoint is written; "
+    "`mpitrain launch` is needed to stop safely by Ctrl-C or TERM (or send mpirun USR1)"
+)
+ANNOUNCED = 1.2 * SECONDS
 """Seconds to wait for a TERM after the CONT that Open MPI's mpirun sends first."""
 ATTEMPTS = 20
 """Attempts to remove a temporary directory in which files may still appear."""
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that request a stop."""
+FLAG = "mpitrain_launched"
+"""The value of Python's option -X on every rank that `launch` starts."""
+Event = Literal["began", "ended", "stopped", "not begun"]
+LONGEST = 8192
+"""Upper bound of the bytes of a status line."""
+
+MARK = b'\x1e{"mpitrain": '
+TAG = rb"(?:^(?:(?:\[[^\]\n]*\])+(?:<\w+>)?: ?|\d+: ?))?"
+"""The start of a line, with the tag of its rank that some launchers add."""
+STATUS = re.compile(TAG + re.escape(MARK[:1]) + rb"(\{\"mpitrain\": .*)\n", re.MULTILINE)
+UNFINISHED = re.compile(TAG + re.escape(MARK[:1]) + rb"[^\x1e\n]*\Z", re.MULTILINE)
+
+
+def parent() -> str:
+    """Return the name of the program that started this process, or "" if it is unknown.
+
+    For Open MPI's mpirun it is "prterun", and "prted" on other hosts.
+    """
+    with suppress(OSError):
+        return Path(f"/proc/{os.getppid()}/comm").read_text().strip()
+    return ""
+
+
+def say_last(text: str) -> None:
+    """Write a line to mpirun's own standard output; print it if mpirun is not the parent."""
+    if parent() == "prterun":
+        with suppress(OSError):
+            # The write does not block: a pipe without a reader must not delay the exit.
+            flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+            descriptor = os.open(f"/proc/{os.getppid()}/fd/1", flags)
+            try:
+                os.write(descriptor, f"{text}\n".encode())
+                return
+            finally:
+                os.close(descriptor)
+    print(text, flush=True)
+
+
+def is_launched() -> bool:
+    """Return whether `launch` started this rank; it can stop a run without ending its launcher."""
+    return FLAG in sys._xoptions
+
+
+def status(event: Event, run_dir: str = "") -> str:
+    """Return the status line of an event, or "" if no `launch` reads it.
+
+    began      the run directory exists; `run_dir` is its path
+    ended      all steps are done, and the replicas are bitwise equal
+    stopped    the run stopped on request, after a checkpoint
+    not begun  the run stopped on request, before it had a run directory
+    """
+    if not is_launched():
+        return ""
+    return f"\x1e{json.dumps({'mpitrain': event, 'run_dir': run_dir})}\n"
+
+
+class StatusFilter:
+    """Removes the status lines from a stream of bytes.
+
+    note  is called with event and run directory of each line
+    held  withheld bytes that may become a status line
+    """
+
+    def __init__(self, note: Callable[[str, str], None]):
+        self._note = note
+        self.held = b""
+
+    def pass_on(self, chunk: bytes) -> bytes:
+        """Return the bytes that belong to no status line."""
+        data, self.held = STATUS.sub(self._read, self.held + chunk), b""
+        rest = UNFINISHED.search(data)
+        if rest and self._may_become_status(rest[0][rest[0].index(MARK[:1]) :]):
+            data, self.held = data[: rest.start()], rest[0]
+        return data
+
+    def release(self) -> bytes:
+        """Return the withheld bytes, unless they have become the start of a status line."""
+        held, self.held = self.held, b""
+        if MARK in held:
+            held, self.held = b"", held
+        return held
+
+    def _read(self, match: re.Match[bytes]) -> bytes:
+        with suppress(ValueError, KeyError, TypeError):
+            facts = json.loads(match[1])
+            self._note(facts["mpitrain"], facts["run_dir"])
+        return b""
+
+    def _may_become_status(self, text: bytes) -> bool:
+        return MARK.startswith(text) or (text.startswith(MARK) and len(text) < LONGEST)
 
 
 def _not_begun() -> str:
@@ -60,7 +168,7 @@ class Stop:
         threading.Thread(target=self._listen, args=(heard, rank), name="stop", daemon=True).start()
         for number in REQUESTS:
             signal.signal(number, self._note)
-        if last_words.parent() in ("prterun", "prted"):
+        if parent() in ("prterun", "prted"):
             signal.signal(signal.SIGCONT, self._announce)
 
     def note(self) -> None:
@@ -121,6 +229,6 @@ class Stop:
         After TERM, mpirun forwards no output: the line then goes to mpirun's own standard output.
         """
         if self._is_terminated:
-            last_words.say(text)
+            say_last(text)
         else:
             print(text, flush=True)

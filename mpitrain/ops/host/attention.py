@@ -22,11 +22,6 @@ QUERIES = 64
 """Queries per block: smaller blocks skip more of the masked half, but make slower products."""
 
 
-def attention(qkv, heads, arena, starts=None):
-    """Return (y, saved), in tiles from TILED_FROM tokens on.    qkv: (B, T, 3C); y: (B, T, C)"""
-    return _body(qkv).attention(qkv, heads, arena, starts)
-
-
 def attention_backward(dy, saved, arena):
     return saved.backward(dy, arena)
 
@@ -88,27 +83,6 @@ def _attend(q, keys, values, firsts, out, arena):
     np.divide(np.matmul(exp, values[:, :, :seen]), sums, out=out)
 
 
-def attention_dropout(qkv, heads, key, step, first, every, rate, arena, starts=None):
-    return _dropping(_body)(qkv, heads, key, step, first, every, rate, arena, starts)
-
-
-attention_dropout_backward = attention_backward
-
-
-def _body(qkv: Any) -> Any:
-    return attention_tiled if qkv.shape[1] >= TILED_FROM else attention_whole
-
-
-def _dropping(body: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return attention with dropout.    body: (qkv) -> the module of the body"""
-
-    def run(qkv, heads, key, step, first, every, rate, arena, starts=None):
-        mask = AttentionMask(key, step, first, every, rate, qkv.shape[1])
-        return body(qkv).attended(qkv, heads, mask, arena, starts)
-
-    return run
-
-
 class Forwards(NamedTuple):
     """The forward functions for one value of memory.attention, without and with dropout."""
 
@@ -116,9 +90,30 @@ class Forwards(NamedTuple):
     attention_dropout: Callable[..., Any]
 
 
+def _forwards(attended: Callable[..., Any]) -> Forwards:
+    """Return the forward functions of a body: (qkv, heads, masks or None, arena, starts) -> (y, saved)."""
+
+    def attention(qkv, heads, arena, starts=None):
+        return attended(qkv, heads, None, arena, starts)
+
+    def attention_dropout(qkv, heads, key, step, first, every, rate, arena, starts=None):
+        masks = AttentionMask(key, step, first, every, rate, qkv.shape[1])
+        return attended(qkv, heads, masks, arena, starts)
+
+    return Forwards(attention, attention_dropout)
+
+
+def _by_length(qkv, *arguments):
+    body = attention_tiled if qkv.shape[1] >= TILED_FROM else attention_whole
+    return body.attended(qkv, *arguments)
+
+
 FORWARDS = {
-    "auto": Forwards(attention, attention_dropout),
-    "tiled": Forwards(attention_tiled.attention, _dropping(lambda qkv: attention_tiled)),
-    "whole": Forwards(attention_whole.attention, _dropping(lambda qkv: attention_whole)),
+    "auto": _forwards(_by_length),
+    "tiled": _forwards(attention_tiled.attended),
+    "whole": _forwards(attention_whole.attended),
 }
 """{value of memory.attention: its forward functions}"""
+
+attention, attention_dropout = FORWARDS["auto"]
+attention_dropout_backward = attention_backward

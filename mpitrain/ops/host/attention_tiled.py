@@ -84,10 +84,6 @@ class ForwardTile(NamedTuple):
         )
 
 
-def attention(qkv, heads, arena, starts=None, tile=None):
-    return attended(qkv, heads, None, arena, starts, tile)
-
-
 def attended(qkv, heads, drop, arena, starts=None, tile=None):
     batch, length, packed = qkv.shape
     width, dtype = packed // 3 // heads, qkv.dtype

@@ -49,10 +49,6 @@ class WholeState(NamedTuple):
         return _backward(dy, self, arena)
 
 
-def attention(qkv, heads, arena, starts=None):
-    return attended(qkv, heads, None, arena, starts)
-
-
 @np.errstate(over="ignore")  # The row sums show an overflow of an exponential.
 def attended(qkv, heads, drop, arena, starts=None):
     batch, length, packed = qkv.shape

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from mpitrain.errors import ConfigError
-from mpitrain.plots import painter, save
+from mpitrain.plots import add_legend, legible, look, save, subplots, titled
 from mpitrain.run.metrics import is_number
-from mpitrain.tools.bench.collectives.plot import look
 
 AXES = {
     "steps": "optimizer steps",
@@ -38,20 +37,16 @@ def draw(
     title   default: the names of the runs
     raises  ConfigError if a run has no losses over this quantity
     """
-    pyplot = painter()
     from matplotlib.ticker import EngFormatter, MaxNLocator, ScalarFormatter
 
-    figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
+    figure, axes = subplots(9, 5.5)
     curves = {
-        name: [points(records, field, over) for field in ("loss", "val_loss")]
+        name: (points(records, "loss", over), points(records, "val_loss", over))
         for name, records in runs.items()
     }
+    last = max((x for both in curves.values() for curve in both for x, _ in curve), default=0)
     xlabel, unit = AXES[over], 1
-    if (
-        over == "time"
-        and max((x for both in curves.values() for curve in both for x, _ in curve), default=0)
-        > LONG
-    ):
+    if over == "time" and last > LONG:
         xlabel, unit = xlabel.replace("seconds", "minutes"), 60
     for number, (name, both) in enumerate(curves.items()):
         colour, dash, mark = look(number)
@@ -62,23 +57,16 @@ def draw(
                 "Name a run that has trained, or another --over.",
             )
         line = smooth(trained)
-        label = f"{legible(name)}: training {line[-1][1]:#.4g}" + (
-            f", validation {validated[-1][1]:#.4g}" if validated else ""
-        )
+        label = f"{legible(name)}: training {line[-1][1]:#.4g}"
+        label += f", validation {validated[-1][1]:#.4g}" if validated else ""
         axes.plot(
             *zip(*line, strict=True), color=colour, linestyle=dash, linewidth=1.8, label=label
         )
         if len(trained) >= 2 * SMOOTHED:
             axes.plot(*zip(*trained, strict=True), color=colour, linewidth=0.7, alpha=0.3, zorder=1)
         if validated:
-            axes.plot(
-                *zip(*validated, strict=True),
-                mark,
-                color=colour,
-                markeredgecolor="black",
-                markersize=6,
-                zorder=4,
-            )
+            style = {"markeredgecolor": "black", "markersize": 6, "zorder": 4}
+            axes.plot(*zip(*validated, strict=True), mark, color=colour, **style)
     if any(validated for _, validated in curves.values()):
         axes.plot([], [], "o", color="white", markeredgecolor="black", label="validation")
     axes.set_title(title or titled(runs), fontsize="medium", parse_math=False)
@@ -93,26 +81,8 @@ def draw(
             ticks(ScalarFormatter())
     axes.grid(alpha=0.3, which="both")
     axes.spines[["top", "right"]].set_visible(False)
-    for text in axes.legend(fontsize="small").get_texts():
-        text.set_parse_math(False)  # a dollar sign stays a dollar sign
+    add_legend(axes)
     save(figure, path, 120)
-    pyplot.close(figure)
-
-
-def titled(runs: Iterable[str]) -> str:
-    """Return a title with the names of the runs, or the first three and the number of others."""
-    names = [*map(legible, runs)]
-    return ", ".join(names if len(names) <= 4 else [*names[:3], f"and {len(names) - 3} more"])
-
-
-def legible(name: str) -> str:
-    """Return a path as a matplotlib label, with escapes for bytes that are not UTF-8.
-
-    matplotlib hides labels that begin with an underscore, so such a path begins with "./".
-    """
-    return ("./" if name.startswith("_") else "") + name.encode(
-        "utf-8", "backslashreplace"
-    ).decode()
 
 
 def points(

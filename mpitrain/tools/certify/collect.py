@@ -1,26 +1,43 @@
-"""The measurements of a certificate, one after the other, on all ranks."""
+"""The measurements of a certificate, one after the other, on all ranks.
 
-from collections.abc import Callable, Iterator, Sequence
+Speeds, links and collectives are measured by `bench`, and the machine is examined by `doctor`. Seeded
+steps and short training runs must have equal bits.
+"""
+
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from threadpoolctl import threadpool_info
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from mpitrain.collectives.selection.tuning import DEFAULT
+from mpitrain.config import Config, parse
+from mpitrain.data import Unopened
+from mpitrain.errors import MpitrainError
 from mpitrain.machine import process
 from mpitrain.machine.process import processor
+from mpitrain.run.build import build
+from mpitrain.run.loop import train
 from mpitrain.tools.bench.collectives.operations import OPERATIONS
-from mpitrain.tools.bench.collectives.request import SweepRequest
-from mpitrain.tools.bench.collectives.sweep import sweep
-from mpitrain.tools.bench.links.pairs import BETWEEN, Pair, merged
-from mpitrain.tools.bench.links.pairs import measure as measure_pairs
-from mpitrain.tools.certify.arithmetic import step_digests
-from mpitrain.tools.certify.evidence import Evidence, Facts, ProbeFinding, Speeds, WrongCollective
-from mpitrain.tools.certify.limits import Limits
-from mpitrain.tools.certify.repeats import repeat
-from mpitrain.tools.certify.speeds import Sampler, measure, turns, with_more
-from mpitrain.tools.certify.verdict import slow_ranks
+from mpitrain.tools.bench.collectives.sweep import Sweep, SweepRequest
+from mpitrain.tools.bench.kernels.host_products import Sampler
+from mpitrain.tools.bench.pairs import BETWEEN, Pair, merged
+from mpitrain.tools.bench.pairs import measure as measure_pairs
+from mpitrain.tools.certify.verdict import (
+    Evidence,
+    Facts,
+    Jobs,
+    Limits,
+    Speeds,
+    WrongCollective,
+    slow_ranks,
+)
+from mpitrain.tools.doctor.probes import Problem
+from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
 AGAIN = 3
@@ -29,6 +46,9 @@ SIZES = (4 << 10, 1 << 20)
 """Bytes of the arrays of the collectives."""
 SHORT, LONG = 8, 4 << 20
 """Bytes of the messages between two nodes."""
+STEPS, ROWS, TOKENS, CLASSES = 2, 4, 32, 96
+RUN_STEPS, STOP = 6, 3
+"""Steps of a run, and the step after which the third run stops and resumes."""
 
 
 def facts() -> Facts:
@@ -53,7 +73,7 @@ def collect(
     work: Path,
     rounds: int,
     sample: Sampler,
-    examine: Callable[[], Sequence[ProbeFinding]],
+    examine: Callable[[], Sequence[Problem]],
     absent: dict[str, str],
     own: Callable[[], Facts] = facts,
 ) -> Iterator[Evidence]:
@@ -98,7 +118,6 @@ def collect(
 def _speeds(
     transport: Transport, everyone: Sequence[Facts], limits: Limits, rounds: int, sample: Sampler
 ) -> list[Speeds]:
-    """Measure all ranks, then the slow ones again while all others sleep."""
     speeds = measure(transport, turns(everyone), rounds, sample)
     for _ in range(AGAIN):
         slow = slow_ranks(everyone, speeds, limits)
@@ -131,8 +150,186 @@ def collectives(transport: Transport) -> tuple[int, list[WrongCollective]]:
         request = SweepRequest(
             operation, (), SIZES, np.dtype("float32"), 2, 1, ("window", "plain"), 1
         )
-        for row in sweep(transport, request, DEFAULT):
+        for row in Sweep(transport, request, DEFAULT):
             checked += 1
             if row.wrong:
                 wrong.append(WrongCollective(operation, row.algorithm, row.wrong))
     return checked, wrong
+
+
+def turns(facts: Sequence[Facts]) -> list[list[int]]:
+    """Return groups of ranks that measure at the same time. No two ranks of a group share a core."""
+    groups: list[list[int]] = []
+    used: list[set[tuple[str, int]]] = []
+    for rank, fact in enumerate(facts):
+        cores = {(fact.machine, core) for core in fact.cores}
+        for turn, busy in zip(groups, used, strict=True):
+            if not cores & busy:
+                turn.append(rank)
+                busy |= cores
+                break
+        else:
+            groups.append([rank])
+            used.append(cores)
+    return groups
+
+
+def measure(
+    transport: Transport, order: Sequence[Sequence[int]], rounds: int, sample: Sampler
+) -> list[Speeds]:
+    """Take a sample of each listed rank in each round; collective. Return all samples, by rank.
+
+    order  the turns of a round; ranks wait asleep while others measure
+    """
+    samples = Speeds([], [])
+    for _ in range(rounds):
+        for turn in order:
+            transport.gather_text(None)
+            if transport.rank in turn:
+                gemm, memory = sample()
+                samples.gemm.append(gemm)
+                samples.memory.append(memory)
+    return [Speeds(*own) for own in transport.gather_text(samples)]
+
+
+def with_more(speeds: Sequence[Speeds], more: Sequence[Speeds]) -> list[Speeds]:
+    return [
+        Speeds([*own.gemm, *new.gemm], [*own.memory, *new.memory])
+        for own, new in zip(speeds, more, strict=True)
+    ]
+
+
+def small_config(**sections: dict[str, object]) -> Config:
+    tables: dict[str, dict[str, object]] = {
+        "model": {"layers": 2, "width": 64, "heads": 2, "context": TOKENS},
+        "batch": {"size": ROWS},
+        "optimizer": {"schedule": "constant", "warmup": 0},
+        "device": {"kind": "cpu"},
+        "run": {"seed": 11},
+    }
+    for name, table in sections.items():
+        tables[name] = {**tables.get(name, {}), **table}
+    return parse(tables)
+
+
+def digest(tensors: Mapping[str, np.ndarray]) -> str:
+    """Return the first 16 digits of the SHA-256 of all tensors, in the order of their names."""
+    sha256 = hashlib.sha256()
+    for name in sorted(tensors):
+        sha256.update(name.encode())
+        sha256.update(np.ascontiguousarray(tensors[name]).tobytes())
+    return sha256.hexdigest()[:16]
+
+
+def step_digests(transport: Transport, repeats: int = 2) -> list[tuple[str, ...]]:
+    """Train alone on each rank, several times; return the digests of all ranks. Collective.
+
+    BLAS uses one thread, so the number of cores of a rank does not change the bits.
+    """
+    own = transport.split(transport.rank)
+    assert own is not None
+    with threadpool_limits(1, user_api="blas"):
+        digests = [_trained(own) for _ in range(repeats)]
+    everyone = transport.gather_text(digests)
+    own.close()
+    return [tuple(digests) for digests in everyone]
+
+
+def _trained(alone: Transport) -> str:
+    config = small_config()
+    source = Unopened("tokens", (TOKENS,), CLASSES, CLASSES)
+    job = build(alone, config, source=source)
+    draw = np.random.default_rng(11)
+    for step in range(STEPS):
+        tokens = draw.integers(0, CLASSES, (ROWS, TOKENS + 1))
+        job.trainer.step(step, tokens[:, :-1], tokens[:, 1:])
+    bits = digest(job.trainer.tensors())
+    job.close()
+    return bits
+
+
+def repeat(transport: Transport, work: Path) -> Jobs:
+    """Run a job twice, the second time on other nodes, and once more through a checkpoint.
+
+    Collective. The files are in the new directory `work`, which is removed at the end.
+
+    raises  ConfigError on every rank if `work` cannot be made
+    """
+
+    def make() -> None:
+        if transport.rank == 0:
+            work.mkdir(mode=0o700)
+
+    on_all_ranks(transport, make)
+    errors: list[str] = []
+
+    def run(name: str, keys: Sequence[int], stops: int = 0, resume: str = "no") -> str:
+        """Train with the ranks in the order of `keys`; return the digest, "" after any error."""
+        if errors:
+            return ""
+        placed = transport.split(0, keys[transport.rank])
+        assert placed is not None
+        try:
+            return _run(placed, _config(work / name, transport.size), stops, resume)
+        except MpitrainError as error:
+            if not error.agreed:
+                raise
+            errors.append(error.law)
+            return ""
+        finally:
+            placed.close()
+
+    try:
+        same, other = list(range(transport.size)), moved(transport.hosts)
+        first = run("first", same)
+        again = run("moved", other)
+        run("resumed", same, STOP)
+        resumed = run("resumed", same, 0, "yes")
+    finally:
+        if transport.rank == 0:
+            with suppress(OSError):
+                shutil.rmtree(work)
+    return Jobs(first, again, resumed, errors)
+
+
+def moved(hosts: Sequence[str]) -> list[int]:
+    """Return the new rank of each rank: all ranks of a host move to the next host.
+
+    The ranks of one host stay neighbours. On a single host each rank moves by one.
+    """
+    names = list(dict.fromkeys(hosts))
+    if len(names) == 1:
+        return [(rank + 1) % len(hosts) for rank in range(len(hosts))]
+    order = sorted(
+        range(len(hosts)), key=lambda rank: ((names.index(hosts[rank]) + 1) % len(names), rank)
+    )
+    return [order.index(rank) for rank in range(len(hosts))]
+
+
+def _config(folder: Path, ranks: int) -> Config:
+    return small_config(
+        batch={"size": 2 * ranks},
+        run={"steps": RUN_STEPS, "out": str(folder), "log_every": 1, "eval_every": -1, "sample": 0},
+        checkpoint={"every": 0},
+        replication={"algorithm": "ring"},
+    )
+
+
+def _run(
+    transport: Transport,
+    config: Config,
+    stops: int,
+    resume: str,
+) -> str:
+    steps = 0
+
+    def asked() -> bool:
+        nonlocal steps
+        steps += 1
+        return steps == stops
+
+    finished = train(transport, lambda: config, resume, asked)
+    finished.job.trainer.sync_parameters()
+    bits = digest(finished.job.trainer.tensors())
+    finished.job.close()
+    return transport.gather_text(bits)[0]

@@ -5,13 +5,11 @@ from typing import Any
 from xml.etree import ElementTree
 
 from mpitrain.errors import visible
-from mpitrain.tools.certify.evidence import Evidence, Speeds
-from mpitrain.tools.certify.verdict import RATES, Certificate, best, usual_rates
+from mpitrain.tools.certify.verdict import RATES, Certificate, Evidence, Speeds, best, usual_rates
 from mpitrain.tools.text_table import figure
 
 
 def lines(evidence: Evidence, certificate: Certificate) -> list[str]:
-    """Return the failures, a line for each other node, and the result."""
     failed, others = failures(certificate), []
     sound = [verdict.node for verdict in certificate.nodes if not verdict.reasons]
     for node in sound:
@@ -30,7 +28,6 @@ def lines(evidence: Evidence, certificate: Certificate) -> list[str]:
 
 
 def failures(certificate: Certificate) -> list[str]:
-    """Return a line for each reason of a node, and for each other failure."""
     pairs = [(verdict.node, why) for verdict in certificate.nodes for why in verdict.reasons]
     pairs += [("", why) for why in certificate.others]
     return [f"{visible(node):<{_width(certificate)}}  FAIL  {visible(why)}" for node, why in pairs]
@@ -52,7 +49,6 @@ def _speeds(evidence: Evidence, node: str) -> str:
 def document(
     evidence: Evidence, certificate: Certificate, header: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the JSON document: verdicts, usual values and all measurements."""
     speeds = evidence.speeds or [Speeds([], [])] * len(evidence.facts)
     steps: Sequence[tuple[str, ...]] = evidence.steps or [()] * len(evidence.facts)
     usual = {name: max(usual_rates(evidence.facts, speeds, name), default=0.0) for name in RATES}
@@ -84,7 +80,6 @@ def document(
 
 
 def junit(certificate: Certificate) -> str:
-    """Return a JUnit file: a test case for each node, and one for each other failure."""
     cases = [(verdict.node, verdict.reasons) for verdict in certificate.nodes]
     cases += [("job", [reason]) for reason in certificate.others]
     failures = sum(bool(reasons) for _, reasons in cases)

@@ -1,14 +1,22 @@
-"""The verdict on each node: a pure function of the measurements and the limits."""
+"""The measurements of a certificate as plain data, its limits, and the verdict on each node.
+
+The verdict is a pure function of measurements and limits.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mpitrain.config.whole import read_toml
+from mpitrain.errors import ConfigError
 from mpitrain.machine.process import room_for
-from mpitrain.tools.bench.links.pairs import BETWEEN, Pair, bad_everywhere, odd_pairs
-from mpitrain.tools.certify.evidence import Evidence, Facts, Speeds
-from mpitrain.tools.certify.limits import Limits
+from mpitrain.strict_json import complaint
+from mpitrain.tools.bench.pairs import BETWEEN, Pair, bad_everywhere, odd_pairs
+from mpitrain.tools.doctor.probes import Problem
 from mpitrain.tools.text_table import figure
 
 RATES = {
@@ -16,6 +24,136 @@ RATES = {
     "memory": ("memory", 1e9, "GB/s"),
 }
 """{field of `Speeds`: (name, unit, name of the unit)}."""
+
+
+class Facts(NamedTuple):
+    """The facts about one rank.
+
+    node       its host name
+    machine    boot identifier of the kernel; namespaces and containers of one machine share it
+    cores      cores that it may use
+    processor  name of the processor; ranks of one processor compute the same bits
+    blas       name, version and kernels of NumPy's BLAS
+    shared     bytes free in /dev/shm
+    """
+
+    node: str
+    machine: str
+    cores: list[int]
+    processor: str
+    blas: str
+    shared: int
+
+
+class Speeds(NamedTuple):
+    """The samples of one rank, a value for each round.
+
+    gemm    operations per second of a float32 matrix product
+    memory  bytes per second that a copy reads and writes
+    """
+
+    gemm: list[float]
+    memory: list[float]
+
+
+class WrongCollective(NamedTuple):
+    """A collective with wrong elements.
+
+    wrong  number of wrong elements over all ranks
+    """
+
+    operation: str
+    algorithm: str
+    wrong: int
+
+
+class Jobs(NamedTuple):
+    """The short training runs. A digest covers all parameters after the last step.
+
+    first    digest of the run with the ranks in their order
+    moved    digest of the run with the ranks on other nodes; "" if it did not run
+    resumed  digest of the run that stopped, was read from its checkpoint and went on
+    errors   messages of runs that failed
+    """
+
+    first: str = ""
+    moved: str = ""
+    resumed: str = ""
+    errors: Sequence[str] = ()
+
+
+class Evidence(NamedTuple):
+    """The measurements of a certificate so far; lists are by rank where no key says otherwise.
+
+    steps         two digests of the same seeded training step, alone on each rank
+    pairs         links between nodes, measured from the first rank of each; ranks are node numbers
+    collectives   number of checked collectives
+    wrong         the collectives with wrong elements
+    findings      problems from `doctor`
+    absent        {node: reason} of nodes that did not answer
+    awaits        the measurement that comes next; "" at the end
+    """
+
+    facts: Sequence[Facts] = ()
+    speeds: Sequence[Speeds] = ()
+    steps: Sequence[tuple[str, str]] = ()
+    pairs: Sequence[Pair] = ()
+    collectives: int = 0
+    wrong: Sequence[WrongCollective] = ()
+    findings: Sequence[Problem] = ()
+    jobs: Jobs = Jobs()
+    absent: dict[str, str] = {}
+    awaits: str = ""
+
+    @property
+    def nodes(self) -> list[str]:
+        return list(dict.fromkeys(fact.node for fact in self.facts))
+
+    @property
+    def crowded(self) -> set[str]:
+        """The nodes whose ranks share cores, perhaps with other nodes of the same machine."""
+        ranks = Counter(fact.machine for fact in self.facts)
+        cores: dict[str, set[int]] = {}
+        for fact in self.facts:
+            cores.setdefault(fact.machine, set()).update(fact.cores)
+        return {fact.node for fact in self.facts if ranks[fact.machine] > len(cores[fact.machine])}
+
+
+class Limits(BaseModel):
+    """The limits of a node. A limit of 0 is not applied.
+
+    nodes        names of the nodes that must answer
+    gemm_GFLOPs  lowest accepted rate of a matrix product on each rank, 1e9 operations per second
+    memory_GBs   lowest accepted bandwidth of main memory of each rank
+    link_GBs     lowest accepted bandwidth between two nodes, one way
+    link_us      highest accepted latency between two nodes, one way
+    ratio        lowest accepted rate of a rank, relative to the median of the nodes with the same processor
+    shm_MB       least accepted free space in /dev/shm
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    nodes: list[str] = []
+    gemm_GFLOPs: float = Field(0.0, ge=0, allow_inf_nan=False)
+    memory_GBs: float = Field(0.0, ge=0, allow_inf_nan=False)
+    link_GBs: float = Field(0.0, ge=0, allow_inf_nan=False)
+    link_us: float = Field(0.0, ge=0, allow_inf_nan=False)
+    ratio: float = Field(0.5, ge=0, le=1)
+    shm_MB: float = Field(64.0, ge=0, allow_inf_nan=False)
+
+
+def read_limits(path: Path) -> Limits:
+    """Read limits from a TOML file.
+
+    raises  ConfigError that names the file and the key
+    """
+    try:
+        return Limits.model_validate(read_toml(path))
+    except ValidationError as error:
+        raise ConfigError(
+            f"{path} is no file of limits: {complaint(error)}.",
+            f"Its keys are {', '.join(Limits.model_fields)}.",
+        ) from None
 
 
 class NodeVerdict(NamedTuple):
@@ -38,7 +176,6 @@ class Certificate(NamedTuple):
 
     @property
     def passes(self) -> bool:
-        """Whether every node passes and nothing else fails."""
         return not (self.awaits or self.others or any(verdict.reasons for verdict in self.nodes))
 
 
@@ -88,7 +225,6 @@ def usual_rates(facts: Sequence[Facts], speeds: Sequence[Speeds], name: str) -> 
 
 
 def slow_ranks(facts: Sequence[Facts], speeds: Sequence[Speeds], limits: Limits) -> list[int]:
-    """Return the ranks below the limits, which are measured again before they count."""
     slow = set()
     for name in RATES:
         least = _least(name, limits)

@@ -13,7 +13,7 @@ from mpitrain import __version__
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 from mpitrain.machine.process import KINDS, processor
-from mpitrain.tools.doctor.child import FAILED, in_child
+from mpitrain.tools.doctor.trials import FAILED, in_child
 
 SMALL_SHM = 64 << 20
 """Bytes of /dev/shm in a container by default: too few for ranks that share memory."""
@@ -117,7 +117,6 @@ def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
 
 
 def uses() -> dict[str, str]:
-    """Return {optional module: its use}."""
     from mpitrain.data import SOURCES
 
     return {
@@ -167,7 +166,6 @@ def verdict(
 
 
 def warnings(everyone: list[Rank], started: process.Launched) -> Iterator[str]:
-    """Yield one message for each problem, with its remedy."""
     if started.size > len(everyone):
         yield (
             f"{started.launcher} started {started.size} processes, but MPI tells each that it is alone; they would all "

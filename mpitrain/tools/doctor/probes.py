@@ -1,16 +1,405 @@
-"""The table of probes: a question about the machine each, its measurement, and its remedy.
+"""The probes: questions about the start, the hosts and the file system of the runs, and their table.
 
-All ranks run the rows in their order. A row measures on every rank, perhaps with messages, and then
-judges the values of all ranks. Trials that can crash run in children (`child.py`).
+All ranks run the rows of PROBES in their order. A row measures on every rank, perhaps with messages,
+and then judges the values of all ranks. Trials that can crash run in children (`trials.py`).
 """
 
+import fcntl
+import os
+import tempfile
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from statistics import median_low
 from typing import Any, NamedTuple
 
-from mpitrain.tools.doctor import files, hosts, start
-from mpitrain.tools.doctor.problem import Problem, Values
+import numpy as np
+
+from mpitrain.machine import process
+from mpitrain.machine.process import SHARED_MEMORY
+from mpitrain.tools.doctor.trials import FAILED, WORKS, in_child
 from mpitrain.transport.base import Transport
+from mpitrain.transport.clocks import Clocks
+from mpitrain.transport.library import library
+
+SLOW_IMPORTS = 10.0
+"""Seconds of imports from which a shared file system is probably the reason."""
+WINDOW = 1 << 12
+"""Elements that each rank writes into a shared window."""
+LATE = 2.0
+"""Seconds of the first message from which MPI probably tries addresses that do not answer."""
+SENT = 8 << 20
+"""Bytes that each host sends to the next one while the interfaces count."""
+MOST_SKEW = 1.0
+"""Greatest accepted difference between the clocks of two hosts, in seconds."""
+NETWORKS = "/sys/class/net"
+INFINIBAND = "/sys/class/infiniband"
+
+
+class Problem(NamedTuple):
+    """A problem.
+
+    host  the affected host; "" if no single host can be named
+    text  the law with its values; a clause without a full stop
+    """
+
+    host: str
+    text: str
+
+
+class Values(NamedTuple):
+    """The values of all ranks.
+
+    hosts   host name of each rank
+    values  by rank
+    """
+
+    hosts: Sequence[str]
+    values: Sequence[Any]
+
+    def by_host(self) -> dict[str, Any]:
+        """Return the value of the first rank of each host."""
+        return {host: self.values[self.hosts.index(host)] for host in dict.fromkeys(self.hosts)}
+
+
+def look_library(transport: Transport, folder: Path) -> list[str]:
+    mpi = library()
+    return [mpi.version, mpi.path]
+
+
+def line_library(seen: Values) -> str:
+    libraries = dict.fromkeys(tuple(value) for value in seen.values)
+    return "; ".join(f"{version}, {path or 'path unknown'}" for version, path in libraries)
+
+
+def mixed_libraries(seen: Values) -> list[Problem]:
+    first = seen.values[0][0]
+    return [
+        Problem(
+            host, f"all ranks need one MPI library, but rank 0 loaded {first} and {host} {other}"
+        )
+        for host, (other, _) in dict(zip(seen.hosts, seen.values, strict=True)).items()
+        if other != first
+    ]
+
+
+def look_interface(transport: Transport, folder: Path) -> dict[str, Any]:
+    names = process.environment()
+    interfaces = [
+        kind
+        for kind, prefix in (("PMIx", "PMIX_"), ("PMI-2", "PMI2_"), ("PMI", "PMI_"))
+        if any(name.startswith(prefix) for name in names)
+    ]
+    return {
+        "launcher": process.launched().launcher,
+        "interfaces": interfaces,
+        "mpi": library().version.split()[0:2],
+    }
+
+
+def line_interface(seen: Values) -> str:
+    first = seen.values[0]
+    return f"{first['launcher']}, {' and '.join(first['interfaces']) or 'no PMI or PMIx'}"
+
+
+def missing_interface(seen: Values) -> list[Problem]:
+    problems = []
+    for host, value in seen.by_host().items():
+        needs = ["PMIx"] if value["mpi"][0] == "Open" else ["PMI-2", "PMI", "PMIx"]
+        if value["launcher"] == "Slurm" and not set(needs) & set(value["interfaces"]):
+            offered = " and ".join(value["interfaces"]) or "neither PMI nor PMIx"
+            problems.append(
+                Problem(
+                    host,
+                    f"{' '.join(value['mpi'])} needs {' or '.join(needs)}, but srun gives {host} {offered}",
+                )
+            )
+    return problems
+
+
+def look_threads(transport: Transport, folder: Path) -> str:
+    return library().thread_level
+
+
+def line_threads(seen: Values) -> str:
+    return ", ".join(dict.fromkeys(seen.values))
+
+
+def few_threads(seen: Values) -> list[Problem]:
+    return [
+        Problem(host, f"a progress thread needs level serialized, but {host} has {level}")
+        for host, level in seen.by_host().items()
+        if level in ("single", "funneled")
+    ]
+
+
+def look_gpus(transport: Transport, folder: Path) -> list[str]:
+    return process.visible_gpus()
+
+
+def line_gpus(seen: Values) -> str:
+    counts = sorted(set(map(len, seen.values)))
+    return f"{' or '.join(map(str, counts))} GPU(s) visible to a rank"
+
+
+def hidden_gpus(seen: Values) -> list[Problem]:
+    problems = []
+    for host in dict.fromkeys(seen.hosts):
+        sets = {
+            " ".join(sorted(gpus))
+            for name, gpus in zip(seen.hosts, seen.values, strict=True)
+            if name == host and gpus
+        }
+        if len(sets) > 1:
+            problems.append(
+                Problem(
+                    host,
+                    f"ranks of {host} cannot read each other's GPUs: they see {' and '.join(sorted(sets))}",
+                )
+            )
+    return problems
+
+
+def look_imports(transport: Transport, folder: Path) -> dict[str, str] | None:
+    if transport.hosts.index(transport.hosts[transport.rank]) != transport.rank:
+        return None
+    return in_child("imports", "", 120.0)
+
+
+def line_imports(seen: Values) -> str:
+    trials = seen.by_host().values()
+    if any(FAILED in value for value in trials):
+        return "failed"
+    slowest = max(trials, key=lambda value: float(value["seconds"]))
+    return f"{float(slowest['seconds']):.2f} s, {slowest['files']} files opened by each rank"
+
+
+def slow_imports(seen: Values) -> list[Problem]:
+    problems = []
+    for host, value in seen.by_host().items():
+        if FAILED in value:
+            problems.append(Problem(host, f"the imports of a run fail on {host}: {value[FAILED]}"))
+        elif float(value["seconds"]) > SLOW_IMPORTS:
+            problems.append(
+                Problem(host, f"imports take {float(value['seconds']):.0f} s on {host}")
+            )
+    return problems
+
+
+def look_windows(transport: Transport, folder: Path) -> str:
+    """Fill shared memory in a child, then read the neighbours' blocks of a real window.
+
+    Returns "" if that works, or if this rank is alone on its host.
+    """
+    hosts, rank = transport.hosts, transport.rank
+    host_ranks = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    has_trial = len(host_ranks) > 1 and host_ranks[0] == rank
+    crashed = transport.gather_text(
+        in_child("shared", SHARED_MEMORY).get(FAILED, "") if has_trial else ""
+    )
+    if any(crashed):
+        return crashed[host_ranks[0]]
+    own = transport.split(0)
+    assert own is not None
+    wrong = _wrong_blocks(own, host_ranks)
+    own.close()
+    return wrong
+
+
+def _wrong_blocks(transport: Transport, host_ranks: list[int]) -> str:
+    """Return what is wrong with a new window of this host's ranks, or "". Collective."""
+    own_block = transport.allocate(WINDOW, np.float32)
+    own_block[:] = transport.rank + np.arange(WINDOW)
+    transport.gather_text(None)
+    location = transport.windows.locate(own_block, transport.members[transport.rank])
+    members = [transport.members[other] for other in host_ranks]
+    blocks = location and transport.windows.views(location, members, WINDOW, np.float32)
+    wrong = [
+        f"rank {transport.rank} reads wrong bytes of rank {other}"
+        for other, block in zip(host_ranks, blocks or [], strict=False)
+        if not np.array_equal(block, other + np.arange(WINDOW, dtype=np.float32))
+    ]
+    if len(host_ranks) > 1 and not blocks:
+        wrong = ["no window was made"]
+    transport.gather_text(None)
+    return wrong[0] if wrong else ""
+
+
+def line_windows(seen: Values) -> str:
+    wrong = [value for value in seen.values if value]
+    return wrong[0] if wrong else f"{len(seen.values)} rank(s) on {len(set(seen.hosts))} host(s)"
+
+
+def broken_windows(seen: Values) -> list[Problem]:
+    wrong = {host: value for host, value in zip(seen.hosts, seen.values, strict=True) if value}
+    return [
+        Problem(host, f"shared memory must work on {host}, but {text}")
+        for host, text in wrong.items()
+    ]
+
+
+def _neighbours(transport: Transport) -> tuple[int, int] | None:
+    """Return the first ranks of the next and the previous host; None if this is no first rank."""
+    hosts = transport.hosts
+    firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
+    if len(firsts) < 2 or transport.rank not in firsts:
+        return None
+    own = firsts.index(transport.rank)
+    return firsts[(own + 1) % len(firsts)], firsts[own - 1]
+
+
+def look_first(transport: Transport, folder: Path) -> list[float]:
+    """Return the seconds of the first and the second message around the ring of hosts."""
+    tag, near = transport.claim_tag(), _neighbours(transport)
+    outgoing, incoming, seconds = np.zeros(1), np.zeros(1), []
+    for _ in range(2):
+        transport.gather_text(None)
+        start = time.perf_counter()
+        if near:
+            transport.exchange(outgoing, near[0], incoming, near[1], tag)
+            seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def line_first(seen: Values) -> str:
+    times = [value for value in seen.values if value]
+    if not times:
+        return "one host, so no message leaves it"
+    first, second = (max(value[index] for value in times) for index in (0, 1))
+    return f"{1e3 * first:.3g} ms between hosts, the second one {1e3 * second:.3g} ms"
+
+
+def late_first(seen: Values) -> list[Problem]:
+    return [
+        Problem(host, f"the first message of {host} took {value[0]:.1f} s, more than {LATE:g} s")
+        for host, value in seen.by_host().items()
+        if value and value[0] > LATE
+    ]
+
+
+def sent_bytes() -> dict[str, int]:
+    """Return {interface: bytes sent so far} of networks and of InfiniBand ports."""
+    counts = {}
+    for path in Path(NETWORKS).glob("*/statistics/tx_bytes"):
+        counts[path.parts[-3]] = _number(path)
+    for path in Path(INFINIBAND).glob("*/ports/*/counters/port_xmit_data"):
+        counts[f"{path.parts[-5]}:{path.parts[-3]}"] = 4 * _number(path)  # it counts words
+    return counts
+
+
+def _number(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def look_network(transport: Transport, folder: Path) -> list[str] | None:
+    """Send to the next host; return the interfaces that carried at least half of the bytes."""
+    tag, near = transport.claim_tag(), _neighbours(transport)
+    if not near:
+        return None
+    outgoing, incoming = np.zeros(SENT, np.uint8), np.zeros(SENT, np.uint8)
+    before = sent_bytes()
+    transport.exchange(outgoing, near[0], incoming, near[1], tag)
+    after = sent_bytes()
+    return sorted(name for name in after if after[name] - before.get(name, 0) > SENT // 4)
+
+
+def line_network(seen: Values) -> str:
+    interfaces = [value for value in seen.values if value is not None]
+    if not interfaces:
+        return "one host, so no message leaves it"
+    kinds = dict.fromkeys(" and ".join(value) or "no counted interface" for value in interfaces)
+    return "; ".join(kinds)
+
+
+def mixed_networks(seen: Values) -> list[Problem]:
+    interfaces = {host: value for host, value in seen.by_host().items() if value is not None}
+    first = next(iter(interfaces.values()), None)
+    return [
+        Problem(
+            host,
+            f"messages of {host} go over {' and '.join(value) or 'no counted interface'}, "
+            f"those of rank 0 over {' and '.join(first or ()) or 'no counted interface'}",
+        )
+        for host, value in interfaces.items()
+        if value != first
+    ]
+
+
+def look_clocks(transport: Transport, folder: Path) -> float:
+    return Clocks(transport, time.time).measure()[1]
+
+
+def line_clocks(seen: Values) -> str:
+    ahead = seen.by_host().values()
+    return (
+        f"at most {1e3 * (max(ahead) - min(ahead)):.3g} ms apart" if len(ahead) > 1 else "one host"
+    )
+
+
+def wrong_clocks(seen: Values) -> list[Problem]:
+    ahead = seen.by_host()
+    usual = median_low(ahead.values())
+    return [
+        Problem(
+            host,
+            f"clocks differ by at most {MOST_SKEW:g} s, but that of {host} is {abs(usual - value):.1f} s "
+            f"{'ahead' if value < usual else 'behind'}",
+        )
+        for host, value in ahead.items()
+        if not (abs(usual - value) <= MOST_SKEW)
+    ]
+
+
+def look_locks(transport: Transport, folder: Path) -> dict[str, str]:
+    """Try locks on the first rank of each host, then try to take a lock that rank 0 holds."""
+    hosts, rank = transport.hosts, transport.rank
+    is_first = hosts.index(hosts[rank]) == rank
+    results = in_child("locks", str(folder)) if is_first else {}
+    path, descriptor = "", -1
+    if rank == 0 and results.get("flock") == WORKS:
+        try:
+            descriptor, path = tempfile.mkstemp(prefix=".mpitrain-doctor-", dir=folder)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            results["flock"] = error.strerror or str(error)
+    path = transport.gather_text(path)[0]
+    if path and is_first and hosts[rank] != hosts[0]:
+        results |= in_child("locked", path)
+    transport.gather_text(None)
+    if descriptor >= 0:
+        os.close(descriptor)
+        os.unlink(path)
+    return results
+
+
+def look_maps(transport: Transport, folder: Path) -> dict[str, str]:
+    is_first = transport.hosts.index(transport.hosts[transport.rank]) == transport.rank
+    return in_child("mapped", str(folder)) if is_first else {}
+
+
+def line_files(seen: Values) -> str:
+    results = [result for value in seen.by_host().values() for result in value.items()]
+    wrong = [f"{name}: {text}" for name, text in results if text != WORKS]
+    return "; ".join(dict.fromkeys(wrong)) or ", ".join(
+        dict.fromkeys(f"{name} works" for name, _ in results)
+    )
+
+
+def broken_files(name: str, seen: Values) -> list[Problem]:
+    problems = []
+    for host, value in seen.by_host().items():
+        wrong = [
+            text if kind == FAILED else f"{kind}: {text}"
+            for kind, text in value.items()
+            if text != WORKS
+        ]
+        if wrong:
+            problems.append(Problem(host, f"{name} must work on {host}, but {'; '.join(wrong)}"))
+    return problems
 
 
 class Probe(NamedTuple):
@@ -50,84 +439,84 @@ class ProbeResult(NamedTuple):
 PROBES: dict[str, Probe] = {
     "MPI loaded": Probe(
         "Which MPI library did each rank load, and is it the same one?",
-        start.look_library,
-        start.line_library,
-        start.mixed_libraries,
+        look_library,
+        line_library,
+        mixed_libraries,
         "Load one MPI module on all hosts, and install mpi4py once.",
     ),
     "start": Probe(
         "Does the launcher give each rank the interface that the MPI library expects?",
-        start.look_interface,
-        start.line_interface,
-        start.missing_interface,
+        look_interface,
+        line_interface,
+        missing_interface,
         "Start Open MPI with `srun --mpi=pmix`, and MPICH with `srun --mpi=pmi2`.",
     ),
     "threads": Probe(
         "May a second thread of a rank send messages?",
-        start.look_threads,
-        start.line_threads,
-        start.few_threads,
+        look_threads,
+        line_threads,
+        few_threads,
         "Messages then progress only between layers. Use an MPI with MPI_THREAD_SERIALIZED or more.",
         is_fatal=False,
     ),
     "GPU binding": Probe(
         "Does each rank see the other GPUs of its host?",
-        start.look_gpus,
-        start.line_gpus,
-        start.hidden_gpus,
+        look_gpus,
+        line_gpus,
+        hidden_gpus,
         "Use --gpus-per-node without --gpus-per-task or --gpu-bind: mpitrain chooses by local rank.",
         is_fatal=False,
     ),
     "imports": Probe(
         "How long does Python load the modules of a run, and from how many files?",
-        start.look_imports,
-        start.line_imports,
-        start.slow_imports,
+        look_imports,
+        line_imports,
+        slow_imports,
         "Put the environment on a local disk or into one image file (Apptainer, squashfs).",
         is_fatal=False,
     ),
     "windows": Probe(
         "Can the ranks of a host share memory?",
-        hosts.look_windows,
-        hosts.line_windows,
-        hosts.broken_windows,
+        look_windows,
+        line_windows,
+        broken_windows,
         "Enlarge /dev/shm: in a container, --shm-size=1g.",
     ),
     "first message": Probe(
         "How long does the first message to another host take?",
-        hosts.look_first,
-        hosts.line_first,
-        hosts.late_first,
+        look_first,
+        line_first,
+        late_first,
         "Name the fast interface to MPI, such as --mca btl_tcp_if_include or FI_TCP_IFACE.",
         is_fatal=False,
     ),
     "network": Probe(
         "Which interfaces carry the messages between hosts?",
-        hosts.look_network,
-        hosts.line_network,
-        hosts.mixed_networks,
+        look_network,
+        line_network,
+        mixed_networks,
         "Compare the cables and drivers of these hosts, and name one interface to MPI.",
         is_fatal=False,
     ),
     "clocks": Probe(
         "Do the hosts have the same time?",
-        hosts.look_clocks,
-        hosts.line_clocks,
-        hosts.wrong_clocks,
+        look_clocks,
+        line_clocks,
+        wrong_clocks,
         "Start chrony or ntpd on the host.",
     ),
     "locks": Probe(
         "Does the file system of the run keep locks between processes and hosts?",
-        files.look_locks,
-        files.line_locks,
-        files.missing_locks,
+        look_locks,
+        line_files,
+        partial(broken_files, "locks"),
         "Choose another --dir and --out, or mount the file system with locks (Lustre: flock).",
     ),
     "mapped files": Probe(
         "Are bytes equal in a file and in a map of it?",
-        files.look_maps,
-        files.line_maps,
-        files.broken_maps,
+        look_maps,
+        line_files,
+        partial(broken_files, "mapped files"),
         "Choose another --dir, or keep files of tokens on another file system.",
     ),
 }

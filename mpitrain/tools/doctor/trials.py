@@ -1,25 +1,61 @@
-"""Trials that can crash or hang, each run by a child process: python -m mpitrain.tools.doctor.trials NAME.
+"""Trials that can crash or hang, each in a child process: python -m mpitrain.tools.doctor.trials NAME ARGUMENT.
 
-A trial prints its result as JSON. It returns a dict of names and short texts.
+A crash or a hang of a trial is its result. A trial prints its result as JSON, a dict of names and
+short texts.
 """
 
 import fcntl
 import json
 import mmap
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from mpitrain.machine.process import choose_blas_kernels
-from mpitrain.tools.doctor.child import FAILED
+from mpitrain.machine import process
 
+SECONDS = 20.0
+"""Time limit of a trial. It runs in a child process: if a file lock hangs, the rank continues."""
+FAILED = "failed"
+"""The key of the result of a trial that did not end by itself."""
 WORKS, UNLOCKED = "works", "two processes hold one lock"
 """Results of a trial."""
 SIZE = 1 << 20
 SHARED = 16 << 20
 """Bytes of the trial of shared memory: Open MPI makes a file of this size for each rank."""
+
+
+def in_child(name: str, argument: str, seconds: float = SECONDS) -> dict[str, str]:
+    """Run a trial of `mpitrain.tools.doctor.trials` in a child; return its result, or {FAILED: why}."""
+    return outcome(
+        (sys.executable, "-m", "mpitrain.tools.doctor.trials", name, argument), seconds=seconds
+    )
+
+
+def outcome(command: Sequence[str], seconds: float) -> dict[str, str]:
+    """Run a command that prints a JSON object; return the object, or {FAILED: why}."""
+    try:
+        done = subprocess.run(
+            command,
+            env=process.environment_of_one(),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        return {FAILED: f"no answer after {seconds:g} s"}
+    if done.returncode < 0:
+        return {FAILED: f"crashed ({signal.Signals(-done.returncode).name})"}
+    try:
+        result = json.loads(done.stdout.splitlines()[-1])
+        return {str(key): str(value) for key, value in result.items()}
+    except (ValueError, IndexError, AttributeError):
+        lines = done.stderr.strip().splitlines()
+        return {FAILED: lines[-1] if lines else f"exit code {done.returncode}"}
 
 
 def locks(folder: str) -> dict[str, str]:
@@ -101,7 +137,7 @@ def imports(_: str) -> dict[str, str]:
 def products(kernels: str) -> dict[str, str]:
     """Multiply with these kernels of OpenBLAS, or its own choice; return the processor's seconds."""
     if kernels:
-        choose_blas_kernels(kernels)
+        process.choose_blas_kernels(kernels)
     from mpitrain.tools.bench.kernels.host_products import seconds
 
     return {"seconds": str(seconds(clock=time.process_time)["NumPy"])}
@@ -119,7 +155,6 @@ TRIALS = {
 
 
 def main() -> None:
-    """Run a trial: the entry point of the child process."""
     name, argument = sys.argv[1:]
     try:
         result = TRIALS[name](argument)

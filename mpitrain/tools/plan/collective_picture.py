@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.plots import painter, save
+from mpitrain.plots import save, subplots
 from mpitrain.tools.plan import several
 from mpitrain.tools.plan.collective import Collective, complete, contents, meeting
 
@@ -29,7 +29,6 @@ it.
 
 def draw(collective: Collective, path: Path) -> None:
     """Draw ranks as rows, steps as columns, chunks by their completeness, messages as arrows."""
-    pyplot = painter()
     from matplotlib.lines import Line2D
 
     columns, chunks = len(collective.steps) + 1, len(collective.bounds)
@@ -46,7 +45,7 @@ def draw(collective: Collective, path: Path) -> None:
     strip = STRIP if has_arrows or not messages else WITHOUT_ARROWS
     wide = min(max(1.1, 0.2 * filled.shape[2]) * columns, 30) if has_arrows or not messages else 12
     tall = min(max(0.55 * collective.ranks, 1.2), 12)
-    figure, axes = pyplot.subplots(figsize=(max(wide, 5.5) + 2.2, tall + 2.2), layout="constrained")
+    figure, axes = subplots(max(wide, 5.5) + 2.2, tall + 2.2)
     has_numbers = (
         chunks <= NUMBERED
         and wide * strip > 0.11 * columns * chunks
@@ -139,7 +138,6 @@ def draw(collective: Collective, path: Path) -> None:
     if lines:
         figure.legend(handles=lines, loc="outside lower right", ncols=len(lines), fontsize="small")
     save(figure, path, 100)
-    pyplot.close(figure)
 
 
 def _filled(collective: Collective) -> np.ndarray:

@@ -30,7 +30,7 @@ from mpitrain.pipeline.simulate import (
     versions,
     weights,
 )
-from mpitrain.plots import painter, save
+from mpitrain.plots import save, subplots
 from mpitrain.tools.plan import several
 
 NAMES = {"F": "forward", "B": "input half of backward", "W": "weight half", "BW": "both halves"}
@@ -336,16 +336,13 @@ def draw(
 
     notes  of an asynchronous stage, for each event: the weight version, with * if an update follows
     """
-    pyplot = painter()
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     events = [event for stage_events in simulation.timeline for event in stage_events]
     shortest = min(event.end - event.start for event in events if event.end > event.start)
     inches = min(max(simulation.makespan / shortest * CELL, FEWEST_INCHES), MOST_INCHES)
-    figure, axes = pyplot.subplots(
-        figsize=(inches + 1, 1.6 + 0.4 * len(plan.lists)), layout="constrained"
-    )
+    figure, axes = subplots(inches + 1, 1.6 + 0.4 * len(plan.lists))
     for stage, stage_events in enumerate(simulation.timeline):
         chunks = [chunk for chunk, stage_of in enumerate(plan.stage_of) if stage_of == stage]
         for event, (start, end, instruction) in enumerate(stage_events):
@@ -407,4 +404,3 @@ def draw(
         fontsize="small",
     )
     save(figure, path, 110)
-    pyplot.close(figure)

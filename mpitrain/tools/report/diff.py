@@ -30,10 +30,7 @@ HOW = (
     "memory.logit_chunks",
     "memory.attention",
 )
-"""Prefixes of configuration keys. If such a key differs, sums have another order, and bits are not
-compared."""
-
-
+"""Prefixes of keys. If such a key differs, sums have another order, and bits are not compared."""
 THREADS = "BLAS threads"
 """The number of a rank's threads, of which the bits of matrix products depend."""
 ORDER = (GRADIENT, PARAMETERS)

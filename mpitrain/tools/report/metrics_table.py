@@ -6,6 +6,7 @@ from typing import Any, TextIO
 
 from mpitrain.errors import visible
 from mpitrain.run.metrics import series
+from mpitrain.tools.text_table import TextColumn, TextTable
 
 Row = Mapping[str, Any]
 """{name of a column: value}; run and step are always there."""
@@ -70,13 +71,15 @@ def print_columns(rows: Sequence[Row], file: TextIO) -> None:
     names = [name for name in SHOWN if any(name in row for row in rows)]
     if len({row["run"] for row in rows}) > 1:
         names = ["run", *names]
-    lines = [names, *([_shown(row, name) for name in names] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print(
-            "  ".join(f"{text:>{width}}" for text, width in zip(line, widths, strict=True)),
-            file=file,
-        )
+    cells = [[_shown(row, name) for name in names] for row in rows]
+    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+    table = TextTable(
+        [
+            TextColumn(name, str(width), number, gap=2)
+            for number, (name, width) in enumerate(zip(names, widths, strict=True))
+        ]
+    )
+    print(*table.lines(cells), sep="\n", file=file)
 
 
 def _shown(row: Row, name: str) -> str:

@@ -16,9 +16,8 @@ from urllib.parse import quote
 
 from mpitrain.errors import visible
 from mpitrain.files import contents, write_whole
-from mpitrain.plots import painter, save
-from mpitrain.tools.bench.collectives.plot import look
-from mpitrain.tools.bench.plot_loss import is_number, legible, titled
+from mpitrain.plots import add_legend, legible, look, save, subplots, titled
+from mpitrain.run.metrics import is_number
 from mpitrain.trace.recorder import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -70,13 +69,12 @@ def draw_timeline(name: str, timeline: Timeline, steps: range, path: Path) -> No
 
     name  of the run
     """
-    pyplot = painter()
     from matplotlib.patches import Patch
 
     shown, ranks = range(max(steps.start, steps.stop - STEPS), steps.stop), len(timeline.traces)
     windows = [timeline.window(rank, shown) for rank in range(ranks)]
     zero, last = min(start for start, _ in windows), max(end for _, end in windows)
-    figure, axes = pyplot.subplots(figsize=(15, 1.6 + 0.55 * ranks), layout="constrained")
+    figure, axes = subplots(15, 1.6 + 0.55 * ranks)
     drawn: set[str] = set()
     for rank, trace in enumerate(timeline.traces):
         records = trace.records[(trace.records["end"] > zero) & (trace.records["start"] < last)]
@@ -130,7 +128,6 @@ def draw_timeline(name: str, timeline: Timeline, steps: range, path: Path) -> No
         fontsize="small",
     )
     save(figure, path, 120, inner=2)
-    pyplot.close(figure)
 
 
 def _look(record: Any, has_device: bool) -> tuple[str, float, float] | None:
@@ -162,10 +159,9 @@ def draw_metrics(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) ->
 
     runs  records of metrics.jsonl, by the run's name in the legend
     """
-    pyplot = painter()
     from matplotlib.ticker import MaxNLocator
 
-    figure, views = pyplot.subplots(2, 2, figsize=(13, 7), layout="constrained")
+    figure, views = subplots(13, 7, 2, 2)
     has_validation = False
     for axes, (title, fields) in zip(views.flat, CHARTS.items(), strict=True):
         for number, (name, records) in enumerate(runs.items()):
@@ -206,11 +202,9 @@ def draw_metrics(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) ->
     if has_validation:
         views[0, 0].plot([], [], "o", color="white", markeredgecolor="black", label="validation")
     if views[0, 0].get_legend_handles_labels()[0]:
-        for text in views[0, 0].legend(fontsize="small").get_texts():
-            text.set_parse_math(False)
+        add_legend(views[0, 0])
     figure.suptitle(titled(runs), parse_math=False)
     save(figure, path, 100, inner=2)
-    pyplot.close(figure)
 
 
 THREADS = ("host", "device")

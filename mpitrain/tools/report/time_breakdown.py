@@ -46,11 +46,6 @@ class TimeShares(NamedTuple):
     workers: Sequence[int]
 
     @property
-    def of_all(self) -> np.ndarray:
-        """Return the fraction of all ranks' time in each category of SHARES; they sum to 1."""
-        return self.seconds.sum(0) / self.seconds.sum()
-
-    @property
     def waits(self) -> np.ndarray:
         """Return the seconds that workers waited for each rank, servers included: (ranks,)."""
         return self.waited[self.workers].sum(0)
@@ -98,7 +93,7 @@ def shares(timeline: Timeline) -> TimeShares | None:
 
 
 class Still(NamedTuple):
-    """Interval in which a rank waited for another rank."""
+    """Interval in which a rank waited for rank `other`."""
 
     start: float
     end: float

@@ -17,7 +17,7 @@ PROMPTS = [[3, 5, 7], [200, 1, 9], [0, 0, 255]]
     "changes", [[], ["model.hidden=40"], ["model.epsilon=0.1", "model.tied=true"]], ids=str
 )
 def test_greedy_tokens_and_the_context_end_equal_those_of_transformers(changes):
-    from mpitrain.tools.bench.generation.transformers_peer import Transformers
+    from mpitrain.tools.bench.generate import Transformers
 
     def write(transport):
         settings = [*SHAPE, *changes, "precision.compute=float64", "batch.size=4"]

@@ -4,11 +4,11 @@ import threading
 
 import pytest
 
-from mpitrain.cli.bench.bandwidth import _measure as run
-from mpitrain.cli.bench.bandwidth import command
+from mpitrain.cli.bench.links import bandwidth as command
+from mpitrain.cli.bench.links import measure_bandwidth as run
 from mpitrain.errors import ConfigError
-from mpitrain.tools.bench.links import bandwidth as measuring
-from mpitrain.tools.bench.links.bandwidth import (
+from mpitrain.tools.bench import bandwidth as measuring
+from mpitrain.tools.bench.bandwidth import (
     COLUMNS,
     BandwidthRequest,
     BandwidthRow,
@@ -148,7 +148,7 @@ def test_one_rank_and_no_sizes_are_refused():
 @pytest.mark.slow
 def test_the_picture_has_a_curve_for_each_way(tmp_path):
     pytest.importorskip("matplotlib")
-    from mpitrain.tools.bench.links.pictures import plot_bandwidth
+    from mpitrain.tools.bench.pictures import plot_bandwidth
 
     facts = {
         "ranks": 2,

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpitrain.cli.bench.collectives import OPERATIONS
-from mpitrain.cli.bench.collectives import _measure as measure
+from mpitrain.cli.bench.collectives import OPERATIONS, measure_collective
 from mpitrain.cli.bench.collectives import command as bench
 from mpitrain.cli.terminal.progress import unmeasured
 from mpitrain.collectives.engine.arithmetic import parse_wire
@@ -24,11 +23,16 @@ from mpitrain.errors import ConfigError
 from mpitrain.files import check_writable
 from mpitrain.kernels.loader import Kernels
 from mpitrain.tools.bench.collectives import sweep as sweeping
-from mpitrain.tools.bench.collectives import synchronized_start
 from mpitrain.tools.bench.collectives.fit import all_spoilt, check, checked, fit, median_of_sweeps
-from mpitrain.tools.bench.collectives.request import SweepRequest, dtype_of, sizes
-from mpitrain.tools.bench.collectives.sweep import is_long_enough, sweep
-from mpitrain.tools.bench.collectives.verify import error_norm, wrong_elements, wrong_replicas
+from mpitrain.tools.bench.collectives.operations import error_norm, wrong_elements, wrong_replicas
+from mpitrain.tools.bench.collectives.sweep import (
+    Sweep,
+    SweepRequest,
+    dtype_of,
+    is_long_enough,
+    sizes,
+    starting_line,
+)
 from mpitrain.transport import threads
 from mpitrain.transport.threads import run_ranks
 
@@ -48,7 +52,7 @@ def request(*algorithms, most=1 << 12, buffers=("window", "plain"), **more):
 
 def rows_of(n, asked, hosts=None):
     """What rank 0 yields; all ranks yield the same."""
-    everyone = run_ranks(n, lambda transport: list(sweep(transport, asked, DEFAULT)), hosts=hosts)
+    everyone = run_ranks(n, lambda transport: list(Sweep(transport, asked, DEFAULT)), hosts=hosts)
     assert all(repr(rows) == repr(everyone[0]) for rows in everyone)
     return everyone[0]
 
@@ -120,7 +124,7 @@ def test_a_leased_activation_is_returned_after_its_last_run(monkeypatch):
         return lease(self, *words)
 
     def measured(transport):
-        rows = list(sweep(transport, request(most=1 << 14, buffers=("leased", "window")), DEFAULT))
+        rows = list(Sweep(transport, request(most=1 << 14, buffers=("leased", "window")), DEFAULT))
         return rows, len(transport.windows)
 
     monkeypatch.setattr(Group, "exchange", noted)
@@ -169,8 +173,8 @@ def test_mpi_s_own_is_measured_and_checked_beside_every_collective_of_ours(monke
         True,
     ], "what MPI can sum"
     assert not rows("sendrecv")
-    right = threads.expected
-    monkeypatch.setattr(threads, "expected", lambda *words: right(*words) + (words[2] == 0))
+    right = threads.collected
+    monkeypatch.setattr(threads, "collected", lambda *words: right(*words) + (words[2] == 0))
     for operation in peers:
         assert all(
             row.wrong == row.count // (3 if operation == "reduce-scatter" else 1)
@@ -223,7 +227,7 @@ def starts(transport, clock, ready):
 def test_ranks_on_several_hosts_start_at_one_instant(monkeypatch):
     clock = threading.local()
     monkeypatch.setattr(
-        synchronized_start,
+        sweeping,
         "time",
         SimpleNamespace(sleep=time.sleep, perf_counter=lambda: time.perf_counter() + clock.ahead),
     )
@@ -233,13 +237,14 @@ def test_ranks_on_several_hosts_start_at_one_instant(monkeypatch):
         return median(abs(a - b) for a, b in zip(first, second, strict=True))
 
     assert skew("ab", lambda transport: transport.barrier) > 0.8 * DELAY
-    assert skew("ab", synchronized_start.starting_line) < 0.5 * DELAY
+    assert skew("ab", starting_line) < 0.5 * DELAY
 
 
 def test_within_a_host_a_barrier_will_do():
-    assert run_ranks(
-        2, lambda transport: synchronized_start.starting_line(transport) == transport.barrier
-    ) == [True, True]
+    assert run_ranks(2, lambda transport: starting_line(transport) == transport.barrier) == [
+        True,
+        True,
+    ]
 
 
 def test_sizes_stop_where_time_grows_with_them_or_runs_are_too_long():
@@ -315,7 +320,7 @@ def test_predictions_made_without_having_measured_the_links_are_said_to_be(
     words = ["--algorithm", "ring", "--max-bytes", "4K", "--iterations", "1"]
     words += ["--tuning", str(tmp_path / "tuning.json")] * tuned
     options = bench.commands["allreduce"].make_context("allreduce", words).params
-    assert run_ranks(2, measure, "allreduce", options, hosts=hosts) == [0, 0]
+    assert run_ranks(2, measure_collective, "allreduce", options, hosts=hosts) == [0, 0]
     assert capsys.readouterr().out.count(GUESSES) == said
 
 
@@ -325,7 +330,10 @@ def test_an_option_is_there_only_where_it_applies():
         for name in OPERATIONS
         if any(option.name == "wire" for option in bench.commands[name].params)
     }
-    assert having == {"allreduce"}
+    assert having == {"all-reduce"}
+    hidden = {name for name, each in bench.commands.items() if each.hidden}
+    assert hidden == {"allreduce", "sendrecv"} and not hidden & {*bench.list_commands(None)}
+    assert bench.list_commands(None)[-4:] == ["gemm", "kernels", "launch", "transactions"]
 
 
 def test_auto_says_when_its_links_were_not_measured():

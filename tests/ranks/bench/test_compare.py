@@ -10,10 +10,9 @@ from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.machine import arena
 from mpitrain.run.build import build
+from mpitrain.tools.bench.comparison.compare import compare
 from mpitrain.tools.bench.comparison.formulas import formula_of
-from mpitrain.tools.bench.comparison.grammar import settings_by_mode
-from mpitrain.tools.bench.comparison.jobs import check_resolved, jobs
-from mpitrain.tools.bench.comparison.measure import compare
+from mpitrain.tools.bench.comparison.modes import check_resolved, jobs, settings_by_mode
 from mpitrain.tools.plan.memory import count
 from mpitrain.transport.threads import run_ranks
 from tests.training import TINY

@@ -6,25 +6,26 @@ import pytest
 
 from mpitrain import build, parse, run_ranks
 from mpitrain.errors import ConfigError
-from mpitrain.tools.bench.training.bare_products import BareProducts, attention_products
+from mpitrain.tools.bench.training.floor import (
+    BETWEEN,
+    COMMUNICATION,
+    BareProducts,
+    ByKind,
+    Stopwatch,
+    attention_products,
+    floor_table,
+    kind_of,
+    kind_rows,
+)
 from mpitrain.tools.bench.training.shapes import (
     SHAPES,
+    TABLE,
     chosen,
-    line,
     measure_shape,
     settings,
     shape_row,
 )
 from mpitrain.tools.bench.training.steps import Ours, Result
-from mpitrain.tools.bench.training.unit_kinds import (
-    BETWEEN,
-    COMMUNICATION,
-    ByKind,
-    Stopwatch,
-    floor_table,
-    kind_of,
-    kind_rows,
-)
 
 LAYERS, WIDTH, HEADS, CONTEXT, ROWS = 2, 16, 2, 70, 4
 JOB = {
@@ -130,8 +131,8 @@ def test_a_shape_is_a_configuration_and_a_row():
     peer = peer._replace(blocks=[3.0, 4.0])
     row = shape_row("context-128", ours, peer, ours)
     assert (row.ratio, row.least, row.most, row.floor, row.apart) == (2.5, 2.0, 3.0, 1.0, 0.0)
-    assert line(row).split()[:5] == ["context-128", "peer", "2.500", "2.00", ".."]
-    assert line(shape_row("tp-2", ours, None, ours)).split()[1:4] == ["-", "-", "-"]
+    assert TABLE.line(row).split()[:5] == ["context-128", "peer", "2.500", "2.00", ".."]
+    assert TABLE.line(shape_row("tp-2", ours, None, ours)).split()[1:4] == ["-", "-", "-"]
 
 
 def test_a_shape_that_takes_too_long_or_does_not_fit_is_refused(monkeypatch):

@@ -2,7 +2,7 @@
 
 from mpitrain.config import parse, with_settings
 from mpitrain.run.build import build
-from mpitrain.tools.bench.generation.sides import Cached, WholeWindows, measure, table
+from mpitrain.tools.bench.generate import TABLE, Cached, WholeWindows, measure
 from mpitrain.transport.threads import run_ranks
 
 TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "batch.size=4"]
@@ -18,7 +18,7 @@ def test_whole_windows_write_the_tokens_of_the_cache():
     assert [row.side for row in (ours, theirs)] == ["mpitrain", "whole windows"]
     assert ours.tokens == theirs.tokens == ours.same == theirs.same == 30
     assert ours.ratio == 1 and 0 < theirs.least_seconds <= theirs.seconds
-    assert len({len(line) for line in table([ours, theirs])}) == 1
+    assert len({len(line) for line in TABLE.lines([ours, theirs])}) == 1
 
 
 class Told:

@@ -3,9 +3,9 @@
 import pytest
 from click.testing import CliRunner
 
-from mpitrain.cli.bench.training.command import _measure_memory, command
+from mpitrain.cli.bench.train import TrainingJob, command, measure_memory
 from mpitrain.errors import ConfigError
-from mpitrain.tools.bench.training.memory import WAYS
+from mpitrain.tools.bench.training.shapes import WAYS
 from mpitrain.transport.threads import run_ranks
 
 TINY = [
@@ -19,7 +19,7 @@ TINY = [
 
 
 def test_rows_name_their_key_and_what_it_saves(capsys):
-    run_ranks(2, _measure_memory, [*TINY, "layout.tp=2"], 2, 1)
+    run_ranks(2, measure_memory, TrainingJob([*TINY, "layout.tp=2"], 2, 1))
     _, _, *rows = capsys.readouterr().out.splitlines()
     assert len(rows) == len(WAYS) and all(
         row.startswith(name) for row, name in zip(rows, WAYS, strict=True)
@@ -31,9 +31,11 @@ def test_rows_name_their_key_and_what_it_saves(capsys):
 
 
 def test_modes_without_common_steps_are_refused_before_the_build():
+    work = TrainingJob([*TINY, "layout.pp=2", "pipeline.schedule=async"], 1, 1)
+
     def refused(transport):
         with pytest.raises(ConfigError):
-            _measure_memory(transport, [*TINY, "layout.pp=2", "pipeline.schedule=async"], 1, 1)
+            measure_memory(transport, work)
         return True
 
     assert all(run_ranks(2, refused))
@@ -51,7 +53,7 @@ MLP = ["data.source=digits", "model.kind=mlp", "model.layers=3", "model.width=16
     ],
 )
 def test_a_key_that_the_job_refuses_is_a_note(capsys, job, refused):
-    run_ranks(2, _measure_memory, job, 1, 1)
+    run_ranks(2, measure_memory, TrainingJob(job, 1, 1))
     _, _, *rows = capsys.readouterr().out.splitlines()
     notes = {row.split(":")[0] for row in rows if ": not measured. " in row}
     measured = [name for name in WAYS if name not in refused]

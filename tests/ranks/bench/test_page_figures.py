@@ -9,15 +9,14 @@ import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import commands
-from mpitrain.cli.bench.training.job import configured_on as of_bench_train
+from mpitrain.cli.bench.train import TrainingJob
 from mpitrain.config import parse
 from mpitrain.pipeline.instructions import with_messages
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.simulate import Cost, peak, simulate
 from mpitrain.run.build import build
 from mpitrain.tools.bench.comparison.formulas import formula_of, predicted
-from mpitrain.tools.bench.comparison.grammar import usual
-from mpitrain.tools.bench.comparison.jobs import jobs
+from mpitrain.tools.bench.comparison.modes import jobs, usual
 from mpitrain.transport.threads import run_ranks
 
 HERE = Path(__file__).parents[3]
@@ -92,7 +91,7 @@ def test_tables_of_modes_have_the_bytes_of_formulas_and_sums_of_kinds():
 @cache
 def parameters(kind):
     """Of the job that `train` trains unless told otherwise, or of bench train's."""
-    config = parse({}) if kind == "train" else of_bench_train(1, 1, 1, [])
+    config = parse({}) if kind == "train" else TrainingJob([], 1, 1).configured(1)
     return run_ranks(1, lambda transport: build(transport, config).trainer.parameter_count)[0]
 
 

@@ -5,11 +5,11 @@ import threading
 import numpy as np
 import pytest
 
-from mpitrain.cli.bench.pairs import _measure as run
-from mpitrain.cli.bench.pairs import command
+from mpitrain.cli.bench.links import measure_pairs as run
+from mpitrain.cli.bench.links import pairs as command
 from mpitrain.errors import ConfigError
-from mpitrain.tools.bench.links import pairs as measuring
-from mpitrain.tools.bench.links.pairs import (
+from mpitrain.tools.bench import pairs as measuring
+from mpitrain.tools.bench.pairs import (
     BETWEEN,
     ONE_HOST,
     bad_everywhere,
@@ -18,9 +18,9 @@ from mpitrain.tools.bench.links.pairs import (
     merged,
     odd_pairs,
     places_to_judge,
+    report,
     rounds,
 )
-from mpitrain.tools.bench.links.pairs_table import report
 from mpitrain.transport.threads import run_ranks
 
 SHORT, LONG = 8, 1 << 12
@@ -166,7 +166,7 @@ def test_one_rank_is_refused(capsys):
 @pytest.mark.slow
 def test_the_heat_map_tells_hosts_figures_and_frames_the_odd_link(tmp_path):
     pytest.importorskip("matplotlib")
-    from mpitrain.tools.bench.links.pictures import plot_pairs
+    from mpitrain.tools.bench.pictures import plot_pairs
 
     facts = {
         "hosts": 4,

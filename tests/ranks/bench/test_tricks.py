@@ -3,9 +3,7 @@
 import pytest
 
 from mpitrain.run.build import build
-from mpitrain.tools.bench.comparison.trick_rows import TRICKS
-from mpitrain.tools.bench.comparison.trick_table import checks
-from mpitrain.tools.bench.comparison.tricks import try_all
+from mpitrain.tools.bench.comparison.tricks import TRICKS, checks, try_all
 from mpitrain.transport.threads import run_ranks
 from tests.training import MLP, TINY, configured
 

@@ -7,19 +7,13 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import ConfigError, on_every_rank
-from mpitrain.tools.bench.links import pairs as measuring
+from mpitrain.tools.bench import pairs as measuring
+from mpitrain.tools.bench.kernels.host_products import sampler
 from mpitrain.tools.certify import collect as collecting
-from mpitrain.tools.certify import repeats
-from mpitrain.tools.certify.arithmetic import step_digests
-from mpitrain.tools.certify.collect import collect, links
-from mpitrain.tools.certify.evidence import Facts, Jobs, ProbeFinding, Speeds
-from mpitrain.tools.certify.limits import Limits
-from mpitrain.tools.certify.repeats import repeat
-from mpitrain.tools.certify.speeds import measure, sampler
-from mpitrain.tools.certify.verdict import judge
-from mpitrain.tools.doctor import hosts
-from mpitrain.tools.doctor.hosts import look_clocks, wrong_clocks
-from mpitrain.tools.doctor.problem import Values
+from mpitrain.tools.certify.collect import collect, links, measure, repeat, step_digests
+from mpitrain.tools.certify.verdict import Facts, Jobs, Limits, Speeds, judge
+from mpitrain.tools.doctor import probes
+from mpitrain.tools.doctor.probes import Problem, Values, look_clocks, wrong_clocks
 from mpitrain.transport.threads import ThreadTransport, run_ranks
 
 HOSTS = "abcd"
@@ -40,7 +34,7 @@ def certificate(folder, rates=(1e11,) * 4, findings=()):
             folder,
             5,
             lambda: (rates[transport.rank], 1e10),
-            lambda: [ProbeFinding(*each) for each in findings],
+            lambda: [Problem(*each) for each in findings],
             {},
             lambda: fact._replace(machine=HOSTS[transport.rank]),
         )
@@ -116,7 +110,7 @@ def test_a_clock_that_is_off_is_named(monkeypatch):
         def time():
             return time.time() + 5.0 * (rank_here() == 1)
 
-    monkeypatch.setattr(hosts, "time", Clock)
+    monkeypatch.setattr(probes, "time", Clock)
     seen = run_ranks(4, lambda own: look_clocks(own, None), hosts=HOSTS)
     (problem,) = wrong_clocks(Values(HOSTS, seen))
     assert problem.host == "b" and "5.0 s ahead" in problem.text
@@ -149,7 +143,7 @@ def test_a_failed_run_is_reported_once_and_leaves_no_files(tmp_path, monkeypatch
         ran.append(transport.rank)
         raise on_every_rank(ConfigError("no room"))
 
-    monkeypatch.setattr(repeats, "train", failing)
+    monkeypatch.setattr(collecting, "train", failing)
     assert run_ranks(2, repeat, tmp_path / "work") == [Jobs("", "", "", ["no room"])] * 2
     assert sorted(ran) == [0, 1] and not [*tmp_path.iterdir()]
 

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import commands
-from mpitrain.cli.bench.collectives import _request as request
+from mpitrain.cli.bench.collectives import request_of as request
 from mpitrain.collectives.group import bind
 from mpitrain.collectives.plans import ring
 from mpitrain.collectives.plans.steps import relabel
@@ -19,8 +19,7 @@ from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.config import parse
 from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
-from mpitrain.tools.bench.collectives.request import SweepRequest
-from mpitrain.tools.bench.collectives.sweep import sweep
+from mpitrain.tools.bench.collectives.sweep import Sweep, SweepRequest
 from mpitrain.transport.threads import run_ranks
 from tests.rows import replaced
 
@@ -54,7 +53,7 @@ def test_an_added_algorithm_is_predicted_and_a_candidate_of_auto(hosts, added, m
 
 def test_an_added_algorithm_is_a_row_of_the_benchmark(added):
     asked = SweepRequest("allreduce", (), [1 << 10], np.dtype("float32"), 1, 1, ("plain",), 1)
-    rows = run_ranks(2, lambda transport: list(sweep(transport, asked, DEFAULT)))[0]
+    rows = run_ranks(2, lambda transport: list(Sweep(transport, asked, DEFAULT)))[0]
     assert [row.algorithm for row in rows] == [*algorithm_table.ALL_REDUCE, "auto"]
     row = next(row for row in rows if row.algorithm == NAME)
     assert (row.wrong, row.chosen) == (0, NAME) and row.predicted_us > 0

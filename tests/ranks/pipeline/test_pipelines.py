@@ -18,7 +18,7 @@ from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.generate import tokens
 from mpitrain.run.replicas import replicas_equal
-from mpitrain.tools.bench.training.stages import stage_rows, stage_table
+from mpitrain.tools.bench.training.steps import STAGES, stage_rows
 from mpitrain.tools.plan.stages import end_s, measure
 from mpitrain.transport.base import FIRST_CLAIMED_TAG
 from mpitrain.transport.threads import ThreadTransport, run_ranks
@@ -314,7 +314,7 @@ def test_a_stage_sends_and_holds_in_a_step_what_is_told_of_it(name, layers):
         assert trainer.arena.live == 0 and all(
             np.array_equal(before[name], now) for name, now in trainer.tensors().items()
         )
-        return rows, stage_table(rows), len(trainer.units)
+        return rows, STAGES.lines(rows), len(trainer.units)
 
     for rows, lines, units in run_ranks(stages, run):
         assert len(lines) == 1 + stages and units in [row.units for row in rows]

@@ -1,6 +1,7 @@
 """`mpitrain runs diff` names planted faults: the step, the unit and the tensor; and finds no others."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from mpitrain.run import trainer as trainers
 from mpitrain.run import utilisation
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint import saving
+from mpitrain.run.injection import Preceded
 from mpitrain.run.run_dir import configuration
 from mpitrain.tools.report import diff
 from mpitrain.tools.report.diff import (
@@ -44,29 +46,24 @@ MARKED = "run.stall_seconds=601"
 """A key that changes no bit, by which the runs with a fault are known."""
 
 
-class Flipped:
+def flipped(inner, context, step, tensor, element, bit):
     """A replication that changes a bit of one rank's gradient in one step, before its reduction."""
+    units = {entry.unit for entry in context.storage.entries if entry.name == tensor}
+    now = 0
 
-    def __init__(self, inner, context, step, tensor, element, bit):
-        self._inner, self._fault = inner, (step, tensor, element, bit)
-        units = context.storage.entries
-        self._units = {entry.unit for entry in units if entry.name == tensor}
+    def begin(index):
+        nonlocal now
+        now = index + 1
 
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
-
-    def begin(self, step):
-        self._step = step + 1
-        self._inner.begin(step)
-
-    def gradient_ready(self, unit, is_last):
-        step, tensor, element, bit = self._fault
-        if is_last and self._step == step and unit in self._units:
-            for name, array in leaves(self._inner.gradients(unit, 0)):
+    def ready(unit, is_last):
+        if is_last and now == step and unit in units:
+            for name, array in leaves(inner.reducer.gradients(unit)):
                 if tensor.endswith(f".{name}"):
                     bits = array.reshape(-1).view(np.uint32)
                     bits[element % array.size] ^= np.uint32(1 << bit)
-        self._inner.gradient_ready(unit, is_last)
+
+    step_end = Preceded(inner.step_end, "begin", begin)
+    return replace(inner, step_end=step_end, reducer=Preceded(inner.reducer, "ready", ready))
 
 
 def leaves(nested, before=""):
@@ -94,7 +91,7 @@ def planted(monkeypatch):
             is_here = (
                 context.config.run.stall_seconds == 601 and context.grid.transport.rank == rank
             )
-            return Flipped(made, context, *fault) if is_here else made
+            return flipped(made, context, *fault) if is_here else made
 
         monkeypatch.setattr(trainers, "replication_for", replication_for)
 

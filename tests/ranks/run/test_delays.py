@@ -9,7 +9,7 @@ import pytest
 from mpitrain.config.faults import delay_s, delays
 from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
-from mpitrain.tools.bench.comparison.jobs import jobs
+from mpitrain.tools.bench.comparison.modes import jobs
 from mpitrain.transport.threads import run_ranks
 from tests.training import TINY, configured
 

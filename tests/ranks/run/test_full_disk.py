@@ -10,12 +10,14 @@ import stat
 import pytest
 from click.testing import CliRunner
 
-from mpitrain.cli import commands, compare
-from mpitrain.cli.bench import collectives as bench_collectives
-from mpitrain.cli.bench import fit, one_device
-from mpitrain.cli.bench.training import command as bench_train
+from mpitrain.cli import commands
+from mpitrain.cli.bench.collectives import measure_and_fit, measure_collective
+from mpitrain.cli.bench.device import print_rows
+from mpitrain.cli.bench.train import TrainingJob, measure_sides
+from mpitrain.cli.compare import measure_modes
 from mpitrain.errors import ConfigError
 from mpitrain.files import check_writable
+from mpitrain.tools.text_table import TextColumn, TextTable
 from mpitrain.transport.threads import run_ranks
 from tests.processes import PROGRAM, run
 
@@ -68,29 +70,39 @@ def fills(monkeypatch):
 
 MEASURED = {
     "sweep": (
-        lambda transport, file: bench_collectives._measure(
+        lambda transport, file: measure_collective(
             transport, "allreduce", {**SWEEP, "json_file": file, "plot_file": None}
         ),
         2,
         "wrong elements 0",
     ),
     "fit": (
-        lambda transport, file: fit._fit(
-            transport, file, 64, 128, 1, {"json_file": None, "csv_file": None, "wide": False}
+        lambda transport, file: measure_and_fit(
+            transport, {**SWEEP, "out": file, "max_bytes": 128, "json_file": None, "sweeps": 1}
         ),
         2,
         "us of a message",
     ),
     "compare": (
-        lambda transport, file: compare._compare(
-            transport, "ring,star", ["run.steps=2", "run.eval_rows=8", *SMALL], 1, file, None
+        lambda transport, file: measure_modes(
+            transport,
+            "ring,star",
+            ["run.steps=2", "run.eval_rows=8", *SMALL],
+            1,
+            {"json_file": file},
         ),
         2,
         "sends (n-1) S, the root",
     ),
     "train": (
-        lambda transport, file: bench_train._measure(
-            transport, [*SMALL, "run.steps=7"], [], False, [], False, 1, 2, file, None
+        lambda transport, file: measure_sides(
+            transport,
+            TrainingJob([*SMALL, "run.steps=7"], 1, 2),
+            [],
+            False,
+            [],
+            False,
+            (file, None),
         ),
         1,
         "blocks of 2 steps",
@@ -138,9 +150,10 @@ def test_a_report_is_printed_although_it_cannot_be_written(fills, tmp_path):
 def test_products_are_printed_although_they_cannot_be_written(fills, tmp_path, capsys):
     fills(1)
     row = type("Row", (), {"wrong": 0, "_asdict": lambda self: {"a": 1.0}})()
+    table = TextTable([TextColumn("rows", "<", lambda row: "a row")])
     with pytest.raises(ConfigError, match="No space left"):
-        one_device.printed_rows([row], (tmp_path / "a.json", None), {}, lambda row: "a row")
-    assert capsys.readouterr().out == "a row\n" and not list(tmp_path.iterdir())
+        print_rows([row], table, {"json_file": tmp_path / "a.json"}, {})
+    assert capsys.readouterr().out == "rows\na row\n" and not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_is_seen_before_anything_is_measured(fills, tmp_path):

@@ -18,7 +18,7 @@ from mpitrain.pipeline import schedules as pipeline_schedules
 from mpitrain.run import choices
 from mpitrain.run.build import build
 from mpitrain.run.choices import keys as described_keys
-from mpitrain.tools.bench.comparison.grammar import settings_by_mode
+from mpitrain.tools.bench.comparison.modes import settings_by_mode
 from mpitrain.transport.threads import run_ranks
 from tests.laws.collectives import CollectiveLaws
 from tests.laws.operations import OperationLaws

@@ -7,6 +7,7 @@ import sys
 from inspect import CO_OPTIMIZED
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,11 +15,16 @@ import pytest
 import mpitrain
 from mpitrain.collectives.group import Group
 from mpitrain.config import Layout, parse, with_settings
+from mpitrain.layers.base import Unit
+from mpitrain.layers.flat import Storage
 from mpitrain.layers.initial import normal
+from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.ops.device import ops_for
 from mpitrain.parallel.tensor.layer_factory import layers_for
 from mpitrain.parallel.tensor.linear import RowParallelLinear
+from mpitrain.pipeline.pipeline import Pipeline
+from mpitrain.pipeline.schedules import plan_of
 from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
 from tests.processes import run
@@ -78,6 +84,36 @@ def of_a_row_parallel_layer():
     return run_ranks(2, calls)[0]
 
 
+def of_1f1b():
+    """Two stages of one linear layer each, with plain arrays in place of a mode of replication."""
+
+    def calls(transport):
+        layers, shape = Plain(ops_for("cpu")), (2, 3)
+        units = [Unit(name, layers.linear(3, 3, normal(0.1))) for name in ("first", "second")]
+        storage = Storage(units[transport.rank :][:1], "float32")
+        weights = storage.weights(np.ones(storage.length, "float32"))
+        gradients, _ = storage.gradients(np.zeros(storage.length, "float32"))
+        common = {"poll": lambda: None, "close": lambda *unit: None, "ready": lambda *unit: None}
+        replication = SimpleNamespace(
+            store=SimpleNamespace(open=lambda unit, micro: weights[unit], **common),
+            reducer=SimpleNamespace(gradients=lambda unit: gradients[unit], **common),
+            step_end=SimpleNamespace(**common),
+            replica=SimpleNamespace(first=0),
+        )
+
+        def step():
+            plan, chunks = plan_of("1f1b", 2, 4), [[unit] for unit in units]
+            pipe = Pipeline(plan, chunks, transport, replication, Arena(), "float32", layers.now)
+            rows = [(0, 2 * micro, 2, True) for micro in range(4)]
+            pipe.train(
+                rows, [shape] * 4, lambda micro: np.ones(shape, "float32"), lambda micro, y: y
+            )
+
+        return calls_of(step)
+
+    return run_ranks(2, calls)[1]
+
+
 def of_a_cuda_product():
     """The second call: the first one compiles the kernel."""
     arena, ops = Arena(), ops_for("cuda-sim")
@@ -124,6 +160,7 @@ RUNS = {
     TRAIN: (10, of_a_start),
     "Where is the ring?": (5, of_a_ring),
     "Where is the all-reduce of a row-sharded layer?": (5, of_a_row_parallel_layer),
+    "Where is 1F1B?": (5, of_1f1b),
     "Where is a CUDA matrix product?": (4, of_a_cuda_product),
     "How is a checkpoint written?": (5, of_a_checkpoint),
 }

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from mpitrain.cli.bench.collectives import command
 from mpitrain.ops import cuda
 from mpitrain.ops.cuda.tiles import DEFAULT
-from mpitrain.tools.bench.kernels import gemm, timing
+from mpitrain.tools.bench.kernels import gemm
 from mpitrain.tools.bench.kernels import operations as kernel_operations
 from tests.fakes import cupy, gpu
 
@@ -100,9 +100,9 @@ def test_products_are_right_in_every_way(words):
 def test_on_a_gpu_nothing_is_taken_for_numpy_s(monkeypatch, tmp_path):
     """The arrays of the fake GPU refuse to be NumPy's, and what is not waited for is garbage."""
     gpu.play(monkeypatch)
-    monkeypatch.setattr(timing, "FEWEST", 1)
-    monkeypatch.setattr(timing, "BUDGET", 0.0)
-    monkeypatch.setattr(timing, "MOMENT", 0.0)
+    monkeypatch.setattr(kernel_operations, "FEWEST", 1)
+    monkeypatch.setattr(kernel_operations, "BUDGET", 0.0)
+    monkeypatch.setattr(kernel_operations, "MOMENT", 0.0)
     monkeypatch.setitem(kernel_operations.SHAPES, "cuda", kernel_operations.SHAPES["cuda-sim"])
     monkeypatch.setitem(kernel_operations.MOVED, "cuda", kernel_operations.MOVED["cuda-sim"])
     for words in (

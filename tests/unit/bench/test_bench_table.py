@@ -5,9 +5,11 @@ import math
 
 import pytest
 
-from mpitrain.tools.bench.collectives.plot import plot, readable
-from mpitrain.tools.bench.collectives.row import CollectiveRow
-from mpitrain.tools.bench.collectives.table import columns, footer, too_slow, write_csv
+from mpitrain.plots import readable
+from mpitrain.tools.bench.collectives.sweep import CollectiveRow
+from mpitrain.tools.bench.collectives.table import columns, footer, too_slow
+from mpitrain.tools.bench.pictures import plot
+from mpitrain.tools.bench.results import write_csv
 from mpitrain.tools.text_table import TextTable, figure
 
 FACTS = {

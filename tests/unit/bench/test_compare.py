@@ -7,27 +7,27 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from mpitrain.cli.compare import JOBS
 from mpitrain.collectives.selection.table import choices
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.mode import LETTERS
 from mpitrain.parallel.modes import MODES
-from mpitrain.tools.bench.collectives.table import write_json
-from mpitrain.tools.bench.comparison.built_in import JOBS
-from mpitrain.tools.bench.comparison.formulas import formula_of
-from mpitrain.tools.bench.comparison.grammar import FORMS, settings_by_mode, settings_of, usual
-from mpitrain.tools.bench.comparison.jobs import jobs
-from mpitrain.tools.bench.comparison.measure import KINDS, ModeRow, equal_time, loss_at
-from mpitrain.tools.bench.comparison.table import (
-    COLUMNS,
+from mpitrain.tools.bench.comparison.compare import (
+    KINDS,
+    ModeRow,
+    WaitRecorder,
+    equal_time,
     footer,
-    heading,
-    line,
+    loss_at,
     mark,
     memory_table,
+    mode_table,
     plot,
     spread,
 )
-from mpitrain.tools.bench.comparison.waits import WaitRecorder
+from mpitrain.tools.bench.comparison.formulas import formula_of
+from mpitrain.tools.bench.comparison.modes import FORMS, jobs, settings_by_mode, settings_of, usual
+from mpitrain.tools.bench.results import write_json
 from mpitrain.tools.plan.memory import count
 
 
@@ -166,10 +166,13 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts(words, settin
 
 
 def test_lines_have_a_cell_per_column_and_a_dash_where_none_applies():
-    cells = line(row("star")).split()
-    assert len(cells) == len(COLUMNS) and len(line(row("star"))) == len(heading())
+    star = row("star")
+    heading, line = mode_table(["star"], [star]).lines([star])
+    cells = line.split()
+    assert len(line) == len(heading)
     assert cells == ["star", "2", "250.0", "16.0", "50.0", "3,000", "3,000", "4.0", "-", "1.5000"]
-    assert line(row("auto", formula_bytes=None, staleness=3)).split()[6:9] == ["-", "4.0", "3"]
+    late = row("auto", formula_bytes=None, staleness=3)
+    assert mode_table(["auto"], [late]).line(late).split()[6:9] == ["-", "4.0", "3"]
     assert footer([row("auto")]) == []
 
 
@@ -204,7 +207,8 @@ def test_a_time_is_marked_where_blocks_disagree_which_mode_is_faster():
     first = row("ring", blocks=[1.0, 1.0, 1.0])
     faster, unsure = row("a", blocks=[0.9, 0.8, 0.9]), row("b", blocks=[0.9, 1.1, 0.9])
     assert [mark(each, first) for each in (first, faster, unsure)] == ["", "", "~"]
-    assert "250.0~" in line(unsure, mark="~").split()
+    lines = mode_table(["ring", "a", "b"], [first]).lines([first, faster, unsure])
+    assert ["250.0~" in line.split() for line in lines] == [False, False, False, True]
     assert "1 of 3 modes" in spread([first, faster, unsure])[0]
     assert spread([row("ring", blocks=[1.0])]) == []
 

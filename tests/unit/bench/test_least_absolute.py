@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpitrain.tools.bench.collectives.least_absolute import least_absolute
+from mpitrain.tools.bench.collectives.fit import least_absolute
 
 CASES = [(1, 1), (3, 7), (7, 3), (61, 11), (97, 23), (0, 2)]
 

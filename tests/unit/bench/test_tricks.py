@@ -5,11 +5,18 @@ import pytest
 from mpitrain.config import parse
 from mpitrain.errors import ConfigError
 from mpitrain.strict_json import parsed
-from mpitrain.tools.bench.collectives.table import write_json
-from mpitrain.tools.bench.comparison.measure import KINDS
-from mpitrain.tools.bench.comparison.trick_rows import TRICKS
-from mpitrain.tools.bench.comparison.trick_table import as_row, checks, heading, line, summary
-from mpitrain.tools.bench.comparison.tricks import TrickSide, Tried, names_of
+from mpitrain.tools.bench.comparison.compare import KINDS
+from mpitrain.tools.bench.comparison.tricks import (
+    TABLE,
+    TRICKS,
+    TrickSide,
+    Tried,
+    as_row,
+    checks,
+    names_of,
+    summary,
+)
+from mpitrain.tools.bench.results import write_json
 
 
 def side(blocks, nbytes=1_000_000, formula=3000.0):
@@ -33,21 +40,23 @@ def tried(on, off, **more):
 )
 def test_a_trick_is_faster_or_slower_only_if_every_block_agrees(blocks, speed, word):
     found = tried(side(blocks), side([1.0] * 5))
-    assert found.speed == speed and line(found).split()[1] == word
+    assert found.speed == speed and TABLE.line(found).split()[1] == word
 
 
 def test_memory_is_compared_on_the_fullest_rank():
     smaller, larger = side([1.0], 500_000), side([1.0], 1_000_000)
-    assert tried(smaller, larger).smaller == 0.5 and "yes 0.50" in line(tried(smaller, larger))
-    assert tried(larger, smaller).smaller == 2.0 and "no 2.00" in line(tried(larger, smaller))
-    assert " same " in line(tried(larger, larger))
+    assert tried(smaller, larger).smaller == 0.5 and "yes 0.50" in TABLE.line(
+        tried(smaller, larger)
+    )
+    assert tried(larger, smaller).smaller == 2.0 and "no 2.00" in TABLE.line(tried(larger, smaller))
+    assert " same " in TABLE.line(tried(larger, larger))
 
 
 def test_a_line_ends_with_the_settings_or_says_that_they_are_set():
     found = tried(side([1.0]), side([1.0]))
-    assert line(found).endswith("  memory.recompute=unit")
-    assert line(found._replace(is_used=True)).endswith("  set already")
-    assert heading().index("  set") == line(found).index("  memory.recompute")
+    assert TABLE.line(found).endswith("  memory.recompute=unit")
+    assert TABLE.line(found._replace(is_used=True)).endswith("  set already")
+    assert TABLE.heading()[0].index("  set") == TABLE.line(found).index("  memory.recompute")
 
 
 def test_counted_bytes_and_formulas_are_checked_on_both_sides():

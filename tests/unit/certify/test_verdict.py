@@ -8,21 +8,20 @@ from xml.etree import ElementTree
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.tools.bench.links.pairs import BETWEEN, Pair
-from mpitrain.tools.certify.collect import facts
-from mpitrain.tools.certify.evidence import (
+from mpitrain.tools.bench.pairs import BETWEEN, Pair
+from mpitrain.tools.certify.collect import facts, moved, turns
+from mpitrain.tools.certify.report import document, junit, lines
+from mpitrain.tools.certify.verdict import (
     Evidence,
     Facts,
     Jobs,
-    ProbeFinding,
+    Limits,
     Speeds,
     WrongCollective,
+    judge,
+    read_limits,
 )
-from mpitrain.tools.certify.limits import Limits, read_limits
-from mpitrain.tools.certify.repeats import moved
-from mpitrain.tools.certify.report import document, junit, lines
-from mpitrain.tools.certify.speeds import turns
-from mpitrain.tools.certify.verdict import judge
+from mpitrain.tools.doctor.probes import Problem
 
 NODES = "abcd"
 FACT = Facts("", "m", [0], "CPU", "openblas 1 Zen", 1 << 30)
@@ -205,7 +204,7 @@ def test_of_shared_memory_only_what_is_free_counts(monkeypatch):
     "changes, bad",
     [
         ({"absent": {"e": "silent"}}, ("e", 0)),
-        ({"findings": [ProbeFinding("b", "no locks"), ProbeFinding("", "all")]}, ("b", 1)),
+        ({"findings": [Problem("b", "no locks"), Problem("", "all")]}, ("b", 1)),
         ({"wrong": [WrongCollective("reduce", "star", 3)]}, ("", 1)),
         ({"jobs": Jobs("1", "2", "1")}, ("", 1)),
         ({"jobs": Jobs("1", "1", "2")}, ("", 1)),
@@ -238,7 +237,7 @@ def test_files_hold_the_verdicts():
 
 @pytest.mark.parametrize("left_out", [(), ("speeds",), ("speeds", "steps", "pairs")])
 def test_before_the_last_measurement_a_node_fails_or_is_not_judged(left_out):
-    evidence = sound(findings=[ProbeFinding("b", "no locks")], awaits="runs", jobs=Jobs())
+    evidence = sound(findings=[Problem("b", "no locks")], awaits="runs", jobs=Jobs())
     evidence = evidence._replace(**dict.fromkeys(left_out, ()))
     certificate = judge(evidence, Limits())
     assert not certificate.passes and failing(evidence) == ("b", 0)

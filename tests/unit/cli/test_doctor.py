@@ -13,8 +13,8 @@ from mpitrain.tools.bench.kernels import host_products
 from mpitrain.tools.bench.kernels.host_products import AVX2, described
 from mpitrain.tools.bench.kernels.host_products import rates as measured_rates
 from mpitrain.tools.doctor import facts as doctor
-from mpitrain.tools.doctor.child import in_child
 from mpitrain.tools.doctor.facts import Rank, share_of_cores, verdict
+from mpitrain.tools.doctor.trials import in_child
 
 FINE = Rank("a", [0, 1], 2, 1, 1 << 30, 8 << 30, ["cpu", "cuda-sim"], {"NumPy": 5e10})
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from mpitrain.cli.terminal import last_words
+from mpitrain.cli.terminal import stop_requests
 from mpitrain.cli.terminal.stop_requests import Stop
 from tests.mpi.test_commands import TINY
 from tests.processes import SECONDS
@@ -51,7 +51,7 @@ def test_a_rank_that_mpirun_ends_says_so_and_warned_before(tmp_path):
     assert done.stdout == "stopped at step {}; --resume goes on from there\n".format(
         int(step.removeprefix("step-"))
     )
-    assert forwarded.startswith(last_words.ADVICE + "\n") and "stopped at step" not in forwarded
+    assert forwarded.startswith(stop_requests.ADVICE + "\n") and "stopped at step" not in forwarded
 
 
 @pytest.fixture
@@ -74,5 +74,5 @@ def test_after_a_cont_a_rank_waits_briefly_for_a_term(stop):
 
 
 def test_without_mpirun_the_last_line_is_printed(capsys):
-    last_words.say("stopped at step 3")
+    stop_requests.say_last("stopped at step 3")
     assert capsys.readouterr().out == "stopped at step 3\n"

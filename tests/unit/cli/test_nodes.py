@@ -6,7 +6,7 @@ import pytest
 
 from mpitrain import __version__
 from mpitrain.cli import main
-from mpitrain.cli.certify.nodes import agent_for, probe
+from mpitrain.cli.certify import agent_for, probe
 
 AGENT = """#!/bin/bash
 case $1 in

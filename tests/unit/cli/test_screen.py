@@ -7,8 +7,8 @@ import termios
 
 import pytest
 
-from mpitrain.cli.terminal import progress, screen
-from mpitrain.cli.terminal.status import FLAG
+from mpitrain.cli.terminal import output, progress
+from mpitrain.cli.terminal.stop_requests import FLAG
 from tests.golden.curves import TEXT
 from tests.mpi.test_commands import TINY
 from tests.processes import PROGRAM
@@ -54,17 +54,17 @@ SAID = [
     ],
 )
 def test_text_beside_a_bar_begins_a_line_of_its_own(pieces, shown):
-    line = screen.Screen()
+    line = output.Screen()
     placed = b"".join(line.lead(piece) + piece for piece in pieces)
     assert rendered(placed.replace(b"\n", b"\r\n"), 80) == shown
-    whole = screen.Screen().place(b"".join(pieces))
+    whole = output.Screen().place(b"".join(pieces))
     assert rendered(whole.replace(b"\n", b"\r\n"), 80) == shown, "in one piece"
 
 
 def test_a_bar_fits_a_window_that_has_become_narrower(monkeypatch, capsys):
-    monkeypatch.setattr(screen, "columns", lambda: 11)
+    monkeypatch.setattr(output, "columns", lambda: 11)
     assert (
-        screen.Screen().place(b"long text\n" + BAR + BAR)
+        output.Screen().place(b"long text\n" + BAR + BAR)
         == b"long text\n" + 2 * b"\r 33%|## | \x1b[K"
     )
     sizes = [120]
@@ -83,7 +83,7 @@ def test_an_unknown_terminal_width_comes_from_the_environment(monkeypatch):
     for said, columns in (("120", 120), ("0", 80), ("wide", 80)):
         monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((0, 0)))
         monkeypatch.setenv("COLUMNS", said)
-        assert screen.columns() == columns
+        assert output.columns() == columns
 
 
 def begins(shown, wanted):
@@ -146,7 +146,7 @@ def test_the_streams_are_one_terminal_only_where_both_end_on_the_same(monkeypatc
         try:
             os.dup2(out, 1)
             os.dup2(err, 2)
-            found = screen.is_one_terminal(), screen.columns()
+            found = output.is_one_terminal(), output.columns()
         finally:
             os.dup2(real[0], 1)
             os.dup2(real[1], 2)

@@ -15,7 +15,7 @@ import pytest
 
 from mpitrain.cli import NOT_BEGUN
 from mpitrain.cli.launch.supervise import Errors, LauncherOutput
-from mpitrain.cli.terminal.status import FLAG, StatusFilter
+from mpitrain.cli.terminal.stop_requests import FLAG, StatusFilter
 from tests.processes import SECONDS, run
 
 ROOT = Path(__file__).parents[3]
@@ -145,7 +145,7 @@ def test_a_status_line_is_read_however_it_is_cut(size):
 
 
 def test_status_lines_are_written_for_launch_only():
-    call = "from mpitrain.cli.terminal.status import status; print(status('began', 'ü\\n\\udcff'), end='')"
+    call = "from mpitrain.cli.terminal.stop_requests import status; print(status('began', 'ü\\n\\udcff'), end='')"
     for flags, wanted in (([], []), (["-X", FLAG], [("began", "ü\n\udcff")])):
         events: list[tuple[str, str]] = []
         out = run([sys.executable, *flags, "-c", call]).stdout.encode()

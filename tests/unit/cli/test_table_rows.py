@@ -2,8 +2,8 @@
 
 import pytest
 
-from mpitrain.cli.terminal.screen import OUTPUT_TERMINAL, TERMINAL, output_columns
-from mpitrain.cli.terminal.table_rows import RowPrinter
+from mpitrain.cli.terminal.output import OUTPUT_TERMINAL, TERMINAL, output_columns
+from mpitrain.cli.terminal.progress import RowPrinter
 
 
 @pytest.mark.parametrize(
@@ -18,8 +18,9 @@ def test_the_rest_of_the_time_is_shown_on_a_terminal_alone(
     assert output_columns() == int(output or 0)
     rows = RowPrinter(3)
     rows.say("titles")
-    rows.row("first")
-    rows.row("second")
+    for row in ("first", "second"):
+        rows.count()
+        rows.say(row)
     rows.close()
     shown = capsys.readouterr()
     assert shown.out == "titles\nfirst\nsecond\n"

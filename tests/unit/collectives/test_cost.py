@@ -25,8 +25,7 @@ from mpitrain.collectives.selection.table import ALL_REDUCE
 from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning, write_tuning
 from mpitrain.errors import ConfigError
 from mpitrain.tools.bench.collectives.fit import check, decided, described, fit, link_seconds
-from mpitrain.tools.bench.collectives.request import sizes
-from mpitrain.tools.bench.collectives.row import CollectiveRow
+from mpitrain.tools.bench.collectives.sweep import CollectiveRow, sizes
 
 ONE_HOST = ("a",) * 4
 FOUR_HOSTS = ("a", "b", "c", "d")

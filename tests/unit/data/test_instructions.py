@@ -144,38 +144,6 @@ def test_the_defaults_of_the_keys_are_those_of_the_reading():
 GOOD = json.dumps(PAIRS[0])
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "{",
-        "[]",
-        "3",
-        "null",
-        '"prompt"',
-        "{}",
-        '{"prompt": "a"}',
-        '{"prompt": "a", "answer": 3}',
-        '{"prompt": null, "answer": "b"}',
-        '{"prompt": "a", "answer": "b", "more": 1}',
-        '{"prompt": "a", "prompt": "a", "answer": "b"}',
-        '{"prompt": "a", "answer": NaN}',
-        '{"prompt": "\\ud800", "answer": "b"}',
-        '{"messages": {}}',
-        '{"messages": [3]}',
-        '{"messages": [{"role": "user"}]}',
-        '{"messages": [{"role": "user", "content": ["a"]}]}',
-        '{"messages": [{"role": 1, "content": "a"}]}',
-        "[" * 100_000,
-        GOOD + GOOD,
-        "\x00",
-    ],
-    ids=lambda line: line[:30],
-)
-def test_a_wrong_line_is_refused_by_its_number(tmp_path, line):
-    with pytest.raises(DataError, match=r"Line 3 of"):
-        open_source(written(tmp_path, [GOOD, "", line, GOOD]), 40, "float32")
-
-
 def test_a_line_that_is_no_json_names_its_column(tmp_path):
     with pytest.raises(DataError, match=r"in column 2 \("):
         open_source(written(tmp_path, [GOOD, "{prompt: 1}"]), 40, "float32")
@@ -207,14 +175,6 @@ def test_a_second_file_of_conversations_is_what_is_held_out(tmp_path):
         open_source(name, 40, "float32", validation=written(tmp_path / "other", []))
     with pytest.raises(ConfigError, match="jsonl:FILE like"):
         open_source(name, 40, "float32", validation="text:a")
-
-
-def test_bytes_that_are_not_utf_8_are_refused(tmp_path):
-    name = written(tmp_path, [GOOD])
-    with open(name.partition(":")[2], "ab") as file:
-        file.write(b'{"prompt": "\xff", "answer": "b"}\n')
-    with pytest.raises(DataError, match="Line 2"):
-        open_source(name, 40, "float32")
 
 
 def test_answers_behind_the_context_are_refused(tmp_path):

@@ -155,62 +155,6 @@ def test_a_file_that_becomes_shorter_is_an_error_and_no_crash(tmp_path):
         source.batch(0, 0, 4, range(4))
 
 
-def npy(array, cut=None):
-    import io
-
-    file = io.BytesIO()
-    np.save(file, array, allow_pickle=True)
-    return file.getvalue()[:cut]
-
-
-ODD = {
-    "empty": b"",
-    "one byte": b"\0",
-    "odd": bytes(2001),
-    "magic alone": header(20240520, 1, 0)[:4],
-    "header alone": header(20240520, 1, 0),
-    "header cut": header(20240520, 1, 5)[:800],
-    "wide header alone": header(20240801, 7, 0),
-    "one token less": header(20240520, 1, 2001) + TOKENS.tobytes(),
-    "one token more": header(20240520, 1, 1999) + TOKENS.tobytes(),
-    "negative count": header(20240520, 1, -1) + TOKENS.tobytes(),
-    "half a token more": header(20240801, 7, 1000) + TOKENS.tobytes() + b"\0\0",
-    "narrow version of wide": header(20240801, 1, 1000) + TOKENS.tobytes(),
-    "wide version of narrow": header(20240520, 7, 2000) + TOKENS.tobytes(),
-    "npy magic alone": b"\x93NUMPY",
-    "npy version": b"\x93NUMPY\x09\x00" + bytes(500),
-    "npy cut": npy(TOKENS, 100),
-    "npy without tokens": npy(TOKENS[:0]),
-    "npy less": npy(TOKENS, -1),
-    "npy more": npy(TOKENS) + b"\0\0",
-    "npy 2-D": npy(TOKENS.reshape(2, -1)),
-    "npy 0-D": npy(np.uint16(3)),
-    "npy float": npy(TOKENS.astype(float)),
-    "npy signed": npy(TOKENS.astype("<i4")),
-    "npy of 64 bits": npy(TOKENS.astype("<u8")),
-    "npy big-endian": npy(TOKENS.astype(">u2")),
-    "npy object": npy(np.array([1, "a", None], object)),
-    "npy structured": npy(np.zeros(9, [("a", "<u2")])),
-    "npy text": npy(np.array(["a"] * 99)),
-    "npy header of code": b"\x93NUMPY\x01\x00\x40\x00" + b"__import__('os').abort()".ljust(64),
-    "npy header no dict": b"\x93NUMPY\x01\x00\x40\x00" + b"[]".ljust(63) + b"\n",
-    "npy deep header": b"\x93NUMPY\x01\x00\xff\x1f" + b"(" * 0x1FFF,
-    "too short": TOKENS[:CONTEXT].tobytes(),
-}
-
-
-@pytest.mark.parametrize("kind", ["source", "validation"])
-@pytest.mark.parametrize("data", ODD.values(), ids=ODD)
-def test_an_odd_file_is_refused_by_its_name(tmp_path, data, kind):
-    (tmp_path / "odd.bin").write_bytes(data)
-    TOKENS.tofile(tmp_path / "good.bin")
-    names = [f"{tmp_path}/odd.bin", f"{tmp_path}/good.bin"]
-    source, other = names if kind == "source" else reversed(names)
-    with pytest.raises(DataError) as raised:
-        opened(source, validation=f"tokens:{other}")
-    assert "odd.bin" in raised.value.law and "\n" not in raised.value.law
-
-
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "3", '{"dtype": "int8"}', '{"dtype": 16}', '{"dtype": null}', "\xff", "NaN"],

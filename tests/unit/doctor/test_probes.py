@@ -5,11 +5,9 @@ import sys
 import numpy as np
 import pytest
 
-from mpitrain.tools.doctor import files, hosts
-from mpitrain.tools.doctor.child import FAILED, in_child, outcome
-from mpitrain.tools.doctor.probes import PROBES, examine
-from mpitrain.tools.doctor.problem import Values
-from mpitrain.tools.doctor.trials import TRIALS, UNLOCKED, WORKS
+from mpitrain.tools.doctor import probes
+from mpitrain.tools.doctor.probes import PROBES, Values, examine
+from mpitrain.tools.doctor.trials import FAILED, TRIALS, UNLOCKED, WORKS, in_child, outcome
 from mpitrain.transport.threads import run_ranks
 from mpitrain.transport.windows import Windows
 from tests.fakes import cupy
@@ -71,8 +69,7 @@ def test_all_probes_pass_on_sound_ranks(tmp_path, monkeypatch, found):
     def trial(name, argument, seconds=0.0):
         return {"seconds": "1", "files": "2"} if name == "imports" else TRIALS[name](argument)
 
-    for module in (files, hosts):
-        monkeypatch.setattr(module, "in_child", trial)
+    monkeypatch.setattr(probes, "in_child", trial)
     for name in ("MPI loaded", "start", "threads", "GPU binding", "imports"):
         look = SEEN[name][0]
         own = PROBES[name]._replace(look=lambda transport, folder, look=look: look)
@@ -124,12 +121,12 @@ def test_locks_that_two_processes_get_are_no_locks(tmp_path, monkeypatch):
 
 def test_a_lock_that_another_host_gets_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        files,
+        probes,
         "in_child",
         lambda name, argument: {"across": "two hosts"} if name == "locked" else {"flock": WORKS},
     )
-    seen = run_ranks(3, files.look_locks, tmp_path, hosts="aab")
-    problems = files.missing_locks(Values("aab", seen))
+    seen = run_ranks(3, probes.look_locks, tmp_path, hosts="aab")
+    problems = probes.broken_files("locks", Values("aab", seen))
     assert [problem.host for problem in problems] == ["b"]
 
 
@@ -139,14 +136,14 @@ def test_wrong_bytes_in_a_window_are_reported(monkeypatch, tmp_path):
     def wrong(self, location, members, count, dtype):
         return [np.zeros_like(block) for block in views(self, location, members, count, dtype)]
 
-    monkeypatch.setattr(hosts, "in_child", lambda name, folder: {})
-    assert run_ranks(2, hosts.look_windows, tmp_path) == ["", ""]
+    monkeypatch.setattr(probes, "in_child", lambda name, folder: {})
+    assert run_ranks(2, probes.look_windows, tmp_path) == ["", ""]
     monkeypatch.setattr(Windows, "views", wrong)
-    assert all("wrong bytes" in seen for seen in run_ranks(2, hosts.look_windows, tmp_path))
+    assert all("wrong bytes" in seen for seen in run_ranks(2, probes.look_windows, tmp_path))
 
 
 def test_interfaces_that_carry_the_bytes_are_named(monkeypatch, tmp_path):
-    counters = iter([{"lo": 5, "ib0": 100}, {"lo": 9, "ib0": 100 + hosts.SENT}])
-    monkeypatch.setattr(hosts, "sent_bytes", lambda: next(counters))
-    monkeypatch.setattr(hosts, "_neighbours", lambda own: (0, 0))
-    assert run_ranks(1, hosts.look_network, tmp_path) == [["ib0"]]
+    counters = iter([{"lo": 5, "ib0": 100}, {"lo": 9, "ib0": 100 + probes.SENT}])
+    monkeypatch.setattr(probes, "sent_bytes", lambda: next(counters))
+    monkeypatch.setattr(probes, "_neighbours", lambda own: (0, 0))
+    assert run_ranks(1, probes.look_network, tmp_path) == [["ib0"]]

@@ -50,6 +50,8 @@ READERS = {
     "tiles": read_tiles,
     "idx": lambda path: open_source(f"idx:{path.parent}", 8, "float32"),
     "text": lambda path: open_source(f"text:{path}", 8, "float32"),
+    "tokens": lambda path: open_source(f"tokens:{path}", 8, "float32"),
+    "conversations": lambda path: open_source(f"jsonl:{path}", 8, "float32"),
 }
 
 

@@ -3,6 +3,7 @@
 import ast
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,12 @@ DOORS = {
     "os.environ": ("machine/process.py", "cli/"),
 }
 
+
+@cache
+def tree(source: str) -> ast.Module:
+    return ast.parse((PACKAGE / source).read_text())
+
+
 SOURCES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
 
@@ -77,7 +84,7 @@ def test_every_room_has_its_floor_and_every_floor_its_room():
 def test_no_module_of_the_engine_imports_a_tool():
     for source in SOURCES:
         if not source.startswith(("tools/", "cli/", "__main__")):
-            names = imported_names(ast.parse((PACKAGE / source).read_text()))
+            names = imported_names(tree(source))
             assert not [name for name in names if name.startswith("mpitrain.tools")], source
 
 
@@ -86,7 +93,7 @@ def test_a_file_imports_only_from_floors_above_it(source):
     if source in ("__init__.py", "tools/__init__.py"):
         return
     own = FLOORS.index(room(source))
-    for name in imported_names(ast.parse((PACKAGE / source).read_text())):
+    for name in imported_names(tree(source)):
         if name.startswith("mpitrain.") and name != "mpitrain.__version__":
             assert FLOORS.index(room(name)) <= own, f"{source} imports {name} from a higher floor"
 
@@ -99,7 +106,7 @@ def test_no_modules_import_each_other_in_a_circle():
     }
 
     def modules_in(source):
-        for name in imported_names(ast.parse((PACKAGE / source).read_text())):
+        for name in imported_names(tree(source)):
             while name and name not in names:
                 name = name.rpartition(".")[0]
             if name:
@@ -124,7 +131,7 @@ def test_a_class_name_means_one_thing():
     classes = Counter(
         node.name
         for source in SOURCES
-        for node in ast.parse((PACKAGE / source).read_text()).body
+        for node in tree(source).body
         if isinstance(node, ast.ClassDef)
     )
     assert {name: count for name, count in classes.items() if count > 1} == TWO_MEANINGS
@@ -132,7 +139,7 @@ def test_a_class_name_means_one_thing():
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_each_library_enters_by_its_own_door(source):
-    names = imported_names(ast.parse((PACKAGE / source).read_text()))
+    names = imported_names(tree(source))
     for library, doors in DOORS.items():
         if any(name == library or name.startswith(library + ".") for name in names):
             assert source.startswith(doors), (

@@ -17,7 +17,7 @@ from mpitrain.kernels.loader import H100
 from mpitrain.machine.process import gpus
 from mpitrain.ops.device import BACKENDS, KERNELS, device_for
 from mpitrain.tools.bench.kernels import operations as bench
-from mpitrain.tools.bench.kernels.gemm_case import PRODUCTS, case_of
+from mpitrain.tools.bench.kernels.gemm import PRODUCTS, case_of
 from tests.processes import run
 
 pytestmark = pytest.mark.compile

@@ -18,7 +18,7 @@ EXAMPLES = {
     "train_3d": "--nodes 2 --ranks-per-node 4 -- train --dp 2 --tp 2 --pp 2",
     "train_server": "--nodes 2 --ranks-per-node 2 -- train --set replication.mode=server --set replication.update=async",
     "train_gpu": "--nodes 2 --gpus-per-node 4 --cores-per-rank 8 -- train --device cuda",
-    "bench_collectives": "--nodes 2 --ranks-per-node 2 --time 30 -- bench allreduce --algorithm auto,ring,native",
+    "bench_collectives": "--nodes 2 --ranks-per-node 2 --time 30 -- bench all-reduce --algorithm auto,ring,native",
     "sweep": "--nodes 1 --ranks-per-node 2 --sweep optimizer.lr=0.001,0.002,0.004 -- train",
     "generate": "--time 10 -- generate runs/book --tokens 200",
 }

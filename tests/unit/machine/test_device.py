@@ -15,6 +15,7 @@ from mpitrain.machine.process import KINDS
 from mpitrain.ops import bodies
 from mpitrain.ops.device import BACKENDS, KERNELS, device_for, ops_for
 from tests.fakes import cupy
+from tests.processes import run
 
 
 def test_every_kind_has_what_belongs_to_it_and_nothing_else_has():
@@ -43,6 +44,18 @@ def test_on_the_cpu_everything_is_numpy_s(monkeypatch):
     )
     assert rounded == 1 < exact, "layers of one's own round in half precision, too"
     assert arithmetic_of(device) is HOST and device.arena() is not device.arena()
+
+
+def test_a_run_on_the_cpu_imports_no_kernels():
+    code = (
+        "import sys, mpitrain.run.loop\n"
+        "from mpitrain.ops.device import device_for\n"
+        "for compute in ('float32', 'bfloat16'): device_for('cpu', compute=compute)\n"
+        "rooms = 'mpitrain.kernels', 'mpitrain.ops.cuda', 'mpitrain.ops.host.compiled'\n"
+        "print([name for name in sys.modules if name.startswith(rooms)])"
+    )
+    done = run([sys.executable, "-c", code])
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 @pytest.mark.compile

@@ -44,8 +44,10 @@ def alone(body, qkv, dy, rows):
 
 def bodies_with(tile):
     return {
-        "whole": attention_whole.attention,
-        "tiled": lambda *given: attention_tiled.attention(*given, tile=tile),
+        "whole": lambda qkv, heads, *rest: attention_whole.attended(qkv, heads, None, *rest),
+        "tiled": lambda qkv, heads, arena, starts=None: attention_tiled.attended(
+            qkv, heads, None, arena, starts, tile
+        ),
     }
 
 
@@ -68,7 +70,7 @@ def test_each_document_of_a_row_is_that_document_alone(length, tile):
 
 @pytest.mark.parametrize(
     ("length", "tile"),
-    [(7, TILES[0]), (7, TILES[1]), *((131, tile) for tile in (*TILES[2:], TileLimits(64, 224)))],
+    [*((7, tile) for tile in TILES[:3]), (131, TILES[3]), (131, TileLimits(64, 224))],
     ids=str,
 )
 def test_dropout_within_documents_has_the_mask_of_the_definition(length, tile):
@@ -127,6 +129,6 @@ def test_products_between_documents_are_not_computed(module, monkeypatch):
     qkv, found = drawn(1, 1, 512, 3 * HEADS * WIDTH), []
     for lengths in ([512], [64] * 8):
         monkeypatch.setattr(module, "np", counting := Counting())
-        module.attention(qkv, HEADS, Arena(), starts_of([lengths]))
+        module.attended(qkv, HEADS, None, Arena(), starts_of([lengths]))
         found.append(counting.multiplications)
     assert found[1] < found[0] / 3

@@ -167,7 +167,7 @@ def test_a_row_from_outside_is_computed_and_rounded_as_a_built_in_one(monkeypatc
     half = device_for("cpu", compute="bfloat16").ops.halve(x, Arena())
     np.testing.assert_array_equal(half, np.float32([1, -3]))
     for law in laws_of(OperationLaws):
-        getattr(OperationLaws(), law)(bodies.host(), HostBackend())
+        getattr(OperationLaws(["halve"]), law)(bodies.host(), HostBackend())
     assert row.nbytes(L=6) == 48
 
 

@@ -12,12 +12,10 @@ import pytest
 from mpitrain.formats.safetensors_files import located
 from tests.processes import SECONDS
 from tests.unit.readers.fuzz_checkpoints import Manifests
-from tests.unit.readers.fuzz_data import Arrays, Conversations, Images
 from tests.unit.readers.fuzz_headers import Headers
 from tests.unit.readers.fuzz_metrics import Metrics
 from tests.unit.readers.fuzz_readers import INVALID, emptied, verdict
 from tests.unit.readers.fuzz_tables import Tables, Tunings
-from tests.unit.readers.fuzz_tokens import Tokens
 from tests.unit.readers.fuzz_toml import Configurations
 from tests.unit.readers.fuzz_traces import Traces
 
@@ -30,12 +28,8 @@ FORMATS = {
     "configurations": Configurations,
     "traces": Traces,
     "metrics": Metrics,
-    "tokens": Tokens,
-    "conversations": Conversations,
-    "arrays": Arrays,
-    "images": Images,
 }
-CHEAP = ("tuning", "tiles", "configurations", "metrics", "tokens")
+CHEAP = ("tuning", "tiles", "configurations", "metrics")
 CPU_SECONDS, ROOM = 2, 200_000  # for a case, and KiB for all
 
 

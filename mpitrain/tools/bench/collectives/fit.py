@@ -22,14 +22,19 @@ from mpitrain.collectives.selection.cost_model import (
     work,
 )
 from mpitrain.collectives.selection.tuning import DEFAULT
-from mpitrain.tools.bench.collectives.least_absolute import least_absolute
-from mpitrain.tools.bench.collectives.row import CollectiveRow
-from mpitrain.tools.bench.collectives.table import FAR, is_spoilt
+from mpitrain.tools.bench.collectives.sweep import CollectiveRow
+from mpitrain.tools.bench.collectives.table import is_spoilt
+from mpitrain.tools.bench.turns import FAR
+from mpitrain.tools.text_table import TextColumn, TextTable
 
 SHORT = 1 << 14
 """Bytes up to which an array is short: there the number of messages determines the time."""
 NEGLIGIBLE = 10.0
 """Times of the latency from which a run shows the rate of a link."""
+ZERO = 1e-9
+"""Costs and pivots closer to 0 are rounding errors; all columns have norm 1."""
+RAISED = 1e-10
+"""Upper bound of the raise of a target."""
 
 
 class Check(NamedTuple):
@@ -293,28 +298,82 @@ def described(tuning: Tuning, n: int) -> list[str]:
     Constants of the network appear only if there is more than one host.
     """
     lines = []
-    measured = [
-        at
-        for at, term in enumerate(TERMS)
-        if tuning.machine["hosts"] > 1 or not term.startswith("net_")
-    ]
     for memory, constants in tuning.plans[n].items():
-        lines.append(
-            f"{memory + ' arrays of':>16}  " + "  ".join(f"{TERMS[at]:>10}" for at in measured)
+        columns = [
+            TextColumn(term, "10.2f", at, gap=2)
+            for at, term in enumerate(TERMS, 1)
+            if tuning.machine["hosts"] > 1 or not term.startswith("net_")
+        ]
+        table = TextTable([TextColumn(f"{memory} arrays of", "16", 0), *columns])
+        lines += table.lines(
+            [f"{knot} B", *map(_shown, TERMS, values)] for knot, values in constants.items()
         )
-        for knot, values in constants.items():
-            shown = [
-                f"{c * 1e6:10.2f}"
-                if term.endswith(("alpha", "long"))
-                else f"{1e-9 / c:10.2f}"
-                if c
-                else f"{'-':>10}"
-                for term, c in zip(TERMS, values, strict=True)
-            ]
-            lines.append(f"{knot:14d} B  " + "  ".join(shown[at] for at in measured))
     return [
         *lines,
         "alpha: us of a message; long: us more of one that waits for its receiver; beta: GB/s of messages; "
         "gamma: GB/s of sums",
         "",
     ]
+
+
+def _shown(term: str, constant: float) -> float | None:
+    """Return a constant in microseconds; of a beta or gamma, GB/s, or None if it is 0."""
+    if term.endswith(("alpha", "long")):
+        return constant * 1e6
+    return 1e-9 / constant if constant else None
+
+
+def least_absolute(matrix: np.ndarray, least: np.ndarray) -> np.ndarray:
+    """Return the x >= least that minimises the sum of |matrix @ x - 1|, by the simplex method.
+
+    Absolute instead of squared distances let outliers count little.
+
+    matrix  (rows, terms)
+    source  Barrodale and Roberts, SIAM J. Numer. Anal. 10(5), 1973: a residual is split in its two
+            signed parts, over and under. Their columns are opposite, so the tableau has one of them
+    """
+    rows, terms = matrix.shape
+    # The unknowns are x - least >= 0. A basis of residuals alone needs targets >= 0.
+    targets = 1 - matrix @ least
+    signs = np.where(targets < 0, -1, 1)
+    matrix, targets = signs[:, None] * matrix, abs(targets)
+    scale = np.linalg.norm(matrix, axis=0)
+    scale[scale == 0] = 1
+    matrix = matrix / scale
+    basis = _optimal_basis(matrix, targets)
+    chosen = [index for index in basis if index < terms]
+    # Rows whose residual is not in the basis are met exactly. They determine x without the rounding
+    # errors of the pivots.
+    missed = {(index - terms) % rows for index in basis if index >= terms}
+    met = [row for row in range(rows) if row not in missed]
+    unknowns = np.zeros(terms)
+    unknowns[chosen] = np.linalg.lstsq(matrix[np.ix_(met, chosen)], targets[met])[0]
+    return least + unknowns.clip(0) / scale
+
+
+def _optimal_basis(matrix: np.ndarray, targets: np.ndarray) -> list[int]:
+    """Return the basic variables: unknowns 0.., then residuals below the targets, then above.
+
+    The first basis has all residuals below: x = 0. Each target is raised a little, each by another
+    amount, because pivots among equal targets can cycle.
+    """
+    rows, terms = matrix.shape
+    basis = list(range(terms, terms + rows))
+    raised = targets[:, None] + RAISED * np.random.default_rng(0).random((rows, 1))
+    # The last row has reduced costs, the last column values.
+    tableau = np.block([[matrix, np.eye(rows), raised], [-matrix.sum(0), np.zeros(rows + 1)]])
+    while True:
+        costs = np.concatenate([tableau[-1, :-1], 2 - tableau[-1, terms:-1]])
+        entering = int(costs.argmin())
+        if costs[entering] > -ZERO:
+            return basis
+        column = (
+            tableau[:-1, entering] if entering < terms + rows else -tableau[:-1, entering - rows]
+        )
+        able = np.flatnonzero(column > ZERO)
+        leaving = able[(tableau[able, -1] / column[able]).argmin()]
+        tableau[leaving] /= column[leaving]
+        factors = np.append(column, costs[entering])
+        factors[leaving] = 0
+        tableau -= np.outer(factors, tableau[leaving])
+        basis[leaving] = entering

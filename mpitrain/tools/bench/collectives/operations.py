@@ -1,5 +1,9 @@
-"""The benchmarked collectives: binding, input data, expected result and bus bandwidth of each."""
+"""The benchmarked collectives: binding, input, expected result and bus bandwidth of each.
 
+MPI's own collectives are bound to the same arrays, and checked and timed like ours.
+"""
+
+import zlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,14 +15,24 @@ from mpitrain.collectives.engine.arithmetic import Arithmetic, Wire
 from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.collectives.group import bind_algorithm, bind_all_to_all, bind_plan
 from mpitrain.collectives.plans.steps import chunk_bounds
+from mpitrain.collectives.selection.algorithm import Topology
 from mpitrain.collectives.selection.cost_model import Tuning
+from mpitrain.collectives.selection.table import ALL_REDUCE, TABLES, choices
+from mpitrain.errors import CommError, MpitrainError
+from mpitrain.transport.base import NATIVE_OPERATIONS as NATIVE
 from mpitrain.transport.base import Transport
 
 PERIOD = 13
 """Period of the test data: such small integers have an exact sum over 8 ranks in bfloat16."""
-
 DRAWN = 100_003
 """Period of the random numbers of a test gradient."""
+REDUCING = ("reduce", "reduce-scatter")
+"""MPI's collectives that reduce, and so accept only dtypes that MPI can reduce."""
+ROUNDED = {"float16": 2**-11, "bfloat16": 2**-8}
+"""Relative rounding error of one addition. Integers up to its inverse are exact.
+
+The sums of bfloat16 exceed it from 14 ranks on.
+"""
 
 
 class Buffers(NamedTuple):
@@ -32,8 +46,6 @@ class Buffers(NamedTuple):
 
 
 class ReductionOptions(NamedTuple):
-    """The options of a reduction: its algorithm, the tuning for "auto", and the arithmetic."""
-
     algorithm: str
     tuning: Tuning
     arithmetic: Arithmetic
@@ -72,7 +84,6 @@ def _bind_algorithm(
 
 
 def summed(transport: Transport, count: int) -> np.ndarray:
-    """Return the sum of `filled` over all ranks."""
     n = transport.size
     return n * (n + 1) // 2 + n * (np.arange(count) % PERIOD)
 
@@ -101,27 +112,9 @@ def _transposed(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
     )
 
 
-def gradient(rank: int, count: int) -> np.ndarray:
-    """Return a rank's input for a lossy sum: random numbers as small as gradients. A short pattern
-    repeats along the array.
-    """
-    return np.resize(np.random.default_rng(rank).normal(0, 1e-6, DRAWN), count)
-
-
-def lossy(wire: Wire) -> BenchedCollective:
-    """Return an all-reduce in a compressed wire format, by the algorithm of that format."""
-    return OPERATIONS["allreduce"]._replace(
-        fill=gradient,
-        right=lambda transport, count: (
-            slice(None),
-            np.resize(
-                sum(gradient(rank, min(count, DRAWN)) for rank in range(transport.size)), count
-            ),
-        ),
-        bind=lambda transport, buffers, way: bind_lossy(
-            transport, buffers.array, wire, arithmetic=way.arithmetic
-        ),
-    )
+def _echoed(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
+    is_last = transport.rank == transport.size - 1
+    return slice(None), filled(0 if is_last else transport.rank, count)
 
 
 OPERATIONS = {
@@ -162,12 +155,103 @@ OPERATIONS = {
         lambda transport, buffers, way: bind_plan(
             transport, "sendrecv", way.algorithm, buffers.array
         ),
-        lambda transport, count: (
-            slice(None),
-            filled(0 if transport.rank == transport.size - 1 else transport.rank, count),
-        ),
+        _echoed,
         lambda n: 1.0,
         ways=2,
     ),
 }
-"""{name on the command line: operation}."""
+"""{name in rows and files: operation}."""
+
+
+def gradient(rank: int, count: int) -> np.ndarray:
+    """Return a rank's input for a lossy sum: random numbers as small as gradients, in a pattern."""
+    return np.resize(np.random.default_rng(rank).normal(0, 1e-6, DRAWN), count)
+
+
+def lossy(wire: Wire) -> BenchedCollective:
+    def right(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
+        total = sum(gradient(rank, min(count, DRAWN)) for rank in range(transport.size))
+        return slice(None), np.resize(total, count)
+
+    return OPERATIONS["allreduce"]._replace(
+        fill=gradient,
+        right=right,
+        bind=lambda transport, buffers, way: bind_lossy(
+            transport, buffers.array, wire, arithmetic=way.arithmetic
+        ),
+    )
+
+
+class NativeCollective(NamedTuple):
+    run: Callable[[], None]
+    algorithm: str = "native"
+
+
+def names(operation: str) -> tuple[str, ...]:
+    """Return the names of all algorithms: ours, and "native" if MPI has the collective."""
+    return (*choices(operation), "native") if operation in NATIVE else choices(operation)
+
+
+def operation_of(operation: str, algorithm: str) -> BenchedCollective:
+    """Return the benchmark operation; for "native", with the MPI library's collective as `bind`.
+
+    MPI's reduce-scatter returns its result in the second array, so `is_in_other` is then True.
+    """
+    ours = OPERATIONS[operation]
+    if operation not in NATIVE or algorithm != "native":
+        return ours
+
+    def bind(transport: Transport, buffers: Buffers, way: ReductionOptions) -> Any:
+        return NativeCollective(transport.bind_native(operation, buffers.array, buffers.other))
+
+    if operation != "reduce-scatter":
+        return ours._replace(bind=bind)
+    return ours._replace(bind=bind, other=lambda n, count: count // n, is_in_other=True)
+
+
+def refusals(operation: str, situation: Topology) -> dict[str, MpitrainError]:
+    """Return {algorithm: error} of the algorithms that cannot run here."""
+    errors = {
+        name: refusal
+        for name, algorithm in TABLES.get(operation, {}).items()
+        if (refusal := algorithm.refusal(situation))
+    }
+    if operation in NATIVE:
+        refusal = ALL_REDUCE["native"].refusal(situation) if operation in REDUCING else None
+        if situation.is_on_device:
+            refusal = CommError(
+                "algorithm native is measured in the memory of the host, but --device is a GPU."
+            )
+        if refusal:
+            errors["native"] = refusal
+    return errors
+
+
+def wrong_elements(transport: Transport, result: np.ndarray, right: np.ndarray) -> int:
+    """Return the number of wrong elements over all ranks.
+
+    Large sums in a 16-bit dtype may differ by their rounding error.
+    """
+    is_right = result == right
+    if rounded := ROUNDED.get(result.dtype.name):
+        result, right = result.astype(np.float64), right.astype(np.float64)
+        is_right |= (right * rounded > 1) & (
+            np.abs(result - right) <= transport.size * rounded * right
+        )
+    return sum(transport.gather_text(int((~is_right).sum())))
+
+
+def wrong_replicas(transport: Transport, replica: np.ndarray) -> int:
+    """Return the number of ranks whose replica differs from rank 0's in any bit or is not finite.
+
+    No wire format may cause this.
+    """
+    replicas = transport.gather_text((zlib.crc32(replica), bool(np.isfinite(replica).all())))
+    return sum(bits != replicas[0][0] or not finite for bits, finite in replicas)
+
+
+def error_norm(result: np.ndarray, right: np.ndarray) -> float:
+    """Return the norm of a wire format's error over the norm of the exact sum."""
+    return float(
+        np.linalg.norm(result.astype(np.float64) - right) / np.linalg.norm(right.astype(np.float64))
+    )

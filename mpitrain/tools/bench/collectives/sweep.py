@@ -1,31 +1,47 @@
-"""A sweep over sizes and algorithms, with the buffers that its rows share."""
+"""A sweep over sizes and algorithms: each row is bound, timed, verified and compared with the model."""
 
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
-from mpitrain.collectives.engine.arithmetic import Wire, arithmetic_of
-from mpitrain.collectives.group import memory_of
+import numpy as np
+
+from mpitrain.collectives.activations import ActivationBuffer
+from mpitrain.collectives.engine.arithmetic import Arithmetic, Wire, arithmetic_of
+from mpitrain.collectives.engine.executor import Reduction, check_name
+from mpitrain.collectives.group import Group, memory_of
 from mpitrain.collectives.selection.algorithm import Topology
-from mpitrain.collectives.selection.cost_model import Tuning
+from mpitrain.collectives.selection.cost_model import Tuning, predict
+from mpitrain.collectives.selection.own_algorithm import shown
+from mpitrain.collectives.selection.table import choices
 from mpitrain.errors import ConfigError, on_every_rank
-from mpitrain.machine.backend import on_device
+from mpitrain.machine.backend import Backend, on_device
 from mpitrain.ops.device import device_for
-from mpitrain.tools.bench.collectives.buffers import LEASED
-from mpitrain.tools.bench.collectives.native import names, operation_of, refusals
-from mpitrain.tools.bench.collectives.operations import Buffers, lossy
-from mpitrain.tools.bench.collectives.request import SweepRequest
-from mpitrain.tools.bench.collectives.row import (
-    LONGEST,
-    Bench,
-    CollectiveRow,
-    Subject,
-    case_of,
-    measure_row,
+from mpitrain.tools.bench.collectives.operations import (
+    BenchedCollective,
+    Buffers,
+    ReductionOptions,
+    error_norm,
+    lossy,
+    names,
+    operation_of,
+    refusals,
+    wrong_elements,
+    wrong_replicas,
 )
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport, aligned_zeros
+from mpitrain.transport.clocks import Clocks
 from mpitrain.transport.device import over_device
 
+LEASED = "leased"
+"""The value of --buffers for activation buffers."""
+SECONDS = 0.25
+"""Time of the runs of one row, if the number of iterations is not set."""
+LONGEST = 1.0
+"""Seconds of a run above which a request that `stops` has no further warm-up, and one timed run."""
 LONG = 0.05
 """Seconds per run of the fastest algorithm above which a sweep leaves out sizes.
 
@@ -33,117 +49,379 @@ Above LONG it does so if time has grown in proportion to the array; above LONGES
 """
 BUCKET = 25e6
 """Bytes of the largest bucket that a run without replication.bucket_mb is expected to have."""
+ROUNDS = 5
+"""Number of agreements on a start time that are timed, to find the longest one."""
+MARGIN = 1.5
+"""Factor on the longest agreement, which gives the delay from an agreement to the start.
+
+After this delay all ranks know the start time.
+"""
+
+
+class SweepRequest(NamedTuple):
+    """The request of one benchmark.
+
+    algorithms  names; empty: all that can run here
+    sizes       bytes of the arrays
+    iterations  timed runs per row; 0: as many as fit in SECONDS, from 5 to 500
+    warmup      untimed runs before the timed ones, at least 1
+    buffers     memory of the arrays: "window" (shared by the ranks of a host, as in training) or
+                "plain"; for an all-reduce also "leased": activation buffers of a group
+    wires       compressed formats to measure together with the algorithms of an all-reduce
+    stops       leave out arrays between those whose time is proportional to their size and the largest
+                bucket; time long runs once
+    sweeps      repetitions of the whole list, so that rows to compare alternate
+    device      kind of the device that holds the arrays and reduces them
+    """
+
+    operation: str
+    algorithms: Sequence[str]
+    sizes: Sequence[int]
+    dtype: np.dtype
+    iterations: int
+    warmup: int
+    buffers: Sequence[str]
+    sweeps: int
+    wires: Sequence[Wire] = ()
+    device: str = "cpu"
+    stops: bool = False
+
+
+def dtype_of(name: str) -> np.dtype:
+    """Return a dtype by name; ConfigError if it cannot be reduced."""
+    check_name("dtype", name, ("float32", "float64", "float16", "bfloat16", "int32"))
+    if name == "bfloat16":
+        import ml_dtypes  # noqa: F401  registers the name with NumPy
+    return np.dtype(name)
+
+
+def sizes(least: int, most: int, factor: float) -> list[int]:
+    """Return sizes in bytes from least to most, each `factor` times the previous one.
+
+    Raise ConfigError if the list would be empty or endless.
+    """
+    if not 1.01 <= factor < math.inf:
+        raise ConfigError(
+            f"Sizes grow by a factor of 1.01 or more, but this is {factor:g}.",
+            "Set --factor to 2 or 4.",
+        )
+    if not 1 <= least <= most:
+        raise ConfigError(
+            f"Sizes go from the smallest array (at least 1 byte) to the largest, but these are {least} and {most}.",
+            "Set --min-bytes and --max-bytes.",
+        )
+    rounded, size = [], float(least)
+    while size <= most * 1.000001:
+        rounded.append(round(size))
+        size *= factor
+    return rounded
+
+
+class CollectiveRow(NamedTuple):
+    """One measurement. Times are per run, on the slowest rank; of a ping-pong, half a round trip.
+
+    wrong   wrong elements; for a wire format, replicas that differ
+    chosen  algorithm that was bound: the choice of `auto`, or `ring` where a window has no room
+    sweep   number of the sweep, from 1
+    error   for a wire format, norm of the first run's error over the norm of the sum; else NaN
+    """
+
+    op: str
+    algorithm: str
+    buffers: str
+    bytes: int
+    count: int  # type: ignore[assignment]  # it hides tuple.count, which rows do not need
+    dtype: str
+    ranks: int
+    time_us: float
+    min_us: float
+    p99_us: float
+    algbw_GBs: float
+    busbw_GBs: float
+    predicted_us: float
+    wrong: int
+    chosen: str
+    error: float
+    sweep: int
+
+
+class Subject(NamedTuple):
+    """The algorithm of a row: its name in the table, its operation and its wire format.
+
+    wire  "none" for exact operations
+    """
+
+    name: str
+    operation: BenchedCollective
+    wire: Wire
+
+
+class SizeCase(NamedTuple):
+    """The data that all rows of one size share.
+
+    original  input of this rank
+    part      region of the array that has the result
+    right     expected values in this region
+    """
+
+    original: Any
+    part: slice
+    right: np.ndarray
+
+
+class Staying:
+    """A collective on a fixed array, as a persistent collective of MPI-4.
+
+    result  the region of the array with the result, or another array with it
+    """
+
+    def __init__(self, array: Any, reduction: Reduction, result: Any):
+        self.array, self.result = array, result
+        self.algorithm, self.run = reduction.algorithm, reduction.run
+
+    def renew(self) -> None:
+        pass
+
+
+class LeasedAllReduce:
+    """An all-reduce of an activation buffer that is leased anew for every run, as in a layer.
+
+    The buffer still has the reduction that was bound to it in an earlier lease. A layer computes
+    its activation in such a buffer, in place of one from the arena.
+    """
+
+    def __init__(self, group: Group, count: int, dtype: np.dtype):
+        """Lease a buffer and bind its all-reduce. Collective."""
+        self._group, self._count, self._dtype = group, count, dtype
+        self._exchange: ActivationBuffer | None = group.exchange((count,), dtype)
+        self.algorithm = self._exchange.all_reduce().algorithm
+
+    @property
+    def array(self) -> Any:
+        """The flat array, valid until the next `renew`."""
+        assert self._exchange is not None
+        return self._exchange.array
+
+    result = array
+
+    def renew(self) -> None:
+        self._exchange = None
+        self._exchange = self._group.exchange((self._count,), self._dtype)
+
+    def run(self) -> None:
+        assert self._exchange is not None
+        self._exchange.all_reduce().run()
 
 
 class Sweep:
-    """An iterator over rows as they are measured.
+    """An iterator that measures the rows; every rank gets the same rows.
 
     total  upper bound of the number of rows: `stops` in the request may end the sweep early
     """
 
-    def __init__(self, total: int, rows: Iterator[CollectiveRow]):
-        self.total, self._rows = total, rows
+    def __init__(self, transport: Transport, request: SweepRequest, tuning: Tuning):
+        """Allocate the buffers that the rows share. Collective.
+
+        raises  ConfigError on every rank, before any measurement, if the machine or MPI lacks support
+        """
+        device = on_all_ranks(transport, lambda: device_for(request.device))
+        self._request, self._tuning = request, tuning
+        self._backend: Backend = device.backend
+        self._transport = over_device(transport, device.backend, "auto")
+        self._arithmetic: Arithmetic = arithmetic_of(device)
+        self._subjects = [
+            Subject(algorithm, operation_of(request.operation, algorithm), Wire("none"))
+            for algorithm in self._algorithms()
+        ]
+        self._subjects += [
+            Subject(
+                f"wire {wire.name}" + f":{wire.amount:g}" * (wire.amount > 0), lossy(wire), wire
+            )
+            for wire in request.wires
+        ]
+        n, itemsize = transport.size, request.dtype.itemsize
+        self._counts = list(
+            dict.fromkeys(max(1, size // itemsize // n) * n for size in request.sizes)
+        )
+        most = max(self._counts)
+        other = max(subject.operation.other(n, most) for subject in self._subjects)
+        self._pools = dict(self._pool(where, most, other) for where in request.buffers)
+        self.total = request.sweeps * len(self._counts) * len(self._subjects) * len(self._pools)
+
+    def _algorithms(self) -> Sequence[str]:
+        request, transport = self._request, self._transport
+        dtype = request.dtype.name
+        situation = Topology(
+            transport.hosts, dtype, dtype in transport.native_dtypes, request.device == "cuda"
+        )
+        refused = refusals(request.operation, situation)
+        for name in request.algorithms:
+            if name in refused:
+                raise on_every_rank(
+                    ConfigError(f"{request.operation} {refused[name].law}", "Leave it out.")
+                )
+        return request.algorithms or [
+            name for name in names(request.operation) if name not in refused
+        ]
+
+    def _pool(self, where: str, count: int, other: int) -> tuple[str, Buffers | None]:
+        """Allocate arrays of `count` and `other` elements for all sizes; return their class and them.
+
+        The class of memory differs from `where` if a window has no room or is not needed.
+        """
+        if where == LEASED:
+            return where, None
+        transport, dtype = self._transport, self._request.dtype
+        plain = self._backend.zeros if self._request.device == "cuda" else aligned_zeros
+        make = transport.allocate if where == "window" else plain
+        pool = Buffers(make(count, dtype), make(other, dtype))
+        return ("device" if on_device(pool.array) else memory_of(transport, pool.array)), pool
 
     def __iter__(self) -> Iterator[CollectiveRow]:
-        return self._rows
+        operations = {subject.operation.fill: subject.operation for subject in self._subjects}
+        counts = self._counts
+        for sweep in range(1, self._request.sweeps + 1):
+            before = fastest = math.inf
+            index = 0
+            while index < len(counts):
+                count = counts[index]
+                before, fastest = fastest, math.inf
+                cases = {
+                    fill: self._case(operation, count) for fill, operation in operations.items()
+                }
+                for subject in self._subjects:
+                    for where, pool in self._pools.items():
+                        case = cases[subject.operation.fill]
+                        try:
+                            row = self._row(subject, where, pool, case)
+                        except ConfigError:  # there is no room for its window
+                            if self._request.algorithms:
+                                raise
+                            continue
+                        fastest = min(fastest, row.time_us * 1e-6)
+                        yield row._replace(sweep=sweep)
+                if self._request.stops and is_long_enough(
+                    fastest, before, count / counts[index - 1]
+                ):
+                    done, longer = counts[: index + 1], counts[index + 1 :]
+                    enough = int(BUCKET // self._request.dtype.itemsize)
+                    if longer and count < enough:
+                        bucket = next((each for each in longer if each >= enough), longer[-1])
+                        done = [*done, bucket]
+                    counts = done
+                index += 1
 
+    def _case(self, operation: BenchedCollective, count: int) -> SizeCase:
+        part, right = operation.right(self._transport, count)
+        own = operation.fill(self._transport.rank, count).astype(self._request.dtype)
+        return SizeCase(self._backend.from_host(own), part, right.astype(self._request.dtype))
 
-def sweep(transport: Transport, request: SweepRequest, tuning: Tuning) -> Sweep:
-    """Return an iterator that measures the rows; every rank gets the same rows. Collective.
-
-    raises  ConfigError on every rank, before any measurement, if the machine or MPI lacks support
-    """
-    device = on_all_ranks(transport, lambda: device_for(request.device))
-    bench = Bench(
-        request,
-        tuning,
-        over_device(transport, device.backend, "auto"),
-        device.backend,
-        arithmetic_of(device),
-    )
-    subjects = [
-        Subject(algorithm, operation_of(request.operation, algorithm), Wire("none"))
-        for algorithm in _algorithms(bench)
-    ]
-    subjects += [
-        Subject(f"wire {wire.name}" + f":{wire.amount:g}" * (wire.amount > 0), lossy(wire), wire)
-        for wire in request.wires
-    ]
-    n, itemsize = transport.size, request.dtype.itemsize
-    counts = list(dict.fromkeys(max(1, size // itemsize // n) * n for size in request.sizes))
-    other = max(subject.operation.other(n, max(counts)) for subject in subjects)
-    pools = dict(_pool(bench, where, max(counts), other) for where in request.buffers)
-    return Sweep(
-        request.sweeps * len(counts) * len(subjects) * len(pools),
-        _rows(bench, subjects, counts, pools),
-    )
-
-
-def _algorithms(bench: Bench) -> Sequence[str]:
-    """Return the requested algorithms; ConfigError on every rank if one cannot run here."""
-    request, transport = bench.request, bench.transport
-    known, dtype = names(request.operation), request.dtype.name
-    situation = Topology(
-        transport.hosts, dtype, dtype in transport.native_dtypes, request.device == "cuda"
-    )
-    refused = refusals(request.operation, situation)
-    for name in request.algorithms:
-        if name in refused:
-            raise on_every_rank(
-                ConfigError(f"{request.operation} {refused[name].law}", "Leave it out.")
+    def _row(
+        self, subject: Subject, where: str, pool: Buffers | None, case: SizeCase
+    ) -> CollectiveRow:
+        transport, arithmetic, count = self._transport, self._arithmetic, case.original.size
+        if pool:
+            operation = subject.operation
+            array, other = pool.array[:count], pool.other[: operation.other(transport.size, count)]
+            other[:] = case.original[: other.size]
+            reduction = operation.bind(
+                transport,
+                Buffers(array, other),
+                ReductionOptions(subject.name, self._tuning, arithmetic),
             )
-    return request.algorithms or [name for name in known if name not in refused]
+            result = other if operation.is_in_other else array[case.part]
+            return self._measured(subject, where, Staying(array, reduction, result), case)
+        own = transport.split(0)
+        assert own is not None
+        group = Group(own, subject.name, self._tuning, arithmetic, self._backend.arena())
+        try:
+            # No name keeps the buffer, so that closing releases its windows.
+            row = self._measured(
+                subject, where, LeasedAllReduce(group, count, self._request.dtype), case
+            )
+        except ConfigError:  # every rank raises it
+            own.close()
+            raise
+        own.close()
+        return row
+
+    def _measured(
+        self, subject: Subject, where: str, bound: Staying | LeasedAllReduce, case: SizeCase
+    ) -> CollectiveRow:
+        request, transport, backend = self._request, self._transport, self._backend
+        operation, is_exact = subject.operation, subject.wire.name == "none"
+        count, dtype, n = case.original.size, request.dtype, transport.size
+        chosen = bound.algorithm or subject.name
+        timed = partial(_timed, backend, starting_line(transport), bound, case.original)
+        cycles, _ = timed(1)
+        spent = max(transport.gather_text(cycles.min()))
+        error = math.nan if is_exact else error_norm(backend.to_host(bound.array), case.right)
+        is_once = request.stops and spent > LONGEST
+        if request.warmup > 1 and not is_once:
+            cycles, _ = timed(request.warmup - 1)
+            spent = max(transport.gather_text(cycles.min()))
+        fewest = 1 if is_once else 5
+        _, times = timed(request.iterations or int(min(500, max(fewest, SECONDS / spent))))
+        transport.native_all_reduce(times, "maximum")
+        slowest = times / operation.ways * 1e6
+        result = backend.to_host(bound.result)
+        median, nbytes = float(np.median(slowest)), count * dtype.itemsize
+        predicted = np.nan
+        is_modelled = chosen in choices(request.operation)  # MPI's own all-reduce is modelled, too
+        if is_modelled and is_exact and request.device == "cpu" and where != LEASED:
+            array = count, dtype.itemsize, where
+            predicted = 1e6 * predict(
+                self._tuning, request.operation, chosen, transport.hosts, *array
+            )
+        return CollectiveRow(
+            op=request.operation,
+            algorithm=shown(subject.name),
+            buffers=where,
+            bytes=nbytes,
+            count=count,
+            dtype=dtype.name,
+            ranks=n,
+            time_us=median,
+            min_us=float(slowest.min()),
+            p99_us=float(np.percentile(slowest, 99)),
+            algbw_GBs=nbytes / median / 1e3,
+            busbw_GBs=nbytes / median / 1e3 * operation.bus(n),
+            predicted_us=predicted,
+            wrong=(
+                wrong_elements(transport, result, case.right)
+                if is_exact
+                else wrong_replicas(transport, result)
+            ),
+            chosen=chosen,
+            error=error,
+            sweep=0,
+        )
 
 
-def _pool(bench: Bench, where: str, count: int, other: int) -> tuple[str, Buffers | None]:
-    """Allocate arrays of `count` and `other` elements for all sizes; return their class and them.
+def _timed(
+    backend: Backend,
+    meet: Callable[[], None],
+    bound: Staying | LeasedAllReduce,
+    original: Any,
+    runs: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the seconds of each run on this rank, with and without its preparation.
 
-    The class of memory differs from `where` if a window has no room or is not needed.
+    The preparation restores the input and waits until all ranks are ready.
     """
-    if where == LEASED:
-        return where, None
-    transport, dtype = bench.transport, bench.request.dtype
-    plain = bench.backend.zeros if bench.request.device == "cuda" else aligned_zeros
-    make = transport.allocate if where == "window" else plain
-    pool = Buffers(make(count, dtype), make(other, dtype))
-    return ("device" if on_device(pool.array) else memory_of(transport, pool.array)), pool
-
-
-def _rows(
-    bench: Bench,
-    subjects: Sequence[Subject],
-    counts: Sequence[int],
-    pools: dict[str, Buffers | None],
-) -> Iterator[CollectiveRow]:
-    operations = {subject.operation.fill: subject.operation for subject in subjects}
-    for sweep_number in range(1, bench.request.sweeps + 1):
-        before = fastest = math.inf
-        index = 0
-        while index < len(counts):
-            count = counts[index]
-            before, fastest = fastest, math.inf
-            cases = {
-                fill: case_of(bench, operation, count) for fill, operation in operations.items()
-            }
-            for subject in subjects:
-                for where, pool in pools.items():
-                    try:
-                        row = measure_row(
-                            bench, subject, where, pool, cases[subject.operation.fill], sweep_number
-                        )
-                    except ConfigError:  # there is no room for its window
-                        if bench.request.algorithms:
-                            raise
-                        continue
-                    fastest = min(fastest, row.time_us * 1e-6)
-                    yield row
-            if bench.request.stops and is_long_enough(fastest, before, count / counts[index - 1]):
-                done, longer = counts[: index + 1], counts[index + 1 :]
-                enough = int(BUCKET // bench.request.dtype.itemsize)
-                if longer and count < enough:
-                    done = [*done, next((each for each in longer if each >= enough), longer[-1])]
-                counts = done
-            index += 1
+    ends, times, wait = np.empty(runs + 1), np.empty(runs), backend.synchronize
+    ends[0] = time.perf_counter()
+    for run in range(runs):
+        bound.renew()
+        bound.array[:] = original
+        wait()
+        meet()
+        start = time.perf_counter()
+        bound.run()
+        wait()
+        ends[run + 1] = time.perf_counter()
+        times[run] = ends[run + 1] - start
+    return np.diff(ends), times
 
 
 def is_long_enough(fastest: float, before: float, growth: float) -> bool:
@@ -153,3 +431,37 @@ def is_long_enough(fastest: float, before: float, growth: float) -> bool:
     growth           this size over the previous size
     """
     return fastest > LONGEST or (fastest > LONG and fastest > 0.9 * growth * before)
+
+
+def starting_line(transport: Transport) -> Callable[[], None]:
+    """Return a function that returns on all ranks at the same time. Collective.
+
+    Ranks leave a barrier up to a message's latency apart. Within a host that is little. Between
+    hosts it is as long as a short all-reduce, and the same ranks are late in every run. There the
+    ranks agree on a start time and wait for it, by clocks with measured offsets. It is accurate for
+    some seconds only, because clocks drift.
+    """
+    if len(set(transport.hosts)) == 1:
+        return transport.barrier
+    ahead = -Clocks(transport, time.perf_counter).measure()[1]
+    due = np.zeros(1)
+
+    def agree() -> None:
+        due[0] = time.perf_counter() - ahead
+        transport.native_all_reduce(due, "maximum")
+
+    longest = np.zeros(1)
+    for _ in range(ROUNDS):
+        transport.barrier()
+        start = time.perf_counter()
+        agree()
+        longest[0] = max(longest[0], time.perf_counter() - start)
+    transport.native_all_reduce(longest, "maximum")
+
+    def meet() -> None:
+        agree()
+        start = due[0] + ahead + MARGIN * longest[0]
+        while (left := start - time.perf_counter()) > 0:
+            time.sleep(max(0, left - 2e-4))  # sleep returns late, so the last 0.2 ms are spun
+
+    return meet

@@ -1,24 +1,12 @@
-"""The output of a benchmark: table columns, a footer with averages and warnings, CSV and JSON."""
+"""The table of collectives: its columns, and a footer with averages, ratios and warnings."""
 
-import csv
-import io
-import json
-import math
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from statistics import geometric_mean, median
-from typing import Any
 
-from mpitrain.collectives.selection.algorithm import shown
-from mpitrain.files import write_whole
-from mpitrain.tools.bench.collectives.row import CollectiveRow
+from mpitrain.collectives.selection.own_algorithm import shown
+from mpitrain.tools.bench.collectives.sweep import CollectiveRow
+from mpitrain.tools.bench.turns import FAR
 from mpitrain.tools.text_table import TextColumn, TextTable, figure, marked
-
-FAR = 2.0
-"""A p99 is marked above FAR times the median, and a median above FAR times the fastest run.
-
-Then other work ran during the measurement, or the network was busy.
-"""
 
 
 def columns(places: Sequence[str], has_wires: bool = False) -> list[TextColumn]:
@@ -155,42 +143,3 @@ def too_slow(rows: Sequence[CollectiveRow], least: float) -> list[str]:
                 f"below {least:g}" + ("" if quiet else "; its median is marked ~, so measure again")
             )
     return lines
-
-
-def write_csv(path: Path, rows: Sequence[Any]) -> None:
-    """Write all rows so far to a CSV file, with a line of names.
-
-    Values that are not finite are empty. The file is replaced as a whole.
-
-    rows  named tuples of one class
-    """
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(rows[0]._fields if rows else ())
-    for row in rows:
-        table.writerow(
-            "" if isinstance(value, float) and not math.isfinite(value) else value for value in row
-        )
-    write_whole(path, text.getvalue())
-
-
-def write_json(path: Path, header: dict[str, Any], rows: Sequence[Any]) -> None:
-    """Write the header and all rows so far to a JSON file; values that are not finite are null.
-
-    The file is replaced as a whole, so a reader never sees half a row.
-
-    rows  named tuples
-    """
-    listed = [
-        json.dumps(
-            {
-                key: None if isinstance(value, float) and not math.isfinite(value) else value
-                for key, value in row._asdict().items()
-            },
-            allow_nan=False,
-        )
-        for row in rows
-    ]
-    write_whole(
-        path, f'{{"header": {json.dumps(header)},\n"rows": [\n' + ",\n".join(listed) + "\n]}\n"
-    )

@@ -3,19 +3,40 @@
 Legend: B rows of a step, T tokens, C channels, L layers; t, d ranks along tp, dp.
 """
 
+import math
 import re
 from collections.abc import Sequence
 
+import numpy as np
+
+from mpitrain.collectives.compression import LANE, square, tiles
+from mpitrain.collectives.engine.arithmetic import BLOCK, CODECS, Wire
 from mpitrain.config import Config, with_settings
+from mpitrain.layers.flat import Bucket, Entry, Storage
 from mpitrain.optim import RULES
 from mpitrain.optim.rule import TensorWise
-from mpitrain.parallel.mode import LETTERS, Formula, Sample
+from mpitrain.parallel.buckets import Buckets
+from mpitrain.parallel.grid import divisor, share
+from mpitrain.parallel.mode import (
+    CONTROL,
+    CONTROL_ITEM,
+    LETTERS,
+    Formula,
+    Sample,
+    Travelled,
+    by_micro_batch,
+    by_use,
+    once,
+    sent_in_ring,
+    sharded,
+)
 from mpitrain.parallel.modes import mode_of
+from mpitrain.parallel.weight_stashing import StageUpdate
+from mpitrain.pipeline.instructions import Send, fused_at_the_input, training_program
+from mpitrain.pipeline.schedules import STREAMS
 from mpitrain.run.build import Job
 from mpitrain.run.choices import parse
-from mpitrain.tools.bench.comparison.grammar import settings_of
-from mpitrain.tools.bench.comparison.layout_formulas import has_formula, of_layout
-from mpitrain.tools.bench.comparison.wire_formulas import WORDS as CODED
+from mpitrain.tools.bench.comparison.modes import settings_of
 from mpitrain.transport.base import Transport
 
 OF_TENSORS = "2 (t-1)/t of 4 L + 2 times B T C, and of 3 B T numbers"
@@ -32,6 +53,21 @@ LAYOUT_LETTERS = {
     **LETTERS,
 }
 """{letter of a formula in words: its meaning}."""
+CODED = {
+    **dict.fromkeys(CODECS, "2 (d-1)/d S in the wire format, in blocks of 256 numbers"),
+    "topk": "(d-1) times 8 bytes for each number that a replica chooses",
+    "powersgd": "2 (d-1)/d of all factors, and of the numbers outside matrices",
+}
+"""{wire format: its formula in words}."""
+SINGLE = 4
+"""Bytes of a float32."""
+FORWARD = {"attention": 1, "mlp": 1, "embedding": 1}
+BACKWARD = {"attention": 1, "mlp": 1, "head": 1}
+"""{kind of unit: number of its all-reduces of B T C elements over tp}, forward and backward."""
+COLUMN_PARALLEL = ("attention", "mlp", "head")
+"""Kinds of units with a column-parallel layer."""
+TRAVELLED: dict[int, Travelled] = {1: once, 2: by_micro_batch, 3: by_use}
+"""{stage of ZeRO: function that counts the elements that it moves}."""
 
 
 def formula_of(mode: str) -> Formula | None:
@@ -97,6 +133,168 @@ def _is_divided(config: Config) -> bool:
 
 
 def letters_in(words: Sequence[str]) -> dict[str, str]:
-    """Return {letter: meaning} of the letters in these formulas."""
     used = set(re.findall(r"n'|\b(?:lg|[A-Zdhmnst])\b(?!')", " ".join(words)))
     return {letter: meaning for letter, meaning in LAYOUT_LETTERS.items() if letter in used}
+
+
+def has_formula(config: Config) -> bool:
+    """Return whether `of_layout` counts all messages of a job."""
+    model, layout, replication = config.model, config.layout, config.replication
+    is_plain = (
+        model.kind == "gpt"
+        and not model.tied
+        and not isinstance(RULES[config.optimizer.name].step, TensorWise)
+        and (replication.mode, replication.algorithm) == ("all-reduce", "ring")
+    )
+    # Recomputation and slices of the logits repeat some sums.
+    has_plain_sums = (
+        layout.algorithm == "ring"
+        and not layout.keep_gathered
+        and (config.memory.recompute, config.memory.logit_chunks) == ("none", 1)
+    )
+    return is_plain and (layout.tp == 1 or has_plain_sums)
+
+
+def of_layout(job: Job) -> float | None:
+    """Return the bytes that this rank sends in a step of a divided model; None if not known."""
+    trainer = job.trainer
+    grid, config = trainer.grid, trainer.config
+    messages = config.batch.micro_batches if config.pipeline.schedule in STREAMS else 1
+    control = messages * sent_in_ring(grid.world.rank, grid.axes.ranks, CONTROL) * CONTROL_ITEM
+    gradients = of_gradients(job)
+    if gradients is None:
+        return None
+    return gradients + control + _between_stages(job) + _within_layers(job)
+
+
+def of_gradients(job: Job) -> float | None:
+    """Return the bytes that this rank sends to replicas in a step; None if not known.
+
+    They are gradients, and with ZeRO also parameters.
+    """
+    trainer = job.trainer
+    grid, config = trainer.grid, trainer.config
+    storage, replica = trainer.storage, trainer.replication.replica
+    d, tp, stage = grid.axes.dp, grid.axes.tp, config.replication.zero
+    # Gradients of replicated tensors are partial sums: tensor-parallel ranks add them up.
+    partial = sum(span.stop - span.start for span in storage.spans if span.partial)
+    if stage > 1:
+        partial //= divisor(grid.axes, grid.world.transport.hosts, config.replication.shard)
+    summed = sent_in_ring(grid.coords.tp, tp, partial) * storage.dtype.itemsize
+    if replica.wire.name != "none":
+        moved = _compressed(job)
+    elif stage:
+        of_shards = sharded(replica, TRAVELLED[stage])
+        return None if of_shards is None else of_shards + summed
+    else:
+        moved = sent_in_ring(grid.coords.dp, d, storage.length) * storage.dtype.itemsize
+    end = trainer.replication.step_end
+    if not isinstance(end, StageUpdate):
+        return moved + summed
+    # A stage sums the squares of its gradients over tp, and its ignored targets over dp.
+    own = 8 * (sent_in_ring(grid.coords.tp, tp, 2) + sent_in_ring(grid.coords.dp, d, 1))
+    return config.batch.micro_batches // end.every * (moved + summed + own)
+
+
+def _compressed(job: Job) -> float:
+    """Return the bytes of sums in a wire format, mean over the steps of the run."""
+    trainer = job.trainer
+    grid, config = trainer.grid, trainer.config
+    storage, replica = trainer.storage, trainer.replication.replica
+    rank, d = grid.coords.dp, grid.axes.dp
+    whole = sent_in_ring(rank, d, storage.length) * storage.dtype.itemsize
+    reducer = trainer.replication.reducer
+    assert isinstance(reducer, Buckets)
+    coded = in_format(storage, reducer.buckets, replica.wire, rank, d)
+    dense = min(config.dense_steps, config.run.steps) / config.run.steps
+    # A wire format always does an all-reduce, so ZeRO 1 adds an all-gather of the parameters.
+    gathered = storage.length * replica.computed.itemsize * (d - 1) / d
+    return dense * whole + (1 - dense) * coded + (gathered if config.replication.zero else 0)
+
+
+def _micro_batch_rows(job: Job) -> list[int]:
+    rows, m = len(job.trainer.share()), job.trainer.config.batch.micro_batches
+    return [len(share(rows, micro, m)) for micro in range(m)]
+
+
+def _between_stages(job: Job) -> int:
+    trainer, rows = job.trainer, _micro_batch_rows(job)
+    config, lowest = trainer.config, trainer.pipe.lowest
+    plan = fused_at_the_input(trainer.resolved.plan, lowest)
+    program = training_program(plan, lowest)[trainer.grid.coords.pp]
+    sent = sum(rows[each.micro] for each in program if isinstance(each, Send))
+    elements = sent * config.model.context * config.model.width
+    if config.layout.sequence_parallel:
+        elements //= trainer.grid.axes.tp
+    return elements * trainer.replication.replica.computed.itemsize
+
+
+def _within_layers(job: Job) -> int:
+    trainer, rows = job.trainer, _micro_batch_rows(job)
+    grid, config, replica = trainer.grid, trainer.config, trainer.replication.replica
+    tokens, width, computed = config.model.context, config.model.width, replica.computed
+    tp, ranks = grid.coords.tp, grid.axes.tp
+    kinds = [unit.name.rpartition(".")[2] for unit in trainer.units]
+    # Frozen units before the first trained one run no backward.
+    behind = kinds[replica.first :]
+    sums = sum(FORWARD.get(kind, 0) for kind in kinds) + sum(
+        BACKWARD.get(kind, 0) for kind in behind
+    )
+    elements = sum(sums * sent_in_ring(tp, ranks, count * tokens * width) for count in rows)
+    if config.layout.sequence_parallel:
+        # Column-parallel layers gather their inputs again in backward. An embedding gathers in
+        # backward instead of forward.
+        gathers = sum(kind in COLUMN_PARALLEL for kind in behind)
+        gathers -= "embedding" in kinds[: replica.first]
+        elements += gathers * sum(rows) * tokens * width * (ranks - 1) // ranks
+    # The split cross-entropy needs a maximum of each row, and two sums in one message.
+    facts = sum(sent_in_ring(tp, ranks, k * count * tokens) for count in rows for k in (1, 2))
+    of_loss = facts * (8 if computed == np.float64 else 4) if "head" in kinds else 0
+    return elements * computed.itemsize + of_loss
+
+
+def in_format(storage: Storage, buckets: Sequence[Bucket], wire: Wire, rank: int, d: int) -> int:
+    """Return the bytes that a replica sends in a step to sum its buckets.
+
+    A bucket of tensors that other ranks of the replica store, too, travels as float32.
+
+    rank, d  of the replica, and the number of replicas
+    """
+    total = 0
+    for bucket in buckets:
+        count = bucket.stop - bucket.start
+        if bucket.holders:
+            total += SINGLE * sent_in_ring(rank, d, count)
+        elif wire.name == "topk":
+            total += (d - 1) * 2 * SINGLE * math.ceil(wire.amount * count)
+        elif wire.name == "powersgd":
+            own = [e for e in storage.entries if bucket.start <= e.start < bucket.stop]
+            total += SINGLE * sum(
+                sent_in_ring(rank, d, elements)
+                for elements in _factors(own, count, int(wire.amount))
+            )
+        else:
+            total += _in_blocks(count, d) * CODECS[wire.name].block_bytes
+    return total
+
+
+def _in_blocks(count: int, d: int) -> int:
+    """Return the blocks that a replica sends: 2 (d - 1) chunks, each rounded up to blocks.
+
+    The last chain of a long bucket is shorter than the others.
+    """
+    chains, rest = divmod(count, d * LANE)
+    return 2 * (d - 1) * (chains * (LANE // BLOCK) + -(-rest // (d * BLOCK)))
+
+
+def _factors(entries: Sequence[Entry], count: int, k: int) -> tuple[int, int]:
+    """Return the elements of both messages of a bucket by PowerSGD, with factors of rank k.
+
+    The first one has the left factors, and the second the right factors and all other elements.
+    """
+    shapes = [entry.parameter.local_shape for entry in entries]
+    matrices = [m for shape in shapes if len(shape) == 2 for m in tiles(0, *shape)]
+    every = matrices or [square(count)]
+    coded = [m for m in every if k * (m.rows + m.columns) < m.rows * m.columns]
+    outside = count - sum(m.rows * m.columns for m in coded)
+    return k * sum(m.rows for m in coded), k * sum(m.columns for m in coded) + outside

@@ -1,22 +1,175 @@
 """A job with and without each trick, measured in turns: is it faster, is it smaller?"""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from statistics import median
 from typing import Any, NamedTuple
 
 from mpitrain.config import Config, with_settings
 from mpitrain.data.prefetch import Prefetched
 from mpitrain.errors import ConfigError, MpitrainError
+from mpitrain.ops.host.attention import TILED_FROM
 from mpitrain.run.build import Job, build
 from mpitrain.run.choices import parse
+from mpitrain.run.resolve import Resolved
 from mpitrain.tools.bench.comparison.formulas import predicted
-from mpitrain.tools.bench.comparison.trick_rows import TRICKS, Trick
 from mpitrain.tools.bench.training.steps import Ours, alternate
+from mpitrain.tools.bench.turns import ratios, spread, verdict
+from mpitrain.tools.text_table import TextColumn, TextTable
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
+Settings = Mapping[str, Any]
+LARGEST = 4
+"""Micro-batches of gradient accumulation, and slices of the logits, at most."""
 READING = "data.prefetch"
 """The key of a trick that changes how batches are read, and nothing of a step."""
+
+
+class Trick(NamedTuple):
+    """Entry in the table of tricks.
+
+    on      (job) -> {key: value} with the trick
+    off     {key: value} without it
+    reason  (job) -> the reason why the trick does not apply; empty: it may
+    is_on   (job) -> whether the job has the trick; None: whether it has all values of `on`
+    """
+
+    on: Callable[[Resolved], Settings]
+    off: Settings
+    reason: Callable[[Resolved], str]
+    is_on: Callable[[Resolved], bool] | None = None
+
+    def is_used(self, job: Resolved) -> bool:
+        if self.is_on:
+            return self.is_on(job)
+        values = job.config.flat()
+        return all(values[key] == value for key, value in self.on(job).items())
+
+
+def row(on: Settings, off: Settings, *reasons: Callable[[Resolved], str], **more: Any) -> Trick:
+    return Trick(lambda job: on, off, first_of(*reasons), **more)
+
+
+def first_of(*reasons: Callable[[Resolved], str]) -> Callable[[Resolved], str]:
+    return lambda job: next(filter(None, (reason(job) for reason in reasons)), "")
+
+
+def unless(holds: Callable[[Resolved], bool], text: str) -> Callable[[Resolved], str]:
+    return lambda job: "" if holds(job) else text
+
+
+def _replica_rows(job: Resolved) -> int:
+    return job.config.batch.size // job.axes.dp
+
+
+def _at_most(stage: int) -> Callable[[Resolved], str]:
+    return unless(
+        lambda job: job.config.replication.zero <= stage,
+        "replication.zero is higher: the job shards more already",
+    )
+
+
+REPLICAS = unless(lambda job: job.axes.dp > 1, "there is one replica")
+ALL_REDUCE = unless(
+    lambda job: job.config.replication.mode == "all-reduce", "replication.mode is not all-reduce"
+)
+ON_CPU = unless(lambda job: job.config.device.kind == "cpu", "device.kind is not cpu")
+GPT = unless(lambda job: job.config.model.kind == "gpt", "model.kind is not gpt")
+
+TRICKS: dict[str, Trick] = {
+    "mixed precision": row(
+        {"precision.compute": "bfloat16"},
+        {"precision.compute": "float32"},
+        unless(lambda job: job.config.precision.compute != "float64", "the job is in float64"),
+        is_on=lambda job: job.config.precision.is_half,
+    ),
+    "gradient accumulation": Trick(
+        lambda job: {"batch.micro_batches": min(LARGEST, _replica_rows(job))},
+        {"batch.micro_batches": 1},
+        first_of(
+            unless(lambda job: job.axes.pp == 1, "a pipeline needs its micro-batches"),
+            unless(lambda job: _replica_rows(job) > 1, "a replica has one row a step"),
+        ),
+        lambda job: job.config.batch.micro_batches > 1,
+    ),
+    "recomputation": row(
+        {"memory.recompute": "unit"},
+        {"memory.recompute": "none"},
+        is_on=lambda job: job.config.memory.recompute != "none",
+    ),
+    "attention in tiles": row(
+        {"memory.attention": "tiled"},
+        {"memory.attention": "whole"},
+        GPT,
+        ON_CPU,
+        is_on=lambda job: (
+            job.config.memory.attention == "tiled"
+            or (job.config.memory.attention == "auto" and job.config.model.context >= TILED_FROM)
+        ),
+    ),
+    "logits in slices": row(
+        {"memory.logit_chunks": LARGEST},
+        {"memory.logit_chunks": 1},
+        is_on=lambda job: job.config.memory.logit_chunks > 1,
+    ),
+    **{
+        f"ZeRO {stage}": row(
+            {"replication.zero": stage},
+            {"replication.zero": 0},
+            REPLICAS,
+            ALL_REDUCE,
+            _at_most(stage),
+        )
+        for stage in (1, 2, 3)
+    },
+    "sequence parallelism": row(
+        {"layout.sequence_parallel": True},
+        {"layout.sequence_parallel": False},
+        unless(lambda job: job.axes.tp > 1, "layout.tp is 1"),
+    ),
+    "LoRA": row(
+        {"lora.rank": 8},
+        {"lora.rank": 0},
+        GPT,
+        is_on=lambda job: job.config.lora.rank > 0,
+    ),
+    "8-bit optimizer": row(
+        {"optimizer.name": "adamw8bit"},
+        {"optimizer.name": "adamw"},
+        unless(
+            lambda job: job.config.optimizer.name in ("adamw", "adamw8bit"),
+            "optimizer.name is not adamw",
+        ),
+    ),
+    "overlap": row(
+        {"replication.overlap": True},
+        {"replication.overlap": False},
+        REPLICAS,
+        ALL_REDUCE,
+    ),
+    "prefetch": row(
+        {"data.prefetch": 2},
+        {"data.prefetch": 0},
+        is_on=lambda job: job.config.data.prefetch > 0,
+    ),
+    "wire int8": row(
+        {"replication.wire": "int8"},
+        {"replication.wire": "none"},
+        REPLICAS,
+        ALL_REDUCE,
+        unless(
+            lambda job: job.config.replication.wire in ("none", "int8"),
+            "replication.wire is another format",
+        ),
+    ),
+    "compiled passes": row(
+        {"device.passes": "compiled"},
+        {"device.passes": "numpy"},
+        ON_CPU,
+    ),
+}
+"""Tricks by name, in the order of the table."""
 
 
 class TrickSide(NamedTuple):
@@ -60,15 +213,12 @@ class Tried(NamedTuple):
     def ratios(self) -> list[float]:
         """How many times as fast the job is with the trick, in each block."""
         assert self.on and self.off
-        return [off / on for on, off in zip(self.on.blocks, self.off.blocks, strict=True)]
+        return ratios(self.on.blocks, self.off.blocks)
 
     @property
     def speed(self) -> str:
         """`faster`, `slower`, or ~ if the blocks disagree."""
-        ratios = self.ratios
-        if all(ratio > 1 for ratio in ratios):
-            return "faster"
-        return "slower" if all(ratio < 1 for ratio in ratios) else "~"
+        return verdict(self.ratios)
 
     @property
     def smaller(self) -> float:
@@ -78,8 +228,6 @@ class Tried(NamedTuple):
 
 
 class Counting(Ours):
-    """A side that counts its steps and the bytes that this rank sends in them."""
-
     def __init__(self, transport: Transport, job: Job, name: str):
         super().__init__(job, name)
         self._traffic, self.sent, self.steps = transport.traffic, 0, 0
@@ -99,8 +247,6 @@ class Counting(Ours):
 
 
 class ReadingSide(Counting):
-    """A side that also reads the batch of each step, ahead or not."""
-
     def __init__(self, transport: Transport, job: Job, name: str, ahead: int):
         super().__init__(transport, job, name)
         steps = job.trainer.config.run.steps
@@ -153,7 +299,6 @@ def try_all(
 
 
 def _changed(transport: Transport, job: Job, changes: list[str]) -> Config:
-    """Return the configuration of a job with some settings; collective."""
     tables = job.trainer.config.model_dump()
     return on_all_ranks(transport, lambda: parse(with_settings(tables, changes)))
 
@@ -161,7 +306,6 @@ def _changed(transport: Transport, job: Job, changes: list[str]) -> Config:
 def _read(
     transport: Transport, job: Job, tried: Tried, trick: Trick, blocks: int, steps: int
 ) -> Tried:
-    """Measure steps that read their batches, without and with prefetching. Collective."""
     ahead = max(job.trainer.config.data.prefetch, trick.on(job.trainer.resolved)[READING])
     plain, reader = (ReadingSide(transport, job, tried.name, number) for number in (0, ahead))
     assert reader.prefetched
@@ -173,7 +317,6 @@ def _read(
 def _tried(
     transport: Transport, tried: Tried, sides: Sequence[Counting], blocks: int, steps: int
 ) -> Tried:
-    """Measure the job, and the job with the trick or without. Collective."""
     results = alternate(transport, sides[0].job, sides, blocks, steps)
     measured = [
         _side(transport, side, result.blocks) for side, result in zip(sides, results, strict=True)
@@ -183,7 +326,6 @@ def _tried(
 
 
 def _side(transport: Transport, side: Counting, blocks: list[float]) -> TrickSide:
-    """Gather the measurements of a side. Collective."""
     trainer = side.job.trainer
     side.sync()
     # The update of a small model needs more of the arena than its activations do.
@@ -196,7 +338,6 @@ def _side(transport: Transport, side: Counting, blocks: list[float]) -> TrickSid
 
 
 def settings_of(values: Mapping[str, Any]) -> list[str]:
-    """Return the settings as TOML, section.key=value."""
     return [f"{key}={_toml(value)}" for key, value in values.items()]
 
 
@@ -217,3 +358,88 @@ def names_of(text: str | None) -> list[str]:
                 "Name some of these, with commas between them.",
             )
     return [*dict.fromkeys(names)]
+
+
+TABLE = TextTable(
+    [
+        TextColumn("trick", "<22", "name"),
+        TextColumn(
+            "faster?", "7", lambda tried: {"faster": "yes", "slower": "no", "~": "~"}[tried.speed]
+        ),
+        TextColumn("times", "6.2f", lambda tried: f"{median(tried.ratios):.2f}"),
+        TextColumn("blocks", "14", lambda tried: spread(tried.ratios)),
+        TextColumn("memory MB", "9.2f", lambda tried: tried.on.nbytes / 1e6),
+        TextColumn("without", "8.2f", lambda tried: tried.off.nbytes / 1e6),
+        TextColumn("smaller?", "8", lambda tried: _in_words(tried.smaller)),
+        TextColumn("sent MB", "8.3f", lambda tried: max(tried.on.sent) / 1e6),
+        TextColumn("without", "8.3f", lambda tried: max(tried.off.sent) / 1e6),
+        TextColumn(
+            "set",
+            "<",
+            lambda tried: "set already" if tried.is_used else " ".join(tried.settings),
+            gap=2,
+        ),
+    ]
+)
+"""A line for each measured trick: memory of the fullest rank, bytes of the busiest rank in a step."""
+
+
+def _in_words(smaller: float) -> str:
+    return "same" if smaller == 1 else f"{'yes' if smaller < 1 else 'no'} {smaller:.2f}"
+
+
+def summary(tried: Sequence[Tried]) -> list[str]:
+    """Return lines: the marks, the check of counted bytes, and tricks that do not apply."""
+    measured = [each for each in tried if not each.reason]
+    absent = [each for each in tried if each.reason]
+    lines = [""]
+    if measured:
+        unsure = sum(each.speed == "~" for each in measured)
+        lines.append(
+            f"times: the step without the trick / with it, median of {len(measured[0].ratios)} blocks in turns; "
+            f"~ {unsure} of {len(measured)}: the blocks disagree"
+        )
+        activations, sent = checks(measured)
+        lines.append(
+            f"activations equal the counted bytes in {activations[0]} of {activations[1]} jobs"
+        )
+        if sent[1]:
+            lines.append(f"sent bytes equal the formula in {sent[0]} of {sent[1]} jobs")
+    if absent:
+        lines += ["", "Not for this job:", *(f"{each.name}: {each.reason}" for each in absent)]
+    return lines
+
+
+def checks(measured: Sequence[Tried]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return (equal, all) for the bytes of activations, and for sent bytes that have a formula."""
+    sides = [side for each in measured for side in (each.on, each.off) if side]
+    equal = sum([memory["activations"] for memory in side.memory] == side.counted for side in sides)
+    known = [side for side in sides if side.formula is not None]
+    return (equal, len(sides)), (sum(max(s.sent) == s.formula for s in known), len(known))
+
+
+class TrickRow(NamedTuple):
+    """A trick in the JSON file; without measurements, `reason` gives the cause.
+
+    speed         `faster`, `slower`, or ~ if the blocks disagree
+    ratios        times as fast with the trick, by block
+    smaller       memory with the trick, relative to the memory without
+    on, off       the measurements of the job with the trick and without
+    """
+
+    name: str
+    settings: list[str]
+    is_used: bool
+    reason: str
+    speed: str
+    ratios: list[float]
+    smaller: float | None
+    on: dict[str, Any] | None
+    off: dict[str, Any] | None
+
+
+def as_row(tried: Tried) -> TrickRow:
+    if tried.reason or not tried.on or not tried.off:
+        return TrickRow(*tried[:4], "", [], None, None, None)
+    sides = tried.on._asdict(), tried.off._asdict()
+    return TrickRow(*tried[:4], tried.speed, tried.ratios, tried.smaller, *sides)

@@ -10,13 +10,16 @@ import numpy as np
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.loader import Engine
 from mpitrain.ops.cuda import product
+from mpitrain.ops.cuda.layers import pitch
 from mpitrain.ops.cuda.tiles import DEFAULT, FastestTile, Tiling, worth_measuring
 from mpitrain.ops.device import Device
 from mpitrain.ops.host.product import put_product
-from mpitrain.tools.bench.kernels.gemm_case import PRODUCTS, LayerProduct, Shape, case_of
-from mpitrain.tools.bench.kernels.timing import seconds
-from mpitrain.tools.bench.kernels.work import stored
+from mpitrain.ops.reference.layers import linear_gelu
+from mpitrain.tools.bench.kernels.operations import count_wrong, seconds
+from mpitrain.tools.text_table import TextColumn, TextTable
 
+Shape = tuple[int, int, int]
+"""M, N, K: (M, K) times (K, N)."""
 SHAPES = {
     "cpu": "256,512,1024,2048x1024x256",
     "cuda-sim": "32,65x33x40",
@@ -25,6 +28,37 @@ SHAPES = {
     "cuda": "4096,8192,16384x1536x768,16384x768x1536,16384x2048x4096,16384x4096x2048",
 }
 """{kind of device: default of --shapes}."""
+WRONG = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}
+"""Largest error of a correct element, relative to the reference's largest element."""
+MOST_COMPARED = 256
+"""Largest number of rows that are compared: evenly spaced ones and the last.
+
+The host computes the reference, so it does not compute all rows.
+"""
+PERIOD = 1_048_573
+"""Numbers after which the operands repeat. It is a prime, so that all rows differ."""
+
+
+class LayerProduct(NamedTuple):
+    """One of the products of a linear layer.
+
+    stored    layout of the operands; T: stored transposed
+    epilogue  "gelu": bias and GELU, with saved pre-activation; "sums": bias gradient; "": nothing
+    """
+
+    stored: str
+    epilogue: str = ""
+
+
+PRODUCTS = {
+    "NT": LayerProduct("NT"),
+    "NN": LayerProduct("NN"),
+    "TN": LayerProduct("TN"),
+    "NT+gelu": LayerProduct("NT", "gelu"),
+    "TN+sums": LayerProduct("TN", "sums"),
+}
+"""NT: forward. NN: input half of backward. TN: weight half. NT+gelu: forward with bias and GELU.
+TN+sums: weight half and bias gradient."""
 
 
 class GemmRow(NamedTuple):
@@ -62,6 +96,39 @@ class Tuned(NamedTuple):
     time_us: float
     usual_us: float
     wrong: int
+
+
+TABLE = TextTable(
+    [
+        TextColumn("product", "<8", "product"),
+        TextColumn("M x N x K", "18", lambda row: f"{row.m} x {row.n} x {row.k}"),
+        TextColumn("dtype", "8", "dtype"),
+        TextColumn("tile", "<13", lambda row: row.plan or None, gap=2),
+        TextColumn("time us", "10.1f", "time_us"),
+        TextColumn("library us", "11.1f", "library_us"),
+        TextColumn("GFLOP/s", "10.2f", "gflops"),
+        TextColumn("percent", "8.1f", "percent"),
+        TextColumn("#wrong", "7", "wrong"),
+    ]
+)
+"""A line for each `GemmRow`."""
+TUNED = TextTable(
+    [
+        TextColumn("stored", "<6", lambda row: row.best.stored),
+        TextColumn("M x N x K", "18", lambda row: " x ".join(map(str, row.best[2:5]))),
+        TextColumn("dtype", "8", lambda row: row.best.elements),
+        TextColumn("best tile", "<14", lambda row: _tile(row.best.tiling), gap=2),
+        TextColumn("time us", "10.1f", "time_us"),
+        TextColumn("usual us", "10.1f", "usual_us"),
+        TextColumn("tried", "6", "tried"),
+        TextColumn("#wrong", "7", "wrong"),
+    ]
+)
+"""A line for each `Tuned`."""
+
+
+def _tile(tiling: Tiling) -> str:
+    return "x".join(map(str, tiling.tile[:3])) + f"/{tiling.splits}"
 
 
 def parse_shapes(text: str) -> list[Shape]:
@@ -102,17 +169,9 @@ def measure(
                 wrong = case.wrong()
                 ours, theirs = seconds(device, *runs)
                 m, n, k = shape
-                yield GemmRow(
-                    name,
-                    *shape,
-                    dtype,
-                    _planned(device, PRODUCTS[name], shape, dtype),
-                    1e6 * ours,
-                    1e6 * theirs,
-                    2 * m * n * k / ours / 1e9,
-                    100 * theirs / ours,
-                    wrong,
-                )
+                plan = _planned(device, PRODUCTS[name], shape, dtype)
+                times = 1e6 * ours, 1e6 * theirs, 2 * m * n * k / ours / 1e9, 100 * theirs / ours
+                yield GemmRow(name, *shape, dtype, plan, *times, wrong)
 
 
 def tune(device: Device, shapes: Sequence[Shape], dtypes: Sequence[str]) -> Iterator[Tuned]:
@@ -181,4 +240,91 @@ def _planned(device: Device, what: LayerProduct, shape: Shape, dtype: str) -> st
 
 def _like(dtype: str) -> np.ndarray:
     """Return an empty array with the dtype in which operands of this dtype are stored."""
-    return stored(np.empty(0, np.float32), dtype)
+    return np.empty(0, dtype)
+
+
+class Case(NamedTuple):
+    """A product on given operands.
+
+    by     (multiply) -> function that computes the product with `multiply`, such as product.gemm
+    wrong  () -> number of wrong elements in the result of the last run
+    """
+
+    by: Callable[[Callable[..., None]], Callable[[], None]]
+    wrong: Callable[[], int]
+
+
+def case_of(device: Device, shape: Shape, dtype: str, what: LayerProduct) -> Case:
+    """Return random operands with their product and its check against a float32 reference.
+
+    The elements of the product are near 1, where GELU is not linear. Only some rows are compared.
+    With kernels, rows of the first operand and of the result have the pitch of logits in training.
+    Logits have no bias, so with "sums" rows have none.
+    """
+    m, n, k = shape
+    put, get, arena = device.backend.from_host, device.backend.to_host, device.arena()
+    rows, columns = (k, m) if what.stored[0] == "T" else (m, k)
+    has_pitch = device.kernels is not None and what.epilogue != "sums"
+    wide, step = (pitch(each) if has_pitch else each for each in (columns, n))
+    rng = np.random.default_rng(shape)
+    padded = _drawn(rng, rows, wide, dtype)
+    a, x = padded[:, :columns], put(padded)[:, :columns]
+    b = _drawn(rng, *((n, k) if what.stored[1] == "T" else (k, n)), dtype, k**-0.5)
+    bias = _drawn(rng, 1, n, dtype)[0]
+    y, added = put(b), put(bias)
+    z, kept = (device.backend.zeros(m * step, a.dtype).reshape(m, step)[:, :n] for _ in range(2))
+    sums = device.backend.zeros(m, np.float32)
+    extras = {
+        "gelu": {"bias": added, "activation": "gelu", "saved": kept},
+        "sums": {"row_sums": sums},
+    }.get(what.epilogue, {})
+
+    def by(multiply: Callable[..., None]) -> Callable[[], None]:
+        return lambda: multiply(
+            device.kernels,
+            arena,
+            x,
+            y,
+            z,
+            transposed_a=what.stored[0] == "T",
+            transposed_b=what.stored[1] == "T",
+            **extras,
+        )
+
+    def wrong() -> int:
+        left = a.T if what.stored[0] == "T" else a
+        right = _float32(b if what.stored[1] == "T" else b.T)  # as a weight, (N, K)
+        count = sum(_wrong_rows(part, _float32(left[part]), right) for part in _compared(m))
+        if what.epilogue == "sums":
+            truth = _float32(left).sum(1, dtype=np.float64)
+            count += count_wrong(get(sums), truth, WRONG["float32"])
+        return count
+
+    def _wrong_rows(part: slice, left: np.ndarray, right: np.ndarray) -> int:
+        result = _float32(get(z[part]))
+        if what.epilogue != "gelu":
+            return count_wrong(result, left @ right.T, WRONG[dtype])
+        truth = linear_gelu(left, right, _float32(bias), None)[0]
+        before = left @ right.T + _float32(bias)
+        return count_wrong(result, truth, WRONG[dtype]) + count_wrong(
+            _float32(get(kept[part])), before, WRONG[dtype]
+        )
+
+    return Case(by, wrong)
+
+
+def _drawn(
+    rng: np.random.Generator, rows: int, columns: int, dtype: str, scale: float = 1.0
+) -> np.ndarray:
+    """Return random numbers (rows, columns); the largest operands would take seconds to draw."""
+    drawn = rng.standard_normal(min(rows * columns, PERIOD), np.float32)
+    return np.resize((drawn * np.float32(scale)).astype(dtype), (rows, columns))
+
+
+def _compared(rows: int) -> tuple[slice, ...]:
+    step = -(-rows // MOST_COMPARED)
+    return (slice(None),) if step == 1 else (slice(None, None, step), slice(rows - 1, rows))
+
+
+def _float32(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float32)

@@ -1,13 +1,15 @@
-"""The rates of matrix products on the host: NumPy's BLAS and MKL, measured in turns."""
+"""The speed of a host: matrix products of NumPy's BLAS and MKL in turns, and samples of products and memory."""
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mpitrain.machine.arena import Arena
 from mpitrain.ops.host.product import AVX2_WAY, mkl, put_product
+from mpitrain.tools.bench.turns import take_turns
 
 SHAPES = ((512, 256, 768), (512, 256, 1024), (512, 1024, 256))
 """(M, K, N) of three linear layers of the default GPT, for 4 sequences."""
@@ -17,6 +19,14 @@ AVX2 = "NumPy with AVX2"
 """The name in tables of OpenBLAS with AVX2 kernels, on a processor where it selects AVX-512."""
 MARGIN = 1.03
 """Smallest ratio of two rates for which the faster library is recommended."""
+SIDE = 384
+"""M, K and N of the matrix product."""
+COPIED = 32 << 20
+"""Bytes that one copy reads. Another 32 MiB are written; together they exceed most caches."""
+SAMPLE_SECONDS = 0.2
+"""Shortest sample, in seconds. A limit on processor time acts within 0.1 s, so a sample shows it."""
+Sampler = Callable[[], tuple[float, float]]
+"""Returns one sample: operations per second, and bytes per second."""
 
 
 def rates() -> dict[str, float]:
@@ -35,14 +45,17 @@ def seconds(clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
         (np.ones((m, k), np.float32), np.ones((k, n), np.float32), np.empty((m, n), np.float32))
         for m, k, n in SHAPES
     ]
-    turns: dict[str, list[float]] = {name: [] for name in libraries}
-    for _ in range(1 + TURNS):
-        for name, multiply in libraries.items():
-            start = clock()
-            for operands in ones:
-                multiply(*operands)
-            turns[name].append(clock() - start)
-    return {name: min(times[1:]) for name, times in turns.items()}
+
+    def side(multiply: Callable[..., Any], block: int) -> float:
+        start = clock()
+        for operands in ones:
+            multiply(*operands)
+        return clock() - start
+
+    sides = [partial(side, multiply) for multiply in libraries.values()]
+    return {
+        name: min(times) for name, times in zip(libraries, take_turns(sides, TURNS, 1), strict=True)
+    }
 
 
 def described(rates: dict[str, float], gains_from_mkl: bool) -> str:
@@ -63,3 +76,28 @@ def described(rates: dict[str, float], gains_from_mkl: bool) -> str:
     if ratio < 1 / MARGIN:
         return f"{text}: it is {1 / ratio:.2f} times as fast, so pip uninstall mkl"
     return f"{text}: MKL is {ratio:.2f} times as fast"
+
+
+def sampler(
+    seconds: float = SAMPLE_SECONDS, clock: Callable[[], float] = time.perf_counter
+) -> Sampler:
+    """Allocate the operands, and return a function that takes one sample."""
+    a, b = np.ones((SIDE, SIDE), np.float32), np.ones((SIDE, SIDE), np.float32)
+    c = np.empty_like(a)
+    source, target = np.ones(COPIED, np.uint8), np.empty(COPIED, np.uint8)
+
+    def rate(run: Callable[[], object], amount: int) -> float:
+        """Repeat `run`, which does `amount` of work, for the given time; return work per second."""
+        start, runs = clock(), 0
+        while (spent := clock() - start) < seconds or not runs:
+            run()
+            runs += 1
+        return runs * amount / max(spent, 1e-9)
+
+    def sample() -> tuple[float, float]:
+        return (
+            rate(lambda: np.matmul(a, b, out=c), 2 * SIDE**3),
+            rate(lambda: np.copyto(target, source), 2 * COPIED),
+        )
+
+    return sample

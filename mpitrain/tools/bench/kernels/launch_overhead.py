@@ -18,6 +18,7 @@ from mpitrain.ops import OPERATIONS, bodies
 from mpitrain.ops.bodies import examples
 from mpitrain.ops.cuda import wire
 from mpitrain.ops.operands import Operand
+from mpitrain.tools.text_table import TextColumn, TextTable
 
 TURNS, RUNS = 15, 300
 """Timed turns, and runs in a turn; the fastest turn counts."""
@@ -42,6 +43,19 @@ class OverheadRow(NamedTuple):
     found_us: float
     calls: int
     launches: int
+
+
+TABLE = TextTable(
+    [
+        TextColumn("operation", "<28", "name"),
+        TextColumn("looked at us", "13.2f", "looked_at_us"),
+        TextColumn("found again us", "15.2f", "found_us"),
+        TextColumn("ratio", "7.1f", lambda row: row.looked_at_us / row.found_us),
+        TextColumn("calls", "6", "calls"),
+        TextColumn("launches", "9", "launches"),
+    ]
+)
+"""A line for each `OverheadRow`."""
 
 
 class Nothing:

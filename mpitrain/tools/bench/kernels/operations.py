@@ -1,32 +1,206 @@
 """Time, rate, relative rate and wrong elements of every operation of a training step."""
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.ops import bodies
+from mpitrain.ops import OPERATIONS, Ops, bodies
+from mpitrain.ops.bodies import examples
 from mpitrain.ops.cuda import wire
 from mpitrain.ops.cuda.launches import sum_rows
 from mpitrain.ops.device import Device
-from mpitrain.tools.bench.kernels.timing import seconds
-from mpitrain.tools.bench.kernels.work import (
-    MOVED,
-    SHAPES,
-    WRONG,
-    Calls,
-    OperationCall,
-    OperationRow,
-    Peer,
-    count_wrong,
-    stored,
-    values,
+from mpitrain.ops.operands import Operand, operands
+from mpitrain.tools.bench.turns import take_turns
+from mpitrain.tools.text_table import TextColumn, TextTable
+
+BUDGET = 0.25
+"""Seconds for the timed runs of one row."""
+MOMENT = 0.002
+"""Seconds of one turn."""
+FEWEST, MOST = 5, 200
+"""Lower and upper bound of the number of turns."""
+WRONG = 1e-4
+"""Largest error of a correct element, relative to the reference's largest element."""
+SHAPES = {
+    "cpu": (8, 128, 256, 4, 512),
+    "cuda-sim": (2, 24, 32, 2, 40),
+    "cuda": (16, 1024, 768, 12, 50304),
+}
+"""{kind of device: (sequences, tokens, channels, heads, vocabulary)}."""
+MOVED = {"cpu": 1024, "cuda-sim": 48, "cuda": 1 << 16}
+"""Rows for memory-bound operations. On a GPU they exceed all caches and hide launch costs."""
+
+
+class OperationRow(NamedTuple):
+    """One measurement.
+
+    rate     10^9 bytes/s or, if `unit` is GFLOP/s, 10^9 floating-point operations/s
+    percent  rate relative to the copy, or relative to the first matrix product
+    peer_us  microseconds of the peer, timed in turns with mpitrain; nan without a peer
+    """
+
+    name: str
+    time_us: float
+    rate: float
+    unit: str
+    percent: float
+    peer_us: float
+    wrong: int
+
+
+TABLE = TextTable(
+    [
+        TextColumn("operation", "<26", "name"),
+        TextColumn("time us", "10.1f", "time_us"),
+        TextColumn("rate", "10.2f", "rate"),
+        TextColumn("", "<8", "unit"),
+        TextColumn("percent", "8.1f", "percent"),
+        TextColumn("peer us", "10.1f", "peer_us"),
+        TextColumn("#wrong", "7", "wrong"),
+    ]
 )
+"""A line for each `OperationRow`."""
+
+
+class OperationCall(NamedTuple):
+    """An operation on given arrays.
+
+    run        runs the operation
+    result     () -> array to compare
+    truth      () -> reference on the host
+    amount     bytes moved or floating-point operations of a run
+    tolerance  as in `count_wrong`
+    peer       runs PyTorch's operation, or two of mpitrain's operations in place of a fused one
+    """
+
+    name: str
+    run: Callable[[], Any]
+    result: Callable[[], Any]
+    truth: Callable[[], Any]
+    amount: float
+    unit: str = "GB/s"
+    tolerance: float = WRONG
+    peer: Callable[[], Any] | None = None
+
+
+AttentionPeer = Callable[[str, np.ndarray, np.ndarray, int, str], Any]
+"""(kind of device, qkv, dy, heads, dtype) -> PyTorch's attention, with `forward` and `backward`."""
+
+
+def count_wrong(result: np.ndarray, truth: np.ndarray, tolerance: float = WRONG) -> int:
+    """Return the number of elements with an error above tolerance times the largest element.
+
+    NaN counts as wrong.
+    """
+    return int(
+        (~(np.abs(result - truth) <= tolerance * max(np.abs(truth).max(initial=0), 1e-3))).sum()
+    )
+
+
+def seconds(device: Device, *runs: Callable[[], Any]) -> list[float]:
+    """Return the median seconds of each function; the functions run in turns, after a warm-up.
+
+    A turn starts as many runs as take MOMENT, and then waits for them. So on a GPU, launches
+    overlap with kernels. The simulator has one turn only, since its times do not predict a GPU.
+    """
+    for run in runs:
+        run()
+    device.backend.synchronize()
+    once = [_turn(device, run, 1) for run in runs]
+    counts = [max(1, int(MOMENT / spent)) for spent in once]
+    turns = 1
+    if device.kind != "cuda-sim":
+        expected = sum(spent * count for spent, count in zip(once, counts, strict=True))
+        turns = max(FEWEST, min(MOST, int(BUDGET / expected)))
+    sides = [
+        lambda _, run=run, count=count: _turn(device, run, count)
+        for run, count in zip(runs, counts, strict=True)
+    ]
+    return [
+        median(spent) / count for spent, count in zip(take_turns(sides, turns), counts, strict=True)
+    ]
+
+
+def _turn(device: Device, run: Callable[[], Any], count: int) -> float:
+    start = time.perf_counter()
+    for _ in range(count):
+        run()
+    device.backend.synchronize()
+    return time.perf_counter() - start
+
+
+class Calls:
+    """Example calls of operations at given sizes: on a device, and by their definitions.
+
+    device  the device whose operations are called
+    sizes   as in `mpitrain.ops.table`
+    """
+
+    def __init__(self, device: Device, **sizes: int):
+        def draw(operand: Operand, shape: tuple[int, ...]) -> np.ndarray:
+            rng = np.random.default_rng([*operand.name.encode()])
+            if operand.below:
+                return rng.integers(sizes[operand.below], size=shape)
+            if operand.coded:
+                return rng.integers(256, size=shape, dtype=np.uint8)
+            numbers = rng.standard_normal(shape, np.float32)
+            return np.abs(numbers) if operand.positive else numbers
+
+        self._sizes, self._ops, self._put = sizes, device.ops, device.backend.from_host
+        self._on_device = examples(
+            self._ops, sizes, lambda *drawn: self._put(draw(*drawn)), device.arena()
+        )
+        self._reference = bodies.reference()
+        self._on_host = examples(self._reference, sizes, draw, None)
+
+    def work(
+        self,
+        label: str,
+        name: str,
+        flops: float = 0.0,
+        peer: Callable[[dict[str, Any]], Any] | None = None,
+        **changed: Any,
+    ) -> OperationCall:
+        """Return the work of an operation. Of its results, the first one is compared.
+
+        flops    floating-point operations; 0: the amount is the bytes that it moves
+        peer     (arguments by name): run the peer
+        changed  numbers and host arrays that replace arguments of the example, or add to them
+        """
+        row, latest = OPERATIONS[name], list[Any]()
+        line = operands(row.operands)
+        arguments = self._on_device(name) | {
+            key: self._put(value) if hasattr(value, "nbytes") else value
+            for key, value in changed.items()
+        }
+
+        def call(ops: Ops, arguments: dict[str, Any]) -> Any:
+            result, output = getattr(ops, name)(**arguments), line.gives[0].name
+            first = result[0] if len(line.results) > 1 else result
+            return arguments.get(output, first)
+
+        def run() -> None:
+            latest[:] = [call(self._ops, arguments)]
+
+        return OperationCall(
+            label,
+            run,
+            lambda: latest[0],
+            lambda: call(self._reference, self._on_host(name) | changed),
+            flops
+            or row.nbytes(**self._sizes)
+            + sum(getattr(value, "nbytes", 0) for value in changed.values()),
+            "GFLOP/s" if row.products else "GB/s",
+            peer=partial(peer, arguments) if peer else None,
+        )
 
 
 def measure(
-    device: Device, peer: Peer | None = None, attends: bool = True
+    device: Device, peer: AttentionPeer | None = None, attends: bool = True
 ) -> Iterator[OperationRow]:
     """Yield rows as they are measured; `attends`: attention is among them.
 
@@ -42,15 +216,8 @@ def measure(
 
     (ours,) = seconds(device, copy)
     rate = 2 * x.nbytes / ours / 1e9
-    yield OperationRow(
-        "copy",
-        1e6 * ours,
-        rate,
-        "GB/s",
-        100.0,
-        np.nan,
-        int((backend.to_host(y) != 1).sum()),
-    )
+    wrong = int((backend.to_host(y) != 1).sum())
+    yield OperationRow("copy", 1e6 * ours, rate, "GB/s", 100.0, np.nan, wrong)
     yield from measured(device, works(device, peer, attends), {"GB/s": rate})
 
 
@@ -64,24 +231,19 @@ def measured(
     backend, ceilings = device.backend, dict(ceilings or {})
     for work in each:
         work.run()
-        wrong = count_wrong(
-            backend.to_host(work.result()), np.asarray(work.truth()), work.tolerance
-        )
+        result, truth = backend.to_host(work.result()), np.asarray(work.truth())
+        wrong = count_wrong(result, truth, work.tolerance)
         ours, *theirs = seconds(device, work.run, *([work.peer] if work.peer else []))
         rate = work.amount / ours / 1e9
         ceiling = ceilings.setdefault(work.unit, rate)
-        yield OperationRow(
-            work.name,
-            1e6 * ours,
-            rate,
-            work.unit,
-            100 * rate / ceiling,
-            1e6 * theirs[0] if theirs else np.nan,
-            wrong,
-        )
+        peer_us = 1e6 * theirs[0] if theirs else np.nan
+        percent = 100 * rate / ceiling
+        yield OperationRow(work.name, 1e6 * ours, rate, work.unit, percent, peer_us, wrong)
 
 
-def works(device: Device, peer: Peer | None, attends: bool = True) -> Iterator[OperationCall]:
+def works(
+    device: Device, peer: AttentionPeer | None, attends: bool = True
+) -> Iterator[OperationCall]:
     """Yield the operations of a GPT's training step, at sizes that suit the device."""
     ops, rng = device.ops, np.random.default_rng(0)
     batch, tokens, width, _, vocab = SHAPES[device.kind]
@@ -135,7 +297,7 @@ def works(device: Device, peer: Peer | None, attends: bool = True) -> Iterator[O
         yield from reductions(device, *np.abs(numbers(2, many_rows * width)))
 
 
-def attentions(device: Device, peer: Peer | None) -> Iterator[OperationCall]:
+def attentions(device: Device, peer: AttentionPeer | None) -> Iterator[OperationCall]:
     """Yield attention, forward and backward, in float32 and, with kernels, in bfloat16."""
     ops, reference = device.ops, bodies.reference()
     arena, backend = device.arena(), device.backend
@@ -146,7 +308,7 @@ def attentions(device: Device, peer: Peer | None) -> Iterator[OperationCall]:
     qkv, dy = (rng.standard_normal((batch, tokens, parts * width), np.float32) for parts in (3, 1))
     compared = slice(2)  # only two sequences are compared, because the reference is slow
     for dtype in ("float32", "bfloat16") if device.kernels is not None else ("float32",):
-        packed, pull = (backend.from_host(stored(array, dtype)) for array in (qkv, dy))
+        packed, pull = (backend.from_host(array.astype(dtype)) for array in (qkv, dy))
         theirs = peer(device.kind, qkv, dy, heads, dtype) if peer else None
         kept: dict[str, Any] = {}
 
@@ -156,10 +318,12 @@ def attentions(device: Device, peer: Peer | None) -> Iterator[OperationCall]:
         def backward(pull=pull, kept=kept) -> None:
             kept["dqkv"] = ops.attention_backward(pull, kept["saved"], arena)
 
-        true_qkv, true_dy = (values(stored(array[compared], dtype)) for array in (qkv, dy))
+        true_qkv, true_dy = (
+            array[compared].astype(dtype).astype(np.float32) for array in (qkv, dy)
+        )
 
         def got(name: str, kept=kept) -> np.ndarray:
-            return values(backend.to_host(kept[name][compared]))
+            return backend.to_host(kept[name][compared]).astype(np.float32)
 
         def true_y(x=true_qkv) -> np.ndarray:
             return reference.attention(x, heads, None)[0]

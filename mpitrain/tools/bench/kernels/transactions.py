@@ -15,6 +15,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
 from mpitrain.ops.bodies import examples
 from mpitrain.ops.operands import Operand
+from mpitrain.tools.text_table import TextColumn, TextTable
 
 SECTOR = 32
 
@@ -71,6 +72,22 @@ class TransactionRow(NamedTuple):
     passes: int
     least: int
     conflicts: str
+
+
+TABLE = TextTable(
+    [
+        TextColumn("dtype", "<9", "dtype"),
+        TextColumn("operation", "<28", "operation"),
+        TextColumn("kernel", "<30", "kernel"),
+        TextColumn("bytes", "9", "nbytes"),
+        TextColumn("sectors", "9", "sectors"),
+        TextColumn("requests", "9", "requests"),
+        TextColumn("passes", "8", "passes"),
+        TextColumn("extra", "7", lambda row: row.passes - row.least),
+        TextColumn("", "<", "conflicts"),
+    ]
+)
+"""A line for each `TransactionRow`."""
 
 
 def count(dtypes: Sequence[str]) -> Iterator[TransactionRow]:

@@ -1,6 +1,7 @@
-"""Training steps in many shapes: each in turns with its peers and with its bare products."""
+"""Training steps of one job in many shapes, and with each key of [memory], measured in turns."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -11,15 +12,11 @@ from mpitrain.data.tokens import TokenSource
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 from mpitrain.run.build import Job, build
-from mpitrain.tools.bench.training.bare_products import BareProducts
+from mpitrain.tools.bench.training.floor import BareProducts, ByKind, kind_rows
 from mpitrain.tools.bench.training.peers import peer_of
-from mpitrain.tools.bench.training.steps import (
-    Ours,
-    Result,
-    against,
-    alternate,
-)
-from mpitrain.tools.bench.training.unit_kinds import ByKind, kind_rows
+from mpitrain.tools.bench.training.steps import Ours, Result, alternate
+from mpitrain.tools.bench.turns import ratios, spread
+from mpitrain.tools.text_table import TextColumn, TextTable, marked
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
@@ -63,6 +60,18 @@ SHAPES = {
     "pp-2-gpipe-4": _pipeline("gpipe", 4),
 }
 """{name: shape}; the names are arguments of `bench train --shapes`."""
+CHUNKS = 4
+"""Slices of the logits."""
+WAYS = {
+    "none": [],
+    "attention": ["memory.recompute=attention"],
+    "unit": ["memory.recompute=unit"],
+    "2": ["memory.recompute=2"],
+    f"{CHUNKS} chunks": [f"memory.logit_chunks={CHUNKS}"],
+    f"unit, {CHUNKS} chunks": ["memory.recompute=unit", f"memory.logit_chunks={CHUNKS}"],
+    "release": ["memory.release_every=1"],
+}
+"""{row: settings}; all others are compared with the first."""
 
 
 class ShapeRow(NamedTuple):
@@ -164,7 +173,6 @@ def measure_shape(
 
 
 def close_all(sides: Sequence[Any]) -> None:
-    """Close all sides; collective."""
     for side in sides:
         side.close()
 
@@ -201,34 +209,32 @@ def check_fits(transport: Transport, job: Job, sides: int) -> None:
 
 
 def shape_row(name: str, ours: Result, rival: Result | None, bare: Result) -> ShapeRow:
-    """Return a row of the table: our step against one peer, and above its bare products."""
-    above = [step_s / bare_s for step_s, bare_s in zip(ours.blocks, bare.blocks, strict=True)]
+    above = ratios(bare.blocks, ours.blocks)
     ratio = least = most = peer_s = None
     apart = 0.0
     if rival:
-        ratios, peer_s = against(ours, rival), rival.step_s
-        ratio, least, most = median(ratios), min(ratios), max(ratios)
+        times, peer_s = ratios(ours.blocks, rival.blocks), rival.step_s
+        ratio, least, most = median(times), min(times), max(times)
         apart = max(abs(a - b) for a, b in zip(ours.losses, rival.losses, strict=True))
     peer = rival.name if rival else ""
     return ShapeRow(name, peer, ratio, least, most, ours.step_s, peer_s, median(above), apart)
 
 
-def heading() -> str:
-    return (
-        f"{'shape':<18} {'peer':<34} {'ratio':>6} {'blocks':<14} {'step ms':>9} {'peer ms':>9} "
-        f"{'x floor':>8} {'losses':>8}"
-    )
-
-
-def line(row: ShapeRow) -> str:
-    """Format a row; a row without a peer has no ratio."""
-    ratio = f"{row.ratio:6.3f}" if row.ratio else f"{'-':>6}"
-    spread = f"{row.least:.2f} .. {row.most:.2f}" if row.ratio else "-"
-    peer_ms = f"{row.peer_s * 1e3:9.1f}" if row.peer_s else f"{'-':>9}"
-    return (
-        f"{row.shape:<18} {row.peer or '-':<34} {ratio} {spread:<14} {row.step_s * 1e3:9.1f} "
-        f"{peer_ms} {row.floor:8.3f} {row.apart:8.1e}"
-    )
+TABLE = TextTable(
+    [
+        TextColumn("shape", "<18", "shape"),
+        TextColumn("peer", "<34", lambda row: row.peer or None),
+        TextColumn("ratio", "6.3f", "ratio"),
+        TextColumn(
+            "blocks", "<14", lambda row: spread((row.least, row.most)) if row.ratio else None
+        ),
+        TextColumn("step ms", "9.1f", lambda row: row.step_s * 1e3),
+        TextColumn("peer ms", "9.1f", lambda row: row.peer_s * 1e3 if row.peer_s else None),
+        TextColumn("x floor", "8.3f", "floor"),
+        TextColumn("losses", "8.1e", "apart"),
+    ]
+)
+"""A line for each `ShapeRow`."""
 
 
 def kind_line(name: str, kinds: Sequence[tuple[str, float, float]]) -> str:
@@ -238,3 +244,59 @@ def kind_line(name: str, kinds: Sequence[tuple[str, float, float]]) -> str:
         for kind, seconds, bare in kinds
     )
     return f"{name}, ms: {', '.join(each)}"
+
+
+def built(
+    transport: Transport, configured: Callable[[Sequence[str]], Config]
+) -> tuple[list[Ours], list[str]]:
+    """Build the job with each key; return the sides, and a note for each key that it refuses.
+
+    Collective.
+
+    configured  (further settings) -> the configuration
+    raises      ConfigError if the job is refused without a key
+    """
+    sides, notes = list[Ours](), list[str]()
+    for name, settings in WAYS.items():
+        try:
+            config = on_all_ranks(transport, partial(configured, settings))
+            source = sides[0].job.source if sides else None
+            sides.append(Ours(build(transport, config, source=source), name))
+        except ConfigError as error:
+            if not sides or not error.agreed:
+                raise
+            notes.append(f"{name}: not measured. {error.law}")
+    return sides, notes
+
+
+def peaks(transport: Transport, sides: Sequence[Ours]) -> list[int]:
+    """Return the peak bytes of activations of each side on its fullest rank; collective."""
+    nbytes = [side.job.trainer.pipe.peak_bytes for side in sides]
+    return [max(each) for each in zip(*transport.gather_text(nbytes), strict=True)]
+
+
+def memory_table(results: Sequence[Result], nbytes: Sequence[int]) -> list[str]:
+    """Format time and memory as lines, and compare each with the first one.
+
+    Times are those of the fastest block, since other work only ever slows a block down.
+
+    nbytes  peak bytes of activations of each side
+    """
+    plain, first = results[0], max(1, nbytes[0])
+
+    def slower(row: tuple[Result, int]) -> str:
+        is_marked = row[0].is_spoilt or plain.is_spoilt
+        return marked(f"{min(row[0].blocks) / min(plain.blocks):.3f}", is_marked)
+
+    columns = [
+        TextColumn("memory", "<16", lambda row: row[0].name),
+        TextColumn("step s", "9.4f", lambda row: min(row[0].blocks)),
+        TextColumn("x none ", "8", slower),
+        TextColumn(
+            "x none, blocks", "16", lambda row: spread(ratios(plain.blocks, row[0].blocks), 3)
+        ),
+        TextColumn("activations MB", "15.1f", lambda row: row[1] / 1e6),
+        TextColumn("saved %", "8.1f", lambda row: 100 * (1 - row[1] / first)),
+        TextColumn("last loss", "10.5f", lambda row: row[0].losses[-1]),
+    ]
+    return TextTable(columns).lines(zip(results, nbytes, strict=True))

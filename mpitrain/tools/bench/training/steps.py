@@ -7,18 +7,27 @@ from the same weights and train on the same batches.
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError, on_every_rank
 from mpitrain.files import write_whole
 from mpitrain.parallel.modes import mode_of
+from mpitrain.pipeline.instructions import Send, fused_at_the_input, training_program
 from mpitrain.pipeline.schedules import STREAMS
+from mpitrain.pipeline.simulate import peak
 from mpitrain.run.build import Job
-from mpitrain.tools.bench.collectives.table import FAR
+from mpitrain.run.trainer import Trainer
+from mpitrain.tools.bench.turns import FAR, is_spoilt, ratios, spread, take_turns
+from mpitrain.tools.plan.stages import measure
+from mpitrain.tools.text_table import TextColumn, TextTable, marked
 from mpitrain.transport.base import Transport
 
 WARM_UP = 3
@@ -44,18 +53,15 @@ class Ours:
         return outcome.loss
 
     def close(self) -> None:
-        """Release the job's resources. Collective."""
         self.job.close()
 
 
 class LookingOn:
-    """A side in which this rank does not take part."""
-
     def __init__(self, name: str):
         self.name = name
 
     def close(self) -> None:
-        """Do nothing: there is no resource to release."""
+        pass
 
 
 class Result(NamedTuple):
@@ -80,8 +86,7 @@ class Result(NamedTuple):
 
     @property
     def is_spoilt(self) -> bool:
-        """Whether most blocks took far longer than the fastest, so that ratios are invalid."""
-        return self.step_s > FAR * min(self.blocks)
+        return is_spoilt(self.blocks)
 
 
 class TimedBlock(NamedTuple):
@@ -155,13 +160,17 @@ def alternate(
             )
         )
     steps = int(min(steps, seconds / (blocks * sum(last))))
-    for block in range(blocks):
+
+    def turn(side: Any, result: Result, block: int) -> float:
         first = WARM_UP + block * steps
-        for side, result in zip(sides, results, strict=True):
-            times, losses, waits = _timed(transport, job, side, range(first, first + steps))
-            result.blocks.append(median(times))
-            result.losses.extend(losses)
-            result.comm_s.extend(waits)
+        times, losses, waits = _timed(transport, job, side, range(first, first + steps))
+        result.losses.extend(losses)
+        result.comm_s.extend(waits)
+        return median(times)
+
+    turns = [partial(turn, *each) for each in zip(sides, results, strict=True)]
+    for result, times in zip(results, take_turns(turns, blocks), strict=True):
+        result.blocks.extend(times)
     return results
 
 
@@ -196,20 +205,18 @@ def table(results: Sequence[Result], tokens: int) -> list[str]:
     tokens  per step, over all ranks
     """
     width = max(18, *(len(result.name) for result in results))
-    lines = [
-        f"{'side':<{width}} {'step s':>9} {'comm s':>9} {'tokens/s':>10}   {'step s, blocks':<18} {'last loss':>10}"
+    columns = [
+        TextColumn("side", f"<{width}", "name"),
+        TextColumn("step s ", "10", lambda one: marked(f"{one.step_s:.4f}", one.is_spoilt)),
+        TextColumn("comm s", "9.4f", lambda one: median(one.comm_s) if one.comm_s else None, gap=0),
+        TextColumn("tokens/s", "10.0f", lambda one: tokens / one.step_s if tokens else None),
+        TextColumn("step s, blocks", "<18", lambda one: spread(one.blocks, 4), gap=3),
+        TextColumn("last loss", "10.5f", lambda one: f"{one.losses[-1]:.5f}"),
     ]
-    for result in results:
-        spread = f"{min(result.blocks):.4f} .. {max(result.blocks):.4f}"
-        rate = f"{tokens / result.step_s:10.0f}" if tokens else f"{'-':>10}"
-        waits = f"{median(result.comm_s):9.4f}" if result.comm_s else f"{'-':>9}"
-        mark = "~" if result.is_spoilt else " "
-        lines.append(
-            f"{result.name:<{width}} {result.step_s:9.4f}{mark}{waits} {rate}   {spread:<18} {result.losses[-1]:10.5f}"
-        )
+    lines = TextTable(columns).lines(results)
     ours, *others = results
     for other in others:
-        ratios = against(ours, other)
+        times = ratios(ours.blocks, other.blocks)
         apart = max(abs(a - b) for a, b in zip(ours.losses, other.losses, strict=True))
         if ours.is_spoilt or other.is_spoilt:
             lines.append(
@@ -218,19 +225,13 @@ def table(results: Sequence[Result], tokens: int) -> list[str]:
             )
             continue
         lines.append(
-            f"{ours.name} is {median(ratios):.3f} times as fast as {other.name} (blocks {min(ratios):.3f} .. "
-            f"{max(ratios):.3f}); losses at most {apart:.1e} apart"
+            f"{ours.name} is {median(times):.3f} times as fast as {other.name} (blocks {spread(times, 3)}); "
+            f"losses at most {apart:.1e} apart"
         )
     return lines
 
 
-def against(ours: Result, other: Result) -> list[float]:
-    """Return our speed-up over the other side for each block: its seconds divided by ours."""
-    return [other_s / our_s for our_s, other_s in zip(ours.blocks, other.blocks, strict=True)]
-
-
 def block_rows(results: Sequence[Result]) -> list[TimedBlock]:
-    """Return the timed blocks of steps of all compared programs, as one list of table rows."""
     return [
         TimedBlock(result.name, number, seconds)
         for result in results
@@ -256,3 +257,79 @@ def write_json(
             {"kind": kind, "step_s": seconds, "products_s": bare} for kind, seconds, bare in kinds
         ]
     write_whole(path, json.dumps(document, indent=1) + "\n")
+
+
+class StageRow(NamedTuple):
+    """One pipeline stage, on its rank with the most memory.
+
+    activations, gradients  messages sent in the step
+    planned_...             messages in the schedule
+    sent_bytes              payload of these messages
+    peak_bytes              peak bytes of activations
+    simulated_bytes         the same, simulated from the measured bytes of each unit
+    """
+
+    stage: int
+    units: int
+    activations: int
+    gradients: int
+    planned_activations: int
+    planned_gradients: int
+    sent_bytes: int
+    peak_bytes: int
+    simulated_bytes: float
+
+
+def stage_rows(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> list[StageRow]:
+    """Return a row for each stage, of the last step. Collective.
+
+    inputs, targets  rows of this rank, as many as in its step
+    """
+    pipe, stage = trainer.pipe, trainer.grid.coords.pp
+    plan = fused_at_the_input(trainer.resolved.plan, pipe.lowest)
+    program = training_program(plan, pipe.lowest)[stage]
+    sent, sent_bytes = pipe.channel.sent["activation"]
+    returned, returned_bytes = pipe.channel.sent["gradient"]
+    held = pipe.peak_bytes
+    most = -(-len(inputs) // plan.micro_batches)
+    costs = measure(trainer, inputs, targets, [most])[0].costs
+    planned = Counter(i.what for i in program if isinstance(i, Send))
+    own_row = StageRow(
+        stage,
+        len(trainer.units),
+        sent,
+        returned,
+        planned["activation"],
+        planned["gradient"],
+        sent_bytes + returned_bytes,
+        held,
+        peak(plan.lists[stage], costs).nbytes,
+    )
+    rows = sorted(StageRow(*row) for row in trainer.transport.gather_text(own_row))
+    return [
+        max((row for row in rows if row.stage == number), key=lambda row: row.peak_bytes)
+        for number in range(trainer.grid.axes.pp)
+    ]
+
+
+STAGES = TextTable(
+    [
+        TextColumn("stage", "5", "stage"),
+        TextColumn("units", "6", "units"),
+        TextColumn(
+            "activations sent", "17", lambda row: f"{row.activations} of {row.planned_activations}"
+        ),
+        TextColumn(
+            "gradients sent", "15", lambda row: f"{row.gradients} of {row.planned_gradients}"
+        ),
+        TextColumn("MB sent", "9.2f", lambda row: row.sent_bytes / 1e6),
+        TextColumn("peak activations MB", "20.2f", lambda row: row.peak_bytes / 1e6),
+        TextColumn("simulated", "10.2f", lambda row: row.simulated_bytes / 1e6),
+        TextColumn(
+            "ratio",
+            "6.2f",
+            lambda row: row.peak_bytes / row.simulated_bytes if row.simulated_bytes else None,
+        ),
+    ]
+)
+"""A line for each `StageRow`."""

@@ -1,20 +1,27 @@
-"""The peer's model: a GPT of PyTorch's own layers, initialised with our weights.
+"""The peer's model: a GPT of PyTorch's own layers with our weights, whole or tensor-parallel.
 
 A test compares it with our GPT. B batch, T tokens, C channels, H heads.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 
 class Rates(NamedTuple):
-    """The rates of dropout in training, as our keys of these names."""
-
     dropout: float = 0.0
     attention_dropout: float = 0.0
 
@@ -26,8 +33,6 @@ NO_DROPOUT = Rates()
 
 
 class Block(nn.Module):
-    """One GPT-2 block, (B, T, C) -> (B, T, C)."""
-
     def __init__(self, width: int, heads: int, hidden: int, epsilon: float, drops: Rates):
         super().__init__()
         self.heads, self.drops = heads, drops
@@ -39,7 +44,6 @@ class Block(nn.Module):
         return self.mlp(self.attention(x))
 
     def attention(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x + attention(norm(x)), the first half of the block: (B, T, C) -> (B, T, C)."""
         batch, length, _ = x.shape
         q, k, v = (
             self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
@@ -50,7 +54,6 @@ class Block(nn.Module):
         return x + self.drops.dropped(y)
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x + mlp(norm(x)), the second half of the block: (B, T, C) -> (B, T, C)."""
         y = self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
         return x + self.drops.dropped(y)
 
@@ -88,11 +91,9 @@ class GPT(nn.Module):
         return mean_loss(self.logits(x), targets)
 
     def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Embed tokens and positions: (B, T) -> (B, T, C)."""
         return self.drops.dropped(self.tokens(tokens) + self.positions.weight[: tokens.shape[1]])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the last norm and the head: (B, T, C) -> (B, T, vocab)."""
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
 
@@ -152,3 +153,75 @@ def copy_weights(arrays: Mapping[str, np.ndarray], model: GPT, is_whole: bool = 
             tensors[torch_name(name)].copy_(
                 torch.from_numpy(array.astype("float32") if array.itemsize == 2 else array)
             )
+
+
+def divide(
+    model: GPT, arrays: Mapping[str, np.ndarray], mesh: DeviceMesh
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Shard the model over the mesh, copy our values, and return a function for gradients.
+
+    That function is (inputs, targets) -> loss. Each half of a block is column-parallel, then
+    row-parallel. The token table is sharded by rows, the logits by columns; the loss accepts
+    sharded logits. Norms, positions and biases of row-parallel layers are replicated.
+
+    arrays  this rank's shards as our layout.tp cuts them: queries, keys and values of its heads,
+            one after the other
+    source  PyTorch's tutorial "Large Scale Transformer model training with Tensor Parallel"
+    """
+    is_tied = model.head.weight is model.tokens.weight
+    for block in model.blocks:
+        assert isinstance(block.heads, int)
+        block.heads //= mesh.size()
+        parallelize_module(
+            block,
+            mesh,
+            {
+                "qkv": ColwiseParallel(),
+                "out": RowwiseParallel(),
+                "up": ColwiseParallel(),
+                "down": RowwiseParallel(),
+            },
+        )
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "tokens": RowwiseParallel(input_layouts=Replicate()),
+            "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+        },
+    )
+    if is_tied:
+        model.head.weight = model.tokens.weight
+    _copy_parts(arrays, model, mesh)
+
+    def gradients(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with loss_parallel():
+            x = model.embedded(inputs)
+            for block in model.blocks:
+                x = block(x)
+            loss: torch.Tensor = F.cross_entropy(model.logits(x).flatten(0, 1), targets.flatten())
+            loss.backward()
+        return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+    return gradients
+
+
+def _copy_parts(arrays: Mapping[str, np.ndarray], model: nn.Module, mesh: DeviceMesh) -> None:
+    """Copy our values to each rank's shards.
+
+    PyTorch may cut the vocabulary at other rows than we do, so these tensors are gathered first.
+    """
+    tensors = dict(model.named_parameters())
+    assert sorted(map(torch_name, arrays)) == sorted(tensors)
+    with torch.no_grad():
+        for name, array in arrays.items():
+            tensor = tensors[torch_name(name)]
+            if name in ("embedding.tokens", "head.logits.weight"):
+                parts: list[np.ndarray] = [array] * mesh.size()
+                torch.distributed.all_gather_object(parts, array)
+                tensor.copy_(
+                    distribute_tensor(torch.from_numpy(np.concatenate(parts)), mesh, [Shard(0)])
+                )
+            else:
+                own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                own.copy_(torch.from_numpy(array))

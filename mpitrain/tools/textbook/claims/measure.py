@@ -14,7 +14,7 @@ import numpy as np
 from mpitrain.collectives.group import Group
 from mpitrain.config import Config, with_settings
 from mpitrain.run.choices import parse
-from mpitrain.tools.bench.comparison.measure import ModeRow, compare
+from mpitrain.tools.bench.comparison.compare import ModeRow, compare
 from mpitrain.tools.plan.memory import Counted, count
 from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks

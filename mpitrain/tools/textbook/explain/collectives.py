@@ -80,7 +80,7 @@ def record(
             ),
         ],
         [SourceLines.of(plan), SourceLines.of(Execution)],
-        f"mpitrain launch -n {n} -- bench allreduce --algorithm {algorithm}",
+        f"mpitrain launch -n {n} -- bench all-reduce --algorithm {algorithm}",
         ("tests/laws/collectives.py", "tests/laws/traffic.py"),
     )
 

@@ -105,7 +105,6 @@ def draw(explanation: Explanation, path: Path, language: str, dpi: int = 100) ->
             y = head + down * height + LINE * (row + 0.4)
             axes.text(0.15, y, note, va="center", fontsize=9, color=TEXT)
         save(figure, path, dpi)
-        pyplot.close(figure)
 
 
 def notes_of(explanation: Explanation, language: str, columns: int) -> list[str]:

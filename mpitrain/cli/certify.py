@@ -3,7 +3,10 @@
 import os
 import secrets
 import shlex
+import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,14 @@ from mpitrain.errors import ConfigError, on_every_rank, visible
 from mpitrain.machine import process
 
 LEAST_ROUNDS = 5
+CONNECT, SECONDS = 20, 60.0
+"""Seconds in which ssh must connect to a node, and in which the node must have imported mpitrain."""
+ASK = (
+    "import mpitrain.cli.certify, mpitrain.tools.certify.collect; "
+    "from mpitrain.machine import process; "
+    "print('mpitrain', process.package())"
+)
+"""The program that a node runs."""
 
 
 def _absent(context: Any, option: Any, entries: tuple[str, ...]) -> dict[str, str]:
@@ -127,8 +138,6 @@ def _from_outside(
     nodes: dict[str, int], agent: list[str], extra: tuple[str, ...], options: dict[str, Any]
 ) -> None:
     """Probe the nodes, then become a `launch` of `certify` on ranks of those that answer."""
-    from mpitrain.cli.certify.nodes import agent_for, probe
-
     if process.launched().size > 1:
         raise on_every_rank(
             ConfigError(
@@ -137,7 +146,7 @@ def _from_outside(
             )
         )
     if options["expect"]:
-        from mpitrain.tools.certify.limits import read_limits
+        from mpitrain.tools.certify.verdict import read_limits
 
         read_limits(options["expect"])
     words = agent or agent_for(os.environ)
@@ -161,10 +170,56 @@ def _from_outside(
     os.execv(sys.executable, line)
 
 
+def agent_for(environ: Mapping[str, str]) -> list[str]:
+    """Return the words that run a command on a node, to be followed by its name: srun, else ssh."""
+    if "SLURM_JOB_ID" in environ:
+        return ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--nodelist"]
+    return ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT}"]
+
+
+def probe(
+    nodes: Sequence[str], agent: Sequence[str], seconds: float = SECONDS
+) -> Iterator[tuple[str, str]]:
+    """Start this Python on every node at the same time; yield (node, reason) as each one fails.
+
+    agent  words that run a command on a node, without its name
+    """
+    with ThreadPoolExecutor(min(64, len(nodes))) as pool:
+        asked = {pool.submit(_answer, node, agent, seconds): node for node in nodes}
+        for answer in as_completed(asked):
+            if why := answer.result():
+                yield asked[answer], why
+
+
+def _answer(node: str, agent: Sequence[str], seconds: float) -> str:
+    """Return why a node cannot be used; "" if it imports the same mpitrain, version and files."""
+    words = [sys.executable, "-c", ASK]
+    # ssh passes a line to a shell on the node; srun passes words.
+    tail = words if agent[0].endswith("srun") else [shlex.join(words)]
+    try:
+        done = subprocess.run(
+            [*agent, node, *tail],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        return f"it does not answer within {seconds:g} s"
+    except OSError as error:
+        return f"{agent[0]} cannot be started: {error.strerror}"
+    answer = done.stdout.strip().splitlines()[-1:]
+    if answer == [f"mpitrain {process.package()}"]:
+        return ""
+    if answer and answer[0].startswith("mpitrain "):
+        return f"it has {answer[0]}, and this is {process.package()}"
+    complaint = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+    return f"it cannot run mpitrain: {complaint[0]}"
+
+
 def _nobody(absent: dict[str, str], options: dict[str, Any]) -> None:
-    from mpitrain.tools.certify.evidence import Evidence
-    from mpitrain.tools.certify.limits import Limits
-    from mpitrain.tools.certify.verdict import judge
+    from mpitrain.tools.certify.verdict import Evidence, Limits, judge
 
     evidence, shown = Evidence(absent=absent), ShownVerdicts(options)
     shown.show(evidence, judge(evidence, Limits()), {})
@@ -208,13 +263,10 @@ class ShownVerdicts:
 
 
 def _certify(transport: Any, options: dict[str, Any], shown: ShownVerdicts, stop: Stop) -> bool:
-    """Return whether everything passes."""
-    from mpitrain.tools.bench.collectives.header import header
+    from mpitrain.tools.bench.kernels.host_products import sampler
+    from mpitrain.tools.bench.results import header
     from mpitrain.tools.certify.collect import collect
-    from mpitrain.tools.certify.evidence import ProbeFinding
-    from mpitrain.tools.certify.limits import Limits, read_limits
-    from mpitrain.tools.certify.speeds import sampler
-    from mpitrain.tools.certify.verdict import judge
+    from mpitrain.tools.certify.verdict import Limits, judge, read_limits
     from mpitrain.tools.doctor.probes import examine
     from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 
@@ -231,13 +283,9 @@ def _certify(transport: Any, options: dict[str, Any], shown: ShownVerdicts, stop
     on_all_ranks(transport, lambda: check_folder(folder))
     on_all_ranks(transport, lambda: check_files(transport.rank, files))
 
-    def findings() -> list[ProbeFinding]:
-        return [
-            ProbeFinding(*problem)
-            for seen in examine(transport, folder)
-            if seen.is_fatal
-            for problem in seen.problems
-        ]
+    def findings() -> list[Any]:
+        seen = [each for each in examine(transport, folder) if each.is_fatal]
+        return [problem for each in seen for problem in each.problems]
 
     facts = header(transport, "certify", "cpu", sys.argv[1:])
     name = from_all_ranks(transport, lambda: f"mpitrain-certify-{secrets.token_hex(4)}")[0]

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain.tools.bench.collectives.table import FAR
-from mpitrain.tools.bench.links.pairs import coded
+from mpitrain.tools.bench.pairs import coded
+from mpitrain.tools.bench.turns import FAR
 from mpitrain.tools.text_table import TextColumn, figure, marked
 from mpitrain.transport.base import Request, Transport
 

@@ -1,20 +1,29 @@
-"""The seconds of a training step by kind of unit: norm, attention, MLP, head, loss, and the rest."""
+"""The floor of a training step: its seconds by kind of unit, and its matrix products alone.
+
+M rows, K inputs, N outputs of a linear layer. B batch, T tokens, C channels, H heads.
+"""
 
 import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+
+import numpy as np
 
 from mpitrain.errors import ConfigError, on_every_rank
+from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
+from mpitrain.ops.host.attention_whole import QUERIES
+from mpitrain.ops.host.product import put_product
 from mpitrain.run.build import Job, model
 from mpitrain.run.trainer import Trainer
-from mpitrain.tools.bench.training.bare_products import Product, products_of
 from mpitrain.tools.bench.training.steps import Ours, Result
+from mpitrain.tools.bench.turns import ratios, spread
+from mpitrain.tools.text_table import TextColumn, TextTable
 from mpitrain.trace.recorder import NO_PHASE, Recorder
 from mpitrain.transport.base import Transport
 from mpitrain.transport.decorators import Recorded
@@ -22,6 +31,147 @@ from mpitrain.transport.decorators import Recorded
 BETWEEN, COMMUNICATION = "between operations", "communication"
 SPANS = {"the loss": "loss", "the norm": "optimizer", "the parameters": "optimizer"}
 """Kinds of spans that are no forward or backward of a unit, by name."""
+
+
+class ProductArray(NamedTuple):
+    """An array of a recorded product. Equal descriptions are one array in the floor.
+
+    address        of its first byte in the step, so that arrays share caches as they did there
+    is_transposed  whether the product reads the transpose
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: str
+    is_transposed: bool = False
+
+    @property
+    def transposed(self) -> "ProductArray":
+        return self._replace(is_transposed=not self.is_transposed)
+
+
+Operands = tuple[ProductArray, ProductArray, ProductArray]
+"""a, b and the result of a product."""
+
+
+class Product(NamedTuple):
+    """A product a b of one kind of unit; leading dims of the arrays are a batch."""
+
+    kind: str
+    a: ProductArray
+    b: ProductArray
+    out: ProductArray
+
+
+def _of(array: np.ndarray) -> ProductArray:
+    return ProductArray(array.__array_interface__["data"][0], array.shape, array.dtype.str)
+
+
+def _forward(arguments: Sequence[Any], result: Any) -> list[Operands]:
+    """x w^T.    x: (M, K); w: (N, K)"""
+    return [(_of(arguments[0]), _of(arguments[1]).transposed, _of(result[0]))]
+
+
+def _input_half(arguments: Sequence[Any], result: Any) -> list[Operands]:
+    """dy w.    dy: (M, N); w: (N, K)"""
+    return [(_of(arguments[0]), _of(arguments[1]), _of(result[0]))]
+
+
+def _weight_half(arguments: Sequence[Any], result: Any) -> list[Operands]:
+    """dy^T x.    dy: (M, N); x: (M, K); the gradient: (N, K)"""
+    dy, x = arguments[0]
+    return [(_of(dy).transposed, _of(x), _of(arguments[1]))]
+
+
+def attention_products(
+    batch: int, length: int, heads: int, width: int, dtype: str
+) -> list[Operands]:
+    """Return the two products of each block of queries in a forward: scores, then values.
+
+    A block sees the keys up to its last query. The backward has twice as many.
+    """
+    products: list[Operands] = []
+    for start in range(0, length, QUERIES):
+        stop = min(start + QUERIES, length)
+        q = ProductArray(-1, (heads, stop - start, width), dtype)
+        keys = ProductArray(-2, (heads, stop, width), dtype)
+        scores = ProductArray(-3, (heads, stop - start, stop), dtype)
+        products += [(q, keys.transposed, scores), (scores, keys, q)]
+    return products * batch
+
+
+def _attention(arguments: Sequence[Any], result: Any) -> list[Operands]:
+    (batch, length, packed), heads = arguments[0].shape, arguments[1]
+    dtype = arguments[0].dtype.str
+    return attention_products(batch, length, heads, packed // 3 // heads, dtype)
+
+
+FORWARDS = ("linear", "logits", "linear_gelu", "linear_relu")
+PRODUCTS: Mapping[str, Callable[[Sequence[Any], Any], list[Operands]]] = {
+    **dict.fromkeys(FORWARDS, _forward),
+    **{f"{name}_backward_input": _input_half for name in FORWARDS if name != "logits"},
+    "gelu_linear_backward_input": _input_half,
+    "linear_backward_weight": _weight_half,
+    "attention": _attention,
+}
+"""{operation: (arguments, result) -> its products as (a, b, out)}. Those of attention's backward
+follow from its forward.
+"""
+
+
+def products_of(kind: str, name: str, arguments: Sequence[Any], result: Any) -> list[Product]:
+    """Return the matrix products of a call of an operation; empty for other operations."""
+    if name not in PRODUCTS:
+        return []
+    products = [Product(kind, *each) for each in PRODUCTS[name](arguments, result)]
+    return products * 3 if name == "attention" else products
+
+
+class BareProducts:
+    """A side of a comparison that computes the products of a step, and nothing else.
+
+    seconds  {kind of unit: seconds of its products} in each step
+    """
+
+    name = "bare products"
+
+    def __init__(self, recorded: Sequence[Product]):
+        """recorded: the products of a step. The list may grow until `step` is first called."""
+        self._recorded, self._arrays = recorded, dict[ProductArray, np.ndarray]()
+        self._bound: list[tuple[str, np.ndarray, np.ndarray, np.ndarray]] = []
+        self.seconds: list[dict[str, float]] = []
+
+    def _array(self, described: ProductArray) -> np.ndarray:
+        """Return an array of this shape and dtype, with numbers so small that no product overflows."""
+        is_transposed, plain = described.is_transposed, described._replace(is_transposed=False)
+        if plain not in self._arrays:
+            self._arrays[plain] = np.full(plain.shape, 1e-3, plain.dtype)
+        array = self._arrays[plain]
+        return array.swapaxes(-1, -2) if is_transposed else array
+
+    def step(self, index: int, inputs: Any, targets: Any) -> float:
+        """Compute all products once; a floor has no loss."""
+        if not self._bound:
+            self._bound = [
+                (kind, self._array(a), self._array(b), self._array(out))
+                for kind, a, b, out in self._recorded
+            ]
+        spent: dict[str, float] = defaultdict(float)
+        arena, last = Arena(), time.perf_counter()
+        for kind, a, b, out in self._bound:
+            if out.ndim == 2:
+                put_product(a, b, out, False, arena)
+            else:
+                np.matmul(a, b, out=out)
+            now = time.perf_counter()
+            spent[kind] += now - last
+            last = now
+        self.seconds.append(spent)
+        return 0.0
+
+    def close(self) -> None:
+        self._arrays.clear()
+        self._bound.clear()
 
 
 def kind_of(unit: str) -> str:
@@ -49,7 +199,6 @@ class Stopwatch(Recorder):
         self.restart()
 
     def restart(self) -> None:
-        """Set all seconds to zero."""
         self.seconds: dict[str, float] = defaultdict(float)
         self._stack, self._last = [BETWEEN], self.clock()
 
@@ -64,12 +213,10 @@ class Stopwatch(Recorder):
         self._last = now
 
     def enter(self, kind: str) -> None:
-        """Begin work of a kind, within other work."""
         self._spend()
         self._stack.append(kind)
 
     def leave(self) -> None:
-        """End the work that began last."""
         self._spend()
         self._stack.pop()
 
@@ -129,8 +276,6 @@ class Stopwatch(Recorder):
         return cast(Ops, SimpleNamespace(**bodies))
 
     def communicates(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Return a function whose time counts as communication."""
-
         def run() -> None:
             self.enter(COMMUNICATION)
             call()
@@ -146,7 +291,6 @@ class ByKind(Ours):
     """
 
     def __init__(self, transport: Transport, job: Job):
-        """Build the copy; collective."""
         resolved, self.watch = job.trainer.resolved, Stopwatch()
         if resolved.device.kind != "cpu":
             raise on_every_rank(
@@ -200,20 +344,24 @@ def kind_rows(
     return [(kind, mean(kind, 0), mean(kind, 1)) for kind in kinds]
 
 
+KINDS = TextTable(
+    [
+        TextColumn("kind of unit", "<20", 0),
+        TextColumn("ms a step", "10.2f", lambda row: row[1] * 1e3),
+        TextColumn("bare products", "14.2f", lambda row: row[2] * 1e3 or None),
+        TextColumn("above", "8.2f", lambda row: (row[1] - row[2]) * 1e3),
+    ]
+)
+"""A line for each kind of unit: (its name, seconds of a step, seconds of its bare products)."""
+
+
 def floor_table(ours: Result, floor: Result, rows: Sequence[tuple[str, float, float]]) -> list[str]:
-    """Format the step, its floor, and each kind of unit as lines of a table."""
-    ratios = [step_s / bare for step_s, bare in zip(ours.blocks, floor.blocks, strict=True) if bare]
-    lines = [f"{'kind of unit':<20} {'ms a step':>10} {'bare products':>14} {'above':>8}"]
-    for kind, seconds, bare in rows:
-        products = f"{bare * 1e3:14.2f}" if bare else f"{'-':>14}"
-        lines.append(f"{kind:<20} {seconds * 1e3:>10.2f} {products} {(seconds - bare) * 1e3:>8.2f}")
-    total, least = sum(row[1] for row in rows), sum(row[2] for row in rows)
-    lines.append(
-        f"{'measured in all':<20} {total * 1e3:>10.2f} {least * 1e3:>14.2f} {(total - least) * 1e3:>8.2f}"
-    )
-    if ratios:
+    total = "measured in all", sum(row[1] for row in rows), sum(row[2] for row in rows)
+    lines = KINDS.lines([*rows, total])
+    if all(floor.blocks):
+        times = ratios(floor.blocks, ours.blocks)
         lines.append(
-            f"{ours.name}: a step is {median(ratios):.3f} times its bare products (blocks "
-            f"{min(ratios):.3f} .. {max(ratios):.3f})"
+            f"{ours.name}: a step is {median(times):.3f} times its bare products (blocks "
+            f"{spread(times, 3)})"
         )
     return lines

@@ -1,14 +1,20 @@
-"""Sides of `bench generate`: the most likely tokens, by a cache, by whole windows, or by a peer."""
+"""Sides of `bench generate`: the most likely tokens, by a cache, by whole windows, or by transformers."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from mpitrain.config import Model
+from mpitrain.formats.gpt2 import counterparts, described
+from mpitrain.machine.process import blas_threads
 from mpitrain.run.generate import Sampling, last_document, separator_of, texts
 from mpitrain.run.trainer import Trainer
+from mpitrain.tools.bench.turns import take_turns
+from mpitrain.tools.text_table import TextColumn, TextTable
 
 GREEDY = Sampling(0, 0, 1)
 SEED = 0
@@ -60,6 +66,47 @@ class WholeWindows:
         return [window[len(prompt) :] for window, prompt in zip(windows, prompts, strict=True)]
 
 
+class Transformers:
+    """Text generation by `GPT2LMHeadModel.generate`, greedy, in inference mode."""
+
+    name = "transformers"
+
+    def __init__(self, model: Model, vocabulary: int, tensors: Mapping[str, np.ndarray]):
+        """Copy a model.
+
+        tensors  mpitrain's parameters by full name, unsharded
+        """
+        import torch
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        torch.set_num_threads(blas_threads())
+        settings = GPT2Config(**described(model, vocabulary, None))
+        self.model: Any = GPT2LMHeadModel(settings).eval()
+        dtype = next(iter(tensors.values())).dtype
+        self.model.to(getattr(torch, dtype.name))
+        own = self.model.state_dict()
+        for ours, theirs in counterparts(model.layers, model.tied):
+            array = tensors[ours].T if theirs.is_transposed else tensors[ours]
+            own[theirs.full_name].copy_(torch.from_numpy(np.ascontiguousarray(array)))
+
+    def write(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        """Return the tokens after prompts of one length."""
+        import torch
+
+        tokens = torch.tensor(prompts)
+        with torch.inference_mode():
+            sequences = self.model.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=count,
+                min_new_tokens=count,
+                do_sample=False,
+                use_cache=True,
+                pad_token_id=0,
+            )
+        return sequences[:, tokens.shape[1] :].tolist()
+
+
 class GenerationRow(NamedTuple):
     """A line of the table.
 
@@ -81,26 +128,26 @@ def measure(
     sides: Sequence[GenerationSide], prompts: Sequence[Sequence[int]], count: int, turns: int
 ) -> list[GenerationRow]:
     """Measure all sides in turns; every turn writes all tokens. A first turn is not measured."""
-    seconds: dict[str, list[float]] = {side.name: [] for side in sides}
-    written: dict[str, Any] = {}
-    for turn in range(turns + 1):
-        for side in sides:
-            began = time.perf_counter()
-            written[side.name] = side.write(prompts, count)
-            if turn:
-                seconds[side.name].append(time.perf_counter() - began)
+    written: dict[str, list[list[int]]] = {}
+
+    def turn(side: GenerationSide, block: int) -> float:
+        began = time.perf_counter()
+        written[side.name] = side.write(prompts, count)
+        return time.perf_counter() - began
+
+    times = [*take_turns([partial(turn, side) for side in sides], turns, 1)]
     first, total = sides[0].name, count * len(prompts)
     return [
         GenerationRow(
-            name,
+            side.name,
             total,
             median(taken),
             min(taken),
             total / median(taken),
-            median(taken) / median(seconds[first]),
-            sum(map(_common_prefix_length, written[name], written[first])),
+            median(taken) / median(times[0]),
+            sum(map(_common_prefix_length, written[side.name], written[first])),
         )
-        for name, taken in seconds.items()
+        for side, taken in zip(sides, times, strict=True)
     ]
 
 
@@ -109,13 +156,14 @@ def _common_prefix_length(tokens: Sequence[int], others: Sequence[int]) -> int:
     return int(differs[0]) if len(differs) else len(tokens)
 
 
-def table(rows: Sequence[GenerationRow]) -> list[str]:
-    head = f"{'side':<15} {'tokens':>7} {'s':>9} {'least s':>9} {'tokens/s':>10} {'ratio':>8} {'#same':>7}"
-    return [
-        head,
-        *(
-            f"{row.side:<15} {row.tokens:7,} {row.seconds:9.3f} {row.least_seconds:9.3f} "
-            f"{row.tokens_per_s:10,.0f} {row.ratio:8.2f} {row.same:7,}"
-            for row in rows
-        ),
+TABLE = TextTable(
+    [
+        TextColumn("side", "<15", "side"),
+        TextColumn("tokens", "7,", "tokens"),
+        TextColumn("s", "9.3f", "seconds"),
+        TextColumn("least s", "9.3f", "least_seconds"),
+        TextColumn("tokens/s", "10,.0f", "tokens_per_s"),
+        TextColumn("ratio", "8.2f", "ratio"),
+        TextColumn("#same", "7,", "same"),
     ]
+)

@@ -12,13 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpitrain.tools.bench.turns import FAR
+from mpitrain.tools.text_table import TextColumn, TextTable, figure
 from mpitrain.transport.base import Transport
 
-FAR = {"bandwidth": 2.0, "latency": 3.0}
+ODD = {"bandwidth": 2.0, "latency": 3.0}
 """Limits of an outlier, here called an odd pair.
 
-The usual value is that of its class of pairs. An odd pair has a bandwidth below 1 / FAR of it, or a
-latency above FAR times it.
+The usual value is that of its class of pairs. An odd pair has a bandwidth below 1 / ODD of it, or a
+latency above ODD times it.
 """
 
 SECONDS, ALONE, FEWEST, MOST = 0.1, 0.5, 3, 500
@@ -29,6 +31,9 @@ AGAIN = 16
 """Upper bound of the number of pairs that are measured a second time, alone."""
 
 ONE_HOST, BETWEEN = PLACES = "within a host", "between hosts"
+
+SHOWN = 8
+"""Upper bound of the number of odd pairs that are printed; files have all of them."""
 
 
 class Pair(NamedTuple):
@@ -140,7 +145,7 @@ def places_to_judge(hosts: Sequence[str], cores: int) -> tuple[str, ...]:
 
 
 def odd_pairs(pairs: Sequence[Pair], places: Sequence[str] = PLACES) -> list[Odd]:
-    """Return the outliers: pairs much slower than the usual value of their class (see FAR).
+    """Return the outliers: pairs much slower than the usual value of their class (see ODD).
 
     The usual value is the median over ranks of each rank's best pair. It is right as long as most
     ranks have a good link, even if one host slows most pairs. Pairs are judged by their fastest
@@ -160,12 +165,12 @@ def odd_pairs(pairs: Sequence[Pair], places: Sequence[str] = PLACES) -> list[Odd
         odd += [
             Odd(pair, "bandwidth", fast)
             for pair in of_class
-            if pair.best_GBs * FAR["bandwidth"] < fast
+            if pair.best_GBs * ODD["bandwidth"] < fast
         ]
         odd += [
             Odd(pair, "latency", soon)
             for pair in of_class
-            if pair.fastest_us > FAR["latency"] * soon
+            if pair.fastest_us > ODD["latency"] * soon
         ]
     return odd
 
@@ -196,7 +201,6 @@ def _round(
     clock: Callable[[], float],
     tag: int,
 ) -> list[Pair]:
-    """Measure short messages of all these pairs at once, then long ones."""
     pair = next((pair for pair in pairs if transport.rank in pair), None)
     times, wrong = [], 0
     for nbytes in sizes:
@@ -266,3 +270,103 @@ def _there_and_back(
     return (max(1e-9, median(times) / 2), max(1e-9, min(times) / 2)), int(
         (incoming != coded(peer, rank, nbytes)).sum()
     )
+
+
+def report(pairs: Sequence[Pair], width: int, places: Sequence[str] = PLACES) -> list[str]:
+    """Return all lines after the header.
+
+    width   characters of the terminal; 0: no limit
+    places  classes of pairs in which odd ones are named
+    """
+    n = max(pair.second for pair in pairs) + 1
+    hosts = {
+        rank: host
+        for pair in pairs
+        for rank, host in ((pair.first, pair.first_host), (pair.second, pair.second_host))
+    }
+    lines: list[str] = []
+    if 6 + 8 * n <= (width or 200):
+        lines += matrix("latency, us, one way", n, pairs, latency)
+        lines += ["", *matrix("bandwidth, GB/s, one way", n, pairs, bandwidth)]
+    else:
+        lines.append(
+            f"{n} ranks have no room in {width or 200} columns: --json, --csv and --plot have every pair"
+        )
+    classes = {place: [pair for pair in pairs if pair.place == place] for place in PLACES}
+    lines += ["", *CLASSES.lines(each for each in classes.items() if each[1])]
+    if noisy := sum("~" in latency(pair) + bandwidth(pair) for pair in pairs):
+        lines += [
+            f"~ {noisy} of {len(pairs)} pairs: median above {FAR:g} times the fastest message, so other work ran",
+            "  meanwhile; links are judged by their fastest messages",
+        ]
+    if ONE_HOST not in places:
+        lines.append("ranks share cores, so links within a host are not judged")
+    odd = odd_pairs(pairs, places)
+    compared = any(len(classes[place]) > 1 for place in places)
+    lines += [
+        f"every link of rank {rank} on {hosts[rank]} is slow: look at that host"
+        for rank in bad_everywhere(pairs, {each.pair[:2] for each in odd})
+    ]
+    lines += [sentence(each) for each in odd[:SHOWN]]
+    if len(odd) > SHOWN:
+        lines.append(f"and {len(odd) - SHOWN} more, in --json and --csv")
+    return [
+        *lines,
+        *(["no link is far from the others of its class"] if compared and not odd else []),
+        f"wrong elements {sum(pair.wrong for pair in pairs)}",
+    ]
+
+
+def latency(pair: Pair) -> str:
+    """Return the text of a pair's latency in the matrix, with a mark if its median is spoilt."""
+    return figure(pair.latency_us) + "~" * (pair.latency_us > FAR * pair.fastest_us)
+
+
+def bandwidth(pair: Pair) -> str:
+    """Return the text of a pair's bandwidth in the matrix, with a mark if its median is spoilt."""
+    return figure(pair.bandwidth_GBs) + "~" * (pair.bandwidth_GBs * FAR < pair.best_GBs)
+
+
+def matrix(title: str, n: int, pairs: Sequence[Pair], text: Callable[[Pair], str]) -> list[str]:
+    cells = {pair[:2]: text(pair) for pair in pairs}
+    columns = [TextColumn(str(rank), "8", rank + 1, gap=0) for rank in range(n)]
+    rows = [
+        [str(row), *(cells.get((min(row, column), max(row, column))) for column in range(n))]
+        for row in range(n)
+    ]
+    return [title, *TextTable([TextColumn("rank", "6", 0), *columns]).lines(rows)]
+
+
+CLASSES = TextTable(
+    [
+        TextColumn("pairs", "<14", 0),
+        TextColumn("number", "7", lambda row: len(row[1])),
+        TextColumn(
+            "us: least, median, most",
+            "<24",
+            lambda row: _extremes([pair.latency_us for pair in row[1]]),
+            gap=3,
+        ),
+        TextColumn(
+            "GB/s: least, median, most",
+            "<",
+            lambda row: _extremes([pair.bandwidth_GBs for pair in row[1]]),
+            gap=3,
+        ),
+    ]
+)
+"""A line for each class of pairs: (its name, its pairs)."""
+
+
+def _extremes(values: list[float]) -> str:
+    return ", ".join(figure(pick(values)) for pick in (min, median, max))
+
+
+def sentence(odd: Odd) -> str:
+    pair, what, usual = odd
+    value, unit = (pair.best_GBs, "GB/s") if what == "bandwidth" else (pair.fastest_us, "us")
+    ends = [
+        f"rank {rank} on {host}"
+        for rank, host in ((pair.first, pair.first_host), (pair.second, pair.second_host))
+    ]
+    return f"odd link: {ends[0]} and {ends[1]}: {what} {figure(value)} {unit}, where {figure(usual)} {unit} is usual {pair.place}"

@@ -1,1 +1,0 @@
-"""`mpitrain certify`: probes the nodes from outside MPI, then measures them on all ranks."""

@@ -1,1 +1,0 @@
-"""Measurements of text generation, in turns with whole windows and with a peer."""

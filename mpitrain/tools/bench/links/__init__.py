@@ -1,1 +1,0 @@
-"""Benchmarks of links: the latency and bandwidth of pairs of ranks."""

@@ -1,0 +1,189 @@
+"""Pictures of collectives, of pairs and of bandwidth. They need matplotlib (the `report` extra)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from mpitrain.plots import look, save, set_byte_ticks, subplots
+from mpitrain.tools.bench.bandwidth import BandwidthRow
+from mpitrain.tools.bench.collectives.sweep import CollectiveRow
+from mpitrain.tools.bench.pairs import Pair, bandwidth, latency, odd_pairs
+from mpitrain.tools.text_table import figure as rounded
+
+ROOM = 1.2
+"""Largest value of an axis, relative to the largest median."""
+FEW = 12
+"""Largest number of ranks for which the cells of a heat map show numbers."""
+
+
+def plot(rows: Sequence[CollectiveRow], facts: dict[str, Any], path: Path) -> None:
+    """Draw time and bus bandwidth of collectives over bytes.
+
+    A curve is the median of the sweeps, with a band from the fastest run to p99; predictions are
+    dotted. `auto` is a broad grey line behind the curve of the algorithm that it chooses. The axes
+    follow the medians, so the frame cuts off a far prediction or p99. Labels over the curve of
+    `auto` name its choice, where it changes.
+
+    facts  returned by results.header
+    """
+    curves: dict[tuple[str, str], dict[int, list[CollectiveRow]]] = {}
+    for row in rows:
+        curves.setdefault((row.algorithm, row.buffers), {}).setdefault(row.bytes, []).append(row)
+    figure, (left, right) = subplots(13, 6, 1, 2)
+    looks = map(look, range(len(curves)))
+    for (algorithm, buffers), by_bytes in curves.items():
+        name = algorithm if len({where for _, where in curves}) == 1 else f"{algorithm}, {buffers}"
+        if algorithm == "auto":
+            style = {"color": "#bbbbbb", "linewidth": 6, "zorder": 1}
+            _choices(right, by_bytes)
+            chosen = {row.chosen for rows in by_bytes.values() for row in rows}
+            # If an algorithm that `auto` chose has no curve, `auto` gets its band.
+            surround = "#777777" if chosen - {measured for measured, _ in curves} else ""
+        else:
+            surround, dash, _ = next(looks)
+            style = {"color": surround, "linestyle": dash, "linewidth": 1.5, "zorder": 3}
+        for axes, of in ((left, _time), (right, _bandwidth)):
+            sizes, medians = [*by_bytes], [of(rows, "time_us") for rows in by_bytes.values()]
+            axes.plot(sizes, medians, label=name, marker=".", **style)
+            if surround:
+                fastest, p99, predicted = (
+                    [of(rows, field) for rows in by_bytes.values()]
+                    for field in ("min_us", "p99_us", "predicted_us")
+                )
+                axes.fill_between(sizes, fastest, p99, color=surround, alpha=0.12, linewidth=0)
+                axes.plot(sizes, predicted, ":", color=surround, zorder=2)
+    for axes in (left, right):
+        set_byte_ticks(axes, sorted({row.bytes for row in rows}), "array")
+    measured = [rows for by_bytes in curves.values() for rows in by_bytes.values()]
+    least = min(_time(rows, "min_us") for rows in measured)
+    most = max(_time(rows, "time_us") for rows in measured)
+    highest = max(_bandwidth(rows, "time_us") for rows in measured)
+    left.set(yscale="log", ylim=(least / ROOM, most * ROOM), ylabel="microseconds", title="time")
+    right.set(ylim=(0, ROOM * highest), ylabel="GB/s", title="bus bandwidth")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside right center", fontsize="small")
+    title = f"{rows[0].op} of {rows[0].dtype}, {facts['ranks']} ranks on {facts['hosts']} host(s)"
+    legend = (
+        "Line: median; band: fastest run to p99; dotted: predicted; "
+        "values far from all medians are cut off"
+    )
+    _finish(figure, title, legend, facts, path, f"; device {facts['device']}")
+
+
+def _time(rows: Sequence[CollectiveRow], field: str) -> float:
+    return median(getattr(row, field) for row in rows)
+
+
+def _bandwidth(rows: Sequence[CollectiveRow], field: str) -> float:
+    """Return the median bus bandwidth in GB/s that the times in column `field` give."""
+    return median(row.busbw_GBs * row.time_us / getattr(row, field) for row in rows)
+
+
+def _choices(axes: Any, by_bytes: dict[int, list[CollectiveRow]]) -> None:
+    """Mark each size at which the choice of `auto` changes, with its name at the top."""
+    before = ""
+    for size in sorted(by_bytes):
+        chosen = by_bytes[size][0].chosen
+        if chosen != before:
+            axes.axvline(size, color="black", alpha=0.3, linewidth=1, linestyle="--")
+            axes.text(
+                size,
+                0.99,
+                f" auto: {chosen}",
+                rotation=90,
+                transform=axes.get_xaxis_transform(),
+                verticalalignment="top",
+                fontsize="small",
+            )
+        before = chosen
+
+
+def plot_pairs(
+    pairs: Sequence[Pair], places: Sequence[str], facts: dict[str, Any], path: Path
+) -> None:
+    """Draw latency and bandwidth of all pairs as heat maps.
+
+    Dark cells are slow, odd links have a red frame, and lines separate hosts.
+
+    places  classes of pairs in which links are judged
+    """
+    from matplotlib.patches import Rectangle
+
+    hosts = {pair.first: pair.first_host for pair in pairs}
+    hosts |= {pair.second: pair.second_host for pair in pairs}
+    n, odd = len(hosts), odd_pairs(pairs, places)
+    figure, views = subplots(13, 6, 1, 2)
+    for axes, field, title, colours, what, text in (
+        (views[0], "latency_us", "latency, microseconds one way", "viridis_r", "latency", latency),
+        (views[1], "bandwidth_GBs", "bandwidth, GB/s one way", "viridis", "bandwidth", bandwidth),
+    ):
+        cells, marked = np.full((n, n), np.nan), np.zeros((n, n), bool)
+        for pair in pairs:
+            ends = [pair.first, pair.second], [pair.second, pair.first]
+            cells[ends], marked[ends] = getattr(pair, field), "~" in text(pair)
+        figure.colorbar(axes.imshow(cells, cmap=colours), ax=axes, shrink=0.8)
+        for row, column in np.argwhere(np.isfinite(cells)) if n <= FEW else ():
+            axes.text(
+                column,
+                row,
+                rounded(float(cells[row, column])) + "~" * int(marked[row, column]),
+                ha="center",
+                va="center",
+                fontsize="small",
+                bbox={"facecolor": "white", "alpha": 0.6, "linewidth": 0, "pad": 1},
+            )
+        for each in odd:
+            for x, y in (each.pair[:2], each.pair[1::-1]) if each.what == what else ():
+                corner = x - 0.5, y - 0.5
+                frame = Rectangle(corner, 1, 1, fill=False, edgecolor="red", linewidth=3, zorder=3)
+                axes.add_patch(frame)
+        for edge in (rank for rank in range(1, n) if hosts[rank] != hosts[rank - 1]):
+            axes.axhline(edge - 0.5, color="black", linewidth=1)
+            axes.axvline(edge - 0.5, color="black", linewidth=1)
+        ticks = range(0, n, -(-n // 16))
+        axes.set_xticks(ticks)
+        axes.set_yticks(ticks, labels=[f"{rank} {hosts[rank]}" for rank in ticks])
+        axes.set(title=title, xlabel="rank", ylabel="rank and host")
+    has_marks = n <= FEW and any("~" in latency(pair) + bandwidth(pair) for pair in pairs)
+    legend = ["Red frame: a link far from its class"] * bool(odd)
+    legend += ["~: other work ran meanwhile"] * has_marks
+    title = f"all pairs of {n} ranks on {facts['hosts']} host(s)"
+    _finish(figure, title, ".  ".join(legend), facts, path)
+
+
+def plot_bandwidth(rows: Sequence[BandwidthRow], facts: dict[str, Any], path: Path) -> None:
+    """Draw bandwidth and messages per second over message size, with a curve for each direction.
+
+    Hollow marks are invalid rows: most of their windows took far longer than the fastest.
+    """
+    figure, views = subplots(13, 6, 1, 2)
+    for axes, field, label in (
+        (views[0], "GBs", "GB/s, all pairs and ways"),
+        (views[1], "messages_s", "messages a second"),
+    ):
+        for number, ways in enumerate(dict.fromkeys(row.ways for row in rows)):
+            colour, dash, mark = look(number)
+            curve = [(row.bytes, getattr(row, field), row) for row in rows if row.ways == ways]
+            sizes, values, _ = zip(*curve, strict=True)
+            name = f"{ways} way" + "s" * (ways == "both")
+            axes.plot(sizes, values, color=colour, linestyle=dash, label=name)
+            for nbytes, value, row in curve:
+                filled = "none" if row.is_spoilt else "full"
+                axes.plot(nbytes, value, mark, color=colour, fillstyle=filled)
+        set_byte_ticks(axes, sorted({row.bytes for row in rows}), "bytes of a message")
+        axes.set(ylabel=label, title=label, yscale="log")
+        axes.legend()
+    title = f"{rows[0].window} messages in flight, {rows[0].pairs} pair(s) of {facts['ranks']} ranks on {facts['hosts']} host(s)"
+    legend = "Hollow: other work ran meanwhile" * any(row.is_spoilt for row in rows)
+    _finish(figure, title, legend, facts, path)
+
+
+def _finish(
+    figure: Any, title: str, legend: str, facts: dict[str, Any], path: Path, device: str = ""
+) -> None:
+    figure.suptitle(title, weight="bold")
+    machine = f"{facts['processor']}, {facts['cores']} cores a host; {facts['mpi']}{device}; mpitrain {facts['mpitrain']}"
+    figure.supxlabel(f"{machine}.  {legend}".rstrip(), fontsize="small")
+    save(figure, path, 110)

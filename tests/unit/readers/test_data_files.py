@@ -1,0 +1,214 @@
+"""Damaged and hostile data files: one table a format; each is refused by one line that names the file."""
+
+import gzip
+import io
+import json
+import struct
+
+import numpy as np
+import pytest
+
+from mpitrain.data import open_source
+from mpitrain.errors import DataError
+
+CONTEXT, COUNT, LARGEST = 8, 2000, 900
+TOKENS = (np.arange(COUNT) * 7 % (LARGEST + 1)).astype("<u2")
+NARROW, WIDE = (20240520, 1), (20240801, 7)
+
+
+def llm_c(kind, count, tokens=b"", version=None):
+    """A file of llm.c: 256 int32, then the tokens."""
+    head = np.zeros(256, "<i4")
+    head[:3] = kind[0], version or kind[1], count
+    return head.tobytes() + (tokens if isinstance(tokens, bytes) else tokens.tobytes())
+
+
+def npy(array):
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=True)
+    return file.getvalue()
+
+
+def npy_header(text, version=1):
+    return b"\x93NUMPY" + bytes((version, 0)) + struct.pack("<H", len(text)) + text
+
+
+def edited(old, new):
+    """The NumPy file of the tokens with another header."""
+    assert old in npy(TOKENS)
+    return npy(TOKENS).replace(old, new, 1)
+
+
+DAMAGED_TOKENS = {
+    "empty": b"",
+    "one byte": b"\0",
+    "odd": bytes(2001),
+    "magic alone": llm_c(NARROW, 0)[:4],
+    "header alone": llm_c(NARROW, 0),
+    "header cut": llm_c(NARROW, 5)[:800],
+    "wide header alone": llm_c(WIDE, 0),
+    "one token less": llm_c(NARROW, COUNT + 1, TOKENS),
+    "one token more": llm_c(NARROW, COUNT - 1, TOKENS),
+    "negative count": llm_c(NARROW, -1, TOKENS),
+    "half a token more": llm_c(WIDE, 1000, TOKENS.tobytes() + b"\0\0"),
+    "narrow version of wide": llm_c(WIDE, 1000, TOKENS, version=1),
+    "wide version of narrow": llm_c(NARROW, COUNT, TOKENS, version=7),
+    "too short": TOKENS[:CONTEXT].tobytes(),
+    "npy magic alone": b"\x93NUMPY",
+    "npy version": npy_header(bytes(500), version=9),
+    "npy cut": npy(TOKENS)[:100],
+    "npy without tokens": npy(TOKENS[:0]),
+    "npy less": npy(TOKENS)[:-1],
+    "npy more": npy(TOKENS) + b"\0\0",
+    "npy count less": edited(b"(2000", b"(1999"),
+    "npy count more": edited(b"(2000", b"(2001"),
+    "npy negative count": edited(b"(2000", b"(-200"),
+    "npy other key": edited(b"descr", b"descs"),
+    "npy other type": edited(b"'<u2'", b"'<u3'"),
+    "npy no bool": edited(b"False", b"Falsy"),
+    "npy 2-D": npy(TOKENS.reshape(2, -1)),
+    "npy 0-D": npy(np.uint16(3)),
+    "npy float": npy(TOKENS.astype(float)),
+    "npy complex": npy(TOKENS.astype("<c8")),
+    "npy bool": npy(TOKENS.astype(bool)),
+    "npy signed": npy(TOKENS.astype("<i4")),
+    "npy of 64 bits": npy(TOKENS.astype("<u8")),
+    "npy big-endian": npy(TOKENS.astype(">u2")),
+    "npy object": npy(np.array([1, "a", None], object)),
+    "npy structured": npy(np.zeros(9, [("a", "<u2")])),
+    "npy text": npy(np.array(["a"] * 99)),
+    "npy header of code": npy_header(b"__import__('os').abort()".ljust(64)),
+    "npy header no dict": npy_header(b"[]".ljust(63) + b"\n"),
+    "npy deep header": npy_header(b"(" * 0x1FFF),
+}
+
+
+@pytest.mark.parametrize("kind", ["source", "validation"])
+@pytest.mark.parametrize("data", DAMAGED_TOKENS.values(), ids=DAMAGED_TOKENS)
+def test_a_damaged_file_of_tokens_is_refused(tmp_path, data, kind):
+    (tmp_path / "damaged.bin").write_bytes(data)
+    TOKENS.tofile(tmp_path / "good.bin")
+    names = [f"tokens:{tmp_path}/damaged.bin", f"tokens:{tmp_path}/good.bin"]
+    source, other = names if kind == "source" else reversed(names)
+    with pytest.raises(DataError) as raised:
+        open_source(source, CONTEXT, "float32", validation=other)
+    assert "damaged.bin" in raised.value.law and "\n" not in raised.value.law
+
+
+PAIR = {"prompt": "1 + 1?", "answer": "2"}
+GOOD = json.dumps(PAIR).encode()
+LINES = [
+    b"{",
+    GOOD[:-1],
+    b"[]",
+    b"3",
+    b"null",
+    b"true",
+    b'"prompt"',
+    b"{}",
+    b'{"prompt": "a"}',
+    b'{"prompt": "a", "answer": 3}',
+    b'{"prompt": null, "answer": "b"}',
+    b'{"prompt": "a", "answer": "b", "more": 1}',
+    b'{"prompt": "a", "prompt": "a", "answer": "b"}',
+    b'{"prompt": "a", "answer": NaN}',
+    b'{"prompt": "a", "answer": 1e999}',
+    b'{"prompt": "\\ud800", "answer": "b"}',
+    b'{"prompt": "\xff", "answer": "b"}',
+    b'{"messages": {}}',
+    b'{"messages": null}',
+    b'{"messages": [3]}',
+    b'{"messages": [{"role": "user"}]}',
+    b'{"messages": [{"role": "user", "content": ["a"]}]}',
+    b'{"messages": [{"role": 1, "content": "a"}]}',
+    b"[" * 100_000,
+    GOOD + GOOD,
+    b"\xef\xbb\xbf" + GOOD,
+    GOOD.decode().encode("utf-16-le"),
+    b"\x00",
+]
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: repr(line[:30]))
+def test_a_damaged_line_of_conversations_is_refused_by_its_number(tmp_path, line):
+    (tmp_path / "data").write_bytes(b"\n".join([GOOD, b"", line, GOOD]))
+    with pytest.raises(DataError, match=rf"Line 3 of {tmp_path}/data") as raised:
+        open_source(f"jsonl:{tmp_path}/data", 40, "float32")
+    assert "\n" not in raised.value.law
+
+
+def test_blank_lines_and_other_line_ends_change_no_conversation(tmp_path):
+    found = []
+    for text in (b"%s\n%s", b"\n%s\r\n  \n%s\r\n\t\n"):
+        (tmp_path / "data").write_bytes(text % (GOOD, GOOD))
+        source = open_source(f"jsonl:{tmp_path}/data", 40, "float32")
+        found.append([rows.tolist() for rows in source.batch(0, 0, 1, range(1))])
+    assert found[0] == found[1]
+
+
+IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+
+
+def idx(*shape, kind=8, dims=None, data=None):
+    """A file of the MNIST format; its elements are 0, 1, 2, ... modulo 10."""
+    head = struct.pack(f">4B{len(shape)}I", 0, 0, kind, dims or len(shape), *shape)
+    return head + (
+        (np.arange(np.prod(shape)) % 10).astype("u1").tobytes() if data is None else data
+    )
+
+
+PACKED = gzip.compress(idx(20, 3, 2), mtime=0)
+SOUND = {
+    IMAGES: idx(20, 3, 2),
+    LABELS: idx(20),
+    "t10k-images-idx3-ubyte": idx(6, 3, 2),
+    "t10k-labels-idx1-ubyte": idx(6),
+}
+DAMAGED_IMAGES = {
+    "missing": {IMAGES: None},
+    "empty": {IMAGES: b""},
+    "header cut": {IMAGES: SOUND[IMAGES][:15]},
+    "cut": {IMAGES: SOUND[IMAGES][:-1]},
+    "labels cut": {LABELS: SOUND[LABELS][:-1]},
+    "more behind": {IMAGES: SOUND[IMAGES] + b"\0"},
+    "magic": {IMAGES: b"\1" + SOUND[IMAGES][1:]},
+    "second byte of the magic": {LABELS: b"\0\1" + SOUND[LABELS][2:]},
+    "floats": {IMAGES: idx(20, 3, 2, kind=13)},
+    "two dims": {IMAGES: idx(20, 3, 2, dims=2)},
+    "labels of images": {LABELS: idx(20, 3, 2)},
+    "fewer images": {IMAGES: idx(19, 3, 2)},
+    "fewer labels": {LABELS: idx(19)},
+    "count beyond the data": {IMAGES: idx(2**31, 3, 2, data=bytes(120))},
+    "size that wraps around": {IMAGES: idx(2**32 - 1, 2**32 - 1, 2, data=bytes(120))},
+    "train of another size": {IMAGES: idx(20, 2, 3)},
+    "test of another size": {"t10k-images-idx3-ubyte": idx(6, 6, 1)},
+    "no images": {IMAGES: idx(0, 3, 2), LABELS: idx(0)},
+    "no rows": {IMAGES: idx(20, 0, 2)},
+    "no elements in huge dims": {IMAGES: idx(0, 2**32 - 1, 2**32 - 1, data=b"")},
+    "gzip cut": {IMAGES: None, f"{IMAGES}.gz": PACKED[:-10]},
+    "gzip cut in its head": {IMAGES: None, f"{IMAGES}.gz": PACKED[:5]},
+    "gzip checksum": {IMAGES: None, f"{IMAGES}.gz": PACKED[:-8] + b"x" + PACKED[-7:]},
+    "gzip length": {IMAGES: None, f"{IMAGES}.gz": PACKED[:-1] + b"x"},
+    "gzip data": {IMAGES: None, f"{IMAGES}.gz": PACKED[:12] + b"\xff" * 20 + PACKED[32:]},
+    "no gzip": {IMAGES: None, f"{IMAGES}.gz": SOUND[IMAGES]},
+}
+
+
+@pytest.mark.parametrize("changes", DAMAGED_IMAGES.values(), ids=DAMAGED_IMAGES)
+def test_damaged_images_are_refused(tmp_path, changes):
+    for name, data in {**SOUND, **changes}.items():
+        if data is not None:
+            (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError) as raised:
+        open_source(f"idx:{tmp_path}", 8, "float64")
+    assert str(tmp_path) in raised.value.law and "\n" not in raised.value.law
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_sound_images_are_read_as_they_are(tmp_path, packed):
+    for name, data in SOUND.items():
+        (tmp_path / f"{name}{'.gz' * packed}").write_bytes(gzip.compress(data) if packed else data)
+    source = open_source(f"idx:{tmp_path}", 8, "float64")
+    images, labels = source.held_out_rows(range(6))
+    assert source.samples == 20 and labels.tolist() == [0, 1, 2, 3, 4, 5]
+    assert np.array_equal(np.rint(images * 255).ravel(), np.arange(36) % 10)
