@@ -277,30 +277,13 @@ def bind_algorithm(
     algorithm: str,
     tuning: Tuning,
     arithmetic: Arithmetic,
+    is_trial: bool = False,
 ) -> Reduction:
-    """Bind an operation that has a table of algorithms; an algorithm of a user is proven.
+    """Bind an operation that has a table of algorithms.
 
     operation  "allreduce", "reduce-scatter" or "all-gather"
+    is_trial   an algorithm of a user is bound a second time, to whole numbers that prove it
     """
-    reduction = _bind(transport, operation, array, op, algorithm, tuning, arithmetic)
-    if TABLES[operation].is_added(reduction.algorithm) and not on_device(array):
-        from mpitrain.collectives.selection.own_algorithm import check_trial
-
-        numbers = np.empty_like(array)
-        trial = _bind(transport, operation, numbers, op, algorithm, tuning, arithmetic)
-        check_trial(transport, operation, trial, numbers, op)
-    return reduction
-
-
-def _bind(
-    transport: Transport,
-    operation: str,
-    array: np.ndarray,
-    op: str,
-    algorithm: str,
-    tuning: Tuning,
-    arithmetic: Arithmetic,
-) -> Reduction:
     asked, table, offered, choice = algorithm, TABLES[operation], None, {}
     if unfit(array) is None and not (algorithm in table and table[algorithm].plans):
         offered = offer(transport, array)
@@ -317,7 +300,7 @@ def _bind(
     if refusal := table[algorithm].refusal(topology_of(transport, array)):
         raise on_every_rank(refusal)
     if table.is_added(algorithm):
-        from mpitrain.collectives.selection.own_algorithm import bind_proven
+        from mpitrain.collectives.selection.own_algorithm import bind_proven, check_trial
 
         reduction = bind_proven(transport, operation, algorithm, array, op, agreed, arithmetic)
     else:
@@ -328,6 +311,11 @@ def _bind(
         reduction = table[algorithm].bind(transport, array, op, agreed, arithmetic)
     assert reduction is not None  # a ring runs on any machine
     reduction.algorithm = algorithm
+    if table.is_added(algorithm) and not is_trial and not on_device(array):
+        numbers = np.empty_like(array)
+        rest = op, asked, tuning, arithmetic
+        trial = bind_algorithm(transport, operation, numbers, *rest, is_trial=True)
+        check_trial(transport, operation, trial, numbers, op)
     return reduction
 
 
