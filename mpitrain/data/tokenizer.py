@@ -28,16 +28,11 @@ character.
 
 
 class Tokenizer(Protocol):
-    """The protocol of a tokenizer.
+    """A tokenizer.
 
-    Attributes
-    ----------
-    data : bytes
-        Content of its file: `open_tokenizer` makes the same tokenizer from it.
-    vocabulary : int
-        Largest token + 1.
-    separator : int
-        The token that ends a document; -1: there is none.
+    data        content of its file: `open_tokenizer` makes the same tokenizer from it
+    vocabulary  largest token + 1
+    separator   the token that ends a document; -1: there is none
     """
 
     data: bytes
@@ -45,68 +40,27 @@ class Tokenizer(Protocol):
     separator: int
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the tokens of a text.
+        """Return the tokens of a text, (N,) int64; names of special tokens are ordinary text.
 
-        Parameters
-        ----------
-        text : str
-            Text of any length. Names of special tokens in it are ordinary text.
-
-        Returns
-        -------
-        tokens : ndarray
-            (N,) int64.
-
-        Raises
-        ------
-        DataError
-            If the text has a lone surrogate, which has no bytes.
+        raises  DataError if the text has a lone surrogate, which has no bytes
         """
 
     def decode(self, tokens: Sequence[int]) -> bytes:
-        """Return the text of tokens.
+        """Return the text of tokens, which need not be valid UTF-8.
 
-        Parameters
-        ----------
-        tokens : sequence of int
-            Tokens; those outside the vocabulary have no text.
-
-        Returns
-        -------
-        text : bytes
-            Special tokens appear under their names. Bytes need not be valid UTF-8.
+        Special tokens appear under their names. Tokens outside the vocabulary have no text.
         """
 
     def stream(self, tokens: Iterable[int], prompt: Sequence[int]) -> Iterator[bytes]:
         """Decode tokens one by one, each as soon as its last character is complete.
 
-        Parameters
-        ----------
-        tokens : iterable of int
-            Tokens that follow the prompt.
-        prompt : sequence of int
-            Tokens before them; their text is not returned.
-
-        Yields
-        ------
-        text : bytes
-            The next bytes of the text; perhaps none. There is one piece for each token, and
-            perhaps another one at the end.
+        prompt  the tokens before them; their text is not returned
+        yields  the next bytes of the text, perhaps none: a piece for each token, and perhaps
+                another one at the end
         """
 
     def named(self, name: str) -> int | None:
-        """Return the token of this name.
-
-        Parameters
-        ----------
-        name : str
-            Name of a token, such as ``<|endoftext|>``.
-
-        Returns
-        -------
-        token : int or None
-            None if there is no such token.
-        """
+        """Return the token with a name such as <|endoftext|>; None if there is none."""
 
 
 class ByteTokenizer(Tokenizer):

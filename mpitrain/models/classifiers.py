@@ -70,33 +70,14 @@ def cnn(
 ) -> list[Unit]:
     """Return the units of a convolutional network (LeCun et al. 1998): convolutions, then an MLP.
 
-    It maps images (B, *shape) to logits (B, classes).
+    It maps images (B, *shape) to logits (B, classes). Weights are drawn as those of `mlp`.
 
-    Parameters
-    ----------
-    layers : Plain
-        Makes the layers.
-    shape : sequence of int
-        Channels, rows and columns of an image.
-    channels : sequence of int
-        Channels of each convolution's output. ReLU and a max-pooling follow each convolution.
-    hidden : sequence of int
-        Widths of the hidden linear layers.
-    classes : int
-        Columns of the logits.
-    kernel, pool : int
-        Rows and columns of each kernel, an odd number, and of each pooling window.
-    dropout : float
-        Rate of dropout after each hidden linear layer.
-
-    Raises
-    ------
-    ConfigError
-        If an image is too small for the max-poolings.
-
-    Notes
-    -----
-    Weights are drawn with variance 2 / inputs (He et al. 2015, section 2.2); biases are 0.
+    shape         channels, rows and columns of an image
+    channels      of each convolution's output; ReLU and a max-pooling follow each convolution
+    hidden        widths of the hidden linear layers
+    kernel, pool  rows and columns of each kernel, an odd number, and of each pooling window
+    dropout       rate of dropout after each hidden linear layer
+    raises        ConfigError if an image is too small for the max-poolings
     """
     depth, rows, columns = shape
     if min(rows, columns) < pool ** len(channels):

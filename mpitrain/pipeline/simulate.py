@@ -5,6 +5,7 @@ instructions alone; the durations of instructions have no influence.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -120,35 +121,28 @@ def simulate(
     return Simulation(tuple(map(tuple, running.timeline)), running.waits())
 
 
+@dataclass
 class _Running:
     """State of a simulation: progress and clock of each stage, and start times of messages."""
 
-    def __init__(
-        self,
-        program: Program,
-        costs: Sequence[Cost],
-        transfer: float,
-        receive: float,
-        is_eager: bool,
-        overhead: float,
-    ):
-        self.timeline: list[list[Event]] = [[] for _ in program]
-        self._program, self._costs, self._transfer, self._receive = (
-            program,
-            costs,
-            transfer,
-            receive,
-        )
-        self._is_eager, self._overhead = is_eager, overhead
-        self._next = [0] * len(program)
-        self._clocks: list[float] = [0] * len(program)
+    program: Program
+    costs: Sequence[Cost]
+    transfer: float
+    receive: float
+    is_eager: bool
+    overhead: float
+
+    def __post_init__(self) -> None:
+        self.timeline: list[list[Event]] = [[] for _ in self.program]
+        self._next = [0] * len(self.program)
+        self._clocks: list[float] = [0] * len(self.program)
         self._sent: dict[Message, float] = {}
         self._posted: dict[Message, float] = {}
         self._handed: set[Message] = set()
 
     def advance(self, stage: int) -> bool:
         """Run a stage until it has to wait; return whether it made progress."""
-        instructions, start = self._program[stage], self._next[stage]
+        instructions, start = self.program[stage], self._next[stage]
         while self._next[stage] < len(instructions) and self._run(
             stage, instructions[self._next[stage]]
         ):
@@ -169,7 +163,7 @@ class _Running:
             case Complete(what, chunk, micro):
                 freed = (
                     self._sent.get((what, chunk, micro))
-                    if self._is_eager
+                    if self.is_eager
                     else self._arrival((what, chunk, micro))
                 )
                 if freed is None:
@@ -179,17 +173,17 @@ class _Running:
                 start = self._start(clock, instruction)
                 if start is None:
                     return False
-                self._clocks[stage] = end = start + self._costs[instruction.chunk].of(instruction)
+                self._clocks[stage] = end = start + self.costs[instruction.chunk].of(instruction)
                 self.timeline[stage].append(Event(start, end, instruction))
         return True
 
     def _start(self, clock: float, instruction: Compute) -> float | None:
         """Return the start time of an instruction; None until its message is on the way."""
-        message = needed(instruction, len(self._costs))
+        message = needed(instruction, len(self.costs))
         if message is None or message in self._handed:
-            return clock + self._overhead
+            return clock + self.overhead
         arrival = self._arrival(message)
-        return None if arrival is None else max(clock, arrival) + self._receive + self._overhead
+        return None if arrival is None else max(clock, arrival) + self.receive + self.overhead
 
     def _arrival(self, message: Message) -> float | None:
         """Return the arrival time of a message; None until its send and receive have begun."""
@@ -197,16 +191,16 @@ class _Running:
         if sent is None or posted is None:
             return None
         return (
-            max(sent + self._transfer, posted)
-            if self._is_eager
-            else max(sent, posted) + self._transfer
+            max(sent + self.transfer, posted)
+            if self.is_eager
+            else max(sent, posted) + self.transfer
         )
 
     def waits(self) -> tuple[Sentence, ...]:
         """Return a sentence per stage about its pending message; empty if all have finished."""
         standing = [
             instructions[at] if at < len(instructions) else None
-            for at, instructions in zip(self._next, self._program, strict=True)
+            for at, instructions in zip(self._next, self.program, strict=True)
         ]
         return tuple(map(self._wait, range(len(standing)), standing)) if any(standing) else ()
 
@@ -223,11 +217,11 @@ class _Running:
                     micro=micro,
                     chunk=chunk,
                 )
-        message = needed(instruction, len(self._costs))
+        message = needed(instruction, len(self.costs))
         assert message is not None  # No other instruction waits.
         what, chunk, micro = message
         source = next(
-            (i.peer for i in self._program[stage] if isinstance(i, Receive) and i[:3] == message),
+            (i.peer for i in self.program[stage] if isinstance(i, Receive) and i[:3] == message),
             stage,
         )
         return Sentence(

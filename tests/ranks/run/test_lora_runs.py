@@ -107,7 +107,7 @@ def resaved(transport, config, path, folder):
         trainer.backend,
         Done(4, 0, "run"),
         trainer.resolved.axes._asdict(),
-        own.scalars(),
+        own.step_end.skips.scalars(),
         1,
         trainer.begun_from,
     ).path
