@@ -116,6 +116,9 @@ there."""
 class CommandGroup(click.Group):
     """A Click group whose help lists the whole first sentence of each command."""
 
+    def list_commands(self, context: click.Context) -> list[str]:
+        return [name for name in super().list_commands(context) if not self.commands[name].hidden]
+
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(self.sentences(context))
@@ -124,7 +127,7 @@ class CommandGroup(click.Group):
         return [
             (name, command.get_short_help_str(1000))
             for name in self.list_commands(context)
-            if (command := self.get_command(context, name)) and not command.hidden
+            if (command := self.get_command(context, name))
         ]
 
 

@@ -30,8 +30,12 @@ KEYS = {
 NO_PLOT = "--plot needs matplotlib" if find_spec("matplotlib") is None else ""
 
 
-def bench(ranks, *words, **more):
-    return launch(ranks, "bench", *words, **more)
+def words(line):
+    return line.split()
+
+
+def bench(ranks, line, *more, **options):
+    return launch(ranks, "bench", *words(line), *more, **options)
 
 
 def is_measured_checked_and_written(operation, factor, printed, path):
@@ -43,7 +47,7 @@ def is_measured_checked_and_written(operation, factor, printed, path):
     for row in written["rows"]:
         assert row.keys() >= KEYS
         assert (
-            row["op"] == operation
+            row["op"] == {"send-receive": "sendrecv"}.get(operation, operation)
             and row["wrong"] == 0
             and row["min_us"] <= row["time_us"] <= row["p99_us"]
         )
@@ -55,7 +59,7 @@ SIZES = ["--min-bytes", "12", "--max-bytes", "48K", "--factor", "64", "--iterati
 
 
 def test_a_collective_is_measured_checked_and_written(tmp_path):
-    done = bench(3, "allreduce", *SIZES, "--json", "rows.json", cwd=tmp_path)
+    done = bench(3, "all-reduce", *SIZES, "--json", "rows.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     is_measured_checked_and_written("allreduce", 4 / 3, done.stdout, tmp_path / "rows.json")
 
@@ -67,7 +71,7 @@ def test_so_is_every_other_one_and_every_dtype(tmp_path):
         "broadcast": 1,
         "reduce": 1,
         "all-to-all": 2 / 3,
-        "sendrecv": 1,
+        "send-receive": 1,
     }
     dtypes = ["float64", "float16", "bfloat16", "int32"]
     calls = [["bench", operation, *SIZES, "--json", f"{operation}.json"] for operation in factors]
@@ -138,15 +142,7 @@ def test_pairs_bandwidth_tables_for_spreadsheets_and_a_least_bandwidth(tmp_path)
 def test_wire_formats_are_measured_beside_the_algorithms(tmp_path):
     done = bench(
         2,
-        "allreduce",
-        "--algorithm",
-        "ring",
-        "--wire",
-        "fp16,bf16,int8,topk,topk:0.1,powersgd:2",
-        "--max-bytes",
-        "16K",
-        "--iterations",
-        "2",
+        "allreduce --algorithm ring --wire fp16,bf16,int8,topk,topk:0.1,powersgd:2 --max-bytes 16K --iterations 2",
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
@@ -206,19 +202,7 @@ def test_what_was_measured_survives_an_interruption(launcher, asked_by, tmp_path
 def test_the_simulator_s_kernels_reduce_what_is_measured_on_it(tmp_path):
     done = bench(
         3,
-        "allreduce",
-        "--device",
-        "cuda-sim",
-        "--wire",
-        "fp16,bf16,int8,topk:0.1",
-        "--max-bytes",
-        "12K",
-        "--iterations",
-        "1",
-        "--warmup",
-        "1",
-        "--json",
-        "rows.json",
+        "allreduce --device cuda-sim --wire fp16,bf16,int8,topk:0.1 --max-bytes 12K --iterations 1 --warmup 1 --json rows.json",
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
@@ -240,13 +224,7 @@ def test_the_simulator_s_kernels_reduce_what_is_measured_on_it(tmp_path):
 def test_all_are_the_algorithms_that_can_run_with_the_dtype(tmp_path):
     done = bench(
         2,
-        "allreduce",
-        "--dtype",
-        "bfloat16",
-        "--max-bytes",
-        "4K",
-        "--iterations",
-        "1",
+        "allreduce --dtype bfloat16 --max-bytes 4K --iterations 1",
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
@@ -256,17 +234,7 @@ def test_all_are_the_algorithms_that_can_run_with_the_dtype(tmp_path):
 def test_one_rank_is_measured_and_sizes_that_come_to_the_same_once(tmp_path):
     done = bench(
         1,
-        "allreduce",
-        "--min-bytes",
-        "1",
-        "--max-bytes",
-        "8",
-        "--factor",
-        "2",
-        "--iterations",
-        "1",
-        "--json",
-        "rows.json",
+        "allreduce --min-bytes 1 --max-bytes 8 --factor 2 --iterations 1 --json rows.json",
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
@@ -328,18 +296,12 @@ def test_a_wrong_option_is_one_message_and_exit_code_2(tmp_path):
 
 
 def test_fit_writes_what_auto_then_reads(tmp_path):
-    done = bench(2, "fit", "--min-bytes", "512", "--max-bytes", "4K", "--sweeps", "1", cwd=tmp_path)
+    done = bench(2, "fit --min-bytes 512 --max-bytes 4K --sweeps 1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "sizes left out: predicted" in done.stdout
     done = bench(
         2,
-        "allreduce",
-        "--algorithm",
-        "auto",
-        "--tuning",
-        "tuning.json",
-        "--max-bytes",
-        "16K",
+        "allreduce --algorithm auto --tuning tuning.json --max-bytes 16K",
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
