@@ -1,4 +1,4 @@
-"""The number of micro-batches that `mpitrain plan micro-batches` would name, and what steps take by it and by all others.
+"""The number of micro-batches that `mpitrain plan batch` would name, and what steps take by it and by all others.
 
 Layers sleep for so many ms for a micro-batch and so many for each of its rows. Exit code 1 if the step of the named count takes
 more than 1.05 times as long as that of the count that was measured best.

@@ -4,33 +4,29 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 from mpitrain.cli.job_options import Outputs, check_files, output_option
 from mpitrain.cli.terminal.output import columns
+from mpitrain.errors import ConfigError, visible
+from mpitrain.files import check_writable, write_whole
 from mpitrain.machine import process
+from mpitrain.tools.textbook.words import language_of, text
 
 
 def _chosen(context: click.Context, option: click.Parameter, value: str | None) -> str:
-    from mpitrain.tools.textbook.words import language_of
-
-    if value:
-        return value
     locale = os.environ.get("LC_ALL") or os.environ.get("LC_MESSAGES") or os.environ.get("LANG")
-    return language_of(locale or "")
+    return value or language_of(locale or "")
 
 
-def in_a_language(function: Callable) -> Callable:
-    return click.option(
-        "--language",
-        type=click.Choice(["en", "ko"]),
-        callback=_chosen,
-        help="English or Korean. Default: the language of LANG.",
-    )(function)
-
+LANGUAGE = click.option(
+    "--language",
+    type=click.Choice(["en", "ko"]),
+    callback=_chosen,
+    help="English or Korean. Default: the language of LANG.",
+)
 
 NARROWEST = 80
 """Minimum width of a table, in columns."""
@@ -44,30 +40,23 @@ NARROWEST = 80
     help="Number of ranks; each is a thread. Default: depends on the topic.",
 )
 @click.option("--step", "waits", is_flag=True, help="Wait for Enter after each frame.")
-@click.option(
-    "--png",
-    "picture",
-    type=click.Path(path_type=Path),
-    help="Draw the frames. Needs mpitrain[report].",
-)
-@click.option(
+@output_option("--png", "Draw the frames. Needs mpitrain[report].")
+@output_option(
     "--html",
-    "page",
-    type=click.Path(path_type=Path),
-    help="Write an HTML page with a slider. Without a TOPIC: write a folder with a page for each topic.",
+    "Write an HTML page with a slider. Without a TOPIC: write a folder with a page for each topic.",
 )
 @click.option(
     "--link",
     metavar="SPEED,LATENCY",
     help="Slow down the links between the threads, e.g. 200Mbit,1ms. Needs no root.",
 )
-@in_a_language
+@LANGUAGE
 def explain(
     topic: str | None,
     ranks: int | None,
     waits: bool,
-    picture: Path | None,
-    page: Path | None,
+    png_file: Path | None,
+    html_file: Path | None,
     link: str | None,
     language: str,
 ) -> None:
@@ -78,21 +67,19 @@ def explain(
     """
     if process.launched().rank > 0:
         return  # only rank 0 prints
-    from mpitrain.errors import ConfigError
     from mpitrain.tools.textbook.explain import terminal
     from mpitrain.tools.textbook.explain.links import parse_link
     from mpitrain.tools.textbook.explain.topics import TOPICS
-    from mpitrain.tools.textbook.words import text
 
     speed = parse_link(link) if link is not None else None
     if topic is None:
-        if picture or waits or ranks or link:
+        if png_file or waits or ranks or link:
             raise ConfigError(
                 "--ranks, --step, --png and --link need a topic, but none is given.",
                 f"Name one of {', '.join(TOPICS)}.",
             )
-        if page:
-            _write_all(page, language)
+        if html_file:
+            _write_all(html_file, language)
             return
         click.echo("\n".join(terminal.listing(TOPICS, language)))
         return
@@ -103,13 +90,13 @@ def explain(
         )
     row = TOPICS[topic]
     setting = row.setting(topic, ranks, speed)
-    check_files(0, [page])
-    if picture:
+    check_files(0, [html_file])
+    if png_file:
         from mpitrain.plots import check_drawable
 
-        check_drawable(picture, "--png")
+        check_drawable(png_file, "--png")
     explanation = row.explained(setting)
-    if not (picture or page) or waits:
+    if not (png_file or html_file) or waits:
         click.echo("\n".join(terminal.heading(explanation, language)))
         shown = terminal.frames(explanation, language, max(NARROWEST, columns(1)))
         for number, lines in enumerate(shown):
@@ -120,18 +107,18 @@ def explain(
             click.echo("\n".join(lines))
         click.echo("\n".join(terminal.ending(explanation, language)))
     outputs = Outputs()
-    if picture:
+    if png_file:
         from mpitrain.tools.textbook.explain.picture import draw
 
-        with outputs.to(picture):
-            draw(explanation, picture, language)
-            click.echo(text("drawn in {file}", language, file=picture))
-    if page:
+        with outputs.to(png_file):
+            draw(explanation, png_file, language)
+            click.echo(text("drawn in {file}", language, file=png_file))
+    if html_file:
         from mpitrain.tools.textbook.explain.page import write
 
-        with outputs.to(page):
-            write(explanation, page, language)
-            click.echo(text("written to {file}", language, file=page))
+        with outputs.to(html_file):
+            write(explanation, html_file, language)
+            click.echo(text("written to {file}", language, file=html_file))
     outputs.settle()
 
 
@@ -139,7 +126,6 @@ def _write_all(folder: Path, language: str) -> None:
     from mpitrain.cli.terminal.progress import bar
     from mpitrain.tools.textbook.explain.page import write_all
     from mpitrain.tools.textbook.explain.topics import TOPICS
-    from mpitrain.tools.textbook.words import text
 
     missing = [name for name, topic in TOPICS.items() if not topic.runs_here]
     with bar(len(TOPICS) - len(missing)) as shown:
@@ -158,7 +144,7 @@ def _write_all(folder: Path, language: str) -> None:
 )
 @output_option("--html", "Write the claims to this page, which needs no other file.")
 @output_option("--json", "Write the claims and their numbers to this file.")
-@in_a_language
+@LANGUAGE
 def claims(
     names: tuple[str, ...],
     lists: bool,
@@ -176,13 +162,10 @@ def claims(
     if process.launched().rank > 0:
         return  # only rank 0 prints
     process.limit_blas_threads()
-    from mpitrain.errors import ConfigError
-    from mpitrain.files import write_whole
     from mpitrain.machine.compiling import has_compiler
     from mpitrain.tools.textbook.claims.claim import judge
     from mpitrain.tools.textbook.claims.report import lines, page, record, summary
     from mpitrain.tools.textbook.claims.table import CLAIMS
-    from mpitrain.tools.textbook.words import text
 
     for name in names:
         if name not in CLAIMS:
@@ -216,13 +199,8 @@ def claims(
 
 @click.command("exercise")
 @click.argument("name", metavar="ring|server|1f1b|column")
-@click.option(
-    "--out",
-    "out_file",
-    type=click.Path(path_type=Path),
-    help="Write the skeleton to this new file. Default: print it.",
-)
-@in_a_language
+@output_option("--out", "Write the skeleton to this new file. Default: print it.")
+@LANGUAGE
 def exercise(name: str, out_file: Path | None, language: str) -> None:
     """Write the skeleton of an exercise: a statement, and a function to complete.
 
@@ -230,8 +208,6 @@ def exercise(name: str, out_file: Path | None, language: str) -> None:
     """
     if process.launched().rank > 0:
         return  # only rank 0 prints
-    from mpitrain.errors import ConfigError
-    from mpitrain.files import check_writable, write_whole
     from mpitrain.tools.textbook.exercises.check import skeleton
     from mpitrain.tools.textbook.exercises.table import EXERCISES
 
@@ -269,7 +245,7 @@ PRINTED = Path("-")
     type=click.Path(path_type=Path),
     help="Write a row for each file of DIR to this file. Without a FILE, print only these rows.",
 )
-@in_a_language
+@LANGUAGE
 def check(path: Path, csv_file: Path | None, language: str) -> int:
     """Check the solution of an exercise, or all Python files of a folder.
 
@@ -278,10 +254,7 @@ def check(path: Path, csv_file: Path | None, language: str) -> int:
     """
     if process.launched().rank > 0:
         return 0  # only rank 0 prints
-    from mpitrain.errors import ConfigError, visible
-    from mpitrain.files import write_whole
     from mpitrain.tools.textbook.exercises.check import check_file, lines, row, table
-    from mpitrain.tools.textbook.words import text
 
     is_printed = csv_file == PRINTED
     check_files(0, [None if is_printed else csv_file])

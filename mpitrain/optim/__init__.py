@@ -3,8 +3,8 @@
 RULES  all update rules; a new one needs a row there and its operation in `ops`
 """
 
-from mpitrain.optim.groups import check_groups
 from mpitrain.optim.optimizer import Optimizer, state_bytes
+from mpitrain.optim.rule import check_groups
 from mpitrain.optim.rules import RULES, checked, without_unread
 from mpitrain.optim.schedule import learning_rate
 

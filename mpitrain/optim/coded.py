@@ -19,8 +19,7 @@ from mpitrain.layers.flat import GRAIN, Entry, Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.ops import Ops
 from mpitrain.ops.codes import BLOCK, Map, block_count, decode, encode
-from mpitrain.optim.groups import HyperParameters, group_of
-from mpitrain.optim.rule import BlockWise, Update, Views
+from mpitrain.optim.rule import BlockWise, HyperParameters, Update, Views, group_of
 from mpitrain.regions import Piece, moved, overlap
 
 LEAST = 4096
@@ -28,7 +27,6 @@ LEAST = 4096
 
 
 def is_coded(storage: Storage, entry: Entry) -> bool:
-    """Return whether the state of a tensor is in codes of 8 bits."""
     is_embedding = getattr(storage.units[entry.unit].layer, "vocab", 0) > 0
     is_tied = entry.parameter.holders not in ("", "tp")
     return math.prod(entry.parameter.shape) >= LEAST and not (is_embedding or is_tied)
@@ -133,7 +131,6 @@ class CodedState:
         return self.size
 
     def __getitem__(self, along: slice) -> Any:
-        """Return a decoded copy of a slice, in the memory of the backend."""
         start, stop, _ = along.indices(self.size)
         values = np.zeros(max(0, stop - start), self.dtype)
         for region in self._regions:
@@ -142,7 +139,6 @@ class CodedState:
         return self._backend.from_host(values)
 
     def __setitem__(self, along: slice, values: Any) -> None:
-        """Encode values in the memory of the backend."""
         start, stop, _ = along.indices(self.size)
         host_values = self._backend.to_host(values)
         for region in self._regions:
@@ -152,7 +148,6 @@ class CodedState:
                 self._encode(region, own)
 
     def _decoded(self, region: CodedRegion, low: int, high: int) -> np.ndarray:
-        """Return the values of elements [low, high) of a region, in host memory."""
         first, count = low - region.start, high - low
         values = slice(region.values.start + first, region.values.start + first + count)
         if not region.scales:
@@ -212,7 +207,6 @@ class CodedUpdates:
     def update(
         self, piece: Piece, parameters: Any, gradients: Any, mirror: Any, update: Update
     ) -> None:
-        """Update the parameters of a piece in place, region by region."""
         arguments, state = self._arguments(update), self.state.values()
         for region in self._regions[piece]:
             run, values, scales = region.run, region.values, region.scales

@@ -1,6 +1,7 @@
 """The optimizer of a rank: the state of an update rule, and updates over pieces of a flat buffer."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from mpitrain import config
@@ -8,19 +9,65 @@ from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend
 from mpitrain.ops import Ops
-from mpitrain.optim.coded import CodedUpdates, coded_bytes
-from mpitrain.optim.elements import ElementUpdates
-from mpitrain.optim.rule import BlockWise, ElementWise, Update, Views
+from mpitrain.ops.bodies import GroupRun, over_runs
+from mpitrain.optim.rule import BlockWise, ElementWise, Update, Views, group_of
 from mpitrain.optim.rules import RULES
-from mpitrain.optim.state import StateArray, layout_of
-from mpitrain.optim.tensors import ALONE, FactSums, TensorUpdates
+from mpitrain.optim.state import ALONE, FactSums, StateArray, layout_of
 from mpitrain.regions import Piece
 
 
+class ElementUpdates:
+    """Updates of an element-wise rule over the pieces of a rank.
+
+    state  buffers along the pieces, in the order of the operation's arguments
+    """
+
+    def __init__(
+        self,
+        step: ElementWise,
+        settings: config.Optimizer,
+        storage: Storage,
+        pieces: Sequence[Piece],
+        state: Mapping[str, Any],
+        ops: Ops,
+    ):
+        self._arguments, self._state = step.arguments, list(state.values())
+        groups, operation = partial(group_of, settings), getattr(ops, step.op)
+        self._steps = {
+            piece: over_runs(
+                operation,
+                [
+                    GroupRun(run.start - piece.start, run.stop - piece.start, *run.key)
+                    for run in storage.runs(piece.start, piece.stop, groups)
+                ],
+            )
+            for piece in pieces
+        }
+
+    def sum_facts(self, views: Views, update: Update) -> None:
+        """Do nothing: no element depends on another one."""
+
+    def update(
+        self, piece: Piece, parameters: Any, gradients: Any, mirror: Any, update: Update
+    ) -> None:
+        along = slice(piece.offset, piece.offset + piece.stop - piece.start)
+        self._steps[piece](
+            parameters,
+            gradients,
+            *(buffer[along] for buffer in self._state),
+            scale=update.scale,
+            lr=update.lr,
+            arena=update.arena,
+            mirror=mirror,
+            **self._arguments(update),
+        )
+
+
 def state_bytes(name: str, storage: Storage) -> float:
-    """Return the bytes of state of an update rule for all tensors of a storage."""
     rule = RULES[name]
     if isinstance(rule.step, BlockWise):
+        from mpitrain.optim.coded import coded_bytes
+
         return coded_bytes(storage, len(rule.state))
     itemsize = storage.dtype.itemsize
     others = rule.other_elements(entry.parameter for entry in storage.entries)
@@ -56,8 +103,10 @@ class Optimizer:
         self._layouts = {
             name: layout_of(shape, storage, self.pieces) for name, shape in rule.state.items()
         }
-        self._updates: ElementUpdates | CodedUpdates | TensorUpdates
+        self._updates: Any
         if isinstance(rule.step, BlockWise):
+            from mpitrain.optim.coded import CodedUpdates
+
             self._updates = CodedUpdates(rule.step, settings, storage, pieces, ops, backend)
             self.state: Mapping[str, Any] = self._updates.state
             return
@@ -68,6 +117,8 @@ class Optimizer:
         if isinstance(rule.step, ElementWise):
             self._updates = ElementUpdates(rule.step, settings, storage, pieces, self.state, ops)
         else:
+            from mpitrain.optim.tensors import TensorUpdates
+
             views = {
                 name: layout.views(self.state[name])
                 for name, layout in self._layouts.items()
@@ -78,7 +129,6 @@ class Optimizer:
             )
 
     def arrays(self) -> list[StateArray]:
-        """Return all buffers of the state, for checkpoints."""
         return [
             StateArray(name, array, self._layouts[name].pieces, self._layouts[name].entries)
             for name, array in self.state.items()

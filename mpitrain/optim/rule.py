@@ -14,6 +14,7 @@ A tensor-wise rule may also compute on whole tensors (`Whole`). Each is computed
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from mpitrain import config
@@ -46,7 +47,6 @@ class ElementsOf:
     of: Callable[[Parameter], bool]
 
     def __call__(self, tensor: Parameter) -> tuple[int, ...] | None:
-        """Return the shape of the state of a tensor."""
         return tensor.shape if self.of(tensor) else None
 
 
@@ -252,3 +252,66 @@ class Rule(NamedTuple):
             shape(t) for t in tensors for shape in self.state.values() if shape is not elements
         ]
         return sum(math.prod(shape) for shape in shapes if shape is not None)
+
+
+class HyperParameters(NamedTuple):
+    """The hyper-parameters that tensors may have for themselves.
+
+    lr            factor of the learning rate
+    weight_decay  0 for tensors without decay
+    """
+
+    lr: float
+    weight_decay: float
+
+
+def group_of(settings: config.Optimizer, tensor: Parameter) -> HyperParameters:
+    """Return the group of a tensor under its full name: the first match of optimizer.groups.
+
+    Without a match, matrices and embeddings have the decay of the section; vectors have none.
+    """
+    decay = settings.weight_decay if tensor.decayed else 0.0
+    for group in settings.groups:
+        if fnmatchcase(tensor.name, group.match):
+            own = group.weight_decay
+            return HyperParameters(group.lr, decay if own is None else own)
+    return HyperParameters(1.0, decay)
+
+
+def check_groups(settings: config.Optimizer, names: Iterable[str]) -> None:
+    """Raise ConfigError for a group that is the first match of no parameter.
+
+    names  full names of all parameters of the model
+    """
+    names = list(names)
+    left = {*names}
+    for group in settings.groups:
+        matched = {name for name in names if fnmatchcase(name, group.match)}
+        if not matched & left:
+            reason = "all its matches are in earlier groups" if matched else "nothing matches"
+            raise ConfigError(
+                f"Each of optimizer.groups matches a parameter first, but of {group.match!r} "
+                f"{reason}.",
+                "Put it before these groups."
+                if matched
+                else f"Full names are {names[0]} to {names[-1]}; a * matches dots, too.",
+            )
+        left -= matched
+
+
+ADAM = ("weight_decay", "beta1", "beta1_delayed", "beta2", "epsilon")
+"""The hyper-parameters of Adam and its variants."""
+
+
+def of_adam(update: Update) -> Mapping[str, float]:
+    settings = update.settings
+    return {
+        "beta1": settings.beta1_delayed if update.delayed else settings.beta1,
+        "beta2": settings.beta2,
+        "eps": settings.epsilon,
+        "step": update.number,
+    }
+
+
+def torch_adam(settings: config.Optimizer) -> Mapping[str, Any]:
+    return {"betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}

@@ -4,12 +4,18 @@ from mpitrain import config
 from mpitrain.errors import ConfigError
 from mpitrain.ops import OPERATIONS
 from mpitrain.ops.codes import SIGNED, UNSIGNED
-from mpitrain.optim.adafactor import ADAFACTOR
-from mpitrain.optim.adam import ADAM, of_adam, torch_adam
-from mpitrain.optim.lamb import LAMB
-from mpitrain.optim.muon import MUON
-from mpitrain.optim.rule import BlockWise, ElementWise, Rule, TorchClass, elements
+from mpitrain.optim.rule import (
+    ADAM,
+    BlockWise,
+    ElementWise,
+    Rule,
+    TorchClass,
+    elements,
+    of_adam,
+    torch_adam,
+)
 from mpitrain.optim.schedule import schedule_error
+from mpitrain.optim.tensor_rules import ADAFACTOR, LAMB, MUON
 from mpitrain.tables import Table
 
 SETTINGS = config.Optimizer.model_fields

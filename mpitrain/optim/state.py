@@ -1,13 +1,51 @@
-"""The layouts of an optimizer's state buffers on a rank, and their descriptions for checkpoints."""
+"""The buffers of an optimizer's state on a rank: their layout, and their descriptions for checkpoints."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpitrain.layers.flat import Entry, Storage
 from mpitrain.optim.rule import ElementsOf, Shape, elements
-from mpitrain.optim.tensors import laid_out, touched
 from mpitrain.regions import Piece, overlap
+from mpitrain.transport.base import Transport
+
+
+class FactSums(NamedTuple):
+    """The all-reduce of a tensor-wise rule's facts, such as squared norms of tensors (rule.py). It
+    runs over the ranks with other elements of the same tensors.
+
+    The order of additions is the same for all ranks with the same elements.
+
+    bind    (vector) -> run; collective. The vector is (count,) float64 in the memory of the backend.
+            `run` leaves the sum in it, and is collective as well.
+    counts  (holders, as `Parameter.holders`) -> whether the sum includes this rank's elements of
+            such tensors. If the sum runs over ranks with the same elements, one of them counts.
+    shards  the ranks of the tensor's other elements if ZeRO divides it; None: nothing is divided
+    """
+
+    bind: Callable[[Any], Callable[[], None]]
+    counts: Callable[[str], bool]
+    shards: Transport | None = None
+
+
+ALONE = FactSums(lambda vector: lambda: None, lambda holders: True)
+"""The sums of a rank that updates whole tensors by itself."""
+
+
+def laid_out(entries: Iterable[Entry], shape: Shape, start: int = 0) -> list[Entry]:
+    """Lay out a whole array of this shape for each tensor, one after the other from `start` on."""
+    layout: list[Entry] = []
+    for entry in entries:
+        dims = shape(entry.parameter)
+        if dims is not None:
+            whole = entry.parameter._replace(shape=dims, slices=None)
+            layout.append(Entry(entry.name, whole, entry.unit, start))
+            start = layout[-1].stop
+    return layout
+
+
+def touched(storage: Storage, piece: Piece) -> list[Entry]:
+    return [entry for entry in storage.entries if overlap(entry, piece)]
 
 
 class StateArray(NamedTuple):
@@ -47,7 +85,6 @@ class StateLayout(NamedTuple):
 
 
 def layout_of(shape: Shape, storage: Storage, pieces: Sequence[Piece]) -> StateLayout:
-    """Return the layout of a buffer of the state for the pieces of a rank."""
     if shape is elements:
         return StateLayout(sum(piece.stop - piece.start for piece in pieces), pieces)
     if isinstance(shape, ElementsOf):
@@ -60,7 +97,6 @@ def layout_of(shape: Shape, storage: Storage, pieces: Sequence[Piece]) -> StateL
 
 
 def _elements_of(shape: ElementsOf, storage: Storage, pieces: Sequence[Piece]) -> StateLayout:
-    """Return the layout of the elements of some tensors in the pieces, one after the other."""
     by_tensor, length = dict[str, Piece](), 0
     for piece in pieces:
         for entry in touched(storage, piece):

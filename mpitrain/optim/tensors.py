@@ -1,6 +1,6 @@
 """Tensor-wise updates: the pieces of each tensor on this rank, and the sums over whole tensors."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,50 +9,149 @@ from mpitrain import config
 from mpitrain.layers.base import Parameter
 from mpitrain.layers.flat import Entry, Storage
 from mpitrain.machine.backend import Backend
-from mpitrain.optim.groups import HyperParameters, group_of
-from mpitrain.optim.rule import MatrixBlock, Shape, TensorPiece, TensorWise, Update, Views
-from mpitrain.optim.whole import Elements, Results
+from mpitrain.optim.rule import (
+    HyperParameters,
+    MatrixBlock,
+    Shape,
+    TensorPiece,
+    TensorWise,
+    Update,
+    Views,
+    group_of,
+)
+from mpitrain.optim.state import FactSums, laid_out, touched
 from mpitrain.regions import Piece, overlap
-from mpitrain.transport.base import Transport
+from mpitrain.transport.base import Request, Transport
+
+Elements = tuple[int, int]
+"""Elements [start, stop) of a flattened tensor."""
 
 
-class FactSums(NamedTuple):
-    """The all-reduce of a tensor-wise rule's facts, such as squared norms of tensors (rule.py). It
-    runs over the ranks with other elements of the same tensors.
+class Divided(NamedTuple):
+    """A tensor on several ranks.
 
-    The order of additions is the same for all ranks with the same elements.
-
-    bind    (vector) -> run; collective. The vector is (count,) float64 in the memory of the backend.
-            `run` leaves the sum in it, and is collective as well.
-    counts  (holders, as `Parameter.holders`) -> whether the sum includes this rank's elements of
-            such tensors. If the sum runs over ranks with the same elements, one of them counts.
-    shards  the ranks of the tensor's other elements if ZeRO divides it; None: nothing is divided
+    array   the whole operand on the owner, this rank's elements elsewhere
+    owner   the rank that computes
+    others  on the owner: {rank: its elements}; elsewhere empty
     """
 
-    bind: Callable[[Any], Callable[[], None]]
-    counts: Callable[[str], bool]
-    shards: Transport | None = None
+    tensor: Parameter
+    array: Any
+    own: Elements
+    owner: int
+    others: Mapping[int, Elements]
+
+    @property
+    def is_owner(self) -> bool:
+        return bool(self.others)
+
+    @property
+    def elements(self) -> Any:
+        """This rank's elements, (count,)."""
+        return self.array[slice(*self.own)] if self.is_owner else self.array
 
 
-ALONE = FactSums(lambda vector: lambda: None, lambda holders: True)
-"""The sums of a rank that updates whole tensors by itself."""
+class Results:
+    """Operands and results of the divided tensors of this rank.
+
+    tensors  by full name
+    """
+
+    def __init__(
+        self,
+        own: Mapping[str, tuple[Parameter, Elements]],
+        dtype: Any,
+        backend: Backend,
+        transport: Transport | None,
+    ):
+        """Agree on the owners, and allocate; collective over the transport.
+
+        own        {full name: (tensor, its elements on this rank)}
+        transport  the ranks with other elements of the same tensors; None: there are none
+        """
+        self.tensors: dict[str, Divided] = {}
+        if transport is None:
+            return
+        self._transport = transport
+        with transport.recorder.called("whole tensors"):
+            self._tag = transport.claim_tag()
+        listed = [
+            [name, *elements, _cost(tensor.local_shape)] for name, (tensor, elements) in own.items()
+        ]
+        for name, owner, ranks in _owners(transport.gather_text(listed)):
+            if transport.rank not in ranks:
+                continue
+            tensor, elements = own[name]
+            is_owner = owner == transport.rank
+            count = (
+                max(stop for _, stop in ranks.values()) if is_owner else elements[1] - elements[0]
+            )
+            self.tensors[name] = Divided(
+                tensor,
+                backend.zeros(count, dtype),
+                elements,
+                owner,
+                {rank: ranks[rank] for rank in ranks if rank != owner} if is_owner else {},
+            )
+
+    def run(self, compute: Callable[[Any], None]) -> None:
+        """Replace the operands by the results; collective over the ranks of each tensor.
+
+        compute  (operand in the tensor's shape): overwrites it by the result
+        """
+        self._exchange(to_owner=True)
+        for divided in self.tensors.values():
+            if divided.is_owner:
+                compute(divided.array.reshape(divided.tensor.local_shape))
+        self._exchange(to_owner=False)
+
+    def _exchange(self, to_owner: bool) -> None:
+        requests = list[Request]()
+        for divided in self.tensors.values():
+            start = (
+                self._transport.start_recv
+                if divided.is_owner == to_owner
+                else self._transport.start_send
+            )
+            peers = divided.others.items() if divided.is_owner else [(divided.owner, None)]
+            for rank, elements in peers:
+                array = divided.array if elements is None else divided.array[slice(*elements)]
+                requests.append(start(array, rank, self._tag))
+        for request in requests:
+            request.wait()
 
 
-def laid_out(entries: Iterable[Entry], shape: Shape, start: int = 0) -> list[Entry]:
-    """Lay out a whole array of this shape for each tensor, one after the other from `start` on."""
-    layout: list[Entry] = []
-    for entry in entries:
-        dims = shape(entry.parameter)
-        if dims is not None:
-            whole = entry.parameter._replace(shape=dims, slices=None)
-            layout.append(Entry(entry.name, whole, entry.unit, start))
-            start = layout[-1].stop
-    return layout
+def _cost(shape: Sequence[int]) -> int:
+    """Return a number in proportion to the time of a matrix times its transpose."""
+    cost = min(shape)
+    for length in shape:
+        cost *= length
+    return cost
 
 
-def touched(storage: Storage, piece: Piece) -> list[Entry]:
-    """Return the trained tensors with elements in a piece."""
-    return [entry for entry in storage.entries if overlap(entry, piece)]
+def _owners(
+    everyone: Sequence[Iterable[Sequence[Any]]],
+) -> Iterator[tuple[str, int, dict[int, Elements]]]:
+    """Yield (full name, owner, {rank: elements}) of the divided tensors, in one order on all ranks.
+
+    The costliest tensor comes first. Each goes to the least loaded of its ranks.
+
+    everyone  by rank: full name, start, stop and cost of each tensor with elements on it
+    """
+    ranks, costs = dict[str, dict[int, Elements]](), dict[str, int]()
+    for rank, listed in enumerate(everyone):
+        for name, start, stop, cost in listed:
+            ranks.setdefault(name, {})[rank] = start, stop
+            costs[name] = cost
+    loads = [0] * len(everyone)
+    for name, holders in ranks.items():
+        if len(holders) == 1:
+            loads[next(iter(holders))] += costs[name]
+    divided = [name for name, holders in ranks.items() if len(holders) > 1]
+    for name in sorted(divided, key=lambda name: (-costs[name], name)):
+        owner = min(ranks[name], key=lambda rank: (loads[rank], rank))
+        loads[owner] += costs[name]
+        yield name, owner, ranks[name]
 
 
 def blocks(tensor: Parameter, start: int, stop: int) -> list[MatrixBlock]:
@@ -174,7 +273,6 @@ class TensorUpdates:
         self._run_divided(views, update)
 
     def _run_divided(self, views: Views, update: Update) -> None:
-        """Compute the results of the tensors whose elements several ranks have; collective."""
         whole, divided = self._step.whole, self._results.tensors
         if whole is None or not divided:
             return
@@ -188,7 +286,6 @@ class TensorUpdates:
         self._results.run(lambda operand: whole.compute(operand, update))
 
     def _with_result(self, piece: TensorPiece, name: str, update: Update) -> TensorPiece:
-        """Return the piece with its result; that of an undivided tensor is computed here."""
         whole = self._step.whole
         if whole is None or not whole.of(piece.tensor):
             return piece
@@ -202,7 +299,6 @@ class TensorUpdates:
     def update(
         self, piece: Piece, parameters: Any, gradients: Any, mirror: Any, update: Update
     ) -> None:
-        """Update the parameters of a piece in place, tensor by tensor."""
         for fragment in self._fragments[piece]:
             tensor_piece = self._piece(piece, fragment, parameters, gradients, mirror)
             own = _in_group(update, fragment)
@@ -232,7 +328,6 @@ class TensorUpdates:
 def _bound(
     facts: Mapping[str, Shape], entries: Sequence[Entry], backend: Backend, sums: FactSums
 ) -> _Sums:
-    """Lay out the facts of a round in one vector, and bind its all-reduce; collective."""
     layouts, length = dict[str, list[Entry]](), 0
     for name, shape in facts.items():
         layouts[name] = laid_out(entries, shape, length)

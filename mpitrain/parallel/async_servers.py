@@ -86,7 +86,6 @@ class WorkQueue:
         return ticket
 
     def report(self, worker: int, report: Report) -> None:
-        """Record a finished ticket."""
         self._outstanding -= 1
         step = report.ticket // self._workers
         self._ended[worker] = step + 1
@@ -96,7 +95,6 @@ class WorkQueue:
             self.withhold()
 
     def stop(self) -> None:
-        """Record a request to stop, and withhold further steps."""
         self._stops = True
         self.withhold()
 
@@ -110,7 +108,6 @@ class WorkQueue:
         return self._outstanding == 0 and self._next >= self._limit * self._workers
 
     def go_on(self) -> None:
-        """End the pause."""
         self._limit = self._pause(self._first_open)
 
     def outcomes(self) -> list[tuple[int, StepResult]]:
@@ -131,7 +128,6 @@ class WorkQueue:
 
 
 def _of_step(reports: list[Report], lead: int) -> StepResult:
-    """Return the result of a step: means over its targets, or over its gradients."""
     staleness = max(report.staleness for report in reports)
     used = [report for report in reports if report.counted]
     if not used:
@@ -246,18 +242,19 @@ class AsyncWork(AgreeAndUpdate):
     def outcome(self, step: int, own: StepResult | None) -> StepResult:
         return self._known.pop(step)._replace(comm_s=self.replica.exposed.take())
 
-    def finish(self, mine: StepInput) -> StepResult:
-        """Push the gradient, and wait until all servers have applied it."""
+    def finish(self, step_input: StepInput) -> StepResult:
         assert self._rows.ticket is not None
-        loss, squares, nonfinite = self.replica.gradient_stats(mine, self.reducer.squared)
-        own, factor = self.divided(mine, (loss, squares, nonfinite, mine.stop, mine.ignored))
+        loss, squares, nonfinite = self.replica.gradient_stats(step_input, self.reducer.squared)
+        own, factor = self.divided(
+            step_input, (loss, squares, nonfinite, step_input.stop, step_input.ignored)
+        )
         requests = []
         for server in self._servers:
             message = _filled(
                 PUSH if own.updated else LEAVE_OUT,
                 self._rows.ticket,
                 factor,
-                mine.lr,
+                step_input.lr,
                 self._versions[server],
             )
             requests += self._line.start_recv(self._answers[server], [], server)
@@ -270,13 +267,13 @@ class AsyncWork(AgreeAndUpdate):
         )
         report = Report(
             self._rows.ticket,
-            mine.targets - mine.ignored,
+            step_input.targets - step_input.ignored,
             own.loss,
             own.grad_norm,
             own.lr,
             own.nonfinite,
             own.updated,
-            bool(mine.stop or servers_stop),
+            bool(step_input.stop or servers_stop),
             int(staleness),
         )
         self._report = _filled(DRAW, *report)
@@ -300,7 +297,6 @@ class AsyncWork(AgreeAndUpdate):
             self._known[step] = outcome
 
     def _pull_as(self, kind: int) -> None:
-        """Pull the parameters of all servers, and the servers' versions."""
         asked = _filled(kind)
         requests = []
         for server in self._servers:
@@ -360,7 +356,6 @@ class AsyncServing(AgreeAndUpdate):
         self._settled = 0
 
     def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
-        """Serve until the step is finished. The iterator is empty: a server computes no rows."""
         self._is_current = False
         if self._applied_before < 0:
             self._applied_before = step * len(self._workers) - self.skips.number
@@ -401,7 +396,6 @@ class AsyncServing(AgreeAndUpdate):
         self._answers += self._line.start_send(_filled(*numbers), [], to)
 
     def _apply(self, worker: int, numbers: Sequence[float]) -> int:
-        """Update from the gradient that a worker pushes, and return its staleness."""
         _, scale, lr, version = numbers[:4]  # the first number is the ticket
         for request in self._line.start_recv_pieces(self._gradients, worker):
             request.wait()
@@ -420,7 +414,6 @@ class AsyncServing(AgreeAndUpdate):
         return named[chosen] if chosen in named else float(chosen)
 
     def _take(self, worker: int, numbers: Sequence[float]) -> None:
-        """Record a worker's report, and grant all tickets that are available now."""
         assert self._tickets is not None
         ticket, counted, loss, norm, lr, nonfinite, updated, stop, staleness = numbers[:9]
         if ticket != NO_TICKET:
@@ -456,7 +449,6 @@ class AsyncServing(AgreeAndUpdate):
             self._waiting.remove(waiting)
 
     def _tell(self) -> None:
-        """Send newly finished results to the other servers, and store them for the workers."""
         assert self._tickets is not None
         for step, outcome in self._tickets.outcomes():
             self._known[step] = outcome
@@ -477,7 +469,6 @@ class AsyncServing(AgreeAndUpdate):
 
 
 def asynchronous(replica: ReplicationContext) -> Replication:
-    """Return this rank's role with asynchronous servers; collective."""
     roles = Roles(replica)
     if replica.grid.is_server:
         return Replication(replica, AsyncServing(replica, roles), NoRows(replica))

@@ -52,16 +52,13 @@ class AveragedParameters(WholeParameters):
         self.is_current = True
 
     def add(self, a: Any, alpha: float, b: Any, beta: float, out: Any) -> None:
-        """Write alpha a + beta b to `out`, as the operation `weighted_sum`."""
         self._replica.device.ops.weighted_sum(a, alpha, b, beta, out, self._replica.arena)
 
     def resume(self) -> None:
-        """Continue from this worker's own parameters."""
         self.parameters, self.weights = self.own, self._own_weights
         self.loaded()
 
     def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
-        """Update this worker's own parameters; `resume` writes the mirror later, after the mixer."""
         for piece, own in self.owned.items():
             apply(piece, own, None)
         self.is_current = False
@@ -162,19 +159,19 @@ class LocalUpdate(AgreeAndUpdate):
         super().begin(step)
         self.store.resume()
 
-    def finish(self, mine: StepInput) -> StepResult:
+    def finish(self, step_input: StepInput) -> StepResult:
         # Most steps have no all-reduce: the sums of `agree` are this rank's own numbers.
-        own = self.update(mine, lambda *numbers: numbers)
+        own = self.update(step_input, lambda *numbers: numbers)
         config = self.replica.config
         with self.replica.exposed:
-            is_end_of_period = (mine.number + 1) % config.replication.period == 0
+            is_end_of_period = (step_input.number + 1) % config.replication.period == 0
             self.store.is_current = False
-            self._mixer.mix(mine.number, is_end_of_period)
+            self._mixer.mix(step_input.number, is_end_of_period)
             is_bad = not own.updated and own.counted > 0
             self._numbers[3:] += own.nonfinite, is_bad, own.stop
             result = own._replace(nonfinite=0, updated=True, stop=False)
-            if is_end_of_period or mine.number + 1 == config.run.steps:
-                result = self._exchange(mine, own)
+            if is_end_of_period or step_input.number + 1 == config.run.steps:
+                result = self._exchange(step_input, own)
         return result._replace(comm_s=own.comm_s + self.replica.exposed.take())
 
     def _exchange(self, step_input: StepInput, own: StepResult) -> StepResult:
@@ -201,7 +198,6 @@ class LocalUpdate(AgreeAndUpdate):
         )
 
     def state(self) -> list[StateBuffer]:
-        """Return each worker's optimizer state, and the state of the mixer."""
         own = [buffer._replace(kind="mean") for buffer in super().state()]
         return [*own, *self._mixer.state()]
 
@@ -246,7 +242,6 @@ class PeriodicAverage:
     """
 
     def __init__(self, replica: ReplicationContext, store: AveragedParameters):
-        """Allocate the buffers of the outer optimizer, if there is one."""
         self._replica, self._store = replica, store
         storage, self._outer = replica.storage, dict[str, Any]()
         if has_outer(replica.config.replication):
@@ -264,7 +259,6 @@ class PeriodicAverage:
             self._store.own[:] = self._store.average
 
     def _propose(self, average: np.ndarray) -> None:
-        """Apply the outer optimizer to an average, in place."""
         settings, ops, arena = (
             self._replica.config.replication,
             self._replica.device.ops,
@@ -295,7 +289,6 @@ class PeriodicAverage:
 
 
 def local_sgd(replica: ReplicationContext) -> Replication:
-    """Return local SGD, or DiLoCo; collective."""
     return averaging(replica, PeriodicAverage)
 
 
@@ -323,7 +316,6 @@ class NeighbourAverage:
     """
 
     def __init__(self, replica: ReplicationContext, store: AveragedParameters):
-        """Bind the messages of each distance; collective."""
         self._store = store
         transport, length = replica.grid.dp.transport, replica.storage.length
         n, rank = transport.size, transport.rank
@@ -358,5 +350,4 @@ class NeighbourAverage:
 
 
 def gossip(replica: ReplicationContext) -> Replication:
-    """Return gossip averaging; collective."""
     return averaging(replica, NeighbourAverage, 1 / replica.grid.dp.size)

@@ -188,7 +188,6 @@ class Buckets(LocalGradients):
         return len(self.buckets)
 
     def begin(self, step: int) -> None:
-        """Choose exact or lossy reductions for step `step`, and mark all gradients as empty."""
         super().begin(step)
         first, second = (
             (self._dense, self._lossy) if step < self._dense_steps else (self._lossy, self._dense)
@@ -196,10 +195,7 @@ class Buckets(LocalGradients):
         both = zip(first, second, strict=True)
         self._active: list[Reduction] = [preferred or fallback for preferred, fallback in both]  # type: ignore[misc]
         self._missing = [*map(set, self._writers)]
-
-    @property
-    def delayed(self) -> bool:
-        return any(reduction.state for reduction in self._active)
+        self.delayed = any(reduction.state for reduction in self._active)
 
     def ready(self, unit: int, is_last: bool) -> None:
         super().ready(unit, is_last)
@@ -227,7 +223,6 @@ class Buckets(LocalGradients):
         self._learn()
 
     def run(self) -> None:
-        """Reduce all buckets now, without overlap."""
         for reduction in (*self._tied, *self._active):
             reduction.run()
         self._learn()
@@ -239,7 +234,6 @@ class Buckets(LocalGradients):
                 lossy.learn(view)
 
     def state(self) -> list[StateBuffer]:
-        """Return the state of the wire format: residuals, predictions, low-rank factors."""
         buffers = []
         for number, (bucket, reduction) in enumerate(zip(self.buckets, self._lossy, strict=True)):
             whole = [Piece(bucket.start, bucket.stop, 0)]

@@ -15,7 +15,7 @@ from mpitrain.config import Config
 from mpitrain.config.faults import check_injection, delays
 from mpitrain.errors import ConfigError
 from mpitrain.machine.arena import Arena
-from mpitrain.optim.tensors import FactSums
+from mpitrain.optim.state import FactSums
 from mpitrain.transport.base import Transport
 
 
@@ -41,7 +41,6 @@ class Axes(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """The number of all ranks, servers included."""
         return self.tp * self.dp * self.pp + self.servers
 
     def coords(self, rank: int) -> Coords:

@@ -64,7 +64,6 @@ class MasterRows(ReplicaRows):
     """Rows that rank 0 reads and scatters, and a loss that rank 0 computes for all ranks."""
 
     def __init__(self, replica: ReplicationContext, store: BroadcastParameters):
-        """Claim the tags of rows and logits. All ranks must claim tags in the same order."""
         super().__init__(replica)
         self._store, self._transport = store, replica.grid.dp.transport
         self._is_root = self._transport.rank == ROOT
@@ -89,7 +88,6 @@ class MasterRows(ReplicaRows):
     def _scattered(
         self, source: Source, step: int, rows: range, before: int | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Scatter the rows of a batch, which only rank 0 reads; collective."""
         with self._replica.exposed:
             seed, size, transport = self._replica.config.run.seed, self._size, self._transport
             full = source.batch(seed, step, size, range(size), before) if self._is_root else ()
@@ -157,7 +155,6 @@ class MasterRows(ReplicaRows):
         return loss, logits
 
     def _packed(self, logits: Any) -> Any:
-        """Return contiguous logits for a message, without a device's padding between rows."""
         if logits.flags.c_contiguous:
             return logits
         packed = self._replica.arena.take(logits.shape, logits.dtype)

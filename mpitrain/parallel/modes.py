@@ -239,7 +239,6 @@ def mode_of(config: Config) -> Mode:
 
 
 def replication_for(replica: ReplicationContext) -> Replication:
-    """Return the configured replication mode; collective."""
     config = replica.config
     made = mode_of(config).make(replica)
     for table, name in ((MODES, config.replication.mode), (STREAMS, config.pipeline.schedule)):

@@ -32,7 +32,7 @@ from mpitrain.ops.device import Device, device_for
 from mpitrain.parallel.buckets import Buckets, common_buckets
 from mpitrain.parallel.grid import Axes, Grid
 from mpitrain.parallel.replication.protocol import ReplicationContext
-from mpitrain.parallel.replication.step_end import ControlMessage
+from mpitrain.parallel.replication.step_end import ControlMessage, weight_of
 from mpitrain.transport.agreement import from_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device import over_device
@@ -46,20 +46,16 @@ Average = Callable[[Any, Any], None]
 
 def averaging(device: Device, ranks: int, arena: Arena) -> Average:
     """Return the function that averages on a device: NumPy's one pass, or our kernels."""
-    return _by_numpy(ranks) if device.kernels is None else _by_kernels(device, ranks, arena)
+    weight = weight_of(ranks)
+    if device.kernels is None:
+        return lambda total, gradient: np.multiply(total, weight, out=gradient)
 
-
-def _by_numpy(ranks: int) -> Average:
-    return lambda total, gradient: np.multiply(total, 1 / ranks, out=gradient)
-
-
-def _by_kernels(device: Device, ranks: int, arena: Arena) -> Average:
     def write(total: Any, gradient: Any) -> None:
         is_flat = gradient.flags.c_contiguous
         target = gradient if is_flat else arena.take(gradient.shape, gradient.dtype)
         target.fill(0)
         # The step of SGD from 0 with learning rate -1 is 0 + total / ranks.
-        device.ops.sgd(target.reshape(-1), total.reshape(-1), 1 / ranks, -1.0, 0.0, arena)
+        device.ops.sgd(target.reshape(-1), total.reshape(-1), weight, -1.0, 0.0, arena)
         if not is_flat:
             gradient[...] = target
 
@@ -208,7 +204,6 @@ class Replicated:
         transport.tenants.add(self._close)
 
     def _build(self, config: Config, device: Device) -> None:
-        """Bind the buckets, and broadcast the parameters; collective."""
         units = [
             Unit(str(index), cast(Layer, _Tensor(tuple(array.shape))))
             for index, array in enumerate(self._parameters)
@@ -263,7 +258,6 @@ class Replicated:
         self._next -= 1
 
     def _checked(self, index: int, gradient: Any) -> tuple[str, Any]:
-        """Return why a gradient is refused, or "" and its array."""
         count = len(self._parameters)
         if not isinstance(index, Integral) or index not in range(count):
             return f"gradient {index} has no parameter: they are 0 to {count - 1}", None
@@ -304,7 +298,6 @@ class Replicated:
             self._average(self._leaves[index].array, gradient)
 
     def _refuse(self, faults: list[str]) -> None:
-        """Raise the faults of all ranks on every rank; collective."""
         assert self._own is not None
         everyone = self._own.gather_text(faults[:NAMED])
         listed = [f"{fault} on rank {rank}" for rank, own in enumerate(everyone) for fault in own]
@@ -317,7 +310,6 @@ class Replicated:
         )
 
     def _close(self) -> None:
-        """Free the communicators and windows; `transport.close` calls this. Collective."""
         if self._own is None:
             return
         self._leaves.clear()

@@ -66,7 +66,6 @@ class PushPull:
     """
 
     def __init__(self, transport: Transport):
-        """Claim two tags. All ranks must claim tags in the same order."""
         self.transport = transport
         with transport.recorder.called("a header"):
             self._headers = transport.claim_tag()
@@ -83,11 +82,9 @@ class PushPull:
         ]
 
     def start_send_pieces(self, views: Sequence[Any], to: int) -> list[Request]:
-        """Start to send pieces without a header, to a rank that expects them."""
         return [self.transport.start_send(view, to, self._pieces) for view in views]
 
     def start_recv(self, numbers: np.ndarray, views: Sequence[Any], source: int) -> list[Request]:
-        """Start to receive a header and its pieces from a rank."""
         return [
             self.transport.start_recv(numbers, source, self._headers),
             *self.start_recv_pieces(views, source),
@@ -100,7 +97,6 @@ class PushPull:
         return [self.transport.start_recv(view, source, self._pieces) for view in views]
 
     def wait(self, request: Request) -> None:
-        """Sleep until a message has arrived."""
         self.transport.wait_any([request])
 
     def wait_for_header(self, numbers: np.ndarray) -> int:
@@ -117,7 +113,6 @@ class Roles:
     """
 
     def __init__(self, replica: ReplicationContext):
-        """Claim the tags of the messages. All ranks must claim tags in the same order."""
         axes = replica.grid.axes
         first = axes.ranks - axes.servers
         self.workers, self.servers = range(first), range(first, axes.ranks)
@@ -128,7 +123,6 @@ class Roles:
         self.answers = {server: header() for server in self.servers}
 
     def views(self, flat: Any) -> dict[int, list[Any]]:
-        """Return {server: views of its pieces in a full-size flat buffer}."""
         return {server: spread(flat, pieces) for server, pieces in self.pieces.items()}
 
 
@@ -166,7 +160,6 @@ class PushedGradients(LocalGradients):
         self._pushes = [push for push in self._pushes if not push.test()]
 
     def wait(self) -> None:
-        """Block until the gradients are sent."""
         self.push()
         for push in self._pushes:
             push.wait()
@@ -184,12 +177,12 @@ class PushAndPull(AgreeAndUpdate):
         self._line, self._answers = roles.line, roles.answers
         self._pull, self._report = roles.views(store.parameters), header()
 
-    def finish(self, mine: StepInput) -> StepResult:
+    def finish(self, step_input: StepInput) -> StepResult:
         began = time.perf_counter()
         line, answers = self._line, self._answers
         self.reducer.push()
-        loss = self.replica.gradient_stats(mine, ())[0]
-        self._report[:4] = loss, mine.stop, mine.ignored, mine.targets
+        loss = self.replica.gradient_stats(step_input, ())[0]
+        self._report[:4] = loss, step_input.stop, step_input.ignored, step_input.targets
         pulls = [line.start_recv(answers[server], self._pull[server], server) for server in answers]
         ends = [line.start_send(self._report, [], server) for server in answers]
         self.reducer.wait()
@@ -197,7 +190,7 @@ class PushAndPull(AgreeAndUpdate):
             request.wait()
         self.store.loaded()
         first, *_ = answers.values()  # all servers send the same numbers
-        outcome, _ = self.divided(mine, first[:5].tolist())
+        outcome, _ = self.divided(step_input, first[:5].tolist())
         return self.skips.conclude(outcome._replace(comm_s=time.perf_counter() - began))
 
 
@@ -233,7 +226,6 @@ class ServedGradients(GradientReducer):
     """The gradients that a server receives for its pieces, concatenated."""
 
     def __init__(self, replica: ReplicationContext, pieces: Sequence[Piece]):
-        """Allocate the buffer; collective."""
         storage, servers = replica.storage, replica.grid.servers
         assert servers is not None
         length = sum(piece.stop - piece.start for piece in pieces)
@@ -298,7 +290,7 @@ class ServedUpdate(AgreeAndUpdate):
         self._line, self._heard = roles.line, header()
         self._reports, self._answer = {worker: header() for worker in roles.workers}, header()
 
-    def finish(self, mine: StepInput) -> StepResult:
+    def finish(self, step_input: StepInput) -> StepResult:
         """Sum the gradients, agree on the result, update, and answer all workers with the
         parameters.
         """
@@ -312,7 +304,7 @@ class ServedUpdate(AgreeAndUpdate):
         loss, stop, ignored = (
             sum(float(report[number]) for report in self._reports.values()) for number in range(3)
         )
-        step_input = mine._replace(targets=int(self._reports[0][3]))  # a server has no rows
+        step_input = step_input._replace(targets=int(self._reports[0][3]))  # a server has no rows
         _, squares, own_nonfinite = self.replica.gradient_stats(None, self.reducer.squared)
         self._squares[:] = squares, own_nonfinite, step_input.stop
         self._agree_on_squares.run()
@@ -335,7 +327,6 @@ class NoRows(ReplicaRows):
 
 
 def synchronous(replica: ReplicationContext) -> Replication:
-    """Return this rank's role with synchronous servers; collective."""
     roles = Roles(replica)
     if replica.grid.is_server:
         return Replication(replica, ServedUpdate(replica, roles), NoRows(replica))

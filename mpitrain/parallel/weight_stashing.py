@@ -35,7 +35,7 @@ from mpitrain.parallel.replication.protocol import (
     StepInput,
     StepResult,
 )
-from mpitrain.parallel.replication.step_end import AgreeAndUpdate, mean_of
+from mpitrain.parallel.replication.step_end import AgreeAndUpdate, mean_of, weight_of
 from mpitrain.parallel.replication.whole import ReplicaRows, WholeParameters, whole
 from mpitrain.regions import Piece
 from mpitrain.trace.recorder import UPDATE
@@ -88,7 +88,6 @@ class StashedParameters(WholeParameters):
             self.owned = dict.fromkeys(self.owned, self._newest())
 
     def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
-        """Update the newest version."""
         mirror = None if self.mirror is None else self._newest()
         for piece, masters in self.owned.items():
             apply(piece, masters, mirror)
@@ -111,7 +110,6 @@ class StageUpdate(AgreeAndUpdate):
     store: StashedParameters
 
     def __init__(self, replica: ReplicationContext, every: int, versions: int):
-        """Allocate the versions, and bind the control messages; collective."""
         grid, backend, owned = replica.grid, replica.device.backend, whole(replica.storage)
         buckets, counted = common_buckets(replica), counted_runs(replica)
         store = StashedParameters(replica, every, versions)
@@ -179,7 +177,6 @@ class StageUpdate(AgreeAndUpdate):
         )
 
     def _first_of(self, micro: int) -> int:
-        """Return the first micro-batch of the update of a micro-batch of a step."""
         return micro // self.every * self.every
 
     @property
@@ -201,7 +198,8 @@ class StageUpdate(AgreeAndUpdate):
         # The last stage runs backward right after forward, so `_turns` numbers this micro-batch.
         at, size = self._turns % self._micro_batches, self.replica.config.batch.size
         self._losses[at] = loss.reshape(()) if hasattr(loss, "reshape") else loss
-        self._parts_of_mean[at] = len(share(rows, at, self._micro_batches)) / (size * targets)
+        predictions = targets // len(share(rows, at, self._micro_batches))
+        self._parts_of_mean[at] = weight_of(size * predictions)
 
     def turn(self) -> bool:
         """Begin the backward of the next micro-batch, and read the control message that is due.
@@ -290,14 +288,14 @@ class StageUpdate(AgreeAndUpdate):
         for micro in self._unread:
             self._telling[micro % self._stages].poll()
 
-    def finish(self, mine: StepInput) -> StepResult:
+    def finish(self, step_input: StepInput) -> StepResult:
         """Return the newest known result. It belongs to an earlier step, unless the pipeline is
         empty.
         """
-        self._wish |= mine.stop
+        self._wish |= step_input.stop
         self._release(len(self._numbers) - self._late)
         for late in (self._known, self._ended):
-            for step in [step for step in late if step < mine.number - self._late]:
+            for step in [step for step in late if step < step_input.number - self._late]:
                 del late[step]
         return self._newest
 

@@ -164,7 +164,6 @@ class Shards:
     """
 
     def __init__(self, replica: ReplicationContext, buckets: Sequence[Bucket]):
-        """Split the groups; collective."""
         self.dividing, self.alike = replica.grid.shard_groups(replica.config.replication.shard)
         self.buckets = buckets
         self.owned = shard(buckets, self.dividing.rank, self.dividing.size)
@@ -214,8 +213,6 @@ class ShardedGradients(GradientReducer):
     buffer  this rank's shards of the summed gradient, concatenated
     engine  the progress engine of these reductions and of the constructor's `others`
     """
-
-    delayed = False
 
     def __init__(
         self, replica: ReplicationContext, shards: Shards, others: Sequence[Reduction] = ()
@@ -384,7 +381,6 @@ class GatheredOnUse(ParameterStore):
     engine: ProgressEngine
 
     def __init__(self, replica: ReplicationContext, shards: Shards):
-        """Allocate and initialise the shards, allocate the slots, bind the gathers; collective."""
         config, storage, dividing = replica.config.replication, replica.storage, shards.dividing
         self._replica = replica
         self.parameters = shards.parameters(replica)
@@ -464,7 +460,6 @@ class GatheredOnUse(ParameterStore):
         return unit - 1 if unit > first else 0
 
     def _gather(self, bucket: Bucket) -> None:
-        """Start to gather a bucket, unless its slot already contains it."""
         slot = self.slots.slot[bucket]
         if self._there.get(slot) == bucket:
             return
@@ -516,7 +511,6 @@ class GatheredAfterUpdate(ParameterStore):
     mirror: Any = None
 
     def __init__(self, replica: ReplicationContext, shards: Shards):
-        """Allocate and initialise the parameters, and bind the gathers; collective."""
         device, storage, owned = replica.device, replica.storage, shards.owned
         config = replica.config
         self._replica = replica

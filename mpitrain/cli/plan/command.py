@@ -128,7 +128,8 @@ def schedule(
     from mpitrain.pipeline.instructions import with_messages
     from mpitrain.pipeline.schedule_files import find_plan, write_plan
     from mpitrain.pipeline.simulate import Cost, simulate
-    from mpitrain.tools.plan.schedule import chart, summary
+    from mpitrain.tools.plan import several
+    from mpitrain.tools.plan.schedule import chart, draw, stream, summary
 
     takes_time = any(amounts[f"{half}_ms"] for half in HALVES)
     if not (takes_time and all(value == 0 or LEAST <= value <= MOST for value in amounts.values())):
@@ -144,91 +145,40 @@ def schedule(
             "Leave out --json, or write that of 1f1b.",
         )
     messages = amounts["transfer_ms"], amounts["receive_ms"], is_eager, amounts["overhead_ms"]
-    if name in STREAMS:
-        _stream(name, stages, micro_batches, chunks, plot_file, amounts, messages)
-        return
-    plan = find_plan(name, stages, micro_batches, chunks)
-    check_files(0, [json_file], plot_file)
-    share = len(plan.lists) / len(plan.stage_of)
-    cost = Cost(
-        *(share * amounts[f"{half}_ms"] for half in HALVES),
-        *(share * 1e6 * amounts[f"{kept}_mb"] for kept in KEPT),
-    )
-    costs = [cost] * len(plan.stage_of)
-    simulation = simulate(with_messages(plan), costs, *messages)
-    title = f"{name}: {len(plan.lists)} stage(s), {plan.micro_batches} micro-batch(es)"
-    click.echo(
-        "\n".join(
-            [
-                title,
-                "",
-                *chart(plan, simulation, columns()),
-                "",
-                *filled(summary(plan, simulation, costs)),
-            ]
+
+    def cost(share: float) -> Cost:
+        """Return the cost of a chunk that has this share of its stage."""
+        return Cost(
+            *(share * amounts[f"{half}_ms"] for half in HALVES),
+            *(share * 1e6 * amounts[f"{kept}_mb"] for kept in KEPT),
         )
-    )
+
+    if name in STREAMS:
+        preview = stream(name, stages, micro_batches, chunks, cost(1), *messages)
+        plan, simulation, notes = preview.plan, preview.drawn, preview.notes()
+        title, facts = filled([preview.title]), preview.summary(cost(1))
+        caption = f"{preview.title}; idle in the steady state {100 * preview.idle(cost(1)):.1f}%"
+    else:
+        plan, notes = find_plan(name, stages, micro_batches, chunks), []
+        costs = [cost(len(plan.lists) / len(plan.stage_of))] * len(plan.stage_of)
+        simulation = simulate(with_messages(plan), costs, *messages)
+        title = [f"{name}: {len(plan.lists)} stage(s), {plan.micro_batches} micro-batch(es)"]
+        facts = summary(plan, simulation, costs)
+        numbers = f"{several(len(plan.lists), 'stage')}, {several(plan.micro_batches, 'micro-batch', 'micro-batches')}"
+        caption = f"{name}: {numbers}; stages wait for {100 * simulation.bubble:.1f}% of the time (bubble)"
+    check_files(0, [json_file], plot_file)
+    rows = chart(plan, simulation, columns(), notes, "version")
+    click.echo("\n".join([*title, "", *rows, "", *filled(facts)]))
     outputs = Outputs()
     if json_file:
         with outputs.to(json_file):
             write_plan(json_file, plan)
             click.echo(f"written to {json_file}")
     if plot_file:
-        from mpitrain.tools.plan import several
-        from mpitrain.tools.plan.schedule import draw
-
-        numbers = f"{several(len(plan.lists), 'stage')}, {several(plan.micro_batches, 'micro-batch', 'micro-batches')}"
-        bubble = f"stages wait for {100 * simulation.bubble:.1f}% of the time (bubble)"
         with outputs.to(plot_file):
-            draw(plan, simulation, f"simulated pipeline by {name}: {numbers}; {bubble}", plot_file)
+            draw(plan, simulation, f"simulated pipeline by {caption}", plot_file, notes)
             click.echo(f"drawn in {plot_file}")
     outputs.settle()
-
-
-def _stream(
-    name: str,
-    stages: int | None,
-    micro_batches: int | None,
-    chunks: int | None,
-    plot_file: Path | None,
-    amounts: dict[str, float],
-    messages: tuple[float, float, bool, float],
-) -> None:
-    """Print and draw an asynchronous schedule, which runs on across the ends of steps."""
-    from mpitrain.pipeline.simulate import Cost
-    from mpitrain.tools.plan.schedule import chart, stream
-
-    cost = Cost(
-        *(amounts[f"{half}_ms"] for half in HALVES), *(1e6 * amounts[f"{kept}_mb"] for kept in KEPT)
-    )
-    preview = stream(name, stages, micro_batches, chunks, cost, *messages)
-    check_files(0, [], plot_file)
-    rows = chart(preview.plan, preview.drawn, columns(), preview.notes(), "version")
-    click.echo(
-        "\n".join(
-            [
-                *filled([preview.title]),
-                "",
-                *rows,
-                "",
-                *filled(preview.summary(cost)),
-            ]
-        )
-    )
-    if plot_file:
-        from mpitrain.tools.plan.schedule import draw
-
-        idle, outputs = f"idle in the steady state {100 * preview.idle(cost):.1f}%", Outputs()
-        with outputs.to(plot_file):
-            draw(
-                preview.plan,
-                preview.drawn,
-                f"simulated pipeline by {preview.title}; {idle}",
-                plot_file,
-                preview.notes(),
-            )
-            click.echo(f"drawn in {plot_file}")
-        outputs.settle()
 
 
 OPTIONS = (

@@ -170,7 +170,6 @@ class StateBuffer(NamedTuple):
 
     @classmethod
     def of(cls, state: StateArray) -> "StateBuffer":
-        """Return a buffer of an optimizer's state."""
         return cls(state.name, state.array, state.pieces, entries=state.entries)
 
 
@@ -278,10 +277,7 @@ class GradientReducer(Protocol):
     members: Sequence[int]
     summed: dict[Piece, Any]
     squared: list[Any]
-
-    @property
-    def delayed(self) -> bool:
-        return False
+    delayed: bool = False
 
     def begin(self, step: int) -> None:
         """Begin a step, counted from 0: mark all gradients as empty."""
@@ -371,7 +367,7 @@ class StepEnd(Protocol):
         return
 
     @abstractmethod
-    def finish(self, mine: StepInput) -> StepResult:
+    def finish(self, step_input: StepInput) -> StepResult:
         """Wait for the gradients, agree on the result, and update the parameters; collective.
 
         The result is equal on all ranks, but for the fields that `StepResult` excepts.
@@ -578,9 +574,8 @@ override; for one version.
 def _former(part: str, attribute: str) -> property:
     def read(replication: Replication) -> Any:
         inner = getattr(replication, part)
-        method = getattr(
-            type(inner), attribute, None
-        )  # of the class: an instance may have an override
+        # A method is taken from the class, because the instance may have an override.
+        method = getattr(type(inner), attribute, None)
         return method.__get__(inner) if callable(method) else getattr(inner, attribute)
 
     return property(read)

@@ -24,6 +24,8 @@ from mpitrain.trace.recorder import UPDATE
 def weight_of(targets: int) -> float:
     """Return the weight of each of an update's targets in the mean: the factor of a summed loss.
 
+    `Replicated`, whose caller has divided already, passes the number of ranks.
+
     `mean_of` divides by the fraction that counts, when all ranks know the ignored targets. Nothing
     else divides a gradient.
     """
@@ -71,12 +73,10 @@ class ControlMessage:
     """The sum of up to five numbers over all ranks, by a small all-reduce in host memory."""
 
     def __init__(self, world: Group):
-        """Bind the all-reduce; collective."""
         self._numbers = np.zeros(5)
         self._sum = world.bind(self._numbers)
 
     def total(self, *numbers: float) -> list[float]:
-        """Return the sum of each number over all ranks; collective."""
         self._numbers[:] = 0
         self._numbers[: len(numbers)] = numbers
         self._sum.run()
@@ -96,7 +96,6 @@ class LossScale:
         return outcome
 
     def numbers(self) -> dict[str, float]:
-        """Return the numbers that a checkpoint saves."""
         return {}
 
     def restore(self, numbers: Mapping[str, float]) -> None:
@@ -152,7 +151,6 @@ class DynamicLossScale(LossScale):
 
 
 def loss_scale_for(compute: str) -> LossScale:
-    """Return the loss scale that the setting precision.compute needs."""
     return DynamicLossScale() if compute == "float16" else LossScale()
 
 
@@ -171,11 +169,9 @@ class SkippedUpdates:
         return self.scale.after(outcome)
 
     def scalars(self) -> dict[str, float]:
-        """Return the numbers that a checkpoint saves; collective."""
         return {"skipped_updates": self.number, **self.scale.numbers()}
 
     def restore(self, scalars: Mapping[str, float]) -> None:
-        """Continue from the numbers of a checkpoint; collective."""
         self.number = int(scalars.get("skipped_updates", 0))
         self.scale.restore(scalars)
 
@@ -192,7 +188,6 @@ class AgreeAndUpdate(StepEnd):
     def __init__(
         self, replica: ReplicationContext, store: ParameterStore, reducer: GradientReducer
     ):
-        """Allocate the optimizer state, and bind the control message; collective."""
         config, device = replica.config, replica.device
         self.replica, self.store, self.reducer = replica, store, reducer
         self.skips = SkippedUpdates(config.precision.compute)
@@ -295,14 +290,13 @@ class AgreeAndUpdate(StepEnd):
         self._is_spoiled = not outcome.updated
         return skips.conclude(outcome._replace(comm_s=exposed.take()))
 
-    def finish(self, mine: StepInput) -> StepResult:
+    def finish(self, step_input: StepInput) -> StepResult:
         self.store.sync()
-        return self.update(mine, self.control.total)
+        return self.update(step_input, self.control.total)
 
     def sync(self) -> None:
         self.store.sync()
 
     def state(self) -> list[StateBuffer]:
-        """Return the optimizer's buffers of the pieces that this rank updates, if there are any."""
         arrays = self.optimizer.arrays() if self.optimizer.pieces else []
         return [StateBuffer.of(array) for array in arrays]

@@ -39,7 +39,6 @@ class WholeParameters(ParameterStore):
     sharing: Sequence[Group] = ()
 
     def __init__(self, replica: ReplicationContext, owned: Sequence[Piece]):
-        """Allocate and initialise the parameters, and their mirror in half precision."""
         storage, allocate = replica.storage, replica.grid.world.transport.allocate
         self._replica = replica
         self.parameters = self.computed = allocate(storage.length, storage.dtype)
@@ -90,7 +89,6 @@ class FrozenParameters:
         self.loaded()
 
     def loaded(self) -> None:
-        """Round the values that a caller has written to `flat`."""
         if self._device.mirror and not self._device.half and self.flat.size:
             for numbers in self._numbers():
                 self._device.mirror(numbers, numbers, self._arena)
@@ -108,7 +106,6 @@ class FrozenParameters:
         return views
 
     def state(self) -> list[StateBuffer]:
-        """Return the frozen parameters for checkpoints, if there are any."""
         if not self._layout.entries:
             return []
         return [StateBuffer("parameters", self.flat, self._pieces, entries=self._layout.entries)]

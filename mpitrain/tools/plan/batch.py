@@ -37,6 +37,7 @@ from mpitrain.tools.plan.steps import (
     sizes,
     time_sizes,
 )
+from mpitrain.tools.text_table import TextColumn, TextTable, marked
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
@@ -245,12 +246,9 @@ def _noise(
     )
 
 
-def with_rows(resolved: Resolved, rows: int, micro_batches: int = 0) -> Resolved:
-    """Return the job with micro-batches of `rows` rows each.
-
-    micro_batches  of a step; 0: as many as the job has
-    """
-    count = micro_batches or resolved.plan.micro_batches
+def with_rows(resolved: Resolved, rows: int) -> Resolved:
+    """Return the job with as many micro-batches as it has, of `rows` rows each."""
+    count = resolved.plan.micro_batches
     size = rows * resolved.axes.dp * count
     batch = resolved.config.batch.model_copy(update={"size": size, "micro_batches": count})
     return resolved._replace(config=resolved.config.model_copy(update={"batch": batch}))
@@ -400,9 +398,17 @@ def report(result: SearchResult) -> Iterator[str]:
         f"{room.needed / 1e6:,.1f} MB for parameters, gradients and optimizer state"
     )
     yield ""
-    yield f"{'rows':>6} {'batch':>7} {'counted MB':>11} {'step ms':>10} {'rows/s':>10}   blocks, ms"
-    for each in result.timed:
-        yield _line(result, each)
+    yield from TextTable(
+        [
+            TextColumn("rows", "6", "rows"),
+            TextColumn("batch", "7", "size"),
+            TextColumn("counted MB", "11.2f", lambda each: result.counted[each.rows] / 1e6),
+            TextColumn("step ms", "10.2f", lambda each: 1e3 * each.step_s),
+            TextColumn("", "1", lambda each: marked("", each.blocks and each.is_spoilt), gap=0),
+            TextColumn("rows/s", "10.1f", "rows_per_s", gap=0),
+            TextColumn("blocks, ms", "<", partial(_blocks, result), gap=3),
+        ]
+    ).lines(result.timed)
     yield ""
     yield _largest(result)
     if result.best is None:
@@ -415,19 +421,13 @@ def report(result: SearchResult) -> Iterator[str]:
         yield from step_report(result.resolved, result.step, result.parameters)
 
 
-def _line(result: SearchResult, each: Timed) -> str:
-    times = f"{'-':>10} {'-':>10}   one step, not timed"
+def _blocks(result: SearchResult, each: Timed) -> str:
+    text = "one step, not timed"
     if each.blocks:
-        mark = "~" if each.is_spoilt else " "
-        times = (
-            f"{1e3 * each.step_s:10.2f}{mark}{each.rows_per_s:10.1f}   "
-            f"{1e3 * min(each.blocks):.2f} .. {1e3 * max(each.blocks):.2f}"
-        )
-    note = "  <- fastest" if each is result.best else ""
-    note += (
-        "  <- largest that fits" if each.rows == result.fit.rows and not result.fit.is_most else ""
-    )
-    return f"{each.rows:>6} {each.size:>7} {result.counted[each.rows] / 1e6:>11.2f} {times}{note}"
+        text = f"{1e3 * min(each.blocks):.2f} .. {1e3 * max(each.blocks):.2f}"
+    text += "  <- fastest" if each is result.best else ""
+    is_largest = each.rows == result.fit.rows and not result.fit.is_most
+    return text + ("  <- largest that fits" if is_largest else "")
 
 
 def _largest(result: SearchResult) -> str:

@@ -69,10 +69,7 @@ def printed(collective: Collective, width: int) -> list[str]:
 
 
 def _body(collective: Collective, width: int) -> tuple[list[str], tuple[str, str]]:
-    for cell, meaning in (
-        (_named(collective), _meaning_of_names(collective)),
-        (_counted, _meaning_of_counts(collective)),
-    ):
+    for cell, meaning in (_named(collective), _counted(collective)):
         lines = _table(collective, cell, width)
         if len(lines) <= LINES and max(map(len, lines)) <= width:
             return lines, ("contents", f"a row per rank, a column per chunk: {meaning}")
@@ -83,28 +80,22 @@ def _body(collective: Collective, width: int) -> tuple[list[str], tuple[str, str
     )
 
 
-def _named(collective: Collective) -> Cell:
-    whole = complete(collective)
+def _named(collective: Collective) -> tuple[Cell, str]:
+    """Return the form of a chunk that names the ranks of its data, and the legend of this form."""
     if collective.operation == "all-gather":
-        return lambda data, chunk: data_of(data)
-    return lambda data, chunk: "all" if data == whole[chunk] else data_of(data)
+        return lambda data, chunk: data_of(data), "the rank whose data it holds; - none yet"
+    whole, meanings = complete(collective), ["0 is what rank 0 had"]
+    meanings += ["0+1 the sum of what ranks 0 and 1 had"] * (collective.ranks > 2)
+    meanings += ["0-2 that of ranks 0 to 2"] * (collective.ranks > 3)
+    return (
+        lambda data, chunk: "all" if data == whole[chunk] else data_of(data),
+        ", ".join([*meanings, "all the sum over all ranks"]),
+    )
 
 
-def _meaning_of_names(collective: Collective) -> str:
-    if collective.operation == "all-gather":
-        return "the rank whose data it holds; - none yet"
-    partial = ["0+1 the sum of what ranks 0 and 1 had"] * (collective.ranks > 2) + [
-        "0-2 that of ranks 0 to 2"
-    ] * (collective.ranks > 3)
-    return ", ".join(["0 is what rank 0 had", *partial, "all the sum over all ranks"])
-
-
-def _meaning_of_counts(collective: Collective) -> str:
-    return f"of how many of the {several(collective.ranks, 'rank')} it holds the data"
-
-
-def _counted(data: int, chunk: int) -> str:
-    return f"{data.bit_count()}"
+def _counted(collective: Collective) -> tuple[Cell, str]:
+    meaning = f"of how many of the {several(collective.ranks, 'rank')} it holds the data"
+    return lambda data, chunk: f"{data.bit_count()}", meaning
 
 
 def _signs(collective: Collective) -> list[tuple[str, str]]:
@@ -117,35 +108,24 @@ def _signs(collective: Collective) -> list[tuple[str, str]]:
         what = f"chunk {m.first}" if m.last - m.first == 1 else f"chunks {m.first} to {m.last - 1}"
         what = "the whole array" if m.last - m.first == len(collective.bounds) else what
         end = "adds it to its own" if m.combine else "puts it in the place of its own"
-        signs.append(
-            (
-                _message(collective, m).replace("\N{NO-BREAK SPACE}", " "),
-                f"rank {m.source} sends {what} to rank {m.target}, which {end}",
-            )
-        )
+        sign = _message(collective, m).replace("\N{NO-BREAK SPACE}", " ")
+        signs.append((sign, f"rank {m.source} sends {what} to rank {m.target}, which {end}"))
     together = next(
         (m for m in messages if 1 < m.last - m.first < len(collective.bounds) and m not in firsts),
         None,
     )
     if together:
-        signs.append(
-            (
-                _chunks(collective, together),
-                f"chunks {together.first} to {together.last - 1} in one message",
-            )
-        )
+        meaning = f"chunks {together.first} to {together.last - 1} in one message"
+        signs.append((_chunks(collective, together), meaning))
     return signs
 
 
 def _chunks(collective: Collective, message: ChunkMessage) -> str:
     """Return the chunks of a message as text: 2, 0-3, or all."""
-    if message.last - message.first == len(collective.bounds):
+    count = message.last - message.first
+    if count == len(collective.bounds):
         return "all"
-    return (
-        f"{message.first}-{message.last - 1}"
-        if message.last - message.first > 1
-        else f"{message.first}"
-    )
+    return f"{message.first}-{message.last - 1}" if count > 1 else f"{message.first}"
 
 
 def _message(collective: Collective, message: ChunkMessage) -> str:
@@ -157,11 +137,9 @@ def _message(collective: Collective, message: ChunkMessage) -> str:
 
 
 def _halves(met: HalvesBoundary | None, step: int) -> list[str]:
-    return (
-        [f"-- the halves meet: {met.first} done, {met.second} begins --"]
-        if met and met.step == step
-        else []
-    )
+    if not met or met.step != step:
+        return []
+    return [f"-- the halves meet: {met.first} done, {met.second} begins --"]
 
 
 def _table(collective: Collective, cell: Cell, width: int) -> list[str]:
@@ -171,11 +149,8 @@ def _table(collective: Collective, cell: Cell, width: int) -> list[str]:
     for step, held in enumerate(contents(collective)):
         if len(lines) > LINES:
             break
-        text = (
-            "   ".join(_message(collective, message) for message in collective.steps[step - 1])
-            if step
-            else ""
-        )
+        messages = collective.steps[step - 1] if step else ()
+        text = "   ".join(_message(collective, message) for message in messages)
         lines += textwrap.wrap(
             text, width, initial_indent=f"step {step:<{MARGIN - 5}}", subsequent_indent=" " * MARGIN
         ) or ["start"]

@@ -11,6 +11,7 @@ from mpitrain.parallel.modes import mode_of, servers_of
 from mpitrain.run.build import alone
 from mpitrain.run.counting import Counter, StepCounts, UnitCount
 from mpitrain.run.resolve import slow_heads
+from mpitrain.tools.text_table import TextColumn, TextTable
 
 
 class StageMemory(NamedTuple):
@@ -72,12 +73,15 @@ def table(counted: Counted) -> Iterator[str]:
         yield advice
     for number, stage in enumerate(counted.stages):
         yield ""
-        yield f"{f'stage {number}, a micro-batch':28}{'saved MB':>10}{'pending MB':>12}{'peak MB':>10}{'GFLOP':>10}"
-        for unit in stage.units:
-            yield (
-                f"{unit.name:28}{unit.saved / 1e6:10.2f}{unit.pending / 1e6:12.2f}"
-                f"{unit.peak / 1e6:10.2f}{unit.flops / 1e9:10.2f}"
-            )
+        yield from TextTable(
+            [
+                TextColumn(f"stage {number}, a micro-batch", "<28", "name"),
+                TextColumn("saved MB", "10.2f", lambda unit: unit.saved / 1e6, gap=0),
+                TextColumn("pending MB", "12.2f", lambda unit: unit.pending / 1e6, gap=0),
+                TextColumn("peak MB", "10.2f", lambda unit: unit.peak / 1e6, gap=0),
+                TextColumn("GFLOP", "10.2f", lambda unit: unit.flops / 1e9, gap=0),
+            ]
+        ).lines(stage.units)
         step = stage.step
         again = f", {step.recomputed / 1e9:.2f} of them recomputed" if step.recomputed else ""
         yield (

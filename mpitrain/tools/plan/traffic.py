@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from mpitrain.tools.plan import several
 from mpitrain.tools.plan.collective import Collective, listed, plans_of
+from mpitrain.tools.text_table import TextColumn, TextTable
 
 ITEM = 4
 """Bytes of an element."""
@@ -171,12 +172,20 @@ def table_of_totals(collective: Collective, width: int) -> list[str]:
     texts = formula[:4] if formula else ("-",) * 4
     x = numbers(collective.hosts)
     values = formula.value(x) if formula else (None,) * 4
-    lines = [f"{'of an array of S bytes':<24}{'counted':>10}    {'formula':<31} {'is':>8}"]
+    rows = []
     names = ("steps", "messages", "sent by all ranks", "sent by the busiest one")
     for name, count, text, value in zip(names, counted, texts, values, strict=True):
         unit = " S" if name.startswith("sent") else ""
-        by_formula = "-" if value is None else amount(value) + unit
-        lines.append(f"{name:<24}{amount(count) + unit:>10}    {text:<31} {by_formula:>8}")
+        by_formula = None if value is None else amount(value) + unit
+        rows.append((name, amount(count) + unit, text, by_formula))
+    lines = TextTable(
+        [
+            TextColumn("of an array of S bytes", "<24", 0),
+            TextColumn("counted", "10", 1, gap=0),
+            TextColumn("formula", "<31", 2, gap=4),
+            TextColumn("is", "8", 3),
+        ]
+    ).lines(rows)
     lines += textwrap.wrap(f"busiest rank: {busiest}", width) if counted.messages else []
     letters, used = [f"n = {several(x.n, 'rank')}"], " ".join(texts)
     if "n'" in used:

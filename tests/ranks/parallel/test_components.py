@@ -1,9 +1,7 @@
-"""The laws of replication components, over every mode; and what a ZeRO-2 step imports."""
+"""The laws of replication components, over every mode."""
 
 import importlib
 import pkgutil
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +22,7 @@ from tests.laws.replication import (
     StepEndLaws,
 )
 from tests.laws.transport import laws_of
-from tests.training import TINY, configured
+from tests.training import configured
 
 pytest.importorskip("sklearn")
 MLP = [
@@ -117,46 +115,3 @@ def test_laws_meet_every_component_and_protocols_are_small(protocol):
     leaves = {kind for kind in made if not any(kind in other.__bases__ for other in made)}
     assert protocol is Rows or made
     assert leaves <= met, leaves - met
-
-
-def test_a_component_inherits_at_most_once_and_replaces_no_private_method():
-    protocols = {ParameterStore, GradientReducer, StepEnd, Rows}
-    found = classes()
-    assert len(found) > 30
-    for kind in found:
-        bases = [base for base in kind.__mro__[1:] if base in found - protocols]
-        assert len(bases) <= 1, (kind, bases)
-        for base in bases:
-            hooks = {
-                name for name in vars(kind) if name.startswith("_") and not name.startswith("__")
-            } & vars(base).keys()
-            assert not hooks - {"_abc_impl", "_is_protocol"}, (kind, hooks)
-
-
-IMPORTED = {"zero.py", "replication/protocol.py", "replication/step_end.py"}
-"""The files of parallel/ that a step of ZeRO-2 executes, besides those that divide rows (grid.py, whole.py)."""
-
-
-def test_a_step_of_zero_2_executes_three_files_of_parallel():
-    room = Path(mpitrain.parallel.__file__).parent
-
-    def follow(transport):
-        trainer, source, _ = build(transport, configured(*TINY, "replication.zero=2"))
-        batch = trainer.replication.rows.batch(source, 0)
-        trainer.step(0, *batch)
-        files = set()
-
-        def note(frame, event, argument):
-            path = Path(frame.f_code.co_filename)
-            if event == "call" and path.is_relative_to(room):
-                files.add(path.relative_to(room).as_posix())
-
-        sys.setprofile(note)
-        try:
-            trainer.step(1, *batch)
-        finally:
-            sys.setprofile(None)
-        return files
-
-    for files in run_ranks(2, follow):
-        assert files - {"grid.py", "replication/whole.py"} == IMPORTED

@@ -280,22 +280,6 @@ def test_replicas_that_differ_in_one_bit_are_noticed():
     assert run_ranks(3, run) == [(True, False)] * 3
 
 
-def test_a_parameter_that_no_layer_wrote_in_a_step_has_no_gradient():
-    def run(transport):
-        trainer, source, _ = build(transport, configured(*TINY, "optimizer.clip=0"))
-        data = source.batch(0, 0, 12, trainer.share())
-        trainer.step(0, *data)
-        layer = trainer.units[1].layer
-        layer.backward = lambda w, dy, saved, dw, arena: layer.backward_input(w, dy, saved, arena)[
-            0
-        ]
-        trainer.step(1, *data)
-        start, stop = trainer.storage.spans[1][:2]
-        return np.abs(trainer.gradients[start:stop]).max(), np.abs(trainer.gradients).max() > 0
-
-    assert run_ranks(2, run) == [(0.0, True)] * 2
-
-
 def test_ranks_with_different_configurations_or_data_are_refused():
     def run(transport):
         config = configured(*TINY, f"model.context={16 - transport.rank}")

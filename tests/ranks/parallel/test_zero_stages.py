@@ -1,4 +1,4 @@
-"""ZeRO's stages 2 and 3: the curve of one rank, from as many bytes held and sent as the formulas say."""
+"""ZeRO: the curve of one rank, from as many bytes held and sent as the formulas say."""
 
 from functools import cache
 
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 BASE = [*TINY, "precision.compute=float64"]
 TIED = "model.tied=true"
 STAGES = pytest.mark.parametrize("stage", (2, 3))
+ALL = pytest.mark.parametrize("stage", (1, 2, 3))
 
 
 def zero(stage):
@@ -36,7 +37,7 @@ def assert_equal(one, other, what=""):
 alone = cache(lambda *settings: curves(1, *BASE, *settings))
 
 
-@STAGES
+@ALL
 @pytest.mark.parametrize("optimizer", EXACT)
 def test_in_float64_every_number_of_ranks_equals_one(optimizer, stage):
     rule = f"optimizer.name={optimizer}"
@@ -57,6 +58,8 @@ def test_in_float64_every_number_of_ranks_equals_one(optimizer, stage):
 @pytest.mark.parametrize(
     "settings",
     [
+        [zero(1), "replication.overlap=false"],
+        [zero(1), "replication.bucket_mb=100.0"],
         [zero(2), "replication.overlap=false"],
         [zero(2), "replication.bucket_mb=100.0"],
         [zero(3), "replication.overlap=false", TIED],
@@ -221,26 +224,16 @@ def test_what_a_checkpoint_keeps_is_all_that_the_next_steps_need(stage):
     assert run_ranks(3, run) == [([True, True], True)] * 3
 
 
-@STAGES
-def test_a_parameter_that_no_layer_wrote_in_a_step_has_no_gradient(stage):
-    def run(transport, settings):
-        job = build(transport, configured(*BASE, "optimizer.clip=0", *settings))
-        trainer, norms = job.trainer, []
-        layer = trainer.units[1].layer
-        for index in range(3):
-            norms.append(
-                trainer.step(index, *trainer.replication.rows.batch(job.data, index)).grad_norm
-            )
-            layer.backward = lambda w, dy, saved, dw, arena: layer.backward_input(
-                w, dy, saved, arena
-            )[0]
-        return np.array(norms)
-
-    assert_equal(run_ranks(2, run, []), run_ranks(2, run, [zero(stage)]))
+@pytest.mark.parametrize("wire", ["int8", "topk:0.1"])
+def test_in_a_wire_format_the_curve_is_that_of_all_reduce(wire):
+    base = [*TINY, f"replication.wire={wire}", "optimizer.clip=0"]
+    (losses, norms, parameters), divided = curves(3, *base), curves(3, *base, zero(1))
+    assert np.array_equal(losses, divided[0]) and np.array_equal(parameters, divided[2])
+    assert np.all(np.abs(norms - divided[1]) <= 1e-6 * norms), "squares are summed in another order"
 
 
-@STAGES
-def test_between_hosts_a_progress_thread_changes_no_bit_of_servers(stage):
+@ALL
+def test_between_hosts_a_progress_thread_changes_no_bit(stage):
     base = [*TINY, zero(stage), "replication.algorithm=ring", "batch.micro_batches=2"]
     without, beside = (
         run_ranks(3, curve, configured(*base, f"replication.progress_thread={thread}"), hosts="aab")

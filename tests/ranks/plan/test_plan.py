@@ -15,7 +15,7 @@ from mpitrain.cli import commands
 from mpitrain.cli.job_options import configured
 from mpitrain.cli.plan.jobs import plan_micro_batches as plan
 from mpitrain.errors import ConfigError
-from mpitrain.tools.bench.training import steps as training_steps
+from mpitrain.tools.bench import turns
 from mpitrain.tools.plan import stages as measuring
 from mpitrain.tools.plan.stages import MessageTime, way
 from mpitrain.transport.threads import run_ranks
@@ -33,7 +33,7 @@ TINY = [
 
 def test_it_names_a_count_of_its_table_and_measures_its_neighbours(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(measuring, "FAR", math.inf)  # whatever else runs on this machine
-    monkeypatch.setattr(training_steps, "FAR", math.inf)
+    monkeypatch.setattr(turns, "FAR", math.inf)
     (tmp_path / "job.toml").write_text('[pipeline]\nschedule = "zero-bubble"\n[layout]\ndp = 2\n')
     run_ranks(
         4, plan, partial(configured, tmp_path / "job.toml", TINY), (1, 2), tmp_path / "found.json"
@@ -76,7 +76,7 @@ def test_what_other_work_spoilt_is_marked_and_no_count_is_named(tmp_path, capsys
     monkeypatch.setattr(
         measuring, "FAR", 0.5
     )  # so that every median is too far from the fastest pass
-    monkeypatch.setattr(training_steps, "FAR", 0.5)
+    monkeypatch.setattr(turns, "FAR", 0.5)
     run_ranks(2, plan, partial(configured, None, TINY), (1, 2), tmp_path / "found.json")
     text = capsys.readouterr().out
     assert (

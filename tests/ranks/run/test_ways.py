@@ -25,10 +25,13 @@ from mpitrain.parallel.tensor.layer_factory import layers_for
 from mpitrain.parallel.tensor.linear import RowParallelLinear
 from mpitrain.pipeline.pipeline import Pipeline
 from mpitrain.pipeline.schedules import plan_of
+from mpitrain.run.build import build
 from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
 from tests.processes import run
 from tests.runs import TINY
+from tests.training import TINY as TINY_JOB
+from tests.training import configured
 
 PACKAGE = Path(mpitrain.__file__).parent
 PAGE, ROOT = PACKAGE / "README.md", str(PACKAGE.parent)
@@ -122,6 +125,19 @@ def of_a_cuda_product():
     return calls_of(ops.linear, x, w, b, arena)
 
 
+STEPPED = [*TINY_JOB, "replication.overlap=false", "replication.algorithm=ring"]
+
+
+def of_a_step():
+    def calls(transport):
+        job = build(transport, configured(*STEPPED))
+        trainer, batch = job.trainer, job.trainer.replication.rows.batch(job.data, 0)
+        trainer.step(0, *batch)
+        return calls_of(trainer.step, 1, *batch)
+
+    return run_ranks(2, calls)[0]
+
+
 STEP = ["--set", "run.steps=1", "--set", "run.eval_every=-1", "--set", "run.sample=0"]
 START = f"""
 import json, sys
@@ -159,6 +175,8 @@ TRAIN = "How does `train` get to the first forward pass?"
 RUNS = {
     TRAIN: (10, of_a_start),
     "Where is the ring?": (5, of_a_ring),
+    "Where is AdamW?": (5, of_a_step),
+    "Where are gradients averaged?": (4, of_a_step),
     "Where is the all-reduce of a row-sharded layer?": (5, of_a_row_parallel_layer),
     "Where is 1F1B?": (5, of_1f1b),
     "Where is a CUDA matrix product?": (4, of_a_cuda_product),

@@ -102,7 +102,9 @@ def test_a_command_of_a_group_is_told_by_its_whole_first_sentence(group):
         CliRunner().invoke(commands, [group, "--help"], env={"COLUMNS": "60"}).output.split()
     )
     for name in found.list_commands(None):
-        assert f" {name} {found.get_command(None, name).get_short_help_str(1000)}" in shown
+        command = found.get_command(None, name)
+        is_listed = f" {name} {command.get_short_help_str(1000)}" in shown
+        assert is_listed == (not command.hidden)
 
 
 @pytest.mark.parametrize(

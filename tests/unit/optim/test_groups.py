@@ -14,7 +14,7 @@ from mpitrain.machine.backend import HostBackend
 from mpitrain.ops.device import device_for
 from mpitrain.optim import RULES, check_groups, checked
 from mpitrain.optim import Optimizer as OptimizerOfRank
-from mpitrain.optim.groups import HyperParameters, group_of
+from mpitrain.optim.rule import HyperParameters, group_of
 from mpitrain.regions import Piece
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks

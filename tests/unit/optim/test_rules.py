@@ -11,7 +11,7 @@ import mpitrain
 from mpitrain.config import Optimizer, parse, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Parameter
-from mpitrain.ops import Ops
+from mpitrain.ops import OPERATIONS
 from mpitrain.optim import RULES, checked
 from mpitrain.optim.rule import BlockWise, ElementWise, TensorWise, columns, elements, rows, scalar
 from mpitrain.optim.rules import EVERY
@@ -45,7 +45,7 @@ def test_a_row_names_keys_operations_and_shapes_that_exist(name):
     shapes = ((3, 5), (3,), (5,), (), None)
     assert all(shape(matrix) in shapes for shape in rule.state.values())
     if isinstance(rule.step, ElementWise | BlockWise):
-        assert rule.step.op in Ops.__annotations__
+        assert rule.step.op in OPERATIONS
         assert {*rule.state.values()} <= {elements}, "an element has no state of other elements"
     else:
         assert isinstance(rule.step, TensorWise) and callable(rule.step.apply)

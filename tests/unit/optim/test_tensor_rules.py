@@ -9,7 +9,7 @@ from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
 from mpitrain.ops.device import device_for
 from mpitrain.optim import Optimizer, checked
-from mpitrain.optim.muon import is_hidden_matrix
+from mpitrain.optim.tensor_rules import is_hidden_matrix
 from mpitrain.regions import Piece
 
 STEPS, LR, SCALE = 10, 0.03, 0.5

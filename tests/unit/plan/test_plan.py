@@ -215,22 +215,22 @@ def test_a_schedule_from_a_file_knows_its_numbers(tmp_path):
             find_plan(name, *numbers)
 
 
+def times(chunk, half, micro, count):
+    return f"chunk {chunk} has the {half} of micro-batch {micro} {count} times, not once"
+
+
 @pytest.mark.parametrize(
     "place, stages, faults",
     [
-        (
-            [0, 1],
-            ["F0.0 BW0.0", "F1.0 B1.0"],
-            ["chunk 1 has the weight half of micro-batch 0 0 times, not once"],
-        ),
+        ([0, 1], ["F0.0 BW0.0", "F1.0 B1.0"], [times(1, "weight half", 0, 0)]),
         (
             [0, 1],
             ["F0.0 F0.1 BW0.0 W0.0", "F1.0 BW1.0"],
             [
-                "chunk 0 has the input half of micro-batch 1 0 times, not once",
-                "chunk 0 has the weight half of micro-batch 0 2 times, not once",
-                "chunk 0 has the weight half of micro-batch 1 0 times, not once",
-                "chunk 1 has the forward of micro-batch 1 0 times, not once",
+                times(0, "input half", 1, 0),
+                times(0, "weight half", 0, 2),
+                times(0, "weight half", 1, 0),
+                times(1, "forward", 1, 0),
                 "... and 2 more",
             ],
         ),
@@ -241,11 +241,7 @@ def test_a_schedule_from_a_file_knows_its_numbers(tmp_path):
         ),
         ([0], ["F0.0 W0.0 B0.0"], ["chunk 0 computes W0.0 before B0.0"]),
         ([0], ["BW0.0 F0.0"], ["chunk 0 computes BW0.0 before F0.0"]),
-        (
-            [0, 1],
-            ["F0.0 BW0.0", "F0.0 BW1.0"],
-            ["F0.0 is on stage 1, but its chunk is on stage 0"],
-        ),
+        ([0, 1], ["F0.0 BW0.0", "F0.0 BW1.0"], ["F0.0 is on stage 1, but its chunk is on stage 0"]),
         ([0, 1], ["F0.0 BW0.0", "F7.0 BW1.0"], ["F7.0 is on stage 1, but its chunk is on none"]),
         (
             [0, 2],

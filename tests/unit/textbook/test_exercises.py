@@ -73,45 +73,30 @@ def test_a_deadlock_names_the_ranks_that_wait():
     crossed = solution("1f1b").replace("min(2 - stage, micro_batches)", "min(stage, micro_batches)")
     stages = found("1f1b", crossed)
     assert "stage 0 waits" in str(stages.reason) and stages.case == (2,)
+    assert "스테이지 0" in stages.why("ko")
 
 
+@pytest.mark.parametrize("name", EXERCISES)
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
         ("raise ValueError('planned')", "ValueError in line 2"),
-        ("raise SystemExit", "SystemExit"),
         ("return 7", ""),
-        ("return None", ""),
-        ("return [object()]", ""),
-        ("return [[[0, 0]]]", ""),
-        ("return [0] * 10**10", "1024 MiB"),
-        ("import os; os._exit(3)", "with 3"),
+        ("return [[1, 2], [object()]]", ""),
         ("return ['F0'] * 100000", ""),
+        ("yield 5", ""),
     ],
 )
-def test_exceptions_and_wrong_types_are_refused(body, reason):
-    name = "ring"
-    function = EXERCISES[name].function
-    result = found(name, f"def {function}(*arguments):\n    {body}\n")
-    assert not result.is_right and result.cases == 0
-    assert reason in str(result.reason)
+def test_exceptions_and_wrong_types_are_refused(name, body, reason):
+    """The limits of the child are those of a user's own all-reduce, which have tests of their own."""
+    result = found(name, f"def {EXERCISES[name].function}(*arguments):\n    {body}\n")
+    assert not result.is_right and result.cases == 0 and reason in str(result.reason)
 
 
-@pytest.mark.parametrize("name", ["server", "1f1b", "column"])
-@pytest.mark.parametrize("body", ["return 7", "return [[1, 2], [object()]]", "yield 5"])
-def test_wrong_types_are_refused_by_every_exercise(name, body):
-    function = EXERCISES[name].function
-    assert not found(name, f"def {function}(*arguments):\n    {body}\n").is_right
+FORK = "import os\nif os.fork() == 0:\n    import time; time.sleep(60)\nos.wait()"
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "while True: pass",
-        "import time; time.sleep(60)",
-        "import os\nif os.fork() == 0:\n    import time; time.sleep(60)\nos.wait()",
-    ],
-)
+@pytest.mark.parametrize("code", ["while True: pass", FORK])
 def test_an_endless_file_is_refused_in_time(code, monkeypatch):
     monkeypatch.setattr(own_file, "SECONDS", 1.0)
     began = time.monotonic()
@@ -174,11 +159,6 @@ def test_the_formula_of_a_cost_is_korean_in_korean_output():
     assert english in "".join(lines("own.py", found, "en"))
     assert english not in "".join(lines("own.py", found, "ko"))
     assert english not in skeleton("ring", EXERCISES["ring"], "ko")
-
-
-def test_a_deadlock_is_explained_in_korean():
-    crossed = solution("1f1b").replace("min(2 - stage, micro_batches)", "min(stage, micro_batches)")
-    assert "스테이지 0" in found("1f1b", crossed).why("ko")
 
 
 def test_a_class_is_marked_in_a_table(tmp_path):

@@ -71,7 +71,6 @@ class ShownMode(NamedTuple):
     settings   of its configuration
     sentences  the idea
     sources    functions and classes that run
-    laws       tests that prove it
     units      of the model; 0: one for each rank
     is_split   whether a rank stores a region of each unit
     servers    ranks without rows
@@ -86,7 +85,6 @@ class ShownMode(NamedTuple):
     settings: Sequence[str]
     sentences: Sequence[str]
     sources: Sequence[Any]
-    laws: Sequence[str]
     units: int = 3
     is_split: bool = False
     servers: int = 0
@@ -106,9 +104,6 @@ class _RankRun(NamedTuple):
     elements: int
 
 
-TRAINING = ("tests/ranks/parallel/test_training.py",)
-AVERAGING = ("tests/ranks/parallel/test_averaging.py",)
-TRAFFIC = ("tests/ranks/bench/test_compare.py",)
 WITH_STATE = ("parameters", "gradients", "optimizer state")
 MOMENTUM = "optimizer.name=momentum"
 ONE_UNIT = "replication.bucket_mb=0.000001"
@@ -142,6 +137,9 @@ def record(shown: ShownMode, setting: TopicSetting) -> Explanation:
                 shown.memory[1](runs[0].elements, n, runs[0].elements // units),
             )
         )
+    learning = "averaging" if shown.steps > 1 else "training"
+    laws = [f"tests/ranks/parallel/test_{learning}.py", "tests/ranks/bench/test_compare.py"]
+    laws += ["tests/unit/machine/test_memory.py"] if shown.memory else []
     micros = [f"batch.micro_batches={shown.micros}"] if shown.micros > 1 else []
     settings = [word for word in (*shown.settings, *micros, "run.steps=20") if "bucket" not in word]
     return Explanation(
@@ -159,7 +157,7 @@ def record(shown: ShownMode, setting: TopicSetting) -> Explanation:
         formulas,
         [SourceLines.of(source) for source in shown.sources],
         " ".join((f"mpitrain launch -n {n} -- train", *(f"--set {word}" for word in settings))),
-        shown.laws,
+        laws,
     )
 
 
@@ -430,7 +428,6 @@ TOPICS = {
                 "All ranks then make the same update, and no parameter is sent.",
             ),
             (Buckets, ring.all_reduce),
-            (*TRAINING, *TRAFFIC),
         ),
     ),
     "master": _topic(
@@ -444,7 +441,6 @@ TOPICS = {
                 "Only rank 0 has optimizer state, and its links carry the most.",
             ),
             (BroadcastAndUpdate, BroadcastParameters),
-            (*TRAINING, *TRAFFIC),
         ),
     ),
     "server": _topic(
@@ -458,7 +454,6 @@ TOPICS = {
                 "It sends the new parameters to all workers: W S bytes through one link.",
             ),
             (PushedGradients, ServedUpdate, PushAndPull),
-            (*TRAINING, *TRAFFIC),
             servers=1,
         ),
     ),
@@ -473,7 +468,6 @@ TOPICS = {
                 "An all-gather sends the updated shards to all ranks.",
             ),
             (scattered_once, GatheredAfterUpdate),
-            (*TRAINING, *TRAFFIC, "tests/unit/machine/test_memory.py"),
             units=0,
             groups=WITH_STATE,
             memory=("(8+8) P + 8 P/n", lambda p, n, unit: 16 * p + 8 * p / n),
@@ -490,7 +484,6 @@ TOPICS = {
                 "An all-gather sends the updated shards to all ranks, as in stage 1.",
             ),
             (ShardedGradients, GatheredAfterUpdate),
-            (*TRAINING, *TRAFFIC, "tests/unit/machine/test_memory.py"),
             units=2,
             is_split=True,
             groups=WITH_STATE,
@@ -511,7 +504,6 @@ TOPICS = {
                 "After its backward, a reduce-scatter leaves each rank the sum of its shard.",
             ),
             (GatheredOnUse, ShardedGradients),
-            (*TRAINING, *TRAFFIC, "tests/unit/machine/test_memory.py"),
             units=3,
             is_split=True,
             kinds=("forward", "weight"),
@@ -532,7 +524,6 @@ TOPICS = {
                 "Only the last micro-batch starts reductions: the bytes sent do not grow.",
             ),
             (Stage, Buckets),
-            (*TRAINING, *TRAFFIC),
             units=2,
             micros=2,
         ),
@@ -547,7 +538,6 @@ TOPICS = {
                 "Between averages no message is sent, but the workers drift apart.",
             ),
             (PeriodicAverage,),
-            (*AVERAGING, *TRAFFIC),
             units=1,
             steps=2,
             kinds=(),
@@ -563,7 +553,6 @@ TOPICS = {
                 "At the end of the run an all-reduce takes the average of all workers.",
             ),
             (NeighbourAverage, distances),
-            (*AVERAGING, *TRAFFIC),
             units=1,
             steps=2,
             kinds=(),
