@@ -14,7 +14,7 @@ from mpitrain.files import cannot_write
 from mpitrain.machine.process import KINDS
 
 if TYPE_CHECKING:
-    from mpitrain.transport.base import Transport
+    pass
 
 KEYS = {
     "data": "data.source",
@@ -151,23 +151,6 @@ class Outputs:
             self._refusals[path] = cannot_write(path, error)
         else:
             self._refusals.pop(path, None)
-
-    def conclude(
-        self,
-        transport: "Transport",
-        lines: Callable[[], list[str]],
-        plot_file: Path | None,
-        draw: Callable[[Path], None],
-    ) -> None:
-        """Print the last lines and draw the picture on rank 0, then `settle` on all ranks."""
-        from mpitrain.transport.agreement import on_all_ranks
-
-        if transport.rank == 0:
-            click.echo("\n".join(lines()))
-            if plot_file:
-                with self.to(plot_file):
-                    draw(plot_file)
-        on_all_ranks(transport, self.settle)
 
     def settle(self) -> None:
         """Raise ConfigError if a file could not be written. Call it after all output is printed."""

@@ -22,7 +22,8 @@ HERE = Path(__file__).parent
 WIRE = {
     name
     for name, found in vars(wire).items()
-    if isfunction(found) and found.__module__ == wire.__name__ and name[0] != "_"
+    for body in [getattr(found, "func", found)]  # of a partial one
+    if isfunction(body) and body.__module__ == wire.__name__ and name[0] != "_"
 }
 FLOATS = np.zeros(32, np.float32)
 
