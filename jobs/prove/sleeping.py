@@ -100,11 +100,7 @@ def sleepers(
 
 
 def sleeper(
-    transport: Transport,
-    config: Config,
-    units: int,
-    seconds: tuple[Span, Span, Span],
-    width: int,
+    transport: Transport, config: Config, units: int, seconds: tuple[Span, Span, Span], width: int
 ) -> tuple[Trainer, list[Span]]:
     """A trainer of such a model, and where its layers note when they slept. Collective."""
     model, loss, slept = sleepers(units, seconds, width)

@@ -54,8 +54,7 @@ COMMANDS = {
         "export", "Write the newest checkpoint of RUN_DIR as a folder that other programs load."
     ),
     "data": Listed(
-        "data",
-        "Make files of tokens from text, train tokenizers, and show files of tokens.",
+        "data", "Make files of tokens from text, train tokenizers, and show files of tokens."
     ),
     "bench": Listed(
         "bench.collectives",

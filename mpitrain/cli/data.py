@@ -15,11 +15,7 @@ from mpitrain.errors import visible
 from mpitrain.machine import process
 
 INPUTS = click.argument(
-    "inputs",
-    metavar="IN...",
-    nargs=-1,
-    required=True,
-    type=click.Path(path_type=Path),
+    "inputs", metavar="IN...", nargs=-1, required=True, type=click.Path(path_type=Path)
 )
 FIELD = click.option(
     "--field",

@@ -12,14 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.data.documents import DocumentPiece
-from mpitrain.data.prepare import (
-    Encoded,
-    Encoder,
-    Encoding,
-    LocalEncoder,
-    Result,
-    encoded_pieces,
-)
+from mpitrain.data.prepare import Encoded, Encoder, Encoding, LocalEncoder, Result, encoded_pieces
 from mpitrain.data.token_files import Counts
 from mpitrain.data.tokenizer import open_tokenizer
 from mpitrain.errors import DataError, MpitrainError

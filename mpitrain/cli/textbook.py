@@ -222,8 +222,7 @@ def exercise(name: str, out_file: Path | None, language: str) -> None:
         return
     if out_file.exists():
         raise ConfigError(
-            f"A skeleton is a new file, but {out_file} is there already.",
-            "Name another --out.",
+            f"A skeleton is a new file, but {out_file} is there already.", "Name another --out."
         )
     check_writable(out_file)
     write_whole(out_file, written)

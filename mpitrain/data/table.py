@@ -105,12 +105,7 @@ SOURCES: Table[str, SourceKind] = Table(
         on_use("mpitrain.data.samples:open_digits"), "samples", module="sklearn", also=("images",)
     ),
     text=SourceKind(
-        open_text,
-        "tokens",
-        ":FILE",
-        is_text=True,
-        can_validate=True,
-        reads=(*WINDOWS, "attend"),
+        open_text, "tokens", ":FILE", is_text=True, can_validate=True, reads=(*WINDOWS, "attend")
     ),
     tokens=SourceKind(
         open_tokens,

@@ -487,8 +487,7 @@ def freeze(units: Sequence[Unit], patterns: Sequence[str]) -> list[Unit]:
         return list(units)
     return [
         replace(
-            unit,
-            frozen={p.name for p in unit.layer.parameters() if unit.full_name(p) in frozen},
+            unit, frozen={p.name for p in unit.layer.parameters() if unit.full_name(p) in frozen}
         )
         for unit in units
     ]

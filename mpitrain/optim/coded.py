@@ -156,10 +156,7 @@ class CodedState:
         block += region.scales.start
         codes, scales = (
             self._backend.to_host(array)
-            for array in (
-                self.codes[values],
-                self.scales[block : block + block_count(count, lead)],
-            )
+            for array in (self.codes[values], self.scales[block : block + block_count(count, lead)])
         )
         return decode(codes, scales, lead, self._of, self.dtype)
 

@@ -66,10 +66,7 @@ RULES: Table[str, Rule] = Table(
             ADAM,
             {"first_moment": elements, "second_moment": elements},
             BlockWise(
-                "adamw8bit",
-                "adamw",
-                {"first_moment": SIGNED, "second_moment": UNSIGNED},
-                of_adam,
+                "adamw8bit", "adamw", {"first_moment": SIGNED, "second_moment": UNSIGNED}, of_adam
             ),
         ),
         "lion": Rule(

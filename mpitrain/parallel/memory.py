@@ -85,12 +85,7 @@ def check_memory(
 
 
 def sizes(
-    config: Config,
-    source: Source | Unopened,
-    axes: Axes,
-    chunks: int,
-    device: Device,
-    shards: int,
+    config: Config, source: Source | Unopened, axes: Axes, chunks: int, device: Device, shards: int
 ) -> tuple[Sizes, int]:
     """Return the arguments of a mode's memory formula, and the number of parameters.
 

@@ -260,8 +260,7 @@ class ShardedGradients(GradientReducer):
         self._reductions = slots.bind(shards.dividing.bind_reduce_scatter)
         self._totals = {bucket: shards.alike.bind(part) for bucket, part in self._sums.items()}
         self.engine = mover(
-            replica.grid.dp.transport,
-            [*self._reductions.values(), *self._totals.values(), *others],
+            replica.grid.dp.transport, [*self._reductions.values(), *self._totals.values(), *others]
         )
         # The key is the index of a full-size buffer. The flag says whether this is the step's last
         # micro-batch.

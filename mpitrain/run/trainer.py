@@ -23,12 +23,7 @@ from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.modes import replication_for
 from mpitrain.parallel.replication.protocol import ReplicationContext, StepInput, StepResult
 from mpitrain.parallel.replication.step_end import weight_of
-from mpitrain.parallel.tensor.layer_factory import (
-    LayerFactory,
-    check_used,
-    layers_for,
-    loss_for,
-)
+from mpitrain.parallel.tensor.layer_factory import LayerFactory, check_used, layers_for, loss_for
 from mpitrain.pipeline.async_pipeline import pipeline_for
 from mpitrain.pipeline.partition import Chunks, cut_in_chunks
 from mpitrain.pipeline.pipeline import own

@@ -125,8 +125,7 @@ class TrafficLaws:
             )
             assert transport.gather_text(sent)[root][1] == 2 * nbytes * (n - 1) // n
             sent = measured(
-                transport,
-                bind_plan(transport, "reduce", "ring-gather", array, root=root).run,
+                transport, bind_plan(transport, "reduce", "ring-gather", array, root=root).run
             )
             assert sent[1] <= 2 * nbytes * (n - 1) // n
 

@@ -222,11 +222,7 @@ def test_the_simulator_s_kernels_reduce_what_is_measured_on_it(tmp_path):
 
 
 def test_all_are_the_algorithms_that_can_run_with_the_dtype(tmp_path):
-    done = bench(
-        2,
-        "allreduce --dtype bfloat16 --max-bytes 4K --iterations 1",
-        cwd=tmp_path,
-    )
+    done = bench(2, "allreduce --dtype bfloat16 --max-bytes 4K --iterations 1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "  native  " not in done.stdout and "  shared  " in done.stdout
 
@@ -299,11 +295,7 @@ def test_fit_writes_what_auto_then_reads(tmp_path):
     done = bench(2, "fit --min-bytes 512 --max-bytes 4K --sweeps 1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "sizes left out: predicted" in done.stdout
-    done = bench(
-        2,
-        "allreduce --algorithm auto --tuning tuning.json --max-bytes 16K",
-        cwd=tmp_path,
-    )
+    done = bench(2, "allreduce --algorithm auto --tuning tuning.json --max-bytes 16K", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "  auto: " in done.stdout
     done = bench(1, "fit", cwd=tmp_path)

@@ -115,12 +115,7 @@ def test_ranks_see_all_gpus_of_their_host(cluster):
         (one["SLURM_PROCID"], one["SLURM_LOCALID"], one["CUDA_VISIBLE_DEVICES"])
         for one in cluster.ranks(number).values()
     )
-    assert found == [
-        ("0", "0", "0,1"),
-        ("1", "1", "0,1"),
-        ("2", "0", "0,1"),
-        ("3", "1", "0,1"),
-    ]
+    assert found == [("0", "0", "0,1"), ("1", "1", "0,1"), ("2", "0", "0,1"), ("3", "1", "0,1")]
     os.system(f"scancel {number}")
     assert cluster.ended(number)[0][0] == "CANCELLED"
 

@@ -255,11 +255,7 @@ def dim(text: str) -> str:
 
 
 def command_line(
-    ranks: int,
-    extra: list[str],
-    program: list[str],
-    by: str = "",
-    placed: Placement = HERE,
+    ranks: int, extra: list[str], program: list[str], by: str = "", placed: Placement = HERE
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command line of launcher and program, and the environment variables to set.
 

@@ -276,11 +276,7 @@ def _verify(
     help="Turns of the job with and without each trick.",
 )
 @click.option(
-    "--steps",
-    type=click.IntRange(1, MOST),
-    default=3,
-    show_default=True,
-    help="Steps of a turn.",
+    "--steps", type=click.IntRange(1, MOST), default=3, show_default=True, help="Steps of a turn."
 )
 @output_option("--json", "Write the tricks to this JSON file as they are measured.")
 def tricks(

@@ -39,10 +39,7 @@ class SlurmCommand(click.Command):
 )
 @click.option("--gpus-per-node", type=POSITIVE, help="GPUs of each host.")
 @click.option(
-    "--time",
-    default="1:00:00",
-    show_default=True,
-    help="Time limit: minutes, H:M:S or D-H:M:S.",
+    "--time", default="1:00:00", show_default=True, help="Time limit: minutes, H:M:S or D-H:M:S."
 )
 @click.option("--partition", default="", help="Partition or queue.")
 @click.option("--account", default="", help="Account or project.")

@@ -134,12 +134,7 @@ class ScriptSystem(NamedTuple):
 
 SYSTEMS = {
     "slurm": ScriptSystem(
-        "sbatch",
-        "SLURM_SUBMIT_DIR",
-        "SLURM_JOB_ID",
-        "SLURM_ARRAY_JOB_ID",
-        "SLURM_ARRAY_TASK_ID",
-        0,
+        "sbatch", "SLURM_SUBMIT_DIR", "SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", 0
     ),
     "pbs": ScriptSystem("qsub", "PBS_O_WORKDIR", "PBS_JOBID", "PBS_ARRAY_ID", "PBS_ARRAY_INDEX", 0),
     "lsf": ScriptSystem("bsub <", "LS_SUBCWD", "LSB_JOBID", "LSB_JOBID", "LSB_JOBINDEX", 1),

@@ -178,10 +178,7 @@ def simulate(
             sends, receives, _ = left[rank][0]
             if sends or receives:
                 data = [held[rank][chunk[start] : chunk[stop]] for _, start, stop in sends]
-                waiting[rank] = (
-                    deque(zip(sends, data, strict=True)),
-                    list(enumerate(receives)),
-                )
+                waiting[rank] = (deque(zip(sends, data, strict=True)), list(enumerate(receives)))
                 return
             left[rank].popleft()
         waiting[rank] = None

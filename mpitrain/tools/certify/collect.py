@@ -315,12 +315,7 @@ def _config(folder: Path, ranks: int) -> Config:
     )
 
 
-def _run(
-    transport: Transport,
-    config: Config,
-    stops: int,
-    resume: str,
-) -> str:
+def _run(transport: Transport, config: Config, stops: int, resume: str) -> str:
     steps = 0
 
     def asked() -> bool:

@@ -19,10 +19,7 @@ from mpitrain.tools.bench.pairs import BETWEEN, Pair, bad_everywhere, odd_pairs
 from mpitrain.tools.doctor.probes import Problem
 from mpitrain.tools.text_table import figure
 
-RATES = {
-    "gemm": ("matrix products", 1e9, "GFLOP/s"),
-    "memory": ("memory", 1e9, "GB/s"),
-}
+RATES = {"gemm": ("matrix products", 1e9, "GFLOP/s"), "memory": ("memory", 1e9, "GB/s")}
 """{field of `Speeds`: (name, unit, name of the unit)}."""
 
 

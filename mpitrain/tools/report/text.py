@@ -22,12 +22,7 @@ from mpitrain.trace.blame import (
     state_of,
 )
 from mpitrain.trace.recorder import COMPUTE, STEP, Recorder
-from mpitrain.trace.timeline import (
-    Timeline,
-    last_sign,
-    named_steps,
-    within,
-)
+from mpitrain.trace.timeline import Timeline, last_sign, named_steps, within
 
 SHOWN = 8
 """Largest number of ranks with a column; the totals include the others."""

@@ -34,11 +34,7 @@ def test_greedy_tokens_and_the_context_end_equal_those_of_transformers(changes):
 
 def test_probabilities_are_those_of_transformers():
     import torch
-    from transformers import (
-        TemperatureLogitsWarper,
-        TopKLogitsWarper,
-        TopPLogitsWarper,
-    )
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     logits = np.random.default_rng(1).standard_normal((5, 300)) * 3
     for temperature, top_k, top_p in ((0.5, 300, 0.3), (1.0, 40, 0.9), (2.0, 7, 0.99)):

@@ -41,12 +41,7 @@ def near(found, truth, most):
 
 @pytest.mark.parametrize(
     "targets, tied",
-    [
-        ("c_attn", True),
-        ("q,v,c_fc", False),
-        ("k", False),
-        ("c_proj,lm_head,h.1.attn.c_attn", True),
-    ],
+    [("c_attn", True), ("q,v,c_fc", False), ("k", False), ("c_proj,lm_head,h.1.attn.c_attn", True)],
 )
 def test_peft_computes_the_logits_of_an_exported_adapter(bases, tmp_path, targets, tied):
     from peft import PeftModel
@@ -82,11 +77,7 @@ def test_an_adapter_that_peft_trained_is_read_here(bases, tmp_path, chosen):
     model = get_peft_model(
         loaded(base),
         LoraConfig(
-            r=3,
-            lora_alpha=9,
-            target_modules=chosen,
-            fan_in_fan_out=True,
-            task_type="CAUSAL_LM",
+            r=3, lora_alpha=9, target_modules=chosen, fan_in_fan_out=True, task_type="CAUSAL_LM"
         ),
     )
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)

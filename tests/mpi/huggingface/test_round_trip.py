@@ -145,12 +145,7 @@ def test_transformers_loads_an_export_and_computes_the_same(
     tmp_path, ranks, settings, dtype, shard
 ):
     compute = "float64" if dtype == "float64" else "float32"
-    settings = [
-        "model.layers=2",
-        "model.width=32",
-        f"precision.compute={compute}",
-        *settings,
-    ]
+    settings = ["model.layers=2", "model.width=32", f"precision.compute={compute}", *settings]
     run = tmp_path / "run"
     trained(ranks, *settings, f"run.out={run}")
     words = ["export", run, "--to", "gpt2", "--dtype", dtype, "--shard-size", shard]

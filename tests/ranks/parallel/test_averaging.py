@@ -340,8 +340,7 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not(mode, tmp_path):
     def go(folder, resume, stop):
         config = parse(with_settings({}, [*settings, f"run.out={tmp_path / folder}"]))
         return run_ranks(
-            3,
-            lambda own: train(own, lambda: config, resume, lambda: stop(own.rank)).stopped,
+            3, lambda own: train(own, lambda: config, resume, lambda: stop(own.rank)).stopped
         )
 
     def facts(folder):

@@ -7,20 +7,10 @@ import pytest
 
 import mpitrain.parallel
 from mpitrain.data import open_source
-from mpitrain.parallel.replication.protocol import (
-    GradientReducer,
-    ParameterStore,
-    Rows,
-    StepEnd,
-)
+from mpitrain.parallel.replication.protocol import GradientReducer, ParameterStore, Rows, StepEnd
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
-from tests.laws.replication import (
-    GradientReducerLaws,
-    ParameterStoreLaws,
-    RowsLaws,
-    StepEndLaws,
-)
+from tests.laws.replication import GradientReducerLaws, ParameterStoreLaws, RowsLaws, StepEndLaws
 from tests.laws.transport import laws_of
 from tests.training import configured
 

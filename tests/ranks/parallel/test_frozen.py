@@ -158,7 +158,7 @@ def test_units_before_the_first_trained_one_run_no_backward(schedule):
         for index in range(2):
             trainer.step(index, *trainer.replication.rows.batch(source, index))
         assert trainer.pipe.channel.sent["gradient"][0] == {
-            ("interleaved", 1): 4,  # to the third chunk
+            ("interleaved", 1): 4  # to the third chunk
         }.get((schedule, transport.rank), 0)
         trainer.sync_parameters()
         assert trainer.arena.live == 0
@@ -169,8 +169,7 @@ def test_units_before_the_first_trained_one_run_no_backward(schedule):
 
 
 @pytest.mark.parametrize(
-    "patterns, word",
-    [(["blocks.7.*"], "'blocks.7.*'"), (["*"], "29"), (["head.*", ""], "''")],
+    "patterns, word", [(["blocks.7.*"], "'blocks.7.*'"), (["*"], "29"), (["head.*", ""], "''")]
 )
 def test_bad_freeze_patterns_are_refused_on_every_rank(patterns, word):
     for settings in ([], ["layout.pp=2"]):

@@ -119,14 +119,7 @@ def test_every_layout_goes_on_as_one_rank_from_what_another_layout_wrote(rule, t
             continue
         hosts = "aabb" if "replication.shard=host" in settings else None
         results = run_ranks(
-            ranks,
-            trained,
-            [*own, *settings],
-            tmp_path / str(number),
-            2,
-            STEPS,
-            before,
-            hosts=hosts,
+            ranks, trained, [*own, *settings], tmp_path / str(number), 2, STEPS, before, hosts=hosts
         )
         assert all(close(alone, found) for found, *_ in results), settings
         _, before, end = results[0]

@@ -101,9 +101,7 @@ def everything(transport, settings):
 
 
 @pytest.mark.parametrize("settings", [[], ["model.tied=true", "batch.micro_batches=2"]])
-def test_every_mode_uses_parameters_only_between_open_and_poll(
-    settings,
-):
+def test_every_mode_uses_parameters_only_between_open_and_poll(settings):
     (alone,) = run_ranks(1, everything, settings)
     with replaced(MODES, "all-reduce", MODES["all-reduce"]._replace(make=slots)):
         for ranks in (1, 3):

@@ -283,10 +283,7 @@ def test_replicas_that_differ_in_one_bit_are_noticed():
 def test_ranks_with_different_configurations_or_data_are_refused():
     def run(transport):
         config = configured(*TINY, f"model.context={16 - transport.rank}")
-        with pytest.raises(
-            ConfigError,
-            match=r"model\.context is 16 on rank 0",
-        ):
+        with pytest.raises(ConfigError, match=r"model\.context is 16 on rank 0"):
             build(transport, config)
         source = Unopened("tokens", (16,), 256, 256, 7 + transport.rank)
         with pytest.raises(ConfigError, match="held_out is 7"):

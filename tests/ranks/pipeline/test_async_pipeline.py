@@ -243,9 +243,7 @@ def test_the_async_control_message_delays_no_rank(dp, pp, monkeypatch):
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_replicas_stay_equal_bitwise_in_every_layout(
-    name,
-):
+def test_replicas_stay_equal_bitwise_in_every_layout(name):
     settings = layout(
         name, 2, 3, "layout.dp=2", "optimizer.clip=0"
     )  # a norm is summed by blocks that depend on padding

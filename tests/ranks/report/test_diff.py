@@ -21,12 +21,7 @@ from mpitrain.run.checkpoint import saving
 from mpitrain.run.injection import Preceded
 from mpitrain.run.run_dir import configuration
 from mpitrain.tools.report import diff
-from mpitrain.tools.report.diff import (
-    compare_bits,
-    compare_numbers,
-    start_of_replay,
-    tolerance,
-)
+from mpitrain.tools.report.diff import compare_bits, compare_numbers, start_of_replay, tolerance
 from mpitrain.tools.report.replay import replay
 from mpitrain.transport.threads import run_ranks
 from tests.runs import TINY, go
@@ -272,8 +267,7 @@ class Stop:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [["replication.mode=gossip"], ["layout.pp=2", "pipeline.schedule=async"]],
+    "settings", [["replication.mode=gossip"], ["layout.pp=2", "pipeline.schedule=async"]]
 )
 def test_ranks_that_update_by_themselves_have_no_digests(settings, tmp_path):
     with pytest.raises(ConfigError) as refused:

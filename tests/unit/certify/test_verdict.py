@@ -97,20 +97,10 @@ def test_processors_are_compared_with_their_own_kind():
     other = [*facts[:2], *(fact._replace(processor="old") for fact in facts[2:])]
     assert failing(
         sound(speeds=speeds, facts=other, steps=[("x", "x")] * 2 + [("y", "y")] * 2)
-    ) == (
-        "",
-        0,
-    )
+    ) == ("", 0)
 
 
-@pytest.mark.parametrize(
-    "steps, bad",
-    [
-        ("xxyx", ("c", 0)),
-        ("xyxx", ("b", 0)),
-        ("xxyy", ("", 1)),
-    ],
-)
+@pytest.mark.parametrize("steps, bad", [("xxyx", ("c", 0)), ("xyxx", ("b", 0)), ("xxyy", ("", 1))])
 def test_other_bits_fail_the_minority(steps, bad):
     assert failing(sound(steps=[(step, step) for step in steps])) == bad
 

@@ -13,10 +13,7 @@ from tests.processes import mpitrain
     "environ, wanted",
     [
         ({}, None),
-        (
-            {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "6", "SLURM_JOB_NUM_NODES": "2"},
-            ("Slurm", 6, 2),
-        ),
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "6", "SLURM_JOB_NUM_NODES": "2"}, ("Slurm", 6, 2)),
         ({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "3"}, ("Slurm", 3, 3)),
         ({"LSB_MCPU_HOSTS": "a 4 b 3"}, ("LSF", 7, 2)),
         ({"PE_HOSTFILE": "file", "NSLOTS": "5", "NHOSTS": "2"}, ("Grid Engine", 5, 2)),

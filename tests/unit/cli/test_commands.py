@@ -338,10 +338,7 @@ def test_a_launcher_that_fails_is_quoted(monkeypatch, tmp_path):
     )
     (tmp_path / "mpiexec").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    with pytest.raises(
-        ConfigError,
-        match="--version ended with 1",
-    ):
+    with pytest.raises(ConfigError, match="--version ended with 1"):
         launch_command.launcher("mpiexec", "of no MPI at all")
 
 

@@ -66,11 +66,7 @@ def test_an_unknown_key_names_the_nearest_one():
                 "run.delay must be RANK:MS or random:MS:P with P from 0 to 1, or several of these with commas "
                 f"between, but is {text!r}.",
             )
-            for text in (
-                "1:",
-                "random:20:1.5",
-                "1:20,",
-            )
+            for text in ("1:", "random:20:1.5", "1:20,")
         ),
         ("nonsense", "A setting is section.key=value, but got 'nonsense'."),
         (

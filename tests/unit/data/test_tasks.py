@@ -13,10 +13,7 @@ GOOD = {"context": "a", "choices": ["b", "c"], "answer": 1}
 def test_tasks_are_read_with_their_lines_and_other_keys_are_ignored(tmp_path):
     lines = ["", json.dumps({**GOOD, "id": 3}), "  ", json.dumps({**GOOD, "context": "é"}), ""]
     (tmp_path / "t").write_text("\n".join(lines))
-    assert read_tasks(tmp_path / "t") == [
-        Task(2, "a", ["b", "c"], 1),
-        Task(4, "é", ["b", "c"], 1),
-    ]
+    assert read_tasks(tmp_path / "t") == [Task(2, "a", ["b", "c"], 1), Task(4, "é", ["b", "c"], 1)]
 
 
 @pytest.mark.parametrize(

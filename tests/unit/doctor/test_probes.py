@@ -113,10 +113,7 @@ def test_locks_that_two_processes_get_are_no_locks(tmp_path, monkeypatch):
     from mpitrain.tools.doctor import trials
 
     monkeypatch.setattr(trials.fcntl, "flock", lambda descriptor, mode: None)
-    assert TRIALS["locks"](str(tmp_path)) == {
-        "flock": UNLOCKED,
-        "fcntl": WORKS,
-    }
+    assert TRIALS["locks"](str(tmp_path)) == {"flock": UNLOCKED, "fcntl": WORKS}
 
 
 def test_a_lock_that_another_host_gets_is_reported(tmp_path, monkeypatch):

@@ -98,8 +98,5 @@ def test_the_public_names_are_loaded_when_they_are_asked_for():
 
 
 def test_a_name_that_is_not_offered_is_an_error_that_lists_those_that_are():
-    with pytest.raises(
-        AttributeError,
-        match="attribute 'Optimizer';",
-    ):
+    with pytest.raises(AttributeError, match="attribute 'Optimizer';"):
         mpitrain.Optimizer  # noqa: B018 (looked up, not computed)

@@ -114,12 +114,7 @@ def test_where_a_requeue_is_forbidden_another_job_continues_the_run(tmp_path):
         "sbatch": 'printf "%s\\n" "$@" > submitted; echo 18',
     }
     environment(tmp_path / ".venv", programs)
-    slurm = {
-        "JOB_ID": "17",
-        "JOB_PARTITION": "main",
-        "JOB_NUM_NODES": "2",
-        "NTASKS_PER_NODE": "3",
-    }
+    slurm = {"JOB_ID": "17", "JOB_PARTITION": "main", "JOB_NUM_NODES": "2", "NTASKS_PER_NODE": "3"}
     named = {f"SLURM_{name}": value for name, value in slurm.items()}
     script = ROOT / "jobs/train.sbatch"
     done = run(["bash", script, "own.toml"], cwd=tmp_path, env={**NONE, **named})

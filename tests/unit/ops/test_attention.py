@@ -90,10 +90,7 @@ def test_scores_beyond_the_range_of_exponentials_are_shifted(dtype, sign):
     qkv[:, :, :2, 0] = 30 * qkv[:, :, :2, 0] + np.array([30, 30 * sign])[:, None]
     qkv, dy = qkv.reshape(1, t, -1), drawn(2, 1, t, 2 * d, dtype=dtype)
     tolerance = {"float64": 1e-11, "float32": 1e-2}[dtype]  # a score has an error of 2,000 ulps
-    for forward in (
-        chosen.FORWARDS["whole"].attention,
-        tiled(TileLimits(16, 48)),
-    ):
+    for forward in (chosen.FORWARDS["whole"].attention, tiled(TileLimits(16, 48))):
         assert_equals_the_definition(forward, qkv, dy, 2, tolerance)
 
 

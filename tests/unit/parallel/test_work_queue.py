@@ -52,9 +52,7 @@ def test_every_ticket_is_granted_once_and_steps_are_told_in_order(workers, bound
 
 
 @pytest.mark.parametrize("bound", (1, 2, 3))
-def test_a_worker_waits_exactly_as_the_staleness_bound_says(
-    bound,
-):
+def test_a_worker_waits_exactly_as_the_staleness_bound_says(bound):
     most = 0
     for seed in range(20):
         for event in play(3, bound, seed)[0]:

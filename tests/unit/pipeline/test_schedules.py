@@ -159,9 +159,7 @@ def test_sends_pair_with_receives_in_order_and_none_goes_to_its_own_stage(name):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_send_completes_before_the_backward_that_proves_it(
-    name,
-):
+def test_a_send_completes_before_the_backward_that_proves_it(name):
     for p, m, v in points(name):
         program = with_messages(plan := planned(name, p, m, v))
         for mine in program:

@@ -37,11 +37,7 @@ def measured(rows, parts=4, fixed=2.0, each=1.0, way=(0.0, 0.0)):
 
 @pytest.mark.parametrize(
     "name, stages, rows, found",
-    [
-        ("1f1b", 3, 7, [3, 4, 5, 6, 7]),
-        ("interleaved", 3, 11, [3, 6, 9]),
-        ("v-half", 8, 8, [8]),
-    ],
+    [("1f1b", 3, 7, [3, 4, 5, 6, 7]), ("interleaved", 3, 11, [3, 6, 9]), ("v-half", 8, 8, [8])],
 )
 def test_counts_fit_the_schedule_and_the_rows(name, stages, rows, found):
     assert counts(configured(name), stages, rows) == found

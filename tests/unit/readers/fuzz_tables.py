@@ -15,16 +15,7 @@ from mpitrain.ops.cuda.tiles import (
     read_tiles,
     write_tiles,
 )
-from tests.unit.readers.fuzz_json import (
-    OF_TEXTS,
-    OF_VALUES,
-    Each,
-    Fixed,
-    Int,
-    Number,
-    Open,
-    Text,
-)
+from tests.unit.readers.fuzz_json import OF_TEXTS, OF_VALUES, Each, Fixed, Int, Number, Open, Text
 from tests.unit.readers.fuzz_readers import INVALID, Damaged, in_the_way
 
 SECONDS = Number(0, 1000)

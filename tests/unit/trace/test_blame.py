@@ -125,11 +125,7 @@ def test_a_circle_names_both_ranks_whatever_waits_for_them(tmp_path):
 def test_a_circle_is_found_while_other_ranks_move(tmp_path):
     found, _ = judged(
         tmp_path,
-        [
-            lambda one: one.awaits(1),
-            lambda one: one.awaits(0),
-            lambda one: one.at(59.0).computes(),
-        ],
+        [lambda one: one.awaits(1), lambda one: one.awaits(0), lambda one: one.at(59.0).computes()],
     )
     assert found.kind == CIRCLE and sorted(found.culprits) == [0, 1]
 
@@ -213,9 +209,7 @@ def test_a_rank_with_one_call_more_is_on_a_side_of_its_own(tmp_path):
 @pytest.mark.parametrize("process", [GONE, LEFT, STOPPED])
 def test_the_state_of_a_process_comes_before_waits(process, tmp_path):
     found, said = judged(
-        tmp_path,
-        [lambda one: one.awaits(1), lambda one: one.awaits(0)],
-        processes={1: process},
+        tmp_path, [lambda one: one.awaits(1), lambda one: one.awaits(0)], processes={1: process}
     )
     assert (found.kind, found.culprits, found.waiter) == (process, [1], 0)
     assert {"gone": "is gone", "left": "has left", "stopped": "kill -CONT 4711"}[process] in said

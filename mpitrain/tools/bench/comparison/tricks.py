@@ -129,10 +129,7 @@ TRICKS: dict[str, Trick] = {
         unless(lambda job: job.axes.tp > 1, "layout.tp is 1"),
     ),
     "LoRA": row(
-        {"lora.rank": 8},
-        {"lora.rank": 0},
-        GPT,
-        is_on=lambda job: job.config.lora.rank > 0,
+        {"lora.rank": 8}, {"lora.rank": 0}, GPT, is_on=lambda job: job.config.lora.rank > 0
     ),
     "8-bit optimizer": row(
         {"optimizer.name": "adamw8bit"},
@@ -143,15 +140,10 @@ TRICKS: dict[str, Trick] = {
         ),
     ),
     "overlap": row(
-        {"replication.overlap": True},
-        {"replication.overlap": False},
-        REPLICAS,
-        ALL_REDUCE,
+        {"replication.overlap": True}, {"replication.overlap": False}, REPLICAS, ALL_REDUCE
     ),
     "prefetch": row(
-        {"data.prefetch": 2},
-        {"data.prefetch": 0},
-        is_on=lambda job: job.config.data.prefetch > 0,
+        {"data.prefetch": 2}, {"data.prefetch": 0}, is_on=lambda job: job.config.data.prefetch > 0
     ),
     "wire int8": row(
         {"replication.wire": "int8"},
@@ -163,11 +155,7 @@ TRICKS: dict[str, Trick] = {
             "replication.wire is another format",
         ),
     ),
-    "compiled passes": row(
-        {"device.passes": "compiled"},
-        {"device.passes": "numpy"},
-        ON_CPU,
-    ),
+    "compiled passes": row({"device.passes": "compiled"}, {"device.passes": "numpy"}, ON_CPU),
 }
 """Tricks by name, in the order of the table."""
 
@@ -258,11 +246,7 @@ class ReadingSide(Counting):
 
 
 def try_all(
-    transport: Transport,
-    job: Job,
-    names: Sequence[str],
-    blocks: int,
-    steps: int,
+    transport: Transport, job: Job, names: Sequence[str], blocks: int, steps: int
 ) -> Iterator[Tried]:
     """Measure a job with and without each trick in turns, and yield the tricks. Collective.
 

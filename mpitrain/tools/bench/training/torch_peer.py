@@ -210,13 +210,7 @@ class TorchPeer:
     def check(settings: Config) -> None:
         """Raise ConfigError for a configuration that this peer alone cannot train; local."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        settings: Config,
-        vocab: int,
-        arrays: Arrays,
-    ):
+    def __init__(self, transport: Transport, settings: Config, vocab: int, arrays: Arrays):
         """arrays: the tensors of our model on this rank, by name."""
         self._device = placed(settings.device.kind)
         torch.set_num_threads(blas_threads())

@@ -234,10 +234,7 @@ CLAIMS = {
         "<=",
         0.26,
         int8_wire,
-        (
-            usual("model of width {width}", width=64),
-            other("model of width {width}", width=2),
-        ),
+        (usual("model of width {width}", width=64), other("model of width {width}", width=2)),
         "mpitrain launch -n 2 -- compare --modes ring --set replication.wire=int8",
     ),
     "async-gains": Claim(
@@ -274,10 +271,7 @@ CLAIMS = {
         "<=",
         1,
         lead,
-        (
-            usual("update = {update}", update="bounded"),
-            other("update = {update}", update="async"),
-        ),
+        (usual("update = {update}", update="bounded"), other("update = {update}", update="async")),
         "mpitrain launch -n 4 -- compare --modes server-bounded --set replication.staleness=1",
     ),
     "more-servers": Claim(

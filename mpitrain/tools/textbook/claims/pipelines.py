@@ -61,8 +61,7 @@ def async_memory(schedule: str) -> Figures:
         memory(counted(*job, f"pipeline.schedule={name}")) for name in ("async", schedule)
     )
     return Figures(
-        late / synchronous,
-        {"MB, asynchronous": late / 1e6, "MB, synchronous": synchronous / 1e6},
+        late / synchronous, {"MB, asynchronous": late / 1e6, "MB, synchronous": synchronous / 1e6}
     )
 
 

@@ -59,10 +59,7 @@ def adam_state(optimizer: str) -> Figures:
 
 def block_all_reduces(is_sequence_parallel: str, keep: str) -> Figures:
     job = ("layout.tp=2", "layout.algorithm=ring", "model.context=64", "model.width=32")
-    divided = (
-        f"layout.sequence_parallel={is_sequence_parallel}",
-        f"layout.keep_gathered={keep}",
-    )
+    divided = (f"layout.sequence_parallel={is_sequence_parallel}", f"layout.keep_gathered={keep}")
     one, two = (busiest(2, *job, *divided, f"model.layers={layers}") for layers in (1, 2))
     whole = 8 * 64 * 32 * 4  # B T C in float32; a ring of 2 ranks sends as many bytes
     return Figures(
@@ -88,8 +85,7 @@ def recomputed(recompute: str) -> Figures:
     plain, again = step(*DEEP), step(*DEEP, f"memory.recompute={recompute}")
     more = again.flops / plain.flops - 1
     return Figures(
-        abs(more - 1 / 3),
-        {"MFLOP": plain.flops / 1e6, "MFLOP, recomputed": again.recomputed / 1e6},
+        abs(more - 1 / 3), {"MFLOP": plain.flops / 1e6, "MFLOP, recomputed": again.recomputed / 1e6}
     )
 
 

@@ -108,8 +108,7 @@ def record(setting: TopicSetting) -> Explanation:
             "The server updates with each gradient at once, and waits for no other.",
             "A worker pulls, computes, and pushes. Then it takes its next rows (a ticket).",
             Sentence(
-                "The last worker takes {slow} times as long here, so others overtake it.",
-                slow=SLOW,
+                "The last worker takes {slow} times as long here, so others overtake it.", slow=SLOW
             ),
             "Its gradient is from old weights. The staleness is the number of updates since its pull.",
         ],
@@ -125,10 +124,7 @@ def record(setting: TopicSetting) -> Explanation:
         frames,
         [
             CountedFormula(
-                "largest staleness, in updates",
-                stalest,
-                "StepResult.staleness",
-                staleness,
+                "largest staleness, in updates", stalest, "StepResult.staleness", staleness
             ),
             CountedFormula("updates", len(served), "steps x workers", STEPS * workers),
         ],

@@ -92,11 +92,7 @@ class _State(NamedTuple):
 
 
 def _run(
-    inner: Transport,
-    steps: Collective,
-    network: Network | None,
-    symbols: Symbols,
-    per_chunk: int,
+    inner: Transport, steps: Collective, network: Network | None, symbols: Symbols, per_chunk: int
 ) -> list[_State]:
     transport = SlowTransport(inner, network) if network else inner
     rank, n = transport.rank, transport.size

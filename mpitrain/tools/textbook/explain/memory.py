@@ -113,10 +113,7 @@ def recomputation(setting: TopicSetting) -> Explanation:
     forwards = {way: sum(entry.name[0] == "F" for entry in passes) for way, passes in runs.items()}
     formulas.append(
         CountedFormula(
-            "forwards of units with recomputation",
-            forwards["unit"],
-            "2 L - 1",
-            2 * count - 1,
+            "forwards of units with recomputation", forwards["unit"], "2 L - 1", 2 * count - 1
         )
     )
     return Explanation(

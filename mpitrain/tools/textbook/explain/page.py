@@ -15,11 +15,7 @@ from typing import Any
 from mpitrain.files import write_whole
 from mpitrain.tools.textbook.explain.explanation import Explanation
 from mpitrain.tools.textbook.explain.picture import colour, summands
-from mpitrain.tools.textbook.explain.terminal import (
-    formula_line,
-    frame_title,
-    source_text,
-)
+from mpitrain.tools.textbook.explain.terminal import formula_line, frame_title, source_text
 from mpitrain.tools.textbook.explain.topics import TOPICS
 from mpitrain.tools.textbook.words import text
 

@@ -112,10 +112,7 @@ def record(shown: ShownSchedule, setting: TopicSetting) -> Explanation:
             shown.saved[1](p, m),
         ),
         CountedFormula(
-            "idle slots, as a fraction",
-            idle / (p * slots),
-            shown.words,
-            shown.idle(p, m),
+            "idle slots, as a fraction", idle / (p * slots), shown.words, shown.idle(p, m)
         ),
     ]
     if shown.steps > 1:

@@ -85,10 +85,7 @@ def record(shown: ShownLayer, setting: TopicSetting) -> Explanation:
         [Sentence("rank {r}", r=rank) for rank in range(n)],
         [
             Columns("input x", _numbered("x", count)),
-            Columns(
-                "rows of W" if shown.splits == 0 else "columns of W",
-                _numbered("W", count),
-            ),
+            Columns("rows of W" if shown.splits == 0 else "columns of W", _numbered("W", count)),
             Columns("output y", _numbered("y", count)),
             Columns("gradient dy", _numbered("dy", count)),
             Columns("gradient dx", _numbered("dx", count)),

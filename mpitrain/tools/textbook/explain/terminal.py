@@ -61,11 +61,7 @@ def frame_lines(
         first += len(group.names)
     if frame.sent:
         bands.append(
-            [
-                [""],
-                [text("bytes sent", language)],
-                *([f"{nbytes:,}"] for nbytes in frame.sent),
-            ]
+            [[""], [text("bytes sent", language)], *([f"{nbytes:,}"] for nbytes in frame.sent)]
         )
     texts = [_block(band) for band in bands]
     while texts:
