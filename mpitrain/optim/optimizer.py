@@ -1,19 +1,43 @@
 """The optimizer of a rank: the state of an update rule, and updates over pieces of a flat buffer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpitrain import config
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend
 from mpitrain.ops import Ops
-from mpitrain.ops.bodies import GroupRun, over_runs
 from mpitrain.optim.rule import BlockWise, ElementWise, Update, Views, group_of
 from mpitrain.optim.rules import RULES
 from mpitrain.optim.state import ALONE, FactSums, StateArray, layout_of
 from mpitrain.regions import Piece
+
+
+class GroupRun(NamedTuple):
+    """Elements [start, stop) of a piece, all of one parameter group.
+
+    lr            factor of the learning rate
+    weight_decay  of the group; for one launch over several groups, as the operation needs it
+    """
+
+    start: int
+    stop: int
+    lr: float
+    weight_decay: Any
+
+
+def launches(operation: Callable[..., None], runs: Sequence[GroupRun]) -> Sequence[GroupRun]:
+    """Return the runs for which an operation is called: one for all groups if a kernel takes them.
+
+    operation  as `ElementWise.op`; `weight_decays` is a method of those that take several groups
+    runs       ascending; their starts differ by multiples of 32. Elements between two runs are
+               padding, all 0, and may be updated with the earlier run
+    """
+    if not runs or not hasattr(operation, "weight_decays"):
+        return runs
+    return [GroupRun(runs[0].start, runs[-1].stop, 1.0, operation.weight_decays(runs))]
 
 
 class ElementUpdates:
@@ -32,10 +56,10 @@ class ElementUpdates:
         ops: Ops,
     ):
         self._arguments, self._state = step.arguments, list(state.values())
-        groups, operation = partial(group_of, settings), getattr(ops, step.op)
-        self._steps = {
-            piece: over_runs(
-                operation,
+        self._operation, groups = getattr(ops, step.op), partial(group_of, settings)
+        self._runs = {
+            piece: launches(
+                self._operation,
                 [
                     GroupRun(run.start - piece.start, run.stop - piece.start, *run.key)
                     for run in storage.runs(piece.start, piece.stop, groups)
@@ -51,16 +75,18 @@ class ElementUpdates:
         self, piece: Piece, parameters: Any, gradients: Any, mirror: Any, update: Update
     ) -> None:
         along = slice(piece.offset, piece.offset + piece.stop - piece.start)
-        self._steps[piece](
-            parameters,
-            gradients,
-            *(buffer[along] for buffer in self._state),
-            scale=update.scale,
-            lr=update.lr,
-            arena=update.arena,
-            mirror=mirror,
-            **self._arguments(update),
-        )
+        arrays = [parameters, gradients, *(buffer[along] for buffer in self._state)]
+        arguments = self._arguments(update)
+        for start, stop, lr, weight_decay in self._runs[piece]:
+            self._operation(
+                *(array[start:stop] for array in arrays),
+                scale=update.scale,
+                lr=update.lr * lr,
+                weight_decay=weight_decay,
+                arena=update.arena,
+                **arguments,
+                **({} if mirror is None else {"mirror": mirror[start:stop]}),
+            )
 
 
 def state_bytes(name: str, storage: Storage) -> float:
@@ -159,7 +185,7 @@ class Optimizer:
 
         parameters  as long as the piece
         gradients   as long as the piece
-        step        number of earlier updates
+        step        number of this update, as `Update.step`
         delayed     whether some of these gradients belong to earlier steps, and some of this step's
                     gradients arrive later
         mirror      as long as the piece; receives the rounded parameters in the same pass;
@@ -169,4 +195,4 @@ class Optimizer:
         self._updates.update(piece, parameters, gradients, mirror, update)
 
     def _update(self, scale: float, lr: float, step: int, delayed: bool) -> Update:
-        return Update(self.settings, self._ops, self._arena, scale, lr, step + 1, delayed)
+        return Update(self.settings, self._ops, self._arena, scale, lr, step, delayed)

@@ -76,7 +76,7 @@ class Update(NamedTuple):
 
     scale    factor of all gradients: clipping, divided by the loss scale
     lr       learning rate
-    number   number of this update, from 1; skipped ones do not count
+    step     number of this update, from 1; skipped updates do not count
     delayed  whether some of these gradients belong to earlier steps, and some of this step's
              gradients arrive later
     """
@@ -86,7 +86,7 @@ class Update(NamedTuple):
     arena: Arena
     scale: float
     lr: float
-    number: int
+    step: int
     delayed: bool = False
 
 
@@ -297,21 +297,3 @@ def check_groups(settings: config.Optimizer, names: Iterable[str]) -> None:
                 else f"Full names are {names[0]} to {names[-1]}; a * matches dots, too.",
             )
         left -= matched
-
-
-ADAM = ("weight_decay", "beta1", "beta1_delayed", "beta2", "epsilon")
-"""The hyper-parameters of Adam and its variants."""
-
-
-def of_adam(update: Update) -> Mapping[str, float]:
-    settings = update.settings
-    return {
-        "beta1": settings.beta1_delayed if update.delayed else settings.beta1,
-        "beta2": settings.beta2,
-        "eps": settings.epsilon,
-        "step": update.number,
-    }
-
-
-def torch_adam(settings: config.Optimizer) -> Mapping[str, Any]:
-    return {"betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}

@@ -245,7 +245,7 @@ class AsyncWork(AgreeAndUpdate):
     def finish(self, step_input: StepInput) -> StepResult:
         assert self._rows.ticket is not None
         loss, squares, nonfinite = self.replica.gradient_stats(step_input, self.reducer.squared)
-        own, factor = self.divided(
+        own, scale = self.divided(
             step_input, (loss, squares, nonfinite, step_input.stop, step_input.ignored)
         )
         requests = []
@@ -253,7 +253,7 @@ class AsyncWork(AgreeAndUpdate):
             message = _filled(
                 PUSH if own.updated else LEAVE_OUT,
                 self._rows.ticket,
-                factor,
+                scale,
                 step_input.lr,
                 self._versions[server],
             )
@@ -403,9 +403,9 @@ class AsyncServing(AgreeAndUpdate):
             request.wait()  # the update must not overwrite parameters that are still being sent
         self._pulls = []
         staleness = self._updates - int(version)
-        # AdamW's step count is the number of updates made.
-        self.apply(scale, lr * self._lr_factor(staleness), self._applied_before + self._updates)
         self._updates += 1
+        lr *= self._lr_factor(staleness)
+        self.apply(scale, lr, self._applied_before + self._updates)
         return staleness
 
     def _lr_factor(self, staleness: int) -> float:

@@ -44,7 +44,7 @@ Average = Callable[[Any, Any], None]
 """(sum over the ranks, gradient): write the average into the gradient."""
 
 
-def averaging(device: Device, ranks: int, arena: Arena) -> Average:
+def average_on(device: Device, ranks: int, arena: Arena) -> Average:
     """Return the function that averages on a device: NumPy's one pass, or our kernels."""
     weight = weight_of(ranks)
     if device.kernels is None:
@@ -187,7 +187,7 @@ class Replicated:
         self._own: Transport | None = part
         device = device_for(config.device.kind)
         self._arena = device.arena()
-        self._average = averaging(device, transport.size, self._arena)
+        self._average = average_on(device, transport.size, self._arena)
         self._grid = Grid(
             over_device(part, device.backend, config.device.cuda_aware),
             Axes(dp=transport.size),

@@ -310,9 +310,9 @@ class ServedUpdate(AgreeAndUpdate):
         self._agree_on_squares.run()
         squares, nonfinite, servers_stop = self._squares.tolist()
         totals = self._answer[:5] = (loss, squares, nonfinite, stop + servers_stop, ignored)
-        outcome, factor = self.divided(step_input, totals)
+        outcome, scale = self.divided(step_input, totals)
         if outcome.updated:
-            self.apply(factor, step_input.lr, step_input.number - self.skips.number)
+            self.apply(scale, step_input.lr, step_input.number + 1 - self.skips.number)
         answers = [line.start_send(self._answer, self.store.views, worker) for worker in workers]
         for request in chain(*answers):
             request.wait()  # the next update must not overwrite parameters still being sent

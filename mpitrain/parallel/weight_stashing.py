@@ -252,13 +252,13 @@ class StageUpdate(AgreeAndUpdate):
         # These are sums over the stage's tensor-parallel group.
         squares, nonfinite = self._of_stage.tolist()
         mean = mean_of(0.0, squares, *self._ignored_of(micro), clip=config.optimizer.clip)
-        squares = mean.norm * mean.norm if mean.counted else 0.0
+        squares = squares / mean.counted**2 if mean.counted else 0.0
         span = self.recorder.compute(self.update_name, UPDATE)
         self.store.advance()
         if mean.counted and math.isfinite(squares):
-            count = step * self._updates_per_step + micro % self._micro_batches // self.every
+            earlier = step * self._updates_per_step + micro % self._micro_batches // self.every
             lr = learning_rate(config.optimizer, step, config.run.steps)
-            self.apply(mean.factor, lr, count)
+            self.apply(mean.scale, lr, earlier + 1)
         self.recorder.end(span)
         return loss, squares, nonfinite
 

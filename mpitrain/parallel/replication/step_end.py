@@ -22,12 +22,11 @@ from mpitrain.trace.recorder import UPDATE
 
 
 def weight_of(targets: int) -> float:
-    """Return the weight of each of an update's targets in the mean: the factor of a summed loss.
+    """Return 1 / targets, the weight of each target of an update in the mean loss.
 
-    `Replicated`, whose caller has divided already, passes the number of ranks.
-
-    `mean_of` divides by the fraction that counts, when all ranks know the ignored targets. Nothing
-    else divides a gradient.
+    This is the division of every average: the loss multiplies its gradient by this weight. Later
+    reductions only add. Afterwards `mean_of` corrects for targets that do not count, which no rank
+    knows alone. `Replicated` averages over ranks, so it passes the number of ranks.
     """
     return 1 / targets
 
@@ -38,13 +37,13 @@ class Mean(NamedTuple):
     loss     NaN if no target counts
     norm     of the mean gradient, before clipping; NaN if no target counts
     counted  the targets that count, as a fraction of all; exactly 1 if none is ignored
-    factor   of the summed gradient, for the update: divides and clips it
+    scale    factor of the summed gradient in the update: it divides and clips
     """
 
     loss: float
     norm: float
     counted: float
-    factor: float
+    scale: float
 
 
 def mean_of(
@@ -55,7 +54,9 @@ def mean_of(
     loss_scale: float = 1.0,
     clip: float = 0.0,
 ) -> Mean:
-    """Divide the sums of an update, whose losses already have the weight `weight_of(targets)`.
+    """Correct the sums of an update, in which each target already has the weight `weight_of(targets)`.
+
+    The correction undoes the loss scale, divides by the fraction of targets that count, and clips.
 
     squares  sum of squares of the summed gradient, which has the factor `loss_scale`
     ignored  targets that do not count
@@ -234,7 +235,7 @@ class AgreeAndUpdate(StepEnd):
         return stats
 
     def divided(self, step_input: StepInput, totals: Sequence[float]) -> tuple[StepResult, float]:
-        """Return the result of a step, and the factor of the summed gradient for its update.
+        """Return the result of a step, and the factor `scale` of the summed gradient in its update.
 
         `updated` is true if loss and norm are finite.
 
@@ -252,22 +253,22 @@ class AgreeAndUpdate(StepEnd):
             math.isfinite(mean.loss) and math.isfinite(mean.norm),
             stop > 0,
             counted=mean.counted,
-        ), mean.factor
+        ), mean.scale
 
-    def apply(self, scale: float, lr: float, number: int) -> None:
+    def apply(self, scale: float, lr: float, step: int) -> None:
         """Update this rank's pieces from `scale` times their gradients.
 
-        number  of earlier updates
+        step  number of this update, from 1; skipped updates do not count
         """
         gradients, delayed = self.reducer.summed, self.reducer.delayed
         owned = self.store.owned
         self.optimizer.sum_facts(
-            lambda piece: (owned[piece], gradients[piece]), scale, lr, number, delayed
+            lambda piece: (owned[piece], gradients[piece]), scale, lr, step, delayed
         )
 
         def update(piece: Piece, parameters: Any, mirror: Any) -> None:
             self.optimizer.update(
-                piece, parameters, gradients[piece], scale, lr, number, delayed, mirror
+                piece, parameters, gradients[piece], scale, lr, step, delayed, mirror
             )
 
         self.store.update(update)
@@ -282,10 +283,10 @@ class AgreeAndUpdate(StepEnd):
         loss, squares, nonfinite = self.sum(step_input)
         with exposed:
             totals = agree(loss, squares, nonfinite, step_input.stop, step_input.ignored)
-        outcome, factor = self.divided(step_input, totals)
+        outcome, scale = self.divided(step_input, totals)
         if outcome.updated:
             span = self.recorder.compute(self.update_name, UPDATE)
-            self.apply(factor, step_input.lr, step_input.number - skips.number)
+            self.apply(scale, step_input.lr, step_input.number + 1 - skips.number)
             self.recorder.end(span)
         self._is_spoiled = not outcome.updated
         return skips.conclude(outcome._replace(comm_s=exposed.take()))

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from functools import partial
 from inspect import CO_OPTIMIZED
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,8 +45,10 @@ WAYS = {
 # | `file or folder/` | why a way may pass it |
 LEAVES = re.findall(r"^\| `([\w/.]+)` \| ", SECTION, re.M)
 # | in a start: `file or folder/`, ... | why the way of `train` may pass them |
-STARTING = re.findall(
-    r"`([\w/.]+)`", "".join(re.findall(r"^\| in a start: ([^|]*) \| ", SECTION, re.M))
+# | in a step: `file or folder/`, ... | why the ways through a whole step may pass them |
+STARTING, STEPPING = (
+    re.findall(r"`([\w/.]+)`", "".join(re.findall(rf"^\| in a {run}: ([^|]*) \| ", SECTION, re.M)))
+    for run in ("start", "step")
 )
 
 
@@ -64,6 +67,14 @@ def calls_of(function, *arguments):
     finally:
         sys.setprofile(None)
     return calls
+
+
+def without(leaves, question, calls):
+    """Return the calls of a way, without those of files that are leaves and not on the way."""
+    way = {path for _, path in WAYS[question]}
+    return [
+        (name, path) for name, path in calls if path in way or not path.startswith(tuple(leaves))
+    ]
 
 
 def of_a_ring():
@@ -125,17 +136,16 @@ def of_a_cuda_product():
     return calls_of(ops.linear, x, w, b, arena)
 
 
-STEPPED = [*TINY_JOB, "replication.overlap=false", "replication.algorithm=ring"]
+def of_a_step(question):
+    """Overlap is on, so the reductions of gradients are the only ones to start before `finish`."""
 
-
-def of_a_step():
     def calls(transport):
-        job = build(transport, configured(*STEPPED))
+        job = build(transport, configured(*TINY_JOB, "replication.algorithm=ring"))
         trainer, batch = job.trainer, job.trainer.replication.rows.batch(job.data, 0)
         trainer.step(0, *batch)
         return calls_of(trainer.step, 1, *batch)
 
-    return run_ranks(2, calls)[0]
+    return without(STEPPING, question, run_ranks(2, calls)[0])
 
 
 STEP = ["--set", "run.steps=1", "--set", "run.eval_every=-1", "--set", "run.sample=0"]
@@ -157,10 +167,7 @@ def of_a_start():
             [sys.executable, "-c", START], cwd=folder, env={**os.environ, "PYTHONPATH": ROOT}
         )
     calls = json.loads(done.stderr.splitlines()[-1])
-    way = {path for _, path in WAYS[TRAIN]}
-    return [
-        (name, path) for name, path in calls if path in way or not path.startswith(tuple(STARTING))
-    ]
+    return without(STARTING, TRAIN, calls)
 
 
 def of_a_checkpoint():
@@ -175,8 +182,8 @@ TRAIN = "How does `train` get to the first forward pass?"
 RUNS = {
     TRAIN: (10, of_a_start),
     "Where is the ring?": (5, of_a_ring),
-    "Where is AdamW?": (5, of_a_step),
-    "Where are gradients averaged?": (4, of_a_step),
+    "Where is AdamW?": (5, partial(of_a_step, "Where is AdamW?")),
+    "Where are gradients averaged?": (4, partial(of_a_step, "Where are gradients averaged?")),
     "Where is the all-reduce of a row-sharded layer?": (5, of_a_row_parallel_layer),
     "Where is 1F1B?": (5, of_1f1b),
     "Where is a CUDA matrix product?": (4, of_a_cuda_product),
