@@ -1,4 +1,4 @@
-"""The optimizer of a rank: the state of an update rule, and updates over pieces of a flat buffer."""
+"""The optimizer of a rank: the state of its update rule, and the update of its parameters."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -43,7 +43,7 @@ def launches(operation: Callable[..., None], runs: Sequence[GroupRun]) -> Sequen
 class ElementUpdates:
     """Updates of an element-wise rule over the pieces of a rank.
 
-    state  buffers along the pieces, in the order of the operation's arguments
+    state  {name: buffer of all pieces, concatenated}, in the order of the operation's arguments
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class ElementUpdates:
 
 
 def state_bytes(name: str, storage: Storage) -> float:
+    """Return the bytes of optimizer state of rule `name` for all trained tensors of a storage."""
     rule = RULES[name]
     if isinstance(rule.step, BlockWise):
         from mpitrain.optim.coded import coded_bytes
@@ -101,13 +102,14 @@ def state_bytes(name: str, storage: Storage) -> float:
 
 
 class Optimizer:
-    """An update rule over the pieces of a flat buffer that a rank owns (as torch.optim.Optimizer).
+    """The update rule of a rank, for its pieces of the flat buffer (as torch.optim.Optimizer).
 
-    pieces   pieces to update
-    state    {name: buffer}. Its length depends on its shape in the row of the rule:
-             elements: that of all pieces; element `piece.offset` is for the flat `piece.start`.
-             ElementsOf: the same, only for the elements of some tensors.
-             Others: one small whole array for each tensor that the pieces touch.
+    pieces  the pieces that this rank updates
+    state   {name: buffer}, 1-D. `Rule.state` has a shape for each buffer, which decides its contents:
+            elements    the state of each element of all pieces. The state of element
+                        `piece.start` of the flat buffer is at `piece.offset`.
+            ElementsOf  the same, for some of the tensors
+            any other   one small whole array for each tensor with an element in a piece
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class Optimizer:
     ):
         """Allocate the state; collective with a tensor-wise rule.
 
-        sums  sums over the ranks with other elements of the same tensors
+        sums  the all-reduce over the ranks with other elements of the same tensors
         """
         self.settings, self.pieces, self._ops, self._arena = settings, list(pieces), ops, arena
         rule = RULES[settings.name]
@@ -163,10 +165,11 @@ class Optimizer:
     def sum_facts(
         self, views: Views, scale: float, lr: float, step: int, delayed: bool = False
     ) -> None:
-        """Sum over whole tensors, before the first `update` of a step; collective.
+        """Compute the rule's sums over whole tensors, before the first `update` of a step; collective.
 
-        An element-wise rule sums nothing.
-        views  (piece) -> its parameters and gradients; the other arguments as in `update`
+        Only a tensor-wise rule has such sums.
+
+        views  (piece) -> its parameters and gradients; the other arguments are those of `update`
         """
         self._updates.sum_facts(views, self._update(scale, lr, step, delayed))
 
@@ -181,13 +184,12 @@ class Optimizer:
         delayed: bool = False,
         mirror: Any = None,
     ) -> None:
-        """Update the parameters of a piece in place with scale x its gradients.
+        """Update the parameters of a piece in place, from `scale` times its gradients.
 
         parameters  as long as the piece
         gradients   as long as the piece
         step        number of this update, as `Update.step`
-        delayed     whether some of these gradients belong to earlier steps, and some of this step's
-                    gradients arrive later
+        delayed     as `Update.delayed`
         mirror      as long as the piece; receives the rounded parameters in the same pass;
                     None: there is no mirror
         """

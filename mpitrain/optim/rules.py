@@ -115,21 +115,25 @@ LAMB = Rule(
 
 
 BETA2_DECAY = -0.8
-"""The weight of new squares in update t is t to this power."""
+"""Exponent of Adafactor: in update t the new squares have the weight t ** BETA2_DECAY."""
 
 
 def _rows(tensor: Parameter) -> tuple[int, ...] | None:
-    """Return the shape of one number for each row of a matrix; vectors have none."""
+    """Return the shape of one number per row of a matrix; None for a vector."""
     return rows(tensor) if len(tensor.shape) > 1 else None
 
 
 def _flat(arrays: Any, name: str) -> Any:
-    """Return a sum or a buffer as (count,), or None if the tensor has none."""
+    """Return the fact or the buffer `name` of a tensor as (count,), or None if it has none."""
     return arrays[name].reshape(-1) if name in arrays else None
 
 
 def _blocks(piece: TensorPiece) -> Iterator[tuple[MatrixBlock, Any, Any]]:
-    """Yield (block, its gradients as (R, C), (rows, columns) and the sums along both)."""
+    """Yield (block, its gradients (R, C), indices and sums) of each matrix of a piece.
+
+    Indices and sums are (row indices, column indices, sums by row, sums by column). Those of rows
+    are None for a vector.
+    """
     row, column = _flat(piece.facts, "row"), _flat(piece.facts, "column")
     for block in piece.blocks:
         indices = None if row is None else block.rows, block.columns
@@ -201,7 +205,7 @@ ADAFACTOR = Rule(
 
 
 def is_hidden_matrix(tensor: Parameter) -> bool:
-    """Return whether Muon steps this tensor itself."""
+    """Return whether Muon orthogonalises the momentum of this tensor; others have AdamW's update."""
     return len(tensor.shape) == 2 and not tensor.role
 
 
@@ -347,9 +351,7 @@ RULES: Table[str, Rule] = Table(
         "muon": MUON,
     }
 )
-"""Update rules by optimizer.name. Configuration, help, memory estimates and checkpoints read the
-rows.
-"""
+"""Update rules by optimizer.name."""
 
 
 def _unread_keys(settings: config.Optimizer) -> list[str]:

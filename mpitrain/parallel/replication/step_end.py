@@ -1,4 +1,4 @@
-"""The end of a step: the division of its sums, the control message, the loss scale, the update."""
+"""The end of a step: the control message, the loss scale, the update; also the mean of an update."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -71,7 +71,7 @@ def mean_of(
 
 
 class ControlMessage:
-    """The sum of up to five numbers over all ranks, by a small all-reduce in host memory."""
+    """A small all-reduce in host memory, which sums up to five numbers over all ranks."""
 
     def __init__(self, world: Group):
         self._numbers = np.zeros(5)
@@ -90,9 +90,9 @@ class LossScale:
     value = 1.0
 
     def after(self, outcome: StepResult) -> StepResult:
-        """Adapt the scale to a step's result, and return the result with the scale's fields filled.
+        """Adapt the scale to a step's result; return the result with its `loss_scale` and `overflows`.
 
-        All ranks pass the same result and so end with the same scale.
+        All ranks pass the same result, so all get the same scale.
         """
         return outcome
 
@@ -100,18 +100,18 @@ class LossScale:
         return {}
 
     def restore(self, numbers: Mapping[str, float]) -> None:
-        """Continue from the numbers of a checkpoint; from the initial scale if there are none."""
+        """Continue from the `numbers` of a checkpoint; without them, from the initial scale."""
 
 
 class DynamicLossScale(LossScale):
-    """The dynamic loss scale of float16: it doubles after GOOD steps without overflow, and halves
-    on overflow.
+    """The dynamic loss scale of float16: it doubles after GOOD steps without an overflow, and halves
+    after an overflow.
 
-    An overflow is a gradient that is not finite although its loss is. The step is skipped, and the
-    run continues.
+    An overflow is a gradient that is not finite although the loss is finite. Its update is skipped,
+    and the run continues.
 
     value      current factor of the loss
-    good       steps without overflow since the value changed
+    good       steps without an overflow since the last change of `value` or the last overflow
     overflows  consecutive steps with an overflow
     source     Micikevicius et al. 2018, Mixed Precision Training, ICLR, section 3.2
     """
@@ -180,10 +180,10 @@ class SkippedUpdates:
 class AgreeAndUpdate(StepEnd):
     """All ranks agree on loss, norm and stop requests; then each rank updates its own pieces.
 
-    The other step ends inherit from it and replace public methods. All modes call the optimizer in
-    `apply`. A rule that needs sums over a whole tensor reduces them there.
+    All other step ends inherit from this class and replace public methods. All modes call the
+    optimizer in `apply`, where an update rule also reduces its sums over whole tensors.
 
-    optimizer  of the pieces in `reducer.summed`; perhaps none
+    optimizer  updates the pieces of `reducer.summed`, which may be none
     """
 
     def __init__(
@@ -219,9 +219,10 @@ class AgreeAndUpdate(StepEnd):
         self.reducer.begin(step)
 
     def sum(self, step_input: StepInput) -> tuple[float, float, int]:
-        """Wait for the summed gradients; the exposed time includes that of activations.
+        """Wait for the summed gradients. Exposed time includes the exchange of activations.
 
-        returns  this rank's loss, its squares and its non-finite elements for the norm
+        returns  this rank's loss, and the sum of squares and the non-finite elements of the
+                 gradients in `reducer.squared`
         """
         exposed = self.replica.exposed
         wait = self.recorder.wait(self._gradients_name)
@@ -274,10 +275,10 @@ class AgreeAndUpdate(StepEnd):
         self.store.update(update)
 
     def update(self, step_input: StepInput, agree: Callable[..., Sequence[float]]) -> StepResult:
-        """Sum, agree, and update if the result is finite.
+        """Wait for the gradients, agree on the result, and update if it is finite.
 
-        agree  (loss, squares, non-finite elements, stop requests, ignored targets) -> their sums
-               over the ranks that update alike
+        agree  (loss, squares, non-finite elements, stop requests, ignored targets) -> the sums of
+               these numbers over all ranks that make the same update
         """
         exposed, skips = self.replica.exposed, self.skips
         loss, squares, nonfinite = self.sum(step_input)
