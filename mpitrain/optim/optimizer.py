@@ -105,7 +105,8 @@ class Optimizer:
     """The update rule of a rank, for its pieces of the flat buffer (as torch.optim.Optimizer).
 
     pieces  the pieces that this rank updates
-    state   {name: buffer}, 1-D. `Rule.state` has a shape for each buffer, which decides its contents:
+    state   {name: buffer}, 1-D. `Rule.state` has a shape for each buffer, which decides its
+            contents:
             elements    the state of each element of all pieces. The state of element
                         `piece.start` of the flat buffer is at `piece.offset`.
             ElementsOf  the same, for some of the tensors
@@ -165,7 +166,8 @@ class Optimizer:
     def sum_facts(
         self, views: Views, scale: float, lr: float, step: int, delayed: bool = False
     ) -> None:
-        """Compute the rule's sums over whole tensors, before the first `update` of a step; collective.
+        """Compute the rule's sums over whole tensors, before the first `update` of a step;
+        collective.
 
         Only a tensor-wise rule has such sums.
 

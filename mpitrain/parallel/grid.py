@@ -30,8 +30,8 @@ class Coords(NamedTuple):
 class Axes(NamedTuple):
     """The number of ranks along each axis, and the number of servers.
 
-    tp varies fastest with the rank, then dp, then pp. So the ranks of a tensor-parallel group, which
-    communicate most, share a host. The servers are the last ranks and have no coordinates.
+    tp varies fastest with the rank, then dp, then pp. So the ranks of a tensor-parallel group,
+    which communicate most, share a host. The servers are the last ranks and have no coordinates.
     """
 
     tp: int = 1
@@ -54,8 +54,8 @@ def axes(config: Config, ranks: int, servers: int) -> Axes:
     """Return the axes for `ranks` ranks; layout.dp 0 is replaced by the number that fits.
 
     servers  number of the last ranks, which compute no rows
-    raises   ConfigError if ranks are not dp x tp x pp + servers, if a micro-batch would have no row,
-             if run.delay names a rank that computes no rows, or if run.inject cannot happen
+    raises   ConfigError if ranks are not dp x tp x pp + servers, if a micro-batch would have no
+             row, if run.delay names a rank that computes no rows, or if run.inject cannot happen
     """
     layout = config.layout
     dp = layout.dp or max(1, (ranks - servers) // (layout.tp * layout.pp))
@@ -220,7 +220,8 @@ class Grid:
                 self.holders[name] = group
 
     def check(self) -> None:
-        """Raise ConfigError if the algorithm of one of this rank's groups does not support its hosts.
+        """Raise ConfigError if the algorithm of one of this rank's groups does not support its
+        hosts.
 
         It is not collective, so the error may be on some ranks only. The caller must make all ranks
         agree on it.
@@ -266,8 +267,8 @@ class Grid:
         """Return the all-reduce of an update rule's sums over whole tensors (`FactSums`).
 
         It runs over the ranks with other elements of the same tensors. Recursive doubling adds
-        every element in the same order, whatever its offset and the hosts. So the sums have the same
-        bits on all ranks that store the same elements.
+        every element in the same order, whatever its offset and the hosts. So the sums have the
+        same bits on all ranks that store the same elements.
 
         groups  an all-reduce runs over each of these groups in turn
         """

@@ -331,8 +331,8 @@ def _scatters_per_step(replica: ReplicationContext) -> int:
 
 
 def _gathered(spans: Sequence[Span], opened: Iterable[int]) -> int:
-    """Return the elements to gather if spans with equal `holders` and `partial` alternate between two
-    slots.
+    """Return the elements to gather if spans with equal `holders` and `partial` alternate between
+    two slots.
 
     opened  the units in the order of their use
     """
@@ -396,7 +396,9 @@ def _local(replica: ReplicationContext, sample: Sample) -> float:
 
 
 def _gossip(replica: ReplicationContext, sample: Sample) -> float:
-    """Return the mean bytes of a step; they include the average over all ranks at the end of the run."""
+    """Return the mean bytes of a step; they include the average over all ranks at the end of the
+    run.
+    """
     n, steps, storage = replica.grid.axes.ranks, replica.config.run.steps, replica.storage
     average = _ring(n, storage.length) * storage.dtype.itemsize
     exchanges = _periods(replica.config) * _ring(n, NEWS) * CONTROL_ITEM
@@ -428,8 +430,8 @@ def _server_late(replica: ReplicationContext, sample: Sample) -> float | None:
 
     Returns None if a worker may be the busiest rank, since nobody knows before the run how many
     tickets it will get. A step has one ticket per worker. For each ticket a worker sends a request,
-    a pull of parameters, and a push of gradients. At a pause each worker sends one request that gets
-    no ticket. At the end of the run each worker pulls the parameters.
+    a pull of parameters, and a push of gradients. At a pause each worker sends one request that
+    gets no ticket. At the end of the run each worker pulls the parameters.
     """
     config, stored, workers = replica.config, _bytes_by_server(replica), replica.grid.axes.dp
     steps, servers = config.run.steps, len(stored)

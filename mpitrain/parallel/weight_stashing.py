@@ -3,15 +3,15 @@
 Each stage updates its parameters by itself, and the pipeline is not drained after a step. A
 micro-batch uses the same version in forward and backward. A step is one batch, as in every mode,
 with one learning rate and one line of metrics. With `async` an update uses one micro-batch, as a
-mean over its rows in all replicas. With `async-2bw` an update uses the whole batch. A stage clips by
-the norm of its own gradient, and skips an update with a non-finite gradient. AdamW's step count
+mean over its rows in all replicas. With `async-2bw` an update uses the whole batch. A stage clips
+by the norm of its own gradient, and skips an update with a non-finite gradient. AdamW's step count
 includes skipped updates.
 
 Each micro-batch has its own control message, a non-blocking all-reduce. A stage starts it after the
-backward of the micro-batch. With p stages, a stage reads it just before the backward p micro-batches
-later. So ranks learn the result of a step some steps later. A stop request ends training after a
-later step, which is the same on all ranks. All ranks have read the request before the first stage
-begins the last backward of that step.
+backward of the micro-batch. With p stages, a stage reads it just before the backward p
+micro-batches later. So ranks learn the result of a step some steps later. A stop request ends
+training after a later step, which is the same on all ranks. All ranks have read the request before
+the first stage begins the last backward of that step.
 
 source  Narayanan et al. 2019, PipeDream, SOSP; Narayanan et al. 2021, Memory-Efficient
         Pipeline-Parallel DNN Training, ICML (2BW)

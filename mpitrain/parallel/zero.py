@@ -82,8 +82,8 @@ class UnshardedBuffers:
     A bucket always uses the same slot, so its bound collectives stay valid. With one model chunk,
     consecutive buckets alternate between two slots. With several model chunks, one chunk is in the
     slots at a time: the n-th buckets of all chunks share the n-th slot. Buckets that differ in
-    `holders`, `partial` or `frozen` never share a slot, since one unit may need both. Each bucket of
-    `alone` has a slot of its own.
+    `holders`, `partial` or `frozen` never share a slot, since one unit may need both. Each bucket
+    of `alone` has a slot of its own.
 
     slot     {bucket: number of its slot}
     views    {bucket: view of its elements in the slot}
@@ -149,10 +149,10 @@ class UnshardedBuffers:
 class Shards:
     """This rank's shard of every bucket.
 
-    A sharding group has s of the n replicas. With replication.shard "all", s is n. With "host", s is
-    the number of replicas on a host (as FSDP's hybrid sharding), and parameters never travel between
-    hosts. After the reduce-scatters on each host, the h = n/s replicas with the same shard all-reduce
-    the shard's gradient, once a step.
+    A sharding group has s of the n replicas. With replication.shard "all", s is n. With "host", s
+    is the number of replicas on a host (as FSDP's hybrid sharding), and parameters never travel
+    between hosts. After the reduce-scatters on each host, the h = n/s replicas with the same shard
+    all-reduce the shard's gradient, once a step.
 
     dividing  the sharding group, s replicas
     alike     the replication group, the h replicas with the same shard
@@ -207,9 +207,9 @@ class ShardedGradients(GradientReducer):
     bucket is reduce-scattered once a step, because all micro-batches finish the backward of one
     chunk before that of the next chunk begins.
 
-    A bucket with a tied tensor has a full-size buffer of its own, and is reduced when all units that
-    use the tensor are ready. If each rank of a tied group has a summand of a gradient, the group
-    sums its shards of `buffer` at the end of the step.
+    A bucket with a tied tensor has a full-size buffer of its own, and is reduced when all units
+    that use the tensor are ready. If each rank of a tied group has a summand of a gradient, the
+    group sums its shards of `buffer` at the end of the step.
 
     buffer  this rank's shards of the summed gradient, concatenated
     engine  the progress engine of these reductions and of the constructor's `others`
@@ -304,7 +304,9 @@ class ShardedGradients(GradientReducer):
                 self._end_all()
 
     def _end(self, slot: int) -> None:
-        """Wait for the running reduction in a slot, if there is one, and add its result to `buffer`."""
+        """Wait for the running reduction in a slot, if there is one, and add its result to
+        `buffer`.
+        """
         if slot not in self._under_way:
             return
         bucket, is_last = self._under_way.pop(slot)
@@ -347,8 +349,8 @@ def _padding(storage: Storage, bucket: Bucket, view: Any) -> list[Any]:
 
 
 class GatheredOnUse(ParameterStore):
-    """Parameters of ZeRO stage 3: each unit is gathered while the previous unit computes, in forward
-    and in backward.
+    """Parameters of ZeRO stage 3: each unit is gathered while the previous unit computes, in
+    forward and in backward.
 
     A unit stays in its slot until another unit needs the slot, or until the unit is updated. So
     backward does not gather the last two units again, nor the next micro-batch the first two.
@@ -445,8 +447,8 @@ class GatheredOnUse(ParameterStore):
     def _next(self, unit: int) -> int:
         """Return the unit that `open` will receive next.
 
-        The order of units continues as in the last two calls. It turns back at the last unit, and at
-        the first unit that has a backward.
+        The order of units continues as in the last two calls. It turns back at the last unit, and
+        at the first unit that has a backward.
         """
         last, first = len(self._needed) - 1, self._replica.first
         is_forward = unit > self._opened or unit == 0

@@ -90,7 +90,8 @@ class LossScale:
     value = 1.0
 
     def after(self, outcome: StepResult) -> StepResult:
-        """Adapt the scale to a step's result; return the result with its `loss_scale` and `overflows`.
+        """Adapt the scale to a step's result; return the result with its `loss_scale` and
+        `overflows`.
 
         All ranks pass the same result, so all get the same scale.
         """
@@ -104,8 +105,8 @@ class LossScale:
 
 
 class DynamicLossScale(LossScale):
-    """The dynamic loss scale of float16: it doubles after GOOD steps without an overflow, and halves
-    after an overflow.
+    """The dynamic loss scale of float16: it doubles after GOOD steps without an overflow, and
+    halves after an overflow.
 
     An overflow is a gradient that is not finite although the loss is finite. Its update is skipped,
     and the run continues.
