@@ -415,7 +415,9 @@ class Counter:
 
 def _is_serial(plan: Plan) -> bool:
     """Return whether one stage ends each micro-batch before it begins the next."""
-    return len(plan.lists) == 1 == peak(plan.lists[0], [Cost(0, 0, 0)] * len(plan.stage_of)).live
+    return (
+        len(plan.by_stage) == 1 == peak(plan.by_stage[0], [Cost(0, 0, 0)] * len(plan.stage_of)).live
+    )
 
 
 def _unlike(shares: Sequence[range]) -> list[range]:

@@ -93,7 +93,10 @@ def of_a_row_parallel_layer():
 
 
 def of_1f1b():
-    """Two stages of one linear layer each, with plain arrays in place of a mode of replication."""
+    """Two stages of one linear layer each, with plain arrays in place of a mode of replication.
+
+    The calls of stage 1, which runs the halves of a backward, then those of stage 0.
+    """
 
     def calls(transport):
         layers, shape = Plain(ops_for("cpu")), (2, 3)
@@ -119,7 +122,8 @@ def of_1f1b():
 
         return calls_of(step)
 
-    return run_ranks(2, calls)[1]
+    first, second = run_ranks(2, calls)
+    return second + first
 
 
 def of_a_cuda_product():
