@@ -118,9 +118,9 @@ def test_bubbles_and_live_counts_are_those_of_the_simulator():
         costs = [Cost(1, 1, 1, saved=4 / len(plan.stage_of))] * len(plan.stage_of)
         simulation = simulate(with_messages(plan), costs)
         assert f"{100 * simulation.bubble:.1f}" == idle, name
-        assert max(peak(mine, costs).nbytes for mine in plan.lists) == pytest.approx(float(live)), (
-            name
-        )
+        assert max(peak(mine, costs).nbytes for mine in plan.by_stage) == pytest.approx(
+            float(live)
+        ), name
 
 
 def test_the_five_levels_of_a_tensor_have_the_sizes_of_the_page():
