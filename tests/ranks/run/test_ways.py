@@ -44,12 +44,15 @@ WAYS = {
 }
 # | `file or folder/` | why a way may pass it |
 LEAVES = re.findall(r"^\| `([\w/.]+)` \| ", SECTION, re.M)
-# | in a start: `file or folder/`, ... | why the way of `train` may pass them |
-# | in a step: `file or folder/`, ... | why the ways through a whole step may pass them |
-STARTING, STEPPING = (
-    re.findall(r"`([\w/.]+)`", "".join(re.findall(rf"^\| in a {run}: ([^|]*) \| ", SECTION, re.M)))
-    for run in ("start", "step")
-)
+# | in a start: `file or folder/`, ... | why the way of `train` may pass them |, likewise "in a step" and "in a checkpoint"
+LEAVES_OF = {
+    run: tuple(
+        re.findall(
+            r"`([\w/.]+)`", "".join(re.findall(rf"^\| in a {run}: ([^|]*) \| ", SECTION, re.M))
+        )
+    )
+    for run in ("start", "step", "checkpoint")
+}
 
 
 def calls_of(function, *arguments):
@@ -67,14 +70,6 @@ def calls_of(function, *arguments):
     finally:
         sys.setprofile(None)
     return calls
-
-
-def without(leaves, question, calls):
-    """Return the calls of a way, without those of files that are leaves and not on the way."""
-    way = {path for _, path in WAYS[question]}
-    return [
-        (name, path) for name, path in calls if path in way or not path.startswith(tuple(leaves))
-    ]
 
 
 def of_a_ring():
@@ -99,7 +94,10 @@ def of_a_row_parallel_layer():
 
 
 def of_1f1b():
-    """Two stages of one linear layer each, with plain arrays in place of a mode of replication."""
+    """Two stages of one linear layer each, with plain arrays in place of a mode of replication.
+
+    The calls of stage 1, which runs the halves of a backward, then those of stage 0.
+    """
 
     def calls(transport):
         layers, shape = Plain(ops_for("cpu")), (2, 3)
@@ -125,7 +123,8 @@ def of_1f1b():
 
         return calls_of(step)
 
-    return run_ranks(2, calls)[1]
+    first, second = run_ranks(2, calls)
+    return second + first
 
 
 def of_a_cuda_product():
@@ -145,7 +144,7 @@ def of_a_step(question):
         trainer.step(0, *batch)
         return calls_of(trainer.step, 1, *batch)
 
-    return without(STEPPING, question, run_ranks(2, calls)[0])
+    return without_leaves_of("step", question, run_ranks(2, calls)[0])
 
 
 STEP = ["--set", "run.steps=1", "--set", "run.eval_every=-1", "--set", "run.sample=0"]
@@ -166,28 +165,38 @@ def of_a_start():
         done = run(
             [sys.executable, "-c", START], cwd=folder, env={**os.environ, "PYTHONPATH": ROOT}
         )
-    calls = json.loads(done.stderr.splitlines()[-1])
-    return without(STARTING, TRAIN, calls)
+    return without_leaves_of("start", TRAIN, json.loads(done.stderr.splitlines()[-1]))
+
+
+def without_leaves_of(run, question, calls):
+    way = {path for _, path in WAYS[question]}
+    return [
+        (name, path) for name, path in calls if path in way or not path.startswith(LEAVES_OF[run])
+    ]
 
 
 def of_a_checkpoint():
     with TemporaryDirectory() as folder:
         settings = [*TINY, "run.steps=1", "run.eval_every=-1", f"run.out={folder}/run"]
         config = parse(with_settings({}, settings))
-        return run_ranks(2, lambda own: calls_of(train, own, lambda: config))[0]
+        calls = run_ranks(2, lambda own: calls_of(train, own, lambda: config))[0]
+    # The run pauses before its only step, too, and saves nothing there.
+    del calls[: calls.index(WAYS[SAVE][0]) + 1]
+    return without_leaves_of("checkpoint", SAVE, calls)
 
 
+SAVE = "How is a checkpoint written?"
 TRAIN = "How does `train` get to the first forward pass?"
 # {question: a function that makes the run, and returns its calls}. Its number is the most files that the way may have.
 RUNS = {
-    TRAIN: (10, of_a_start),
+    TRAIN: (9, of_a_start),
     "Where is the ring?": (5, of_a_ring),
     "Where is AdamW?": (5, partial(of_a_step, "Where is AdamW?")),
     "Where are gradients averaged?": (4, partial(of_a_step, "Where are gradients averaged?")),
     "Where is the all-reduce of a row-sharded layer?": (5, of_a_row_parallel_layer),
     "Where is 1F1B?": (5, of_1f1b),
     "Where is a CUDA matrix product?": (4, of_a_cuda_product),
-    "How is a checkpoint written?": (5, of_a_checkpoint),
+    SAVE: (5, of_a_checkpoint),
 }
 
 
