@@ -19,7 +19,7 @@ class GroupRun(NamedTuple):
     """Elements [start, stop) of a piece, all of one parameter group.
 
     lr            factor of the learning rate
-    weight_decay  of the group; for one launch over several groups, as the operation needs it
+    weight_decay  a number; for one launch over several groups, what `weight_decays` returned
     """
 
     start: int

@@ -13,7 +13,8 @@ from mpitrain.transport.base import Transport
 class FactSums(NamedTuple):
     """The all-reduce of a tensor-wise rule's facts, such as squared norms of tensors (rule.py).
 
-    It runs over the ranks with other elements of the same tensors. All ranks add in the same order.
+    It runs over the ranks with other elements of the same tensors. Ranks with the same elements add
+    in the same order.
 
     bind    (vector) -> run; collective. The vector is (count,) float64 in the memory of the backend.
             `run`, which is collective as well, replaces the vector by the sum.

@@ -48,7 +48,7 @@ class Sizes(NamedTuple):
     master    bytes of a parameter, which are those of its gradient, too
     mirror    bytes of the rounded copy of a parameter; 0 in full precision
     state     bytes of optimizer state per parameter, as the mean over trained parameters
-    frozen    elements of the frozen parameters of a stage, which `length` does not count
+    frozen    elements of the frozen parameters of a stage, which are not part of `length`
     slot      as `largest`, for frozen parameters
     """
 

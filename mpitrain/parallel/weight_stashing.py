@@ -48,7 +48,7 @@ class StashedParameters(WholeParameters):
     each `every` micro-batches an update makes the next version. Micro-batch i uses version
     i // every - (versions - 1), or 0 if this is negative.
 
-    steps   the steps that have begun since the pipeline was empty
+    steps   the steps that have begun since the pipeline was last empty
     memory  `versions` times the parameters with which layers compute
     """
 
