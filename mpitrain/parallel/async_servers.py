@@ -155,8 +155,8 @@ def _of_step(reports: list[Report], lead: int) -> StepResult:
 
 DRAW, PULL, SETTLE, PUSH, LEAVE_OUT, TELL = range(6)
 """The kinds of messages, the first number of their header. Only answers to pulls and pushes have no
-kind. SETTLE is the last pull before a pause, LEAVE_OUT a push without its non-finite gradient, and
-TELL the result of a step.
+kind. SETTLE is the last pull before a pause, LEAVE_OUT a push without its gradient, which is
+skipped, and TELL the result of a step.
 """
 
 NO_TICKET = -1
@@ -251,7 +251,7 @@ class AsyncWork(AgreeAndUpdate):
     def finish(self, step_input: StepInput) -> StepResult:
         assert self._rows.ticket is not None
         loss, squares, nonfinite = self.replica.gradient_stats(step_input, self.reducer.squared)
-        own, scale = self.divided(
+        own, scale = self.result_of(
             step_input, (loss, squares, nonfinite, step_input.stop, step_input.ignored)
         )
         requests = []

@@ -189,7 +189,7 @@ class PushAndPull(AgreeAndUpdate):
             request.wait()
         self.store.loaded()
         first, *_ = answers.values()  # all servers send the same numbers
-        outcome, _ = self.divided(step_input, first[:5].tolist())
+        outcome, _ = self.result_of(step_input, first[:5].tolist())
         return self.skips.conclude(outcome._replace(comm_s=time.perf_counter() - began))
 
 
@@ -309,7 +309,7 @@ class ServedUpdate(AgreeAndUpdate):
         self._agree_on_squares.run()
         squares, nonfinite, servers_stop = self._squares.tolist()
         totals = self._answer[:5] = (loss, squares, nonfinite, stop + servers_stop, ignored)
-        outcome, scale = self.divided(step_input, totals)
+        outcome, scale = self.result_of(step_input, totals)
         if outcome.updated:
             self.apply(scale, step_input.lr, step_input.number + 1 - self.skips.number)
         answers = [line.start_send(self._answer, self.store.views, worker) for worker in workers]

@@ -433,7 +433,8 @@ class GatheredOnUse(ParameterStore):
     def _following(self, unit: int) -> Sequence[int]:
         """Return the units to gather while this unit computes.
 
-        One model chunk: the next unit. Several: the rest of the chunk when its first unit computes.
+        With one model chunk this is the next unit, with several chunks all units of this unit's
+        chunk.
         """
         chunk = next((units for units in self._replica.chunks if unit in units), None)
         if chunk is None:

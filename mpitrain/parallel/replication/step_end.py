@@ -236,7 +236,7 @@ class AgreeAndUpdate(StepEnd):
         self.recorder.end(span)
         return stats
 
-    def divided(self, step_input: StepInput, totals: Sequence[float]) -> tuple[StepResult, float]:
+    def result_of(self, step_input: StepInput, totals: Sequence[float]) -> tuple[StepResult, float]:
         """Return the result of a step, and the factor `scale` of the summed gradient in its update.
 
         `updated` is true if loss and norm are finite.
@@ -285,7 +285,7 @@ class AgreeAndUpdate(StepEnd):
         loss, squares, nonfinite = self.sum(step_input)
         with exposed:
             totals = agree(loss, squares, nonfinite, step_input.stop, step_input.ignored)
-        outcome, scale = self.divided(step_input, totals)
+        outcome, scale = self.result_of(step_input, totals)
         if outcome.updated:
             span = self.recorder.compute(self.update_name, UPDATE)
             self.apply(scale, step_input.lr, step_input.number + 1 - skips.number)
