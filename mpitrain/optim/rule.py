@@ -218,8 +218,7 @@ class Rule(NamedTuple):
     """The row of an update rule in the table `RULES`.
 
     help      one phrase for the help of optimizer.name
-    reads     the keys of [optimizer] that only some rules read, and this one does; a user may not
-              set the others
+    reads     the hyper-parameters of the rule, keys of [optimizer]; it refuses those of other rules
     state     {buffer: its shape}, in the order of the operation's arguments
     step      one operation over elements or blocks, or rounds of facts
     defaults  {key of [optimizer]: default of this rule}, where it differs from the section's
