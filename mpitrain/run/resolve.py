@@ -1,4 +1,9 @@
-"""The first agreement of a start: all ranks have the same configuration, as it was given."""
+"""The first two agreements of a start: on the configuration as given, and on it as resolved.
+
+`agree_on` gathers what each rank was given. `resolve_here` then sets on each rank the values that were automatic:
+device, mesh axes, schedule and micro-batches. `resolve` compares the results; a run compares them in `build`,
+together with its data.
+"""
 
 import sys
 from collections import Counter
