@@ -104,16 +104,16 @@ class ActivationBuffer:
     def __init__(self, group: Any, waited: StallTime, buffer: BoundBuffer, array: Any):
         self._group, self._waited, self._buffer, self.array = group, waited, buffer, array
 
-    def all_reduce(self, op: str = "add") -> TimedReduction:
+    def bound_all_reduce(self, op: str = "add") -> TimedReduction:
         return self._timed("all-reduce", op, lambda elements: self._group.bind(elements, op))
 
-    def reduce_scatter(self, op: str = "add") -> TimedReduction:
+    def bound_reduce_scatter(self, op: str = "add") -> TimedReduction:
         """Return the reduce-scatter to `own`, or `own_rows`; the rest of the array is scratch."""
         return self._timed(
             "reduce-scatter", op, lambda elements: self._group.bind_reduce_scatter(elements, op)
         )
 
-    def all_gather(self) -> TimedReduction:
+    def bound_all_gather(self) -> TimedReduction:
         """Return the all-gather of each rank's `own`, or `own_rows`."""
         return self._timed("all-gather", "", self._group.bind_all_gather)
 

@@ -20,7 +20,7 @@ from mpitrain.collectives.engine.compose import TracedReduction
 from mpitrain.collectives.engine.executor import Execution, Reduction, agree, unfit
 from mpitrain.collectives.selection.algorithm import Topology
 from mpitrain.collectives.selection.cost_model import Tuning, choose
-from mpitrain.collectives.selection.table import PLANS, TABLES
+from mpitrain.collectives.selection.table import PLANS, TABLES, choices, title
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.errors import CommError, on_every_rank
 from mpitrain.machine.arena import Arena
@@ -98,10 +98,9 @@ class Group:
 
         op is "add" or "maximum", in all methods.
         """
+        choice = op, self.algorithm, self.tuning, self.arithmetic
         return self._noted(
-            "all-reduce",
-            array,
-            lambda: bind(self.transport, array, op, self.algorithm, self.tuning, self.arithmetic),
+            "all-reduce", array, lambda: bind_algorithm(self.transport, "allreduce", array, *choice)
         )
 
     def bind_lossy(
@@ -170,11 +169,10 @@ class Group:
         )
 
     def _half(self, operation: str, array: np.ndarray, op: str) -> Reduction:
-        """Bind half an all-reduce, by the algorithm of the same name if there is one."""
         algorithm = self.algorithm if self.algorithm in TABLES[operation] else "auto"
-        way = op, algorithm, self.tuning, self.arithmetic
+        choice = op, algorithm, self.tuning, self.arithmetic
         return self._noted(
-            operation, array, lambda: bind_algorithm(self.transport, operation, array, *way)
+            operation, array, lambda: bind_algorithm(self.transport, operation, array, *choice)
         )
 
     def _noted(self, operation: str, array: Any, bind: Callable[[], Reduction]) -> Reduction:
@@ -292,7 +290,7 @@ def bind_algorithm(
             choice = {
                 memory: choose(tuning, *facts, memory, operation) for memory in ("window", "plain")
             }
-    name, known = operation.replace("allreduce", "all-reduce"), (*table, "auto")
+    name, known = title(operation), choices(operation)
     agreed = agree(transport, name, array, known, algorithm, offered, op=op, choice=choice)
     if choice:
         is_window = on_device(array) or all(location for location, _ in agreed.owns)

@@ -22,7 +22,7 @@ from mpitrain.collectives.plans.own_file import Wrong, answers
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer, chunk_bounds
 from mpitrain.collectives.selection.algorithm import Algorithm, never, of_plans, shown
 from mpitrain.collectives.selection.cost_model import plans_of
-from mpitrain.collectives.selection.table import ALL_REDUCE, TABLES
+from mpitrain.collectives.selection.table import ALL_REDUCE, TABLES, title
 from mpitrain.config.plugins import MARK
 from mpitrain.errors import ConfigError, on_every_rank
 from mpitrain.files import contents
@@ -191,7 +191,7 @@ def check_trial(
         name, table = trial.algorithm, TABLES[operation]
         raise on_every_rank(
             ConfigError(
-                f"The algorithm {name}{table.of_plugin(name)} must be an {operation.replace('allreduce', 'all-reduce')} of "
+                f"The algorithm {name}{table.of_plugin(name)} must be an {title(operation)} of "
                 f"{transport.size} ranks, but its result of {array.size:,} whole numbers is wrong.",
                 "Correct its bind.",
             )

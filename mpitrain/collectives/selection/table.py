@@ -92,10 +92,11 @@ ALL_GATHER: Table[str, Algorithm] = Table(
 )
 
 TABLES = {"allreduce": ALL_REDUCE, "reduce-scatter": REDUCE_SCATTER, "all-gather": ALL_GATHER}
-"""Algorithms with a choice by "auto".
+"""{operation: its algorithms by name}, for the operations in which "auto" chooses the algorithm.
 
 Configuration, help texts, the cost model and benchmarks read these tables, so a new algorithm
-needs only one entry.
+needs only one entry. The keys are the operations as benchmarks write them to files; `title` is
+their spelling everywhere else.
 """
 
 PLANS: dict[str, dict[str, Callable[..., Plan]]] = {
@@ -111,6 +112,11 @@ PLANS: dict[str, dict[str, Callable[..., Plan]]] = {
 
 "auto" does not choose among them.
 """
+
+
+def title(operation: str) -> str:
+    """Return the name of an operation for messages and traces: "all-reduce" for "allreduce"."""
+    return operation.replace("allreduce", "all-reduce")
 
 
 def choices(operation: str) -> tuple[str, ...]:

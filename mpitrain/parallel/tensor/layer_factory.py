@@ -24,7 +24,7 @@ from mpitrain.parallel.tensor.linear import (
     RowParallelLinear,
     own_run,
 )
-from mpitrain.parallel.tensor.sequence import ReplicatedRows, SequenceSharded
+from mpitrain.parallel.tensor.rows import ReplicatedRows, SequenceSharded
 from mpitrain.parallel.tensor.vocabulary import (
     ChunkedParallelHead,
     VocabParallelCrossEntropy,

@@ -59,7 +59,7 @@ class ReplicatedRows:
 
     def reduction(self, lease: ActivationBuffer) -> TimedReduction:
         """Return the reduction of the ranks' partial sums in the leased buffer."""
-        return lease.all_reduce()
+        return lease.bound_all_reduce()
 
     def ends(self, lease: ActivationBuffer, arena: Arena) -> tuple[Any, Any]:
         """Return the finished sum, and a buffer for the output, perhaps the same array."""
@@ -135,7 +135,7 @@ class SequenceSharded(ReplicatedRows):
         self._recomputes = False
 
     def reduction(self, lease: ActivationBuffer) -> TimedReduction:
-        return lease.reduce_scatter()
+        return lease.bound_reduce_scatter()
 
     def ends(self, lease: ActivationBuffer, arena: Arena) -> tuple[Any, Any]:
         own = lease.own_rows
@@ -145,7 +145,7 @@ class SequenceSharded(ReplicatedRows):
     def whole(self, x: Any) -> Any:
         lease = self.group.exchange(self.entered(x.shape), x.dtype)
         copy_rows(lease.own_rows, x)
-        lease.all_gather().run()
+        lease.bound_all_gather().run()
         return lease.array
 
     def kept(self, saved: Any, x: Any) -> Any:
