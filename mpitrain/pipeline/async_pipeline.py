@@ -158,7 +158,7 @@ class AsyncPipeline(Pipeline):
         execute(
             self._announced(self._turning(moved(program, self._steps * m, 2 * m)), self._rows),
             self.stages,
-            len(self._parts),
+            len(self._chunks),
             first,
             loss,
             self.channel,

@@ -47,7 +47,7 @@ def execute(
 
     def taken(message: Message) -> Any:
         """Return the input of an instruction: a local result or a received message."""
-        return held.pop(message) if message in held else channel.received(message)
+        return held.pop(message) if message in held else channel.finish_receive(message)
 
     for instruction in instructions:
         match instruction:
@@ -145,7 +145,7 @@ class Channel:
         self._under_way.append(request)
         self._recorder.about(0, -1)
 
-    def received(self, message: Message) -> Any:
+    def finish_receive(self, message: Message) -> Any:
         """Wait for a received array and return it; the caller owns it."""
         request, array = self._receives.pop(message)
         self._wait(request, message)

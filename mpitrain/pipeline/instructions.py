@@ -124,11 +124,13 @@ class Plan(NamedTuple):
     """
 
     stage_of: tuple[int, ...]
-    lists: tuple[tuple[Compute, ...], ...]
+    by_stage: tuple[tuple[Compute, ...], ...]
 
     @property
     def micro_batches(self) -> int:
-        return 1 + max((i.micro for instructions in self.lists for i in instructions), default=-1)
+        return 1 + max(
+            (i.micro for instructions in self.by_stage for i in instructions), default=-1
+        )
 
 
 def needed(instruction: Instruction, chunks: int) -> Message | None:
@@ -163,7 +165,7 @@ def fused_at_the_input(plan: Plan, first: int = 0) -> Plan:
     first  the first chunk with a backward
     """
     return plan._replace(
-        lists=tuple(tuple(_fused(instructions, first)) for instructions in plan.lists)
+        by_stage=tuple(tuple(_fused(instructions, first)) for instructions in plan.by_stage)
     )
 
 
@@ -203,11 +205,11 @@ def with_messages(plan: Plan, ahead: int = 1) -> Program:
     ahead  number of instructions by which a Receive precedes its consumer, to overlap the transfer
     """
     chunks = len(plan.stage_of)
-    numbered = [pair for instructions in plan.lists for pair in enumerate(instructions)]
+    numbered = [pair for instructions in plan.by_stage for pair in enumerate(instructions)]
     made_at = {made(i, chunks): index for index, i in numbered}
     used_at = {needed(i, chunks): index for index, i in numbered}
     return tuple(
-        _with_messages(stage, plan, ahead, made_at, used_at) for stage in range(len(plan.lists))
+        _with_messages(stage, plan, ahead, made_at, used_at) for stage in range(len(plan.by_stage))
     )
 
 
@@ -222,7 +224,7 @@ def _with_messages(
 
     made_at, used_at  index of the producer or consumer of a message in its stage's list
     """
-    stage_of, instructions = plan.stage_of, plan.lists[stage]
+    stage_of, instructions = plan.stage_of, plan.by_stage[stage]
     before: list[list[Instruction]] = [[] for _ in instructions]
     for index, instruction in enumerate(instructions):
         if message := needed(instruction, len(stage_of)):

@@ -88,7 +88,8 @@ def one_f_one_b(s: int, p: int, m: int) -> list[Compute]:
     """Alternate forwards and backwards (1F1B). Narayanan et al. 2019, SOSP.
 
     Stage s saves the activations of at most p - s micro-batches. The input gradient leaves after B,
-    before W computes. This makes the bubble a third smaller, and the message travels during W.
+    before W computes. This makes the bubble a third smaller, and the message travels during W. A
+    training step runs B and W of stage 0 as one BW (`fused_at_the_input`), in the same time.
 
         stage 0  F0 F1 F2 ..... B0 W0 F3 B1 W1 .. B2 W2 .. B3 W3
         stage 1  .. F0 F1 .. B0 W0 F2 B1 W1 F3 B2 W2 .. B3 W3 ..

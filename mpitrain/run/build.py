@@ -30,7 +30,7 @@ from mpitrain.pipeline.partition import TIME, Units
 from mpitrain.run.checkpoint import loading
 from mpitrain.run.checkpoint.manifest import Done, newest
 from mpitrain.run.choices import parse
-from mpitrain.run.counting import Scheduled, StepCounts, Unsent, check_activations
+from mpitrain.run.counting import StepCounts, Unsent, check_activations
 from mpitrain.run.resolve import (
     FILES,
     Given,
@@ -191,12 +191,12 @@ def _open(
 def _counted(rank: int, resolved: Resolved, source: Source | Unopened, room: Room) -> StepCounts:
     """Count the activations and FLOPs of a step; ConfigError if they do not fit in `room`."""
     return check_activations(
-        scheduled(resolved),
+        resolved,
         source,
         lambda layers: model(resolved.config, source, layers),
         room,
         rank,
-        lambda n: (replanned := with_micro_batches(resolved, n)) and scheduled(replanned),
+        lambda n: with_micro_batches(resolved, n),
     )
 
 
@@ -219,7 +219,7 @@ def model(config: Config, source: Source | Unopened, layers: Plain) -> list[Unit
 class Alone(NamedTuple):
     """A job in one process, to be counted: the arguments of `counting.Counter`."""
 
-    job: Scheduled
+    job: Resolved
     source: Source
     units: Units
 
@@ -236,12 +236,7 @@ def alone(config: Config, ranks: int) -> Alone:
     source = _source(agreed.config, largest)
     check_data(agreed.config.model.kind, source.form, name)
     resolved = resolve_here(agreed, ("",) * ranks)
-    return Alone(scheduled(resolved), source, lambda layers: model(resolved.config, source, layers))
-
-
-def scheduled(resolved: Resolved) -> Scheduled:
-    """Return the fields that counting needs."""
-    return Scheduled(resolved.config, resolved.axes, resolved.plan, resolved.device)
+    return Alone(resolved, source, lambda layers: model(resolved.config, source, layers))
 
 
 def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unopened) -> Resolved:

@@ -31,7 +31,7 @@ from mpitrain.ops.weightless import (
     WeightlessMemory,
     WeightlessOnDevice,
 )
-from mpitrain.parallel.grid import Axes, share
+from mpitrain.parallel.grid import share
 from mpitrain.parallel.memory import Room
 from mpitrain.parallel.tensor.layer_factory import layers_for, loss_for
 from mpitrain.pipeline.instructions import Plan
@@ -40,6 +40,7 @@ from mpitrain.pipeline.pipeline import Pipeline, input_shape, own
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.pipeline.simulate import Cost, peak
 from mpitrain.pipeline.stage import Stage
+from mpitrain.run.resolve import Resolved
 from mpitrain.trace.recorder import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -57,17 +58,6 @@ SERIAL = "1f1b"
 
 MOST = 512
 """The largest number of micro-batches that the check proposes."""
-
-
-class Scheduled(NamedTuple):
-    """A resolved configuration with its pipeline plan: the fields of `run.resolve.Resolved` that
-    counting needs.
-    """
-
-    config: Config
-    axes: Axes
-    plan: Plan
-    device: Device
 
 
 class StepCounts(NamedTuple):
@@ -348,10 +338,10 @@ class Counter:
     tp     tensor-parallel index
     """
 
-    def __init__(self, job: Scheduled, source: Source | Unopened, units: Units, tp: int = 0):
-        config, axes, plan, device = job
+    def __init__(self, job: Resolved, source: Source | Unopened, units: Units, tp: int = 0):
+        config, plan = job.config, job.plan
         self._job, self._source = job, source
-        self._body = Body(device, config, tp, axes.tp)
+        self._body = Body(job.device, config, tp, job.axes.tp)
         # Before the units are timed, the balanced partition is counted.
         partition = "" if config.pipeline.partition == TIME else config.pipeline.partition
         self._chunks = cut_in_chunks(
@@ -360,12 +350,12 @@ class Counter:
 
     def step(self, pp: int, dp: int = 0) -> StepCounts:
         """Count one training step of a pipeline stage, in the dp-th replica."""
-        config, axes, plan, device = self._job
+        job, config, axes, plan = self._job, self._job.config, self._job.axes, self._job.plan
         body, chunks = self._body, self._chunks.chunks
         units = [unit for chunk in own(plan.stage_of, pp) for unit in chunks[chunk]]
         storage = Storage(units, config.precision.stored, axes.dp)
         replica: Any = Replica(storage, body, loss_for(body.layers), self._chunks.first(units))
-        endpoint, computed = body.endpoint(pp, axes.pp), device.half or storage.dtype
+        endpoint, computed = body.endpoint(pp, axes.pp), job.device.half or storage.dtype
         rows = share(config.batch.size, dp, axes.dp)
         every = [share(len(rows), n, plan.micro_batches) for n in range(plan.micro_batches)]
         shares = _unlike(every) if _is_serial(plan) else every
@@ -401,7 +391,7 @@ class Counter:
 
     def units(self, pp: int) -> list[UnitCount]:
         """Count each unit of a pipeline stage, for the largest micro-batch of replica 0."""
-        config, axes, plan, device = self._job
+        job, config, axes, plan = self._job, self._job.config, self._job.axes, self._job.plan
         body, chunks, counts = self._body, self._chunks.chunks, list[UnitCount]()
         rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)
         inputs, targets = zeros(self._source, rows, config.precision.stored)
@@ -410,7 +400,7 @@ class Counter:
             replica = Replica(
                 storage, body, loss_for(body.layers), self._chunks.first(chunks[chunk])
             )
-            computed = device.half or storage.dtype
+            computed = job.device.half or storage.dtype
 
             def first(chunk: int = chunk, computed: Any = computed) -> Any:
                 body.layers.now.set(0, 0, rows, True)
@@ -425,7 +415,9 @@ class Counter:
 
 def _is_serial(plan: Plan) -> bool:
     """Return whether one stage ends each micro-batch before it begins the next."""
-    return len(plan.lists) == 1 == peak(plan.lists[0], [Cost(0, 0, 0)] * len(plan.stage_of)).live
+    return (
+        len(plan.by_stage) == 1 == peak(plan.by_stage[0], [Cost(0, 0, 0)] * len(plan.stage_of)).live
+    )
 
 
 def _unlike(shares: Sequence[range]) -> list[range]:
@@ -452,12 +444,12 @@ def _leasing(device: Device) -> Ops:
 
 
 def check_activations(
-    job: Scheduled,
+    job: Resolved,
     source: Source | Unopened,
     units: Units,
     room: Room,
     rank: int,
-    replanned: Callable[[int], Scheduled | None],
+    replanned: Callable[[int], Resolved | None],
 ) -> StepCounts:
     """Return this rank's counted step; raise ConfigError if the activations do not fit.
 
@@ -467,7 +459,7 @@ def check_activations(
     replanned  (micro-batches) -> the job with so many, or None if they do not fit its keys
     """
 
-    def needed(scheduled: Scheduled) -> tuple[int, StepCounts]:
+    def needed(scheduled: Resolved) -> tuple[int, StepCounts]:
         return bytes_needed(scheduled, source, units, room, rank)
 
     try:
@@ -508,7 +500,7 @@ def _savings(config: Config) -> str:
 
 
 def bytes_needed(
-    job: Scheduled, source: Source | Unopened, units: Units, room: Room, rank: int
+    job: Resolved, source: Source | Unopened, units: Units, room: Room, rank: int
 ) -> tuple[int, StepCounts]:
     """Return the activation bytes of all ranks in this rank's memory, and its own counts."""
     axes = job.axes
@@ -524,11 +516,11 @@ def bytes_needed(
 
 
 def _fitting(
-    replanned: Callable[[int], Scheduled | None],
+    replanned: Callable[[int], Resolved | None],
     micro_batches: int,
     rows: int,
     free: float,
-    needed: Callable[[Scheduled], int],
+    needed: Callable[[Resolved], int],
 ) -> Fitting | None:
     """Return the fewest micro-batches above `micro_batches` that fit in `free`, by bisection."""
     best = None

@@ -82,12 +82,12 @@ class Inference:
         )
 
     def logits(self, inputs: np.ndarray) -> np.ndarray | None:
-        logits = self.ask(inputs)
+        logits = self.infer(inputs)
         return (
             None if logits is None else self._layers.whole(computed(logits, self.arena), self.arena)
         )
 
-    def ask(self, inputs: np.ndarray, starts: np.ndarray | None = None) -> Any:
+    def infer(self, inputs: np.ndarray, starts: np.ndarray | None = None) -> Any:
         """Return the logits, with only the columns of this tensor-parallel rank.
 
         If sequence parallelism cannot divide the rows, the inputs are padded with zeros. The
@@ -101,7 +101,7 @@ class Inference:
             more = [(0, most - own) for most, own in zip(filled.shape, inputs.shape, strict=True)]
             starts = np.maximum.accumulate(np.pad(starts, more), axis=1)
         documents = self.documents(starts)
-        logits = self.pipe.ask(filled.shape, lambda: self.placed(filled), documents)
+        logits = self.pipe.infer(filled.shape, lambda: self.placed(filled), documents)
         if logits is None:
             return None
         lengths = inputs.shape[: logits.ndim - 1]
@@ -151,7 +151,7 @@ class Inference:
         targets = self._indices.targets(targets, inputs.shape, self.logits_shape, "a batch")
         flat = self.backend.from_host(targets).reshape(-1)
         losses, length = np.zeros(len(inputs)), inputs.shape[1]
-        logits = self.ask(inputs)
+        logits = self.infer(inputs)
         if logits is None:
             return losses
         for place, some in sliced(logits, self.arena):
@@ -175,7 +175,7 @@ class Inference:
         )
         counted = targets.size - self._indices.ignored(targets)
         flat = self.backend.from_host(targets).reshape(-1)
-        logits = self.ask(inputs, starts)
+        logits = self.infer(inputs, starts)
         if logits is None:
             return 0.0, 0, 0
         total, right = 0.0, 0
@@ -203,7 +203,7 @@ class Inference:
                 sequences,
                 room,
             )
-        return Reader(decoder, self.ask, self._row)
+        return Reader(decoder, self.infer, self._row)
 
     def _row(self, logits: Any, token: int) -> np.ndarray:
         """Return whole rows of logits of one token each, (rows, classes) float64 in host memory."""

@@ -1,5 +1,7 @@
 """The training loop of one run."""
 
+from __future__ import annotations  # help() prints signatures as they are written here.
+
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -52,14 +54,14 @@ class Finished(NamedTuple):
 
 
 def train(
-    transport: "Transport",
-    configured: "Callable[[], Config]",
-    resume: "str" = "no",
-    stop_requested: "Callable[[], bool] | None" = None,
-    watchers: "Sequence[Watcher]" = (),
-    begins: "Callable[[], Any] | None" = None,
-    ends: "Callable[[], float | None] | None" = None,
-) -> "Finished":
+    transport: Transport,
+    configured: Callable[[], Config],
+    resume: str = "no",
+    stop_requested: Callable[[], bool] | None = None,
+    watchers: Sequence[Watcher] = (),
+    begins: Callable[[], Any] | None = None,
+    ends: Callable[[], float | None] | None = None,
+) -> Finished:
     """Train a model in a run directory, as `mpitrain train` does; collective.
 
     Parameters

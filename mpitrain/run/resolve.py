@@ -1,4 +1,9 @@
-"""The first agreement of a start: all ranks have the same configuration, as it was given."""
+"""The first two agreements of a start: on the configuration as given, and on it as resolved.
+
+`agree_on` gathers what each rank was given. `resolve_here` then sets on each rank the values that were automatic:
+device, mesh axes, schedule and micro-batches. `resolve` compares the results; a run compares them in `build`,
+together with its data.
+"""
 
 import sys
 from collections import Counter
@@ -282,10 +287,10 @@ def _planned(config: Config, sizes: Axes) -> Plan:
     if (
         config.replication.zero > 1
         and len(plan.stage_of) > 1
-        and not all(map(goes_in_passes, plan.lists))
+        and not all(map(goes_in_passes, plan.by_stage))
     ):
         raise ConfigError(
-            f"With replication.zero {config.replication.zero} all micro-batches go through a part of the model before the next, "
+            f"With replication.zero {config.replication.zero} all micro-batches go through a chunk of the model before the next, "
             f"so that it is gathered and reduced once, but {settings.schedule} comes back to chunks.",
             f"Set pipeline.schedule to {_in_passes(stages, plan.micro_batches, settings.chunks)}, or replication.zero to 0 or 1.",
         )
@@ -308,7 +313,7 @@ def _in_passes(stages: int, micro_batches: int, chunks: int) -> str:
         for name, schedule in SCHEDULES.items()
         if chunks in (0, schedule.chunks or chunks)
         and not schedule.grouped
-        and all(map(goes_in_passes, plan_of(name, stages, micro_batches, chunks or None).lists))
+        and all(map(goes_in_passes, plan_of(name, stages, micro_batches, chunks or None).by_stage))
     )
 
 

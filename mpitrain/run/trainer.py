@@ -248,8 +248,8 @@ class Trainer:
             weights = self.replication.store.open(index, 0)
             for parameter in unit.layer.parameters():
                 tensor: Any = weights
-                for chunk in parameter.name.split("."):
-                    tensor = tensor[chunk]
+                for key in parameter.name.split("."):
+                    tensor = tensor[key]
                 arrays[unit.full_name(parameter)] = (
                     Coded(*map(self.backend.to_host, tensor)).numbers()
                     if parameter.coded

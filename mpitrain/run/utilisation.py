@@ -26,8 +26,9 @@ from mpitrain.ops.host.product import mkl, put_product
 from mpitrain.parallel.grid import Axes
 from mpitrain.pipeline.partition import Units
 from mpitrain.pipeline.schedules import plan_of
-from mpitrain.run.build import Job, model, scheduled
-from mpitrain.run.counting import SERIAL, Counter, Scheduled
+from mpitrain.run.build import Job, model
+from mpitrain.run.counting import SERIAL, Counter
+from mpitrain.run.resolve import Resolved
 from mpitrain.strict_json import validated
 
 
@@ -46,7 +47,7 @@ def utilisation(job: Job, sharing: int) -> Callable[[float], dict[str, float]]:
     if peak is None or trainer.counted.problem:
         return lambda step_s: {}
     work = work_of(
-        scheduled(trainer.resolved),
+        trainer.resolved,
         job.source,
         lambda layers: model(config, job.source, layers),
         trainer.parameter_count,
@@ -65,7 +66,7 @@ class StepFlops(NamedTuple):
         return {"mfu": self.model / step_s / peak, "hfu": self.hardware / step_s / peak}
 
 
-def work_of(job: Scheduled, source: Source | Unopened, units: Units, parameters: int) -> StepFlops:
+def work_of(job: Resolved, source: Source | Unopened, units: Units, parameters: int) -> StepFlops:
     """Count the work of a step, which is proportional to rows: on one rank with the whole model.
 
     Models with a formula in `MODELS` use it: PaLM's for a GPT. Others count forward and backward.
@@ -78,7 +79,7 @@ def work_of(job: Scheduled, source: Source | Unopened, units: Units, parameters:
     return StepFlops(rows * needed, rows * (needed + counted.recomputed))
 
 
-def _alone(job: Scheduled) -> Scheduled:
+def _alone(job: Resolved) -> Resolved:
     config: Config = job.config
     one_rank = {"dp": 1, "tp": 1, "pp": 1, "sequence_parallel": False}
     updated = {

@@ -160,11 +160,11 @@ def schedule(
         caption = f"{preview.title}; idle in the steady state {100 * preview.idle(cost(1)):.1f}%"
     else:
         plan, notes = find_plan(name, stages, micro_batches, chunks), []
-        costs = [cost(len(plan.lists) / len(plan.stage_of))] * len(plan.stage_of)
+        costs = [cost(len(plan.by_stage) / len(plan.stage_of))] * len(plan.stage_of)
         simulation = simulate(with_messages(plan), costs, *messages)
-        title = [f"{name}: {len(plan.lists)} stage(s), {plan.micro_batches} micro-batch(es)"]
+        title = [f"{name}: {len(plan.by_stage)} stage(s), {plan.micro_batches} micro-batch(es)"]
         facts = summary(plan, simulation, costs)
-        numbers = f"{several(len(plan.lists), 'stage')}, {several(plan.micro_batches, 'micro-batch', 'micro-batches')}"
+        numbers = f"{several(len(plan.by_stage), 'stage')}, {several(plan.micro_batches, 'micro-batch', 'micro-batches')}"
         caption = f"{name}: {numbers}; stages wait for {100 * simulation.bubble:.1f}% of the time (bubble)"
     check_files(0, [json_file], plot_file)
     rows = chart(plan, simulation, columns(), notes, "version")

@@ -1,4 +1,4 @@
-"""Saving and loading of sharded checkpoints, as torch.distributed.checkpoint does; in any layout.
+"""Saving of sharded checkpoints, as torch.distributed.checkpoint does; loading.py reads them in any layout.
 
     checkpoints/step-00000400/
         model-00001-of-00003.safetensors  whole parameter tensors under their full names
@@ -11,9 +11,10 @@ All ranks write in parallel. One rank writes each replicated element, and no ran
 the whole model. A checkpoint is written to a temporary directory, and then renamed.
 
     all ranks  gather the descriptions of their state        regions.described
-    all ranks  assign each element to a writer               writers.shared_out
-    all ranks  send parameters to the writers of tensors     writers.join
-    all ranks  write and sync their model and state files    _write
+    all ranks  assign each element to a writer               shared_out
+    all ranks  write their state files                       _write
+    all ranks  send parameters to the writers of tensors,
+               which write the model files                   join
     rank 0     writes index and manifest, renames            _finish
 """
 

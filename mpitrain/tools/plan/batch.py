@@ -21,7 +21,7 @@ from mpitrain.parallel.memory import Room, check_memory
 from mpitrain.parallel.modes import check_synchronous
 from mpitrain.parallel.tensor.rows import sequences_of
 from mpitrain.pipeline.schedules import SCHEDULES
-from mpitrain.run.build import Job, build, model, open_data, scheduled
+from mpitrain.run.build import Job, build, model, open_data
 from mpitrain.run.counting import bytes_needed
 from mpitrain.run.metrics import strict
 from mpitrain.run.resolve import Given, Resolved, resolve, with_micro_batches
@@ -305,7 +305,7 @@ def counted_bytes(
     """
     try:
         nbytes, step = bytes_needed(
-            scheduled(resolved),
+            resolved,
             source,
             lambda layers: model(resolved.config, source, layers),
             room,

@@ -52,7 +52,7 @@ def count(unresolved: Config) -> Counted:
     """Count a job of `ranks_of` ranks on one host; tensor-parallel rank 0 represents its group."""
     ranks = ranks_of(unresolved)
     job, source, units = alone(unresolved, ranks)
-    config, axes, plan, device = job
+    config, axes, plan, device = job.config, job.axes, job.plan, job.device
     shards = divisor(axes, ("",) * ranks, config.replication.shard)
     state_sizes, parameters = sizes(config, source, axes, len(plan.stage_of), device, shards)
     if config.model.freeze or config.lora.rank:

@@ -155,7 +155,7 @@ def predict(
         )
         costs, way = between(measured, rows / count)
         simulation = simulate(training_program(plan, lowest), costs, *way)
-        most = max(peak(instructions, costs).nbytes for instructions in plan.lists)
+        most = max(peak(instructions, costs).nbytes for instructions in plan.by_stage)
         near = around(measured, rows / count)
         exact = [each for each in near if each.rows == rows / count]
         is_spoilt = any(each.is_spoilt for each in exact or near)

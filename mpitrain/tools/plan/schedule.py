@@ -62,7 +62,7 @@ def chart(
     notes  for each stage a text for each event; a row called `name` below the stage shows them
     """
     events = [event for stage_events in simulation.timeline for event in stage_events]
-    margin = len(f"stage {len(plan.lists) - 1}") + 2
+    margin = len(f"stage {len(plan.by_stage) - 1}") + 2
     room, stage_of = width - margin, plan.stage_of
     # The chunks of a stage are a, b, c; a stage with one chunk has no letter.
     letters = [
@@ -155,7 +155,7 @@ def _ruler(makespan: float, scale: float, band: int) -> str:
 
 def summary(plan: Plan, simulation: Simulation, costs: Sequence[Cost]) -> list[str]:
     makespan = (
-        f"makespan {simulation.makespan:.6g} ms, of which a stage computes {simulation.busy / len(plan.lists):.6g}: "
+        f"makespan {simulation.makespan:.6g} ms, of which a stage computes {simulation.busy / len(plan.by_stage):.6g}: "
         f"bubble {100 * simulation.bubble:.1f}%"
     )
     return [legend(plan), makespan, *holds(plan, costs)]
@@ -163,12 +163,12 @@ def summary(plan: Plan, simulation: Simulation, costs: Sequence[Cost]) -> list[s
 
 def legend(plan: Plan) -> str:
     kinds = {
-        LETTERS[type(instruction)] for instructions in plan.lists for instruction in instructions
+        LETTERS[type(instruction)] for instructions in plan.by_stage for instruction in instructions
     }
     return (
         ", ".join(f"{kind} {meaning}" for kind, meaning in NAMES.items() if kind in kinds)
         + ", dots idle"
-        + ("; chunks of a stage a, b, ..." if len(plan.stage_of) > len(plan.lists) else "")
+        + ("; chunks of a stage a, b, ..." if len(plan.stage_of) > len(plan.by_stage) else "")
     )
 
 
@@ -177,10 +177,10 @@ def holds(plan: Plan, costs: Sequence[Cost]) -> list[str]:
 
     costs  of each chunk of the model
     """
-    peaks = [peak(instructions, costs) for instructions in plan.lists]
+    peaks = [peak(instructions, costs) for instructions in plan.by_stage]
     held = (
         "micro-batches"
-        if len(plan.stage_of) == len(plan.lists)
+        if len(plan.stage_of) == len(plan.by_stage)
         else "micro-batches of one chunk each"
     )
     lines = [f"peak live, by stage: {listed(each.live for each in peaks)} {held}"]
@@ -220,7 +220,7 @@ class Stream(NamedTuple):
 
     @property
     def stages(self) -> int:
-        return len(self.plan.lists)
+        return len(self.plan.by_stage)
 
     def notes(self) -> list[list[str]]:
         """Return the weight version of each drawn instruction, with * if an update follows."""
@@ -229,7 +229,7 @@ class Stream(NamedTuple):
                 f"{each.used}{'*' * each.is_updated}"
                 for each in weights(instructions, self.every)[: len(events)]
             ]
-            for instructions, events in zip(self.plan.lists, self.drawn.timeline, strict=True)
+            for instructions, events in zip(self.plan.by_stage, self.drawn.timeline, strict=True)
         ]
 
     def idle(self, cost: Cost) -> float:
@@ -244,7 +244,7 @@ class Stream(NamedTuple):
         )
 
     def summary(self, cost: Cost) -> list[str]:
-        lists, every = self.plan.lists, self.every
+        lists, every = self.plan.by_stage, self.every
         updates = self.micro_batches // (every or 1)
         return [
             legend(self.plan),
@@ -280,7 +280,7 @@ def stream(
     raises  ConfigError if a step has fewer micro-batches than stages
     """
     step = find_plan(name, stages, micro_batches, chunks)
-    p, m = len(step.lists), step.micro_batches
+    p, m = len(step.by_stage), step.micro_batches
     if m < p:
         raise ConfigError(
             "A stream has at least as many micro-batches in a step as stages, "
@@ -336,7 +336,7 @@ def draw(
     events = [event for stage_events in simulation.timeline for event in stage_events]
     shortest = min(event.end - event.start for event in events if event.end > event.start)
     inches = min(max(simulation.makespan / shortest * CELL, FEWEST_INCHES), MOST_INCHES)
-    figure, axes = subplots(inches + 1, 1.6 + 0.4 * len(plan.lists))
+    figure, axes = subplots(inches + 1, 1.6 + 0.4 * len(plan.by_stage))
     for stage, stage_events in enumerate(simulation.timeline):
         chunks = [chunk for chunk, stage_of in enumerate(plan.stage_of) if stage_of == stage]
         for event, (start, end, instruction) in enumerate(stage_events):
@@ -368,8 +368,8 @@ def draw(
     axes.set(
         xlabel="time, ms" + "; in each box its micro-batch" * has_micros,
         xlim=(0, simulation.makespan),
-        yticks=range(len(plan.lists)),
-        yticklabels=[f"stage {stage}" for stage in range(len(plan.lists))],
+        yticks=range(len(plan.by_stage)),
+        yticklabels=[f"stage {stage}" for stage in range(len(plan.by_stage))],
     )
     axes.set_title(textwrap.fill(title, int(inches * CHARACTERS)), fontsize="medium")
     axes.invert_yaxis()
@@ -387,7 +387,7 @@ def draw(
                 label="update: makes the next version of the stage's weights (v)",
             )
         )
-    if len(plan.stage_of) > len(plan.lists):
+    if len(plan.stage_of) > len(plan.by_stage):
         handles.append(
             Patch(color=COLOURS["F"], alpha=0.4, label="paler: a later chunk of the stage")
         )

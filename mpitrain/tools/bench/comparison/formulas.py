@@ -11,7 +11,7 @@ import numpy as np
 
 from mpitrain.collectives.compression import LANE, square, tiles
 from mpitrain.collectives.engine.arithmetic import BLOCK, CODECS, Wire
-from mpitrain.config import Config, with_settings
+from mpitrain.config import Config
 from mpitrain.layers.flat import Bucket, Entry, Storage
 from mpitrain.optim import RULES
 from mpitrain.optim.rule import TensorWise
@@ -21,7 +21,6 @@ from mpitrain.parallel.mode import (
     CONTROL,
     CONTROL_ITEM,
     LETTERS,
-    Formula,
     Sample,
     Travelled,
     by_micro_batch,
@@ -35,8 +34,6 @@ from mpitrain.parallel.weight_stashing import StageUpdate
 from mpitrain.pipeline.instructions import Send, fused_at_the_input, training_program
 from mpitrain.pipeline.schedules import STREAMS
 from mpitrain.run.build import Job
-from mpitrain.run.choices import parse
-from mpitrain.tools.bench.comparison.modes import settings_of
 from mpitrain.transport.base import Transport
 
 OF_TENSORS = "2 (t-1)/t of 4 L + 2 times B T C, and of 3 B T numbers"
@@ -68,14 +65,6 @@ COLUMN_PARALLEL = ("attention", "mlp", "head")
 """Kinds of units with a column-parallel layer."""
 TRAVELLED: dict[int, Travelled] = {1: once, 2: by_micro_batch, 3: by_use}
 """{stage of ZeRO: function that counts the elements that it moves}."""
-
-
-def formula_of(mode: str) -> Formula | None:
-    """Return the formula of a mode of --modes without layouts, or None."""
-    config = parse(with_settings({}, [*settings_of(mode)]))
-    if _is_divided(config):
-        return None
-    return mode_of(config).traffic(config.replication)
 
 
 def words_of(config: Config, workers: int) -> str:

@@ -303,7 +303,7 @@ def stage_rows(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> lis
         planned["gradient"],
         sent_bytes + returned_bytes,
         held,
-        peak(plan.lists[stage], costs).nbytes,
+        peak(plan.by_stage[stage], costs).nbytes,
     )
     rows = sorted(StageRow(*row) for row in trainer.transport.gather_text(own_row))
     return [

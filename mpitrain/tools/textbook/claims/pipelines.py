@@ -26,7 +26,7 @@ def simulated(
 ) -> Simulation:
     """Simulate one step; without costs a chunk takes the same share of a stage's 3 units."""
     plan = plan_of(schedule, stages, micro_batches, chunks)
-    share = len(plan.lists) / len(plan.stage_of)
+    share = len(plan.by_stage) / len(plan.stage_of)
     every = costs or [Cost(share, share, share)] * len(plan.stage_of)
     return simulate(with_messages(plan), every, receive=receive, overhead=overhead)
 
@@ -87,7 +87,7 @@ def as_gpipe(weight: float) -> Figures:
 
 
 def live(schedule: str, micro_batches: int) -> Figures:
-    most = peak(plan_of(schedule, 4, micro_batches).lists[0], [Cost()] * 4).live
+    most = peak(plan_of(schedule, 4, micro_batches).by_stage[0], [Cost()] * 4).live
     return Figures(most, {"micro-batches saved": most})
 
 
@@ -112,7 +112,7 @@ def zero_bubble(weight: float) -> Figures:
 
 def zero_bubble_memory(stage: int) -> Figures:
     late, early = (
-        peak(plan_of(name, 4, 16).lists[stage], [Cost()] * 4).live
+        peak(plan_of(name, 4, 16).by_stage[stage], [Cost()] * 4).live
         for name in ("zero-bubble", "1f1b")
     )
     return Figures(late / early, {"saved, zero-bubble": late, "saved, 1F1B": early})
@@ -120,7 +120,7 @@ def zero_bubble_memory(stage: int) -> Figures:
 
 def stale(schedule: str) -> Figures:
     every = STREAMS[schedule].every
-    late = staleness(plan_of(schedule, 4, 32).lists[0], every(4) if every else 0)
+    late = staleness(plan_of(schedule, 4, 32).by_stage[0], every(4) if every else 0)
     return Figures(abs(late - 3), {"updates late": late})
 
 

@@ -112,7 +112,7 @@ def systems(explanations: Mapping[str, Explanation]) -> str:
         "# The systems, one by one",
         "",
         fill(
-            "`python jobs/textbook.py` has written this page and its pictures from recordings of the code. A cell "
+            "`python jobs/prove/textbook.py` has written this page and its pictures from recordings of the code. A cell "
             "with an orange frame has changed in that step; the greener a cell, the more summands it has. "
             "[The textbook](../README.md) explains the cells.",
             COLUMNS,

@@ -121,13 +121,13 @@ def record(shown: ShownSchedule, setting: TopicSetting) -> Explanation:
                 "updates between a gradient and its use, at most, on stage 0",
                 _stalest(stages[0].done),
                 "p-1",
-                staleness(executed.lists[0]),
+                staleness(executed.by_stage[0]),
             ),
             CountedFormula(
                 "versions of the weights on stage 0",
                 _most_versions(stages[0].done),
                 "p",
-                versions(executed.lists[0]),
+                versions(executed.by_stage[0]),
             ),
         ]
     return Explanation(
