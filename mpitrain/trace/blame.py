@@ -42,7 +42,8 @@ class OpenMessage(NamedTuple):
     """An open message of a rank.
 
     name     as recorded, such as "activation"
-    ranks    the ranks of the collective call that sends the message; else the ranks in its name
+    ranks    the ranks of the collective call that sends the message; else those recorded with the
+             name
     is_sent  whether this rank sends it
     ordinal  number of messages with the same ends, name and tag in this step, this one included
     """
@@ -298,7 +299,7 @@ def _order_of_divergence(state: RankState) -> tuple[int, float]:
 
 
 def _longest_waiter(states: Sequence[RankState], culprit: int) -> int | None:
-    """Return the rank that has waited longest; one that waits for the culprit goes first."""
+    """Return the rank that has waited longest: of those that wait for the culprit, else of all."""
     waiting = [state for state in states if state.wait and state.rank != culprit]
     by_rank = {state.rank: state for state in states}
     direct = [state for state in waiting if culprit in dict(_awaited(state, by_rank))]
@@ -369,7 +370,10 @@ def _is_in_call_of(other: RankState, state: RankState) -> bool:
 def _circles(
     silent: Sequence[RankState], by_rank: Mapping[int, RankState]
 ) -> Iterator[list[tuple[RankState, OpenMessage | None]]]:
-    """Yield circles of waits as (rank, its awaited message or None), the next rank follows."""
+    """Yield circles of waits: lists of (rank, the message that it awaits or None).
+
+    Each rank waits for the next in the list, and the last for the first.
+    """
     among = {state.rank for state in silent}
     for start in sorted(silent, key=_order_of_divergence):
         path: list[tuple[RankState, OpenMessage | None]] = []
@@ -400,8 +404,9 @@ def _judged(
 ) -> Finding:
     """Return the finding of a circle of waits.
 
-    A message is missing if its sender has ended it, or has passed the call that awaits it. A call
-    does not match if one of its ranks waits for something else instead of entering it.
+    A message is missing if its sender believes that it has sent it, or if the sender has already
+    passed the call in which the receiver awaits it. Calls do not match if a rank of one call waits
+    elsewhere and has not entered it.
     """
     states = [state for state, _ in circle]
     for state, message in circle:

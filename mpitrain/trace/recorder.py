@@ -301,7 +301,7 @@ class Recorder:
     is_on = True
 
     def __init__(self, ring: Ring | None = None, clock: Callable[[], float] = time.perf_counter):
-        """Make a recorder for the waits of the calling thread; others do not stop the rank."""
+        """Make a recorder; of waits it records those of the calling thread, since others stop no rank."""
         self.clock = clock
         self._ring, self._names = ring or Ring(), dict[tuple[str, tuple[int, ...]], int]()
         self.owner, self._waiting = threading.get_ident(), 0

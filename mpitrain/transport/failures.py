@@ -4,7 +4,7 @@ An MPI error becomes a CommError, and a lost peer a PeerLost (`MpiJob`, `Guard`)
 MPI (ULFM: `mpirun --with-ft ulfm` of Open MPI 5) reports a lost peer. Any other MPI ends the job.
 MPI_Finalize waits for all ranks. So a rank that ends too early would wait in MPI_Finalize, and the
 others for its messages. It therefore tells all ranks, and a rank that still needs it ends the job
-(`Departures`). This module does not import mpi4py: the transport passes in the module.
+(`Departures`). This module does not import mpi4py: the transport passes in `mpi4py.MPI`.
 """
 
 import atexit

@@ -73,7 +73,7 @@ def connect() -> MpiTransport:
 
 
 def join_world() -> MpiTransport:
-    """Do as `connect`, for programs whose ranks end together. No rank looks for ended ranks."""
+    """Connect as `connect`, but do not look for ended ranks: for programs whose ranks end together."""
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules:
@@ -271,7 +271,7 @@ class MpiTransport(Transport):
         self._last_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG_BOUND
         name = MPI.Get_processor_name()
         if root is None and comm.size > 1:
-            name += f"\n{process.package()}"  # A version that sends a name alone goes on with it.
+            name += f"\n{process.package()}"  # A rank of an earlier version sends the name alone.
         names, self.members = zip(*self.gather_text((name, place)), strict=True)
         self.hosts, _, packages = zip(*(name.partition("\n") for name in names), strict=True)
         self._refuse_other_code(packages)

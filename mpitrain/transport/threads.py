@@ -51,7 +51,7 @@ class Wait(NamedTuple):
 class World:
     """The state shared by the threads: a lock, the unmatched messages, and the blocked threads.
 
-    It is the strict part: it finds that no message can move, and ends all waits.
+    When every thread waits and no message can move, it ends all waits with an error.
     """
 
     def __init__(self, size: int):
@@ -475,7 +475,10 @@ class ThreadTransport(Transport):
 
 
 def collected(operation: str, brought: Sequence[Any], rank: int) -> np.ndarray:
-    """Return the array that an operation of `bind_native` leaves on `rank`; brought: by rank."""
+    """Return the array that an operation of `bind_native` leaves on `rank`.
+
+    brought  the array of each rank
+    """
     if operation == "broadcast":
         return brought[0]
     if operation == "reduce":

@@ -24,8 +24,10 @@ def _has_levels(topology: Topology) -> bool:
 
 
 def _is_on_host(topology: Topology) -> bool:
-    """Return whether arrays are in host memory: MPI does not overlap a reduction of GPU memory with
-    computation, and for shared GPU memory `choose` has a rule, not a prediction.
+    """Return whether arrays are in host memory.
+
+    "auto" does not predict "native" and "shared" for GPU memory. MPI does not overlap a reduction of
+    GPU memory with computation, and `choose` has a rule for shared GPU memory.
     """
     return not topology.is_on_device
 

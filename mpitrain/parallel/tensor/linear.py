@@ -112,7 +112,7 @@ class Column(Linear):
         return self._rows.summed(lease, arena)
 
     def _summands(self, w: Any, dy: Any, saved: Any, arena: Arena) -> tuple[ActivationBuffer, Any]:
-        """Return this rank's summand of the input's gradient, and input of `backward_weight`."""
+        """Return a lease with this rank's summand of the gradient of x, and `pending`."""
         saved = self._rows.regained(saved)
         lease = self._rows.lease((*dy.shape[:-1], self.inputs), dy.dtype)
         _, pending = self._multiply_backward(w, flat_rows(dy), saved, arena, flat_rows(lease.array))
@@ -360,7 +360,11 @@ class ReplicatedNorm(LayerNorm):
 
 
 def own_run(group: Group, count: int, what: str) -> range:
-    """Return this rank's run of `count` things; ConfigError, with their noun, if ranks do not divide it."""
+    """Return the numbers of this rank's things, of `count` things that the ranks share equally.
+
+    what    plural of the things for the message, such as "heads"
+    raises  ConfigError if `count` does not divide by the number of ranks
+    """
     n = group.size
     if count % n:
         raise ConfigError(
