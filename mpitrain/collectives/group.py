@@ -35,7 +35,8 @@ class Group:
     """Communicator of our own collectives, as a process group of torch.distributed.
 
     Every method is collective; the properties are not. All collectives but `bind_all_to_all` work
-    in place, on contiguous arrays of any shape. An array on n ranks has n chunks of nearly equal length; chunk r belongs to rank r.
+    in place, on contiguous arrays of any shape. An array on n ranks has n chunks of nearly equal
+    length; chunk r belongs to rank r.
 
     Parameters
     ----------
