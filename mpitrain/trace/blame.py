@@ -71,7 +71,7 @@ class OpenWait(NamedTuple):
     message  the awaited message, or None
     since    time at which it began
     ordinal  number of waits with this name in this step, this one included
-    is_any   the wait is for any of several messages, and no collective call
+    is_any   whether the wait is for any of several messages, outside collective calls
     """
 
     name: str
@@ -118,7 +118,7 @@ def waited_since(state: RankState) -> float:
 
 
 def state_of(trace: Trace, process: str = "") -> RankState:
-    """Return the state of a rank from its trace."""
+    """Return the state of a rank from its trace; `process` is as in RankState."""
     records, facts = trace.records, trace.facts
     steps = records[records["kind"] == STEP]
     step = int(steps[-1]["step"]) + 1 if len(steps) else 0
@@ -148,7 +148,7 @@ def state_of(trace: Trace, process: str = "") -> RankState:
 def _messages(
     trace: Trace, records: np.ndarray, started: Counter[tuple]
 ) -> Iterator[tuple[Any, OpenMessage]]:
-    """Yield each record of a message with a known peer, and its message; count it in `started`."""
+    """Yield the record of each message with a known peer, and the message, which `started` counts."""
     for record in records[np.isin(records["kind"], (SEND, RECEIVE)) & (records["peer"] >= 0)]:
         yield record, _message(trace, record, started)
 
@@ -443,7 +443,7 @@ def _has_passed_call_of(other: RankState, state: RankState) -> bool:
 
 
 def _sides(states: Sequence[RankState], by_rank: Mapping[int, RankState]) -> dict[str, list[int]]:
-    """Return the ranks in each collective call that one of these ranks is in.
+    """Return {call: all ranks in it}, for the collective calls that these ranks are in.
 
     Ranks of one call whose numbers of calls differ are on different sides, and so are ranks of
     different groups.
@@ -482,7 +482,7 @@ ENDS = {
     LEFT: "has left the job: its program has ended by itself",
     STOPPED: "is stopped by a signal: `kill -CONT {process}` on its host lets it go on",
 }
-"""{kind: the predicate of its rank}."""
+"""{kind of finding: the words that follow the name of the rank}."""
 
 
 def described_finding(

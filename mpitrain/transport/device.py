@@ -223,7 +223,7 @@ class Staged(DeviceTransport):
     """
 
     def __init__(self, host: Transport, backend: DeviceBackend, piece: int = PIECE):
-        """piece: bytes; the same on all ranks."""
+        """piece: bytes of a piece, the same on all ranks."""
         super().__init__(host, backend)
         self._piece, self._buffers = piece, Arena(_StagingMemory(backend))
 
@@ -280,7 +280,7 @@ class Staged(DeviceTransport):
         return array.reshape(-1), self._buffers.take((array.size,), array.dtype)
 
     def _pieces(self, flat: Any) -> list[slice]:
-        """An empty message is one empty piece."""
+        """Return the pieces of an array; an empty array is one empty piece."""
         step = max(1, self._piece // flat.dtype.itemsize)
         return [
             slice(start, min(start + step, flat.size))

@@ -54,9 +54,7 @@ LEAST_TAG_BOUND = 32767
 """The largest tag that every MPI library allows."""
 
 SPIN = 5e-5
-"""Seconds. While its pauses are shorter, a wait only yields the processor. Then it sleeps, at most
-LONGEST_PAUSE at a time.
-"""
+"""Seconds. A wait whose next pause is shorter only yields the processor; else it sleeps."""
 
 
 def connect() -> MpiTransport:
@@ -122,11 +120,11 @@ def from_communicator(comm: Any) -> MpiTransport:
 
 
 class SendRequest:
-    """A send, or a non-blocking collective of the library, in progress; `what` is its name in
-    messages.
+    """A send, or a non-blocking collective of the MPI library, in progress.
 
-    peer  the other rank of a message; None: a collective that no rank leaves while another computes;
-          negative: any rank, or another collective
+    what  its name in messages
+    peer  the other rank of a message; -1: any rank. Of a collective: None if no rank leaves it while
+          another one still computes, else -1
     """
 
     source: int = -1
@@ -464,7 +462,7 @@ class MpiTransport(Transport):
         return block[: count * np.dtype(dtype).itemsize].view(dtype)
 
     def _ranks_of_this_host(self) -> MpiTransport:
-        """Collective at the first call."""
+        """Return the transport of the ranks of this host; collective at the first call."""
         if self._host is None:
             with self.job.lock, self.guard("MPI_Comm_split_type"):
                 comm = self.comm.Split_type(self.MPI.COMM_TYPE_SHARED)

@@ -38,8 +38,8 @@ class Wait(NamedTuple):
     """A blocked thread of a rank.
 
     ready  returns whether the thread may continue
-    what   names the wait
-    woken  wakes only this thread
+    what   object whose str() names the wait
+    woken  condition that wakes only this thread
     """
 
     rank: int
@@ -80,8 +80,9 @@ class World:
         """Block this thread until `ready`; raise CommError when that can no longer happen.
 
         The caller holds the lock.
-        what     str() of it names the wait
-        seconds  return after this time if no post has woken this thread
+
+        what     object whose str() names the wait
+        seconds  time after which this returns even if no post has woken this thread
         """
         me = threading.get_ident()
         wait = self.waits[me] = Wait(rank, ready, what, threading.Condition(self.lock))

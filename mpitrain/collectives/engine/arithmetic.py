@@ -106,7 +106,7 @@ Larger magnitudes are clipped to it, because rounding would turn them into infin
 
 
 def _field(exponent: int, digits: int = 23) -> np.int32:
-    """Return the bits of 2^exponent as a float32; with 10 digits, shifted to the bits of a float16."""
+    """Return exponent + 127 in the exponent field of a float32; with 10 digits, of a float16."""
     return np.int32(exponent + 127 << digits)
 
 

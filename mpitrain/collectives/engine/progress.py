@@ -164,8 +164,8 @@ def _ended(started: Sequence[Reduction], awaited: Reduction | None = None) -> bo
 def mover(transport: Transport, reductions: Sequence[Reduction]) -> ProgressEngine:
     """Return the progress engine for these reductions: a ProgressThread or a PolledProgress.
 
-    A thread needs a transport that admits it, and reductions whose `is_messages` is True. On a
-    single host it would hide little time, so that ranks of one host poll.
+    A thread needs a transport that admits it, and reductions whose `is_messages` is True. If
+    all ranks are on one host, the engine polls, because a thread would hide little time there.
     """
     can = transport.admits_threads and all(reduction.is_messages for reduction in reductions)
     return (

@@ -1,4 +1,4 @@
-"""What an algorithm is: its binding, the topologies that it supports, its plans, and its name."""
+"""Algorithm: the descriptor of one algorithm, made from its plans; and names of algorithms in files."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,7 +58,8 @@ class Algorithm(NamedTuple):
     refusal        (topology) -> error that explains why it cannot run there, or None
     is_rival       (topology) -> whether "auto" considers it there, if it can run; `never`: it is only a
                    baseline for comparisons
-    segments       (hosts, count) -> number of segments in which the plan moves each chunk
+    segments       (hosts, count) -> number of segments of the array; the plan repeats the steps of a
+                   short array for each
     of_all_reduce  for an algorithm without a plan: its fractions of the two constants that are
                    measured for the all-reduce of the same name (the time of an empty array, and the
                    time per byte)

@@ -1,4 +1,4 @@
-"""Tables of all algorithms, by operation and name."""
+"""The tables of all algorithms: each operation, each name, and the plan or the binding behind it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -110,9 +110,9 @@ PLANS: dict[str, dict[str, Callable[..., Plan]]] = {
     "all-to-all": {"pairwise": exchanges.all_to_all, "at-once": exchanges.all_to_all_at_once},
     "sendrecv": {"ping-pong": exchanges.ping_pong},
 }
-"""Plans of the other operations: functions of (rank, n, count), and of the root if there is one.
+"""{operation: {name: plan}} of all other operations; their callers name the plan, without "auto".
 
-"auto" does not choose among them.
+Each plan is a function of (rank, n, count), and of the root if there is one.
 """
 
 

@@ -41,7 +41,8 @@ class ReplicatedRows:
 
     A layer begins with `whole`, which returns all rows of its input. It ends with `lease`,
     `reduction` and `summed`, which add the ranks' partial sums and return this rank's rows of the
-    output. `entered` and `left` return the shapes of both.
+    output. `entered` returns the shape of that input with all rows, and `left` the
+    shape of this rank's rows of the output.
 
     partial  whether each rank computes only a summand of the gradient of a replicated norm: False,
              since every rank has all rows
