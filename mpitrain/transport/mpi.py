@@ -123,8 +123,8 @@ class SendRequest:
     """A send, or a non-blocking collective of the MPI library, in progress.
 
     what  its name in messages
-    peer  the other rank of a message; -1: any rank. Of a collective: None if no rank leaves it while
-          another one still computes, else -1
+    peer  the other rank of a message; negative: any rank. Of a collective: None if no rank leaves it
+          while another one still computes, else negative
     """
 
     source: int = -1
