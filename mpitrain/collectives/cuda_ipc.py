@@ -89,7 +89,7 @@ def _ordered(
     tag: int,
     arithmetic: Arithmetic,
 ) -> StreamOrdered:
-    """Return the reduction, which keeps the arrays of all ranks open as long as it lives.
+    """Return the bound collective; it keeps the arrays of all ranks open as long as it lives.
 
     raises  CommError on every rank if the driver of one rank refuses
     """

@@ -190,9 +190,10 @@ def bind_shared(
 def _slots(
     transport: Transport, array: np.ndarray, agreed: Agreed
 ) -> tuple[list[Slot], int | None]:
-    """Return two slots of copies for a small array, else one, and the window that holds copies.
+    """Return the slots of a binding, and the number of the window with copies, or None without copies.
 
-    No slots on every rank if the host has no room for a window.
+    A small array has two slots, any other has one. There is none, on every rank, if the host has no
+    room for a window.
     """
     locations, idle = zip(*agreed.owns, strict=True)
     copies, apart, nbytes = _borrowed(transport, array)
@@ -252,9 +253,10 @@ def give_up_shared(transport: Transport, array: np.ndarray, asked: str) -> None:
 
 
 def _all_reduce(rank: int, flat: np.ndarray, slots: list[Slot]) -> list[Turn]:
-    """Large arrays: rank r reduces chunk r and writes it to all, one read and write per byte.
+    """Return the turns of an all-reduce.
 
-    Small ones: every rank reduces the whole array, n - 1 times the reads.
+    Of a large array, rank r reduces chunk r, and writes the result to the arrays of all ranks. Of a
+    small array, every rank reduces the whole by itself.
     """
     if len(slots) == 2:
         return [_alone(rank, flat, copies, slice(None)) for copies in slots]

@@ -168,7 +168,7 @@ def _call(trace: Trace, what: int) -> Call:
 
 
 def _wait(trace: Trace, record: Any, now: np.ndarray, calls: Mapping[Call, int]) -> OpenWait:
-    """Return an open wait.
+    """Return the open wait that this record describes.
 
     now    the records of the rank's newest step
     calls  as in RankState
@@ -309,7 +309,7 @@ def _longest_waiter(states: Sequence[RankState], culprit: int) -> int | None:
 def _awaited(
     state: RankState, by_rank: Mapping[int, RankState]
 ) -> Iterator[tuple[int, OpenMessage | None]]:
-    """Yield (rank, message or None): the ranks that a rank waits for.
+    """Yield each rank that a rank waits for, with the awaited message or None.
 
     Within a collective call these are the peers of its open receives, else of its open sends. A
     call of MPI itself has no messages: then these are the ranks that have not entered the call.

@@ -180,7 +180,10 @@ def _cast(dtype: np.dtype) -> Codec:
 
 
 def _encode_int8(values: np.ndarray, coded: np.ndarray) -> None:
-    """A block with a number that is not finite decodes to numbers that are not finite."""
+    """Encode blocks as scales, then int8 numbers.
+
+    A block with a number that is not finite decodes to numbers that are not finite.
+    """
     scales, numbers = _scaled(coded, INT8_BYTES, np.int8)
     blocks = values.reshape(-1, BLOCK)
     np.abs(blocks).max(axis=1, keepdims=True, out=scales)

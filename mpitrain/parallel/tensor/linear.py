@@ -112,7 +112,7 @@ class Column(Linear):
         return self._rows.summed(lease, arena)
 
     def _summands(self, w: Any, dy: Any, saved: Any, arena: Arena) -> tuple[ActivationBuffer, Any]:
-        """Return a lease with this rank's summand of the gradient of x, and `pending`."""
+        """Return a lease with this rank's summand of x's gradient, and `pending` of `backward_weight`."""
         saved = self._rows.regained(saved)
         lease = self._rows.lease((*dy.shape[:-1], self.inputs), dy.dtype)
         _, pending = self._multiply_backward(w, flat_rows(dy), saved, arena, flat_rows(lease.array))
