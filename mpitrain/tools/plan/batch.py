@@ -19,7 +19,7 @@ from mpitrain.models.table import check_data
 from mpitrain.ops.device import Device
 from mpitrain.parallel.memory import Room, check_memory
 from mpitrain.parallel.modes import check_synchronous
-from mpitrain.parallel.tensor.sequence import sequences_of
+from mpitrain.parallel.tensor.rows import sequences_of
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.run.build import Job, build, model, open_data
 from mpitrain.run.counting import bytes_needed

@@ -9,7 +9,7 @@ from mpitrain.collectives.engine.executor import check_name
 from mpitrain.collectives.plans.steps import Plan, Step
 from mpitrain.collectives.selection.algorithm import shown
 from mpitrain.collectives.selection.own_algorithm import proven
-from mpitrain.collectives.selection.table import TABLES
+from mpitrain.collectives.selection.table import TABLES, title
 from mpitrain.errors import ConfigError
 from mpitrain.tools.plan import several
 
@@ -122,10 +122,9 @@ class Collective(NamedTuple):
 
     @property
     def title(self) -> str:
-        operation = "all-reduce" if self.operation == "allreduce" else self.operation
         hosts = len({*self.hosts})
         where = f" on {several(hosts, 'host')}" if hosts > 1 else ""
-        return f"{shown(self.algorithm)} {operation} on {several(self.ranks, 'rank')}{where}"
+        return f"{shown(self.algorithm)} {title(self.operation)} on {several(self.ranks, 'rank')}{where}"
 
 
 def collective(operation: str, algorithm: str, hosts: Sequence[str]) -> Collective:

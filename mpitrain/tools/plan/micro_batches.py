@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError
-from mpitrain.parallel.tensor.sequence import sequences_of
+from mpitrain.parallel.tensor.rows import sequences_of
 from mpitrain.pipeline.instructions import fused_at_the_input, training_program
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import SCHEDULES, STREAMS

@@ -196,7 +196,7 @@ class LeasedAllReduce:
         """Lease a buffer and bind its all-reduce. Collective."""
         self._group, self._count, self._dtype = group, count, dtype
         self._exchange: ActivationBuffer | None = group.exchange((count,), dtype)
-        self.algorithm = self._exchange.all_reduce().algorithm
+        self.algorithm = self._exchange.bound_all_reduce().algorithm
 
     @property
     def array(self) -> Any:
@@ -212,7 +212,7 @@ class LeasedAllReduce:
 
     def run(self) -> None:
         assert self._exchange is not None
-        self._exchange.all_reduce().run()
+        self._exchange.bound_all_reduce().run()
 
 
 class Sweep:
