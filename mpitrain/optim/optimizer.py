@@ -105,8 +105,7 @@ class Optimizer:
     """The update rule of a rank, for its pieces of the flat buffer (as torch.optim.Optimizer).
 
     pieces  the pieces that this rank updates
-    state   {name: buffer}, 1-D. `Rule.state` has a shape for each buffer, which decides its
-            contents:
+    state   {name: buffer}, 1-D. Its contents depend on the shape in `Rule.state`:
             elements    the state of each element of all pieces. The state of element
                         `piece.start` of the flat buffer is at `piece.offset`.
             ElementsOf  the same, for some of the tensors
@@ -166,10 +165,9 @@ class Optimizer:
     def sum_facts(
         self, views: Views, scale: float, lr: float, step: int, delayed: bool = False
     ) -> None:
-        """Compute the rule's sums over whole tensors, before the first `update` of a step;
-        collective.
+        """Compute sums over whole tensors, before the first `update` of a step; collective.
 
-        Only a tensor-wise rule has such sums.
+        Only a tensor-wise rule needs such sums.
 
         views  (piece) -> its parameters and gradients; the other arguments are those of `update`
         """

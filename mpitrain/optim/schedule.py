@@ -65,9 +65,7 @@ def learning_rate(settings: config.Optimizer, step: int, steps: int) -> float:
 
 
 def schedule_error(settings: config.Optimizer, steps: int) -> ConfigError | None:
-    """Return the error if optimizer.final or decay_steps do not fit the schedule or the run, or
-    None.
-    """
+    """Return the error if optimizer.final or decay_steps do not fit schedule or run, or None."""
     fields = config.Optimizer.model_fields
     keys = [
         key for key in ("final", "decay_steps") if getattr(settings, key) != fields[key].default

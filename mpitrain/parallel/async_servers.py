@@ -1,8 +1,8 @@
 """Asynchronous parameter servers: each gradient is applied on arrival, to parameters that may be
 newer than those that it was computed from.
 
-A ticket is one worker's share of the rows of one step: ticket t of W workers belongs to step t //
-W. A worker draws a ticket from the first server, and pulls the parameters from all servers. It
+A ticket is one worker's share of the rows of one step; each step has one ticket per worker. A
+worker draws a ticket from the first server, and pulls the parameters from all servers. It
 computes the rows of the ticket, and pushes the gradient to all servers, which apply it at once.
 `WorkQueue` has the rules for tickets. A worker waits for other workers only at the bound of
 `replication.staleness`, and at a pause, where all ranks synchronize. Each worker clips by the norm
@@ -32,8 +32,7 @@ from mpitrain.transport.base import Request
 
 
 class Report(NamedTuple):
-    """A worker's report of a finished ticket, after all servers have applied or skipped its
-    gradient.
+    """A worker's report of a ticket, after all servers have applied or skipped its gradient.
 
     counted    targets of the ticket that count
     loss       mean over these targets

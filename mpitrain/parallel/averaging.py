@@ -293,8 +293,7 @@ def local_sgd(replica: ReplicationContext) -> Replication:
 
 
 def distances(n: int) -> list[int]:
-    """Return the distances from a worker to its neighbours in successive steps: 1, 2, 4 ... below
-    n.
+    """Return the distances between neighbours in successive steps: 1, 2, 4 ... below n.
 
     After the last distance the first one follows. If n is a power of two and no worker updates, all
     n workers have the global average after one round of distances.

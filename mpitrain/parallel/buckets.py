@@ -105,8 +105,7 @@ def shared_by_ties(storage: Storage, buckets: Sequence[Bucket]) -> list[Bucket]:
 
 
 def tied_sums(grid: Grid, flat: Any, runs: Iterable[tuple[str, bool, int, int]]) -> list[Reduction]:
-    """Bind one all-reduce per tied group, for gradients of which each rank has a summand;
-    collective.
+    """Bind an all-reduce per tied group whose ranks have summands of gradients; collective.
 
     The caller runs them once a step.
 

@@ -220,8 +220,7 @@ class Grid:
                 self.holders[name] = group
 
     def check(self) -> None:
-        """Raise ConfigError if the algorithm of one of this rank's groups does not support its
-        hosts.
+        """Raise ConfigError if a group of this rank has an algorithm that its hosts rule out.
 
         It is not collective, so the error may be on some ranks only. The caller must make all ranks
         agree on it.

@@ -50,8 +50,7 @@ def check_memory(
 ) -> Room:
     """Raise ConfigError if parameters, gradients and optimizer state exceed the free memory.
 
-    Activations do not count here: `run/counting.py` checks that they fit in the memory that is
-    left.
+    Activations do not count here: `run/counting.py` checks that they fit in what is left.
 
     chunks  number of model chunks, over all stages
     gpus    the GPU of each rank, by rank; empty if they compute on their host

@@ -331,8 +331,7 @@ def _scatters_per_step(replica: ReplicationContext) -> int:
 
 
 def _gathered(spans: Sequence[Span], opened: Iterable[int]) -> int:
-    """Return the elements to gather if spans with equal `holders` and `partial` alternate between
-    two slots.
+    """Return the elements to gather if spans of one tied group alternate between two slots.
 
     opened  the units in the order of their use
     """
@@ -396,9 +395,7 @@ def _local(replica: ReplicationContext, sample: Sample) -> float:
 
 
 def _gossip(replica: ReplicationContext, sample: Sample) -> float:
-    """Return the mean bytes of a step; they include the average over all ranks at the end of the
-    run.
-    """
+    """Return the mean bytes of a step, including the average over all ranks after the run."""
     n, steps, storage = replica.grid.axes.ranks, replica.config.run.steps, replica.storage
     average = _ring(n, storage.length) * storage.dtype.itemsize
     exchanges = _periods(replica.config) * _ring(n, NEWS) * CONTROL_ITEM

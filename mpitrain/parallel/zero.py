@@ -304,9 +304,7 @@ class ShardedGradients(GradientReducer):
                 self._end_all()
 
     def _end(self, slot: int) -> None:
-        """Wait for the running reduction in a slot, if there is one, and add its result to
-        `buffer`.
-        """
+        """Wait for the running reduction in a slot, if any, and add its result to `buffer`."""
         if slot not in self._under_way:
             return
         bucket, is_last = self._under_way.pop(slot)

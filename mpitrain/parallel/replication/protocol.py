@@ -71,9 +71,7 @@ class StepInput(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """This rank's summand of the mean loss over the global batch. Reading it waits for the
-        device.
-        """
+        """This rank's summand of the mean loss of the global batch; reading waits for the device."""
         weights = self.weights or [1.0] * len(self.losses)
         return sum(weight * float(loss) for weight, loss in zip(weights, self.losses, strict=False))
 
@@ -199,8 +197,7 @@ class ParameterStore(Protocol):
     owned : dict
         {piece: its parameters}, for the pieces that this rank updates.
     sharing : sequence of Group
-        The groups over which the elements of a tensor are divided, besides the tensor-parallel
-        group.
+        The groups over which elements of a tensor are divided, besides the tensor-parallel group.
     frozen : FrozenParameters or None
         The parameters that are not trained; None on a server, which has none.
     is_sharded : bool
@@ -442,8 +439,7 @@ class ReplicationContext:
     def gradient_stats(
         self, step_input: StepInput | None, gradients: Sequence[np.ndarray]
     ) -> tuple[float, float, int]:
-        """Return a step's loss, and the sum of squares and the non-finite elements of the
-        gradients.
+        """Return a step's loss, and the gradients' sum of squares and non-finite elements.
 
         These numbers are copied from the device in one read, the only blocking read of a step. The
         host adds those of other ranks and decides about the update, so a skipped update launches no

@@ -90,8 +90,7 @@ class LossScale:
     value = 1.0
 
     def after(self, outcome: StepResult) -> StepResult:
-        """Adapt the scale to a step's result; return the result with its `loss_scale` and
-        `overflows`.
+        """Adapt the scale to a step's result; fill in its fields `loss_scale` and `overflows`.
 
         All ranks pass the same result, so all get the same scale.
         """
