@@ -30,11 +30,11 @@ from mpitrain.tools.text_table import TextColumn, TextTable
 SHORT = 1 << 14
 """Bytes up to which an array is short: there the number of messages determines the time."""
 NEGLIGIBLE = 10.0
-"""Times of the latency from which a run shows the rate of a link."""
+"""A run shows the rate of a link if it takes at least NEGLIGIBLE times the latency."""
 ZERO = 1e-9
 """Costs and pivots closer to 0 are rounding errors; all columns have norm 1."""
 RAISED = 1e-10
-"""Upper bound of the raise of a target."""
+"""Upper bound of the random amount that is added to a target."""
 
 
 class Check(NamedTuple):

@@ -41,11 +41,11 @@ LEASED = "leased"
 SECONDS = 0.25
 """Time of the runs of one row, if the number of iterations is not set."""
 LONGEST = 1.0
-"""Seconds of a run above which a request that `stops` has no further warm-up, and one timed run."""
+"""With `stops` in the request: a run that takes more seconds is timed once, without more warm-up."""
 LONG = 0.05
-"""Seconds per run of the fastest algorithm above which a sweep leaves out sizes.
+"""Seconds per run of the fastest algorithm above which a sweep with `stops` leaves out longer arrays.
 
-Above LONG it does so if time has grown in proportion to the array; above LONGEST always.
+Above LONG it does so if the time has grown in proportion to the array; above LONGEST always.
 """
 BUCKET = 25e6
 """Bytes of the largest bucket that a run without replication.bucket_mb is expected to have."""

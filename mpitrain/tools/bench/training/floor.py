@@ -30,7 +30,7 @@ from mpitrain.transport.decorators import Recorded
 
 BETWEEN, COMMUNICATION = "between operations", "communication"
 SPANS = {"the loss": "loss", "the norm": "optimizer", "the parameters": "optimizer"}
-"""Kinds of spans that are no forward or backward of a unit, by name."""
+"""{name of a recorded span that is no forward or backward of a unit: its kind of work}."""
 
 
 class ProductArray(NamedTuple):
