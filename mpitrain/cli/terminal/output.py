@@ -31,8 +31,9 @@ LONGEST = 4096
 
 
 def columns(descriptor: int = 2) -> int:
-    """Return the columns of the terminal behind a file descriptor; without one those of COLUMNS, or
-    USUAL.
+    """Return the columns of the terminal behind a file descriptor.
+
+    Without a terminal, return those of the variable COLUMNS, or USUAL.
     """
     try:
         known = os.get_terminal_size(descriptor).columns

@@ -129,9 +129,12 @@ class Collective(NamedTuple):
 
 
 def collective(operation: str, algorithm: str, hosts: Sequence[str]) -> Collective:
-    """Return the messages of an operation of TABLES.
+    """Return the messages of a collective.
 
-    The array is too short to be cut into segments, and has chunks of one size.
+    The array has chunks of one size, and is too short to be cut into segments.
+
+    operation  a key of TABLES, such as allreduce
+    hosts      host of every rank, by rank
     """
     # This length gives chunks of one size and is too short for segments.
     count = len(hosts) << len(hosts).bit_length()

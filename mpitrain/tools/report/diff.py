@@ -327,11 +327,10 @@ class Unequal(NamedTuple):
 class Bits(NamedTuple):
     """The comparison of two runs of one layout, bit for bit.
 
-    unequal  {kind: its first record that differs}; kinds are logged, digests and checkpoint
-    equal    the last step before all of these at which the whole state is known to be equal; -1:
-             none
+    unequal  {kind of record: the first one that differs}; kinds are logged, digests and checkpoint
+    equal    the last earlier step at which the whole state is known to be equal; -1: none
     last     the last step with a record of both runs
-    common   number of steps and kinds with a record of both runs
+    common   number of records that both runs have
     """
 
     unequal: dict[str, Unequal]

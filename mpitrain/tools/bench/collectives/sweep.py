@@ -437,12 +437,12 @@ def is_long_enough(fastest: float, before: float, growth: float) -> bool:
 
 
 def starting_line(transport: Transport) -> Callable[[], None]:
-    """Return a function that all ranks call, and that returns on all of them at the same time. Collective.
+    """Return a function that returns at the same time on all ranks, which all call it. Collective.
 
-    Within a host it is a barrier. Ranks leave a barrier at times that differ by the latency of a
-    message. Between hosts, this is as long as a short all-reduce, and the same ranks are late in
-    every run. So ranks on several hosts agree on a start time and wait for it. The offsets of their
-    clocks are measured first; as clocks drift, they are accurate for some seconds only.
+    On one host it is a barrier: ranks leave a barrier a message's latency apart, which is little
+    there. Between hosts this latency is as long as a short all-reduce, and the same ranks are late
+    in every run. So on several hosts the ranks agree on a start time and wait for it. The offsets
+    of their clocks are measured first; as clocks drift, they are accurate for some seconds only.
     """
     if len(set(transport.hosts)) == 1:
         return transport.barrier

@@ -115,7 +115,7 @@ class TrainedBlock(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """Mean seconds of a step after WARM_UP."""
+        """Mean seconds of a step, without the first WARM_UP steps."""
         return (self.ends[-1] - self.ends[WARM_UP - 1]) / (len(self.ends) - WARM_UP)
 
     @property

@@ -40,7 +40,10 @@ class _Push(NamedTuple):
 
 
 class Conductor:
-    """The virtual clock. It lets one worker push at a time: the one whose time is next."""
+    """The virtual clock. It lets one worker push at a time: the one whose gradient is due next.
+
+    A worker draws a ticket (its next rows), pulls parameters, computes, and pushes a gradient.
+    """
 
     def __init__(self, workers: int):
         self._workers, self._tickets, self._pulled = workers, STEPS * workers, 0
@@ -63,7 +66,7 @@ class Conductor:
             self._changed.notify_all()
 
     def push(self, worker: int, gradient: str) -> None:
-        """Wait until this worker is the next one to push."""
+        """Wait until the gradient of this worker is the next one, and record it."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_next(worker))
             self.pushes.append(_Push(worker, dict(self._weights), gradient))

@@ -241,8 +241,9 @@ def _frames(
 
 
 def _cell(instruction: Compute, rest: Any, shows_version: bool) -> str:
-    """Return the text of an instruction, and remove its forward or backward from the rest of the
-    run.
+    """Return the text of an instruction.
+
+    rest  iterator over what the stage executed; the instruction is checked against its next entries
     """
     kinds = {Forward: "F", BackwardInput: "B", BackwardWeight: "W", Backward: "BW"}
     passes = [next(rest) for _ in kinds[type(instruction)]]

@@ -387,8 +387,8 @@ class Watch:
         }
 
     def _whole(self, buffer: np.ndarray) -> Sequence[Piece]:
-        """Return the pieces of the parameters if the buffer has as many elements; else one piece
-        with all.
+        """Return the pieces of a buffer: those of the parameters if they have all its elements,
+        else one.
         """
         pieces = self._buffers["parameters"].pieces
         if sum(piece.stop - piece.start for piece in pieces) == buffer.size:
