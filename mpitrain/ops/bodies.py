@@ -7,7 +7,6 @@ from ast import literal_eval
 from collections.abc import Callable, Sequence
 from functools import cache, partial, wraps
 from importlib import import_module
-from inspect import signature
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -54,7 +53,7 @@ def cuda(
     from mpitrain.ops.cuda.steps import LaunchNumbers
 
     numbers = LaunchNumbers(backend or HostBackend())
-    arguments = {"kernels": kernels, "multiply": multiply or gemm, "numbers": numbers}
+    second = {"": (), "multiply": (multiply or gemm,), "numbers": (numbers,)}
 
     def bound(name: str, row: Operation) -> Callable:
         if row.cuda is None:
@@ -62,8 +61,7 @@ def cuda(
         body = row.cuda
         if isinstance(body, str):
             body = getattr(import_module(f"mpitrain.ops.cuda.{body}"), name)
-        first = [arguments[known] for known in signature(body).parameters if known in arguments]
-        return (_OverRuns if row.takes_runs else partial)(body, *first)
+        return (_OverRuns if row.takes_runs else partial)(body, kernels, *second[row.cuda_takes])
 
     return _each(bound)
 
@@ -72,7 +70,7 @@ class _OverRuns(partial):
     """A step on a device that takes runs of several parameter groups in one launch."""
 
     def over_runs(self, runs: "Sequence[GroupRun]") -> Callable[..., None]:
-        *_, numbers = self.args
+        numbers = self.args[-1]
         return partial(self, weight_decay=numbers.runs(runs))
 
 
@@ -170,9 +168,9 @@ def rounded(dtype: str, attention: str = "auto", passes: str = "numpy") -> Round
             put(target[block], arena)
 
     def rounding(name: str, row: Operation) -> Callable:
-        body, results = getattr(wide, name), operands(row.operands).results
-        parameters = list(signature(body).parameters)
-        if row.rounds not in (*parameters, *results, "nothing"):
+        body, line = getattr(wide, name), operands(row.operands)
+        results, parameters = line.results, [*(one.name for one in line.takes), "arena"]
+        if row.rounds not in (*parameters, *results, "mirror", "nothing"):
             raise ConfigError(
                 f"In half precision an operation rounds one of its operands or nothing, but `{name}` "
                 f"rounds {row.rounds!r}.",
