@@ -331,7 +331,7 @@ def _scatters_per_step(replica: ReplicationContext) -> int:
 
 
 def _gathered(spans: Sequence[Span], opened: Iterable[int]) -> int:
-    """Return the elements to gather if spans of one tied group alternate between two slots.
+    """Return the elements to gather if spans with equal `holders` alternate between two slots.
 
     opened  the units in the order of their use
     """

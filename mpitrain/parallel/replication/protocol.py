@@ -71,7 +71,7 @@ class StepInput(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """This rank's summand of the mean loss of the global batch; reading waits for the device."""
+        """This rank's summand of the global batch's mean loss; reading waits for the device."""
         weights = self.weights or [1.0] * len(self.losses)
         return sum(weight * float(loss) for weight, loss in zip(weights, self.losses, strict=False))
 
