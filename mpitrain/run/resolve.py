@@ -27,7 +27,7 @@ from mpitrain.ops.host.attention import TILED_FROM
 from mpitrain.optim import checked
 from mpitrain.parallel.grid import Axes, axes, divisor
 from mpitrain.parallel.modes import servers_of
-from mpitrain.parallel.tensor.sequence import check_rows, sequences_of
+from mpitrain.parallel.tensor.rows import check_rows, sequences_of
 from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import NAMED, SCHEDULES, plan_of
