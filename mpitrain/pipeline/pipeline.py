@@ -1,4 +1,4 @@
-"""The pipeline runtime of one rank: its chunks of the model, and programs to train and evaluate."""
+"""`Pipeline`, the pipeline runtime of one rank: its stages, and its programs to train and to infer."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
@@ -25,12 +25,14 @@ Rows = tuple[int, int, int, bool] | tuple[int, int, int, bool, Documents | None]
 
 
 class Pipeline:
-    """Pipeline of one replica, seen from one stage; all stages make each call at the same time.
+    """Pipeline of one replica, as one of its ranks runs it.
+
+    `train`, `drain` and `infer` are collective over the ranks of the pipeline.
 
     stages       {chunk: Stage} of this rank, in ascending order
     input_shape  (chunk, shape of the model's input) -> shape of the chunk's input
     channel      to the other stages
-    now          the step and rows of the running instruction, as layers read it
+    now          the step and rows of the running instruction, as layers read them
     peak_bytes   peak of activation memory on this rank in the last step, without the update
     lowest       the first chunk with a backward: all chunks before are frozen
     bytes sent   per micro-batch an activation and a gradient over each boundary between stages
@@ -129,7 +131,7 @@ class Pipeline:
             yield instruction
 
     def drain(self) -> None:
-        """Finish the micro-batches that `train` left in flight; this class leaves none. Collective."""
+        """Finish the micro-batches that `train` left in flight; in this class there are none."""
 
     def infer(
         self, shape: Shape, first: Callable[[], Any], documents: Documents | None = None

@@ -97,8 +97,9 @@ def find_plan(
     """Return the plan of a named schedule, or of a file.
 
     stages, micro_batches  None: 4 and 8 for a named schedule; the file's own numbers for a file
-    raises   ConfigError if there is no such schedule or file, if its numbers differ from these, or
-             if it is not built in and incomplete, or could deadlock
+    raises                 ConfigError if there is no such schedule or file, if the numbers of a
+                           file differ from these, or if a plan of a file or a plugin is incomplete
+                           or could deadlock
     """
     # An unknown name goes to plan_of as well, which raises the error.
     if name in NAMED or not os.path.exists(name):
@@ -187,7 +188,9 @@ def _home(plan: Plan, chunk: int) -> str:
 
 
 def _incomplete(plan: Plan) -> Sequence[str]:
-    """In each chunk a micro-batch goes forward once, then once through each half of the backward."""
+    """Return the faults of chunks that do not compute each micro-batch once: forward, then both
+    halves of the backward.
+    """
     faults = []
     for chunk, stage in enumerate(plan.stage_of):
         of_chunk = [i for i in plan.by_stage[stage] if i.chunk == chunk]

@@ -67,7 +67,7 @@ def train(
     Parameters
     ----------
     configured : callable
-        Returns the configuration, on every rank; all ranks raise an MpitrainError of one.
+        Returns the configuration, on every rank. If one raises an MpitrainError, all do.
     resume : {"no", "yes", "auto"}
         As `--resume`.
     stop_requested : callable, optional
